@@ -1,0 +1,129 @@
+# Needs make and Python 3.11 or newer; everything else is installed into folders named .venv*.
+# `make help` lists the targets.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-latest test-slow lint format typecheck gpu-check gpu-test bench clean clean-venvs
+
+# The first Python that really runs, is new enough and can make environments. A name on PATH is not
+# enough: version managers leave stand-ins there that only print an error. 3.11 comes first because
+# every dependency has wheels for it. Another one: make PYTHON=/path/to/python3.13 ...
+PYTHON_CHECK := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for candidate in python3.11 python3.12 python3.13 python3; do \
+	if $$candidate -c '$(PYTHON_CHECK)' >/dev/null 2>&1; then command -v $$candidate; break; fi; done)
+
+RUNTIME ?= jax
+DEMO_ARGS ?=
+JOBS ?= 2
+PYTEST_ARGS ?=
+# More options for pip, e.g. PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu", which
+# takes PyTorch's small CPU build instead of the CUDA build that Linux gets otherwise.
+PIP_ARGS ?=
+
+MAIN_VENV := .venv
+LATEST_VENV := .venv-latest
+GPU_VENV := .venv-gpu
+DEMO_VENV := .venv-demo-$(RUNTIME)
+
+# The two environments that are tested. torch 2.9 is the last one that torch_xla supports.
+MAIN_PACKAGES := -e ".[jax,torch-xla,preflight,dev]"
+LATEST_PACKAGES := -e ".[jax,dev]" "torch>=2.13,<2.14"
+DEMO_PACKAGES_jax := -e ".[jax]" "torch>=2.13,<2.14" tqdm
+DEMO_PACKAGES_torch_xla := -e ".[torch-xla]" tqdm
+# torch 2.9 is built for CUDA 12, torch 2.13 for CUDA 13: one CUDA version per environment.
+CUDA ?= 13
+GPU_PACKAGES_12 := -e ".[cuda12,dev]" "torch==2.9.*"
+GPU_PACKAGES_13 := -e ".[cuda13,dev]" "torch>=2.13,<2.14"
+
+# An environment is up to date when its stamp is newer than what says what belongs into it.
+STAMP := .installed
+STAMP_NEEDS := setup.cfg pyproject.toml Makefile
+
+# $(call install,FOLDER,PACKAGES): makes the environment, says how much is downloaded, installs.
+define install
+	@$(PYTHON) -c '$(PYTHON_CHECK)' 2>/dev/null || { echo "Python 3.11 or newer, with venv, is \
+	needed. '$(PYTHON)' is not that. Pass one: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "$(1): preparing it with $$($(PYTHON) -V), $(PYTHON)"
+	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	@$(1)/bin/python -m pip install -qq "pip>=26"
+	@$(1)/bin/python tools/download_size.py $(PIP_ARGS) $(2)
+	@echo "$(1): installing (a few minutes the first time)"
+	@start=$$(date +%s); $(1)/bin/python -m pip install -qq $(PIP_ARGS) $(2) \
+	&& echo "$(1): ready after $$(( $$(date +%s) - start )) s"
+	@touch $(1)/$(STAMP)
+endef
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+setup: $(MAIN_VENV)/$(STAMP)  ## make .venv: both runtimes, torch 2.9, development tools
+	@echo "$(MAIN_VENV) is ready: . $(MAIN_VENV)/bin/activate"
+
+demo: $(DEMO_VENV)/$(STAMP)  ## run the demo; RUNTIME=jax (default) or torch_xla, only that one is installed
+	$(DEMO_VENV)/bin/python -m examples.train_lm --runtime $(RUNTIME) $(DEMO_ARGS)
+
+test: $(MAIN_VENV)/$(STAMP)  ## run the tests on torch 2.9, with torch_xla and jax
+	$(MAIN_VENV)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-latest: $(LATEST_VENV)/$(STAMP)  ## run the tests on the newest supported torch, with jax
+	$(LATEST_VENV)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(PYTEST_ARGS)
+
+# pytest exits with 5 when it finds no test, which is no failure for this subset.
+test-slow: $(MAIN_VENV)/$(STAMP)  ## run the tests that `make test` leaves out
+	$(MAIN_VENV)/bin/python -m pytest -n $(JOBS) -m "slow and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+lint: $(MAIN_VENV)/$(STAMP)  ## check style, format and spelling
+	$(MAIN_VENV)/bin/ruff check
+	$(MAIN_VENV)/bin/ruff format --check
+	$(MAIN_VENV)/bin/codespell
+
+format: $(MAIN_VENV)/$(STAMP)  ## format the code and fix what can be fixed
+	$(MAIN_VENV)/bin/ruff check --fix
+	$(MAIN_VENV)/bin/ruff format
+
+typecheck: $(MAIN_VENV)/$(STAMP)  ## check the types
+	$(MAIN_VENV)/bin/pyright --pythonpath $(MAIN_VENV)/bin/python
+
+gpu-check:  ## run the GPU tests, or say that there is no GPU; GPU_PYTHON=... uses an environment you have
+	@if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then $(MAKE) --no-print-directory gpu-test; \
+	else echo "gpu-check: skipped, this machine has no NVIDIA GPU"; fi
+
+ifdef GPU_PYTHON
+gpu-test:
+else
+GPU_PYTHON := $(GPU_VENV)$(CUDA)/bin/python
+gpu-test: $(GPU_VENV)$(CUDA)/$(STAMP)
+endif
+	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+
+bench: $(MAIN_VENV)/$(STAMP)  ## run every script in benchmarks/
+	@set -e; for script in benchmarks/bench_*.py; do \
+	if [ -f "$$script" ]; then echo "== $$script"; $(MAIN_VENV)/bin/python "$$script"; \
+	else echo "bench: no scripts in benchmarks/"; fi; done
+
+clean:  ## remove caches and build outputs; environments stay
+	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+
+clean-venvs:  ## remove the environments
+	rm -rf $(MAIN_VENV) $(LATEST_VENV) $(GPU_VENV)12 $(GPU_VENV)13 .venv-demo-jax .venv-demo-torch_xla
+
+$(MAIN_VENV)/$(STAMP): $(STAMP_NEEDS)
+	$(call install,$(MAIN_VENV),$(MAIN_PACKAGES))
+
+$(LATEST_VENV)/$(STAMP): $(STAMP_NEEDS)
+	$(call install,$(LATEST_VENV),$(LATEST_PACKAGES))
+
+$(GPU_VENV)12/$(STAMP): $(STAMP_NEEDS)
+	$(call install,$(GPU_VENV)12,$(GPU_PACKAGES_12))
+
+$(GPU_VENV)13/$(STAMP): $(STAMP_NEEDS)
+	$(call install,$(GPU_VENV)13,$(GPU_PACKAGES_13))
+
+.venv-demo-jax/$(STAMP): $(STAMP_NEEDS)
+	$(call install,.venv-demo-jax,$(DEMO_PACKAGES_jax))
+
+.venv-demo-torch_xla/$(STAMP): $(STAMP_NEEDS)
+	$(call install,.venv-demo-torch_xla,$(DEMO_PACKAGES_torch_xla))
+
+.venv-demo-%/$(STAMP):
+	@echo "RUNTIME=$* is not known. Pass RUNTIME=jax or RUNTIME=torch_xla." >&2; exit 1

@@ -1,0 +1,1 @@
+"""Benchmarks: run them with ``make bench``, or one with ``python -m benchmarks.translate``."""

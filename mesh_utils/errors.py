@@ -1,0 +1,20 @@
+"""The errors of mesh_utils.
+
+Each message has three short sentences: what was asked, why it is refused, what to pass instead.
+
+Example:
+    >>> from mesh_utils import Mesh, MeshError
+    >>> try:
+    ...     Mesh(range(6), (2, 4))
+    ... except MeshError as error:
+    ...     print(str(error).split(". ")[0])
+    Mesh was given 6 device ids for mesh_shape=(2, 4)
+"""
+
+
+class MeshError(ValueError):
+    """A mesh, or a question to one, that cannot be."""
+
+
+class AxisError(MeshError):
+    """An axis that a mesh does not have, or that was named twice."""

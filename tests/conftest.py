@@ -1,0 +1,75 @@
+"""One runtime per test process, 8 virtual CPU devices.
+
+A process runs one runtime, so a session tests one: ``pytest --runtime jax`` (the default where JAX
+is installed) or ``pytest --runtime torch_xla -m on_runtime``. Tests that use the `runtime` fixture
+get the marker ``on_runtime``; those that need one runtime in particular say so with
+``@pytest.mark.only_on("jax")``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from xla_dtensor import DeviceMesh
+    from xla_dtensor.runtimes import Runtime
+
+NUM_DEVICES = 8
+
+# Before anything can import jax. XLA:CPU can deadlock with more virtual devices than cores.
+os.environ.setdefault("NPROC", "64")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    default = "jax" if importlib.util.find_spec("jax") else "torch_xla"
+    default = os.environ.get("XLA_DTENSOR_RUNTIME", default)
+    parser.addoption("--runtime", default=default, help="the runtime that tests run on")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    name = config.getoption("--runtime")
+    os.environ["XLA_DTENSOR_RUNTIME"] = name
+    if name == "jax":
+        flag = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
+        if flag not in os.environ.get("XLA_FLAGS", ""):
+            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = config.getoption("--runtime")
+    for item in items:
+        if "runtime" in getattr(item, "fixturenames", ()):
+            item.add_marker("on_runtime")
+        only = item.get_closest_marker("only_on")
+        if only is not None and chosen not in only.args:
+            reason = f"only on {' or '.join(only.args)}, this session runs {chosen}"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def runtime(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Runtime:
+    """The session's runtime, started with 8 devices."""
+    from xla_dtensor.runtimes import current_runtime, get_runtime
+
+    name = request.config.getoption("--runtime")
+    running = current_runtime()
+    if running is not None:
+        return running
+    options = {"dump_hlo": tmp_path_factory.mktemp("hlo")} if name == "torch_xla" else {}
+    return get_runtime(name, num_cpu_devices=NUM_DEVICES, **options)
+
+
+@pytest.fixture(scope="session")
+def mesh(runtime: Runtime) -> DeviceMesh:
+    """A (dp=2, tp=4) mesh over all devices."""
+    from xla_dtensor import init_device_mesh
+
+    return init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))

@@ -1,0 +1,147 @@
+"""The package's extras, what it ships, and (slow) that each extra can be installed."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXTRAS = ("jax", "tpu", "preflight", "cuda12", "cuda13", "torch-xla", "torch-xla-tpu", "dev")
+
+# The newest torch that the tests run on. Without a bound, a dry run fetches the newest of all where
+# the index serves no metadata of its own.
+TESTED_TORCH = "torch<2.14"
+
+
+@pytest.fixture(scope="module")
+def config() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg", encoding="utf-8")
+    return parser
+
+
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line]
+
+
+def project_name(requirement: str) -> str:
+    return re.split(r"[\[<>=!~; ]", requirement)[0]
+
+
+def test_extras(config: configparser.ConfigParser) -> None:
+    assert tuple(config["options.extras_require"]) == EXTRAS
+
+
+def test_core_needs_no_tensor_library(config: configparser.ConfigParser) -> None:
+    core = lines(config["options"]["install_requires"])
+    assert [project_name(requirement) for requirement in core] == ["numpy", "PyYAML"]
+
+
+@pytest.mark.parametrize("extra", ["torch-xla", "torch-xla-tpu"])
+def test_torch_xla_pins_its_torch(config: configparser.ConfigParser, extra: str) -> None:
+    found = lines(config["options.extras_require"][extra])
+    assert found[0] == "torch==2.9.*"
+    assert re.fullmatch(r"torch_xla(\[tpu\])?==2\.9\.\*", found[1])
+
+
+def test_unsupported_torch_is_left_out(config: configparser.ConfigParser) -> None:
+    (torch,) = (
+        requirement
+        for requirement in lines(config["options.extras_require"]["jax"])
+        if project_name(requirement) == "torch"
+    )
+    assert torch == "torch>=2.9,!=2.10.*,!=2.11.*,!=2.12.*"
+
+
+def test_same_jax_everywhere(config: configparser.ConfigParser) -> None:
+    extras = config["options.extras_require"]
+    found = [line for extra in EXTRAS for line in lines(extras[extra])]
+    versions = {line.partition("==")[2] for line in found if project_name(line) == "jax"}
+    assert versions == {"0.10.*"}
+
+
+def test_the_two_tpu_extras_are_told_apart() -> None:
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+    assert "The extras `tpu` and `torch-xla-tpu` exclude each other" in text
+
+
+def test_pyproject_holds_build_and_tools_only() -> None:
+    content = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert set(content) == {"build-system", "tool"}
+    assert set(content["tool"]) == {"ruff", "pyright"}
+
+
+@pytest.mark.parametrize("package", ["xla_dtensor", "mesh_utils"])
+def test_types_are_shipped(config: configparser.ConfigParser, package: str) -> None:
+    assert (ROOT / package / "py.typed").is_file()
+    assert "py.typed" in config["options.package_data"][package]
+
+
+def test_license() -> None:
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def dry_run(*requirements: str) -> subprocess.CompletedProcess[str]:
+    """Asks pip what it would install into an empty environment."""
+    pip = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run", "--ignore-installed"]
+    return subprocess.run(
+        [*pip, *requirements], cwd=ROOT, capture_output=True, text=True, timeout=900
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_extra_resolves(extra: str) -> None:
+    needs_torch = extra != "dev"
+    done = dry_run(f".[{extra}]", *([TESTED_TORCH] if needs_torch else []))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_main_environment_resolves() -> None:
+    done = dry_run(".[jax,torch-xla,preflight,dev]")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_two_tpu_extras_exclude_each_other(config: configparser.ConfigParser) -> None:
+    extras = config["options.extras_require"]
+    pinned = [line for extra in ("tpu", "torch-xla-tpu") for line in lines(extras[extra])]
+    done = dry_run(*(line for line in pinned if "[tpu]" in line))
+    assert done.returncode != 0
+    assert "conflicting dependencies" in done.stderr
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_data(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    for folder in ("mesh_utils", "xla_dtensor", "tpu_configs", "tests", "tools"):
+        shutil.copytree(
+            ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for file in ("setup.cfg", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    pip = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--wheel-dir", str(tmp_path)]
+    subprocess.run([*pip, "."], cwd=source, check=True, capture_output=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    listing = subprocess.run(
+        [sys.executable, "-m", "zipfile", "-l", str(wheel)],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    shipped = {line.split()[0] for line in listing.splitlines()[1:]}
+    for folder in ("mesh_utils", "xla_dtensor", "tpu_configs"):
+        for suffix in ("*.py", "*.yaml", "py.typed"):
+            expected = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob(suffix)}
+            assert expected <= shipped
+    assert not any(name.startswith(("tests/", "examples/", "tools/")) for name in shipped)

@@ -1,0 +1,75 @@
+"""xla_dtensor: PyTorch's DTensor API, executed by XLA's SPMD partitioner.
+
+Write ordinary PyTorch, say with placements how tensors lie on a mesh, and XLA does the sharded
+compute and all communication, through JAX or torch_xla. Importing this package loads neither a
+runtime nor torch; names are resolved on first use.
+
+Example:
+    >>> import torch
+    >>> from torch.distributed.tensor import Replicate, Shard
+    >>> import xla_dtensor as xd
+    >>> runtime = xd.get_runtime(num_cpu_devices=8)
+    >>> mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+    >>> x = xd.distribute_tensor(torch.ones(8, 6), mesh, [Shard(0), Replicate()])
+    >>> x.sum().item()
+    48.0
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mesh_utils import Mesh as Mesh
+    from xla_dtensor.api import distribute_module as distribute_module
+    from xla_dtensor.api import distribute_tensor as distribute_tensor
+    from xla_dtensor.compiled_step import compile as compile
+    from xla_dtensor.core import Layout as Layout
+    from xla_dtensor.core import OpSharding as OpSharding
+    from xla_dtensor.device_mesh import DeviceMesh as DeviceMesh
+    from xla_dtensor.device_mesh import init_device_mesh as init_device_mesh
+    from xla_dtensor.dtensor import DTensor as DTensor
+    from xla_dtensor.runtimes import get_runtime as get_runtime
+    from xla_dtensor.runtimes import installed_runtimes as installed_runtimes
+
+_WHERE = {
+    "DTensor": "xla_dtensor.dtensor",
+    "DeviceMesh": "xla_dtensor.device_mesh",
+    "Layout": "xla_dtensor.core",
+    "Mesh": "mesh_utils",
+    "OpSharding": "xla_dtensor.core",
+    "compile": "xla_dtensor.compiled_step",
+    "distribute_module": "xla_dtensor.api",
+    "distribute_tensor": "xla_dtensor.api",
+    "get_runtime": "xla_dtensor.runtimes",
+    "init_device_mesh": "xla_dtensor.device_mesh",
+    "installed_runtimes": "xla_dtensor.runtimes",
+}
+
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "Layout",
+    "Mesh",
+    "OpSharding",
+    "compile",
+    "distribute_module",
+    "distribute_tensor",
+    "get_runtime",
+    "init_device_mesh",
+    "installed_runtimes",
+]
+__version__ = "0.1.0.dev0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'xla_dtensor' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,177 @@
+"""distribute_tensor and distribute_module: put tensors and modules on a mesh."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from xla_dtensor.core import Layout
+from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh, current_mesh, mesh_text
+from xla_dtensor.dtensor import DTensor
+from xla_dtensor.errors import DistributeError
+from xla_dtensor.placement_checks import checked_placements
+from xla_dtensor.runtimes.registry import get_runtime
+
+__all__ = ["distribute_module", "distribute_tensor"]
+
+_MARK = "_distribute_module_applied"
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: Any = None,
+    placements: Sequence[Any] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """Put a tensor on the mesh.
+
+    Args:
+        tensor: A leaf tensor, equal in every process. It is copied, never changed. A meta tensor
+            stays abstract.
+        device_mesh: The mesh; that of the open ``with mesh:`` block when None.
+        placements: One per mesh axis (Shard, Replicate), or one alias entry per tensor dim, e.g.
+            ``("dp", None)``. None replicates.
+        src_data_rank: Accepted for torch's signature: every process passes the same values.
+
+    Returns:
+        A DTensor that requires grad if `tensor` does.
+
+    Raises:
+        DistributeError: Wrong mesh or placements, or a DTensor that lies otherwise.
+
+    Example:
+        >>> import torch, xla_dtensor as xd
+        >>> from torch.distributed.tensor import Shard
+        >>> mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        >>> xd.distribute_tensor(torch.arange(16), mesh, [Shard(0)])
+        DTensor(shape=(16,), dtype=int64, placements=(S(0)), mesh=(dp=8), local_shape=(2,))
+    """
+    mesh = current_mesh("distribute_tensor") if device_mesh is None else as_device_mesh(device_mesh)
+    checked = checked_placements("distribute_tensor", placements, mesh, tensor.ndim, partial=False)
+    if isinstance(tensor, DTensor):
+        return _already_distributed(tensor, mesh, checked)
+    if not tensor.is_leaf:
+        raise DistributeError(
+            f"distribute_tensor was called with a tensor of shape={tuple(tensor.shape)} that has "
+            "an autograd history. Its gradient would end at the copy, in silence. Pass a leaf "
+            "tensor, or tensor.detach()."
+        )
+    layout = Layout.from_placements(checked, tensor.ndim, mesh.value)
+    payload = _placed(tensor.detach(), layout)
+    return DTensor(payload, mesh, checked, requires_grad=tensor.requires_grad)
+
+
+def _placed(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    runtime = get_runtime()
+    if tensor.is_meta:
+        return torch.empty_like(tensor)
+    if runtime.is_payload(tensor):
+        return runtime.constrain(tensor, layout)
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise DistributeError(
+            f"distribute_tensor was called with a tensor on device={tensor.device}, "
+            f"layout={tensor.layout}. Values are taken from dense host memory. Pass tensor.cpu(), "
+            "or tensor.to_dense()."
+        )
+    return runtime.put(tensor, layout)
+
+
+def _already_distributed(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Any, ...]) -> DTensor:
+    if tensor.device_mesh == mesh and tensor.placements == placements:
+        return tensor
+    raise DistributeError(
+        f"distribute_tensor was called with {tensor!r} and placements={list(placements)} on the "
+        f"mesh {mesh_text(mesh.value)}. It lies on a mesh already, otherwise than asked. Call "
+        "tensor.redistribute(mesh, placements) to move it."
+    )
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: Any = None,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """Turn a module's parameters and buffers into DTensors, in place.
+
+    Args:
+        module: The module.
+        device_mesh: The mesh; that of the open ``with mesh:`` block when None.
+        partition_fn: Called as ``partition_fn(name, submodule, mesh)`` for every submodule, to
+            replace parameters by distributed ones. What it leaves alone is replicated.
+        input_fn: Called as ``input_fn(module, inputs, mesh)`` before forward.
+        output_fn: Called as ``output_fn(module, outputs, mesh)`` after forward.
+
+    Returns:
+        The same module.
+
+    Raises:
+        DistributeError: The module was distributed before, or a hook takes a wrong number of
+            arguments.
+    """
+    mesh = current_mesh("distribute_module") if device_mesh is None else as_device_mesh(device_mesh)
+    if getattr(module, _MARK, False):
+        raise DistributeError(
+            f"distribute_module was called on a {type(module).__name__} that it was called on "
+            "before. Its parameters lie on a mesh already, and its hooks would run twice. Call it "
+            "once per module; move single parameters with redistribute."
+        )
+    before = _hook(input_fn, "input_fn", "inputs", mesh)
+    after = _hook(output_fn, "output_fn", "outputs", mesh)
+    for name, submodule in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, submodule, mesh)
+    _replicate_rest(module, mesh)
+    if before is not None:
+        module.register_forward_pre_hook(lambda m, inputs: before(m, inputs))
+    if after is not None:
+        module.register_forward_hook(lambda m, inputs, outputs: after(m, outputs))
+    setattr(module, _MARK, True)
+    return module
+
+
+def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
+    # One object stays one object: tied weights are shared after as before.
+    made: dict[int, Any] = {}
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                if id(parameter) not in made:
+                    distributed = distribute_tensor(parameter.detach(), mesh)
+                    made[id(parameter)] = nn.Parameter(distributed, parameter.requires_grad)
+                submodule._parameters[name] = made[id(parameter)]
+        for name, buffer in submodule._buffers.items():
+            if buffer is not None and not isinstance(buffer, DTensor):
+                if id(buffer) not in made:
+                    made[id(buffer)] = distribute_tensor(buffer, mesh)
+                submodule._buffers[name] = made[id(buffer)]
+
+
+def _hook(
+    function: Callable[..., Any] | None, name: str, what: str, mesh: DeviceMesh
+) -> Callable[[nn.Module, Any], Any] | None:
+    if function is None:
+        return None
+    count = len(inspect.signature(function).parameters)
+    if count == 3:
+        return lambda module, value: function(module, value, mesh)
+    if count == 2:
+        warnings.warn(
+            f"Deprecating {name} that takes two arguments ({what}, device_mesh), please use "
+            f"{name} that takes in (module, {what}, device_mesh) instead!",
+            FutureWarning,
+            stacklevel=3,
+        )
+        return lambda module, value: function(value, mesh)
+    raise DistributeError(
+        f"distribute_module was called with an {name} that takes {count} arguments. It is called "
+        f"with three: the module, the {what} and the mesh. Pass a function (module, {what}, "
+        "device_mesh)."
+    )

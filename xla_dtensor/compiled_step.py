@@ -1,0 +1,47 @@
+"""compile(step): a whole PyTorch training step as one XLA program, on either runtime.
+
+The step is an ordinary Python function: forward, ``loss.backward()``, gradient clipping,
+``optimizer.step()``. It is traced on the first call, and once more when that call made optimizer
+state. Later calls only launch the program: parameters, optimizer state, counters and the learning
+rate are inputs, state is updated in place, and shardings stay what they were.
+
+What the step must not do: branch on a tensor's value (a clear error), or rely on Python side
+effects per call, such as ``scheduler.step()``. Call the scheduler after the step; the learning
+rate is read anew on every call.
+
+Gradients that the step leaves in ``p.grad`` are outputs of the program and take memory between
+steps. End the step with ``optimizer.zero_grad()`` to drop them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from xla_dtensor.runtimes.base import CompiledStep
+from xla_dtensor.runtimes.registry import get_runtime
+
+__all__ = ["compile"]
+
+
+def compile(step: Callable[..., Any]) -> CompiledStep:
+    """Return `step` as one XLA program that is called like `step` itself.
+
+    Args:
+        step: A function of tensors (DTensors or plain ones) and of values that rarely change.
+
+    Returns:
+        A callable with ``hlo()`` (the partitioned program's text) and ``stats()`` (calls, traces
+        and the reason of each trace).
+
+    Raises:
+        CompileError: On a call, when the step needs a tensor's value while it is traced.
+
+    Example:
+        >>> import torch, xla_dtensor as xd
+        >>> mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+        >>> double = xd.compile(lambda x: x * 2)
+        >>> double(xd.distribute_tensor(torch.ones(4), mesh)).full_tensor().tolist()
+        [2.0, 2.0, 2.0, 2.0]
+    """
+    return get_runtime().compile(step)

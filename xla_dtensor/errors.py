@@ -1,0 +1,41 @@
+"""The errors of xla_dtensor's torch-facing layers.
+
+Each one subclasses the builtin that a PyTorch user would expect at that place, so that existing
+``except ValueError`` clauses keep working. Messages have three parts: what was asked, why it is
+refused, what to pass instead.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CompileError",
+    "DistributeError",
+    "RuntimeSetupError",
+    "ShardingDroppedError",
+    "UnsupportedOpError",
+    "XlaDTensorError",
+]
+
+
+class XlaDTensorError(Exception):
+    """Base of all errors raised on purpose by xla_dtensor's torch-facing layers."""
+
+
+class RuntimeSetupError(XlaDTensorError, RuntimeError):
+    """A runtime cannot be started: missing package, started late, or started differently before."""
+
+
+class DistributeError(XlaDTensorError, ValueError):
+    """Wrong arguments to distribute_tensor, distribute_module, redistribute or a mesh."""
+
+
+class ShardingDroppedError(XlaDTensorError, RuntimeError):
+    """XLA did not keep a sharding that was asked for. Raised instead of a silent replication."""
+
+
+class UnsupportedOpError(XlaDTensorError, NotImplementedError):
+    """An operator has no lowering on the runtime in use."""
+
+
+class CompileError(XlaDTensorError, RuntimeError):
+    """A step cannot be compiled as one program, for example because Python reads a traced value."""

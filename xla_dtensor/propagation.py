@@ -1,0 +1,196 @@
+"""Placements of op outputs: PyTorch's own ShardingPropagator, asked on a shadow mesh.
+
+Ops run on global tensors, so their values are right whatever the placements; what PyTorch would
+have said of the output is a *label*. It is computed by PyTorch's propagator on a shadow mesh of
+device type "cpu" (the propagator consults device handles that "xla" does not have, and only shapes
+matter), and it is never enforced.
+
+An op without a rule gets Replicate, with one log line per op. Answers are cached per op, argument
+description and mesh.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.utils._pytree import tree_map
+
+from mesh_utils import Mesh
+from xla_dtensor.device_mesh import DeviceMesh
+from xla_dtensor.whole_op_labels import WHOLE_OP_LABELS
+
+__all__ = ["Placements", "propagate"]
+
+Placements = tuple[Any, ...]
+logger = logging.getLogger("xla_dtensor")
+aten = torch.ops.aten
+
+_SAME_AS_FIRST = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.contiguous.default,
+}
+_cache: dict[Any, Any] = {}
+_CACHE_LIMIT = 50_000
+_logged: set[Any] = set()
+
+
+def propagate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh) -> Any:
+    """Return the placements of the op's outputs.
+
+    Args:
+        func: An ``OpOverload``.
+        args: Its arguments, DTensors in place.
+        kwargs: Its keyword arguments.
+        mesh: The mesh to express the answer on.
+
+    Returns:
+        One tuple of placements for all outputs, or a list with one (or None) per output.
+    """
+    if func in _SAME_AS_FIRST:
+        return args[0]._spec.placements
+    described_args, described_kwargs = tree_map(
+        lambda v: _describe(v, mesh), (tuple(args), dict(kwargs)), is_leaf=_is_leaf
+    )
+    try:
+        key = (func, mesh, _hashable(described_args), _hashable(described_kwargs))
+        hash(key)
+    except TypeError:
+        return _ask(func, described_args, described_kwargs, mesh)
+    if key not in _cache:
+        if len(_cache) >= _CACHE_LIMIT:
+            _cache.clear()
+        _cache[key] = _ask(func, described_args, described_kwargs, mesh)
+    return _cache[key]
+
+
+class _Described(tuple):
+    """(placements, shape, stride, dtype) of one DTensor argument."""
+
+    __slots__ = ()
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, _Described))
+
+
+def _describe(value: Any, mesh: DeviceMesh) -> Any:
+    if isinstance(value, TorchDTensor):
+        placements = value._spec.placements
+        if value._spec.mesh != mesh:
+            placements = (Replicate(),) * mesh.ndim
+        return _Described((placements, value.shape, value.stride(), value.dtype))
+    if isinstance(value, torch.Tensor):
+        placements = (Replicate(),) * mesh.ndim
+        return _Described((placements, value.shape, value.stride(), value.dtype))
+    if isinstance(value, torch.SymFloat):
+        return 0.5
+    return value
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, _Described):
+        return value
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((k, _hashable(v)) for k, v in value.items())
+    return (type(value), value)
+
+
+def _ask(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+    replicated = (Replicate(),) * mesh.ndim
+    described = [v for v in _flat((args, kwargs)) if isinstance(v, _Described)]
+    if all(d[0] == replicated for d in described):
+        return replicated
+    if func in WHOLE_OP_LABELS:
+        return WHOLE_OP_LABELS[func](mesh.ndim, args)
+    try:
+        return _from_propagator(func, args, kwargs, mesh)
+    except Exception as error:
+        # The propagator raises half a dozen types for ops and shapes that it has no rule for. A
+        # label is never needed for a right value, so none of them may stop the program.
+        _log_once(func, error)
+        return replicated
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, _Described) or not isinstance(value, (list, tuple, dict)):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value
+    return [leaf for v in values for leaf in _flat(v)]
+
+
+def _log_once(func: Any, error: Exception) -> None:
+    if func not in _logged:
+        _logged.add(func)
+        logger.info(
+            "No placement rule for %s (%s); its outputs are labelled Replicate. Values are not "
+            "affected.",
+            func,
+            type(error).__name__,
+        )
+
+
+def _from_propagator(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+    shadow = _shadow_mesh(mesh.value)
+    propagator = TorchDTensor._op_dispatcher.sharding_propagator
+
+    def to_spec(value: Any) -> Any:
+        if not isinstance(value, _Described):
+            return value
+        placements, shape, stride, dtype = value
+        return DTensorSpec(shadow, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+    schema_args, schema_kwargs = tree_map(to_spec, (args, kwargs), is_leaf=_is_leaf)
+    info = propagator.op_to_schema_info.get(func)
+    info = info or getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}).get(func)
+    schema = OpSchema(func, schema_args, schema_kwargs, schema_info=info)
+    output = propagator.propagate_op_sharding_non_cached(schema).output_spec
+    if output is None:
+        return (Replicate(),) * mesh.ndim
+    if isinstance(output, (list, tuple)):
+        return [None if spec is None else spec.placements for spec in output]
+    return output.placements
+
+
+@lru_cache(maxsize=64)
+def _shadow_mesh(mesh: Mesh) -> TorchDeviceMesh:
+    # torch skips process groups for "xla" only; the type is changed afterwards.
+    shadow = TorchDeviceMesh("xla", torch.arange(mesh.size()).reshape(mesh.mesh_shape))
+    shadow.__dict__["_device_type" if "_device_type" in shadow.__dict__ else "device_type"] = "cpu"
+    shadow._coordinate_on_dim = [0] * mesh.ndim  # pyright: ignore
+    shadow._dim_group_names = []  # pyright: ignore
+    shadow._rank = 0  # pyright: ignore
+    _prepare_cost_model(shadow)
+    return shadow
+
+
+def _prepare_cost_model(shadow: TorchDeviceMesh) -> None:
+    """Let torch compute (and cache) the mesh's topology without a process group."""
+    from torch.distributed.device_mesh import _mesh_resources
+    from torch.distributed.tensor._collective_utils import MeshTopoInfo
+
+    answers: dict[str, Callable[[str], int]] = {
+        "num_hosts": lambda _: 1,
+        "num_devices_per_host": lambda _: shadow.size(),
+    }
+    _mesh_resources.__dict__.update(answers)
+    try:
+        MeshTopoInfo.build_from_mesh(shadow)
+    finally:
+        for name in answers:
+            del _mesh_resources.__dict__[name]
+
+

@@ -1,0 +1,31 @@
+"""Reports about compiled programs: text in, plain values out, without torch and without jax.
+
+Example:
+    >>> from xla_dtensor.report import collectives, render_collectives, summarize
+    >>> print(render_collectives(summarize(collectives("HloModule m, num_partitions=8"))))
+    no collectives
+"""
+
+from xla_dtensor.report.collective import COLLECTIVE_KINDS, Collective, CollectiveKind
+from xla_dtensor.report.errors import HloError
+from xla_dtensor.report.hlo import collectives, num_partitions
+from xla_dtensor.report.hlo_shape import ArrayShape
+from xla_dtensor.report.render import render_collectives
+from xla_dtensor.report.replica_groups import ReplicaGroups
+from xla_dtensor.report.stack_frames import SourceLine
+from xla_dtensor.report.summary import CollectiveSummary, summarize
+
+__all__ = [
+    "COLLECTIVE_KINDS",
+    "ArrayShape",
+    "Collective",
+    "CollectiveKind",
+    "CollectiveSummary",
+    "HloError",
+    "ReplicaGroups",
+    "SourceLine",
+    "collectives",
+    "num_partitions",
+    "render_collectives",
+    "summarize",
+]

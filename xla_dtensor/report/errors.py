@@ -1,0 +1,17 @@
+"""The errors of the reports.
+
+Each message has three short sentences: what was given, why it cannot be read, what to pass instead.
+"""
+
+
+class HloError(ValueError):
+    """Text that is no HLO, or a part of it that cannot be read.
+
+    Example:
+        >>> from xla_dtensor.report import HloError, ReplicaGroups
+        >>> try:
+        ...     ReplicaGroups.parse("{{0,1},{1,2}}")
+        ... except HloError as error:
+        ...     print(str(error).split(". ")[0])
+        The replica groups '{{0,1},{1,2}}' were given
+    """

@@ -1,0 +1,149 @@
+"""Shapes as HLO prints them, and their bytes.
+
+    bf16[4,256]{1,0:T(8,128)(2,1)}                 an array with its layout
+    f32[<=5,3]                                     a dim of dynamic size, at most 5
+    (f32[8], (s32[], token[]), /*index=2*/u32[])   a tuple
+
+A shape is an ArrayShape or a tuple of shapes. Of the layout only the packing of elements matters
+here: XLA gives an s4 element one byte, unless the layout says E(4).
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from xla_dtensor.report.errors import HloError
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
+
+_COMMENT = re.compile(r"/\*.*?\*/")
+_ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^{}]*)\})?")
+_NUMBER_DTYPE = re.compile(r"(?:[suf](\d+)|f(\d)e\d+m\d+\w*)$")
+_ELEMENT_BITS = re.compile(r"E\((\d+)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayShape:
+    """The dtype and dims of one array on one device.
+
+    Attributes:
+        dtype: XLA's name, "bf16", "s32", "pred", "token", ...
+        dims: the extent of each dim; of a dynamic dim its bound.
+        bytes: what the elements take, without the padding of tiles.
+
+    Example:
+        >>> shape = parse_shape("bf16[4,256]{1,0}")
+        >>> str(shape), shape.bytes
+        ('bf16[4,256]', 2048)
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+Shape: TypeAlias = "ArrayShape | tuple[Shape, ...]"
+
+
+def parse_shape(text: str) -> Shape:
+    """Reads a shape.
+
+    Args:
+        text: as HLO prints it, with or without layouts.
+
+    Returns:
+        An ArrayShape, or a tuple of shapes.
+
+    Raises:
+        HloError: text that is no shape, or a dtype whose size is unknown.
+
+    Example:
+        >>> [str(part) for part in parse_shape("(f32[8]{0}, /*index=1*/pred[])")]
+        ['f32[8]', 'pred[]']
+    """
+    clean = _COMMENT.sub("", text).strip()
+    shape, end = _parse(clean, 0)
+    if clean[end:].strip():
+        raise _not_a_shape(text)
+    return shape
+
+
+def arrays(shape: Shape) -> tuple[ArrayShape, ...]:
+    """Lists the arrays of a shape, tuples within tuples opened.
+
+    Args:
+        shape: an array or a tuple.
+
+    Returns:
+        Its arrays, tokens left out.
+
+    Example:
+        >>> [str(array) for array in arrays(parse_shape("((f32[8], s32[]), token[])"))]
+        ['f32[8]', 's32[]']
+    """
+    return tuple(_arrays(shape))
+
+
+def _arrays(shape: Shape) -> Iterator[ArrayShape]:
+    if isinstance(shape, tuple):
+        for part in shape:
+            yield from _arrays(part)
+    elif shape.dtype != "token":
+        yield shape
+
+
+def _parse(text: str, start: int) -> tuple[Shape, int]:
+    if text.startswith("(", start):
+        return _parse_tuple(text, start)
+    match = _ARRAY.match(text, start)
+    if match is None:
+        raise _not_a_shape(text)
+    return _array(match, text), match.end()
+
+
+def _parse_tuple(text: str, start: int) -> tuple[Shape, int]:
+    parts: list[Shape] = []
+    position = start + 1
+    while not text.startswith(")", position):
+        part, position = _parse(text, position)
+        parts.append(part)
+        separator = re.compile(r"\s*,\s*|\s*(?=\))").match(text, position)
+        if separator is None:
+            raise _not_a_shape(text)
+        position = separator.end()
+    return tuple(parts), position + 1
+
+
+def _array(match: re.Match[str], text: str) -> ArrayShape:
+    dtype, dims_text, layout = match.groups()
+    try:
+        dims = tuple(int(dim.strip().removeprefix("<=")) for dim in dims_text.split(",") if dim)
+    except ValueError:
+        raise _not_a_shape(text) from None
+    packed = _ELEMENT_BITS.search(layout or "")
+    bits = int(packed[1]) if packed else _storage_bits(dtype)
+    return ArrayShape(dtype, dims, -(-math.prod(dims) * bits // 8))
+
+
+def _storage_bits(dtype: str) -> int:
+    if dtype in _BITS:
+        return _BITS[dtype]
+    match = _NUMBER_DTYPE.match(dtype)
+    if match is None:
+        raise HloError(
+            f"A shape of dtype {dtype!r} was given. The size of its elements is not known. "
+            "Pass HLO text with XLA's dtypes, such as bf16, f32, s64, pred or f8e4m3fn."
+        )
+    return max(8, int(match[1] or match[2]))
+
+
+def _not_a_shape(text: str) -> HloError:
+    return HloError(
+        f"The shape {text[:80]!r} was given. It is no array dtype[dims] and no tuple of them. "
+        "Pass HLO text as XLA prints it."
+    )

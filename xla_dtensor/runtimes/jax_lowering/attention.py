@@ -1,0 +1,86 @@
+"""Scaled dot product attention on (..., heads, length, head_dim), kept in that shape throughout.
+
+Scores are computed in float32 for half-precision inputs. The backward is JAX's derivative of the
+forward, so that it keeps the same dims apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from xla_dtensor.runtimes import whole_ops as whole_ops  # defines torch.ops.xla_dtensor
+from xla_dtensor.runtimes.jax_lowering.matmul import precision
+from xla_dtensor.runtimes.jax_lowering.table import lower
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+
+
+def attention(
+    q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None, gqa: bool
+) -> Any:
+    """Return softmax(q k^T * scale + mask) v."""
+    if gqa and q.shape[-3] != k.shape[-3]:
+        return _grouped(q, k, v, mask, is_causal, scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum(
+        "...qd,...kd->...qk", q, k, precision=precision(), preferred_element_type=wide
+    )
+    weights = jax.nn.softmax(_masked(scores * jnp.asarray(scale, wide), mask, is_causal), axis=-1)
+    return jnp.einsum("...qk,...kd->...qd", weights.astype(v.dtype), v, precision=precision())
+
+
+def _masked(scores: Any, mask: Any, is_causal: bool) -> Any:
+    if is_causal:
+        rows = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 2)
+        columns = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+        return jnp.where(columns <= rows, scores, -jnp.inf)
+    if mask is None:
+        return scores
+    return jnp.where(mask, scores, -jnp.inf) if mask.dtype == jnp.bool_ else scores + mask
+
+
+def _grouped(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> Any:
+    """Several query heads to one key head: the group is a dim of its own, keys are not repeated."""
+    *batch, heads, length, dim = q.shape
+    groups = k.shape[-3]
+    split = q.reshape(*batch, groups, heads // groups, length, dim)
+    if mask is not None and mask.ndim >= 3:
+        mask = (
+            mask[..., None, :, :]
+            if mask.shape[-3] == 1
+            else mask.reshape(*mask.shape[:-3], groups, heads // groups, *mask.shape[-2:])
+        )
+    out = attention(split, k[..., None, :, :], v[..., None, :, :], mask, is_causal, scale, False)
+    return out.reshape(*batch, heads, length, v.shape[-1])
+
+
+@lower(aten.scaled_dot_product_attention.default)
+def _sdpa(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if dropout_p:
+        raise NotImplementedError("attention with dropout is written out above this lowering")
+    return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+
+
+@lower(torch.ops.xla_dtensor.sdpa_backward.default)
+def _sdpa_backward(
+    grad: Any, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: Any, gqa: bool
+) -> Any:
+    _, pull = jax.vjp(lambda *qkv: attention(*qkv, mask, is_causal, scale, gqa), q, k, v)
+    return pull(grad.astype(q.dtype))

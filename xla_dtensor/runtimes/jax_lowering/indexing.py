@@ -1,0 +1,154 @@
+"""Gathers, scatters, embeddings, and the losses that pick one class per row.
+
+torch refuses an index out of range; a compiled program cannot. Here such an index gives NaN (or
+the smallest integer) rather than the clamped neighbour that JAX would return by default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from xla_dtensor.runtimes.jax_lowering.table import lower
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+
+
+@lower(aten.embedding.default)
+def _embedding(
+    weight: Any,
+    indices: Any,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    return weight.at[indices].get(mode="fill", wrap_negative_indices=False)
+
+
+@lower(aten.embedding_dense_backward.default)
+def _embedding_backward(
+    grad: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> Any:
+    if scale_grad_by_freq:
+        counts = jnp.zeros(num_weights, grad.dtype).at[indices].add(1)
+        grad = grad / counts[indices][..., None]
+    grad = jnp.where((indices == padding_idx)[..., None], 0, grad)
+    rows = jnp.zeros((num_weights, grad.shape[-1]), jnp.promote_types(grad.dtype, jnp.float32))
+    return rows.at[indices].add(grad.astype(rows.dtype)).astype(grad.dtype)
+
+
+@lower(aten.index_select.default)
+def _index_select(x: Any, dim: int, index: Any) -> Any:
+    return jnp.take(x, index, axis=dim, mode="fill") if x.ndim else x
+
+
+@lower(aten.gather.default)
+def _gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    if not x.ndim:
+        return jnp.broadcast_to(x, index.shape)
+    cut = tuple(
+        slice(None) if d == dim % x.ndim else slice(0, n) for d, n in enumerate(index.shape)
+    )
+    return jnp.take_along_axis(x[cut], index, axis=dim, mode="fill")
+
+
+def _scatter_index(x: Any, dim: int, index: Any) -> tuple[Any, ...]:
+    where = [lax.broadcasted_iota(index.dtype, index.shape, d) for d in range(index.ndim)]
+    where[dim % x.ndim] = index
+    return tuple(where)
+
+
+@lower(aten.scatter.src)
+def _scatter_src(x: Any, dim: int, index: Any, src: Any) -> Any:
+    cut = tuple(slice(0, n) for n in index.shape)
+    return x.at[_scatter_index(x, dim, index)].set(src[cut].astype(x.dtype))
+
+
+@lower(aten.scatter.value)
+def _scatter_value(x: Any, dim: int, index: Any, value: Any) -> Any:
+    return x.at[_scatter_index(x, dim, index)].set(jnp.asarray(value).astype(x.dtype))
+
+
+@lower(aten.scatter_add.default)
+def _scatter_add(x: Any, dim: int, index: Any, src: Any) -> Any:
+    cut = tuple(slice(0, n) for n in index.shape)
+    return x.at[_scatter_index(x, dim, index)].add(src[cut].astype(x.dtype))
+
+
+def _advanced(indices: Any) -> tuple[Any, ...]:
+    return tuple(slice(None) if i is None else i for i in indices)
+
+
+@lower(aten.index.Tensor)
+def _index(x: Any, indices: Any) -> Any:
+    return x[_advanced(indices)]
+
+
+@lower(aten.index_put.default)
+def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    at = x.at[_advanced(indices)]
+    values = values.astype(x.dtype)
+    return at.add(values) if accumulate else at.set(values)
+
+
+@lower(aten.index_add.default)
+def _index_add(x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
+    at = (slice(None),) * (dim % x.ndim) + (index,)
+    return x.at[at].add((source * alpha).astype(x.dtype))
+
+
+# ------------------------------------------------------------------ class-picking losses
+
+
+def _picked(shape: tuple[int, ...], target: Any) -> Any:
+    """True at each row's class. A comparison partitions over sharded classes; a gather gathers."""
+    axis = 1 if len(shape) > 1 else 0
+    classes = lax.broadcasted_iota(target.dtype, shape, axis)
+    return classes == jnp.expand_dims(target, axis)
+
+
+def _row_weights(log_probs: Any, target: Any, weight: Any, ignore_index: int) -> Any:
+    kept = target != ignore_index
+    if weight is None:
+        return kept.astype(log_probs.dtype)
+    return jnp.where(kept, weight[jnp.where(kept, target, 0)], 0)
+
+
+@lower(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def _nll_loss(log_probs: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
+    axis = 1 if log_probs.ndim > 1 else 0
+    rows = _row_weights(log_probs, target, weight, ignore_index)
+    chosen = jnp.sum(jnp.where(_picked(log_probs.shape, target), log_probs, 0), axis=axis)
+    losses, total = -chosen * rows, jnp.sum(rows)
+    if reduction == 0:
+        return losses, jnp.zeros((), log_probs.dtype)
+    return (jnp.sum(losses) / total if reduction == 1 else jnp.sum(losses)), total
+
+
+@lower(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+def _nll_loss_backward(
+    grad: Any,
+    log_probs: Any,
+    target: Any,
+    weight: Any,
+    reduction: int,
+    ignore_index: int,
+    total: Any,
+) -> Any:
+    axis = 1 if log_probs.ndim > 1 else 0
+    rows = _row_weights(log_probs, target, weight, ignore_index) * grad
+    rows = rows / total if reduction == 1 else rows
+    return jnp.where(_picked(log_probs.shape, target), -jnp.expand_dims(rows, axis), 0)
+
+
+@lower(aten.one_hot.default)
+def _one_hot(x: Any, num_classes: int = -1) -> Any:
+    if num_classes < 0:
+        raise NotImplementedError("one_hot needs num_classes here: the values are not known")
+    return jax.nn.one_hot(x, num_classes, dtype=jnp.int64)

@@ -1,0 +1,27 @@
+"""Layer and RMS normalisation, statistics in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from xla_dtensor.runtimes.jax_lowering.table import lower
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+
+
+@lower(aten.native_layer_norm.default)
+def _layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+    axes = tuple(range(x.ndim - len(shape), x.ndim))
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    mean = jnp.mean(wide, axis=axes, keepdims=True)
+    centred = wide - mean
+    rstd = lax.rsqrt(jnp.mean(centred * centred, axis=axes, keepdims=True) + eps)
+    y = centred * rstd
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias), mean, rstd

@@ -1,0 +1,291 @@
+"""Element by element ops.
+
+torch decides the dtype, JAX computes: inputs are cast to torch's result dtype first (so that a
+float64 scalar does not make the whole op float64), half-precision ones to float32 as torch's own
+kernels do, and the result is cast back by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+from jax.scipy import special
+
+from xla_dtensor.runtimes.jax_convert import jax_dtype
+from xla_dtensor.runtimes.jax_lowering.table import lower
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+_HALF = (jnp.bfloat16, jnp.float16)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array)
+
+
+def _compute_dtype(dtype: Any) -> Any:
+    return jnp.float32 if dtype in _HALF else dtype
+
+
+def _common(args: tuple[Any, ...]) -> Any:
+    """The dtype in which torch compares: dimensioned tensors decide over 0-dim ones and numbers."""
+    arrays = [a for a in args if _is_array(a)]
+    top = [a for a in arrays if a.ndim] or arrays
+    dtype = jnp.result_type(*[a.dtype for a in top])
+    for value in args:
+        kind = value.dtype.kind if _is_array(value) else {bool: "b", int: "i"}.get(type(value), "f")
+        if kind == "f" and dtype.kind in "biu":
+            return jnp.dtype(jnp.float32) if not _is_array(value) else value.dtype
+        if kind == "i" and dtype.kind == "b":
+            return jnp.dtype(jnp.int64)
+    return dtype
+
+
+def _cast(value: Any, dtype: Any) -> Any:
+    return jnp.asarray(value).astype(dtype) if _is_array(value) or isinstance(value, (int, float, complex)) else value
+
+
+def _arithmetic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Inputs are computed with in the result's dtype."""
+
+    def rule(*args: Any, meta: Any, **kwargs: Any) -> Any:
+        dtype = _compute_dtype(jax_dtype(meta.dtype))
+        return function(*[_cast(a, dtype) for a in args], **kwargs)
+
+    return rule
+
+
+def _comparison(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Inputs are computed with in their own common dtype; the result is bool."""
+
+    def rule(*args: Any, meta: Any) -> Any:
+        dtype = _compute_dtype(_common(args))
+        return function(*[_cast(a, dtype) for a in args])
+
+    return rule
+
+
+def _register(kind: Callable[..., Any], table: dict[str, Callable[..., Any]]) -> None:
+    for names, function in table.items():
+        for name in names.split():
+            packet, _, overload = name.partition(".")
+            operator = getattr(getattr(aten, packet), overload or "default")
+            lower(operator, wants_meta=True)(kind(function))
+
+
+def _gelu(x: Any, approximate: str = "none") -> Any:
+    return jax.nn.gelu(x, approximate=approximate == "tanh")
+
+
+_register(
+    _arithmetic,
+    {
+        "neg": lambda x: -x,
+        "exp": jnp.exp,
+        "exp2": jnp.exp2,
+        "expm1": jnp.expm1,
+        "log": jnp.log,
+        "log2": jnp.log2,
+        "log10": jnp.log10,
+        "log1p": jnp.log1p,
+        "sqrt": jnp.sqrt,
+        "rsqrt": lax.rsqrt,
+        "sin": jnp.sin,
+        "cos": jnp.cos,
+        "tan": jnp.tan,
+        "asin": jnp.arcsin,
+        "acos": jnp.arccos,
+        "atan": jnp.arctan,
+        "sinh": jnp.sinh,
+        "cosh": jnp.cosh,
+        "tanh": jnp.tanh,
+        "sigmoid": jax.nn.sigmoid,
+        "erf": special.erf,
+        "erfc": special.erfc,
+        "erfinv": special.erfinv,
+        "reciprocal": lambda x: 1 / x,
+        "floor": jnp.floor,
+        "ceil": jnp.ceil,
+        "round": jnp.round,
+        "trunc": jnp.trunc,
+        "frac": lambda x: x - jnp.trunc(x),
+        "sign sgn": jnp.sign,
+        "relu": lambda x: jnp.maximum(x, 0),
+        "silu": jax.nn.silu,
+        "gelu": _gelu,
+        "lgamma": special.gammaln,
+        "digamma": special.digamma,
+        "square": lambda x: x * x,
+        "mul.Tensor mul.Scalar": jnp.multiply,
+        "div.Tensor div.Scalar": jnp.divide,
+        "pow.Tensor_Tensor pow.Tensor_Scalar pow.Scalar": lambda x, y: _pow(x, y),
+        "maximum": jnp.maximum,
+        "minimum": jnp.minimum,
+        "fmax": jnp.fmax,
+        "fmin": jnp.fmin,
+        "atan2": jnp.arctan2,
+        "fmod.Tensor fmod.Scalar": jnp.fmod,
+        "remainder.Tensor remainder.Scalar": jnp.remainder,
+        "hypot": jnp.hypot,
+        "logaddexp": jnp.logaddexp,
+        "bitwise_and.Tensor bitwise_and.Scalar": jnp.bitwise_and,
+        "bitwise_or.Tensor bitwise_or.Scalar": jnp.bitwise_or,
+        "bitwise_xor.Tensor bitwise_xor.Scalar": jnp.bitwise_xor,
+        "sigmoid_backward": lambda g, y: g * y * (1 - y),
+        "tanh_backward": lambda g, y: g * (1 - y * y),
+        "silu_backward": lambda g, x: _silu_backward(g, x),
+        "lerp.Tensor lerp.Scalar": lambda a, b, w: jnp.where(
+            jnp.abs(w) < 0.5, a + w * (b - a), b - (b - a) * (1 - w)
+        ),
+    },
+)
+_register(
+    _comparison,
+    {
+        "eq.Tensor eq.Scalar": jnp.equal,
+        "ne.Tensor ne.Scalar": jnp.not_equal,
+        "lt.Tensor lt.Scalar": jnp.less,
+        "le.Tensor le.Scalar": jnp.less_equal,
+        "gt.Tensor gt.Scalar": jnp.greater,
+        "ge.Tensor ge.Scalar": jnp.greater_equal,
+        "isnan": jnp.isnan,
+        "isinf": jnp.isinf,
+        "signbit": jnp.signbit,
+        "logical_and": jnp.logical_and,
+        "logical_or": jnp.logical_or,
+        "logical_xor": jnp.logical_xor,
+        "logical_not": jnp.logical_not,
+    },
+)
+
+
+def _pow(x: Any, y: Any) -> Any:
+    return x * x if isinstance(y, (int, float)) and y == 2 else jnp.power(x, y)
+
+
+def _silu_backward(grad: Any, x: Any) -> Any:
+    s = jax.nn.sigmoid(x)
+    return grad * s * (1 + x * (1 - s))
+
+
+def _scaled(value: Any, alpha: Any, dtype: Any) -> Any:
+    return value if isinstance(alpha, (int, float)) and alpha == 1 else value * _cast(alpha, dtype)
+
+
+@lower(aten.add.Tensor, aten.add.Scalar, wants_meta=True)
+def _add(x: Any, y: Any, alpha: Any = 1, *, meta: Any) -> Any:
+    dtype = _compute_dtype(jax_dtype(meta.dtype))
+    x, y = _cast(x, dtype), _scaled(_cast(y, dtype), alpha, dtype)
+    return jnp.logical_or(x, y) if meta.dtype == torch.bool else x + y
+
+
+@lower(aten.sub.Tensor, aten.sub.Scalar, wants_meta=True)
+def _sub(x: Any, y: Any, alpha: Any = 1, *, meta: Any) -> Any:
+    dtype = _compute_dtype(jax_dtype(meta.dtype))
+    return _cast(x, dtype) - _scaled(_cast(y, dtype), alpha, dtype)
+
+
+@lower(aten.rsub.Tensor, aten.rsub.Scalar, wants_meta=True)
+def _rsub(x: Any, y: Any, alpha: Any = 1, *, meta: Any) -> Any:
+    dtype = _compute_dtype(jax_dtype(meta.dtype))
+    return _cast(y, dtype) - _scaled(_cast(x, dtype), alpha, dtype)
+
+
+@lower(aten.abs.default)
+def _abs(x: Any) -> Any:
+    return jnp.abs(x)
+
+
+@lower(aten.bitwise_not.default)
+def _bitwise_not(x: Any) -> Any:
+    return jnp.invert(x)
+
+
+@lower(aten.div.Tensor_mode, aten.div.Scalar_mode, wants_meta=True)
+def _div_mode(x: Any, y: Any, *, rounding_mode: str | None = None, meta: Any) -> Any:
+    dtype = _compute_dtype(jax_dtype(meta.dtype))
+    x, y = _cast(x, dtype), _cast(y, dtype)
+    if rounding_mode is None:
+        return x / y
+    if rounding_mode == "floor":
+        return jnp.floor_divide(x, y)
+    return lax.div(*jnp.broadcast_arrays(x, y)) if dtype.kind in "iu" else jnp.trunc(x / y)
+
+
+@lower(aten.floor_divide.default, wants_meta=True)
+def _floor_divide(x: Any, y: Any, *, meta: Any) -> Any:
+    return _div_mode(x, y, rounding_mode="floor", meta=meta)
+
+
+@lower(aten.addcmul.default, wants_meta=True)
+def _addcmul(x: Any, a: Any, b: Any, *, value: Any = 1, meta: Any) -> Any:
+    dtype = _compute_dtype(jax_dtype(meta.dtype))
+    x, a, b = (_cast(v, dtype) for v in (x, a, b))
+    return x + _scaled(a * b, value, dtype)
+
+
+@lower(aten.addcdiv.default, wants_meta=True)
+def _addcdiv(x: Any, a: Any, b: Any, *, value: Any = 1, meta: Any) -> Any:
+    dtype = _compute_dtype(jax_dtype(meta.dtype))
+    x, a, b = (_cast(v, dtype) for v in (x, a, b))
+    return x + _scaled(a / b, value, dtype)
+
+
+@lower(aten.clamp.default, aten.clamp.Tensor, wants_meta=True)
+def _clamp(x: Any, min: Any = None, max: Any = None, *, meta: Any) -> Any:
+    dtype = jax_dtype(meta.dtype)
+    x = _cast(x, dtype)
+    x = x if min is None else jnp.maximum(x, _cast(min, dtype))
+    return x if max is None else jnp.minimum(x, _cast(max, dtype))
+
+
+@lower(aten.clamp_min.default, aten.clamp_min.Tensor, wants_meta=True)
+def _clamp_min(x: Any, min: Any, *, meta: Any) -> Any:
+    return _clamp(x, min, meta=meta)
+
+
+@lower(aten.clamp_max.default, aten.clamp_max.Tensor, wants_meta=True)
+def _clamp_max(x: Any, max: Any, *, meta: Any) -> Any:
+    return _clamp(x, None, max, meta=meta)
+
+
+@lower(aten.where.self, wants_meta=True)
+def _where(condition: Any, x: Any, y: Any, *, meta: Any) -> Any:
+    dtype = jax_dtype(meta.dtype)
+    return jnp.where(condition, _cast(x, dtype), _cast(y, dtype))
+
+
+@lower(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
+    return jnp.where(mask, jnp.asarray(value).astype(x.dtype), x)
+
+
+@lower(aten.threshold_backward.default)
+def _threshold_backward(grad: Any, x: Any, threshold: Any) -> Any:
+    return jnp.where(x <= threshold, jnp.zeros_like(grad), grad)
+
+
+@lower(aten.gelu_backward.default, wants_meta=True)
+def _gelu_backward(grad: Any, x: Any, *, approximate: str = "none", meta: Any) -> Any:
+    dtype = _compute_dtype(jax_dtype(meta.dtype))
+    _, pull = jax.vjp(lambda v: _gelu(v, approximate), x.astype(dtype))
+    return pull(grad.astype(dtype))[0]
+
+
+@lower(aten.nan_to_num.default)
+def _nan_to_num(x: Any, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Any:
+    return jnp.nan_to_num(x, nan=0.0 if nan is None else nan, posinf=posinf, neginf=neginf)
+
+
+@lower(aten.softplus.default, wants_meta=True)
+def _softplus(x: Any, beta: Any = 1, threshold: Any = 20, *, meta: Any) -> Any:
+    x = x.astype(_compute_dtype(jax_dtype(meta.dtype)))
+    return jnp.where(x * beta > threshold, x, jnp.log1p(jnp.exp(jnp.minimum(x * beta, threshold))) / beta)
+
+

@@ -1,0 +1,92 @@
+"""Random ops. Every call takes a fresh key from the runtime's generator, a storage like any other,
+so a compiled step reads and advances it as part of its state.
+
+The values differ from torch's CPU generator; shapes, dtypes and distributions are torch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from xla_dtensor.runtimes.jax_convert import jax_dtype, x64
+from xla_dtensor.runtimes.jax_lowering.table import lower
+
+__all__ = ["seed"]
+
+aten = torch.ops.aten
+_state: Any = None
+
+
+def seed(number: int) -> None:
+    """Start the generator anew from `number`."""
+    from xla_dtensor.runtimes.jax_tensor import Storage
+
+    global _state
+    with x64():
+        key = jnp.asarray(np.array([(number >> 32) & 0xFFFFFFFF, number & 0xFFFFFFFF], np.uint32))
+        if _state is None:
+            _state = Storage(key)
+        else:
+            _state.write(key)
+
+
+def next_key() -> Any:
+    """Advance the generator and return a key to use once."""
+    if _state is None:
+        seed(torch.initial_seed() % 2**63)
+    assert _state is not None
+    following, key = jax.random.split(jax.random.wrap_key_data(_state.read(), impl="threefry2x32"))
+    _state.write(jax.random.key_data(following))
+    return key
+
+
+def _float(meta: Any) -> Any:
+    return jnp.promote_types(jax_dtype(meta.dtype), jnp.float32)
+
+
+@lower(aten.rand_like.default, wants_meta=True)
+def _rand_like(*_: Any, meta: Any, **__: Any) -> Any:
+    return jax.random.uniform(next_key(), meta.shape, _float(meta))
+
+
+@lower(aten.randn_like.default, wants_meta=True)
+def _randn_like(*_: Any, meta: Any, **__: Any) -> Any:
+    return jax.random.normal(next_key(), meta.shape, _float(meta))
+
+
+@lower(aten.normal_functional.default, wants_meta=True)
+def _normal(x: Any, mean: Any = 0, std: Any = 1, *, generator: Any = None, meta: Any) -> Any:
+    return mean + std * jax.random.normal(next_key(), meta.shape, _float(meta))
+
+
+@lower(aten.uniform.default, wants_meta=True)
+def _uniform(x: Any, low: Any = 0, high: Any = 1, *, generator: Any = None, meta: Any) -> Any:
+    return low + (high - low) * jax.random.uniform(next_key(), meta.shape, _float(meta))
+
+
+@lower(aten.bernoulli.default)
+def _bernoulli(x: Any, *, generator: Any = None) -> Any:
+    return jax.random.bernoulli(next_key(), x).astype(x.dtype)
+
+
+@lower(aten.bernoulli.p, wants_meta=True)
+def _bernoulli_p(x: Any, p: Any = 0.5, *, generator: Any = None, meta: Any) -> Any:
+    return jax.random.bernoulli(next_key(), p, meta.shape)
+
+
+@lower(aten.exponential.default, wants_meta=True)
+def _exponential(x: Any, lambd: Any = 1, *, generator: Any = None, meta: Any) -> Any:
+    return jax.random.exponential(next_key(), meta.shape, _float(meta)) / lambd
+
+
+@lower(aten.native_dropout.default)
+def _dropout(x: Any, p: float, train: bool | None) -> Any:
+    if train is False or p == 0:
+        return x, jnp.ones(x.shape, jnp.bool_)
+    kept = jax.random.bernoulli(next_key(), 1 - p, x.shape)
+    return jnp.where(kept, x / (1 - p), 0).astype(x.dtype), kept

@@ -1,0 +1,189 @@
+"""Reductions along dims, and the ops that scan or sort along one.
+
+Half-precision sums accumulate in float32, as torch's kernels do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from xla_dtensor.runtimes.jax_convert import jax_dtype
+from xla_dtensor.runtimes.jax_lowering.table import lower
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+
+
+def _axes(x: jax.Array, dim: Any) -> tuple[int, ...]:
+    if dim is None or (isinstance(dim, Sequence) and not dim):
+        return tuple(range(x.ndim))
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    return tuple(d % max(x.ndim, 1) for d in dims) if x.ndim else ()
+
+
+def _wide(x: jax.Array, meta: Any) -> jax.Array:
+    """`x` in the dtype to accumulate in."""
+    dtype = jax_dtype(meta.dtype)
+    return x.astype(jnp.float32 if dtype in (jnp.bfloat16, jnp.float16) else dtype)
+
+
+@lower(aten.sum.default, aten.sum.dim_IntList, wants_meta=True)
+def _sum(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, meta: Any) -> Any:
+    return jnp.sum(_wide(x, meta), axis=_axes(x, dim), keepdims=keepdim)
+
+
+@lower(aten.mean.default, aten.mean.dim, wants_meta=True)
+def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, meta: Any) -> Any:
+    return jnp.mean(_wide(x, meta), axis=_axes(x, dim), keepdims=keepdim)
+
+
+@lower(aten.prod.default, wants_meta=True)
+def _prod(x: Any, *, dtype: Any = None, meta: Any) -> Any:
+    return jnp.prod(_wide(x, meta))
+
+
+@lower(aten.prod.dim_int, wants_meta=True)
+def _prod_dim(x: Any, dim: int, keepdim: bool = False, *, dtype: Any = None, meta: Any) -> Any:
+    return jnp.prod(_wide(x, meta), axis=_axes(x, dim), keepdims=keepdim)
+
+
+@lower(aten.amax.default)
+def _amax(x: Any, dim: Any = (), keepdim: bool = False) -> Any:
+    return jnp.max(x, axis=_axes(x, dim), keepdims=keepdim)
+
+
+@lower(aten.amin.default)
+def _amin(x: Any, dim: Any = (), keepdim: bool = False) -> Any:
+    return jnp.min(x, axis=_axes(x, dim), keepdims=keepdim)
+
+
+@lower(aten.max.default)
+def _max(x: Any) -> Any:
+    return jnp.max(x)
+
+
+@lower(aten.min.default)
+def _min(x: Any) -> Any:
+    return jnp.min(x)
+
+
+@lower(aten.max.dim)
+def _max_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
+    axis = _axes(x, dim)
+    if not axis:
+        return x, jnp.zeros((), jnp.int64)
+    return (
+        jnp.max(x, axis=axis, keepdims=keepdim),
+        jnp.argmax(x, axis=axis[0], keepdims=keepdim),
+    )
+
+
+@lower(aten.min.dim)
+def _min_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
+    axis = _axes(x, dim)
+    if not axis:
+        return x, jnp.zeros((), jnp.int64)
+    return (
+        jnp.min(x, axis=axis, keepdims=keepdim),
+        jnp.argmin(x, axis=axis[0], keepdims=keepdim),
+    )
+
+
+@lower(aten.argmax.default)
+def _argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    return jnp.argmax(x, axis=dim, keepdims=keepdim and x.ndim > 0)
+
+
+@lower(aten.argmin.default)
+def _argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    return jnp.argmin(x, axis=dim, keepdims=keepdim and x.ndim > 0)
+
+
+@lower(aten.any.default, aten.any.dim, aten.any.dims)
+def _any(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return jnp.any(x, axis=_axes(x, dim), keepdims=keepdim)
+
+
+@lower(aten.all.default, aten.all.dim, aten.all.dims)
+def _all(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    return jnp.all(x, axis=_axes(x, dim), keepdims=keepdim)
+
+
+@lower(aten.logsumexp.default)
+def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
+    return jax.nn.logsumexp(x, axis=_axes(x, dim), keepdims=keepdim)
+
+
+@lower(aten.var.correction, wants_meta=True)
+def _var(x: Any, dim: Any = None, *, correction: Any = 1, keepdim: bool = False, meta: Any) -> Any:
+    axes = _axes(x, dim)
+    count = 1
+    for axis in axes:
+        count *= x.shape[axis]
+    wide = _wide(x, meta)
+    centred = wide - jnp.mean(wide, axis=axes, keepdims=True)
+    divisor = count - (1 if correction is None else correction)
+    return jnp.sum(centred * centred, axis=axes, keepdims=keepdim) / divisor
+
+
+@lower(aten.linalg_vector_norm.default, wants_meta=True)
+def _vector_norm(
+    x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, meta: Any
+) -> Any:
+    wide, axes = jnp.abs(_wide(x, meta)), _axes(x, dim)
+    if ord == 2:
+        return jnp.sqrt(jnp.sum(wide * wide, axis=axes, keepdims=keepdim))
+    if ord in (float("inf"), float("-inf")):
+        return (jnp.max if ord > 0 else jnp.min)(wide, axis=axes, keepdims=keepdim)
+    if ord == 0:
+        return jnp.sum(wide != 0, axis=axes, keepdims=keepdim)
+    return jnp.sum(wide**ord, axis=axes, keepdims=keepdim) ** (1 / ord)
+
+
+@lower(aten.cumsum.default, wants_meta=True)
+def _cumsum(x: Any, dim: int, *, dtype: Any = None, meta: Any) -> Any:
+    return jnp.cumsum(_wide(x, meta), axis=dim) if x.ndim else x
+
+
+@lower(aten._softmax.default)
+def _softmax(x: Any, dim: int, half_to_float: bool) -> Any:
+    return jax.nn.softmax(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=dim)
+
+
+@lower(aten._log_softmax.default)
+def _log_softmax(x: Any, dim: int, half_to_float: bool) -> Any:
+    return jax.nn.log_softmax(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=dim)
+
+
+@lower(aten._softmax_backward_data.default)
+def _softmax_backward(grad: Any, y: Any, dim: int, input_dtype: Any) -> Any:
+    product = grad * y
+    return product - y * jnp.sum(product, axis=dim, keepdims=True)
+
+
+@lower(aten._log_softmax_backward_data.default)
+def _log_softmax_backward(grad: Any, y: Any, dim: int, input_dtype: Any) -> Any:
+    return grad - jnp.exp(y) * jnp.sum(grad, axis=dim, keepdims=True)
+
+
+@lower(aten.topk.default)
+def _topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    moved = jnp.moveaxis(x if largest else -x, dim, -1)
+    values, indices = lax.top_k(moved, k)
+    values = values if largest else -values
+    return jnp.moveaxis(values, -1, dim), jnp.moveaxis(indices, -1, dim)
+
+
+@lower(aten.sort.default, aten.sort.stable)
+def _sort(x: Any, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> Any:
+    if not x.ndim:
+        return x, jnp.zeros((), jnp.int64)
+    order = jnp.argsort(x, axis=dim, descending=descending, stable=True)
+    return jnp.take_along_axis(x, order, axis=dim), order

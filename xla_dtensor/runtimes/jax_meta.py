@@ -1,0 +1,98 @@
+"""What torch says an op returns: shape, stride, offset and dtype, asked of torch's meta device.
+
+Each lowering is held to this answer. A result of another dtype is cast (JAX promotes by other
+rules than torch), one of another shape is an error: a lowering that is wrong in shape must never
+be broadcast into a plausible value. Answers are cached per op and argument description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map
+
+__all__ = ["Meta", "of_tensor", "output_meta"]
+
+_CACHE: dict[Any, Any] = {}
+_CACHE_LIMIT = 50_000
+
+
+class Meta(NamedTuple):
+    """The description of one tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage_offset: int
+    dtype: torch.dtype
+
+
+def of_tensor(tensor: torch.Tensor) -> Meta:
+    """Return the description of `tensor`."""
+    return Meta(
+        tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype
+    )
+
+
+def output_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the op's result with each tensor replaced by its :class:`Meta`.
+
+    Returns:
+        The same structure as the op's result, or None where torch cannot tell without values
+        (nonzero, masked_select, ops without a meta kernel).
+    """
+    try:
+        key = (func, _key(args), _key(kwargs))
+        if key in _CACHE:
+            return _CACHE[key]
+    except TypeError:
+        return _ask(func, args, kwargs)
+    if len(_CACHE) >= _CACHE_LIMIT:
+        _CACHE.clear()
+    _CACHE[key] = answer = _ask(func, args, kwargs)
+    return answer
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return ("tensor", of_tensor(value))
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return type(value)
+    if isinstance(value, (tuple, list)):
+        return (type(value), tuple(_key(v) for v in value))
+    if isinstance(value, Mapping):
+        return tuple((k, _key(v)) for k, v in value.items())
+    # bool, int and float compare equal across types but mean different dtypes.
+    hash(value)
+    return (type(value), value)
+
+
+def _ask(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def stand_in(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            meta = of_tensor(value)
+            return _meta_tensor(meta)
+        if isinstance(value, torch.SymFloat):
+            return 0.5
+        if isinstance(value, torch.device):
+            return torch.device("meta")
+        return value
+
+    meta_args, meta_kwargs = tree_map(stand_in, (tuple(args), dict(kwargs)))
+    if any(a.name == "device" for a in func._schema.arguments):
+        meta_kwargs["device"] = torch.device("meta")
+    try:
+        with torch.no_grad():
+            result = func(*meta_args, **meta_kwargs)
+    except (NotImplementedError, RuntimeError, torch._subclasses.fake_tensor.DynamicOutputShapeException):
+        return None
+    return tree_map(lambda v: of_tensor(v) if isinstance(v, torch.Tensor) else v, result)
+
+
+def _meta_tensor(meta: Meta) -> torch.Tensor:
+    if meta.storage_offset == 0:
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+    last = sum((n - 1) * s for n, s in zip(meta.shape, meta.stride, strict=True) if n)
+    flat = torch.empty(meta.storage_offset + last + 1, dtype=meta.dtype, device="meta")
+    return flat.as_strided(meta.shape, meta.stride, meta.storage_offset)

@@ -1,0 +1,213 @@
+"""Run one aten op on JaxTensors, below autograd: the order in which a rule is looked for.
+
+1. *Special* ops that need tensors, not arrays: copies, reading on the host (``jax_special``).
+2. *Views*: a new JaxTensor over the same storage (``jax_views``).
+3. *Mutating* ops, known from their schema: the functional op, then a write through the views.
+4. *Functional* ops: our own lowering; torch's decomposition for what belongs to backward;
+   torchax's registry of forward lowerings; any other decomposition.
+
+Every functional result is held to what torch's meta device says of it (``jax_meta``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.runtimes import jax_special, jax_views
+from xla_dtensor.runtimes.foreach import is_foreach, run_foreach
+from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch, x64
+from xla_dtensor.runtimes.jax_lowering import find_lowering
+from xla_dtensor.runtimes.jax_meta import Meta, output_meta
+from xla_dtensor.runtimes.jax_scalar import unwrap_number
+from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
+
+__all__ = ["as_array", "run_op", "write"]
+
+
+def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run the aten op `func`; JaxTensors among the arguments come out as JaxTensors.
+
+    Args:
+        func: An ``OpOverload``.
+        args: Its positional arguments; plain CPU tensors stand for their global value.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        What the op returns, with JaxTensors in place of tensors.
+
+    Raises:
+        UnsupportedOpError: No rule for this op.
+    """
+    with x64():
+        special = jax_special.SPECIAL.get(func)
+        if special is not None:
+            return special(*args, **kwargs)
+        view = jax_views.view_rule(func)
+        if view is not None and isinstance(args[0], JaxTensor):
+            return view(func, args, kwargs)
+        if func._schema.is_mutable:
+            return _run_mutating(func, args, kwargs)
+        if is_foreach(func):
+            return run_foreach(func, args, kwargs)
+        return _run_functional(func, args, kwargs)
+
+
+def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    lowering = find_lowering(func)
+    if lowering is None:
+        return _decompose(func, args, kwargs)
+    meta = output_meta(func, args, kwargs)
+    array_args, array_kwargs = tree_map(as_array, (tuple(args), dict(kwargs)))
+    result = lowering(*array_args, **array_kwargs, **({"meta": meta} if lowering.wants_meta else {}))
+    return _wrapped(func, result, meta)
+
+
+def as_array(value: Any) -> Any:
+    """Return the JAX value of a tensor argument; anything else as it is."""
+    if isinstance(value, JaxTensor):
+        return value.value()
+    if isinstance(value, torch.Tensor):
+        return jnp.asarray(np.array(numpy_from_torch(value)))
+    return unwrap_number(value)
+
+
+def _wrapped(func: Any, result: Any, meta: Any) -> Any:
+    if isinstance(result, (jax.Array, np.ndarray, np.generic)):
+        return _wrap_one(func, jnp.asarray(result), meta)
+    if isinstance(result, (tuple, list)):
+        metas = meta if isinstance(meta, (tuple, list)) else [None] * len(result)
+        if len(metas) != len(result):
+            raise UnsupportedOpError(
+                f"The op {func} gave {len(result)} results where torch gives {len(metas)}. Its "
+                "lowering on the JAX runtime is wrong for these arguments. Please report it with "
+                "the arguments' shapes."
+            )
+        return type(result)(_wrapped(func, r, m) for r, m in zip(result, metas, strict=True))
+    return result
+
+
+def _wrap_one(func: Any, array: jax.Array, meta: Meta | None) -> JaxTensor:
+    if not isinstance(meta, Meta):
+        return JaxTensor(Storage(array))
+    if tuple(array.shape) != meta.shape:
+        raise UnsupportedOpError(
+            f"The op {func} gave shape={tuple(array.shape)} where torch gives {meta.shape}. Its "
+            "lowering on the JAX runtime is wrong for these arguments. Please report it with the "
+            "arguments' shapes."
+        )
+    array = array.astype(jax_dtype(meta.dtype))
+    return JaxTensor(Storage(array), stride=meta.stride, dtype=meta.dtype)
+
+
+def _decompose(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    from torch._decomp import decomposition_table
+
+    decomposition = decomposition_table.get(func)
+    if decomposition is not None:
+        return decomposition(*args, **kwargs)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+    ):
+        return func.decompose(*args, **kwargs)
+    raise UnsupportedOpError(
+        f"The op {func} was called on tensors of the JAX runtime. It has no lowering to XLA there. "
+        "Write it with other ops, move the tensor to the host with .full_tensor().cpu(), or "
+        "register a lowering (see xla_dtensor/runtimes/README.md)."
+    )
+
+
+def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    functional, prefix = _functional_variant(func)
+    names = [a.name for a in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    written = [
+        a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
+    if functional is None:
+        raise UnsupportedOpError(
+            f"The op {func} writes to a tensor of the JAX runtime. It has no functional form that "
+            "could be lowered to XLA. Use the op that returns its result instead."
+        )
+    if prefix:
+        result = run_op(functional, args, kwargs)
+    else:
+        out = {"out", *(w for w in written if w not in _names(functional))}
+        result = run_op(functional, (), {k: v for k, v in given.items() if k not in out})
+    targets = [given[name] for name in written]
+    if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
+        _write_all(targets[0], result)
+    else:
+        _write_all(targets, result if isinstance(result, (tuple, list)) else [result])
+    if not func._schema.returns:
+        return None
+    return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _names(func: Any) -> set[str]:
+    return {a.name for a in func._schema.arguments}
+
+
+def _write_all(targets: Sequence[Any], results: Sequence[Any]) -> None:
+    for target, result in zip(targets, results, strict=True):
+        write(target, result)
+
+
+def write(target: torch.Tensor, result: torch.Tensor) -> None:
+    """Give `target` the values of `result`, cast to its dtype and broadcast to its shape."""
+    if not isinstance(target, JaxTensor):
+        host = result.host() if isinstance(result, JaxTensor) else result
+        target.copy_(host)
+        return
+    value = as_array(result).astype(jax_dtype(target.dtype))
+    target.set_value(jnp.broadcast_to(value, tuple(target.shape)))
+
+
+_VARIANTS: dict[Any, tuple[Any, bool]] = {}
+
+
+def _functional_variant(func: Any) -> tuple[Any, bool]:
+    """Return the functional op of a mutating one, and whether it takes the very same arguments."""
+    if func not in _VARIANTS:
+        _VARIANTS[func] = _look_up_variant(func)
+    return _VARIANTS[func]
+
+
+def _look_up_variant(func: Any) -> tuple[Any, bool]:
+    namespace, _, name = func._schema.name.partition("::")
+    ops = getattr(torch.ops, namespace)
+    overload = func._overloadname
+    if name.endswith("_") and not name.endswith("__"):
+        for candidate, candidate_overload in (
+            (name[:-1], overload),
+            (f"{name[:-1]}_functional", "default"),
+        ):
+            packet = getattr(ops, candidate, None)
+            if packet is not None and candidate_overload in packet.overloads():
+                return getattr(packet, candidate_overload), True
+        packet = getattr(ops, name[:-1], None)
+        return (getattr(packet, packet.overloads()[0]), True) if packet is not None else (None, True)
+    packet = getattr(ops, name)
+    wanted = _names(func)
+    for candidate in packet.overloads():
+        op = getattr(packet, candidate)
+        if not op._schema.is_mutable and _names(op) <= wanted:
+            extra = wanted - _names(op)
+            if all(_is_written(func, e) for e in extra):
+                return op, False
+    return None, False
+
+
+def _is_written(func: Any, name: str) -> bool:
+    return any(
+        a.name == name and a.alias_info is not None and a.alias_info.is_write
+        for a in func._schema.arguments
+    )
+

@@ -1,0 +1,211 @@
+"""The JAX runtime: TPU, GPU and CPU through ``jax.Array``, eager and compiled.
+
+Starting it fixes what can only be fixed once: the number of virtual CPU devices, and on CPU the
+size of XLA's thread pool. With more virtual devices than cores, XLA:CPU's collectives can starve
+that pool and stop for ever; ``NPROC`` is therefore raised while the client is made, on CPU only,
+only if the user has not set it, and is taken away again so that child processes do not inherit it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+import torch
+from jax._src import xla_bridge
+
+from mesh_utils import Mesh
+from xla_dtensor.core import Layout, OpSharding
+from xla_dtensor.errors import DistributeError, RuntimeSetupError
+from xla_dtensor.runtimes import jax_ops, whole_ops
+from xla_dtensor.runtimes.base import AddressableShard, CompiledStep, Runtime
+from xla_dtensor.runtimes.jax_convert import numpy_from_torch, torch_from_numpy, x64
+from xla_dtensor.runtimes.jax_lowering import random
+from xla_dtensor.runtimes.jax_placing import padded_shape, place, put_host_array
+from xla_dtensor.runtimes.jax_sharding import named_sharding, read_op_sharding
+from xla_dtensor.runtimes.jax_tensor import EXTRA_KEYS, JaxTensor, Storage
+
+__all__ = ["JaxRuntime"]
+
+_THREADS_ON_CPU = "64"
+
+
+class JaxRuntime(Runtime):
+    """DTensors as ``jax.Array``.
+
+    Args:
+        num_cpu_devices: Number of virtual devices when JAX runs on CPU. None: the environment
+            variable ``XLA_DTENSOR_CPU_DEVICES``, else JAX's own setting.
+
+    Raises:
+        RuntimeSetupError: JAX has started before with another number of CPU devices.
+    """
+
+    name: ClassVar[str] = "jax"
+    install_hint: ClassVar[str] = "pip install 'xla-dtensor[jax]'"
+    extra_dispatch_keys: ClassVar[Any] = EXTRA_KEYS
+
+    def __init__(self, num_cpu_devices: int | None = None) -> None:
+        asked = num_cpu_devices or int(os.environ.get("XLA_DTENSOR_CPU_DEVICES", "0")) or None
+        self._settings = _start_jax(asked)
+        whole_ops.register()
+        self._roots: dict[tuple[int, ...], Mesh] = {}
+
+    # ------------------------------------------------------------------ devices
+
+    def device_ids(self) -> tuple[int, ...]:
+        return tuple(device.id for device in jax.devices())
+
+    def addressable_device_ids(self) -> tuple[int, ...]:
+        return tuple(device.id for device in jax.local_devices())
+
+    def describe(self) -> Mapping[str, str]:
+        devices = jax.devices()
+        return {
+            "jax": jax.__version__,
+            "platform": devices[0].platform,
+            "devices": f"{len(devices)} x {devices[0].device_kind}",
+            "processes": str(jax.process_count()),
+            **self._settings,
+        }
+
+    def root(self, mesh: Mesh) -> Mesh:
+        key = tuple(np.sort(mesh.root.device_ids, axis=None).tolist())
+        if key not in self._roots:
+            unknown = set(key) - set(self.device_ids())
+            if unknown:
+                raise DistributeError(
+                    f"A mesh over device ids {_short(key)} was asked for, but JAX has devices "
+                    f"{_short(self.device_ids())}. The ids {_short(sorted(unknown))} do not exist. "
+                    "Pass ids from get_runtime().device_ids(), or start with more virtual CPU "
+                    "devices: get_runtime('jax', num_cpu_devices=N)."
+                )
+            self._roots[key] = mesh.root
+        return self._roots[key]
+
+    # ------------------------------------------------------------------ tensors
+
+    def is_payload(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, JaxTensor)
+
+    def _sharding(self, layout: Layout) -> jax.sharding.NamedSharding:
+        root = self.root(layout.mesh)
+        op_sharding = layout.op_sharding(root)
+        return named_sharding(op_sharding, root, layout.ndim, layout.open_dims)
+
+    def put(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        with x64():
+            sharding = self._sharding(layout)
+            array = put_host_array(numpy_from_torch(tensor), sharding)
+        return JaxTensor(Storage(array, tuple(tensor.shape), sharding))
+
+    def from_shards(
+        self, shards: Mapping[int, torch.Tensor], shape: Sequence[int], layout: Layout
+    ) -> torch.Tensor:
+        sharding, shape = self._sharding(layout), tuple(shape)
+        target = padded_shape(shape, sharding)
+        tile = sharding.shard_shape(target)
+        by_id = {device.id: device for device in jax.local_devices()}
+        arrays = []
+        with x64():
+            for device_id, shard in shards.items():
+                data = numpy_from_torch(shard)
+                missing = [(0, t - n) for t, n in zip(tile, data.shape, strict=True)]
+                arrays.append(jax.device_put(np.pad(data, missing), by_id[device_id]))
+            array = jax.make_array_from_single_device_arrays(target, sharding, arrays)
+        return JaxTensor(Storage(array, shape, sharding))
+
+    def constrain(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
+        assert isinstance(payload, JaxTensor)
+        with x64():
+            sharding = self._sharding(layout)
+            array = place(payload.value(), sharding)
+        return JaxTensor(Storage(array, tuple(payload.shape), sharding), stride=payload.stride())
+
+    def op_sharding(self, payload: torch.Tensor) -> OpSharding:
+        assert isinstance(payload, JaxTensor)
+        with x64():
+            array = payload._storage.array if not payload._steps else payload.value()
+        return read_op_sharding(array, self._roots)
+
+    def addressable_shards(self, payload: torch.Tensor) -> tuple[AddressableShard, ...]:
+        assert isinstance(payload, JaxTensor)
+        with x64():
+            array = payload._storage.array if not payload._steps else payload.value()
+            shards = sorted(array.addressable_shards, key=lambda s: s.device.id)
+            return tuple(_trimmed(shard, tuple(payload.shape)) for shard in shards)
+
+    def to_host(self, payload: torch.Tensor) -> torch.Tensor:
+        assert isinstance(payload, JaxTensor)
+        return payload.host()
+
+    # ------------------------------------------------------------------ programs
+
+    def run_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return jax_ops.run_op(func, args, kwargs)
+
+    def compile(self, step: Callable[..., Any]) -> CompiledStep:
+        from xla_dtensor.runtimes.jax_compile import JaxCompiledStep
+
+        return JaxCompiledStep(step, self)
+
+    def manual_seed(self, seed: int) -> None:
+        random.seed(seed)
+
+    def synchronize(self) -> None:
+        jax.effects_barrier()
+        for array in jax.live_arrays():
+            array.block_until_ready()
+
+
+def _trimmed(shard: Any, shape: tuple[int, ...]) -> AddressableShard:
+    bounds = [
+        (min(s.start or 0, n), n if s.stop is None else min(s.stop, n))
+        for s, n in zip(shard.index, shape, strict=True)
+    ]
+    data = np.asarray(shard.data)
+    kept = data[tuple(slice(0, stop - start) for start, stop in bounds)]
+    index = tuple(slice(start, stop) for start, stop in bounds)
+    return AddressableShard(shard.device.id, index, torch_from_numpy(kept), int(data.nbytes))
+
+
+def _short(ids: Sequence[int]) -> str:
+    return str(list(ids)) if len(ids) <= 16 else f"{list(ids[:16])[:-1]}... ({len(ids)})"
+
+
+def _start_jax(num_cpu_devices: int | None) -> dict[str, str]:
+    """Start JAX's devices; return the settings that were made, for the doctor."""
+    settings: dict[str, str] = {}
+    if xla_bridge.backends_are_initialized():
+        found = len(jax.devices())
+        if num_cpu_devices and jax.default_backend() == "cpu" and found != num_cpu_devices:
+            raise RuntimeSetupError(
+                f"num_cpu_devices={num_cpu_devices} was asked for, but JAX already runs with "
+                f"{found} CPU devices. Their number is fixed when JAX makes its first array. Call "
+                "get_runtime('jax', num_cpu_devices=...) before any use of JAX, or set the "
+                "environment variable XLA_DTENSOR_CPU_DEVICES."
+            )
+        return settings
+    if num_cpu_devices:
+        jax.config.update("jax_num_cpu_devices", num_cpu_devices)
+        settings["jax_num_cpu_devices"] = str(num_cpu_devices)
+    added = "NPROC" not in os.environ and _may_use_cpu()
+    if added:
+        os.environ["NPROC"] = _THREADS_ON_CPU
+        settings["NPROC while starting"] = _THREADS_ON_CPU
+    try:
+        jax.devices()
+    finally:
+        if added:
+            del os.environ["NPROC"]
+    return settings
+
+
+def _may_use_cpu() -> bool:
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    return not platforms or "cpu" in platforms
+
+

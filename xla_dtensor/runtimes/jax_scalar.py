@@ -1,0 +1,156 @@
+"""Traced numbers: what ``.item()`` returns while a step is traced.
+
+PyTorch's default optimizers compute in Python floats: ``step.item()``, ``beta1 ** step``,
+``lr / bias_correction1``. Baked into a program these are silently wrong from the second step on.
+So ``.item()`` of a traced tensor gives a :class:`torch.SymFloat` or :class:`torch.SymInt` whose
+node is a :class:`ScalarNode`: arithmetic on it becomes part of the program, in float64 as Python
+does it, and asking for its truth value or an int is a clear error.
+
+The node follows torch's private SymNode protocol by duck typing; ``tests`` run it on each
+supported torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from xla_dtensor.runtimes.jax_convert import x64
+from xla_dtensor.runtimes.jax_trace import refuse_read
+
+__all__ = ["ScalarNode", "sym_number", "unwrap_number"]
+
+_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "truediv": lambda a, b: a / b,
+    "float_truediv": lambda a, b: a / b,
+    "int_truediv": lambda a, b: a / b,
+    "floordiv": lambda a, b: a // b,
+    "int_floordiv": lambda a, b: a // b,
+    "mod": lambda a, b: a % b,
+    "pow": lambda a, b: a**b,
+    "float_pow": lambda a, b: a**b,
+    "pow_by_natural": lambda a, b: a**b,
+    "sym_min": jnp.minimum,
+    "sym_max": jnp.maximum,
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+}
+_UNARY: dict[str, Callable[[Any], Any]] = {
+    "neg": lambda a: -a,
+    "pos": lambda a: a,
+    "abs": jnp.abs,
+    "sym_sqrt": jnp.sqrt,
+    "sym_exp": jnp.exp,
+    "sym_log": jnp.log,
+    "sym_float": lambda a: jnp.asarray(a, jnp.float64),
+    "sym_not": jnp.logical_not,
+    "clone": lambda a: a,
+}
+
+
+class ScalarNode:
+    """A 0-dim JAX value under torch's SymNode protocol."""
+
+    constant = None
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _BINARY:
+            return lambda other: self._apply(_BINARY[name], self.value, other.value)
+        if name in _UNARY:
+            return lambda: self._apply(_UNARY[name], self.value)
+        raise AttributeError(name)
+
+    @staticmethod
+    def _apply(function: Callable[..., Any], *values: Any) -> ScalarNode:
+        with x64():
+            return ScalarNode(function(*values))
+
+    def _kind(self) -> str:
+        return jnp.result_type(self.value).kind
+
+    def is_int(self) -> bool:
+        return self._kind() in "iu"
+
+    def is_float(self) -> bool:
+        return self._kind() == "f"
+
+    def is_bool(self) -> bool:
+        return self._kind() == "b"
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def is_constant(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def has_hint(self) -> bool:
+        return False
+
+    def maybe_as_int(self) -> None:
+        return None
+
+    def maybe_as_float(self) -> None:
+        return None
+
+    def maybe_as_bool(self) -> None:
+        return None
+
+    def wrap_int(self, number: int) -> ScalarNode:
+        return self._apply(lambda n: jnp.asarray(n, jnp.int64), number)
+
+    def wrap_float(self, number: float) -> ScalarNode:
+        return self._apply(lambda n: jnp.asarray(n, jnp.float64), number)
+
+    def wrap_bool(self, flag: bool) -> ScalarNode:
+        return self._apply(lambda n: jnp.asarray(n, jnp.bool_), flag)
+
+    def _refuse(self, *_: Any) -> Any:
+        refuse_read("turned into a Python number or truth value")
+
+    def expect_true(self, *_: Any) -> bool:
+        """Take torch's own sanity checks (a bias correction is not negative) as met."""
+        return True
+
+    guard_int = guard_float = guard_bool = guard_size_oblivious = _refuse
+    guard_or_false = guard_or_true = expect_size = bool_ = int_ = float_ = _refuse
+
+    def __str__(self) -> str:
+        return "traced number"
+
+    __repr__ = _graph_repr = __str__
+
+
+def sym_number(value: jax.Array) -> Any:
+    """Return a traced 0-dim value as the SymFloat or SymInt that torch code can compute with."""
+    with x64():
+        if value.dtype.kind == "f":
+            return torch.SymFloat(ScalarNode(value.astype(jnp.float64)))
+        if value.dtype.kind in "iu":
+            return torch.SymInt(ScalarNode(value.astype(jnp.int64)))
+    refuse_read("turned into a Python bool")
+
+
+def unwrap_number(number: Any) -> Any:
+    """Return the JAX value behind a traced number; anything else as it is."""
+    if isinstance(number, (torch.SymFloat, torch.SymInt, torch.SymBool)):
+        node = number.node
+        if isinstance(node, ScalarNode):
+            return node.value
+    return number

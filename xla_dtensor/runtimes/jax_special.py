@@ -1,0 +1,80 @@
+"""Ops that need tensors rather than arrays: copies between host and devices, reading, rebinding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+
+from xla_dtensor.runtimes.jax_convert import jax_dtype
+from xla_dtensor.runtimes.jax_meta import output_meta
+from xla_dtensor.runtimes.jax_placing import host_value
+from xla_dtensor.runtimes.jax_scalar import sym_number
+from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.jax_trace import is_tracer, refuse_read
+
+__all__ = ["SPECIAL"]
+
+aten = torch.ops.aten
+SPECIAL: dict[Any, Callable[..., Any]] = {}
+
+
+def _special(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(rule: Callable[..., Any]) -> Callable[..., Any]:
+        SPECIAL.update(dict.fromkeys(funcs, rule))
+        return rule
+
+    return register
+
+
+@_special(aten._local_scalar_dense.default)
+def _item(x: JaxTensor) -> Any:
+    value = x.value()
+    if is_tracer(value):
+        if x.dtype == torch.bool:
+            refuse_read("turned into a Python bool")
+        return sym_number(value.reshape(()))
+    return host_value(value).item()
+
+
+@_special(aten.copy_.default)
+def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    from xla_dtensor.runtimes.jax_ops import write
+
+    write(target, source)
+    return target
+
+
+@_special(aten._to_copy.default)
+def _to_copy(x: JaxTensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> Any:
+    if device is not None and torch.device(device).type == "meta":
+        return torch.empty_like(x, dtype=dtype or x.dtype, device="meta")
+    meta = output_meta(aten._to_copy.default, (x,), {"dtype": dtype, **kwargs})
+    value = jnp.array(x.value(), dtype=jax_dtype(dtype or x.dtype), copy=True)
+    return JaxTensor(Storage(value), stride=meta.stride, dtype=dtype or x.dtype)
+
+
+@_special(aten.equal.default)
+def _equal(a: JaxTensor, b: JaxTensor) -> bool:
+    from xla_dtensor.runtimes.jax_ops import as_array
+
+    if tuple(a.shape) != tuple(b.shape):
+        return False
+    same = jnp.all(as_array(a) == as_array(b))
+    if is_tracer(same):
+        refuse_read("compared with torch.equal")
+    return bool(host_value(same))
+
+
+@_special(aten.set_.source_Tensor)
+def _set_(target: JaxTensor, source: JaxTensor) -> JaxTensor:
+    if target.shape != source.shape or target.dtype != source.dtype:
+        raise RuntimeError(
+            f"set_ was called with a source of shape={tuple(source.shape)}, dtype={source.dtype} "
+            f"on a tensor of shape={tuple(target.shape)}, dtype={target.dtype}. The JAX runtime "
+            "cannot change a tensor's shape or dtype in place. Make a new tensor."
+        )
+    target._storage, target._steps, target._cached = source._storage, source._steps, None
+    return target

@@ -1,0 +1,135 @@
+"""What a traced step touches: the storages it reads, writes and leaves behind.
+
+A user's step closes over its model and optimizer; nobody lists their tensors. While a step is
+traced, every storage reports to the one active :class:`Trace`:
+
+* read or written, and older than the trace: *captured*, an input of the program;
+* captured and written: *state*, an output as well, whose buffer is donated;
+* created during the trace and still alive at its end: *lasting*, an output (new optimizer state,
+  gradients that nobody cleared).
+
+The tracing itself is single-threaded (autograd's worker thread is switched off around it), so the
+active trace is a plain module variable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from xla_dtensor.errors import CompileError
+
+if TYPE_CHECKING:
+    import jax
+
+    from xla_dtensor.runtimes.jax_tensor import Storage
+
+__all__ = ["Trace", "active_trace", "note_created", "note_read", "note_write", "refuse_read"]
+
+_active: Trace | None = None
+
+
+class Trace:
+    """The storages that one traced step touched."""
+
+    def __init__(self) -> None:
+        self.captured: dict[Storage, jax.Array] = {}
+        self.state: dict[Storage, None] = {}
+        self._created: weakref.WeakSet[Storage] = weakref.WeakSet()
+
+    def capture(self, storage: Storage) -> None:
+        """Record that the step depends on `storage`."""
+        if storage not in self.captured and storage not in self._created:
+            self.captured[storage] = storage.array
+
+    def lasting(self) -> list[Storage]:
+        """Return the storages made by the step that something outside still holds."""
+        gc.collect()
+        return [s for s in self._created if s not in self.captured]
+
+    def lasting_beyond(self, arguments: Iterable[Any]) -> list[Storage]:
+        """Return the lasting storages that are no argument's."""
+        given = {id(tensor._storage) for tensor in arguments if tensor is not None}
+        return [s for s in self.lasting() if id(s) not in given]
+
+    def adopt(self, storage: Storage) -> None:
+        """Treat `storage` as made by the step, e.g. one that stands for an argument."""
+        self._created.add(storage)
+
+    def undo(self) -> None:
+        """Give every captured storage back the array it had before the trace."""
+        for storage, array in self.captured.items():
+            storage.array = array
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Make this the trace that storages report to; on an error undo what it changed."""
+        global _active
+        if _active is not None:
+            raise CompileError(
+                "A compiled step was called inside the trace of another one. One program cannot "
+                "hold another that keeps its own state. Call the plain function inside the step, "
+                "and compile only the outermost one."
+            )
+        _active = self
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
+        finally:
+            _active = None
+
+
+def active_trace() -> Trace | None:
+    """Return the trace in progress, or None."""
+    return _active
+
+
+def note_created(storage: Storage) -> None:
+    """Report a new storage."""
+    if _active is not None:
+        _active.adopt(storage)
+
+
+def note_read(storage: Storage) -> None:
+    """Report that a storage's value was used."""
+    if _active is not None:
+        _active.capture(storage)
+
+
+def note_write(storage: Storage) -> None:
+    """Report that a storage is about to be rebound."""
+    if _active is not None:
+        _active.capture(storage)
+        if storage in _active.captured:
+            _active.state[storage] = None
+
+
+def refuse_read(what: str) -> NoReturn:
+    """Raise the error for Python that needs a value which exists only when the program runs."""
+    raise CompileError(
+        f"A tensor's value was {what} while a step was traced. The step becomes one program, so "
+        "its tensors have no values yet, and Python cannot branch on them. Return the tensor from "
+        "the step and read it outside, or use torch.where instead of `if`." + _user_line()
+    )
+
+
+def _user_line() -> str:
+    import traceback
+
+    skipped = ("/xla_dtensor/", "/torch/", "/jax/")
+    for frame in reversed(traceback.extract_stack()):
+        if not any(part in frame.filename for part in skipped):
+            return f" (at {frame.filename}:{frame.lineno}: {frame.line})"
+    return ""
+
+
+def is_tracer(value: Any) -> bool:
+    """Tell whether a JAX value belongs to a trace in progress."""
+    import jax
+
+    return isinstance(value, jax.core.Tracer)

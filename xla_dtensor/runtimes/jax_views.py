@@ -1,0 +1,221 @@
+"""View ops: a new JaxTensor over the same storage, one more step in its chain.
+
+Each rule gives the two halves of a :class:`~xla_dtensor.runtimes.jax_tensor.ViewStep`. The common
+views have exact ones that keep sharded dims apart. Everything else that torch calls a view
+(diagonal, unfold, as_strided, ...) goes by positions: torch itself applies the view to an integer
+tensor of positions on the CPU, and reading and writing index the flat value by the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from xla_dtensor.runtimes.jax_meta import Meta, output_meta
+from xla_dtensor.runtimes.jax_scalar import unwrap_number
+from xla_dtensor.runtimes.jax_tensor import JaxTensor, ViewStep
+
+__all__ = ["view_rule"]
+
+aten = torch.ops.aten
+Array = jax.Array
+
+
+def _reshaped(x: JaxTensor, meta: Meta) -> ViewStep:
+    return ViewStep(
+        lambda base: base.reshape(meta.shape), lambda base, new: new.reshape(base.shape)
+    )
+
+
+def _permuted(perm: Sequence[int]) -> ViewStep:
+    inverse = tuple(int(i) for i in np.argsort(perm))
+    return ViewStep(
+        lambda base: jnp.transpose(base, tuple(perm)), lambda base, new: jnp.transpose(new, inverse)
+    )
+
+
+def _identity(x: JaxTensor, meta: Meta, *_: Any, **__: Any) -> ViewStep | None:
+    return None
+
+
+def _view(x: JaxTensor, meta: Meta, *_: Any, **__: Any) -> ViewStep:
+    return _reshaped(x, meta)
+
+
+def _t(x: JaxTensor, meta: Meta) -> ViewStep | None:
+    return _permuted((1, 0)) if x.ndim == 2 else None
+
+
+def _transpose(x: JaxTensor, meta: Meta, dim0: int, dim1: int) -> ViewStep | None:
+    if x.ndim == 0:
+        return None
+    perm = list(range(x.ndim))
+    perm[dim0], perm[dim1] = perm[dim1], perm[dim0]
+    return _permuted(perm)
+
+
+def _permute(x: JaxTensor, meta: Meta, dims: Sequence[int]) -> ViewStep:
+    return _permuted([d % x.ndim for d in dims])
+
+
+def _expand(x: JaxTensor, meta: Meta, *_: Any, **__: Any) -> ViewStep:
+    def write(base: Array, new: Array) -> Array:
+        raise RuntimeError(
+            "A write went to an expanded tensor, in which several elements share one place. Their "
+            "values would overwrite each other in no fixed order. Call .clone() before writing."
+        )
+
+    return ViewStep(lambda base: jnp.broadcast_to(base, meta.shape), write)
+
+
+def _slice_step(dim: int, start: int, stop: int, step: int = 1) -> ViewStep:
+    index = (slice(None),) * dim + (slice(start, stop, step),)
+    return ViewStep(
+        lambda base: jax.lax.slice_in_dim(base, start, stop, step, dim),
+        lambda base, new: base.at[index].set(new),
+    )
+
+
+def _select(x: JaxTensor, meta: Meta, dim: int, index: Any) -> ViewStep:
+    dim %= x.ndim
+    number = unwrap_number(index)
+    if not isinstance(number, int):
+        return ViewStep(
+            lambda base: jax.lax.dynamic_index_in_dim(base, number, dim, keepdims=False),
+            lambda base, new: jax.lax.dynamic_update_index_in_dim(base, new, number, dim),
+        )
+    number %= x.shape[dim]
+    at = (slice(None),) * dim + (number,)
+    return ViewStep(
+        lambda base: jax.lax.index_in_dim(base, number, dim, keepdims=False),
+        lambda base, new: base.at[at].set(new),
+    )
+
+
+def _slice(
+    x: JaxTensor,
+    meta: Meta,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> ViewStep:
+    dim %= x.ndim
+    first, last, _ = slice(start, end, step).indices(x.shape[dim])
+    return _slice_step(dim, first, max(first, last), step)
+
+
+def _split_steps(x: JaxTensor, sizes: Sequence[int], dim: int) -> list[ViewStep]:
+    ends = np.cumsum(sizes).tolist()
+    return [
+        _slice_step(dim % x.ndim, end - size, end) for size, end in zip(sizes, ends, strict=True)
+    ]
+
+
+def _split(x: JaxTensor, metas: Any, size: int, dim: int = 0) -> list[ViewStep]:
+    return _split_steps(x, [m.shape[dim] for m in metas], dim)
+
+
+def _split_with_sizes(x: JaxTensor, metas: Any, sizes: Any, dim: int = 0) -> list[ViewStep]:
+    return _split_steps(x, list(sizes), dim)
+
+
+def _unbind(x: JaxTensor, metas: Any, dim: int = 0) -> list[ViewStep]:
+    return [_select(x, m, dim, i) for i, m in enumerate(metas)]
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    aten.alias.default: _identity,
+    aten.detach.default: _identity,
+    aten.lift_fresh.default: _identity,
+    aten.view.default: _view,
+    aten.unsqueeze.default: _view,
+    aten.squeeze.default: _view,
+    aten.squeeze.dim: _view,
+    aten.squeeze.dims: _view,
+    aten.t.default: _t,
+    aten.transpose.int: _transpose,
+    aten.permute.default: _permute,
+    aten.expand.default: _expand,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.unbind.int: _unbind,
+}
+
+
+@lru_cache(maxsize=None)
+def view_rule(func: Any) -> Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] | None:
+    """Return the function that runs `func` as a view, or None when it is no view op."""
+    if func in _RULES:
+        return _run_rule
+    return _run_by_positions if _is_view(func) else None
+
+
+def _is_view(func: Any) -> bool:
+    if func._schema.is_mutable or func._schema.name in ("aten::reshape", "aten::contiguous"):
+        return False
+    first = func._schema.arguments[0] if func._schema.arguments else None
+    returns = func._schema.returns
+    return (
+        first is not None
+        and first.alias_info is not None
+        and bool(returns)
+        and all(r.alias_info is not None for r in returns)
+        and func is not aten.view.dtype
+        and not torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+        )
+    )
+
+
+def _run_rule(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    x = args[0]
+    meta = output_meta(func, args, kwargs)
+    steps = _RULES[func](x, meta, *args[1:], **kwargs)
+    if isinstance(steps, list):
+        return [_viewed(x, step, m) for step, m in zip(steps, meta, strict=True)]
+    return _viewed(x, steps, meta)
+
+
+def _viewed(x: JaxTensor, step: ViewStep | None, meta: Meta) -> JaxTensor:
+    return JaxTensor(
+        x._storage,
+        x._steps if step is None else (*x._steps, step),
+        shape=meta.shape,
+        stride=meta.stride,
+        storage_offset=meta.storage_offset,
+        dtype=x.dtype,
+    )
+
+
+def _run_by_positions(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    x = args[0]
+    meta = output_meta(func, args, kwargs)
+    # Laid out in memory as torch believes x to be, so that as_strided means the same.
+    positions = torch.empty_strided(tuple(x.shape), x.stride(), dtype=torch.int64)
+    positions.copy_(torch.arange(x.numel()).reshape(x.shape))
+    if func is aten.as_strided.default:
+        offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+        inner = (offset if offset is not None else x.storage_offset()) - x.storage_offset()
+        found = positions.as_strided(args[1], args[2], inner)
+    else:
+        found = func(positions, *args[1:], **kwargs)
+    if isinstance(found, (list, tuple)):
+        return [_viewed(x, _by_positions(f), m) for f, m in zip(found, meta, strict=True)]
+    return _viewed(x, _by_positions(found), meta)
+
+
+def _by_positions(found: torch.Tensor) -> ViewStep:
+    index = found.contiguous().numpy()
+    return ViewStep(
+        lambda base: base.ravel()[index],
+        lambda base, new: base.ravel().at[index].set(new).reshape(base.shape),
+    )

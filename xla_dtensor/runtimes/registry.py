@@ -1,0 +1,150 @@
+"""Find, choose and start the one runtime of a process.
+
+Choosing, first match wins: the argument of :func:`get_runtime`, the environment variable
+``XLA_DTENSOR_RUNTIME``, the first that is installed in the order jax, torch_xla, others. A process
+runs one runtime: two would fight over the devices, and payloads of one mean nothing to the other.
+
+A third party registers its own by an entry point in the group ``xla_dtensor.runtimes`` whose name
+is the runtime's name and whose object is a :class:`~xla_dtensor.runtimes.base.Runtime` subclass.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from xla_dtensor.errors import RuntimeSetupError
+from xla_dtensor.runtimes.base import Runtime
+
+__all__ = ["BUILT_IN", "current_runtime", "get_runtime", "installed_runtimes"]
+
+ENVIRONMENT_VARIABLE = "XLA_DTENSOR_RUNTIME"
+ENTRY_POINT_GROUP = "xla_dtensor.runtimes"
+
+
+@dataclass(frozen=True)
+class _BuiltIn:
+    module: str
+    class_name: str
+    needs: tuple[str, ...]
+    install_hint: str
+
+
+BUILT_IN = {
+    "jax": _BuiltIn(
+        "xla_dtensor.runtimes.jax_runtime", "JaxRuntime", ("jax",), "pip install 'xla-dtensor[jax]'"
+    ),
+    "torch_xla": _BuiltIn(
+        "xla_dtensor.runtimes.torch_xla_runtime",
+        "TorchXlaRuntime",
+        ("torch_xla",),
+        "pip install 'xla-dtensor[torch-xla]'",
+    ),
+}
+
+_current: Runtime | None = None
+
+
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    return {e.name: e for e in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def installed_runtimes() -> tuple[str, ...]:
+    """Return the names of the runtimes whose packages are installed, in order of preference.
+
+    Returns:
+        Names, built-in ones first. Nothing is imported.
+
+    Example:
+        >>> set(installed_runtimes()) <= {"jax", "torch_xla"} | set(_entry_points())
+        True
+    """
+    built_in = [
+        name
+        for name, entry in BUILT_IN.items()
+        if all(importlib.util.find_spec(package) is not None for package in entry.needs)
+    ]
+    return (*built_in, *(name for name in _entry_points() if name not in BUILT_IN))
+
+
+def current_runtime() -> Runtime | None:
+    """Return the runtime of this process, or None when none has been started."""
+    return _current
+
+
+def get_runtime(name: str | None = None, **options: Any) -> Runtime:
+    """Return the runtime of this process, starting it on the first call.
+
+    Args:
+        name: "jax", "torch_xla" or the name of a registered one. None: see the module docstring.
+        **options: Given to the runtime when it starts, e.g. ``num_cpu_devices=8``.
+
+    Returns:
+        The runtime. Later calls return the same object.
+
+    Raises:
+        RuntimeSetupError: The runtime is unknown or not installed, another one runs already, or
+            options differ from those it was started with.
+
+    Example:
+        >>> runtime = get_runtime()  # doctest: +SKIP
+    """
+    global _current
+    if _current is not None:
+        return _checked(_current, name, options)
+    _current = _start(name or os.environ.get(ENVIRONMENT_VARIABLE) or _first_installed(), options)
+    return _current
+
+
+def _checked(running: Runtime, name: str | None, options: dict[str, Any]) -> Runtime:
+    if name is not None and name != running.name:
+        raise RuntimeSetupError(
+            f"Runtime name={name!r} was asked for, but runtime={running.name!r} already runs in "
+            "this process. A process has one runtime, because tensors of one mean nothing to the "
+            f"other. Choose once, at the start: get_runtime({name!r}) before the first tensor or "
+            f"mesh, or {ENVIRONMENT_VARIABLE}={name} in the environment."
+        )
+    if options:
+        raise RuntimeSetupError(
+            f"Runtime {running.name!r} was asked to start with options={options!r}, but it already "
+            "runs. Options such as the number of devices are fixed when a runtime starts. Pass "
+            "them on the first call of get_runtime, before the first tensor or mesh."
+        )
+    return running
+
+
+def _first_installed() -> str:
+    installed = installed_runtimes()
+    if not installed:
+        hints = " or ".join(f"`{entry.install_hint}`" for entry in BUILT_IN.values())
+        raise RuntimeSetupError(
+            "A runtime was asked for, but none is installed. xla_dtensor computes through JAX or "
+            f"torch_xla and ships neither. Install one: {hints}."
+        )
+    return installed[0]
+
+
+def _start(name: str, options: dict[str, Any]) -> Runtime:
+    if name in BUILT_IN:
+        entry = BUILT_IN[name]
+        missing = [p for p in entry.needs if importlib.util.find_spec(p) is None]
+        if missing:
+            raise RuntimeSetupError(
+                f"Runtime name={name!r} was asked for, but it is not installed. The package "
+                f"{missing[0]!r} cannot be found by this Python. Install it: "
+                f"`{entry.install_hint}`."
+            )
+        return getattr(importlib.import_module(entry.module), entry.class_name)(**options)
+    registered = _entry_points()
+    if name not in registered:
+        known = ", ".join(sorted({*BUILT_IN, *registered}))
+        raise RuntimeSetupError(
+            f"Runtime name={name!r} was asked for, but there is none of that name. Runtimes are "
+            f"built in or registered under the entry point group {ENTRY_POINT_GROUP!r}. Pass one "
+            f"of: {known}."
+        )
+    return registered[name].load()(**options)

@@ -1,0 +1,132 @@
+"""Payloads of the torch_xla runtime, and aten ops on them.
+
+A payload is an XLA lazy tensor inside PyTorch's functional wrapper. The wrapper keeps views right:
+without it, torch_xla 2.9 silently cuts a view from its base at the first sync, and writes into one
+are not seen in the other. Plain XLA tensors are left without it (see `torch_xla_start`), and are
+wrapped when they meet a payload.
+
+`__torch_dispatch__` runs with the wrapper's dispatch key excluded. Ops on payloads need it back,
+or views fail with "composite op functionalization fallback expects its inputs all not to be
+functional tensors".
+
+In-place ops keep the sharding of what they write into, but for `copy_`, which takes that of the
+source; `run_op` puts it back.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
+
+__all__ = ["functionalization", "is_payload", "put_host", "run_op", "to_payload"]
+
+_FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
+_PYTHON = torch._C.DispatchKey.Python
+
+
+def _xlac() -> Any:
+    return importlib.import_module("torch_xla")._XLAC
+
+
+def is_payload(tensor: object) -> bool:
+    """Tell whether `tensor` is an XLA tensor itself, and no subclass around one."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.device.type == "xla"
+        and not torch._C._dispatch_keys(tensor).has(_PYTHON)
+    )
+
+
+def to_payload(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` inside the functional wrapper; itself if it is there already."""
+    return tensor if torch._is_functional_tensor(tensor) else torch._to_functional_tensor(tensor)
+
+
+@contextmanager
+def functionalization() -> Iterator[None]:
+    """Run the body as if outside `__torch_dispatch__`, and without recording gradients."""
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_FUNCTIONALIZE)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_FUNCTIONALIZE, False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_FUNCTIONALIZE, excluded)
+
+
+def put_host(tensor: torch.Tensor, annotation: Any) -> torch.Tensor:
+    """Copy a host tensor to the devices as an annotation says."""
+    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # .to() copies, so that the caller may go on writing into the tensor.
+    data = host.to(DEVICE)
+    _xlac()._xla_mark_sharding(data, annotation)
+    return to_payload(data)
+
+
+def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run one aten op on payloads, below autograd. See :meth:`Runtime.run_op`."""
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_FUNCTIONALIZE)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_FUNCTIONALIZE, False)
+    try:
+        if func is torch.ops.aten.copy_.default:
+            return _copy(*args, **kwargs)
+        if func is torch.ops.aten._foreach_copy_.default:
+            return [_copy(to, of) for to, of in zip(args[0], args[1], strict=True)]
+        written = _written_foreign(func, args, kwargs)
+        args = [_operand(value, written) for value in args]
+        kwargs = {name: _operand(value, written) for name, value in kwargs.items()}
+        return _result(func(*args, **kwargs))
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_FUNCTIONALIZE, excluded)
+
+
+def _copy(to: torch.Tensor, of: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if to.device.type != "xla":
+        return to.copy_(of, non_blocking)
+    sharding = _xlac()._get_xla_op_sharding(to)
+    if of.device.type == "xla":
+        to.copy_(to_payload(of))
+        if sharding is not None:
+            _xlac()._xla_annotate_custom_sharding(to, sharding)
+        return to
+    host = of.to(to.dtype).expand(to.shape)
+    return to.copy_(to_payload(host.to(DEVICE)) if sharding is None else put_host(host, sharding))
+
+
+def _is_foreign(value: object) -> bool:
+    """A tensor that has to be made a payload first: on the host, or XLA's own without wrapper."""
+    return isinstance(value, torch.Tensor) and not torch._is_functional_tensor(value)
+
+
+def _written_foreign(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int]:
+    """Ids of the foreign tensors that the op writes into: a copy of them would get the result."""
+    if not func._schema.is_mutable:
+        return frozenset()
+    written: list[Any] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            written += value if isinstance(value, list | tuple) else [value]
+    return frozenset(id(value) for value in written if _is_foreign(value))
+
+
+def _operand(value: Any, written: frozenset[int]) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_operand(item, written) for item in value)
+    if not _is_foreign(value) or id(value) in written:
+        return value
+    return to_payload(value.to(DEVICE))
+
+
+def _result(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_result(item) for item in value)
+    if isinstance(value, torch.Tensor) and value.device.type == "xla":
+        return to_payload(value)
+    return value

@@ -1,0 +1,249 @@
+"""The torch_xla runtime: lazy tensors, annotated; programs partitioned by GSPMD. torch 2.9 only.
+
+Partition ids are device ids: torch_xla's device assignment is the identity, so the root of every
+mesh is the plain count over all devices, and a permuted mesh is a permuted tile assignment.
+
+A payload that has not been computed yet has no sharding but what it was annotated with. Methods
+that say how a payload really lies therefore run all pending work first, which is what the end of
+a step does as well; inside a compiled step they raise.
+
+Limits: a mesh covers all devices (torch_xla aborts on others), and programs over several hosts
+cannot be tested without them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from mesh_utils import Mesh
+from xla_dtensor.core import Layout, OpSharding
+from xla_dtensor.errors import CompileError, DistributeError
+from xla_dtensor.runtimes.base import AddressableShard, CompiledStep, Runtime
+from xla_dtensor.runtimes.torch_xla_payload import (
+    functionalization,
+    is_payload,
+    put_host,
+    run_op,
+    to_payload,
+)
+from xla_dtensor.runtimes.torch_xla_sharding import parse_annotation, to_annotation
+from xla_dtensor.runtimes.torch_xla_start import start
+from xla_dtensor.runtimes.torch_xla_step import TorchXlaStep
+
+__all__ = ["TorchXlaRuntime"]
+
+
+class TorchXlaRuntime(Runtime):
+    """Payloads are torch_xla lazy tensors. Get it by ``get_runtime("torch_xla")``.
+
+    Args:
+        num_cpu_devices: Virtual CPU devices. None: as XLA_DTENSOR_CPU_DEVICES says, else whatever
+            torch_xla finds.
+        dump_hlo: Folder where XLA writes the HLO of compiled steps, for `CompiledStep.hlo`. None:
+            as XLA_DTENSOR_DUMP_HLO says, else nowhere.
+
+    Raises:
+        RuntimeSetupError: torch_xla is missing, of another version, or was started otherwise.
+    """
+
+    name: ClassVar[str] = "torch_xla"
+    install_hint: ClassVar[str] = "pip install 'xla-dtensor[torch-xla]'"
+
+    def __init__(
+        self,
+        num_cpu_devices: int | None = None,
+        dump_hlo: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._started = start(num_cpu_devices, dump_hlo)
+        self._torch_xla = importlib.import_module("torch_xla")
+        self._xlac = self._torch_xla._XLAC
+        self._num_devices = int(self._xlac._xla_num_global_devices())
+        self._addressable = tuple(map(_device_id, self._xlac._xla_get_runtime_devices()))
+        self._root = Mesh.arange((self._num_devices,), ("device",))
+
+    # ------------------------------------------------------------------ devices
+
+    def device_ids(self) -> tuple[int, ...]:
+        return tuple(range(self._num_devices))
+
+    def addressable_device_ids(self) -> tuple[int, ...]:
+        return tuple(sorted(self._addressable))
+
+    def describe(self) -> Mapping[str, str]:
+        runtime = importlib.import_module("torch_xla.runtime")
+        return {
+            "runtime": self.name,
+            "torch": torch.__version__,
+            "torch_xla": self._torch_xla.__version__,
+            "platform": str(runtime.device_type()),
+            "devices": f"{self._num_devices}, {len(self._addressable)} of them addressable",
+            "processes": str(self._xlac._xla_get_num_processes()),
+            "settings": " ".join(f"{k}={v}" for k, v in sorted(self._started.settings.items())),
+        }
+
+    def root(self, mesh: Mesh) -> Mesh:
+        if not _covers(mesh.root, self._num_devices):
+            raise DistributeError(
+                f"{mesh!r} was asked for on torch_xla, which runs on devices "
+                f"0..{self._num_devices - 1}. Its programs run on all devices, and it aborts the "
+                "process on a mesh of others. Pass a mesh over all devices, or one cut out of it "
+                "by axis names."
+            )
+        return self._root
+
+    # ------------------------------------------------------------------ tensors
+
+    def is_payload(self, tensor: torch.Tensor) -> bool:
+        return is_payload(tensor)
+
+    def put(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        annotation = to_annotation(self._op_sharding_for(tensor.shape, layout))
+        with functionalization():
+            return put_host(tensor, annotation)
+
+    def from_shards(
+        self, shards: Mapping[int, torch.Tensor], shape: Sequence[int], layout: Layout
+    ) -> torch.Tensor:
+        sharding = self._op_sharding_for(shape, layout)
+        _check_shards(shards, shape, sharding, self._addressable)
+        tile = sharding.shape_per_tile(shape)
+        # In torch_xla's own order of its devices, which need not be that of their ids.
+        padded = [_padded(shards[device], tile) for device in self._addressable]
+        with functionalization():
+            annotation = to_annotation(sharding)
+            data = self._xlac._global_tensor_from_cpu_shards(padded, annotation, list(shape))
+            return to_payload(data)
+
+    def constrain(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
+        annotation = to_annotation(self._op_sharding_for(payload.shape, layout))
+        with functionalization():
+            # A clone shares its source's graph node. mark_sharding would annotate that one (and
+            # with it the source); this call makes a new node, for every dtype.
+            constrained = to_payload(payload).clone()
+            self._xlac._xla_annotate_custom_sharding(constrained, annotation)
+        return constrained
+
+    def op_sharding(self, payload: torch.Tensor) -> OpSharding:
+        with functionalization():
+            self._materialise(payload)
+            return parse_annotation(self._xlac._get_xla_sharding_spec(payload))
+
+    def addressable_shards(self, payload: torch.Tensor) -> tuple[AddressableShard, ...]:
+        sharding = self.op_sharding(payload)
+        with functionalization():
+            if not self._xlac._get_xla_sharding_spec(payload):
+                # Fresh from the host: on every device, though torch_xla has not noted it.
+                self._xlac._xla_mark_sharding(payload, to_annotation(sharding))
+            shards = self._xlac._get_local_shards([payload])[0]
+        found = [_shard(_device_id(name), data, payload, sharding) for data, name in shards]
+        return tuple(sorted(found, key=lambda shard: shard.device_id))
+
+    def to_host(self, payload: torch.Tensor) -> torch.Tensor:
+        sharding = self.op_sharding(payload)
+        if sharding.is_tiled and len(self._addressable) == self._num_devices:
+            # Put together here: .cpu() would gather it on every device, by a program of its own.
+            whole = torch.empty(payload.shape, dtype=payload.dtype)
+            for shard in self.addressable_shards(payload):
+                whole[shard.index] = shard.data
+            return whole
+        with functionalization():
+            return payload.detach().cpu()
+
+    def _op_sharding_for(self, shape: Sequence[int], layout: Layout) -> OpSharding:
+        if layout.ndim != len(shape):
+            raise DistributeError(
+                f"The layout {layout} was asked for on a tensor of shape={tuple(shape)}. The "
+                f"layout is one of {layout.ndim} dims, the tensor has {len(shape)}. Pass a layout "
+                "of the tensor's rank."
+            )
+        return layout.op_sharding(self.root(layout.mesh))
+
+    def _materialise(self, payload: torch.Tensor) -> None:
+        if self._xlac._check_tensor_need_materialization([payload])[0]:
+            if not self._xlac._get_allow_execution():
+                raise CompileError(
+                    "How a tensor lies was asked for inside a compiled step. It is decided when "
+                    "the step's program is compiled. Ask after the call, for a returned tensor."
+                )
+            self._torch_xla.sync()
+        # A program that runs has already been noted as the tensor's value, but is not there yet.
+        self._xlac._xla_wait_device_ops([])
+
+    # ------------------------------------------------------------------ programs
+
+    def run_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return run_op(func, args, kwargs)
+
+    def compile(self, step: Callable[..., Any]) -> CompiledStep:
+        return TorchXlaStep(step, self._started.dump_dir)
+
+    def manual_seed(self, seed: int) -> None:
+        self._torch_xla.manual_seed(seed)
+
+    def synchronize(self) -> None:
+        self._torch_xla.sync(wait=True)
+        self._xlac._xla_wait_device_ops([])
+
+
+def _device_id(name: str) -> int:
+    return int(name.rpartition(":")[2])
+
+
+@lru_cache(256)
+def _covers(mesh: Mesh, num_devices: int) -> bool:
+    return np.array_equal(np.sort(mesh.device_ids, axis=None), np.arange(num_devices))
+
+
+def _check_shards(
+    shards: Mapping[int, torch.Tensor],
+    shape: Sequence[int],
+    sharding: OpSharding,
+    addressable: Sequence[int],
+) -> None:
+    if set(shards) != set(addressable):
+        raise DistributeError(
+            f"A tensor was asked for from shards of the devices {sorted(shards)}. This process has "
+            f"the devices {sorted(addressable)}. Pass one shard for each of these."
+        )
+    dtypes = {str(shard.dtype) for shard in shards.values()}
+    if len(dtypes) > 1:
+        raise DistributeError(
+            f"A tensor was asked for from shards of dtypes={sorted(dtypes)}. A tensor has one "
+            "dtype. Convert the shards to one first."
+        )
+    for device, shard in shards.items():
+        expected = _extents(sharding.shard_index(device, shape))
+        if tuple(shard.shape) != expected:
+            raise DistributeError(
+                f"The shard of device={device} has shape={tuple(shard.shape)}. For a tensor of "
+                f"shape={tuple(shape)} under {sharding} it has {expected}. Pass that shape."
+            )
+
+
+def _extents(index: Sequence[slice]) -> tuple[int, ...]:
+    return tuple(part.stop - part.start for part in index)
+
+
+def _padded(shard: torch.Tensor, tile: Sequence[int]) -> torch.Tensor:
+    host = shard.detach().cpu().contiguous()
+    if host.shape == torch.Size(tile):
+        return host
+    padded = host.new_zeros(tile)
+    padded[tuple(map(slice, host.shape))] = host
+    return padded
+
+
+def _shard(
+    device_id: int, data: torch.Tensor, payload: torch.Tensor, sharding: OpSharding
+) -> AddressableShard:
+    index = sharding.shard_index(device_id, payload.shape)
+    values = data[tuple(slice(0, extent) for extent in _extents(index))].contiguous()
+    num_bytes = data.numel() * data.element_size()
+    return AddressableShard(device_id, index, values.to(payload.dtype), num_bytes)

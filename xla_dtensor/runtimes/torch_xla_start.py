@@ -1,0 +1,236 @@
+"""Start torch_xla: the environment it needs, SPMD, and a refusal of every start that would crash.
+
+torch_xla reads its environment when its client starts, once. It decides once more, at the first
+tensor or device, whether the process is SPMD. From then on it is too late: asking for SPMD
+afterwards ends in a crash or in programs for one device. All of this is checked before anything
+is touched.
+
+What is set, and why:
+
+* ``PJRT_DEVICE=CPU`` and ``CPU_NUM_DEVICES``, only where virtual CPU devices were asked for.
+* ``XLA_DISABLE_FUNCTIONALIZATION=1``. torch_xla otherwise wraps every tensor for
+  functionalization, whose dispatch key runs before ``__torch_dispatch__``: an op on a DTensor and
+  a plain XLA tensor (a causal mask, ``torch.arange(..., device=x.device)``) then returns something
+  that is no DTensor. Payloads are functionalized one by one instead, see `torch_xla_payload`.
+* ``NPROC``, only while the client starts, and only with more virtual devices than cores: the
+  client makes that many threads, and a collective needs one per device.
+* ``XLA_FLAGS``, only where the HLO was asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xla_dtensor.errors import RuntimeSetupError
+
+__all__ = ["CPU_DEVICES_VARIABLE", "DUMP_VARIABLE", "STEP_GRAPH_NAME", "Started", "start"]
+
+CPU_DEVICES_VARIABLE = "XLA_DTENSOR_CPU_DEVICES"
+DUMP_VARIABLE = "XLA_DTENSOR_DUMP_HLO"
+STEP_GRAPH_NAME = "xla_dtensor_step"
+
+_FUNCTIONALIZATION_VARIABLE = "XLA_DISABLE_FUNCTIONALIZATION"
+_SUPPORTED = "2.9."
+_CPU_THREADS = 64
+_ON = ("1", "true", "True")
+
+
+@dataclass(frozen=True)
+class Started:
+    """What :func:`start` did.
+
+    Args:
+        settings: Environment variables that it set.
+        dump_dir: Where XLA writes the HLO of compiled steps; None when that was not asked for.
+    """
+
+    settings: Mapping[str, str]
+    dump_dir: Path | None
+
+
+def start(num_cpu_devices: int | None, dump_hlo: str | os.PathLike[str] | None) -> Started:
+    """Start torch_xla in SPMD mode.
+
+    Args:
+        num_cpu_devices: Virtual CPU devices. None: as the variable XLA_DTENSOR_CPU_DEVICES says,
+            else whatever devices torch_xla finds.
+        dump_hlo: Folder for the HLO of compiled steps. None: as XLA_DTENSOR_DUMP_HLO says (a
+            folder, or 1 for a temporary one), else no HLO is kept.
+
+    Returns:
+        What was set.
+
+    Raises:
+        RuntimeSetupError: Wrong versions, contradicting settings, or too late.
+    """
+    _check_torch()
+    asked_devices = _asked_devices(num_cpu_devices)
+    dump_dir = _asked_dump_dir(dump_hlo)
+    _check_functionalization()
+    _check_not_late(asked_devices, dump_dir)
+    settings = {_FUNCTIONALIZATION_VARIABLE: "1", **_device_settings(asked_devices)}
+    if dump_dir is not None:
+        settings["XLA_FLAGS"], dump_dir = _dump_flags(dump_dir)
+    os.environ.update(settings)
+    _import_torch_xla()
+    _enable_spmd()
+    with _enough_threads(asked_devices):
+        _xlac()._init_computation_client()
+    _check_started(asked_devices)
+    return Started(settings, dump_dir)
+
+
+def _xlac() -> Any:
+    return importlib.import_module("torch_xla")._XLAC
+
+
+def _check_torch() -> None:
+    if not torch.__version__.startswith(_SUPPORTED):
+        raise RuntimeSetupError(
+            f"Runtime 'torch_xla' was asked for with torch={torch.__version__}. torch_xla's last "
+            "release is 2.9, which works with torch 2.9 only. Install 'torch==2.9.*' and "
+            "'torch_xla==2.9.*', or choose the runtime 'jax'."
+        )
+
+
+def _import_torch_xla() -> None:
+    try:
+        torch_xla = importlib.import_module("torch_xla")
+    except ImportError as error:
+        raise RuntimeSetupError(
+            f"Runtime 'torch_xla' was asked for, but importing torch_xla failed: {error}. It is "
+            "missing, or was built for another torch. Install 'torch_xla==2.9.*' beside "
+            f"torch={torch.__version__}, or choose the runtime 'jax'."
+        ) from error
+    if not torch_xla.__version__.startswith(_SUPPORTED):
+        raise RuntimeSetupError(
+            f"Runtime 'torch_xla' was asked for with torch_xla={torch_xla.__version__}. It is "
+            "written for the interface of 2.9. Install 'torch_xla==2.9.*'."
+        )
+
+
+def _asked_devices(num_cpu_devices: int | None) -> int | None:
+    asked: Any = num_cpu_devices
+    if asked is None:
+        asked = os.environ.get(CPU_DEVICES_VARIABLE) or None
+    if asked is None:
+        return None
+    if not str(asked).isdigit() or int(asked) < 1:
+        raise RuntimeSetupError(
+            f"num_cpu_devices={asked!r} was asked for. It is no number of devices. Pass an integer "
+            f"from 1 on, as the argument or in {CPU_DEVICES_VARIABLE}."
+        )
+    platform = os.environ.get("PJRT_DEVICE", "CPU")
+    if platform != "CPU":
+        raise RuntimeSetupError(
+            f"num_cpu_devices={asked} was asked for, but PJRT_DEVICE={platform}. Virtual devices "
+            "exist on CPU only. Set PJRT_DEVICE=CPU, or leave num_cpu_devices out."
+        )
+    return int(asked)
+
+
+def _device_settings(asked_devices: int | None) -> dict[str, str]:
+    if asked_devices is None:
+        return {}
+    return {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(asked_devices)}
+
+
+def _check_functionalization() -> None:
+    value = os.environ.get(_FUNCTIONALIZATION_VARIABLE)
+    if value is not None and value not in _ON:
+        raise RuntimeSetupError(
+            f"Runtime 'torch_xla' was asked for with {_FUNCTIONALIZATION_VARIABLE}={value}. With "
+            "it, an op on a DTensor and a plain XLA tensor returns no DTensor. Unset that variable."
+        )
+
+
+def _check_not_late(asked_devices: int | None, dump_dir: Path | None) -> None:
+    if "torch_xla" not in sys.modules:
+        return
+    if _xlac()._xla_get_spmd_config_is_locked() and not _is_spmd():
+        raise RuntimeSetupError(
+            "Runtime 'torch_xla' was asked for after an XLA tensor or device had been made without "
+            "SPMD. torch_xla cannot change over any more: it would crash. Call "
+            "get_runtime('torch_xla'), or torch_xla.runtime.use_spmd(), before the first XLA "
+            "tensor and before torch_xla.device()."
+        )
+    if _xlac()._xla_runtime_is_initialized() and (asked_devices or dump_dir):
+        raise RuntimeSetupError(
+            f"num_cpu_devices={asked_devices} and dump_hlo={dump_dir and str(dump_dir)!r} were "
+            "asked for, but torch_xla's client already runs. It reads them when it starts. Call "
+            "get_runtime('torch_xla', ...) before anything asks torch_xla for its devices."
+        )
+
+
+def _is_spmd() -> bool:
+    return importlib.import_module("torch_xla.runtime").is_spmd()
+
+
+def _enable_spmd() -> None:
+    # use_spmd() warns when the variable that it sets itself is there already.
+    if not _is_spmd():
+        importlib.import_module("torch_xla.runtime").use_spmd()
+
+
+def _check_started(asked_devices: int | None) -> None:
+    probe = _xlac()._get_xla_tensor_debug_info(torch.empty(0, device="xla"))
+    if "Device: SPMD:0" not in probe:
+        raise RuntimeSetupError(
+            "Runtime 'torch_xla' was asked for, but this process made XLA tensors before it called "
+            "use_spmd(). torch_xla then computes on one device, or crashes. Start a new process "
+            "and call get_runtime('torch_xla') first."
+        )
+    found = _xlac()._xla_num_global_devices()
+    if asked_devices not in (None, found):
+        raise RuntimeSetupError(
+            f"num_cpu_devices={asked_devices} was asked for, but torch_xla has {found} devices. "
+            "Its client was configured otherwise. Unset CPU_NUM_DEVICES, or pass "
+            f"num_cpu_devices={found}."
+        )
+
+
+@contextmanager
+def _enough_threads(asked_devices: int | None) -> Iterator[None]:
+    devices = asked_devices or int(os.environ.get("CPU_NUM_DEVICES", "1"))
+    on_cpu = os.environ.get("PJRT_DEVICE") == "CPU"
+    if "NPROC" in os.environ or not on_cpu or devices <= (os.cpu_count() or 1):
+        yield
+        return
+    os.environ["NPROC"] = str(max(_CPU_THREADS, 2 * devices))
+    try:
+        yield
+    finally:
+        del os.environ["NPROC"]
+
+
+def _asked_dump_dir(dump_hlo: str | os.PathLike[str] | None) -> Path | None:
+    if dump_hlo is not None:
+        return Path(dump_hlo)
+    asked = os.environ.get(DUMP_VARIABLE, "0")
+    if asked in ("", "0"):
+        return None
+    return Path(tempfile.mkdtemp(prefix="xla_dtensor_hlo_")) if asked in _ON else Path(asked)
+
+
+def _dump_flags(dump_dir: Path) -> tuple[str, Path]:
+    """XLA_FLAGS with the dump added; a dump that the user asked for keeps its folder."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    theirs = [flag.split("=", 1)[1] for flag in flags if flag.startswith("--xla_dump_to=")]
+    if theirs:
+        dump_dir = Path(theirs[-1])
+    else:
+        flags += [f"--xla_dump_to={dump_dir}", f"--xla_dump_hlo_module_re={STEP_GRAPH_NAME}"]
+    if "--xla_dump_hlo_as_text" not in flags:
+        flags.append("--xla_dump_hlo_as_text")
+    dump_dir.mkdir(parents=True, exist_ok=True)
+    return " ".join(flags), dump_dir

@@ -1,0 +1,160 @@
+"""A Python step as one XLA program on torch_xla.
+
+torch_xla traces lazily: the Python step runs on every call and builds a graph, which `sync` hands
+to the compiler or, if the same graph was seen before, straight to the devices. So "compiled" means
+here that the step runs between two syncs with execution forbidden in between: reading a value
+inside (`loss.item()`, `if x > 0`) would cut it into several programs, and is an error instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from xla_dtensor.errors import CompileError
+from xla_dtensor.runtimes.base import CompiledStep
+from xla_dtensor.runtimes.torch_xla_start import DUMP_VARIABLE, STEP_GRAPH_NAME
+
+__all__ = ["TorchXlaStep"]
+
+_MAX_REASONS = 100
+_EXECUTED_INSIDE = "Unexpected execution happens inside the compiled function"
+_numbers = itertools.count()
+
+Signature = tuple[tuple[str, str], ...]
+
+
+def _xlac() -> Any:
+    return importlib.import_module("torch_xla")._XLAC
+
+
+class TorchXlaStep(CompiledStep):
+    """See :meth:`Runtime.compile`.
+
+    Args:
+        step: The Python step.
+        dump_dir: Where XLA writes HLO; None where it does not.
+    """
+
+    def __init__(self, step: Callable[..., Any], dump_dir: Path | None) -> None:
+        self._step = step
+        self._dump_dir = dump_dir
+        # The graph's name is the HLO module's, which is in the name of the dumped file.
+        self._graph_name = f"{STEP_GRAPH_NAME}_{next(_numbers)}"
+        self._calls = 0
+        self._traces = 0
+        self._reasons: list[str] = []
+        self._last: Signature | None = None
+        self._hlo_files: dict[Signature, Path | None] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        signature = _signature(args, kwargs)
+        sync = importlib.import_module("torch_xla").sync
+        sync()  # What was computed before belongs to another program.
+        compiled_before = _num_compilations()
+        with _graph_name(self._graph_name):
+            result = self._traced(args, kwargs)
+            sync()
+        self._note(signature, _num_compilations() - compiled_before)
+        return result
+
+    def hlo(self) -> str:
+        if self._last is None:
+            raise CompileError(
+                "The HLO of a compiled step was asked for before its first call. There is no "
+                "program yet. Call the step first."
+            )
+        path = self._hlo_files.get(self._last)
+        if path is None:
+            raise CompileError(
+                "The HLO of a compiled step was asked for, but XLA has written none. torch_xla can "
+                "only dump it, where that was asked for at the start and the program was not "
+                "compiled by another step before. Start with get_runtime('torch_xla', "
+                f"dump_hlo='a folder'), or set {DUMP_VARIABLE} to a folder."
+            )
+        return path.read_text()
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return calls, traces (programs compiled) and the reason of each (the last 100)."""
+        return {"calls": self._calls, "traces": self._traces, "reasons": tuple(self._reasons)}
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        allowed = _xlac()._get_allow_execution()
+        _xlac()._set_allow_execution(False)
+        try:
+            return self._step(*args, **kwargs)
+        except RuntimeError as error:
+            if _EXECUTED_INSIDE not in str(error):
+                raise
+            raise CompileError(
+                f"The step {self._step!r} was asked for as one program, but Python reads a value "
+                "that the program computes (item(), print, an if on a tensor, a mask as an index). "
+                "The value does not exist while the program is being written. Return the tensor "
+                "and read it after the call, or use torch.where."
+            ) from error
+        finally:
+            _xlac()._set_allow_execution(allowed)
+
+    def _note(self, signature: Signature, num_compiled: int) -> None:
+        if num_compiled:
+            self._reasons.append(self._reason(signature))
+            del self._reasons[:-_MAX_REASONS]
+            self._traces += num_compiled
+            self._hlo_files[signature] = self._newest_hlo()
+        self._calls += 1
+        self._last = signature
+
+    def _reason(self, signature: Signature) -> str:
+        if self._last is None:
+            return "first call"
+        before, now = dict(self._last), dict(signature)
+        changed = [
+            f"{name}: {before.get(name, 'absent')} -> {now.get(name, 'absent')}"
+            for name in {**before, **now}
+            if before.get(name) != now.get(name)
+        ]
+        return "; ".join(changed) or (
+            "the arguments are as before, the graph is not: the step reads a Python value that "
+            "changed, or tensors that an earlier call made"
+        )
+
+    def _newest_hlo(self) -> Path | None:
+        if self._dump_dir is None:
+            return None
+        files = self._dump_dir.glob(f"*{self._graph_name}.*after_optimizations.txt")
+        return max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def _num_compilations() -> int:
+    return _xlac()._xla_counter_value("UncachedCompile") or 0
+
+
+@contextmanager
+def _graph_name(name: str) -> Iterator[None]:
+    before = _xlac()._get_current_graph_name()
+    _xlac()._set_current_graph_name(name)
+    try:
+        yield
+    finally:
+        _xlac()._set_current_graph_name(before)
+
+
+def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+    """What of the arguments a program depends on, by name."""
+    leaves, _ = pytree.tree_flatten_with_path((args, kwargs))
+    return tuple((pytree.keystr(path), _kind(leaf)) for path, leaf in leaves)
+
+
+def _kind(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf) if isinstance(leaf, int | float | str | None) else type(leaf).__name__
+    placements = getattr(leaf, "placements", None)
+    kind = f"{leaf.dtype}{list(leaf.shape)}"
+    return kind if placements is None else f"{kind} {placements}"

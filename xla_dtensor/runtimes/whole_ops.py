@@ -1,0 +1,199 @@
+"""Keep linear, matmul and attention whole: one op forward, one backward, no flattening.
+
+torch runs these three as composites: their kernels reshape batch, sequence or head dims together
+before anything below autograd can see the op. A tensor that carries the dispatch key
+``AutogradPrivateUse3`` meets the kernels of this module first. Ordinary CPU tensors do not carry
+it and are not affected; checkpoint, autocast and hooks all work, because this is torch's own
+dispatcher and no mode.
+
+The backward formulas are written with ops that are themselves whole. Only two have no name in
+aten and are defined here: ``xla_dtensor::linear_weight_grad`` and ``xla_dtensor::sdpa_backward``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["WHOLE_OPS", "register"]
+
+_KEY = "AutogradPrivateUse3"
+_definitions = torch.library.Library("xla_dtensor", "DEF")
+_definitions.define("linear_weight_grad(Tensor grad, Tensor input) -> Tensor")
+_definitions.define(
+    "sdpa_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
+    "bool is_causal, float? scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(_definitions, "linear_weight_grad", "Meta")
+def _(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    return grad.new_empty((grad.shape[-1], input.shape[-1]))
+
+
+@torch.library.impl(_definitions, "sdpa_backward", "Meta")
+def _(grad: Any, query: Any, key: Any, value: Any, *_: Any) -> Any:
+    return tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (query, key, value))
+
+
+_registrations: list[torch.library.Library] = []
+aten = torch.ops.aten
+_weight_grad = torch.ops.xla_dtensor.linear_weight_grad.default
+_attention_grad = torch.ops.xla_dtensor.sdpa_backward.default
+
+
+def register() -> None:
+    """Install the kernels; calling it again does nothing."""
+    if _registrations:
+        return
+    # Ops of other libraries have no kernel for this key; they pass through to the next one.
+    fallback = torch.library.Library("_", "IMPL")
+    fallback.fallback(torch.library.fallthrough_kernel, _KEY)
+    kernels = torch.library.Library("aten", "IMPL")
+    _registrations.extend((fallback, kernels))
+    for name, kernel in (
+        ("linear", _linear),
+        ("matmul", _matmul),
+        ("scaled_dot_product_attention", _attention),
+    ):
+        kernels.impl(name, kernel, _KEY)
+
+
+def _below(func: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return func(*args, **kwargs)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        return _below(aten.linear.default, x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        to_x, to_weight, to_bias = ctx.needs_input_grad
+        if weight.ndim == 1:
+            grad_x = grad.unsqueeze(-1) * weight if to_x else None
+            products = grad.unsqueeze(-1) * x
+            grad_weight = products.sum(list(range(x.ndim - 1))) if to_weight else None
+        else:
+            grad_x = torch.matmul(grad, weight) if to_x else None
+            grad_weight = _below(_weight_grad, grad, x) if to_weight else None
+        grad_bias = grad.sum(list(range(x.ndim - 1))) if to_bias and x.ndim > 1 else None
+        if to_bias and x.ndim == 1:
+            grad_bias = grad
+        return grad_x, grad_weight, grad_bias
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    return _Linear.apply(x, weight, bias)
+
+
+class _Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Any, b: Any) -> Any:
+        ctx.save_for_backward(a, b)
+        return _below(aten.matmul.default, a, b)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Any) -> Any:
+        a, b = ctx.saved_tensors
+        # Vectors are matrices with one row or column; matmul only hides it.
+        matrix_a = a.unsqueeze(0) if a.ndim == 1 else a
+        matrix_b = b.unsqueeze(1) if b.ndim == 1 else b
+        grad = grad.unsqueeze(-2) if a.ndim == 1 else grad
+        grad = grad.unsqueeze(-1) if b.ndim == 1 else grad
+        grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_a = torch.matmul(grad, matrix_b.mT).sum_to_size(matrix_a.shape).view(a.shape)
+        if ctx.needs_input_grad[1]:
+            if matrix_b.ndim == 2 and matrix_a.ndim > 2:
+                grad_b = _below(_weight_grad, matrix_a, grad).view(b.shape)
+            else:
+                product = torch.matmul(matrix_a.mT, grad)
+                grad_b = product.sum_to_size(matrix_b.shape).view(b.shape)
+        return grad_a, grad_b
+
+
+def _matmul(a: Any, b: Any) -> Any:
+    return _Matmul.apply(a, b)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: Any, gqa: bool
+    ) -> Any:
+        ctx.save_for_backward(q, k, v, mask)
+        ctx.options = (is_causal, scale, gqa)
+        return _below(
+            aten.scaled_dot_product_attention.default,
+            q,
+            k,
+            v,
+            mask,
+            0.0,
+            is_causal,
+            scale=scale,
+            enable_gqa=gqa,
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Any) -> Any:
+        q, k, v, mask = ctx.saved_tensors
+        grads = _below(_attention_grad, grad, q, k, v, mask, *ctx.options)
+        needed = [g if n else None for g, n in zip(grads, ctx.needs_input_grad, strict=False)]
+        return (*needed, None, None, None, None)
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if dropout_p > 0.0 or (attn_mask is not None and attn_mask.requires_grad):
+        return _attention_by_parts(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+    return _Attention.apply(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+
+
+def _attention_by_parts(
+    q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, scale: Any, gqa: bool
+) -> Any:
+    """The definition in torch's documentation, for dropout and for masks that need gradients."""
+    if gqa:
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+        v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
+    scores = torch.matmul(q, k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(mask.logical_not(), float("-inf"))
+    elif mask is not None:
+        scores = scores + mask
+    weights = torch.dropout(torch.softmax(scores, -1), dropout_p, True)
+    return torch.matmul(weights, v)
+
+
+WHOLE_OPS = frozenset(
+    {
+        aten.linear.default,
+        aten.matmul.default,
+        aten.scaled_dot_product_attention.default,
+        _weight_grad,
+        _attention_grad,
+    }
+)
