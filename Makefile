@@ -13,6 +13,7 @@ PYTHON ?= $(shell for candidate in python3.11 python3.12 python3.13 python3; do 
 
 RUNTIME ?= jax
 DEMO_ARGS ?=
+BENCHMARKS ?= translate
 JOBS ?= 2
 PYTEST_ARGS ?=
 # More options for pip, e.g. PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu", which
@@ -61,15 +62,21 @@ setup: $(MAIN_VENV)/$(STAMP)  ## make .venv: both runtimes, torch 2.9, developme
 demo: $(DEMO_VENV)/$(STAMP)  ## run the demo; RUNTIME=jax (default) or torch_xla, only that one is installed
 	$(DEMO_VENV)/bin/python -m examples.train_lm --runtime $(RUNTIME) $(DEMO_ARGS)
 
-test: $(MAIN_VENV)/$(STAMP)  ## run the tests on torch 2.9, with torch_xla and jax
-	$(MAIN_VENV)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(PYTEST_ARGS)
+# A process runs one runtime: everything is tested with jax, what uses a runtime with torch_xla too.
+test: $(MAIN_VENV)/$(STAMP)  ## run the tests on torch 2.9, with jax and with torch_xla
+	$(MAIN_VENV)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" --runtime jax $(PYTEST_ARGS)
+	$(MAIN_VENV)/bin/python -m pytest -n $(JOBS) -m "on_runtime and not slow and not gpu" \
+	--runtime torch_xla $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-latest: $(LATEST_VENV)/$(STAMP)  ## run the tests on the newest supported torch, with jax
 	$(LATEST_VENV)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(PYTEST_ARGS)
 
-# pytest exits with 5 when it finds no test, which is no failure for this subset.
+# pytest exits with 5 when it finds no test, which is no failure for a subset.
 test-slow: $(MAIN_VENV)/$(STAMP)  ## run the tests that `make test` leaves out
-	$(MAIN_VENV)/bin/python -m pytest -n $(JOBS) -m "slow and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(MAIN_VENV)/bin/python -m pytest -n $(JOBS) -m "slow and not gpu" --runtime jax \
+	$(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(MAIN_VENV)/bin/python -m pytest -n $(JOBS) -m "on_runtime and slow and not gpu" \
+	--runtime torch_xla $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 lint: $(MAIN_VENV)/$(STAMP)  ## check style, format and spelling
 	$(MAIN_VENV)/bin/ruff check
@@ -95,10 +102,9 @@ gpu-test: $(GPU_VENV)$(CUDA)/$(STAMP)
 endif
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
 
-bench: $(MAIN_VENV)/$(STAMP)  ## run every script in benchmarks/
-	@set -e; for script in benchmarks/bench_*.py; do \
-	if [ -f "$$script" ]; then echo "== $$script"; $(MAIN_VENV)/bin/python "$$script"; \
-	else echo "bench: no scripts in benchmarks/"; fi; done
+bench: $(MAIN_VENV)/$(STAMP)  ## run the benchmarks; BENCHMARKS="translate ..." names some
+	@set -e; for name in $(BENCHMARKS); do \
+	echo "== benchmarks.$$name"; $(MAIN_VENV)/bin/python -m benchmarks.$$name; done
 
 clean:  ## remove caches and build outputs; environments stay
 	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -24,7 +24,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 _PACKAGES = ("xla-dtensor", "torch", "torch_xla", "jax", "jaxlib", "torchax", "numpy")
-_MIN_ROUNDS = 3
+_MIN_MEASUREMENTS = 3
 _NANOSECONDS_PER_MICROSECOND = 1e3
 
 
@@ -38,26 +38,29 @@ class Work:
 
     Args:
         call: What is timed.
-        before: Run before each round, untimed, e.g. to clear caches.
-        after: Run after each round, untimed, e.g. to wait for a device.
-        calls: How often `call` runs in one round.
+        before: Run before each measurement, untimed, e.g. to clear caches.
+        after: Run after each measurement, untimed, e.g. to wait for a device.
+        calls: How often `call` runs in one measurement.
+        repeats: Measurements in one turn. With more than one, the least is that of a processor
+            whose caches are not full of what ran in between.
     """
 
     call: Callable[[], object]
     before: Callable[[], object] = _nothing
     after: Callable[[], object] = _nothing
     calls: int = 1
+    repeats: int = 1
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds per call."""
+    """Microseconds per call: the least and the median of `measurements`."""
 
     wall_min: float
     wall_median: float
     cpu_min: float
     cpu_median: float
-    rounds: int
+    measurements: int
 
 
 @dataclass
@@ -65,8 +68,9 @@ class _Clocked:
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
 
-    def spent_seconds(self, calls: int) -> float:
-        return sum(self.wall) * calls / 1e6
+    def has_enough(self, calls: int, budget_seconds: float) -> bool:
+        spent_seconds = sum(self.wall) * calls / 1e6
+        return len(self.wall) >= _MIN_MEASUREMENTS and spent_seconds > budget_seconds
 
     def timing(self) -> Timing:
         return Timing(
@@ -79,14 +83,14 @@ class _Clocked:
 
 
 def interleaved(
-    works: Mapping[str, Work], rounds: int = 20, budget_seconds: float = 2.0
+    works: Mapping[str, Work], rounds: int = 10, budget_seconds: float = 0.5
 ) -> dict[str, Timing]:
     """Times several things in turns.
 
     Args:
         works: What to time, by name.
-        rounds: How often each is timed.
-        budget_seconds: What took longer than this in all is not timed again, once it was timed
+        rounds: How many turns each has.
+        budget_seconds: What took longer than this in all is measured no more, once it was measured
             three times.
 
     Returns:
@@ -94,7 +98,7 @@ def interleaved(
 
     Example:
         >>> timings = interleaved({"nothing": Work(lambda: None, calls=100)}, rounds=3)
-        >>> timings["nothing"].rounds
+        >>> timings["nothing"].measurements
         3
     """
     clocked = {name: _Clocked() for name in works}
@@ -106,18 +110,18 @@ def interleaved(
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        for turn in range(rounds):
+        for _ in range(rounds):
             for name, work in works.items():
-                spent = clocked[name].spent_seconds(work.calls)
-                if turn < _MIN_ROUNDS or spent < budget_seconds:
-                    _run_once(work, clocked[name])
+                for _ in range(work.repeats):
+                    if not clocked[name].has_enough(work.calls, budget_seconds):
+                        _measure(work, clocked[name])
     finally:
         if was_enabled:
             gc.enable()
     return {name: each.timing() for name, each in clocked.items()}
 
 
-def _run_once(work: Work, clocked: _Clocked) -> None:
+def _measure(work: Work, clocked: _Clocked) -> None:
     work.before()
     call, turns = work.call, range(work.calls)
     wall, cpu = time.perf_counter_ns(), time.thread_time_ns()

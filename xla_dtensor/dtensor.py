@@ -110,6 +110,8 @@ class DTensor(TorchDTensor):
         kwargs = kwargs or {}
         payload_args, payload_kwargs = tree_map(_payload, (tuple(args), kwargs))
         result = _run(func, payload_args, payload_kwargs)
+        if torch.Tag.inplace_view in func.tags and isinstance(args[0], DTensor):
+            return args[0]._reshaped_in_place(func, args, kwargs)
         if func._schema.is_mutable:
             return _written(func, args, kwargs)
         if isinstance(result, torch.Tensor) or (isinstance(result, (list, tuple)) and result):
@@ -122,6 +124,16 @@ class DTensor(TorchDTensor):
     def rewrapped(self, payload: torch.Tensor) -> DTensor:
         """Return a DTensor over another payload, with this one's mesh and placements."""
         return DTensor(payload, self._spec.mesh, self._spec.placements)
+
+    def _reshaped_in_place(self, func: Any, args: Sequence[Any], kwargs: Any) -> DTensor:
+        """Follow the payload, whose shape ``t_``, ``squeeze_`` and the like have changed."""
+        name = func._schema.name.removeprefix("aten::").removesuffix("_")
+        view = getattr(getattr(aten, name), func._overloadname or "default")
+        mesh, placements = self._spec.mesh, propagate(view, args, kwargs, self._spec.mesh)
+        changed = DTensor(self._local_tensor, mesh, placements)
+        torch.Tensor.data.__set__(self, changed)  # pyright: ignore
+        self._spec = changed._spec
+        return self
 
     def rewrapper(self) -> Callable[[torch.Tensor], DTensor]:
         """Return a function that wraps payloads as this one is, without holding this one."""

@@ -31,7 +31,7 @@ _MAXIMAL = re.compile(r"maximal_mesh\[device_id=(\d+)\]\{\}")
 _AXIS = re.compile(r"('[^']*'|[^'=,]+)=(\d+)")
 _REF = re.compile(r"('[^']*'|[^':,]+)(?::\((\d+)\)(\d+))?")
 
-_ORDER = re.compile(r"\[([\d,]+)\](?:T\([\d,]+\))?")
+_ORDER = re.compile(r"\[([\d,]+)\]T\([\d,]+\)")
 
 _Part = tuple[str, int]  # axis, and the size of what is outside the part
 

@@ -3,8 +3,7 @@
 1. *Special* ops that need tensors, not arrays: copies, reading on the host (``jax_special``).
 2. *Views*: a new JaxTensor over the same storage (``jax_views``).
 3. *Mutating* ops, known from their schema: the functional op, then a write through the views.
-4. *Functional* ops: our own lowering; torch's decomposition for what belongs to backward;
-   torchax's registry of forward lowerings; any other decomposition.
+4. *Functional* ops: our own lowering, else torch's decomposition into ops that have one.
 
 Every functional result is held to what torch's meta device says of it (``jax_meta``).
 """
@@ -53,6 +52,8 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         view = jax_views.view_rule(func)
         if view is not None and isinstance(args[0], JaxTensor):
             return view(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            return _run_inplace_view(func, args, kwargs)
         if func._schema.is_mutable:
             return _run_mutating(func, args, kwargs)
         if is_foreach(func):
@@ -113,6 +114,8 @@ def _decompose(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     decomposition = decomposition_table.get(func)
     if decomposition is not None:
         return decomposition(*args, **kwargs)
+    if func.namespace == "prims":  # what torch's reference decompositions end in
+        return func.overloadpacket.impl_aten(*args, **kwargs)
     if torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
     ):
@@ -122,6 +125,21 @@ def _decompose(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         "Write it with other ops, move the tensor to the host with .full_tensor().cpu(), or "
         "register a lowering (see xla_dtensor/runtimes/README.md)."
     )
+
+
+def _run_inplace_view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``t_``, ``squeeze_``, ...: the tensor becomes its own view."""
+    functional, _ = _functional_variant(func)
+    target = args[0]
+    if functional is None or jax_views.view_rule(functional) is None:
+        raise UnsupportedOpError(
+            f"The op {func} changes the shape of a tensor of the JAX runtime in place. It has no "
+            "form that returns a view instead. Make a new tensor."
+        )
+    view = run_op(functional, args, kwargs)
+    torch.Tensor.data.__set__(target, view)  # pyright: ignore
+    target._steps, target._cached = view._steps, None
+    return target
 
 
 def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -183,26 +201,27 @@ def _functional_variant(func: Any) -> tuple[Any, bool]:
 def _look_up_variant(func: Any) -> tuple[Any, bool]:
     namespace, _, name = func._schema.name.partition("::")
     ops = getattr(torch.ops, namespace)
-    overload = func._overloadname
     if name.endswith("_") and not name.endswith("__"):
-        for candidate, candidate_overload in (
-            (name[:-1], overload),
-            (f"{name[:-1]}_functional", "default"),
-        ):
-            packet = getattr(ops, candidate, None)
-            if packet is not None and candidate_overload in packet.overloads():
-                return getattr(packet, candidate_overload), True
-        packet = getattr(ops, name[:-1], None)
-        return (getattr(packet, packet.overloads()[0]), True) if packet is not None else (None, True)
-    packet = getattr(ops, name)
-    wanted = _names(func)
-    for candidate in packet.overloads():
-        op = getattr(packet, candidate)
-        if not op._schema.is_mutable and _names(op) <= wanted:
-            extra = wanted - _names(op)
-            if all(_is_written(func, e) for e in extra):
-                return op, False
-    return None, False
+        return _overload(ops, (name[:-1], f"{name[:-1]}_functional"), _arguments(func)), True
+    kept = [(n, t) for n, t in _arguments(func) if not _is_written(func, n)]
+    found = _overload(ops, (name,), kept)
+    return (found, False) if found is not None else (_overload(ops, (name,), _arguments(func)), False)
+
+
+def _overload(ops: Any, names: Sequence[str], arguments: Sequence[Any]) -> Any:
+    """Find the functional overload with exactly these arguments: names alone can mislead, for
+    pow.Scalar takes the scalar first and pow_.Scalar takes it second."""
+    for name in names:
+        packet = getattr(ops, name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            op = getattr(packet, overload)
+            if not op._schema.is_mutable and _arguments(op) == list(arguments):
+                return op
+    return None
+
+
+def _arguments(func: Any) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in func._schema.arguments]
 
 
 def _is_written(func: Any, name: str) -> bool:

@@ -1,11 +1,15 @@
 """OpSharding to JAX's NamedSharding and back.
 
 JAX accepts only named shardings inside a program, and all meshes of one program must list the
-devices in one order. So an OpSharding, which is a walk through the root's flat order, is given a
-mesh of its own: the root's devices in the root's order, cut into the factors that the walk needs.
-Such meshes mix freely. A worked example: on a root of 8 devices ``{devices=[2,4]<=[4,2]T(1,0)}``
-walks first the inner factor 2, then the outer factor 4; its mesh is ``(f0=4, f1=2)`` and its
-PartitionSpec is ``P('f1', 'f0')``.
+devices in one order. So an OpSharding, which is a walk through the root's flat order, is written
+on a mesh of the root's devices in the root's order, cut into prime factors. A worked example: a
+root of (dp=2, tp=4) gives the mesh ``(f0=2, f1=2, f2=2)``; ``{devices=[2,4]<=[4,2]T(1,0)}`` walks
+first the inner factor 2, then the outer factor 4, so its PartitionSpec is
+``P('f2', ('f0', 'f1'))``.
+
+One mesh serves all tensors of a root, on purpose: jax 0.10 reads the sharding that XLA chose for
+an output back on the mesh of *some* input, and fails when that mesh is too coarse. Only a walk
+that cuts between the prime factors (a (4, 3) mesh against a root of (3, 4)) gets its own.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ def named_sharding(
         DistributeError: The order of the tiles is no mixed-radix permutation of the root's order.
     """
     dims = _dim_digits(op_sharding, ndim, root)
-    boundaries = _boundaries(dims, root.size())
+    boundaries = _boundaries(dims, root)
     names = {stride: f"f{i}" for i, stride in enumerate(boundaries[1:])}
     sizes = tuple(outer // inner for outer, inner in zip(boundaries, boundaries[1:], strict=False))
     spec = [
@@ -95,13 +99,27 @@ def _cut(walk: Iterable[Digit], tile_dims: Sequence[int]) -> list[list[Digit]]:
     return dims
 
 
-def _boundaries(dims: Iterable[Iterable[Digit]], total: int) -> list[int]:
-    """Strides at which the flat order must be cut, outermost first: [total, ..., 1]."""
-    marks = {1, total}
-    for digits in dims:
-        for size, stride in digits:
-            marks |= {stride, stride * size}
-    return sorted(marks, reverse=True)
+def _boundaries(dims: Iterable[Iterable[Digit]], root: Mesh) -> list[int]:
+    """Strides at which the flat order is cut, outermost first: [total, ..., 1]."""
+    needed = {mark for digits in dims for size, stride in digits for mark in (stride, size * stride)}
+    shared = _prime_boundaries(root.mesh_shape)
+    if needed <= set(shared):
+        return list(shared)
+    return sorted(needed | {1, root.size()}, reverse=True)
+
+
+@lru_cache(maxsize=256)
+def _prime_boundaries(mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
+    marks = [1]
+    for size in reversed(mesh_shape):
+        factor = 2
+        while size > 1:
+            if size % factor:
+                factor += 1
+                continue
+            size //= factor
+            marks.append(marks[-1] * factor)
+    return tuple(reversed(marks))
 
 
 def _names_of(

@@ -83,7 +83,7 @@ def _slice_step(dim: int, start: int, stop: int, step: int = 1) -> ViewStep:
 
 
 def _select(x: JaxTensor, meta: Meta, dim: int, index: Any) -> ViewStep:
-    dim %= x.ndim
+    dim %= max(x.ndim, 1)
     number = unwrap_number(index)
     if not isinstance(number, int):
         return ViewStep(
@@ -106,7 +106,7 @@ def _slice(
     end: int | None = None,
     step: int = 1,
 ) -> ViewStep:
-    dim %= x.ndim
+    dim %= max(x.ndim, 1)
     first, last, _ = slice(start, end, step).indices(x.shape[dim])
     return _slice_step(dim, first, max(first, last), step)
 
@@ -114,7 +114,7 @@ def _slice(
 def _split_steps(x: JaxTensor, sizes: Sequence[int], dim: int) -> list[ViewStep]:
     ends = np.cumsum(sizes).tolist()
     return [
-        _slice_step(dim % x.ndim, end - size, end) for size, end in zip(sizes, ends, strict=True)
+        _slice_step(dim % max(x.ndim, 1), end - size, end) for size, end in zip(sizes, ends, strict=True)
     ]
 
 

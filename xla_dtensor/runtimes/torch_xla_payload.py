@@ -24,7 +24,7 @@ import torch
 
 from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
 
-__all__ = ["functionalization", "is_payload", "put_host", "run_op", "to_payload"]
+__all__ = ["functionalization", "is_payload", "put_host", "run_op", "to_payload", "to_plain"]
 
 _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 _PYTHON = torch._C.DispatchKey.Python
@@ -46,6 +46,14 @@ def is_payload(tensor: object) -> bool:
 def to_payload(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` inside the functional wrapper; itself if it is there already."""
     return tensor if torch._is_functional_tensor(tensor) else torch._to_functional_tensor(tensor)
+
+
+def to_plain(payload: torch.Tensor) -> torch.Tensor:
+    """Return a payload's present value without the wrapper, fit to be mixed with DTensors."""
+    if not torch._is_functional_tensor(payload):
+        return payload
+    torch._sync(payload)
+    return torch._from_functional_tensor(payload)
 
 
 @contextmanager
@@ -77,7 +85,9 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func is torch.ops.aten.copy_.default:
             return _copy(*args, **kwargs)
         if func is torch.ops.aten._foreach_copy_.default:
-            return [_copy(to, of) for to, of in zip(args[0], args[1], strict=True)]
+            for to, of in zip(args[0], args[1], strict=True):
+                _copy(to, of)
+            return None
         written = _written_foreign(func, args, kwargs)
         args = [_operand(value, written) for value in args]
         kwargs = {name: _operand(value, written) for name, value in kwargs.items()}

@@ -32,6 +32,7 @@ from xla_dtensor.runtimes.torch_xla_payload import (
     put_host,
     run_op,
     to_payload,
+    to_plain,
 )
 from xla_dtensor.runtimes.torch_xla_sharding import parse_annotation, to_annotation
 from xla_dtensor.runtimes.torch_xla_start import start
@@ -155,6 +156,14 @@ class TorchXlaRuntime(Runtime):
             return whole
         with functionalization():
             return payload.detach().cpu()
+
+    def to_plain(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return a payload's present value as a plain XLA tensor, to be handed to users.
+
+        An op on a DTensor and a payload (rather than such a plain tensor) returns no DTensor.
+        """
+        with functionalization():
+            return to_plain(payload.detach())
 
     def _op_sharding_for(self, shape: Sequence[int], layout: Layout) -> OpSharding:
         if layout.ndim != len(shape):

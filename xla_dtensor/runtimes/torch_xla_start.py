@@ -155,7 +155,7 @@ def _check_functionalization() -> None:
 
 
 def _check_not_late(asked_devices: int | None, dump_dir: Path | None) -> None:
-    if "torch_xla" not in sys.modules:
+    if sys.modules.get("torch_xla") is None:
         return
     if _xlac()._xla_get_spmd_config_is_locked() and not _is_spmd():
         raise RuntimeSetupError(

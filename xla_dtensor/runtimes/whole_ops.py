@@ -106,8 +106,8 @@ class _Matmul(torch.autograd.Function):
         # Vectors are matrices with one row or column; matmul only hides it.
         matrix_a = a.unsqueeze(0) if a.ndim == 1 else a
         matrix_b = b.unsqueeze(1) if b.ndim == 1 else b
-        grad = grad.unsqueeze(-2) if a.ndim == 1 else grad
         grad = grad.unsqueeze(-1) if b.ndim == 1 else grad
+        grad = grad.unsqueeze(-2) if a.ndim == 1 else grad
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
             grad_a = torch.matmul(grad, matrix_b.mT).sum_to_size(matrix_a.shape).view(a.shape)

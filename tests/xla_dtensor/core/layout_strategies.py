@@ -33,6 +33,9 @@ THOROUGH = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 
+QUICK = settings(parent=THOROUGH, max_examples=100)
+"""For what another test checks thoroughly from another side."""
+
 GROUPS = ("several axes per dim", "strided", "size-1 axes", "permuted order", "uneven shapes")
 
 AXES = ("dp", "ep", "sp", "tp")

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layout_strategies import (
     GROUPS,
+    QUICK,
     THOROUGH,
     Case,
     axis_orders,
@@ -139,7 +140,7 @@ def test_other_forms_come_back(group: str, data: st.DataObject) -> None:
     assert again.op_sharding() == layout.op_sharding()
 
 
-@THOROUGH
+@QUICK
 @given(data=st.data())
 def test_text_comes_back_with_everything_in_it(data: st.DataObject) -> None:
     mesh = data.draw(meshes("strided"))
@@ -153,7 +154,7 @@ def test_text_comes_back_with_everything_in_it(data: st.DataObject) -> None:
     assert Layout.parse(layout.text().replace(" ", ""), mesh) == layout
 
 
-@THOROUGH
+@QUICK
 @given(case=cases("strided", large=True))
 def test_factored_has_the_same_meaning(case: Case) -> None:
     whole = case.layout.factored()

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layout_strategies import (
     GROUPS,
+    QUICK,
     THOROUGH,
     cases,
     meshes,
@@ -21,7 +22,7 @@ MESH = Mesh.arange((2, 2), ("dp", "tp"))
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@THOROUGH
+@QUICK
 @given(data=st.data())
 def test_xla_rule_is_the_shard_index(group: str, data: st.DataObject) -> None:
     case = data.draw(cases(group, large=data.draw(st.booleans())))

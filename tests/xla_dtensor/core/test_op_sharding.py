@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layout_strategies import (
     GROUPS,
+    QUICK,
     THOROUGH,
     TYPES,
     cases,
@@ -136,7 +137,7 @@ def test_shard_index_follows_ceil_tiles(group: str, data: st.DataObject) -> None
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@THOROUGH
+@QUICK
 @given(data=st.data())
 def test_layouts_give_the_canonical_form(group: str, data: st.DataObject) -> None:
     """What is written from digits is what would be found in the listed tile assignment."""
@@ -150,7 +151,7 @@ def test_layouts_give_the_canonical_form(group: str, data: st.DataObject) -> Non
         assert op.devices is None
 
 
-@THOROUGH
+@QUICK
 @given(data=st.data())
 def test_digits(data: st.DataObject) -> None:
     """Merging keeps the walk, iota_form inverts iota_walk, a rest completes a walk."""

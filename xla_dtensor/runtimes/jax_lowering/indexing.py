@@ -53,14 +53,14 @@ def _gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     if not x.ndim:
         return jnp.broadcast_to(x, index.shape)
     cut = tuple(
-        slice(None) if d == dim % x.ndim else slice(0, n) for d, n in enumerate(index.shape)
+        slice(None) if d == dim % max(x.ndim, 1) else slice(0, n) for d, n in enumerate(index.shape)
     )
     return jnp.take_along_axis(x[cut], index, axis=dim, mode="fill")
 
 
 def _scatter_index(x: Any, dim: int, index: Any) -> tuple[Any, ...]:
     where = [lax.broadcasted_iota(index.dtype, index.shape, d) for d in range(index.ndim)]
-    where[dim % x.ndim] = index
+    where[dim % max(x.ndim, 1)] = index
     return tuple(where)
 
 
@@ -99,7 +99,7 @@ def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> A
 
 @lower(aten.index_add.default)
 def _index_add(x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
-    at = (slice(None),) * (dim % x.ndim) + (index,)
+    at = (slice(None),) * (dim % max(x.ndim, 1)) + (index,)
     return x.at[at].add((source * alpha).astype(x.dtype))
 
 

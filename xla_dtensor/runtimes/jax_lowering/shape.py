@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import torch
+from jax import lax
 
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
@@ -67,8 +68,6 @@ def _triu(x: Any, diagonal: int = 0) -> Any:
 def _constant_pad(x: Any, pad: Any, value: Any = 0) -> Any:
     pairs = [(0, 0, 0)] * (x.ndim - len(pad) // 2)
     pairs += [(pad[i], pad[i + 1], 0) for i in range(len(pad) - 2, -1, -2)]
-    from jax import lax
-
     return lax.pad(x, jnp.asarray(value).astype(x.dtype), pairs)
 
 

@@ -1,0 +1,124 @@
+"""What a DTensor costs per op, beside the bare tensor of its runtime and the library's own type.
+
+    python -m benchmarks.op_overhead
+    python -m benchmarks.op_overhead --runtimes jax --profile
+
+| column | on jax | on torch_xla |
+|---|---|---|
+| DTensor | xla_dtensor's | xla_dtensor's |
+| bare | the JaxTensor inside it | the lazy tensor inside it |
+| native | jnp on the jax.Array inside that | torch_xla's XLAShardedTensor |
+
+Small tensors on 8 virtual CPU devices, so that what is timed is what Python does. Each runtime runs
+in a child process, `benchmarks.op_overhead_child`; the columns are timed there in turns. Nothing is
+asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.timing import RESULTS, store
+
+_ROOT = Path(__file__).resolve().parents[1]
+_RUNTIMES = ("jax", "torch_xla")
+_VARIANTS = ("DTensor", "bare", "native")
+
+
+class ChildFailedError(RuntimeError):
+    """The child process ended before it had timed everything."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the benchmark, prints its tables and stores its figures."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.op_overhead", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--runtimes", default=",".join(_RUNTIMES), help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=10, help="turns per figure (default: 10)")
+    parser.add_argument("--calls", type=int, default=200, help="ops per turn (default: 200)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
+    parser.add_argument("--profile", action="store_true", help="show where DTensor's time goes")
+    asked = parser.parse_args(arguments)
+    runtimes = [name for name in asked.runtimes.split(",") if _is_installed(name)]
+    options = ["--rounds", str(asked.rounds), "--calls", str(asked.calls)]
+    if asked.profile:
+        for runtime in runtimes:
+            for row in _child(runtime, [*options, "--profile"]):
+                print(f"{runtime}, DTensor {row['op']}: microseconds per call, under the profiler")
+                print(row["profile"], end="\n\n")
+        return 0
+    print("Microseconds per op: least and median CPU time of the calling thread, least wall time\n")
+    print(_head())
+    rows: list[dict[str, Any]] = []
+    for runtime in runtimes:
+        for row in _child(runtime, options):
+            print(_line(row), flush=True)
+            rows.append(row)
+    print("\n".join(_failures(rows)))
+    print(f"Stored in {store('op_overhead', {'rows': rows}, asked.results)}")
+    return 0
+
+
+def _is_installed(runtime: str) -> bool:
+    if runtime not in _RUNTIMES:
+        raise SystemExit(f"runtime={runtime!r} is not timed here. Pass some of: jax,torch_xla.")
+    if importlib.util.find_spec(runtime) is None:
+        print(f"{runtime} is not installed: left out")
+        return False
+    return True
+
+
+def _child(runtime: str, options: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields the child's rows as they come."""
+    command = [sys.executable, "-m", "benchmarks.op_overhead_child", runtime, *options]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU"}
+    with subprocess.Popen(
+        command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as child:
+        for line in child.stdout or ():
+            if line.startswith("{"):
+                yield json.loads(line)
+    if child.returncode:
+        raise ChildFailedError(
+            f"The timing process of runtime={runtime!r} ended with status={child.returncode}. What "
+            "it printed stands above. Pass --runtimes with the others."
+        )
+
+
+def _head() -> str:
+    columns = "".join(f"{name + ' least':>15}{'median':>9}{'wall':>9}" for name in _VARIANTS)
+    return f"{'runtime':<10}{'op':<8}{columns}{'over bare':>12}{'ratio':>8}{'over native':>13}"
+
+
+def _line(row: dict[str, Any]) -> str:
+    times = row["microseconds"]
+    cells = [f"{row['runtime']:<10}{row['op']:<8}"]
+    for name in _VARIANTS:
+        if name in times:
+            least, median, wall = (times[name][k] for k in ("cpu_min", "cpu_median", "wall_min"))
+            cells.append(f"{least:15.1f}{median:9.1f}{wall:9.1f}")
+        else:
+            cells.append(f"{'-':>15}{'-':>9}{'-':>9}")
+    ours, bare = times["DTensor"]["cpu_min"], times["bare"]["cpu_min"]
+    cells.append(f"{ours - bare:+12.1f}{ours / bare:7.1f}x")
+    native = times.get("native")
+    cells.append(f"{ours / native['cpu_min']:12.1f}x" if native else f"{'-':>13}")
+    return "".join(cells)
+
+
+def _failures(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        for name, text in row["failed"].items():
+            yield f"{row['runtime']} {row['op']}, {name}: not timed, it raised {text}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
