@@ -163,5 +163,17 @@ def store(name: str, results: Mapping[str, Any], folder: Path = RESULTS) -> Path
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     content = {"benchmark": name, "machine": machine(), **results}
-    path.write_text(json.dumps(content, indent=1, default=asdict) + "\n", encoding="utf-8")
+    path.write_text(_one_row_per_line(content), encoding="utf-8")
     return path
+
+
+def _one_row_per_line(content: Mapping[str, Any]) -> str:
+    """JSON in which a row that has changed is one line that has changed."""
+    parts: list[str] = []
+    for key, value in content.items():
+        text = json.dumps(value, default=asdict)
+        if isinstance(value, list):
+            rows = ",\n".join(json.dumps(row, default=asdict) for row in value)
+            text = f"[\n{rows}\n]"
+        parts.append(f"{json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"

@@ -180,10 +180,10 @@ def _target(
     slowest, row = max(times, key=lambda pair: pair[0]["cpu_min"])
     median = max(pair[0]["cpu_median"] for pair in times)
     verdict = "met" if slowest["cpu_min"] <= microseconds else "MISSED"
+    what_is_slowest = f"{row['num_devices']} devices, {' '.join(row['placements'])}"
     return (
         f"Target {what}, {where}: {microseconds} us {verdict} by the least (slowest: "
-        f"{slowest['cpu_min']:,.1f} us, {row['num_devices']} devices, {' '.join(row['placements'])})"
-        f"; largest median {median:,.1f} us"
+        f"{slowest['cpu_min']:,.1f} us, {what_is_slowest}); largest median {median:,.1f} us"
     )
 
 

@@ -86,7 +86,9 @@ def ordered_ids(size: int, order: str) -> NDArray[np.int64]:
     if order == "arbitrary":
         return np.random.default_rng(0).permutation(size)
     ids = np.arange(size, dtype=np.int64)
-    return ids.reshape(split_evenly(size, 3)).transpose(1, 2, 0).ravel() if order == "torus" else ids
+    return (
+        ids.reshape(split_evenly(size, 3)).transpose(1, 2, 0).ravel() if order == "torus" else ids
+    )
 
 
 def cases(sizes: tuple[int, ...]) -> Iterator[Case]:

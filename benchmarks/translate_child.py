@@ -68,7 +68,7 @@ class TorchXla:
     def mesh(self, case: Case) -> Any:
         """torch_xla's mesh, made by its own constructor."""
         size = case.num_devices
-        with mock.patch.object(self._runtime, "global_runtime_device_count", lambda: size):
+        with mock.patch.object(self._runtime, "global_runtime_device_count", partial(int, size)):
             return self._mesh_class(case.device_ids, case.mesh_shape, case.axis_names)
 
     def clear(self) -> None:

@@ -1,7 +1,7 @@
 """Start one runtime in a process of its own: what crashes or hangs there does no harm here.
 
 The child is this module run as a script. It writes what it finds to a file, not to its output,
-which the libraries it imports write to as well. If the time runs out, it first says where it stands.
+which the libraries it imports write to as well. When the time runs out, it says where it stands.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any
 __all__ = ["Probe", "probe"]
 
 _GRACE_SECONDS = 2.0
-_KEPT_LINES = 12
+_KEPT_LINES = 10
+_STACK_BEGINS = ("Fatal Python error", "Timeout (")  # As faulthandler writes it.
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,13 @@ def _run(command: list[str], errors: Path, limit_seconds: float) -> int | None:
 
 
 def _last_lines(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join([line for line in lines if line.strip()][-_KEPT_LINES:]) or "(nothing)"
+    """What the child said last, and, if it left one, the innermost frames of its Python stack."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in text.splitlines() if line.strip() and "<frozen " not in line]
+    stacks = [i for i, line in enumerate(lines) if line.startswith(_STACK_BEGINS)]
+    end = stacks[-1] if stacks else len(lines)
+    kept = lines[max(0, end - _KEPT_LINES) : end] + lines[end : end + _KEPT_LINES]
+    return "\n".join(kept) or "(nothing)"
 
 
 def _ending(status: int) -> str:

@@ -37,7 +37,7 @@ from xla_dtensor.core import Layout, OpSharding
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh, mesh_text
 from xla_dtensor.errors import DistributeError, UnsupportedOpError
 from xla_dtensor.placement_checks import checked_placements
-from xla_dtensor.propagation import propagate
+from xla_dtensor.propagation import legal_placements, propagate
 from xla_dtensor.runtimes.base import AddressableShard
 from xla_dtensor.runtimes.registry import get_runtime
 
@@ -333,10 +333,12 @@ def _wrap(func: Any, result: Any, placements: Any, mesh: DeviceMesh) -> Any:
     if isinstance(result, (list, tuple)):
         each = placements if isinstance(placements, list) else [placements] * len(result)
         each = each if len(each) == len(result) else [each[0]] * len(result)
-        return type(result)(_wrap(func, r, p, mesh) for r, p in zip(result, each, strict=True))
+        # Not type(result): some are named tuples. The dispatcher makes them again from any sequence.
+        wrapped = [_wrap(func, r, p, mesh) for r, p in zip(result, each, strict=True)]
+        return wrapped if isinstance(result, list) else tuple(wrapped)
     if not isinstance(result, torch.Tensor):
         return result
-    labels = placements if placements is not None else (Replicate(),) * mesh.ndim
+    labels = legal_placements(placements, result.ndim, mesh.ndim)
     if func in _MADE_LIKE and not result.is_meta:
         layout = Layout.from_placements(labels, result.ndim, mesh.value)
         result = get_runtime().constrain(result, layout)

@@ -5,8 +5,9 @@ have said of the output is a *label*. It is computed by PyTorch's propagator on 
 device type "cpu" (the propagator consults device handles that "xla" does not have, and only shapes
 matter), and it is never enforced.
 
-An op without a rule gets Replicate, with one log line per op. Answers are cached per op, argument
-description and mesh.
+An op without a rule gets Replicate, with one log line per op; where a rule exists but refuses the
+placements on all mesh axes together, each axis is asked about alone. Answers are cached per op,
+argument description and mesh.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.utils._pytree import tree_map
@@ -28,7 +29,7 @@ from mesh_utils import Mesh
 from xla_dtensor.device_mesh import DeviceMesh
 from xla_dtensor.whole_op_labels import WHOLE_OP_LABELS
 
-__all__ = ["Placements", "propagate"]
+__all__ = ["Placements", "legal_placements", "propagate"]
 
 Placements = tuple[Any, ...]
 logger = logging.getLogger("xla_dtensor")
@@ -101,7 +102,8 @@ def _describe(value: Any, mesh: DeviceMesh) -> Any:
 
 def _hashable(value: Any) -> Any:
     if isinstance(value, _Described):
-        return value
+        # In torch 2.9 a _StridedShard equals the Shard of its dim, and has its hash.
+        return (*map(type, value[0]), *value)
     if isinstance(value, (list, tuple)):
         return (type(value).__name__, *map(_hashable, value))
     if isinstance(value, dict):
@@ -116,13 +118,72 @@ def _ask(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
         return replicated
     if func in WHOLE_OP_LABELS:
         return WHOLE_OP_LABELS[func](mesh.ndim, args)
+    # The propagator raises half a dozen types for ops and shapes that it has no rule for. A label is
+    # never needed for a right value, so none of them may stop the program.
     try:
         return _from_propagator(func, args, kwargs, mesh)
-    except Exception as error:
-        # The propagator raises half a dozen types for ops and shapes that it has no rule for. A
-        # label is never needed for a right value, so none of them may stop the program.
+    except NotImplementedError as error:
         _log_once(func, error)
         return replicated
+    except Exception as error:
+        return _axis_by_axis(func, args, kwargs, mesh, error)
+
+
+def _axis_by_axis(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh, error: Exception) -> Any:
+    """Ask about one mesh axis at a time, the others replicated; put the answers together."""
+    answers = []
+    for axis in range(mesh.ndim):
+
+        def only(value: Any, axis: int = axis) -> Any:
+            if not isinstance(value, _Described):
+                return value
+            placements = [Replicate()] * mesh.ndim
+            placements[axis] = value[0][axis]
+            return _Described((tuple(placements), *value[1:]))
+
+        alone_args, alone_kwargs = tree_map(only, (args, kwargs), is_leaf=_is_leaf)
+        try:
+            answers.append(_from_propagator(func, alone_args, alone_kwargs, mesh))
+        except Exception:
+            answers.append(None)
+    given = next((a for a in answers if a is not None), None)
+    if given is None:
+        _log_once(func, error)
+    if isinstance(given, list):
+        return [_merged([a and a[i] for a in answers]) for i in range(len(given))]
+    return _merged(answers)
+
+
+def _merged(answers: Sequence[Any]) -> Placements:
+    """Take from each axis's answer the placement on that axis."""
+    return tuple(
+        Replicate() if answer is None or len(answer) != len(answers) else answer[axis]
+        for axis, answer in enumerate(answers)
+    )
+
+
+def legal_placements(placements: Any, ndim: int, num_axes: int) -> Placements:
+    """Return a label that says something of a tensor with `ndim` dims on `num_axes` mesh axes.
+
+    Some of torch's rules answer for another number of axes (constant_pad_nd in 2.9) or dims (norm
+    in 2.13), and some with a Partial that carries state of torch's own run (embedding).
+
+    Example:
+        >>> from torch.distributed.tensor import Shard
+        >>> legal_placements((Shard(0), Shard(1)), 1, 2)
+        (Shard(dim=0), Replicate())
+    """
+    if isinstance(placements, list):
+        placements = placements[0]
+    if placements is None or len(placements) != num_axes:
+        return (Replicate(),) * num_axes
+    return tuple([_legal(placement, ndim) for placement in placements])
+
+
+def _legal(placement: Any, ndim: int) -> Any:
+    if placement.is_partial():
+        return placement if type(placement) is Partial else Partial(placement.reduce_op)
+    return placement if getattr(placement, "dim", -1) < ndim else Replicate()
 
 
 def _flat(value: Any) -> list[Any]:

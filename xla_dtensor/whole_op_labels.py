@@ -43,7 +43,8 @@ def _matmul(a: Any, b: Any, a_ndim: int, b_ndim: int) -> Placement:
     b_dim = None if b_dim is None else b_dim - b_ndim
     if a_dim == -1 and b_dim == -2:
         return Partial()
-    if a_dim is not None and a_dim < -1 and (b_dim in (None, a_dim)):
+    if a_dim is not None and a_dim < -1 and (b_dim in (None, -1, a_dim)):
+        # Where both would cut the output (its rows, its columns), one has to be gathered: b.
         return Shard(ndim + a_dim)
     if b_dim is not None and b_dim != -2 and (a_dim in (None, b_dim)):
         return Shard(ndim + b_dim)

@@ -44,7 +44,7 @@ from xla_dtensor.runtimes.jax_convert import numpy_from_torch, x64
 from xla_dtensor.runtimes.jax_placing import place
 from xla_dtensor.runtimes.jax_scalar import sym_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
-from xla_dtensor.runtimes.jax_trace import Trace
+from xla_dtensor.runtimes.jax_trace import Trace, refuse_nesting
 from xla_dtensor.runtimes.optimizer_inputs import OptimizerInputs
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ class JaxCompiledStep(CompiledStep):
         self._reasons: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_nesting()
         self._calls += 1
         leaves, tree = tree_flatten((args, kwargs))
         with x64():
@@ -223,6 +224,7 @@ class JaxCompiledStep(CompiledStep):
                 out_leaves, found["tree"] = tree_flatten(self._step(*args, **kwargs))
                 found["static"], results = _split_outputs(out_leaves)
                 del out_leaves, args, kwargs
+            watch.inputs.check_rates_unchanged()
             grads = {id(t._storage) for t in _gradients(watch.inputs.parameters())}
             found["lasting"] = trace.lasting_beyond(tensors)
             found["new_state"] = [s for s in found["lasting"] if id(s) not in grads]

@@ -91,7 +91,8 @@ def _wrapped(func: Any, result: Any, meta: Any) -> Any:
                 "lowering on the JAX runtime is wrong for these arguments. Please report it with "
                 "the arguments' shapes."
             )
-        return type(result)(_wrapped(func, r, m) for r, m in zip(result, metas, strict=True))
+        wrapped = [_wrapped(func, r, m) for r, m in zip(result, metas, strict=True)]
+        return wrapped if isinstance(result, list) else tuple(wrapped)
     return result
 
 
@@ -112,10 +113,16 @@ def _decompose(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     from torch._decomp import decomposition_table
 
     decomposition = decomposition_table.get(func)
-    if decomposition is not None:
-        return decomposition(*args, **kwargs)
-    if func.namespace == "prims":  # what torch's reference decompositions end in
-        return func.overloadpacket.impl_aten(*args, **kwargs)
+    # torch's reference decompositions end in prims, whose aten form is what we lower. An aten op
+    # that decomposes into its own prim would come back here for ever.
+    if func.namespace == "prims":
+        decomposition = func.overloadpacket.impl_aten
+    if decomposition is not None and func not in _decomposing:
+        _decomposing.add(func)
+        try:
+            return decomposition(*args, **kwargs)
+        finally:
+            _decomposing.discard(func)
     if torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
     ):
@@ -157,8 +164,9 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if prefix:
         result = run_op(functional, args, kwargs)
     else:
-        out = {"out", *(w for w in written if w not in _names(functional))}
-        result = run_op(functional, (), {k: v for k, v in given.items() if k not in out})
+        accepted = [a for a in functional._schema.arguments if a.name in given]
+        by_position = [given[a.name] for a in accepted if not a.kwarg_only]
+        result = run_op(functional, by_position, {a.name: given[a.name] for a in accepted if a.kwarg_only})
     targets = [given[name] for name in written]
     if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
         _write_all(targets[0], result)
@@ -167,10 +175,6 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if not func._schema.returns:
         return None
     return targets[0] if len(targets) == 1 else tuple(targets)
-
-
-def _names(func: Any) -> set[str]:
-    return {a.name for a in func._schema.arguments}
 
 
 def _write_all(targets: Sequence[Any], results: Sequence[Any]) -> None:
@@ -188,6 +192,7 @@ def write(target: torch.Tensor, result: torch.Tensor) -> None:
     target.set_value(jnp.broadcast_to(value, tuple(target.shape)))
 
 
+_decomposing: set[Any] = set()
 _VARIANTS: dict[Any, tuple[Any, bool]] = {}
 
 

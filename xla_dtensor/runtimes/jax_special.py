@@ -39,7 +39,7 @@ def _item(x: JaxTensor) -> Any:
     return host_value(value).item()
 
 
-@_special(aten.copy_.default)
+@_special(aten.copy_.default, torch.ops.prims.copy_to.default)
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     from xla_dtensor.runtimes.jax_ops import write
 

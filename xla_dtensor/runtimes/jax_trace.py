@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import sys
+import traceback
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Trace", "active_trace", "note_created", "note_read", "note_write", "refuse_read"]
 
 _active: Trace | None = None
+_LIBRARIES = ("xla_dtensor", "torch", "jax")
 
 
 class Trace:
@@ -68,12 +72,6 @@ class Trace:
     def active(self) -> Iterator[None]:
         """Make this the trace that storages report to; on an error undo what it changed."""
         global _active
-        if _active is not None:
-            raise CompileError(
-                "A compiled step was called inside the trace of another one. One program cannot "
-                "hold another that keeps its own state. Call the plain function inside the step, "
-                "and compile only the outermost one."
-            )
         _active = self
         try:
             yield
@@ -87,6 +85,16 @@ class Trace:
 def active_trace() -> Trace | None:
     """Return the trace in progress, or None."""
     return _active
+
+
+def refuse_nesting() -> None:
+    """Raise when a compiled step is called while another one is traced."""
+    if _active is not None:
+        raise CompileError(
+            "A compiled step was called inside the trace of another one. One program cannot hold "
+            "another that keeps its own state. Call the plain function inside the step, and "
+            "compile only the outermost one."
+        )
 
 
 def note_created(storage: Storage) -> None:
@@ -119,11 +127,9 @@ def refuse_read(what: str) -> NoReturn:
 
 
 def _user_line() -> str:
-    import traceback
-
-    skipped = ("/xla_dtensor/", "/torch/", "/jax/")
+    skipped = tuple(os.path.dirname(sys.modules[name].__file__ or "") for name in _LIBRARIES)
     for frame in reversed(traceback.extract_stack()):
-        if not any(part in frame.filename for part in skipped):
+        if not frame.filename.startswith(skipped):
             return f" (at {frame.filename}:{frame.lineno}: {frame.line})"
     return ""
 

@@ -42,6 +42,7 @@ class OptimizerInputs:
         self._lift_tensor = lift_tensor
         self._lend_number = lend_number
         self._lent: list[tuple[dict[str, Any], float, Any]] = []
+        self._seen: dict[int, tuple[dict[str, Any], float]] = {}
         self._numbers: dict[int, Any] = {}
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
 
@@ -90,6 +91,7 @@ class OptimizerInputs:
             if isinstance(rate, float):
                 number = self._number(group, rate)
                 self._lent.append((group, rate, number))
+                self._seen.setdefault(id(group), (group, rate))
                 group[_RATE] = number
 
     def _number(self, group: dict[str, Any], rate: float) -> Any:
@@ -106,14 +108,13 @@ class OptimizerInputs:
                 group[_RATE] = rate
         self._lent.clear()
 
-    def check_rates_unchanged(self, before: dict[int, list[Any]]) -> None:
+    def check_rates_unchanged(self) -> None:
         """Raise when the traced step itself changed a learning rate (a scheduler in the step)."""
-        for key, rates in before.items():
-            optimizer = self.optimizers.get(key)
-            if optimizer and rates != [group.get(_RATE) for group in optimizer.param_groups]:
+        for group, rate in self._seen.values():
+            if group.get(_RATE) != rate:
                 raise CompileError(
-                    "The learning rate changed inside a compiled step. Python runs only while the "
-                    "step is traced, so a scheduler in it would act once and then never again. "
-                    "Call scheduler.step() after the compiled step; the rate is read anew on "
-                    "every call."
+                    f"The learning rate changed from {rate} to {group.get(_RATE)} inside a "
+                    "compiled step. Python runs only while the step is traced, so a scheduler in "
+                    "it would act once and then never again. Call scheduler.step() after the "
+                    "compiled step; the rate is read anew on every call."
                 )

@@ -28,6 +28,10 @@ __all__ = ["functionalization", "is_payload", "put_host", "run_op", "to_payload"
 
 _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 _PYTHON = torch._C.DispatchKey.Python
+_is_functional = torch._is_functional_tensor  # pyright: ignore[reportPrivateImportUsage]
+_to_functional = torch._to_functional_tensor  # pyright: ignore[reportPrivateImportUsage]
+_from_functional = torch._from_functional_tensor  # pyright: ignore[reportPrivateImportUsage]
+_sync_functional = torch._sync  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _xlac() -> Any:
@@ -45,15 +49,15 @@ def is_payload(tensor: object) -> bool:
 
 def to_payload(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` inside the functional wrapper; itself if it is there already."""
-    return tensor if torch._is_functional_tensor(tensor) else torch._to_functional_tensor(tensor)
+    return tensor if _is_functional(tensor) else _to_functional(tensor)
 
 
 def to_plain(payload: torch.Tensor) -> torch.Tensor:
     """Return a payload's present value without the wrapper, fit to be mixed with DTensors."""
-    if not torch._is_functional_tensor(payload):
+    if not _is_functional(payload):
         return payload
-    torch._sync(payload)
-    return torch._from_functional_tensor(payload)
+    _sync_functional(payload)
+    return _from_functional(payload)
 
 
 @contextmanager
@@ -111,7 +115,7 @@ def _copy(to: torch.Tensor, of: torch.Tensor, non_blocking: bool = False) -> tor
 
 def _is_foreign(value: object) -> bool:
     """A tensor that has to be made a payload first: on the host, or XLA's own without wrapper."""
-    return isinstance(value, torch.Tensor) and not torch._is_functional_tensor(value)
+    return isinstance(value, torch.Tensor) and not _is_functional(value)
 
 
 def _written_foreign(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int]:

@@ -37,6 +37,7 @@ from xla_dtensor.runtimes.torch_xla_payload import (
 from xla_dtensor.runtimes.torch_xla_sharding import parse_annotation, to_annotation
 from xla_dtensor.runtimes.torch_xla_start import start
 from xla_dtensor.runtimes.torch_xla_step import TorchXlaStep
+from xla_dtensor.runtimes.torch_xla_uneven import UnevenPayloads
 
 __all__ = ["TorchXlaRuntime"]
 
@@ -68,6 +69,7 @@ class TorchXlaRuntime(Runtime):
         self._num_devices = int(self._xlac._xla_num_global_devices())
         self._addressable = tuple(map(_device_id, self._xlac._xla_get_runtime_devices()))
         self._root = Mesh.arange((self._num_devices,), ("device",))
+        self._uneven = UnevenPayloads()
 
     # ------------------------------------------------------------------ devices
 
@@ -105,9 +107,9 @@ class TorchXlaRuntime(Runtime):
         return is_payload(tensor)
 
     def put(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-        annotation = to_annotation(self._op_sharding_for(tensor.shape, layout))
+        sharding = self._op_sharding_for(tensor.shape, layout)
         with functionalization():
-            return put_host(tensor, annotation)
+            return self._uneven.note(put_host(tensor, to_annotation(sharding)), sharding)
 
     def from_shards(
         self, shards: Mapping[int, torch.Tensor], shape: Sequence[int], layout: Layout
@@ -120,16 +122,16 @@ class TorchXlaRuntime(Runtime):
         with functionalization():
             annotation = to_annotation(sharding)
             data = self._xlac._global_tensor_from_cpu_shards(padded, annotation, list(shape))
-            return to_payload(data)
+            return self._uneven.note(to_payload(data), sharding)
 
     def constrain(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
-        annotation = to_annotation(self._op_sharding_for(payload.shape, layout))
+        sharding = self._op_sharding_for(payload.shape, layout)
         with functionalization():
             # A clone shares its source's graph node. mark_sharding would annotate that one (and
             # with it the source); this call makes a new node, for every dtype.
             constrained = to_payload(payload).clone()
-            self._xlac._xla_annotate_custom_sharding(constrained, annotation)
-        return constrained
+            self._xlac._xla_annotate_custom_sharding(constrained, to_annotation(sharding))
+        return self._uneven.note(constrained, sharding)
 
     def op_sharding(self, payload: torch.Tensor) -> OpSharding:
         with functionalization():
@@ -182,22 +184,28 @@ class TorchXlaRuntime(Runtime):
                     "the step's program is compiled. Ask after the call, for a returned tensor."
                 )
             self._torch_xla.sync()
+            self._uneven.restore()
         # A program that runs has already been noted as the tensor's value, but is not there yet.
         self._xlac._xla_wait_device_ops([])
 
     # ------------------------------------------------------------------ programs
 
     def run_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return run_op(func, args, kwargs)
+        result = run_op(func, args, kwargs)
+        if func is torch.ops.aten.detach.default:
+            self._uneven.follow(args[0], result)
+        return result
 
     def compile(self, step: Callable[..., Any]) -> CompiledStep:
-        return TorchXlaStep(step, self._started.dump_dir)
+        return TorchXlaStep(step, self._started.dump_dir, self._uneven.restore)
 
     def manual_seed(self, seed: int) -> None:
         self._torch_xla.manual_seed(seed)
 
     def synchronize(self) -> None:
         self._torch_xla.sync(wait=True)
+        with functionalization():
+            self._uneven.restore()
         self._xlac._xla_wait_device_ops([])
 
 

@@ -41,11 +41,18 @@ class TorchXlaStep(CompiledStep):
     Args:
         step: The Python step.
         dump_dir: Where XLA writes HLO; None where it does not.
+        after_program: Called when the step's program has been handed over.
     """
 
-    def __init__(self, step: Callable[..., Any], dump_dir: Path | None) -> None:
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        dump_dir: Path | None,
+        after_program: Callable[[], None] = lambda: None,
+    ) -> None:
         self._step = step
         self._dump_dir = dump_dir
+        self._after_program = after_program
         # The graph's name is the HLO module's, which is in the name of the dumped file.
         self._graph_name = f"{STEP_GRAPH_NAME}_{next(_numbers)}"
         self._calls = 0
@@ -63,6 +70,7 @@ class TorchXlaStep(CompiledStep):
             result = self._traced(args, kwargs)
             sync()
         self._note(signature, _num_compilations() - compiled_before)
+        self._after_program()
         return result
 
     def hlo(self) -> str:

@@ -6,6 +6,7 @@ HLO dump on; what happens at start is checked in child processes.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -31,6 +32,7 @@ from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.runtimes.torch_xla_runtime import TorchXlaRuntime
 from xla_dtensor.runtimes.torch_xla_start import start
 from xla_dtensor.runtimes.torch_xla_step import TorchXlaStep
+from xla_dtensor.runtimes.torch_xla_uneven import UnevenPayloads
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.only_on("torch_xla")
@@ -122,10 +124,10 @@ def test_put_lies_as_asked(runtime: Runtime, shape: tuple[int, ...], text: str, 
 def test_index_agrees_with_torch_xla(
     runtime: Runtime, shape: tuple[int, ...], text: str, mesh: Mesh
 ) -> None:
-    import torch_xla
-
     payload = runtime.put(values(*shape), layout(text, mesh))
-    theirs = torch_xla._XLAC._get_local_shard_replica_and_indices([payload])[0]
+    theirs = importlib.import_module("torch_xla")._XLAC._get_local_shard_replica_and_indices(
+        [payload]
+    )[0]
     for shard, (_, index) in zip(runtime.addressable_shards(payload), theirs, strict=True):
         if index is not Ellipsis:
             assert shard.index == tuple(slice(part.start, part.stop) for part in index)
@@ -184,8 +186,11 @@ def test_special_floats_survive(runtime: Runtime) -> None:
 
 @pytest.mark.parametrize("first", ["[dp, tp]", "[-, -]", "[tp, -]", "[dp.tp, -]"])
 @pytest.mark.parametrize("second", ["[tp, dp]", "[-, -]", "[-, dp.tp]"])
-def test_constrain_leaves_its_source(runtime: Runtime, first: str, second: str) -> None:
-    host = torch.randn(16, 8)
+@pytest.mark.parametrize("shape", [(16, 8), (10, 7), (3, 1)])
+def test_constrain_leaves_its_source(
+    runtime: Runtime, first: str, second: str, shape: tuple[int, int]
+) -> None:
+    host = torch.randn(shape)
     root = runtime.root(MESH)
     payload = runtime.put(host, layout(first))
     moved = runtime.constrain(payload, layout(second))
@@ -285,6 +290,10 @@ def wrap(tensor: torch.Tensor, text: str, mesh: Mesh = MESH) -> Wrapped:
     return Wrapped(get_runtime().put(tensor, layout(text, mesh)))
 
 
+def payload_of(value: Any) -> torch.Tensor:
+    return value._local_tensor
+
+
 def host_of(value: Any) -> torch.Tensor:
     if not isinstance(value, Wrapped):
         return value
@@ -305,14 +314,19 @@ def ones(x: torch.Tensor, *shape: int, dtype: Any = None) -> torch.Tensor:
     return torch.ones(*shape, device=x.device, dtype=dtype)
 
 
+def foreach(name: str, *args: Any) -> Any:
+    return getattr(torch, f"_foreach_{name}")(*args)
+
+
+def attention(x: torch.Tensor, mask: Any = None, is_causal: bool = False) -> torch.Tensor:
+    heads = x.view(1, 2, 4, 8)
+    return F.scaled_dot_product_attention(heads, heads, heads, mask, is_causal=is_causal)
+
+
 OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "linear": lambda x: F.linear(x, x),
-    "causal_attention": lambda x: F.scaled_dot_product_attention(
-        *[x.view(1, 2, 4, 8)] * 3, is_causal=True
-    ),
-    "masked_attention": lambda x: F.scaled_dot_product_attention(
-        *[x.view(1, 2, 4, 8)] * 3, attn_mask=ones(x, 4, 4, dtype=torch.bool).tril()
-    ),
+    "causal_attention": lambda x: attention(x, is_causal=True),
+    "masked_attention": lambda x: attention(x, ones(x, 4, 4, dtype=torch.bool).tril()),
     "plain_right": lambda x: x + ones(x, 8, 8),
     "plain_left": lambda x: ones(x, 8, 8) + x,
     "plain_positions": lambda x: F.embedding(torch.arange(4, device=x.device), x),
@@ -338,8 +352,8 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "vmap": lambda x: torch.vmap(lambda a: (a.t() @ a).softmax(-1))(x.view(2, 4, 8)),
     "out": lambda x: torch.add(x, x, out=torch.empty_like(x)),
     "topk": lambda x: x.topk(3)[0],
-    "foreach": lambda x: torch._foreach_mul([x, x], 2.0)[1],
-    "foreach_copy_": in_place(lambda x: torch._foreach_copy_([x], [x.t() + 0])),
+    "foreach": lambda x: foreach("mul", [x, x], 2.0)[1],
+    "foreach_copy_": in_place(lambda x: foreach("copy_", [x], [x.t() + 0])),
     "layer_norm": lambda x: F.layer_norm(x, (8,)),
     "batch_norm": lambda x: F.batch_norm(x, ones(x, 8), ones(x, 8), training=True),
     "inverse": lambda x: torch.linalg.inv(x + 10 * torch.eye(8, device=x.device)),
@@ -385,7 +399,7 @@ def test_writing_into_foreign_tensors(runtime: Runtime) -> None:
 
 WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "copy_": lambda w, r: w.copy_(r),
-    "foreach_copy_": lambda w, r: torch._foreach_copy_([w], [r]),
+    "foreach_copy_": lambda w, r: foreach("copy_", [w], [r]),
     "copy_host": lambda w, r: w.copy_(torch.ones(8, 8, dtype=torch.float64)),
     "copy_plain": lambda w, r: w.copy_(torch.ones(8, 8, device="xla")),
     "add_": lambda w, r: w.add_(r),
@@ -395,7 +409,7 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "view": lambda w, r: w[0:2].copy_(r[0:2]),
     "transposed": lambda w, r: w.t().add_(r),
     "out": lambda w, r: torch.mm(r, r, out=w),
-    "foreach_add_": lambda w, r: torch._foreach_add_([w], [r]),
+    "foreach_add_": lambda w, r: foreach("add_", [w], [r]),
 }
 
 
@@ -411,6 +425,26 @@ def test_writing_keeps_the_sharding(runtime: Runtime, name: str, other: str) -> 
     expected = layout(other).op_sharding(runtime.root(MESH))
     assert runtime.op_sharding(source._local_tensor) == expected
     assert torch.equal(host_of(source), before)
+
+
+def test_uneven_results_are_cut_again(runtime: Runtime, caplog: pytest.LogCaptureFixture) -> None:
+    runtime_uneven = UnevenPayloads()
+    asked = layout("[tp, dp]").op_sharding(runtime.root(MESH))
+    payload = runtime_uneven.note(runtime.put(torch.ones(10, 7), layout("[tp, dp]")), asked)
+    weight = nn.Parameter(Wrapped(payload))
+    with torch.no_grad():
+        for _ in range(3):
+            weight.mul_(2).add_(1)
+            runtime.synchronize()
+    assert runtime.op_sharding(payload_of(weight)) == asked
+    assert torch.equal(host_of(weight), torch.full((10, 7), 15.0))
+    torch_xla = importlib.import_module("torch_xla")
+    payload.add_(1)
+    torch_xla.sync()  # Not the runtime's: what XLA returns is seen.
+    assert torch_xla._XLAC._get_xla_sharding_spec(payload) == "{replicated}"
+    runtime_uneven.restore()
+    assert "Pad it, for example to shape=(12, 8)" in caplog.text
+    assert runtime.addressable_shards(payload)[0].data.shape == (3, 4)
 
 
 def test_key_is_excluded_again_after_an_error(runtime: Runtime) -> None:
@@ -463,12 +497,12 @@ def test_manual_seed(runtime: Runtime) -> None:
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(32, 16)
+        self.embedding = nn.Embedding(33, 16)
         self.norm = nn.LayerNorm(16)
         self.qkv = nn.Linear(16, 48, bias=False)
         self.out = nn.Linear(16, 16)
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-        self.head = nn.Linear(16, 32, bias=False)
+        self.head = nn.Linear(16, 33, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -480,7 +514,7 @@ class Model(nn.Module):
 
 
 PLAN = {
-    "embedding.weight": "[-, tp]",
+    "embedding.weight": "[tp, -]",  # 33 rows: uneven.
     "qkv.weight": "[tp.dp, -]",
     "out.weight": "[dp, tp]",
     "up.weight": "[tp, -]",
@@ -516,7 +550,7 @@ def test_training_equals_cpu(runtime: Runtime, foreach: bool, compiled: bool) ->
     reference, model = Model(), Model()
     model.load_state_dict(reference.state_dict())
     distribute(model)
-    annotated = {n: runtime.op_sharding(p._local_tensor) for n, p in model.named_parameters()}
+    annotated = {n: runtime.op_sharding(payload_of(p)) for n, p in model.named_parameters()}
     steps = [
         train_step(each, torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=foreach))
         for each in (reference, model)
@@ -524,7 +558,7 @@ def test_training_equals_cpu(runtime: Runtime, foreach: bool, compiled: bool) ->
     compiled_step = runtime.compile(steps[1])
     run = compiled_step if compiled else steps[1]
     for _ in range(4):
-        tokens, targets = torch.randint(0, 32, (2, 4, 8))
+        tokens, targets = torch.randint(0, 33, (2, 4, 8))
         want = steps[0](tokens, targets)
         got = run(wrap(tokens, "[dp, -]"), wrap(targets, "[dp, -]"))
         torch.testing.assert_close(host_of(got), want, atol=1e-5, rtol=1e-5)
@@ -575,8 +609,6 @@ def test_hlo_is_that_of_the_last_call(runtime: Runtime) -> None:
 
 
 def test_results_are_one_program(runtime: Runtime) -> None:
-    import torch_xla
-
     weight = wrap(torch.ones(8, 8), "[dp, tp]")
     pending = weight * 7  # Belongs to no step.
 
@@ -587,9 +619,11 @@ def test_results_are_one_program(runtime: Runtime) -> None:
 
     step = runtime.compile(work)
     x = wrap(torch.ones(8, 8), "[dp, -]")
-    before = torch_xla._XLAC._xla_counter_value("ExecuteReplicated") or 0
+    before = importlib.import_module("torch_xla")._XLAC._xla_counter_value("ExecuteReplicated") or 0
     result = step(x)
-    runs = torch_xla._XLAC._xla_counter_value("ExecuteReplicated") - before
+    runs = (
+        importlib.import_module("torch_xla")._XLAC._xla_counter_value("ExecuteReplicated") - before
+    )
     assert runs == 2  # What was pending, and the step.
     assert float(host_of(result["loss"])) == 512.0
     assert torch.equal(host_of(weight), torch.full((8, 8), 2.0))
@@ -624,7 +658,7 @@ def test_high_rank_inside_a_step(runtime: Runtime) -> None:
     asked = layout("[-, tp, -, -, -, dp, -, -]")
 
     def step(x: Wrapped) -> Wrapped:
-        return Wrapped(runtime.constrain((x + 1)._local_tensor, asked))
+        return Wrapped(runtime.constrain(payload_of(x + 1), asked))
 
     x = wrap(torch.zeros(1, 4, 1, 1, 1, 2, 1, 1), "[-, -, -, -, -, -, -, -]")
     result = runtime.compile(step)(x)._local_tensor

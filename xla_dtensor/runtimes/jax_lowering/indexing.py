@@ -59,6 +59,8 @@ def _gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
 
 
 def _scatter_index(x: Any, dim: int, index: Any) -> tuple[Any, ...]:
+    if not x.ndim:
+        return (Ellipsis,)
     where = [lax.broadcasted_iota(index.dtype, index.shape, d) for d in range(index.ndim)]
     where[dim % max(x.ndim, 1)] = index
     return tuple(where)

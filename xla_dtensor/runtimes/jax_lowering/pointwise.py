@@ -105,6 +105,10 @@ _register(
         "sinh": jnp.sinh,
         "cosh": jnp.cosh,
         "tanh": jnp.tanh,
+        "asinh": jnp.arcsinh,
+        "acosh": jnp.arccosh,
+        "atanh": jnp.arctanh,
+        "i0": special.i0,
         "sigmoid": jax.nn.sigmoid,
         "erf": special.erf,
         "erfc": special.erfc,
@@ -130,6 +134,8 @@ _register(
         "fmax": jnp.fmax,
         "fmin": jnp.fmin,
         "atan2": jnp.arctan2,
+        "copysign.Tensor copysign.Scalar": jnp.copysign,
+        "heaviside": jnp.heaviside,
         "fmod.Tensor fmod.Scalar": jnp.fmod,
         "remainder.Tensor remainder.Scalar": jnp.remainder,
         "hypot": jnp.hypot,
@@ -255,7 +261,13 @@ def _clamp_max(x: Any, max: Any, *, meta: Any) -> Any:
     return _clamp(x, None, max, meta=meta)
 
 
-@lower(aten.where.self, wants_meta=True)
+@lower(
+    aten.where.self,
+    aten.where.ScalarSelf,
+    aten.where.ScalarOther,
+    aten.where.Scalar,
+    wants_meta=True,
+)
 def _where(condition: Any, x: Any, y: Any, *, meta: Any) -> Any:
     dtype = jax_dtype(meta.dtype)
     return jnp.where(condition, _cast(x, dtype), _cast(y, dtype))

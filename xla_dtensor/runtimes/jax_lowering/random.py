@@ -74,9 +74,9 @@ def _bernoulli(x: Any, *, generator: Any = None) -> Any:
     return jax.random.bernoulli(next_key(), x).astype(x.dtype)
 
 
-@lower(aten.bernoulli.p, wants_meta=True)
-def _bernoulli_p(x: Any, p: Any = 0.5, *, generator: Any = None, meta: Any) -> Any:
-    return jax.random.bernoulli(next_key(), p, meta.shape)
+@lower(aten.bernoulli.p)
+def _bernoulli_p(x: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
+    return jax.random.bernoulli(next_key(), p, x.shape).astype(x.dtype)
 
 
 @lower(aten.exponential.default, wants_meta=True)

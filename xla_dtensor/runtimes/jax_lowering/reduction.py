@@ -152,6 +152,11 @@ def _cumsum(x: Any, dim: int, *, dtype: Any = None, meta: Any) -> Any:
     return jnp.cumsum(_wide(x, meta), axis=dim) if x.ndim else x
 
 
+@lower(aten.cumprod.default, wants_meta=True)
+def _cumprod(x: Any, dim: int, *, dtype: Any = None, meta: Any) -> Any:
+    return jnp.cumprod(_wide(x, meta), axis=dim) if x.ndim else x
+
+
 @lower(aten._softmax.default)
 def _softmax(x: Any, dim: int, half_to_float: bool) -> Any:
     return jax.nn.softmax(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=dim)

@@ -1,0 +1,178 @@
+"""redistribute and full_tensor: the same values elsewhere; the source stays what it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import xla_dtensor as xd
+from xla_dtensor.errors import DistributeError
+
+R = Replicate()
+LAYOUTS = [
+    ([R, R], "{replicated}"),
+    ([Shard(0), R], "{devices=[2,1,4]<=[8] last_tile_dim_replicate}"),
+    ([R, Shard(1)], "{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}"),
+    ([Shard(1), Shard(0)], "{devices=[4,2]<=[2,4]T(1,0)}"),
+    ([Shard(0), Shard(0)], "{devices=[8,1]<=[8]}"),
+    ([_StridedShard(0, split_factor=4), Shard(0)], "{devices=[8,1]<=[2,4]T(1,0)}"),
+    ([Shard(-1), Shard(-1)], "{devices=[1,8]<=[8]}"),
+    (("tp", "dp"), "{devices=[4,2]<=[2,4]T(1,0)}"),
+]
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (5, 7)], ids=["even", "uneven"])
+@pytest.mark.parametrize(("target", "text"), LAYOUTS, ids=str)
+def test_targets(mesh: xd.DeviceMesh, target: Any, text: str, shape: tuple[int, int]) -> None:
+    x = torch.randn(shape)
+    source = xd.distribute_tensor(x, mesh, [Shard(0), Shard(1)])
+    before = source.xla_sharding()
+    moved = source.redistribute(placements=target)
+    assert moved.xla_sharding() == xd.OpSharding.parse(text)
+    assert moved.layout.op_sharding(xd.Mesh.arange((8,))) == xd.OpSharding.parse(text)
+    assert torch.equal(moved.cpu(), x)
+    assert all(torch.equal(s.data, x[s.index]) for s in moved.addressable_shards())
+    assert source.placements == (Shard(0), Shard(1))
+    assert source.xla_sharding() == before
+    assert torch.equal(source.cpu(), x)
+
+
+@pytest.mark.parametrize(("target", "_"), LAYOUTS, ids=str)
+def test_result_shares_nothing_with_the_source(mesh: xd.DeviceMesh, target: Any, _: str) -> None:
+    x = torch.randn(8, 16)
+    source = xd.distribute_tensor(x, mesh, [Shard(0), Shard(0)])
+    moved = source.redistribute(placements=target)
+    moved.add_(1)
+    assert torch.equal(source.cpu(), x)
+    source.zero_()
+    assert torch.equal(moved.cpu(), x + 1)
+
+
+def test_full_tensor_of_a_replicated_tensor_shares_nothing(mesh: xd.DeviceMesh) -> None:
+    d = xd.distribute_tensor(torch.zeros(4), mesh)
+    d.full_tensor().add_(1)
+    assert torch.equal(d.cpu(), torch.zeros(4))
+
+
+def test_torch_2_9_equality_of_strided_shards_is_not_used(mesh: xd.DeviceMesh) -> None:
+    # There, _StridedShard(0) == Shard(0), with one hash: nothing may be looked up by it.
+    strided = [_StridedShard(0, split_factor=4), Shard(0)]
+    a = xd.distribute_tensor(torch.arange(8), mesh, strided)
+    b = xd.distribute_tensor(torch.arange(8), mesh, [Shard(0), Shard(0)])
+    assert [s.data.item() for s in a.addressable_shards()] == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert [s.data.item() for s in b.addressable_shards()] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert (a.layout, (a + 1).layout) == (a.layout, a.layout)
+    assert (b + 1).layout == b.layout
+    assert (a + 1).layout == a.layout
+    assert type((b * 2).placements[0]) is Shard
+    with pytest.raises(DistributeError, match="lies on a mesh already, otherwise than asked"):
+        xd.distribute_tensor(a, mesh, [Shard(0), Shard(0)])
+    with pytest.raises(DistributeError, match="lies on a mesh already, otherwise than asked"):
+        xd.distribute_tensor(b, mesh, strided)
+    assert xd.distribute_tensor(a, mesh, strided) is a
+
+
+def test_another_mesh_over_the_same_devices(mesh: xd.DeviceMesh) -> None:
+    x = torch.randn(8, 4)
+    flat = xd.init_device_mesh("xla", (8,), mesh_dim_names=("all",))
+    cube = xd.init_device_mesh("xla", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    crossed = xd.Mesh([[0, 4], [1, 5], [2, 6], [3, 7]], (4, 2), ("tp", "dp"))
+    p = nn.Parameter(xd.distribute_tensor(x, mesh, [Shard(0), R]))
+    total = torch.zeros(())
+    for other, placements, text in (
+        (flat, [Shard(0)], "{devices=[8,1]<=[8]}"),
+        (cube, [R, Shard(0), Shard(1)], None),
+        (crossed, [Shard(0), Shard(1)], "{devices=[4,2]<=[2,4]T(1,0)}"),
+    ):
+        moved = p.redistribute(other, placements)
+        assert moved.device_mesh == xd.device_mesh.as_device_mesh(other)
+        assert text is None or moved.xla_sharding() == xd.OpSharding.parse(text)
+        assert torch.equal(moved.cpu(), x)
+        total = total + moved.square().sum()
+    total.backward()
+    assert p.grad.device_mesh is mesh
+    assert p.grad.placements == (Shard(0), R)
+    torch.testing.assert_close(p.grad.cpu(), 6 * x)
+
+
+@pytest.mark.parametrize("target", [[R, R], [R, Shard(1)], [Shard(0), Shard(0)]], ids=str)
+def test_gradient(mesh: xd.DeviceMesh, target: Any) -> None:
+    x, scale = torch.randn(8, 12), torch.randn(8, 12)
+    p = nn.Parameter(xd.distribute_tensor(x, mesh, [Shard(0), Shard(1)]))
+    (p.redistribute(placements=target) * scale).sum().backward()
+    assert p.grad.placements == (Shard(0), Shard(1))
+    assert p.grad.xla_sharding() == p.xla_sharding()
+    assert torch.equal(p.grad.cpu(), scale)
+
+
+def test_a_pending_label_becomes_whole(mesh: xd.DeviceMesh) -> None:
+    x = torch.randn(8, 12)
+    p = nn.Parameter(xd.distribute_tensor(x, mesh, [Shard(0), Shard(1)]))
+    total = p.sum(1)
+    assert total.placements == (Shard(0), Partial())
+    moved = total.redistribute(placements=[R, R])
+    torch.testing.assert_close(moved.cpu(), x.sum(1))
+    moved.square().sum().backward()
+    torch.testing.assert_close(p.grad.cpu(), (2 * x.sum(1, keepdim=True)).expand(8, 12))
+
+
+def test_dtypes_of_the_two_passes(mesh: xd.DeviceMesh) -> None:
+    p = nn.Parameter(xd.distribute_tensor(torch.ones(8), mesh, [Shard(0), R]))
+    moved = p.redistribute(
+        placements=[R, R], forward_dtype=torch.bfloat16, backward_dtype=torch.float32
+    )
+    assert moved.dtype == torch.bfloat16
+    (moved * 3).sum().backward()
+    assert p.grad.dtype == torch.float32
+    assert torch.equal(p.grad.cpu(), torch.full((8,), 3.0))
+
+
+def test_async_op_is_accepted(mesh: xd.DeviceMesh) -> None:
+    d = xd.distribute_tensor(torch.arange(8), mesh, [Shard(0), R])
+    assert torch.equal(d.redistribute(placements=[R, R], async_op=True).cpu(), torch.arange(8))
+
+
+@pytest.mark.parametrize("target", [[Partial(), R], [R, Partial("max")]], ids=str)
+def test_partial_is_refused(mesh: xd.DeviceMesh, target: Any) -> None:
+    d = xd.distribute_tensor(torch.ones(8), mesh, [Shard(0), R])
+    with pytest.raises(DistributeError, match=r"^redistribute was called with Partial\("):
+        d.redistribute(placements=target)
+
+
+@pytest.mark.parametrize("placements", [[R, R], [Shard(0), Shard(0)], [R, Shard(1)]], ids=str)
+def test_full_tensor(mesh: xd.DeviceMesh, placements: Any) -> None:
+    x = torch.randn(5, 7)
+    p = nn.Parameter(xd.distribute_tensor(x, mesh, placements))
+    full = p.full_tensor()
+    assert not isinstance(full, xd.DTensor)
+    assert full.shape == x.shape
+    assert torch.equal(full.detach().cpu(), x)
+    (full * 2).sum().backward()
+    assert isinstance(p.grad, xd.DTensor)
+    assert p.grad.placements == p.placements
+    assert torch.equal(p.grad.cpu(), torch.full((5, 7), 2.0))
+
+
+def test_full_tensor_in_the_middle_of_a_graph(mesh: xd.DeviceMesh) -> None:
+    x = torch.randn(8, 4)
+    p = nn.Parameter(xd.distribute_tensor(x, mesh, [Shard(0), Shard(1)]))
+    weight = torch.randn(4, 3, requires_grad=True)
+    loss = (p.sigmoid().full_tensor() @ weight).square().sum()
+    loss.backward()
+    plain, plain_weight = x.clone().requires_grad_(), weight.detach().clone().requires_grad_()
+    (plain.sigmoid() @ plain_weight).square().sum().backward()
+    torch.testing.assert_close(p.grad.cpu(), plain.grad)
+    torch.testing.assert_close(weight.grad.cpu(), plain_weight.grad)
+
+
+def test_local_tensors_are_refused_with_the_way_out(mesh: xd.DeviceMesh) -> None:
+    d = xd.distribute_tensor(torch.ones(8), mesh, [Shard(0), R])
+    with pytest.raises(NotImplementedError, match=r"Use addressable_shards\(\)"):
+        d.to_local()
+    with pytest.raises(NotImplementedError, match="Pass the global tensor to distribute_tensor"):
+        xd.DTensor.from_local(torch.ones(4), mesh, [Shard(0), R])

@@ -1,0 +1,76 @@
+"""Payloads cut unevenly: torch_xla's programs return them replicated, this puts them back.
+
+XLA, as torch_xla 2.9 calls it, replicates each result of a program that its sharding does not cut
+evenly, whatever was annotated. An embedding of 50,257 rows over 4 devices would thus be whole on
+every device after the first optimizer step. There is no way to tell it otherwise, and no way to
+move a finished value but through the host. So that is what happens, once per program and payload,
+with one warning: values and shards are right, time is lost. Even dims cost nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from xla_dtensor.core import OpSharding
+from xla_dtensor.runtimes.torch_xla_sharding import parse_annotation, to_annotation
+
+__all__ = ["UnevenPayloads"]
+
+_log = logging.getLogger(__name__)
+
+
+def _xlac() -> Any:
+    return importlib.import_module("torch_xla")._XLAC
+
+
+class UnevenPayloads:
+    """The living payloads that were asked to be cut unevenly, and how."""
+
+    def __init__(self) -> None:
+        self._asked: Any = WeakIdKeyDictionary()
+        self._warned = False
+
+    def note(self, payload: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
+        """Remember `payload` if `sharding` cuts a dim of it unevenly; return it."""
+        if sharding.is_tiled and _cut_unevenly(payload, sharding):
+            self._asked[payload] = sharding
+        return payload
+
+    def follow(self, source: object, result: object) -> None:
+        """Remember `result` as lying like `source`, of which it is an alias."""
+        sharding = self._asked.get(source) if self._asked else None
+        if sharding is not None:
+            self._asked[result] = sharding
+
+    def restore(self) -> None:
+        """Cut again what finished programs returned replicated."""
+        for payload, sharding in list(self._asked.items()):
+            if _xlac()._check_tensor_need_materialization([payload])[0]:
+                continue
+            found = parse_annotation(_xlac()._get_xla_sharding_spec(payload))
+            if found != sharding and found == OpSharding.replicated():
+                self._warn(payload, sharding)
+                _xlac()._xla_mark_sharding(payload, to_annotation(sharding))
+
+    def _warn(self, payload: torch.Tensor, sharding: OpSharding) -> None:
+        if not self._warned:
+            self._warned = True
+            tile = sharding.shape_per_tile(payload.shape)
+            even = [full * sharding.num_tiles(dim) for dim, full in enumerate(tile)]
+            _log.warning(
+                "A tensor of shape=%s is cut unevenly by %s. torch_xla returns it replicated from "
+                "each program, and it is cut again through the host, which is slow. Pad it, for "
+                "example to shape=%s. (Said once.)",
+                tuple(payload.shape),
+                sharding,
+                tuple(even),
+            )
+
+
+def _cut_unevenly(payload: torch.Tensor, sharding: OpSharding) -> bool:
+    return any(extent % sharding.num_tiles(dim) for dim, extent in enumerate(payload.shape))
