@@ -23,7 +23,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 
-_PACKAGES = ("xla-dtensor", "torch", "torch_xla", "jax", "jaxlib", "torchax", "numpy")
+_PACKAGES = ("xla-dtensor", "torch", "torch_xla", "jax", "jaxlib", "numpy")
 _MIN_MEASUREMENTS = 3
 _NANOSECONDS_PER_MICROSECOND = 1e3
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
@@ -213,9 +214,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, report and check; return the exit status."""
+    """Start the runtime and run on it; return the exit status."""
     options = parse_arguments(arguments)
-    xla_dtensor.get_runtime(options.runtime, num_cpu_devices=options.devices)
+    with TemporaryDirectory() as hlo_folder:
+        xla_dtensor.get_runtime(
+            options.runtime, num_cpu_devices=options.devices, dump_hlo=hlo_folder
+        )
+        return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train, report and check on the runtime that was started; return the exit status."""
     mesh = init_device_mesh("xla", (options.dp, options.tp), mesh_dim_names=("dp", "tp"))
 
     # For the plain model. On cores that others use too, a second thread mostly spins and waits.

@@ -44,7 +44,7 @@ CLI_FILES = ("xla_dtensor.cli*", "xla_dtensor.__main__")
 
 BELOW_CORE = ("numpy", "mesh_utils")
 CORE = (*BELOW_CORE, "xla_dtensor.core", "xla_dtensor.errors")
-RUNTIME = (*CORE, "torch", "ml_dtypes", "xla_dtensor.runtimes")
+RUNTIME = (*CORE, "torch", "ml_dtypes", "xla_dtensor.nested", "xla_dtensor.runtimes")
 
 # The first rule whose pattern matches a module's name holds for it.
 RULES = (

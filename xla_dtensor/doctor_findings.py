@@ -99,8 +99,6 @@ def _of_jax(installed: Installed) -> Iterator[Finding]:
         yield _problem(f"jax {jax} and jaxlib {jaxlib} are of different releases")
     if release(jax)[:2] != _TESTED_JAX:
         yield _note(f"jax {jax} is not the release that is tested, 0.10")
-    if installed.version("torchax") is None:
-        yield _note("torchax is not installed: runtime jax has fewer operators without it")
 
 
 def _of_libtpu(situation: Situation) -> Iterator[Finding]:
@@ -184,8 +182,6 @@ def _about_runtimes(situation: Situation) -> Iterator[str]:
             for runtime in situation.runtimes
             if runtime in ("jax", "torch_xla")
         )
-    elif situation.installed.version("torchax") is None and "jax" in situation.runtimes:
-        yield _install("jax")
     elif situation.chosen in ("jax", "torch_xla") and situation.chosen not in situation.runtimes:
         yield _install({"jax": "jax", "torch_xla": "torch-xla"}[situation.chosen])
 

@@ -24,7 +24,7 @@ __all__ = [
     "torch_support",
 ]
 
-PACKAGES = ("xla-dtensor", "numpy", "torch", "jax", "jaxlib", "torchax", "torch_xla", "libtpu")
+PACKAGES = ("xla-dtensor", "numpy", "torch", "jax", "jaxlib", "torch_xla", "libtpu")
 
 SUPPORTED_TORCH = "2.9, and 2.13 or newer"
 _FIRST_TORCH = (2, 9)

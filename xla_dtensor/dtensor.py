@@ -31,11 +31,11 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_map
 
 from xla_dtensor.core import Layout, OpSharding
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh, mesh_text
 from xla_dtensor.errors import DistributeError, UnsupportedOpError
+from xla_dtensor.nested import leaves, map_nested
 from xla_dtensor.placement_checks import checked_placements
 from xla_dtensor.propagation import legal_placements, propagate
 from xla_dtensor.runtimes.base import AddressableShard
@@ -108,7 +108,7 @@ class DTensor(TorchDTensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        payload_args, payload_kwargs = tree_map(_payload, (tuple(args), kwargs))
+        payload_args, payload_kwargs = map_nested(_payload, (tuple(args), kwargs))
         result = _run(func, payload_args, payload_kwargs)
         if torch.Tag.inplace_view in func.tags and isinstance(args[0], DTensor):
             return args[0]._reshaped_in_place(func, args, kwargs)
@@ -176,6 +176,11 @@ class DTensor(TorchDTensor):
             f"DTensor(shape={tuple(self.shape)}, dtype={dtype}, placements=({placements}), "
             f"mesh={mesh_text(self._spec.mesh.value)}, local_shape={self._local_shape()}{grad})"
         )
+
+    def __format__(self, format_spec: str) -> str:
+        # torch formats a number only when the type is exactly Tensor.
+        number = format_spec and self.ndim == 0 and not self.is_meta
+        return format(self.item(), format_spec) if number else super().__format__(format_spec)
 
     def _local_shape(self) -> tuple[int, ...]:
         mesh = self._spec.mesh
@@ -306,14 +311,14 @@ def _payload(value: Any) -> Any:
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     runtime = get_runtime()
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    if any(isinstance(leaf, torch.Tensor) and runtime.is_payload(leaf) for leaf in leaves):
+    given = leaves((args, kwargs))
+    if any(isinstance(leaf, torch.Tensor) and runtime.is_payload(leaf) for leaf in given):
         return runtime.run_op(func, args, kwargs)
     return func(*args, **kwargs)
 
 
 def _first(args: Any, kwargs: Any) -> DTensor:
-    return next(v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, DTensor))
+    return next(v for v in leaves((args, kwargs)) if isinstance(v, DTensor))
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Any) -> Any:

@@ -81,7 +81,7 @@ def _checked(
         )
     if placement.is_partial() and not partial:
         raise DistributeError(
-            f"{function} was called with {placement} {where}. Partial says that a reduction is "
+            f"{function} was called with {placement!r} {where}. Partial says that a reduction is "
             "still pending, which no annotation can bring about for a value that is already "
             "whole. Pass Shard(dim) or Replicate()."
         )
@@ -90,10 +90,10 @@ def _checked(
         return placement
     if not -ndim <= dim < ndim:
         raise DistributeError(
-            f"{function} was called with {placement} {where} for a tensor with {ndim} dims. The "
+            f"{function} was called with {placement!r} {where} for a tensor with {ndim} dims. The "
             f"dim {dim} does not exist. Pass a dim from {-ndim} to {ndim - 1}."
             if ndim
-            else f"{function} was called with {placement} {where} for a tensor without dims. A "
+            else f"{function} was called with {placement!r} {where} for a tensor without dims. A "
             "scalar cannot be split. Pass Replicate()."
         )
     if dim >= 0:

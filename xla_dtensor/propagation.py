@@ -23,10 +23,11 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
-from torch.utils._pytree import tree_map
 
 from mesh_utils import Mesh
 from xla_dtensor.device_mesh import DeviceMesh
+from xla_dtensor.nested import leaves, map_nested
+from xla_dtensor.strided_labels import with_strides
 from xla_dtensor.whole_op_labels import WHOLE_OP_LABELS
 
 __all__ = ["Placements", "legal_placements", "propagate"]
@@ -61,8 +62,8 @@ def propagate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: D
     """
     if func in _SAME_AS_FIRST:
         return args[0]._spec.placements
-    described_args, described_kwargs = tree_map(
-        lambda v: _describe(v, mesh), (tuple(args), dict(kwargs)), is_leaf=_is_leaf
+    described_args, described_kwargs = map_nested(
+        lambda v: _describe(v, mesh), (tuple(args), dict(kwargs))
     )
     try:
         key = (func, mesh, _hashable(described_args), _hashable(described_kwargs))
@@ -80,10 +81,6 @@ class _Described(tuple):
     """(placements, shape, stride, dtype) of one DTensor argument."""
 
     __slots__ = ()
-
-
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, _Described))
 
 
 def _describe(value: Any, mesh: DeviceMesh) -> Any:
@@ -113,7 +110,7 @@ def _hashable(value: Any) -> Any:
 
 def _ask(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     replicated = (Replicate(),) * mesh.ndim
-    described = [v for v in _flat((args, kwargs)) if isinstance(v, _Described)]
+    described = [v for v in leaves((args, kwargs)) if isinstance(v, _Described)]
     if all(d[0] == replicated for d in described):
         return replicated
     if func in WHOLE_OP_LABELS:
@@ -141,7 +138,7 @@ def _axis_by_axis(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh, error: Ex
             placements[axis] = value[0][axis]
             return _Described((tuple(placements), *value[1:]))
 
-        alone_args, alone_kwargs = tree_map(only, (args, kwargs), is_leaf=_is_leaf)
+        alone_args, alone_kwargs = map_nested(only, (args, kwargs))
         try:
             answers.append(_from_propagator(func, alone_args, alone_kwargs, mesh))
         except Exception:
@@ -186,13 +183,6 @@ def _legal(placement: Any, ndim: int) -> Any:
     return placement if getattr(placement, "dim", -1) < ndim else Replicate()
 
 
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, _Described) or not isinstance(value, (list, tuple, dict)):
-        return [value]
-    values = value.values() if isinstance(value, dict) else value
-    return [leaf for v in values for leaf in _flat(v)]
-
-
 def _log_once(func: Any, error: Exception) -> None:
     if func not in _logged:
         _logged.add(func)
@@ -214,16 +204,17 @@ def _from_propagator(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any
         placements, shape, stride, dtype = value
         return DTensorSpec(shadow, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
-    schema_args, schema_kwargs = tree_map(to_spec, (args, kwargs), is_leaf=_is_leaf)
+    schema_args, schema_kwargs = map_nested(to_spec, (args, kwargs))
     info = propagator.op_to_schema_info.get(func)
     info = info or getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}).get(func)
     schema = OpSchema(func, schema_args, schema_kwargs, schema_info=info)
     output = propagator.propagate_op_sharding_non_cached(schema).output_spec
     if output is None:
         return (Replicate(),) * mesh.ndim
+    given = [v[0] for v in leaves((args, kwargs)) if isinstance(v, _Described)]
     if isinstance(output, (list, tuple)):
-        return [None if spec is None else spec.placements for spec in output]
-    return output.placements
+        return with_strides([None if spec is None else spec.placements for spec in output], given)
+    return with_strides(output.placements, given)
 
 
 @lru_cache(maxsize=64)

@@ -25,7 +25,7 @@ from xla_dtensor.doctor_probe import Probe
 from xla_dtensor.doctor_text import to_text
 
 ROOT = Path(__file__).resolve().parents[2]
-GOOD = {"torch": "2.9.1", "jax": "0.10.2", "jaxlib": "0.10.2", "torchax": "0.0.13"}
+GOOD = {"torch": "2.9.1", "jax": "0.10.2", "jaxlib": "0.10.2"}
 PINS = {"jax": "==0.0.42.*", "torch_xla": "==0.0.21"}
 
 
@@ -182,7 +182,6 @@ ON_CPU = Probe("jax", "works", 1.0, description={"platform": "cpu"})
         (situation({**GOOD, "jaxlib": None}), ["without jaxlib"]),
         (situation({**GOOD, "jaxlib": "0.10.1"}), ["of different releases"]),
         (situation({**GOOD, "jax": "0.9.0", "jaxlib": "0.9.0"}), ["not the release"]),
-        (situation({**GOOD, "torchax": None}), ["torchax is not installed"]),
         (situation({**GOOD, "libtpu": "0.0.42.1"}), []),
         (situation({**GOOD, "libtpu": "0.0.30"}), ["libtpu 0.0.30 is not what jax[tpu] pins"]),
         (

@@ -2,7 +2,7 @@
 
 ``base`` holds the interface, ``registry`` finds and starts a runtime by name. The two runtimes
 themselves (``jax_runtime``, ``torch_xla_runtime``) are imported only when they are started: this
-package is the only place in the library where jax, torchax or torch_xla may be imported.
+package is the only place in the library where jax or torch_xla may be imported.
 """
 
 from xla_dtensor.runtimes.base import AddressableShard, CompiledStep, Runtime

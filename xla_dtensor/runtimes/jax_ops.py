@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
 
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.nested import map_nested
 from xla_dtensor.runtimes import jax_special, jax_views
 from xla_dtensor.runtimes.foreach import is_foreach, run_foreach
 from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch, x64
@@ -66,7 +66,7 @@ def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if lowering is None:
         return _decompose(func, args, kwargs)
     meta = output_meta(func, args, kwargs)
-    array_args, array_kwargs = tree_map(as_array, (tuple(args), dict(kwargs)))
+    array_args, array_kwargs = map_nested(as_array, (tuple(args), dict(kwargs)))
     result = lowering(*array_args, **array_kwargs, **({"meta": meta} if lowering.wants_meta else {}))
     return _wrapped(func, result, meta)
 
@@ -82,7 +82,7 @@ def as_array(value: Any) -> Any:
 
 def _wrapped(func: Any, result: Any, meta: Any) -> Any:
     if isinstance(result, (jax.Array, np.ndarray, np.generic)):
-        return _wrap_one(func, jnp.asarray(result), meta)
+        return _wrap_one(func, result if isinstance(result, jax.Array) else jnp.asarray(result), meta)
     if isinstance(result, (tuple, list)):
         metas = meta if isinstance(meta, (tuple, list)) else [None] * len(result)
         if len(metas) != len(result):
@@ -105,7 +105,8 @@ def _wrap_one(func: Any, array: jax.Array, meta: Meta | None) -> JaxTensor:
             "lowering on the JAX runtime is wrong for these arguments. Please report it with the "
             "arguments' shapes."
         )
-    array = array.astype(jax_dtype(meta.dtype))
+    dtype = jax_dtype(meta.dtype)
+    array = array if array.dtype == dtype else array.astype(dtype)
     return JaxTensor(Storage(array), stride=meta.stride, dtype=meta.dtype)
 
 

@@ -39,6 +39,8 @@ class JaxRuntime(Runtime):
     Args:
         num_cpu_devices: Number of virtual devices when JAX runs on CPU. None: the environment
             variable ``XLA_DTENSOR_CPU_DEVICES``, else JAX's own setting.
+        dump_hlo: Taken so that one call starts either runtime. JAX hands out a step's HLO without
+            writing files.
 
     Raises:
         RuntimeSetupError: JAX has started before with another number of CPU devices.
@@ -48,7 +50,9 @@ class JaxRuntime(Runtime):
     install_hint: ClassVar[str] = "pip install 'xla-dtensor[jax]'"
     extra_dispatch_keys: ClassVar[Any] = EXTRA_KEYS
 
-    def __init__(self, num_cpu_devices: int | None = None) -> None:
+    def __init__(
+        self, num_cpu_devices: int | None = None, dump_hlo: str | os.PathLike[str] | None = None
+    ) -> None:
         asked = num_cpu_devices or int(os.environ.get("XLA_DTENSOR_CPU_DEVICES", "0")) or None
         self._settings = _start_jax(asked)
         whole_ops.register()

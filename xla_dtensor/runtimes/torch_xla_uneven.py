@@ -55,6 +55,7 @@ class UnevenPayloads:
             found = parse_annotation(_xlac()._get_xla_sharding_spec(payload))
             if found != sharding and found == OpSharding.replicated():
                 self._warn(payload, sharding)
+                _xlac()._xla_wait_device_ops([])
                 _xlac()._xla_mark_sharding(payload, to_annotation(sharding))
 
     def _warn(self, payload: torch.Tensor, sharding: OpSharding) -> None:

@@ -65,10 +65,18 @@ def _below(func: Any, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
+def _save(ctx: Any, *tensors: Any) -> None:
+    # Under saved-tensor hooks (checkpoint), torch 2.9 loses the gradient hooks of a leaf that a
+    # Function saves. Nothing here is differentiated twice, so a detached alias does.
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        tensors = tuple(t.detach() if t is not None and t.is_leaf else t for t in tensors)
+    ctx.save_for_backward(*tensors)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
-        ctx.save_for_backward(x, weight)
+        _save(ctx, x, weight)
         return _below(aten.linear.default, x, weight, bias)
 
     @staticmethod
@@ -96,7 +104,7 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
 class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Any, b: Any) -> Any:
-        ctx.save_for_backward(a, b)
+        _save(ctx, a, b)
         return _below(aten.matmul.default, a, b)
 
     @staticmethod
@@ -129,7 +137,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: Any, gqa: bool
     ) -> Any:
-        ctx.save_for_backward(q, k, v, mask)
+        _save(ctx, q, k, v, mask)
         ctx.options = (is_causal, scale, gqa)
         return _below(
             aten.scaled_dot_product_attention.default,

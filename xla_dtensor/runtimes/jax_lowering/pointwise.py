@@ -48,7 +48,9 @@ def _common(args: tuple[Any, ...]) -> Any:
 
 
 def _cast(value: Any, dtype: Any) -> Any:
-    return jnp.asarray(value).astype(dtype) if _is_array(value) or isinstance(value, (int, float, complex)) else value
+    if _is_array(value):
+        return value if value.dtype == dtype else value.astype(dtype)
+    return jnp.asarray(value, dtype) if isinstance(value, (int, float, complex)) else value
 
 
 def _arithmetic(function: Callable[..., Any]) -> Callable[..., Any]:

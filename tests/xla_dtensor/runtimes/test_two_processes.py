@@ -1,0 +1,94 @@
+"""Two processes of four devices each are one mesh: nobody may assume that all shards are here."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytestmark = pytest.mark.only_on("jax")
+
+PROGRAM = Path(__file__).with_name("two_processes.py")
+TIMEOUT_SECONDS = 240
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[dict[str, Any]]:
+    """What each process printed."""
+    root = str(Path(__file__).parents[3])
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment |= {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "NPROC": "64"}
+    port = str(free_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), port, "2", str(i)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        outputs = [p.communicate(timeout=TIMEOUT_SECONDS) for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors[-4000:]
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+def expected_training() -> tuple[list[float], torch.Tensor]:
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(8, 6))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    losses = []
+    for i in range(4):
+        loss = nn.functional.linear(torch.full((16, 6), 1.0 + i), weight).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, weight.detach()
+
+
+def test_each_process_reaches_half_of_the_devices(answers: list[dict[str, Any]]) -> None:
+    assert [(a["devices"], a["addressable"]) for a in answers] == [(8, 4), (8, 4)]
+
+
+def test_each_process_holds_its_own_shards_only(answers: list[dict[str, Any]]) -> None:
+    assert all(a["shards_right"] for a in answers)
+    assert sum(a["shard_rows"] for a in answers) == 10
+    assert all(0 < a["shard_rows"] < 10 for a in answers)
+
+
+def test_all_agree_on_the_sharding_and_the_whole_value(answers: list[dict[str, Any]]) -> None:
+    assert {a["sharding"] for a in answers} == {"{devices=[8,1]<=[2,4]T(1,0)}"}
+    assert all(a["full_is_right"] for a in answers)
+    assert all("shape=(10, 6)" in a["repr"] for a in answers)
+
+
+def test_a_compiled_step_trains_as_one_process_does(answers: list[dict[str, Any]]) -> None:
+    losses, weight = expected_training()
+    for answer in answers:
+        assert answer["losses"] == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(torch.tensor(answer["weight"]), weight, atol=1e-5, rtol=1e-5)
+
+
+def test_communication_crosses_the_processes(answers: list[dict[str, Any]]) -> None:
+    assert all("('dp',)" in a["axes"] for a in answers)

@@ -1,0 +1,67 @@
+"""One of the processes of `test_two_processes`: python two_processes.py PORT NUM_PROCESSES ID.
+
+Prints one line of JSON. Four CPU devices each; collectives by gloo over the loopback interface.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import jax
+import torch
+from torch import nn
+
+import xla_dtensor
+from xla_dtensor.report import collectives
+
+
+def main(port: int, num_processes: int, process: int) -> None:
+    """Distribute, train for some steps, gather, and print what this process saw."""
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes, process)
+    runtime = xla_dtensor.get_runtime("jax")
+    mesh = xla_dtensor.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+
+    host = torch.arange(10 * 6, dtype=torch.float32).reshape(10, 6)
+    x = xla_dtensor.distribute_tensor(host, mesh, (("tp", "dp"), None))
+    shards = x.addressable_shards()
+
+    torch.manual_seed(0)
+    weight = nn.Parameter(xla_dtensor.distribute_tensor(torch.randn(8, 6), mesh, ("tp", "dp")))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+
+    def train_step(batch: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.linear(batch, weight).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = xla_dtensor.compile(train_step)
+    losses = []
+    for i in range(4):
+        batch = xla_dtensor.distribute_tensor(torch.full((16, 6), 1.0 + i), mesh, ("dp", None))
+        losses.append(step(batch).item())
+    print(
+        json.dumps(
+            {
+                "devices": len(runtime.device_ids()),
+                "addressable": len(runtime.addressable_device_ids()),
+                "shard_rows": sum(shard.data.shape[0] for shard in shards),
+                "shards_right": all(torch.equal(s.data, host[s.index]) for s in shards),
+                "sharding": str(x.xla_sharding()),
+                "full_is_right": torch.equal(x.full_tensor().cpu(), host),
+                "repr": repr(x),
+                "losses": losses,
+                "weight": weight.cpu().tolist(),
+                "axes": sorted({str(c.axes) for c in collectives(step.hlo(), mesh.value)}),
+            }
+        )
+    )
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
