@@ -83,7 +83,9 @@ def _placed(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def _already_distributed(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Any, ...]) -> DTensor:
-    if tensor.device_mesh == mesh and tensor.placements == placements:
+    # By layout: in torch 2.9 a _StridedShard equals the Shard of its dim.
+    asked = Layout.from_placements(placements, tensor.ndim, mesh.value)
+    if tensor.device_mesh == mesh and tensor.layout == asked:
         return tensor
     raise DistributeError(
         f"distribute_tensor was called with {tensor!r} and placements={list(placements)} on the "

@@ -34,6 +34,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from xla_dtensor.core import Layout, OpSharding
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh, mesh_text
+from xla_dtensor.dispatch_check import check_dispatch
 from xla_dtensor.errors import DistributeError, UnsupportedOpError
 from xla_dtensor.nested import leaves, map_nested
 from xla_dtensor.placement_checks import checked_placements
@@ -43,6 +44,7 @@ from xla_dtensor.runtimes.registry import get_runtime
 
 __all__ = ["DTensor", "GlobalState"]
 
+check_dispatch()
 aten = torch.ops.aten
 _MADE_LIKE = {
     aten.zeros_like.default,
@@ -128,7 +130,9 @@ class DTensor(TorchDTensor):
     def _reshaped_in_place(self, func: Any, args: Sequence[Any], kwargs: Any) -> DTensor:
         """Follow the payload, whose shape ``t_``, ``squeeze_`` and the like have changed."""
         name = func._schema.name.removeprefix("aten::").removesuffix("_")
-        view = getattr(getattr(aten, name), func._overloadname or "default")
+        packet, taken = getattr(aten, name), [a.name for a in func._schema.arguments]
+        overloads = [getattr(packet, overload) for overload in packet.overloads()]
+        view = next(o for o in overloads if [a.name for a in o._schema.arguments] == taken)
         mesh, placements = self._spec.mesh, propagate(view, args, kwargs, self._spec.mesh)
         changed = DTensor(self._local_tensor, mesh, placements)
         torch.Tensor.data.__set__(self, changed)  # pyright: ignore
@@ -371,8 +375,10 @@ class _ToPlain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: DTensor) -> torch.Tensor:
         ctx.mesh = source._spec.mesh
-        return source._local_tensor.detach()
+        return get_runtime().to_plain(source._local_tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
-        return DTensor(grad, ctx.mesh, (Replicate(),) * ctx.mesh.ndim)
+        replicated = (Replicate(),) * ctx.mesh.ndim
+        layout = Layout.from_placements(replicated, grad.ndim, ctx.mesh.value)
+        return DTensor(get_runtime().constrain(grad, layout), ctx.mesh, replicated)

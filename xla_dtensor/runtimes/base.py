@@ -123,6 +123,10 @@ class Runtime(ABC):
     def to_host(self, payload: torch.Tensor) -> torch.Tensor:
         """Return the whole value as a CPU tensor. All processes have to call this alike."""
 
+    def to_plain(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return a payload's value as a tensor to hand to users, fit to be mixed with DTensors."""
+        return payload.detach()
+
     # ------------------------------------------------------------------ programs
 
     @abstractmethod

@@ -222,7 +222,7 @@ class JaxCompiledStep(CompiledStep):
             with _bound(tensors, arrays, trace), _watching(watch):
                 args, kwargs = tree_unflatten(list(_replaced(leaves, tensors)), tree)
                 out_leaves, found["tree"] = tree_flatten(self._step(*args, **kwargs))
-                found["static"], results = _split_outputs(out_leaves)
+                found["static"], results, found["pinned"] = _split_outputs(out_leaves)
                 del out_leaves, args, kwargs
             watch.inputs.check_rates_unchanged()
             grads = {id(t._storage) for t in _gradients(watch.inputs.parameters())}
@@ -264,7 +264,7 @@ class JaxCompiledStep(CompiledStep):
             return list(flat[:n]), list(flat[n:m]), list(flat[m:])
 
         found_state, found_read = state, read
-        pinned = (None, [s.array.sharding for s in state], None)
+        pinned = (found["pinned"], [s.array.sharding for s in state], None)
         jitted = jax.jit(program, donate_argnums=(0,), out_shardings=pinned)
         inputs = ([s.array for s in state], [s.array for s in read], constants, list(arguments))
         return _Program(
@@ -357,28 +357,40 @@ def _replaced(leaves: Sequence[Any], tensors: Sequence[JaxTensor | None]) -> Ite
         yield leaf if tensor is None or hasattr(leaf, "_local_tensor") else tensor
 
 
-def _split_outputs(leaves: Sequence[Any]) -> tuple[list[Any], list[jax.Array]]:
-    """Separate the tensors among the outputs from the rest, with how to wrap each one again."""
+def _split_outputs(
+    leaves: Sequence[Any],
+) -> tuple[list[Any], list[jax.Array], list[NamedSharding | None]]:
+    """Separate the tensors among the outputs from the rest, with how to wrap each one again.
+
+    A tensor that was told how to lie leaves the program so, padded if it is uneven: as a logical
+    value it could only leave replicated. The last list pins these.
+    """
     static: list[Any] = []
     arrays: list[jax.Array] = []
+    pinned: list[NamedSharding | None] = []
     for leaf in leaves:
         tensor = inner(leaf)
         if tensor is None:
             static.append(_Static(leaf))
             continue
-        arrays.append(tensor.value())
-        static.append(_wrapper(leaf, tensor))
-    return static, arrays
+        sharding = None if tensor._steps else tensor._storage.sharding
+        arrays.append(tensor.value() if sharding is None else place(tensor.value(), sharding))
+        static.append(_wrapper(leaf, tensor, sharding))
+        is_open = sharding is None or PartitionSpec.UNCONSTRAINED in tuple(sharding.spec)
+        pinned.append(None if is_open else sharding)
+    return static, arrays, pinned
 
 
-def _wrapper(leaf: Any, tensor: JaxTensor) -> Callable[[jax.Array], Any]:
-    stride, dtype = tensor.stride(), tensor.dtype
+def _wrapper(
+    leaf: Any, tensor: JaxTensor, sharding: NamedSharding | None
+) -> Callable[[jax.Array], Any]:
+    shape, stride, dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
     # Not a method of the leaf: that would keep the traced output alive, as if it were state.
     rewrapper = getattr(leaf, "rewrapper", None)
     rewrap = None if rewrapper is None else rewrapper()
 
     def wrap(array: jax.Array) -> Any:
-        made = JaxTensor(Storage(array), stride=stride, dtype=dtype)
+        made = JaxTensor(Storage(array, shape, sharding), stride=stride, dtype=dtype)
         return rewrap(made) if rewrap is not None else made
 
     return wrap

@@ -68,6 +68,18 @@ def _equal(a: JaxTensor, b: JaxTensor) -> bool:
     return bool(host_value(same))
 
 
+@_special(aten.allclose.default)
+def _allclose(
+    a: torch.Tensor, b: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    from xla_dtensor.runtimes.jax_ops import as_array
+
+    close = jnp.all(jnp.isclose(as_array(a), as_array(b), rtol, atol, equal_nan))
+    if is_tracer(close):
+        refuse_read("compared with torch.allclose")
+    return bool(host_value(close))
+
+
 @_special(aten.set_.source_Tensor)
 def _set_(target: JaxTensor, source: JaxTensor) -> JaxTensor:
     if target.shape != source.shape or target.dtype != source.dtype:
