@@ -57,7 +57,7 @@ def audit(name: str, tensor: DTensor, asked: Sequence[Placement]) -> Audit:
     Returns:
         The findings; nothing is raised when they differ.
     """
-    mesh = tensor.layout.mesh
+    mesh = tensor.mesh_layout.mesh
     # From what was asked, not from what the tensor says of itself.
     layout = Layout.from_placements(tuple(asked), tensor.ndim, mesh)
     found = str(tensor.xla_sharding())

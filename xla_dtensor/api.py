@@ -13,7 +13,7 @@ from torch import nn
 from xla_dtensor.core import Layout
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh, current_mesh, mesh_text
 from xla_dtensor.dtensor import DTensor
-from xla_dtensor.errors import DistributeError
+from xla_dtensor.errors import ArgumentTypeError, DistributeError
 from xla_dtensor.placement_checks import checked_placements
 from xla_dtensor.runtimes.registry import get_runtime
 
@@ -44,6 +44,7 @@ def distribute_tensor(
 
     Raises:
         DistributeError: Wrong mesh or placements, or a DTensor that lies otherwise.
+        ArgumentTypeError: Not a tensor, or no mesh.
 
     Example:
         >>> import torch, xla_dtensor as xd
@@ -52,6 +53,11 @@ def distribute_tensor(
         >>> xd.distribute_tensor(torch.arange(16), mesh, [Shard(0)])
         DTensor(shape=(16,), dtype=int64, placements=(S(0)), mesh=(dp=8), local_shape=(2,))
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentTypeError(
+            f"distribute_tensor was called with an object of type={type(tensor).__name__}. Only a "
+            "tensor can be put on a mesh. Pass torch.as_tensor(value)."
+        )
     mesh = current_mesh("distribute_tensor") if device_mesh is None else as_device_mesh(device_mesh)
     checked = checked_placements("distribute_tensor", placements, mesh, tensor.ndim, partial=False)
     if isinstance(tensor, DTensor):
@@ -85,7 +91,7 @@ def _placed(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
 def _already_distributed(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Any, ...]) -> DTensor:
     # By layout: in torch 2.9 a _StridedShard equals the Shard of its dim.
     asked = Layout.from_placements(placements, tensor.ndim, mesh.value)
-    if tensor.device_mesh == mesh and tensor.layout == asked:
+    if tensor.device_mesh == mesh and tensor.mesh_layout == asked:
         return tensor
     raise DistributeError(
         f"distribute_tensor was called with {tensor!r} and placements={list(placements)} on the "
@@ -117,7 +123,13 @@ def distribute_module(
     Raises:
         DistributeError: The module was distributed before, or a hook takes a wrong number of
             arguments.
+        ArgumentTypeError: Not a module, or no mesh.
     """
+    if not isinstance(module, nn.Module):
+        raise ArgumentTypeError(
+            f"distribute_module was called with an object of type={type(module).__name__}. Only a "
+            "torch.nn.Module has parameters and buffers. Pass a module, or use distribute_tensor."
+        )
     mesh = current_mesh("distribute_module") if device_mesh is None else as_device_mesh(device_mesh)
     if getattr(module, _MARK, False):
         raise DistributeError(

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from xla_dtensor.errors import ArgumentTypeError
 from xla_dtensor.runtimes.base import CompiledStep
 from xla_dtensor.runtimes.registry import get_runtime
 
@@ -35,6 +36,7 @@ def compile(step: Callable[..., Any]) -> CompiledStep:
         and the reason of each trace).
 
     Raises:
+        ArgumentTypeError: `step` cannot be called.
         CompileError: On a call, when the step needs a tensor's value while it is traced.
 
     Example:
@@ -44,4 +46,9 @@ def compile(step: Callable[..., Any]) -> CompiledStep:
         >>> double(xd.distribute_tensor(torch.ones(4), mesh)).full_tensor().tolist()
         [2.0, 2.0, 2.0, 2.0]
     """
+    if not callable(step):
+        raise ArgumentTypeError(
+            f"compile was called with an object of type={type(step).__name__}. A step is a function "
+            "that is called with its inputs. Pass a function, or a module."
+        )
     return get_runtime().compile(step)

@@ -21,7 +21,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from mesh_utils import Mesh
-from xla_dtensor.errors import DistributeError
+from mesh_utils.mesh_input import read_mesh_shape
+from xla_dtensor.errors import ArgumentTypeError, DistributeError, MeshRankError
 from xla_dtensor.runtimes.registry import get_runtime
 
 __all__ = ["DeviceMesh", "as_device_mesh", "current_mesh", "init_device_mesh", "mesh_text"]
@@ -57,14 +58,14 @@ class DeviceMesh(TorchDeviceMesh):
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Return the first addressable device's position along an axis."""
         if mesh_dim is None and self.value.ndim > 1:
-            raise RuntimeError(
+            raise MeshRankError(
                 f"get_local_rank() was called on a mesh with axes {mesh_text(self.value)}. It has "
                 f"{self.value.ndim} axes, so the question has {self.value.ndim} answers. Pass "
                 "mesh_dim, an axis name or number."
             )
         coordinate = self.get_coordinate()
         if coordinate is None:
-            raise RuntimeError(
+            raise MeshRankError(
                 f"get_local_rank() was called on a mesh {mesh_text(self.value)} of which this "
                 "process reaches no device. Such a process has no place in it. Check "
                 "get_coordinate() is not None first."
@@ -117,7 +118,8 @@ def as_device_mesh(mesh: TorchDeviceMesh | Mesh) -> DeviceMesh:
         The same object for equal meshes.
 
     Raises:
-        DistributeError: A DeviceMesh of another device type, or another kind of object.
+        DistributeError: A DeviceMesh of another device type.
+        ArgumentTypeError: Another kind of object.
     """
     if isinstance(mesh, DeviceMesh):
         return mesh
@@ -131,7 +133,7 @@ def as_device_mesh(mesh: TorchDeviceMesh | Mesh) -> DeviceMesh:
                 "init_device_mesh('xla', mesh_shape, mesh_dim_names=...)."
             )
         return _device_mesh(Mesh(mesh.mesh.numpy(), tuple(mesh.mesh.shape), mesh.mesh_dim_names))
-    raise DistributeError(
+    raise ArgumentTypeError(
         f"A mesh was expected, but an object of type={type(mesh).__name__} was passed. Axes and "
         "devices cannot be read from it. Pass init_device_mesh('xla', ...) or a mesh_utils.Mesh."
     )
@@ -175,6 +177,7 @@ def init_device_mesh(
 
     Raises:
         DistributeError: Another device type, or more devices asked for than there are.
+        MeshError: A shape or names of which no mesh can be made.
 
     Example:
         >>> mesh = init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
@@ -188,14 +191,15 @@ def init_device_mesh(
             "torch.distributed.device_mesh.init_device_mesh for that device type."
         )
     runtime = get_runtime()
+    mesh_shape = read_mesh_shape(mesh_shape)
     ids, wanted = runtime.device_ids(), math.prod(mesh_shape)
     if wanted > len(ids):
         raise DistributeError(
-            f"init_device_mesh was called with mesh_shape={tuple(mesh_shape)}, which takes "
+            f"init_device_mesh was called with mesh_shape={mesh_shape}, which takes "
             f"{wanted} devices. The runtime {runtime.name!r} has {len(ids)}. Pass a smaller shape, "
             f"or on CPU start with get_runtime({runtime.name!r}, num_cpu_devices={wanted})."
         )
     names = tuple(mesh_dim_names) if mesh_dim_names is not None else None
-    mesh = _device_mesh(Mesh(ids[:wanted], tuple(mesh_shape), names))
+    mesh = _device_mesh(Mesh(ids[:wanted], mesh_shape, names))
     runtime.root(mesh.value)
     return mesh

@@ -152,8 +152,8 @@ class DTensor(TorchDTensor):
         return self._spec.mesh
 
     @property
-    def layout(self) -> Layout:
-        """The placements as a :class:`xla_dtensor.Layout`."""
+    def mesh_layout(self) -> Layout:
+        """The placements as a :class:`xla_dtensor.Layout`; ``layout`` is torch's, strided."""
         return self._spec.layout
 
     def xla_sharding(self) -> OpSharding:
@@ -191,7 +191,7 @@ class DTensor(TorchDTensor):
         coordinate = mesh.get_coordinate() or [0] * mesh.ndim
         from xla_dtensor.core import local_shape
 
-        return local_shape(self.layout, tuple(self.shape), tuple(coordinate), rule="torch").shape
+        return local_shape(self._spec.layout, tuple(self.shape), tuple(coordinate), rule="torch").shape
 
     # ------------------------------------------------------------------ moving
 
@@ -235,10 +235,17 @@ class DTensor(TorchDTensor):
         Nothing is copied to the host: call ``.cpu()`` on the result for that.
 
         Args:
-            grad_placements: Placements of the incoming gradient; Replicate when None.
+            grad_placements: How the incoming gradient is to lie; Replicate when None.
+
+        Raises:
+            DistributeError: Wrong placements.
         """
-        replicated = self.redistribute(placements=[Replicate()] * self._spec.mesh.ndim)
-        return _ToPlain.apply(replicated)
+        mesh = self._spec.mesh
+        replicated = (Replicate(),) * mesh.ndim
+        for_grad = checked_placements(
+            "full_tensor", grad_placements, mesh, self.ndim, partial=False
+        )
+        return _ToPlain.apply(self.redistribute(placements=replicated), for_grad)
 
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
         """Refused: see the message."""
@@ -292,7 +299,7 @@ class DTensor(TorchDTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) not in memo:
             with torch.no_grad():
-                payload = _constrained(self._local_tensor, self.layout)
+                payload = _constrained(self._local_tensor, self._spec.layout)
             memo[id(self)] = copied = self.rewrapped(payload)
             copied.requires_grad_(self.requires_grad)
             if getattr(self, "_is_param", False):
@@ -347,7 +354,7 @@ def _wrap(func: Any, result: Any, placements: Any, mesh: DeviceMesh) -> Any:
         return wrapped if isinstance(result, list) else tuple(wrapped)
     if not isinstance(result, torch.Tensor):
         return result
-    labels = legal_placements(placements, result.ndim, mesh.ndim)
+    labels = legal_placements(placements, result.ndim, mesh)
     if func in _MADE_LIKE and not result.is_meta:
         layout = Layout.from_placements(labels, result.ndim, mesh.value)
         result = get_runtime().constrain(result, layout)
@@ -373,12 +380,11 @@ class _Redistribute(torch.autograd.Function):
 
 class _ToPlain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, source: DTensor) -> torch.Tensor:
-        ctx.mesh = source._spec.mesh
+    def forward(ctx: Any, source: DTensor, grad_placements: Any) -> torch.Tensor:
+        ctx.mesh, ctx.placements = source._spec.mesh, grad_placements
         return get_runtime().to_plain(source._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
-        replicated = (Replicate(),) * ctx.mesh.ndim
-        layout = Layout.from_placements(replicated, grad.ndim, ctx.mesh.value)
-        return DTensor(get_runtime().constrain(grad, layout), ctx.mesh, replicated)
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        layout = Layout.from_placements(ctx.placements, grad.ndim, ctx.mesh.value)
+        return DTensor(_constrained(grad, layout), ctx.mesh, ctx.placements), None

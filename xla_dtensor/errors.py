@@ -8,8 +8,10 @@ refused, what to pass instead.
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentTypeError",
     "CompileError",
     "DistributeError",
+    "MeshRankError",
     "RuntimeSetupError",
     "ShardingDroppedError",
     "UnsupportedOpError",
@@ -27,6 +29,14 @@ class RuntimeSetupError(XlaDTensorError, RuntimeError):
 
 class DistributeError(XlaDTensorError, ValueError):
     """Wrong arguments to distribute_tensor, distribute_module, redistribute or a mesh."""
+
+
+class ArgumentTypeError(XlaDTensorError, TypeError):
+    """An object of another kind than the function works on, e.g. a list in place of a tensor."""
+
+
+class MeshRankError(XlaDTensorError, RuntimeError):
+    """A process was asked for its one place in a mesh, and has none or several."""
 
 
 class ShardingDroppedError(XlaDTensorError, RuntimeError):

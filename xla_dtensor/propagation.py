@@ -23,8 +23,10 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from mesh_utils import Mesh
+from xla_dtensor.core import Layout, LayoutError
 from xla_dtensor.device_mesh import DeviceMesh
 from xla_dtensor.nested import leaves, map_nested
 from xla_dtensor.strided_labels import with_strides
@@ -115,8 +117,8 @@ def _ask(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
         return replicated
     if func in WHOLE_OP_LABELS:
         return WHOLE_OP_LABELS[func](mesh.ndim, args)
-    # The propagator raises half a dozen types for ops and shapes that it has no rule for. A label is
-    # never needed for a right value, so none of them may stop the program.
+    # The propagator raises half a dozen types for ops and shapes that it has no rule for. A label
+    # is never needed for a right value, so none of them may stop the program.
     try:
         return _from_propagator(func, args, kwargs, mesh)
     except NotImplementedError as error:
@@ -159,28 +161,43 @@ def _merged(answers: Sequence[Any]) -> Placements:
     )
 
 
-def legal_placements(placements: Any, ndim: int, num_axes: int) -> Placements:
-    """Return a label that says something of a tensor with `ndim` dims on `num_axes` mesh axes.
+def legal_placements(placements: Any, ndim: int, mesh: DeviceMesh) -> Placements:
+    """Return a label that says something of a tensor with `ndim` dims on `mesh`.
 
     Some of torch's rules answer for another number of axes (constant_pad_nd in 2.9) or dims (norm
-    in 2.13), and some with a Partial that carries state of torch's own run (embedding).
+    in 2.13), some with a Partial that carries state of torch's own run (embedding), and some keep a
+    stride that has lost its meaning (view in 2.13). Such placements become plain, or Replicate.
 
-    Example:
-        >>> from torch.distributed.tensor import Shard
-        >>> legal_placements((Shard(0), Shard(1)), 1, 2)
-        (Shard(dim=0), Replicate())
+    Args:
+        placements: torch's answer; None where it has none.
+        ndim: The output's number of dims.
+        mesh: The mesh that the label refers to.
+
+    Returns:
+        One placement per mesh axis, which together are a tiling of the tensor.
     """
     if isinstance(placements, list):
         placements = placements[0]
-    if placements is None or len(placements) != num_axes:
-        return (Replicate(),) * num_axes
-    return tuple([_legal(placement, ndim) for placement in placements])
+    if placements is None or len(placements) != mesh.ndim:
+        return (Replicate(),) * mesh.ndim
+    legal = tuple([_legal(placement, ndim) for placement in placements])
+    if any(isinstance(p, _StridedShard) for p in legal) and not _is_tiling(legal, ndim, mesh):
+        return tuple(Replicate() if isinstance(p, _StridedShard) else p for p in legal)
+    return legal
 
 
 def _legal(placement: Any, ndim: int) -> Any:
     if placement.is_partial():
         return placement if type(placement) is Partial else Partial(placement.reduce_op)
     return placement if getattr(placement, "dim", -1) < ndim else Replicate()
+
+
+def _is_tiling(placements: Placements, ndim: int, mesh: DeviceMesh) -> bool:
+    try:
+        Layout.from_placements(placements, ndim, mesh.value).op_sharding()
+    except LayoutError:
+        return False
+    return True
 
 
 def _log_once(func: Any, error: Exception) -> None:
@@ -244,5 +261,3 @@ def _prepare_cost_model(shadow: TorchDeviceMesh) -> None:
     finally:
         for name in answers:
             del _mesh_resources.__dict__[name]
-
-

@@ -75,7 +75,8 @@ def test_lies_as_asked(
     d = xd.distribute_tensor(x, mesh, placements)
     assert d.xla_sharding() == xd.OpSharding.parse(text)
     assert d.device_mesh is mesh
-    assert d.layout == xd.Layout.from_placements(d.placements, 2, mesh.value)
+    assert d.layout is torch.strided
+    assert d.mesh_layout == xd.Layout.from_placements(d.placements, 2, mesh.value)
     shards = d.addressable_shards()
     assert len(shards) == 8
     assert {tuple(s.data.shape) for s in shards} == {shard}

@@ -108,7 +108,7 @@ def test_values_and_labels(name: str, placements: Any, put: Make, mesh: xd.Devic
         assert f.device_mesh is mesh
         # A legal label: one placement per mesh axis, dims that exist, no state of torch's own.
         assert len(f.placements) == 2
-        assert f.layout.ndim == f.ndim
+        assert f.mesh_layout.ndim == f.ndim
         assert all(type(p) is Partial for p in f.placements if p.is_partial())
         assert (f.shape, f.dtype) == (e.shape, e.dtype)
         assert f.xla_sharding().kind in ("replicated", "tiled")

@@ -64,7 +64,7 @@ def test_an_op_without_a_rule_is_logged_once(
     with caplog.at_level(logging.INFO, "xla_dtensor"):
         for shape in ((8, 8), (4, 8), (8,)):
             answer = propagate(func, (make(mesh, shape, Shard(0), R),), {}, mesh)
-            assert legal_placements(answer, len(shape), 2) == (R, R)
+            assert legal_placements(answer, len(shape), mesh) == (R, R)
     (record,) = caplog.records
     assert record.getMessage().endswith(
         "its outputs are labelled Replicate. Values are not affected."
@@ -87,7 +87,7 @@ def test_labels_of_a_whole_training_step_are_legal(mesh: xd.DeviceMesh) -> None:
     loss = torch.nn.functional.linear(x, w).softmax(-1).square().mean()
     loss.backward()
     assert w.grad is not None
-    assert w.grad.layout.ndim == 2
+    assert w.grad.mesh_layout.ndim == 2
 
 
 @pytest.mark.parametrize(
@@ -96,14 +96,18 @@ def test_labels_of_a_whole_training_step_are_legal(mesh: xd.DeviceMesh) -> None:
         ((Shard(0), Shard(1)), 2, (Shard(0), Shard(1))),
         ((Shard(0), Shard(1)), 1, (Shard(0), R)),
         ((Shard(0), Shard(1)), 0, (R, R)),
-        ((Partial("max"), STRIDED), 1, (Partial("max"), STRIDED)),
+        ((Partial("max"), Shard(0)), 1, (Partial("max"), Shard(0))),
+        ((STRIDED, Shard(0)), 1, (STRIDED, Shard(0))),
+        # Nothing is left that the stride could step over: no tiling is like that.
+        ((STRIDED, R), 1, (R, R)),
         ((R,), 2, (R, R)),
         (None, 2, (R, R)),
         ([(Shard(0), R), None], 1, (Shard(0), R)),
     ],
 )
-def test_legal_placements(answer: Any, ndim: int, expected: Any) -> None:
-    assert legal_placements(answer, ndim, 2) == expected
+def test_legal_placements(mesh: xd.DeviceMesh, answer: Any, ndim: int, expected: Any) -> None:
+    found = legal_placements(answer, ndim, mesh)
+    assert [*map(repr, found)] == [*map(repr, expected)]
 
 
 def test_partials_of_torchs_own_become_plain(mesh: xd.DeviceMesh) -> None:

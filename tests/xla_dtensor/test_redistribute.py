@@ -34,7 +34,7 @@ def test_targets(mesh: xd.DeviceMesh, target: Any, text: str, shape: tuple[int, 
     before = source.xla_sharding()
     moved = source.redistribute(placements=target)
     assert moved.xla_sharding() == xd.OpSharding.parse(text)
-    assert moved.layout.op_sharding(xd.Mesh.arange((8,))) == xd.OpSharding.parse(text)
+    assert moved.mesh_layout.op_sharding(xd.Mesh.arange((8,))) == xd.OpSharding.parse(text)
     assert torch.equal(moved.cpu(), x)
     assert all(torch.equal(s.data, x[s.index]) for s in moved.addressable_shards())
     assert source.placements == (Shard(0), Shard(1))
@@ -68,7 +68,7 @@ def test_torch_2_9_equality_of_strided_shards_is_not_used(mesh: xd.DeviceMesh) -
     assert [s.data.item() for s in b.addressable_shards()] == [0, 1, 2, 3, 4, 5, 6, 7]
     for d in (a, b):
         for same in (d + 1, -d, d.detach(), torch.zeros_like(d), d.unsqueeze(1).squeeze(1)):
-            assert same.layout == d.layout
+            assert same.mesh_layout == d.mesh_layout
             assert same.xla_sharding() == d.xla_sharding()
     assert type((b * 2).placements[0]) is Shard
     with pytest.raises(DistributeError, match="lies on a mesh already, otherwise than asked"):
@@ -157,6 +157,17 @@ def test_full_tensor(mesh: xd.DeviceMesh, placements: Any) -> None:
     assert isinstance(p.grad, xd.DTensor)
     assert p.grad.placements == p.placements
     assert torch.equal(p.grad.cpu(), torch.full((5, 7), 2.0))
+
+
+def test_gradient_of_full_tensor_lies_as_asked(mesh: xd.DeviceMesh) -> None:
+    d = xd.distribute_tensor(torch.ones(8, 4), mesh).requires_grad_()
+    moved, seen = d + 0, []
+    moved.register_hook(lambda grad: seen.append((grad.placements, str(grad.xla_sharding()))))
+    asked = moved.full_tensor(grad_placements=[Shard(0), Shard(0)])
+    (asked * 2).sum().backward()
+    # The hook sees what left full_tensor's own redistribute: the placements of its source.
+    assert seen == [((R, R), "{replicated}")]
+    assert torch.equal(d.grad.cpu(), torch.full((8, 4), 2.0))
 
 
 def test_full_tensor_in_the_middle_of_a_graph(mesh: xd.DeviceMesh) -> None:

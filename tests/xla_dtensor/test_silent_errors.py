@@ -45,7 +45,9 @@ def test_two_axes_on_one_dim_is_eight_ways_not_four(mesh: xd.DeviceMesh) -> None
 def test_strided_shard_is_not_a_plain_shard(mesh: xd.DeviceMesh) -> None:
     d = xd.distribute_tensor(torch.arange(8), mesh, [_StridedShard(0, split_factor=4), Shard(0)])
     # tp is the outer cut: device 0 has row 0, device 4 (dp=1, tp=0) the row after it.
-    assert [s.data.tolist() for s in d.addressable_shards()] == [[r] for r in (0, 2, 4, 6, 1, 3, 5, 7)]
+    assert [s.data.tolist() for s in d.addressable_shards()] == [
+        [r] for r in (0, 2, 4, 6, 1, 3, 5, 7)
+    ]
     assert type(d.placements[0]) is _StridedShard
     assert d.placements[0].split_factor == 4
 

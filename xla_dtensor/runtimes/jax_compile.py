@@ -68,19 +68,33 @@ class _Watch:
 
     inputs: OptimizerInputs
     settings: tuple[Any, ...] = ()
-    modules: dict[int, tuple[Any, bool]] = field(default_factory=dict)
+    modules: dict[int, tuple[Any, bool, list[Any]]] = field(default_factory=dict)
 
     def see_module(self, module: torch.nn.Module, args: Any) -> None:
-        self.modules.setdefault(id(module), (weakref.ref(module), module.training))
+        if id(module) not in self.modules:
+            seen = (weakref.ref(module), module.training, _payloads(module))
+            self.modules[id(module)] = seen
 
     def broken(self) -> str | None:
-        for reference, training in self.modules.values():
+        for reference, training, payloads in self.modules.values():
             module = reference()
-            if module is not None and module.training != training:
+            if module is None:
+                continue
+            if module.training != training:
                 return f"{type(module).__name__}.training changed to {module.training}"
+            if not _same_objects(_payloads(module), payloads):
+                return f"a parameter of {type(module).__name__} was replaced"
         if self.inputs.settings() != self.settings:
             return "an optimizer's hyperparameters or parameters changed"
         return None
+
+
+def _payloads(module: torch.nn.Module) -> list[Any]:
+    return [inner(parameter) for parameter in module._parameters.values()]
+
+
+def _same_objects(now: list[Any], then: list[Any]) -> bool:
+    return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
 
 
 @dataclass
@@ -250,20 +264,20 @@ class JaxCompiledStep(CompiledStep):
     ) -> _Program:
         state = list(trace.state)
         read = [s for s in trace.captured if s not in trace.state]
-        places = {id(array): s for s, array in trace.captured.items()}
-        order = [places.get(id(const)) for const in closed.consts]
-        constants = [c for c, s in zip(closed.consts, order, strict=True) if s is None]
+        owner = {id(array): storage for storage, array in trace.captured.items()}
+        owners = [owner.get(id(const)) for const in closed.consts]
+        constants = [c for c, s in zip(closed.consts, owners, strict=True) if s is None]
         self._settle([*state, *read])
 
-        def program(state: Any, read: Any, constants: Any, arguments: Any) -> Any:
-            known = dict(zip(map(id, [*found_state, *found_read]), [*state, *read], strict=True))
-            rest = iter(constants)
-            consts = [known[id(s)] if s is not None else next(rest) for s in order]
-            flat = jax.core.eval_jaxpr(closed.jaxpr, consts, *arguments)
-            n, m = len(flat) - len(found["lasting"]) - len(state), len(flat) - len(found["lasting"])
-            return list(flat[:n]), list(flat[n:m]), list(flat[m:])
+        def program(state_in: Any, read_in: Any, constants_in: Any, arguments_in: Any) -> Any:
+            value = dict(zip([*state, *read], [*state_in, *read_in], strict=True))
+            rest = iter(constants_in)
+            consts = [next(rest) if s is None else value[s] for s in owners]
+            flat = jax.core.eval_jaxpr(closed.jaxpr, consts, *arguments_in)
+            last = len(flat) - len(found["lasting"])
+            first = last - len(state)
+            return flat[:first], flat[first:last], flat[last:]
 
-        found_state, found_read = state, read
         pinned = (found["pinned"], [s.array.sharding for s in state], None)
         jitted = jax.jit(program, donate_argnums=(0,), out_shardings=pinned)
         inputs = ([s.array for s in state], [s.array for s in read], constants, list(arguments))

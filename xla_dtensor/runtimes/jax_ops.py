@@ -207,7 +207,9 @@ def _functional_variant(func: Any) -> tuple[Any, bool]:
 def _look_up_variant(func: Any) -> tuple[Any, bool]:
     namespace, _, name = func._schema.name.partition("::")
     ops = getattr(torch.ops, namespace)
-    if name.endswith("_") and not name.endswith("__"):
+    if name.startswith("__i"):  # mask &= other
+        return _overload(ops, (f"__{name[3:]}",), _arguments(func)), True
+    if name.endswith("_"):
         return _overload(ops, (name[:-1], f"{name[:-1]}_functional"), _arguments(func)), True
     kept = [(n, t) for n, t in _arguments(func) if not _is_written(func, n)]
     found = _overload(ops, (name,), kept)

@@ -31,6 +31,7 @@ from xla_dtensor.runtimes.jax_tensor import EXTRA_KEYS, JaxTensor, Storage
 __all__ = ["JaxRuntime"]
 
 _THREADS_ON_CPU = "64"
+_CPU_DEVICES = "XLA_DTENSOR_CPU_DEVICES"
 
 
 class JaxRuntime(Runtime):
@@ -53,8 +54,7 @@ class JaxRuntime(Runtime):
     def __init__(
         self, num_cpu_devices: int | None = None, dump_hlo: str | os.PathLike[str] | None = None
     ) -> None:
-        asked = num_cpu_devices or int(os.environ.get("XLA_DTENSOR_CPU_DEVICES", "0")) or None
-        self._settings = _start_jax(asked)
+        self._settings = _start_jax(num_cpu_devices or _cpu_devices_of_environment())
         whole_ops.register()
         self._roots: dict[tuple[int, ...], Mesh] = {}
 
@@ -178,6 +178,16 @@ def _trimmed(shard: Any, shape: tuple[int, ...]) -> AddressableShard:
 
 def _short(ids: Sequence[int]) -> str:
     return str(list(ids)) if len(ids) <= 16 else f"{list(ids[:16])[:-1]}... ({len(ids)})"
+
+
+def _cpu_devices_of_environment() -> int | None:
+    text = os.environ.get(_CPU_DEVICES, "")
+    if text and not (text.isdecimal() and int(text) > 0):
+        raise RuntimeSetupError(
+            f"The environment has {_CPU_DEVICES}={text!r}. It is the number of virtual devices "
+            "that a CPU is to have. Set it to a positive number, or unset it."
+        )
+    return int(text) if text else None
 
 
 def _start_jax(num_cpu_devices: int | None) -> dict[str, str]:

@@ -37,6 +37,13 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "pow": lambda a, b: a**b,
     "float_pow": lambda a, b: a**b,
     "pow_by_natural": lambda a, b: a**b,
+    "lshift": lambda a, b: a << b,
+    "rshift": lambda a, b: a >> b,
+    "and_": lambda a, b: a & b,
+    "or_": lambda a, b: a | b,
+    "bitwise_and": lambda a, b: a & b,
+    "bitwise_or": lambda a, b: a | b,
+    "bitwise_xor": lambda a, b: a ^ b,
     "sym_min": jnp.minimum,
     "sym_max": jnp.maximum,
     "eq": lambda a, b: a == b,
@@ -50,13 +57,32 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "neg": lambda a: -a,
     "pos": lambda a: a,
     "abs": jnp.abs,
+    "floor": lambda a: _whole(jnp.floor, a),
+    "ceil": lambda a: _whole(jnp.ceil, a),
+    "trunc": lambda a: _whole(jnp.trunc, a),
     "sym_sqrt": jnp.sqrt,
     "sym_exp": jnp.exp,
     "sym_log": jnp.log,
+    "sym_log2": jnp.log2,
+    "sym_sin": jnp.sin,
+    "sym_cos": jnp.cos,
+    "sym_tan": jnp.tan,
+    "sym_sinh": jnp.sinh,
+    "sym_cosh": jnp.cosh,
+    "sym_tanh": jnp.tanh,
+    "sym_asin": jnp.arcsin,
+    "sym_acos": jnp.arccos,
+    "sym_atan": jnp.arctan,
+    "is_integer": lambda a: a == jnp.floor(a),
     "sym_float": lambda a: jnp.asarray(a, jnp.float64),
     "sym_not": jnp.logical_not,
     "clone": lambda a: a,
 }
+
+
+def _whole(function: Callable[[Any], Any], number: Any) -> Any:
+    """Python's floor and its like give integers."""
+    return number if number.dtype.kind == "i" else function(number).astype(jnp.int64)
 
 
 class ScalarNode:
@@ -120,6 +146,11 @@ class ScalarNode:
 
     def wrap_bool(self, flag: bool) -> ScalarNode:
         return self._apply(lambda n: jnp.asarray(n, jnp.bool_), flag)
+
+    def round(self, ndigits: int | None = None) -> ScalarNode:
+        if ndigits is None:
+            return self._apply(lambda a: _whole(jnp.round, a), self.value)
+        return self._apply(lambda a: jnp.round(a, ndigits), self.value)
 
     def _refuse(self, *_: Any) -> Any:
         refuse_read("turned into a Python number or truth value")

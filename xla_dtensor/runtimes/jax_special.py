@@ -80,6 +80,14 @@ def _allclose(
     return bool(host_value(close))
 
 
+@_special(aten.allclose.default)
+def _allclose(a: JaxTensor, b: JaxTensor, *args: Any, **kwargs: Any) -> bool:
+    close = torch.isclose(a, b, *args, **kwargs).all()
+    if is_tracer(close.value()):  # pyright: ignore
+        refuse_read("compared with torch.allclose")
+    return bool(close.item())
+
+
 @_special(aten.set_.source_Tensor)
 def _set_(target: JaxTensor, source: JaxTensor) -> JaxTensor:
     if target.shape != source.shape or target.dtype != source.dtype:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtimes.jax_meta import Meta, output_meta
 from xla_dtensor.runtimes.jax_scalar import unwrap_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, ViewStep
@@ -130,7 +131,35 @@ def _unbind(x: JaxTensor, metas: Any, dim: int = 0) -> list[ViewStep]:
     return [_select(x, m, dim, i) for i, m in enumerate(metas)]
 
 
+def _conj(x: JaxTensor, meta: Meta) -> ViewStep:
+    return ViewStep(jnp.conj, lambda base, new: jnp.conj(new))
+
+
+def _neg_view(x: JaxTensor, meta: Meta) -> ViewStep:
+    return ViewStep(jnp.negative, lambda base, new: -new)
+
+
+def _real_pairs(value: Array) -> Array:
+    return jnp.stack([value.real, value.imag], axis=-1)
+
+
+def _complex_numbers(pairs: Array) -> Array:
+    return jax.lax.complex(pairs[..., 0], pairs[..., 1])
+
+
+def _view_as_real(x: JaxTensor, meta: Meta) -> ViewStep:
+    return ViewStep(_real_pairs, lambda base, new: _complex_numbers(new))
+
+
+def _view_as_complex(x: JaxTensor, meta: Meta) -> ViewStep:
+    return ViewStep(_complex_numbers, lambda base, new: _real_pairs(new))
+
+
 _RULES: dict[Any, Callable[..., Any]] = {
+    aten._conj.default: _conj,
+    aten._neg_view.default: _neg_view,
+    aten.view_as_real.default: _view_as_real,
+    aten.view_as_complex.default: _view_as_complex,
     aten.alias.default: _identity,
     aten.detach.default: _identity,
     aten.lift_fresh.default: _identity,
@@ -192,25 +221,48 @@ def _viewed(x: JaxTensor, step: ViewStep | None, meta: Meta) -> JaxTensor:
         shape=meta.shape,
         stride=meta.stride,
         storage_offset=meta.storage_offset,
-        dtype=x.dtype,
+        dtype=meta.dtype,
     )
 
 
 def _run_by_positions(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     x = args[0]
     meta = output_meta(func, args, kwargs)
-    # Laid out in memory as torch believes x to be, so that as_strided means the same.
-    positions = torch.empty_strided(tuple(x.shape), x.stride(), dtype=torch.int64)
-    positions.copy_(torch.arange(x.numel()).reshape(x.shape))
     if func is aten.as_strided.default:
-        offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
-        inner = (offset if offset is not None else x.storage_offset()) - x.storage_offset()
-        found = positions.as_strided(args[1], args[2], inner)
+        found = _strided_positions(x, *args[1:], **kwargs)
     else:
-        found = func(positions, *args[1:], **kwargs)
+        found = func(torch.arange(x.numel()).reshape(x.shape), *args[1:], **kwargs)
     if isinstance(found, (list, tuple)):
         return [_viewed(x, _by_positions(f), m) for f, m in zip(found, meta, strict=True)]
     return _viewed(x, _by_positions(found), meta)
+
+
+def _strided_positions(
+    x: JaxTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    """Positions in `x` of the elements of ``x.as_strided``, with x laid out as torch believes."""
+    start = 0 if storage_offset is None else storage_offset - x.storage_offset()
+    last = start + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    held = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    memory = np.full(held if x.numel() else 0, -1)
+    places = sum(
+        np.arange(n).reshape((-1,) + (1,) * (x.ndim - d - 1)) * s
+        for d, (n, s) in enumerate(zip(x.shape, x.stride(), strict=True))
+    )
+    memory[places] = np.arange(x.numel()).reshape(tuple(x.shape))
+    if 0 in size:
+        return torch.empty(tuple(size), dtype=torch.int64)
+    found = None
+    if start >= 0 and last < memory.size:
+        found = torch.from_numpy(memory).as_strided(tuple(size), tuple(stride), start)
+    if found is None or bool((found < 0).any()):
+        raise UnsupportedOpError(
+            f"as_strided was called with size={tuple(size)}, stride={tuple(stride)}, "
+            f"storage_offset={storage_offset} on a tensor of shape={tuple(x.shape)}, "
+            f"stride={x.stride()}. It reaches memory outside that tensor, and a tensor of the JAX "
+            "runtime is no memory. Take the view from the tensor that holds those elements."
+        )
+    return found
 
 
 def _by_positions(found: torch.Tensor) -> ViewStep:

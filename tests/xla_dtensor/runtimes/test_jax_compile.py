@@ -151,6 +151,25 @@ def test_eval_mode_is_noticed(mesh: DeviceMesh) -> None:
     assert torch.equal(step(x).cpu(), torch.ones(64))
 
 
+@pytest.mark.parametrize("how", ["data", "assign", "attribute", "copy"])
+def test_a_replaced_parameter_is_noticed(mesh: DeviceMesh, how: str) -> None:
+    layer = distribute_module(nn.Linear(4, 4, bias=False), mesh)
+    step = xla_compile(lambda x: layer(x))
+    x = distribute_tensor(torch.eye(4), mesh)
+    step(x)
+    new = distribute_tensor(torch.full((4, 4), 3.0), mesh)
+    if how == "data":
+        layer.weight.data = new
+    elif how == "assign":
+        layer.load_state_dict({"weight": new}, assign=True)
+    elif how == "attribute":
+        layer.weight = nn.Parameter(new)
+    else:
+        layer.load_state_dict({"weight": new})
+    assert torch.equal(step(x).cpu(), torch.full((4, 4), 3.0))
+    assert step.stats()["traces"] == (1 if how == "copy" else 2)
+
+
 def test_dropout_draws_anew_on_every_call(mesh: DeviceMesh) -> None:
     step = xla_compile(lambda x: nn.functional.dropout(x, 0.5))
     x = distribute_tensor(torch.ones(256), mesh)
@@ -200,7 +219,7 @@ def test_gradients_accumulate_over_calls(mesh: DeviceMesh) -> None:
 
 def test_state_stays_where_it_was_put(mesh: DeviceMesh) -> None:
     _, model, _ = losses(mesh, OPTIMIZERS["adamw"])
-    assert str(model[0].weight.xla_sharding()) == str(model[0].weight.layout.op_sharding())
+    assert str(model[0].weight.xla_sharding()) == str(model[0].weight.mesh_layout.op_sharding())
     assert model[0].weight.xla_sharding().num_tiles(0) == 4
     assert model[2].weight.xla_sharding().kind == "replicated"
 

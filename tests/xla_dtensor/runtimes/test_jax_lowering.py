@@ -86,6 +86,14 @@ POINTWISE: dict[Any, list[Case]] = {
         "nan_to_num",
         Case(A),
     ),
+    **named("polygamma", Case(1, pos(5, 6)), Case(0, pos(5, 6)), Case(2, pos(5, 6))),
+    **named("special_i1", Case(A)),
+    **named("gcd lcm", Case(ints(5, 6), ints(6))),
+    **named("nextafter", Case(A, B)),
+    **named(
+        "bitwise_left_shift.Tensor bitwise_right_shift.Tensor",
+        Case(ints(5, 6), index(5, 6, high=5)),
+    ),
     **named("log log2 log10 log1p sqrt rsqrt reciprocal lgamma digamma acosh", Case(pos(5, 6) + 1)),
     **named("asin acos atanh erfinv", Case(f(5, 6, low=-0.9, high=0.9))),
     **named("gelu", Case(A), Case(A, approximate="tanh")),
@@ -111,7 +119,8 @@ POINTWISE: dict[Any, list[Case]] = {
     ),
     **named("pow.Tensor_Tensor", Case(pos(5, 6), B), Case(pos(5, 1), f(6))),
     **named("pow.Tensor_Scalar", Case(A, 2), Case(A, 3), Case(pos(5, 6), -0.5), Case(A, 0)),
-    **named("pow.Scalar", Case(2.0, A), Case(2, ints(5, 6))),
+    **named("pow.Tensor_Tensor", Case(pos(5, 6), B), Case(ints(5, 6), ints(6)), Case(ints(4), ints(4) + 70)),
+    **named("pow.Scalar", Case(2.0, A), Case(2, ints(5, 6)), Case(3, ints(5, 6) + 70)),
     **named("add.Tensor sub.Tensor rsub.Tensor", Case(A, B, alpha=3), Case(A, f(6), alpha=0.5)),
     **named("add.Scalar sub.Scalar rsub.Scalar", Case(A, 1.5), Case(A, 2, 3)),
     **named(
@@ -181,7 +190,8 @@ REDUCTIONS: dict[Any, list[Case]] = {
         Case(A),
         Case(A, 2, None, True),
     ),
-    **named("cumsum cumprod", Case(A, 1), Case(S, -3), Case(f(), 0)),
+    **named("cumprod", Case(A, 1), Case(f(), 0)),
+    **named("logcumsumexp", Case(A, 1), Case(S, -3), Case(f(), 0)),
     **named("cumsum", Case(A, 1), Case(ints(5, 6), 0), Case(flags(5, 6), 1)),
     **named("_softmax _log_softmax", Case(A, 1, False), Case(S, -3, False), Case(f(), 0, False)),
     **named(
@@ -227,7 +237,7 @@ INDEXING: dict[Any, list[Case]] = {
         Case(f(2, 3, 6), PLACES, 7, 2, True),
     ),
     **named("index_select", Case(A, 0, PLACES[1]), Case(S, -2, PLACES[0]), Case(f(), 0, PLACES[0, :1])),
-    **named("gather", Case(A, 0, PLACES), Case(S, -1, index(5, 4, 2, high=3)), Case(f(), 0, PLACES[0, 0])),
+    **named("gather", Case(A, 0, PLACES), Case(S, -1, index(5, 4, 2, high=3)), Case(f(), 0, PLACES[0, 0]), Case(f(5), 0, index(0, high=5))),
     **named("scatter.src", Case(A, 1, torch.tensor([[0, 2, 1]]), B), Case(f(), 0, PLACES[0, 0], f())),
     **named("scatter.value", Case(A, -1, PLACES, 1.5)),
     **named("scatter_add", Case(A, 0, PLACES, B), Case(S, 2, index(5, 2, 7, high=3), f(5, 6, 8))),
@@ -244,7 +254,7 @@ INDEXING: dict[Any, list[Case]] = {
         Case(A, [PLACES[1]], f(3, 6), True),
         Case(S, [PLACES[0], None, torch.tensor([0, 1, 2])], f(3, 6)),
     ),
-    **named("index_add", Case(A, 0, PLACES[1], f(3, 6)), Case(S, -1, PLACES[0], S, alpha=0.5)),
+    **named("index_add", Case(A, 0, PLACES[1], f(3, 6)), Case(S, -1, PLACES[0], S, alpha=0.5), Case(f(), 0, PLACES[0, :1], f())),
     **named("one_hot", Case(PLACES, 6)),
     **named(
         "nll_loss_forward",
@@ -297,7 +307,7 @@ def sharded(mesh: DeviceMesh) -> Callable[[torch.Tensor], DTensor]:
     """Dims 0 and 1 on dp and tp; sizes such as 5 and 6 leave the last shards short."""
 
     def put(tensor: torch.Tensor) -> DTensor:
-        return distribute_tensor(tensor, mesh, ("dp", "tp", None, None)[: tensor.ndim])
+        return distribute_tensor(tensor, mesh, ("dp", "tp", None, None)[: tensor.ndim] or None)
 
     return put
 
@@ -312,7 +322,8 @@ def assert_same(found: Any, expected: Any, reference: Any) -> None:
         if isinstance(plain, torch.Tensor):
             assert isinstance(ours, DTensor)
             assert (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
-            tolerance = {} if plain.dtype == torch.bfloat16 else {"rtol": 2e-5, "atol": 2e-6}
+            half = plain.dtype == torch.bfloat16
+            tolerance = {"rtol": 2e-2, "atol": 1e-2} if half else {"rtol": 2e-5, "atol": 2e-6}
             torch.testing.assert_close(
                 ours.cpu(), value.detach().to(plain.dtype), equal_nan=True, **tolerance
             )
@@ -369,10 +380,9 @@ def test_gradients(mesh: DeviceMesh, op: Any) -> None:
     for case in CASES[op]:
         reference = case.mapped(wide).mapped(leaf)
         try:
-            expected = reference.run(op)
+            pulled(reference.run(op), lambda t: t)
         except RuntimeError:
             continue  # torch itself cannot differentiate it
-        pulled(expected, lambda t: t)
         ours = case.mapped(lambda t: leaf(sharded(mesh)(t)))
         pulled(ours.run(op), sharded(mesh))
         for mine, theirs in zip(ours.tensors(), reference.tensors(), strict=True):
@@ -457,4 +467,6 @@ def test_dtypes_are_promoted_as_torch_does(mesh: DeviceMesh, name: str) -> None:
         ours_b = distribute_tensor(b, mesh) if isinstance(b, torch.Tensor) else b
         found = function(distribute_tensor(a, mesh), ours_b)
         assert found.dtype == expected.dtype, (dtype, kind)
-        torch.testing.assert_close(found.cpu(), expected, msg=lambda m, c=(dtype, kind): f"{c}: {m}")
+        torch.testing.assert_close(
+            found.cpu(), expected, equal_nan=True, msg=lambda m, c=(dtype, kind): f"{c}: {m}"
+        )

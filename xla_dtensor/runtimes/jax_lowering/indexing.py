@@ -50,8 +50,8 @@ def _index_select(x: Any, dim: int, index: Any) -> Any:
 
 @lower(aten.gather.default)
 def _gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
-    if not x.ndim:
-        return jnp.broadcast_to(x, index.shape)
+    if not x.ndim or not index.size:
+        return jnp.broadcast_to(x, index.shape) if index.size else jnp.zeros(index.shape, x.dtype)
     cut = tuple(
         slice(None) if d == dim % max(x.ndim, 1) else slice(0, n) for d, n in enumerate(index.shape)
     )
@@ -94,14 +94,21 @@ def _index(x: Any, indices: Any) -> Any:
 
 @lower(aten.index_put.default)
 def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
-    at = x.at[_advanced(indices)]
     values = values.astype(x.dtype)
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is not None and mask.dtype == jnp.bool_ and values.size == 1:
+        # The one write through a mask whose shapes do not depend on the mask's values.
+        mask = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
+        return jnp.where(mask, x + values.reshape(()) if accumulate else values.reshape(()), x)
+    at = x.at[_advanced(indices)]
     return at.add(values) if accumulate else at.set(values)
 
 
 @lower(aten.index_add.default)
 def _index_add(x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
-    at = (slice(None),) * (dim % max(x.ndim, 1)) + (index,)
+    if not x.ndim:
+        return x + (jnp.sum(source) * alpha).astype(x.dtype)
+    at = (slice(None),) * (dim % x.ndim) + (index,)
     return x.at[at].add((source * alpha).astype(x.dtype))
 
 

@@ -50,6 +50,8 @@ def _mm(a: Any, b: Any) -> Any:
 @lower(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
 def _addmm(bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     product = _matmul(a, b)
+    if product.dtype.kind in "biu":  # torch rounds the factors first, too
+        alpha, beta = int(alpha), int(beta)
     product = product if isinstance(alpha, (int, float)) and alpha == 1 else product * alpha
     if isinstance(beta, (int, float)) and beta == 0:
         return product

@@ -121,12 +121,13 @@ _register(
         "round": jnp.round,
         "trunc": jnp.trunc,
         "frac": lambda x: x - jnp.trunc(x),
-        "sign sgn": jnp.sign,
+        "sign sgn": lambda x: _sign(x),
         "relu": lambda x: jnp.maximum(x, 0),
         "silu": jax.nn.silu,
         "gelu": _gelu,
         "lgamma": special.gammaln,
-        "digamma": special.digamma,
+        "digamma": lambda x: _digamma(x),
+        "special_i1": special.i1,
         "square": lambda x: x * x,
         "mul.Tensor mul.Scalar": jnp.multiply,
         "div.Tensor div.Scalar": jnp.divide,
@@ -145,6 +146,11 @@ _register(
         "bitwise_and.Tensor bitwise_and.Scalar": jnp.bitwise_and,
         "bitwise_or.Tensor bitwise_or.Scalar": jnp.bitwise_or,
         "bitwise_xor.Tensor bitwise_xor.Scalar": jnp.bitwise_xor,
+        "bitwise_left_shift.Tensor": jnp.left_shift,
+        "bitwise_right_shift.Tensor": jnp.right_shift,
+        "gcd": jnp.gcd,
+        "lcm": jnp.lcm,
+        "nextafter": jnp.nextafter,
         "sigmoid_backward": lambda g, y: g * y * (1 - y),
         "tanh_backward": lambda g, y: g * (1 - y * y),
         "silu_backward": lambda g, x: _silu_backward(g, x),
@@ -174,7 +180,31 @@ _register(
 
 
 def _pow(x: Any, y: Any) -> Any:
-    return x * x if isinstance(y, (int, float)) and y == 2 else jnp.power(x, y)
+    if x.dtype.kind not in "iu":
+        return jnp.logical_or(x, ~y) if x.dtype.kind == "b" else jnp.power(x, y)
+    # torch rounds 1 / x**n to an integer; jnp.power leaves it undefined.
+    inverse = jnp.where(x == 1, 1, jnp.where(x == -1, 1 - 2 * (y & 1), 0)).astype(x.dtype)
+    return jnp.where(y < 0, inverse, _int_power(x, y))
+
+
+def _int_power(x: Any, n: Any) -> Any:
+    """x ** n for n >= 0, wrapped on overflow; jnp.power looks at six bits of n only."""
+
+    def square(_: Any, state: Any) -> Any:
+        product, base, rest = state
+        return product * jnp.where(rest & 1, base, 1).astype(x.dtype), base * base, rest >> 1
+
+    x, n = jnp.broadcast_arrays(x, n)
+    bits = jnp.iinfo(x.dtype).bits
+    return lax.fori_loop(0, bits, square, (jnp.ones_like(x), x, n))[0]
+
+
+def _sign(x: Any) -> Any:
+    return x if x.dtype.kind == "b" else jnp.sign(x)
+
+
+def _digamma(x: Any) -> Any:
+    return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), special.digamma(x))
 
 
 def _silu_backward(grad: Any, x: Any) -> Any:
@@ -297,9 +327,13 @@ def _nan_to_num(x: Any, nan: Any = None, posinf: Any = None, neginf: Any = None)
     return jnp.nan_to_num(x, nan=0.0 if nan is None else nan, posinf=posinf, neginf=neginf)
 
 
+@lower(aten.polygamma.default, wants_meta=True)
+def _polygamma(order: int, x: Any, *, meta: Any) -> Any:
+    dtype = _compute_dtype(jax_dtype(meta.dtype))
+    return special.polygamma(order, x.astype(dtype)) if order else _digamma(x.astype(dtype))
+
+
 @lower(aten.softplus.default, wants_meta=True)
 def _softplus(x: Any, beta: Any = 1, threshold: Any = 20, *, meta: Any) -> Any:
     x = x.astype(_compute_dtype(jax_dtype(meta.dtype)))
     return jnp.where(x * beta > threshold, x, jnp.log1p(jnp.exp(jnp.minimum(x * beta, threshold))) / beta)
-
-

@@ -98,12 +98,12 @@ def _min_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
 
 @lower(aten.argmax.default)
 def _argmax(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    return jnp.argmax(x, axis=dim, keepdims=keepdim and x.ndim > 0)
+    return jnp.argmax(x, axis=dim if x.ndim else None, keepdims=keepdim and x.ndim > 0)
 
 
 @lower(aten.argmin.default)
 def _argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    return jnp.argmin(x, axis=dim, keepdims=keepdim and x.ndim > 0)
+    return jnp.argmin(x, axis=dim if x.ndim else None, keepdims=keepdim and x.ndim > 0)
 
 
 @lower(aten.any.default, aten.any.dim, aten.any.dims)
@@ -155,6 +155,11 @@ def _cumsum(x: Any, dim: int, *, dtype: Any = None, meta: Any) -> Any:
 @lower(aten.cumprod.default, wants_meta=True)
 def _cumprod(x: Any, dim: int, *, dtype: Any = None, meta: Any) -> Any:
     return jnp.cumprod(_wide(x, meta), axis=dim) if x.ndim else x
+
+
+@lower(aten.logcumsumexp.default)
+def _logcumsumexp(x: Any, dim: int) -> Any:
+    return lax.cumlogsumexp(x, axis=dim % x.ndim) if x.ndim else x
 
 
 @lower(aten._softmax.default)
