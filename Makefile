@@ -27,7 +27,7 @@ DEMO_VENV := .venv-demo-$(RUNTIME)
 
 # The two environments that are tested. torch 2.9 is the last one that torch_xla supports.
 MAIN_PACKAGES := -e ".[jax,torch-xla,preflight,dev]"
-LATEST_PACKAGES := -e ".[jax,dev]" "torch>=2.13,<2.14"
+LATEST_PACKAGES := -e ".[jax,dev]" "torch==2.15.*"
 DEMO_PACKAGES_jax := -e ".[jax]" "torch>=2.13,<2.14" tqdm
 DEMO_PACKAGES_torch_xla := -e ".[torch-xla]" tqdm
 # torch 2.9 is built for CUDA 12, torch 2.13 for CUDA 13: one CUDA version per environment.

@@ -48,7 +48,7 @@ def compile(step: Callable[..., Any]) -> CompiledStep:
     """
     if not callable(step):
         raise ArgumentTypeError(
-            f"compile was called with an object of type={type(step).__name__}. A step is a function "
-            "that is called with its inputs. Pass a function, or a module."
+            f"compile was called with an object of type={type(step).__name__}. A step is a "
+            "function that is called with its inputs. Pass a function, or a module."
         )
     return get_runtime().compile(step)

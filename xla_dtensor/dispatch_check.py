@@ -1,4 +1,4 @@
-"""Does this torch hand a DTensor subclass's ops to the subclass? Asked once, when DTensor is defined.
+"""Does this torch hand a DTensor subclass's ops to the subclass? Asked once, at import.
 
 From torch 2.10 on, ops on DTensors are dispatched in C++. Versions 2.10 to 2.12 take that path for
 subclasses too, past an overridden ``__torch_dispatch__``: every op would then run PyTorch's own
@@ -39,7 +39,7 @@ def check_dispatch(base: type[torch.Tensor] = TorchDTensor) -> None:
         seen.clear()  # the other path ran, and stumbled over a probe without a spec
     if not seen:
         raise RuntimeSetupError(
-            f"xla_dtensor was imported with torch {torch.__version__}. This torch dispatches ops on "
-            "DTensor subclasses in C++, past the subclass, and results would be wrong without an "
+            f"xla_dtensor was imported with torch {torch.__version__}. This torch dispatches ops "
+            "on DTensor subclasses in C++, past the subclass, and results would be wrong without an "
             "error. Install torch 2.9 (with torch_xla) or torch 2.13 or newer."
         )

@@ -121,7 +121,7 @@ class DTensor(TorchDTensor):
             return _wrap(func, result, propagate(func, args, kwargs, mesh), mesh)
         return result
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     def rewrapped(self, payload: torch.Tensor) -> DTensor:
         """Return a DTensor over another payload, with this one's mesh and placements."""
@@ -227,7 +227,9 @@ class DTensor(TorchDTensor):
             )
         checked = checked_placements("redistribute", placements, mesh, self.ndim, partial=False)
         source = self if forward_dtype is None else self.to(forward_dtype)
-        return _Redistribute.apply(source, mesh, checked, backward_dtype)
+        return _Redistribute.apply(  # pyright: ignore[reportReturnType]
+            source, mesh, checked, backward_dtype
+        )
 
     def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
         """Return the whole value as a plain tensor of the runtime, replicated on every device.
@@ -245,7 +247,8 @@ class DTensor(TorchDTensor):
         for_grad = checked_placements(
             "full_tensor", grad_placements, mesh, self.ndim, partial=False
         )
-        return _ToPlain.apply(self.redistribute(placements=replicated), for_grad)
+        whole = self.redistribute(placements=replicated)
+        return _ToPlain.apply(whole, for_grad)  # pyright: ignore[reportReturnType]
 
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
         """Refused: see the message."""
@@ -349,7 +352,7 @@ def _wrap(func: Any, result: Any, placements: Any, mesh: DeviceMesh) -> Any:
     if isinstance(result, (list, tuple)):
         each = placements if isinstance(placements, list) else [placements] * len(result)
         each = each if len(each) == len(result) else [each[0]] * len(result)
-        # Not type(result): some are named tuples. The dispatcher makes them again from any sequence.
+        # Not type(result): some are named tuples, which the dispatcher makes from any sequence.
         wrapped = [_wrap(func, r, p, mesh) for r, p in zip(result, each, strict=True)]
         return wrapped if isinstance(result, list) else tuple(wrapped)
     if not isinstance(result, torch.Tensor):
@@ -370,7 +373,7 @@ class _Redistribute(torch.autograd.Function):
         return DTensor(_constrained(source._local_tensor, layout), mesh, placements)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:
+    def backward(ctx: Any, grad: Any) -> Any:
         mesh, placements = ctx.source
         # A gradient has a value, so what was pending in the forward is whole in the backward.
         target = tuple(Replicate() if p.is_partial() else p for p in placements)

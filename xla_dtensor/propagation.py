@@ -229,9 +229,9 @@ def _from_propagator(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any
     if output is None:
         return (Replicate(),) * mesh.ndim
     given = [v[0] for v in leaves((args, kwargs)) if isinstance(v, _Described)]
-    if isinstance(output, (list, tuple)):
-        return with_strides([None if spec is None else spec.placements for spec in output], given)
-    return with_strides(output.placements, given)
+    if isinstance(output, DTensorSpec):
+        return with_strides(output.placements, given)
+    return with_strides([None if spec is None else spec.placements for spec in output], given)
 
 
 @lru_cache(maxsize=64)

@@ -67,7 +67,7 @@ def _attention(q: Any, k: Any, v: Any, ndim: int) -> Placement:
     if q_dim is not None and q_dim == k_dim == v_dim and q_dim < ndim - 2:
         return Shard(q_dim)
     if q_dim == ndim - 2 and k_dim is None and v_dim is None:
-        return Shard(q_dim)
+        return Shard(ndim - 2)
     return Replicate()
 
 

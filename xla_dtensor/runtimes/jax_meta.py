@@ -85,7 +85,7 @@ def _ask(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     try:
         with torch.no_grad():
             result = func(*meta_args, **meta_kwargs)
-    except (NotImplementedError, RuntimeError, torch._subclasses.fake_tensor.DynamicOutputShapeException):
+    except (NotImplementedError, RuntimeError, DynamicOutputShapeException):
         return None
     return tree_map(lambda v: of_tensor(v) if isinstance(v, torch.Tensor) else v, result)
 

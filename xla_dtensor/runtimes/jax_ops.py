@@ -217,8 +217,10 @@ def _look_up_variant(func: Any) -> tuple[Any, bool]:
 
 
 def _overload(ops: Any, names: Sequence[str], arguments: Sequence[Any]) -> Any:
-    """Find the functional overload with exactly these arguments: names alone can mislead, for
-    pow.Scalar takes the scalar first and pow_.Scalar takes it second."""
+    """Find the functional overload with exactly these arguments.
+
+    Names alone can mislead: pow.Scalar takes the scalar first and pow_.Scalar takes it second.
+    """
     for name in names:
         packet = getattr(ops, name, None)
         for overload in packet.overloads() if packet is not None else ():

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -99,7 +100,7 @@ def put_host_array(
         return jnp.array(array)
     target = padded_shape(array.shape, sharding)
 
-    def tile(index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+    def tile(index: Any) -> np.ndarray[Any, Any]:
         starts = [s.start or 0 for s in index]
         stops = [t if s.stop is None else s.stop for s, t in zip(index, target, strict=True)]
         part = array[tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))]

@@ -51,7 +51,7 @@ def named_sharding(
     dims = _dim_digits(op_sharding, ndim, root)
     boundaries = _boundaries(dims, root)
     names = {stride: f"f{i}" for i, stride in enumerate(boundaries[1:])}
-    sizes = tuple(outer // inner for outer, inner in zip(boundaries, boundaries[1:], strict=False))
+    sizes = tuple(outer // inner for outer, inner in pairwise(boundaries))
     spec = [
         PartitionSpec.UNCONSTRAINED
         if not digits and dim in open_dims

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import torch
 from jax.sharding import NamedSharding
@@ -97,6 +98,7 @@ class JaxTensor(torch.Tensor):
 
     _storage: Storage
     _steps: tuple[ViewStep, ...]
+    _cached: tuple[jax.Array, jax.Array] | None
 
     @staticmethod
     def __new__(
@@ -123,6 +125,10 @@ class JaxTensor(torch.Tensor):
         self._steps = steps
         self._cached = None
         return self
+
+    if TYPE_CHECKING:
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def value(self) -> jax.Array:
         """Return the logical value as a JAX array (a tracer while a step is traced)."""
@@ -153,7 +159,7 @@ class JaxTensor(torch.Tensor):
 
         return run_op(func, args, kwargs or {})
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     def host(self) -> torch.Tensor:
         """Return the whole value as a plain CPU tensor. All processes have to call this alike."""

@@ -136,6 +136,6 @@ def _user_line() -> str:
 
 def is_tracer(value: Any) -> bool:
     """Tell whether a JAX value belongs to a trace in progress."""
-    import jax
+    import jax.core
 
     return isinstance(value, jax.core.Tracer)

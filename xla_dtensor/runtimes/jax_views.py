@@ -9,7 +9,7 @@ tensor of positions on the CPU, and reading and writing index the flat value by 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import jax
@@ -180,7 +180,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def view_rule(func: Any) -> Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] | None:
     """Return the function that runs `func` as a view, or None when it is no view op."""
     if func in _RULES:

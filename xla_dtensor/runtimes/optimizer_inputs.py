@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.optim import optimizer as torch_optimizer
+import torch.optim.optimizer as torch_optimizer
 
 from xla_dtensor.errors import CompileError
 

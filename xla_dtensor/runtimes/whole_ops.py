@@ -68,7 +68,8 @@ def _below(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _save(ctx: Any, *tensors: Any) -> None:
     # Under saved-tensor hooks (checkpoint), torch 2.9 loses the gradient hooks of a leaf that a
     # Function saves. Nothing here is differentiated twice, so a detached alias does.
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    hooks = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    if hooks._top_saved_tensors_default_hooks(True) is not None:
         tensors = tuple(t.detach() if t is not None and t.is_leaf else t for t in tensors)
     ctx.save_for_backward(*tensors)
 

@@ -82,5 +82,5 @@ def _sdpa(
 def _sdpa_backward(
     grad: Any, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: Any, gqa: bool
 ) -> Any:
-    _, pull = jax.vjp(lambda *qkv: attention(*qkv, mask, is_causal, scale, gqa), q, k, v)
+    _, pull = jax.vjp(lambda q, k, v: attention(q, k, v, mask, is_causal, scale, gqa), q, k, v)
     return pull(grad.astype(q.dtype))

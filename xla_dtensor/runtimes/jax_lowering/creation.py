@@ -1,4 +1,4 @@
-"""Tensors made like another one. (Factories without a tensor argument never reach this runtime.)"""
+"""Tensors made like another one. Factories without a tensor argument never reach this runtime."""
 
 from __future__ import annotations
 

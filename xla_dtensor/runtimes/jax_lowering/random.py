@@ -1,5 +1,7 @@
-"""Random ops. Every call takes a fresh key from the runtime's generator, a storage like any other,
-so a compiled step reads and advances it as part of its state.
+"""Random ops.
+
+Every call takes a fresh key from the runtime's generator, a storage like any other, so a compiled
+step reads and advances it as part of its state.
 
 The values differ from torch's CPU generator; shapes, dtypes and distributions are torch's.
 """
