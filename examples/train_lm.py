@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -155,7 +156,7 @@ def audit_all(
     moments: list[Audit] = []
     for name, parameter in model.named_parameters():
         asked = placements_of(name)
-        parameters.append(audit(name, parameter, asked))
+        parameters.append(audit(name, cast("DTensor", parameter), asked))
         for moment in ("exp_avg", "exp_avg_sq"):
             moments.append(audit(f"{name} {moment}", optimizer.state[parameter][moment], asked))
     return parameters, moments

@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    name = config.getoption("--runtime")
+    name = str(config.getoption("--runtime"))
     os.environ["XLA_DTENSOR_RUNTIME"] = name
     if name == "jax":
         flag = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
@@ -53,9 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def runtime(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Runtime:
+def runtime(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runtime:
     """The session's runtime, started with 8 devices."""
     from xla_dtensor.runtimes import current_runtime, get_runtime
 

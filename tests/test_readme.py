@@ -56,7 +56,7 @@ def test_both_sides_of_the_diff_run_and_print_the_same_losses(
     (diff,) = blocks("diff")
     before, after = diff_sides(diff)
     assert "xla_dtensor" not in before
-    runtime = request.config.getoption("--runtime")
+    runtime = str(request.config.getoption("--runtime"))
     plain = [float(line) for line in run(before, runtime).split()]
     sharded = [float(line) for line in run(after, runtime).split()]
     assert len(plain) == 5
@@ -74,7 +74,7 @@ def test_the_sessions_print_what_the_readme_shows(request: pytest.FixtureRequest
         f"test = doctest.DocTestParser().get_doctest({session!r}, {{}}, 'README', None, 0)\n"
         "sys.exit(doctest.DocTestRunner(verbose=False).run(test).failed)"
     )
-    run(program, request.config.getoption("--runtime"))
+    run(program, str(request.config.getoption("--runtime")))
 
 
 def test_a_wrong_output_would_be_noticed() -> None:

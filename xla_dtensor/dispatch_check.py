@@ -28,7 +28,9 @@ def check_dispatch(base: type[torch.Tensor] = TorchDTensor) -> None:
 
     class Probe(base):
         @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(func)
             return torch.zeros(())
 
@@ -40,6 +42,6 @@ def check_dispatch(base: type[torch.Tensor] = TorchDTensor) -> None:
     if not seen:
         raise RuntimeSetupError(
             f"xla_dtensor was imported with torch {torch.__version__}. This torch dispatches ops "
-            "on DTensor subclasses in C++, past the subclass, and results would be wrong without an "
-            "error. Install torch 2.9 (with torch_xla) or torch 2.13 or newer."
+            "on DTensor subclasses in C++, past the subclass, and results would be wrong without "
+            "an error. Install torch 2.9 (with torch_xla) or torch 2.13 or newer."
         )

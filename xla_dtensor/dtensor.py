@@ -82,8 +82,11 @@ class DTensor(TorchDTensor):
         *,
         requires_grad: bool = False,
     ) -> DTensor:
+        """Wrap `payload`, the runtime's tensor for the whole value."""
         extra = get_runtime().extra_dispatch_keys
-        keys = {} if extra is None or payload.device.type != "cpu" else {"_extra_dispatch_keys": extra}
+        keys = (
+            {} if extra is None or payload.device.type != "cpu" else {"_extra_dispatch_keys": extra}
+        )
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             payload.shape,
@@ -191,7 +194,9 @@ class DTensor(TorchDTensor):
         coordinate = mesh.get_coordinate() or [0] * mesh.ndim
         from xla_dtensor.core import local_shape
 
-        return local_shape(self._spec.layout, tuple(self.shape), tuple(coordinate), rule="torch").shape
+        return local_shape(
+            self._spec.layout, tuple(self.shape), tuple(coordinate), rule="torch"
+        ).shape
 
     # ------------------------------------------------------------------ moving
 
@@ -264,9 +269,9 @@ class DTensor(TorchDTensor):
     ) -> DTensor:
         """Refused: see the message."""
         raise UnsupportedOpError(
-            f"from_local was called with a tensor of shape={tuple(local_tensor.shape)}. One process "
-            "holds many devices here, and one local tensor does not say what the others hold. Pass "
-            "the global tensor to distribute_tensor."
+            f"from_local was called with a tensor of shape={tuple(local_tensor.shape)}. One "
+            "process holds many devices here, and one local tensor does not say what the others "
+            "hold. Pass the global tensor to distribute_tensor."
         )
 
     def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
@@ -366,7 +371,9 @@ def _wrap(func: Any, result: Any, placements: Any, mesh: DeviceMesh) -> Any:
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, source: DTensor, mesh: DeviceMesh, placements: Any, dtype: Any) -> DTensor:
+    def forward(
+        ctx: Any, source: DTensor, mesh: DeviceMesh, placements: Any, dtype: Any
+    ) -> DTensor:
         ctx.source = (source._spec.mesh, source._spec.placements)
         ctx.dtype = dtype
         layout = Layout.from_placements(placements, source.ndim, mesh.value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.tensor import Placement, Replicate
 
@@ -98,9 +98,9 @@ def _checked(
         )
     if dim >= 0:
         return placement
-    if hasattr(placement, "split_factor"):
-        return type(placement)(dim + ndim, split_factor=placement.split_factor)
-    return type(placement)(dim + ndim)
+    kind = cast("Any", type(placement))
+    factor = getattr(placement, "split_factor", None)
+    return kind(dim + ndim) if factor is None else kind(dim + ndim, split_factor=factor)
 
 
 def torch_placements(layout: Layout) -> tuple[Placement, ...]:

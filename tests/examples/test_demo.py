@@ -18,7 +18,7 @@ TIMEOUT_SECONDS = 600
 @pytest.fixture(scope="module")
 def output(request: pytest.FixtureRequest) -> str:
     """What 20 steps of the demo print, on the session's runtime."""
-    runtime = request.config.getoption("--runtime")
+    runtime = str(request.config.getoption("--runtime"))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     environment.pop("XLA_FLAGS", None)
     done = subprocess.run(

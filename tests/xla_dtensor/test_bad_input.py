@@ -222,9 +222,9 @@ TABLE: dict[str, Row] = {
         lambda s: xd.distribute_tensor(torch.ones(8, 4), s.mesh, ("dp", None, None)),
         DistributeError,
         ValueError,
-        "distribute_tensor was called with alias placements=('dp', None, None) for a tensor with 2 "
-        "dims. Aliases name the mesh axes of each tensor dim, so there is one entry per dim. Pass 2 "
-        "entries; None leaves a dim whole.",
+        "distribute_tensor was called with alias placements=('dp', None, None) for a tensor with "
+        "2 dims. Aliases name the mesh axes of each tensor dim, so there is one entry per dim. "
+        "Pass 2 entries; None leaves a dim whole.",
     ),
     "numbers_for_aliases": (
         lambda s: xd.distribute_tensor(torch.ones(8, 4), s.mesh, (0, 1)),
@@ -243,8 +243,8 @@ TABLE: dict[str, Row] = {
         lambda s: xd.distribute_tensor(torch.ones(8, requires_grad=True) * 2, s.mesh),
         DistributeError,
         ValueError,
-        "distribute_tensor was called with a tensor of shape=(8,) that has an autograd history. Its "
-        "gradient would end at the copy, in silence. Pass a leaf tensor, or tensor.detach().",
+        "distribute_tensor was called with a tensor of shape=(8,) that has an autograd history. "
+        "Its gradient would end at the copy, in silence. Pass a leaf tensor, or tensor.detach().",
     ),
     "lies_otherwise": (
         lambda s: xd.distribute_tensor(s.d, s.mesh, [R, R]),

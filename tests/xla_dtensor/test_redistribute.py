@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,6 +24,10 @@ LAYOUTS = [
     ([Shard(-1), Shard(-1)], "{devices=[1,8]<=[8]}"),
     (("tp", "dp"), "{devices=[4,2]<=[2,4]T(1,0)}"),
 ]
+
+
+def parameter(tensor: xd.DTensor) -> Any:
+    return nn.Parameter(tensor)
 
 
 @pytest.mark.parametrize("shape", [(8, 16), (5, 7)], ids=["even", "uneven"])
@@ -67,10 +71,11 @@ def test_torch_2_9_equality_of_strided_shards_is_not_used(mesh: xd.DeviceMesh) -
     assert [s.data.item() for s in a.addressable_shards()] == [0, 2, 4, 6, 1, 3, 5, 7]
     assert [s.data.item() for s in b.addressable_shards()] == [0, 1, 2, 3, 4, 5, 6, 7]
     for d in (a, b):
-        for same in (d + 1, -d, d.detach(), torch.zeros_like(d), d.unsqueeze(1).squeeze(1)):
+        made: list[Any] = [d + 1, -d, d.detach(), torch.zeros_like(d), d.unsqueeze(1).squeeze(1)]
+        for same in made:
             assert same.mesh_layout == d.mesh_layout
             assert same.xla_sharding() == d.xla_sharding()
-    assert type((b * 2).placements[0]) is Shard
+    assert type(cast("Any", b * 2).placements[0]) is Shard
     with pytest.raises(DistributeError, match="lies on a mesh already, otherwise than asked"):
         xd.distribute_tensor(a, mesh, [Shard(0), Shard(0)])
     with pytest.raises(DistributeError, match="lies on a mesh already, otherwise than asked"):
@@ -83,7 +88,7 @@ def test_another_mesh_over_the_same_devices(mesh: xd.DeviceMesh) -> None:
     flat = xd.init_device_mesh("xla", (8,), mesh_dim_names=("all",))
     cube = xd.init_device_mesh("xla", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
     crossed = xd.Mesh([[0, 4], [1, 5], [2, 6], [3, 7]], (4, 2), ("tp", "dp"))
-    p = nn.Parameter(xd.distribute_tensor(x, mesh, [Shard(0), R]))
+    p = parameter(xd.distribute_tensor(x, mesh, [Shard(0), R]))
     total = torch.zeros(())
     for other, placements, text in (
         (flat, [Shard(0)], "{devices=[8,1]<=[8]}"),
@@ -104,7 +109,7 @@ def test_another_mesh_over_the_same_devices(mesh: xd.DeviceMesh) -> None:
 @pytest.mark.parametrize("target", [[R, R], [R, Shard(1)], [Shard(0), Shard(0)]], ids=str)
 def test_gradient(mesh: xd.DeviceMesh, target: Any) -> None:
     x, scale = torch.randn(8, 12), torch.randn(8, 12)
-    p = nn.Parameter(xd.distribute_tensor(x, mesh, [Shard(0), Shard(1)]))
+    p = parameter(xd.distribute_tensor(x, mesh, [Shard(0), Shard(1)]))
     (p.redistribute(placements=target) * scale).sum().backward()
     assert p.grad.placements == (Shard(0), Shard(1))
     assert p.grad.xla_sharding() == p.xla_sharding()
@@ -113,7 +118,7 @@ def test_gradient(mesh: xd.DeviceMesh, target: Any) -> None:
 
 def test_a_pending_label_becomes_whole(mesh: xd.DeviceMesh) -> None:
     x = torch.randn(8, 12)
-    p = nn.Parameter(xd.distribute_tensor(x, mesh, [Shard(0), Shard(1)]))
+    p = parameter(xd.distribute_tensor(x, mesh, [Shard(0), Shard(1)]))
     total = p.sum(1)
     assert total.placements == (Shard(0), Partial())
     moved = total.redistribute(placements=[R, R])
@@ -123,7 +128,7 @@ def test_a_pending_label_becomes_whole(mesh: xd.DeviceMesh) -> None:
 
 
 def test_dtypes_of_the_two_passes(mesh: xd.DeviceMesh) -> None:
-    p = nn.Parameter(xd.distribute_tensor(torch.ones(8), mesh, [Shard(0), R]))
+    p = parameter(xd.distribute_tensor(torch.ones(8), mesh, [Shard(0), R]))
     moved = p.redistribute(
         placements=[R, R], forward_dtype=torch.bfloat16, backward_dtype=torch.float32
     )
@@ -148,7 +153,7 @@ def test_partial_is_refused(mesh: xd.DeviceMesh, target: Any) -> None:
 @pytest.mark.parametrize("placements", [[R, R], [Shard(0), Shard(0)], [R, Shard(1)]], ids=str)
 def test_full_tensor(mesh: xd.DeviceMesh, placements: Any) -> None:
     x = torch.randn(5, 7)
-    p = nn.Parameter(xd.distribute_tensor(x, mesh, placements))
+    p = parameter(xd.distribute_tensor(x, mesh, placements))
     full = p.full_tensor()
     assert not isinstance(full, xd.DTensor)
     assert full.shape == x.shape
@@ -161,24 +166,26 @@ def test_full_tensor(mesh: xd.DeviceMesh, placements: Any) -> None:
 
 def test_gradient_of_full_tensor_lies_as_asked(mesh: xd.DeviceMesh) -> None:
     d = xd.distribute_tensor(torch.ones(8, 4), mesh).requires_grad_()
-    moved, seen = d + 0, []
+    moved, seen = cast("Any", d + 0), []
     moved.register_hook(lambda grad: seen.append((grad.placements, str(grad.xla_sharding()))))
     asked = moved.full_tensor(grad_placements=[Shard(0), Shard(0)])
     (asked * 2).sum().backward()
     # The hook sees what left full_tensor's own redistribute: the placements of its source.
     assert seen == [((R, R), "{replicated}")]
+    assert d.grad is not None
     assert torch.equal(d.grad.cpu(), torch.full((8, 4), 2.0))
 
 
 def test_full_tensor_in_the_middle_of_a_graph(mesh: xd.DeviceMesh) -> None:
     x = torch.randn(8, 4)
-    p = nn.Parameter(xd.distribute_tensor(x, mesh, [Shard(0), Shard(1)]))
-    weight = torch.randn(4, 3, requires_grad=True)
-    loss = (p.sigmoid().full_tensor() @ weight).square().sum()
-    loss.backward()
-    plain, plain_weight = x.clone().requires_grad_(), weight.detach().clone().requires_grad_()
+    p = parameter(xd.distribute_tensor(x, mesh, [Shard(0), Shard(1)]))
+    full = p.sigmoid().full_tensor()
+    weight = torch.randn(4, 3).to(full.device).requires_grad_()
+    (full @ weight).square().sum().backward()
+    plain, plain_weight = x.clone().requires_grad_(), weight.detach().cpu().requires_grad_()
     (plain.sigmoid() @ plain_weight).square().sum().backward()
     torch.testing.assert_close(p.grad.cpu(), plain.grad)
+    assert weight.grad is not None
     torch.testing.assert_close(weight.grad.cpu(), plain_weight.grad)
 
 

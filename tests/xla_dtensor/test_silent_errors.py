@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -157,7 +157,7 @@ def test_redistribute_leaves_its_source_where_it_was(mesh: xd.DeviceMesh) -> Non
 
 
 def test_redistribute_of_an_activation_keeps_autograd(mesh: xd.DeviceMesh) -> None:
-    p = nn.Parameter(xd.distribute_tensor(torch.ones(8, 4), mesh, [Shard(0), R]))
+    p = cast("Any", nn.Parameter(xd.distribute_tensor(torch.ones(8, 4), mesh, [Shard(0), R])))
     y = (p * 3).redistribute(placements=[R, Shard(1)])
     assert y.requires_grad
     y.sum().backward()
@@ -208,7 +208,8 @@ def test_shape_follows_in_place_views(mesh: xd.DeviceMesh) -> None:
 
 def test_optimizer_state_is_not_made_replicated(mesh: xd.DeviceMesh) -> None:
     d = xd.distribute_tensor(torch.randn(16, 8), mesh, [Shard(0), Shard(0)])
-    for like in (torch.zeros_like(d), torch.empty_like(d), torch.rand_like(d)):
+    made: list[Any] = [torch.zeros_like(d), torch.empty_like(d), torch.rand_like(d)]
+    for like in made:
         assert like.xla_sharding() == d.xla_sharding()
         assert bytes_per_device(like) == {2 * 8 * 4}
 
@@ -220,10 +221,34 @@ def test_int64_is_not_narrowed(mesh: xd.DeviceMesh) -> None:
     x = torch.tensor([2**40, 2**62, -(2**40), 1] * 2)
     d = xd.distribute_tensor(x, mesh, [Shard(0), Shard(0)])
     doubled = xd.compile(lambda t: t + t)(d)
-    for found, expected in ((d, x), (d + d, x + x), (d // 3, x // 3), (doubled, x + x)):
+    for found, expected in ((d, x), (d + d, x + x), (doubled, x + x)):
         assert found.dtype == torch.int64
         assert torch.equal(found.cpu(), expected)
     assert d.sum().dtype == torch.int64
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8], ids=str)
+def test_integer_division_is_exact(mesh: xd.DeviceMesh, dtype: torch.dtype) -> None:
+    # torch_xla divides integers in float32.
+    limits = torch.iinfo(dtype)
+    x = torch.tensor([limits.max, limits.min, limits.max // 3, 7, -7, 6, -6, 0], dtype=dtype)
+    y = torch.tensor([3, 3, -7, 2, 2, 3, -3, 5], dtype=dtype)
+    d = xd.distribute_tensor(x, mesh, [Shard(0), Shard(0)])
+    for rounding in ("floor", "trunc"):
+        for divisor in (y, 3, -7):
+            found = torch.div(d, divisor, rounding_mode=rounding)
+            assert torch.equal(found.cpu(), torch.div(x, divisor, rounding_mode=rounding))
+    assert torch.equal((d // 3).cpu(), x // 3)
+    d //= 3
+    assert torch.equal(d.cpu(), x // 3)
+
+
+def test_maximum_over_all_dims_is_one_number(mesh: xd.DeviceMesh) -> None:
+    # torch_xla returns the input of amax and amin without dims unchanged.
+    d = xd.distribute_tensor(torch.arange(12.0).view(3, 4) - 20, mesh, [R, Shard(0)])
+    assert (d.amax().tolist(), d.amin().tolist()) == (-9, -20)
+    assert d.amax(keepdim=True).tolist() == [[-9]]
+    assert d.amax((0, 1)).tolist() == -9
 
 
 def test_float64_is_not_narrowed(mesh: xd.DeviceMesh) -> None:

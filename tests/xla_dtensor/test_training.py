@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -90,6 +90,7 @@ def test_backward_in_float64(name: str, mesh: xd.DeviceMesh) -> None:
     found.square().mean().backward()
     assert_gradients(distributed, plain, 1e-10)
     if x.is_floating_point():
+        assert d.grad is not None
         torch.testing.assert_close(d.grad.cpu(), x.grad, rtol=1e-10, atol=1e-10)
 
 
@@ -108,12 +109,13 @@ def test_cross_entropy(mesh: xd.DeviceMesh, placements: Any, reduction: str) -> 
     torch.testing.assert_close(found.cpu(), expected.detach(), rtol=1e-10, atol=1e-10)
     expected.sum().backward()
     found.sum().backward()
+    assert d.grad is not None
     torch.testing.assert_close(d.grad.cpu(), x.grad, rtol=1e-10, atol=1e-10)
 
 
 def test_second_derivative_and_accumulation(mesh: xd.DeviceMesh) -> None:
     x = torch.randn(8, dtype=torch.float64)
-    p = xd.distribute_tensor(x, mesh, [Shard(0), Shard(0)]).requires_grad_()
+    p = cast("Any", xd.distribute_tensor(x, mesh, [Shard(0), Shard(0)]).requires_grad_())
     (first,) = torch.autograd.grad((p**4).sum(), p, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), p)
     torch.testing.assert_close(second.cpu(), 12 * x**2)
@@ -131,9 +133,9 @@ def test_checkpoint_and_hooks(mesh: xd.DeviceMesh) -> None:
     distributed = xd.distribute_module(copy.deepcopy(plain), mesh, shard_linears)
     x = torch.randn(8, 6)
     seen = []
-    distributed[0].weight.register_hook(lambda grad: seen.append(type(grad)))
+    next(distributed.parameters()).register_hook(lambda grad: seen.append(type(grad)))
     d = xd.distribute_tensor(x, mesh, [Shard(0), R])
-    checkpoint(distributed, d, use_reentrant=False).sum().backward()
+    cast("Any", checkpoint(distributed, d, use_reentrant=False)).sum().backward()
     plain(x).sum().backward()
     assert_gradients(distributed, plain, 1e-5)
     assert seen == [xd.DTensor]
@@ -172,7 +174,7 @@ def test_three_steps(name: str, mesh: xd.DeviceMesh) -> None:
 
 def assert_state_lies_as_its_parameter(optimizer: torch.optim.Optimizer) -> None:
     checked = 0
-    for parameter, state in optimizer.state.items():
+    for parameter, state in cast("dict[Any, Any]", optimizer.state).items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 # SGD's momentum starts as a clone of the gradient, and lies as that does.
@@ -191,12 +193,14 @@ def bytes_on_devices(tensor: xd.DTensor) -> list[int]:
 
 def test_parameters_keep_their_sharding_over_steps(mesh: xd.DeviceMesh) -> None:
     module = xd.distribute_module(mlp(), mesh, shard_linears)
-    before = [p.xla_sharding() for p in module.parameters()]
+    parameters: list[Any] = list(module.parameters())
+    before = [p.xla_sharding() for p in parameters]
     optimizer = torch.optim.AdamW(module.parameters())
     module(torch.randn(8, 6)).sum().backward()
     optimizer.step()
-    assert [p.xla_sharding() for p in module.parameters()] == before
-    assert {p.placements for p in module.parameters()} == {(R, Shard(0)), (R, Shard(1)), (R, R)}
+    parameters = list(module.parameters())
+    assert [p.xla_sharding() for p in parameters] == before
+    assert {p.placements for p in parameters} == {(R, Shard(0)), (R, Shard(1)), (R, R)}
 
 
 def test_optimizer_state_dict_round_trip(mesh: xd.DeviceMesh) -> None:

@@ -130,9 +130,7 @@ class Runtime(ABC):
     # ------------------------------------------------------------------ programs
 
     @abstractmethod
-    def run_op(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def run_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run one aten op on payloads, below autograd."""
 
     @abstractmethod

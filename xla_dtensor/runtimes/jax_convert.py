@@ -74,8 +74,11 @@ def numpy_from_torch(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     if tensor.is_conj():
         tensor = tensor.resolve_conj()
     if tensor.dtype in _CARRIERS:
-        return tensor.contiguous().view(_CARRIERS[tensor.dtype][0]).numpy().view(
-            _TORCH_TO_NUMPY[tensor.dtype]
+        return (
+            tensor.contiguous()
+            .view(_CARRIERS[tensor.dtype][0])
+            .numpy()
+            .view(_TORCH_TO_NUMPY[tensor.dtype])
         )
     jax_dtype(tensor.dtype)
     return tensor.resolve_neg().numpy()

@@ -8,9 +8,10 @@ be broadcast into a plausible value. Answers are cached per op and argument desc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._pytree import tree_map
 
 __all__ = ["Meta", "of_tensor", "output_meta"]
@@ -30,9 +31,8 @@ class Meta(NamedTuple):
 
 def of_tensor(tensor: torch.Tensor) -> Meta:
     """Return the description of `tensor`."""
-    return Meta(
-        tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype
-    )
+    offset = cast("int", tensor.storage_offset())
+    return Meta(tuple(tensor.shape), tuple(tensor.stride()), offset, tensor.dtype)
 
 
 def output_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -67,7 +67,9 @@ def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         return _decompose(func, args, kwargs)
     meta = output_meta(func, args, kwargs)
     array_args, array_kwargs = map_nested(as_array, (tuple(args), dict(kwargs)))
-    result = lowering(*array_args, **array_kwargs, **({"meta": meta} if lowering.wants_meta else {}))
+    result = lowering(
+        *array_args, **array_kwargs, **({"meta": meta} if lowering.wants_meta else {})
+    )
     return _wrapped(func, result, meta)
 
 
@@ -82,7 +84,9 @@ def as_array(value: Any) -> Any:
 
 def _wrapped(func: Any, result: Any, meta: Any) -> Any:
     if isinstance(result, (jax.Array, np.ndarray, np.generic)):
-        return _wrap_one(func, result if isinstance(result, jax.Array) else jnp.asarray(result), meta)
+        return _wrap_one(
+            func, result if isinstance(result, jax.Array) else jnp.asarray(result), meta
+        )
     if isinstance(result, (tuple, list)):
         metas = meta if isinstance(meta, (tuple, list)) else [None] * len(result)
         if len(metas) != len(result):
@@ -167,7 +171,9 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     else:
         accepted = [a for a in functional._schema.arguments if a.name in given]
         by_position = [given[a.name] for a in accepted if not a.kwarg_only]
-        result = run_op(functional, by_position, {a.name: given[a.name] for a in accepted if a.kwarg_only})
+        result = run_op(
+            functional, by_position, {a.name: given[a.name] for a in accepted if a.kwarg_only}
+        )
     targets = [given[name] for name in written]
     if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
         _write_all(targets[0], result)
@@ -213,7 +219,9 @@ def _look_up_variant(func: Any) -> tuple[Any, bool]:
         return _overload(ops, (name[:-1], f"{name[:-1]}_functional"), _arguments(func)), True
     kept = [(n, t) for n, t in _arguments(func) if not _is_written(func, n)]
     found = _overload(ops, (name,), kept)
-    return (found, False) if found is not None else (_overload(ops, (name,), _arguments(func)), False)
+    return (
+        (found, False) if found is not None else (_overload(ops, (name,), _arguments(func)), False)
+    )
 
 
 def _overload(ops: Any, names: Sequence[str], arguments: Sequence[Any]) -> Any:
@@ -239,4 +247,3 @@ def _is_written(func: Any, name: str) -> bool:
         a.name == name and a.alias_info is not None and a.alias_info.is_write
         for a in func._schema.arguments
     )
-

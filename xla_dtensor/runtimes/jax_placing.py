@@ -24,7 +24,9 @@ def padded_shape(shape: tuple[int, ...], sharding: NamedSharding | None) -> tupl
     """Return `shape` with each dim rounded up to a multiple of its number of tiles."""
     if sharding is None:
         return shape
-    return tuple(-(-size // n) * n for size, n in zip(shape, _tiles(sharding, len(shape)), strict=True))
+    return tuple(
+        -(-size // n) * n for size, n in zip(shape, _tiles(sharding, len(shape)), strict=True)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -92,9 +94,7 @@ def check_sharding(array: jax.Array, asked: NamedSharding) -> None:
     )
 
 
-def put_host_array(
-    array: np.ndarray[Any, Any], sharding: NamedSharding | None
-) -> jax.Array:
+def put_host_array(array: np.ndarray[Any, Any], sharding: NamedSharding | None) -> jax.Array:
     """Copy a host array, equal in every process, to the devices; each takes only its own tiles."""
     if sharding is None:
         return jnp.array(array)

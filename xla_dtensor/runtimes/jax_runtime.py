@@ -221,5 +221,3 @@ def _start_jax(num_cpu_devices: int | None) -> dict[str, str]:
 def _may_use_cpu() -> bool:
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     return not platforms or "cpu" in platforms
-
-

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import jax
 import numpy as np
@@ -67,9 +68,7 @@ def _dim_digits(op_sharding: OpSharding, ndim: int, root: Mesh) -> list[list[Dig
     if op_sharding.kind == "replicated":
         return [[] for _ in range(ndim)]
     if op_sharding.kind != "tiled" or op_sharding.devices is not None:
-        axes = ", ".join(
-            f"{n}={s}" for n, s in zip(root.axis_names, root.mesh_shape, strict=True)
-        )
+        axes = ", ".join(f"{n}={s}" for n, s in zip(root.axis_names, root.mesh_shape, strict=True))
         raise DistributeError(
             f"The sharding {op_sharding} was asked for over the root mesh ({axes}). A JAX program "
             "has one device order, and this one is no mixed-radix permutation of it. Build every "
@@ -101,7 +100,9 @@ def _cut(walk: Iterable[Digit], tile_dims: Sequence[int]) -> list[list[Digit]]:
 
 def _boundaries(dims: Iterable[Iterable[Digit]], root: Mesh) -> list[int]:
     """Strides at which the flat order is cut, outermost first: [total, ..., 1]."""
-    needed = {mark for digits in dims for size, stride in digits for mark in (stride, size * stride)}
+    needed = {
+        mark for digits in dims for size, stride in digits for mark in (stride, size * stride)
+    }
     shared = _prime_boundaries(root.mesh_shape)
     if needed <= set(shared):
         return list(shared)

@@ -48,7 +48,9 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
 
 
 @_special(aten._to_copy.default)
-def _to_copy(x: JaxTensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> Any:
+def _to_copy(
+    x: JaxTensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any
+) -> Any:
     if device is not None and torch.device(device).type == "meta":
         return torch.empty_like(x, dtype=dtype or x.dtype, device="meta")
     meta = output_meta(aten._to_copy.default, (x,), {"dtype": dtype, **kwargs})
@@ -66,18 +68,6 @@ def _equal(a: JaxTensor, b: JaxTensor) -> bool:
     if is_tracer(same):
         refuse_read("compared with torch.equal")
     return bool(host_value(same))
-
-
-@_special(aten.allclose.default)
-def _allclose(
-    a: torch.Tensor, b: torch.Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
-) -> bool:
-    from xla_dtensor.runtimes.jax_ops import as_array
-
-    close = jnp.all(jnp.isclose(as_array(a), as_array(b), rtol, atol, equal_nan))
-    if is_tracer(close):
-        refuse_read("compared with torch.allclose")
-    return bool(host_value(close))
 
 
 @_special(aten.allclose.default)

@@ -115,7 +115,8 @@ def _slice(
 def _split_steps(x: JaxTensor, sizes: Sequence[int], dim: int) -> list[ViewStep]:
     ends = np.cumsum(sizes).tolist()
     return [
-        _slice_step(dim % max(x.ndim, 1), end - size, end) for size, end in zip(sizes, ends, strict=True)
+        _slice_step(dim % max(x.ndim, 1), end - size, end)
+        for size, end in zip(sizes, ends, strict=True)
     ]
 
 

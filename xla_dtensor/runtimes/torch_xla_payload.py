@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.runtimes.torch_xla_corrections import correction
 from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
 
 __all__ = ["functionalization", "is_payload", "put_host", "run_op", "to_payload", "to_plain"]
@@ -77,6 +78,9 @@ def put_host(tensor: torch.Tensor, annotation: Any) -> torch.Tensor:
     host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # .to() copies, so that the caller may go on writing into the tensor.
     data = host.to(DEVICE)
+    if data.numel() == 0:
+        # Nothing to place, and marking it would fail on a negative padding.
+        return to_payload(data)
     _xlac()._xla_mark_sharding(data, annotation)
     return to_payload(data)
 
@@ -95,7 +99,8 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         written = _written_foreign(func, args, kwargs)
         args = [_operand(value, written) for value in args]
         kwargs = {name: _operand(value, written) for name, value in kwargs.items()}
-        return _result(func(*args, **kwargs))
+        corrected = correction(func, args, kwargs)
+        return _result(func(*args, **kwargs) if corrected is None else corrected())
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_FUNCTIONALIZE, excluded)
 

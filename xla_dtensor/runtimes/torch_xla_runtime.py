@@ -26,6 +26,7 @@ from mesh_utils import Mesh
 from xla_dtensor.core import Layout, OpSharding
 from xla_dtensor.errors import CompileError, DistributeError
 from xla_dtensor.runtimes.base import AddressableShard, CompiledStep, Runtime
+from xla_dtensor.runtimes.torch_xla_device_module import register_device_module
 from xla_dtensor.runtimes.torch_xla_payload import (
     functionalization,
     is_payload,
@@ -64,6 +65,7 @@ class TorchXlaRuntime(Runtime):
         dump_hlo: str | os.PathLike[str] | None = None,
     ) -> None:
         self._started = start(num_cpu_devices, dump_hlo)
+        register_device_module()
         self._torch_xla = importlib.import_module("torch_xla")
         self._xlac = self._torch_xla._XLAC
         self._num_devices = int(self._xlac._xla_num_global_devices())

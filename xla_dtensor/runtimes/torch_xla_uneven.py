@@ -37,7 +37,7 @@ class UnevenPayloads:
 
     def note(self, payload: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
         """Remember `payload` if `sharding` cuts a dim of it unevenly; return it."""
-        if sharding.is_tiled and _cut_unevenly(payload, sharding):
+        if payload.numel() and sharding.is_tiled and _cut_unevenly(payload, sharding):
             self._asked[payload] = sharding
         return payload
 

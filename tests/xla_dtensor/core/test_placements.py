@@ -133,7 +133,20 @@ ASKED = "placements[1] = {} was asked for on axis 'tp' (size 4), for a tensor of
             "Pass Shard(dim), Replicate() or Partial(reduce_op).",
         ),
     ],
-    ids=repr,
+    ids=[
+        "dim_too_large",
+        "dim_too_small",
+        "strided_dim_too_large",
+        "dim_of_letters",
+        "dim_of_type_bool",
+        "split_factor_zero",
+        "split_factor_none",
+        "reduce_op_none",
+        "text",
+        "unknown_placement",
+        "class_instead_of_object",
+        "none",
+    ],
 )
 def test_refuses(placement: object, message: str) -> None:
     with pytest.raises(LayoutError) as error:

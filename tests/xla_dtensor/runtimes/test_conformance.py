@@ -130,9 +130,7 @@ def check_shards(runtime: Runtime, payload: Any, host: torch.Tensor, layout: Lay
     for coordinate in itertools.product(*map(range, mesh.mesh_shape)):
         shard = shards[int(mesh.device_ids[coordinate])]
         expected = local_shape(layout, tuple(host.shape), coordinate)
-        index = tuple(
-            slice(o, o + n) for o, n in zip(expected.offset, expected.shape, strict=True)
-        )
+        index = tuple(slice(o, o + n) for o, n in zip(expected.offset, expected.shape, strict=True))
         assert tuple(shard.data.shape) == expected.shape
         assert torch.equal(shard.data, host[index])
         if shard.data.numel():
@@ -165,9 +163,7 @@ def test_constraining_moves_a_copy_and_leaves_the_source(
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16], ids=str)
 def test_constraining_keeps_the_dtype(runtime: Runtime, dtype: torch.dtype) -> None:
     host = numbers(8, 8, dtype=dtype)
-    moved = runtime.constrain(
-        runtime.put(host, layout_of(("dp", None))), layout_of((None, "tp"))
-    )
+    moved = runtime.constrain(runtime.put(host, layout_of(("dp", None))), layout_of((None, "tp")))
     assert moved.dtype == dtype
     assert torch.equal(runtime.to_host(moved), host)
 

@@ -35,7 +35,7 @@ UNARY: dict[str, Callable[[Any], Any]] = {
     "ceil": math.ceil,
     "round": round,
     "trunc": math.trunc,
-    "sqrt": lambda a: torch._sym_sqrt(abs(a)),
+    "sqrt": lambda a: torch._sym_sqrt(abs(a)),  # pyright: ignore[reportAttributeAccessIssue]
 }
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
@@ -126,14 +126,15 @@ def test_a_traced_number_keeps_the_dtype_of_the_tensor_it_meets(mesh: DeviceMesh
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.tensor([1.0, 2.0, 4.0]).to(dtype)
         found = step(distribute_tensor(x, mesh), distribute_tensor(torch.tensor(1.5), mesh))
-        for ours, plain in zip(found, (x * 1.5, x.add(x, alpha=1.5), x.clamp(max=1.5)), strict=True):
+        for ours, plain in zip(
+            found, (x * 1.5, x.add(x, alpha=1.5), x.clamp(max=1.5)), strict=True
+        ):
             assert ours.dtype == dtype
             assert torch.equal(ours.cpu(), plain)
 
 
 def test_the_bias_correction_of_adam(mesh: DeviceMesh) -> None:
     """The formula as torch.optim writes it; a baked step would repeat the first one's value."""
-
     count = distribute_tensor(torch.tensor(0.0, dtype=torch.float64), mesh)
 
     def corrected(rate: float = 1e-3) -> torch.Tensor:

@@ -16,7 +16,7 @@ from xla_dtensor.errors import UnsupportedOpError
 pytestmark = [pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]
 
 PROPERTY = settings(
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -126,7 +126,9 @@ def test_reads_and_writes_through_views(mesh: DeviceMesh, chain: Any, writes: li
 
 
 @PROPERTY
-@given(chains(), st.sampled_from(["mul_", "add_", "copy_", "setitem", "fill_", "setitem of a part"]))
+@given(
+    chains(), st.sampled_from(["mul_", "add_", "copy_", "setitem", "fill_", "setitem of a part"])
+)
 def test_gradients_through_writes_to_views(mesh: DeviceMesh, chain: Any, write: str) -> None:
     shape, views = chain
 
@@ -144,7 +146,8 @@ def test_gradients_through_writes_to_views(mesh: DeviceMesh, chain: Any, write: 
     try:
         expected = gradient(lambda t: t)
     except RuntimeError as error:
-        assert "multiple views" in str(error)
+        if "multiple views" not in str(error):
+            raise
         with pytest.raises(RuntimeError, match="multiple views"):
             gradient(lambda t: put(t, mesh))
         return
@@ -204,7 +207,9 @@ def test_an_expanded_tensor_can_be_read_and_not_written(mesh: DeviceMesh) -> Non
     x = put(numbers((4, 1)), mesh)
     wide = x.expand(2, 4, 3)
     assert torch.equal(wide.cpu(), numbers((4, 1)).expand(2, 4, 3))
-    assert torch.equal(wide.diagonal(0, 1, 2).cpu(), numbers((4, 1)).expand(2, 4, 3).diagonal(0, 1, 2))
+    assert torch.equal(
+        wide.diagonal(0, 1, 2).cpu(), numbers((4, 1)).expand(2, 4, 3).diagonal(0, 1, 2)
+    )
     with pytest.raises(RuntimeError, match="share one place"):
         wide.mul_(2)
     x.mul_(2)
@@ -248,4 +253,6 @@ def test_complex_views_alias(mesh: DeviceMesh) -> None:
     torch.view_as_real(plain)[..., 0].mul_(3)
     assert torch.equal(ours.cpu(), plain)
     assert torch.equal(ours.conj().cpu(), plain.conj().resolve_conj())
-    assert torch.equal(torch.view_as_complex(put(numbers((4, 2)), mesh)).cpu().real, numbers((4, 2))[:, 0])
+    assert torch.equal(
+        torch.view_as_complex(put(numbers((4, 2)), mesh)).cpu().real, numbers((4, 2))[:, 0]
+    )

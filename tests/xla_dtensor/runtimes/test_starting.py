@@ -89,9 +89,7 @@ def test_nothing_installed_names_both_extras() -> None:
     ("name", "package", "extra"),
     [("jax", "jax", "[jax]"), ("torch_xla", "torch_xla", "[torch-xla]")],
 )
-def test_a_runtime_without_its_package_names_the_extra(
-    name: str, package: str, extra: str
-) -> None:
+def test_a_runtime_without_its_package_names_the_extra(name: str, package: str, extra: str) -> None:
     message = refusal(HIDE.format([package]) + START.format(repr(name)))
     assert f"Runtime name={name!r} was asked for, but it is not installed." in message
     assert extra in message

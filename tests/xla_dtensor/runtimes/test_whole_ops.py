@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -38,7 +38,9 @@ def both(mesh: DeviceMesh, function: Callable[..., torch.Tensor], *inputs: torch
     exact = [t.double().requires_grad_() for t in inputs]
     ours = [put(t, mesh).requires_grad_() for t in inputs]
     expected, found = function(*exact), function(*ours)
-    torch.testing.assert_close(found.detach().cpu(), expected.detach().float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found.detach().cpu(), expected.detach().float(), rtol=1e-5, atol=1e-5
+    )
     cotangent = torch.linspace(-1, 1, expected.numel()).reshape(expected.shape)
     expected.backward(cotangent.double())
     found.backward(distribute_tensor(cotangent, mesh))
@@ -180,7 +182,7 @@ def test_they_are_whole_and_right_under_checkpoint(
     plain = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     block(*plain).sum().backward()
     ours = [put(t, mesh).requires_grad_() for t in (x, weight)]
-    checkpoint(block, *ours, use_reentrant=reentrant).sum().backward()
+    cast("Any", checkpoint(block, *ours, use_reentrant=reentrant)).sum().backward()
     assert counts(aten.scaled_dot_product_attention.default) == 2
     assert flattened(counts) == 0
     for mine, theirs in zip(ours, plain, strict=True):

@@ -14,6 +14,7 @@ import torch
 from jax import lax
 
 from xla_dtensor.runtimes.jax_lowering.table import lower
+from xla_dtensor.runtimes.jax_trace import is_tracer, refuse_read
 
 __all__: list[str] = []
 
@@ -84,6 +85,8 @@ def _scatter_add(x: Any, dim: int, index: Any, src: Any) -> Any:
 
 
 def _advanced(indices: Any) -> tuple[Any, ...]:
+    if any(i is not None and i.dtype == jnp.bool_ and is_tracer(i) for i in indices):
+        refuse_read("used as a mask that decides how many elements there are")
     return tuple(slice(None) if i is None else i for i in indices)
 
 

@@ -146,8 +146,8 @@ _register(
         "bitwise_and.Tensor bitwise_and.Scalar": jnp.bitwise_and,
         "bitwise_or.Tensor bitwise_or.Scalar": jnp.bitwise_or,
         "bitwise_xor.Tensor bitwise_xor.Scalar": jnp.bitwise_xor,
-        "bitwise_left_shift.Tensor": jnp.left_shift,
-        "bitwise_right_shift.Tensor": jnp.right_shift,
+        "bitwise_left_shift.Tensor __lshift__.Tensor __lshift__.Scalar": jnp.left_shift,
+        "bitwise_right_shift.Tensor __rshift__.Tensor __rshift__.Scalar": jnp.right_shift,
         "gcd": jnp.gcd,
         "lcm": jnp.lcm,
         "nextafter": jnp.nextafter,
@@ -336,4 +336,6 @@ def _polygamma(order: int, x: Any, *, meta: Any) -> Any:
 @lower(aten.softplus.default, wants_meta=True)
 def _softplus(x: Any, beta: Any = 1, threshold: Any = 20, *, meta: Any) -> Any:
     x = x.astype(_compute_dtype(jax_dtype(meta.dtype)))
-    return jnp.where(x * beta > threshold, x, jnp.log1p(jnp.exp(jnp.minimum(x * beta, threshold))) / beta)
+    return jnp.where(
+        x * beta > threshold, x, jnp.log1p(jnp.exp(jnp.minimum(x * beta, threshold))) / beta
+    )

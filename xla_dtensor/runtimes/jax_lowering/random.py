@@ -3,11 +3,17 @@
 Every call takes a fresh key from the runtime's generator, a storage like any other, so a compiled
 step reads and advances it as part of its state.
 
-The values differ from torch's CPU generator; shapes, dtypes and distributions are torch's.
+The values differ from torch's CPU generator; shapes, dtypes and distributions are torch's. But each
+call also draws one number from that generator, as a mark: a mark that comes again is torch going
+back to where it was, and gets the key it had. So ``torch.utils.checkpoint``, which rewinds torch's
+generator, repeats the dropout of its forward pass, and ``torch.manual_seed`` starts anew. The keys
+themselves do not depend on the marks, of which processes may draw different ones.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from typing import Any
 
 import jax
@@ -17,18 +23,25 @@ import torch
 
 from xla_dtensor.runtimes.jax_convert import jax_dtype, x64
 from xla_dtensor.runtimes.jax_lowering.table import lower
+from xla_dtensor.runtimes.jax_trace import active_trace
 
 __all__ = ["seed"]
 
 aten = torch.ops.aten
 _state: Any = None
+_torch_seed: int | None = None  # torch's seed when the generator was started last
+_MARKS_KEPT = 16_384
+_eager_keys: OrderedDict[int, Any] = OrderedDict()
+_traced_keys: weakref.WeakKeyDictionary[Any, OrderedDict[int, Any]] = weakref.WeakKeyDictionary()
 
 
 def seed(number: int) -> None:
     """Start the generator anew from `number`."""
     from xla_dtensor.runtimes.jax_tensor import Storage
 
-    global _state
+    global _state, _torch_seed
+    _torch_seed = torch.initial_seed()
+    _eager_keys.clear()
     with x64():
         key = jnp.asarray(np.array([(number >> 32) & 0xFFFFFFFF, number & 0xFFFFFFFF], np.uint32))
         if _state is None:
@@ -38,9 +51,20 @@ def seed(number: int) -> None:
 
 
 def next_key() -> Any:
-    """Advance the generator and return a key to use once."""
-    if _state is None:
+    """Return a key to use once; the one it gave before where torch's generator was rewound."""
+    trace = active_trace()
+    if _state is None or (trace is None and torch.initial_seed() != _torch_seed):
         seed(torch.initial_seed() % 2**63)
+    keys = _eager_keys if trace is None else _traced_keys.setdefault(trace, OrderedDict())
+    mark = int(torch.randint(2**63 - 1, (), device="cpu"))
+    if mark not in keys:
+        keys[mark] = _fresh_key()
+        if len(keys) > _MARKS_KEPT:
+            keys.popitem(last=False)
+    return keys[mark]
+
+
+def _fresh_key() -> Any:
     assert _state is not None
     following, key = jax.random.split(jax.random.wrap_key_data(_state.read(), impl="threefry2x32"))
     _state.write(jax.random.key_data(following))

@@ -164,30 +164,35 @@ def _logcumsumexp(x: Any, dim: int) -> Any:
 
 @lower(aten._softmax.default)
 def _softmax(x: Any, dim: int, half_to_float: bool) -> Any:
-    return jax.nn.softmax(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=dim)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jax.nn.softmax(wide, axis=_axes(x, dim))
 
 
 @lower(aten._log_softmax.default)
 def _log_softmax(x: Any, dim: int, half_to_float: bool) -> Any:
-    return jax.nn.log_softmax(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=dim)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jax.nn.log_softmax(wide, axis=_axes(x, dim))
 
 
 @lower(aten._softmax_backward_data.default)
 def _softmax_backward(grad: Any, y: Any, dim: int, input_dtype: Any) -> Any:
     product = grad * y
-    return product - y * jnp.sum(product, axis=dim, keepdims=True)
+    return product - y * jnp.sum(product, axis=_axes(y, dim), keepdims=True)
 
 
 @lower(aten._log_softmax_backward_data.default)
 def _log_softmax_backward(grad: Any, y: Any, dim: int, input_dtype: Any) -> Any:
-    return grad - jnp.exp(y) * jnp.sum(grad, axis=dim, keepdims=True)
+    return grad - jnp.exp(y) * jnp.sum(grad, axis=_axes(y, dim), keepdims=True)
 
 
 @lower(aten.topk.default)
 def _topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    moved = jnp.moveaxis(x if largest else -x, dim, -1)
-    values, indices = lax.top_k(moved, k)
-    values = values if largest else -values
+    if not x.ndim:
+        return x, jnp.zeros((), jnp.int64)
+    # ~x turns the order of integers round without the overflow of -x.
+    turned = (lambda v: v) if largest else jnp.negative if x.dtype.kind == "f" else jnp.invert
+    values, indices = lax.top_k(jnp.moveaxis(turned(x), dim, -1), k)
+    values = turned(values)
     return jnp.moveaxis(values, -1, dim), jnp.moveaxis(indices, -1, dim)
 
 

@@ -23,7 +23,9 @@ class Lowering:
 TABLE: dict[Any, Lowering] = {}
 
 
-def lower(*ops: Any, wants_meta: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def lower(
+    *ops: Any, wants_meta: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the lowering of each of `ops`."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
