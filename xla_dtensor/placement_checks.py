@@ -35,7 +35,7 @@ def checked_placements(
     Raises:
         DistributeError: Wrong number, kind or dim.
     """
-    if placements is None:
+    if placements is None or (ndim == 0 and isinstance(placements, tuple) and not placements):
         return (Replicate(),) * mesh.ndim
     if isinstance(placements, (str, Placement)) or not isinstance(placements, Sequence):
         raise DistributeError(

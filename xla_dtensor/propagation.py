@@ -113,7 +113,8 @@ def _hashable(value: Any) -> Any:
 def _ask(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     replicated = (Replicate(),) * mesh.ndim
     described = [v for v in leaves((args, kwargs)) if isinstance(v, _Described)]
-    if all(d[0] == replicated for d in described):
+    # torch's rules for views do not end on empty shapes, of which there is nothing to place.
+    if all(d[0] == replicated for d in described) or any(0 in d[1] for d in described):
         return replicated
     if func in WHOLE_OP_LABELS:
         return WHOLE_OP_LABELS[func](mesh.ndim, args)

@@ -80,9 +80,12 @@ OPS: dict[str, Callable[..., Any]] = {
     "zeros_like": lambda x, y, w, i: torch.zeros_like(x),
     "new_ones": lambda x, y, w, i: x.new_ones(3, 2),
 }
-INPUT_PLACEMENTS = [
-    ([Shard(0), Shard(1)], [Shard(0), R], [R, Shard(0)], [Shard(0), R]),
-    ([Shard(0), Shard(0)], [Shard(0), Shard(0)], [R, R], [Shard(0), Shard(0)]),
+TWO_DIMS = ([Shard(0), Shard(1)], [Shard(0), R], [R, Shard(0)], [Shard(0), R])
+ROWS_BY_BOTH = ([Shard(0), Shard(0)], [Shard(0), Shard(0)], [R, R], [Shard(0), Shard(0)])
+# Ops to which the rows' order and cuts matter most are tried with both.
+CASES = [(name, TWO_DIMS) for name in OPS] + [
+    (name, ROWS_BY_BOTH)
+    for name in ("add", "sum_dim", "matmul", "embedding", "index", "slice", "view_merge", "cat")
 ]
 
 
@@ -95,8 +98,7 @@ def outputs(result: Any) -> list[torch.Tensor]:
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
-@pytest.mark.parametrize("placements", INPUT_PLACEMENTS, ids=["2d", "both_axes_on_rows"])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(("name", "placements"), CASES, ids=[f"{name}-{p[0]}" for name, p in CASES])
 def test_values_and_labels(name: str, placements: Any, put: Make, mesh: xd.DeviceMesh) -> None:
     torch.manual_seed(0)
     plain = [torch.randn(8, 12), torch.randn(8, 12), torch.randn(12, 4), torch.randint(12, (8,))]

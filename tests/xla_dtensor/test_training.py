@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import xla_dtensor as xd
+from xla_dtensor.runtimes import Runtime
 
 R = Replicate()
 COLUMNWISE, ROWWISE = [R, Shard(0)], [R, Shard(1)]
@@ -74,7 +75,9 @@ def assert_gradients(distributed: nn.Module, plain: nn.Module, tolerance: float)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_backward_in_float64(name: str, mesh: xd.DeviceMesh) -> None:
+def test_backward_in_float64(name: str, mesh: xd.DeviceMesh, runtime: Runtime) -> None:
+    # torch_xla takes the constants of gelu in float32.
+    tolerance = 1e-8 if (name, runtime.name) == ("mlp", "torch_xla") else 1e-10
     torch.manual_seed(0)
     make, make_input = MODULES[name]
     plain = make().double()
@@ -85,13 +88,13 @@ def test_backward_in_float64(name: str, mesh: xd.DeviceMesh) -> None:
         x.requires_grad_()
         d.requires_grad_()
     expected, found = plain(x), distributed(d)
-    torch.testing.assert_close(found.cpu(), expected.detach(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found.cpu(), expected.detach(), rtol=tolerance, atol=tolerance)
     expected.square().mean().backward()
     found.square().mean().backward()
-    assert_gradients(distributed, plain, 1e-10)
+    assert_gradients(distributed, plain, tolerance)
     if x.is_floating_point():
         assert d.grad is not None
-        torch.testing.assert_close(d.grad.cpu(), x.grad, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(d.grad.cpu(), x.grad, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(

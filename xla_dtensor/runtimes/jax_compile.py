@@ -9,6 +9,7 @@ arguments of the call        inputs
 tensors read                 inputs
 tensors read and written     inputs and outputs; the old buffer is donated
 tensors made that last       outputs (optimizer state, gradients that were kept)
+arguments written in place   outputs as well, written back to the caller's tensor
 learning rates, counters     inputs (``optimizer_inputs``)
 random keys                  a tensor read and written like any other
 ===========================  ======================================================
@@ -23,11 +24,10 @@ while tracing.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -36,7 +36,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
-from torch.nn.modules import module as torch_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from xla_dtensor.errors import CompileError
@@ -44,8 +43,17 @@ from xla_dtensor.runtimes.base import CompiledStep
 from xla_dtensor.runtimes.jax_convert import numpy_from_torch, x64
 from xla_dtensor.runtimes.jax_placing import place
 from xla_dtensor.runtimes.jax_scalar import sym_number
+from xla_dtensor.runtimes.jax_step_values import (
+    bound,
+    gradients,
+    inner,
+    replaced,
+    split_outputs,
+    written_arguments,
+)
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
 from xla_dtensor.runtimes.jax_trace import Trace, refuse_nesting
+from xla_dtensor.runtimes.jax_watch import Watch, watching
 from xla_dtensor.runtimes.optimizer_inputs import OptimizerInputs
 
 if TYPE_CHECKING:
@@ -57,47 +65,6 @@ logger = logging.getLogger("xla_dtensor")
 _RETRACES_BEFORE_WARNING = 3
 
 
-def inner(value: Any) -> JaxTensor | None:
-    """Return the JaxTensor in a DTensor or in itself; None for anything else."""
-    value = getattr(value, "_local_tensor", value)
-    return value if isinstance(value, JaxTensor) else None
-
-
-@dataclass
-class _Watch:
-    """What a program baked in from Python, to notice when it no longer holds."""
-
-    inputs: OptimizerInputs
-    settings: tuple[Any, ...] = ()
-    modules: dict[int, tuple[Any, bool, list[Any]]] = field(default_factory=dict)
-
-    def see_module(self, module: torch.nn.Module, args: Any) -> None:
-        if id(module) not in self.modules:
-            seen = (weakref.ref(module), module.training, _payloads(module))
-            self.modules[id(module)] = seen
-
-    def broken(self) -> str | None:
-        for reference, training, payloads in self.modules.values():
-            module = reference()
-            if module is None:
-                continue
-            if module.training != training:
-                return f"{type(module).__name__}.training changed to {module.training}"
-            if not _same_objects(_payloads(module), payloads):
-                return f"a parameter of {type(module).__name__} was replaced"
-        if self.inputs.settings() != self.settings:
-            return "an optimizer's hyperparameters or parameters changed"
-        return None
-
-
-def _payloads(module: torch.nn.Module) -> list[Any]:
-    return [inner(parameter) for parameter in module._parameters.values()]
-
-
-def _same_objects(now: list[Any], then: list[Any]) -> bool:
-    return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
-
-
 @dataclass
 class _Program:
     """One compiled trace of the step."""
@@ -107,23 +74,28 @@ class _Program:
     read: list[Storage]
     constants: list[Any]
     lasting: list[Any]
+    written: list[int]
     numbers: list[tuple[Storage, Callable[[], float]]]
     out_tree: TreeSpec
     out_static: list[Any]
-    watch: _Watch
+    watch: Watch
     again: str | None = None
 
     def stale(self) -> str | None:
         return self.again or self.watch.broken()
 
-    def run(self, arguments: Sequence[jax.Array]) -> Any:
+    def run(self, arguments: Sequence[Storage]) -> Any:
         for storage, current in self.numbers:
             value = current()
             if value != float(storage.array):
                 storage.array = _replicated_like(np.asarray(value), storage.array)
         state = [s.array for s in self.state]
         read = [s.array for s in self.read]
-        results, state, lasting = self.executable(state, read, self.constants, list(arguments))
+        given = [s.array for s in arguments]
+        outputs = self.executable(state, read, self.constants, given)
+        results, state, lasting, written = outputs
+        for position, array in zip(self.written, written, strict=True):
+            arguments[position].array = array
         for storage, array in zip(self.state, state, strict=True):
             storage.array = array
         for reference, array in zip(self.lasting, lasting, strict=True):
@@ -135,11 +107,6 @@ class _Program:
     def _outputs(self, arrays: Iterator[jax.Array]) -> Any:
         leaves = [leaf(next(arrays)) if callable(leaf) else leaf.value for leaf in self.out_static]
         return tree_unflatten(leaves, self.out_tree)
-
-
-@dataclass(frozen=True)
-class _Static:
-    value: Any
 
 
 class JaxCompiledStep(CompiledStep):
@@ -170,7 +137,7 @@ class JaxCompiledStep(CompiledStep):
                 self._programs[key] = program
             assert program is not None
             self._last = program
-            return program.run([t._storage.array for t in tensors if t is not None])
+            return program.run([t._storage for t in tensors if t is not None])
 
     def hlo(self) -> str:
         if self._last is None:
@@ -230,22 +197,23 @@ class JaxCompiledStep(CompiledStep):
     ) -> _Program:
         trace = Trace()
         numbers: list[tuple[Storage, Callable[[], float]]] = []
-        watch = _Watch(OptimizerInputs(self._lift, lambda *a: _lend(numbers, *a)))
+        watch = Watch(OptimizerInputs(self._lift, lambda *a: _lend(numbers, *a)))
         found: dict[str, Any] = {}
 
         def traced(arrays: Sequence[jax.Array]) -> Any:
-            with _bound(tensors, arrays, trace), _watching(watch):
-                args, kwargs = tree_unflatten(list(_replaced(leaves, tensors)), tree)
+            with bound(tensors, arrays, trace), watching(watch):
+                args, kwargs = tree_unflatten(list(replaced(leaves, tensors)), tree)
                 out_leaves, found["tree"] = tree_flatten(self._step(*args, **kwargs))
-                found["static"], results, found["pinned"] = _split_outputs(out_leaves)
+                found["static"], results, found["pinned"] = split_outputs(out_leaves)
                 del out_leaves, args, kwargs
+                found["written"], written = written_arguments(leaves, tensors, arrays)
             watch.inputs.check_rates_unchanged()
-            grads = {id(t._storage) for t in _gradients(watch.inputs.parameters())}
+            grads = {id(t._storage) for t in gradients(watch.inputs.parameters())}
             found["lasting"] = trace.lasting_beyond(tensors)
             found["new_state"] = [s for s in found["lasting"] if id(s) not in grads]
             state = [place(s.read(), s.sharding) for s in trace.state]
             lasting = [place(s.read(), s.sharding) for s in found["lasting"]]
-            return results, state, lasting
+            return results, state, lasting, written
 
         arrays = [t._storage.array for t in tensors if t is not None]
         with trace.active():
@@ -260,7 +228,7 @@ class JaxCompiledStep(CompiledStep):
         closed: Any,
         arguments: Sequence[jax.Array],
         numbers: list[tuple[Storage, Callable[[], float]]],
-        watch: _Watch,
+        watch: Watch,
         found: dict[str, Any],
     ) -> _Program:
         state = list(trace.state)
@@ -268,18 +236,20 @@ class JaxCompiledStep(CompiledStep):
         owner = {id(array): storage for storage, array in trace.captured.items()}
         owners = [owner.get(id(const)) for const in closed.consts]
         constants = [c for c, s in zip(closed.consts, owners, strict=True) if s is None]
-        self._settle([*state, *read])
+        self._settle([*state, *read], arguments)
 
         def program(state_in: Any, read_in: Any, constants_in: Any, arguments_in: Any) -> Any:
             value = dict(zip([*state, *read], [*state_in, *read_in], strict=True))
             rest = iter(constants_in)
             consts = [next(rest) if s is None else value[s] for s in owners]
             flat = jax.core.eval_jaxpr(closed.jaxpr, consts, *arguments_in)
-            last = len(flat) - len(found["lasting"])
-            first = last - len(state)
-            return flat[:first], flat[first:last], flat[last:]
+            sizes = (len(found["written"]), len(found["lasting"]), len(state))
+            ends = np.cumsum([0, *sizes]).tolist()
+            a, b, c = (len(flat) - end for end in ends[1:])
+            return flat[:c], flat[c:b], flat[b:a], flat[a:]
 
-        pinned = (found["pinned"], [s.array.sharding for s in state], None)
+        kept = [arguments[i].sharding for i in found["written"]]
+        pinned = (found["pinned"], [s.array.sharding for s in state], None, kept)
         jitted = jax.jit(program, donate_argnums=(0,), out_shardings=pinned)
         inputs = ([s.array for s in state], [s.array for s in read], constants, list(arguments))
         return _Program(
@@ -288,6 +258,7 @@ class JaxCompiledStep(CompiledStep):
             read,
             constants,
             [weakref.ref(s) for s in found["lasting"]],
+            found["written"],
             numbers,
             found["tree"],
             found["static"],
@@ -295,18 +266,14 @@ class JaxCompiledStep(CompiledStep):
             "the first call made new state" if found["new_state"] else None,
         )
 
-    def _settle(self, storages: Sequence[Storage]) -> None:
+    def _settle(self, storages: Sequence[Storage], arguments: Sequence[jax.Array]) -> None:
         """Put on all devices what lies on one only because nothing has placed it yet."""
+        shardings = [array.sharding for array in (*(s.array for s in storages), *arguments)]
+        widest = max(shardings, key=lambda s: len(s.device_set), default=None)
         for storage in storages:
-            if len(storage.array.sharding.device_set) < len(self._devices_of(storages)):
-                storage.array = place(storage.array, self._everywhere(storages))
-
-    def _devices_of(self, storages: Sequence[Storage]) -> set[Any]:
-        return max((s.array.sharding.device_set for s in storages), key=len, default=set())
-
-    def _everywhere(self, storages: Sequence[Storage]) -> NamedSharding:
-        widest = max(storages, key=lambda s: len(s.array.sharding.device_set)).array.sharding
-        return NamedSharding(widest.mesh, PartitionSpec())  # pyright: ignore
+            if len(storage.array.sharding.device_set) < len(widest.device_set):  # pyright: ignore
+                everywhere = NamedSharding(widest.mesh, PartitionSpec())  # pyright: ignore
+                storage.array = place(storage.array, everywhere)
 
     def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
         with jax.ensure_compile_time_eval():
@@ -337,80 +304,3 @@ def _lend(
 
 def _replicated_like(value: np.ndarray[Any, Any], array: jax.Array) -> jax.Array:
     return jax.device_put(jnp.asarray(value, array.dtype), array.sharding)
-
-
-@contextlib.contextmanager
-def _bound(
-    tensors: Sequence[JaxTensor | None], arrays: Sequence[jax.Array], trace: Trace
-) -> Iterator[None]:
-    """Let the arguments' storages hold tracers for the time of the trace."""
-    storages = [t._storage for t in tensors if t is not None]
-    before = [s.array for s in storages]
-    for storage, array in zip(storages, arrays, strict=True):
-        trace.adopt(storage)
-        storage.array = array
-    try:
-        yield
-    finally:
-        for storage, array in zip(storages, before, strict=True):
-            storage.array = array
-
-
-@contextlib.contextmanager
-def _watching(watch: _Watch) -> Iterator[None]:
-    """Watch modules and optimizers; keep autograd in this thread, where the trace is."""
-    hook = torch_module.register_module_forward_pre_hook(watch.see_module)
-    try:
-        with watch.inputs.active(), torch.autograd.set_multithreading_enabled(False):
-            yield
-    finally:
-        hook.remove()
-
-
-def _replaced(leaves: Sequence[Any], tensors: Sequence[JaxTensor | None]) -> Iterator[Any]:
-    for leaf, tensor in zip(leaves, tensors, strict=True):
-        yield leaf if tensor is None or hasattr(leaf, "_local_tensor") else tensor
-
-
-def _split_outputs(
-    leaves: Sequence[Any],
-) -> tuple[list[Any], list[jax.Array], list[NamedSharding | None]]:
-    """Separate the tensors among the outputs from the rest, with how to wrap each one again.
-
-    A tensor that was told how to lie leaves the program so, padded if it is uneven: as a logical
-    value it could only leave replicated. The last list pins these.
-    """
-    static: list[Any] = []
-    arrays: list[jax.Array] = []
-    pinned: list[NamedSharding | None] = []
-    for leaf in leaves:
-        tensor = inner(leaf)
-        if tensor is None:
-            static.append(_Static(leaf))
-            continue
-        sharding = None if tensor._steps else tensor._storage.sharding
-        arrays.append(tensor.value() if sharding is None else place(tensor.value(), sharding))
-        static.append(_wrapper(leaf, tensor, sharding))
-        is_open = sharding is None or PartitionSpec.UNCONSTRAINED in tuple(sharding.spec)
-        pinned.append(None if is_open else sharding)
-    return static, arrays, pinned
-
-
-def _wrapper(
-    leaf: Any, tensor: JaxTensor, sharding: NamedSharding | None
-) -> Callable[[jax.Array], Any]:
-    shape, stride, dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
-    # Not a method of the leaf: that would keep the traced output alive, as if it were state.
-    rewrapper = getattr(leaf, "rewrapper", None)
-    rewrap = None if rewrapper is None else rewrapper()
-
-    def wrap(array: jax.Array) -> Any:
-        made = JaxTensor(Storage(array, shape, sharding), stride=stride, dtype=dtype)
-        return rewrap(made) if rewrap is not None else made
-
-    return wrap
-
-
-def _gradients(parameters: Sequence[torch.Tensor]) -> list[JaxTensor]:
-    grads = (inner(p.grad) for p in parameters if p.grad is not None)
-    return [g for g in grads if g is not None]

@@ -56,9 +56,11 @@ def device(_: Any) -> Iterator[None]:
 
 def get_rng_state(_: Any = None) -> torch.Tensor:
     """Return the state of the devices' random number generator."""
-    return torch.tensor(_xlac()._xla_get_rng_seed(""), dtype=torch.int64)
+    seed = _xlac()._xla_get_rng_seed("")
+    # An unsigned number, in a tensor of signed ones.
+    return torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
 
 
 def set_rng_state(state: torch.Tensor, _: Any = None) -> None:
     """Put the devices' random number generator into a state that `get_rng_state` returned."""
-    _xlac()._xla_set_rng_seed(int(state), "")
+    _xlac()._xla_set_rng_seed(int(state) % 2**64, "")

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.runtimes.torch_xla_bases import annotate_bases_again
 from xla_dtensor.runtimes.torch_xla_corrections import correction
 from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
 
@@ -96,11 +97,14 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             for to, of in zip(args[0], args[1], strict=True):
                 _copy(to, of)
             return None
-        written = _written_foreign(func, args, kwargs)
-        args = [_operand(value, written) for value in args]
-        kwargs = {name: _operand(value, written) for name, value in kwargs.items()}
+        written = _written(func, args, kwargs)
+        foreign = frozenset(id(value) for value in written if _is_foreign(value))
+        args = [_operand(value, foreign) for value in args]
+        kwargs = {name: _operand(value, foreign) for name, value in kwargs.items()}
         corrected = correction(func, args, kwargs)
-        return _result(func(*args, **kwargs) if corrected is None else corrected())
+        result = _result(func(*args, **kwargs) if corrected is None else corrected())
+        annotate_bases_again(value for value in written if _is_functional(value))
+        return result
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_FUNCTIONALIZE, excluded)
 
@@ -113,9 +117,11 @@ def _copy(to: torch.Tensor, of: torch.Tensor, non_blocking: bool = False) -> tor
         to.copy_(to_payload(of))
         if sharding is not None:
             _xlac()._xla_annotate_custom_sharding(to, sharding)
-        return to
-    host = of.to(to.dtype).expand(to.shape)
-    return to.copy_(to_payload(host.to(DEVICE)) if sharding is None else put_host(host, sharding))
+    else:
+        host = of.to(to.dtype).expand(to.shape)
+        to.copy_(to_payload(host.to(DEVICE)) if sharding is None else put_host(host, sharding))
+    annotate_bases_again([to] if _is_functional(to) else [])
+    return to
 
 
 def _is_foreign(value: object) -> bool:
@@ -123,16 +129,16 @@ def _is_foreign(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not _is_functional(value)
 
 
-def _written_foreign(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int]:
-    """Ids of the foreign tensors that the op writes into: a copy of them would get the result."""
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The tensors that the op writes into. Foreign ones stay: a copy would get the result."""
     if not func._schema.is_mutable:
-        return frozenset()
+        return []
     written: list[Any] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             written += value if isinstance(value, list | tuple) else [value]
-    return frozenset(id(value) for value in written if _is_foreign(value))
+    return [value for value in written if isinstance(value, torch.Tensor)]
 
 
 def _operand(value: Any, written: frozenset[int]) -> Any:

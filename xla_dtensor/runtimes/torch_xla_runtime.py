@@ -26,6 +26,7 @@ from mesh_utils import Mesh
 from xla_dtensor.core import Layout, OpSharding
 from xla_dtensor.errors import CompileError, DistributeError
 from xla_dtensor.runtimes.base import AddressableShard, CompiledStep, Runtime
+from xla_dtensor.runtimes.torch_xla_bases import note_base
 from xla_dtensor.runtimes.torch_xla_device_module import register_device_module
 from xla_dtensor.runtimes.torch_xla_payload import (
     functionalization,
@@ -111,7 +112,7 @@ class TorchXlaRuntime(Runtime):
     def put(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         sharding = self._op_sharding_for(tensor.shape, layout)
         with functionalization():
-            return self._uneven.note(put_host(tensor, to_annotation(sharding)), sharding)
+            return self._noted(put_host(tensor, to_annotation(sharding)), sharding)
 
     def from_shards(
         self, shards: Mapping[int, torch.Tensor], shape: Sequence[int], layout: Layout
@@ -124,7 +125,7 @@ class TorchXlaRuntime(Runtime):
         with functionalization():
             annotation = to_annotation(sharding)
             data = self._xlac._global_tensor_from_cpu_shards(padded, annotation, list(shape))
-            return self._uneven.note(to_payload(data), sharding)
+            return self._noted(to_payload(data), sharding)
 
     def constrain(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
         sharding = self._op_sharding_for(payload.shape, layout)
@@ -133,7 +134,11 @@ class TorchXlaRuntime(Runtime):
             # with it the source); this call makes a new node, for every dtype.
             constrained = to_payload(payload).clone()
             self._xlac._xla_annotate_custom_sharding(constrained, to_annotation(sharding))
-        return self._uneven.note(constrained, sharding)
+        return self._noted(constrained, sharding)
+
+    def _noted(self, payload: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
+        note_base(payload, to_annotation(sharding))
+        return self._uneven.note(payload, sharding)
 
     def op_sharding(self, payload: torch.Tensor) -> OpSharding:
         with functionalization():

@@ -312,6 +312,42 @@ def test_the_program_is_asked_for_before_there_is_one(mesh: DeviceMesh) -> None:
         xla_compile(lambda x: x).hlo()
 
 
+def test_a_write_to_an_argument_reaches_the_caller(mesh: DeviceMesh) -> None:
+    step = xla_compile(lambda x, y: (x.add_(1) * y).sum())
+    uneven = distribute_tensor(torch.zeros(10), mesh, ("tp",))
+    one = distribute_tensor(torch.ones(10), mesh, ("dp",))
+    assert [step(uneven, one).item() for _ in range(3)] == [10.0, 20.0, 30.0]
+    assert torch.equal(uneven.cpu(), torch.full((10,), 3.0))
+    assert torch.equal(one.cpu(), torch.ones(10))
+    assert uneven.xla_sharding().num_tiles(0) == 4
+    other = distribute_tensor(torch.zeros(10), mesh, ("tp",))
+    assert step(other, one).item() == 10.0
+    assert torch.equal(other.cpu(), torch.ones(10))
+    assert step.stats()["traces"] == 1
+
+
+def test_a_write_to_one_tensor_passed_twice_reaches_it(mesh: DeviceMesh) -> None:
+    step = xla_compile(lambda x, y: (x.add_(1) * y).sum())
+    x = distribute_tensor(torch.zeros(8), mesh, ("tp",))
+    assert step(x, x).item() == 8.0
+    assert torch.equal(x.cpu(), torch.ones(8))
+
+
+def test_a_view_is_an_input_like_any_other(mesh: DeviceMesh) -> None:
+    rows = distribute_tensor(torch.arange(32.0).reshape(4, 8), mesh)
+    step = xla_compile(lambda x: x.sum())
+    assert [step(rows[i]).item() for i in range(4)] == rows.cpu().sum(1).tolist()
+    assert step.stats()["traces"] == 1
+
+
+@pytest.mark.parametrize("kind", ["view", "plain"])
+def test_a_write_that_would_be_lost_is_refused(mesh: DeviceMesh, kind: str) -> None:
+    whole = distribute_tensor(torch.zeros(4, 8), mesh)
+    argument = whole[1] if kind == "view" else torch.zeros(8)
+    with pytest.raises(CompileError, match=r"the write would be lost.*clone"):
+        xla_compile(lambda x: x.add_(1))(argument)
+
+
 def test_a_plain_tensor_argument_is_an_input(mesh: DeviceMesh) -> None:
     weight = distribute_tensor(torch.ones(4), mesh, ("tp",))
     step = xla_compile(lambda x: weight * x)

@@ -37,11 +37,15 @@ _traced_keys: weakref.WeakKeyDictionary[Any, OrderedDict[int, Any]] = weakref.We
 
 def seed(number: int) -> None:
     """Start the generator anew from `number`."""
+    _eager_keys.clear()
+    _start(number)
+
+
+def _start(number: int) -> None:
     from xla_dtensor.runtimes.jax_tensor import Storage
 
     global _state, _torch_seed
     _torch_seed = torch.initial_seed()
-    _eager_keys.clear()
     with x64():
         key = jnp.asarray(np.array([(number >> 32) & 0xFFFFFFFF, number & 0xFFFFFFFF], np.uint32))
         if _state is None:
@@ -54,7 +58,7 @@ def next_key() -> Any:
     """Return a key to use once; the one it gave before where torch's generator was rewound."""
     trace = active_trace()
     if _state is None or (trace is None and torch.initial_seed() != _torch_seed):
-        seed(torch.initial_seed() % 2**63)
+        _start(torch.initial_seed() % 2**63)
     keys = _eager_keys if trace is None else _traced_keys.setdefault(trace, OrderedDict())
     mark = int(torch.randint(2**63 - 1, (), device="cpu"))
     if mark not in keys:
