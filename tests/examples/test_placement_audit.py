@@ -32,7 +32,7 @@ class FakeDTensor:
 
     sharding: str
     shards: tuple[FakeShard, ...]
-    layout: Layout
+    mesh_layout: Layout
     shape: tuple[int, ...] = (10, 6)
     ndim: int = 2
 
