@@ -15,7 +15,7 @@ from xla_dtensor.runtimes import Runtime
 
 
 @pytest.fixture
-def ones(mesh: xd.DeviceMesh) -> xd.DTensor:
+def ones(mesh: xd.DeviceMesh) -> Any:
     x = xd.distribute_tensor(torch.ones(16, 16), mesh, [Shard(0), Replicate()])
     return x.requires_grad_()
 
@@ -26,8 +26,8 @@ def block(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_repeats_the_dropout_of_the_forward(ones: Any, use_reentrant: bool) -> None:
-    first = checkpoint(block, ones, use_reentrant=use_reentrant)
-    second = checkpoint(block, ones, use_reentrant=use_reentrant)
+    first: Any = checkpoint(block, ones, use_reentrant=use_reentrant)
+    second: Any = checkpoint(block, ones, use_reentrant=use_reentrant)
     (first.sum() + 100 * second.sum()).backward()
     kept = [(y.detach().cpu() != 0).float() for y in (first, second)]
     assert not torch.equal(*kept)
@@ -38,7 +38,7 @@ def test_checkpoint_repeats_the_dropout_of_the_forward(ones: Any, use_reentrant:
 
 def test_checkpoint_in_a_program_repeats_the_dropout(ones: Any) -> None:
     def step(x: torch.Tensor) -> Any:
-        y = checkpoint(block, x, use_reentrant=False)
+        y: Any = checkpoint(block, x, use_reentrant=False)
         (grad,) = torch.autograd.grad(y.sum(), x)
         return y.detach(), grad
 
@@ -73,6 +73,6 @@ def test_seeding_torch_repeats(ones: Any) -> None:
 
 
 def test_a_random_tensor_lies_as_the_one_it_is_like(ones: Any) -> None:
-    values = torch.rand_like(ones)
+    values: Any = torch.rand_like(ones)
     assert values.xla_sharding() == ones.xla_sharding()
     assert 0.3 < values.mean().item() < 0.7

@@ -75,14 +75,12 @@ def functionalization() -> Iterator[None]:
 
 
 def put_host(tensor: torch.Tensor, annotation: Any) -> torch.Tensor:
-    """Copy a host tensor to the devices as an annotation says."""
+    """Copy a host tensor to the devices as an annotation says; on all of them without one."""
     host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # .to() copies, so that the caller may go on writing into the tensor.
     data = host.to(DEVICE)
-    if data.numel() == 0:
-        # Nothing to place, and marking it would fail on a negative padding.
-        return to_payload(data)
-    _xlac()._xla_mark_sharding(data, annotation)
+    if annotation is not None:
+        _xlac()._xla_mark_sharding(data, annotation)
     return to_payload(data)
 
 

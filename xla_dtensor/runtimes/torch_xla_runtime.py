@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mesh_utils import Mesh
 from xla_dtensor.core import Layout, OpSharding
@@ -73,6 +74,7 @@ class TorchXlaRuntime(Runtime):
         self._addressable = tuple(map(_device_id, self._xlac._xla_get_runtime_devices()))
         self._root = Mesh.arange((self._num_devices,), ("device",))
         self._uneven = UnevenPayloads()
+        self._empty: Any = WeakIdKeyDictionary()
 
     # ------------------------------------------------------------------ devices
 
@@ -111,8 +113,10 @@ class TorchXlaRuntime(Runtime):
 
     def put(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         sharding = self._op_sharding_for(tensor.shape, layout)
+        # Nothing to place in an empty tensor, and torch_xla is of two minds about its annotation.
+        annotation = to_annotation(sharding) if tensor.numel() else None
         with functionalization():
-            return self._noted(put_host(tensor, to_annotation(sharding)), sharding)
+            return self._noted(put_host(tensor, annotation), sharding)
 
     def from_shards(
         self, shards: Mapping[int, torch.Tensor], shape: Sequence[int], layout: Layout
@@ -133,20 +137,30 @@ class TorchXlaRuntime(Runtime):
             # A clone shares its source's graph node. mark_sharding would annotate that one (and
             # with it the source); this call makes a new node, for every dtype.
             constrained = to_payload(payload).clone()
-            self._xlac._xla_annotate_custom_sharding(constrained, to_annotation(sharding))
+            if payload.numel():
+                self._xlac._xla_annotate_custom_sharding(constrained, to_annotation(sharding))
         return self._noted(constrained, sharding)
 
     def _noted(self, payload: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
+        if payload.numel() == 0:
+            self._empty[payload] = sharding.canonical()
+            return payload
         note_base(payload, to_annotation(sharding))
         return self._uneven.note(payload, sharding)
 
     def op_sharding(self, payload: torch.Tensor) -> OpSharding:
+        if payload.numel() == 0:
+            return self._empty.get(payload, OpSharding.replicated())
         with functionalization():
             self._materialise(payload)
             return parse_annotation(self._xlac._get_xla_sharding_spec(payload))
 
     def addressable_shards(self, payload: torch.Tensor) -> tuple[AddressableShard, ...]:
         sharding = self.op_sharding(payload)
+        if payload.numel() == 0:
+            empty = torch.empty(sharding.shape_per_tile(payload.shape), dtype=payload.dtype)
+            devices = sorted(self._addressable)
+            return tuple(_shard(device, empty, payload, sharding) for device in devices)
         with functionalization():
             if not self._xlac._get_xla_sharding_spec(payload):
                 # Fresh from the host: on every device, though torch_xla has not noted it.
@@ -156,6 +170,8 @@ class TorchXlaRuntime(Runtime):
         return tuple(sorted(found, key=lambda shard: shard.device_id))
 
     def to_host(self, payload: torch.Tensor) -> torch.Tensor:
+        if payload.numel() == 0:
+            return torch.empty(payload.shape, dtype=payload.dtype)
         sharding = self.op_sharding(payload)
         if sharding.is_tiled and len(self._addressable) == self._num_devices:
             # Put together here: .cpu() would gather it on every device, by a program of its own.

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xla_dtensor.core import OpSharding
 from xla_dtensor.runtimes.torch_xla_sharding import parse_annotation, to_annotation
 
-__all__ = ["UnevenPayloads"]
+__all__ = ["UnevenPayloads", "cut_unevenly"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class UnevenPayloads:
 
     def note(self, payload: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
         """Remember `payload` if `sharding` cuts a dim of it unevenly; return it."""
-        if payload.numel() and sharding.is_tiled and _cut_unevenly(payload, sharding):
+        if payload.numel() and sharding.is_tiled and cut_unevenly(payload, sharding):
             self._asked[payload] = sharding
         return payload
 
@@ -73,5 +73,6 @@ class UnevenPayloads:
             )
 
 
-def _cut_unevenly(payload: torch.Tensor, sharding: OpSharding) -> bool:
+def cut_unevenly(payload: torch.Tensor, sharding: OpSharding) -> bool:
+    """Tell whether `sharding` cuts a dim of `payload` into tiles that do not fill it."""
     return any(extent % sharding.num_tiles(dim) for dim, extent in enumerate(payload.shape))

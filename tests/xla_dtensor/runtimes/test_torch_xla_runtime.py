@@ -120,7 +120,11 @@ def test_put_lies_as_asked(runtime: Runtime, shape: tuple[int, ...], text: str, 
     assert torch.equal(runtime.to_host(payload), host)
 
 
-@pytest.mark.parametrize(("shape", "text", "mesh"), PLACED, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("shape", "text", "mesh"),
+    [case for case in PLACED if 0 not in case[0]],  # torch_xla places nothing of an empty tensor
+    ids=lambda value: str(value),
+)
 def test_index_agrees_with_torch_xla(
     runtime: Runtime, shape: tuple[int, ...], text: str, mesh: Mesh
 ) -> None:
