@@ -1,0 +1,345 @@
+"""HybridMesh: a mesh over several granules, which knows what runs over the slow network.
+
+A granule is a set of devices joined by a fast network (a TPU slice by ICI, GPUs by NVLink); between
+granules is the slow one (DCN). Each axis of a hybrid mesh has a size inside granules and a size
+across them, and is as long as their product:
+
+    HybridMesh(devices, ici_mesh_shape=(2, 2), dcn_mesh_shape=(2, 1), axis_names=("dp", "tp"))
+
+    2 slices of 4 chips, dp = 2 (DCN) x 2 (ICI), tp = 1 (DCN) x 2 (ICI):
+
+        tp 0 1
+    dp 0   0 1      granule 0
+       1   2 3
+       2   4 5      granule 1
+       3   6 7
+
+    mesh["tp"]           0 1           never leaves a granule
+    mesh["dp"]           0 2 4 6       steps 0 to 1 and 2 to 3 are ICI, 1 to 2 is DCN
+    mesh.dcn_axes        ("dp",)
+    mesh.granules        ((0, 1, 2, 3), (4, 5, 6, 7))
+
+On every axis the DCN part is the outer one: coordinate = dcn * ici size + ici. Granule number i
+is at np.arange(number of granules).reshape(dcn_mesh_shape) == i.
+
+Invariants (`check_valid` states them):
+
+- mesh_shape is ici_mesh_shape * dcn_mesh_shape, axis by axis;
+- a block of ici_mesh_shape is one whole granule, and the blocks lie in the order of the granules;
+- so a group of devices along any axes has equally many members in each granule that it touches,
+  which XLA needs to make of it one part per slice and one between slices.
+
+How the devices of one granule are laid out in their block is an order: see assignment.py.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import SupportsIndex, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh_utils.assignment import DeviceArray, DeviceOrder, arrange
+from mesh_utils.device import Device
+from mesh_utils.device_ids import describe_device_ids, read_device_ids
+from mesh_utils.errors import MeshError
+from mesh_utils.granule import Granule, describe_granule, granules
+from mesh_utils.mesh import Mesh
+from mesh_utils.mesh_input import Axis, as_integer, read_axis_names
+
+
+class HybridMesh(Mesh):
+    """Devices of several granules along named axes; an immutable, hashable value.
+
+    It is a Mesh, and a root. Submeshes of it are plain meshes whose root it is. `factored` and
+    `flattened` give plain meshes too: a new axis may lie across the border between DCN and ICI.
+
+    Args:
+        devices: whatever `read_devices` reads, in any order: JAX devices, torch_xla's attribute
+            dicts, Devices, ids.
+        ici_mesh_shape: the size of each axis inside a granule.
+        dcn_mesh_shape: the size of each axis across granules; None for one granule.
+        axis_names: a name for each axis; None names them 0, 1, ...
+        granule: what makes devices one granule: "slice", "process", a number of devices that follow
+            each other by id, or a function of a Device.
+        order: how a granule's devices are laid out: "row-major"; "jax", which asks JAX; "auto",
+            which is "jax" for TPUs and "row-major" for others; or a function.
+
+    Raises:
+        MeshError: shapes that do not fit each other or the granules, granules of different sizes,
+            devices that cannot be read, or an order that refuses them.
+
+    Example:
+        >>> from mesh_utils import synthetic_devices
+        >>> devices = synthetic_devices((2, 2), num_slices=2, kind="TPU v4")
+        >>> mesh = HybridMesh(
+        ...     devices, ici_mesh_shape=(2, 2), dcn_mesh_shape=(2, 1), order="row-major"
+        ... )
+        >>> mesh.device_ids[:, 0].tolist(), mesh.granule_index(200001)
+        ([100000, 100002, 200000, 200002], 1)
+    """
+
+    __slots__ = ("_dcn_mesh_shape", "_devices", "_granule_ids", "_hybrid_hash", "_ici_mesh_shape")
+
+    def __init__(
+        self,
+        devices: Iterable[object],
+        *,
+        ici_mesh_shape: Iterable[SupportsIndex],
+        dcn_mesh_shape: Iterable[SupportsIndex] | None = None,
+        axis_names: Iterable[Axis] | None = None,
+        granule: Granule = "slice",
+        order: DeviceOrder = "auto",
+    ) -> None:
+        ici = _read_shape("ici_mesh_shape", ici_mesh_shape)
+        dcn = (1,) * len(ici)
+        if dcn_mesh_shape is not None:
+            dcn = _read_shape("dcn_mesh_shape", dcn_mesh_shape)
+        _refuse_different_lengths(ici, dcn)
+        shape = tuple(inner * outer for inner, outer in zip(ici, dcn, strict=True))
+        names = read_axis_names(axis_names, shape)
+        found = granules(devices, granule)
+        _refuse_other_counts(found, ici, dcn, granule)
+        placed = _joined(arrange(found, ici, order), ici, dcn)
+        self._set_parts(
+            read_device_ids([device.id for device in placed], shape),
+            names,
+            (ici, dcn),
+            np.array([[device.id for device in each] for each in found], np.int64),
+            placed,
+        )
+
+    def _set_parts(
+        self,
+        ids: NDArray[np.int64],
+        names: tuple[Axis, ...],
+        shapes: tuple[tuple[int, ...], tuple[int, ...]],
+        granule_ids: NDArray[np.int64],
+        devices: tuple[Device, ...],
+    ) -> None:
+        self._set(ids, names, None)
+        self._ici_mesh_shape, self._dcn_mesh_shape = shapes
+        self._granule_ids = granule_ids
+        self._devices = devices
+        self._hybrid_hash: str | None = None
+
+    @property
+    def ici_mesh_shape(self) -> tuple[int, ...]:
+        """The size of each axis inside a granule."""
+        return self._ici_mesh_shape
+
+    @property
+    def dcn_mesh_shape(self) -> tuple[int, ...]:
+        """The size of each axis across granules."""
+        return self._dcn_mesh_shape
+
+    @property
+    def dcn_axes(self) -> tuple[Axis, ...]:
+        """The axes along which something crosses granules, in mesh order."""
+        sizes = zip(self.axis_names, self._dcn_mesh_shape, strict=True)
+        return tuple(name for name, size in sizes if size > 1)
+
+    @property
+    def granules(self) -> tuple[tuple[int, ...], ...]:
+        """The device ids of each granule, in ascending order."""
+        rows: list[list[int]] = self._granule_ids.tolist()
+        return tuple(tuple(row) for row in rows)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """What is known of each device, in the order of `device_ids.flat`."""
+        return self._devices
+
+    @overload
+    def granule_index(self, device_id: int) -> int: ...
+    @overload
+    def granule_index(
+        self, device_id: NDArray[np.integer] | Sequence[int]
+    ) -> NDArray[np.int64]: ...
+
+    def granule_index(
+        self, device_id: int | NDArray[np.integer] | Sequence[int]
+    ) -> int | NDArray[np.int64]:
+        """Finds the granule of devices.
+
+        Args:
+            device_id: one id, or an array of ids of any shape.
+
+        Returns:
+            Its place in `granules`; for an array int64 of its shape.
+
+        Raises:
+            MeshError: an id that is not in the mesh.
+
+        Example:
+            >>> mesh = HybridMesh(range(4), ici_mesh_shape=(2,), dcn_mesh_shape=(2,), granule=2)
+            >>> mesh.granule_index(3), mesh.granule_index(mesh.device_ids).tolist()
+            (1, [0, 0, 1, 1])
+        """
+        outer = np.asarray(self.coordinates(device_id)) // np.array(self._ici_mesh_shape)
+        found = np.ravel_multi_index(tuple(np.moveaxis(outer, -1, 0)), self._dcn_mesh_shape)
+        return np.asarray(found, np.int64) if np.ndim(found) else int(found)
+
+    def to_hash(self) -> str:
+        """Names the value of the mesh: the same in every process and Python version.
+
+        Returns:
+            64 hexadecimal digits. Equal hybrid meshes have the same; a plain mesh of the same ids
+            has others.
+
+        Example:
+            >>> mesh = HybridMesh(range(4), ici_mesh_shape=(4,))
+            >>> mesh.to_hash() == Mesh.arange((4,)).to_hash()
+            False
+        """
+        if self._hybrid_hash is None:
+            digest = hashlib.sha256(b"mesh_utils.HybridMesh 1\n")
+            parts = [super().to_hash(), self._ici_mesh_shape, self._dcn_mesh_shape]
+            digest.update(json.dumps(parts).encode())
+            digest.update(self._granule_ids.astype("<i8", copy=False).tobytes())
+            self._hybrid_hash = digest.hexdigest()
+        return self._hybrid_hash
+
+    def check_valid(self) -> None:
+        """States the invariants of a hybrid mesh.
+
+        Raises:
+            MeshError: one of them does not hold, which only a bug in mesh_utils can bring about.
+        """
+        super().check_valid()
+        sizes = np.multiply(self._ici_mesh_shape, self._dcn_mesh_shape).tolist()
+        blocks = np.sort(_blocks(self.device_ids, self._ici_mesh_shape, self._dcn_mesh_shape))
+        if self.mesh_shape != tuple(sizes) or not np.array_equal(blocks, self._granule_ids):
+            raise MeshError(
+                f"{self!r} was checked. A block of ici_mesh_shape={self._ici_mesh_shape} is not "
+                "one granule, or blocks and granules differ in order. "
+                "Make hybrid meshes with HybridMesh only."
+            )
+        if [device.id for device in self._devices] != self.device_ids.reshape(-1).tolist():
+            raise MeshError(
+                f"{self!r} was checked. Its devices are not in the order of its device_ids. "
+                "Make hybrid meshes with HybridMesh only."
+            )
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        # Not what the devices are: a program is sharded by ids, axes and granules.
+        return (
+            isinstance(other, HybridMesh)
+            and self.axis_names == other.axis_names
+            and self._ici_mesh_shape == other._ici_mesh_shape
+            and self._dcn_mesh_shape == other._dcn_mesh_shape
+            and np.array_equal(self.device_ids, other.device_ids)
+            and np.array_equal(self._granule_ids, other._granule_ids)
+        )
+
+    # Python takes the hash away from a class that defines equality.
+    __hash__ = Mesh.__hash__
+
+    def __repr__(self) -> str:
+        ids = describe_device_ids(self.device_ids)
+        shapes = f"ici={self._ici_mesh_shape}, dcn={self._dcn_mesh_shape}"
+        return f"HybridMesh({self.axes_text()}, {shapes}, devices={ids})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        shapes = self._ici_mesh_shape, self._dcn_mesh_shape
+        parts = self.device_ids, self.axis_names, shapes, self._granule_ids, self._devices
+        return _restored, parts
+
+
+def _restored(
+    ids: NDArray[np.int64],
+    names: tuple[Axis, ...],
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    granule_ids: NDArray[np.int64],
+    devices: tuple[Device, ...],
+) -> HybridMesh:
+    """The mesh of the parts of a pickled one."""
+    mesh = object.__new__(HybridMesh)
+    ids = np.ascontiguousarray(ids)
+    ids.flags.writeable = False
+    mesh._set_parts(ids, names, shapes, granule_ids, devices)  # pyright: ignore[reportPrivateUsage]
+    return mesh
+
+
+def _joined(
+    blocks: Sequence[DeviceArray], ici: tuple[int, ...], dcn: tuple[int, ...]
+) -> tuple[Device, ...]:
+    """The devices of the whole mesh in row-major order; granule i is block i of dcn."""
+    ndim = len(ici)
+    interleaved = [
+        axis for pair in zip(range(ndim), range(ndim, 2 * ndim), strict=True) for axis in pair
+    ]
+    devices: list[Device] = (
+        np.stack(blocks).reshape(*dcn, *ici).transpose(interleaved).reshape(-1).tolist()
+    )
+    return tuple(devices)
+
+
+def _blocks(
+    ids: NDArray[np.int64], ici: tuple[int, ...], dcn: tuple[int, ...]
+) -> NDArray[np.int64]:
+    """The ids of each block, [blocks, block size]: the inverse of _joined."""
+    ndim = len(ici)
+    split = [size for pair in zip(dcn, ici, strict=True) for size in pair]
+    outer_first = [*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2)]
+    return ids.reshape(split).transpose(outer_first).reshape(math.prod(dcn), -1)
+
+
+def _read_shape(name: str, given: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    is_list = hasattr(given, "__iter__") and not isinstance(given, (str, bytes))
+    sizes = tuple(as_integer(size) or 0 for size in given) if is_list else ()
+    if not sizes or min(sizes) < 1:
+        raise MeshError(
+            f"HybridMesh was given {name}={given!r}. It is no sequence of positive integers. "
+            "Pass one size of 1 or more for each axis, such as (2, 4)."
+        )
+    return sizes
+
+
+def _refuse_different_lengths(ici: tuple[int, ...], dcn: tuple[int, ...]) -> None:
+    if len(ici) != len(dcn):
+        padded = (*dcn, *(1,) * len(ici))[: len(ici)]
+        raise MeshError(
+            f"HybridMesh was given ici_mesh_shape={ici} and dcn_mesh_shape={dcn}. "
+            f"They have {len(ici)} and {len(dcn)} axes. "
+            f"Pass a size for each axis in both, 1 where there is none, such as "
+            f"dcn_mesh_shape={padded}."
+        )
+
+
+def _refuse_other_counts(
+    found: tuple[tuple[Device, ...], ...],
+    ici: tuple[int, ...],
+    dcn: tuple[int, ...],
+    granule: Granule,
+) -> None:
+    count, size = len(found), len(found[0])
+    if (count, size) == (math.prod(dcn), math.prod(ici)):
+        return
+    granules_are = "There is 1 granule" if count == 1 else f"There are {count} granules"
+    # One granule may be all there is, or only all that the devices tell.
+    unknown = count == 1 and granule == "slice" and found[0][0].slice_index is None
+    hint = ", or say with granule= where they divide: the devices name no slices" if unknown else ""
+    raise MeshError(
+        f"{granules_are} of {size} devices: granule={describe_granule(granule)}. "
+        f"ici_mesh_shape={ici} and dcn_mesh_shape={dcn} ask for {math.prod(dcn)} of "
+        f"{math.prod(ici)}. Pass ici_mesh_shape={_fitted(ici, size)} and "
+        f"dcn_mesh_shape={_fitted(dcn, count)}, or others with those products{hint}."
+    )
+
+
+def _fitted(shape: tuple[int, ...], product: int) -> tuple[int, ...]:
+    """A shape with that product, one axis of it changed if that will do."""
+    if math.prod(shape) == product:
+        return shape
+    for axis, size in enumerate(shape):
+        others = math.prod(shape) // size
+        if product % others == 0:
+            return (*shape[:axis], product // others, *shape[axis + 1 :])
+    return (product, *(1,) * (len(shape) - 1))
