@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mesh_utils import Mesh as Mesh
     from xla_dtensor.api import distribute_module as distribute_module
     from xla_dtensor.api import distribute_tensor as distribute_tensor
+    from xla_dtensor.call_jax import call_jax as call_jax
     from xla_dtensor.compiled_step import compile as compile
     from xla_dtensor.core import Layout as Layout
     from xla_dtensor.core import OpSharding as OpSharding
@@ -39,6 +40,7 @@ _WHERE = {
     "Layout": "xla_dtensor.core",
     "Mesh": "mesh_utils",
     "OpSharding": "xla_dtensor.core",
+    "call_jax": "xla_dtensor.call_jax",
     "compile": "xla_dtensor.compiled_step",
     "distribute_module": "xla_dtensor.api",
     "distribute_tensor": "xla_dtensor.api",
@@ -53,6 +55,7 @@ __all__ = [
     "Layout",
     "Mesh",
     "OpSharding",
+    "call_jax",
     "compile",
     "distribute_module",
     "distribute_tensor",

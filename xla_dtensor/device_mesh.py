@@ -108,11 +108,11 @@ def mesh_text(mesh: Mesh) -> str:
     return "(" + ", ".join(f"{name}={size}" for name, size in pairs) + ")"
 
 
-def as_device_mesh(mesh: TorchDeviceMesh | Mesh) -> DeviceMesh:
+def as_device_mesh(mesh: Any) -> DeviceMesh:
     """Return our DeviceMesh for a mesh value or for a stock DeviceMesh of type "xla".
 
     Args:
-        mesh: A :class:`mesh_utils.Mesh`, or a torch DeviceMesh.
+        mesh: A :class:`mesh_utils.Mesh`, a torch DeviceMesh, or torch_xla's or our spmd Mesh.
 
     Returns:
         The same object for equal meshes.
@@ -133,6 +133,10 @@ def as_device_mesh(mesh: TorchDeviceMesh | Mesh) -> DeviceMesh:
                 "init_device_mesh('xla', mesh_shape, mesh_dim_names=...)."
             )
         return _device_mesh(Mesh(mesh.mesh.numpy(), tuple(mesh.mesh.shape), mesh.mesh_dim_names))
+    if isinstance(getattr(mesh, "value", None), Mesh):  # xla_dtensor.spmd.Mesh
+        return _device_mesh(mesh.value)
+    if hasattr(mesh, "get_logical_mesh"):  # torch_xla.distributed.spmd.Mesh
+        return _device_mesh(Mesh(mesh.device_ids, mesh.mesh_shape, mesh.axis_names))
     raise ArgumentTypeError(
         f"A mesh was expected, but an object of type={type(mesh).__name__} was passed. Axes and "
         "devices cannot be read from it. Pass init_device_mesh('xla', ...) or a mesh_utils.Mesh."

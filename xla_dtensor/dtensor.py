@@ -41,8 +41,9 @@ from xla_dtensor.placement_checks import checked_placements
 from xla_dtensor.propagation import legal_placements, propagate
 from xla_dtensor.runtimes.base import AddressableShard
 from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.written import written_targets
 
-__all__ = ["DTensor", "GlobalState"]
+__all__ = ["DTensor", "GlobalState", "as_plain"]
 
 check_dispatch()
 aten = torch.ops.aten
@@ -112,23 +113,25 @@ class DTensor(TorchDTensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if len(types) > 1 and any(getattr(t, "_is_manual_tensor", False) for t in types):
+            return NotImplemented  # a ManualTensor answers, and refuses
         kwargs = kwargs or {}
         payload_args, payload_kwargs = map_nested(_payload, (tuple(args), kwargs))
         result = _run(func, payload_args, payload_kwargs)
         if torch.Tag.inplace_view in func.tags and isinstance(args[0], DTensor):
             return args[0]._reshaped_in_place(func, args, kwargs)
         if func._schema.is_mutable:
-            return _written(func, args, kwargs)
+            return written_targets(func, args, kwargs)
         if isinstance(result, torch.Tensor) or (isinstance(result, (list, tuple)) and result):
             mesh = _first(args, kwargs)._spec.mesh
-            return _wrap(func, result, propagate(func, args, kwargs, mesh), mesh)
+            return _wrap(cls, func, result, propagate(func, args, kwargs, mesh), mesh)
         return result
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     def rewrapped(self, payload: torch.Tensor) -> DTensor:
         """Return a DTensor over another payload, with this one's mesh and placements."""
-        return DTensor(payload, self._spec.mesh, self._spec.placements)
+        return type(self)(payload, self._spec.mesh, self._spec.placements)
 
     def _reshaped_in_place(self, func: Any, args: Sequence[Any], kwargs: Any) -> DTensor:
         """Follow the payload, whose shape ``t_``, ``squeeze_`` and the like have changed."""
@@ -140,12 +143,14 @@ class DTensor(TorchDTensor):
         changed = DTensor(self._local_tensor, mesh, placements)
         torch.Tensor.data.__set__(self, changed)  # pyright: ignore
         self._spec = changed._spec
+        if not self.is_meta:
+            get_runtime().reshaped_in_place(self._local_tensor, self._spec.layout)
         return self
 
     def rewrapper(self) -> Callable[[torch.Tensor], DTensor]:
         """Return a function that wraps payloads as this one is, without holding this one."""
-        mesh, placements = self._spec.mesh, self._spec.placements
-        return lambda payload: DTensor(payload, mesh, placements)
+        kind, mesh, placements = type(self), self._spec.mesh, self._spec.placements
+        return lambda payload: kind(payload, mesh, placements)
 
     # ------------------------------------------------------------------ what it is
 
@@ -253,7 +258,7 @@ class DTensor(TorchDTensor):
             "full_tensor", grad_placements, mesh, self.ndim, partial=False
         )
         whole = self.redistribute(placements=replicated)
-        return _ToPlain.apply(whole, for_grad)  # pyright: ignore[reportReturnType]
+        return as_plain(whole, for_grad)
 
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
         """Refused: see the message."""
@@ -340,25 +345,12 @@ def _first(args: Any, kwargs: Any) -> DTensor:
     return next(v for v in leaves((args, kwargs)) if isinstance(v, DTensor))
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    """Return the DTensors that a mutating op wrote to, as its schema says."""
-    if not func._schema.returns:
-        return None
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    targets = [
-        given[a.name]
-        for a in func._schema.arguments
-        if a.alias_info is not None and a.alias_info.is_write
-    ]
-    return targets[0] if len(targets) == 1 else tuple(targets)
-
-
-def _wrap(func: Any, result: Any, placements: Any, mesh: DeviceMesh) -> Any:
+def _wrap(cls: type[DTensor], func: Any, result: Any, placements: Any, mesh: DeviceMesh) -> Any:
     if isinstance(result, (list, tuple)):
         each = placements if isinstance(placements, list) else [placements] * len(result)
         each = each if len(each) == len(result) else [each[0]] * len(result)
         # Not type(result): some are named tuples, which the dispatcher makes from any sequence.
-        wrapped = [_wrap(func, r, p, mesh) for r, p in zip(result, each, strict=True)]
+        wrapped = [_wrap(cls, func, r, p, mesh) for r, p in zip(result, each, strict=True)]
         return wrapped if isinstance(result, list) else tuple(wrapped)
     if not isinstance(result, torch.Tensor):
         return result
@@ -366,7 +358,7 @@ def _wrap(func: Any, result: Any, placements: Any, mesh: DeviceMesh) -> Any:
     if func in _MADE_LIKE and not result.is_meta:
         layout = Layout.from_placements(labels, result.ndim, mesh.value)
         result = get_runtime().constrain(result, layout)
-    return DTensor(result, mesh, labels)
+    return cls(result, mesh, labels)
 
 
 class _Redistribute(torch.autograd.Function):
@@ -386,6 +378,18 @@ class _Redistribute(torch.autograd.Function):
         target = tuple(Replicate() if p.is_partial() else p for p in placements)
         grad = grad if ctx.dtype is None else grad.to(ctx.dtype)
         return grad.redistribute(mesh, target), None, None, None
+
+
+def as_plain(tensor: DTensor, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
+    """Return the runtime's plain tensor for the whole value, lying as it does; no data moves.
+
+    Args:
+        tensor: The DTensor. Gradients of the result come back to it.
+        grad_placements: How these are to lie; as `tensor` is labelled when None.
+    """
+    placements = tensor._spec.placements if grad_placements is None else grad_placements
+    placements = tuple(Replicate() if p.is_partial() else p for p in placements)
+    return _ToPlain.apply(tensor, placements)  # pyright: ignore[reportReturnType]
 
 
 class _ToPlain(torch.autograd.Function):

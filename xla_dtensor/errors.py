@@ -11,6 +11,7 @@ __all__ = [
     "ArgumentTypeError",
     "CompileError",
     "DistributeError",
+    "ManualRegionError",
     "MeshRankError",
     "RuntimeSetupError",
     "ShardingDroppedError",
@@ -37,6 +38,10 @@ class ArgumentTypeError(XlaDTensorError, TypeError):
 
 class MeshRankError(XlaDTensorError, RuntimeError):
     """A process was asked for its one place in a mesh, and has none or several."""
+
+
+class ManualRegionError(XlaDTensorError, RuntimeError):
+    """A manual tensor was read, mixed with a global one, or carried past its region's border."""
 
 
 class ShardingDroppedError(XlaDTensorError, RuntimeError):

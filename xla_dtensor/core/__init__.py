@@ -12,10 +12,12 @@ Example:
 """
 
 from xla_dtensor.core.axis_names import OPEN
+from xla_dtensor.core.decode import layout_of_op_sharding
 from xla_dtensor.core.entries import AxisPart, Gap
 from xla_dtensor.core.errors import LayoutError, OpShardingError
 from xla_dtensor.core.layout import Layout
 from xla_dtensor.core.local_shape import LocalShape, local_shape, torch_indices
+from xla_dtensor.core.manual_region import ManualRegion
 from xla_dtensor.core.op_sharding import OpSharding
 from xla_dtensor.core.placements import Partial, PlacementRecord, Replicate, Shard, StridedShard
 
@@ -26,6 +28,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "LocalShape",
+    "ManualRegion",
     "OpSharding",
     "OpShardingError",
     "Partial",
@@ -33,6 +36,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "StridedShard",
+    "layout_of_op_sharding",
     "local_shape",
     "torch_indices",
 ]

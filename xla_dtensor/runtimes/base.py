@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from xla_dtensor.errors import UnsupportedOpError
+
 if TYPE_CHECKING:
-    from mesh_utils import Mesh
-    from xla_dtensor.core import Layout, OpSharding
+    from mesh_utils import Axis, Mesh
+    from xla_dtensor.core import Layout, ManualRegion, OpSharding
 
 __all__ = ["AddressableShard", "CompiledStep", "Runtime"]
 
@@ -83,6 +85,15 @@ class Runtime(ABC):
     def addressable_device_ids(self) -> tuple[int, ...]:
         """Return the ids of the devices that this process can reach."""
 
+    def device_attributes(self) -> Sequence[Mapping[str, Any]]:
+        """Return what is known of each device, ordered by id.
+
+        Each has a "name", such as "TPU:3", whose number is the id; "coords", "core_on_chip",
+        "slice_index" and "process_index" where the platform has them. mesh_utils.read_devices
+        reads them.
+        """
+        return [{"name": f"{self.name.upper()}:{i}"} for i in sorted(self.device_ids())]
+
     @abstractmethod
     def describe(self) -> Mapping[str, str]:
         """Return what the doctor prints: versions, platform, settings that this runtime made."""
@@ -100,6 +111,19 @@ class Runtime(ABC):
     @abstractmethod
     def put(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Copy a host tensor, equal in every process, to the devices as `layout` says."""
+
+    def make(
+        self, fill: float | str, shape: Sequence[int], dtype: torch.dtype, layout: Layout
+    ) -> torch.Tensor:
+        """Make a global tensor where it lies, the whole nowhere.
+
+        `fill` is a number, or "uniform" on [0, 1) or "normal": then the values depend on the state
+        of the generator, not on the layout.
+        """
+        values = {"uniform": torch.rand, "normal": torch.randn}
+        if isinstance(fill, str):
+            return self.put(values[fill](tuple(shape), dtype=dtype), layout)
+        return self.put(torch.full(tuple(shape), fill, dtype=dtype), layout)
 
     @abstractmethod
     def from_shards(
@@ -123,6 +147,97 @@ class Runtime(ABC):
     def to_host(self, payload: torch.Tensor) -> torch.Tensor:
         """Return the whole value as a CPU tensor. All processes have to call this alike."""
 
+    # ------------------------------------------------------------------ annotations in place
+
+    def annotate(self, payload: torch.Tensor, layout: Layout) -> None:
+        """Tell XLA how `payload` is to lie, in place: same tensor, same values, no new op."""
+        raise _missing(self, "annotations in place")
+
+    def annotation(self, payload: torch.Tensor) -> OpSharding | None:
+        """Return what `payload` was told, relative to the root; None when it was told nothing."""
+        raise _missing(self, "annotations in place")
+
+    def clear_annotation(self, payload: torch.Tensor) -> None:
+        """Take back what `payload` was told: XLA may lay it as it likes from now on."""
+        raise _missing(self, "annotations in place")
+
+    def when_step_ends(self, payload: torch.Tensor, undo: Callable[[], None]) -> None:
+        """Call `undo` after the trace in progress, if its annotation of `payload` ends with it.
+
+        Nothing to do where there is no trace, or where what a step annotates stays annotated.
+        """
+
+    def reshaped_in_place(self, payload: torch.Tensor, layout: Layout) -> None:
+        """Hear that ``t_`` or the like has changed the shape of `payload`, labelled `layout` now.
+
+        Nothing to do where what a payload was told follows its views.
+        """
+
+    # ------------------------------------------------------------------ manual regions
+
+    def enter_manual(
+        self, payload: torch.Tensor, layout: Layout, region: ManualRegion
+    ) -> torch.Tensor:
+        """Return each device's tile of `payload` as one manual payload of the tile's shape.
+
+        `layout` names axes of the region only and divides the shape evenly. Along the region's
+        other axes each device gets a copy. Below autograd; the source stays as it is.
+        """
+        raise _missing(self, "manual regions")
+
+    def leave_manual(
+        self, manual: torch.Tensor, layout: Layout, region: ManualRegion
+    ) -> torch.Tensor:
+        """Return the payload whose tiles under `layout` are `manual`; `enter_manual` undone.
+
+        Along axes that `layout` does not name all devices must hold the same values.
+        """
+        raise _missing(self, "manual regions")
+
+    def run_manual_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run one aten op on every device's own tile, with no communication.
+
+        Tensors among the arguments are manual payloads of one region, or host tensors, which every
+        device sees alike. Tensors among the results are manual payloads.
+        """
+        raise _missing(self, "manual regions")
+
+    def manual_collective(
+        self,
+        name: str,
+        manual: torch.Tensor,
+        region: ManualRegion,
+        axes: tuple[Axis, ...],
+        **options: Any,
+    ) -> torch.Tensor:
+        """Run a collective over some axes of a region, below autograd; return a manual payload.
+
+        The members of a group are numbered along `axes`, the first being the outermost; `n` is
+        their number.
+
+        ================  =================================  =====================================
+        name              options                            result on member i
+        ================  =================================  =====================================
+        "all_reduce"      op="sum", "max" or "min"           the reduction of all members' tensors
+        "all_gather"      dim                                all members' tensors, joined along dim
+        "reduce_scatter"  dim (of a size that n divides)     block i along dim of the sum
+        "all_to_all"      split_dim, concat_dim              block i along split_dim of each
+                                                             member's tensor, joined along
+                                                             concat_dim in member order
+        "permute"         pairs of (source, destination)     the tensor of its source, zeros if none
+        "axis_index"      none                               i, an int64 scalar
+        ================  =================================  =====================================
+        """
+        raise _missing(self, "manual regions")
+
+    def input_sharding(self, tensor: torch.Tensor, sharding: OpSharding, minibatch: bool) -> Any:
+        """Return what the runtime's own data loaders want to be told of a host tensor."""
+        raise _missing(self, "an input sharding for its own data loaders")
+
+    def barrier(self, payloads: Sequence[torch.Tensor]) -> None:
+        """Keep XLA from moving work across this point, for the values of these payloads."""
+        raise _missing(self, "optimization barriers")
+
     def to_plain(self, payload: torch.Tensor) -> torch.Tensor:
         """Return a payload's value as a tensor to hand to users, fit to be mixed with DTensors."""
         return payload.detach()
@@ -144,3 +259,10 @@ class Runtime(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until all work handed to the devices is done."""
+
+
+def _missing(runtime: Runtime, what: str) -> UnsupportedOpError:
+    return UnsupportedOpError(
+        f"The runtime {runtime.name!r} was asked for {what}. It does not have them. Use the "
+        "runtime 'jax' or 'torch_xla', or implement the methods of xla_dtensor.runtimes.base."
+    )

@@ -20,7 +20,7 @@ import torch
 
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.nested import map_nested
-from xla_dtensor.runtimes import jax_special, jax_views
+from xla_dtensor.runtimes import jax_manual, jax_manual_ops, jax_special, jax_views
 from xla_dtensor.runtimes.foreach import is_foreach, run_foreach
 from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch, x64
 from xla_dtensor.runtimes.jax_lowering import find_lowering
@@ -66,6 +66,10 @@ def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if lowering is None:
         return _decompose(func, args, kwargs)
     meta = output_meta(func, args, kwargs)
+    axes = jax_manual.axes_of(args, kwargs)
+    if axes is not None:
+        result = jax_manual_ops.run_lowering(axes, func, lowering, args, kwargs, meta)
+        return _wrapped(func, result, meta, axes)
     array_args, array_kwargs = map_nested(as_array, (tuple(args), dict(kwargs)))
     result = lowering(
         *array_args, **array_kwargs, **({"meta": meta} if lowering.wants_meta else {})
@@ -82,11 +86,10 @@ def as_array(value: Any) -> Any:
     return unwrap_number(value)
 
 
-def _wrapped(func: Any, result: Any, meta: Any) -> Any:
+def _wrapped(func: Any, result: Any, meta: Any, axes: jax_manual.ManualAxes | None = None) -> Any:
     if isinstance(result, (jax.Array, np.ndarray, np.generic)):
-        return _wrap_one(
-            func, result if isinstance(result, jax.Array) else jnp.asarray(result), meta
-        )
+        array = result if isinstance(result, jax.Array) else jnp.asarray(result)
+        return _wrap_one(func, array, meta, axes)
     if isinstance(result, (tuple, list)):
         metas = meta if isinstance(meta, (tuple, list)) else [None] * len(result)
         if len(metas) != len(result):
@@ -95,23 +98,27 @@ def _wrapped(func: Any, result: Any, meta: Any) -> Any:
                 "lowering on the JAX runtime is wrong for these arguments. Please report it with "
                 "the arguments' shapes."
             )
-        wrapped = [_wrapped(func, r, m) for r, m in zip(result, metas, strict=True)]
+        wrapped = [_wrapped(func, r, m, axes) for r, m in zip(result, metas, strict=True)]
         return wrapped if isinstance(result, list) else tuple(wrapped)
     return result
 
 
-def _wrap_one(func: Any, array: jax.Array, meta: Meta | None) -> JaxTensor:
+def _wrap_one(
+    func: Any, array: jax.Array, meta: Meta | None, axes: jax_manual.ManualAxes | None
+) -> JaxTensor:
+    shape = tuple(array.shape if axes is None else array.shape[axes.ndim :])
     if not isinstance(meta, Meta):
-        return JaxTensor(Storage(array))
-    if tuple(array.shape) != meta.shape:
+        return JaxTensor(Storage(array, manual=axes), shape=shape)
+    if shape != meta.shape:
         raise UnsupportedOpError(
-            f"The op {func} gave shape={tuple(array.shape)} where torch gives {meta.shape}. Its "
+            f"The op {func} gave shape={shape} where torch gives {meta.shape}. Its "
             "lowering on the JAX runtime is wrong for these arguments. Please report it with the "
             "arguments' shapes."
         )
     dtype = jax_dtype(meta.dtype)
     array = array if array.dtype == dtype else array.astype(dtype)
-    return JaxTensor(Storage(array), stride=meta.stride, dtype=meta.dtype)
+    storage = Storage(array, manual=axes)
+    return JaxTensor(storage, shape=shape, stride=meta.stride, dtype=meta.dtype)
 
 
 def _decompose(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -191,6 +198,9 @@ def _write_all(targets: Sequence[Any], results: Sequence[Any]) -> None:
 
 def write(target: torch.Tensor, result: torch.Tensor) -> None:
     """Give `target` the values of `result`, cast to its dtype and broadcast to its shape."""
+    if jax_manual.axes_of((target, result)) is not None:
+        jax_manual_ops.write(target, result)
+        return
     if not isinstance(target, JaxTensor):
         host = result.host() if isinstance(result, JaxTensor) else result
         target.copy_(host)

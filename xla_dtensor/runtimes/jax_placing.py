@@ -17,7 +17,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.errors import ShardingDroppedError
 
-__all__ = ["host_value", "padded", "padded_shape", "place", "put_host_array", "unpadded"]
+__all__ = [
+    "constrained",
+    "host_value",
+    "padded",
+    "padded_shape",
+    "place",
+    "put_host_array",
+    "unpadded",
+]
 
 
 def padded_shape(shape: tuple[int, ...], sharding: NamedSharding | None) -> tuple[int, ...]:
@@ -77,9 +85,16 @@ def place(value: jax.Array, sharding: NamedSharding | None) -> jax.Array:
         value = padded(value, sharding)
         return value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)
     result = _placer(sharding)(value)
+    if isinstance(result, jax.core.Tracer):
+        return result  # an older array, used in a traced step: how it will lie is not known yet
     if sharding is not None and PartitionSpec.UNCONSTRAINED not in tuple(sharding.spec):
         check_sharding(result, sharding)
     return result
+
+
+def constrained(value: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Return the logical `value`, told to lie as `sharding` says."""
+    return unpadded(place(value, sharding), tuple(value.shape))
 
 
 def check_sharding(array: jax.Array, asked: NamedSharding) -> None:

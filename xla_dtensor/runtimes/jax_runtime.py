@@ -17,13 +17,21 @@ import numpy as np
 import torch
 from jax._src import xla_bridge
 
-from mesh_utils import Mesh
-from xla_dtensor.core import Layout, OpSharding
+from mesh_utils import Axis, Mesh
+from xla_dtensor.core import Layout, ManualRegion, OpSharding
 from xla_dtensor.errors import DistributeError, RuntimeSetupError
-from xla_dtensor.runtimes import jax_ops, whole_ops
+from xla_dtensor.runtimes import (
+    jax_annotate,
+    jax_manual,
+    jax_manual_collectives,
+    jax_ops,
+    whole_ops,
+)
 from xla_dtensor.runtimes.base import AddressableShard, CompiledStep, Runtime
-from xla_dtensor.runtimes.jax_convert import numpy_from_torch, torch_from_numpy, x64
+from xla_dtensor.runtimes.jax_call import JaxProgram
+from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch, torch_from_numpy, x64
 from xla_dtensor.runtimes.jax_lowering import random
+from xla_dtensor.runtimes.jax_making import make_array
 from xla_dtensor.runtimes.jax_placing import padded_shape, place, put_host_array
 from xla_dtensor.runtimes.jax_sharding import named_sharding, read_op_sharding
 from xla_dtensor.runtimes.jax_tensor import EXTRA_KEYS, JaxTensor, Storage
@@ -66,6 +74,9 @@ class JaxRuntime(Runtime):
     def addressable_device_ids(self) -> tuple[int, ...]:
         return tuple(device.id for device in jax.local_devices())
 
+    def device_attributes(self) -> Sequence[Mapping[str, Any]]:
+        return [_attributes(device) for device in sorted(jax.devices(), key=lambda d: d.id)]
+
     def describe(self) -> Mapping[str, str]:
         devices = jax.devices()
         return {
@@ -106,6 +117,14 @@ class JaxRuntime(Runtime):
             array = put_host_array(numpy_from_torch(tensor), sharding)
         return JaxTensor(Storage(array, tuple(tensor.shape), sharding))
 
+    def make(
+        self, fill: float | str, shape: Sequence[int], dtype: torch.dtype, layout: Layout
+    ) -> torch.Tensor:
+        with x64():
+            sharding = self._sharding(layout)
+            array = make_array(fill, tuple(shape), jax_dtype(dtype), sharding)
+        return JaxTensor(Storage(array, tuple(shape), sharding), dtype=dtype)
+
     def from_shards(
         self, shards: Mapping[int, torch.Tensor], shape: Sequence[int], layout: Layout
     ) -> torch.Tensor:
@@ -132,13 +151,13 @@ class JaxRuntime(Runtime):
     def op_sharding(self, payload: torch.Tensor) -> OpSharding:
         assert isinstance(payload, JaxTensor)
         with x64():
-            array = payload._storage.array if not payload._steps else payload.value()
+            array = payload.placed()
         return read_op_sharding(array, self._roots)
 
     def addressable_shards(self, payload: torch.Tensor) -> tuple[AddressableShard, ...]:
         assert isinstance(payload, JaxTensor)
         with x64():
-            array = payload._storage.array if not payload._steps else payload.value()
+            array = payload.placed()
             shards = sorted(array.addressable_shards, key=lambda s: s.device.id)
             return tuple(_trimmed(shard, tuple(payload.shape)) for shard in shards)
 
@@ -146,10 +165,71 @@ class JaxRuntime(Runtime):
         assert isinstance(payload, JaxTensor)
         return payload.host()
 
+    def barrier(self, payloads: Sequence[torch.Tensor]) -> None:
+        tensors = [payload for payload in payloads if isinstance(payload, JaxTensor)]
+        with x64():
+            values = jax.lax.optimization_barrier([tensor.value() for tensor in tensors])
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.set_value(value)
+
+    # ------------------------------------------------------------------ annotations in place
+
+    def annotate(self, payload: torch.Tensor, layout: Layout) -> None:
+        assert isinstance(payload, JaxTensor)
+        with x64():
+            jax_annotate.annotate(payload, self._sharding(layout))
+
+    def annotation(self, payload: torch.Tensor) -> OpSharding | None:
+        assert isinstance(payload, JaxTensor)
+        return jax_annotate.annotation(payload)
+
+    def clear_annotation(self, payload: torch.Tensor) -> None:
+        assert isinstance(payload, JaxTensor)
+        with x64():
+            jax_annotate.clear_annotation(payload)
+
+    def when_step_ends(self, payload: torch.Tensor, undo: Callable[[], None]) -> None:
+        assert isinstance(payload, JaxTensor)
+        jax_annotate.when_step_ends(payload, undo)
+
+    # ------------------------------------------------------------------ manual regions
+
+    def enter_manual(
+        self, payload: torch.Tensor, layout: Layout, region: ManualRegion
+    ) -> torch.Tensor:
+        assert isinstance(payload, JaxTensor)
+        return jax_manual.enter(payload, layout, region, self.root(region.mesh))
+
+    def leave_manual(
+        self, manual: torch.Tensor, layout: Layout, region: ManualRegion
+    ) -> torch.Tensor:
+        assert isinstance(manual, JaxTensor)
+        return jax_manual.leave(manual, layout, region, self.root(region.mesh))
+
+    def run_manual_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return jax_ops.run_op(func, args, kwargs)
+
+    def manual_collective(
+        self,
+        name: str,
+        manual: torch.Tensor,
+        region: ManualRegion,
+        axes: tuple[Axis, ...],
+        **options: Any,
+    ) -> torch.Tensor:
+        assert isinstance(manual, JaxTensor)
+        return jax_manual_collectives.run(name, manual, region, axes, options)
+
     # ------------------------------------------------------------------ programs
 
     def run_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return jax_ops.run_op(func, args, kwargs)
+
+    def jax_program(
+        self, fn: Callable[..., Any], arguments: Any, mesh: Mesh, in_layouts: Sequence[Layout]
+    ) -> JaxProgram:
+        """Return a JAX function as one that runs on tiles; see :mod:`xla_dtensor.call_jax`."""
+        return JaxProgram(fn, arguments, mesh, in_layouts, self)
 
     def compile(self, step: Callable[..., Any]) -> CompiledStep:
         from xla_dtensor.runtimes.jax_compile import JaxCompiledStep
@@ -163,6 +243,15 @@ class JaxRuntime(Runtime):
         jax.effects_barrier()
         for array in jax.live_arrays():
             array.block_until_ready()
+
+
+_ATTRIBUTES = ("coords", "core_on_chip", "slice_index", "process_index", "device_kind")
+
+
+def _attributes(device: Any) -> dict[str, Any]:
+    known = {name: getattr(device, name, None) for name in _ATTRIBUTES}
+    name = f"{device.platform.upper()}:{device.id}"
+    return {"name": name} | {key: value for key, value in known.items() if value is not None}
 
 
 def _trimmed(shard: Any, shape: tuple[int, ...]) -> AddressableShard:

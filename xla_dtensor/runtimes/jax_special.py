@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import torch
 
 from xla_dtensor.runtimes.jax_convert import jax_dtype
+from xla_dtensor.runtimes.jax_manual import refuse_value
 from xla_dtensor.runtimes.jax_meta import output_meta
 from xla_dtensor.runtimes.jax_placing import host_value
 from xla_dtensor.runtimes.jax_scalar import sym_number
@@ -54,8 +55,9 @@ def _to_copy(
     if device is not None and torch.device(device).type == "meta":
         return torch.empty_like(x, dtype=dtype or x.dtype, device="meta")
     meta = output_meta(aten._to_copy.default, (x,), {"dtype": dtype, **kwargs})
-    value = jnp.array(x.value(), dtype=jax_dtype(dtype or x.dtype), copy=True)
-    return JaxTensor(Storage(value), stride=meta.stride, dtype=dtype or x.dtype)
+    value = jnp.array(x.raw(), dtype=jax_dtype(dtype or x.dtype), copy=True)
+    storage = Storage(value, manual=x._storage.manual)
+    return JaxTensor(storage, shape=x.shape, stride=meta.stride, dtype=dtype or x.dtype)
 
 
 @_special(aten.equal.default)
@@ -80,6 +82,8 @@ def _allclose(a: JaxTensor, b: JaxTensor, *args: Any, **kwargs: Any) -> bool:
 
 @_special(aten.set_.source_Tensor)
 def _set_(target: JaxTensor, source: JaxTensor) -> JaxTensor:
+    if target._storage.manual != source._storage.manual:
+        refuse_value(target if target._storage.manual is not None else source)
     if target.shape != source.shape or target.dtype != source.dtype:
         raise RuntimeError(
             f"set_ was called with a source of shape={tuple(source.shape)}, dtype={source.dtype} "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import torch
@@ -28,8 +28,9 @@ __all__ = [
 
 
 def inner(value: Any) -> JaxTensor | None:
-    """Return the JaxTensor in a DTensor or in itself; None for anything else."""
-    value = getattr(value, "_local_tensor", value)
+    """Return the JaxTensor in a DTensor, in a manual tensor or in itself; None for all else."""
+    is_manual = getattr(value, "_is_manual_tensor", False)
+    value = value._payload if is_manual else getattr(value, "_local_tensor", value)
     return value if isinstance(value, JaxTensor) else None
 
 
@@ -45,10 +46,13 @@ def bound(
     tensors: Sequence[JaxTensor | None], arrays: Sequence[jax.Array], trace: Trace
 ) -> Iterator[None]:
     """Let the arguments' storages hold tracers for the time of the trace."""
+    for tensor in tensors:
+        if tensor is not None and tensor._storage.manual is not None:
+            _refuse_manual(tensor, "called with", "before the call")
     storages = [t._storage for t in tensors if t is not None]
     before = [s.array for s in storages]
     for storage, array in zip(storages, arrays, strict=True):
-        trace.adopt(storage)
+        trace.adopt_argument(storage)
         storage.array = array
     try:
         yield
@@ -106,12 +110,22 @@ def split_outputs(
         if tensor is None:
             static.append(Static(leaf))
             continue
+        if tensor._storage.manual is not None:
+            _refuse_manual(tensor, "about to return", "before returning it")
         sharding = None if tensor._steps else tensor._storage.sharding
         arrays.append(tensor.value() if sharding is None else place(tensor.value(), sharding))
         static.append(_wrapper(leaf, tensor, sharding))
         is_open = sharding is None or PartitionSpec.UNCONSTRAINED in tuple(sharding.spec)
         pinned.append(None if is_open else sharding)
     return static, arrays, pinned
+
+
+def _refuse_manual(tensor: JaxTensor, what: str, when: str) -> NoReturn:
+    raise CompileError(
+        f"A compiled step was {what} a manual tensor of shape={tuple(tensor.shape)}. It has "
+        "another value on each device, and a program's arguments and results are global. Call "
+        f"disable_manual_sharding {when}; inside the step manual tensors are as usual."
+    )
 
 
 def _wrapper(

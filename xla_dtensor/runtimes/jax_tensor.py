@@ -7,7 +7,7 @@ view steps. Reading replays the chain on the storage's value; writing scatters b
 
     x = JaxTensor of shape (4, 6)            storage S, no steps
     y = x[:, 2]                              storage S, steps (select dim 1 index 2,)
-    y.mul_(2)                                S.array = S.array.at[:, 2].set(2 * S.array[:, 2])
+    y.mul_(2)                                S.array = S.array with 2 * S.array[:, 2] in its place
 
 Uneven tensors: JAX has no uneven global arrays. A pinned storage (one that was put on the devices
 with a sharding) therefore holds an array padded with zeros to a multiple of its tiles, while
@@ -19,8 +19,8 @@ The tensor reports the device ``cpu`` and carries a dispatch key of its own, see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -29,12 +29,16 @@ import jax.numpy as jnp
 import torch
 from jax.sharding import NamedSharding
 from torch._C import DispatchKey, DispatchKeySet
+from torch.distributed.tensor import DTensor
 
 from xla_dtensor.runtimes import jax_trace
 from xla_dtensor.runtimes.jax_convert import torch_dtype, torch_from_numpy, x64
-from xla_dtensor.runtimes.jax_placing import host_value, place, unpadded
+from xla_dtensor.runtimes.jax_placing import constrained, host_value, place, unpadded
 
-__all__ = ["EXTRA_KEYS", "JaxTensor", "Storage", "ViewStep"]
+if TYPE_CHECKING:
+    from xla_dtensor.runtimes.jax_manual import ManualAxes
+
+__all__ = ["EXTRA_KEYS", "JaxTensor", "Storage", "ViewStep", "read_through", "write_through"]
 
 # AutogradPrivateUse3 lets whole ops be caught without touching ordinary CPU tensors; naming a
 # second backend drops the autocast key of the first, so that one is named again.
@@ -50,25 +54,33 @@ class Storage:
         array: The values, padded to the tiles of `sharding` when they divide unevenly.
         shape: The logical shape; the array's own when None.
         sharding: Where later writes have to lie; None leaves that to XLA.
+        manual: The axes along which `array` stacks one tile per device; None for a global array.
     """
 
-    __slots__ = ("__weakref__", "array", "shape", "sharding")
+    __slots__ = ("__weakref__", "array", "constraint", "manual", "shape", "sharding", "unannotated")
 
     def __init__(
         self,
         array: jax.Array,
         shape: tuple[int, ...] | None = None,
         sharding: NamedSharding | None = None,
+        manual: ManualAxes | None = None,
     ) -> None:
         self.array = array
+        self.manual = manual
         self.shape = tuple(array.shape) if shape is None else shape
         self.sharding = sharding
+        # Set by jax_annotate, for the time of a traced step: what the step asks of a storage that
+        # is older than it, and a value of its own as it was before it was annotated.
+        self.constraint: NamedSharding | None = None
+        self.unannotated: tuple[jax.Array, jax.Array] | None = None
         jax_trace.note_created(self)
 
     def read(self) -> jax.Array:
         """Return the logical value."""
         jax_trace.note_read(self)
-        return unpadded(self.array, self.shape)
+        value = unpadded(self.array, self.shape)
+        return value if self.constraint is None else constrained(value, self.constraint)
 
     def write(self, value: jax.Array) -> None:
         """Rebind to `value`, of the logical shape and dtype."""
@@ -85,17 +97,40 @@ class Storage:
 
 @dataclass(frozen=True)
 class ViewStep:
-    """One view op: how to read through it, and how to write new values back below it."""
+    """One view op: how to read through it, and how to write new values back below it.
+
+    Args:
+        read: From the value below the view to the value that it shows.
+        write: From the value below and a new value shown to the new value below.
+        key: Equal for steps that do the same; None where nobody needs to know.
+    """
 
     read: Callable[[jax.Array], jax.Array]
     write: Callable[[jax.Array, jax.Array], jax.Array]
+    key: Hashable | None = field(default=None, kw_only=True)
+
+
+def read_through(steps: Iterable[ViewStep], value: jax.Array) -> jax.Array:
+    """Return what a chain of views shows of `value`."""
+    for step in steps:
+        value = step.read(value)
+    return value
+
+
+def write_through(steps: Sequence[ViewStep], base: jax.Array, value: jax.Array) -> jax.Array:
+    """Return `base` with what a chain of views shows of it replaced by `value`."""
+    below = [base] if steps else []
+    for step in steps[:-1]:
+        below.append(step.read(below[-1]))
+    for step, under in zip(reversed(steps), reversed(below), strict=True):
+        value = step.write(under, value)
+    return value
 
 
 class JaxTensor(torch.Tensor):
     """A torch tensor over one global jax.Array. Made by the JAX runtime, not by users."""
 
-    __slots__ = ("_cached", "_steps", "_storage")
-
+    # No slots: a CPU tensor can then become one of these in place (torch.utils.swap_tensors).
     _storage: Storage
     _steps: tuple[ViewStep, ...]
     _cached: tuple[jax.Array, jax.Array] | None
@@ -131,25 +166,42 @@ class JaxTensor(torch.Tensor):
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def value(self) -> jax.Array:
-        """Return the logical value as a JAX array (a tracer while a step is traced)."""
+        """Return the logical value as a JAX array (a tracer while a step is traced).
+
+        Raises:
+            ManualRegionError: The tensor is manual, so each device has a value of its own.
+        """
+        if self._storage.manual is not None:
+            from xla_dtensor.runtimes.jax_manual import refuse_value
+
+            refuse_value(self)
+        return self.raw()
+
+    def raw(self) -> jax.Array:
+        """Return the value, the stacked one of a manual tensor."""
         base = self._storage.read()
         if not self._steps:
             return base
         if self._cached is None or self._cached[0] is not self._storage.array:
-            value = base
-            for step in self._steps:
-                value = step.read(value)
-            self._cached = (self._storage.array, value)
+            self._cached = (self._storage.array, self._through_steps(base))
         return self._cached[1]
+
+    def _through_steps(self, base: jax.Array) -> jax.Array:
+        if self._storage.manual is None:
+            return read_through(self._steps, base)
+        from xla_dtensor.runtimes.jax_manual_ops import read_steps
+
+        return read_steps(self._storage.manual, self._steps, base)
+
+    def placed(self) -> jax.Array:
+        """Return the array as it lies on the devices, with padding unless this is a view."""
+        manual = self._storage.manual is not None
+        return self.value() if self._steps or manual else self._storage.array
 
     def set_value(self, value: jax.Array) -> None:
         """Write `value` (of this tensor's shape and dtype) through the views to the storage."""
-        below = [self._storage.read()] if self._steps else []
-        for step in self._steps[:-1]:
-            below.append(step.read(below[-1]))
-        for step, base in zip(reversed(self._steps), reversed(below), strict=True):
-            value = step.write(base, value)
-        self._storage.write(value)
+        base = self._storage.read() if self._steps else value
+        self._storage.write(write_through(self._steps, base, value))
 
     @classmethod
     def __torch_dispatch__(
@@ -157,6 +209,8 @@ class JaxTensor(torch.Tensor):
     ) -> Any:
         from xla_dtensor.runtimes.jax_ops import run_op
 
+        if len(types) > 1 and any(map(_answers_first, types)):
+            return NotImplemented
         return run_op(func, args, kwargs or {})
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
@@ -183,15 +237,30 @@ class JaxTensor(torch.Tensor):
         return f"JaxTensor(shape={tuple(self.shape)}, dtype={dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JaxTensor:
-        with x64(), torch.no_grad():
-            copied = place(self.value(), self._storage.sharding) if not self._steps else None
-            if copied is None:
-                return self.clone()  # pyright: ignore[reportReturnType]
-            storage = Storage(copied, self._storage.shape, self._storage.sharding)
-            return JaxTensor(storage, stride=self.stride())
+        if id(self) not in memo:
+            with x64(), torch.no_grad():
+                copied = self._copied().requires_grad_(self.requires_grad)
+                is_parameter = getattr(self, "_is_param", False)
+                memo[id(self)] = (
+                    torch.nn.Parameter(copied, self.requires_grad) if is_parameter else copied
+                )
+        return memo[id(self)]
+
+    def _copied(self) -> JaxTensor:
+        if self._steps or self._storage.manual is not None:
+            return self.clone()  # pyright: ignore[reportReturnType]
+        copied = place(self.value(), self._storage.sharding)
+        storage = Storage(copied, self._storage.shape, self._storage.sharding)
+        return JaxTensor(storage, stride=self.stride())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return (_from_host, (self.host(),))
+        is_parameter = bool(getattr(self, "_is_param", False))
+        return (_from_host, (self.host(), self.requires_grad, is_parameter))
+
+
+def _answers_first(kind: type) -> bool:
+    """Tell whether ops on a JaxTensor and one of this kind are that one's, in either order."""
+    return issubclass(kind, DTensor) or getattr(kind, "_is_manual_tensor", False)
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -202,8 +271,13 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-def _from_host(tensor: torch.Tensor) -> JaxTensor:
+def _from_host(
+    tensor: torch.Tensor, requires_grad: bool = False, is_parameter: bool = False
+) -> Any:
     from xla_dtensor.runtimes.jax_convert import numpy_from_torch
 
     with x64():
-        return JaxTensor(Storage(jnp.array(numpy_from_torch(tensor))))
+        made = JaxTensor(Storage(jnp.array(numpy_from_torch(tensor))))
+    if is_parameter:
+        return torch.nn.Parameter(made, requires_grad)
+    return made.requires_grad_(requires_grad)

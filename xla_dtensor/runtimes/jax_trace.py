@@ -20,7 +20,7 @@ import os
 import sys
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from xla_dtensor.errors import CompileError
@@ -43,6 +43,10 @@ class Trace:
         self.captured: dict[Storage, jax.Array] = {}
         self.state: dict[Storage, None] = {}
         self._created: weakref.WeakSet[Storage] = weakref.WeakSet()
+        self._arguments: dict[Storage, None] = {}
+        self._constrained: list[Storage] = []
+        self._annotated: weakref.WeakSet[Storage] = weakref.WeakSet()
+        self.at_end: list[Callable[[], None]] = []
 
     def capture(self, storage: Storage) -> None:
         """Record that the step depends on `storage`."""
@@ -60,8 +64,30 @@ class Trace:
         return [s for s in self.lasting() if id(s) not in given]
 
     def adopt(self, storage: Storage) -> None:
-        """Treat `storage` as made by the step, e.g. one that stands for an argument."""
+        """Treat `storage` as made by the step."""
         self._created.add(storage)
+
+    def adopt_argument(self, storage: Storage) -> None:
+        """Treat `storage`, which stands for an argument, as made by the step."""
+        self._created.add(storage)
+        self._arguments[storage] = None
+
+    def owns(self, storage: Storage) -> bool:
+        """Tell whether the step made `storage` itself: it is neither captured nor an argument."""
+        return storage in self._created and storage not in self._arguments
+
+    def constrain(self, storage: Storage, sharding: Any) -> None:
+        """Constrain what the step reads of a storage that it does not own; None takes that back."""
+        storage.constraint = sharding
+        self._constrained.append(storage)
+
+    def has_cleared(self, storage: Storage) -> bool:
+        """Tell whether the step took back what a storage, older than itself, was told."""
+        return storage.constraint is None and storage in self._constrained
+
+    def note_annotated(self, storage: Storage) -> None:
+        """Record that the step annotated a storage of its own."""
+        self._annotated.add(storage)
 
     def undo(self) -> None:
         """Give every captured storage back the array it had before the trace."""
@@ -80,6 +106,12 @@ class Trace:
             raise
         finally:
             _active = None
+            for storage in self._constrained:
+                storage.constraint = None
+            for storage in self._annotated:
+                storage.unannotated = None
+            for undo in reversed(self.at_end):
+                undo()
 
 
 def active_trace() -> Trace | None:

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.runtimes import jax_manual_ops
+from xla_dtensor.runtimes.jax_lowering.slices import write_index, write_slice
 from xla_dtensor.runtimes.jax_meta import Meta, output_meta
 from xla_dtensor.runtimes.jax_scalar import unwrap_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, ViewStep
@@ -76,10 +78,9 @@ def _expand(x: JaxTensor, meta: Meta, *_: Any, **__: Any) -> ViewStep:
 
 
 def _slice_step(dim: int, start: int, stop: int, step: int = 1) -> ViewStep:
-    index = (slice(None),) * dim + (slice(start, stop, step),)
     return ViewStep(
         lambda base: jax.lax.slice_in_dim(base, start, stop, step, dim),
-        lambda base, new: base.at[index].set(new),
+        lambda base, new: write_slice(base, new, dim, start, step),
     )
 
 
@@ -89,13 +90,12 @@ def _select(x: JaxTensor, meta: Meta, dim: int, index: Any) -> ViewStep:
     if not isinstance(number, int):
         return ViewStep(
             lambda base: jax.lax.dynamic_index_in_dim(base, number, dim, keepdims=False),
-            lambda base, new: jax.lax.dynamic_update_index_in_dim(base, new, number, dim),
+            lambda base, new: write_index(base, new, dim, number),
         )
     number %= x.shape[dim]
-    at = (slice(None),) * dim + (number,)
     return ViewStep(
         lambda base: jax.lax.index_in_dim(base, number, dim, keepdims=False),
-        lambda base, new: base.at[at].set(new),
+        lambda base, new: write_index(base, new, dim, number),
     )
 
 
@@ -209,10 +209,18 @@ def _is_view(func: Any) -> bool:
 def _run_rule(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     x = args[0]
     meta = output_meta(func, args, kwargs)
-    steps = _RULES[func](x, meta, *args[1:], **kwargs)
-    if isinstance(steps, list):
-        return [_viewed(x, step, m) for step, m in zip(steps, meta, strict=True)]
-    return _viewed(x, steps, meta)
+    return _all_viewed(func, args, kwargs, _RULES[func](x, meta, *args[1:], **kwargs), meta)
+
+
+def _all_viewed(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps: Any, meta: Any
+) -> Any:
+    x, several = args[0], isinstance(steps, list)
+    each, metas = (steps, meta) if several else ([steps], [meta])
+    if x._storage.manual is not None:
+        each = [jax_manual_ops.keyed(step, func, args, kwargs, i) for i, step in enumerate(each)]
+    views = [_viewed(x, step, m) for step, m in zip(each, metas, strict=True)]
+    return views if several else views[0]
 
 
 def _viewed(x: JaxTensor, step: ViewStep | None, meta: Meta) -> JaxTensor:
@@ -233,9 +241,9 @@ def _run_by_positions(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         found = _strided_positions(x, *args[1:], **kwargs)
     else:
         found = func(torch.arange(x.numel()).reshape(x.shape), *args[1:], **kwargs)
-    if isinstance(found, (list, tuple)):
-        return [_viewed(x, _by_positions(f), m) for f, m in zip(found, meta, strict=True)]
-    return _viewed(x, _by_positions(found), meta)
+    several = isinstance(found, (list, tuple))
+    steps = [_by_positions(f) for f in found] if several else _by_positions(found)
+    return _all_viewed(func, args, kwargs, steps, meta)
 
 
 def _strided_positions(

@@ -1,7 +1,8 @@
 """Find, choose and start the one runtime of a process.
 
 Choosing, first match wins: the argument of :func:`get_runtime`, the environment variable
-``XLA_DTENSOR_RUNTIME``, the first that is installed in the order jax, torch_xla, others. A process
+``XLA_DTENSOR_RUNTIME``, torch_xla if the process has switched it to SPMD itself (a script of its
+own style), the first that is installed in the order jax, torch_xla, others. A process
 runs one runtime: two would fight over the devices, and payloads of one mean nothing to the other.
 
 A third party registers its own by an entry point in the group ``xla_dtensor.runtimes`` whose name
@@ -14,6 +15,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +98,8 @@ def get_runtime(name: str | None = None, **options: Any) -> Runtime:
     global _current
     if _current is not None:
         return _checked(_current, name, options)
-    _current = _start(name or os.environ.get(ENVIRONMENT_VARIABLE) or _first_installed(), options)
+    chosen = name or os.environ.get(ENVIRONMENT_VARIABLE) or _running_already()
+    _current = _start(chosen or _first_installed(), options)
     return _current
 
 
@@ -115,6 +118,13 @@ def _checked(running: Runtime, name: str | None, options: dict[str, Any]) -> Run
             "them on the first call of get_runtime, before the first tensor or mesh."
         )
     return running
+
+
+def _running_already() -> str | None:
+    """Name torch_xla where the process has imported it and called use_spmd()."""
+    torch_xla_runtime = sys.modules.get("torch_xla.runtime")
+    spmd = torch_xla_runtime is not None and torch_xla_runtime.is_spmd()
+    return "torch_xla" if spmd else None
 
 
 def _first_installed() -> str:

@@ -2,6 +2,9 @@
 
 ``amax`` and ``amin`` without dims return their input unchanged. Integer division goes through
 float32, so that ``2**40 // 3`` is 10,923 off.
+
+Two whole ops are said as einsums, which torch_xla lowers to one dot: it would flatten the sharded
+dims of a linear, and does not know the gradient of its weight as an op.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from xla_dtensor.runtimes import whole_ops as whole_ops  # defines torch.ops.xla_dtensor
 
 __all__ = ["correction"]
 
@@ -43,7 +48,16 @@ def correction(
     if func in _DIVISIONS or func in _DIVISIONS_IN_PLACE:
         in_place = func in _DIVISIONS_IN_PLACE
         return _integer_division(in_place, *args, **kwargs)
+    if func is aten.linear.default:
+        return lambda: _linear(*args, **kwargs)
+    if func is torch.ops.xla_dtensor.linear_weight_grad.default:
+        return lambda: torch.einsum("...m,...n->mn", *args)
     return None
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    product = torch.einsum("...n,mn->...m", x, weight)
+    return product if bias is None else product + bias
 
 
 def _extremum(

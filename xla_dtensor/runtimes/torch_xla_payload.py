@@ -22,11 +22,21 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.errors import DistributeError
+from xla_dtensor.nested import leaves
 from xla_dtensor.runtimes.torch_xla_bases import annotate_bases_again
 from xla_dtensor.runtimes.torch_xla_corrections import correction
 from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
 
-__all__ = ["functionalization", "is_payload", "put_host", "run_op", "to_payload", "to_plain"]
+__all__ = [
+    "functionalization",
+    "is_payload",
+    "put_host",
+    "refuse_unwrapped",
+    "run_op",
+    "to_payload",
+    "to_plain",
+]
 
 _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 _PYTHON = torch._C.DispatchKey.Python
@@ -84,6 +94,23 @@ def put_host(tensor: torch.Tensor, annotation: Any) -> torch.Tensor:
     return to_payload(data)
 
 
+def refuse_unwrapped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise where torch_xla, wrapping all tensors itself, would wrap the DTensor that comes out.
+
+    Raises:
+        DistributeError: An operand is a plain tensor that has just been unwrapped.
+    """
+    for value in leaves((tuple(args), dict(kwargs))):
+        if is_payload(value) and not _is_functional(value):
+            raise DistributeError(
+                f"The op {func} was called on a DTensor and a plain XLA tensor of "
+                f"shape={tuple(value.shape)}. This process called use_spmd() itself, so torch_xla "
+                "wraps every plain tensor and would wrap the result into something that is no "
+                "DTensor. Use the tensor that was annotated (.global_tensor), or start with "
+                "xla_dtensor.get_runtime('torch_xla') in place of use_spmd()."
+            )
+
+
 def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one aten op on payloads, below autograd. See :meth:`Runtime.run_op`."""
     excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_FUNCTIONALIZE)
@@ -96,15 +123,32 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
                 _copy(to, of)
             return None
         written = _written(func, args, kwargs)
-        foreign = frozenset(id(value) for value in written if _is_foreign(value))
-        args = [_operand(value, foreign) for value in args]
-        kwargs = {name: _operand(value, foreign) for name, value in kwargs.items()}
+        plain = next((value for value in written if _is_foreign(value)), None)
+        if plain is not None:
+            return _run_plain(func, args, kwargs, plain.device)
+        args = [_operand(value) for value in args]
+        kwargs = {name: _operand(value) for name, value in kwargs.items()}
         corrected = correction(func, args, kwargs)
         result = _result(func(*args, **kwargs) if corrected is None else corrected())
         annotate_bases_again(value for value in written if _is_functional(value))
         return result
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_FUNCTIONALIZE, excluded)
+
+
+def _run_plain(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> Any:
+    """Run an op that writes into a tensor without the wrapper, on its device: all shed theirs."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(plain(item) for item in value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        return (to_plain(value) if value.device.type == "xla" else value).to(device)
+
+    return func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
 
 
 def _copy(to: torch.Tensor, of: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -128,7 +172,7 @@ def _is_foreign(value: object) -> bool:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The tensors that the op writes into. Foreign ones stay: a copy would get the result."""
+    """The tensors that the op writes into."""
     if not func._schema.is_mutable:
         return []
     written: list[Any] = []
@@ -139,12 +183,10 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return [value for value in written if isinstance(value, torch.Tensor)]
 
 
-def _operand(value: Any, written: frozenset[int]) -> Any:
+def _operand(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return type(value)(_operand(item, written) for item in value)
-    if not _is_foreign(value) or id(value) in written:
-        return value
-    return to_payload(value.to(DEVICE))
+        return type(value)(_operand(item) for item in value)
+    return to_payload(value.to(DEVICE)) if _is_foreign(value) else value
 
 
 def _result(value: Any) -> Any:

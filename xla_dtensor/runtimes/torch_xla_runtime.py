@@ -23,21 +23,28 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mesh_utils import Mesh
-from xla_dtensor.core import Layout, OpSharding
+from mesh_utils import Axis, Mesh
+from xla_dtensor.core import Layout, ManualRegion, OpSharding
 from xla_dtensor.errors import CompileError, DistributeError
 from xla_dtensor.runtimes.base import AddressableShard, CompiledStep, Runtime
 from xla_dtensor.runtimes.torch_xla_bases import note_base
 from xla_dtensor.runtimes.torch_xla_device_module import register_device_module
+from xla_dtensor.runtimes.torch_xla_manual import ManualRegions
 from xla_dtensor.runtimes.torch_xla_payload import (
     functionalization,
     is_payload,
     put_host,
+    refuse_unwrapped,
     run_op,
     to_payload,
     to_plain,
 )
-from xla_dtensor.runtimes.torch_xla_sharding import parse_annotation, to_annotation
+from xla_dtensor.runtimes.torch_xla_sharding import (
+    DEVICE,
+    input_sharding,
+    parse_annotation,
+    to_annotation,
+)
 from xla_dtensor.runtimes.torch_xla_start import start
 from xla_dtensor.runtimes.torch_xla_step import TorchXlaStep
 from xla_dtensor.runtimes.torch_xla_uneven import UnevenPayloads
@@ -75,6 +82,8 @@ class TorchXlaRuntime(Runtime):
         self._root = Mesh.arange((self._num_devices,), ("device",))
         self._uneven = UnevenPayloads()
         self._empty: Any = WeakIdKeyDictionary()
+        self._annotations: Any = WeakIdKeyDictionary()
+        self._manual = ManualRegions(self.root, self._op_sharding_for)
 
     # ------------------------------------------------------------------ devices
 
@@ -83,6 +92,10 @@ class TorchXlaRuntime(Runtime):
 
     def addressable_device_ids(self) -> tuple[int, ...]:
         return tuple(sorted(self._addressable))
+
+    def device_attributes(self) -> Sequence[Mapping[str, Any]]:
+        found = importlib.import_module("torch_xla.runtime").global_runtime_device_attributes()
+        return sorted(found, key=lambda attributes: _device_id(attributes["name"]))
 
     def describe(self) -> Mapping[str, str]:
         runtime = importlib.import_module("torch_xla.runtime")
@@ -118,6 +131,17 @@ class TorchXlaRuntime(Runtime):
         with functionalization():
             return self._noted(put_host(tensor, annotation), sharding)
 
+    def make(
+        self, fill: float | str, shape: Sequence[int], dtype: torch.dtype, layout: Layout
+    ) -> torch.Tensor:
+        makers = {"uniform": torch.rand, "normal": torch.randn}
+        with functionalization():
+            if isinstance(fill, str):
+                whole = makers[fill](tuple(shape), dtype=dtype, device=DEVICE)
+            else:
+                whole = torch.full(tuple(shape), fill, dtype=dtype, device=DEVICE)
+        return self.constrain(to_payload(whole), layout)
+
     def from_shards(
         self, shards: Mapping[int, torch.Tensor], shape: Sequence[int], layout: Layout
     ) -> torch.Tensor:
@@ -132,6 +156,7 @@ class TorchXlaRuntime(Runtime):
             return self._noted(to_payload(data), sharding)
 
     def constrain(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
+        self._manual.check_global(payload)
         sharding = self._op_sharding_for(payload.shape, layout)
         with functionalization():
             # A clone shares its source's graph node. mark_sharding would annotate that one (and
@@ -141,7 +166,49 @@ class TorchXlaRuntime(Runtime):
                 self._xlac._xla_annotate_custom_sharding(constrained, to_annotation(sharding))
         return self._noted(constrained, sharding)
 
+    def annotate(self, payload: torch.Tensor, layout: Layout) -> None:
+        sharding = self._op_sharding_for(payload.shape, layout)
+        self._annotate(payload, sharding)
+        self._noted(payload, sharding)
+
+    def _annotate(self, payload: torch.Tensor, sharding: OpSharding) -> None:
+        self._manual.check_global(payload)
+        if payload.numel() == 0:
+            return
+        with functionalization():
+            finished = not self._xlac._check_tensor_need_materialization([payload])[0]
+            found = self._xlac._get_xla_sharding_spec(payload) if finished else None
+            if found and parse_annotation(found) == sharding:
+                return
+            if found == "":
+                # Straight from the host: cut now, so that the whole need not fit on each device.
+                self._xlac._xla_mark_sharding(payload, to_annotation(sharding))
+            else:
+                if not finished:
+                    # A pending value does not take a second one, such as after clear_annotation.
+                    self._xlac._xla_clear_sharding(payload)
+                # A node of its own. mark_sharding would annotate what this is a clone of as well.
+                self._xlac._xla_annotate_custom_sharding(payload, to_annotation(sharding))
+
+    def annotation(self, payload: torch.Tensor) -> OpSharding | None:
+        return self._annotations.get(payload)
+
+    def clear_annotation(self, payload: torch.Tensor) -> None:
+        # torch_xla's own clearing leaves finished data cut as it was, and a pending value without
+        # the attribute that its partitioner insists on.
+        self._annotate(payload, OpSharding.replicated())
+        self._noted(payload, OpSharding.replicated())
+        self._annotations.pop(payload, None)
+
+    def reshaped_in_place(self, payload: torch.Tensor, layout: Layout) -> None:
+        # torch_xla would hold on to a sharding of the old shape, and fail to compile it.
+        with functionalization():
+            told = self._xlac._get_xla_op_sharding(payload) is not None
+        if told:
+            self.annotate(payload, layout)
+
     def _noted(self, payload: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
+        self._annotations[payload] = sharding.canonical()
         if payload.numel() == 0:
             self._empty[payload] = sharding.canonical()
             return payload
@@ -149,6 +216,7 @@ class TorchXlaRuntime(Runtime):
         return self._uneven.note(payload, sharding)
 
     def op_sharding(self, payload: torch.Tensor) -> OpSharding:
+        self._manual.check_global(payload)
         if payload.numel() == 0:
             return self._empty.get(payload, OpSharding.replicated())
         with functionalization():
@@ -187,8 +255,33 @@ class TorchXlaRuntime(Runtime):
 
         An op on a DTensor and a payload (rather than such a plain tensor) returns no DTensor.
         """
+        self._manual.check_global(payload)
         with functionalization():
-            return to_plain(payload.detach())
+            plain = payload.detach()
+            return plain if self._started.wraps_all else to_plain(plain)
+
+    def enter_manual(
+        self, payload: torch.Tensor, layout: Layout, region: ManualRegion
+    ) -> torch.Tensor:
+        return self._manual.enter(payload, layout, region)
+
+    def leave_manual(
+        self, manual: torch.Tensor, layout: Layout, region: ManualRegion
+    ) -> torch.Tensor:
+        return self._noted(*self._manual.leave(manual, layout, region))
+
+    def run_manual_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self._manual.run_op(func, args, kwargs)
+
+    def manual_collective(
+        self,
+        name: str,
+        manual: torch.Tensor,
+        region: ManualRegion,
+        axes: tuple[Axis, ...],
+        **options: Any,
+    ) -> torch.Tensor:
+        return self._manual.collective(name, manual, region, axes, **options)
 
     def _op_sharding_for(self, shape: Sequence[int], layout: Layout) -> OpSharding:
         if layout.ndim != len(shape):
@@ -211,12 +304,25 @@ class TorchXlaRuntime(Runtime):
         # A program that runs has already been noted as the tensor's value, but is not there yet.
         self._xlac._xla_wait_device_ops([])
 
+    def input_sharding(self, tensor: torch.Tensor, sharding: OpSharding, minibatch: bool) -> Any:
+        return input_sharding(tensor, sharding, minibatch)
+
+    def barrier(self, payloads: Sequence[torch.Tensor]) -> None:
+        self._manual.check_global(payloads)
+        with functionalization():
+            self._xlac._xla_optimization_barrier_(list(payloads))
+
     # ------------------------------------------------------------------ programs
 
     def run_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        self._manual.check_global(*args, *kwargs.values())
+        if self._started.wraps_all:
+            refuse_unwrapped(func, args, kwargs)
         result = run_op(func, args, kwargs)
         if func is torch.ops.aten.detach.default:
             self._uneven.follow(args[0], result)
+            if args[0] in self._annotations:
+                self._annotations[result] = self._annotations[args[0]]
         return result
 
     def compile(self, step: Callable[..., Any]) -> CompiledStep:

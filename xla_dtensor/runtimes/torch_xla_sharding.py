@@ -20,7 +20,7 @@ import torch
 from xla_dtensor.core import OpSharding
 from xla_dtensor.errors import DistributeError
 
-__all__ = ["DEVICE", "execution_allowed", "parse_annotation", "to_annotation"]
+__all__ = ["DEVICE", "execution_allowed", "input_sharding", "parse_annotation", "to_annotation"]
 
 DEVICE = torch.device("xla:0")
 
@@ -64,14 +64,35 @@ def to_annotation(op_sharding: OpSharding) -> Any:
     return _listed_annotation(sharding)
 
 
+def input_sharding(tensor: torch.Tensor, sharding: OpSharding, minibatch: bool) -> Any:
+    """Write an OpSharding as the XlaShardingSpec that torch_xla's data loaders use.
+
+    Args:
+        tensor: The host tensor that is to be sent.
+        sharding: How it is to lie.
+        minibatch: Whether each process passes its own part of the batch.
+
+    Returns:
+        A ``torch_xla._XLAC.XlaShardingSpec``.
+    """
+    sharding = sharding.canonical()
+    lists = ([], [], [], _REPLICATED) if sharding.kind == "replicated" else _lists(sharding)
+    return _xlac().XlaShardingSpec(tensor, *lists, minibatch)
+
+
 def _listed_annotation(sharding: OpSharding) -> Any:
+    return _xlac().OpSharding(*_lists(sharding))
+
+
+def _lists(sharding: OpSharding) -> tuple[Any, Any, Any, int]:
+    """torch_xla's tile assignment, group assignment, replication groups and type."""
     assignment = sharding.tile_assignment
     if not sharding.subgroup_types:
-        return _xlac().OpSharding(assignment.tolist(), [], [], _TILED)
+        return assignment.tolist(), [], [], _TILED
     tiles = assignment.shape[: sharding.tensor_ndim]
     groups = assignment.reshape(int(np.prod(tiles)), -1)
     numbered = np.arange(len(groups)).reshape(tiles)
-    return _xlac().OpSharding([], numbered.tolist(), groups.tolist(), _PARTIAL)
+    return [], numbered.tolist(), groups.tolist(), _PARTIAL
 
 
 def _reshaped_annotation(sharding: OpSharding) -> Any:

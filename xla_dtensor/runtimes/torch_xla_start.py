@@ -52,10 +52,12 @@ class Started:
     Args:
         settings: Environment variables that it set.
         dump_dir: Where XLA writes the HLO of compiled steps; None when that was not asked for.
+        wraps_all: Whether torch_xla itself wraps every tensor for functionalization.
     """
 
     settings: Mapping[str, str]
     dump_dir: Path | None
+    wraps_all: bool = False
 
 
 def start(num_cpu_devices: int | None, dump_hlo: str | os.PathLike[str] | None) -> Started:
@@ -78,7 +80,9 @@ def start(num_cpu_devices: int | None, dump_hlo: str | os.PathLike[str] | None) 
     dump_dir = _asked_dump_dir(dump_hlo)
     _check_functionalization()
     _check_not_late(asked_devices, dump_dir)
-    settings = {_FUNCTIONALIZATION_VARIABLE: "1", **_device_settings(asked_devices)}
+    wraps_all = _started_by_user()
+    settings = {} if wraps_all else {_FUNCTIONALIZATION_VARIABLE: "1"}
+    settings |= _device_settings(asked_devices)
     if dump_dir is not None:
         settings["XLA_FLAGS"], dump_dir = _dump_flags(dump_dir)
     os.environ.update(settings)
@@ -87,7 +91,7 @@ def start(num_cpu_devices: int | None, dump_hlo: str | os.PathLike[str] | None) 
     with _enough_threads(asked_devices):
         _xlac()._init_computation_client()
     _check_started(asked_devices)
-    return Started(settings, dump_dir)
+    return Started(settings, dump_dir, wraps_all)
 
 
 def _xlac() -> Any:
@@ -170,6 +174,12 @@ def _check_not_late(asked_devices: int | None, dump_dir: Path | None) -> None:
             "asked for, but torch_xla's client already runs. It reads them when it starts. Call "
             "get_runtime('torch_xla', ...) before anything asks torch_xla for its devices."
         )
+
+
+def _started_by_user() -> bool:
+    if os.environ.get(_FUNCTIONALIZATION_VARIABLE) is not None:
+        return False
+    return "torch_xla.runtime" in sys.modules and _is_spmd()
 
 
 def _is_spmd() -> bool:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor.errors import CompileError
 from xla_dtensor.runtimes.base import CompiledStep
+from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
 from xla_dtensor.runtimes.torch_xla_start import DUMP_VARIABLE, STEP_GRAPH_NAME
 
 __all__ = ["TorchXlaStep"]
@@ -66,6 +67,7 @@ class TorchXlaStep(CompiledStep):
         sync = importlib.import_module("torch_xla").sync
         sync()  # What was computed before belongs to another program.
         compiled_before = _num_compilations()
+        args, kwargs = pytree.tree_map(_on_devices, (args, kwargs))
         with _graph_name(self._graph_name):
             result = self._traced(args, kwargs)
             sync()
@@ -138,6 +140,12 @@ class TorchXlaStep(CompiledStep):
             return None
         files = self._dump_dir.glob(f"*{self._graph_name}.*after_optimizations.txt")
         return max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def _on_devices(leaf: Any) -> Any:
+    """Copy a host tensor to the devices: an argument is an input of the program."""
+    is_host = isinstance(leaf, torch.Tensor) and type(leaf) is torch.Tensor
+    return leaf.to(DEVICE) if is_host and leaf.device.type == "cpu" else leaf
 
 
 def _num_compilations() -> int:

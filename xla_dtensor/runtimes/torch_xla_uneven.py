@@ -36,9 +36,11 @@ class UnevenPayloads:
         self._warned = False
 
     def note(self, payload: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
-        """Remember `payload` if `sharding` cuts a dim of it unevenly; return it."""
+        """Remember `payload` if `sharding` cuts a dim of it unevenly, else forget it; return it."""
         if payload.numel() and sharding.is_tiled and cut_unevenly(payload, sharding):
             self._asked[payload] = sharding
+        else:
+            self._asked.pop(payload, None)
         return payload
 
     def follow(self, source: object, result: object) -> None:

@@ -12,8 +12,10 @@ themselves do not depend on the marks, of which processes may draw different one
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,16 +24,17 @@ import numpy as np
 import torch
 
 from xla_dtensor.runtimes.jax_convert import jax_dtype, x64
-from xla_dtensor.runtimes.jax_lowering.table import lower
+from xla_dtensor.runtimes.jax_lowering.table import Lowering, lower
 from xla_dtensor.runtimes.jax_trace import active_trace
 
-__all__ = ["seed"]
+__all__ = ["draws", "lent", "next_key_data", "seed"]
 
 aten = torch.ops.aten
 _state: Any = None
 _torch_seed: int | None = None  # torch's seed when the generator was started last
 _MARKS_KEPT = 16_384
 _eager_keys: OrderedDict[int, Any] = OrderedDict()
+_lent: list[Any] | None = None  # the one key of the lowering that runs on a device's tile
 _traced_keys: weakref.WeakKeyDictionary[Any, OrderedDict[int, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -56,6 +59,9 @@ def _start(number: int) -> None:
 
 def next_key() -> Any:
     """Return a key to use once; the one it gave before where torch's generator was rewound."""
+    if _lent is not None:
+        key, _lent[0] = jax.random.split(_lent[0])
+        return key
     trace = active_trace()
     if _state is None or (trace is None and torch.initial_seed() != _torch_seed):
         _start(torch.initial_seed() % 2**63)
@@ -66,6 +72,36 @@ def next_key() -> Any:
         if len(keys) > _MARKS_KEPT:
             keys.popitem(last=False)
     return keys[mark]
+
+
+def next_key_data() -> Any:
+    """Return :func:`next_key` as two integers, to be handed to :func:`lent`."""
+    return jax.random.key_data(next_key())
+
+
+def draws(lowering: Lowering) -> bool:
+    """Tell whether a lowering takes a key."""
+    return lowering.function.__module__ == __name__
+
+
+@contextlib.contextmanager
+def lent(key_data: Any, device: Any) -> Iterator[None]:
+    """Let lowerings draw from a key made for one device.
+
+    On a device's own tile the generator's storage is out of reach, and with one key for all the
+    devices would draw the same numbers.
+
+    Args:
+        key_data: From :func:`next_key_data`.
+        device: The device's number among those that draw, a 0-dim array.
+    """
+    global _lent
+    key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
+    _lent = [jax.random.fold_in(key, device)]
+    try:
+        yield
+    finally:
+        _lent = None
 
 
 def _fresh_key() -> Any:

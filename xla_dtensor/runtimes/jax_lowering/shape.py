@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from xla_dtensor.runtimes.jax_lowering.slices import spread
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
 __all__: list[str] = []
@@ -74,15 +75,14 @@ def _constant_pad(x: Any, pad: Any, value: Any = 0) -> Any:
 @lower(aten.slice_backward.default)
 def _slice_backward(grad: Any, sizes: Any, dim: int, start: int, end: int, step: int) -> Any:
     dim %= len(sizes)
-    first, last, _ = slice(start, end, step).indices(sizes[dim])
-    at = (slice(None),) * dim + (slice(first, max(first, last), step),)
-    return jnp.zeros(tuple(sizes), grad.dtype).at[at].set(grad)
+    first, _, _ = slice(start, end, step).indices(sizes[dim])
+    return spread(grad, sizes, dim, first, step)
 
 
 @lower(aten.select_backward.default)
 def _select_backward(grad: Any, sizes: Any, dim: int, index: int) -> Any:
-    at = (slice(None),) * (dim % len(sizes)) + (index,)
-    return jnp.zeros(tuple(sizes), grad.dtype).at[at].set(grad)
+    dim %= len(sizes)
+    return spread(jnp.expand_dims(grad, dim), sizes, dim, index % sizes[dim])
 
 
 @lower(aten.fill.Scalar, aten.fill.Tensor)

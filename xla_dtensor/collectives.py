@@ -1,0 +1,296 @@
+"""Collectives over mesh axes inside a manual region.
+
+Each takes a :class:`~xla_dtensor.manual_tensor.ManualTensor` and an axis of its region, or a tuple
+of axes, the first being the outermost: the members of a group are numbered in that order. All are
+differentiable, twice as well. In the backward pass each becomes its transpose:
+
+=================  =========================================================
+psum               psum
+pmean              pmean
+pmax, pmin         psum, to the members that hold the extreme, in equal parts
+all_gather         reduce_scatter, and the reverse
+all_to_all         all_to_all back
+permute            permute back
+=================  =========================================================
+
+On 4 devices along "tp", holding [0, 1], [2, 3], [4, 5], [6, 7]::
+
+    psum(x, "tp")               [12, 16] on each
+    all_gather(x, "tp")         [0, 1, 2, 3, 4, 5, 6, 7] on each
+    permute(x, "tp", [(0, 1)])  [0, 0], [0, 1], [0, 0], [0, 0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import torch
+
+from mesh_utils import Axis
+from xla_dtensor.device_mesh import mesh_text
+from xla_dtensor.errors import ManualRegionError
+from xla_dtensor.manual_tensor import ManualTensor
+from xla_dtensor.runtimes.registry import get_runtime
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "permute",
+    "pmax",
+    "pmean",
+    "pmin",
+    "psum",
+    "reduce_scatter",
+]
+
+Axes = Axis | tuple[Axis, ...]
+
+
+def psum(x: torch.Tensor, axis: Axes) -> ManualTensor:
+    """Sum over the members of each group.
+
+    Args:
+        x: A manual tensor.
+        axis: An axis of its region, or a tuple of axes.
+
+    Returns:
+        The sum, of x's shape, equal on all members.
+
+    Raises:
+        ManualRegionError: x is not manual, or not along that axis.
+    """
+    tensor, axes, _ = _read("psum", x, axis)
+    return _Sum.apply(tensor, axes)  # pyright: ignore[reportReturnType]
+
+
+def pmean(x: torch.Tensor, axis: Axes) -> ManualTensor:
+    """Average over the members of each group; see :func:`psum`."""
+    tensor, axes, size = _read("pmean", x, axis)
+    return _Sum.apply(tensor, axes) / size  # pyright: ignore
+
+
+def pmax(x: torch.Tensor, axis: Axes) -> ManualTensor:
+    """Take the largest value over the members of each group, per element; see :func:`psum`."""
+    tensor, axes, _ = _read("pmax", x, axis)
+    return _Extreme.apply(tensor, axes, "max")  # pyright: ignore[reportReturnType]
+
+
+def pmin(x: torch.Tensor, axis: Axes) -> ManualTensor:
+    """Take the smallest value over the members of each group, per element; see :func:`psum`."""
+    tensor, axes, _ = _read("pmin", x, axis)
+    return _Extreme.apply(tensor, axes, "min")  # pyright: ignore[reportReturnType]
+
+
+def all_gather(x: torch.Tensor, axis: Axes, dim: int = 0) -> ManualTensor:
+    """Join the tensors of all members along a dim, in the members' order.
+
+    Args:
+        x: A manual tensor with at least one dim.
+        axis: An axis of its region, or a tuple of axes.
+        dim: The dim to join along; it becomes longer by the number of members.
+
+    Returns:
+        The joined tensor, equal on all members.
+
+    Raises:
+        ManualRegionError: x is not manual, not along that axis, or has no such dim.
+    """
+    tensor, axes, _ = _read("all_gather", x, axis)
+    return _Gather.apply(tensor, axes, _dim("all_gather", tensor, dim))  # pyright: ignore
+
+
+def reduce_scatter(x: torch.Tensor, axis: Axes, dim: int = 0) -> ManualTensor:
+    """Sum over the members and leave each its block of the sum.
+
+    Args:
+        x: A manual tensor.
+        axis: An axis of its region, or a tuple of axes.
+        dim: The dim that is cut into one block per member; they must divide it.
+
+    Returns:
+        The member's block.
+
+    Raises:
+        ManualRegionError: x is not manual, not along that axis, or does not divide.
+    """
+    tensor, axes, size = _read("reduce_scatter", x, axis)
+    dim = _dim("reduce_scatter", tensor, dim, size)
+    return _Scatter.apply(tensor, axes, dim)  # pyright: ignore[reportReturnType]
+
+
+def all_to_all(x: torch.Tensor, axis: Axes, split_dim: int, concat_dim: int) -> ManualTensor:
+    """Send block i of each member's tensor to member i, which joins what it gets.
+
+    Args:
+        x: A manual tensor.
+        axis: An axis of its region, or a tuple of axes.
+        split_dim: The dim that is cut into one block per member; they must divide it.
+        concat_dim: The dim along which the received blocks are joined, in the members' order.
+
+    Returns:
+        The joined blocks.
+
+    Raises:
+        ManualRegionError: x is not manual, not along that axis, or does not divide.
+    """
+    tensor, axes, size = _read("all_to_all", x, axis)
+    split = _dim("all_to_all", tensor, split_dim, size)
+    return _AllToAll.apply(tensor, axes, split, _dim("all_to_all", tensor, concat_dim))  # pyright: ignore
+
+
+def permute(x: torch.Tensor, axis: Axes, pairs: Iterable[tuple[int, int]]) -> ManualTensor:
+    """Send each source member's tensor to its destination; who receives nothing gets zeros.
+
+    Args:
+        x: A manual tensor.
+        axis: An axis of its region, or a tuple of axes.
+        pairs: (source, destination) member numbers, each number once as source and once as
+            destination at most.
+
+    Returns:
+        What the member received.
+
+    Raises:
+        ManualRegionError: x is not manual, not along that axis, or the pairs are no permutation.
+
+    Example:
+        ``permute(x, "tp", [(i, (i + 1) % 4) for i in range(4)])`` shifts by one around a ring of 4.
+    """
+    tensor, axes, size = _read("permute", x, axis)
+    moves = tuple((int(source), int(destination)) for source, destination in pairs)
+    sources, destinations = ([move[side] for move in moves] for side in (0, 1))
+    members = set(range(size))
+    if len(set(sources)) < len(moves) or len(set(destinations)) < len(moves):
+        problem = "A member sends or receives twice"
+    elif not {*sources, *destinations} <= members:
+        problem = f"The members are numbered from 0 to {size - 1}"
+    else:
+        return _Permute.apply(tensor, axes, moves)  # pyright: ignore[reportReturnType]
+    raise ManualRegionError(
+        f"permute was called with pairs={moves} over {axes}, of {size} members. {problem}. Pass "
+        "(source, destination) pairs, each member once on each side at most."
+    )
+
+
+def axis_index(x: torch.Tensor, axis: Axes) -> ManualTensor:
+    """Return each device's number in its group, an int64 scalar.
+
+    Args:
+        x: Any manual tensor of the region; its values do not matter.
+        axis: An axis of its region, or a tuple of axes.
+
+    Raises:
+        ManualRegionError: x is not manual, or not along that axis.
+    """
+    tensor, axes, _ = _read("axis_index", x, axis)
+    return _collective("axis_index", tensor, axes)
+
+
+def _read(function: str, x: Any, axis: Axes) -> tuple[ManualTensor, tuple[Axis, ...], int]:
+    if not isinstance(x, ManualTensor):
+        raise ManualRegionError(
+            f"{function} was called on a {type(x).__name__}. Collectives work on what each device "
+            "has, inside a manual region. Call enable_manual_sharding first; on a global tensor "
+            "use the ordinary op, and XLA communicates."
+        )
+    asked = axis if isinstance(axis, tuple) else (axis,)
+    mesh = x.region.mesh
+    axes = tuple(mesh.axis_names[mesh.axis_index(name)] for name in asked)
+    if not set(axes) <= set(x.region.axes) or len(set(axes)) < len(axes) or not axes:
+        raise ManualRegionError(
+            f"{function} was called over axis={axis!r} on a tensor that is manual over "
+            f"{x.region.axes} of the mesh {mesh_text(mesh)}. Only manual axes have members that "
+            "can be told apart, each once. Pass one of them or a tuple, or enable manual sharding "
+            "for that axis too."
+        )
+    return x, axes, prod(mesh.size(name) for name in axes)
+
+
+def _dim(function: str, tensor: ManualTensor, dim: int, divided_by: int = 1) -> int:
+    if not -tensor.ndim <= dim < tensor.ndim or tensor.shape[dim] % divided_by:
+        raise ManualRegionError(
+            f"{function} was called along dim={dim} of a manual tensor of local "
+            f"shape={tuple(tensor.shape)} with {divided_by} members. It has no such dim, or the "
+            "members do not divide it. Pass a dim that they divide, or pad it."
+        )
+    return dim % tensor.ndim
+
+
+def _collective(name: str, x: ManualTensor, axes: tuple[Axis, ...], **options: Any) -> ManualTensor:
+    region = x.region
+    payload = get_runtime().manual_collective(name, x._payload, region, axes, **options)
+    return ManualTensor(payload, region)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, axes: Any) -> Any:
+        ctx.axes = axes
+        return _collective("all_reduce", x, axes, op="sum")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _Sum.apply(grad, ctx.axes), None
+
+
+class _Extreme(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, axes: Any, op: str) -> Any:
+        result = _collective("all_reduce", x, axes, op=op)
+        ctx.axes = axes
+        ctx.save_for_backward(x, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, result = ctx.saved_tensors
+        holds = (x == result).to(grad.dtype)
+        share = holds / psum(holds, ctx.axes)
+        return psum(grad, ctx.axes) * share, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, axes: Any, dim: int) -> Any:
+        ctx.options = (axes, dim)
+        return _collective("all_gather", x, axes, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _Scatter.apply(grad, *ctx.options), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, axes: Any, dim: int) -> Any:
+        ctx.options = (axes, dim)
+        return _collective("reduce_scatter", x, axes, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _Gather.apply(grad, *ctx.options), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, axes: Any, split_dim: int, concat_dim: int) -> Any:
+        ctx.options = (axes, concat_dim, split_dim)
+        return _collective("all_to_all", x, axes, split_dim=split_dim, concat_dim=concat_dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _AllToAll.apply(grad, *ctx.options), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, axes: Any, pairs: tuple[tuple[int, int], ...]) -> Any:
+        ctx.options = (axes, tuple((to, of) for of, to in pairs))
+        return _collective("permute", x, axes, pairs=pairs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _Permute.apply(grad, *ctx.options), None, None

@@ -1,0 +1,84 @@
+"""torch_xla's annotation API, on every runtime.
+
+Scripts written for ``torch_xla.distributed.spmd`` change one import::
+
+    import xla_dtensor.spmd as xs           # was: import torch_xla.distributed.spmd as xs
+
+    mesh = xs.Mesh(range(8), (2, 4), ("dp", "tp"))
+    xs.mark_sharding(model.fc.weight, mesh, ("tp", None))
+
+Names, arguments and attributes are torch_xla's; where it is silently wrong, this is not. On the
+torch_xla runtime that is all; on the JAX runtime the few calls of torch_xla that are no annotations
+are replaced as docs/coming_from.md lists. XLAShardedTensors are DTensors, so ``placements``,
+``redistribute``, ``xla_dtensor.compile`` and the reports work on them.
+"""
+
+from xla_dtensor.spmd.annotate import (
+    MarkShardingFunction,
+    annotate_custom_sharding,
+    clear_sharding,
+    mark_sharding,
+    mark_sharding_with_gradients,
+)
+from xla_dtensor.spmd.barrier import apply_backward_optimization_barrier
+from xla_dtensor.spmd.distribute import (
+    auto_policy,
+    xla_distribute_module,
+    xla_distribute_tensor,
+)
+from xla_dtensor.spmd.linear import (
+    EinsumLinear,
+    XLAPatchedLinear,
+    apply_xla_patch_to_nn_linear,
+    xla_patched_nn_linear_forward,
+)
+from xla_dtensor.spmd.manual_sharding import disable_manual_sharding, enable_manual_sharding
+from xla_dtensor.spmd.mesh import (
+    HybridMesh,
+    Mesh,
+    get_1d_mesh,
+    get_global_mesh,
+    set_global_mesh,
+)
+from xla_dtensor.spmd.sharded_tensor import (
+    XLAShard,
+    XLAShardedTensor,
+    unwrap_sharded_tensor,
+    wrap_as_sharded_tensor,
+    wrap_if_sharded,
+)
+from xla_dtensor.spmd.sharding_spec import ShardingSpec
+from xla_dtensor.spmd.sharding_type import ShardingType
+from xla_dtensor.spmd.visualize import visualize_sharding, visualize_tensor_sharding
+
+__all__ = [
+    "EinsumLinear",
+    "HybridMesh",
+    "MarkShardingFunction",
+    "Mesh",
+    "ShardingSpec",
+    "ShardingType",
+    "XLAPatchedLinear",
+    "XLAShard",
+    "XLAShardedTensor",
+    "annotate_custom_sharding",
+    "apply_backward_optimization_barrier",
+    "apply_xla_patch_to_nn_linear",
+    "auto_policy",
+    "clear_sharding",
+    "disable_manual_sharding",
+    "enable_manual_sharding",
+    "get_1d_mesh",
+    "get_global_mesh",
+    "mark_sharding",
+    "mark_sharding_with_gradients",
+    "set_global_mesh",
+    "unwrap_sharded_tensor",
+    "visualize_sharding",
+    "visualize_tensor_sharding",
+    "wrap_as_sharded_tensor",
+    "wrap_if_sharded",
+    "xla_distribute_module",
+    "xla_distribute_tensor",
+    "xla_patched_nn_linear_forward",
+]

@@ -1,0 +1,280 @@
+"""Mesh and HybridMesh as torch_xla's scripts write them, over :class:`mesh_utils.Mesh`.
+
+``Mesh(device_ids, mesh_shape, axis_names)`` has torch_xla's attributes (``shape()``, ``size()``,
+``get_logical_mesh()``, ...), and is equal and hashed by value. ``.value`` is the plain mesh behind
+it. Functions of this package take it, torch_xla's own Mesh, a DeviceMesh or a plain mesh alike.
+Making the first mesh starts the runtime; on JAX it may cover some of the devices only.
+"""
+
+from __future__ import annotations
+
+from ast import literal_eval
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mesh_utils import HybridMesh as HybridMeshValue
+from mesh_utils import Mesh as MeshValue
+from mesh_utils import read_devices
+from xla_dtensor.core import Layout, OpSharding
+from xla_dtensor.device_mesh import as_device_mesh, mesh_text
+from xla_dtensor.errors import DistributeError
+from xla_dtensor.runtimes.registry import get_runtime
+
+__all__ = ["HybridMesh", "Mesh", "as_mesh", "get_1d_mesh", "get_global_mesh", "set_global_mesh"]
+
+Names = Sequence[str] | None
+
+
+class Mesh:
+    """Devices arranged along axes.
+
+    Args:
+        device_ids: Ids of the runtime's devices, flat, read in row-major order.
+        mesh_shape: The size of each axis.
+        axis_names: A name for each axis; None leaves them unnamed, to be given by number.
+
+    Raises:
+        MeshError: Of these no mesh can be made.
+        DistributeError: The runtime has no such devices, or cannot run on some of them only.
+
+    Example:
+        >>> mesh = Mesh(range(8), (4, 2), ("x", "y"))
+        >>> mesh.shape()
+        OrderedDict({'x': 4, 'y': 2})
+        >>> mesh.get_logical_mesh().tolist()
+        [[0, 1], [2, 3], [4, 5], [6, 7]]
+    """
+
+    def __init__(
+        self, device_ids: ArrayLike | range, mesh_shape: Sequence[int], axis_names: Names = None
+    ) -> None:
+        self._set(MeshValue(device_ids, mesh_shape, axis_names), axis_names)
+
+    def _set(self, value: MeshValue, axis_names: Names) -> None:
+        get_runtime().root(value)
+        self._value = value
+        self._axis_names = None if axis_names is None else tuple(axis_names)
+
+    @property
+    def value(self) -> MeshValue:
+        """The plain mesh."""
+        return self._value
+
+    @property
+    def device_ids(self) -> NDArray[np.int64]:
+        """The device ids, flat."""
+        return self._value.device_ids.reshape(-1)
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The size of each axis."""
+        return self._value.mesh_shape
+
+    @property
+    def axis_names(self) -> tuple[str, ...] | None:
+        """The names of the axes; None when they were given none."""
+        return self._axis_names
+
+    def size(self) -> int:
+        """Return the number of devices."""
+        return self._value.size()
+
+    def shape(self) -> OrderedDict[Any, int]:
+        """Return the size of each axis by its name, or by its number when it has none."""
+        return OrderedDict(zip(self._value.axis_names, self.mesh_shape, strict=True))
+
+    def get_logical_mesh(self) -> NDArray[np.int64]:
+        """Return the device ids in the shape of the mesh."""
+        return self._value.device_ids
+
+    def get_axis_name_idx(self, name: str) -> int | None:
+        """Return the number of an axis by its name; None when there is none of that name."""
+        names = self._axis_names or ()
+        return names.index(name) if name in names else None
+
+    def get_op_sharding(self, partition_spec: Sequence[Any]) -> OpSharding:
+        """Return XLA's encoding of a partition spec, relative to the runtime's root mesh.
+
+        Args:
+            partition_spec: Per tensor dim an axis (name or number), a tuple of axes, or None.
+
+        Raises:
+            LayoutError: An unknown axis, one twice, or a nested tuple.
+
+        Example:
+            >>> str(Mesh(range(8), (4, 2), ("x", "y")).get_op_sharding((("y", "x"), None)))
+            '{devices=[8,1]<=[4,2]T(1,0)}'
+        """
+        layout = Layout.from_partition_spec(partition_spec, self._value)
+        return layout.op_sharding(get_runtime().root(self._value))
+
+    @classmethod
+    def from_str(cls, mesh_str: str) -> Mesh | None:
+        """Return the mesh that ``str`` of a mesh wrote; None for any other text.
+
+        Example:
+            >>> Mesh.from_str(str(Mesh(range(8), (4, 2), ("x", "y"))))
+            Mesh((x=4, y=2))
+        """
+        try:
+            fields = literal_eval(mesh_str)
+            return Mesh(fields["device_ids"], fields["mesh_shape"], fields["axis_names"])
+        except (ValueError, SyntaxError, KeyError, TypeError):
+            return None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and (self._value, self._axis_names) == (
+            other._value,
+            other._axis_names,
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    def __str__(self) -> str:
+        return (
+            f"{{'device_ids': {self.device_ids.tolist()}, 'mesh_shape': {self.mesh_shape}, "
+            f"'axis_names': {self.axis_names}}}"
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({mesh_text(self._value)})"
+
+
+class HybridMesh(Mesh):
+    """Devices on two networks: the fast one inside a granule, the DCN between granules.
+
+    Axes go from the least network-hungry to the most. Along each axis the DCN part is the outer
+    one.
+
+    Args:
+        ici_mesh_shape: The size of each axis inside a granule.
+        dcn_mesh_shape: The size of each axis across granules; None for ones.
+        axis_names: A name for each axis.
+        granule: What makes devices one granule: "slice", "process", a number of devices, or a
+            function of a :class:`mesh_utils.Device`.
+        order: How a granule's devices are laid out, see :class:`mesh_utils.HybridMesh`.
+
+    Raises:
+        DistributeError: Several slices without dcn_mesh_shape, or the reverse.
+        MeshError: Shapes that do not fit the granules.
+
+    Example:
+        >>> mesh = HybridMesh(
+        ...     ici_mesh_shape=(1, 4), dcn_mesh_shape=(2, 1), axis_names=("data", "fsdp"), granule=4
+        ... )
+        >>> mesh.shape()
+        OrderedDict({'data': 2, 'fsdp': 4})
+    """
+
+    def __init__(
+        self,
+        *,
+        ici_mesh_shape: Sequence[int],
+        dcn_mesh_shape: Sequence[int] | None = None,
+        axis_names: Names = None,
+        granule: Any = "slice",
+        order: Any = "auto",
+    ) -> None:
+        self.device_attributes: list[Mapping[str, Any]] = list(get_runtime().device_attributes())
+        devices = read_devices(self.device_attributes)
+        dcn = (1,) * len(ici_mesh_shape) if dcn_mesh_shape is None else tuple(dcn_mesh_shape)
+        if granule == "slice":
+            _check_slices({device.slice_index for device in devices}, dcn)
+        value = HybridMeshValue(
+            devices,
+            ici_mesh_shape=ici_mesh_shape,
+            dcn_mesh_shape=dcn,
+            axis_names=axis_names,
+            granule=granule,
+            order=order,
+        )
+        self._set(value, axis_names)
+        self.ici_mesh_shape = value.ici_mesh_shape
+        self.dcn_mesh_shape = value.dcn_mesh_shape
+
+
+def _check_slices(slices: set[int | None], dcn_mesh_shape: tuple[int, ...]) -> None:
+    """Say early, in torch_xla's words, that the DCN part and the number of slices do not match."""
+    if len(slices) > 1 and prod(dcn_mesh_shape) == 1:
+        raise DistributeError(
+            f"HybridMesh was called without dcn_mesh_shape on {len(slices)} slices. Provide "
+            "dcn_mesh_shape to create a mesh for multislice. Its product is the number of slices, "
+            f"e.g. ({len(slices)}, 1, ...)."
+        )
+    if len(slices) == 1 and prod(dcn_mesh_shape) > 1:
+        raise DistributeError(
+            f"HybridMesh was called with dcn_mesh_shape={dcn_mesh_shape}. Invalid dcn_mesh_shape "
+            "for single slice mesh. Leave it out, or say what else is a granule: granule='process' "
+            "or a number of devices."
+        )
+
+
+_global_mesh: Mesh | None = None
+
+
+def set_global_mesh(mesh: Mesh) -> None:
+    """Set the mesh that functions take when none is passed.
+
+    Example:
+        >>> set_global_mesh(get_1d_mesh("data"))
+        >>> get_global_mesh()
+        Mesh((data=8))
+    """
+    global _global_mesh
+    _global_mesh = mesh
+
+
+def get_global_mesh() -> Mesh | None:
+    """Return the mesh set by :func:`set_global_mesh`, or None."""
+    return _global_mesh
+
+
+_meshes: dict[MeshValue, None] = {}
+_MESHES_KEPT = 16
+
+
+def candidate_meshes() -> list[MeshValue]:
+    """Return the meshes by which a tensor may have been annotated, the likeliest first."""
+    known = [] if _global_mesh is None else [as_device_mesh(_global_mesh).value]
+    return [*known, *reversed(_meshes)] or [get_1d_mesh().value]
+
+
+def get_1d_mesh(axis_name: str | None = None) -> Mesh:
+    """Return the mesh of all devices along one axis.
+
+    Args:
+        axis_name: The axis's name; None leaves it unnamed.
+
+    Example:
+        >>> get_1d_mesh("data").mesh_shape
+        (8,)
+    """
+    ids = get_runtime().device_ids()
+    return Mesh(ids, (len(ids),), None if axis_name is None else (axis_name,))
+
+
+def as_mesh(mesh: Any, function: str) -> MeshValue:
+    """Return the plain mesh of anything that stands for one; the global mesh for None.
+
+    Raises:
+        DistributeError: None was passed, and there is no global mesh.
+        ArgumentTypeError: Something else was passed.
+    """
+    mesh = _global_mesh if mesh is None else mesh
+    if mesh is None:
+        raise DistributeError(
+            f"{function} was called without a mesh. None was passed and there is no global one. "
+            "Pass mesh=, or call set_global_mesh once."
+        )
+    value = as_device_mesh(mesh).value
+    if value not in _meshes:
+        _meshes[value] = None
+        if len(_meshes) > _MESHES_KEPT:
+            del _meshes[next(iter(_meshes))]
+    return value

@@ -1,0 +1,330 @@
+"""XLAShardedTensor: a DTensor with the attributes that torch_xla's scripts use.
+
+It is a :class:`~xla_dtensor.DTensor` in everything else: ops on it give XLAShardedTensors, autograd
+passes through it, ``placements`` are always known. ``global_tensor`` is the runtime's plain tensor
+behind it; ``local_shards`` are copies of this process's shards, padding included, as torch_xla
+gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+import torch
+
+from mesh_utils import Mesh as MeshValue
+from xla_dtensor.core import Layout, OpSharding, layout_of_op_sharding
+from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh
+from xla_dtensor.dtensor import DTensor, as_plain
+from xla_dtensor.errors import DistributeError
+from xla_dtensor.pickling import load_dtensor, reduce_dtensor
+from xla_dtensor.placement_checks import torch_placements
+from xla_dtensor.runtimes.base import AddressableShard
+from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.spmd.mesh import candidate_meshes
+from xla_dtensor.spmd.sharding_type import ShardingType, sharding_type_of
+
+__all__ = [
+    "XLAShard",
+    "XLAShardedTensor",
+    "unwrap_sharded_tensor",
+    "wrap_as_sharded_tensor",
+    "wrap_if_sharded",
+    "wrap_plain",
+    "wrapped_tensor",
+]
+
+
+@dataclass
+class XLAShard:
+    """A copy of one device's shard.
+
+    Args:
+        data: The values on the host, padded with zeros to the tile's shape.
+        indices: One slice per dim into the global tensor, or Ellipsis when it is replicated.
+        shard_device: The device, e.g. "CPU:3".
+        replica_id: Which of the copies of this part it is: 0 where there are none, the device's
+            number where all devices hold the whole.
+    """
+
+    data: torch.Tensor
+    indices: EllipsisType | list[slice]
+    shard_device: str
+    replica_id: int
+
+    @property
+    def unpadded_data(self) -> torch.Tensor:
+        """The values without padding; assigning writes them into `data`."""
+        return self.data[self._inside()]
+
+    @unpadded_data.setter
+    def unpadded_data(self, t: torch.Tensor) -> None:
+        self.data[self._inside()] = t
+
+    def _inside(self) -> Any:
+        if isinstance(self.indices, EllipsisType):
+            return ...
+        return tuple(slice(0, part.stop - part.start) for part in self.indices)
+
+
+class XLAShardedTensor(DTensor):
+    """A tensor that XLA shards.
+
+    Args:
+        elem: A plain tensor of the runtime, or an XLAShardedTensor. It is not annotated: use
+            :func:`xla_dtensor.spmd.mark_sharding` for that.
+        mesh_shape: The shape of the mesh that `partition_spec` refers to.
+        partition_spec: What is known of how it lies; None when nothing is.
+    """
+
+    @staticmethod
+    def __new__(
+        cls,
+        elem: torch.Tensor,
+        mesh_shape: Any = None,
+        partition_spec: Any = None,
+        *,
+        requires_grad: bool = False,
+    ) -> XLAShardedTensor:
+        """Wrap `elem`; how DTensor makes its results, with a mesh and placements, is taken too."""
+        if isinstance(elem, DTensor) and mesh_shape is None:
+            mesh_shape, partition_spec = elem._spec.mesh, elem._spec.placements
+        elem = elem._local_tensor if isinstance(elem, DTensor) else elem
+        if not isinstance(mesh_shape, DeviceMesh):
+            _check_on_devices("XLAShardedTensor", elem)
+            layout = _label(elem, mesh_shape, partition_spec)
+            mesh_shape = as_device_mesh(layout.mesh)
+            partition_spec = torch_placements(layout)
+        return DTensor.__new__(  # pyright: ignore[reportReturnType]
+            cls, elem, mesh_shape, partition_spec, requires_grad=requires_grad
+        )
+
+    @property
+    def global_tensor(self) -> torch.Tensor:
+        """The runtime's plain tensor of the whole value; nothing is moved or gathered."""
+        wrapped = wrapped_tensor(self)
+        return as_plain(self) if wrapped is None else wrapped
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The shape of the mesh."""
+        return self._spec.mesh.value.mesh_shape
+
+    @property
+    def partition_spec(self) -> tuple[Any, ...]:
+        """What is known of how the tensor lies, per dim."""
+        return self._spec.layout.to_partition_spec()
+
+    @property
+    def sharding_spec(self) -> str:
+        """How the tensor lies, in XLA's words, read from the runtime."""
+        return str(self.xla_sharding())
+
+    @property
+    def sharding_type(self) -> ShardingType:
+        """The kind of `sharding_spec`."""
+        return sharding_type_of(self.xla_sharding(), _num_devices(self))
+
+    @property
+    def local_shards(self) -> list[XLAShard]:
+        """Copies of this process's shards, ordered by device."""
+        sharding, names = self.xla_sharding(), _device_names()
+        root = get_runtime().root(self._spec.mesh.value)
+        return [
+            _xla_shard(shard, sharding, root, tuple(self.shape), names[shard.device_id])
+            for shard in self.addressable_shards()
+        ]
+
+    def load_local_shards_(self, shards: Sequence[XLAShard]) -> None:
+        """Overwrite this process's shards, in place.
+
+        Args:
+            shards: One per addressable device, as `local_shards` gives them.
+
+        Raises:
+            DistributeError: A device without a shard or with two, a shard of another shape, or a
+                tensor that lies otherwise than it is labelled.
+        """
+        runtime, numbers = get_runtime(), {name: i for i, name in _device_names().items()}
+        given = [numbers.get(shard.shard_device, shard.shard_device) for shard in shards]
+        mine = sorted(runtime.addressable_device_ids())
+        if sorted(map(str, given)) != sorted(map(str, mine)):
+            raise DistributeError(
+                f"load_local_shards_ was called with shards of the devices {given}. This process "
+                f"has the devices {mine}. Pass one shard for each of these."
+            )
+        layout = self._spec.layout
+        asked, found = layout.op_sharding(runtime.root(layout.mesh)), self.xla_sharding()
+        if asked != found:
+            raise DistributeError(
+                f"load_local_shards_ was called on a tensor labelled {asked} that XLA laid out as "
+                f"{found}. The shards would go to wrong places. Call mark_sharding on it first."
+            )
+        parts = {int(i): s.unpadded_data for i, s in zip(given, shards, strict=True)}
+        root, shape = runtime.root(layout.mesh), tuple(self.shape)
+        for device, part in parts.items():
+            index = asked.shard_index(_partition(root, device), shape)
+            wanted = tuple(places.stop - places.start for places in index)
+            if tuple(part.shape) != wanted:
+                raise DistributeError(
+                    f"load_local_shards_ was called with a shard of shape={tuple(part.shape)} for "
+                    f"device={device}. That device has shape={wanted} of the tensor of "
+                    f"shape={shape}. Pass shards whose unpadded_data has the shape that "
+                    "local_shards gives."
+                )
+        payload = runtime.from_shards(parts, tuple(self.shape), layout)
+        with torch.no_grad():
+            runtime.run_op(torch.ops.aten.copy_.default, (self._local_tensor, payload), {})
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> XLAShardedTensor:
+        """Return the same values lying otherwise; see :meth:`xla_dtensor.DTensor.redistribute`."""
+        moved: Any = super().redistribute(*args, **kwargs)
+        moved.__class__ = XLAShardedTensor
+        return moved
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        text = super().__repr__(tensor_contents=tensor_contents)
+        return type(self).__name__ + text.removeprefix("DTensor")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, (record,) = reduce_dtensor(self)
+        return (load_sharded_tensor, (record,))
+
+
+def load_sharded_tensor(record: dict[str, Any]) -> XLAShardedTensor:
+    """Return the tensor of a pickle record; see :mod:`xla_dtensor.pickling`."""
+    loaded: Any = load_dtensor(record)
+    loaded.__class__ = XLAShardedTensor
+    return loaded
+
+
+torch.serialization.add_safe_globals([load_sharded_tensor])
+
+
+def wrapped_tensor(tensor: DTensor) -> torch.Tensor | None:
+    """Return the plain tensor around which `tensor` was made, while it still is what it was."""
+    payload, plain = tensor.__dict__.get("_wrapped", (None, None))
+    same = payload is tensor._local_tensor and plain is not None and plain.shape == tensor.shape
+    return plain if same else None
+
+
+def _num_devices(tensor: DTensor) -> int:
+    return get_runtime().root(tensor._spec.mesh.value).size()
+
+
+def _device_names() -> dict[int, str]:
+    """The devices as torch_xla writes them, by id: {0: "CPU:0", ...}."""
+    names = [str(attributes["name"]) for attributes in get_runtime().device_attributes()]
+    return {int(name.rpartition(":")[2]): name for name in names}
+
+
+def _xla_shard(
+    shard: AddressableShard,
+    sharding: OpSharding,
+    root: MeshValue,
+    shape: tuple[int, ...],
+    name: str,
+) -> XLAShard:
+    if not sharding.is_tiled:
+        return XLAShard(shard.data, ..., name, shard.device_id)
+    data = shard.data.new_zeros(sharding.shape_per_tile(shape))
+    data[tuple(slice(0, size) for size in shard.data.shape)] = shard.data
+    place = sharding.place_of(_partition(root, shard.device_id)) or 0
+    copies = 1
+    for size in sharding.tile_dims[len(shape) :]:
+        copies *= size
+    return XLAShard(data, list(shard.index), name, place % copies)
+
+
+def _partition(root: MeshValue, device_id: int) -> int:
+    return int(root.positions().reshape(-1)[(root.device_ids == device_id).argmax()])
+
+
+def _label(payload: torch.Tensor, mesh_shape: Any, partition_spec: Any) -> Layout:
+    """What is known of a plain tensor: by the caller, else by what it was told, else nothing."""
+    runtime = get_runtime()
+    if mesh_shape is not None:
+        mesh = MeshValue(runtime.device_ids(), mesh_shape)
+        if partition_spec is not None:
+            return Layout.from_partition_spec(partition_spec, mesh)
+        meshes = [mesh]
+    else:
+        meshes = candidate_meshes()
+    told = runtime.annotation(payload)
+    for mesh in meshes if told is not None else ():
+        found = layout_of_op_sharding(told, mesh, payload.ndim, runtime.root(mesh))
+        if found is not None:
+            return found
+    return Layout.replicated(meshes[0], payload.ndim)
+
+
+def _check_on_devices(function: str, t: torch.Tensor) -> None:
+    if not get_runtime().is_payload(t):
+        raise DistributeError(
+            f"{function} was called with a host tensor of shape={tuple(t.shape)}. Only tensors on "
+            "the devices are sharded. Call mark_sharding or xla_distribute_tensor."
+        )
+
+
+def wrap_plain(tensor: torch.Tensor, layout: Layout) -> XLAShardedTensor:
+    """Wrap a plain tensor of the runtime, whose history the wrapper shares; no op is run."""
+    mesh, placements = as_device_mesh(layout.mesh), torch_placements(layout)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        wrapped: Any = _Wrap.apply(tensor, mesh, placements)
+    else:
+        wrapped = XLAShardedTensor(tensor.detach(), mesh, placements)
+    wrapped._wrapped = (wrapped._local_tensor, tensor)
+    return wrapped
+
+
+def wrap_as_sharded_tensor(
+    t: torch.Tensor, mesh_shape: Any = None, partition_spec: Any = None
+) -> XLAShardedTensor:
+    """Return `t` as an XLAShardedTensor, with what the caller knows of how it lies.
+
+    Args:
+        t: A DTensor (the same object is returned) or a plain tensor of the runtime.
+        mesh_shape: The shape of the mesh; None keeps what is known.
+        partition_spec: Per dim an axis number, a tuple of them, or None.
+
+    Raises:
+        DistributeError: A host tensor.
+    """
+    if isinstance(t, DTensor):
+        t.__class__ = XLAShardedTensor
+        if mesh_shape is not None and partition_spec is not None:
+            layout = _label(t._local_tensor, mesh_shape, partition_spec)
+            t._spec = DTensor(
+                t._local_tensor, as_device_mesh(layout.mesh), torch_placements(layout)
+            )._spec
+        return t  # pyright: ignore[reportReturnType]
+    _check_on_devices("wrap_as_sharded_tensor", t)
+    return wrap_plain(t, _label(t, mesh_shape, partition_spec))
+
+
+def unwrap_sharded_tensor(t: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor behind an XLAShardedTensor; anything else as it is."""
+    return t.global_tensor if isinstance(t, XLAShardedTensor) else t
+
+
+def wrap_if_sharded(x: Any) -> Any:
+    """Return a plain tensor that was told how to lie as an XLAShardedTensor, all else as it is."""
+    if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
+        return x
+    runtime = get_runtime()
+    if not runtime.is_payload(x) or runtime.annotation(x) is None:
+        return x
+    return wrap_as_sharded_tensor(x)
+
+
+class _Wrap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Any:
+        return XLAShardedTensor(tensor.detach(), mesh, placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return (as_plain(grad) if isinstance(grad, DTensor) else grad), None, None
