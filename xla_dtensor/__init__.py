@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from xla_dtensor.device_mesh import DeviceMesh as DeviceMesh
     from xla_dtensor.device_mesh import init_device_mesh as init_device_mesh
     from xla_dtensor.dtensor import DTensor as DTensor
+    from xla_dtensor.factories import empty as empty
+    from xla_dtensor.factories import full as full
+    from xla_dtensor.factories import ones as ones
+    from xla_dtensor.factories import rand as rand
+    from xla_dtensor.factories import randn as randn
+    from xla_dtensor.factories import zeros as zeros
     from xla_dtensor.runtimes import get_runtime as get_runtime
     from xla_dtensor.runtimes import installed_runtimes as installed_runtimes
 
@@ -44,9 +50,15 @@ _WHERE = {
     "compile": "xla_dtensor.compiled_step",
     "distribute_module": "xla_dtensor.api",
     "distribute_tensor": "xla_dtensor.api",
+    "empty": "xla_dtensor.factories",
+    "full": "xla_dtensor.factories",
     "get_runtime": "xla_dtensor.runtimes",
     "init_device_mesh": "xla_dtensor.device_mesh",
     "installed_runtimes": "xla_dtensor.runtimes",
+    "ones": "xla_dtensor.factories",
+    "rand": "xla_dtensor.factories",
+    "randn": "xla_dtensor.factories",
+    "zeros": "xla_dtensor.factories",
 }
 
 __all__ = [
@@ -59,9 +71,15 @@ __all__ = [
     "compile",
     "distribute_module",
     "distribute_tensor",
+    "empty",
+    "full",
     "get_runtime",
     "init_device_mesh",
     "installed_runtimes",
+    "ones",
+    "rand",
+    "randn",
+    "zeros",
 ]
 __version__ = "0.1.0.dev0"
 

@@ -1,8 +1,8 @@
 """Write into a slice, as a pad and a select.
 
-``base.at[1:3].set(new)`` would say the same as one scatter, but XLA's partitioner (jax 0.10, on CPU)
-gets chains of such scatters wrong on a sharded dim: in ``a.at[1:3].set(b).at[0].set(5)`` the second
-write zeroes rows of the first. Pads and selects are partitioned element by element.
+``base.at[1:3].set(new)`` would say the same as one scatter, but XLA's partitioner (jax 0.10, on
+CPU) gets chains of such scatters wrong on a sharded dim: in ``a.at[1:3].set(b).at[0].set(5)`` the
+second write zeroes rows of the first. Pads and selects are partitioned element by element.
 """
 
 from __future__ import annotations
