@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from xla_dtensor.core import Layout
+from xla_dtensor.core import Layout, layout_of_op_sharding
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh, current_mesh, mesh_text
 from xla_dtensor.dtensor import DTensor
 from xla_dtensor.errors import ArgumentTypeError, DistributeError
-from xla_dtensor.placement_checks import checked_placements
+from xla_dtensor.placement_checks import checked_placements, torch_placements
 from xla_dtensor.runtimes.registry import get_runtime
 
 __all__ = ["distribute_module", "distribute_tensor"]
@@ -113,7 +113,8 @@ def distribute_module(
         module: The module.
         device_mesh: The mesh; that of the open ``with mesh:`` block when None.
         partition_fn: Called as ``partition_fn(name, submodule, mesh)`` for every submodule, to
-            replace parameters by distributed ones. What it leaves alone is replicated.
+            replace parameters by distributed ones. What it leaves alone is replicated, or lies as
+            ``mark_sharding`` told it before.
         input_fn: Called as ``input_fn(module, inputs, mesh)`` before forward.
         output_fn: Called as ``output_fn(module, outputs, mesh)`` after forward.
 
@@ -158,14 +159,30 @@ def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in submodule._parameters.items():
             if parameter is not None and not isinstance(parameter, DTensor):
                 if id(parameter) not in made:
-                    distributed = distribute_tensor(parameter.detach(), mesh)
+                    distributed = _kept_or_replicated(parameter, mesh)
                     made[id(parameter)] = nn.Parameter(distributed, parameter.requires_grad)
                 submodule._parameters[name] = made[id(parameter)]
         for name, buffer in submodule._buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor):
                 if id(buffer) not in made:
-                    made[id(buffer)] = distribute_tensor(buffer, mesh)
+                    made[id(buffer)] = _kept_or_replicated(buffer, mesh)
                 submodule._buffers[name] = made[id(buffer)]
+
+
+def _kept_or_replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Distribute a tensor as mark_sharding told it before; replicated if it was told nothing."""
+    runtime = get_runtime()
+    told = runtime.annotation(tensor) if runtime.is_payload(tensor) else None
+    if told is None or not told.is_tiled:
+        return distribute_tensor(tensor.detach(), mesh)
+    layout = layout_of_op_sharding(told, mesh.value, tensor.ndim, runtime.root(mesh.value))
+    if layout is None:
+        raise DistributeError(
+            f"distribute_module was called on the mesh {mesh_text(mesh.value)} with a parameter or "
+            f"buffer of shape={tuple(tensor.shape)} that was told {told} before. No axes of this "
+            "mesh cut it so. Pass the mesh that it was marked with, or clear_sharding first."
+        )
+    return distribute_tensor(tensor.detach(), mesh, torch_placements(layout))
 
 
 def _hook(

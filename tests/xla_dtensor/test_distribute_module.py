@@ -11,7 +11,10 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import xla_dtensor as xd
+from mesh_utils import Mesh
 from xla_dtensor.errors import DistributeError
+from xla_dtensor.runtimes import Runtime
+from xla_dtensor.spmd import mark_sharding
 
 
 class Tied(nn.Module):
@@ -184,3 +187,25 @@ def test_conversion_keeps_parameters(mesh: xd.DeviceMesh, dtype: torch.dtype) ->
     assert module.weight.dtype == dtype
     assert cast("Any", module.weight).placements == cast("Any", weight).placements
     assert torch.equal(module.weight.cpu(), values.to(dtype))
+
+
+def test_what_was_marked_before_stays_so(runtime: Runtime, mesh: xd.DeviceMesh) -> None:
+    layer: Any = nn.Linear(16, 8)
+    mark_sharding(layer.weight, mesh, ("tp", None))
+    asked = runtime.op_sharding(layer.weight)
+    xd.distribute_module(layer, mesh)
+    assert isinstance(layer.weight, xd.DTensor)
+    assert layer.weight.xla_sharding() == asked
+    assert layer.weight.placements == (Replicate(), Shard(0))
+    assert layer.bias.placements == (Replicate(), Replicate())
+
+
+def test_what_was_marked_on_another_mesh_is_refused(runtime: Runtime, mesh: xd.DeviceMesh) -> None:
+    layer: Any = nn.Linear(16, 8)
+    mark_sharding(layer.weight, Mesh.arange((8,), ("x",)), ("x", None))
+    xd.distribute_module(layer, mesh)  # 8 tiles are both axes
+    assert layer.weight.placements == (Shard(0), Shard(0))
+    layer: Any = nn.Linear(16, 8)
+    mark_sharding(layer.weight, mesh, ("dp", None))
+    with pytest.raises(DistributeError, match=r"\(x=8\).*No axes of this mesh cut it so"):
+        xd.distribute_module(layer, Mesh.arange((8,), ("x",)))
