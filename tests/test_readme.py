@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-import doctest
-import os
 import re
 import subprocess
-import sys
 from configparser import ConfigParser
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.documents import ROOT, blocks, run, run_session
+
 TEXT = (ROOT / "README.md").read_text()
-TIMEOUT_SECONDS = 240
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
-
-
-def run(program: str, runtime: str) -> str:
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "XLA_DTENSOR_CPU_DEVICES": "8",
-        "XLA_DTENSOR_RUNTIME": runtime,
-    }
-    environment.pop("XLA_FLAGS", None)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
 
 
 def diff_sides(diff: str) -> tuple[str, str]:
@@ -53,7 +26,7 @@ def diff_sides(diff: str) -> tuple[str, str]:
 def test_both_sides_of_the_diff_run_and_print_the_same_losses(
     request: pytest.FixtureRequest,
 ) -> None:
-    (diff,) = blocks("diff")
+    (diff,) = blocks(TEXT, "diff")
     before, after = diff_sides(diff)
     assert "xla_dtensor" not in before
     runtime = str(request.config.getoption("--runtime"))
@@ -66,30 +39,17 @@ def test_both_sides_of_the_diff_run_and_print_the_same_losses(
 
 @pytest.mark.on_runtime
 def test_the_sessions_print_what_the_readme_shows(request: pytest.FixtureRequest) -> None:
-    session = "".join(blocks("pycon"))
-    assert doctest.DocTestParser().get_examples(session)
-    # In a process of its own: the runtime may run here already, with another root mesh.
-    program = (
-        "import doctest, sys\n"
-        f"test = doctest.DocTestParser().get_doctest({session!r}, {{}}, 'README', None, 0)\n"
-        "sys.exit(doctest.DocTestRunner(verbose=False).run(test).failed)"
-    )
-    run(program, str(request.config.getoption("--runtime")))
+    session = "".join(blocks(TEXT, "pycon"))
+    run_session(session, str(request.config.getoption("--runtime")))
 
 
 def test_a_wrong_output_would_be_noticed() -> None:
-    wrong = ">>> 1 + 1\n3\n"
-    program = (
-        "import doctest, sys\n"
-        f"test = doctest.DocTestParser().get_doctest({wrong!r}, {{}}, 'README', None, 0)\n"
-        "sys.exit(doctest.DocTestRunner(verbose=False).run(test).failed)"
-    )
-    with pytest.raises(AssertionError):
-        run(program, "jax")
+    with pytest.raises(AssertionError, match="Expected:"):
+        run_session(">>> 1 + 1\n3\n", "jax")
 
 
 def test_the_make_commands_exist() -> None:
-    (commands,) = blocks("sh")
+    (commands,) = blocks(TEXT, "sh")
     for command in re.findall(r"^make [^#\n]*", commands, re.MULTILINE):
         done = subprocess.run(
             ["make", "--dry-run", *command.split()[1:]],

@@ -64,6 +64,25 @@ def test_op_overhead(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     assert all({"DTensor", "bare"} <= set(row["microseconds"]) for row in stored["rows"])
 
 
+@pytest.mark.slow
+def test_annotate(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    runtime = str(pytestconfig.getoption("--runtime"))
+    options = ("--calls", "2", "--layers", "1", "--sizes", "64")
+    printed, stored = run("annotate", tmp_path, "--processes", runtime, *options)
+    parts = {row["part"] for row in stored["rows"]}
+    assert parts == {"call", "size", "trace"}
+    timed = {name for row in stored["rows"] for name in row.get("microseconds", ())}
+    assert {"no annotations", "mark_sharding", "with_gradients"} <= timed
+    assert all(f"{runtime:<12}{name}" in printed for name in timed)
+    sizes = {row["program"]: row["proto_bytes"] for row in stored["rows"] if row["part"] == "size"}
+    assert 0 < sizes["not annotated"] < sizes["ours"]
+
+
+def test_annotate_refuses_an_unknown_process(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="process='tpu' is not known"):
+        run("annotate", tmp_path, "--processes", "tpu")
+
+
 @pytest.mark.parametrize("size", [0, 4, 12])
 def test_wrong_size(size: int) -> None:
     with pytest.raises(ValueError, match=f"size={size} was asked for"):

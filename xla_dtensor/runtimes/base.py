@@ -161,13 +161,17 @@ class Runtime(ABC):
         """Take back what `payload` was told: XLA may lay it as it likes from now on."""
         raise _missing(self, "annotations in place")
 
-    def when_step_ends(self, payload: torch.Tensor, undo: Callable[[], None]) -> None:
+    def when_step_ends(  # noqa: B027
+        self, payload: torch.Tensor, undo: Callable[[], None]
+    ) -> None:
         """Call `undo` after the trace in progress, if its annotation of `payload` ends with it.
 
         Nothing to do where there is no trace, or where what a step annotates stays annotated.
         """
 
-    def reshaped_in_place(self, payload: torch.Tensor, layout: Layout) -> None:
+    def reshaped_in_place(  # noqa: B027
+        self, payload: torch.Tensor, layout: Layout
+    ) -> None:
         """Hear that ``t_`` or the like has changed the shape of `payload`, labelled `layout` now.
 
         Nothing to do where what a payload was told follows its views.
@@ -237,6 +241,10 @@ class Runtime(ABC):
     def barrier(self, payloads: Sequence[torch.Tensor]) -> None:
         """Keep XLA from moving work across this point, for the values of these payloads."""
         raise _missing(self, "optimization barriers")
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a payload over the storage of a plain device tensor: writes to one reach both."""
+        return tensor.detach()
 
     def to_plain(self, payload: torch.Tensor) -> torch.Tensor:
         """Return a payload's value as a tensor to hand to users, fit to be mixed with DTensors."""

@@ -1,8 +1,12 @@
-"""Keep a payload annotated when a view of it is written to.
+"""What a write into a payload, or into a view of it, has to reach besides the payload.
 
 The functional wrapper answers a write into a view with a new value for the base, which torch_xla
 does not annotate: XLA would then lay the base out as whatever reads it next likes best. So each
 annotated payload is known by its storage, which its views share, and is annotated again.
+
+A payload may also be another face of a plain XLA tensor, one without the wrapper (a parameter that
+was annotated in place and is written through what mark_sharding returned). After each write the
+plain tensor is given the payload's new value.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["annotate_bases_again", "note_base"]
+__all__ = ["annotate_bases_again", "note_base", "note_source", "write_to_sources"]
 
 _bases: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
 
@@ -46,3 +50,34 @@ def annotate_bases_again(written: Iterable[torch.Tensor]) -> None:
         if base is None or base is view or _xlac()._get_xla_op_sharding(base) is not None:
             continue
         _xlac()._xla_annotate_custom_sharding(base, annotation)
+
+
+_sources: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor], Any]] = {}
+
+
+def note_source(payload: torch.Tensor, base: torch.Tensor, source: torch.Tensor) -> None:
+    """Remember that a payload is another face of the plain XLA tensor `source`.
+
+    Args:
+        payload: An alias of `base`, for users: its shape may be changed in place.
+        base: The wrapped tensor itself, of which nobody else knows.
+        source: The plain tensor.
+    """
+    key = _storage(base)
+
+    def forget(dead: weakref.ref[torch.Tensor]) -> None:
+        if key in _sources and dead in _sources[key]:
+            del _sources[key]
+
+    _sources[key] = (base, weakref.ref(source, forget), weakref.ref(payload, forget))
+
+
+def write_to_sources(written: Iterable[torch.Tensor]) -> None:
+    """Give plain tensors the new values of the payloads, or their views, that were written to."""
+    for view in written if _sources else ():
+        base, source, _ = _sources.get(_storage(view), (None, None, None))
+        plain = None if source is None else source()
+        if base is not None and plain is not None:
+            torch._sync(base)  # pyright: ignore[reportPrivateImportUsage]
+            value = torch._from_functional_tensor(base)  # pyright: ignore
+            _xlac()._replace_xla_tensor(plain, value)

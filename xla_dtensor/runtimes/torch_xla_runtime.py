@@ -27,7 +27,7 @@ from mesh_utils import Axis, Mesh
 from xla_dtensor.core import Layout, ManualRegion, OpSharding
 from xla_dtensor.errors import CompileError, DistributeError
 from xla_dtensor.runtimes.base import AddressableShard, CompiledStep, Runtime
-from xla_dtensor.runtimes.torch_xla_bases import note_base
+from xla_dtensor.runtimes.torch_xla_bases import note_base, note_source
 from xla_dtensor.runtimes.torch_xla_device_module import register_device_module
 from xla_dtensor.runtimes.torch_xla_manual import ManualRegions
 from xla_dtensor.runtimes.torch_xla_payload import (
@@ -190,6 +190,17 @@ class TorchXlaRuntime(Runtime):
                 # A node of its own. mark_sharding would annotate what this is a clone of as well.
                 self._xlac._xla_annotate_custom_sharding(payload, to_annotation(sharding))
 
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        with functionalization():
+            base = to_payload(tensor.detach())
+            payload = base.detach()
+        if not self._started.wraps_all:
+            note_source(payload, base, tensor)
+        if tensor in self._annotations:
+            self._annotations[payload] = self._annotations[tensor]
+            note_base(payload, to_annotation(self._annotations[payload]))
+        return payload
+
     def annotation(self, payload: torch.Tensor) -> OpSharding | None:
         return self._annotations.get(payload)
 
@@ -204,7 +215,7 @@ class TorchXlaRuntime(Runtime):
         # torch_xla would hold on to a sharding of the old shape, and fail to compile it.
         with functionalization():
             told = self._xlac._get_xla_op_sharding(payload) is not None
-        if told:
+        if told or payload in self._annotations:
             self.annotate(payload, layout)
 
     def _noted(self, payload: torch.Tensor, sharding: OpSharding) -> torch.Tensor:

@@ -289,7 +289,8 @@ def _moved_in_place(t: torch.Tensor, layout: Layout) -> XLAShardedTensor:
             "tensor that distribute_tensor(t, mesh, placements) returns."
         ) from error
     # swap_tensors takes attributes and hooks away with the old value; they belong to the object.
-    t.__dict__.update({name: v for name, v in made.__dict__.items() if name not in t.__dict__})
+    for name in set(made.__dict__) - set(t.__dict__):
+        setattr(t, name, made.__dict__[name])
     t._backward_hooks, t._post_accumulate_grad_hooks = hooks
     get_runtime().annotate(t, layout)
     return wrap_plain(t, layout)

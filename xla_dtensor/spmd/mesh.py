@@ -273,8 +273,8 @@ def as_mesh(mesh: Any, function: str) -> MeshValue:
             "Pass mesh=, or call set_global_mesh once."
         )
     value = as_device_mesh(mesh).value
-    if value not in _meshes:
-        _meshes[value] = None
-        if len(_meshes) > _MESHES_KEPT:
-            del _meshes[next(iter(_meshes))]
+    _meshes.pop(value, None)
+    _meshes[value] = None
+    if len(_meshes) > _MESHES_KEPT:
+        del _meshes[next(iter(_meshes))]
     return value

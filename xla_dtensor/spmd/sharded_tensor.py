@@ -275,7 +275,7 @@ def wrap_plain(tensor: torch.Tensor, layout: Layout) -> XLAShardedTensor:
     if tensor.requires_grad and torch.is_grad_enabled():
         wrapped: Any = _Wrap.apply(tensor, mesh, placements)
     else:
-        wrapped = XLAShardedTensor(tensor.detach(), mesh, placements)
+        wrapped = XLAShardedTensor(get_runtime().alias(tensor), mesh, placements)
     wrapped._wrapped = (wrapped._local_tensor, tensor)
     return wrapped
 
@@ -323,7 +323,7 @@ def wrap_if_sharded(x: Any) -> Any:
 class _Wrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Any:
-        return XLAShardedTensor(tensor.detach(), mesh, placements)
+        return XLAShardedTensor(get_runtime().alias(tensor), mesh, placements)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
