@@ -32,11 +32,13 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from xla_dtensor.core import Layout, OpSharding
+from xla_dtensor import checkpoint_hooks
+from xla_dtensor.core import Layout, OpSharding, local_shape
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh, mesh_text
 from xla_dtensor.dispatch_check import check_dispatch
 from xla_dtensor.errors import DistributeError, UnsupportedOpError
 from xla_dtensor.nested import leaves, map_nested
+from xla_dtensor.pickling import reduce_dtensor
 from xla_dtensor.placement_checks import checked_placements
 from xla_dtensor.propagation import legal_placements, propagate
 from xla_dtensor.runtimes.base import AddressableShard
@@ -195,13 +197,9 @@ class DTensor(TorchDTensor):
         return format(self.item(), format_spec) if number else super().__format__(format_spec)
 
     def _local_shape(self) -> tuple[int, ...]:
-        mesh = self._spec.mesh
-        coordinate = mesh.get_coordinate() or [0] * mesh.ndim
-        from xla_dtensor.core import local_shape
-
-        return local_shape(
-            self._spec.layout, tuple(self.shape), tuple(coordinate), rule="torch"
-        ).shape
+        mesh, shape = self._spec.mesh, tuple(self.shape)
+        coordinate = tuple(mesh.get_coordinate() or [0] * mesh.ndim)
+        return local_shape(self._spec.layout, shape, coordinate, rule="torch").shape
 
     # ------------------------------------------------------------------ moving
 
@@ -320,9 +318,16 @@ class DTensor(TorchDTensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from xla_dtensor.pickling import reduce_dtensor
-
         return reduce_dtensor(self)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:
+        return checkpoint_hooks.create_write_items(fqn, self)
+
+    def __create_chunk_list__(self) -> Any:
+        return checkpoint_hooks.create_chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return checkpoint_hooks.get_tensor_shard(self, index)
 
 
 def _constrained(payload: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -8,6 +8,7 @@ refused, what to pass instead.
 from __future__ import annotations
 
 __all__ = [
+    "AlreadyAnnotatedError",
     "ArgumentTypeError",
     "CompileError",
     "DistributeError",
@@ -30,6 +31,10 @@ class RuntimeSetupError(XlaDTensorError, RuntimeError):
 
 class DistributeError(XlaDTensorError, ValueError):
     """Wrong arguments to distribute_tensor, distribute_module, redistribute or a mesh."""
+
+
+class AlreadyAnnotatedError(DistributeError, RuntimeError):
+    """A tensor was told two ways to lie. A RuntimeError too, which is what torch_xla raises."""
 
 
 class ArgumentTypeError(XlaDTensorError, TypeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 from torch.distributed.tensor import Placement, Replicate
@@ -103,6 +104,7 @@ def _checked(
     return kind(dim + ndim) if factor is None else kind(dim + ndim, split_factor=factor)
 
 
+@lru_cache(maxsize=4096)
 def torch_placements(layout: Layout) -> tuple[Placement, ...]:
     """Return a layout's placements as torch's own objects."""
     from torch.distributed.tensor import Partial, Shard

@@ -10,3 +10,7 @@ class LayoutError(ValueError):
 
 class OpShardingError(ValueError):
     """An OpSharding (or its text) that XLA would not accept, or a question it cannot answer."""
+
+
+class RulesError(LayoutError):
+    """Sharding rules that cannot be read, or that do not fit the model or the mesh."""

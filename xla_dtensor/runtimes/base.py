@@ -234,9 +234,17 @@ class Runtime(ABC):
         """
         raise _missing(self, "manual regions")
 
+    def native_sharding(self, sharding: OpSharding) -> Any:
+        """Return an OpSharding as the object that the runtime's own functions take."""
+        return sharding
+
+    def known_sharding(self, payload: torch.Tensor) -> OpSharding | None:
+        """Return how a payload lies as far as that is known without running anything."""
+        return self.annotation(payload)
+
     def input_sharding(self, tensor: torch.Tensor, sharding: OpSharding, minibatch: bool) -> Any:
         """Return what the runtime's own data loaders want to be told of a host tensor."""
-        raise _missing(self, "an input sharding for its own data loaders")
+        raise _missing(self, "input shardings for data loaders of its own")
 
     def barrier(self, payloads: Sequence[torch.Tensor]) -> None:
         """Keep XLA from moving work across this point, for the values of these payloads."""
@@ -271,6 +279,6 @@ class Runtime(ABC):
 
 def _missing(runtime: Runtime, what: str) -> UnsupportedOpError:
     return UnsupportedOpError(
-        f"The runtime {runtime.name!r} was asked for {what}. It does not have them. Use the "
-        "runtime 'jax' or 'torch_xla', or implement the methods of xla_dtensor.runtimes.base."
+        f"The runtime {runtime.name!r} was asked for {what}. It does not have them. Use another "
+        "runtime, or implement the methods of xla_dtensor.runtimes.base."
     )

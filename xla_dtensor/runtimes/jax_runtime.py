@@ -183,6 +183,14 @@ class JaxRuntime(Runtime):
         assert isinstance(payload, JaxTensor)
         return jax_annotate.annotation(payload)
 
+    def known_sharding(self, payload: torch.Tensor) -> OpSharding | None:
+        assert isinstance(payload, JaxTensor)
+        array = payload._storage.array
+        if payload._steps or isinstance(array, jax.core.Tracer):
+            return self.annotation(payload)
+        found = read_op_sharding(array, self._roots)
+        return found if found.is_tiled else self.annotation(payload)
+
     def clear_annotation(self, payload: torch.Tensor) -> None:
         assert isinstance(payload, JaxTensor)
         with x64():

@@ -3,6 +3,8 @@
 ``amax`` and ``amin`` without dims return their input unchanged. Integer division goes through
 float32, so that ``2**40 // 3`` is 10,923 off.
 
+Writes by index are in `torch_xla_corrections_writes`.
+
 Two whole ops are said as einsums, which torch_xla lowers to one dot: it would flatten the sharded
 dims of a linear, and does not know the gradient of its weight as an op.
 """
@@ -15,6 +17,8 @@ from typing import Any
 import torch
 
 from xla_dtensor.runtimes import whole_ops as whole_ops  # defines torch.ops.xla_dtensor
+from xla_dtensor.runtimes.torch_xla_corrections_points import assign
+from xla_dtensor.runtimes.torch_xla_corrections_writes import write_correction
 
 __all__ = ["correction"]
 
@@ -52,7 +56,7 @@ def correction(
         return lambda: _linear(*args, **kwargs)
     if func is torch.ops.xla_dtensor.linear_weight_grad.default:
         return lambda: torch.einsum("...m,...n->mn", *args)
-    return None
+    return write_correction(func, args, kwargs)
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
@@ -79,7 +83,7 @@ def _integer_division(
         quotient = _exact_quotient(a - rest, b, dtype)
         if rounding_mode == "floor":
             quotient = quotient - ((rest != 0) & ((rest < 0) != (b < 0))).to(dtype)
-        return a.copy_(quotient) if in_place else quotient
+        return assign(a, quotient) if in_place else quotient
 
     return divide
 

@@ -24,7 +24,7 @@ import torch
 
 from xla_dtensor.errors import DistributeError
 from xla_dtensor.nested import leaves
-from xla_dtensor.runtimes.torch_xla_bases import annotate_bases_again
+from xla_dtensor.runtimes.torch_xla_bases import annotate_bases_again, write_to_sources
 from xla_dtensor.runtimes.torch_xla_corrections import correction
 from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
 
@@ -131,6 +131,7 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         corrected = correction(func, args, kwargs)
         result = _result(func(*args, **kwargs) if corrected is None else corrected())
         annotate_bases_again(value for value in written if _is_functional(value))
+        write_to_sources(value for value in written if _is_functional(value))
         return result
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_FUNCTIONALIZE, excluded)
@@ -163,6 +164,7 @@ def _copy(to: torch.Tensor, of: torch.Tensor, non_blocking: bool = False) -> tor
         host = of.to(to.dtype).expand(to.shape)
         to.copy_(to_payload(host.to(DEVICE)) if sharding is None else put_host(host, sharding))
     annotate_bases_again([to] if _is_functional(to) else [])
+    write_to_sources([to] if _is_functional(to) else [])
     return to
 
 

@@ -315,6 +315,15 @@ class TorchXlaRuntime(Runtime):
         # A program that runs has already been noted as the tensor's value, but is not there yet.
         self._xlac._xla_wait_device_ops([])
 
+    def native_sharding(self, sharding: OpSharding) -> Any:
+        return to_annotation(sharding)
+
+    def known_sharding(self, payload: torch.Tensor) -> OpSharding | None:
+        with functionalization():
+            text = self._xlac._get_xla_sharding_spec(payload) if payload.numel() else ""
+        found = parse_annotation(text or "")
+        return found if found.is_tiled else self.annotation(payload)
+
     def input_sharding(self, tensor: torch.Tensor, sharding: OpSharding, minibatch: bool) -> Any:
         return input_sharding(tensor, sharding, minibatch)
 

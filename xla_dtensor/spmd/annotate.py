@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from xla_dtensor.core import Layout
 from xla_dtensor.device_mesh import as_device_mesh
 from xla_dtensor.dtensor import DTensor, GlobalState
-from xla_dtensor.errors import ArgumentTypeError, DistributeError, ManualRegionError
+from xla_dtensor.errors import AlreadyAnnotatedError, ArgumentTypeError, DistributeError, ManualRegionError
 from xla_dtensor.manual_tensor import ManualTensor
 from xla_dtensor.placement_checks import torch_placements
 from xla_dtensor.runtimes.registry import get_runtime
@@ -62,7 +62,8 @@ def mark_sharding(t: torch.Tensor, mesh: Any, partition_spec: Sequence[Any]) -> 
         The tensor as an XLAShardedTensor.
 
     Raises:
-        DistributeError: The tensor was annotated otherwise before, or cannot be annotated.
+        AlreadyAnnotatedError: The tensor was annotated otherwise before.
+        DistributeError: The tensor cannot be annotated.
         LayoutError: A partition spec that does not fit the tensor or the mesh.
 
     Example:
@@ -217,7 +218,7 @@ def _check_first(payload: torch.Tensor, layout: Layout) -> None:
         return
     asked = layout.op_sharding(runtime.root(layout.mesh))
     if before != asked:
-        raise DistributeError(
+        raise AlreadyAnnotatedError(
             f"mark_sharding was called with {asked} on a tensor of shape={tuple(payload.shape)} "
             f"that was told {before} before. Existing annotation must be cleared first, or the "
             "later one would win in some programs and the earlier in others. Call clear_sharding, "

@@ -97,7 +97,7 @@ class Mesh:
         names = self._axis_names or ()
         return names.index(name) if name in names else None
 
-    def get_op_sharding(self, partition_spec: Sequence[Any]) -> OpSharding:
+    def op_sharding(self, partition_spec: Sequence[Any]) -> OpSharding:
         """Return XLA's encoding of a partition spec, relative to the runtime's root mesh.
 
         Args:
@@ -107,11 +107,19 @@ class Mesh:
             LayoutError: An unknown axis, one twice, or a nested tuple.
 
         Example:
-            >>> str(Mesh(range(8), (4, 2), ("x", "y")).get_op_sharding((("y", "x"), None)))
+            >>> str(Mesh(range(8), (4, 2), ("x", "y")).op_sharding((("y", "x"), None)))
             '{devices=[8,1]<=[4,2]T(1,0)}'
         """
         layout = Layout.from_partition_spec(partition_spec, self._value)
         return layout.op_sharding(get_runtime().root(self._value))
+
+    def get_op_sharding(self, partition_spec: Sequence[Any]) -> Any:
+        """Return :meth:`op_sharding` as the runtime's own object.
+
+        On the torch_xla runtime that is a ``torch_xla._XLAC.OpSharding``, which torch_xla's own
+        functions take; on others it is an :class:`xla_dtensor.OpSharding`.
+        """
+        return get_runtime().native_sharding(self.op_sharding(partition_spec))
 
     @classmethod
     def from_str(cls, mesh_str: str) -> Mesh | None:

@@ -253,7 +253,7 @@ def _label(payload: torch.Tensor, mesh_shape: Any, partition_spec: Any) -> Layou
         meshes = [mesh]
     else:
         meshes = candidate_meshes()
-    told = runtime.annotation(payload)
+    told = runtime.known_sharding(payload)
     for mesh in meshes if told is not None else ():
         found = layout_of_op_sharding(told, mesh, payload.ndim, runtime.root(mesh))
         if found is not None:
@@ -311,11 +311,11 @@ def unwrap_sharded_tensor(t: torch.Tensor) -> torch.Tensor:
 
 
 def wrap_if_sharded(x: Any) -> Any:
-    """Return a plain tensor that was told how to lie as an XLAShardedTensor, all else as it is."""
+    """Return a plain tensor as an XLAShardedTensor if it is known how it lies; all else as it is."""
     if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
         return x
     runtime = get_runtime()
-    if not runtime.is_payload(x) or runtime.annotation(x) is None:
+    if not runtime.is_payload(x) or runtime.known_sharding(x) is None:
         return x
     return wrap_as_sharded_tensor(x)
 

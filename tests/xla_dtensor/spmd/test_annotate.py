@@ -431,7 +431,7 @@ def test_annotate_custom_sharding_needs_no_clearing(
     assert again.global_tensor is tensor
     assert again.placements == (Replicate(), Shard(1))
     for lying in (again, tensor):
-        assert OpSharding.parse(lies(lying)) == dp_tp.get_op_sharding((None, "tp"))
+        assert OpSharding.parse(lies(lying)) == dp_tp.op_sharding((None, "tp"))
     assert torch.equal(again.cpu(), counting(8, 4))
 
 

@@ -51,7 +51,7 @@ def test_a_wrong_partition_spec_is_told_at_once(dp_tp: xs.Mesh) -> None:
 def test_jax_has_no_such_loaders(dp_tp: xs.Mesh) -> None:
     with pytest.raises(
         UnsupportedOpError,
-        match=r"The runtime 'jax' was asked for an input sharding for its own data loaders\. It "
+        match=r"The runtime 'jax' was asked for input shardings for data loaders of its own\. It "
         r"does not have them\. ",
     ):
         xs.ShardingSpec(dp_tp, ("dp", None)).xla_spec(torch.ones(8, 2))

@@ -15,7 +15,7 @@ import torch
 import xla_dtensor as xd
 import xla_dtensor.spmd as xs
 from mesh_utils import MeshError
-from xla_dtensor.core import LayoutError
+from xla_dtensor.core import LayoutError, OpSharding
 from xla_dtensor.errors import ArgumentTypeError, DistributeError
 from xla_dtensor.runtimes import Runtime
 from xla_dtensor.spmd.mesh import as_mesh
@@ -48,11 +48,11 @@ def test_a_mesh_without_names() -> None:
     assert mesh.axis_names is None
     assert mesh.shape() == OrderedDict([(0, 4), (1, 2)])
     assert mesh.get_axis_name_idx("x") is None
-    assert str(mesh.get_op_sharding((1, None))) == (
+    assert str(mesh.op_sharding((1, None))) == (
         "{devices=[2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate}"
     )
     with pytest.raises(LayoutError, match="'x'"):
-        mesh.get_op_sharding(("x",))
+        mesh.op_sharding(("x",))
 
 
 def test_the_order_of_devices_is_kept() -> None:
@@ -89,8 +89,8 @@ def test_a_mesh_from_its_text() -> None:
         ((), "{replicated}"),
     ],
 )
-def test_get_op_sharding(spec: tuple[Any, ...], text: str) -> None:
-    assert str(xs.Mesh(range(8), (4, 2), ("x", "y")).get_op_sharding(spec)) == text
+def test_op_sharding(spec: tuple[Any, ...], text: str) -> None:
+    assert str(xs.Mesh(range(8), (4, 2), ("x", "y")).op_sharding(spec)) == text
 
 
 @pytest.mark.parametrize(
@@ -235,3 +235,21 @@ def test_two_cores_per_chip(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -
     mesh = xs.HybridMesh(ici_mesh_shape=(4, 2), axis_names=("a", "b"))
     pairs = {tuple(sorted(pair)) for pair in mesh.get_logical_mesh().tolist()}
     assert pairs == {(0, 1), (2, 3), (4, 5), (6, 7)}  # the inner axis stays on a chip
+
+
+@pytest.mark.only_on("torch_xla")
+def test_torch_xla_takes_the_native_object(runtime: Runtime) -> None:
+    import torch_xla
+
+    tensor = torch.ones(8, 4).to("xla")
+    sharding = xs.Mesh(range(8), (4, 2), ("x", "y")).get_op_sharding(("x", None))
+    torch_xla._XLAC._xla_mark_sharding(tensor, sharding)
+    assert runtime.known_sharding(tensor) == OpSharding.parse(
+        "{devices=[4,1,2]<=[8] last_tile_dim_replicate}"
+    )
+
+
+@pytest.mark.only_on("jax")
+def test_elsewhere_the_native_object_is_ours(runtime: Runtime) -> None:
+    mesh = xs.Mesh(range(8), (4, 2), ("x", "y"))
+    assert mesh.get_op_sharding(("x", None)) == mesh.op_sharding(("x", None))

@@ -1,0 +1,302 @@
+"""Which aten ops write by index, and the points that each writes.
+
+An op whose indices have only sizes that all devices divide is left to torch_xla.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from xla_dtensor.runtimes.torch_xla_corrections_points import (
+    assign,
+    evenly,
+    into_front,
+    put_points,
+    round_up,
+)
+
+__all__ = ["write_correction"]
+
+aten = torch.ops.aten
+Replacement = Callable[[], torch.Tensor] | None
+
+
+def write_correction(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Replacement:
+    """Return what to run in place of a write by index; None where torch_xla is right.
+
+    Args:
+        func: An ``OpOverload``.
+        args: Its positional arguments, payloads in place.
+        kwargs: Its keyword arguments.
+    """
+    rule = _RULES.get(func) or _RULES.get(func.overloadpacket)
+    if rule is None or "out" in kwargs:
+        return None
+    if func.overloadpacket in _WITHOUT_FORMS:
+        return rule(*args, **kwargs)
+    return rule(func.overloadpacket.__name__.endswith("_"), *args, **kwargs)
+
+
+def _scatter(
+    in_place: bool, x: torch.Tensor, dim: int, index: torch.Tensor, src: Any, reduce: str = ""
+) -> Replacement:
+    names = {"": "", "add": "sum", "multiply": "prod"}
+    return _scatter_points(in_place, x, dim, index, src, names[reduce])
+
+
+def _scatter_value(
+    in_place: bool, x: torch.Tensor, dim: int, index: torch.Tensor, value: Any, reduce: str = ""
+) -> Replacement:
+    return _scatter(in_place, x, dim, index, value, reduce)
+
+
+def _scatter_add(
+    in_place: bool, x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor
+) -> Replacement:
+    return _scatter_points(in_place, x, dim, index, src, "sum")
+
+
+def _scatter_reduce(
+    in_place: bool,
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    src: torch.Tensor,
+    reduce: str,
+    include_self: bool = True,
+) -> Replacement:
+    return _scatter_points(in_place, x, dim, index, src, reduce, include_self)
+
+
+def _scatter_points(
+    in_place: bool,
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    src: Any,
+    reduce: str,
+    include_self: bool = True,
+) -> Replacement:
+    if x.ndim == 0 or index.ndim == 0 or index.numel() == 0 or evenly(index.shape):
+        return None
+    dim %= x.ndim
+
+    def write() -> torch.Tensor:
+        values = src if isinstance(src, torch.Tensor) else x.new_full((), src).expand(index.shape)
+        values = values[tuple(slice(size) for size in index.shape)]
+        if reduce not in ("", "sum") or not include_self:
+            result = _scatter_with_spare(x, dim, index, values, reduce, include_self)
+            return assign(x, result) if in_place else result
+        points = [
+            index if at == dim else _places(index, at, size) for at, size in enumerate(index.shape)
+        ]
+        return put_points(x, points, values, reduce == "sum", in_place)
+
+    return write
+
+
+def _places(index: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    shape = [1] * index.ndim
+    shape[dim] = size
+    return torch.arange(size, device=index.device).reshape(shape).expand(index.shape)
+
+
+def _scatter_with_spare(
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    values: torch.Tensor,
+    reduce: str,
+    include_self: bool,
+) -> torch.Tensor:
+    """Pad all to even sizes; what is too much goes to places past the end, which are cut off."""
+
+    def pad(tensor: torch.Tensor, shape: Sequence[int], value: int) -> torch.Tensor:
+        lacks = [end - size for end, size in zip(shape, tensor.shape, strict=True)]
+        return torch.constant_pad_nd(tensor, [n for lack in lacks[::-1] for n in (0, lack)], value)
+
+    spare = [round_up(size + (at == dim)) for at, size in enumerate(x.shape)]
+    shape = [round_up(size) for size in index.shape]
+    result = torch.scatter_reduce(
+        pad(x, spare, 0),
+        dim,
+        pad(index, shape, x.shape[dim]),
+        pad(values, shape, 0),
+        reduce,
+        include_self=include_self,
+    )
+    return result[tuple(slice(size) for size in x.shape)]
+
+
+def _index_put(
+    in_place: bool,
+    x: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool = False,
+) -> Replacement:
+    given = [index for index in indices if index is not None]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in given):
+        return _index_put_mask(in_place, x, indices, values, accumulate)
+    shape = torch.broadcast_shapes(*(index.shape for index in given))
+    if not given or 0 in shape or evenly(shape):
+        return None
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    rest = [x.shape[dim] for dim in range(x.ndim) if dim not in dims]
+    adjacent = dims[-1] - dims[0] + 1 == len(dims)
+    at = dims[0] if adjacent else 0
+
+    def write() -> torch.Tensor:
+        spread = values.expand(*rest[:at], *shape, *rest[at:])
+        spread = spread.movedim(tuple(range(at, at + len(shape))), tuple(range(len(shape))))
+        points = [index.expand(shape) for index in given]
+        return into_front(x, dims, points, spread, accumulate, in_place)
+
+    return write
+
+
+def _index_put_mask(
+    in_place: bool,
+    x: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool,
+) -> Replacement:
+    """Say a mask as what it is: as indices, it would have to be read first."""
+    *before, mask = indices
+    fills = values.numel() == 1 and not accumulate
+    if mask is None or mask.dtype != torch.bool or not fills or any(i is not None for i in before):
+        return None
+    if x.shape[len(before) : len(before) + mask.ndim] != mask.shape:
+        return None
+    after = x.ndim - len(before) - mask.ndim
+    spread = mask.reshape(*mask.shape, *[1] * after)
+    fill = x.masked_fill_ if in_place else x.masked_fill
+    return lambda: fill(spread, values.reshape(()))
+
+
+def _index_add(
+    in_place: bool,
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    alpha: Any = 1,
+) -> Replacement:
+    return _along(in_place, x, dim, index, lambda: source if alpha == 1 else source * alpha, True)
+
+
+def _index_copy(
+    in_place: bool, x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor
+) -> Replacement:
+    return _along(in_place, x, dim, index, lambda: source, False)
+
+
+def _index_fill(
+    in_place: bool, x: torch.Tensor, dim: int, index: torch.Tensor, value: Any
+) -> Replacement:
+    def source() -> torch.Tensor:
+        shape = list(x.shape)
+        shape[dim] = index.numel()
+        is_tensor = isinstance(value, torch.Tensor)
+        filling = value.to(x.dtype).reshape(()) if is_tensor else x.new_full((), value)
+        return filling.expand(shape)
+
+    return _along(in_place, x, dim, index, source, False)
+
+
+def _along(
+    in_place: bool,
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: Callable[[], torch.Tensor],
+    accumulate: bool,
+) -> Replacement:
+    if x.ndim == 0 or index.numel() == 0 or evenly(index.shape):
+        return None
+    dim %= x.ndim
+
+    def write() -> torch.Tensor:
+        values = source()
+        values = (values if values.ndim == x.ndim else values.unsqueeze(dim)).movedim(dim, 0)
+        return into_front(x, [dim], [index.reshape(-1)], values, accumulate, in_place)
+
+    return write
+
+
+def _put(
+    in_place: bool,
+    x: torch.Tensor,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    accumulate: bool = False,
+) -> Replacement:
+    if index.numel() == 0 or evenly(index.shape):
+        return None
+
+    def write() -> torch.Tensor:
+        flat, points = x.reshape(-1), [index.reshape(-1)]
+        result = put_points(flat, points, source.reshape(-1), accumulate, False).reshape(x.shape)
+        return assign(x, result) if in_place else result
+
+    return write
+
+
+def _embedding_backward(
+    grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int, by_count: bool
+) -> Replacement:
+    if indices.numel() == 0 or evenly(indices.shape):
+        return None
+
+    def backward() -> torch.Tensor:
+        points, size = indices.reshape(-1), grad.shape[-1]
+        rows = grad.reshape(-1, size)
+        if by_count:
+            ones = rows.new_ones(len(points))
+            counts = put_points(rows.new_zeros(num_weights), [points], ones, True, False)
+            rows = rows / counts[points].unsqueeze(1)
+        rows = rows.masked_fill((points == padding_idx).unsqueeze(1), 0)
+        return put_points(rows.new_zeros(num_weights, size), [points], rows, True, False)
+
+    return backward
+
+
+def _diagonal_backward(
+    grad: torch.Tensor, sizes: Sequence[int], offset: int, dim1: int, dim2: int
+) -> Replacement:
+    """torch_xla raises: it would write into a view without functionalization."""
+    return lambda: torch.diagonal_scatter(grad.new_zeros(sizes), grad, offset, dim1, dim2)
+
+
+_RULES: dict[Any, Callable[..., Replacement]] = {
+    aten.scatter.src: _scatter,
+    aten.scatter.reduce: _scatter,
+    aten.scatter_.src: _scatter,
+    aten.scatter_.reduce: _scatter,
+    aten.scatter.value: _scatter_value,
+    aten.scatter.value_reduce: _scatter_value,
+    aten.scatter_.value: _scatter_value,
+    aten.scatter_.value_reduce: _scatter_value,
+    aten.scatter_add: _scatter_add,
+    aten.scatter_add_: _scatter_add,
+    aten.scatter_reduce: _scatter_reduce,
+    aten.scatter_reduce_: _scatter_reduce,
+    aten.index_put: _index_put,
+    aten.index_put_: _index_put,
+    aten._unsafe_index_put: _index_put,
+    aten.index_add: _index_add,
+    aten.index_add_: _index_add,
+    aten.index_copy: _index_copy,
+    aten.index_copy_: _index_copy,
+    aten.index_fill: _index_fill,
+    aten.index_fill_: _index_fill,
+    aten.put: _put,
+    aten.put_: _put,
+    aten.embedding_dense_backward: _embedding_backward,
+    aten.diagonal_backward: _diagonal_backward,
+}
+_WITHOUT_FORMS = {aten.embedding_dense_backward, aten.diagonal_backward}
