@@ -162,8 +162,13 @@ def asked(name: str) -> dict[str, OpSharding]:
 
 @pytest.mark.on_runtime
 @pytest.mark.only_on("torch_xla")
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, IMPORT_CHANGE], ids=["torch_xla's own", "one import"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="torch_xla's own", marks=pytest.mark.slow),
+        pytest.param(IMPORT_CHANGE, id="one import"),
+    ],
+)
 @pytest.mark.parametrize("name", list(ASKED))
 def test_with_torch_xla(
     name: str,
@@ -181,7 +186,6 @@ def test_with_torch_xla(
 
 @pytest.mark.on_runtime
 @pytest.mark.only_on("jax")
-@pytest.mark.slow
 @pytest.mark.parametrize("name", list(ASKED))
 def test_on_jax_after_the_replacements(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -193,6 +197,44 @@ def test_on_jax_after_the_replacements(
     losses, shardings = run(program, tmp_path, JAX_PLATFORMS="cpu", XLA_DTENSOR_CPU_DEVICES="8")
     assert losses == pytest.approx(unsharded, abs=1e-4)
     assert shardings == asked(name)
+
+
+FSDP_V2 = """
+import numpy as np, torch, torch_xla, torch_xla.runtime as xr
+import xla_dtensor.spmd as xs
+from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
+xr.use_spmd()
+mesh = xs.Mesh(np.arange(8), (8, 1), ("fsdp", "model"))
+model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 4)).to("xla")
+model = SpmdFullyShardedDataParallel(model, mesh=mesh)
+x = torch.ones(16, 16).to("xla").requires_grad_()
+xs.mark_sharding(x, mesh, ("fsdp", None))
+print("loss", model(x).pow(2).mean().item())
+for name, parameter in model.named_parameters():
+    print(name, torch_xla._XLAC._get_xla_sharding_spec(parameter))
+"""
+
+
+@pytest.mark.on_runtime
+@pytest.mark.only_on("torch_xla")
+@pytest.mark.slow
+def test_fsdp_v2_takes_our_mesh() -> None:
+    env = os.environ | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", FSDP_V2],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines() if "{" in line)
+    assert len(lines) == 4
+    for name, text in lines.items():
+        tiles = (1, 8) if name.endswith("weight") else (8,)
+        assert OpSharding.parse(text).canonical().tile_dims == tiles, name
 
 
 def test_one_import_is_one_line() -> None:
