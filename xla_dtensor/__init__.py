@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mesh_utils import Mesh as Mesh
     from xla_dtensor.api import distribute_module as distribute_module
     from xla_dtensor.api import distribute_tensor as distribute_tensor
-    from xla_dtensor.call_jax import call_jax as call_jax
+    from xla_dtensor.calling_jax import call_jax as call_jax
     from xla_dtensor.compiled_step import compile as compile
     from xla_dtensor.core import Layout as Layout
     from xla_dtensor.core import OpSharding as OpSharding
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from xla_dtensor.factories import rand as rand
     from xla_dtensor.factories import randn as randn
     from xla_dtensor.factories import zeros as zeros
+    from xla_dtensor.module_sharding import shard_module as shard_module
+    from xla_dtensor.module_sharding import sharding_plan as sharding_plan
     from xla_dtensor.runtimes import get_runtime as get_runtime
     from xla_dtensor.runtimes import installed_runtimes as installed_runtimes
 
@@ -46,7 +48,7 @@ _WHERE = {
     "Layout": "xla_dtensor.core",
     "Mesh": "mesh_utils",
     "OpSharding": "xla_dtensor.core",
-    "call_jax": "xla_dtensor.call_jax",
+    "call_jax": "xla_dtensor.calling_jax",
     "compile": "xla_dtensor.compiled_step",
     "distribute_module": "xla_dtensor.api",
     "distribute_tensor": "xla_dtensor.api",
@@ -58,6 +60,8 @@ _WHERE = {
     "ones": "xla_dtensor.factories",
     "rand": "xla_dtensor.factories",
     "randn": "xla_dtensor.factories",
+    "shard_module": "xla_dtensor.module_sharding",
+    "sharding_plan": "xla_dtensor.module_sharding",
     "zeros": "xla_dtensor.factories",
 }
 
@@ -79,6 +83,8 @@ __all__ = [
     "ones",
     "rand",
     "randn",
+    "shard_module",
+    "sharding_plan",
     "zeros",
 ]
 __version__ = "0.1.0.dev0"

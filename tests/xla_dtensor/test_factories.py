@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,7 +86,8 @@ def test_distributions(runtime: Runtime, mesh: DeviceMesh) -> None:
     runtime.manual_seed(0)
     uniform = factories.rand(400, 200, device_mesh=mesh, placements=[Shard(0), Shard(1)]).cpu()
     normal = factories.randn(400, 200, device_mesh=mesh, placements=[Shard(0), Shard(1)]).cpu()
-    assert 0 <= uniform.min() and uniform.max() < 1
+    assert uniform.min() >= 0
+    assert uniform.max() < 1
     assert uniform.mean().item() == pytest.approx(0.5, abs=0.01)
     assert normal.mean().item() == pytest.approx(0, abs=0.02)
     assert normal.std().item() == pytest.approx(1, abs=0.02)
@@ -114,7 +116,8 @@ def test_requires_grad(runtime: Runtime, mesh: DeviceMesh) -> None:
     leaf = factories.rand(4, requires_grad=True, device_mesh=mesh, placements=[Shard(0), Shard(0)])
     (leaf * 3).sum().backward()
     assert leaf.is_leaf
-    assert leaf.grad is not None and leaf.grad.tolist() == [3.0] * 4
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [3.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -150,3 +153,12 @@ def test_refuses(
 ) -> None:
     with pytest.raises(error, match=message):
         call(mesh)
+
+
+def test_no_public_name_is_also_a_module() -> None:
+    """Importing ``xla_dtensor.x`` would put the module in the place of ``xla_dtensor.x()``."""
+    import xla_dtensor
+
+    folder = Path(xla_dtensor.__file__).parent
+    modules = {path.stem for path in folder.iterdir()}
+    assert modules.isdisjoint(set(xla_dtensor.__all__))

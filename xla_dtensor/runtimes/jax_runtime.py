@@ -236,7 +236,7 @@ class JaxRuntime(Runtime):
     def jax_program(
         self, fn: Callable[..., Any], arguments: Any, mesh: Mesh, in_layouts: Sequence[Layout]
     ) -> JaxProgram:
-        """Return a JAX function as one that runs on tiles; see :mod:`xla_dtensor.call_jax`."""
+        """Return a JAX function as one that runs on tiles; see :mod:`xla_dtensor.calling_jax`."""
         return JaxProgram(fn, arguments, mesh, in_layouts, self)
 
     def compile(self, step: Callable[..., Any]) -> CompiledStep:

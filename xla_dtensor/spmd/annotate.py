@@ -32,7 +32,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from xla_dtensor.core import Layout
 from xla_dtensor.device_mesh import as_device_mesh
 from xla_dtensor.dtensor import DTensor, GlobalState
-from xla_dtensor.errors import AlreadyAnnotatedError, ArgumentTypeError, DistributeError, ManualRegionError
+from xla_dtensor.errors import (
+    AlreadyAnnotatedError,
+    ArgumentTypeError,
+    DistributeError,
+    ManualRegionError,
+)
 from xla_dtensor.manual_tensor import ManualTensor
 from xla_dtensor.placement_checks import torch_placements
 from xla_dtensor.runtimes.registry import get_runtime

@@ -311,7 +311,7 @@ def unwrap_sharded_tensor(t: torch.Tensor) -> torch.Tensor:
 
 
 def wrap_if_sharded(x: Any) -> Any:
-    """Return a plain tensor as an XLAShardedTensor if it is known how it lies; all else as it is."""
+    """Return a plain tensor as an XLAShardedTensor if it is known how it lies, all else as is."""
     if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
         return x
     runtime = get_runtime()

@@ -24,8 +24,8 @@ from xla_dtensor.core.errors import RulesError
 from xla_dtensor.core.rules import ShardingRules
 from xla_dtensor.core.rules_file import rules_as_data
 from xla_dtensor.errors import ArgumentTypeError, DistributeError
+from xla_dtensor.module_sharding import load_rules, shard_module, sharding_plan
 from xla_dtensor.runtimes import Runtime
-from xla_dtensor.shard_module import load_rules, shard_module, sharding_plan
 
 VOCAB, WIDTH, HEADS, HIDDEN = 32, 16, 4, 32
 
@@ -371,7 +371,7 @@ def test_planning_starts_no_runtime() -> None:
     code = (
         "import torch\n"
         "from mesh_utils import Mesh\n"
-        "from xla_dtensor.shard_module import sharding_plan\n"
+        "from xla_dtensor.module_sharding import sharding_plan\n"
         "from xla_dtensor.runtimes import current_runtime\n"
         "with torch.device('meta'):\n"
         "    model = torch.nn.Linear(1 << 20, 1 << 20, bias=False)\n"

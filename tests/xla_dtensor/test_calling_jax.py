@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import xla_dtensor as xd
 from mesh_utils import Mesh
-from xla_dtensor.call_jax import call_jax
+from xla_dtensor.calling_jax import call_jax
 from xla_dtensor.core import Layout
 from xla_dtensor.device_mesh import as_device_mesh
 from xla_dtensor.errors import (
