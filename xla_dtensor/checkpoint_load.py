@@ -57,7 +57,9 @@ class Load:
         self.sharding = self._layout.op_sharding(runtime.root(self._layout.mesh))
         self._indices = device_indices(tensor, self.sharding)
         distinct = distinct_indices(self._indices.values())
-        self._unwritten = sum(torch.Size(extents_of(index)).numel() for index in distinct.values())
+        self._total = self._unwritten = sum(
+            torch.Size(extents_of(index)).numel() for index in distinct.values()
+        )
         self._written: set[tuple[Any, ...]] = set()
         self._staged: dict[Offset, torch.Tensor] | None = None
         self._payload: torch.Tensor | None = None
@@ -95,6 +97,7 @@ class Load:
             # only: a commit writes all that is staged, and the next write commits again.
             if self._unwritten <= 0:
                 self.commit()
+                self._unwritten = self._total  # a tensor with two names is loaded twice
                 return
             tensor = self._tensor()
             if tensor is not None and not hasattr(type(tensor), "settled_kind"):
@@ -170,7 +173,7 @@ def _being_loaded(kind: type[DTensor]) -> type[DTensor]:
         @_local_tensor.setter
         def _local_tensor(self, payload: torch.Tensor) -> None:
             self.__dict__[STATE_KEY].discard()
-            self.__class__ = kind
+            _unmark(self)
             _PAYLOAD.__set__(self, payload)
 
         @classmethod
@@ -237,7 +240,7 @@ def _plain(value: Any) -> Any:
 def _view(value: Any, buffers: Sequence[_Buffer]) -> Any:
     if isinstance(value, torch.Tensor):
         for buffer in buffers:
-            if torch._C._is_alias_of(value, buffer._plain):
+            if torch._C._is_alias_of(value, buffer._plain):  # pyright: ignore[reportAttributeAccessIssue]
                 return _Buffer(value, buffer._load)
     return value
 

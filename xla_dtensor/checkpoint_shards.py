@@ -10,12 +10,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from xla_dtensor.core import OpSharding
 from xla_dtensor.runtimes.registry import get_runtime
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
     from xla_dtensor.dtensor import DTensor
 
 __all__ = [
@@ -50,6 +51,8 @@ def device_indices(tensor: DTensor, sharding: OpSharding) -> dict[int, Index]:
 
 def chunks_of(tensor: DTensor, sharding: OpSharding) -> list[ChunkStorageMetadata]:
     """Return the distinct blocks as DCP's chunks; one of the whole shape for an empty tensor."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
     if tensor.numel() == 0:
         zeros = torch.Size([0] * tensor.ndim)
         return [ChunkStorageMetadata(offsets=zeros, sizes=tensor.size())]

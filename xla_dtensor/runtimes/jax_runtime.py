@@ -137,7 +137,8 @@ class JaxRuntime(Runtime):
             for device_id, shard in shards.items():
                 data = numpy_from_torch(shard)
                 missing = [(0, t - n) for t, n in zip(tile, data.shape, strict=True)]
-                arrays.append(jax.device_put(np.pad(data, missing), by_id[device_id]))
+                padded = np.pad(data, missing) if data.ndim else data
+                arrays.append(jax.device_put(padded, by_id[device_id]))
             array = jax.make_array_from_single_device_arrays(target, sharding, arrays)
         return JaxTensor(Storage(array, shape, sharding))
 
