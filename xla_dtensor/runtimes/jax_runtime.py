@@ -35,6 +35,7 @@ from xla_dtensor.runtimes.jax_making import make_array
 from xla_dtensor.runtimes.jax_placing import padded_shape, place, put_host_array
 from xla_dtensor.runtimes.jax_sharding import named_sharding, read_op_sharding
 from xla_dtensor.runtimes.jax_tensor import EXTRA_KEYS, JaxTensor, Storage
+from xla_dtensor.runtimes.jax_trace import is_tracer
 
 __all__ = ["JaxRuntime"]
 
@@ -187,7 +188,7 @@ class JaxRuntime(Runtime):
     def known_sharding(self, payload: torch.Tensor) -> OpSharding | None:
         assert isinstance(payload, JaxTensor)
         array = payload._storage.array
-        if payload._steps or isinstance(array, jax.core.Tracer):
+        if payload._steps or is_tracer(array):
             return self.annotation(payload)
         found = read_op_sharding(array, self._roots)
         return found if found.is_tiled else self.annotation(payload)

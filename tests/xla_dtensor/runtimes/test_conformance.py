@@ -168,9 +168,14 @@ def test_constraining_keeps_the_dtype(runtime: Runtime, dtype: torch.dtype) -> N
     assert torch.equal(runtime.to_host(moved), host)
 
 
-def test_building_from_shards_is_the_inverse_of_taking_them(runtime: Runtime) -> None:
-    host = numbers(10, 7)
-    layout = layout_of((("tp", "dp"), None))
+@pytest.mark.parametrize(
+    ("shape", "spec"), [((10, 7), (("tp", "dp"), None)), ((), ()), ((3,), ("tp",))], ids=str
+)
+def test_building_from_shards_is_the_inverse_of_taking_them(
+    runtime: Runtime, shape: tuple[int, ...], spec: tuple[Any, ...]
+) -> None:
+    host = numbers(*shape)
+    layout = layout_of(spec)
     shards = runtime.addressable_shards(runtime.put(host, layout))
     built = runtime.from_shards({s.device_id: s.data for s in shards}, host.shape, layout)
     assert torch.equal(runtime.to_host(built), host)

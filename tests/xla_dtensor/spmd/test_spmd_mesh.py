@@ -243,7 +243,7 @@ def test_torch_xla_takes_the_native_object(runtime: Runtime) -> None:
 
     tensor = torch.ones(8, 4).to("xla")
     sharding = xs.Mesh(range(8), (4, 2), ("x", "y")).get_op_sharding(("x", None))
-    torch_xla._XLAC._xla_mark_sharding(tensor, sharding)
+    torch_xla._XLAC._xla_mark_sharding(tensor, sharding)  # pyright: ignore
     assert runtime.known_sharding(tensor) == OpSharding.parse(
         "{devices=[4,1,2]<=[8] last_tile_dim_replicate}"
     )

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from xla_dtensor.runtimes.jax_lowering.points import put_points, put_points_along
 from xla_dtensor.runtimes.jax_lowering.table import lower
 from xla_dtensor.runtimes.jax_trace import is_tracer, refuse_read
 
@@ -41,7 +42,7 @@ def _embedding_backward(
         grad = grad / counts[indices][..., None]
     grad = jnp.where((indices == padding_idx)[..., None], 0, grad)
     rows = jnp.zeros((num_weights, grad.shape[-1]), jnp.promote_types(grad.dtype, jnp.float32))
-    return rows.at[indices].add(grad.astype(rows.dtype)).astype(grad.dtype)
+    return put_points(rows, [indices], grad, accumulate=True).astype(grad.dtype)
 
 
 @lower(aten.index_select.default)
@@ -59,29 +60,31 @@ def _gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     return jnp.take_along_axis(x[cut], index, axis=dim, mode="fill")
 
 
-def _scatter_index(x: Any, dim: int, index: Any) -> tuple[Any, ...]:
+def _scattered(x: Any, dim: int, index: Any, values: Any, accumulate: bool) -> Any:
+    if not index.size:
+        return x
     if not x.ndim:
-        return (Ellipsis,)
-    where = [lax.broadcasted_iota(index.dtype, index.shape, d) for d in range(index.ndim)]
-    where[dim % max(x.ndim, 1)] = index
-    return tuple(where)
+        values = values.reshape(()).astype(x.dtype)
+        return x + values if accumulate else values
+    points = [lax.broadcasted_iota(index.dtype, index.shape, d) for d in range(index.ndim)]
+    points[dim % x.ndim] = index
+    return put_points(x, points, values, accumulate)
 
 
 @lower(aten.scatter.src)
 def _scatter_src(x: Any, dim: int, index: Any, src: Any) -> Any:
-    cut = tuple(slice(0, n) for n in index.shape)
-    return x.at[_scatter_index(x, dim, index)].set(src[cut].astype(x.dtype))
+    return _scattered(x, dim, index, src[tuple(map(slice, index.shape))], accumulate=False)
 
 
 @lower(aten.scatter.value)
 def _scatter_value(x: Any, dim: int, index: Any, value: Any) -> Any:
-    return x.at[_scatter_index(x, dim, index)].set(jnp.asarray(value).astype(x.dtype))
+    values = jnp.broadcast_to(jnp.asarray(value), index.shape)
+    return _scattered(x, dim, index, values, accumulate=False)
 
 
 @lower(aten.scatter_add.default)
 def _scatter_add(x: Any, dim: int, index: Any, src: Any) -> Any:
-    cut = tuple(slice(0, n) for n in index.shape)
-    return x.at[_scatter_index(x, dim, index)].add(src[cut].astype(x.dtype))
+    return _scattered(x, dim, index, src[tuple(map(slice, index.shape))], accumulate=True)
 
 
 def _advanced(indices: Any) -> tuple[Any, ...]:
@@ -103,16 +106,27 @@ def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> A
         # The one write through a mask whose shapes do not depend on the mask's values.
         mask = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
         return jnp.where(mask, x + values.reshape(()) if accumulate else values.reshape(()), x)
-    at = x.at[_advanced(indices)]
-    return at.add(values) if accumulate else at.set(values)
+    if any(i is not None and i.dtype in (jnp.bool_, jnp.uint8) for i in indices):
+        at = x.at[_advanced(indices)]
+        return at.add(values) if accumulate else at.set(values)
+    dims = [dim for dim, i in enumerate(indices) if i is not None]
+    points = jnp.broadcast_arrays(*(indices[dim] for dim in dims))
+    shape = points[0].shape
+    rest = [x.shape[dim] for dim in range(x.ndim) if dim not in dims]
+    # Values have the indices' dims in place of the indexed ones, or first where these are apart.
+    at = dims[0] if dims[-1] - dims[0] + 1 == len(dims) else 0
+    values = jnp.broadcast_to(values, (*rest[:at], *shape, *rest[at:]))
+    values = jnp.moveaxis(values, range(at, at + len(shape)), range(len(shape)))
+    return put_points_along(x, dims, points, values, accumulate)
 
 
 @lower(aten.index_add.default)
 def _index_add(x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
     if not x.ndim:
         return x + (jnp.sum(source) * alpha).astype(x.dtype)
-    at = (slice(None),) * (dim % x.ndim) + (index,)
-    return x.at[at].add((source * alpha).astype(x.dtype))
+    source = (source * alpha).reshape(*x.shape[: dim % x.ndim], -1, *x.shape[dim % x.ndim + 1 :])
+    values = jnp.moveaxis(source, dim, 0)
+    return put_points_along(x, [dim], [index.reshape(-1)], values, accumulate=True)
 
 
 # ------------------------------------------------------------------ class-picking losses

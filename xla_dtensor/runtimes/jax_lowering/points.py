@@ -1,0 +1,46 @@
+"""Write by index, with shapes that XLA's partitioner cannot cut unevenly.
+
+Where it cuts the new values of a scatter unevenly but not the indices, it writes some of them in
+the wrong place, in silence (jax 0.10, on CPU). Sizes that all devices divide are never cut
+unevenly, so the points are flattened, if they have to be, and padded to such a size: by writing the
+last one again, or by adding zero to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["put_points", "put_points_along"]
+
+
+def put_points(x: Any, points: Sequence[Any], values: Any, accumulate: bool) -> Any:
+    """Return `x` with `values` at points along its first dims; `points` are of one shape."""
+    if not points[0].size:
+        return x
+    rest = x.shape[len(points) :]
+    shape = [size for size in points[0].shape if size > 1]
+    if not shape or any(size % jax.device_count() for size in shape):
+        shape = [math.prod(shape)]
+    points = [point.reshape(shape) for point in points]
+    values = values.astype(x.dtype).reshape(*shape, *rest)
+    lack = -shape[0] % jax.device_count() if len(shape) == 1 else 0
+    if lack:
+        points = [jnp.pad(point, (0, lack), mode="edge") for point in points]
+        padding = [(0, lack), *[(0, 0)] * len(rest)]
+        values = jnp.pad(values, padding, mode="constant" if accumulate else "edge")
+    at = x.at[tuple(points)]
+    return at.add(values) if accumulate else at.set(values)
+
+
+def put_points_along(
+    x: Any, dims: Sequence[int], points: Sequence[Any], values: Any, accumulate: bool
+) -> Any:
+    """As :func:`put_points`, with indices along any `dims`; `values` as if these came first."""
+    front = range(len(dims))
+    written = put_points(jnp.moveaxis(x, dims, front), points, values, accumulate)
+    return jnp.moveaxis(written, front, dims)
