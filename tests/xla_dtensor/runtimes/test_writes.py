@@ -206,12 +206,12 @@ def _set_by_mask(start: int, length: int, step: int) -> Write:
 WRITES = [
     _slice, _columns, _shifted, _row, _element, _picked, _points, _added, _scattered,
     _scatter_added, _masked, _diagonal, _transposed, _flat, _rolled, _listed_columns, _put_added,
-    _grid, _copied, _filled, _set_by_mask,
+    _grid, _copied, _filled, _set_by_mask, _put_flat,
 ]  # fmt: skip
 
 
-# Refused on the JAX runtime, which has no lowering for them.
-ONLY_ON_TORCH_XLA = [_reduced, _put_flat]
+# Refused on the JAX runtime, which has no lowering for it.
+ONLY_ON_TORCH_XLA = [_reduced]
 
 
 @st.composite

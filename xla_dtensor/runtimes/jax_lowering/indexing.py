@@ -120,6 +120,12 @@ def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> A
     return put_points_along(x, dims, points, values, accumulate)
 
 
+@lower(aten.put.default)
+def _put(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+    flat = x.reshape(-1)
+    return put_points(flat, [index.reshape(-1)], source.reshape(-1), accumulate).reshape(x.shape)
+
+
 @lower(aten.index_add.default)
 def _index_add(x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
     if not x.ndim:
