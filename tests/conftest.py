@@ -24,6 +24,9 @@ NUM_DEVICES = 8
 os.environ.setdefault("NPROC", "64")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PJRT_DEVICE", "CPU")
+# torch_xla compiles equal programs once, whichever test they are of. Tests that count compilations
+# must not find those of tests that ran long before.
+os.environ.setdefault("XLA_COMPILATION_CACHE_SIZE", "64")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
