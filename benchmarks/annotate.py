@@ -18,24 +18,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.child import child_rows
 from benchmarks.timing import RESULTS, store
 
-_ROOT = Path(__file__).resolve().parents[1]
 _PROCESSES = {"jax": "jax", "torch_xla": "torch_xla", "use_spmd": "torch_xla"}  # what each needs
 _SIZES = "4096,262144"
 _FIRST = "no annotations"
-
-
-class ChildFailedError(RuntimeError):
-    """A child process ended before it had measured everything."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,21 +74,8 @@ def _is_installed(process: str) -> bool:
 
 
 def _child(module: str, process: str, *options: str) -> Iterator[dict[str, Any]]:
-    """Yields the child's rows as they come."""
     print(f"{module} {process} ...", flush=True)
-    command = [sys.executable, "-m", f"benchmarks.{module}", process, *options]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU"}
-    with subprocess.Popen(
-        command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    ) as child:
-        for line in child.stdout or ():
-            if line.startswith("{"):
-                yield json.loads(line)
-    if child.returncode:
-        raise ChildFailedError(
-            f"The child {module} of process={process!r} ended with status={child.returncode}. What "
-            "it printed stands above. Pass --processes with the others."
-        )
+    return child_rows(module, process, *options, advice="Pass --processes with the others.")
 
 
 def _times(rows: Sequence[dict[str, Any]], part: str, unit: float) -> Iterator[str]:

@@ -18,23 +18,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.child import child_rows
 from benchmarks.timing import RESULTS, store
 
-_ROOT = Path(__file__).resolve().parents[1]
 _RUNTIMES = ("jax", "torch_xla")
 _VARIANTS = ("DTensor", "bare", "native")
-
-
-class ChildFailedError(RuntimeError):
-    """The child process ended before it had timed everything."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,20 +70,8 @@ def _is_installed(runtime: str) -> bool:
 
 
 def _child(runtime: str, options: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yields the child's rows as they come."""
-    command = [sys.executable, "-m", "benchmarks.op_overhead_child", runtime, *options]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU"}
-    with subprocess.Popen(
-        command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    ) as child:
-        for line in child.stdout or ():
-            if line.startswith("{"):
-                yield json.loads(line)
-    if child.returncode:
-        raise ChildFailedError(
-            f"The timing process of runtime={runtime!r} ended with status={child.returncode}. What "
-            "it printed stands above. Pass --runtimes with the others."
-        )
+    advice = "Pass --runtimes with the others."
+    return child_rows("op_overhead_child", runtime, *options, advice=advice)
 
 
 def _head() -> str:

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.child import child_rows
 from benchmarks.timing import RESULTS, store
 from benchmarks.translate_cases import check_size
 
-_ROOT = Path(__file__).resolve().parents[1]
 _SIZES = "8,256,4096,65536,262144"
 _TARGET_UNCACHED_MICROSECONDS = 100
 _TARGET_CACHED_MICROSECONDS = 10
@@ -53,10 +51,6 @@ _MESH_COLUMNS = (
     ("ratio", 7),
     ("first translation", 18),
 )
-
-
-class ChildFailedError(RuntimeError):
-    """The child process ended before it had timed everything."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,22 +96,13 @@ def _beside(with_peer: bool) -> str:
 
 def _timed(sizes: Sequence[int], rounds: int, with_peer: bool) -> Iterator[dict[str, Any]]:
     """Yields the child's rows as they come, printing each translation."""
-    command = [sys.executable, "-m", "benchmarks.translate_child"]
-    command += ["--sizes", ",".join(map(str, sizes)), "--rounds", str(rounds)]
-    command += [] if with_peer else ["--without-torch-xla"]
-    with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True) as child:
-        for line in child.stdout or ():
-            if not line.startswith("{"):
-                continue
-            row = json.loads(line)
-            if row["kind"] == "translation":
-                print(_line(_translation_cells(row), _COLUMNS), flush=True)
-            yield row
-    if child.returncode:
-        raise ChildFailedError(
-            f"The timing process ended with status={child.returncode}. What it printed stands "
-            "above. Pass --without-torch-xla if torch_xla is what failed."
-        )
+    options = ["--sizes", ",".join(map(str, sizes)), "--rounds", str(rounds)]
+    options += [] if with_peer else ["--without-torch-xla"]
+    advice = "Pass --without-torch-xla if torch_xla is what failed."
+    for row in child_rows("translate_child", *options, advice=advice, environment={}):
+        if row["kind"] == "translation":
+            print(_line(_translation_cells(row), _COLUMNS), flush=True)
+        yield row
 
 
 def _translation_cells(row: dict[str, Any]) -> list[str]:
