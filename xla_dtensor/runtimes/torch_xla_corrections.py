@@ -1,9 +1,9 @@
 """Ops that torch_xla 2.9 computes wrongly, in silence, said with ops that it computes right.
 
-``amax`` and ``amin`` without dims return their input unchanged. Integer division goes through
-float32, so that ``2**40 // 3`` is 10,923 off.
+Integer division goes through float32, so that ``2**40 // 3`` is 10,923 off.
 
-Writes by index are in `torch_xla_corrections_writes`.
+Extrema are in `torch_xla_corrections_extrema`, writes by index in `torch_xla_corrections_writes`,
+other calls in `torch_xla_corrections_calls`.
 
 Two whole ops are said as einsums, which torch_xla lowers to one dot: it would flatten the sharded
 dims of a linear, and does not know the gradient of its weight as an op.
@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from xla_dtensor.runtimes import whole_ops as whole_ops  # defines torch.ops.xla_dtensor
+from xla_dtensor.runtimes.torch_xla_corrections_calls import call_correction, has_call_rule
+from xla_dtensor.runtimes.torch_xla_corrections_extrema import EXTREMA
 from xla_dtensor.runtimes.torch_xla_corrections_points import assign
-from xla_dtensor.runtimes.torch_xla_corrections_writes import write_correction
+from xla_dtensor.runtimes.torch_xla_corrections_writes import has_write_rule, write_correction
 
-__all__ = ["correction"]
+__all__ = ["correction", "may_be_corrected"]
 
 aten = torch.ops.aten
 _DIVISIONS = {
@@ -47,8 +49,8 @@ def correction(
         args: Its positional arguments, payloads in place.
         kwargs: Its keyword arguments.
     """
-    if func is aten.amax.default or func is aten.amin.default:
-        return _extremum(func, *args, **kwargs)
+    if func in EXTREMA:
+        return EXTREMA[func](*args, **kwargs)
     if func in _DIVISIONS or func in _DIVISIONS_IN_PLACE:
         in_place = func in _DIVISIONS_IN_PLACE
         return _integer_division(in_place, *args, **kwargs)
@@ -56,18 +58,19 @@ def correction(
         return lambda: _linear(*args, **kwargs)
     if func is torch.ops.xla_dtensor.linear_weight_grad.default:
         return lambda: torch.einsum("...m,...n->mn", *args)
-    return write_correction(func, args, kwargs)
+    return write_correction(func, args, kwargs) or call_correction(func, args, kwargs)
+
+
+def may_be_corrected(func: Any) -> bool:
+    """Tell whether :func:`correction` has something to say of an aten op, for some arguments."""
+    divisions = func in _DIVISIONS or func in _DIVISIONS_IN_PLACE
+    listed = divisions or func in EXTREMA or func is aten.linear.default
+    return listed or has_write_rule(func) or has_call_rule(func)
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
     product = torch.einsum("...n,mn->...m", x, weight)
     return product if bias is None else product + bias
-
-
-def _extremum(
-    func: Any, x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False
-) -> Callable[[], torch.Tensor] | None:
-    return None if dim or x.ndim == 0 else lambda: func(x, list(range(x.ndim)), keepdim)
 
 
 def _integer_division(

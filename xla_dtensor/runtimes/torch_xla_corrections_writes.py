@@ -18,10 +18,15 @@ from xla_dtensor.runtimes.torch_xla_corrections_points import (
     round_up,
 )
 
-__all__ = ["write_correction"]
+__all__ = ["has_write_rule", "write_correction"]
 
 aten = torch.ops.aten
 Replacement = Callable[[], torch.Tensor] | None
+
+
+def has_write_rule(func: Any) -> bool:
+    """Tell whether `func` is a write by index that torch_xla may get wrong."""
+    return func in _RULES or func.overloadpacket in _RULES
 
 
 def write_correction(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Replacement:
@@ -265,13 +270,6 @@ def _embedding_backward(
     return backward
 
 
-def _diagonal_backward(
-    grad: torch.Tensor, sizes: Sequence[int], offset: int, dim1: int, dim2: int
-) -> Replacement:
-    """torch_xla raises: it would write into a view without functionalization."""
-    return lambda: torch.diagonal_scatter(grad.new_zeros(sizes), grad, offset, dim1, dim2)
-
-
 _RULES: dict[Any, Callable[..., Replacement]] = {
     aten.scatter.src: _scatter,
     aten.scatter.reduce: _scatter,
@@ -297,6 +295,5 @@ _RULES: dict[Any, Callable[..., Replacement]] = {
     aten.put: _put,
     aten.put_: _put,
     aten.embedding_dense_backward: _embedding_backward,
-    aten.diagonal_backward: _diagonal_backward,
 }
-_WITHOUT_FORMS = {aten.embedding_dense_backward, aten.diagonal_backward}
+_WITHOUT_FORMS = {aten.embedding_dense_backward}

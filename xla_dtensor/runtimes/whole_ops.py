@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.runtimes.whole_einsum import einsum
+
 __all__ = ["WHOLE_OPS", "register"]
 
 _KEY = "AutogradPrivateUse3"
@@ -56,6 +58,7 @@ def register() -> None:
         ("linear", _linear),
         ("matmul", _matmul),
         ("scaled_dot_product_attention", _attention),
+        ("einsum", einsum),
     ):
         kernels.impl(name, kernel, _KEY)
 

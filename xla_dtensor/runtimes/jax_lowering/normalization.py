@@ -15,8 +15,18 @@ __all__: list[str] = []
 aten = torch.ops.aten
 
 
+def _check_normalized(x: Any, shape: Any) -> None:
+    # torch's meta function does not look.
+    if tuple(x.shape[x.ndim - len(shape) :]) != tuple(shape):
+        raise RuntimeError(
+            f"Given normalized_shape={list(shape)}, expected input with shape [*, "
+            f"{', '.join(map(str, shape))}], but got input of size{list(x.shape)}"
+        )
+
+
 @lower(aten.native_layer_norm.default)
 def _layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+    _check_normalized(x, shape)
     axes = tuple(range(x.ndim - len(shape), x.ndim))
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     mean = jnp.mean(wide, axis=axes, keepdims=True)

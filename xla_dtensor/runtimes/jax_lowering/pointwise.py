@@ -7,6 +7,7 @@ kernels do, and the result is cast back by the caller.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -327,10 +328,27 @@ def _nan_to_num(x: Any, nan: Any = None, posinf: Any = None, neginf: Any = None)
     return jnp.nan_to_num(x, nan=0.0 if nan is None else nan, posinf=posinf, neginf=neginf)
 
 
+_MOST_STEPS = 10_000
+
+
 @lower(aten.polygamma.default, wants_meta=True)
 def _polygamma(order: int, x: Any, *, meta: Any) -> Any:
-    dtype = _compute_dtype(jax_dtype(meta.dtype))
-    return special.polygamma(order, x.astype(dtype)) if order else _digamma(x.astype(dtype))
+    x = x.astype(_compute_dtype(jax_dtype(meta.dtype)))
+    if order == 0:
+        return _digamma(x)
+    # JAX's is right for positive numbers only. Each step to the right takes away one term of the
+    # sum over 1 / (x + k)**(order + 1); there are as many steps as the least number needs.
+    steps = jnp.ceil(jnp.clip(1 - jnp.min(x, initial=1.0), 0, _MOST_STEPS)).astype(jnp.int32)
+
+    def step(_: Any, carry: Any) -> Any:
+        total, at = carry
+        is_low = at < 1
+        term = jnp.where(is_low, jnp.where(is_low, at, 1.0) ** -(order + 1.0), 0.0)
+        return total + term, jnp.where(is_low, at + 1, at)
+
+    total, at = jax.lax.fori_loop(0, steps, step, (jnp.zeros_like(x), x))
+    sign = 1.0 if order % 2 else -1.0
+    return sign * math.factorial(order) * total + special.polygamma(order, at)
 
 
 @lower(aten.softplus.default, wants_meta=True)

@@ -1,0 +1,135 @@
+"""Gradients that torch_xla 2.9 loses in silence, computes wrongly, or does not find.
+
+PyTorch differentiates a composite op through the ops that it is made of. torch_xla has kernels of
+its own for some of them, and no gradient: `kl_div(...).backward()` leaves no gradient at all. These
+ops are taken apart again where gradients are recorded. So is max pooling, whose gradient in
+torch_xla reaches into the tensor past the DTensor and finds nothing there.
+
+The gradient of an overlapping `as_strided` goes through a plain tensor of places, which torch_xla
+then reads wrongly. It is said by index here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from xla_dtensor.errors import UnsupportedOpError
+
+__all__ = ["COMPOSITES", "is_overlapping", "read_places", "register"]
+
+aten = torch.ops.aten
+COMPOSITES = (
+    aten.cross.default,
+    aten.diag.default,
+    aten.inverse.default,
+    aten.kl_div.default,
+    aten.logdet.default,
+    aten.max_pool2d.default,
+    aten.max_pool3d.default,
+    aten.qr.default,
+    aten.selu.default,
+    aten.selu_.default,
+    aten.silu_backward.default,
+    aten.std.default,
+    aten.std.dim,
+    aten.svd.default,
+)
+_registrations: list[torch.library.Library] = []
+
+
+def register() -> None:
+    """Install the kernels; calling it again does nothing."""
+    if _registrations:
+        return
+    kernels = torch.library.Library("aten", "IMPL")
+    _registrations.append(kernels)
+    table: dict[Any, Callable[..., Any]] = {
+        aten.as_strided.default: _as_strided,
+        aten.as_strided_copy.default: read_places,
+    }
+    table |= {op: _taken_apart(op) for op in COMPOSITES}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*verriding a previously registered kernel")
+        for op, kernel in table.items():
+            kernels.impl(op.name(), kernel, "AutogradXLA")
+
+
+def _taken_apart(op: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: op.decompose(*args, **kwargs)
+
+
+def _as_strided(
+    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> torch.Tensor:
+    if x.requires_grad and torch.is_grad_enabled():
+        if is_overlapping(size, stride):
+            return read_places(x, size, stride, offset)
+        return _AsStrided.apply(x, size, stride, offset)  # pyright: ignore[reportReturnType]
+    with torch._C._AutoDispatchBelowAutograd():
+        return aten.as_strided.default(x, size, stride, offset)
+
+
+class _AsStrided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, size: Any, stride: Any, offset: Any) -> torch.Tensor:
+        ctx.shape, ctx.places = x.shape, _places(x, size, stride, offset)
+        with torch._C._AutoDispatchBelowAutograd():
+            return aten.as_strided.default(x, size, stride, offset)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (grad,) = grads
+        zeros = grad.new_zeros(ctx.shape.numel())
+        places = ctx.places.reshape(-1).to(grad.device)
+        return zeros.index_add(0, places, grad.reshape(-1)).reshape(ctx.shape), None, None, None
+
+
+def is_overlapping(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Tell whether two places of a strided view may be the same one.
+
+    Example:
+        >>> is_overlapping((2, 3), (3, 1)), is_overlapping((2, 3), (1, 1))
+        (False, True)
+    """
+    if 0 in size:
+        return False
+    reach = 0
+    for step, extent in sorted(zip(stride, size, strict=True)):
+        if extent > 1 and step <= reach:
+            return True
+        reach += (extent - 1) * step
+    return False
+
+
+def read_places(
+    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> torch.Tensor:
+    """Return what ``as_strided`` shows, as a copy.
+
+    Raises:
+        UnsupportedOpError: It would show places outside `x`.
+    """
+    places = _places(x, size, stride, offset)
+    flat = x.reshape(-1)
+    return flat.index_select(0, places.reshape(-1).to(x.device)).reshape(tuple(size))
+
+
+def _places(
+    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None
+) -> torch.Tensor:
+    start = int(x.storage_offset())
+    places = torch.zeros((), dtype=torch.int64) + (start if offset is None else offset)
+    for extent, step in zip(size, stride, strict=True):
+        places = places.unsqueeze(-1) + torch.arange(extent) * step
+    inside = places.numel() == 0 or int(places.max()) < x.numel()
+    if start or not x.is_contiguous() or not inside:
+        raise UnsupportedOpError(
+            f"as_strided was called with size={tuple(size)}, stride={tuple(stride)} on a view. The "
+            "torch_xla runtime has no storage to read beyond the view. Call it on the tensor that "
+            "the view is of, or write it with slices."
+        )
+    return places

@@ -1,0 +1,291 @@
+"""Calls that torch_xla 2.9 gets wrong, or fails to compile long after they were made.
+
+An error at the call itself is dealt with in `torch_xla_corrections_recovery`. What is listed here
+would be noticed too late: a wrong value never, a failed compilation only when a result is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from xla_dtensor.runtimes.torch_xla_corrections_autograd import is_overlapping, read_places
+from xla_dtensor.runtimes.torch_xla_corrections_convolution import (
+    convolution,
+    convolution_backward,
+)
+from xla_dtensor.runtimes.torch_xla_corrections_extrema import extreme_value
+from xla_dtensor.runtimes.torch_xla_corrections_host import has_manual, run_on_host
+from xla_dtensor.runtimes.torch_xla_corrections_recovery import decomposed
+
+__all__ = ["call_correction", "has_call_rule"]
+
+aten = torch.ops.aten
+_LAST_TWO = (-2, -1)
+
+
+def call_correction(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[[], Any] | None:
+    """Return what to run in place of a call; None where torch_xla is right.
+
+    Args:
+        func: An ``OpOverload``.
+        args: Its positional arguments, payloads in place.
+        kwargs: Its keyword arguments.
+    """
+    packet = func.overloadpacket
+    if packet in _REWRITTEN and func._overloadname not in ("out", "no_stats"):
+        return _REWRITTEN[packet](*args, **kwargs)
+    if packet in _DECOMPOSED and _DECOMPOSED[packet](*args, **kwargs):
+        return lambda: decomposed(func, args, kwargs)
+    if packet in _ON_HOST and _ON_HOST[packet](*args, **kwargs):
+        return None if has_manual(args, kwargs) else lambda: run_on_host(func, args, kwargs)
+    return None
+
+
+def has_call_rule(func: Any) -> bool:
+    """Tell whether :func:`call_correction` has something to say of an op, for some arguments."""
+    packet = func.overloadpacket
+    return packet in _REWRITTEN or packet in _DECOMPOSED or packet in _ON_HOST
+
+
+def _always(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def _diagonal(
+    x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Callable[[], torch.Tensor] | None:
+    """torch_xla mixes up the dims that are left when the two are not the last."""
+    if x.ndim < 3 or {dim1 % x.ndim, dim2 % x.ndim} == {x.ndim - 2, x.ndim - 1}:
+        return None
+    return lambda: torch.diagonal(x.movedim((dim1, dim2), _LAST_TWO), offset, *_LAST_TWO)
+
+
+def _diagonal_copy(
+    x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Callable[[], torch.Tensor] | None:
+    view = _diagonal(x, offset, dim1, dim2)
+    return None if view is None else lambda: view().clone()
+
+
+def _diagonal_scatter(
+    x: torch.Tensor, src: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Callable[[], torch.Tensor] | None:
+    if _diagonal(x, offset, dim1, dim2) is None:
+        return None
+
+    def scatter() -> torch.Tensor:
+        front = x.movedim((dim1, dim2), _LAST_TWO)
+        return front.diagonal_scatter(src, offset, *_LAST_TWO).movedim(_LAST_TWO, (dim1, dim2))
+
+    return scatter
+
+
+def _diagonal_backward(
+    grad: torch.Tensor, sizes: Sequence[int], offset: int, dim1: int, dim2: int
+) -> Callable[[], torch.Tensor]:
+    """torch_xla raises: it would write into a view without functionalization."""
+    zeros = grad.new_zeros(sizes)
+    scatter = _diagonal_scatter(zeros, grad, offset, dim1, dim2)
+    return scatter or (lambda: torch.diagonal_scatter(zeros, grad, offset, dim1, dim2))
+
+
+def _masked_scatter(
+    in_place: bool, x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    """torch_xla's result has a dynamic shape, which XLA then fails to compile."""
+
+    def scatter() -> torch.Tensor:
+        shape = torch.broadcast_shapes(x.shape, mask.shape)
+        wide = mask.expand(shape)
+        if source.numel() == 0 or wide.numel() == 0:
+            return x if in_place else x.expand(shape).clone()
+        order = (wide.reshape(-1).to(torch.int64).cumsum(0) - 1).clamp(min=0)
+        order = order.clamp(max=source.numel() - 1)
+        values = source.reshape(-1)[order].reshape(shape).to(x.dtype)
+        result = torch.where(wide, values, x.expand(shape))
+        return x.copy_(result) if in_place else result
+
+    return scatter
+
+
+def _truth(func: Any) -> Callable[..., Callable[[], Any] | None]:
+    """torch_xla reduces numbers where PyTorch reduces what is true of them; XLA refuses that."""
+
+    def rule(x: torch.Tensor, *args: Any, **kwargs: Any) -> Callable[[], Any] | None:
+        return None if x.dtype == torch.bool else lambda: func(x != 0, *args, **kwargs)
+
+    return rule
+
+
+def _count_nonzero(x: torch.Tensor, dim: Any = None) -> Callable[[], torch.Tensor]:
+    dims = list(range(x.ndim)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    return lambda: (x != 0).to(torch.int64).sum(dims or None)
+
+
+def _is_divided_otherwise(*args: Any, **kwargs: Any) -> bool:
+    """torch_xla forgets the divisor of an average pooling: the last argument, also backward."""
+    has_all = len(args) > 6 and args[-1] is not None and not isinstance(args[-1], bool)
+    return has_all or kwargs.get("divisor_override") is not None
+
+
+def _as_strided(
+    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Callable[[], torch.Tensor] | None:
+    """Read places that overlap one by one; PyTorch lets nobody write to such a view either."""
+    overlapping = is_overlapping(size, stride)
+    return (lambda: read_places(x, size, stride, offset)) if overlapping else None
+
+
+def _as_strided_copy(*args: Any, **kwargs: Any) -> Callable[[], torch.Tensor]:
+    return lambda: read_places(*args, **kwargs)
+
+
+def _norm(
+    x: torch.Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
+) -> Callable[[], torch.Tensor] | None:
+    """torch_xla takes the infinite norm for a finite one."""
+    if p is None or not math.isinf(p):
+        return None
+    dims = [dim] if isinstance(dim, int) else dim or list(range(x.ndim))
+
+    def extremum() -> torch.Tensor:
+        sizes = x.to(kwargs.get("dtype") or x.dtype).abs()
+        return extreme_value(p > 0, sizes, list(dims), keepdim)
+
+    return extremum
+
+
+def _is_scaled(func: Any, *args: Any, **kwargs: Any) -> bool:
+    """torch_xla goes by the sizes alone, and forgets the scales that PyTorch goes by."""
+    given = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+    return any(given.get(name) is not None for name in ("scales", "scales_h", "scales_w"))
+
+
+def _is_infinite(_: torch.Tensor, *args: Any, **__: Any) -> bool:
+    return any(isinstance(p, float) and math.isinf(p) for p in args)
+
+
+def _is_complex(x: torch.Tensor, *_: Any, **__: Any) -> bool:
+    """torch_xla says that the absolute value of a complex number is one."""
+    return x.is_complex()
+
+
+def _is_unbatched(x: torch.Tensor, *_: Any, **__: Any) -> bool:
+    """The loss of one sample, without a batch dim, ends the process."""
+    return x.ndim == 1
+
+
+def _is_unbatched_backward(_: torch.Tensor, x: torch.Tensor, *__: Any, **___: Any) -> bool:
+    return x.ndim == 1
+
+
+def _is_batched(x: torch.Tensor, *_: Any, **__: Any) -> bool:
+    return x.ndim != 2 or x.numel() == 0
+
+
+def _batch_norm(
+    func: Any,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Callable[[], Any] | None:
+    """torch_xla forgets that the running variance is the unbiased one."""
+    if not training or variance is None or x.numel() == 0:
+        return None
+
+    def norm() -> Any:
+        old = variance.clone()
+        result = func(x, weight, bias, mean, variance, training, momentum, eps)
+        number = x.numel() // x.shape[1]
+        unbiased = (result[2].square().reciprocal() - eps) * (number / max(number - 1, 1))
+        variance.copy_((1 - momentum) * old + momentum * unbiased)
+        return result
+
+    return norm
+
+
+def _not_training(*args: Any, **_: Any) -> bool:
+    """Its kernel needs the batch's own statistics, which there are only in training."""
+    return not args[7]
+
+
+_REWRITTEN: dict[Any, Callable[..., Callable[[], Any] | None]] = {
+    aten.diagonal: _diagonal,
+    aten.diagonal_copy: _diagonal_copy,
+    aten.diagonal_scatter: _diagonal_scatter,
+    aten.diagonal_backward: _diagonal_backward,
+    aten.native_batch_norm: functools.partial(_batch_norm, aten.native_batch_norm.default),
+    aten._native_batch_norm_legit: functools.partial(
+        _batch_norm, aten._native_batch_norm_legit.default
+    ),
+    aten.linalg_vector_norm: _norm,
+    aten.norm: _norm,
+    aten.all: _truth(torch.all),
+    aten.any: _truth(torch.any),
+    aten.count_nonzero: _count_nonzero,
+    aten.as_strided: _as_strided,
+    aten.as_strided_copy: _as_strided_copy,
+    aten.convolution: convolution,
+    aten.convolution_backward: convolution_backward,
+    aten.masked_scatter: lambda *args: _masked_scatter(False, *args),
+    aten.masked_scatter_: lambda *args: _masked_scatter(True, *args),
+}
+_DECOMPOSED: dict[Any, Callable[..., bool]] = {
+    aten.elu_backward: _always,
+    aten.nll_loss_forward: _is_unbatched,
+    aten.nll_loss_backward: _is_unbatched_backward,
+    aten.native_batch_norm_backward: _not_training,
+}
+_ON_HOST: dict[Any, Callable[..., bool]] = {
+    **dict.fromkeys(
+        (
+            aten._embedding_bag,
+            aten._embedding_bag_backward,
+            aten._linalg_slogdet,
+            aten._unsafe_masked_index,
+            aten._unsafe_masked_index_put_accumulate,
+            aten.adaptive_max_pool2d,
+            aten.adaptive_max_pool2d_backward,
+            aten.linalg_inv_ex,
+            aten.masked_select,
+            aten.max_unpool2d,
+            aten.max_unpool3d,
+            aten.nonzero,
+            aten.view_as_real,
+        ),
+        _always,
+    ),
+    **dict.fromkeys(
+        (
+            aten.avg_pool2d,
+            aten.avg_pool2d_backward,
+            aten.avg_pool3d,
+            aten.avg_pool3d_backward,
+        ),
+        _is_divided_otherwise,
+    ),
+    **{
+        packet: functools.partial(_is_scaled, packet.default)
+        for packet in (
+            aten.upsample_nearest2d,
+            aten.upsample_nearest2d_backward,
+            aten.upsample_bilinear2d,
+            aten.upsample_bilinear2d_backward,
+        )
+    },
+    **dict.fromkeys((aten._pdist_forward, aten._pdist_backward), _is_infinite),
+    aten._linalg_svd: _is_batched,
+    aten.abs: _is_complex,
+}
