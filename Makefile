@@ -13,7 +13,7 @@ PYTHON ?= $(shell for candidate in python3.11 python3.12 python3.13 python3; do 
 
 RUNTIME ?= jax
 DEMO_ARGS ?=
-BENCHMARKS ?= translate op_overhead annotate
+BENCHMARKS ?= translate dispatch annotate
 JOBS ?= 2
 PYTEST_ARGS ?=
 # More options for pip, e.g. PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu", which

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from xla_dtensor.compiled_step import compile as compile
     from xla_dtensor.core import Layout as Layout
     from xla_dtensor.core import OpSharding as OpSharding
+    from xla_dtensor.custom_sharding import custom_shard as custom_shard
     from xla_dtensor.device_mesh import DeviceMesh as DeviceMesh
     from xla_dtensor.device_mesh import init_device_mesh as init_device_mesh
     from xla_dtensor.dtensor import DTensor as DTensor
@@ -37,54 +38,94 @@ if TYPE_CHECKING:
     from xla_dtensor.factories import rand as rand
     from xla_dtensor.factories import randn as randn
     from xla_dtensor.factories import zeros as zeros
+    from xla_dtensor.fsdp_module import FSDPModule as FSDPModule
+    from xla_dtensor.fsdp_module import fully_shard as fully_shard
+    from xla_dtensor.installation import install as install
+    from xla_dtensor.installation import uninstall as uninstall
+    from xla_dtensor.local_view import LocalView as LocalView
+    from xla_dtensor.modes import implicit_replication as implicit_replication
+    from xla_dtensor.modes import loss_parallel as loss_parallel
+    from xla_dtensor.modes import strict_placements as strict_placements
     from xla_dtensor.module_sharding import shard_module as shard_module
     from xla_dtensor.module_sharding import sharding_plan as sharding_plan
+    from xla_dtensor.rng import is_rng_supported_mesh as is_rng_supported_mesh
+    from xla_dtensor.rng import manual_seed as manual_seed
     from xla_dtensor.runtimes import get_runtime as get_runtime
     from xla_dtensor.runtimes import installed_runtimes as installed_runtimes
+    from xla_dtensor.shard_position import (
+        compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
+    )
+    from xla_dtensor.skip_dispatch import SkipDTensorDispatch as SkipDTensorDispatch
 
 _WHERE = {
     "DTensor": "xla_dtensor.dtensor",
     "DeviceMesh": "xla_dtensor.device_mesh",
+    "FSDPModule": "xla_dtensor.fsdp_module",
     "Layout": "xla_dtensor.core",
+    "LocalView": "xla_dtensor.local_view",
     "Mesh": "mesh_utils",
     "OpSharding": "xla_dtensor.core",
+    "SkipDTensorDispatch": "xla_dtensor.skip_dispatch",
     "call_jax": "xla_dtensor.calling_jax",
     "compile": "xla_dtensor.compiled_step",
+    "compute_local_shape_and_global_offset": "xla_dtensor.shard_position",
+    "custom_shard": "xla_dtensor.custom_sharding",
     "distribute_module": "xla_dtensor.api",
     "distribute_tensor": "xla_dtensor.api",
     "empty": "xla_dtensor.factories",
     "full": "xla_dtensor.factories",
+    "fully_shard": "xla_dtensor.fsdp_module",
     "get_runtime": "xla_dtensor.runtimes",
+    "implicit_replication": "xla_dtensor.modes",
     "init_device_mesh": "xla_dtensor.device_mesh",
+    "install": "xla_dtensor.installation",
     "installed_runtimes": "xla_dtensor.runtimes",
+    "is_rng_supported_mesh": "xla_dtensor.rng",
+    "loss_parallel": "xla_dtensor.modes",
+    "manual_seed": "xla_dtensor.rng",
     "ones": "xla_dtensor.factories",
     "rand": "xla_dtensor.factories",
     "randn": "xla_dtensor.factories",
     "shard_module": "xla_dtensor.module_sharding",
     "sharding_plan": "xla_dtensor.module_sharding",
+    "strict_placements": "xla_dtensor.modes",
+    "uninstall": "xla_dtensor.installation",
     "zeros": "xla_dtensor.factories",
 }
 
 __all__ = [
     "DTensor",
     "DeviceMesh",
+    "FSDPModule",
     "Layout",
+    "LocalView",
     "Mesh",
     "OpSharding",
+    "SkipDTensorDispatch",
     "call_jax",
     "compile",
+    "compute_local_shape_and_global_offset",
+    "custom_shard",
     "distribute_module",
     "distribute_tensor",
     "empty",
     "full",
+    "fully_shard",
     "get_runtime",
+    "implicit_replication",
     "init_device_mesh",
+    "install",
     "installed_runtimes",
+    "is_rng_supported_mesh",
+    "loss_parallel",
+    "manual_seed",
     "ones",
     "rand",
     "randn",
     "shard_module",
     "sharding_plan",
+    "strict_placements",
+    "uninstall",
     "zeros",
 ]
 __version__ = "0.1.0.dev0"

@@ -5,16 +5,19 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from xla_dtensor import dynamo
 from xla_dtensor.core import Layout, layout_of_op_sharding
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh, current_mesh, mesh_text
 from xla_dtensor.dtensor import DTensor
-from xla_dtensor.errors import ArgumentTypeError, DistributeError
+from xla_dtensor.errors import ArgumentTypeError, DistributeError, UnsupportedOpError
+from xla_dtensor.off_mesh import is_off_mesh
 from xla_dtensor.placement_checks import checked_placements, torch_placements
+from xla_dtensor.runtimes import functional_ops
 from xla_dtensor.runtimes.registry import get_runtime
 
 __all__ = ["distribute_module", "distribute_tensor"]
@@ -53,6 +56,8 @@ def distribute_tensor(
         >>> xd.distribute_tensor(torch.arange(16), mesh, [Shard(0)])
         DTensor(shape=(16,), dtype=int64, placements=(S(0)), mesh=(dp=8), local_shape=(2,))
     """
+    if torch.compiler.is_dynamo_compiling():
+        return dynamo.distribute_in_graph(tensor, device_mesh, placements)
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentTypeError(
             f"distribute_tensor was called with an object of type={type(tensor).__name__}. Only a "
@@ -69,16 +74,18 @@ def distribute_tensor(
             "tensor, or tensor.detach()."
         )
     layout = Layout.from_placements(checked, tensor.ndim, mesh.value)
-    payload = _placed(tensor.detach(), layout)
-    return DTensor(payload, mesh, checked, requires_grad=tensor.requires_grad)
+    payload = _placed(tensor.detach(), layout, mesh)
+    return DTensor._wrapping(payload, mesh, checked, requires_grad=tensor.requires_grad)
 
 
-def _placed(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+def _placed(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
     runtime = get_runtime()
-    if tensor.is_meta:
-        return torch.empty_like(tensor)
+    if tensor.is_meta or is_off_mesh(mesh):
+        return torch.empty_like(tensor, device="meta")
     if runtime.is_payload(tensor):
         return runtime.constrain(tensor, layout)
+    if functional_ops.is_traced(tensor):
+        return functional_ops.put(tensor, layout)
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise DistributeError(
             f"distribute_tensor was called with a tensor on device={tensor.device}, "
@@ -125,12 +132,15 @@ def distribute_module(
         DistributeError: The module was distributed before, or a hook takes a wrong number of
             arguments.
         ArgumentTypeError: Not a module, or no mesh.
+        UnsupportedOpError: `partition_fn` is torch_xla's `auto_policy`.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(
             f"distribute_module was called with an object of type={type(module).__name__}. Only a "
             "torch.nn.Module has parameters and buffers. Pass a module, or use distribute_tensor."
         )
+    if getattr(partition_fn, "__name__", "") == "auto_policy":
+        refuse_auto_policy()  # torch_xla's own does nothing when it is called
     mesh = current_mesh("distribute_module") if device_mesh is None else as_device_mesh(device_mesh)
     if getattr(module, _MARK, False):
         raise DistributeError(
@@ -150,6 +160,19 @@ def distribute_module(
         module.register_forward_hook(lambda m, inputs, outputs: after(m, outputs))
     setattr(module, _MARK, True)
     return module
+
+
+def refuse_auto_policy() -> NoReturn:
+    """Refuse torch_xla's `auto_policy` as a partition function.
+
+    Raises:
+        UnsupportedOpError: Always.
+    """
+    raise UnsupportedOpError(
+        "auto_policy was passed as partition_fn. XLA's auto-sharding pass is not part of the "
+        "compilers that xla_dtensor uses. Pass a function that marks the parameters, or None to "
+        "replicate them."
+    )
 
 
 def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -154,7 +154,7 @@ class _Call:
                 "one entry per tensor argument; None is a copy on every device."
             )
         for tensor in tensors:
-            if getattr(tensor, "_is_manual_tensor", False):
+            if getattr(tensor, "_is_per_device", False):
                 raise ManualRegionError(
                     f"{self.__name__} was called through call_jax with {tensor!r}. call_jax cuts "
                     "global tensors into tiles itself. Call disable_manual_sharding first."
@@ -303,7 +303,7 @@ class _Program:
 
     def wrapped(self, payloads: Sequence[torch.Tensor]) -> tuple[DTensor, ...]:
         pairs = zip(payloads, self.labels, strict=True)
-        return tuple(DTensor(payload, self.mesh, labels) for payload, labels in pairs)
+        return tuple(DTensor._wrapping(payload, self.mesh, labels) for payload, labels in pairs)
 
 
 class _Run(torch.autograd.Function):
@@ -332,7 +332,7 @@ class _Run(torch.autograd.Function):
         given = [None if g is None else getattr(g, "_local_tensor", g) for g in grads]
         found = program.program.gradients(ctx.pull, ctx.wanted, program.outputs, given)
         made = [
-            None if payload is None else DTensor(payload, program.mesh, labels)
+            None if payload is None else DTensor._wrapping(payload, program.mesh, labels)
             for payload, labels in zip(found, program.in_labels, strict=True)
         ]
         return (None, None, *made)

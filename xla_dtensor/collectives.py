@@ -1,8 +1,9 @@
-"""Collectives over mesh axes inside a manual region.
+"""Collectives over mesh axes, inside a manual region or on local views.
 
-Each takes a :class:`~xla_dtensor.manual_tensor.ManualTensor` and an axis of its region, or a tuple
-of axes, the first being the outermost: the members of a group are numbered in that order. All are
-differentiable, twice as well. In the backward pass each becomes its transpose:
+Each takes a :class:`~xla_dtensor.manual_tensor.ManualTensor` or a
+:class:`~xla_dtensor.local_view.LocalView` and an axis of its region, or a tuple of axes, the first
+being the outermost: the members of a group are numbered in that order. All are differentiable,
+twice as well. In the backward pass each becomes its transpose:
 
 =================  =========================================================
 psum               psum
@@ -12,6 +13,10 @@ all_gather         reduce_scatter, and the reverse
 all_to_all         all_to_all back
 permute            permute back
 =================  =========================================================
+
+On a LocalView a gradient that is known to be equal on all members is the whole gradient already:
+it is not summed again. So what comes back to a view that differs along an axis is said to differ
+there too, even where the numbers are equal: each is the gradient of a value of its own.
 
 On 4 devices along "tp", holding [0, 1], [2, 3], [4, 5], [6, 7]::
 
@@ -31,8 +36,7 @@ import torch
 from mesh_utils import Axis
 from xla_dtensor.device_mesh import mesh_text
 from xla_dtensor.errors import ManualRegionError
-from xla_dtensor.manual_tensor import ManualTensor
-from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.per_device import PerDeviceTensor
 
 __all__ = [
     "all_gather",
@@ -49,11 +53,11 @@ __all__ = [
 Axes = Axis | tuple[Axis, ...]
 
 
-def psum(x: torch.Tensor, axis: Axes) -> ManualTensor:
+def psum(x: torch.Tensor, axis: Axes) -> PerDeviceTensor:
     """Sum over the members of each group.
 
     Args:
-        x: A manual tensor.
+        x: A manual tensor or local view.
         axis: An axis of its region, or a tuple of axes.
 
     Returns:
@@ -66,29 +70,29 @@ def psum(x: torch.Tensor, axis: Axes) -> ManualTensor:
     return _Sum.apply(tensor, axes)  # pyright: ignore[reportReturnType]
 
 
-def pmean(x: torch.Tensor, axis: Axes) -> ManualTensor:
+def pmean(x: torch.Tensor, axis: Axes) -> PerDeviceTensor:
     """Average over the members of each group; see :func:`psum`."""
     tensor, axes, size = _read("pmean", x, axis)
     return _Sum.apply(tensor, axes) / size  # pyright: ignore
 
 
-def pmax(x: torch.Tensor, axis: Axes) -> ManualTensor:
+def pmax(x: torch.Tensor, axis: Axes) -> PerDeviceTensor:
     """Take the largest value over the members of each group, per element; see :func:`psum`."""
     tensor, axes, _ = _read("pmax", x, axis)
     return _Extreme.apply(tensor, axes, "max")  # pyright: ignore[reportReturnType]
 
 
-def pmin(x: torch.Tensor, axis: Axes) -> ManualTensor:
+def pmin(x: torch.Tensor, axis: Axes) -> PerDeviceTensor:
     """Take the smallest value over the members of each group, per element; see :func:`psum`."""
     tensor, axes, _ = _read("pmin", x, axis)
     return _Extreme.apply(tensor, axes, "min")  # pyright: ignore[reportReturnType]
 
 
-def all_gather(x: torch.Tensor, axis: Axes, dim: int = 0) -> ManualTensor:
+def all_gather(x: torch.Tensor, axis: Axes, dim: int = 0) -> PerDeviceTensor:
     """Join the tensors of all members along a dim, in the members' order.
 
     Args:
-        x: A manual tensor with at least one dim.
+        x: A manual tensor or local view with at least one dim.
         axis: An axis of its region, or a tuple of axes.
         dim: The dim to join along; it becomes longer by the number of members.
 
@@ -102,11 +106,11 @@ def all_gather(x: torch.Tensor, axis: Axes, dim: int = 0) -> ManualTensor:
     return _Gather.apply(tensor, axes, _dim("all_gather", tensor, dim))  # pyright: ignore
 
 
-def reduce_scatter(x: torch.Tensor, axis: Axes, dim: int = 0) -> ManualTensor:
+def reduce_scatter(x: torch.Tensor, axis: Axes, dim: int = 0) -> PerDeviceTensor:
     """Sum over the members and leave each its block of the sum.
 
     Args:
-        x: A manual tensor.
+        x: A manual tensor or local view.
         axis: An axis of its region, or a tuple of axes.
         dim: The dim that is cut into one block per member; they must divide it.
 
@@ -121,11 +125,11 @@ def reduce_scatter(x: torch.Tensor, axis: Axes, dim: int = 0) -> ManualTensor:
     return _Scatter.apply(tensor, axes, dim)  # pyright: ignore[reportReturnType]
 
 
-def all_to_all(x: torch.Tensor, axis: Axes, split_dim: int, concat_dim: int) -> ManualTensor:
+def all_to_all(x: torch.Tensor, axis: Axes, split_dim: int, concat_dim: int) -> PerDeviceTensor:
     """Send block i of each member's tensor to member i, which joins what it gets.
 
     Args:
-        x: A manual tensor.
+        x: A manual tensor or local view.
         axis: An axis of its region, or a tuple of axes.
         split_dim: The dim that is cut into one block per member; they must divide it.
         concat_dim: The dim along which the received blocks are joined, in the members' order.
@@ -141,11 +145,11 @@ def all_to_all(x: torch.Tensor, axis: Axes, split_dim: int, concat_dim: int) -> 
     return _AllToAll.apply(tensor, axes, split, _dim("all_to_all", tensor, concat_dim))  # pyright: ignore
 
 
-def permute(x: torch.Tensor, axis: Axes, pairs: Iterable[tuple[int, int]]) -> ManualTensor:
+def permute(x: torch.Tensor, axis: Axes, pairs: Iterable[tuple[int, int]]) -> PerDeviceTensor:
     """Send each source member's tensor to its destination; who receives nothing gets zeros.
 
     Args:
-        x: A manual tensor.
+        x: A manual tensor or local view.
         axis: An axis of its region, or a tuple of axes.
         pairs: (source, destination) member numbers, each number once as source and once as
             destination at most.
@@ -175,11 +179,11 @@ def permute(x: torch.Tensor, axis: Axes, pairs: Iterable[tuple[int, int]]) -> Ma
     )
 
 
-def axis_index(x: torch.Tensor, axis: Axes) -> ManualTensor:
+def axis_index(x: torch.Tensor, axis: Axes) -> PerDeviceTensor:
     """Return each device's number in its group, an int64 scalar.
 
     Args:
-        x: Any manual tensor of the region; its values do not matter.
+        x: Any manual tensor or local view of the region; its values do not matter.
         axis: An axis of its region, or a tuple of axes.
 
     Raises:
@@ -189,12 +193,12 @@ def axis_index(x: torch.Tensor, axis: Axes) -> ManualTensor:
     return _collective("axis_index", tensor, axes)
 
 
-def _read(function: str, x: Any, axis: Axes) -> tuple[ManualTensor, tuple[Axis, ...], int]:
-    if not isinstance(x, ManualTensor):
+def _read(function: str, x: Any, axis: Axes) -> tuple[PerDeviceTensor, tuple[Axis, ...], int]:
+    if not isinstance(x, PerDeviceTensor):
         raise ManualRegionError(
             f"{function} was called on a {type(x).__name__}. Collectives work on what each device "
-            "has, inside a manual region. Call enable_manual_sharding first; on a global tensor "
-            "use the ordinary op, and XLA communicates."
+            "has. Call enable_manual_sharding or to_local first; on a global tensor use the "
+            "ordinary op, and XLA communicates."
         )
     asked = axis if isinstance(axis, tuple) else (axis,)
     mesh = x.region.mesh
@@ -209,7 +213,7 @@ def _read(function: str, x: Any, axis: Axes) -> tuple[ManualTensor, tuple[Axis, 
     return x, axes, prod(mesh.size(name) for name in axes)
 
 
-def _dim(function: str, tensor: ManualTensor, dim: int, divided_by: int = 1) -> int:
+def _dim(function: str, tensor: PerDeviceTensor, dim: int, divided_by: int = 1) -> int:
     if not -tensor.ndim <= dim < tensor.ndim or tensor.shape[dim] % divided_by:
         raise ManualRegionError(
             f"{function} was called along dim={dim} of a manual tensor of local "
@@ -219,28 +223,46 @@ def _dim(function: str, tensor: ManualTensor, dim: int, divided_by: int = 1) -> 
     return dim % tensor.ndim
 
 
-def _collective(name: str, x: ManualTensor, axes: tuple[Axis, ...], **options: Any) -> ManualTensor:
-    region = x.region
-    payload = get_runtime().manual_collective(name, x._payload, region, axes, **options)
-    return ManualTensor(payload, region)
+def _collective(name: str, x: Any, axes: tuple[Axis, ...], **options: Any) -> Any:
+    return x._communicated(name, axes, options)
+
+
+def _same_over(x: Any, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """Return those of `axes` along which x is known to be equal on all members."""
+    varies = x._varies_over(axes)
+    return tuple(axis for axis in axes if axis not in varies)
+
+
+def _members(x: Any, axes: tuple[Axis, ...]) -> int:
+    return prod(x.region.mesh.size(axis) for axis in axes)
+
+
+def _summed(grad: Any, axes: tuple[Axis, ...]) -> Any:
+    """Sum a gradient over the members whose parts of it differ; equal ones are whole already."""
+    over = grad._varies_over(axes)
+    return _Sum.apply(grad, over) if over else grad
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, axes: Any) -> Any:
-        ctx.axes = axes
+        # Of n equal members each contributes the whole gradient.
+        ctx.axes, ctx.factor = axes, _members(x, _same_over(x, axes))
+        ctx.differ = frozenset(x._varies_over(axes))
         return _collective("all_reduce", x, axes, op="sum")
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return _Sum.apply(grad, ctx.axes), None
+        total = _summed(grad, ctx.axes)
+        total = total if ctx.factor == 1 else total * ctx.factor
+        return total._labelled(ctx.differ), None
 
 
 class _Extreme(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, axes: Any, op: str) -> Any:
         result = _collective("all_reduce", x, axes, op=op)
-        ctx.axes = axes
+        ctx.axes, ctx.differ = axes, x._varies_over(axes)
         ctx.save_for_backward(x, result)
         return result
 
@@ -248,8 +270,8 @@ class _Extreme(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         x, result = ctx.saved_tensors
         holds = (x == result).to(grad.dtype)
-        share = holds / psum(holds, ctx.axes)
-        return psum(grad, ctx.axes) * share, None, None
+        share = holds / psum(holds, ctx.differ) if ctx.differ else holds
+        return _summed(grad, ctx.axes) * share, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -260,18 +282,32 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return _Scatter.apply(grad, *ctx.options), None, None
+        axes, dim = ctx.options
+        if len(grad._varies_over(axes)) == len(axes):
+            return _Scatter.apply(grad, axes, dim), None, None
+        return _own_block(_summed(grad, axes), axes, dim), None, None
+
+
+def _own_block(x: Any, axes: tuple[Axis, ...], dim: int) -> Any:
+    """Return the member's block along a dim of a tensor that all members have whole."""
+    size = x.shape[dim] // _members(x, axes)
+    start = _collective("axis_index", x, axes) * size
+    return x.index_select(dim, start + torch.arange(size))
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, axes: Any, dim: int) -> Any:
         ctx.options = (axes, dim)
+        ctx.factor = _members(x, _same_over(x, axes))
+        ctx.differ = frozenset(x._varies_over(axes))
         return _collective("reduce_scatter", x, axes, dim=dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return _Gather.apply(grad, *ctx.options), None, None
+        whole = _Gather.apply(grad, *ctx.options)
+        whole: Any = whole if ctx.factor == 1 else whole * ctx.factor  # pyright: ignore
+        return whole._labelled(ctx.differ), None, None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from mesh_utils import Mesh
 from mesh_utils.mesh_input import read_mesh_shape
 from xla_dtensor.errors import ArgumentTypeError, DistributeError, MeshRankError
+from xla_dtensor.mesh_reshaping import Merged, flattened, submesh, unflattened
+from xla_dtensor.process_groups import NoGroups, refuse_group
 from xla_dtensor.runtimes.registry import get_runtime
 
 __all__ = ["DeviceMesh", "as_device_mesh", "current_mesh", "init_device_mesh", "mesh_text"]
@@ -41,7 +43,8 @@ class DeviceMesh(TorchDeviceMesh):
         ids = torch.from_numpy(np.array(mesh.device_ids, dtype=np.int32))
         super().__init__("xla", ids, mesh_dim_names=names)
         self.value = mesh
-        self._dim_group_names: list[str] = []
+        self._dim_group_names: list[str] = NoGroups(mesh)
+        self._merged: Merged = {}
         self._coordinate_on_dim = self.get_coordinate()
 
     def get_coordinate(self) -> Any:
@@ -76,7 +79,29 @@ class DeviceMesh(TorchDeviceMesh):
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
         if names == self.value.axis_names:
             return self
-        return _device_mesh(self.value[names])
+        return _device_mesh(submesh(self.value, names, self._get_root_mesh()._merged))
+
+    def _flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> Any:
+        """Merge all axes into one, of which the root mesh knows the name from then on."""
+        return _device_mesh(flattened(self.value, mesh_dim_name, self._get_root_mesh()._merged))
+
+    def _unflatten(
+        self,
+        dim: int | str,
+        mesh_sizes: Sequence[int],
+        mesh_dim_names: Sequence[str],
+        backend_override: Any = None,
+    ) -> DeviceMesh:
+        """Split one axis into several."""
+        return _device_mesh(unflattened(self.value, dim, mesh_sizes, mesh_dim_names))
+
+    def get_group(self, mesh_dim: int | str | None = None) -> NoReturn:
+        """Refused: the axes of a mesh have no process groups."""
+        refuse_group(self.value)
+
+    def get_all_groups(self) -> NoReturn:
+        """Refused, as :meth:`get_group`."""
+        refuse_group(self.value)
 
     def _get_root_mesh(self) -> DeviceMesh:
         return _device_mesh(self.value.root)
@@ -121,6 +146,7 @@ def as_device_mesh(mesh: Any) -> DeviceMesh:
         DistributeError: A DeviceMesh of another device type.
         ArgumentTypeError: Another kind of object.
     """
+    mesh = getattr(mesh, "real_obj", mesh)  # torch.compile traces with a stand-in
     if isinstance(mesh, DeviceMesh):
         return mesh
     if isinstance(mesh, Mesh):

@@ -30,46 +30,32 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from xla_dtensor import checkpoint_hooks
+from xla_dtensor import checkpoint_hooks, dynamo
+from xla_dtensor.comm_debug import module_hooks, warn_if_communication_is_counted
 from xla_dtensor.core import Layout, OpSharding, local_shape
-from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh, mesh_text
+from xla_dtensor.device_mesh import DeviceMesh, mesh_text
+from xla_dtensor.dispatch import dispatch, new_dtensor, state_of
 from xla_dtensor.dispatch_check import check_dispatch
-from xla_dtensor.errors import DistributeError, UnsupportedOpError
-from xla_dtensor.nested import leaves, map_nested
+from xla_dtensor.errors import DistributeError
+from xla_dtensor.global_state import GlobalState
+from xla_dtensor.off_mesh import is_off_mesh
 from xla_dtensor.pickling import reduce_dtensor
 from xla_dtensor.placement_checks import checked_placements
-from xla_dtensor.propagation import legal_placements, propagate
+from xla_dtensor.propagation import propagate
+from xla_dtensor.redistribution import as_plain, redistributed
+from xla_dtensor.runtimes import functional_ops
 from xla_dtensor.runtimes.base import AddressableShard
+from xla_dtensor.runtimes.dynamo_frames import runs_as_it_is
 from xla_dtensor.runtimes.registry import get_runtime
-from xla_dtensor.written import written_targets
 
-__all__ = ["DTensor", "GlobalState", "as_plain"]
+__all__ = ["DTensor", "GlobalState"]
 
 check_dispatch()
 aten = torch.ops.aten
-_MADE_LIKE = {
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.empty_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-}
 
 
-class GlobalState(DTensorSpec):
-    """What a DTensor knows beside its payload; torch reads mesh, placements and meta from it."""
-
-    mesh: DeviceMesh
-
-    @property
-    def layout(self) -> Layout:
-        """The placements as a Layout of the mesh value."""
-        return Layout.from_placements(self.placements, len(self.shape), self.mesh.value)
-
-
+@runs_as_it_is
 class DTensor(TorchDTensor):
     """A tensor distributed over a mesh. Made by :func:`xla_dtensor.distribute_tensor`."""
 
@@ -79,32 +65,25 @@ class DTensor(TorchDTensor):
     @staticmethod
     def __new__(
         cls,
+        local_tensor: torch.Tensor,
+        device_mesh: Any = None,
+        placements: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        """Make a DTensor of what each device has: :meth:`from_local` under its shortest name."""
+        return cls.from_local(local_tensor, device_mesh, placements, **options)
+
+    @classmethod
+    def _wrapping(
+        cls,
         payload: torch.Tensor,
         mesh: DeviceMesh,
         placements: tuple[Any, ...],
-        *,
         requires_grad: bool = False,
     ) -> DTensor:
         """Wrap `payload`, the runtime's tensor for the whole value."""
-        extra = get_runtime().extra_dispatch_keys
-        keys = (
-            {} if extra is None or payload.device.type != "cpu" else {"_extra_dispatch_keys": extra}
-        )
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            payload.shape,
-            strides=payload.stride(),
-            storage_offset=payload.storage_offset(),
-            dtype=payload.dtype,
-            layout=payload.layout,
-            device=payload.device,
-            requires_grad=requires_grad,
-            **keys,
-        )
-        meta = TensorMeta(payload.shape, payload.stride(), payload.dtype)
-        self._spec = GlobalState(mesh, placements, tensor_meta=meta)
-        self._local_tensor = payload
-        return self
+        state = state_of(payload, mesh, placements)
+        return new_dtensor(cls, payload, state, requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -115,25 +94,17 @@ class DTensor(TorchDTensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if len(types) > 1 and any(getattr(t, "_is_manual_tensor", False) for t in types):
+        if len(types) > 1 and any(getattr(t, "_is_per_device", False) for t in types):
             return NotImplemented  # a ManualTensor answers, and refuses
-        kwargs = kwargs or {}
-        payload_args, payload_kwargs = map_nested(_payload, (tuple(args), kwargs))
-        result = _run(func, payload_args, payload_kwargs)
-        if torch.Tag.inplace_view in func.tags and isinstance(args[0], DTensor):
-            return args[0]._reshaped_in_place(func, args, kwargs)
-        if func._schema.is_mutable:
-            return written_targets(func, args, kwargs)
-        if isinstance(result, torch.Tensor) or (isinstance(result, (list, tuple)) and result):
-            mesh = _first(args, kwargs)._spec.mesh
-            return _wrap(cls, func, result, propagate(func, args, kwargs, mesh), mesh)
-        return result
+        if module_hooks:
+            warn_if_communication_is_counted()
+        return dispatch(cls, func, args, kwargs or {})
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     def rewrapped(self, payload: torch.Tensor) -> DTensor:
         """Return a DTensor over another payload, with this one's mesh and placements."""
-        return type(self)(payload, self._spec.mesh, self._spec.placements)
+        return self.rewrapper()(payload)
 
     def _reshaped_in_place(self, func: Any, args: Sequence[Any], kwargs: Any) -> DTensor:
         """Follow the payload, whose shape ``t_``, ``squeeze_`` and the like have changed."""
@@ -142,17 +113,25 @@ class DTensor(TorchDTensor):
         overloads = [getattr(packet, overload) for overload in packet.overloads()]
         view = next(o for o in overloads if [a.name for a in o._schema.arguments] == taken)
         mesh, placements = self._spec.mesh, propagate(view, args, kwargs, self._spec.mesh)
-        changed = DTensor(self._local_tensor, mesh, placements)
+        changed = DTensor._wrapping(self._local_tensor, mesh, placements)
         torch.Tensor.data.__set__(self, changed)  # pyright: ignore
         self._spec = changed._spec
-        if not self.is_meta:
+        if get_runtime().is_payload(self._local_tensor):
             get_runtime().reshaped_in_place(self._local_tensor, self._spec.layout)
         return self
 
     def rewrapper(self) -> Callable[[torch.Tensor], DTensor]:
         """Return a function that wraps payloads as this one is, without holding this one."""
         kind, mesh, placements = type(self), self._spec.mesh, self._spec.placements
-        return lambda payload: kind(payload, mesh, placements)
+        known = self._spec.known
+
+        def rewrap(payload: torch.Tensor) -> DTensor:
+            made = kind._wrapping(payload, mesh, placements)
+            if known:
+                made._spec = state_of(payload, mesh, placements, known)
+            return made
+
+        return rewrap
 
     # ------------------------------------------------------------------ what it is
 
@@ -163,8 +142,34 @@ class DTensor(TorchDTensor):
 
     @property
     def mesh_layout(self) -> Layout:
-        """The placements as a :class:`xla_dtensor.Layout`; ``layout`` is torch's, strided."""
+        """The placements as a :class:`xla_dtensor.Layout`.
+
+        HyperParallel's ``layout``; under that name a torch tensor has torch.strided.
+        """
         return self._spec.layout
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """The shape of the first reachable device's shard, by PyTorch's rule for uneven ones."""
+        return torch.Size(self._local_shape())
+
+    def is_partial(self) -> bool:
+        """Tell whether a placement is Partial: on an axis, a reduction is pending."""
+        return any(placement.is_partial() for placement in self._spec.placements)
+
+    def reduce_partial(self) -> DTensor:
+        """Return the tensor with Replicate in place of each Partial; itself if it has none.
+
+        Example:
+            >>> import torch, xla_dtensor as xd
+            >>> from torch.distributed.tensor import Partial, Shard
+            >>> mesh = xd.init_device_mesh("xla", (8,))
+            >>> total = xd.distribute_tensor(torch.ones(16, 2), mesh, [Shard(0)]).sum(0)
+            >>> total.is_partial(), total.reduce_partial().is_partial()
+            (True, False)
+        """
+        kept = [Replicate() if p.is_partial() else p for p in self._spec.placements]
+        return self.redistribute(placements=kept) if self.is_partial() else self
 
     def xla_sharding(self) -> OpSharding:
         """Return how the tensor really lies, read from the runtime, relative to its root mesh.
@@ -180,7 +185,8 @@ class DTensor(TorchDTensor):
 
     def addressable_shards(self) -> tuple[AddressableShard, ...]:
         """Return this process's shards, ordered by device id."""
-        return get_runtime().addressable_shards(self._local_tensor)
+        off_mesh = is_off_mesh(self._spec.mesh)
+        return () if off_mesh else get_runtime().addressable_shards(self._local_tensor)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -225,19 +231,9 @@ class DTensor(TorchDTensor):
             A new DTensor. The gradient comes back with this tensor's placements.
 
         Raises:
-            DistributeError: Wrong placements.
+            DistributeError: Wrong placements. A RuntimeError too, where there are none, or Partial.
         """
-        mesh = self._spec.mesh if device_mesh is None else as_device_mesh(device_mesh)
-        if placements is None:
-            raise DistributeError(
-                "redistribute was called without placements. There is nothing to move to. Pass "
-                f"placements with one entry per axis of the mesh {mesh_text(mesh.value)}."
-            )
-        checked = checked_placements("redistribute", placements, mesh, self.ndim, partial=False)
-        source = self if forward_dtype is None else self.to(forward_dtype)
-        return _Redistribute.apply(  # pyright: ignore[reportReturnType]
-            source, mesh, checked, backward_dtype
-        )
+        return redistributed(self, device_mesh, placements, forward_dtype, backward_dtype)
 
     def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
         """Return the whole value as a plain tensor of the runtime, replicated on every device.
@@ -259,27 +255,73 @@ class DTensor(TorchDTensor):
         return as_plain(whole, for_grad)
 
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
-        """Refused: see the message."""
-        raise UnsupportedOpError(
-            f"to_local() was called on {self!r}. One process holds many devices here, so there is "
-            "no one local tensor. Use addressable_shards() for this process's shards, or "
-            "full_tensor() for the whole value."
+        """Return the local tensor, as a :class:`~xla_dtensor.LocalView` of all devices' shards.
+
+        Args:
+            grad_placements: How the gradient of the result lies; as this tensor does when None.
+
+        Returns:
+            The view, of the first device's local shape. It shares memory with this tensor, unless
+            a gradient is recorded.
+
+        Raises:
+            DistributeError: Wrong placements.
+
+        Example:
+            >>> import torch, xla_dtensor as xd
+            >>> from torch.distributed.tensor import Shard
+            >>> mesh = xd.init_device_mesh("xla", (8,))
+            >>> xd.distribute_tensor(torch.arange(16), mesh, [Shard(0)]).to_local().tolist()
+            [0, 1]
+        """
+        from xla_dtensor.local_crossing import to_view
+
+        mesh = self._spec.mesh
+        checked = grad_placements and checked_placements(
+            "to_local", grad_placements, mesh, self.ndim, partial=True
         )
+        return to_view(self, checked)
 
     @staticmethod
     def from_local(
-        local_tensor: torch.Tensor, device_mesh: Any = None, placements: Any = None, **_: Any
+        local_tensor: torch.Tensor,
+        device_mesh: Any = None,
+        placements: Sequence[Any] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        same_on_every_device: bool = False,
     ) -> DTensor:
-        """Refused: see the message."""
-        raise UnsupportedOpError(
-            f"from_local was called with a tensor of shape={tuple(local_tensor.shape)}. One "
-            "process holds many devices here, and one local tensor does not say what the others "
-            "hold. Pass the global tensor to distribute_tensor."
+        """Make a DTensor of what each device has.
+
+        Args:
+            local_tensor: A LocalView; or a plain tensor, which is the same on every device.
+            device_mesh: The mesh; that of the open ``with mesh:`` block when None.
+            placements: One per mesh axis, Partial too; None replicates.
+            run_check: Along Replicate axes, take the first device's values, where the devices may
+                have different ones. Without it, that raises.
+            shape: The global shape, where it is not what equal shards make up.
+            stride: Goes with `shape`; XLA lays memory out by itself.
+            same_on_every_device: Let a plain tensor stand for equal shards, or equal parts.
+
+        Returns:
+            The DTensor. Its gradient goes back to `local_tensor`.
+
+        Raises:
+            DistributeError: Wrong mesh, placements or shape; or a plain tensor for several devices.
+            LocalViewError: A view that does not fit mesh, placements and shape.
+        """
+        from xla_dtensor.local_building import make_from_local
+
+        return make_from_local(
+            local_tensor, device_mesh, placements, run_check, shape, stride, same_on_every_device
         )
 
     def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
         """Return the whole value as a plain CPU tensor. All processes have to call this alike."""
-        return get_runtime().to_host(self.full_tensor().detach())
+        whole = self.full_tensor().detach()
+        return whole if is_off_mesh(self._spec.mesh) else get_runtime().to_host(whole)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the whole value as a NumPy array."""
@@ -310,7 +352,7 @@ class DTensor(TorchDTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) not in memo:
             with torch.no_grad():
-                payload = _constrained(self._local_tensor, self._spec.layout)
+                payload = functional_ops.constrain(self._local_tensor, self._spec.span_layout)
             memo[id(self)] = copied = self.rewrapped(payload)
             copied.requires_grad_(self.requires_grad)
             if getattr(self, "_is_param", False):
@@ -320,6 +362,19 @@ class DTensor(TorchDTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_dtensor(self)
 
+    def __tensor_flatten__(self) -> Any:
+        return dynamo.flatten(self)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, state: Any, size: Any, stride: Any) -> DTensor:
+        return dynamo.unflatten(DTensor, inner, state)
+
+    def __coerce_tangent_metadata__(self) -> Any:
+        return dynamo.coerced_tangent(self)
+
+    def __coerce_same_metadata_as_tangent__(self, state: Any, expected_type: Any = None) -> Any:
+        return dynamo.coerced_tangent(self, state, expected_type)
+
     def __create_write_items__(self, fqn: str, object: Any) -> Any:
         return checkpoint_hooks.create_write_items(fqn, self)
 
@@ -328,82 +383,3 @@ class DTensor(TorchDTensor):
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return checkpoint_hooks.get_tensor_shard(self, index)
-
-
-def _constrained(payload: torch.Tensor, layout: Layout) -> torch.Tensor:
-    return payload.clone() if payload.is_meta else get_runtime().constrain(payload, layout)
-
-
-def _payload(value: Any) -> Any:
-    return value._local_tensor if isinstance(value, DTensor) else value
-
-
-def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    runtime = get_runtime()
-    given = leaves((args, kwargs))
-    if any(isinstance(leaf, torch.Tensor) and runtime.is_payload(leaf) for leaf in given):
-        return runtime.run_op(func, args, kwargs)
-    return func(*args, **kwargs)
-
-
-def _first(args: Any, kwargs: Any) -> DTensor:
-    return next(v for v in leaves((args, kwargs)) if isinstance(v, DTensor))
-
-
-def _wrap(cls: type[DTensor], func: Any, result: Any, placements: Any, mesh: DeviceMesh) -> Any:
-    if isinstance(result, (list, tuple)):
-        each = placements if isinstance(placements, list) else [placements] * len(result)
-        each = each if len(each) == len(result) else [each[0]] * len(result)
-        # Not type(result): some are named tuples, which the dispatcher makes from any sequence.
-        wrapped = [_wrap(cls, func, r, p, mesh) for r, p in zip(result, each, strict=True)]
-        return wrapped if isinstance(result, list) else tuple(wrapped)
-    if not isinstance(result, torch.Tensor):
-        return result
-    labels = legal_placements(placements, result.ndim, mesh)
-    if func in _MADE_LIKE and not result.is_meta:
-        layout = Layout.from_placements(labels, result.ndim, mesh.value)
-        result = get_runtime().constrain(result, layout)
-    return cls(result, mesh, labels)
-
-
-class _Redistribute(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, source: DTensor, mesh: DeviceMesh, placements: Any, dtype: Any
-    ) -> DTensor:
-        ctx.source = (source._spec.mesh, source._spec.placements)
-        ctx.dtype = dtype
-        layout = Layout.from_placements(placements, source.ndim, mesh.value)
-        return DTensor(_constrained(source._local_tensor, layout), mesh, placements)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        mesh, placements = ctx.source
-        # A gradient has a value, so what was pending in the forward is whole in the backward.
-        target = tuple(Replicate() if p.is_partial() else p for p in placements)
-        grad = grad if ctx.dtype is None else grad.to(ctx.dtype)
-        return grad.redistribute(mesh, target), None, None, None
-
-
-def as_plain(tensor: DTensor, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
-    """Return the runtime's plain tensor for the whole value, lying as it does; no data moves.
-
-    Args:
-        tensor: The DTensor. Gradients of the result come back to it.
-        grad_placements: How these are to lie; as `tensor` is labelled when None.
-    """
-    placements = tensor._spec.placements if grad_placements is None else grad_placements
-    placements = tuple(Replicate() if p.is_partial() else p for p in placements)
-    return _ToPlain.apply(tensor, placements)  # pyright: ignore[reportReturnType]
-
-
-class _ToPlain(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, source: DTensor, grad_placements: Any) -> torch.Tensor:
-        ctx.mesh, ctx.placements = source._spec.mesh, grad_placements
-        return get_runtime().to_plain(source._local_tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        layout = Layout.from_placements(ctx.placements, grad.ndim, ctx.mesh.value)
-        return DTensor(_constrained(grad, layout), ctx.mesh, ctx.placements), None

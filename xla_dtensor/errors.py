@@ -12,11 +12,17 @@ __all__ = [
     "ArgumentTypeError",
     "CompileError",
     "DistributeError",
+    "LocalViewError",
     "ManualRegionError",
     "MeshRankError",
+    "MixedTensorsError",
+    "ProcessGroupError",
+    "RedistributeError",
+    "RngStateError",
     "RuntimeSetupError",
     "ShardingDroppedError",
     "UnsupportedOpError",
+    "WriteError",
     "XlaDTensorError",
 ]
 
@@ -33,6 +39,10 @@ class DistributeError(XlaDTensorError, ValueError):
     """Wrong arguments to distribute_tensor, distribute_module, redistribute or a mesh."""
 
 
+class RedistributeError(DistributeError, RuntimeError):
+    """Wrong target of a redistribute. A RuntimeError too, which is what torch raises."""
+
+
 class AlreadyAnnotatedError(DistributeError, RuntimeError):
     """A tensor was told two ways to lie. A RuntimeError too, which is what torch_xla raises."""
 
@@ -43,6 +53,26 @@ class ArgumentTypeError(XlaDTensorError, TypeError):
 
 class MeshRankError(XlaDTensorError, RuntimeError):
     """A process was asked for its one place in a mesh, and has none or several."""
+
+
+class MixedTensorsError(XlaDTensorError, RuntimeError):
+    """A plain tensor met a DTensor where ``implicit_replication(False)`` forbids it."""
+
+
+class ProcessGroupError(XlaDTensorError, RuntimeError):
+    """A process group was asked for where XLA makes the communication, and there is none."""
+
+
+class RngStateError(XlaDTensorError, ValueError):
+    """A named random state is unknown, or would be added twice."""
+
+
+class WriteError(XlaDTensorError, RuntimeError):
+    """An in-place op or an op with out= has a result that its destination cannot hold."""
+
+
+class LocalViewError(XlaDTensorError, RuntimeError):
+    """A local view was mixed with a global tensor, or holds several values where one is needed."""
 
 
 class ManualRegionError(XlaDTensorError, RuntimeError):

@@ -161,7 +161,7 @@ def _made(
     checked = checked_placements(function, placements, mesh, len(shape), partial=False)
     lies = Layout.from_placements(checked, len(shape), mesh.value)
     payload = get_runtime().make(fill, shape, dtype, lies)
-    return DTensor(payload, mesh, checked, requires_grad=requires_grad)
+    return DTensor._wrapping(payload, mesh, checked, requires_grad=requires_grad)
 
 
 def _by_position(size: tuple[Any, ...], mesh: Any, placements: Any) -> tuple[Any, Any, Any]:

@@ -29,10 +29,11 @@ from mesh_utils import Axis, Mesh
 from xla_dtensor.collectives import psum
 from xla_dtensor.core import Layout, LayoutError, ManualRegion
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh, mesh_text
-from xla_dtensor.dtensor import DTensor, as_plain
+from xla_dtensor.dtensor import DTensor
 from xla_dtensor.errors import ArgumentTypeError, ManualRegionError
 from xla_dtensor.manual_tensor import ManualTensor
 from xla_dtensor.placement_checks import torch_placements
+from xla_dtensor.redistribution import as_plain
 from xla_dtensor.runtimes.registry import get_runtime
 
 __all__ = ["enter_region", "leave_region"]
@@ -157,7 +158,7 @@ def _on_devices(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
         )
     device_mesh = as_device_mesh(mesh)
     whole = Layout.replicated(mesh, tensor.ndim)
-    return DTensor(runtime.put(tensor, whole), device_mesh, torch_placements(whole))
+    return DTensor._wrapping(runtime.put(tensor, whole), device_mesh, torch_placements(whole))
 
 
 def _payload(tensor: Any) -> torch.Tensor:
@@ -187,7 +188,7 @@ class _Leave(torch.autograd.Function):
     ) -> Any:
         ctx.border, ctx.share = (layout, region), share
         payload = get_runtime().leave_manual(tensor._payload, layout, region)
-        return DTensor(payload, as_device_mesh(region.mesh), torch_placements(layout))
+        return DTensor._wrapping(payload, as_device_mesh(region.mesh), torch_placements(layout))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

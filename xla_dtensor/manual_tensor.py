@@ -21,14 +21,16 @@ wraps its payload.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
+from mesh_utils import Axis
 from xla_dtensor.core import ManualRegion
 from xla_dtensor.device_mesh import mesh_text
 from xla_dtensor.errors import ManualRegionError
 from xla_dtensor.nested import leaves, map_nested
+from xla_dtensor.per_device import PerDeviceTensor
 from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.written import written_targets
 
@@ -38,39 +40,15 @@ aten = torch.ops.aten
 _READS = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default})
 
 
-class ManualTensor(torch.Tensor):
+class ManualTensor(PerDeviceTensor):
     """One device's tile, on every device at once. Made by ``enable_manual_sharding``."""
-
-    # Seen by the runtimes, which cannot import this class.
-    _is_manual_tensor = True
-
-    _payload: torch.Tensor
-    _region: ManualRegion
 
     @staticmethod
     def __new__(
         cls, payload: torch.Tensor, region: ManualRegion, *, requires_grad: bool = False
     ) -> ManualTensor:
         """Wrap `payload`, the runtime's manual payload, of the tile's shape."""
-        extra = get_runtime().extra_dispatch_keys
-        keys = {} if extra is None else {"_extra_dispatch_keys": extra}
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            payload.shape,
-            strides=payload.stride(),
-            storage_offset=payload.storage_offset(),
-            dtype=payload.dtype,
-            device=payload.device,
-            requires_grad=requires_grad,
-            **keys,
-        )
-        self._payload = payload
-        self._region = region
-        return self
-
-    if TYPE_CHECKING:
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+        return cls._wrapping(payload, region, requires_grad)
 
     @classmethod
     def __torch_dispatch__(
@@ -83,7 +61,7 @@ class ManualTensor(torch.Tensor):
         payload_args, payload_kwargs = map_nested(_payload, (tuple(args), kwargs))
         result = get_runtime().run_manual_op(func, payload_args, payload_kwargs)
         if torch.Tag.inplace_view in func.tags:
-            return _reshaped(args[0])
+            return args[0]._reshaped_in_place()
         if func._schema.is_mutable:
             return written_targets(func, args, kwargs)
         return map_nested(lambda v: _wrapped(v, region), result)
@@ -91,14 +69,15 @@ class ManualTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @property
-    def region(self) -> ManualRegion:
-        """The mesh axes along which the tensor is per device."""
-        return self._region
-
-    @property
     def global_tensor(self) -> ManualTensor:
         """The tensor itself, for scripts that unwrap what torch_xla returns."""
         return self
+
+    def _communicated(self, name: str, axes: tuple[Axis, ...], options: Any) -> ManualTensor:
+        runtime = get_runtime()
+        return self._like(
+            runtime.manual_collective(name, self._payload, self._region, axes, **options)
+        )
 
     def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
         """Refused: see the message."""
@@ -183,10 +162,3 @@ def _leaves_device(func: Any, kwargs: Any) -> bool:
         return False
     # The JAX runtime's tensors report "cpu"; there, .cpu() is caught as a method.
     return torch.device(device).type == "cpu" and get_runtime().extra_dispatch_keys is None
-
-
-def _reshaped(tensor: ManualTensor) -> ManualTensor:
-    """Follow the payload, whose shape ``t_``, ``squeeze_`` and the like have changed."""
-    changed = ManualTensor(tensor._payload, tensor._region)
-    torch.Tensor.data.__set__(tensor, changed)  # pyright: ignore
-    return tensor

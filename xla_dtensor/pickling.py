@@ -49,7 +49,7 @@ def load_dtensor(record: dict[str, Any]) -> DTensor:
     value: torch.Tensor = record["value"]
     layout = Layout.from_placements(placements, value.ndim, mesh.value)
     payload = value if value.is_meta else get_runtime().put(value, layout)
-    tensor = DTensor(payload, mesh, placements, requires_grad=record["requires_grad"])
+    tensor = DTensor._wrapping(payload, mesh, placements, requires_grad=record["requires_grad"])
     if record["is_parameter"]:
         return torch.nn.Parameter(tensor, record["requires_grad"])  # pyright: ignore
     return tensor

@@ -20,14 +20,16 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from torch.distributed.tensor import DTensor as TorchDTensor
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mesh_utils import Mesh
 from xla_dtensor.core import Layout, LayoutError
-from xla_dtensor.device_mesh import DeviceMesh
+from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh
+from xla_dtensor.known_axes import Known, known_placements, placements_on
 from xla_dtensor.nested import leaves, map_nested
 from xla_dtensor.strided_labels import with_strides
 from xla_dtensor.whole_op_labels import WHOLE_OP_LABELS
@@ -63,7 +65,7 @@ def propagate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: D
         One tuple of placements for all outputs, or a list with one (or None) per output.
     """
     if func in _SAME_AS_FIRST:
-        return args[0]._spec.placements
+        return _placements(args[0], mesh)
     described_args, described_kwargs = map_nested(
         lambda v: _describe(v, mesh), (tuple(args), dict(kwargs))
     )
@@ -79,6 +81,46 @@ def propagate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: D
     return _cache[key]
 
 
+def known_of_results(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    given: Sequence[Known],
+    span: Mesh,
+    result: Any,
+) -> list[Known]:
+    """Return what is known of each result of an op on LocalViews, besides what is in their region.
+
+    Args:
+        func: An ``OpOverload``.
+        args: Its arguments, LocalViews in place.
+        kwargs: Its keyword arguments.
+        given: What is known of each view.
+        span: The mesh over all devices.
+        result: A tensor or a sequence of results.
+    """
+    named = {axis for known in given for axis, _ in known}
+    mesh = as_device_mesh(span[tuple(axis for axis in span.axis_names if axis in named)])
+    several = not isinstance(result, torch.Tensor)
+    placements = propagate(func, args, kwargs, mesh)
+    results = list(result) if several else [result]
+    each = placements if isinstance(placements, list) else [placements] * len(results)
+    each = each if len(each) == len(results) else [each[0]] * len(results)
+    found: list[Known] = []
+    for answer, one in zip(each, results, strict=True):
+        ndim = one.ndim if isinstance(one, torch.Tensor) else 0
+        legal = legal_placements(answer, ndim, mesh)
+        pairs = zip(mesh.value.axis_names, legal, strict=True)
+        found.append(tuple((axis, p.dim) for axis, p in pairs if type(p) is Shard))
+    return found
+
+
+def _placements(value: torch.Tensor, mesh: DeviceMesh) -> Placements:
+    if isinstance(value, TorchDTensor):
+        return placements_on(value._spec, mesh)  # pyright: ignore[reportArgumentType]
+    return known_placements(getattr(value, "_known", ()), mesh)
+
+
 class _Described(tuple):
     """(placements, shape, stride, dtype) of one DTensor argument."""
 
@@ -87,12 +129,10 @@ class _Described(tuple):
 
 def _describe(value: Any, mesh: DeviceMesh) -> Any:
     if isinstance(value, TorchDTensor):
-        placements = value._spec.placements
-        if value._spec.mesh != mesh:
-            placements = (Replicate(),) * mesh.ndim
+        placements = _placements(value, mesh)
         return _Described((placements, value.shape, value.stride(), value.dtype))
     if isinstance(value, torch.Tensor):
-        placements = (Replicate(),) * mesh.ndim
+        placements = _placements(value, mesh)
         return _Described((placements, value.shape, value.stride(), value.dtype))
     if isinstance(value, torch.SymFloat):
         return 0.5
@@ -121,7 +161,9 @@ def _ask(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     # The propagator raises half a dozen types for ops and shapes that it has no rule for. A label
     # is never needed for a right value, so none of them may stop the program.
     try:
-        return _from_propagator(func, args, kwargs, mesh)
+        # torch.compile may be tracing; the question is answered outside of its graph.
+        with _disable_current_modes():
+            return _from_propagator(func, args, kwargs, mesh)
     except NotImplementedError as error:
         _log_once(func, error)
         return replicated
@@ -143,7 +185,8 @@ def _axis_by_axis(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh, error: Ex
 
         alone_args, alone_kwargs = map_nested(only, (args, kwargs))
         try:
-            answers.append(_from_propagator(func, alone_args, alone_kwargs, mesh))
+            with _disable_current_modes():
+                answers.append(_from_propagator(func, alone_args, alone_kwargs, mesh))
         except Exception:
             answers.append(None)
     given = next((a for a in answers if a is not None), None)

@@ -56,11 +56,14 @@ def test_translate_without_torch_xla(tmp_path: Path) -> None:
     assert not any("torch_xla" in row["microseconds"] for row in stored["rows"])
 
 
-def test_op_overhead(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_dispatch(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     runtime = str(pytestconfig.getoption("--runtime"))
-    printed, stored = run("op_overhead", tmp_path, "--runtimes", runtime, "--calls", "2")
-    assert all(f"{runtime:<10}{op}" in printed for op in ("add", "linear", "view"))
-    assert [row["op"] for row in stored["rows"]] == ["add", "linear", "view"]
+    printed, stored = run("dispatch", tmp_path, "--runtimes", runtime, "--calls", "2")
+    ops = ["add", "mul", "linear", "view", "softmax", "add_", "foreach_add"]
+    assert all(f"{runtime:<10}{op} " in printed for op in ops)
+    assert "over the bare tensor: met by" in printed
+    assert [row["op"] for row in stored["rows"]] == ops
+    assert not any(row["failed"] for row in stored["rows"])
     assert all({"DTensor", "bare"} <= set(row["microseconds"]) for row in stored["rows"])
 
 

@@ -161,7 +161,7 @@ def test_two_processes_offer_what_they_reach_and_each_shard_is_kept_once(
 def test_a_label_without_xla_sharding(mesh: xd.DeviceMesh) -> None:
     # Every second block of two rows: PyTorch can say it, XLA has no such tiles.
     payload = put(torch.arange(8.0), mesh, [R, S(0)])._local_tensor
-    x = xd.DTensor(payload, mesh, (_StridedShard(0, split_factor=2), R))
+    x = xd.DTensor._wrapping(payload, mesh, (_StridedShard(0, split_factor=2), R))
     before = x.xla_sharding()
     assert [tuple(chunk.sizes) for chunk in cast("Any", x).__create_chunk_list__()] == [(8,)]
     buffer_of(x, 0)[3] = 30

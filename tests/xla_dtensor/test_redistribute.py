@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from typing import Any, cast
 
 import pytest
@@ -11,7 +13,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import xla_dtensor as xd
-from xla_dtensor.errors import DistributeError
+from xla_dtensor.errors import DistributeError, RedistributeError
+from xla_dtensor.redistribution import as_plain
 
 R = Replicate()
 LAYOUTS = [
@@ -146,8 +149,90 @@ def test_async_op_is_accepted(mesh: xd.DeviceMesh) -> None:
 @pytest.mark.parametrize("target", [[Partial(), R], [R, Partial("max")]], ids=str)
 def test_partial_is_refused(mesh: xd.DeviceMesh, target: Any) -> None:
     d = xd.distribute_tensor(torch.ones(8), mesh, [Shard(0), R])
-    with pytest.raises(DistributeError, match=r"^redistribute was called with Partial\("):
+    with pytest.raises(RedistributeError, match=r"^redistribute was called with Partial\("):
         d.redistribute(placements=target)
+    with pytest.raises(RuntimeError):  # as in torch
+        d.redistribute(placements=target)
+
+
+def test_placements_are_needed(mesh: xd.DeviceMesh) -> None:
+    d = xd.distribute_tensor(torch.ones(8), mesh, [Shard(0), R])
+    with pytest.raises(RuntimeError, match="without placements"):
+        d.redistribute()
+
+
+MESHES = {1: (8,), 2: (2, 4), 3: (2, 2, 2)}
+KINDS = (R, Shard(0), Shard(1))
+PAIRS = [
+    (ndim, source, target)
+    for ndim in MESHES
+    for source in itertools.product(KINDS, repeat=ndim)
+    for target in itertools.product(KINDS, repeat=ndim)
+]
+
+
+SHORT, LONG = PAIRS[:90] + PAIRS[90::17], [p for p in PAIRS[90:] if p not in PAIRS[90::17]]
+
+
+@pytest.mark.parametrize("pairs", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)])
+def test_every_pair_of_placements(mesh: xd.DeviceMesh, pairs: Any) -> None:
+    x = torch.arange(64.0).reshape(8, 8)
+    for ndim, source, target in pairs:
+        on = xd.init_device_mesh("xla", MESHES[ndim])
+        d = xd.distribute_tensor(x, on, list(source))
+        moved = d.redistribute(placements=list(target))
+        assert moved.placements == target
+        assert moved.xla_sharding() == moved.mesh_layout.op_sharding(mesh.value)
+        assert all(torch.equal(s.data, x[s.index]) for s in moved.addressable_shards())
+
+
+def test_dtypes_of_value_and_gradient(mesh: xd.DeviceMesh) -> None:
+    p = parameter(xd.distribute_tensor(torch.randn(8), mesh, [Shard(0), R]))
+    moved = p.redistribute(
+        placements=[R, R], forward_dtype=torch.bfloat16, backward_dtype=torch.float32
+    )
+    assert moved.dtype == torch.bfloat16
+    moved.sum().backward()
+    assert p.grad.dtype == torch.float32
+    assert p.grad.placements == (Shard(0), R)
+
+
+class TestOnASubmesh:
+    """What is known of the axes that are not spoken of is kept."""
+
+    def test_rows_stay_sharded_over_the_other_axis(self, mesh: xd.DeviceMesh) -> None:
+        x = torch.randn(8, 16)
+        d = xd.distribute_tensor(x, mesh, [Shard(0), Shard(1)])
+        moved = d.redistribute(mesh["tp"], [R])
+        assert moved.placements == (R,)
+        assert str(moved.xla_sharding()) == "{devices=[2,1,4]<=[8] last_tile_dim_replicate}"
+        doubled: Any = moved * 2
+        again = doubled.redistribute(placements=[Shard(1)])
+        assert str(again.xla_sharding()) == "{devices=[2,4]<=[8]}"
+        assert torch.equal(again.cpu(), x * 2)
+
+    def test_of_a_batch_from_an_op_between_submeshes(self, mesh: xd.DeviceMesh) -> None:
+        w = xd.distribute_tensor(torch.randn(16, 16), mesh["tp"], [Shard(0)])
+        x = xd.distribute_tensor(torch.randn(8, 16), mesh["dp"], [Shard(0)])
+        y: Any = torch.mm(x.redistribute(mesh["tp"], [R]), w.t())
+        assert (y.placements, y.device_mesh) == ((Shard(1),), mesh["tp"])
+        assert str(y.redistribute(placements=[R]).xla_sharding()) == (
+            "{devices=[2,1,4]<=[8] last_tile_dim_replicate}"
+        )
+
+    def test_in_a_program(self, mesh: xd.DeviceMesh) -> None:
+        x = xd.distribute_tensor(torch.randn(8, 16), mesh, [Shard(0), R])
+        w = xd.distribute_tensor(torch.randn(16, 16), mesh["tp"], [Shard(0)])
+
+        @xd.compile
+        def step(x: Any) -> Any:
+            return (x.redistribute(mesh["tp"], [R]) @ w.t()).redistribute(placements=[R])
+
+        y = step(x)
+        torch.testing.assert_close(y.cpu(), x.cpu() @ w.cpu().t())
+        assert str(y.xla_sharding()) == "{devices=[2,1,4]<=[8] last_tile_dim_replicate}"
+        # The weight is gathered along tp, or the result; the batch of 8 rows is not.
+        assert re.findall(r"= f32\[(\d+),16\]\S* all-gather", step.hlo()) in (["16"], ["4"])
 
 
 @pytest.mark.parametrize("placements", [[R, R], [Shard(0), Shard(0)], [R, Shard(1)]], ids=str)
@@ -188,10 +273,19 @@ def test_full_tensor_in_the_middle_of_a_graph(mesh: xd.DeviceMesh) -> None:
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad.cpu(), plain_weight.grad)
 
+    def test_through_local_views(self, mesh: xd.DeviceMesh) -> None:
+        x = xd.distribute_tensor(torch.randn(8, 4, 16), mesh, [Shard(0), Shard(2)])
+        on_tp: Any = x.redistribute(mesh["tp"], [Shard(2)])
+        view = on_tp.to_local().transpose(1, 2).contiguous().relu()
+        back: Any = xd.DTensor.from_local(view, mesh["tp"], [Shard(1)])
+        assert str(back.xla_sharding()) == "{devices=[2,4,1]<=[8]}"
+        gathered = back.redistribute(placements=[R])
+        assert str(gathered.xla_sharding()) == "{devices=[2,1,1,4]<=[8] last_tile_dim_replicate}"
+        assert torch.equal(gathered.cpu(), x.cpu().transpose(1, 2).relu())
 
-def test_local_tensors_are_refused_with_the_way_out(mesh: xd.DeviceMesh) -> None:
-    d = xd.distribute_tensor(torch.ones(8), mesh, [Shard(0), R])
-    with pytest.raises(NotImplementedError, match=r"Use addressable_shards\(\)"):
-        d.to_local()
-    with pytest.raises(NotImplementedError, match="Pass the global tensor to distribute_tensor"):
-        xd.DTensor.from_local(torch.ones(4), mesh, [Shard(0), R])
+    def test_of_a_plain_batch(self, mesh: xd.DeviceMesh) -> None:
+        batch = xd.distribute_tensor(torch.randn(8, 16), mesh, [Shard(0), R])
+        plain = as_plain(batch)
+        d: Any = xd.DTensor.from_local(plain, mesh["tp"], [R])
+        moved = d.redistribute(placements=[Shard(1)])
+        assert str(moved.xla_sharding()) == "{devices=[2,4]<=[8]}"

@@ -235,6 +235,10 @@ class Layout:
         used = {entry_axis(entry) for entries in self.dims for entry in entries}
         return tuple(axis for axis in self.mesh.axis_names if axis in used)
 
+    def is_partial(self) -> bool:
+        """Whether a reduction is still to be made."""
+        return bool(self.partial)
+
     @property
     def alias_placements(self) -> tuple[AliasEntry, ...]:
         """Per tensor dim "None", an axis, or a tuple of axes.

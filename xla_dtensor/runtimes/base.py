@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -74,6 +75,9 @@ class Runtime(ABC):
     # Keys that every DTensor of this runtime must carry beside those of its device, so that whole
     # ops reach the runtime (see runtimes/README.md). None where the device has its own.
     extra_dispatch_keys: ClassVar[Any] = None
+
+    # The device that payloads report.
+    torch_device: ClassVar[torch.device] = torch.device("cpu")
 
     # ------------------------------------------------------------------ devices
 
@@ -152,6 +156,13 @@ class Runtime(ABC):
     def annotate(self, payload: torch.Tensor, layout: Layout) -> None:
         """Tell XLA how `payload` is to lie, in place: same tensor, same values, no new op."""
         raise _missing(self, "annotations in place")
+
+    def annotate_view(self, view: torch.Tensor, layout: Layout) -> None:
+        """Tell XLA how `view`, which may share its values with a base, is to lie.
+
+        Unlike `annotate` it says nothing of the base, and is not remembered.
+        """
+        self.annotate(view, layout)
 
     def annotation(self, payload: torch.Tensor) -> OpSharding | None:
         """Return what `payload` was told, relative to the root; None when it was told nothing."""
@@ -234,6 +245,50 @@ class Runtime(ABC):
         """
         raise _missing(self, "manual regions")
 
+    def value_token(self, payload: torch.Tensor) -> object | None:
+        """Return an object that is another one once `payload` has been written to.
+
+        None where the runtime cannot tell, and only torch's version counter does. A trace in
+        progress hears that it depends on the value.
+        """
+        return None
+
+    # ------------------------------------------------------------------ local views
+
+    # A local payload is like a manual payload, but may be read, and may be computed before it
+    # leaves its region. The same thing where manual payloads can do that.
+
+    def enter_local(
+        self, payload: torch.Tensor, layout: Layout, region: ManualRegion
+    ) -> torch.Tensor:
+        """Return each device's shard of `payload` as one local payload; see `enter_manual`."""
+        return self.enter_manual(payload, layout, region)
+
+    def leave_local(
+        self, local: torch.Tensor, layout: Layout, region: ManualRegion
+    ) -> torch.Tensor:
+        """Return the payload whose shards under `layout` are `local`; see `leave_manual`."""
+        return self.leave_manual(local, layout, region)
+
+    def run_local_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run one aten op on every device's own tensor, with no communication.
+
+        Tensors among the arguments are local payloads of one region, or host tensors, which every
+        device sees alike. Tensors among the results are local payloads.
+        """
+        return self.run_manual_op(func, args, kwargs)
+
+    def local_collective(
+        self,
+        name: str,
+        local: torch.Tensor,
+        region: ManualRegion,
+        axes: tuple[Axis, ...],
+        **options: Any,
+    ) -> torch.Tensor:
+        """Run a collective on a local payload; names and options as for `manual_collective`."""
+        return self.manual_collective(name, local, region, axes, **options)
+
     def native_sharding(self, sharding: OpSharding) -> Any:
         """Return an OpSharding as the object that the runtime's own functions take."""
         return sharding
@@ -264,17 +319,50 @@ class Runtime(ABC):
     def run_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run one aten op on payloads, below autograd."""
 
+    def runs_itself(self, func: Any) -> bool:
+        """Tell whether an aten op has to reach :meth:`run_op` from a graph of torch.compile, too.
+
+        Such are ops that torch would take apart, and ops that it would have the device get wrong.
+        """
+        return False
+
     @abstractmethod
     def compile(self, step: Callable[..., Any]) -> CompiledStep:
         """Return `step` as one XLA program, see :func:`xla_dtensor.compile`."""
 
     @abstractmethod
-    def manual_seed(self, seed: int) -> None:
-        """Seed the device's random number generator."""
-
-    @abstractmethod
     def synchronize(self) -> None:
         """Wait until all work handed to the devices is done."""
+
+    # ------------------------------------------------------------------ random numbers
+
+    # One generator per process draws for all its devices: a draw is one of the global tensor,
+    # with the same values however that lies. Other generators may stand beside it; they are
+    # objects of the runtime's own, and None stands for the one in use.
+
+    @abstractmethod
+    def manual_seed(self, seed: int) -> None:
+        """Seed the generator in use. torch.manual_seed has to come here as well."""
+
+    def get_rng_state(self, rng: Any = None) -> torch.Tensor:
+        """Return a generator's state: a uint8 tensor of shape (8,) that only the runtime reads."""
+        raise _missing(self, "the state of its random number generator")
+
+    def set_rng_state(self, state: torch.Tensor, rng: Any = None) -> None:
+        """Put a generator into a state that `get_rng_state` returned: it draws the same again."""
+        raise _missing(self, "the state of its random number generator")
+
+    def new_rng(self, seed: int) -> Any:
+        """Return a generator beside the one in use."""
+        raise _missing(self, "several random number generators")
+
+    def using_rng(self, rng: Any) -> AbstractContextManager[None]:
+        """Let draws inside, in a compiled step too, take from `rng`; it is where they left it."""
+        raise _missing(self, "several random number generators")
+
+    def first_process_state(self) -> torch.Tensor:
+        """Return the state of the first process's generator. All processes call this alike."""
+        return self.get_rng_state()
 
 
 def _missing(runtime: Runtime, what: str) -> UnsupportedOpError:

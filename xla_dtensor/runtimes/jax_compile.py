@@ -28,6 +28,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -42,11 +43,13 @@ from xla_dtensor.errors import CompileError
 from xla_dtensor.runtimes.base import CompiledStep
 from xla_dtensor.runtimes.jax_convert import numpy_from_torch, x64
 from xla_dtensor.runtimes.jax_placing import place
+from xla_dtensor.runtimes.jax_rehome import Blueprint
 from xla_dtensor.runtimes.jax_scalar import sym_number
 from xla_dtensor.runtimes.jax_step_values import (
     bound,
     gradients,
     inner,
+    refuse_manual,
     replaced,
     split_outputs,
     written_arguments,
@@ -55,6 +58,7 @@ from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
 from xla_dtensor.runtimes.jax_trace import Trace, refuse_nesting
 from xla_dtensor.runtimes.jax_watch import Watch, watching
 from xla_dtensor.runtimes.optimizer_inputs import OptimizerInputs
+from xla_dtensor.runtimes.trace_settings import trace_settings
 
 if TYPE_CHECKING:
     from xla_dtensor.runtimes.jax_runtime import JaxRuntime
@@ -79,6 +83,7 @@ class _Program:
     out_tree: TreeSpec
     out_static: list[Any]
     watch: Watch
+    blueprint: Blueprint
     again: str | None = None
 
     def stale(self) -> str | None:
@@ -140,12 +145,45 @@ class JaxCompiledStep(CompiledStep):
             return program.run([t._storage for t in tensors if t is not None])
 
     def hlo(self) -> str:
+        return self._called().executable.as_text()
+
+    def lowered_for(self, devices: Sequence[Any]) -> Any:
+        """Lower the program of the last call for other devices, which need not be here.
+
+        Args:
+            devices: As many JAX devices as the program runs on, of a topology, say. The first takes
+                the place of the root mesh's first device, and so on.
+
+        Returns:
+            ``jax.stages.Lowered``, with the donation and the output shardings of the real program.
+
+        Raises:
+            CompileError: The step was not called yet, or runs on another number of devices.
+        """
+        with x64():
+            return self._called().blueprint.lowered_for(devices)
+
+    def hlo_for(self, devices: Sequence[Any]) -> str:
+        """Return the partitioned program of the last call, compiled for other devices.
+
+        A compiler may end the process over devices that it does not like: ask in a child process.
+
+        Args:
+            devices: As in `lowered_for`.
+
+        Raises:
+            CompileError: As in `lowered_for`.
+        """
+        with x64():
+            return self.lowered_for(devices).compile().as_text()
+
+    def _called(self) -> _Program:
         if self._last is None:
             raise CompileError(
                 "The HLO of a compiled step was asked for before its first call. The program is "
                 "made when the arguments' shapes are known. Call the step once first."
             )
-        return self._last.executable.as_text()
+        return self._last
 
     def stats(self) -> Mapping[str, Any]:
         return {"calls": self._calls, "traces": len(self._reasons), "reasons": tuple(self._reasons)}
@@ -163,10 +201,12 @@ class JaxCompiledStep(CompiledStep):
             )
 
     def _argument(self, leaf: Any) -> JaxTensor | None:
+        refuse_manual(leaf, "called with", "before the call")
         tensor = inner(leaf)
         if tensor is not None:
             if tensor._steps:
-                return JaxTensor(Storage(tensor.value()), stride=tensor.stride())
+                made = Storage(tensor.raw(), manual=tensor._storage.manual)
+                return JaxTensor(made, shape=tuple(tensor.shape), stride=tensor.stride())
             return tensor
         if isinstance(leaf, torch.Tensor):
             return JaxTensor(Storage(jnp.array(numpy_from_torch(leaf))))
@@ -184,11 +224,14 @@ class JaxCompiledStep(CompiledStep):
                 tensor.dtype,
                 tensor._storage.array.sharding,
                 getattr(leaf, "_spec", None) and leaf._spec.placements,
+                getattr(leaf, "_varying", None),
+                getattr(leaf, "_uneven", None),
                 leaf.requires_grad,
             )
             for leaf, tensor in zip(leaves, tensors, strict=True)
         )
-        return described, tree, torch.get_float32_matmul_precision(), torch.is_grad_enabled()
+        modes = (torch.get_float32_matmul_precision(), torch.is_grad_enabled(), trace_settings())
+        return described, tree, modes
 
     # ------------------------------------------------------------------ tracing
 
@@ -238,22 +281,16 @@ class JaxCompiledStep(CompiledStep):
         constants = [c for c, s in zip(closed.consts, owners, strict=True) if s is None]
         self._settle([*state, *read], arguments)
 
-        def program(state_in: Any, read_in: Any, constants_in: Any, arguments_in: Any) -> Any:
-            value = dict(zip([*state, *read], [*state_in, *read_in], strict=True))
-            rest = iter(constants_in)
-            consts = [next(rest) if s is None else value[s] for s in owners]
-            flat = jax.core.eval_jaxpr(closed.jaxpr, consts, *arguments_in)
-            sizes = (len(found["written"]), len(found["lasting"]), len(state))
-            ends = np.cumsum([0, *sizes]).tolist()
-            a, b, c = (len(flat) - end for end in ends[1:])
-            return flat[:c], flat[c:b], flat[b:a], flat[a:]
-
+        position = {storage: i for i, storage in enumerate([*state, *read])}
+        places = [None if s is None else position[s] for s in owners]
+        sizes = (len(found["written"]), len(found["lasting"]), len(state))
         kept = [arguments[i].sharding for i in found["written"]]
         pinned = (found["pinned"], [s.array.sharding for s in state], None, kept)
-        jitted = jax.jit(program, donate_argnums=(0,), out_shardings=pinned)
         inputs = ([s.array for s in state], [s.array for s in read], constants, list(arguments))
+        program_of = partial(_program_of, places=places, sizes=sizes)
+        blueprint = Blueprint.of(closed.jaxpr, program_of, inputs, pinned, donated=(0,))
         return _Program(
-            jitted.lower(*inputs).compile(),
+            blueprint.lowered(*inputs).compile(),
             state,
             read,
             constants,
@@ -263,6 +300,7 @@ class JaxCompiledStep(CompiledStep):
             found["tree"],
             found["static"],
             watch,
+            blueprint,
             "the first call made new state" if found["new_state"] else None,
         )
 
@@ -279,6 +317,31 @@ class JaxCompiledStep(CompiledStep):
         with jax.ensure_compile_time_eval():
             array = jnp.array(numpy_from_torch(tensor))
         return _outside_trace(array)
+
+
+def _program_of(
+    jaxpr: Any, *, places: Sequence[int | None], sizes: Sequence[int]
+) -> Callable[..., Any]:
+    """Return the function that XLA compiles.
+
+    Args:
+        jaxpr: The trace.
+        places: For each of its constants its place among the state and what is read; None for one
+            that is no storage's.
+        sizes: How many arguments were written, results last, and storages are state: the ends of
+            the trace's results, the last first.
+    """
+
+    def program(state_in: Any, read_in: Any, constants_in: Any, arguments_in: Any) -> Any:
+        held = [*state_in, *read_in]
+        rest = iter(constants_in)
+        consts = [next(rest) if place is None else held[place] for place in places]
+        flat = jax.core.eval_jaxpr(jaxpr, consts, *arguments_in)
+        ends = np.cumsum([0, *sizes]).tolist()
+        a, b, c = (len(flat) - end for end in ends[1:])
+        return flat[:c], flat[c:b], flat[b:a], flat[a:]
+
+    return program
 
 
 def _outside_trace(array: jax.Array) -> JaxTensor:

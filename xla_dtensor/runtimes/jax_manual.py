@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mesh_utils import Axis, Mesh
 from xla_dtensor.core import Layout, ManualRegion
@@ -46,6 +46,7 @@ __all__ = [
     "mapped",
     "mapped_over",
     "refuse_value",
+    "stacked_sharding",
     "wrapped",
 ]
 
@@ -140,6 +141,11 @@ def refuse_value(tensor: JaxTensor) -> NoReturn:
 def wrapped(array: jax.Array, axes: ManualAxes) -> JaxTensor:
     """Return the manual payload over a stacked array."""
     return JaxTensor(Storage(array, manual=axes), shape=array.shape[axes.ndim :])
+
+
+def stacked_sharding(axes: ManualAxes) -> NamedSharding:
+    """Return how a stacked array lies."""
+    return NamedSharding(axes.mesh, axes.spec)
 
 
 # ---------------------------------------------------------------------- one function on every tile

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._pytree import tree_map
 
-__all__ = ["Meta", "of_tensor", "output_meta"]
+__all__ = ["Meta", "of_tensor", "output_meta", "raise_torchs_error"]
 
 _CACHE: dict[Any, Any] = {}
 _CACHE_LIMIT = 50_000
@@ -68,7 +68,17 @@ def _key(value: Any) -> Any:
     return (type(value), value)
 
 
-def _ask(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def raise_torchs_error(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise what torch says of arguments that an op cannot take, if it says anything."""
+    try:
+        _called(func, args, kwargs)
+    except (NotImplementedError, DynamicOutputShapeException):
+        return
+    except RuntimeError as error:
+        raise error from None
+
+
+def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     def stand_in(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             meta = of_tensor(value)
@@ -82,9 +92,13 @@ def _ask(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     meta_args, meta_kwargs = tree_map(stand_in, (tuple(args), dict(kwargs)))
     if any(a.name == "device" for a in func._schema.arguments):
         meta_kwargs["device"] = torch.device("meta")
+    with torch.no_grad():
+        return func(*meta_args, **meta_kwargs)
+
+
+def _ask(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     try:
-        with torch.no_grad():
-            result = func(*meta_args, **meta_kwargs)
+        result = _called(func, args, kwargs)
     except (NotImplementedError, RuntimeError, DynamicOutputShapeException):
         return None
     return tree_map(lambda v: of_tensor(v) if isinstance(v, torch.Tensor) else v, result)

@@ -20,11 +20,17 @@ import torch
 
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.nested import map_nested
-from xla_dtensor.runtimes import jax_manual, jax_manual_ops, jax_special, jax_views
+from xla_dtensor.runtimes import (
+    functional_ops,
+    jax_manual,
+    jax_manual_ops,
+    jax_special,
+    jax_views,
+)
 from xla_dtensor.runtimes.foreach import is_foreach, run_foreach
 from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch, x64
 from xla_dtensor.runtimes.jax_lowering import find_lowering
-from xla_dtensor.runtimes.jax_meta import Meta, output_meta
+from xla_dtensor.runtimes.jax_meta import Meta, output_meta, raise_torchs_error
 from xla_dtensor.runtimes.jax_scalar import unwrap_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
 
@@ -46,7 +52,7 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         UnsupportedOpError: No rule for this op.
     """
     with x64():
-        special = jax_special.SPECIAL.get(func)
+        special = jax_special.SPECIAL.get(func) or functional_ops.KERNELS.get(func)
         if special is not None:
             return special(*args, **kwargs)
         view = jax_views.view_rule(func)
@@ -71,9 +77,13 @@ def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         result = jax_manual_ops.run_lowering(axes, func, lowering, args, kwargs, meta)
         return _wrapped(func, result, meta, axes)
     array_args, array_kwargs = map_nested(as_array, (tuple(args), dict(kwargs)))
-    result = lowering(
-        *array_args, **array_kwargs, **({"meta": meta} if lowering.wants_meta else {})
-    )
+    options = {"meta": meta} if lowering.wants_meta else {}
+    try:
+        result = lowering(*array_args, **array_kwargs, **options)
+    except (TypeError, ValueError, AttributeError):  # JAX's, or a lowering's that wants the meta
+        if meta is None:
+            raise_torchs_error(func, args, kwargs)
+        raise
     return _wrapped(func, result, meta)
 
 
@@ -132,18 +142,31 @@ def _decompose(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     if decomposition is not None and func not in _decomposing:
         _decomposing.add(func)
         try:
-            return decomposition(*args, **kwargs)
+            return _all_jax(decomposition(*args, **kwargs), (args, kwargs))
         finally:
             _decomposing.discard(func)
     if torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
     ):
-        return func.decompose(*args, **kwargs)
+        return _all_jax(func.decompose(*args, **kwargs), (args, kwargs))
     raise UnsupportedOpError(
         f"The op {func} was called on tensors of the JAX runtime. It has no lowering to XLA there. "
         "Write it with other ops, move the tensor to the host with .full_tensor().cpu(), or "
         "register a lowering (see xla_dtensor/runtimes/README.md)."
     )
+
+
+def _all_jax(result: Any, given: Any) -> Any:
+    """Put what a decomposition made on the host, such as an empty tensor, into JaxTensors."""
+
+    def made(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, JaxTensor) or value.is_meta:
+            return value
+        # In a manual region a host tensor is the same on every device, and may stay.
+        in_manual = jax_manual.axes_of(given) is not None
+        return value if in_manual else JaxTensor(Storage(as_array(value)))
+
+    return map_nested(made, result)
 
 
 def _run_inplace_view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -182,6 +205,11 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             functional, by_position, {a.name: given[a.name] for a in accepted if a.kwarg_only}
         )
     targets = [given[name] for name in written]
+    own = sum(returned.alias_info is None for returned in func._schema.returns)
+    if own:  # batch norm returns its output and writes the running statistics
+        for target, value in zip(targets, result[own:], strict=True):
+            write(target, value)
+        return result[0] if own == 1 else tuple(result[:own])
     if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
         _write_all(targets[0], result)
     else:
@@ -227,6 +255,8 @@ def _look_up_variant(func: Any) -> tuple[Any, bool]:
         return _overload(ops, (f"__{name[3:]}",), _arguments(func)), True
     if name.endswith("_"):
         return _overload(ops, (name[:-1], f"{name[:-1]}_functional"), _arguments(func)), True
+    if any(returned.alias_info is None for returned in func._schema.returns):
+        return _overload(ops, (f"{name}_functional",), _arguments(func)), True
     kept = [(n, t) for n, t in _arguments(func) if not _is_written(func, n)]
     found = _overload(ops, (name,), kept)
     return (

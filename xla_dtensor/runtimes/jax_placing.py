@@ -70,7 +70,14 @@ def unpadded(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _placer(sharding: NamedSharding | None) -> Any:
     # The copy keeps JAX from handing back the very buffer it was given: two storages that shared
     # one would both die when a compiled step donates it.
-    return jax.jit(lambda x: jnp.array(padded(x, sharding), copy=True), out_shardings=sharding)
+    if sharding is None or PartitionSpec.UNCONSTRAINED not in tuple(sharding.spec):
+        return jax.jit(lambda x: jnp.array(padded(x, sharding), copy=True), out_shardings=sharding)
+
+    def leaving_dims_open(x: jax.Array) -> jax.Array:
+        copied = jnp.array(padded(x, sharding), copy=True)
+        return jax.lax.with_sharding_constraint(copied, sharding)
+
+    return jax.jit(leaving_dims_open)
 
 
 def place(value: jax.Array, sharding: NamedSharding | None) -> jax.Array:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import jax
@@ -22,20 +23,23 @@ from xla_dtensor.core import Layout, ManualRegion, OpSharding
 from xla_dtensor.errors import DistributeError, RuntimeSetupError
 from xla_dtensor.runtimes import (
     jax_annotate,
+    jax_generator,
     jax_manual,
     jax_manual_collectives,
     jax_ops,
     whole_ops,
 )
 from xla_dtensor.runtimes.base import AddressableShard, CompiledStep, Runtime
+from xla_dtensor.runtimes.dynamo_frames import runs_as_it_is
 from xla_dtensor.runtimes.jax_call import JaxProgram
 from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch, torch_from_numpy, x64
-from xla_dtensor.runtimes.jax_lowering import random
 from xla_dtensor.runtimes.jax_making import make_array
 from xla_dtensor.runtimes.jax_placing import padded_shape, place, put_host_array
 from xla_dtensor.runtimes.jax_sharding import named_sharding, read_op_sharding
 from xla_dtensor.runtimes.jax_tensor import EXTRA_KEYS, JaxTensor, Storage
 from xla_dtensor.runtimes.jax_trace import is_tracer
+from xla_dtensor.runtimes.rng_state import pack_state, unpack_state
+from xla_dtensor.runtimes.torch_seed import follow_torch_seed
 
 __all__ = ["JaxRuntime"]
 
@@ -43,6 +47,7 @@ _THREADS_ON_CPU = "64"
 _CPU_DEVICES = "XLA_DTENSOR_CPU_DEVICES"
 
 
+@runs_as_it_is
 class JaxRuntime(Runtime):
     """DTensors as ``jax.Array``.
 
@@ -66,6 +71,8 @@ class JaxRuntime(Runtime):
         self._settings = _start_jax(num_cpu_devices or _cpu_devices_of_environment())
         whole_ops.register()
         self._roots: dict[tuple[int, ...], Mesh] = {}
+        jax_generator.start()
+        follow_torch_seed(self.manual_seed)
 
     # ------------------------------------------------------------------ devices
 
@@ -202,6 +209,11 @@ class JaxRuntime(Runtime):
         assert isinstance(payload, JaxTensor)
         jax_annotate.when_step_ends(payload, undo)
 
+    def value_token(self, payload: torch.Tensor) -> object | None:
+        assert isinstance(payload, JaxTensor)
+        payload._storage.read()  # a trace hears of it
+        return payload._storage.array
+
     # ------------------------------------------------------------------ manual regions
 
     def enter_manual(
@@ -235,6 +247,9 @@ class JaxRuntime(Runtime):
     def run_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return jax_ops.run_op(func, args, kwargs)
 
+    def runs_itself(self, func: Any) -> bool:
+        return func in whole_ops.WHOLE_OPS and func.namespace == "aten"
+
     def jax_program(
         self, fn: Callable[..., Any], arguments: Any, mesh: Mesh, in_layouts: Sequence[Layout]
     ) -> JaxProgram:
@@ -246,8 +261,25 @@ class JaxRuntime(Runtime):
 
         return JaxCompiledStep(step, self)
 
+    # ------------------------------------------------------------------ random numbers
+
     def manual_seed(self, seed: int) -> None:
-        random.seed(seed)
+        jax_generator.seed(seed)
+
+    def get_rng_state(self, rng: Any = None) -> torch.Tensor:
+        return pack_state(jax_generator.read(rng))
+
+    def set_rng_state(self, state: torch.Tensor, rng: Any = None) -> None:
+        jax_generator.write(unpack_state(state), rng)
+
+    def new_rng(self, seed: int) -> Any:
+        return jax_generator.new_rng(seed)
+
+    def using_rng(self, rng: Any) -> AbstractContextManager[None]:
+        return jax_generator.using(rng)
+
+    def first_process_state(self) -> torch.Tensor:
+        return pack_state(jax_generator.first_process_state())
 
     def synchronize(self) -> None:
         jax.effects_barrier()

@@ -40,6 +40,11 @@ def _item(x: JaxTensor) -> Any:
     return host_value(value).item()
 
 
+@_special(aten.is_pinned.default)
+def _is_pinned(x: JaxTensor, device: Any = None) -> bool:
+    return False  # asked by torch.distributed.checkpoint; the values lie on the devices
+
+
 @_special(aten.copy_.default, torch.ops.prims.copy_to.default)
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     from xla_dtensor.runtimes.jax_ops import write

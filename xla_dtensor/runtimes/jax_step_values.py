@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.errors import CompileError
+from xla_dtensor.runtimes.jax_manual import ManualAxes, stacked_sharding, wrapped
 from xla_dtensor.runtimes.jax_placing import place
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
 from xla_dtensor.runtimes.jax_trace import Trace
@@ -21,6 +22,7 @@ __all__ = [
     "bound",
     "gradients",
     "inner",
+    "refuse_manual",
     "replaced",
     "split_outputs",
     "written_arguments",
@@ -29,7 +31,7 @@ __all__ = [
 
 def inner(value: Any) -> JaxTensor | None:
     """Return the JaxTensor in a DTensor, in a manual tensor or in itself; None for all else."""
-    is_manual = getattr(value, "_is_manual_tensor", False)
+    is_manual = getattr(value, "_is_per_device", False)
     value = value._payload if is_manual else getattr(value, "_local_tensor", value)
     return value if isinstance(value, JaxTensor) else None
 
@@ -46,9 +48,6 @@ def bound(
     tensors: Sequence[JaxTensor | None], arrays: Sequence[jax.Array], trace: Trace
 ) -> Iterator[None]:
     """Let the arguments' storages hold tracers for the time of the trace."""
-    for tensor in tensors:
-        if tensor is not None and tensor._storage.manual is not None:
-            _refuse_manual(tensor, "called with", "before the call")
     storages = [t._storage for t in tensors if t is not None]
     before = [s.array for s in storages]
     for storage, array in zip(storages, arrays, strict=True):
@@ -111,7 +110,11 @@ def split_outputs(
             static.append(Static(leaf))
             continue
         if tensor._storage.manual is not None:
-            _refuse_manual(tensor, "about to return", "before returning it")
+            refuse_manual(leaf, "about to return", "before returning it")
+            arrays.append(tensor.raw())
+            static.append(_local_wrapper(leaf, tensor._storage.manual))
+            pinned.append(stacked_sharding(tensor._storage.manual))
+            continue
         sharding = None if tensor._steps else tensor._storage.sharding
         arrays.append(tensor.value() if sharding is None else place(tensor.value(), sharding))
         static.append(_wrapper(leaf, tensor, sharding))
@@ -120,12 +123,20 @@ def split_outputs(
     return static, arrays, pinned
 
 
-def _refuse_manual(tensor: JaxTensor, what: str, when: str) -> NoReturn:
+def refuse_manual(leaf: Any, what: str, when: str) -> None:
+    """Raise for a manual tensor, which has no value outside its region; a LocalView passes."""
+    if not getattr(leaf, "_is_per_device", False) or hasattr(leaf, "_varying"):
+        return
     raise CompileError(
-        f"A compiled step was {what} a manual tensor of shape={tuple(tensor.shape)}. It has "
+        f"A compiled step was {what} a manual tensor of shape={tuple(leaf.shape)}. It has "
         "another value on each device, and a program's arguments and results are global. Call "
         f"disable_manual_sharding {when}; inside the step manual tensors are as usual."
     )
+
+
+def _local_wrapper(leaf: Any, axes: ManualAxes) -> Callable[[jax.Array], Any]:
+    rewrap = leaf.rewrapper()
+    return lambda array: rewrap(wrapped(array, axes))
 
 
 def _wrapper(

@@ -32,6 +32,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.distributed.tensor import DTensor
 
 from xla_dtensor.runtimes import jax_trace
+from xla_dtensor.runtimes.dynamo_frames import runs_as_it_is
 from xla_dtensor.runtimes.jax_convert import torch_dtype, torch_from_numpy, x64
 from xla_dtensor.runtimes.jax_placing import constrained, host_value, place, unpadded
 
@@ -127,6 +128,7 @@ def write_through(steps: Sequence[ViewStep], base: jax.Array, value: jax.Array) 
     return value
 
 
+@runs_as_it_is
 class JaxTensor(torch.Tensor):
     """A torch tensor over one global jax.Array. Made by the JAX runtime, not by users."""
 
@@ -215,6 +217,10 @@ class JaxTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
+    def __coerce_same_metadata_as_tangent__(self, _: Any, expected_type: Any = None) -> Any:
+        # To a compiled backward, which was traced with stand-ins, this is a plain tensor.
+        return self if expected_type is torch.Tensor else None
+
     def host(self) -> torch.Tensor:
         """Return the whole value as a plain CPU tensor. All processes have to call this alike."""
         with x64():
@@ -260,7 +266,7 @@ class JaxTensor(torch.Tensor):
 
 def _answers_first(kind: type) -> bool:
     """Tell whether ops on a JaxTensor and one of this kind are that one's, in either order."""
-    return issubclass(kind, DTensor) or getattr(kind, "_is_manual_tensor", False)
+    return issubclass(kind, DTensor) or getattr(kind, "_is_per_device", False)
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

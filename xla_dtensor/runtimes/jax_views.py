@@ -20,7 +20,7 @@ import torch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtimes import jax_manual_ops
 from xla_dtensor.runtimes.jax_lowering.slices import write_index, write_slice
-from xla_dtensor.runtimes.jax_meta import Meta, output_meta
+from xla_dtensor.runtimes.jax_meta import Meta, output_meta, raise_torchs_error
 from xla_dtensor.runtimes.jax_scalar import unwrap_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, ViewStep
 
@@ -209,6 +209,8 @@ def _is_view(func: Any) -> bool:
 def _run_rule(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     x = args[0]
     meta = output_meta(func, args, kwargs)
+    if meta is None:
+        raise_torchs_error(func, args, kwargs)
     return _all_viewed(func, args, kwargs, _RULES[func](x, meta, *args[1:], **kwargs), meta)
 
 

@@ -42,12 +42,23 @@ def note_base(payload: torch.Tensor, annotation: Any) -> None:
     _bases[key] = (weakref.ref(payload, forget), annotation)
 
 
-def annotate_bases_again(written: Iterable[torch.Tensor]) -> None:
-    """Annotate the bases of views that an op has written to."""
+def annotate_bases_again(written: Iterable[torch.Tensor], *, reshaped: bool = False) -> None:
+    """Annotate what an op has written to, or the base of the view that it has written to.
+
+    Some ops in place, such as index_put_, answer with a value that is not annotated.
+
+    Args:
+        written: What the op has written to.
+        reshaped: The op has changed its shape, so that its annotation no longer fits.
+    """
     for view in written:
         reference, annotation = _bases.get(_storage(view), (None, None))
         base = None if reference is None else reference()
-        if base is None or base is view or _xlac()._get_xla_op_sharding(base) is not None:
+        if (
+            base is None
+            or (base is view and reshaped)
+            or _xlac()._get_xla_op_sharding(base) is not None
+        ):
             continue
         _xlac()._xla_annotate_custom_sharding(base, annotation)
 

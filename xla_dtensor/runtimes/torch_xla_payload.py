@@ -18,14 +18,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 
-from xla_dtensor.errors import DistributeError
+from xla_dtensor.errors import DistributeError, XlaDTensorError
 from xla_dtensor.nested import leaves
 from xla_dtensor.runtimes.torch_xla_bases import annotate_bases_again, write_to_sources
 from xla_dtensor.runtimes.torch_xla_corrections import correction
+from xla_dtensor.runtimes.torch_xla_corrections_recovery import recovered
 from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
 
 __all__ = [
@@ -126,15 +128,44 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         plain = next((value for value in written if _is_foreign(value)), None)
         if plain is not None:
             return _run_plain(func, args, kwargs, plain.device)
-        args = [_operand(value) for value in args]
+        given, args = args, [_operand(value) for value in args]
         kwargs = {name: _operand(value) for name, value in kwargs.items()}
-        corrected = correction(func, args, kwargs)
-        result = _result(func(*args, **kwargs) if corrected is None else corrected())
-        annotate_bases_again(value for value in written if _is_functional(value))
-        write_to_sources(value for value in written if _is_functional(value))
+        result = _result(_run(func, args, kwargs))
+        if func is torch.ops.aten.native_batch_norm.default:
+            _write_statistics(given, args)
+        payloads = [value for value in written if _is_functional(value)]
+        if payloads:
+            annotate_bases_again(payloads, reshaped=_reshapes(func))
+            write_to_sources(payloads)
         return result
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_FUNCTIONALIZE, excluded)
+
+
+@cache
+def _reshapes(func: Any) -> bool:
+    return torch.Tag.inplace_view in func.tags
+
+
+def _write_statistics(given: Sequence[Any], payloads: Sequence[Any]) -> None:
+    """Write batch norm's running statistics into host tensors; its schema does not tell of them."""
+    for host, payload in zip(given[3:5], payloads[3:5], strict=True):
+        if _is_foreign(host):
+            host.copy_(payload.to(host.device))
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    try:
+        return _run_once(func, args, kwargs)
+    except XlaDTensorError:
+        raise
+    except (RuntimeError, IndexError, ValueError) as error:
+        return recovered(func, args, kwargs, error, _run_once)
+
+
+def _run_once(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    corrected = correction(func, args, kwargs)
+    return func(*args, **kwargs) if corrected is None else corrected()
 
 
 def _run_plain(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -27,8 +28,16 @@ from mesh_utils import Axis, Mesh
 from xla_dtensor.core import Layout, ManualRegion, OpSharding
 from xla_dtensor.errors import CompileError, DistributeError
 from xla_dtensor.runtimes.base import AddressableShard, CompiledStep, Runtime
+from xla_dtensor.runtimes.dynamo_frames import runs_as_it_is
+from xla_dtensor.runtimes.rng_state import pack_state, unpack_state
+from xla_dtensor.runtimes.torch_seed import follow_torch_seed
 from xla_dtensor.runtimes.torch_xla_bases import note_base, note_source
+from xla_dtensor.runtimes.torch_xla_corrections import may_be_corrected
+from xla_dtensor.runtimes.torch_xla_corrections_autograd import register as register_composites
 from xla_dtensor.runtimes.torch_xla_device_module import register_device_module
+from xla_dtensor.runtimes.torch_xla_dynamo_bridge import correct_bridge
+from xla_dtensor.runtimes.torch_xla_generator import TorchXlaGenerator
+from xla_dtensor.runtimes.torch_xla_local import LocalViews
 from xla_dtensor.runtimes.torch_xla_manual import ManualRegions
 from xla_dtensor.runtimes.torch_xla_payload import (
     functionalization,
@@ -45,6 +54,7 @@ from xla_dtensor.runtimes.torch_xla_sharding import (
     parse_annotation,
     to_annotation,
 )
+from xla_dtensor.runtimes.torch_xla_shards import check_shards, padded_shard, shard_of
 from xla_dtensor.runtimes.torch_xla_start import start
 from xla_dtensor.runtimes.torch_xla_step import TorchXlaStep
 from xla_dtensor.runtimes.torch_xla_uneven import UnevenPayloads
@@ -52,6 +62,7 @@ from xla_dtensor.runtimes.torch_xla_uneven import UnevenPayloads
 __all__ = ["TorchXlaRuntime"]
 
 
+@runs_as_it_is
 class TorchXlaRuntime(Runtime):
     """Payloads are torch_xla lazy tensors. Get it by ``get_runtime("torch_xla")``.
 
@@ -67,6 +78,7 @@ class TorchXlaRuntime(Runtime):
 
     name: ClassVar[str] = "torch_xla"
     install_hint: ClassVar[str] = "pip install 'xla-dtensor[torch-xla]'"
+    torch_device: ClassVar[torch.device] = DEVICE
 
     def __init__(
         self,
@@ -75,6 +87,8 @@ class TorchXlaRuntime(Runtime):
     ) -> None:
         self._started = start(num_cpu_devices, dump_hlo)
         register_device_module()
+        correct_bridge()
+        register_composites()
         self._torch_xla = importlib.import_module("torch_xla")
         self._xlac = self._torch_xla._XLAC
         self._num_devices = int(self._xlac._xla_num_global_devices())
@@ -84,6 +98,9 @@ class TorchXlaRuntime(Runtime):
         self._empty: Any = WeakIdKeyDictionary()
         self._annotations: Any = WeakIdKeyDictionary()
         self._manual = ManualRegions(self.root, self._op_sharding_for)
+        self._local = LocalViews(self._op_sharding_for, self.annotation, self._manual)
+        self._rng = TorchXlaGenerator()
+        follow_torch_seed(self.manual_seed)
 
     # ------------------------------------------------------------------ devices
 
@@ -146,10 +163,10 @@ class TorchXlaRuntime(Runtime):
         self, shards: Mapping[int, torch.Tensor], shape: Sequence[int], layout: Layout
     ) -> torch.Tensor:
         sharding = self._op_sharding_for(shape, layout)
-        _check_shards(shards, shape, sharding, self._addressable)
+        check_shards(shards, shape, sharding, self._addressable)
         tile = sharding.shape_per_tile(shape)
         # In torch_xla's own order of its devices, which need not be that of their ids.
-        padded = [_padded(shards[device], tile) for device in self._addressable]
+        padded = [padded_shard(shards[device], tile) for device in self._addressable]
         with functionalization():
             annotation = to_annotation(sharding)
             data = self._xlac._global_tensor_from_cpu_shards(padded, annotation, list(shape))
@@ -189,6 +206,9 @@ class TorchXlaRuntime(Runtime):
                     self._xlac._xla_clear_sharding(payload)
                 # A node of its own. mark_sharding would annotate what this is a clone of as well.
                 self._xlac._xla_annotate_custom_sharding(payload, to_annotation(sharding))
+
+    def annotate_view(self, view: torch.Tensor, layout: Layout) -> None:
+        self._annotate(view, self._op_sharding_for(view.shape, layout))
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         with functionalization():
@@ -239,13 +259,13 @@ class TorchXlaRuntime(Runtime):
         if payload.numel() == 0:
             empty = torch.empty(sharding.shape_per_tile(payload.shape), dtype=payload.dtype)
             devices = sorted(self._addressable)
-            return tuple(_shard(device, empty, payload, sharding) for device in devices)
+            return tuple(shard_of(device, empty, payload, sharding) for device in devices)
         with functionalization():
             if not self._xlac._get_xla_sharding_spec(payload):
                 # Fresh from the host: on every device, though torch_xla has not noted it.
                 self._xlac._xla_mark_sharding(payload, to_annotation(sharding))
             shards = self._xlac._get_local_shards([payload])[0]
-        found = [_shard(_device_id(name), data, payload, sharding) for data, name in shards]
+        found = [shard_of(_device_id(name), data, payload, sharding) for data, name in shards]
         return tuple(sorted(found, key=lambda shard: shard.device_id))
 
     def to_host(self, payload: torch.Tensor) -> torch.Tensor:
@@ -293,6 +313,30 @@ class TorchXlaRuntime(Runtime):
         **options: Any,
     ) -> torch.Tensor:
         return self._manual.collective(name, manual, region, axes, **options)
+
+    def enter_local(
+        self, payload: torch.Tensor, layout: Layout, region: ManualRegion
+    ) -> torch.Tensor:
+        return self._local.enter(payload, layout, region)
+
+    def leave_local(
+        self, local: torch.Tensor, layout: Layout, region: ManualRegion
+    ) -> torch.Tensor:
+        payload, sharding = self._local.leave(local, layout, region)
+        return payload if sharding is None else self._noted(payload, sharding)
+
+    def run_local_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self._local.run_op(func, args, kwargs)
+
+    def local_collective(
+        self,
+        name: str,
+        local: torch.Tensor,
+        region: ManualRegion,
+        axes: tuple[Axis, ...],
+        **options: Any,
+    ) -> torch.Tensor:
+        return self._local.collective(name, local, region, axes, **options)
 
     def _op_sharding_for(self, shape: Sequence[int], layout: Layout) -> OpSharding:
         if layout.ndim != len(shape):
@@ -345,11 +389,28 @@ class TorchXlaRuntime(Runtime):
                 self._annotations[result] = self._annotations[args[0]]
         return result
 
+    def runs_itself(self, func: Any) -> bool:
+        return may_be_corrected(func)
+
     def compile(self, step: Callable[..., Any]) -> CompiledStep:
         return TorchXlaStep(step, self._started.dump_dir, self._uneven.restore)
 
+    # ------------------------------------------------------------------ random numbers
+
     def manual_seed(self, seed: int) -> None:
-        self._torch_xla.manual_seed(seed)
+        self._rng.seed(seed)
+
+    def get_rng_state(self, rng: Any = None) -> torch.Tensor:
+        return pack_state(self._rng.read(rng))
+
+    def set_rng_state(self, state: torch.Tensor, rng: Any = None) -> None:
+        self._rng.write(unpack_state(state), rng)
+
+    def new_rng(self, seed: int) -> Any:
+        return [seed]
+
+    def using_rng(self, rng: Any) -> AbstractContextManager[None]:
+        return self._rng.using(rng)
 
     def synchronize(self) -> None:
         self._torch_xla.sync(wait=True)
@@ -365,51 +426,3 @@ def _device_id(name: str) -> int:
 @lru_cache(256)
 def _covers(mesh: Mesh, num_devices: int) -> bool:
     return np.array_equal(np.sort(mesh.device_ids, axis=None), np.arange(num_devices))
-
-
-def _check_shards(
-    shards: Mapping[int, torch.Tensor],
-    shape: Sequence[int],
-    sharding: OpSharding,
-    addressable: Sequence[int],
-) -> None:
-    if set(shards) != set(addressable):
-        raise DistributeError(
-            f"A tensor was asked for from shards of the devices {sorted(shards)}. This process has "
-            f"the devices {sorted(addressable)}. Pass one shard for each of these."
-        )
-    dtypes = {str(shard.dtype) for shard in shards.values()}
-    if len(dtypes) > 1:
-        raise DistributeError(
-            f"A tensor was asked for from shards of dtypes={sorted(dtypes)}. A tensor has one "
-            "dtype. Convert the shards to one first."
-        )
-    for device, shard in shards.items():
-        expected = _extents(sharding.shard_index(device, shape))
-        if tuple(shard.shape) != expected:
-            raise DistributeError(
-                f"The shard of device={device} has shape={tuple(shard.shape)}. For a tensor of "
-                f"shape={tuple(shape)} under {sharding} it has {expected}. Pass that shape."
-            )
-
-
-def _extents(index: Sequence[slice]) -> tuple[int, ...]:
-    return tuple(part.stop - part.start for part in index)
-
-
-def _padded(shard: torch.Tensor, tile: Sequence[int]) -> torch.Tensor:
-    host = shard.detach().cpu().contiguous()
-    if host.shape == torch.Size(tile):
-        return host
-    padded = host.new_zeros(tile)
-    padded[tuple(map(slice, host.shape))] = host
-    return padded
-
-
-def _shard(
-    device_id: int, data: torch.Tensor, payload: torch.Tensor, sharding: OpSharding
-) -> AddressableShard:
-    index = sharding.shard_index(device_id, payload.shape)
-    values = data[tuple(slice(0, extent) for extent in _extents(index))].contiguous()
-    num_bytes = data.numel() * data.element_size()
-    return AddressableShard(device_id, index, values.to(payload.dtype), num_bytes)

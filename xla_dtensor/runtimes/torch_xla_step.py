@@ -22,6 +22,7 @@ from xla_dtensor.errors import CompileError
 from xla_dtensor.runtimes.base import CompiledStep
 from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
 from xla_dtensor.runtimes.torch_xla_start import DUMP_VARIABLE, STEP_GRAPH_NAME
+from xla_dtensor.runtimes.trace_settings import trace_settings
 
 __all__ = ["TorchXlaStep"]
 
@@ -163,9 +164,10 @@ def _graph_name(name: str) -> Iterator[None]:
 
 
 def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-    """What of the arguments a program depends on, by name."""
+    """What a program depends on, by name: of the arguments, and of settings around the call."""
     leaves, _ = pytree.tree_flatten_with_path((args, kwargs))
-    return tuple((pytree.keystr(path), _kind(leaf)) for path, leaf in leaves)
+    arguments = tuple((pytree.keystr(path), _kind(leaf)) for path, leaf in leaves)
+    return arguments + tuple((name, repr(value)) for name, value in trace_settings())
 
 
 def _kind(leaf: Any) -> str:

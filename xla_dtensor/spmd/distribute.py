@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xla_dtensor.api import distribute_module, distribute_tensor
-from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.api import distribute_module, distribute_tensor, refuse_auto_policy
 from xla_dtensor.spmd.sharded_tensor import XLAShardedTensor, wrap_as_sharded_tensor
 
 __all__ = ["auto_policy", "xla_distribute_module", "xla_distribute_tensor"]
@@ -41,15 +40,9 @@ def xla_distribute_module(
     Raises:
         UnsupportedOpError: `partition_fn` is :func:`auto_policy`.
     """
-    if partition_fn is auto_policy:
-        auto_policy("", module, device_mesh)
     return distribute_module(module, device_mesh, partition_fn, input_fn, output_fn)
 
 
 def auto_policy(mod_name: str, mod: nn.Module, mesh: Any) -> None:
     """Refused: see the message."""
-    raise UnsupportedOpError(
-        "auto_policy was passed as partition_fn. XLA's auto-sharding pass is not part of the "
-        "compilers that xla_dtensor uses. Pass a function that marks the parameters, or None to "
-        "replicate them."
-    )
+    refuse_auto_policy()

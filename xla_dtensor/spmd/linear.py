@@ -83,7 +83,7 @@ def _whole(func: Any, *args: Any) -> Any:
         return runtime.to_plain(result)
     mesh = first._spec.mesh
     placements = propagate(func, args, {}, mesh)
-    return type(first)(result, mesh, legal_placements(placements, result.ndim, mesh))
+    return type(first)._wrapping(result, mesh, legal_placements(placements, result.ndim, mesh))
 
 
 def xla_patched_nn_linear_forward(m: nn.Linear, input: torch.Tensor) -> torch.Tensor:

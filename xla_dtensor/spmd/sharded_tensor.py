@@ -18,10 +18,11 @@ import torch
 from mesh_utils import Mesh as MeshValue
 from xla_dtensor.core import Layout, OpSharding, layout_of_op_sharding
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh
-from xla_dtensor.dtensor import DTensor, as_plain
+from xla_dtensor.dtensor import DTensor
 from xla_dtensor.errors import DistributeError
 from xla_dtensor.pickling import load_dtensor, reduce_dtensor
 from xla_dtensor.placement_checks import torch_placements
+from xla_dtensor.redistribution import as_plain
 from xla_dtensor.runtimes.base import AddressableShard
 from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.spmd.mesh import candidate_meshes
@@ -98,9 +99,7 @@ class XLAShardedTensor(DTensor):
             layout = _label(elem, mesh_shape, partition_spec)
             mesh_shape = as_device_mesh(layout.mesh)
             partition_spec = torch_placements(layout)
-        return DTensor.__new__(  # pyright: ignore[reportReturnType]
-            cls, elem, mesh_shape, partition_spec, requires_grad=requires_grad
-        )
+        return cls._wrapping(elem, mesh_shape, partition_spec, requires_grad)  # pyright: ignore
 
     @property
     def global_tensor(self) -> torch.Tensor:
@@ -297,7 +296,7 @@ def wrap_as_sharded_tensor(
         t.__class__ = XLAShardedTensor
         if mesh_shape is not None and partition_spec is not None:
             layout = _label(t._local_tensor, mesh_shape, partition_spec)
-            t._spec = DTensor(
+            t._spec = DTensor._wrapping(
                 t._local_tensor, as_device_mesh(layout.mesh), torch_placements(layout)
             )._spec
         return t  # pyright: ignore[reportReturnType]

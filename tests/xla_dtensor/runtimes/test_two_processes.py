@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +9,17 @@ import pytest
 import torch
 from torch import nn
 
+from tests.xla_dtensor.runtimes.process_pair import answers_of
+
 pytestmark = pytest.mark.only_on("jax")
 
 PROGRAM = Path(__file__).with_name("two_processes.py")
-TIMEOUT_SECONDS = 240
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
 def answers() -> list[dict[str, Any]]:
     """What each process printed."""
-    root = str(Path(__file__).parents[3])
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment |= {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "NPROC": "64"}
-    port = str(free_port())
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), port, "2", str(i)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    try:
-        outputs = [p.communicate(timeout=TIMEOUT_SECONDS) for p in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-4000:]
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    return answers_of(PROGRAM)
 
 
 def expected_training() -> tuple[list[float], torch.Tensor]:
@@ -92,3 +61,12 @@ def test_a_compiled_step_trains_as_one_process_does(answers: list[dict[str, Any]
 
 def test_communication_crosses_the_processes(answers: list[dict[str, Any]]) -> None:
     assert all("('dp',)" in a["axes"] for a in answers)
+
+
+def test_a_mesh_of_which_one_process_reaches_no_device(answers: list[dict[str, Any]]) -> None:
+    here, there = answers
+    assert (here["near_coordinate"], there["near_coordinate"]) == ([0], None)
+    assert here["near_shape"] == there["near_shape"] == [10, 6]
+    assert (here["near_shards"], there["near_shards"]) == (4, 0)
+    assert here["near_value"] == (torch.arange(60.0).reshape(10, 6) * 2).tolist()
+    assert there["near_value"] == []

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import jax
 import torch
 from torch import nn
 
 import xla_dtensor
+from mesh_utils import Mesh
+from xla_dtensor.device_mesh import as_device_mesh
 from xla_dtensor.report import collectives
 
 
@@ -44,6 +47,9 @@ def main(port: int, num_processes: int, process: int) -> None:
     for i in range(4):
         batch = xla_dtensor.distribute_tensor(torch.full((16, 6), 1.0 + i), mesh, ("dp", None))
         losses.append(step(batch).item())
+    first = [device.id for device in jax.devices() if device.process_index == 0]
+    near = as_device_mesh(Mesh(first, (4,), ("near",)))
+    doubled: Any = xla_dtensor.distribute_tensor(host, near, ("near", None)) * 2
     print(
         json.dumps(
             {
@@ -54,6 +60,10 @@ def main(port: int, num_processes: int, process: int) -> None:
                 "sharding": str(x.xla_sharding()),
                 "full_is_right": torch.equal(x.full_tensor().cpu(), host),
                 "repr": repr(x),
+                "near_coordinate": near.get_coordinate(),
+                "near_shape": list(doubled.shape),
+                "near_shards": len(doubled.addressable_shards()),
+                "near_value": doubled.cpu().tolist(),
                 "losses": losses,
                 "weight": weight.cpu().tolist(),
                 "axes": sorted({str(c.axes) for c in collectives(step.hlo(), mesh.value)}),

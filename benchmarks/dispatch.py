@@ -1,7 +1,9 @@
-"""What a DTensor costs per op, beside the bare tensor of its runtime and the library's own type.
+"""What dispatch of an op on a DTensor costs, once its placements are known.
 
-    python -m benchmarks.op_overhead
-    python -m benchmarks.op_overhead --runtimes jax --profile
+The same op on the bare tensor of the runtime, and on the library's own type, stand beside it.
+
+    python -m benchmarks.dispatch
+    python -m benchmarks.dispatch --runtimes jax --profile
 
 | column | on jax | on torch_xla |
 |---|---|---|
@@ -10,7 +12,7 @@
 | native | jnp on the jax.Array inside that | torch_xla's XLAShardedTensor |
 
 Small tensors on 8 virtual CPU devices, so that what is timed is what Python does. Each runtime runs
-in a child process, `benchmarks.op_overhead_child`; the columns are timed there in turns. Nothing is
+in a child process, `benchmarks.dispatch_child`; the columns are timed there in turns. Nothing is
 asserted.
 """
 
@@ -28,11 +30,12 @@ from benchmarks.timing import RESULTS, store
 
 _RUNTIMES = ("jax", "torch_xla")
 _VARIANTS = ("DTensor", "bare", "native")
+_TARGET_MICROSECONDS = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark, prints its tables and stores its figures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.op_overhead", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dispatch", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--runtimes", default=",".join(_RUNTIMES), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=10, help="turns per figure (default: 10)")
@@ -55,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in _child(runtime, options):
             print(_line(row), flush=True)
             rows.append(row)
-    print("\n".join(_failures(rows)))
-    print(f"Stored in {store('op_overhead', {'rows': rows}, asked.results)}")
+    print("\n".join([*_failures(rows), _verdict(rows)]))
+    print(f"Stored in {store('dispatch', {'rows': rows}, asked.results)}")
     return 0
 
 
@@ -71,17 +74,17 @@ def _is_installed(runtime: str) -> bool:
 
 def _child(runtime: str, options: Sequence[str]) -> Iterator[dict[str, Any]]:
     advice = "Pass --runtimes with the others."
-    return child_rows("op_overhead_child", runtime, *options, advice=advice)
+    return child_rows("dispatch_child", runtime, *options, advice=advice)
 
 
 def _head() -> str:
     columns = "".join(f"{name + ' least':>15}{'median':>9}{'wall':>9}" for name in _VARIANTS)
-    return f"{'runtime':<10}{'op':<8}{columns}{'over bare':>12}{'ratio':>8}{'over native':>13}"
+    return f"{'runtime':<10}{'op':<13}{columns}{'over bare':>12}{'ratio':>8}{'over native':>13}"
 
 
 def _line(row: dict[str, Any]) -> str:
     times = row["microseconds"]
-    cells = [f"{row['runtime']:<10}{row['op']:<8}"]
+    cells = [f"{row['runtime']:<10}{row['op']:<13}"]
     for name in _VARIANTS:
         if name in times:
             least, median, wall = (times[name][k] for k in ("cpu_min", "cpu_median", "wall_min"))
@@ -93,6 +96,14 @@ def _line(row: dict[str, Any]) -> str:
     native = times.get("native")
     cells.append(f"{ours / native['cpu_min']:12.1f}x" if native else f"{'-':>13}")
     return "".join(cells)
+
+
+def _verdict(rows: Sequence[dict[str, Any]]) -> str:
+    over = [
+        r["microseconds"]["DTensor"]["cpu_min"] - r["microseconds"]["bare"]["cpu_min"] for r in rows
+    ]
+    met = sum(cost <= _TARGET_MICROSECONDS for cost in over)
+    return f"Target {_TARGET_MICROSECONDS} us over the bare tensor: met by {met} of {len(over)}"
 
 
 def _failures(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

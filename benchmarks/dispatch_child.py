@@ -1,6 +1,6 @@
-"""The child of `benchmarks.op_overhead`: times small ops on one runtime, prints JSON lines.
+"""The child of `benchmarks.dispatch`: times small ops on one runtime, prints JSON lines.
 
-Run as ``python -m benchmarks.op_overhead_child jax --rounds 10 --calls 200``. Results are dropped
+Run as ``python -m benchmarks.dispatch_child jax --rounds 10 --calls 200``. Results are dropped
 at once: on torch_xla, whose ops only build a graph, nothing is ever computed.
 """
 
@@ -25,14 +25,19 @@ from benchmarks.timing import Work, interleaved
 
 _NUM_DEVICES = 8
 _ROWS, _COLUMNS, _FEATURES = 16, 64, 32
+_untyped: Any = torch  # some of its names are private to it
 _PROFILED_CALLS = 2000
 _PROFILED_LINES = 25
 
 Op = Callable[[Any, Any], Any]
 _TORCH_OPS: dict[str, Op] = {
     "add": lambda x, w: x + x,
+    "mul": lambda x, w: x * 2.5,
     "linear": lambda x, w: functional.linear(x, w),
     "view": lambda x, w: x.view(_ROWS, 8, 8),
+    "softmax": lambda x, w: x.softmax(-1),
+    "add_": lambda x, w: x.add_(x),
+    "foreach_add": lambda x, w: _untyped._foreach_add([x, w], 1),
 }
 
 
@@ -74,12 +79,18 @@ def _distributed(runtime: str) -> tuple[Any, Any]:
 
 def _jax_variants(x: Any, w: Any) -> Mapping[str, Any]:
     jnp = importlib.import_module("jax.numpy")
+    softmax = importlib.import_module("jax.nn").softmax
     bare = (x._local_tensor, w._local_tensor)
     arrays = tuple(tensor.value() for tensor in bare)
     ops: dict[str, Op] = {
         "add": lambda a, b: jnp.add(a, a),
+        "mul": lambda a, b: jnp.multiply(a, 2.5),
         "linear": lambda a, b: jnp.dot(a, b.T),
         "view": lambda a, b: jnp.reshape(a, (_ROWS, 8, 8)),
+        "softmax": lambda a, b: softmax(a, -1),
+        # An array is never written to.
+        "add_": lambda a, b: jnp.add(a, a),
+        "foreach_add": lambda a, b: [jnp.add(a, 1), jnp.add(b, 1)],
     }
     return {"bare": (_TORCH_OPS, bare), "native": (ops, arrays)}
 

@@ -1,0 +1,174 @@
+"""torch.compile of code with DTensors: what torch asks of a tensor subclass.
+
+A DTensor enters a graph as its payload; mesh and placements are constants of the graph, and
+guarded: a call with others compiles anew. AOTAutograd traces the very code that runs eagerly, on
+stand-ins for payloads (see :mod:`xla_dtensor.runtimes.functional_ops`), so a compiled function
+gives what the eager one gives::
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def f(x):
+        return x.redistribute(mesh, [Shard(0), Replicate()]).relu()
+
+    graph:  %c = xla_dtensor.constrain(%payload, "(dp, -) on (dp=2, tp=4) #0");  aten.relu(%c)
+
+Gradients: a compiled backward expects of each incoming gradient the placements that its output had.
+A gradient is a whole value, so one with other placements is only labelled anew; no data moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import Replicate
+from torch.utils import _pytree as pytree
+
+from xla_dtensor.device_mesh import DeviceMesh, mesh_text
+from xla_dtensor.errors import DistributeError
+from xla_dtensor.known_axes import Known
+from xla_dtensor.propagation import Placements
+from xla_dtensor.runtimes.functional_ops import Names
+
+if TYPE_CHECKING:
+    from xla_dtensor.dtensor import DTensor
+
+__all__ = [
+    "coerced_tangent",
+    "distribute_in_graph",
+    "flatten",
+    "real_mesh",
+    "unflatten",
+]
+
+# torch >= 2.10 knows DeviceMesh as an object that graphs may hold, and wants it beside the payload.
+_MESH_IS_OPAQUE = find_spec("torch._library.opaque_object") is not None
+
+
+_targets = Names("mesh and placements")
+
+
+class FlatState:
+    """What a compiled graph has to know of a DTensor beside its payload."""
+
+    def __init__(self, spec: Any, requires_grad: bool) -> None:
+        self.mesh: DeviceMesh = spec.mesh
+        self.placements: Placements = spec.placements
+        self.known: Known = spec.known
+        self.requires_grad = requires_grad
+        # In torch 2.9 a _StridedShard equals the Shard of its dim, so types are compared as well.
+        kinds = tuple(map(type, self.placements))
+        self._key = (self.mesh, self.placements, kinds, self.known, requires_grad)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FlatState) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return f"FlatState({self.placements} on {mesh_text(self.mesh.value)})"
+
+
+def flatten(tensor: DTensor) -> tuple[list[str], Any]:
+    """Return the names of the inner tensors, and what else is needed to put them together."""
+    spec = tensor._spec
+    if _MESH_IS_OPAQUE:
+        order = getattr(spec, "shard_order", None)
+        return ["_local_tensor", "device_mesh"], (
+            spec.placements,
+            spec.tensor_meta,
+            order,
+            tensor.requires_grad,
+            spec.known,
+        )
+    return ["_local_tensor"], FlatState(spec, tensor.requires_grad)
+
+
+def unflatten(kind: type[DTensor], inner: dict[str, Any], state: Any) -> DTensor:
+    """Put together what :func:`flatten` took apart."""
+    if isinstance(state, FlatState):
+        mesh, placements, requires_grad = state.mesh, state.placements, state.requires_grad
+    else:
+        mesh, placements, requires_grad = real_mesh(inner["device_mesh"]), state[0], state[3]
+    return kind._wrapping(inner["_local_tensor"], mesh, placements, requires_grad=requires_grad)
+
+
+def real_mesh(mesh: Any) -> Any:
+    """Return the mesh behind the stand-in that newer versions of torch trace with."""
+    return getattr(mesh, "real_obj", mesh)
+
+
+def whole(placements: Sequence[Any]) -> Placements:
+    """Return the placements of a gradient: nothing is pending in it."""
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
+def coerced_tangent(tensor: DTensor, state: Any = None, expected_type: type | None = None) -> Any:
+    """Return an incoming gradient as a compiled backward expects it.
+
+    Args:
+        tensor: The gradient.
+        state: What :func:`flatten` gave for the expected one; None: only nothing may be pending.
+        expected_type: Its type, where that is not the gradient's.
+
+    Returns:
+        The gradient over the same payload; None where no such is possible.
+    """
+    kind, spec = type(tensor), tensor._spec
+    if expected_type is not None:
+        return tensor.full_tensor() if expected_type is torch.Tensor else None
+    if state is None:
+        placements = whole(spec.placements)
+        return (
+            tensor
+            if placements == spec.placements
+            else kind._wrapping(tensor._local_tensor, spec.mesh, placements)
+        )
+    mesh = state.mesh if isinstance(state, FlatState) else spec.mesh
+    placements = state.placements if isinstance(state, FlatState) else state[0]
+    return kind._wrapping(tensor._local_tensor, mesh, placements)
+
+
+def distribute_in_graph(tensor: torch.Tensor, device_mesh: Any, placements: Any) -> DTensor:
+    """Do what distribute_tensor does, in a function that Dynamo reads: one call with one tensor."""
+    return _distribute(tensor, _target(device_mesh, placements))
+
+
+def _target(device_mesh: Any, placements: Any) -> str:
+    """Run, not traced, by Dynamo, which guards on the arguments."""
+    torch.compiler.allow_in_graph(_distribute)
+    # Not checked here: Dynamo would report an error as one of its own.
+    mesh = real_mesh(device_mesh)
+    given = placements if placements is None else tuple(placements)
+    kinds = None if given is None else tuple(map(type, given))
+    return _targets.name((mesh, given), f"{given} on {mesh}", (mesh, given, kinds))
+
+
+# What torch.compiler.assume_constant_result does, without importing Dynamo for it.
+_target._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _distribute(tensor: torch.Tensor, target: str) -> DTensor:
+    from xla_dtensor.api import distribute_tensor
+
+    if tensor.requires_grad:
+        raise DistributeError(
+            f"distribute_tensor was called inside torch.compile with a tensor of "
+            f"shape={tuple(tensor.shape)} that requires grad. The DTensor would be a leaf of its "
+            "own, which a compiled function cannot return. Distribute parameters outside of it."
+        )
+    mesh, placements = _targets.value(target)
+    if mesh is None:
+        raise DistributeError(
+            "distribute_tensor was called without a mesh inside torch.compile. A compiled function "
+            "would go on using the mesh of the block that is open now. Pass device_mesh=."
+        )
+    return distribute_tensor(tensor, mesh, placements)
+
+
+if not _MESH_IS_OPAQUE:
+    # What register_constant does for Dynamo. Not all of it: a mesh among arguments that torch
+    # flattens (local_map's, for one) has to stay a leaf.
+    pytree.CONSTANT_NODES.add(DeviceMesh)

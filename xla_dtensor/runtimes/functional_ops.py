@@ -1,0 +1,267 @@
+"""Annotations as functional ops, so that torch.compile can record them in its graph.
+
+``torch.compile`` traces with fake payloads, which no runtime can place. What the DTensor layer asks
+of the runtime (put a host tensor, constrain, hand out a plain tensor) is therefore also an op of
+torch's: on a fake payload it is recorded, and on a payload it is what the runtime does::
+
+    %constrain = torch.ops.xla_dtensor.constrain(%payload, "[dp, tp] on (dp=2, tp=4) #3")
+
+Tensors are the only inputs of such a call. How the result is to lie is a text that names a
+:class:`~xla_dtensor.core.Layout` kept by this process, and so a constant of the graph.
+
+An op that the runtime does not leave to torch (a linear that has to stay whole, an op that
+torch_xla gets wrong) is recorded under a name of ours in the same way, see :func:`run_traced`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from xla_dtensor.core import Layout
+from xla_dtensor.errors import CompileError
+from xla_dtensor.nested import leaves, map_nested
+from xla_dtensor.runtimes.registry import get_runtime
+
+__all__ = [
+    "KERNELS",
+    "Names",
+    "constrain",
+    "is_traced",
+    "layout_names",
+    "put",
+    "run_traced",
+    "to_plain",
+]
+
+_is_functional = torch._is_functional_tensor  # pyright: ignore[reportPrivateImportUsage]
+_from_functional = torch._from_functional_tensor  # pyright: ignore[reportPrivateImportUsage]
+_to_functional = torch._to_functional_tensor  # pyright: ignore[reportPrivateImportUsage]
+_sync = torch._sync  # pyright: ignore[reportPrivateImportUsage]
+_library = torch.library.Library("xla_dtensor", "FRAGMENT")
+
+# What the ops of this module do with payloads, for runtimes whose payloads dispatch themselves.
+KERNELS: dict[Any, Callable[..., Any]] = {}
+
+
+class Names:
+    """Texts that stand for values in graphs, which hold tensors and plain constants only.
+
+    Example:
+        >>> names = Names("mesh")
+        >>> names.name(("dp", 2), "(dp=2)")
+        '(dp=2) #0'
+        >>> names.value("(dp=2) #0")
+        ('dp', 2)
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._names: dict[Hashable, str] = {}
+        self._values: dict[str, Any] = {}
+
+    def name(self, value: Any, text: str, key: Hashable | None = None) -> str:
+        """Return the text of a value; equal values (by `key`, if one is given) have one text."""
+        key = value if key is None else key
+        if key not in self._names:
+            self._names[key] = f"{text} #{len(self._names)}"
+            self._values[self._names[key]] = value
+        return self._names[key]
+
+    def value(self, name: str) -> Any:
+        """Return the value that a text stands for.
+
+        Raises:
+            CompileError: This process never gave out the text.
+        """
+        try:
+            return self._values[name]
+        except KeyError:
+            raise CompileError(
+                f"A compiled graph names the {self._kind} {name!r}. This process has none of that "
+                "name: the graph was made by another one. Compile the function in this process."
+            ) from None
+
+
+layout_names = Names("layout")
+
+
+def _name(layout: Layout) -> str:
+    axes = zip(layout.mesh.axis_names, layout.mesh.mesh_shape, strict=True)
+    mesh = ", ".join(f"{name}={size}" for name, size in axes)
+    return layout_names.name(layout, f"{layout} on ({mesh})")
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Tell whether a payload is a stand-in of torch.compile's, without values."""
+    return type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not get_runtime().is_payload(
+        tensor
+    )
+
+
+def constrain(payload: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return a new payload with the same values that lies as `layout` says, or record that."""
+    if payload.is_meta:
+        return payload.clone()
+    if is_traced(payload):
+        return torch.ops.xla_dtensor.constrain.default(payload, _name(layout))
+    return get_runtime().constrain(payload, layout)
+
+
+def put(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return a payload with the values of a host tensor, or record that."""
+    if is_traced(tensor):
+        return torch.ops.xla_dtensor.put.default(tensor, _name(layout))
+    return get_runtime().put(tensor, layout)
+
+
+def to_plain(payload: torch.Tensor) -> torch.Tensor:
+    """Return a payload's value as a tensor to hand to users, or record that."""
+    if is_traced(payload):
+        return torch.ops.xla_dtensor.to_plain.default(payload)
+    return get_runtime().to_plain(payload)
+
+
+# ---------------------------------------------------------------------- the ops
+
+
+def _constrain(payload: torch.Tensor, layout: str) -> torch.Tensor:
+    if not get_runtime().is_payload(payload):
+        return _put(payload, layout)  # made inside the graph, on the host
+    return get_runtime().constrain(payload, layout_names.value(layout))
+
+
+def _put(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    runtime, wanted = get_runtime(), layout_names.value(layout)
+    if runtime.is_payload(tensor):  # a plain tensor of the runtime's, which a stand-in cannot show
+        return runtime.constrain(tensor, wanted)
+    return runtime.put(tensor.detach(), wanted)
+
+
+def _to_plain(payload: torch.Tensor) -> torch.Tensor:
+    runtime = get_runtime()
+    return runtime.to_plain(payload) if runtime.is_payload(payload) else payload.clone()
+
+
+def _like(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=get_runtime().torch_device
+    )
+
+
+def _contiguous_like(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=get_runtime().torch_device)
+
+
+def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define an op that runs `run` on payloads and `fake` on stand-ins."""
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.xla_dtensor, packet), overload or "default")
+    torch.library.register_fake(f"xla_dtensor::{name}", fake, lib=_library)
+    # Payloads of torch_xla are functional tensors, as are those that AOTAutograd traces with.
+    _library.impl(name, _functionalized(op, run), "Functionalize")
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    KERNELS[op] = run
+    return op
+
+
+def _functionalized(op: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what `op` does below functionalization: `run` payloads, record stand-ins."""
+
+    def unwrapped(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and _is_functional(value):
+            _sync(value)
+            return _from_functional(value)
+        return value
+
+    def wrapped(value: Any) -> Any:
+        return _to_functional(value) if isinstance(value, torch.Tensor) else value
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        inner = map_nested(unwrapped, (args, kwargs))
+        if not any(isinstance(value, torch.Tensor) and is_traced(value) for value in leaves(inner)):
+            return run(*args, **kwargs)
+        functionalize = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+        with torch._C._ExcludeDispatchKeyGuard(functionalize):
+            return map_nested(wrapped, op(*inner[0], **inner[1]))
+
+    return kernel
+
+
+_define("constrain(Tensor payload, str layout) -> Tensor", _constrain, _like)
+_define("put(Tensor tensor, str layout) -> Tensor", _put, _contiguous_like)
+_define("to_plain(Tensor payload) -> Tensor", _to_plain, _like)
+
+
+def run_traced(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an op on stand-ins; record it as one of ours if the runtime has to run it itself.
+
+    Args:
+        func: An ``OpOverload``.
+        args: Its positional arguments, payloads in place.
+        kwargs: Its keyword arguments.
+    """
+    runtime = get_runtime()
+    if not any(isinstance(value, torch.Tensor) and is_traced(value) for value in leaves(args)):
+        return func(*args, **kwargs)
+    if runtime.torch_device.type != "cpu":
+        moved = 1 if func._schema.is_mutable else 0  # not what is written to
+        args = (*args[:moved], *map_nested(_on_device, tuple(args[moved:])))
+    functional = _functional_form(func) if func._schema.is_mutable else func
+    if functional is None or not runtime.runs_itself(func):
+        return func(*args, **kwargs)
+    result = _recorded(_fitting(functional, args))(*args, **kwargs)
+    return result if functional is func else args[0].copy_(result)
+
+
+def _on_device(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        return value.to(get_runtime().torch_device)
+    return value
+
+
+def _functional_form(func: Any) -> Any:
+    """Return the op that computes what an in-place op writes; None if it has no name of its own."""
+    namespace, _, name = func._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    if packet is None or not name.endswith("_"):
+        return None
+    return next((op for op in _overloads(packet) if _takes(op) == _takes(func)), None)
+
+
+def _overloads(packet: Any) -> list[Any]:
+    return [getattr(packet, name) for name in packet.overloads()]
+
+
+def _takes(func: Any) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+
+
+def _fitting(func: Any, args: Sequence[Any]) -> Any:
+    """Return the overload that takes numbers, where `func` takes tensors made of them."""
+
+    def takes(op: Any) -> bool:
+        given = zip(args, _takes(op), strict=False)
+        return all(
+            kind != "Tensor" or isinstance(value, torch.Tensor) for value, (_, kind) in given
+        )
+
+    names = [name for name, _ in _takes(func)]
+    overloads = [func, *_overloads(func.overloadpacket)]
+    same = [op for op in overloads if [name for name, _ in _takes(op)] == names]
+    return next((op for op in same if takes(op)), func)
+
+
+@cache
+def _recorded(func: Any) -> Any:
+    """Return an op of ours that stands for `func` in graphs, and has the runtime run it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return get_runtime().run_op(func, args, kwargs)
+
+    return _define("aten_" + str(func._schema).removeprefix("aten::"), run, func)
