@@ -1,0 +1,314 @@
+"""fully_shard: where parameters lie, what training gives, and what is communicated for it."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import xla_dtensor as xd
+from xla_dtensor.errors import (
+    ArgumentTypeError,
+    DistributeError,
+    LocalViewError,
+    UnsupportedOpError,
+)
+
+R = Replicate()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 64)
+        self.second = nn.Linear(64, 16)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.last = nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x + self.scale * self.second(torch.relu(self.first(x))))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture(scope="module")
+def dp(mesh: xd.DeviceMesh) -> xd.DeviceMesh:
+    return xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(16, 16, generator=generator)
+    return x, torch.randint(0, 8, (16,), generator=generator)
+
+
+def sharded(plain: nn.Module, mesh: Any, **options: Any) -> Any:
+    model: Any = copy.deepcopy(plain)
+    for linear in (model.first, model.second):
+        xd.fully_shard(linear, mesh=mesh, **options)
+    return xd.fully_shard(model, mesh=mesh, **options)
+
+
+def trained(model: nn.Module, steps: int, compiled: bool) -> tuple[list[float], Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        logits = model(x)
+        loss = F.cross_entropy(logits, y.to(logits.device))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        return loss
+
+    step: Any = xd.compile(train) if compiled else train
+    return [step(*batch()).item() for _ in range(steps)], (optimizer, step)
+
+
+def compare(model: nn.Module, plain: nn.Module) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), msg=name)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_training(dp: xd.DeviceMesh, plain: Model, compiled: bool) -> None:
+    model, reference = sharded(plain, dp), copy.deepcopy(plain)
+    assert {xd.FSDPModule, TorchFSDPModule, Model} <= set(type(model).__mro__)
+    losses, (optimizer, _) = trained(model, 3, compiled)
+    expected, _ = trained(reference, 3, compiled=False)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
+    compare(model, reference)
+    for parameter in model.parameters():
+        assert type(parameter.data) is xd.DTensor
+        placement = Shard(0) if parameter.ndim else R
+        state = optimizer.state[parameter]
+        for each in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]):
+            assert each.placements == (placement,)
+            if parameter.ndim:
+                assert each.xla_sharding().num_tiles(0) == 8
+
+
+def gathers(step: Any, shape: str) -> int:
+    return len(re.findall(rf"= {re.escape(shape)}\S* all-gather", step.hlo()))
+
+
+@pytest.mark.only_on("jax")
+@pytest.mark.parametrize("reshard", [True, False])
+def test_parameters_are_gathered_again_for_the_backward(
+    dp: xd.DeviceMesh, plain: Model, reshard: bool
+) -> None:
+    _, (_, step) = trained(sharded(plain, dp, reshard_after_forward=reshard), 1, compiled=True)
+    # The weight of `second` is needed for its input's gradient, that of `first` is not.
+    assert gathers(step, "f32[16,64]") == 1 + reshard
+    assert gathers(step, "f32[64,16]") == 1
+
+
+def watch(model: Any) -> list[Any]:
+    """Collect what the forwards of `first` and of the model see of their parameters."""
+    seen: list[Any] = []
+    for module, name in ((model, "scale"), (model.first, "weight")):
+        forward = module.forward
+
+        def watched(*args: Any, m: Any = module, n: str = name, f: Any = forward) -> Any:
+            seen.append(getattr(m, n))
+            return f(*args)
+
+        module.forward = watched
+    return seen
+
+
+def test_during_forward_parameters_are_whole_and_plain(dp: xd.DeviceMesh, plain: Model) -> None:
+    model = sharded(plain, dp)
+    seen = watch(model)
+    model(batch()[0])
+    assert not any(isinstance(tensor, xd.DTensor) for tensor in seen)
+    assert [tuple(tensor.shape) for tensor in seen] == [(), (64, 16)]
+    assert isinstance(model.first.weight, nn.Parameter)
+
+
+def test_unshard_and_reshard(dp: xd.DeviceMesh, plain: Model) -> None:
+    model = sharded(plain, dp)
+    model.first.unshard(async_op=True).wait()
+    assert torch.equal(model.first.weight.detach().cpu(), plain.first.weight)
+    assert not isinstance(model.first.weight, xd.DTensor)
+    model(batch()[0])
+    assert not isinstance(model.first.weight, xd.DTensor)
+    model.reshard()
+    model.first.reshard()
+    assert model.first.weight.placements == (Shard(0),)
+
+
+def test_an_error_in_forward_leaves_the_parameters_sharded(dp: xd.DeviceMesh, plain: Model) -> None:
+    model = sharded(plain, dp)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(16, 3))
+    assert model.first.weight.placements == (Shard(0),)
+    torch.testing.assert_close(model(batch()[0]).detach().cpu(), plain(batch()[0]).detach())
+
+
+def test_mixed_precision(dp: xd.DeviceMesh, plain: Model) -> None:
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+    )
+    model = sharded(plain, dp, mp_policy=policy)
+    seen = watch(model)
+    out = model(batch()[0])
+    out.square().sum().backward()
+    assert ({t.dtype for t in seen}, out.dtype) == ({torch.bfloat16}, torch.float32)
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    half = copy.deepcopy(plain).bfloat16()
+    half(batch()[0].bfloat16()).float().square().sum().backward()
+    for ours, theirs in zip(model.parameters(), half.parameters(), strict=True):
+        assert theirs.grad is not None
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad.float(), atol=2.0, rtol=0.1)
+
+
+def test_hybrid_sharding(mesh: xd.DeviceMesh, plain: Model) -> None:
+    model, reference = sharded(plain, mesh), copy.deepcopy(plain)
+    losses, _ = trained(model, 2, compiled=False)
+    expected, _ = trained(reference, 2, compiled=False)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
+    assert model.first.weight.placements == (R, Shard(0))
+    assert model.first.weight.grad.placements == (R, Shard(0))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_beside_tensor_parallelism(mesh: xd.DeviceMesh, plain: Model, compiled: bool) -> None:
+    reference, model = copy.deepcopy(plain), copy.deepcopy(plain)
+    xd.install()
+    plan: dict[str, Any] = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    for linear in (model.first, model.second):
+        xd.fully_shard(linear, mesh=mesh["dp"])
+    xd.fully_shard(model, mesh=mesh["dp"])
+    colwise: Any = model.first.weight
+    rowwise: Any = model.second.weight
+    assert colwise.placements == (_StridedShard(0, split_factor=4), Shard(0))
+    assert type(colwise.placements[0]) is _StridedShard
+    assert rowwise.placements == (Shard(0), Shard(1))
+    assert str(colwise.xla_sharding()) == "{devices=[8,1]<=[2,4]T(1,0)}"
+    losses, _ = trained(model, 2, compiled)
+    expected, _ = trained(reference, 2, compiled=False)
+    xd.uninstall()
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
+    compare(model, reference)
+    assert colwise.grad.placements == colwise.placements
+
+
+class TestGradientAccumulation:
+    def test_without_a_sync(self, dp: xd.DeviceMesh, plain: Model) -> None:
+        model, reference = sharded(plain, dp), copy.deepcopy(plain)
+        x, y = batch()
+        for number in range(3):
+            last = number == 2
+            model.set_requires_gradient_sync(last)
+            inputs = [xd.distribute_tensor(t, dp, [Shard(0)]) for t in (x + number, y)]
+            rows, classes = (t.full_tensor() if last else t.to_local() for t in inputs)
+            F.cross_entropy(model(rows), classes).backward()
+            F.cross_entropy(reference(x + number), y).backward()
+            if not last:
+                assert all(p.grad is None for p in model.parameters())
+        for (name, ours), theirs in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
+            assert theirs.grad is not None
+            torch.testing.assert_close(ours.grad.cpu(), theirs.grad, msg=name)
+
+    @pytest.mark.only_on("jax")
+    def test_nothing_is_reduced_without_a_sync(self, dp: xd.DeviceMesh, plain: Model) -> None:
+        bytes_reduced = {}
+        for microbatches in (1, 4):
+            model = sharded(plain, dp)
+
+            def step(x: Any, y: Any, model: Any = model, count: int = microbatches) -> None:
+                for number in range(count):
+                    model.set_requires_gradient_sync(number == count - 1)
+                    F.cross_entropy(model(x), y).backward()
+
+            inputs = [xd.distribute_tensor(t, dp, [Shard(0)]) for t in batch()]
+            compiled = xd.compile(step)
+            compiled(*(t.to_local() for t in inputs))
+            reductions = r" (?:all-reduce|reduce-scatter)\("
+            bytes_reduced[microbatches] = len(re.findall(reductions, compiled.hlo()))
+        assert bytes_reduced[4] <= 2 * bytes_reduced[1]
+
+    def test_plain_inputs_are_refused_without_a_sync(self, dp: xd.DeviceMesh, plain: Model) -> None:
+        model = sharded(plain, dp)
+        model.set_requires_gradient_sync(False)
+        with pytest.raises(LocalViewError, match="plain tensors only"):
+            model(batch()[0])
+        model.set_requires_gradient_sync(True)
+        model(batch()[0])
+
+
+def test_frozen_parameters_and_adapters(dp: xd.DeviceMesh, plain: Model) -> None:
+    base = copy.deepcopy(plain).requires_grad_(False)
+    base.last = nn.Linear(16, 8, bias=False)  # the adapter
+    reference = copy.deepcopy(base)
+    model = sharded(base, dp)
+    losses, _ = trained(model, 2, compiled=False)
+    expected, _ = trained(reference, 2, compiled=False)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
+    assert model.first.weight.grad is None
+    assert torch.equal(model.first.weight.cpu(), plain.first.weight)
+
+
+def test_ignored_and_placed_parameters(dp: xd.DeviceMesh, plain: Model) -> None:
+    model: Any = copy.deepcopy(plain)
+    bias = model.first.bias
+    xd.fully_shard(
+        model,
+        mesh=dp,
+        ignored_params={bias},
+        shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None,
+    )
+    assert model.first.bias is bias
+    assert model.first.weight.placements == (Shard(1),)
+    assert model.second.bias.placements == (Shard(0),)
+
+
+def test_divide_factor(dp: xd.DeviceMesh, plain: Model) -> None:
+    model, reference = sharded(plain, dp), copy.deepcopy(plain)
+    for each in (model, model.first, model.second):
+        each.set_gradient_divide_factor(4.0)
+    model(batch()[0]).square().mean().backward()
+    reference(batch()[0]).square().mean().backward()
+    assert reference.first.weight.grad is not None
+    torch.testing.assert_close(model.first.weight.grad.cpu(), reference.first.weight.grad * 2)
+
+
+def test_refusals(dp: xd.DeviceMesh, mesh: xd.DeviceMesh, plain: Model) -> None:
+    model = sharded(plain, dp)
+    with pytest.raises(DistributeError, match="called on before"):
+        xd.fully_shard(model, mesh=dp)
+    with pytest.raises(ArgumentTypeError, match="ModuleList"):
+        xd.fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=dp)
+    with pytest.raises(UnsupportedOpError, match="CPUOffloadPolicy"):
+        xd.fully_shard(nn.Linear(8, 8), mesh=dp, offload_policy=CPUOffloadPolicy())
+    three = xd.init_device_mesh("xla", (2, 2, 2))
+    with pytest.raises(DistributeError, match="one axis, or over the second of two"):
+        xd.fully_shard(nn.Linear(8, 8), mesh=three)
+    with pytest.raises(UnsupportedOpError, match="made from annotations"):
+        model.set_custom_all_gather(None)
+    with pytest.raises(UnsupportedOpError, match="deepcopy was called"):
+        copy.deepcopy(model)
+    with pytest.raises(UnsupportedOpError, match="over all axes"):
+        model.set_requires_all_reduce(False)
+    on_dp = nn.Linear(8, 8)
+    on_dp.weight = nn.Parameter(xd.distribute_tensor(on_dp.weight.detach(), mesh["dp"], [Shard(0)]))
+    with pytest.raises(DistributeError, match="axes of its own"):
+        xd.fully_shard(on_dp, mesh=mesh["dp"])

@@ -1,0 +1,206 @@
+"""What happens around the forward of a module that fully_shard was called on.
+
+Before it the parameters are gathered and put in the module's place of them, after it the sharded
+ones come back. The gathered form of a parameter is needed again in the backward. With
+``reshard_after_forward`` it is not kept until then: what autograd saves of it is only the note to
+gather it once more, behind a barrier, as XLA would otherwise merge the two gathers and keep the
+first one's result.
+
+Plain inputs of the outermost module are the global batch: their dim 0 is sharded over the mesh.
+In a forward without a gradient sync (``set_requires_gradient_sync(False)``) each device computes on
+its own rows, and its gradients stay where they are. There the inputs have to say which rows these
+are: DTensors on the mesh, or LocalViews. Plain tensors are then the same on every device.
+LocalViews as inputs mean the same where gradients are synchronized: each device has a loss of its
+own, and its gradients are averaged over the devices, as torch's ranks do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.utils._pytree import tree_leaves, tree_map
+
+from xla_dtensor.api import distribute_tensor
+from xla_dtensor.core import Layout
+from xla_dtensor.core.spanning import layout_on_span, region_of
+from xla_dtensor.dtensor import DTensor
+from xla_dtensor.errors import LocalViewError, UnsupportedOpError
+from xla_dtensor.fsdp_parameters import Settings, ShardedParameter, lent_unreduced
+from xla_dtensor.local_view import LocalView
+from xla_dtensor.redistribution import as_plain
+from xla_dtensor.runtimes import functional_ops
+from xla_dtensor.runtimes.registry import get_runtime
+
+__all__ = ["Group"]
+
+logger = logging.getLogger("xla_dtensor")
+aten = torch.ops.aten
+_active: list[Group] = []
+_logged: set[str] = set()
+
+
+@dataclass(eq=False)
+class Group:
+    """The parameters of one call of fully_shard, and how they are used.
+
+    Args:
+        parameters: The sharded parameters.
+        settings: What the module's methods change.
+        output_dtype: Dtype of floating outputs; None as they come.
+        cast_inputs: Whether floating inputs are cast to the parameters' dtype.
+    """
+
+    parameters: list[ShardedParameter]
+    settings: Settings
+    output_dtype: torch.dtype | None = None
+    cast_inputs: bool = True
+    kept: bool = False
+    _entered: list[contextlib.ExitStack] = field(default_factory=list)
+
+    def gather(self) -> None:
+        """Lend the gathered parameters to the modules."""
+        for owner in self.parameters:
+            owner.lend(owner.whole)
+
+    def release(self) -> None:
+        """Give the modules the sharded parameters back."""
+        self.kept = False
+        for owner in self.parameters:
+            owner.take_back()
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Prepare parameters and inputs; a forward pre-hook."""
+        stack = contextlib.ExitStack()
+        per_device = not self.settings.sync or self._on_own_views(args, kwargs)
+        unreduced = per_device and torch.is_grad_enabled()
+        if unreduced:
+            self._check_unreduced()
+        if not _active:
+            args, kwargs = self._inputs(args, kwargs, unreduced)
+        _active.append(self)
+        self._entered.append(stack)
+        if unreduced:
+            for owner in self.parameters:
+                owner.lend(lambda owner=owner: lent_unreduced(owner, self.settings.sync))
+        else:
+            self.gather()
+            if self.settings.reshard_after_forward and torch.is_grad_enabled():
+                hooks = torch.autograd.graph.saved_tensors_hooks(_noted, _gathered_again)
+                stack.enter_context(hooks)
+        dtype = self.settings.param_dtype
+        if dtype is not None and self.cast_inputs:
+            args, kwargs = tree_map(lambda v: _cast(v, dtype), (args, kwargs))
+        return args, kwargs
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Put the sharded parameters back; a forward hook, called after an error too."""
+        if not self._entered:
+            return output  # `before` has raised
+        self._entered.pop().close()
+        _active.remove(self)
+        if not self.kept:
+            self.release()
+        if self.output_dtype is not None:
+            output = tree_map(lambda v: _cast(v, self.output_dtype), output)
+        return output
+
+    def _on_own_views(self, args: Any, kwargs: Any) -> bool:
+        """Tell whether each device has rows and a loss of its own, whose gradients are averaged."""
+        region = region_of(self.settings.mesh.value)
+        if any(owner.inner is not None for owner in self.parameters):
+            return False  # parameters that lie on other axes too are lent as DTensors
+        given = tree_leaves((args, kwargs))
+        return any(isinstance(v, LocalView) and v.region == region for v in given)
+
+    def _check_unreduced(self) -> None:
+        on_others = [owner for owner in self.parameters if owner.inner is not None]
+        if on_others:
+            raise UnsupportedOpError(
+                "A forward without a gradient sync was called on a module whose parameters are "
+                f"also sharded over {on_others[0].inner}. Each device's own gradient is kept for "
+                "parameters of fully_shard's mesh only. Call set_requires_gradient_sync(True)."
+            )
+
+    def _inputs(self, args: Any, kwargs: Any, unreduced: bool) -> tuple[Any, Any]:
+        mesh = self.settings.mesh
+        if not unreduced:
+            return tree_map(self._batch, (args, kwargs))
+        given = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        if given and not any(isinstance(v, (DTensor, LocalView)) for v in given):
+            raise LocalViewError(
+                "A forward without a gradient sync was called with plain tensors only, the first "
+                f"of shape={tuple(given[0].shape)}. Each device computes on rows of its own, and "
+                f"nothing says which. Pass distribute_tensor(batch, mesh, [Shard(0)]) on {mesh}, "
+                "or its to_local()."
+            )
+        return tree_map(lambda v: v.to_local() if isinstance(v, DTensor) else v, (args, kwargs))
+
+    def _batch(self, value: Any) -> Any:
+        """Shard dim 0 of a plain input over the mesh, where that divides it."""
+        mesh, runtime = self.settings.mesh, get_runtime()
+        if type(value) in (DTensor, LocalView) or not isinstance(value, torch.Tensor):
+            return value
+        if value.ndim == 0 or value.shape[0] % mesh.value.size():
+            return value
+        _log_once(
+            "batch", "fully_shard takes dim 0 of plain inputs for the global batch and shards it."
+        )
+        placements = [Shard(0)] * mesh.ndim
+        if runtime.is_payload(value):
+            known = runtime.known_sharding(value)
+            if known is not None and known.is_tiled:
+                return value
+            layout = Layout.from_placements(placements, value.ndim, mesh.value)
+            if value.requires_grad:
+                return value
+            return runtime.to_plain(
+                functional_ops.constrain(value.detach(), layout_on_span(layout))
+            )
+        if value.requires_grad:
+            return value
+        made = distribute_tensor(value, mesh, placements)
+        return as_plain(made)
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_float else value
+
+
+def _log_once(key: str, text: str) -> None:
+    if key not in _logged:
+        _logged.add(key)
+        logger.info(text)
+
+
+# ---------------------------------------------------------------------- what autograd saves
+
+
+@dataclass(frozen=True)
+class _Note:
+    """Stands for a gathered parameter among what autograd saves."""
+
+    owner: ShardedParameter
+
+
+def _noted(tensor: torch.Tensor) -> Any:
+    payload = getattr(tensor, "_local_tensor", tensor)
+    for group in _active:
+        if group.settings.reshard_after_forward and not group.kept:
+            for owner in group.parameters:
+                lent = owner.gathered
+                if lent is not None and getattr(lent, "_local_tensor", lent) is payload:
+                    return _Note(owner)
+    return tensor
+
+
+def _gathered_again(saved: Any) -> torch.Tensor:
+    if not isinstance(saved, _Note):
+        return saved
+    return saved.owner.gathered_again()

@@ -1,0 +1,305 @@
+"""fully_shard: parameters, gradients and optimizer state sharded over the data-parallel axis.
+
+PyTorch's API (``torch.distributed.fsdp.fully_shard``), by annotations: a parameter lies sharded on
+the mesh, is told to be whole for its module's forward, and its gradient is told to be sharded. XLA
+makes the all-gathers and reduce-scatters of it, and overlaps them with the compute::
+
+    for block in model.layers:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+
+What differs from PyTorch, because one program sees the whole batch: the batch that goes into the
+model is the global one, and a loss that is a mean over it is the global mean. Its gradient needs no
+division by the number of devices; a loss that is a *sum* over the batch has the sum's gradient,
+where PyTorch's has the sum over the devices divided by their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+
+from mesh_utils import Mesh
+from xla_dtensor.device_mesh import as_device_mesh, current_mesh, mesh_text
+from xla_dtensor.errors import ArgumentTypeError, DistributeError, UnsupportedOpError
+from xla_dtensor.fsdp_forward import Group
+from xla_dtensor.fsdp_parameters import Settings, ShardedParameter, shard_parameter
+from xla_dtensor.runtimes.registry import get_runtime
+
+__all__ = ["FSDPModule", "fully_shard"]
+
+_STATE = "_xla_dtensor_group"
+_classes: dict[type, type] = {}
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> Any:
+    """Shard a module's parameters that no call on a submodule has sharded before.
+
+    Args:
+        module: The module, or a list of modules that form one group.
+        mesh: One axis to shard over, or (replicate, shard); a submesh. The open ``with mesh:``
+            block's, else all devices, when None.
+        reshard_after_forward: Whether the backward gathers the parameters again, in place of
+            keeping them. True when None. An int counts as True.
+        shard_placement_fn: Says of a parameter which ``Shard(dim)`` to use, None for dim 0.
+        mp_policy: Dtypes of parameters during forward, of gradient reduction, and of outputs.
+        offload_policy: Only the base ``OffloadPolicy``, which offloads nothing.
+        ignored_params: Parameters to leave alone.
+
+    Returns:
+        `module`, now an :class:`FSDPModule`.
+
+    Raises:
+        DistributeError: A wrong mesh, or parameters that lie on its axes already.
+        UnsupportedOpError: CPU offloading.
+        ArgumentTypeError: Not a module, or a container without a forward.
+
+    Example:
+        >>> import torch, xla_dtensor as xd
+        >>> mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        >>> model = xd.fully_shard(torch.nn.Linear(4, 16), mesh=mesh)
+        >>> model.weight.placements, type(model).__name__
+        ((Shard(dim=0),), 'FSDPLinear')
+    """
+    modules = [module] if isinstance(module, nn.Module) else module
+    _check_modules(modules)
+    settings = Settings(
+        _mesh(mesh),
+        reshard_after_forward=reshard_after_forward is None or bool(reshard_after_forward),
+    )
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        raise UnsupportedOpError(
+            "fully_shard was called with CPUOffloadPolicy. XLA programs keep their parameters on "
+            "the devices. Leave offload_policy out."
+        )
+    policy = mp_policy or MixedPrecisionPolicy()
+    settings.param_dtype, settings.reduce_dtype = policy.param_dtype, policy.reduce_dtype
+    owners = _sharded(modules, settings, shard_placement_fn, ignored_params or set())
+    group = Group(owners, settings, policy.output_dtype, policy.cast_forward_inputs)
+    for each in modules:
+        each.__dict__[_STATE] = group
+        each.register_forward_pre_hook(group.before, prepend=True, with_kwargs=True)
+        each.register_forward_hook(group.after, always_call=True)
+        kind = type(each)
+        if kind not in _classes:
+            _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+        each.__class__ = _classes[kind]
+    return module
+
+
+def _check_modules(modules: Any) -> None:
+    wrong = next((m for m in modules if not isinstance(m, nn.Module)), None)
+    container = next((m for m in modules if isinstance(m, (nn.ModuleList, nn.ModuleDict))), None)
+    if wrong is not None or container is not None:
+        found = type(container if wrong is None else wrong).__name__
+        raise ArgumentTypeError(
+            f"fully_shard was called with a {found}. Parameters are gathered for a module's "
+            "forward, and this has none. Pass the modules that are called."
+        )
+    if any(_STATE in m.__dict__ for m in modules):
+        raise DistributeError(
+            "fully_shard was called on a module that it was called on before. Its parameters are "
+            "sharded already. Call it once per module, submodules first."
+        )
+
+
+def _mesh(mesh: Any) -> Any:
+    if mesh is None:
+        try:
+            found = current_mesh("fully_shard")
+        except DistributeError:
+            ids = get_runtime().device_ids()
+            found = as_device_mesh(Mesh(list(ids), (len(ids),), ("fsdp",)))
+    else:
+        found = as_device_mesh(mesh)
+    if found.ndim not in (1, 2):
+        raise DistributeError(
+            f"fully_shard was called with the mesh {mesh_text(found.value)}. Parameters are "
+            "sharded over one axis, or over the second of two and copied along the first. Pass a "
+            "submesh of one or two axes, e.g. mesh['dp']."
+        )
+    return found
+
+
+def _sharded(
+    modules: Sequence[nn.Module],
+    settings: Settings,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    ignored: set[nn.Parameter],
+) -> list[ShardedParameter]:
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    found: dict[int, nn.Parameter] = {}
+    for module in _managed(modules):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not any(parameter is p for p in ignored):
+                places.setdefault(id(parameter), []).append((module, name))
+                found[id(parameter)] = parameter
+    owners: list[ShardedParameter] = []
+    for key, parameter in found.items():
+        asked = None if shard_placement_fn is None else shard_placement_fn(parameter)
+        made, inner = shard_parameter(parameter, settings, getattr(asked, "dim", None))
+        owner = ShardedParameter(places[key], made, settings, inner)
+        owner.take_back()
+        owners.append(owner)
+    return owners
+
+
+def _managed(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules of the trees, without those that fully_shard manages already."""
+    found: list[nn.Module] = []
+    pending = list(modules)
+    while pending:
+        module = pending.pop(0)
+        if _STATE not in module.__dict__ and not any(module is m for m in found):
+            found.append(module)
+            pending.extend(module.children())
+    return found
+
+
+class FSDPModule(TorchFSDPModule):
+    """A module that :func:`fully_shard` was called on. The methods are PyTorch's.
+
+    Those that schedule communication do nothing: XLA schedules it.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a module of the original class, as in ``type(self)(...)``."""
+        original = next(k for k in cls.__mro__ if k not in (cls, FSDPModule, TorchFSDPModule))
+        made = original.__new__(original, *args, **kwargs)
+        made.__init__(*args, **kwargs)
+        return made
+
+    def _groups(self, recurse: bool) -> list[Group]:
+        modules: Any = self.modules() if recurse else [self]  # pyright: ignore
+        return [m.__dict__[_STATE] for m in modules if _STATE in m.__dict__]
+
+    def unshard(self, async_op: bool = False) -> Any:
+        """Gather this module's parameters and keep them gathered until :meth:`reshard`."""
+        for group in self._groups(recurse=False):
+            group.gather()
+            group.kept = True
+        return _Handle() if async_op else None
+
+    def reshard(self) -> None:
+        """Give up what :meth:`unshard` gathered."""
+        for group in self._groups(recurse=False):
+            group.release()
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Say whether the next backward reduces gradients over the mesh.
+
+        Without a sync each device keeps its own, and the next backward with one reduces their sum:
+        the bytes reduced do not grow with the number of microbatches.
+        """
+        for group in self._groups(recurse):
+            group.settings.sync = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Refused when False: XLA reduces over both axes at once."""
+        if not requires_all_reduce:
+            raise UnsupportedOpError(
+                "set_requires_all_reduce(False) was called. A gradient is reduced over all axes of "
+                "fully_shard's mesh at once, or over none. Call set_requires_gradient_sync(False)."
+            )
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Say whether the backward gathers the parameters again, in place of keeping them."""
+        for group in self._groups(recurse):
+            group.settings.reshard_after_forward = reshard_after_forward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of the devices' gradients by `factor`, in place of their number."""
+        for group in self._groups(recurse=False):
+            group.settings.divide_by = factor / group.settings.mesh.value.size()
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Do nothing: no reduction is left for later."""
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Do nothing: what a program gathered is gone when it ends."""
+
+    def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
+        """Do nothing: XLA schedules the gathers."""
+
+    def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
+        """Do nothing: XLA schedules the gathers."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Do nothing: a parameter that the backward does not use is not gathered."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Do nothing: XLA chooses the reduction."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Do nothing: XLA allocates."""
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Do nothing: there are no streams."""
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Do nothing: XLA schedules the gathers."""
+
+    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> NoReturn:
+        """Refused: the reduction is XLA's."""
+        _refuse_custom("set_all_reduce_hook")
+
+    def set_custom_all_gather(self, comm: Any) -> NoReturn:
+        """Refused: the gather is XLA's."""
+        _refuse_custom("set_custom_all_gather")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
+        """Refused: the reduction is XLA's."""
+        _refuse_custom("set_custom_reduce_scatter")
+
+    def _get_fsdp_state(self) -> NoReturn:
+        _refuse_custom("_get_fsdp_state")
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.reshard()
+        applied = nn.Module._apply(self, *args, **kwargs)  # pyright: ignore
+        for group in self._groups(recurse=True):
+            for owner in group.parameters:
+                module, name = owner.places[0]
+                owner.parameter = module._parameters[name]  # pyright: ignore
+        return applied
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UnsupportedOpError(
+            "deepcopy was called on a module of fully_shard. Its parameters and hooks belong "
+            "together. Copy the module first, or use its state_dict()."
+        )
+
+
+class _Handle:
+    """What ``unshard(async_op=True)`` returns."""
+
+    def wait(self) -> None:
+        """Do nothing: XLA schedules the gather."""
+
+
+def _refuse_custom(name: str) -> NoReturn:
+    raise UnsupportedOpError(
+        f"{name} was called. Gathers and reductions are XLA's own, made from annotations, and no "
+        "Python runs in between. Leave it out."
+    )
