@@ -1,0 +1,98 @@
+"""What code written for one process per rank becomes: ten recipes by 4 gloo ranks, and by us.
+
+A recipe gives the same rows, loss and gradients, or raises, or says in a log line what it takes
+them for. The table in docs/semantics.md says the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.differential.recipes import RECIPES, WORLD
+from xla_dtensor.runtimes import Runtime
+
+ROOT = Path(__file__).parents[2]
+RAISES = {
+    "data parallel, from_local of own rows": ("DistributeError", "one tensor for all of them"),
+    "sequence-parallel norm, own rows": ("DistributeError", "one tensor for all of them"),
+    "slice by get_local_rank": ("DistributeError", "one tensor for all of them"),
+    "all_reduce of a loss": ("ValueError", "Default process group has not been initialized"),
+}
+ANNOUNCED = {"FSDP, own rows": "fully_shard takes dim 0 of plain inputs for the global batch"}
+SAME = [name for name in RECIPES if name not in RAISES and name not in ANNOUNCED]
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    variables = {key: v for key, v in os.environ.items() if key != "XLA_FLAGS"}
+    variables["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "tests.differential.recipes_child", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def outcomes(process: subprocess.Popen[str]) -> dict[str, Any]:
+    output, errors = process.communicate(timeout=240)
+    lines = [line for line in output.splitlines() if line.startswith("OUTCOMES ")]
+    assert process.returncode == 0, errors[-3000:]
+    return json.loads(lines[0].removeprefix("OUTCOMES "))
+
+
+@pytest.fixture(scope="module")
+def gloo() -> list[dict[str, Any]]:
+    """The outcomes of each of the 4 ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [started("gloo", str(rank), port) for rank in range(WORLD)]
+    return [outcomes(rank) for rank in ranks]
+
+
+@pytest.fixture(scope="module")
+def ours(runtime: Runtime) -> dict[str, Any]:
+    return outcomes(started("xla", runtime.name))
+
+
+@pytest.mark.slow
+class TestRecipes:
+    def test_gloo_runs_them_all(self, gloo: list[dict[str, Any]]) -> None:
+        assert [(n, o["message"]) for rank in gloo for n, o in rank.items() if "error" in o] == []
+
+    @pytest.mark.parametrize("name", SAME)
+    def test_same(self, name: str, gloo: list[dict[str, Any]], ours: dict[str, Any]) -> None:
+        assert "error" not in ours[name], ours[name]
+        assert ours[name]["rows"] == gloo[0][name]["rows"]
+        losses = [ours[name]["loss"], *(rank[name]["loss"] for rank in gloo)]
+        assert max(losses) - min(losses) < 1e-5
+        expected = gloo[0][name]["gradients"]
+        assert set(ours[name]["gradients"]) == set(expected)
+        for parameter, gradient in expected.items():
+            found = torch.tensor(ours[name]["gradients"][parameter])
+            torch.testing.assert_close(found, torch.tensor(gradient), msg=parameter)
+
+    @pytest.mark.parametrize("name", RAISES)
+    def test_raises(self, name: str, ours: dict[str, Any]) -> None:
+        error, text = RAISES[name]
+        assert ours[name].get("error") == error
+        assert text in ours[name]["message"]
+
+    @pytest.mark.parametrize("name", ANNOUNCED)
+    def test_announced(self, name: str, gloo: list[dict[str, Any]], ours: dict[str, Any]) -> None:
+        assert any(ANNOUNCED[name] in line for line in ours[name]["log"])
+        # The first rank's rows are the whole batch: its loss is that rank's, its gradients too.
+        assert ours[name]["loss"] == pytest.approx(gloo[0][name]["loss"], abs=1e-5)
+        losses = [rank[name]["loss"] for rank in gloo]
+        assert max(losses) - min(losses) > 1e-2
+        ours_gradient = torch.tensor(ours[name]["gradients"]["up.bias"])
+        assert not torch.allclose(
+            ours_gradient, torch.tensor(gloo[0][name]["gradients"]["up.bias"])
+        )
