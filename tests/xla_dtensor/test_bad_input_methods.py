@@ -20,7 +20,6 @@ from xla_dtensor.errors import (
     CompileError,
     DistributeError,
     RuntimeSetupError,
-    UnsupportedOpError,
 )
 
 R = Replicate()
@@ -60,22 +59,11 @@ TABLE: dict[str, Row] = {
         ValueError,
         "full_tensor was called with 1 placements=[Partial(sum)] on the mesh (dp=2, tp=4).",
     ),
-    "to_local": (
-        lambda s: s.d.to_local(),
-        UnsupportedOpError,
-        NotImplementedError,
-        "to_local() was called on DTensor(shape=(8, 4), dtype=float32, placements=(S(0), R), "
-        "mesh=(dp=2, tp=4), local_shape=(4, 4)). One process holds many devices here, so there is "
-        "no one local tensor. Use addressable_shards() for this process's shards, or "
-        "full_tensor() for the whole value.",
-    ),
     "from_local": (
         lambda s: xd.DTensor.from_local(torch.ones(4), s.mesh, [Shard(0), R]),
-        UnsupportedOpError,
-        NotImplementedError,
-        "from_local was called with a tensor of shape=(4,). One process holds many devices here, "
-        "and one local tensor does not say what the others hold. Pass the global tensor to "
-        "distribute_tensor.",
+        DistributeError,
+        ValueError,
+        "one tensor for all of them would be repeated.",
     ),
     "data_of_a_plain_tensor": (
         lambda s: setattr(s.d, "data", torch.ones(8, 4)),

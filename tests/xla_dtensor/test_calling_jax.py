@@ -422,7 +422,7 @@ def test_bad_input(name: str, mesh: xd.DeviceMesh, count_sentences: Callable[[st
 @on_jax
 def test_a_manual_tensor_is_refused(mesh: xd.DeviceMesh) -> None:
     class Manual(torch.Tensor):
-        _is_manual_tensor = True
+        _is_per_device = True
 
         @classmethod
         def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):

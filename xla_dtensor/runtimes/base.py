@@ -77,7 +77,7 @@ class Runtime(ABC):
     extra_dispatch_keys: ClassVar[Any] = None
 
     # The device that payloads report.
-    torch_device: ClassVar[torch.device] = torch.device("cpu")
+    torch_device: ClassVar[Any] = "cpu"
 
     # ------------------------------------------------------------------ devices
 

@@ -209,7 +209,7 @@ def run_traced(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     runtime = get_runtime()
     if not any(isinstance(value, torch.Tensor) and is_traced(value) for value in leaves(args)):
         return func(*args, **kwargs)
-    if runtime.torch_device.type != "cpu":
+    if torch.device(runtime.torch_device).type != "cpu":
         moved = 1 if func._schema.is_mutable else 0  # not what is written to
         args = (*args[:moved], *map_nested(_on_device, tuple(args[moved:])))
     functional = _functional_form(func) if func._schema.is_mutable else func

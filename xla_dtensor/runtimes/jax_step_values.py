@@ -125,7 +125,8 @@ def split_outputs(
 
 def refuse_manual(leaf: Any, what: str, when: str) -> None:
     """Raise for a manual tensor, which has no value outside its region; a LocalView passes."""
-    if not getattr(leaf, "_is_per_device", False) or hasattr(leaf, "_varying"):
+    tensor = inner(leaf)
+    if tensor is None or tensor._storage.manual is None or hasattr(leaf, "_varying"):
         return
     raise CompileError(
         f"A compiled step was {what} a manual tensor of shape={tuple(leaf.shape)}. It has "

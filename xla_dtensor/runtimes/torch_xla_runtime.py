@@ -78,7 +78,7 @@ class TorchXlaRuntime(Runtime):
 
     name: ClassVar[str] = "torch_xla"
     install_hint: ClassVar[str] = "pip install 'xla-dtensor[torch-xla]'"
-    torch_device: ClassVar[torch.device] = DEVICE
+    torch_device: ClassVar[Any] = DEVICE
 
     def __init__(
         self,

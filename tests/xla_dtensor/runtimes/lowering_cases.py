@@ -59,7 +59,7 @@ class Case:
 
 def overload(name: str) -> Any:
     packet, _, which = name.partition(".")
-    space = whole if hasattr(whole, packet) else aten
+    space = aten if hasattr(aten, packet) else whole  # both have a put
     return getattr(getattr(space, packet), which or "default")
 
 

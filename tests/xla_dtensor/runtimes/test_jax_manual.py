@@ -384,7 +384,7 @@ def test_a_compiled_step_takes_and_returns_no_manual_tensor(region: Region) -> N
 
 def test_a_manual_tensor_s_wrapper_answers_for_it(region: Region) -> None:
     class Wrapper(torch.Tensor):
-        _is_manual_tensor = True
+        _is_per_device = True
 
         @classmethod
         def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
