@@ -291,6 +291,7 @@ class DTensor(TorchDTensor):
         run_check: bool = False,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Any] | None = None,
         same_on_every_device: bool = False,
     ) -> DTensor:
         """Make a DTensor of what each device has.
@@ -303,6 +304,8 @@ class DTensor(TorchDTensor):
                 have different ones. Without it, that raises.
             shape: The global shape, where it is not what equal shards make up.
             stride: Goes with `shape`; XLA lays memory out by itself.
+            grad_placements: How the gradient lies of which each device gets its shard back; as
+                `placements` say when None.
             same_on_every_device: Let a plain tensor stand for equal shards, or equal parts.
 
         Returns:
@@ -315,7 +318,13 @@ class DTensor(TorchDTensor):
         from xla_dtensor.local_building import make_from_local
 
         return make_from_local(
-            local_tensor, device_mesh, placements, run_check, shape, stride, same_on_every_device
+            local_tensor,
+            device_mesh,
+            placements,
+            (shape, stride),
+            grad_placements,
+            run_check=run_check,
+            same_on_every_device=same_on_every_device,
         )
 
     def cpu(self, *_: Any, **__: Any) -> torch.Tensor:

@@ -81,7 +81,6 @@ def flatten(tensor: DTensor) -> tuple[list[str], Any]:
             spec.tensor_meta,
             order,
             tensor.requires_grad,
-            spec.known,
         )
     return ["_local_tensor"], FlatState(spec, tensor.requires_grad)
 

@@ -39,9 +39,10 @@ def make_from_local(
     tensor: Any,
     device_mesh: Any,
     placements: Any,
+    whole: tuple[Sequence[int] | None, Sequence[int] | None],
+    grad_placements: Sequence[Any] | None,
+    *,
     run_check: bool,
-    shape: Sequence[int] | None,
-    stride: Sequence[int] | None,
     same_on_every_device: bool,
 ) -> DTensor:
     """Make a DTensor of what each device has; see ``DTensor.from_local``."""
@@ -50,6 +51,7 @@ def make_from_local(
             f"from_local was called with an object of type={type(tensor).__name__}. It takes what "
             "each device has. Pass a LocalView or a tensor."
         )
+    shape, stride = whole
     if (shape is None) != (stride is None):
         raise DistributeError(
             f"from_local was called with shape={shape} and stride={stride}. One without the other "
@@ -61,7 +63,10 @@ def make_from_local(
         return _PlainReplicated.apply(tensor, mesh, checked)  # pyright: ignore
     if not isinstance(tensor, LocalView):
         tensor = _plain_as_view(tensor, mesh, checked, same_on_every_device)
-    return from_view(tensor, mesh, checked, shape, run_check or same_on_every_device)
+    for_grad = grad_placements and checked_placements(
+        "from_local", grad_placements, mesh, tensor.ndim, partial=False
+    )
+    return from_view(tensor, mesh, checked, shape, run_check or same_on_every_device, for_grad)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

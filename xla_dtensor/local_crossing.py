@@ -67,6 +67,7 @@ def from_view(
     placements: tuple[Any, ...],
     shape: Sequence[int] | None,
     run_check: bool,
+    grad_placements: tuple[Any, ...] | None = None,
 ) -> DTensor:
     """Return the DTensor of which `view` is the local tensor; see ``DTensor.from_local``."""
     layout = Layout.from_placements(placements, view.ndim, mesh.value)
@@ -91,7 +92,7 @@ def from_view(
     same = _first_along(view, differ)
     if same.requires_grad and torch.is_grad_enabled():
         same = _reduced_first(same, layout.partial)
-    return _FromLocal.apply(same, mesh, placements, at)  # pyright: ignore
+    return _FromLocal.apply(same, mesh, placements, at, grad_placements)  # pyright: ignore
 
 
 def _border_of(tensor: DTensor) -> Border:
@@ -176,15 +177,18 @@ class _ToLocal(torch.autograd.Function):
                 "to_local(grad_placements=...) with Partial() for these axes."
             )
         grad = _first_along(grad, differ)
-        return _FromLocal.apply(grad, ctx.mesh, tuple(placements), at), None
+        return _FromLocal.apply(grad, ctx.mesh, tuple(placements), at, None), None
 
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, view: LocalView, mesh: DeviceMesh, placements: Any, at: Border) -> Any:
+    def forward(
+        ctx: Any, view: LocalView, mesh: DeviceMesh, placements: Any, at: Border, for_grad: Any
+    ) -> Any:
         from xla_dtensor.dtensor import DTensor
 
         ctx.at, ctx.mesh, ctx.placements, ctx.varying = at, mesh, placements, view.varying
+        ctx.for_grad = for_grad
         payload = _constrained(at.joined(view._payload), at.layout, view._known)
         return new_dtensor(DTensor, payload, state_of(payload, mesh, placements, view._known))
 
@@ -193,6 +197,7 @@ class _FromLocal(torch.autograd.Function):
         from xla_dtensor.api import distribute_tensor
 
         target = tuple(Replicate() if p.is_partial() else p for p in ctx.placements)
+        target = ctx.for_grad or target
         if not hasattr(grad, "_spec"):
             grad = distribute_tensor(grad, ctx.mesh, target)
         if (grad._spec.mesh, grad._spec.placements) != (ctx.mesh, target):
@@ -202,7 +207,7 @@ class _FromLocal(torch.autograd.Function):
             if op == "avg":
                 view = view / ctx.mesh.value.size(axis)
         # Each is the gradient of the device's own part, also where all are equal.
-        return view._labelled(ctx.varying), None, None, None
+        return view._labelled(ctx.varying), None, None, None, None
 
 
 def _reduced_first(view: LocalView, partial: Sequence[tuple[Any, str]]) -> LocalView:

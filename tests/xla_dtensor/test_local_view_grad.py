@@ -368,3 +368,16 @@ def test_labels_of_collectives(mesh: DeviceMesh) -> None:
     assert reduce_scatter(psum(view, "tp"), "tp").varying == {"dp", "tp"}  # pyright: ignore
     assert axis_index(view, "tp").varying == {"tp"}  # pyright: ignore
     assert permute(psum(view, ("dp", "tp")), "dp", [(0, 1)]).varying == {"dp"}  # pyright: ignore
+
+
+def test_the_gradient_of_from_local_lies_as_asked(mesh: DeviceMesh) -> None:
+    """A name of newer torch: each device gets its shard of a gradient that is cut that way."""
+    rows = torch.arange(8.0).reshape(8, 1).expand(8, 8).contiguous()
+    source: Any = distribute_tensor(torch.ones(4, 8), mesh, [Replicate(), Replicate()])
+    view = source.to_local().requires_grad_()
+    kinds = [Shard(0), Replicate()]
+    whole = DTensor.from_local(view, mesh, kinds, grad_placements=kinds)
+    (whole * distribute_tensor(rows, mesh)).sum().backward()
+    grads = [shard.data for shard in view.grad.addressable_shards()]  # pyright: ignore
+    assert torch.equal(grads[0], rows[:4])
+    assert torch.equal(grads[-1], rows[4:])
