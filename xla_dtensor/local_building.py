@@ -63,9 +63,11 @@ def make_from_local(
         return _PlainReplicated.apply(tensor, mesh, checked)  # pyright: ignore
     if not isinstance(tensor, LocalView):
         tensor = _plain_as_view(tensor, mesh, checked, same_on_every_device)
-    for_grad = grad_placements and checked_placements(
-        "from_local", grad_placements, mesh, tensor.ndim, partial=False
-    )
+    for_grad = None
+    if grad_placements is not None:
+        for_grad = checked_placements(
+            "from_local", grad_placements, mesh, tensor.ndim, partial=False
+        )
     return from_view(tensor, mesh, checked, shape, run_check or same_on_every_device, for_grad)
 
 
