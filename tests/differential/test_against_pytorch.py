@@ -25,9 +25,9 @@ from xla_dtensor.runtimes import Runtime
 SEEDS = sorted(load()[1])
 IN_A_GROUP = 25
 GROUPS = [SEEDS[i : i + IN_A_GROUP] for i in range(0, len(SEEDS), IN_A_GROUP)]
-# The default suite runs 75 programs; the others are `slow`.
+# The default suite runs 100 programs; the others are `slow`.
 MANY = [
-    pytest.param(group, id=f"{group[0]}-{group[-1]}", marks=[pytest.mark.slow] * (number >= 3))
+    pytest.param(group, id=f"{group[0]}-{group[-1]}", marks=[pytest.mark.slow] * (number >= 4))
     for number, group in enumerate(GROUPS)
 ]
 VERSION = ".".join(torch.__version__.split(".")[:2])
