@@ -39,6 +39,7 @@ from xla_dtensor.dispatch import dispatch, new_dtensor, state_of
 from xla_dtensor.dispatch_check import check_dispatch
 from xla_dtensor.errors import DistributeError
 from xla_dtensor.global_state import GlobalState
+from xla_dtensor.known_axes import Known
 from xla_dtensor.off_mesh import is_off_mesh
 from xla_dtensor.pickling import reduce_dtensor
 from xla_dtensor.placement_checks import checked_placements
@@ -80,9 +81,10 @@ class DTensor(TorchDTensor):
         mesh: DeviceMesh,
         placements: tuple[Any, ...],
         requires_grad: bool = False,
+        known: Known = (),
     ) -> DTensor:
         """Wrap `payload`, the runtime's tensor for the whole value."""
-        state = state_of(payload, mesh, placements)
+        state = state_of(payload, mesh, placements, known)
         return new_dtensor(cls, payload, state, requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -124,14 +126,7 @@ class DTensor(TorchDTensor):
         """Return a function that wraps payloads as this one is, without holding this one."""
         kind, mesh, placements = type(self), self._spec.mesh, self._spec.placements
         known = self._spec.known
-
-        def rewrap(payload: torch.Tensor) -> DTensor:
-            made = kind._wrapping(payload, mesh, placements)
-            if known:
-                made._spec = state_of(payload, mesh, placements, known)
-            return made
-
-        return rewrap
+        return lambda payload: kind._wrapping(payload, mesh, placements, known=known)
 
     # ------------------------------------------------------------------ what it is
 

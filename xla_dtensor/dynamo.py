@@ -89,9 +89,11 @@ def unflatten(kind: type[DTensor], inner: dict[str, Any], state: Any) -> DTensor
     """Put together what :func:`flatten` took apart."""
     if isinstance(state, FlatState):
         mesh, placements, requires_grad = state.mesh, state.placements, state.requires_grad
-    else:
+        known = state.known
+    else:  # torch says what is in it: nothing of axes beside the mesh
         mesh, placements, requires_grad = real_mesh(inner["device_mesh"]), state[0], state[3]
-    return kind._wrapping(inner["_local_tensor"], mesh, placements, requires_grad=requires_grad)
+        known = ()
+    return kind._wrapping(inner["_local_tensor"], mesh, placements, requires_grad, known)
 
 
 def real_mesh(mesh: Any) -> Any:

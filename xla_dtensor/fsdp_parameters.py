@@ -29,7 +29,6 @@ from xla_dtensor.api import distribute_tensor
 from xla_dtensor.core import Layout
 from xla_dtensor.core.spanning import layout_on_span, region_of, spanning_mesh
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh, mesh_text
-from xla_dtensor.dispatch import state_of
 from xla_dtensor.dtensor import DTensor
 from xla_dtensor.errors import DistributeError
 from xla_dtensor.local_border import border
@@ -156,9 +155,7 @@ class ShardedParameter:
         if payload.dtype != self.parameter.dtype:
             wanted = {"dtype": self.parameter.dtype}
             payload = run(aten._to_copy.default, (payload,), wanted)
-        made: Any = DTensor._wrapping(payload, state.mesh, state.placements)
-        made._spec = state_of(payload, state.mesh, state.placements, state.known)
-        return made
+        return DTensor._wrapping(payload, state.mesh, state.placements, known=state.known)
 
 
 class _Gather(torch.autograd.Function):
