@@ -13,30 +13,32 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from xla_dtensor.errors import UnsupportedOpError
 
-__all__ = ["COMPOSITES", "is_overlapping", "read_places", "register"]
+__all__ = ["is_overlapping", "read_places", "register"]
 
 aten = torch.ops.aten
-COMPOSITES = (
-    aten.cross.default,
-    aten.diag.default,
-    aten.inverse.default,
-    aten.kl_div.default,
-    aten.logdet.default,
-    aten.max_pool2d.default,
-    aten.max_pool3d.default,
-    aten.qr.default,
-    aten.selu.default,
-    aten.selu_.default,
-    aten.silu_backward.default,
-    aten.std.default,
-    aten.std.dim,
-    aten.svd.default,
+# By name: this module is also imported on newer torch, which has no `qr` any more.
+_COMPOSITES = (
+    "cross.default",
+    "diag.default",
+    "inverse.default",
+    "kl_div.default",
+    "logdet.default",
+    "max_pool2d.default",
+    "max_pool3d.default",
+    "qr.default",
+    "selu.default",
+    "selu_.default",
+    "silu_backward.default",
+    "std.default",
+    "std.dim",
+    "svd.default",
 )
 _registrations: list[torch.library.Library] = []
 
@@ -51,7 +53,8 @@ def register() -> None:
         aten.as_strided.default: _as_strided,
         aten.as_strided_copy.default: read_places,
     }
-    table |= {op: _taken_apart(op) for op in COMPOSITES}
+    composites = [attrgetter(name)(aten) for name in _COMPOSITES]
+    table |= {op: _taken_apart(op) for op in composites}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*verriding a previously registered kernel")
         for op, kernel in table.items():

@@ -55,8 +55,9 @@ class TorchXlaStep(CompiledStep):
         self._step = step
         self._dump_dir = dump_dir
         self._after_program = after_program
+        self._number = next(_numbers)
         # The graph's name is the HLO module's, which is in the name of the dumped file.
-        self._graph_name = f"{STEP_GRAPH_NAME}_{next(_numbers)}"
+        self._graph_name = f"{STEP_GRAPH_NAME}_{self._number}"
         self._calls = 0
         self._traces = 0
         self._reasons: list[str] = []
@@ -71,7 +72,8 @@ class TorchXlaStep(CompiledStep):
         args, kwargs = pytree.tree_map(_on_devices, (args, kwargs))
         with _graph_name(self._graph_name):
             result = self._traced(args, kwargs)
-            sync()
+            with self._own_program():
+                sync()
         self._note(signature, _num_compilations() - compiled_before)
         self._after_program()
         return result
@@ -86,9 +88,8 @@ class TorchXlaStep(CompiledStep):
         if path is None:
             raise CompileError(
                 "The HLO of a compiled step was asked for, but XLA has written none. torch_xla can "
-                "only dump it, where that was asked for at the start and the program was not "
-                "compiled by another step before. Start with get_runtime('torch_xla', "
-                f"dump_hlo='a folder'), or set {DUMP_VARIABLE} to a folder."
+                "only dump it where that was asked for at the start. Start with "
+                f"get_runtime('torch_xla', dump_hlo='a folder'), or set {DUMP_VARIABLE} to a folder."
             )
         return path.read_text()
 
@@ -112,6 +113,17 @@ class TorchXlaStep(CompiledStep):
             ) from error
         finally:
             _xlac()._set_allow_execution(allowed)
+
+    @contextmanager
+    def _own_program(self) -> Iterator[None]:
+        """Where HLO is dumped, keep torch_xla from taking the program of an equal graph.
+
+        That program has its dump under another name, or was dropped with it. An empty output of a
+        shape that no other step has makes the graph unequal.
+        """
+        mark = None if self._dump_dir is None else torch.zeros(0, self._number, device=DEVICE)
+        yield
+        del mark
 
     def _note(self, signature: Signature, num_compiled: int) -> None:
         if num_compiled:

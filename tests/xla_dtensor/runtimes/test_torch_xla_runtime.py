@@ -669,6 +669,17 @@ def test_high_rank_inside_a_step(runtime: Runtime) -> None:
     assert runtime.op_sharding(result) == asked.op_sharding(runtime.root(MESH))
 
 
+def test_equal_steps_have_their_own_programs(runtime: Runtime) -> None:
+    x = wrap(torch.randn(8, 8), "[dp, tp]")
+    for run in (lambda x: x.exp(), runtime.compile(torch.exp)):  # As a plain op, and as a step.
+        host_of(run(x))
+    step = runtime.compile(torch.exp)
+    host_of(step(x))
+    host_of(step(x))
+    assert step.stats()["traces"] == 1
+    assert "exponential" in step.hlo()
+
+
 def test_hlo_before_the_first_call(runtime: Runtime) -> None:
     with pytest.raises(CompileError, match="first call"):
         runtime.compile(lambda x: x).hlo()
