@@ -88,8 +88,8 @@ class TorchXlaStep(CompiledStep):
         if path is None:
             raise CompileError(
                 "The HLO of a compiled step was asked for, but XLA has written none. torch_xla can "
-                "only dump it where that was asked for at the start. Start with "
-                f"get_runtime('torch_xla', dump_hlo='a folder'), or set {DUMP_VARIABLE} to a folder."
+                "only dump it where that was asked for at the start. Start with get_runtime("
+                f"'torch_xla', dump_hlo='a folder'), or set {DUMP_VARIABLE} to a folder."
             )
         return path.read_text()
 
