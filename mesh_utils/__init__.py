@@ -7,30 +7,54 @@ Example:
     [0, 1, 2, 3]
 """
 
-from mesh_utils.assignment import DeviceOrder, jax_order, row_major_order
+from mesh_utils.assignment import Assignment, assign
+from mesh_utils.assignment_drop_in import create_device_mesh, create_hybrid_device_mesh
+from mesh_utils.assignment_orders import DeviceOrder, jax_order, row_major_order, search_order
 from mesh_utils.device import Device, read_devices, synthetic_devices
-from mesh_utils.errors import AxisError, MeshError
+from mesh_utils.errors import AxisError, MeshError, TopologyError
+from mesh_utils.figure import Figure
 from mesh_utils.granule import Granule, granules
+from mesh_utils.hardware import Chip, chips, find_chip
 from mesh_utils.hybrid import HybridMesh
 from mesh_utils.mesh import Mesh
 from mesh_utils.mesh_input import Axis
+from mesh_utils.network import Collective, Network
+from mesh_utils.network_report import AxisReport, axis_reports
 from mesh_utils.order import Digit, mixed_radix, mixed_radix_positions
+from mesh_utils.span import Span
+from mesh_utils.topology import Topology
 
 __all__ = [
+    "Assignment",
     "Axis",
     "AxisError",
+    "AxisReport",
+    "Chip",
+    "Collective",
     "Device",
     "DeviceOrder",
     "Digit",
+    "Figure",
     "Granule",
     "HybridMesh",
     "Mesh",
     "MeshError",
+    "Network",
+    "Span",
+    "Topology",
+    "TopologyError",
+    "assign",
+    "axis_reports",
+    "chips",
+    "create_device_mesh",
+    "create_hybrid_device_mesh",
+    "find_chip",
     "granules",
     "jax_order",
     "mixed_radix",
     "mixed_radix_positions",
     "read_devices",
     "row_major_order",
+    "search_order",
     "synthetic_devices",
 ]

@@ -1,241 +1,341 @@
-"""Assignment: which device of a granule gets which place in the mesh of that granule.
+"""Assignment: which chip gets which place in a mesh, so that every axis has the links it needs.
 
-An order is a function of the devices of one granule and the shape of the mesh to make of them. It
-returns an array of that shape with each device once:
+The idea. A mesh axis is as fast as the links under it (network.py). To lay a mesh on a slice is to
+hand out each physical dim to the axes, in parts that multiply to its length, one inside the other:
+the innermost gets neighbours, the next chips a stride apart. There are finitely many ways. Each
+axis then has a modelled bandwidth, and the ways are compared by the time that a step would spend:
 
-    row_major_order    by place (x fastest, then y, z; cores of a chip before that), or by id
-    jax_order          jax.experimental.mesh_utils.create_device_mesh, which folds the torus so that
-                       neighbours on an axis are neighbours in the network, where it can
-    your own           passed as HybridMesh(..., order=function)
+    seconds = sum over axes of  weight (1 - 1/size) / bandwidth        lowest wins
+    score   = sum over axes of  weight (1 - 1/size) / seconds          a mean bandwidth, in links
 
-Devices reach an order in the order in which libtpu lists them, whatever order they were given in,
-because some of JAX's rings are written for that one: host by host, in a host z, y, x, core.
+A weight is the bytes that an axis gathers. Where nobody says, it doubles from axis to axis: the
+last one is the hungriest, as in JAX and torch_xla. The bound is the same mean with the bandwidth
+that no axis of that size can exceed here.
+
+A worked example: 16 x 16 chips of v5e, 64 for fsdp and 4 for tp. JAX puts tp on 4 of a row of 16,
+which is a line: one link. Four chips of a square are a ring of two links:
+
+    >>> from mesh_utils import Topology, assign
+    >>> found = assign(Topology.parse("v5e:16x16"), (64, 4), axis_names=("fsdp", "tp"))
+    >>> for line in found.reasons:  # doctest: +ELLIPSIS
+    ...     print(line)
+    score 1.43 links modelled, 36 % of the bound of 4: the best of 3 choices of parts
+    fsdp=64 on Span(x8@2 y8@2): 1 link (50 GB/s), a ring ...; 2 chips apart, so that groups share...
+    tp=4 on Span(x2 y2): 2 links (100 GB/s), a ring through a block
+    runner-up: 1.25 links; there fsdp has 2 instead of 1, tp has 1 instead of 2
+    >>> found.links
+    (1.0, 2.0)
+    >>> found.device_ids[0].tolist()
+    [0, 1, 17, 16]
+
+Inside an axis chips are in the order of shortest steps: 0, 1, 17, 16 is a ring
+(assignment_walk.py).
+
+How it is found: assignment_search.py looks at every way on a slice, from the lowest bound on, and
+says so (`is_exact`); with very many axes it looks at a fixed number of them.
+
+Several slices: each axis has a part across slices, the outer one, and one inside; inside, all
+slices are laid out alike, which is what XLA needs to make of a collective one part per slice and
+one between them. DCN adds the same time to every way, so the search is that of one slice.
+
+What is not looked at: axes that take chips of one dim at two different strides (JAX makes none
+either), and orders across slices other than DCN outside.
+
+Invariants: every device is in the mesh once; the groups of an axis lie where its span says, and
+`axis_reports` of the mesh gives the same bandwidths; no other way on the list has a higher score
+where `is_exact`; the score does not exceed the bound; the same question has the same answer.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, cast
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_utils.device import Coords, Device
-from mesh_utils.errors import MeshError
+from mesh_utils.assignment_input import Weights, read_weights, settle_shapes
+from mesh_utils.assignment_places import mesh_chips, placed_rows
+from mesh_utils.assignment_reasons import describe, slow_crossings
+from mesh_utils.assignment_search import SearchResult, search_spans
+from mesh_utils.assignment_table import span_table
+from mesh_utils.assignment_walk import Walk
+from mesh_utils.errors import TopologyError
+from mesh_utils.mesh import Mesh
+from mesh_utils.mesh_input import Axis, read_axis_names
+from mesh_utils.network import Network
+from mesh_utils.network_report import AxisReport, axis_reports
+from mesh_utils.span import Span
+from mesh_utils.topology import Topology
 
-DeviceArray: TypeAlias = NDArray[np.object_]
-"""An array of Devices."""
 
-OrderFunction: TypeAlias = Callable[[tuple[Device, ...], tuple[int, ...]], DeviceArray]
-"""The devices of a granule and a shape, to an array of that shape with each of them once."""
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """A mesh that fits the machine, and why. Made by `assign`.
 
-DeviceOrder: TypeAlias = Literal["auto", "jax", "row-major"] | OrderFunction
-"""An order by name, or a function. "auto" is "jax" for TPUs and "row-major" for all others."""
+    Attributes:
+        topology: the chips.
+        network: their links.
+        axis_names: the name of each axis.
+        ici_mesh_shape: the size of each axis inside a slice.
+        dcn_mesh_shape: the size of each axis across slices.
+        weights: bytes that each axis gathers, in any unit.
+        spans: where each axis lies.
+        walks: the order of the chips of each axis.
+        device_ids: the ids in the shape of the mesh; read-only.
+        is_exact: whether no other mesh of this kind has a higher score.
+        choices: choices of parts that there are.
+    """
+
+    topology: Topology
+    network: Network
+    axis_names: tuple[Axis, ...]
+    ici_mesh_shape: tuple[int, ...]
+    dcn_mesh_shape: tuple[int, ...]
+    weights: tuple[float, ...]
+    spans: tuple[Span, ...]
+    walks: tuple[Walk, ...]
+    device_ids: NDArray[np.int64]
+    is_exact: bool
+    choices: int
+    _rows: NDArray[np.int64] = field(repr=False)
+    _runner_up: tuple[Span, ...] | None = field(repr=False)
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The size of each axis."""
+        sizes = zip(self.ici_mesh_shape, self.dcn_mesh_shape, strict=True)
+        return tuple(inner * outer for inner, outer in sizes)
+
+    @property
+    def devices(self) -> NDArray[np.object_]:
+        """The topology's Devices in the shape of the mesh."""
+        listed = np.empty(self.topology.num_devices, object)
+        listed[:] = self.topology.devices
+        return listed[self._rows]
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The mesh, with its axis names."""
+        return Mesh(self.device_ids, self.mesh_shape, self.axis_names)
+
+    @cached_property
+    def links(self) -> tuple[float, ...]:
+        """Bus bandwidth of an all-gather on each axis, in links; inf for axes of one device."""
+        return tuple(self.network.links(span) for span in self.spans)
+
+    @cached_property
+    def bounds(self) -> tuple[float, ...]:
+        """What no axis of each size can exceed, in links."""
+        sizes = zip(self.mesh_shape, self.dcn_mesh_shape, strict=True)
+        return tuple(self.network.bound(size, outer) for size, outer in sizes)
+
+    @cached_property
+    def score(self) -> float:
+        """The weighted mean bandwidth, in links; inf for a mesh of one device."""
+        return mesh_score(self.mesh_shape, self.weights, self.links)
+
+    @cached_property
+    def bound(self) -> float:
+        """What no score of this shape can exceed, in links."""
+        return mesh_score(self.mesh_shape, self.weights, self.bounds)
+
+    @cached_property
+    def runner_up(self) -> "RunnerUp | None":
+        """The best mesh of a lower score; None if all have the same."""
+        if self._runner_up is None:
+            return None
+        links = tuple(self.network.links(span) for span in self._runner_up)
+        return RunnerUp(self._runner_up, links, mesh_score(self.mesh_shape, self.weights, links))
+
+    @cached_property
+    def reports(self) -> tuple[AxisReport, ...]:
+        """What each axis gets, read back from the mesh: all collectives, hops, GB/s."""
+        return axis_reports(self.topology, self.mesh, network=self.network)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why this mesh, a line each: the score, every axis, the runner-up, what was assumed."""
+        return describe(self)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Axes that run over DCN although others, which need less, do not; with what it costs."""
+        return slow_crossings(self)
+
+    def check_valid(self) -> None:
+        """States the invariants of an assignment.
+
+        Raises:
+            TopologyError: one of them does not hold, which only a bug in mesh_utils can bring
+                about.
+        """
+        ids = np.sort(self.device_ids, axis=None)
+        faults: list[str] = []
+        if not np.array_equal(ids, np.sort(self.topology.device_ids)):
+            faults.append("it does not hold each device once")
+        for report, links in zip(self.reports, self.links, strict=True):
+            if not math.isclose(report.links["all-gather"], links, rel_tol=1e-9):
+                faults.append(f"axis {report.axis} has not the bandwidth of its span")
+        if self.score > self.bound * (1 + 1e-9):
+            faults.append(f"its score {self.score} exceeds its bound {self.bound}")
+        if faults:
+            raise TopologyError(
+                f"An assignment of {self.mesh_shape} to {self.topology!r} was checked. It cannot "
+                f"be: {'; '.join(faults)}. Make assignments with assign() only."
+            )
 
 
-def row_major_order(devices: tuple[Device, ...], shape: tuple[int, ...]) -> DeviceArray:
-    """Counts through the devices, the last axis fastest.
+@dataclass(frozen=True)
+class RunnerUp:
+    """The best mesh of a lower score.
 
-    Devices with coordinates are counted by z, then y, x and core, slowest first: as libtpu numbers
-    the devices of a slice. All others are counted by id.
+    Attributes:
+        spans: where each axis lies.
+        links: what each axis gets, in links.
+        score: its score.
+    """
+
+    spans: tuple[Span, ...]
+    links: tuple[float, ...]
+    score: float
+
+
+def mesh_score(
+    mesh_shape: Sequence[int], weights: Sequence[float], links: Sequence[float]
+) -> float:
+    """The weighted mean bandwidth of the axes of a mesh.
 
     Args:
-        devices: the devices of a granule.
-        shape: the mesh to make of them, as many places as devices.
+        mesh_shape: the size of each axis.
+        weights: bytes that each axis gathers, in any unit.
+        links: bus bandwidth of each axis.
 
     Returns:
-        The devices in that shape.
+        sum of w (1 - 1/k) over the sum of w (1 - 1/k) / links; inf where nothing moves.
 
     Example:
-        >>> from mesh_utils import synthetic_devices
-        >>> made = row_major_order(synthetic_devices((4, 2)), (2, 4))
-        >>> [[device.id for device in row] for row in made]
-        [[0, 1, 2, 3], [4, 5, 6, 7]]
+        >>> round(mesh_score((2, 2), (1, 3), (1.0, 2.0)), 3)
+        1.6
     """
-    return _as_array(sorted(devices, key=_place)).reshape(shape)
+    moved = [weight * (1 - 1 / size) for size, weight in zip(mesh_shape, weights, strict=True)]
+    seconds = sum(part / rate for part, rate in zip(moved, links, strict=True) if part)
+    return sum(moved) / seconds if seconds else math.inf
 
 
-def jax_order(devices: tuple[Device, ...], shape: tuple[int, ...]) -> DeviceArray:
-    """Asks JAX, which lays axes along the dimensions of the torus.
-
-    `create_device_mesh` is called with allow_split_physical_axes=True. A sub-slice is shown to it
-    as if it began at (0, 0, 0), so that it gets the mesh of a whole slice of its size. Chips of two
-    cores whose kind is not known, as torch_xla's, are shown as TPU7x: a torus with the cores as a
-    dimension.
+def assign(
+    topology: Topology,
+    mesh_shape: Iterable[SupportsIndex],
+    dcn_mesh_shape: Iterable[SupportsIndex] | None = None,
+    *,
+    axis_names: Iterable[Axis] | None = None,
+    weights: Weights | None = None,
+    network: Network | None = None,
+    contiguous_submeshes: bool = False,
+    allow_split_physical_axes: bool = True,
+    rings: bool = True,
+    slice_order: Sequence[int] | None = None,
+) -> Assignment:
+    """Finds the mesh whose axes have the best links.
 
     Args:
-        devices: the devices of a granule.
-        shape: the mesh to make of them, as many places as devices.
+        topology: the chips.
+        mesh_shape: the size of each axis inside a slice; one may be -1, for what is left.
+        dcn_mesh_shape: the size of each axis across slices; one may be -1. None for one slice.
+        axis_names: a name for each axis; None numbers them.
+        weights: bytes that each axis gathers, in any unit, by axis or in mesh order; axes left out
+            of a mapping gather none. None doubles them from axis to axis.
+        network: the links, where they are not `Network.of(topology)`.
+        contiguous_submeshes: whether the devices of each host are to be a box of the mesh.
+        allow_split_physical_axes: whether a physical dim may be split over axes.
+        rings: whether the chips of an axis may be in the order of a snake or a ring, else in rows,
+            so that each axis can be split into axes of its own.
+        slice_order: the slices in the order in which DCN axes go through them; None for ascending.
 
     Returns:
-        The devices in that shape.
+        The mesh and its reasons.
 
     Raises:
-        MeshError: chips that do not fill a box, JAX is missing, or JAX refuses.
+        MeshError: a shape that does not fit, weights that are none, a topology whose wrap is not
+            known, or restrictions that no mesh fulfils.
 
     Example:
-        >>> from mesh_utils import synthetic_devices
-        >>> made = jax_order(synthetic_devices((2, 2), kind="TPU v5 lite"), (4,))
-        >>> [device.id for device in made]
-        [0, 1, 3, 2]
+        >>> assign(Topology.parse("v5p-1024"), (64, -1), axis_names=("fsdp", "tp")).links
+        (4.0, 2.0)
     """
-    listed = tuple(sorted(devices, key=_listed))
-    shown = _shown_to_jax(listed)
-    create_device_mesh = _jax_create_device_mesh()
-    try:
-        made = create_device_mesh(shape, shown, allow_split_physical_axes=True)
-    except Exception as error:  # it raises five types, some by accident
-        lines = str(error).splitlines() or [""]
-        raise MeshError(
-            f"order='jax' was asked for, with {len(devices)} devices of kind {devices[0].kind!r} "
-            f"and ici_mesh_shape={shape}. "
-            f"JAX refuses them: {type(error).__name__}: {lines[0][:160]}. "
-            "Pass order='row-major', or another ici_mesh_shape."
-        ) from error
-    places = [cast("_JaxDevice", device).id for device in made.reshape(-1)]
-    return _as_array([listed[place] for place in places]).reshape(made.shape)
-
-
-def arrange(
-    granules: Sequence[tuple[Device, ...]], shape: tuple[int, ...], order: DeviceOrder = "auto"
-) -> list[DeviceArray]:
-    """Lays each granule out as a mesh of its own.
-
-    Args:
-        granules: granules of one size.
-        shape: the mesh to make of each, as many places as it has devices.
-        order: how.
-
-    Returns:
-        For each granule an array of its Devices, of that shape.
-
-    Raises:
-        MeshError: there is no such order, the order refuses, or it does not return each device of
-            the granule once in that shape.
-
-    Example:
-        >>> from mesh_utils import granules
-        >>> arrange(granules(range(4), 2), (2,), "row-major")[1][0].id
-        2
-    """
-    function = _order_function(order, granules[0])
-    made = [function(tuple(sorted(granule, key=_listed)), shape) for granule in granules]
-    for granule, array in zip(granules, made, strict=True):
-        _refuse_other_devices(array, granule, shape, order)
-    return made
-
-
-@dataclass(frozen=True, slots=True)
-class _JaxDevice:
-    """What create_device_mesh asks of a device. The id is its place in the list."""
-
-    id: int
-    platform: str
-    device_kind: str
-    process_index: int
-    coords: Coords
-    core_on_chip: int
-
-
-def _jax_create_device_mesh() -> Callable[..., DeviceArray]:
-    try:
-        from jax.experimental import mesh_utils as jax_mesh_utils
-    except ImportError as error:
-        raise MeshError(
-            "order='jax' was asked for, by name or by 'auto' for TPUs. "
-            f"JAX cannot be imported: {error}. "
-            "Install jax, or pass order='row-major'."
-        ) from error
-    return cast("Callable[..., DeviceArray]", jax_mesh_utils.create_device_mesh)
-
-
-def _shown_to_jax(devices: tuple[Device, ...]) -> list[_JaxDevice]:
-    if devices[0].coords is None:  # JAX counts GPUs by id, which here is their place in the list
-        return [_JaxDevice(n, "gpu", "", 0, (0, 0, 0), 0) for n in range(len(devices))]
-    chips = np.array([device.coords or () for device in devices], np.int64)
-    cores = np.array([device.core_on_chip for device in devices], np.int64)
-    origin = chips.min(axis=0)
-    chips, cores = chips - origin, cores - cores.min()
-    _refuse_holes(chips, cores, origin)
-    known = {device.kind for device in devices}
-    two_cores = int(cores.max()) == 1
-    kind = "TPU7x" if known == {"TPU"} and two_cores else devices[-1].kind
-    return [
-        _JaxDevice(n, "tpu", kind, device.process_index or 0, cast("Coords", tuple(chip)), core)
-        for n, (device, chip, core) in enumerate(
-            zip(devices, chips.tolist(), cores.tolist(), strict=True)
-        )
-    ]
-
-
-def _refuse_holes(
-    chips: NDArray[np.int64], cores: NDArray[np.int64], origin: NDArray[np.int64]
-) -> None:
-    """Refuses chips, counted from the origin, that do not fill the box around them."""
-    sizes: list[int] = (chips.max(axis=0) + 1).tolist()
-    num_cores = int(cores.max()) + 1
-    counts = np.zeros((*sizes, num_cores), np.int64)
-    np.add.at(counts, (*chips.T, cores), 1)
-    wrong = np.argwhere(counts != 1)
-    if wrong.size:
-        x, y, z = (wrong[0][:3] + origin).tolist()
-        box = "x".join(map(str, sizes))
-        per_chip = "" if num_cores == 1 else f" of {num_cores} cores"
-        raise MeshError(
-            f"order='jax' was asked for, with {len(cores)} devices in a box of {box} chips"
-            f"{per_chip}. The chip at ({x}, {y}, {z}) is not there once. "
-            "Pass the devices of a whole box, or order='row-major'."
-        )
-
-
-def _order_function(order: DeviceOrder, devices: tuple[Device, ...]) -> OrderFunction:
-    if callable(order):
-        return order
-    if order == "auto":
-        return row_major_order if devices[0].coords is None else jax_order
-    if order == "jax":
-        return jax_order
-    if order == "row-major":
-        return row_major_order
-    raise MeshError(
-        f"order={order!r} was asked for. There is no such order. "
-        "Pass 'auto', 'jax', 'row-major', or a function of a granule's devices and a shape."
+    ici, dcn = settle_shapes(topology, mesh_shape, dcn_mesh_shape)
+    names = read_axis_names(axis_names, ici)
+    shares = read_weights(weights, names)
+    links = Network.of(topology) if network is None else network
+    found = search_or_refuse(
+        topology, links, ici, shares, contiguous_submeshes, allow_split_physical_axes
+    )
+    host = topology.chips_per_host if contiguous_submeshes else None
+    walks, members = mesh_chips(links, found.best, host, rings)
+    rows = placed_rows(topology, members, dcn, slice_order)
+    ids = topology.device_ids[rows]
+    ids.flags.writeable = False
+    runner_up = found.runner_up
+    return Assignment(
+        topology=topology,
+        network=links,
+        axis_names=names,
+        ici_mesh_shape=ici,
+        dcn_mesh_shape=dcn,
+        weights=shares,
+        spans=_across(found.best.spans, dcn),
+        walks=walks,
+        device_ids=ids,
+        is_exact=found.is_exact,
+        choices=found.choices,
+        _rows=rows,
+        _runner_up=_across(runner_up.spans, dcn) if runner_up else None,
     )
 
 
-def _refuse_other_devices(
-    made: object, granule: tuple[Device, ...], shape: tuple[int, ...], order: DeviceOrder
-) -> None:
-    name = getattr(order, "__name__", None) or repr(order)
-    asked = f"order={name} was asked for ici_mesh_shape={shape}."
-    array = cast("DeviceArray", made)
-    if not isinstance(made, np.ndarray) or array.shape != shape:
-        given: object = getattr(array, "shape", type(array).__name__)
-        raise MeshError(
-            f"{asked} For a granule of {len(granule)} devices it returned {given!r}, no array of "
-            "that shape. Let it return a numpy array of ici_mesh_shape."
+def _across(spans: tuple[Span, ...], dcn: tuple[int, ...]) -> tuple[Span, ...]:
+    return tuple(replace(span, slices=outer) for span, outer in zip(spans, dcn, strict=True))
+
+
+def search_or_refuse(
+    topology: Topology,
+    network: Network,
+    ici: tuple[int, ...],
+    weights: tuple[float, ...],
+    contiguous_submeshes: bool,
+    allow_split: bool,
+) -> SearchResult:
+    """Searches, or says why nothing fits; the arguments are those of `assign`.
+
+    Args:
+        topology: the chips.
+        network: their links.
+        ici: the size of each axis inside a slice.
+        weights: bytes that each axis gathers.
+        contiguous_submeshes: whether hosts are to be boxes of the mesh.
+        allow_split: whether a physical dim may be split over axes.
+
+    Returns:
+        What was found.
+
+    Raises:
+        TopologyError: no mesh fulfils the restrictions.
+    """
+    host = topology.chips_per_host if contiguous_submeshes and not network.switched else None
+    table = span_table(network)
+    found = search_spans(table, ici, weights, host=host, whole_dims=not allow_split)
+    if found is not None:
+        return found
+    asked = f"A mesh of {ici} on {topology!r} was asked for"
+    if not allow_split:
+        raise TopologyError(
+            f"{asked}, with allow_split_physical_axes=False. No choice of whole dims, of "
+            f"{topology.shape} chips of {topology.devices_per_chip}, multiplies to those sizes. "
+            "Pass allow_split_physical_axes=True, or sizes that are products of whole dims."
         )
-    places = cast("list[object]", array.reshape(-1).tolist())
-    if not all(isinstance(device, Device) for device in places) or set(places) != set(granule):
-        ids = f"{granule[0].id} to {granule[-1].id}"
-        raise MeshError(
-            f"{asked} What it returned for the granule with the ids {ids} is not each of its "
-            "devices once. Let it return the Devices that it gets, and no others."
-        )
-
-
-def _as_array(devices: Sequence[Device]) -> DeviceArray:
-    array = np.empty(len(devices), object)
-    array[:] = devices
-    return array
-
-
-def _place(device: Device) -> tuple[int, ...]:
-    if device.coords is None:
-        return (device.id,)
-    return (*reversed(device.coords), device.core_on_chip, device.id)
-
-
-def _listed(device: Device) -> tuple[int, ...]:
-    """The order in which libtpu lists a slice; devices without coordinates go by id."""
-    first = 0 if device.coords is None else device.process_index or 0
-    return (first, *_place(device))
+    raise TopologyError(
+        f"{asked}, with contiguous_submeshes={contiguous_submeshes}. No mesh of that shape keeps "
+        f"hosts of {topology.chips_per_host} chips together. "
+        "Pass contiguous_submeshes=False, or sizes that the sizes of a host divide."
+    )

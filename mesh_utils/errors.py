@@ -18,3 +18,7 @@ class MeshError(ValueError):
 
 class AxisError(MeshError):
     """An axis that a mesh does not have, or that was named twice."""
+
+
+class TopologyError(MeshError):
+    """A topology that cannot be, that there is not, or of which too little is known."""

@@ -29,7 +29,7 @@ Invariants (`check_valid` states them):
 - so a group of devices along any axes has equally many members in each granule that it touches,
   which XLA needs to make of it one part per slice and one between slices.
 
-How the devices of one granule are laid out in their block is an order: see assignment.py.
+How the devices of one granule are laid out in their block is an order: see assignment_orders.py.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ from typing import SupportsIndex, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_utils.assignment import DeviceArray, DeviceOrder, arrange
+from mesh_utils.assignment_orders import DeviceArray, DeviceOrder, arrange
 from mesh_utils.device import Device
 from mesh_utils.device_ids import describe_device_ids, read_device_ids
 from mesh_utils.errors import MeshError
@@ -59,13 +59,14 @@ class HybridMesh(Mesh):
     Args:
         devices: whatever `read_devices` reads, in any order: JAX devices, torch_xla's attribute
             dicts, Devices, ids.
-        ici_mesh_shape: the size of each axis inside a granule.
-        dcn_mesh_shape: the size of each axis across granules; None for one granule.
+        ici_mesh_shape: the size of each axis inside a granule; one may be -1, for what is left.
+        dcn_mesh_shape: the size of each axis across granules, one may be -1; None for one granule.
         axis_names: a name for each axis; None names them 0, 1, ...
         granule: what makes devices one granule: "slice", "process", a number of devices that follow
             each other by id, or a function of a Device.
-        order: how a granule's devices are laid out: "row-major"; "jax", which asks JAX; "auto",
-            which is "jax" for TPUs and "row-major" for others; or a function.
+        order: how a granule's devices are laid out: "search", for the best links; "jax", which
+            asks JAX; "row-major"; "auto", which is "search" for TPUs whose links are known, "jax"
+            for other TPUs and "row-major" for all else; or a function.
 
     Raises:
         MeshError: shapes that do not fit each other or the granules, granules of different sizes,
@@ -93,14 +94,14 @@ class HybridMesh(Mesh):
         granule: Granule = "slice",
         order: DeviceOrder = "auto",
     ) -> None:
-        ici = _read_shape("ici_mesh_shape", ici_mesh_shape)
+        found = granules(devices, granule)
+        ici = _read_shape("ici_mesh_shape", ici_mesh_shape, len(found[0]))
         dcn = (1,) * len(ici)
         if dcn_mesh_shape is not None:
-            dcn = _read_shape("dcn_mesh_shape", dcn_mesh_shape)
+            dcn = _read_shape("dcn_mesh_shape", dcn_mesh_shape, len(found))
         _refuse_different_lengths(ici, dcn)
         shape = tuple(inner * outer for inner, outer in zip(ici, dcn, strict=True))
         names = read_axis_names(axis_names, shape)
-        found = granules(devices, granule)
         _refuse_other_counts(found, ici, dcn, granule)
         placed = _joined(arrange(found, ici, order), ici, dcn)
         self._set_parts(
@@ -291,9 +292,12 @@ def _blocks(
     return ids.reshape(split).transpose(outer_first).reshape(math.prod(dcn), -1)
 
 
-def _read_shape(name: str, given: Iterable[SupportsIndex]) -> tuple[int, ...]:
+def _read_shape(name: str, given: Iterable[SupportsIndex], count: int) -> tuple[int, ...]:
     is_list = hasattr(given, "__iter__") and not isinstance(given, (str, bytes))
     sizes = tuple(as_integer(size) or 0 for size in given) if is_list else ()
+    if sizes.count(-1) == 1 and (others := -math.prod(sizes)) > 0:
+        left = max(count // others, 1)  # a product that does not fit is refused with all others
+        sizes = tuple(left if size == -1 else size for size in sizes)
     if not sizes or min(sizes) < 1:
         raise MeshError(
             f"HybridMesh was given {name}={given!r}. It is no sequence of positive integers. "

@@ -115,6 +115,14 @@ def test_the_worked_example() -> None:
     assert NAMED.root is NAMED
 
 
+def test_one_size_of_each_shape_may_be_left_open() -> None:
+    devices = synthetic_devices((4, 4), num_slices=4, kind="TPU v5 lite")
+    asked = Plan(devices, (-1, 4), (2, -1)).mesh(axis_names=("dp", "tp"))
+    assert asked == Plan(devices, (4, 4), (2, 2)).mesh(axis_names=("dp", "tp"))
+    with pytest.raises(MeshError, match=r"ici_mesh_shape=\(3, 5\) and .* Pass ici_mesh_shape="):
+        Plan(devices, (3, -1), (2, 2)).mesh()
+
+
 def test_dcn_over_two_axes() -> None:
     mesh = HybridMesh(range(16), ici_mesh_shape=(1, 4), dcn_mesh_shape=(2, 2), granule=4)
     assert mesh.granule_index(mesh.device_ids).tolist() == [[0] * 4 + [1] * 4, [2] * 4 + [3] * 4]
@@ -177,7 +185,7 @@ def test_hybrid_meshes_are_jaxs(plan: Plan, random: Any) -> None:
     )
     shuffled = list(plan.devices)
     random.shuffle(shuffled)
-    mesh = Plan(tuple(shuffled), plan.ici, plan.dcn).mesh(order="auto")
+    mesh = Plan(tuple(shuffled), plan.ici, plan.dcn).mesh(order="jax")
     mesh.check_valid()
     assert mesh.device_ids.tolist() == np.vectorize(lambda device: device.id)(expected).tolist()
 
@@ -445,8 +453,8 @@ CASES: list[tuple[Callable[[], object], str]] = [
         "Pass one size of 1 or more for each axis, such as (2, 4).",
     ),
     (
-        asked((4, 4), (2, -1)),
-        "HybridMesh was given dcn_mesh_shape=(2, -1). It is no sequence of positive integers. "
+        asked((4, 4), (-1, -1)),
+        "HybridMesh was given dcn_mesh_shape=(-1, -1). It is no sequence of positive integers. "
         "Pass one size of 1 or more for each axis, such as (2, 4).",
     ),
     (

@@ -52,16 +52,16 @@ TOPOLOGIES: dict[str, tuple[Any, ...]] = {
 
 # topology, ici, dcn, order
 SPLITS: list[tuple[str, tuple[int, ...], tuple[int, ...], str]] = [
-    ("v5e:4x4", (4, 4), (2, 1), "auto"),
+    ("v5e:4x4", (4, 4), (2, 1), "jax"),
     ("v5e:4x4", (2, 8), (1, 2), "auto"),
     ("v5e:4x4", (16, 1), (1, 2), "auto"),
     ("v5e:4x4", (16,), (2,), "row-major"),
     ("v5e:4x4", (4, 2, 2), (1, 2, 1), "row-major"),
-    ("v5e:4x2", (2, 4), (2, 2), "auto"),
+    ("v5e:4x2", (2, 4), (2, 2), "jax"),
     ("v5e:4x2", (1, 8), (4, 1), "row-major"),
     ("v5e:4x2", (8,), (4,), "auto"),
     ("v5p:2x2x4", (4, 4), (2, 1), "auto"),
-    ("v3:4x4", (8, 4), (2, 1), "auto"),
+    ("v3:4x4", (8, 4), (2, 1), "jax"),
     ("tpu7x:2x2x2", (8, 2), (2, 1), "auto"),
 ]
 
@@ -193,7 +193,7 @@ def test_synthetic_devices_are_libtpus(compiled: dict[str, Any], name: str) -> N
 def test_meshes_of_libtpus_devices(compiled: dict[str, Any], split: int) -> None:
     mesh = hybrid_mesh(split)
     assert compiled["meshes"][split] == mesh.device_ids.tolist()
-    if SPLITS[split][-1] == "auto":
+    if SPLITS[split][-1] == "jax":
         assert compiled["jax"][split] == mesh.device_ids.tolist()
 
 

@@ -1,0 +1,99 @@
+"""Searched meshes against the TPU compiler: it takes an all-gather and an all-reduce on every axis.
+
+A bad order of devices makes libtpu refuse, or abort the process (a random one of v5e 16x16 does),
+so a child process compiles. Snakes, rings, blocks and strided axes are among the meshes.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mesh_utils import Topology, assign
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None or importlib.util.find_spec("jax") is None,
+    reason="libtpu, the TPU compiler, is not installed: pip install xla-dtensor[preflight]",
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# libtpu neither looks for a TPU nor asks the cloud about one.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "JAX_PLATFORMS": "cpu",
+    "PYTHONPATH": str(ROOT),
+}
+
+MESHES: list[tuple[str, tuple[int, ...]]] = [
+    ("v5e:16x16", (64, 4)),
+    ("v5e:16x16", (32, 8)),
+    ("v5e:16x16", (16, 2, 8)),
+    ("v5e:16x16", (2, 128)),
+    ("v5e:8x8", (16, 4)),
+    ("v6e:4x4", (2, 8)),
+    ("v5p:4x4x8", (2, 4, 16)),
+    ("v5p:4x4x12", (6, 32)),
+    ("v5p:8x8x8", (8, 8, 8)),
+    ("tpu7x:2x2x4", (4, 8)),
+]
+
+PROGRAM = """
+import json, sys
+import jax, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from mesh_utils import create_device_mesh
+
+for name, shape, wrap in json.loads(sys.argv[1]):
+    options = {"wrap": tuple(wrap)} if any(wrap) else {}
+    devices = topologies.get_topology_desc(name, "tpu", **options).devices
+    placed = create_device_mesh(tuple(shape), devices)
+    names = tuple("abc"[: len(shape)])
+    mesh = Mesh(placed, names)
+    for axis in names:
+        spec = PartitionSpec(axis)
+        steps = {
+            "all-gather": lambda x: jax.lax.all_gather(x, axis, tiled=True),
+            "all-reduce": lambda x: jax.lax.psum(x, axis),
+        }
+        for kind, step in steps.items():
+            mapped = jax.shard_map(
+                step, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False
+            )
+            size = mesh.shape[axis]
+            x = jax.ShapeDtypeStruct(
+                (8 * size, 128), "float32", sharding=NamedSharding(mesh, spec)
+            )
+            text = jax.jit(mapped).lower(x).compile().as_text()
+            print(json.dumps([name, shape, axis, kind, kind in text]))
+    print(json.dumps([name, shape, "ids", np.vectorize(lambda d: d.id)(placed).tolist()]))
+"""
+
+
+def test_libtpu_takes_searched_meshes(tmp_path: Path) -> None:
+    asked = [(name, shape, Topology.parse(name).wrap) for name, shape in MESHES]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(asked)],
+        env={**os.environ, **ENVIRONMENT},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    compiled = [line for line in found if line[2] != "ids"]
+    assert len(compiled) == sum(2 * len(shape) for _, shape in MESHES)
+    assert all(line[-1] for line in compiled), [line for line in compiled if not line[-1]]
+    placed = [line for line in found if line[2] == "ids"]
+    for (name, shape), line in zip(MESHES, placed, strict=True):
+        # libtpu's own devices are laid out as those that the topology describes.
+        assert line[3] == assign(Topology.parse(name), shape).device_ids.tolist()
