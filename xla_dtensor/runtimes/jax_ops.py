@@ -22,12 +22,14 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.nested import map_nested
 from xla_dtensor.runtimes import (
     functional_ops,
+    jax_batch_norm,
     jax_manual,
     jax_manual_ops,
     jax_special,
     jax_views,
 )
 from xla_dtensor.runtimes.foreach import is_foreach, run_foreach
+from xla_dtensor.runtimes.jax_composed import COMPOSED
 from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch, x64
 from xla_dtensor.runtimes.jax_lowering import find_lowering
 from xla_dtensor.runtimes.jax_meta import Meta, output_meta, raise_torchs_error
@@ -35,6 +37,8 @@ from xla_dtensor.runtimes.jax_scalar import unwrap_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
 
 __all__ = ["as_array", "run_op", "write"]
+
+jax_special.SPECIAL.update(jax_batch_norm.RULES)
 
 
 def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -134,7 +138,7 @@ def _wrap_one(
 def _decompose(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     from torch._decomp import decomposition_table
 
-    decomposition = decomposition_table.get(func)
+    decomposition = COMPOSED.get(func) or decomposition_table.get(func)
     # torch's reference decompositions end in prims, whose aten form is what we lower. An aten op
     # that decomposes into its own prim would come back here for ever.
     if func.namespace == "prims":

@@ -14,7 +14,7 @@ from xla_dtensor.runtimes.jax_meta import output_meta
 from xla_dtensor.runtimes.jax_placing import host_value
 from xla_dtensor.runtimes.jax_scalar import sym_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
-from xla_dtensor.runtimes.jax_trace import is_tracer, refuse_read
+from xla_dtensor.runtimes.jax_trace import active_trace, is_tracer, refuse_read
 
 __all__ = ["SPECIAL"]
 
@@ -33,7 +33,9 @@ def _special(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 @_special(aten._local_scalar_dense.default)
 def _item(x: JaxTensor) -> Any:
     value = x.value()
-    if is_tracer(value):
+    trace = active_trace()
+    # An older tensor holds an array even now, though it is an input of the program like any other.
+    if is_tracer(value) or (trace is not None and not trace.owns(x._storage)):
         if x.dtype == torch.bool:
             refuse_read("turned into a Python bool")
         return sym_number(value.reshape(()))

@@ -40,7 +40,7 @@ def _masked(scores: Any, mask: Any, is_causal: bool) -> Any:
     if is_causal:
         rows = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 2)
         columns = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-        return jnp.where(columns <= rows, scores, -jnp.inf)
+        scores = jnp.where(columns <= rows, scores, -jnp.inf)
     if mask is None:
         return scores
     return jnp.where(mask, scores, -jnp.inf) if mask.dtype == jnp.bool_ else scores + mask

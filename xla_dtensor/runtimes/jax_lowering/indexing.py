@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from xla_dtensor.runtimes.jax_lowering.host_values import read_on_host
 from xla_dtensor.runtimes.jax_lowering.points import put_points, put_points_along
 from xla_dtensor.runtimes.jax_lowering.table import lower
-from xla_dtensor.runtimes.jax_trace import is_tracer, refuse_read
 
 __all__: list[str] = []
 
@@ -88,9 +88,15 @@ def _scatter_add(x: Any, dim: int, index: Any, src: Any) -> Any:
 
 
 def _advanced(indices: Any) -> tuple[Any, ...]:
-    if any(i is not None and i.dtype == jnp.bool_ and is_tracer(i) for i in indices):
-        refuse_read("used as a mask that decides how many elements there are")
-    return tuple(slice(None) if i is None else i for i in indices)
+    def index(i: Any) -> Any:
+        if i is None:
+            return slice(None)
+        if i.dtype not in (jnp.bool_, jnp.uint8):  # to torch, uint8 is a mask as well
+            return i
+        what = "used as a mask that decides how many elements there are"
+        return read_on_host(i, what).astype(bool)
+
+    return tuple(map(index, indices))
 
 
 @lower(aten.index.Tensor)

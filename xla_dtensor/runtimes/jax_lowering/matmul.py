@@ -49,13 +49,22 @@ def _mm(a: Any, b: Any) -> Any:
 
 @lower(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
 def _addmm(bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    product = _matmul(a, b)
+    return _combined(bias, _matmul(a, b), beta, alpha)
+
+
+def _combined(bias: Any, product: Any, beta: Any, alpha: Any) -> Any:
     if product.dtype.kind in "biu":  # torch rounds the factors first, too
         alpha, beta = int(alpha), int(beta)
     product = product if isinstance(alpha, (int, float)) and alpha == 1 else product * alpha
     if isinstance(beta, (int, float)) and beta == 0:
         return product
     return product + (bias if isinstance(beta, (int, float)) and beta == 1 else bias * beta)
+
+
+@lower(aten.addbmm.default)
+def _addbmm(bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    product = jnp.sum(_matmul(a, b), axis=0).astype(a.dtype)
+    return _combined(bias, product, beta, alpha)
 
 
 @lower(aten.linear.default)

@@ -14,6 +14,7 @@ import torch
 from jax import lax
 
 from xla_dtensor.runtimes.jax_convert import jax_dtype
+from xla_dtensor.runtimes.jax_lowering.extremes import largest, smallest
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
 __all__: list[str] = []
@@ -56,22 +57,22 @@ def _prod_dim(x: Any, dim: int, keepdim: bool = False, *, dtype: Any = None, met
 
 @lower(aten.amax.default)
 def _amax(x: Any, dim: Any = (), keepdim: bool = False) -> Any:
-    return jnp.max(x, axis=_axes(x, dim), keepdims=keepdim)
+    return largest(x, axis=_axes(x, dim), keepdims=keepdim)
 
 
 @lower(aten.amin.default)
 def _amin(x: Any, dim: Any = (), keepdim: bool = False) -> Any:
-    return jnp.min(x, axis=_axes(x, dim), keepdims=keepdim)
+    return smallest(x, axis=_axes(x, dim), keepdims=keepdim)
 
 
 @lower(aten.max.default)
 def _max(x: Any) -> Any:
-    return jnp.max(x)
+    return largest(x)
 
 
 @lower(aten.min.default)
 def _min(x: Any) -> Any:
-    return jnp.min(x)
+    return smallest(x)
 
 
 @lower(aten.max.dim)
@@ -80,7 +81,7 @@ def _max_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
     if not axis:
         return x, jnp.zeros((), jnp.int64)
     return (
-        jnp.max(x, axis=axis, keepdims=keepdim),
+        largest(x, axis=axis, keepdims=keepdim),
         jnp.argmax(x, axis=axis[0], keepdims=keepdim),
     )
 
@@ -91,7 +92,7 @@ def _min_dim(x: Any, dim: int, keepdim: bool = False) -> Any:
     if not axis:
         return x, jnp.zeros((), jnp.int64)
     return (
-        jnp.min(x, axis=axis, keepdims=keepdim),
+        smallest(x, axis=axis, keepdims=keepdim),
         jnp.argmin(x, axis=axis[0], keepdims=keepdim),
     )
 
@@ -141,7 +142,7 @@ def _vector_norm(
     if ord == 2:
         return jnp.sqrt(jnp.sum(wide * wide, axis=axes, keepdims=keepdim))
     if ord in (float("inf"), float("-inf")):
-        return (jnp.max if ord > 0 else jnp.min)(wide, axis=axes, keepdims=keepdim)
+        return (largest if ord > 0 else smallest)(wide, axis=axes, keepdims=keepdim)
     if ord == 0:
         return jnp.sum(wide != 0, axis=axes, keepdims=keepdim)
     return jnp.sum(wide**ord, axis=axes, keepdims=keepdim) ** (1 / ord)
@@ -190,7 +191,7 @@ def _topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = Tr
     if not x.ndim:
         return x, jnp.zeros((), jnp.int64)
     # ~x turns the order of integers round without the overflow of -x.
-    turned = (lambda v: v) if largest else jnp.negative if x.dtype.kind == "f" else jnp.invert
+    turned = (lambda v: v) if largest else jnp.invert if x.dtype.kind in "biu" else jnp.negative
     values, indices = lax.top_k(jnp.moveaxis(turned(x), dim, -1), k)
     values = turned(values)
     return jnp.moveaxis(values, -1, dim), jnp.moveaxis(indices, -1, dim)

@@ -1,0 +1,110 @@
+"""The calls of the lowered ops of linear algebra, which test_jax_lowering_linalg makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.xla_dtensor.runtimes.lowering_cases import Case, f, named, overload
+
+
+def regular(*batch: int, size: int = 5) -> torch.Tensor:
+    """Matrices far from singular."""
+    return f(*batch, size, size) + 5 * torch.eye(size)
+
+
+def positive(*batch: int, size: int = 5) -> torch.Tensor:
+    """Symmetric matrices with eigenvalues of 1 and more."""
+    half = f(*batch, size, size)
+    return half @ half.mT / 4 + torch.eye(size)
+
+
+WIDE, TALL, MANY = f(4, 6), f(6, 4), f(3, 6, 4)
+ONE, BATCH = regular(), regular(3)
+TRIANGLE = regular(3).tril()
+LINALG: dict[Any, list[Case]] = {
+    **named(
+        "addbmm",
+        Case(f(4, 6), f(3, 4, 5), f(3, 5, 6)),
+        Case(f(6), f(3, 4, 5), f(3, 5, 6), beta=0.5, alpha=2),
+    ),
+    **named(
+        "linalg_cholesky_ex",
+        Case(positive()),
+        Case(positive(3), upper=True),
+        Case(torch.zeros(0, 4, 4)),
+    ),
+    **named(
+        "cholesky_solve", Case(f(5, 2), TRIANGLE[0]), Case(f(3, 5, 2), TRIANGLE.mT.clone(), True)
+    ),
+    **named("cholesky_inverse", Case(TRIANGLE), Case(TRIANGLE[0].T.clone(), True)),
+    **named(
+        "linalg_qr",
+        Case(TALL),
+        Case(WIDE),
+        Case(MANY, "reduced"),
+        Case(TALL, "complete"),
+        Case(MANY, "r"),
+    ),
+    **named("geqrf", Case(TALL), Case(MANY)),
+    **named("linalg_householder_product", Case(*torch.geqrf(TALL)), Case(*torch.geqrf(MANY))),
+    **named(
+        "ormqr",
+        Case(*torch.geqrf(TALL), f(6, 3)),
+        Case(*torch.geqrf(TALL), f(3, 6), False, True),
+        Case(*torch.geqrf(MANY), f(3, 6, 2), True, True),
+    ),
+    **named("linalg_lu_factor_ex", Case(ONE), Case(BATCH), Case(MANY)),
+    **named("linalg_lu", Case(ONE), Case(MANY), Case(WIDE)),
+    **named(
+        "lu_unpack",
+        Case(*torch.linalg.lu_factor(MANY)),
+        Case(*torch.linalg.lu_factor(WIDE)),
+        Case(*torch.linalg.lu_factor(ONE), False, True),
+        Case(*torch.linalg.lu_factor(ONE), True, False),
+    ),
+    **named(
+        "linalg_lu_solve",
+        *(
+            Case(*torch.linalg.lu_factor(BATCH), b, left=left, adjoint=adjoint)
+            for left, b in ((True, f(3, 5, 2)), (False, f(3, 2, 5)))
+            for adjoint in (False, True)
+        ),
+        Case(*torch.linalg.lu_factor(ONE), f(3, 5, 2)),
+    ),
+    **named("linalg_inv_ex", Case(ONE), Case(BATCH)),
+    **named(
+        "linalg_solve_triangular",
+        Case(TRIANGLE, f(3, 5, 2), upper=False),
+        Case(TRIANGLE[0].T.clone(), f(3, 2, 5), upper=True, left=False),
+        Case(TRIANGLE / 8, f(5, 2), upper=False, unitriangular=True),
+    ),
+    **named(
+        "triangular_solve",
+        Case(f(5, 2), TRIANGLE[0], False),
+        Case(f(3, 5, 2), TRIANGLE[0].T.clone(), True, True),
+    ),
+    **named(
+        "linalg_pinv.atol_rtol_tensor",
+        Case(TALL),
+        Case(f(3, 2, 4)),
+        Case(positive(3), hermitian=True),
+        Case(positive(), atol=torch.tensor(1.5)),
+        Case(torch.zeros(0, 3)),
+    ),
+    **named("linalg_matrix_exp", Case(f(5, 5)), Case(f(3, 4, 4) / 2), Case(torch.zeros(0, 3, 3))),
+    **named(
+        "linalg_lstsq",
+        Case(TALL, f(6, 2)),
+        Case(WIDE, f(4, 2)),
+        Case(MANY, f(3, 6), driver="gels"),
+        Case(TALL, f(6, 2), driver="gelsd"),
+        Case(TALL[:, [0, 1, 1]], f(6, 2), 1e-3, driver="gelss"),
+    ),
+}
+if hasattr(torch.ops.aten, "cholesky"):  # torch 2.15 no longer has it
+    LINALG |= named("cholesky", Case(positive()), Case(positive(3), True))
+# These have many right results; test_jax_lowering_linalg compares what is the same for all.
+UP_TO_GAUGE = "_linalg_svd _linalg_eigh linalg_eig _linalg_eigvals"
+ALL = set(LINALG) | {overload(name) for name in UP_TO_GAUGE.split()}

@@ -1,0 +1,124 @@
+"""Ops as other ops on JaxTensors, where that depends on how a tensor is strided.
+
+torch's own kernels factor the transpose of a matrix that lies row by row, and its formulas of the
+gradients count on the factors being those. A lowering sees no strides; these rules do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.runtimes.jax_lowering.factorizations import raise_if_failed
+from xla_dtensor.runtimes.jax_special import SPECIAL
+from xla_dtensor.runtimes.jax_tensor import JaxTensor
+
+__all__ = ["COMPOSED"]
+
+aten = torch.ops.aten
+COMPOSED: dict[Any, Callable[..., Any]] = {}
+
+
+def _composed(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(rule: Callable[..., Any]) -> Callable[..., Any]:
+        COMPOSED[func] = rule
+        return rule
+
+    return register
+
+
+# ------------------------------------------------------------------ linear systems
+
+
+def _is_turned(matrix: torch.Tensor) -> bool:
+    return matrix.is_contiguous() and not matrix.is_complex()
+
+
+def _factors(matrix: torch.Tensor) -> Any:
+    return aten.linalg_lu_factor_ex.default(matrix.mT if _is_turned(matrix) else matrix)
+
+
+@_composed(aten._linalg_check_errors.default)
+def _check_errors(info: JaxTensor, api_name: str, *, is_matrix: bool) -> None:
+    raise_if_failed(info.raw(), api_name, is_matrix)
+
+
+@_composed(aten._linalg_solve_ex.default)
+def _solve_ex(
+    matrix: torch.Tensor, other: torch.Tensor, *, left: bool = True, check_errors: bool = False
+) -> Any:
+    factors, pivots, info = _factors(matrix)
+    if check_errors:
+        aten._linalg_check_errors.default(info, "torch.linalg.solve_ex", is_matrix=matrix.ndim == 2)
+    is_vector = other.ndim == 1 or other.shape == matrix.shape[:-1]
+    columns = other.unsqueeze(-1) if is_vector else other
+    found = aten.linalg_lu_solve.default(
+        factors, pivots, columns, left=left, adjoint=_is_turned(matrix)
+    )
+    return (found.squeeze(-1) if is_vector else found), factors, pivots, info
+
+
+def _sign_and_diagonal(matrix: torch.Tensor) -> tuple[Any, Any, Any, Any]:
+    factors, pivots, _ = _factors(matrix)
+    places = torch.arange(1, matrix.shape[-1] + 1, dtype=pivots.dtype)
+    exchanges = (pivots != places).sum(-1)
+    sign = (1 - 2 * (exchanges % 2)).to(matrix.dtype)
+    return sign, factors.diagonal(0, -2, -1), factors, pivots
+
+
+@_composed(aten._linalg_det.default)
+def _det(matrix: torch.Tensor) -> Any:
+    sign, diagonal, factors, pivots = _sign_and_diagonal(matrix)
+    return sign * diagonal.prod(-1), factors, pivots
+
+
+@_composed(aten._linalg_slogdet.default)
+def _slogdet(matrix: torch.Tensor) -> Any:
+    sign, diagonal, factors, pivots = _sign_and_diagonal(matrix)
+    return sign * diagonal.sgn().prod(-1), diagonal.abs().log().sum(-1), factors, pivots
+
+
+# ------------------------------------------------------------------ strides
+
+
+@_composed(aten.as_strided_scatter.default)
+def _as_strided_scatter(
+    x: torch.Tensor, source: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None
+) -> torch.Tensor:
+    result = x.clone()
+    aten.as_strided.default(result, size, stride, storage_offset).copy_(source)
+    return result
+
+
+def _resized(x: JaxTensor, size: Sequence[int], memory_format: Any) -> JaxTensor:
+    is_plain = memory_format in (None, torch.contiguous_format, torch.preserve_format)
+    if prod(size) != x.numel() or not is_plain:
+        raise UnsupportedOpError(
+            f"resize_ was called with size={tuple(size)}, memory_format={memory_format} on a "
+            f"tensor of shape={tuple(x.shape)}. A tensor of the JAX runtime keeps its number of "
+            "elements. Pass a size with as many, or make a new tensor."
+        )
+    if x.is_contiguous():
+        view: Any = aten.view.default(x, size)
+    else:
+        stride = torch.empty(tuple(size), device="meta").stride()
+        view = aten.as_strided.default(x, size, stride, x.storage_offset())
+    torch.Tensor.data.__set__(x, view)  # pyright: ignore
+    x._steps, x._cached = view._steps, None
+    return x
+
+
+def _resize_(x: JaxTensor, size: Sequence[int], *, memory_format: Any = None) -> JaxTensor:
+    return _resized(x, size, memory_format)
+
+
+def _resize_as_(x: JaxTensor, template: torch.Tensor, *, memory_format: Any = None) -> JaxTensor:
+    return _resized(x, template.shape, memory_format)
+
+
+SPECIAL[aten.resize_.default] = _resize_
+SPECIAL[aten.resize_as_.default] = _resize_as_

@@ -1,0 +1,98 @@
+"""Ops whose result's shape depends on values: torch's own kernel, on the value read to the host.
+
+Outside of a compiled step that is right, and as slow as reading a tensor is; the result is whole
+on every device. A compiled step cannot have such an op: its shapes are fixed before it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+
+from xla_dtensor.nested import leaves, map_nested
+from xla_dtensor.runtimes.jax_convert import numpy_from_torch, torch_from_numpy
+from xla_dtensor.runtimes.jax_lowering.host_values import read_on_host
+from xla_dtensor.runtimes.jax_lowering.table import lower
+from xla_dtensor.runtimes.jax_placing import put_host_array
+
+__all__: list[str] = []
+
+aten = torch.ops.aten
+logger = logging.getLogger("xla_dtensor")
+_logged: set[Any] = set()
+
+
+def _on_host(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op on the host's copies of its arguments."""
+    what = f"read by {func}, the shape of whose result depends on it,"
+
+    def to_host(value: Any) -> Any:
+        if not isinstance(value, jax.Array):
+            return value
+        return torch_from_numpy(read_on_host(value, what))
+
+    host_args, host_kwargs = map_nested(to_host, (args, kwargs))
+    _log_once(func)
+    sharding = _replicated(args, kwargs)
+
+    def to_devices(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return put_host_array(np.array(numpy_from_torch(value)), sharding)
+
+    result = func(*host_args, **host_kwargs)
+    return tuple(map(to_devices, result)) if isinstance(result, tuple) else to_devices(result)
+
+
+def _replicated(args: Any, kwargs: Any) -> NamedSharding | None:
+    """Return the whole tensor on every device of the arguments; None where these lie on one."""
+    for value in leaves((args, kwargs)):
+        if isinstance(value, jax.Array) and isinstance(value.sharding, NamedSharding):
+            return NamedSharding(value.sharding.mesh, PartitionSpec())
+    return None
+
+
+def _log_once(func: Any) -> None:
+    if func not in _logged:
+        _logged.add(func)
+        logger.info(
+            "%s reads its whole input on the host, because the shape of its result depends on the "
+            "values; the result is replicated.",
+            func,
+        )
+
+
+def _register(func: Any) -> Callable[..., Any]:
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        return _on_host(func, args, kwargs)
+
+    return lower(func)(rule)
+
+
+for _func in (
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.unique_dim_consecutive.default,
+    aten.bincount.default,
+):
+    _register(_func)
+
+
+@lower(aten.repeat_interleave.Tensor)
+def _repeat_interleave(repeats: Any, *, output_size: int | None = None) -> Any:
+    """Return each place as often as `repeats` says."""
+    if output_size is None:
+        return _on_host(aten.repeat_interleave.Tensor, (repeats,), {})
+    ends = jnp.cumsum(repeats)
+    return jnp.searchsorted(ends, jnp.arange(output_size), side="right")
