@@ -27,7 +27,10 @@ DEMO_VENV := .venv-demo-$(RUNTIME)
 
 # The two environments that are tested. torch 2.9 is the last one that torch_xla supports.
 MAIN_PACKAGES := -e ".[jax,torch-xla,preflight,dev]"
-LATEST_PACKAGES := -e ".[jax,dev]" "torch==2.15.*"
+LATEST_PACKAGES := -e ".[jax,dev]" "torch==2.15.*" "spmd_types==0.2.3" "tyro==1.0.*"
+# torchtitan's Llama code is tested as it is published. To import it takes spmd_types and tyro; what
+# else torchtitan requires (data sets, loaders, loggers) is its trainer's, and large.
+LATEST_PACKAGES_ALONE := "torchtitan==0.3.0"
 DEMO_PACKAGES_jax := -e ".[jax]" "torch>=2.13,<2.14" tqdm
 DEMO_PACKAGES_torch_xla := -e ".[torch-xla]" tqdm
 # torch 2.9 is built for CUDA 12, torch 2.13 for CUDA 13: one CUDA version per environment.
@@ -39,7 +42,8 @@ GPU_PACKAGES_13 := -e ".[cuda13,dev]" "torch>=2.13,<2.14"
 STAMP := .installed
 STAMP_NEEDS := setup.cfg pyproject.toml Makefile
 
-# $(call install,FOLDER,PACKAGES): makes the environment, says how much is downloaded, installs.
+# $(call install,FOLDER,PACKAGES,ALONE): makes the environment, says how much is downloaded, installs
+# PACKAGES, then ALONE without what they require.
 define install
 	@$(PYTHON) -c '$(PYTHON_CHECK)' 2>/dev/null || { echo "Python 3.11 or newer, with venv, is \
 	needed. '$(PYTHON)' is not that. Pass one: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
@@ -49,6 +53,7 @@ define install
 	@$(1)/bin/python tools/download_size.py $(PIP_ARGS) $(2)
 	@echo "$(1): installing (a few minutes the first time)"
 	@start=$$(date +%s); $(1)/bin/python -m pip install -qq $(PIP_ARGS) $(2) \
+	$(if $(3),&& $(1)/bin/python -m pip install -qq --no-deps $(PIP_ARGS) $(3)) \
 	&& echo "$(1): ready after $$(( $$(date +%s) - start )) s"
 	@touch $(1)/$(STAMP)
 endef
@@ -117,7 +122,7 @@ $(MAIN_VENV)/$(STAMP): $(STAMP_NEEDS)
 	$(call install,$(MAIN_VENV),$(MAIN_PACKAGES))
 
 $(LATEST_VENV)/$(STAMP): $(STAMP_NEEDS)
-	$(call install,$(LATEST_VENV),$(LATEST_PACKAGES))
+	$(call install,$(LATEST_VENV),$(LATEST_PACKAGES),$(LATEST_PACKAGES_ALONE))
 
 $(GPU_VENV)12/$(STAMP): $(STAMP_NEEDS)
 	$(call install,$(GPU_VENV)12,$(GPU_PACKAGES_12))

@@ -8,8 +8,14 @@ get the marker ``on_runtime``; those that need one runtime in particular say so 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import importlib.util
 import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,6 +25,7 @@ if TYPE_CHECKING:
     from xla_dtensor.runtimes import Runtime
 
 NUM_DEVICES = 8
+_MOST_BYTES = 2_500_000_000
 
 # Before anything can import jax. XLA:CPU can deadlock with more virtual devices than cores.
 os.environ.setdefault("NPROC", "64")
@@ -53,6 +60,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if only is not None and chosen not in only.args:
             reason = f"only on {' or '.join(only.args)}, this session runs {chosen}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _bounded_memory() -> Iterator[None]:
+    """Let JAX forget the programs of a test file when they take much; each test makes its own."""
+    yield
+    jax = sys.modules.get("jax")
+    if jax is not None and _resident_bytes() > _MOST_BYTES:
+        jax.clear_caches()
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):  # Only glibc keeps what was freed.
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident_bytes() -> int:
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
 
 
 @pytest.fixture(scope="session")

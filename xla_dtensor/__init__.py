@@ -48,10 +48,14 @@ if TYPE_CHECKING:
     from xla_dtensor.modes import strict_placements as strict_placements
     from xla_dtensor.module_sharding import shard_module as shard_module
     from xla_dtensor.module_sharding import sharding_plan as sharding_plan
+    from xla_dtensor.profiling import profile as profile
+    from xla_dtensor.remat import checkpoint_name as checkpoint_name
     from xla_dtensor.rng import is_rng_supported_mesh as is_rng_supported_mesh
     from xla_dtensor.rng import manual_seed as manual_seed
     from xla_dtensor.runtimes import get_runtime as get_runtime
     from xla_dtensor.runtimes import installed_runtimes as installed_runtimes
+    from xla_dtensor.scanned_layers import ScannedLayers as ScannedLayers
+    from xla_dtensor.scanned_layers import scan_layers as scan_layers
     from xla_dtensor.shard_position import (
         compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
     )
@@ -65,8 +69,10 @@ _WHERE = {
     "LocalView": "xla_dtensor.local_view",
     "Mesh": "mesh_utils",
     "OpSharding": "xla_dtensor.core",
+    "ScannedLayers": "xla_dtensor.scanned_layers",
     "SkipDTensorDispatch": "xla_dtensor.skip_dispatch",
     "call_jax": "xla_dtensor.calling_jax",
+    "checkpoint_name": "xla_dtensor.remat",
     "compile": "xla_dtensor.compiled_step",
     "compute_local_shape_and_global_offset": "xla_dtensor.shard_position",
     "custom_shard": "xla_dtensor.custom_sharding",
@@ -84,8 +90,10 @@ _WHERE = {
     "loss_parallel": "xla_dtensor.modes",
     "manual_seed": "xla_dtensor.rng",
     "ones": "xla_dtensor.factories",
+    "profile": "xla_dtensor.profiling",
     "rand": "xla_dtensor.factories",
     "randn": "xla_dtensor.factories",
+    "scan_layers": "xla_dtensor.scanned_layers",
     "shard_module": "xla_dtensor.module_sharding",
     "sharding_plan": "xla_dtensor.module_sharding",
     "strict_placements": "xla_dtensor.modes",
@@ -101,8 +109,10 @@ __all__ = [
     "LocalView",
     "Mesh",
     "OpSharding",
+    "ScannedLayers",
     "SkipDTensorDispatch",
     "call_jax",
+    "checkpoint_name",
     "compile",
     "compute_local_shape_and_global_offset",
     "custom_shard",
@@ -120,8 +130,10 @@ __all__ = [
     "loss_parallel",
     "manual_seed",
     "ones",
+    "profile",
     "rand",
     "randn",
+    "scan_layers",
     "shard_module",
     "sharding_plan",
     "strict_placements",

@@ -35,6 +35,7 @@ import torch
 
 from mesh_utils import Axis
 from xla_dtensor.device_mesh import mesh_text
+from xla_dtensor.dynamo_calls import one_call
 from xla_dtensor.errors import ManualRegionError
 from xla_dtensor.per_device import PerDeviceTensor
 
@@ -53,6 +54,7 @@ __all__ = [
 Axes = Axis | tuple[Axis, ...]
 
 
+@one_call
 def psum(x: torch.Tensor, axis: Axes) -> PerDeviceTensor:
     """Sum over the members of each group.
 
@@ -70,24 +72,28 @@ def psum(x: torch.Tensor, axis: Axes) -> PerDeviceTensor:
     return _Sum.apply(tensor, axes)  # pyright: ignore[reportReturnType]
 
 
+@one_call
 def pmean(x: torch.Tensor, axis: Axes) -> PerDeviceTensor:
     """Average over the members of each group; see :func:`psum`."""
     tensor, axes, size = _read("pmean", x, axis)
     return _Sum.apply(tensor, axes) / size  # pyright: ignore
 
 
+@one_call
 def pmax(x: torch.Tensor, axis: Axes) -> PerDeviceTensor:
     """Take the largest value over the members of each group, per element; see :func:`psum`."""
     tensor, axes, _ = _read("pmax", x, axis)
     return _Extreme.apply(tensor, axes, "max")  # pyright: ignore[reportReturnType]
 
 
+@one_call
 def pmin(x: torch.Tensor, axis: Axes) -> PerDeviceTensor:
     """Take the smallest value over the members of each group, per element; see :func:`psum`."""
     tensor, axes, _ = _read("pmin", x, axis)
     return _Extreme.apply(tensor, axes, "min")  # pyright: ignore[reportReturnType]
 
 
+@one_call
 def all_gather(x: torch.Tensor, axis: Axes, dim: int = 0) -> PerDeviceTensor:
     """Join the tensors of all members along a dim, in the members' order.
 
@@ -106,6 +112,7 @@ def all_gather(x: torch.Tensor, axis: Axes, dim: int = 0) -> PerDeviceTensor:
     return _Gather.apply(tensor, axes, _dim("all_gather", tensor, dim))  # pyright: ignore
 
 
+@one_call
 def reduce_scatter(x: torch.Tensor, axis: Axes, dim: int = 0) -> PerDeviceTensor:
     """Sum over the members and leave each its block of the sum.
 
@@ -125,6 +132,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axes, dim: int = 0) -> PerDeviceTensor
     return _Scatter.apply(tensor, axes, dim)  # pyright: ignore[reportReturnType]
 
 
+@one_call
 def all_to_all(x: torch.Tensor, axis: Axes, split_dim: int, concat_dim: int) -> PerDeviceTensor:
     """Send block i of each member's tensor to member i, which joins what it gets.
 
@@ -145,6 +153,7 @@ def all_to_all(x: torch.Tensor, axis: Axes, split_dim: int, concat_dim: int) -> 
     return _AllToAll.apply(tensor, axes, split, _dim("all_to_all", tensor, concat_dim))  # pyright: ignore
 
 
+@one_call
 def permute(x: torch.Tensor, axis: Axes, pairs: Iterable[tuple[int, int]]) -> PerDeviceTensor:
     """Send each source member's tensor to its destination; who receives nothing gets zeros.
 
@@ -179,6 +188,7 @@ def permute(x: torch.Tensor, axis: Axes, pairs: Iterable[tuple[int, int]]) -> Pe
     )
 
 
+@one_call
 def axis_index(x: torch.Tensor, axis: Axes) -> PerDeviceTensor:
     """Return each device's number in its group, an int64 scalar.
 

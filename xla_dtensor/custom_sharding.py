@@ -18,6 +18,7 @@ from torch.distributed.tensor import Placement
 from xla_dtensor.core import Layout
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh, mesh_text
 from xla_dtensor.dtensor import DTensor
+from xla_dtensor.dynamo_calls import one_call
 from xla_dtensor.errors import ArgumentTypeError, DistributeError, RedistributeError
 from xla_dtensor.placement_checks import checked_placements
 
@@ -150,7 +151,14 @@ def _local(
             "that its local tensors are to have."
         )
     given = None if grads is None else grads[index]
-    return _moved(index, arg, mesh, asked, redistribute_inputs).to_local(grad_placements=given)
+    return _moved_to_local(arg, index, mesh, asked, redistribute_inputs, given)
+
+
+@one_call
+def _moved_to_local(
+    arg: DTensor, index: int, mesh: DeviceMesh, asked: Any, move: bool, given: Any
+) -> torch.Tensor:
+    return _moved(index, arg, mesh, asked, move).to_local(grad_placements=given)
 
 
 def _moved(index: int, arg: DTensor, mesh: DeviceMesh, asked: Any, move: bool) -> DTensor:

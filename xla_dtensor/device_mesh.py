@@ -19,12 +19,15 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mesh_utils import Mesh
 from mesh_utils.mesh_input import read_mesh_shape
+from xla_dtensor.axis_groups import axis_group
 from xla_dtensor.errors import ArgumentTypeError, DistributeError, MeshRankError
 from xla_dtensor.mesh_reshaping import Merged, flattened, submesh, unflattened
 from xla_dtensor.process_groups import NoGroups, refuse_group
+from xla_dtensor.rank_notice import warn_of_one_rank
 from xla_dtensor.runtimes.registry import get_runtime
 
 __all__ = ["DeviceMesh", "as_device_mesh", "current_mesh", "init_device_mesh", "mesh_text"]
@@ -73,7 +76,10 @@ class DeviceMesh(TorchDeviceMesh):
                 "process reaches no device. Such a process has no place in it. Check "
                 "get_coordinate() is not None first."
             )
-        return coordinate[0 if mesh_dim is None else self.value.axis_index(mesh_dim)]
+        axis = 0 if mesh_dim is None else self.value.axis_index(mesh_dim)
+        devices = get_runtime().addressable_device_ids()
+        warn_of_one_rank(self.value, axis, tuple(devices), mesh_text(self.value))
+        return coordinate[axis]
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
@@ -95,9 +101,9 @@ class DeviceMesh(TorchDeviceMesh):
         """Split one axis into several."""
         return _device_mesh(unflattened(self.value, dim, mesh_sizes, mesh_dim_names))
 
-    def get_group(self, mesh_dim: int | str | None = None) -> NoReturn:
-        """Refused: the axes of a mesh have no process groups."""
-        refuse_group(self.value)
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        """Return what names an axis's members after install(); refused before."""
+        return axis_group(self.value, mesh_dim)
 
     def get_all_groups(self) -> NoReturn:
         """Refused, as :meth:`get_group`."""
@@ -124,7 +130,8 @@ class DeviceMesh(TorchDeviceMesh):
 
 @lru_cache(maxsize=1024)
 def _device_mesh(mesh: Mesh) -> DeviceMesh:
-    return DeviceMesh(mesh)
+    with _disable_current_modes():  # its ids are read, also while torch.compile traces
+        return DeviceMesh(mesh)
 
 
 def mesh_text(mesh: Mesh) -> str:

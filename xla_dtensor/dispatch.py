@@ -38,6 +38,7 @@ from xla_dtensor.written import (
     written_targets,
     written_values,
 )
+from xla_dtensor.written_bases import tell_bases
 
 __all__ = ["dispatch", "new_dtensor", "state_of"]
 
@@ -230,6 +231,7 @@ def _written(
         return args[0]._reshaped_in_place(func, args, kwargs)
     if current_modes().strict:
         constrain_written(func, args, kwargs)
+    tell_bases(func, args, kwargs)
     if traits.uncounted:
         _count_writes(func, args, kwargs)
     return args[0] if traits.returns_first else written_targets(func, args, kwargs)
@@ -324,7 +326,7 @@ def new_dtensor(
 ) -> Any:
     """Return a DTensor over `payload`, the runtime's tensor for the whole value."""
     device, extra = payload.device, get_runtime().extra_dispatch_keys
-    keys = {} if extra is None or device.type != "cpu" else {"_extra_dispatch_keys": extra}
+    keys = {} if extra is None or device.type == "meta" else {"_extra_dispatch_keys": extra}
     self = _make(
         cls,
         payload.shape,

@@ -62,6 +62,8 @@ class DTensor(TorchDTensor):
 
     _local_tensor: torch.Tensor
     _spec: GlobalState
+    # How the gradient of to_local() lies where nobody says; None: as the tensor does.
+    _gradient_placements: tuple[Any, ...] | None = None
 
     @staticmethod
     def __new__(
@@ -115,7 +117,9 @@ class DTensor(TorchDTensor):
         overloads = [getattr(packet, overload) for overload in packet.overloads()]
         view = next(o for o in overloads if [a.name for a in o._schema.arguments] == taken)
         mesh, placements = self._spec.mesh, propagate(view, args, kwargs, self._spec.mesh)
-        changed = DTensor._wrapping(self._local_tensor, mesh, placements)
+        payload = functional_ops.reshaped(view, self._local_tensor, args, kwargs)
+        changed = DTensor._wrapping(payload, mesh, placements)
+        self._local_tensor = payload
         torch.Tensor.data.__set__(self, changed)  # pyright: ignore
         self._spec = changed._spec
         if get_runtime().is_payload(self._local_tensor):
@@ -275,7 +279,7 @@ class DTensor(TorchDTensor):
         checked = grad_placements and checked_placements(
             "to_local", grad_placements, mesh, self.ndim, partial=True
         )
-        return to_view(self, checked)
+        return to_view(self, checked or self._gradient_placements)
 
     @staticmethod
     def from_local(
@@ -310,9 +314,10 @@ class DTensor(TorchDTensor):
             DistributeError: Wrong mesh, placements or shape; or a plain tensor for several devices.
             LocalViewError: A view that does not fit mesh, placements and shape.
         """
-        from xla_dtensor.local_building import make_from_local
+        from xla_dtensor.local_building import from_local_in_graph, make_from_local
 
-        return make_from_local(
+        make = from_local_in_graph if torch.compiler.is_dynamo_compiling() else make_from_local
+        return make(
             local_tensor,
             device_mesh,
             placements,

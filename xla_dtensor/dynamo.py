@@ -22,10 +22,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Replicate
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.device_mesh import DeviceMesh, mesh_text
+from xla_dtensor.dynamo_calls import real_mesh
 from xla_dtensor.errors import DistributeError
 from xla_dtensor.known_axes import Known
 from xla_dtensor.propagation import Placements
@@ -38,7 +40,6 @@ __all__ = [
     "coerced_tangent",
     "distribute_in_graph",
     "flatten",
-    "real_mesh",
     "unflatten",
 ]
 
@@ -71,17 +72,38 @@ class FlatState:
         return f"FlatState({self.placements} on {mesh_text(self.mesh.value)})"
 
 
+class _Parts(tuple[Any, ...]):
+    """The same beside a mesh: the four parts that torch insists on, and what they do not say.
+
+    Args:
+        parts: Placements, meta, shard order, and whether a gradient is required.
+        known: What is known of axes that the mesh lacks.
+    """
+
+    known: Known
+
+    def __new__(cls, parts: tuple[Any, ...], known: Known = ()) -> _Parts:
+        self = super().__new__(cls, parts)
+        self.known = known
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and self.known == getattr(other, "known", ())
+
+    def __hash__(self) -> int:
+        return hash((tuple(self), self.known))
+
+    def __reduce__(self) -> Any:
+        return (_Parts, (tuple(self), self.known))
+
+
 def flatten(tensor: DTensor) -> tuple[list[str], Any]:
     """Return the names of the inner tensors, and what else is needed to put them together."""
     spec = tensor._spec
     if _MESH_IS_OPAQUE:
         order = getattr(spec, "shard_order", None)
-        return ["_local_tensor", "device_mesh"], (
-            spec.placements,
-            spec.tensor_meta,
-            order,
-            tensor.requires_grad,
-        )
+        parts = (spec.placements, spec.tensor_meta, order, tensor.requires_grad)
+        return ["_local_tensor", "device_mesh"], _Parts(parts, spec.known)
     return ["_local_tensor"], FlatState(spec, tensor.requires_grad)
 
 
@@ -90,15 +112,10 @@ def unflatten(kind: type[DTensor], inner: dict[str, Any], state: Any) -> DTensor
     if isinstance(state, FlatState):
         mesh, placements, requires_grad = state.mesh, state.placements, state.requires_grad
         known = state.known
-    else:  # torch says what is in it: nothing of axes beside the mesh
+    else:
         mesh, placements, requires_grad = real_mesh(inner["device_mesh"]), state[0], state[3]
-        known = ()
+        known = getattr(state, "known", ())
     return kind._wrapping(inner["_local_tensor"], mesh, placements, requires_grad, known)
-
-
-def real_mesh(mesh: Any) -> Any:
-    """Return the mesh behind the stand-in that newer versions of torch trace with."""
-    return getattr(mesh, "real_obj", mesh)
 
 
 def whole(placements: Sequence[Any]) -> Placements:
@@ -118,18 +135,23 @@ def coerced_tangent(tensor: DTensor, state: Any = None, expected_type: type | No
         The gradient over the same payload; None where no such is possible.
     """
     kind, spec = type(tensor), tensor._spec
+    if expected_type is torch.Tensor:
+        return tensor.full_tensor()
     if expected_type is not None:
-        return tensor.full_tensor() if expected_type is torch.Tensor else None
+        if not issubclass(expected_type, TorchDTensor):
+            return None
+        kind: Any = expected_type
     if state is None:
         placements = whole(spec.placements)
         return (
             tensor
             if placements == spec.placements
-            else kind._wrapping(tensor._local_tensor, spec.mesh, placements)
+            else kind._wrapping(tensor._local_tensor, spec.mesh, placements, known=spec.known)
         )
     mesh = state.mesh if isinstance(state, FlatState) else spec.mesh
     placements = state.placements if isinstance(state, FlatState) else state[0]
-    return kind._wrapping(tensor._local_tensor, mesh, placements)
+    known = getattr(state, "known", ())
+    return kind._wrapping(tensor._local_tensor, mesh, placements, known=known)
 
 
 def distribute_in_graph(tensor: torch.Tensor, device_mesh: Any, placements: Any) -> DTensor:

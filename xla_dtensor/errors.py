@@ -89,3 +89,7 @@ class UnsupportedOpError(XlaDTensorError, NotImplementedError):
 
 class CompileError(XlaDTensorError, RuntimeError):
     """A step cannot be compiled as one program, for example because Python reads a traced value."""
+
+
+class ScanError(XlaDTensorError, ValueError):
+    """Layers cannot be run as one loop: they differ, write to what they share, or change type."""

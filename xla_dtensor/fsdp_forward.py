@@ -9,7 +9,9 @@ first one's result.
 Plain inputs of the outermost module are the global batch: their dim 0 is sharded over the mesh.
 In a forward without a gradient sync (``set_requires_gradient_sync(False)``) each device computes on
 its own rows, and its gradients stay where they are. There the inputs have to say which rows these
-are: DTensors on the mesh, or LocalViews. Plain tensors are then the same on every device.
+are: DTensors on the mesh, or LocalViews. Plain tensors are then the same on every device, and
+parameters of tensor-parallel modules are DTensors on their own mesh there, with another value on
+each device of this one (:mod:`xla_dtensor.fsdp_groups`).
 LocalViews as inputs mean the same where gradients are synchronized: each device has a loss of its
 own, and its gradients are averaged over the devices, as torch's ranks do.
 """
@@ -29,8 +31,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from xla_dtensor.api import distribute_tensor
 from xla_dtensor.core import Layout
 from xla_dtensor.core.spanning import layout_on_span, region_of
+from xla_dtensor.device_mesh import DeviceMesh, mesh_text
 from xla_dtensor.dtensor import DTensor
-from xla_dtensor.errors import LocalViewError, UnsupportedOpError
+from xla_dtensor.errors import LocalViewError
+from xla_dtensor.fsdp_groups import GroupDTensor
 from xla_dtensor.fsdp_parameters import Settings, ShardedParameter, lent_unreduced
 from xla_dtensor.local_view import LocalView
 from xla_dtensor.redistribution import as_plain
@@ -42,7 +46,7 @@ __all__ = ["Group"]
 logger = logging.getLogger("xla_dtensor")
 aten = torch.ops.aten
 _active: list[Group] = []
-_logged: set[str] = set()
+_warned: set[DeviceMesh] = set()  # meshes that a plain batch was said of
 
 
 @dataclass(eq=False)
@@ -63,6 +67,10 @@ class Group:
     kept: bool = False
     _entered: list[contextlib.ExitStack] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        for owner in self.parameters:
+            owner.went_back = self._went_back
+
     def gather(self) -> None:
         """Lend the gathered parameters to the modules."""
         for owner in self.parameters:
@@ -74,23 +82,34 @@ class Group:
         for owner in self.parameters:
             owner.take_back()
 
+    def _went_back(self) -> None:
+        """Give up what :meth:`FSDPModule.unshard` gathered: the optimizer may write to it next."""
+        if self.kept and not self._entered:
+            self.release()
+
+    def _gather_anew(self) -> None:
+        for owner in self.parameters:
+            owner.gathered = None
+        self.gather()
+
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Prepare parameters and inputs; a forward pre-hook."""
         stack = contextlib.ExitStack()
         per_device = not self.settings.sync or self._on_own_views(args, kwargs)
         unreduced = per_device and torch.is_grad_enabled()
-        if unreduced:
-            self._check_unreduced()
         if not _active:
             args, kwargs = self._inputs(args, kwargs, unreduced)
         _active.append(self)
         self._entered.append(stack)
         if unreduced:
+            if self.kept:
+                stack.callback(self._gather_anew)
             for owner in self.parameters:
+                owner.gathered = None
                 owner.lend(lambda owner=owner: lent_unreduced(owner, self.settings.sync))
         else:
             self.gather()
-            if self.settings.reshard_after_forward and torch.is_grad_enabled():
+            if self.parameters and self.settings.reshard_after_forward and _nothing_else_saves():
                 hooks = torch.autograd.graph.saved_tensors_hooks(_noted, _gathered_again)
                 stack.enter_context(hooks)
         dtype = self.settings.param_dtype
@@ -113,19 +132,10 @@ class Group:
     def _on_own_views(self, args: Any, kwargs: Any) -> bool:
         """Tell whether each device has rows and a loss of its own, whose gradients are averaged."""
         region = region_of(self.settings.mesh.value)
-        if any(owner.inner is not None for owner in self.parameters):
-            return False  # parameters that lie on other axes too are lent as DTensors
         given = tree_leaves((args, kwargs))
-        return any(isinstance(v, LocalView) and v.region == region for v in given)
-
-    def _check_unreduced(self) -> None:
-        on_others = [owner for owner in self.parameters if owner.inner is not None]
-        if on_others:
-            raise UnsupportedOpError(
-                "A forward without a gradient sync was called on a module whose parameters are "
-                f"also sharded over {on_others[0].inner}. Each device's own gradient is kept for "
-                "parameters of fully_shard's mesh only. Call set_requires_gradient_sync(True)."
-            )
+        regions = [v.region for v in given if isinstance(v, (LocalView, GroupDTensor))]
+        # A tensor-parallel module may be given its own shard of each device's rows.
+        return any(r.mesh == region.mesh and set(region.axes) <= set(r.axes) for r in regions)
 
     def _inputs(self, args: Any, kwargs: Any, unreduced: bool) -> tuple[Any, Any]:
         mesh = self.settings.mesh
@@ -139,17 +149,33 @@ class Group:
                 f"nothing says which. Pass distribute_tensor(batch, mesh, [Shard(0)]) on {mesh}, "
                 "or its to_local()."
             )
-        return tree_map(lambda v: v.to_local() if isinstance(v, DTensor) else v, (args, kwargs))
+        return tree_map(self._own_rows, (args, kwargs))
+
+    def _own_rows(self, value: Any) -> Any:
+        """Return each device's rows of a DTensor."""
+        if not isinstance(value, DTensor) or isinstance(value, GroupDTensor):
+            return value
+        mesh, own = self.settings.mesh, self.settings.mesh.value.axis_names
+        on = dict(zip(value._spec.mesh.value.axis_names, value._spec.placements, strict=True))
+        others = [placement for axis, placement in on.items() if axis not in own]
+        if not set(own) < set(on) or not all(p.is_replicate() for p in others):
+            return value.to_local()
+        # Devices along the other axes share the rows; tensor parallelism takes what it needs.
+        return value.redistribute(mesh, [on[axis] for axis in own]).to_local()
 
     def _batch(self, value: Any) -> Any:
         """Shard dim 0 of a plain input over the mesh, where that divides it."""
         mesh, runtime = self.settings.mesh, get_runtime()
-        if type(value) in (DTensor, LocalView) or not isinstance(value, torch.Tensor):
+        if isinstance(value, (DTensor, LocalView)) or not isinstance(value, torch.Tensor):
             return value
         if value.ndim == 0 or value.shape[0] % mesh.value.size():
             return value
-        _log_once(
-            "batch", "fully_shard takes dim 0 of plain inputs for the global batch and shards it."
+        _warn_once(
+            mesh,
+            "fully_shard takes dim 0 of plain inputs for the global batch and shards it over the "
+            f"mesh {mesh_text(mesh.value)}, the first of shape={tuple(value.shape)}. Rows that "
+            "a process loaded for itself would count as the whole batch. "
+            "distribute_tensor(batch, mesh, [Shard(0)]) says what is meant.",
         )
         placements = [Shard(0)] * mesh.ndim
         if runtime.is_payload(value):
@@ -173,10 +199,10 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     return value.to(dtype) if is_float else value
 
 
-def _log_once(key: str, text: str) -> None:
-    if key not in _logged:
-        _logged.add(key)
-        logger.info(text)
+def _warn_once(mesh: DeviceMesh, text: str) -> None:
+    if mesh not in _warned:
+        _warned.add(mesh)
+        logger.warning(text)
 
 
 # ---------------------------------------------------------------------- what autograd saves
@@ -187,6 +213,16 @@ class _Note:
     """Stands for a gathered parameter among what autograd saves."""
 
     owner: ShardedParameter
+
+
+def _nothing_else_saves() -> bool:
+    """Tell whether this forward is recorded, and not by activation checkpointing.
+
+    That saves nothing of the forward, and gathers again as it runs the module again. Of several
+    pairs of hooks only the innermost is called, so ours would keep what it is there to drop.
+    """
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
+    return torch.is_grad_enabled() and (top is None or top[0] is _noted)
 
 
 def _noted(tensor: torch.Tensor) -> Any:

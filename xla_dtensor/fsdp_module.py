@@ -27,6 +27,7 @@ from mesh_utils import Mesh
 from xla_dtensor.device_mesh import as_device_mesh, current_mesh, mesh_text
 from xla_dtensor.errors import ArgumentTypeError, DistributeError, UnsupportedOpError
 from xla_dtensor.fsdp_forward import Group
+from xla_dtensor.fsdp_mesh import data_parallel_part
 from xla_dtensor.fsdp_parameters import Settings, ShardedParameter, shard_parameter
 from xla_dtensor.runtimes.registry import get_runtime
 
@@ -45,6 +46,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> Any:
     """Shard a module's parameters that no call on a submodule has sharded before.
 
@@ -58,13 +60,14 @@ def fully_shard(
         mp_policy: Dtypes of parameters during forward, of gradient reduction, and of outputs.
         offload_policy: Only the base ``OffloadPolicy``, which offloads nothing.
         ignored_params: Parameters to leave alone.
+        dp_mesh_dims: Names the axes of `mesh` to use, where parameters lie on all of its axes.
 
     Returns:
         `module`, now an :class:`FSDPModule`.
 
     Raises:
         DistributeError: A wrong mesh, or parameters that lie on its axes already.
-        UnsupportedOpError: CPU offloading.
+        UnsupportedOpError: CPU offloading, or a module after ``module.compile()``.
         ArgumentTypeError: Not a module, or a container without a forward.
 
     Example:
@@ -77,8 +80,9 @@ def fully_shard(
     modules = [module] if isinstance(module, nn.Module) else module
     _check_modules(modules)
     settings = Settings(
-        _mesh(mesh),
+        _mesh(mesh if dp_mesh_dims is None else data_parallel_part(mesh, dp_mesh_dims)),
         reshard_after_forward=reshard_after_forward is None or bool(reshard_after_forward),
+        beside=None if dp_mesh_dims is None else as_device_mesh(mesh),
     )
     if isinstance(offload_policy, CPUOffloadPolicy):
         raise UnsupportedOpError(
@@ -91,8 +95,10 @@ def fully_shard(
     group = Group(owners, settings, policy.output_dtype, policy.cast_forward_inputs)
     for each in modules:
         each.__dict__[_STATE] = group
-        each.register_forward_pre_hook(group.before, prepend=True, with_kwargs=True)
-        each.register_forward_hook(group.after, always_call=True)
+        # A checkpointed module runs twice, and needs its parameters both times.
+        called = getattr(each, "_checkpoint_wrapped_module", each)
+        called.register_forward_pre_hook(group.before, prepend=True, with_kwargs=True)
+        called.register_forward_hook(group.after, always_call=True)
         kind = type(each)
         if kind not in _classes:
             _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
@@ -108,6 +114,12 @@ def _check_modules(modules: Any) -> None:
         raise ArgumentTypeError(
             f"fully_shard was called with a {found}. Parameters are gathered for a module's "
             "forward, and this has none. Pass the modules that are called."
+        )
+    if any(m._compiled_call_impl is not None for m in modules):
+        raise UnsupportedOpError(
+            "fully_shard was called on a module after module.compile(). Its parameters are "
+            "gathered by hooks around the forward, which torch.compile cannot trace. Leave "
+            "module.compile() out, and call xla_dtensor.compile on the whole step."
         )
     if any(_STATE in m.__dict__ for m in modules):
         raise DistributeError(
@@ -187,7 +199,7 @@ class FSDPModule(TorchFSDPModule):
         return [m.__dict__[_STATE] for m in modules if _STATE in m.__dict__]
 
     def unshard(self, async_op: bool = False) -> Any:
-        """Gather this module's parameters and keep them gathered until :meth:`reshard`."""
+        """Gather this module's parameters, until :meth:`reshard` or the end of a backward."""
         for group in self._groups(recurse=False):
             group.gather()
             group.kept = True
@@ -223,9 +235,13 @@ class FSDPModule(TorchFSDPModule):
             group.settings.reshard_after_forward = reshard_after_forward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of the devices' gradients by `factor`, in place of their number."""
+        """Divide the sum of the devices' gradients by `factor`, in place of their number.
+
+        1.0 turns the division off, for a loss that is a sum over the batch; the gradient of a loss
+        over the global batch is not divided, and stays what it is.
+        """
         for group in self._groups(recurse=False):
-            group.settings.divide_by = factor / group.settings.mesh.value.size()
+            group.settings.factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of :meth:`set_gradient_divide_factor`."""

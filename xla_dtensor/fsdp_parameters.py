@@ -27,10 +27,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from xla_dtensor.api import distribute_tensor
 from xla_dtensor.core import Layout
-from xla_dtensor.core.spanning import layout_on_span, region_of, spanning_mesh
+from xla_dtensor.core.joint_mesh import joint_mesh
+from xla_dtensor.core.spanning import layout_on_span, region_of
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh, mesh_text
 from xla_dtensor.dtensor import DTensor
 from xla_dtensor.errors import DistributeError
+from xla_dtensor.fsdp_groups import as_view, grouped
+from xla_dtensor.fsdp_mesh import check_replicated, summed_over
+from xla_dtensor.known_axes import Known
 from xla_dtensor.local_border import border
 from xla_dtensor.local_spread import spread_payload
 from xla_dtensor.local_view import LocalView
@@ -52,7 +56,9 @@ class Settings:
         reduce_dtype: Dtype in which gradients are reduced; None for that of the computation.
         reshard_after_forward: Whether the backward gathers again.
         sync: Whether gradients are reduced.
-        divide_by: What gradients are divided by; None: nothing, as the loss is the global one.
+        beside: The mesh of all axes that parameters lie on already, `mesh` among them; None: they
+            lie on other axes only.
+        factor: What the sum of the devices' gradients is divided by; their number when None.
     """
 
     mesh: DeviceMesh
@@ -60,7 +66,21 @@ class Settings:
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
     sync: bool = True
-    divide_by: float | None = None
+    beside: DeviceMesh | None = None
+    factor: float | None = None
+
+    def divide_by(self, per_device: bool) -> float | None:
+        """Return what gradients are divided by; None: nothing.
+
+        A factor of 1 is how programs turn the division off whose loss is a sum over the batch,
+        divided by what it counts in all. Such a loss needs none here either.
+
+        Args:
+            per_device: Whether each device has a loss of its own, and not all of them one.
+        """
+        if self.factor is None or (self.factor == 1 and not per_device):
+            return None
+        return self.factor / self.mesh.value.size()
 
 
 @dataclass(eq=False)
@@ -73,6 +93,8 @@ class ShardedParameter:
         settings: Those of the module that it was sharded with.
         inner: Its mesh without the axes of fully_shard, None if it had none.
         pending: Unreduced gradients of microbatches without a sync, one per device.
+        gathered: What the modules see in place of it at present.
+        went_back: Called when its gradient has been computed.
     """
 
     places: list[tuple[nn.Module, str]]
@@ -81,6 +103,7 @@ class ShardedParameter:
     inner: DeviceMesh | None
     pending: LocalView | None = None
     gathered: torch.Tensor | None = field(default=None, repr=False)
+    went_back: Callable[[], None] = field(default=lambda: None, repr=False)
 
     @property
     def state(self) -> Any:
@@ -135,23 +158,40 @@ class ShardedParameter:
         """Return a gathered payload as the modules are to see it."""
         if self.inner is None:
             return functional_ops.to_plain(payload)
-        return DTensor._wrapping(payload, self.inner, self.inner_placements())
+        made = DTensor._wrapping(payload, self.inner, self.inner_placements())
+        if self.settings.beside is not None:
+            made._gradient_placements = summed_over(made._spec, self.settings.mesh)
+        return made
 
     def inner_placements(self) -> tuple[Any, ...]:
         """The placements that the parameter had before fully_shard."""
         assert self.inner is not None
         on = dict(zip(self.state.mesh.value.axis_names, self.state.placements, strict=True))
+        on |= dict.fromkeys(self.settings.mesh.value.axis_names, Replicate())
         return tuple(on[axis] for axis in self.inner.value.axis_names)
 
-    def sharded_gradient(self, payload: torch.Tensor) -> DTensor:
-        """Return a whole gradient as the parameter's: cast, divided, sharded."""
+    def inner_cuts(self) -> Known:
+        """The axes of that mesh that cut the parameter, each with the dim."""
+        if self.inner is None:
+            return ()
+        pairs = zip(self.inner.value.axis_names, self.inner_placements(), strict=True)
+        return tuple((axis, p.dim) for axis, p in pairs if type(p) is Shard)
+
+    def sharded_gradient(self, payload: torch.Tensor, per_device: bool = False) -> DTensor:
+        """Return a whole gradient as the parameter's: cast, divided, sharded.
+
+        Args:
+            payload: The gradient, or the mean of the devices' own.
+            per_device: Whether it is such a mean.
+        """
         run, settings, state = get_runtime().run_op, self.settings, self.state
         dtype = settings.reduce_dtype
         if dtype is not None and payload.dtype != dtype:
             payload = run(aten._to_copy.default, (payload,), {"dtype": dtype})
         payload = functional_ops.constrain(payload, state.span_layout)
-        if settings.divide_by is not None:
-            payload = run(aten.div.Scalar, (payload, settings.divide_by), {})
+        divide_by = settings.divide_by(per_device)
+        if divide_by is not None:
+            payload = run(aten.div.Scalar, (payload, divide_by), {})
         if payload.dtype != self.parameter.dtype:
             wanted = {"dtype": self.parameter.dtype}
             payload = run(aten._to_copy.default, (payload,), wanted)
@@ -167,6 +207,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         owner: ShardedParameter = ctx.owner
+        owner.went_back()
         total = owner.sharded_gradient(getattr(grad, "_local_tensor", grad))
         return _with_pending(total, owner), None
 
@@ -177,7 +218,7 @@ def _with_pending(total: DTensor, owner: ShardedParameter) -> DTensor:
         return total
     pending: Any = owner.pending
     owner.pending = None
-    return total + owner.sharded_gradient(_mean(pending))  # pyright: ignore[reportReturnType]
+    return total + owner.sharded_gradient(_mean(pending), per_device=True)  # pyright: ignore[reportReturnType]
 
 
 def _mean(view: LocalView) -> torch.Tensor:
@@ -187,15 +228,18 @@ def _mean(view: LocalView) -> torch.Tensor:
     return border(layout, tuple(view.shape)).joined(view._payload)
 
 
-def lent_unreduced(owner: ShardedParameter, reduce: bool) -> LocalView:
-    """Return the gathered parameter as a LocalView, with a gradient per device.
+def lent_unreduced(owner: ShardedParameter, reduce: bool) -> torch.Tensor:
+    """Return the gathered parameter with a gradient per device of fully_shard's mesh.
+
+    A LocalView, or a GroupDTensor where the parameter was on another mesh before.
 
     Args:
         owner: The parameter.
         reduce: Whether the backward averages the gradients, with those that were left before, or
             leaves them on each device.
     """
-    return _LendUnreduced.apply(owner.parameter, owner, reduce)  # pyright: ignore[reportReturnType]
+    view: Any = _LendUnreduced.apply(owner.parameter, owner, reduce)
+    return view if owner.inner is None else grouped(view, owner.inner, owner.inner_placements())
 
 
 class _LendUnreduced(torch.autograd.Function):
@@ -204,11 +248,18 @@ class _LendUnreduced(torch.autograd.Function):
         ctx.owner, ctx.reduce = owner, reduce
         region = region_of(owner.settings.mesh.value)
         payload = spread_payload(owner.gathered_payload(), region)
-        return LocalView(payload, region, varying=frozenset())
+        return LocalView(payload, region, varying=frozenset(), known=owner.inner_cuts())
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         owner: ShardedParameter = ctx.owner
+        owner.went_back()
+        if owner.inner is not None:  # each device's lies as the parameter does on the other axes
+            placements = owner.inner_placements()
+            grad = grouped(grad, owner.inner, placements).redistribute(placements=placements)
+            grad = as_view(grad)
+        if owner.settings.reduce_dtype is not None:  # microbatches add up in it, too
+            grad = grad.to(owner.settings.reduce_dtype)
         total = grad if owner.pending is None else owner.pending + grad
         owner.pending = None if ctx.reduce else total
         return owner.sharded_gradient(_mean(total)) if ctx.reduce else None, None, None
@@ -236,18 +287,18 @@ def shard_parameter(
         return nn.Parameter(made, parameter.requires_grad), None
     tensor: Any = parameter
     before = tensor._spec
-    span = spanning_mesh(mesh.value)
-    if spanning_mesh(before.mesh.value) != span or set(before.mesh.value.axis_names) & set(
-        mesh.value.axis_names
-    ):
+    together = joint_mesh(mesh.value, before.mesh.value)
+    if before.mesh == settings.beside:
+        check_replicated(before, mesh)
+        together = before.mesh.value
+    if together is None:
         raise DistributeError(
             f"fully_shard was called with the mesh {mesh_text(mesh.value)} on a parameter that "
             f"lies on {mesh_text(before.mesh.value)}. It needs axes of its own, of one root mesh. "
             "Make one mesh with all axes and pass mesh['dp'] here and mesh['tp'] to "
             "parallelize_module."
         )
-    names = {*mesh.value.axis_names, *before.mesh.value.axis_names}
-    joint = as_device_mesh(span[tuple(axis for axis in span.axis_names if axis in names)])
+    joint = as_device_mesh(together)
     on = dict(zip(before.mesh.value.axis_names, before.placements, strict=True))
     on |= dict(zip(mesh.value.axis_names, own, strict=True))
     placements = _beside(on, joint, mesh.value.axis_names[-1], cut)

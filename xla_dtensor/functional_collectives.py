@@ -20,13 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from mesh_utils import Axis
 from xla_dtensor import collectives
+from xla_dtensor.axis_groups import AxisGroup
 from xla_dtensor.device_mesh import as_device_mesh
+from xla_dtensor.dynamo_calls import one_call
 from xla_dtensor.errors import LocalViewError
 from xla_dtensor.local_view import LocalView
 
 __all__ = ["BY_NAME"]
 
 
+@one_call
 def _all_reduce(self: LocalView, reduceOp: str, group: Any, tag: str = "") -> torch.Tensor:
     return _reduced("all_reduce", self, reduceOp, _axes("all_reduce", group))
 
@@ -48,10 +51,12 @@ def _reduced(function: str, view: LocalView, op: str, axes: tuple[Axis, ...]) ->
     )
 
 
+@one_call
 def _all_gather_tensor(self: LocalView, gather_dim: int, group: Any, tag: str = "") -> torch.Tensor:
     return collectives.all_gather(self, _axes("all_gather_tensor", group), gather_dim)
 
 
+@one_call
 def _reduce_scatter_tensor(
     self: LocalView, reduceOp: str, scatter_dim: int, group: Any, tag: str = ""
 ) -> torch.Tensor:
@@ -74,6 +79,7 @@ def _reduce_scatter_tensor(
     return reduce[op](parts, scatter_dim)
 
 
+@one_call
 def _all_to_all_single(
     self: LocalView,
     output_split_sizes: Sequence[int] | None,
@@ -96,6 +102,7 @@ def _all_to_all_single(
     return collectives.all_to_all(self, axes, 0, 0)
 
 
+@one_call
 def _broadcast(self: LocalView, src: int, group: Any, tag: str = "") -> torch.Tensor:
     axes = _axes("broadcast", group)
     if not 0 <= src < _size(self, axes):
@@ -107,6 +114,7 @@ def _broadcast(self: LocalView, src: int, group: Any, tag: str = "") -> torch.Te
     return collectives.psum(torch.where(is_source, self, torch.zeros_like(self)), axes)
 
 
+@one_call
 def _permute_tensor(
     self: LocalView, src_dst: Sequence[int], group: Any, tag: str = ""
 ) -> torch.Tensor:
@@ -120,6 +128,8 @@ def _wait_tensor(tensor: LocalView) -> torch.Tensor:
 
 def _axes(function: str, group: Any) -> tuple[Axis, ...]:
     """Return the mesh axes that a group of torch's stands for."""
+    if isinstance(group, AxisGroup):
+        return (group.axis,)
     mesh, dim = group if isinstance(group, tuple) and len(group) == 2 else (group, None)
     if not isinstance(mesh, TorchDeviceMesh):
         raise LocalViewError(

@@ -70,7 +70,8 @@ class GlobalState(DTensorSpec):
     def _check_equals(self, other: Any, skip_shapes: bool = False) -> bool:
         # Newer versions of torch guard compiled functions with this, and leave the shapes to guards
         # on the inner tensor, of which there are none for a JaxTensor.
-        return super()._check_equals(other)  # pyright: ignore[reportAttributeAccessIssue]
+        same = super()._check_equals(other)  # pyright: ignore[reportAttributeAccessIssue]
+        return same and self.known == getattr(other, "known", ())
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, "cached_token", None)

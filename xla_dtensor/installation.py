@@ -12,7 +12,8 @@ torch.distributed.tensor.DTensor        from_local
 torch.distributed.tensor._random        manual_seed, is_rng_supported_mesh
 torch.distributed.tensor.parallel       loss_parallel
 torch.distributed.fsdp                  fully_shard
-torch.distributed                       init_device_mesh
+torch.distributed                       init_device_mesh; get_rank, get_world_size (of a
+                                        mesh axis, see :mod:`xla_dtensor.axis_groups`)
 torch.distributed._functional_          the collectives, for LocalViews (see
 collectives                             :mod:`xla_dtensor.functional_collectives`)
 ======================================  ============================================
@@ -31,6 +32,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as torch_collectives
 import torch.distributed.device_mesh as torch_device_mesh
 import torch.distributed.fsdp as torch_fsdp
@@ -40,7 +43,8 @@ import torch.distributed.tensor._random as torch_random
 import torch.distributed.tensor.parallel as torch_parallel
 
 from mesh_utils import Mesh
-from xla_dtensor import api, factories, functional_collectives, rng
+from xla_dtensor import api, axis_groups, factories, functional_collectives, rng
+from xla_dtensor.axis_groups import AxisGroup, allow_groups
 from xla_dtensor.device_mesh import DeviceMesh, init_device_mesh
 from xla_dtensor.dtensor import DTensor
 from xla_dtensor.fsdp_module import fully_shard
@@ -82,7 +86,11 @@ def install() -> None:
     _put(torch_parallel.loss_parallel, _both(torch_parallel.loss_parallel, loss_parallel))
     for name, ours in functional_collectives.BY_NAME.items():
         original = getattr(torch_collectives, name)
-        _put(original, _routed_by_view(original, ours))
+        _put(original, _routed_by_first(LocalView, original, ours))
+    for name, ours in axis_groups.BY_NAME.items():
+        original = getattr(dist, name)
+        _put(original, _routed_by_first(AxisGroup, original, ours))
+    allow_groups(True)
     logger.info("torch.distributed.tensor works on 'xla' meshes through xla_dtensor now.")
 
 
@@ -95,6 +103,7 @@ def uninstall() -> None:
     from_local = next(f for f in _replaced if f.__qualname__ == "DTensor.from_local")
     torch_tensor.DTensor.from_local = staticmethod(from_local)  # pyright: ignore
     _replaced.clear()
+    allow_groups(False)
     logger.info("torch.distributed.tensor is as torch made it again.")
 
 
@@ -142,11 +151,13 @@ def _routed(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
     return route
 
 
-def _routed_by_view(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def _routed_by_first(
+    kind: type, original: Callable[..., Any], ours: Callable[..., Any]
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def route(*args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else next(iter(kwargs.values()), None)
-        return (ours if isinstance(first, LocalView) else original)(*args, **kwargs)
+        return (ours if isinstance(first, kind) else original)(*args, **kwargs)
 
     return route
 
@@ -155,7 +166,9 @@ def _is_for_xla(signature: inspect.Signature, args: Any, kwargs: Any) -> bool:
     given = (*args, *kwargs.values())
     if "device_type" in signature.parameters:
         return "xla" in (given[:1] if args else (kwargs.get("device_type"),))
-    meshes = [v for v in given if isinstance(v, (torch_device_mesh.DeviceMesh, Mesh))]
+    # torch.compile does not ask a tensor whether it is a mesh.
+    others = [v for v in given if not isinstance(v, torch.Tensor)]
+    meshes = [v for v in others if isinstance(v, (torch_device_mesh.DeviceMesh, Mesh))]
     if not meshes:
         try:
             meshes = [torch_device_mesh._mesh_resources.get_current_mesh()]

@@ -73,7 +73,12 @@ def _cuts(state: GlobalState) -> list[tuple[Axis, int]]:
 
 
 def _related(one: DeviceMesh, other: DeviceMesh) -> bool:
-    return one is other or spanning_mesh(one.value) == spanning_mesh(other.value)
+    if one is other or spanning_mesh(one.value) == spanning_mesh(other.value):
+        return True
+    # A submesh without axes of size 1 has all devices, and so spans them by itself.
+    root = one.value.root
+    names = {*one.value.axis_names, *other.value.axis_names}
+    return root == other.value.root and names <= {*root.axis_names}
 
 
 def joint_mesh(mesh: DeviceMesh, states: Sequence[GlobalState]) -> DeviceMesh:

@@ -19,12 +19,16 @@ from xla_dtensor.core import Layout, layout_of_op_sharding
 from xla_dtensor.core.spanning import layout_on_span, region_of, spanning_mesh
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh, current_mesh, mesh_text
 from xla_dtensor.dispatch import new_dtensor, state_of
+from xla_dtensor.dynamo_calls import called_in_graph, one_call
 from xla_dtensor.errors import ArgumentTypeError, DistributeError
 from xla_dtensor.known_axes import Known, known_of_layout
 from xla_dtensor.local_crossing import from_view
 from xla_dtensor.local_spread import same_on_all
 from xla_dtensor.local_view import LocalView
 from xla_dtensor.placement_checks import checked_placements
+from xla_dtensor.runtimes import functional_ops
+from xla_dtensor.runtimes.functional_local import plain_like
+from xla_dtensor.runtimes.functional_ops import is_traced
 from xla_dtensor.runtimes.registry import get_runtime
 
 if TYPE_CHECKING:
@@ -35,6 +39,7 @@ __all__ = ["make_from_local", "view_of_shards"]
 aten = torch.ops.aten
 
 
+@one_call
 def make_from_local(
     tensor: Any,
     device_mesh: Any,
@@ -61,6 +66,11 @@ def make_from_local(
     checked = checked_placements("from_local", placements, mesh, tensor.ndim, partial=True)
     if _is_plain(tensor) and shape is None and all(p.is_replicate() for p in checked):
         return _PlainReplicated.apply(tensor, mesh, checked)  # pyright: ignore
+    if isinstance(tensor, LocalView) and shape is None:
+        from xla_dtensor.fsdp_groups import from_group_view, is_of_groups
+
+        if is_of_groups(tensor, mesh):
+            return from_group_view(tensor, mesh, checked)
     if not isinstance(tensor, LocalView):
         tensor = _plain_as_view(tensor, mesh, checked, same_on_every_device)
     for_grad = None
@@ -69,6 +79,20 @@ def make_from_local(
             "from_local", grad_placements, mesh, tensor.ndim, partial=False
         )
     return from_view(tensor, mesh, checked, shape, run_check or same_on_every_device, for_grad)
+
+
+def from_local_in_graph(
+    tensor: Any,
+    device_mesh: Any,
+    placements: Any,
+    whole: tuple[Any, Any],
+    grad_placements: Any,
+    **options: bool,
+) -> DTensor:
+    """Do what :func:`make_from_local` does, in a function that Dynamo reads."""
+    given = [None if sizes is None else tuple([int(n) for n in sizes]) for sizes in whole]
+    args = (device_mesh, placements, given, grad_placements)
+    return called_in_graph("make_from_local", tensor, args, options)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -85,6 +109,11 @@ class _PlainReplicated(torch.autograd.Function):
         runtime, layout = get_runtime(), Layout.replicated(mesh.value, tensor.ndim)
         ctx.mesh, ctx.placements, ctx.on_host = mesh, placements, not runtime.is_payload(tensor)
         payload = tensor.detach()
+        if is_traced(tensor):
+            ctx.on_host = None
+            ctx.save_for_backward(tensor)
+            payload = functional_ops.put(payload, layout)
+            return new_dtensor(DTensor, payload, state_of(payload, mesh, placements))
         if ctx.on_host:
             payload = runtime.put(payload, layout)
             known: Known = ()
@@ -96,6 +125,8 @@ class _PlainReplicated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         payload = grad.redistribute(ctx.mesh, ctx.placements)._local_tensor
+        if ctx.on_host is None:
+            return plain_like(payload, *ctx.saved_tensors), None, None
         runtime = get_runtime()
         return (runtime.to_host(payload) if ctx.on_host else runtime.to_plain(payload)), None, None
 

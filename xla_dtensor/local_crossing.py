@@ -31,7 +31,10 @@ from xla_dtensor.local_border import Border, border
 from xla_dtensor.local_link import Link
 from xla_dtensor.local_spread import same_on_all
 from xla_dtensor.local_view import LocalView
-from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes import functional_ops
+from xla_dtensor.runtimes.functional_local import crossed_in, crossed_out, run_local_op
+from xla_dtensor.strided_labels import same_placements
+from xla_dtensor.written_bases import tell_known
 
 if TYPE_CHECKING:
     from xla_dtensor.dtensor import DTensor
@@ -52,9 +55,15 @@ def _linked(tensor: DTensor) -> LocalView:
     at = _border_of(tensor)
     # The link goes to the memory, which assigning x.data takes away from x.
     source: Any = tensor.detach()
-    link = Link(source, lambda: at.cut(source._local_tensor), at.joined, at.replicated)
+    tell_known(source)
+    link = Link(
+        source,
+        lambda: crossed_in(source._local_tensor, at),
+        lambda local: crossed_out(local, at),
+        at.replicated,
+    )
     # Another object on the same memory: t_() and the like change the shape of this one only.
-    payload = get_runtime().run_local_op(aten.detach.default, (link.memory,), {})
+    payload = run_local_op(aten.detach.default, (link.memory,), {})
     known = tensor._spec.known
     return LocalView(
         payload, at.region, varying=at.varying, uneven=at.uneven, link=link, known=known
@@ -96,7 +105,7 @@ def from_view(
 
 
 def _border_of(tensor: DTensor) -> Border:
-    return border(tensor._spec.layout, tuple(tensor.shape))
+    return border(tensor._spec.layout, tuple(map(int, tensor.shape)))
 
 
 def _global_shape(view: LocalView, layout: Layout) -> tuple[int, ...]:
@@ -138,7 +147,7 @@ def _constrained(payload: torch.Tensor, layout: Layout, known: Known) -> torch.T
     if layout.partial:
         Layout(layout.mesh, layout.dims).op_sharding()  # refuses gaps
         return payload
-    return get_runtime().constrain(payload, layout_on_span(layout, known))
+    return functional_ops.constrain(payload, layout_on_span(layout, known))
 
 
 class _ToLocal(torch.autograd.Function):
@@ -189,7 +198,7 @@ class _FromLocal(torch.autograd.Function):
 
         ctx.at, ctx.mesh, ctx.placements, ctx.varying = at, mesh, placements, view.varying
         ctx.for_grad = for_grad
-        payload = _constrained(at.joined(view._payload), at.layout, view._known)
+        payload = _constrained(crossed_out(view._payload, at), at.layout, view._known)
         return new_dtensor(DTensor, payload, state_of(payload, mesh, placements, view._known))
 
     @staticmethod
@@ -200,7 +209,7 @@ class _FromLocal(torch.autograd.Function):
         target = ctx.for_grad or target
         if not hasattr(grad, "_spec"):
             grad = distribute_tensor(grad, ctx.mesh, target)
-        if (grad._spec.mesh, grad._spec.placements) != (ctx.mesh, target):
+        if grad._spec.mesh != ctx.mesh or not same_placements(grad._spec.placements, target):
             grad = grad.redistribute(ctx.mesh, target)
         view: Any = _ToLocal.apply(grad, None)
         for axis, op in ctx.at.layout.partial:
@@ -214,7 +223,9 @@ def _reduced_first(view: LocalView, partial: Sequence[tuple[Any, str]]) -> Local
     """Make the reductions whose gradient is not the same for every part."""
     for axis, op in partial:
         if op in ("max", "min"):
-            view = pmax(view, axis) if op == "max" else pmin(view, axis)  # pyright: ignore
+            # Each device's tensor is a part of its own: equal ones share the gradient.
+            own = view._labelled(view.varying | {axis})
+            view = pmax(own, axis) if op == "max" else pmin(own, axis)  # pyright: ignore
         elif op == "product":
             own = axis_index(view, axis) == 0
             # Not prod(0): PyTorch looks for zeros to choose how to differentiate that.

@@ -23,6 +23,8 @@ import torch
 from mesh_utils import Axis
 from xla_dtensor.errors import LocalViewError
 from xla_dtensor.nested import leaves
+from xla_dtensor.runtimes.functional_local import run_local_op
+from xla_dtensor.runtimes.functional_ops import is_traced
 from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.written import written_values
 
@@ -138,8 +140,7 @@ class Link:
 
 
 def _write(target: torch.Tensor, value: torch.Tensor, local: bool) -> None:
-    runtime = get_runtime()
-    run = runtime.run_local_op if local else runtime.run_op
+    run = run_local_op if local or is_traced(target) else get_runtime().run_op
     # A tensor of inference mode may be written to in inference mode only.
     with torch.inference_mode(target.is_inference() or torch.is_inference_mode_enabled()):
         run(torch.ops.aten.copy_.default, (target, value), {})
@@ -151,6 +152,7 @@ def _state(source: Any) -> tuple[int, Any]:
     Its version counter, which inference mode has not, and which a compiled step that only launches
     its program may not move; and what the runtime says of the value.
     """
-    value = get_runtime().value_token(source._local_tensor)
+    payload = source._local_tensor
+    value = None if is_traced(payload) else get_runtime().value_token(payload)
     version = -1 if source.is_inference() else source._version
     return (version if value is None else max(version, 0)), value

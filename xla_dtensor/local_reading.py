@@ -65,7 +65,7 @@ def read_op(func: Any, args: Sequence[Any], kwargs: Any) -> Callable[[], Any] | 
     leaves_device = (
         device is not None
         and torch.device(device).type == "cpu"
-        and get_runtime().extra_dispatch_keys is None
+        and torch.device(get_runtime().torch_device).type != "cpu"
     )
     if func not in _READS and not leaves_device:
         return None

@@ -14,6 +14,12 @@ import torch
 
 from xla_dtensor.core import Layout, ManualRegion
 from xla_dtensor.local_link import Memory
+from xla_dtensor.runtimes.functional_local import (
+    enter_everywhere,
+    gather_everywhere,
+    operand_everywhere,
+)
+from xla_dtensor.runtimes.functional_ops import is_traced
 from xla_dtensor.runtimes.registry import get_runtime
 
 __all__ = ["as_gradient", "same_on_all", "spread_payload"]
@@ -21,6 +27,8 @@ __all__ = ["as_gradient", "same_on_all", "spread_payload"]
 
 def spread_payload(payload: torch.Tensor, region: ManualRegion) -> torch.Tensor:
     """Return a local payload with a copy of `payload` on each device."""
+    if is_traced(payload):
+        return operand_everywhere(payload, region)
     return get_runtime().enter_local(payload, whole(region, payload.ndim), region)
 
 
@@ -50,13 +58,17 @@ def gathered(grad: Any, on_host: bool) -> torch.Tensor:
         grad: A LocalView: what each device sends back.
         on_host: Whether the tensor is on the host.
     """
-    from xla_dtensor.collectives import psum
-
     region, runtime = grad.region, get_runtime()
-    over = grad._varies_over(region.axes)
-    total = psum(grad, over) if over else grad
+    total = _whole_gradient(grad)
     payload = runtime.leave_local(total._payload, whole(region, grad.ndim), region)
     return runtime.to_host(payload) if on_host else runtime.to_plain(payload)
+
+
+def _whole_gradient(grad: Any) -> Any:
+    from xla_dtensor.collectives import psum
+
+    over = grad._varies_over(grad.region.axes)
+    return psum(grad, over) if over else grad
 
 
 def same_on_all(tensor: torch.Tensor, region: ManualRegion) -> torch.Tensor:
@@ -75,6 +87,11 @@ class _SameOnAll(torch.autograd.Function):
         from xla_dtensor.local_view import LocalView
 
         runtime = get_runtime()
+        if is_traced(tensor):
+            ctx.on_host, ctx.region = None, region
+            ctx.save_for_backward(tensor)
+            memory = Memory(frozenset(), stands_for_plain=True)
+            return LocalView(enter_everywhere(tensor, region), region, memory=memory)
         ctx.on_host = not runtime.is_payload(tensor)
         payload = tensor.detach()
         if ctx.on_host:
@@ -84,4 +101,7 @@ class _SameOnAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        if ctx.on_host is None:
+            whole, (like,) = _whole_gradient(grad), ctx.saved_tensors
+            return gather_everywhere(whole._payload, like, ctx.region), None
         return gathered(grad, ctx.on_host), None

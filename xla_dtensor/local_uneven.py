@@ -19,10 +19,10 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from xla_dtensor.core import Layout, ManualRegion
+from xla_dtensor.core import ManualRegion
 from xla_dtensor.errors import LocalViewError
 from xla_dtensor.nested import leaves
-from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.functional_local import real_sizes
 
 __all__ = ["Uneven", "run_uneven"]
 
@@ -184,9 +184,7 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> Uneven | None:
 def _zeros_for_padding(run: Callable[..., Any], view: Any) -> torch.Tensor:
     payload, region = view._payload, view._region
     for dim, sizes in view._uneven.sizes_on(region).items():
-        runtime = get_runtime()
-        layout = Layout(region.mesh, tuple((axis,) for axis in region.axes))
-        size = runtime.enter_local(runtime.put(torch.from_numpy(sizes), layout), layout, region)
+        size = real_sizes(payload, sizes, region)
         count = payload.shape[dim]
         shape = [1] * payload.ndim
         shape[dim] = count

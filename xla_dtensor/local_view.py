@@ -47,6 +47,8 @@ from typing import Any, NoReturn
 import torch
 
 from mesh_utils import Axis
+from xla_dtensor import dynamo_views
+from xla_dtensor.axis_groups import MemberNumber
 from xla_dtensor.core import ManualRegion
 from xla_dtensor.device_mesh import mesh_text
 from xla_dtensor.errors import LocalViewError
@@ -59,7 +61,9 @@ from xla_dtensor.local_uneven import Uneven, run_uneven
 from xla_dtensor.nested import leaves, map_nested
 from xla_dtensor.per_device import PerDeviceTensor
 from xla_dtensor.propagation import known_of_results
+from xla_dtensor.runtimes import functional_local
 from xla_dtensor.runtimes.base import AddressableShard
+from xla_dtensor.runtimes.functional_ops import is_traced
 from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.written import makes_results, written_targets, written_values
 
@@ -96,6 +100,8 @@ class LocalView(PerDeviceTensor):
         self = cls._wrapping(payload, region, requires_grad)
         self._memory = Memory(varying, link) if memory is None else memory
         self._uneven, self._known = uneven, known
+        if known:
+            payload._known = known  # pyright: ignore[reportAttributeAccessIssue]
         return self
 
     @property
@@ -121,6 +127,8 @@ class LocalView(PerDeviceTensor):
         kwargs = kwargs or {}
         if func in BACKWARD_PASSES:
             return run_backward(func, args, kwargs)
+        if MemberNumber in types:
+            return NotImplemented  # it turns itself into a view first
         given = [v for v in leaves((tuple(args), kwargs)) if isinstance(v, torch.Tensor)]
         region = next((t._region for t in given if isinstance(t, LocalView)), None)
         if region is not None and any(map(_is_plain_leaf, given)):
@@ -147,7 +155,7 @@ class LocalView(PerDeviceTensor):
         payload_args, payload_kwargs = map_nested(
             lambda v: _payload(v, region), (tuple(args), kwargs)
         )
-        run = get_runtime().run_local_op
+        run = functional_local.run_local_op
         uneven = None
         if any(view._uneven is not None for view in views):
             result, uneven = run_uneven(run, func, args, kwargs, payload_args, payload_kwargs)
@@ -173,12 +181,14 @@ class LocalView(PerDeviceTensor):
     def _communicated(self, name: str, axes: tuple[Axis, ...], options: Any) -> LocalView:
         if self._uneven is not None:
             self._uneven.refuse(f"The collective {name}")
-        runtime = get_runtime()
-        payload = runtime.local_collective(name, self._payload, self._region, axes, **options)
+        payload = functional_local.local_collective(
+            name, self._payload, self._region, axes, options
+        )
         varying = frozenset() if name == "axis_index" else self._varying - {*axes}
         if name not in {"all_reduce", "all_gather"}:
             varying = varying | {*axes}
-        return LocalView(payload, self._region, varying=varying, known=self._known)
+        known = () if name == "axis_index" else self._known
+        return LocalView(payload, self._region, varying=varying, known=known)
 
     def _labelled(self, varying: frozenset[Axis]) -> LocalView:
         """Return the same values, said to differ along more axes."""
@@ -262,6 +272,19 @@ class LocalView(PerDeviceTensor):
             memo[id(self)] = copied
         return memo[id(self)]
 
+    def __tensor_flatten__(self) -> Any:
+        return dynamo_views.flatten(self)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, state: Any, size: Any, stride: Any) -> LocalView:
+        return dynamo_views.unflatten(LocalView, inner, state)
+
+    def __coerce_tangent_metadata__(self) -> LocalView:
+        return self
+
+    def __coerce_same_metadata_as_tangent__(self, state: Any, expected_type: Any = None) -> Any:
+        return dynamo_views.coerced_tangent(self, state, expected_type)
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise LocalViewError(
             f"{self!r} was to be pickled. It is what each device has, and refers to the devices of "
@@ -280,7 +303,7 @@ def _is_plain_leaf(value: Any) -> bool:
 def _payload(value: Any, region: ManualRegion) -> Any:
     if isinstance(value, LocalView):
         return value._payload
-    if isinstance(value, torch.Tensor) and get_runtime().is_payload(value):
+    if isinstance(value, torch.Tensor) and (get_runtime().is_payload(value) or is_traced(value)):
         return spread_payload(value, region)
     return value
 
@@ -332,6 +355,8 @@ def _results(
     varying: frozenset[Axis],
 ) -> Any:
     if torch.Tag.inplace_view in func.tags:
+        if is_traced(result):
+            args[0]._payload = result
         return args[0]._reshaped_in_place()
     if func._schema.is_mutable:
         targets = written_targets(func, args, kwargs)

@@ -152,7 +152,11 @@ def _is_global(func: Any, tensor: torch.Tensor, runtime: Any) -> bool:
     # On a device with a backend of its own, torch itself makes plain tensors of numbers, for
     # instance for x[:, 2] = 7.0. Every device sees those alike.
     number = tensor.ndim == 0 or func is aten.copy_.default
-    return runtime.is_payload(tensor) and not (number and runtime.extra_dispatch_keys is None)
+    return runtime.is_payload(tensor) and not (number and _has_own_device(runtime))
+
+
+def _has_own_device(runtime: Any) -> bool:
+    return torch.device(runtime.torch_device).type != "cpu"
 
 
 def _leaves_device(func: Any, kwargs: Any) -> bool:
@@ -161,4 +165,4 @@ def _leaves_device(func: Any, kwargs: Any) -> bool:
     if func is not aten._to_copy.default or device is None:
         return False
     # The JAX runtime's tensors report "cpu"; there, .cpu() is caught as a method.
-    return torch.device(device).type == "cpu" and get_runtime().extra_dispatch_keys is None
+    return torch.device(device).type == "cpu" and _has_own_device(get_runtime())

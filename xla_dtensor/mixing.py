@@ -91,7 +91,7 @@ def _plain_tensors(
     # On a device with a backend of its own, torch itself makes plain tensors of numbers, for
     # instance for x[:, 2] = 7.0.
     runtime = get_runtime()
-    if func is torch.ops.aten.copy_.default and runtime.extra_dispatch_keys is None:
+    if func is torch.ops.aten.copy_.default and torch.device(runtime.torch_device).type != "cpu":
         args = [None if i and runtime.is_payload(v) else v for i, v in enumerate(args)]
     names = [argument.name for argument in func._schema.arguments]
     for position, value in enumerate(args):

@@ -35,8 +35,10 @@ class PerDeviceTensor(torch.Tensor):
         cls: type[Self], payload: torch.Tensor, region: ManualRegion, requires_grad: bool = False
     ) -> Self:
         """Wrap `payload`, the runtime's tensor for all devices, of one device's shape."""
-        extra = get_runtime().extra_dispatch_keys
-        keys = {} if extra is None else {"_extra_dispatch_keys": extra}
+        runtime = get_runtime()
+        # On a device of its own an op on local tensors is not kept whole: it runs on a stack.
+        on_cpu = torch.device(runtime.torch_device).type == "cpu"
+        keys = {"_extra_dispatch_keys": runtime.extra_dispatch_keys} if on_cpu else {}
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             payload.shape,

@@ -12,7 +12,6 @@ EXAMPLES: dict[str, tuple[int, ...]] = {
     "a label with a mask or a norm pending": (3, 7, 24),
     "a strided label that no tiling has": (7, 23),
     "the label of a matmul": (20,),
-    "the label of a layer_norm on torch_xla": (6, 21),
     "a label after one that differs": (6, 74),
     "the label of a gradient": (82,),
     "the gradient of a max or mean of parts": (131, 137, 146),

@@ -97,11 +97,6 @@ EXPLAINED: tuple[Explanation, ...] = (
         ("jax 2.15",),
     ),
     Explanation(
-        "the label of a layer_norm on torch_xla",
-        lambda d: d.kind == "label" and not d.follows and _on(d, "layer_norm"),
-        ("torch_xla 2.9",),
-    ),
-    Explanation(
         "a label after one that differs",
         lambda d: d.kind == "label" and d.follows,
         ("torch_xla 2.9", "jax 2.15"),

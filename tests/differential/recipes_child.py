@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 from typing import Any
 
 WORLD = 4
@@ -41,7 +42,8 @@ def xla_mesh(runtime: str) -> Any:
     import xla_dtensor as xd
     from xla_dtensor.runtimes import get_runtime
 
-    get_runtime(runtime, num_cpu_devices=WORLD)
+    options = {"dump_hlo": tempfile.mkdtemp()} if runtime == "torch_xla" else {}
+    get_runtime(runtime, num_cpu_devices=WORLD, **options)
     xd.install()
     return xd.init_device_mesh("xla", (WORLD,), mesh_dim_names=("dp",))
 
@@ -53,6 +55,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     mesh = gloo_mesh(int(rest[0]), int(rest[1])) if kind == "gloo" else xla_mesh(*rest)
+    from tests.differential.counting import GlooCounting, XlaCounting
     from tests.differential.recipes import RECIPES, run
 
     logger, lines = logging.getLogger("xla_dtensor"), Lines()
@@ -61,7 +64,8 @@ def main() -> None:
     outcomes = {}
     for name in RECIPES:
         lines.lines.clear()
-        outcomes[name] = {**run(name, mesh), "log": list(lines.lines)}
+        counting = GlooCounting(mesh) if kind == "gloo" else XlaCounting(mesh)
+        outcomes[name] = {**run(name, mesh, counting), "log": list(lines.lines)}
     print("OUTCOMES " + json.dumps(outcomes), flush=True)
 
 

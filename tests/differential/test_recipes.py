@@ -1,7 +1,7 @@
-"""What code written for one process per rank becomes: ten recipes by 4 gloo ranks, and by us.
+"""What code written for one process per rank becomes: recipes run by 4 gloo ranks, and by us.
 
-A recipe gives the same rows, loss and gradients, or raises, or says in a log line what it takes
-them for. The table in docs/semantics.md says the same.
+A recipe gives the same rows, loss and gradients and reduces as many bytes, or raises, or says in a
+log line what it takes them for. The table in docs/semantics.md says the same.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ RAISES = {
     "all_reduce of a loss": ("ValueError", "Default process group has not been initialized"),
 }
 ANNOUNCED = {"FSDP, own rows": "fully_shard takes dim 0 of plain inputs for the global batch"}
+# What XLA reduces beyond what PyTorch does: bytes of tensors, and at most so many of numbers.
+TENSORS_OTHERWISE = {("vocabulary-parallel cross entropy", "jax"): 64}
+NUMBERS_OTHERWISE = {"vocabulary-parallel cross entropy": 12, "clip_grad_norm_": 8}
 SAME = [name for name in RECIPES if name not in RAISES and name not in ANNOUNCED]
 
 
@@ -78,6 +81,30 @@ class TestRecipes:
         for parameter, gradient in expected.items():
             found = torch.tensor(ours[name]["gradients"][parameter])
             torch.testing.assert_close(found, torch.tensor(gradient), msg=parameter)
+
+    @pytest.mark.parametrize("name", SAME)
+    def test_reduces_as_many_bytes(
+        self, name: str, gloo: list[dict[str, Any]], ours: dict[str, Any], runtime: Runtime
+    ) -> None:
+        found, expected = ours[name]["reduced"], gloo[0][name]["reduced"]
+        assert found.keys() == expected.keys()  # the same axes
+        more = TENSORS_OTHERWISE.get((name, runtime.name), 0)
+        for axis, bytes_ in expected.items():
+            assert found[axis]["tensors"] == bytes_["tensors"] + more
+            assert found[axis]["numbers"] <= bytes_["numbers"] + NUMBERS_OTHERWISE.get(name, 0)
+
+    @pytest.mark.parametrize("name", ["FSDP", "FSDP beside tensor parallelism"])
+    def test_microbatches_reduce_their_gradients_once(
+        self, name: str, gloo: list[dict[str, Any]], ours: dict[str, Any]
+    ) -> None:
+        one, four = f"{name}, 1 microbatch", f"{name}, 4 microbatches"
+        up, down = 8 * 16 + 16, 16 * 8
+        held = 4 * (up + down + 8) if name == "FSDP" else 4 * (up // 2 + down // 2 + 8)
+        recipes = [one, four, f"{four} after unshard()"]
+        for outcome in (gloo[0], ours):
+            for microbatches in [recipe for recipe in recipes if recipe in RECIPES]:
+                reduced = outcome[microbatches]["reduced"]
+                assert reduced["dp"] == {"tensors": held, "numbers": 0}
 
     @pytest.mark.parametrize("name", RAISES)
     def test_raises(self, name: str, ours: dict[str, Any]) -> None:

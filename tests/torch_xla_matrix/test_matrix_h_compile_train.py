@@ -58,10 +58,6 @@ def backends(runtime: Runtime) -> list[str]:
     return ["aot_eager"] if runtime.name == "jax" else ["aot_eager", "openxla"]
 
 
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) > (2, 9),
-    reason="XLAShardedTensor belongs to torch_xla, which needs torch 2.9",
-)
 def test_marked_tensor_is_compiled(runtime: Runtime, dp_tp: xs.Mesh) -> None:
     x = torch.randn(8, 4)
     for backend in backends(runtime):

@@ -1,7 +1,7 @@
 """L. Where torch_xla's propagation gives up an axis: batch and head dims that are flattened.
 
-On JAX linear, matmul and attention reach XLA whole. On torch_xla they are flattened before XLA
-sees them, and a local region keeps the axes: each device computes the heads that it has.
+Here linear, matmul, einsum and attention reach XLA whole, so that each device computes the heads
+that it has; in a local region as well.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ def check_kept(found: Any, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.detach().cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.only_on("jax")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", OPS)
 def test_head_axis_is_kept(

@@ -19,26 +19,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_leaves
 
 import xla_dtensor as xd
+from tests.xla_dtensor.compiling import Counting, compiled, lies_as, put
 from xla_dtensor.runtimes import Runtime
 from xla_dtensor.runtimes.functional_ops import Names
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-
-
-class Counting:
-    """A back end of torch.compile that keeps the graphs it is given."""
-
-    def __init__(self, backend: str = "aot_eager") -> None:
-        self.backend = backend
-        self.graphs: list[torch.fx.GraphModule] = []
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        self.graphs.append(graph)
-        return torch._dynamo.lookup_backend(self.backend)(graph, inputs)
-
-    @property
-    def count(self) -> int:
-        return len(self.graphs)
 
 
 @pytest.fixture(autouse=True)
@@ -53,23 +38,6 @@ def backend(request: pytest.FixtureRequest, runtime: Runtime) -> str:
     if request.param == "openxla" and runtime.name != "torch_xla":
         pytest.skip("a back end of torch_xla's")
     return request.param
-
-
-def compiled(function: Callable[..., Any], backend: Any = "aot_eager") -> Callable[..., Any]:
-    return torch.compile(function, backend=backend, fullgraph=True)
-
-
-def put(mesh: xd.DeviceMesh, values: torch.Tensor, *placements: Any) -> Any:
-    return xd.distribute_tensor(values, mesh, list(placements))
-
-
-def lies_as(found: Any, expected: Any) -> bool:
-    return (
-        found.placements == expected.placements
-        and [type(p) for p in found.placements] == [type(p) for p in expected.placements]
-        and found.device_mesh == expected.device_mesh
-        and found.xla_sharding() == expected.xla_sharding()
-    )
 
 
 # ---------------------------------------------------------------------- ops and moves
@@ -380,13 +348,14 @@ def test_gradient_of_a_full_tensor(mesh: xd.DeviceMesh, backend: str) -> None:
 
 
 def test_inside_of_a_compiled_step(mesh: xd.DeviceMesh) -> None:
-    function = compiled(lambda x: x.redistribute(mesh, [S0, R]) * 2)
+    graphs = Counting()
+    function = compiled(lambda x: x.redistribute(mesh, [S0, R]) * 2, graphs)
     step = xd.compile(lambda x: function(x) + 1)
     x = put(mesh, torch.ones(8, 4), S0, S1)
     for _ in range(2):
         result = step(x)
         assert torch.equal(result.cpu(), torch.full((8, 4), 3.0))
-    assert step.stats()["traces"] == 1
+    assert step.stats()["traces"] == graphs.count == 1
 
 
 # ---------------------------------------------------------------------- refusals

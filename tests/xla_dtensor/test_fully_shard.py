@@ -23,6 +23,7 @@ from xla_dtensor.errors import (
     LocalViewError,
     UnsupportedOpError,
 )
+from xla_dtensor.runtimes import Runtime
 
 R = Replicate()
 
@@ -147,6 +148,9 @@ def test_unshard_and_reshard(dp: xd.DeviceMesh, plain: Model) -> None:
     assert not isinstance(model.first.weight, xd.DTensor)
     model(batch()[0])
     assert not isinstance(model.first.weight, xd.DTensor)
+    model(batch()[0]).sum().backward()
+    assert model.first.weight.placements == (Shard(0),)
+    model.first.unshard()
     model.reshard()
     model.first.reshard()
     assert model.first.weight.placements == (Shard(0),)
@@ -246,6 +250,47 @@ class TestGradientAccumulation:
             bytes_reduced[microbatches] = len(re.findall(reductions, compiled.hlo()))
         assert bytes_reduced[4] <= 2 * bytes_reduced[1]
 
+    @pytest.mark.parametrize("unshard", [False, True])
+    def test_unshard_before_it(self, dp: xd.DeviceMesh, plain: Model, unshard: bool) -> None:
+        model, reference = sharded(plain, dp), copy.deepcopy(plain)
+        x, y = batch()
+        rows, classes = (xd.distribute_tensor(t, dp, [Shard(0)]).to_local() for t in (x, y))
+        for sync in (False, True):
+            model.set_requires_gradient_sync(sync)
+            if unshard:
+                for each in (model, model.first, model.second):
+                    each.unshard()
+            F.cross_entropy(model(rows), classes).backward()
+            F.cross_entropy(reference(x), y).backward()
+            # As in PyTorch, the backward gives up what was gathered: an optimizer's step follows.
+            assert isinstance(model.first.weight.data, xd.DTensor)
+            assert isinstance(model.scale.data, xd.DTensor)
+            assert sync or all(p.grad is None for p in model.parameters())
+        for (name, ours), theirs in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
+            assert theirs.grad is not None
+            torch.testing.assert_close(ours.grad.cpu(), theirs.grad, msg=name)
+
+    def test_microbatches_add_up_in_the_reduce_dtype(self, dp: xd.DeviceMesh) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = xd.fully_shard(nn.Linear(8, 8, bias=False), mesh=dp, mp_policy=policy)
+        for number, value in enumerate((256.0, 1.0)):
+            model.set_requires_gradient_sync(number == 1)
+            rows = xd.distribute_tensor(torch.full((8, 8), value), dp, [Shard(0)]).to_local()
+            model(rows).sum().backward()
+        # 257 is no bfloat16.
+        assert torch.equal(model.weight.grad.cpu(), torch.full((8, 8), 257.0))
+
+    def test_unshard_stays_through_a_forward(self, dp: xd.DeviceMesh, plain: Model) -> None:
+        model = sharded(plain, dp)
+        model.set_requires_gradient_sync(False)
+        model.first.unshard()
+        model(xd.distribute_tensor(batch()[0], dp, [Shard(0)]))
+        assert torch.equal(model.first.weight.detach().cpu(), plain.first.weight)
+        assert not isinstance(model.first.weight, (xd.DTensor, xd.LocalView))
+        assert isinstance(model.second.weight.data, xd.DTensor)
+
     def test_plain_inputs_are_refused_without_a_sync(self, dp: xd.DeviceMesh, plain: Model) -> None:
         model = sharded(plain, dp)
         model.set_requires_gradient_sync(False)
@@ -253,6 +298,25 @@ class TestGradientAccumulation:
             model(batch()[0])
         model.set_requires_gradient_sync(True)
         model(batch()[0])
+
+
+def test_a_plain_batch_is_announced_once_per_mesh(
+    runtime: Runtime, plain: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("rows", "others"):
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=(name,))
+        model = sharded(plain, mesh)
+        model(xd.distribute_tensor(batch()[0], mesh, [Shard(0)]))
+        assert caplog.records == []
+        model(batch()[0])
+        model(batch()[0])
+        sharded(plain, mesh)(batch()[0])
+        (record,) = caplog.records
+        assert record.levelname == "WARNING"
+        assert f"plain inputs for the global batch and shards it over the mesh ({name}=8)" in (
+            record.getMessage()
+        )
+        caplog.clear()
 
 
 def test_frozen_parameters_and_adapters(dp: xd.DeviceMesh, plain: Model) -> None:

@@ -51,7 +51,6 @@ def kinds(found: list[Collective]) -> set[Any]:
     return {(c.kind, c.axes) for c in found}
 
 
-@pytest.mark.only_on("jax")
 @pytest.mark.parametrize("loss", ["", ", loss parallel"])
 def test_only_gradients_are_reduced_over_dp(step_of: Any, mesh: xd.DeviceMesh, loss: str) -> None:
     """Two permutes are XLA's way to look up tokens in a table cut over tp, by hand as well."""
@@ -70,7 +69,6 @@ def test_only_gradients_are_reduced_over_dp(step_of: Any, mesh: xd.DeviceMesh, l
     assert sum(c.payload_bytes for c in reduced) <= 4 * numbers + 16
 
 
-@pytest.mark.only_on("jax")
 @pytest.mark.parametrize("loss", ["", ", loss parallel"])
 def test_the_plan_communicates_as_hand_annotations_do(
     step_of: Any, mesh: xd.DeviceMesh, loss: str

@@ -397,9 +397,9 @@ MESSAGES: dict[str, tuple[Callable[[Any, Any], Any], type[Exception], str]] = {
         r"whose values may differ along \['dp'\]. Replicate says that they are equal there.",
     ),
     "a mesh over other axes": (
-        lambda v, m: DTensor.from_local(v, m["tp"], [Shard(0)]),
+        lambda v, m: DTensor.from_local(v, m["tp"], [Shard(0)]).cpu(),
         LocalViewError,
-        "Pass the mesh that the view comes from.",
+        r"of which each device of \('dp',\) has a value of its own",
     ),
     "a plain tensor for several devices": (
         lambda v, m: DTensor.from_local(FIRST, m, [Shard(0), Replicate()]),

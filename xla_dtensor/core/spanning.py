@@ -14,16 +14,19 @@ walks the devices alike.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
-from mesh_utils import Mesh
+from mesh_utils import Axis, Mesh
+from mesh_utils.order import Digit
 from xla_dtensor.core.errors import LayoutError
 from xla_dtensor.core.layout import Layout
 from xla_dtensor.core.manual_region import ManualRegion
 
-__all__ = ["layout_on_span", "region_of", "spanning_mesh"]
+__all__ = ["layout_on_span", "mesh_of_walks", "region_of", "spanning_mesh"]
 
 
 @lru_cache(maxsize=1024)
@@ -57,10 +60,35 @@ def spanning_mesh(mesh: Mesh) -> Mesh:
     of_root = dict(zip(root.axis_names, root.digits() or (), strict=False))
     if all(of_root.get(a) == d for a, d in zip(mesh.axis_names, digits, strict=True)):
         return root
+    made = mesh_of_walks(root, mesh.axis_names, digits)
+    assert made is not None  # the axes of one mesh are independent
+    return made
+
+
+def mesh_of_walks(
+    root: Mesh, axis_names: Sequence[Axis], digits: Sequence[Sequence[Digit]]
+) -> Mesh | None:
+    """Return a mesh over all devices of a root, with axes that walk through it as said.
+
+    Args:
+        root: The mesh whose order of devices is walked.
+        axis_names: The names of the axes.
+        digits: For each of them its (size, stride) digits, outer to inner.
+
+    Returns:
+        The mesh: axes for the rest, named rest0 and so on, then those. None where two axes
+        take the same steps.
+
+    Example:
+        >>> mesh_of_walks(Mesh.arange((8,)), ("tp",), [[(2, 2)]])
+        Mesh(rest0=2, rest1=2, tp=2, devices=[0, 2, ...] (8))
+    """
     taken = sorted((digit for axis in digits for digit in axis), key=lambda digit: digit[1])
     rest: list[tuple[int, int]] = []
     covered = 1
     for size, stride in (*taken, (1, root.size())):
+        if stride % covered:
+            return None
         if stride > covered:
             rest.append((stride // covered, covered))
         covered = stride * size
@@ -68,9 +96,10 @@ def spanning_mesh(mesh: Mesh) -> Mesh:
     positions = np.zeros((), dtype=np.int64)
     for size, stride in (*reversed(rest), *(d for axis in digits for d in axis)):
         positions = np.add.outer(positions, np.arange(size) * stride)
-    shape = (*(size for size, _ in reversed(rest)), *mesh.mesh_shape)
+    sizes = (math.prod(size for size, _ in axis) for axis in digits)
+    shape = (*(size for size, _ in reversed(rest)), *sizes)
     ids = root.device_ids.reshape(-1)[positions.reshape(-1)]
-    return Mesh(ids, shape, (*names, *mesh.axis_names))
+    return Mesh(ids, shape, (*names, *axis_names))
 
 
 @lru_cache(maxsize=1024)

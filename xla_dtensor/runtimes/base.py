@@ -12,6 +12,7 @@ Shardings cross this border as :class:`~xla_dtensor.core.Layout` (asked for) and
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,10 +22,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.runtimes.compiled import CompiledStep
 
 if TYPE_CHECKING:
     from mesh_utils import Axis, Mesh
     from xla_dtensor.core import Layout, ManualRegion, OpSharding
+    from xla_dtensor.runtimes.layers import Layers
+    from xla_dtensor.runtimes.remat import Remat
 
 __all__ = ["AddressableShard", "CompiledStep", "Runtime"]
 
@@ -46,22 +50,6 @@ class AddressableShard:
     num_bytes_on_device: int
 
 
-class CompiledStep(ABC):
-    """A Python step that runs as one XLA program. Call it like the function it was made from."""
-
-    @abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step, tracing and compiling it first where needed."""
-
-    @abstractmethod
-    def hlo(self) -> str:
-        """Return the partitioned, optimised HLO text of the program used last."""
-
-    @abstractmethod
-    def stats(self) -> Mapping[str, Any]:
-        """Return counts: calls, traces, and the reason of each trace."""
-
-
 class Runtime(ABC):
     """An XLA back end. Subclass it, register it under the entry point group, and it can be chosen.
 
@@ -78,6 +66,43 @@ class Runtime(ABC):
 
     # The device that payloads report.
     torch_device: ClassVar[Any] = "cpu"
+
+    def profile(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """Record what host and devices do, for TensorBoard or Perfetto.
+
+        Args:
+            folder: Where the recording is written to.
+        """
+        raise _missing(self, "profiles")
+
+    # ------------------------------------------------------------------ loops
+
+    # Whether equal layers can be run as one loop: `run_layers` and `named` are there.
+    has_loops: ClassVar[bool] = False
+
+    def run_layers(
+        self,
+        layers: Layers,
+        carry: Sequence[torch.Tensor],
+        shared: Sequence[torch.Tensor],
+        remat: Remat,
+    ) -> Sequence[torch.Tensor]:
+        """Run equal layers one after the other, as a loop with gradients.
+
+        Args:
+            layers: The layers, at least one.
+            carry: What the first is given and each returns.
+            shared: What every one is given besides.
+            remat: What the backward pass keeps.
+
+        Raises:
+            ScanError: A layer cannot be run in a loop.
+        """
+        raise _missing(self, "loops of layers")
+
+    def named(self, payload: torch.Tensor, name: str) -> torch.Tensor:
+        """Return a payload of the same values with a name that `remat` may refer to."""
+        raise _missing(self, "loops of layers")
 
     # ------------------------------------------------------------------ devices
 
@@ -163,6 +188,14 @@ class Runtime(ABC):
         Unlike `annotate` it says nothing of the base, and is not remembered.
         """
         self.annotate(view, layout)
+
+    def annotate_written(  # noqa: B027
+        self, base: torch.Tensor, layout: Layout
+    ) -> None:
+        """Hear that `base`, labelled `layout`, was written to through a view of it.
+
+        Nothing to do where a write answers with a value that lies as the one before.
+        """
 
     def annotation(self, payload: torch.Tensor) -> OpSharding | None:
         """Return what `payload` was told, relative to the root; None when it was told nothing."""

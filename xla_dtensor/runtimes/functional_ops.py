@@ -30,9 +30,12 @@ __all__ = [
     "KERNELS",
     "Names",
     "constrain",
+    "define",
+    "functional_form",
     "is_traced",
     "layout_names",
     "put",
+    "reshaped",
     "run_traced",
     "to_plain",
 ]
@@ -97,9 +100,13 @@ def _name(layout: Layout) -> str:
 
 def is_traced(tensor: torch.Tensor) -> bool:
     """Tell whether a payload is a stand-in of torch.compile's, without values."""
-    return type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not get_runtime().is_payload(
-        tensor
-    )
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or _is_local(tensor):
+        return False
+    return not get_runtime().is_payload(tensor)
+
+
+def _is_local(value: Any) -> bool:
+    return getattr(value, "_is_local_payload", False)
 
 
 def constrain(payload: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -156,8 +163,8 @@ def _contiguous_like(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=get_runtime().torch_device)
 
 
-def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define an op that runs `run` on payloads and `fake` on stand-ins."""
+def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define an op that runs `run` on payloads and `fake` on stand-ins; return its overload."""
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     packet, _, overload = name.partition(".")
@@ -193,9 +200,9 @@ def _functionalized(op: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-_define("constrain(Tensor payload, str layout) -> Tensor", _constrain, _like)
-_define("put(Tensor tensor, str layout) -> Tensor", _put, _contiguous_like)
-_define("to_plain(Tensor payload) -> Tensor", _to_plain, _like)
+define("constrain(Tensor payload, str layout) -> Tensor", _constrain, _like)
+define("put(Tensor tensor, str layout) -> Tensor", _put, _contiguous_like)
+define("to_plain(Tensor payload) -> Tensor", _to_plain, _like)
 
 
 def run_traced(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -209,14 +216,29 @@ def run_traced(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     runtime = get_runtime()
     if not any(isinstance(value, torch.Tensor) and is_traced(value) for value in leaves(args)):
         return func(*args, **kwargs)
+    if torch.Tag.inplace_view in func.tags:
+        # A new stand-in: torch cannot change the shape of one on an XLA device.
+        return functional_form(func)(*args, **kwargs)
     if torch.device(runtime.torch_device).type != "cpu":
         moved = 1 if func._schema.is_mutable else 0  # not what is written to
         args = (*args[:moved], *map_nested(_on_device, tuple(args[moved:])))
-    functional = _functional_form(func) if func._schema.is_mutable else func
+    functional = functional_form(func) if func._schema.is_mutable else func
     if functional is None or not runtime.runs_itself(func):
         return func(*args, **kwargs)
     result = _recorded(_fitting(functional, args))(*args, **kwargs)
     return result if functional is func else args[0].copy_(result)
+
+
+def reshaped(view: Any, payload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a payload is after ``t_`` or the like: itself, or a view of a stand-in.
+
+    Args:
+        view: The op that returns a view instead.
+        payload: The payload, changed already, or a stand-in, which `run_traced` does not change.
+        args: The arguments, the tensor first.
+        kwargs: The keyword arguments.
+    """
+    return view(payload, *args[1:], **kwargs) if is_traced(payload) else payload
 
 
 def _on_device(value: Any) -> Any:
@@ -225,7 +247,7 @@ def _on_device(value: Any) -> Any:
     return value
 
 
-def _functional_form(func: Any) -> Any:
+def functional_form(func: Any) -> Any:
     """Return the op that computes what an in-place op writes; None if it has no name of its own."""
     namespace, _, name = func._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
@@ -262,6 +284,8 @@ def _recorded(func: Any) -> Any:
     """Return an op of ours that stands for `func` in graphs, and has the runtime run it."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return get_runtime().run_op(func, args, kwargs)
+        runtime = get_runtime()
+        run = runtime.run_local_op if any(map(_is_local, leaves(args))) else runtime.run_op
+        return run(func, args, kwargs)
 
-    return _define("aten_" + str(func._schema).removeprefix("aten::"), run, func)
+    return define("aten_" + str(func._schema).removeprefix("aten::"), run, func)

@@ -24,30 +24,34 @@ while tracing.
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from mesh_utils import MeshError, find_chip
 from xla_dtensor.errors import CompileError
 from xla_dtensor.runtimes.base import CompiledStep
 from xla_dtensor.runtimes.jax_convert import numpy_from_torch, x64
+from xla_dtensor.runtimes.jax_executables import Executables
+from xla_dtensor.runtimes.jax_flops import flops_of
+from xla_dtensor.runtimes.jax_gradients import GradientEffects, KnownLeaves
 from xla_dtensor.runtimes.jax_placing import place
+from xla_dtensor.runtimes.jax_program import Program, program_of
 from xla_dtensor.runtimes.jax_rehome import Blueprint
 from xla_dtensor.runtimes.jax_scalar import sym_number
 from xla_dtensor.runtimes.jax_step_values import (
     bound,
-    gradients,
     inner,
     refuse_manual,
     replaced,
@@ -57,7 +61,10 @@ from xla_dtensor.runtimes.jax_step_values import (
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
 from xla_dtensor.runtimes.jax_trace import Trace, refuse_nesting
 from xla_dtensor.runtimes.jax_watch import Watch, watching
-from xla_dtensor.runtimes.optimizer_inputs import OptimizerInputs
+from xla_dtensor.runtimes.module_names import naming_modules
+from xla_dtensor.runtimes.optimizer_inputs import RATE, OptimizerInputs
+from xla_dtensor.runtimes.python_state import PythonState
+from xla_dtensor.runtimes.step_clock import StepClock, num_tokens
 from xla_dtensor.runtimes.trace_settings import trace_settings
 
 if TYPE_CHECKING:
@@ -69,79 +76,40 @@ logger = logging.getLogger("xla_dtensor")
 _RETRACES_BEFORE_WARNING = 3
 
 
-@dataclass
-class _Program:
-    """One compiled trace of the step."""
-
-    executable: Any
-    state: list[Storage]
-    read: list[Storage]
-    constants: list[Any]
-    lasting: list[Any]
-    written: list[int]
-    numbers: list[tuple[Storage, Callable[[], float]]]
-    out_tree: TreeSpec
-    out_static: list[Any]
-    watch: Watch
-    blueprint: Blueprint
-    again: str | None = None
-
-    def stale(self) -> str | None:
-        return self.again or self.watch.broken()
-
-    def run(self, arguments: Sequence[Storage]) -> Any:
-        for storage, current in self.numbers:
-            value = current()
-            if value != float(storage.array):
-                storage.array = _replicated_like(np.asarray(value), storage.array)
-        state = [s.array for s in self.state]
-        read = [s.array for s in self.read]
-        given = [s.array for s in arguments]
-        outputs = self.executable(state, read, self.constants, given)
-        results, state, lasting, written = outputs
-        for position, array in zip(self.written, written, strict=True):
-            arguments[position].array = array
-        for storage, array in zip(self.state, state, strict=True):
-            storage.array = array
-        for reference, array in zip(self.lasting, lasting, strict=True):
-            storage = reference()
-            if storage is not None:
-                storage.array = array
-        return self._outputs(iter(results))
-
-    def _outputs(self, arrays: Iterator[jax.Array]) -> Any:
-        leaves = [leaf(next(arrays)) if callable(leaf) else leaf.value for leaf in self.out_static]
-        return tree_unflatten(leaves, self.out_tree)
-
-
 class JaxCompiledStep(CompiledStep):
     """See the module docstring. Made by :func:`xla_dtensor.compile`."""
 
     def __init__(self, step: Callable[..., Any], runtime: JaxRuntime) -> None:
         self._step = step
         self._runtime = runtime
-        self._programs: dict[Any, _Program] = {}
-        self._last: _Program | None = None
+        self._programs: dict[Any, Program] = {}
+        self._last: Program | None = None
         self._calls = 0
         self._reasons: list[str] = []
+        self._lent_names = {RATE}
+        self._executables = Executables()
+        self._leaves = KnownLeaves()
+        self._clock = StepClock()
+        self._tokens: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         refuse_nesting()
         self._calls += 1
+        self._clock.start()
         leaves, tree = tree_flatten((args, kwargs))
         with x64():
             tensors = [self._argument(leaf) for leaf in leaves]
             key = self._key(leaves, tensors, tree)
-            program = self._programs.get(key)
-            reason = "first call" if not self._programs else "arguments of a new shape or value"
+            program = self._programs.get((key, self._leaves.having()))
+            reason = self._why_none(key) if program is None else ""
             if program is not None:
                 reason = program.stale() or ""
+                self._lent_names.update(program.watch.inputs.changed())
             if reason:
-                self._note(reason)
-                program = self._compile(leaves, tensors, tree)
-                self._programs[key] = program
+                program = self._compiled(reason, key, leaves, tensors, tree)
             assert program is not None
             self._last = program
+            self._tokens = num_tokens(leaves)
             return program.run([t._storage for t in tensors if t is not None])
 
     def hlo(self) -> str:
@@ -177,7 +145,18 @@ class JaxCompiledStep(CompiledStep):
         with x64():
             return self.lowered_for(devices).compile().as_text()
 
-    def _called(self) -> _Program:
+    def metrics(self, tokens_per_step: int | None = None) -> Mapping[str, float | None]:
+        tokens = self._tokens if tokens_per_step is None else tokens_per_step
+        return self._clock.metrics(tokens, self._called().flops, _peak_flops(self._called()))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        with x64():
+            self._executables.save(path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        self._executables.load(path)
+
+    def _called(self) -> Program:
         if self._last is None:
             raise CompileError(
                 "The HLO of a compiled step was asked for before its first call. The program is "
@@ -186,7 +165,12 @@ class JaxCompiledStep(CompiledStep):
         return self._last
 
     def stats(self) -> Mapping[str, Any]:
-        return {"calls": self._calls, "traces": len(self._reasons), "reasons": tuple(self._reasons)}
+        return {
+            "calls": self._calls,
+            "traces": len(self._reasons),
+            "reasons": tuple(self._reasons),
+            "loaded": self._executables.taken,
+        }
 
     # ------------------------------------------------------------------ calling
 
@@ -199,6 +183,13 @@ class JaxCompiledStep(CompiledStep):
                 len(self._reasons),
                 reason,
             )
+
+    def _why_none(self, key: Any) -> str:
+        if not self._programs:
+            return "first call"
+        if any(key == other for other, _ in self._programs):
+            return "gradients are there that were not, or the other way round"
+        return "arguments of a new shape or value"
 
     def _argument(self, leaf: Any) -> JaxTensor | None:
         refuse_manual(leaf, "called with", "before the call")
@@ -235,25 +226,69 @@ class JaxCompiledStep(CompiledStep):
 
     # ------------------------------------------------------------------ tracing
 
+    def _compiled(
+        self,
+        reason: str,
+        key: Any,
+        leaves: Sequence[Any],
+        tensors: Sequence[JaxTensor | None],
+        tree: TreeSpec,
+    ) -> Program:
+        """Trace and compile; on an error leave everything as it was."""
+        self._clock.interrupt()
+        before = PythonState.now()
+        try:
+            program = self._compile(leaves, tensors, tree, before.gradients)
+        except BaseException:
+            before.restore()
+            raise
+        self._note(reason)
+        self._leaves.add(program.gradients)
+        found = self._leaves.had(before.gradients)
+        del before  # It holds what the step has dropped.
+        if self._makes_new_state(program, self._programs.get((key, found))):
+            program.again = "the first call made new state"
+        self._programs[key, found] = program
+        return program
+
+    def _makes_new_state(self, program: Program, previous: Program | None) -> bool:
+        """Tell whether the next call finds state that this trace did not find.
+
+        It does when the trace made tensors that last, an optimizer's moments, say. It does not when
+        they take the place of those that the trace before made: gradients, or a cache that the step
+        makes anew each time.
+        """
+        grads = [inner(grad) for _, grad in program.gradients.left if grad is not None]
+        kept = {id(grad._storage) for grad in grads if grad is not None}
+        made = [s for s in (reference() for reference in program.lasting) if s is not None]
+        num_made = sum(id(storage) not in kept for storage in made)
+        if previous is None or not num_made:
+            return bool(num_made)
+        gc.collect()
+        return num_made != sum(reference() is None for reference in previous.lasting)
+
     def _compile(
-        self, leaves: Sequence[Any], tensors: Sequence[JaxTensor | None], tree: TreeSpec
-    ) -> _Program:
+        self,
+        leaves: Sequence[Any],
+        tensors: Sequence[JaxTensor | None],
+        tree: TreeSpec,
+        gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    ) -> Program:
         trace = Trace()
         numbers: list[tuple[Storage, Callable[[], float]]] = []
-        watch = Watch(OptimizerInputs(self._lift, lambda *a: _lend(numbers, *a)))
+        lend = partial(_lend, numbers)
+        watch = Watch(OptimizerInputs(self._lift, lend, self._lent_names))
         found: dict[str, Any] = {}
 
         def traced(arrays: Sequence[jax.Array]) -> Any:
-            with bound(tensors, arrays, trace), watching(watch):
+            with bound(tensors, arrays, trace), watching(watch), naming_modules(jax.named_scope):
                 args, kwargs = tree_unflatten(list(replaced(leaves, tensors)), tree)
                 out_leaves, found["tree"] = tree_flatten(self._step(*args, **kwargs))
                 found["static"], results, found["pinned"] = split_outputs(out_leaves)
                 del out_leaves, args, kwargs
                 found["written"], written = written_arguments(leaves, tensors, arrays)
-            watch.inputs.check_rates_unchanged()
-            grads = {id(t._storage) for t in gradients(watch.inputs.parameters())}
+            watch.inputs.check_settings_unchanged()
             found["lasting"] = trace.lasting_beyond(tensors)
-            found["new_state"] = [s for s in found["lasting"] if id(s) not in grads]
             state = [place(s.read(), s.sharding) for s in trace.state]
             lasting = [place(s.read(), s.sharding) for s in found["lasting"]]
             return results, state, lasting, written
@@ -262,7 +297,8 @@ class JaxCompiledStep(CompiledStep):
         with trace.active():
             closed = jax.make_jaxpr(traced)(arrays)
         trace.undo()
-        watch.settings = watch.inputs.settings()
+        watch.settle(trace.answers)
+        found["gradients"] = GradientEffects.of(gradients, trace.captured)
         return self._finish(trace, closed, arrays, numbers, watch, found)
 
     def _finish(
@@ -273,7 +309,7 @@ class JaxCompiledStep(CompiledStep):
         numbers: list[tuple[Storage, Callable[[], float]]],
         watch: Watch,
         found: dict[str, Any],
-    ) -> _Program:
+    ) -> Program:
         state = list(trace.state)
         read = [s for s in trace.captured if s not in trace.state]
         owner = {id(array): storage for storage, array in trace.captured.items()}
@@ -287,10 +323,10 @@ class JaxCompiledStep(CompiledStep):
         kept = [arguments[i].sharding for i in found["written"]]
         pinned = (found["pinned"], [s.array.sharding for s in state], None, kept)
         inputs = ([s.array for s in state], [s.array for s in read], constants, list(arguments))
-        program_of = partial(_program_of, places=places, sizes=sizes)
-        blueprint = Blueprint.of(closed.jaxpr, program_of, inputs, pinned, donated=(0,))
-        return _Program(
-            blueprint.lowered(*inputs).compile(),
+        made_of = partial(program_of, places=places, sizes=sizes)
+        blueprint = Blueprint.of(closed.jaxpr, made_of, inputs, pinned, donated=(0,))
+        return Program(
+            self._executables.compiled(blueprint.lowered(*inputs)),
             state,
             read,
             constants,
@@ -301,7 +337,8 @@ class JaxCompiledStep(CompiledStep):
             found["static"],
             watch,
             blueprint,
-            "the first call made new state" if found["new_state"] else None,
+            flops_of(closed),
+            found["gradients"],
         )
 
     def _settle(self, storages: Sequence[Storage], arguments: Sequence[jax.Array]) -> None:
@@ -319,29 +356,19 @@ class JaxCompiledStep(CompiledStep):
         return _outside_trace(array)
 
 
-def _program_of(
-    jaxpr: Any, *, places: Sequence[int | None], sizes: Sequence[int]
-) -> Callable[..., Any]:
-    """Return the function that XLA compiles.
-
-    Args:
-        jaxpr: The trace.
-        places: For each of its constants its place among the state and what is read; None for one
-            that is no storage's.
-        sizes: How many arguments were written, results last, and storages are state: the ends of
-            the trace's results, the last first.
-    """
-
-    def program(state_in: Any, read_in: Any, constants_in: Any, arguments_in: Any) -> Any:
-        held = [*state_in, *read_in]
-        rest = iter(constants_in)
-        consts = [next(rest) if place is None else held[place] for place in places]
-        flat = jax.core.eval_jaxpr(jaxpr, consts, *arguments_in)
-        ends = np.cumsum([0, *sizes]).tolist()
-        a, b, c = (len(flat) - end for end in ends[1:])
-        return flat[:c], flat[c:b], flat[b:a], flat[a:]
-
-    return program
+def _peak_flops(program: Program) -> float | None:
+    """Return the peak of all devices of a program together, in bf16; None where nobody knows it."""
+    arrays = jax.tree.leaves(program.executable.input_shardings)
+    devices = max((s.device_set for s in arrays), key=len, default=())
+    kinds = {device.device_kind for device in devices}
+    if len(kinds) != 1:
+        return None
+    try:
+        chip = find_chip(kinds.pop())
+    except MeshError:
+        return None
+    peak = chip.peak("bf16")
+    return None if peak is None else peak * len(devices) / chip.devices_per_chip
 
 
 def _outside_trace(array: jax.Array) -> JaxTensor:
@@ -362,8 +389,4 @@ def _lend(
         array = jnp.asarray(rate, jnp.float64)
     tensor = _outside_trace(array)
     numbers.append((tensor._storage, current))
-    return sym_number(tensor.value())
-
-
-def _replicated_like(value: np.ndarray[Any, Any], array: jax.Array) -> jax.Array:
-    return jax.device_put(jnp.asarray(value, array.dtype), array.sharding)
+    return sym_number(tensor.value(), current)

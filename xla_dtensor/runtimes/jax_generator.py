@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ __all__ = [
     "next_key_data",
     "read",
     "seed",
+    "span",
     "start",
     "using",
     "write",
@@ -145,6 +146,19 @@ def next_key(generator: torch.Generator | None = None) -> Any:
         if len(keys) > _MARKS_KEPT:
             keys.popitem(last=False)
     return keys[mark]
+
+
+def span() -> tuple[Any, Callable[[Any], None]]:
+    """Return the state to draw many times from, and a function that is given the state after.
+
+    Where torch's generator was rewound, the state is the one it gave before, and what is drawn
+    from it again moves nothing.
+    """
+    mark, keys = int(torch.randint(2**63 - 1, (), device="cpu")), _keys()
+    if mark in keys:
+        return keys[mark], lambda after: None
+    keys[mark] = before = _current().read()
+    return before, _current().write
 
 
 def _key_from(generator: torch.Generator) -> Any:

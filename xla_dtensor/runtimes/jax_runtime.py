@@ -27,17 +27,22 @@ from xla_dtensor.runtimes import (
     jax_manual,
     jax_manual_collectives,
     jax_ops,
+    jax_scan,
     whole_ops,
 )
 from xla_dtensor.runtimes.base import AddressableShard, CompiledStep, Runtime
+from xla_dtensor.runtimes.compile_cache import cache_folder
 from xla_dtensor.runtimes.dynamo_frames import runs_as_it_is
 from xla_dtensor.runtimes.jax_call import JaxProgram
 from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch, torch_from_numpy, x64
 from xla_dtensor.runtimes.jax_making import make_array
+from xla_dtensor.runtimes.jax_names import named
 from xla_dtensor.runtimes.jax_placing import padded_shape, place, put_host_array
 from xla_dtensor.runtimes.jax_sharding import named_sharding, read_op_sharding
 from xla_dtensor.runtimes.jax_tensor import EXTRA_KEYS, JaxTensor, Storage
 from xla_dtensor.runtimes.jax_trace import is_tracer
+from xla_dtensor.runtimes.layers import Layers
+from xla_dtensor.runtimes.remat import Remat
 from xla_dtensor.runtimes.rng_state import pack_state, unpack_state
 from xla_dtensor.runtimes.torch_seed import follow_torch_seed
 
@@ -56,6 +61,8 @@ class JaxRuntime(Runtime):
             variable ``XLA_DTENSOR_CPU_DEVICES``, else JAX's own setting.
         dump_hlo: Taken so that one call starts either runtime. JAX hands out a step's HLO without
             writing files.
+        compile_cache: Folder for compiled programs, True or False; see
+            :mod:`xla_dtensor.runtimes.compile_cache`.
 
     Raises:
         RuntimeSetupError: JAX has started before with another number of CPU devices.
@@ -66,13 +73,32 @@ class JaxRuntime(Runtime):
     extra_dispatch_keys: ClassVar[Any] = EXTRA_KEYS
 
     def __init__(
-        self, num_cpu_devices: int | None = None, dump_hlo: str | os.PathLike[str] | None = None
+        self,
+        num_cpu_devices: int | None = None,
+        dump_hlo: str | os.PathLike[str] | None = None,
+        compile_cache: str | os.PathLike[str] | bool | None = None,
     ) -> None:
         self._settings = _start_jax(num_cpu_devices or _cpu_devices_of_environment())
+        self._settings |= _keep_programs(compile_cache)
         whole_ops.register()
         self._roots: dict[tuple[int, ...], Mesh] = {}
         jax_generator.start()
         follow_torch_seed(self.manual_seed)
+
+    def profile(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        return jax.profiler.trace(os.fspath(folder))
+
+    # ------------------------------------------------------------------ loops
+
+    has_loops: ClassVar[bool] = True
+
+    def run_layers(
+        self, layers: Layers, carry: Sequence[Any], shared: Sequence[Any], remat: Remat
+    ) -> Sequence[torch.Tensor]:
+        return jax_scan.run(layers, carry, shared, remat)
+
+    def named(self, payload: Any, name: str) -> torch.Tensor:
+        return named(payload, name)
 
     # ------------------------------------------------------------------ devices
 
@@ -347,6 +373,16 @@ def _start_jax(num_cpu_devices: int | None) -> dict[str, str]:
         if added:
             del os.environ["NPROC"]
     return settings
+
+
+def _keep_programs(asked: str | os.PathLike[str] | bool | None) -> dict[str, str]:
+    """Let XLA keep what it compiles, unless the user has given JAX a folder of their own."""
+    name = "jax_compilation_cache_dir"
+    folder = cache_folder(asked, on_cpu=jax.default_backend() == "cpu")
+    if folder is None or getattr(jax.config, name):
+        return {}
+    jax.config.update(name, str(folder))
+    return {name: str(folder)}
 
 
 def _may_use_cpu() -> bool:

@@ -6,6 +6,10 @@ So ``.item()`` of a traced tensor gives a :class:`torch.SymFloat` or :class:`tor
 node is a :class:`ScalarNode`: arithmetic on it becomes part of the program, in float64 as Python
 does it, and asking for its truth value or an int is a clear error.
 
+A number that Python knows now, though it may be another one on the next call (a learning rate, a
+momentum), carries a way to ask for it. Python may then branch on it, ``if momentum != 0``: the
+answer is baked in, and noted with the trace, so that the program is traced anew when it changes.
+
 The node follows torch's private SymNode protocol by duck typing; ``tests`` run it on each
 supported torch.
 """
@@ -13,14 +17,15 @@ supported torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from xla_dtensor.runtimes.jax_convert import x64
-from xla_dtensor.runtimes.jax_trace import refuse_read
+from xla_dtensor.runtimes.jax_trace import active_trace, refuse_read
 
 __all__ = ["ScalarNode", "sym_number", "unwrap_number"]
 
@@ -86,24 +91,39 @@ def _whole(function: Callable[[Any], Any], number: Any) -> Any:
 
 
 class ScalarNode:
-    """A 0-dim JAX value under torch's SymNode protocol."""
+    """A 0-dim JAX value under torch's SymNode protocol.
+
+    Args:
+        value: The value in the program.
+        current: Returns the value as Python knows it at the time; None if only the program does.
+    """
 
     constant = None
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, current: Callable[[], Any] | None = None) -> None:
         self.value = value
+        self.current = current
 
     def __getattr__(self, name: str) -> Any:
         if name in _BINARY:
-            return lambda other: self._apply(_BINARY[name], self.value, other.value)
+            return lambda other: self._apply(_BINARY[name], self, other)
         if name in _UNARY:
-            return lambda: self._apply(_UNARY[name], self.value)
+            return lambda: self._apply(_UNARY[name], self)
         raise AttributeError(name)
 
     @staticmethod
-    def _apply(function: Callable[..., Any], *values: Any) -> ScalarNode:
+    def _apply(function: Callable[..., Any], *nodes: ScalarNode) -> ScalarNode:
+        known = [node.current for node in nodes if node.current is not None]
         with x64():
-            return ScalarNode(function(*values))
+            value = function(*(node.value for node in nodes))
+            if len(known) < len(nodes):
+                return ScalarNode(value)
+            return ScalarNode(value, lambda: function(*(np.asarray(c()) for c in known)))
+
+    @staticmethod
+    def _constant(value: Any, dtype: Any) -> ScalarNode:
+        with x64():
+            return ScalarNode(jnp.asarray(value, dtype), lambda: value)
 
     def _kind(self) -> str:
         return jnp.result_type(self.value).kind
@@ -139,28 +159,38 @@ class ScalarNode:
         return None
 
     def wrap_int(self, number: int) -> ScalarNode:
-        return self._apply(lambda n: jnp.asarray(n, jnp.int64), number)
+        return self._constant(number, jnp.int64)
 
     def wrap_float(self, number: float) -> ScalarNode:
-        return self._apply(lambda n: jnp.asarray(n, jnp.float64), number)
+        return self._constant(number, jnp.float64)
 
     def wrap_bool(self, flag: bool) -> ScalarNode:
-        return self._apply(lambda n: jnp.asarray(n, jnp.bool_), flag)
+        return self._constant(flag, jnp.bool_)
 
     def round(self, ndigits: int | None = None) -> ScalarNode:
         if ndigits is None:
-            return self._apply(lambda a: _whole(jnp.round, a), self.value)
-        return self._apply(lambda a: jnp.round(a, ndigits), self.value)
+            return self._apply(lambda a: _whole(jnp.round, a), self)
+        return self._apply(lambda a: jnp.round(a, ndigits), self)
 
-    def _refuse(self, *_: Any) -> Any:
+    def guard_bool(self, *_: Any) -> bool:
+        trace = active_trace()
+        if self.current is None or trace is None:
+            self._refuse()
+        current = self.current
+        with jax.ensure_compile_time_eval():
+            answer = bool(current())
+        trace.answers.append((current, answer))
+        return answer
+
+    def _refuse(self, *_: Any) -> NoReturn:
         refuse_read("turned into a Python number or truth value")
 
     def expect_true(self, *_: Any) -> bool:
         """Take torch's own sanity checks (a bias correction is not negative) as met."""
         return True
 
-    guard_int = guard_float = guard_bool = guard_size_oblivious = _refuse
-    guard_or_false = guard_or_true = expect_size = bool_ = int_ = float_ = _refuse
+    bool_ = guard_size_oblivious = guard_or_false = guard_or_true = guard_bool
+    guard_int = guard_float = expect_size = int_ = float_ = _refuse
 
     def __str__(self) -> str:
         return "traced number"
@@ -168,13 +198,18 @@ class ScalarNode:
     __repr__ = _graph_repr = __str__
 
 
-def sym_number(value: jax.Array) -> Any:
-    """Return a traced 0-dim value as the SymFloat or SymInt that torch code can compute with."""
+def sym_number(value: jax.Array, current: Callable[[], Any] | None = None) -> Any:
+    """Return a traced 0-dim value as the SymFloat or SymInt that torch code can compute with.
+
+    Args:
+        value: The value in the program.
+        current: Returns the number as Python knows it, where it does.
+    """
     with x64():
         if value.dtype.kind == "f":
-            return torch.SymFloat(ScalarNode(value.astype(jnp.float64)))
+            return torch.SymFloat(ScalarNode(value.astype(jnp.float64), current))
         if value.dtype.kind in "iu":
-            return torch.SymInt(ScalarNode(value.astype(jnp.int64)))
+            return torch.SymInt(ScalarNode(value.astype(jnp.int64), current))
     refuse_read("turned into a Python bool")
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.errors import CompileError
@@ -20,7 +19,6 @@ from xla_dtensor.runtimes.jax_trace import Trace
 __all__ = [
     "Static",
     "bound",
-    "gradients",
     "inner",
     "refuse_manual",
     "replaced",
@@ -153,9 +151,3 @@ def _wrapper(
         return rewrap(made) if rewrap is not None else made
 
     return wrap
-
-
-def gradients(parameters: Sequence[torch.Tensor]) -> list[JaxTensor]:
-    """Return the payloads of the parameters' gradients, where there are any."""
-    grads = (inner(p.grad) for p in parameters if p.grad is not None)
-    return [g for g in grads if g is not None]

@@ -80,7 +80,7 @@ class Storage:
     def read(self) -> jax.Array:
         """Return the logical value."""
         jax_trace.note_read(self)
-        value = unpadded(self.array, self.shape)
+        value = unpadded(jax_trace.array_read(self), self.shape)
         return value if self.constraint is None else constrained(value, self.constraint)
 
     def write(self, value: jax.Array) -> None:
@@ -184,8 +184,9 @@ class JaxTensor(torch.Tensor):
         base = self._storage.read()
         if not self._steps:
             return base
-        if self._cached is None or self._cached[0] is not self._storage.array:
-            self._cached = (self._storage.array, self._through_steps(base))
+        array = jax_trace.array_read(self._storage)
+        if self._cached is None or self._cached[0] is not array:
+            self._cached = (array, self._through_steps(base))
         return self._cached[1]
 
     def _through_steps(self, base: jax.Array) -> jax.Array:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from xla_dtensor.errors import CompileError
+from xla_dtensor.runtimes.jax_recompute import Recomputation, honouring_checkpoints
 
 if TYPE_CHECKING:
     import jax
@@ -42,11 +43,17 @@ class Trace:
     def __init__(self) -> None:
         self.captured: dict[Storage, jax.Array] = {}
         self.state: dict[Storage, None] = {}
-        self._created: weakref.WeakSet[Storage] = weakref.WeakSet()
+        # In the order in which they were made: programs must come out alike in every process.
+        self._created: weakref.WeakKeyDictionary[Storage, None] = weakref.WeakKeyDictionary()
         self._arguments: dict[Storage, None] = {}
         self._constrained: list[Storage] = []
         self._annotated: weakref.WeakSet[Storage] = weakref.WeakSet()
         self.at_end: list[Callable[[], None]] = []
+        # Questions about numbers that Python knows, which the step branched on, with the answers.
+        self.answers: list[tuple[Callable[[], Any], bool]] = []
+        # The value computed last, and the region that torch's checkpoint is computing again.
+        self.latest: Any = None
+        self.recomputation: Recomputation | None = None
 
     def capture(self, storage: Storage) -> None:
         """Record that the step depends on `storage`."""
@@ -65,11 +72,15 @@ class Trace:
 
     def adopt(self, storage: Storage) -> None:
         """Treat `storage` as made by the step."""
-        self._created.add(storage)
+        self._created[storage] = None
+        if is_tracer(storage.array):
+            self.latest = storage.array
+        if self.recomputation is not None:
+            self.recomputation.adopt(storage)
 
     def adopt_argument(self, storage: Storage) -> None:
         """Treat `storage`, which stands for an argument, as made by the step."""
-        self._created.add(storage)
+        self._created[storage] = None
         self._arguments[storage] = None
 
     def owns(self, storage: Storage) -> bool:
@@ -100,7 +111,8 @@ class Trace:
         global _active
         _active = self
         try:
-            yield
+            with honouring_checkpoints():
+                yield
         except BaseException:
             self.undo()
             raise
@@ -139,6 +151,13 @@ def note_read(storage: Storage) -> None:
     """Report that a storage's value was used."""
     if _active is not None:
         _active.capture(storage)
+
+
+def array_read(storage: Storage) -> Any:
+    """Return the array that a read of a storage is to see."""
+    if _active is None or _active.recomputation is None:
+        return storage.array
+    return _active.recomputation.array_of(storage)
 
 
 def note_write(storage: Storage) -> None:

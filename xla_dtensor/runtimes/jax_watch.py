@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
 
+from xla_dtensor.runtimes.jax_numbers import NumbersMeetTensors
 from xla_dtensor.runtimes.jax_step_values import inner
 from xla_dtensor.runtimes.optimizer_inputs import OptimizerInputs
 
-__all__ = ["Watch", "watching"]
+__all__ = ["Watch", "see_modules", "watching"]
+
+_current: Watch | None = None
 
 
 @dataclass
@@ -22,7 +25,7 @@ class Watch:
     """What a program baked in from Python, to notice when it no longer holds."""
 
     inputs: OptimizerInputs
-    settings: tuple[Any, ...] = ()
+    answers: list[tuple[Callable[[], Any], bool]] = field(default_factory=list)
     modules: dict[int, tuple[Any, bool, list[Any]]] = field(default_factory=dict)
 
     def see_module(self, module: torch.nn.Module, args: Any) -> None:
@@ -41,9 +44,23 @@ class Watch:
                 return f"{type(module).__name__}.training changed to {module.training}"
             if not _same_objects(_payloads(module), payloads):
                 return f"a parameter of {type(module).__name__} was replaced"
-        if self.inputs.settings() != self.settings:
-            return "an optimizer's hyperparameters or parameters changed"
+        if self.inputs.parameters_changed():
+            return "an optimizer was given other parameters"
+        changed = self.inputs.changed()
+        if changed:
+            return f"an optimizer's {', '.join(changed)} changed"
+        if any(bool(ask()) != answer for ask, answer in self.answers):
+            return "a number that the step branches on changed"
         return None
+
+    def settle(self, answers: list[tuple[Callable[[], Any], bool]]) -> None:
+        """Remember what holds at the end of the trace.
+
+        Args:
+            answers: What the step asked about numbers that Python knows.
+        """
+        self.inputs.settle()
+        self.answers = answers
 
 
 def _payloads(module: torch.nn.Module) -> list[Any]:
@@ -57,9 +74,22 @@ def _same_objects(now: list[Any], then: list[Any]) -> bool:
 @contextlib.contextmanager
 def watching(watch: Watch) -> Iterator[None]:
     """Watch modules and optimizers; keep autograd in this thread, where the trace is."""
+    global _current
     hook = torch_module.register_module_forward_pre_hook(watch.see_module)
+    _current = watch
     try:
-        with watch.inputs.active(), torch.autograd.set_multithreading_enabled(False):
+        single_threaded = torch.autograd.set_multithreading_enabled(False)
+        with watch.inputs.active(), single_threaded, NumbersMeetTensors():
             yield
     finally:
         hook.remove()
+        _current = None
+
+
+def see_modules(modules: Iterable[torch.nn.Module]) -> None:
+    """Note modules that the step uses without calling them, or with other parameters than theirs.
+
+    To be called before those are swapped; does nothing outside of a step's trace.
+    """
+    for module in modules if _current is not None else ():
+        _current.see_module(module, ())  # pyright: ignore[reportOptionalMemberAccess]

@@ -1,19 +1,23 @@
 """Make what an optimizer changes between steps an input of the compiled program.
 
-Two things in a ``torch.optim`` optimizer are not tensors on the device, yet change: the learning
-rate in ``param_groups`` (a float that a scheduler writes) and counters such as AdamW's ``step`` (a
-plain CPU scalar). Baked into a program both are silently wrong from the second step on. While a
+Two things in a ``torch.optim`` optimizer are not tensors on the device, yet change: numbers in
+``param_groups`` (the learning rate, which a scheduler writes) and counters such as AdamW's ``step``
+(a plain CPU scalar). Baked into a program both are silently wrong from the second step on. While a
 step is traced, torch's own optimizer hooks call :class:`OptimizerInputs`, which puts counters on
-the device for good and lends the optimizer a traced number in place of the rate.
+the device for good and lends the optimizer traced numbers in place of its own.
 
-All other hyperparameters are baked; :meth:`OptimizerInputs.settings` lets the program notice when
-one was changed.
+The learning rate is lent from the start. All other numbers are baked, until one was seen to change
+(``OneCycleLR`` moves the momentum on every step): the step is traced once more, and from then on
+that number is lent too. An optimizer may branch on a lent number, ``if weight_decay != 0``; see
+:class:`~xla_dtensor.runtimes.jax_scalar.ScalarNode`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -21,9 +25,12 @@ import torch.optim.optimizer as torch_optimizer
 
 from xla_dtensor.errors import CompileError
 
-__all__ = ["OptimizerInputs"]
+__all__ = ["RATE", "OptimizerInputs"]
 
-_RATE = "lr"
+RATE = "lr"
+_DEVICES = "_get_capturable_supported_devices"
+# Whose default form branches on the number of steps done; the capturable one computes both ways.
+_BRANCH_ON_COUNTERS = (torch.optim.RAdam,)
 
 
 class OptimizerInputs:
@@ -32,23 +39,29 @@ class OptimizerInputs:
     Args:
         lift_tensor: Turns a plain CPU tensor of optimizer state into a payload.
         lend_number: Turns a float into a traced number, which the program reads anew per call.
+        lent_names: The settings that are lent, as their optimizers' param_groups call them.
     """
 
     def __init__(
         self,
         lift_tensor: Callable[[torch.Tensor], torch.Tensor],
         lend_number: Callable[[float, Callable[[], float]], Any],
+        lent_names: Collection[str] = (RATE,),
     ) -> None:
         self._lift_tensor = lift_tensor
         self._lend_number = lend_number
-        self._lent: list[tuple[dict[str, Any], float, Any]] = []
-        self._seen: dict[int, tuple[dict[str, Any], float]] = {}
-        self._numbers: dict[int, Any] = {}
+        self._lent_names = frozenset(lent_names)
+        self._lent: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._seen: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
+        self._numbers: dict[tuple[int, str], Any] = {}
+        self._baked: dict[tuple[int, int, str], Any] = {}
+        self._sizes: dict[int, list[int]] = {}
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Watch every optimizer step; give all rates back at the end, whatever happens."""
+        """Watch every optimizer step; give all numbers back at the end, whatever happens."""
         handles = [
             torch_optimizer.register_optimizer_step_pre_hook(self._before),
             torch_optimizer.register_optimizer_step_post_hook(self._after),
@@ -60,19 +73,20 @@ class OptimizerInputs:
                 handle.remove()
             self._give_back()
 
-    def settings(self) -> tuple[Any, ...]:
-        """Return every baked hyperparameter, to compare on later calls."""
-        return tuple(
-            (key, value)
-            for optimizer in self.optimizers.values()
-            for group in optimizer.param_groups
-            for key, value in group.items()
-            if key not in ("params", _RATE) and not isinstance(value, torch.Tensor)
-        ) + tuple(
-            len(group["params"])
-            for optimizer in self.optimizers.values()
-            for group in optimizer.param_groups
-        )
+    def settle(self) -> None:
+        """Remember every baked setting; call it when the trace is done."""
+        self._baked = self._settings()
+        self._sizes = self._group_sizes()
+
+    def changed(self) -> list[str]:
+        """Return the names of baked settings that are no longer what they were."""
+        now = self._settings()
+        names = [key[-1] for key in {**self._baked, **now} if self._baked.get(key) != now.get(key)]
+        return list(dict.fromkeys(names))
+
+    def parameters_changed(self) -> bool:
+        """Tell whether an optimizer has been given other parameters."""
+        return self._group_sizes() != self._sizes
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters of all optimizers seen."""
@@ -80,41 +94,125 @@ class OptimizerInputs:
             p for o in self.optimizers.values() for group in o.param_groups for p in group["params"]
         ]
 
+    def check_settings_unchanged(self) -> None:
+        """Raise when the traced step itself changed a lent number (a scheduler in the step)."""
+        for (_, name), (group, value) in self._seen.items():
+            if group.get(name) != value:
+                what = "The learning rate" if name == RATE else f"The setting {name!r}"
+                raise CompileError(
+                    f"{what} changed from {value} to {group.get(name)} inside a "
+                    "compiled step. Python runs only while the step is traced, so a scheduler in "
+                    "it would act once and then never again. Call scheduler.step() after the "
+                    "compiled step; the number is read anew on every call."
+                )
+
+    def _settings(self) -> dict[tuple[int, int, str], Any]:
+        return {
+            (key, position, name): value
+            for key, optimizer in self.optimizers.items()
+            for position, group in enumerate(optimizer.param_groups)
+            for name, value in group.items()
+            if name != "params" and not self._is_lent(name, value) and _is_plain(value)
+        }
+
+    def _group_sizes(self) -> dict[int, list[int]]:
+        return {k: [len(g["params"]) for g in o.param_groups] for k, o in self.optimizers.items()}
+
+    def _is_lent(self, name: str, value: Any) -> bool:
+        return name in self._lent_names and _is_lendable(value)
+
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.optimizers[id(optimizer)] = optimizer
+        self._stand_in(inspect.unwrap(type(optimizer).step).__globals__)
         for state in optimizer.state.values():
             for name, value in state.items():
                 if type(value) is torch.Tensor:
                     state[name] = self._lift_tensor(value)
         for group in optimizer.param_groups:
-            rate = group.get(_RATE)
-            if isinstance(rate, float):
-                number = self._number(group, rate)
-                self._lent.append((group, rate, number))
-                self._seen.setdefault(id(group), (group, rate))
-                group[_RATE] = number
+            for name, value in group.items():
+                if type(value) is torch.Tensor:  # A rate that is a tensor: schedulers fill it.
+                    group[name] = self._lift_tensor(value)
+            for name in self._lent_names & group.keys():
+                value = group[name]
+                if _is_lendable(value):
+                    number = self._number(group, name)
+                    self._seen.setdefault((id(group), name), (group, value))
+                    self._lend(group, name, number)
+            if isinstance(optimizer, _BRANCH_ON_COUNTERS):
+                self._lend(group, "capturable", True)
 
-    def _number(self, group: dict[str, Any], rate: float) -> Any:
-        if id(group) not in self._numbers:
-            self._numbers[id(group)] = self._lend_number(rate, lambda: float(group[_RATE]))
-        return self._numbers[id(group)]
+    def _lend(self, group: dict[str, Any], name: str, value: Any) -> None:
+        self._lent.append((group, name, group[name], value))
+        group[name] = value
+
+    def _stand_in(self, names: dict[str, Any]) -> None:
+        """Let an optimizer's module find functions that take traced numbers and our device.
+
+        Adafactor takes ``min(lr, ...)``: Python's own asks which is less, and bakes the answer in.
+        Capturable optimizers ask whether the device's counters may stay there.
+        """
+        supported = names.get(_DEVICES)
+        devices = {} if supported is None else {_DEVICES: lambda *a: [*supported(*a), "cpu"]}
+        for name, function in {"min": _least, "max": _most, **devices}.items():
+            self._replaced.append((names, name, names.get(name)))
+            names[name] = function
+
+    def _number(self, group: dict[str, Any], name: str) -> Any:
+        key = (id(group), name)
+        if key not in self._numbers:
+            value = group[name]
+
+            def current() -> Any:
+                now = group[name]
+                return value if now is self._numbers.get(key) else now
+
+            if isinstance(value, tuple):
+                self._numbers[key] = tuple(
+                    self._lend_number(one, lambda i=i: float(current()[i]))
+                    for i, one in enumerate(value)
+                )
+            else:
+                self._numbers[key] = self._lend_number(value, lambda: float(current()))
+        return self._numbers[key]
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._give_back()
 
     def _give_back(self) -> None:
-        for group, rate, number in self._lent:
-            if group[_RATE] is number:
-                group[_RATE] = rate
+        for group, name, value, number in self._lent:
+            if group[name] is number:
+                group[name] = value
         self._lent.clear()
+        for names, name, before in reversed(self._replaced):
+            if before is None:
+                del names[name]
+            else:
+                names[name] = before
+        self._replaced.clear()
 
-    def check_rates_unchanged(self) -> None:
-        """Raise when the traced step itself changed a learning rate (a scheduler in the step)."""
-        for group, rate in self._seen.values():
-            if group.get(_RATE) != rate:
-                raise CompileError(
-                    f"The learning rate changed from {rate} to {group.get(_RATE)} inside a "
-                    "compiled step. Python runs only while the step is traced, so a scheduler in "
-                    "it would act once and then never again. Call scheduler.step() after the "
-                    "compiled step; the rate is read anew on every call."
-                )
+
+def _is_lendable(value: Any) -> bool:
+    """Tell whether a setting is a float or a tuple of them. A bool or an int is a choice."""
+    if isinstance(value, tuple):
+        return bool(value) and all(isinstance(one, float) for one in value)
+    return isinstance(value, float)
+
+
+def _least(*values: Any, **options: Any) -> Any:
+    return (
+        functools.reduce(torch.sym_min, values) if _is_traced(values) else min(*values, **options)
+    )
+
+
+def _most(*values: Any, **options: Any) -> Any:
+    return (
+        functools.reduce(torch.sym_max, values) if _is_traced(values) else max(*values, **options)
+    )
+
+
+def _is_traced(values: tuple[Any, ...]) -> bool:
+    return len(values) > 1 and any(isinstance(v, torch.SymFloat | torch.SymInt) for v in values)
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor)

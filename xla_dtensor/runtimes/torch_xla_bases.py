@@ -18,9 +18,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["annotate_bases_again", "note_base", "note_source", "write_to_sources"]
+__all__ = [
+    "annotate_bases_again",
+    "note_alias",
+    "note_base",
+    "note_source",
+    "write_to_sources",
+]
 
-_bases: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+# Of each storage the living payloads over it, by their id, and what each was told last.
+_bases: dict[int, dict[int, tuple[weakref.ref[torch.Tensor], Any]]] = {}
 
 
 def _xlac() -> Any:
@@ -31,15 +38,33 @@ def _storage(payload: torch.Tensor) -> int:
     return payload.untyped_storage()._cdata
 
 
+class _Reference(weakref.ref):  # pyright: ignore[reportMissingTypeArgument]
+    """A reference to a payload that knows under which keys it is kept."""
+
+    __slots__ = ("name", "storage")
+
+
+def _forget(dead: Any) -> None:
+    noted = _bases.get(dead.storage)
+    if noted is None or dead.name not in noted or noted[dead.name][0] is not dead:
+        return
+    del noted[dead.name]
+    if not noted:
+        del _bases[dead.storage]
+
+
 def note_base(payload: torch.Tensor, annotation: Any) -> None:
     """Remember that `payload` was told to lie as `annotation` says."""
-    key = _storage(payload)
+    reference: Any = _Reference(payload, _forget)
+    reference.storage, reference.name = _storage(payload), id(payload)
+    _bases.setdefault(reference.storage, {})[reference.name] = reference, annotation
 
-    def forget(dead: weakref.ref[torch.Tensor]) -> None:
-        if key in _bases and _bases[key][0] is dead:
-            del _bases[key]
 
-    _bases[key] = (weakref.ref(payload, forget), annotation)
+def note_alias(source: torch.Tensor, alias: torch.Tensor) -> None:
+    """Remember of an alias what its source was told."""
+    noted = _bases.get(_storage(source), {}).get(id(source))
+    if noted is not None and noted[0]() is source:
+        note_base(alias, noted[1])
 
 
 def annotate_bases_again(written: Iterable[torch.Tensor], *, reshaped: bool = False) -> None:
@@ -52,15 +77,15 @@ def annotate_bases_again(written: Iterable[torch.Tensor], *, reshaped: bool = Fa
         reshaped: The op has changed its shape, so that its annotation no longer fits.
     """
     for view in written:
-        reference, annotation = _bases.get(_storage(view), (None, None))
-        base = None if reference is None else reference()
-        if (
-            base is None
-            or (base is view and reshaped)
-            or _xlac()._get_xla_op_sharding(base) is not None
-        ):
-            continue
-        _xlac()._xla_annotate_custom_sharding(base, annotation)
+        for reference, annotation in tuple(_bases.get(_storage(view), {}).values()):
+            base = reference()
+            if (
+                base is None
+                or (base is view and reshaped)
+                or _xlac()._get_xla_op_sharding(base) is not None
+            ):
+                continue
+            _xlac()._xla_annotate_custom_sharding(base, annotation)
 
 
 _sources: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor], Any]] = {}

@@ -5,8 +5,7 @@ Integer division goes through float32, so that ``2**40 // 3`` is 10,923 off.
 Extrema are in `torch_xla_corrections_extrema`, writes by index in `torch_xla_corrections_writes`,
 other calls in `torch_xla_corrections_calls`.
 
-Two whole ops are said as einsums, which torch_xla lowers to one dot: it would flatten the sharded
-dims of a linear, and does not know the gradient of its weight as an op.
+Whole ops, whose sharded dims it would flatten, are in `torch_xla_whole_ops`.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.runtimes import whole_ops as whole_ops  # defines torch.ops.xla_dtensor
 from xla_dtensor.runtimes.torch_xla_corrections_calls import call_correction, has_call_rule
 from xla_dtensor.runtimes.torch_xla_corrections_extrema import EXTREMA
 from xla_dtensor.runtimes.torch_xla_corrections_points import assign
 from xla_dtensor.runtimes.torch_xla_corrections_writes import has_write_rule, write_correction
+from xla_dtensor.runtimes.torch_xla_whole_ops import whole_op
+from xla_dtensor.runtimes.whole_ops import WHOLE_OPS
 
 __all__ = ["correction", "may_be_corrected"]
 
@@ -54,23 +54,17 @@ def correction(
     if func in _DIVISIONS or func in _DIVISIONS_IN_PLACE:
         in_place = func in _DIVISIONS_IN_PLACE
         return _integer_division(in_place, *args, **kwargs)
-    if func is aten.linear.default:
-        return lambda: _linear(*args, **kwargs)
-    if func is torch.ops.xla_dtensor.linear_weight_grad.default:
-        return lambda: torch.einsum("...m,...n->mn", *args)
+    if func in WHOLE_OPS:
+        return whole_op(func, args, kwargs)
     return write_correction(func, args, kwargs) or call_correction(func, args, kwargs)
 
 
 def may_be_corrected(func: Any) -> bool:
     """Tell whether :func:`correction` has something to say of an aten op, for some arguments."""
     divisions = func in _DIVISIONS or func in _DIVISIONS_IN_PLACE
-    listed = divisions or func in EXTREMA or func is aten.linear.default
+    whole = func in WHOLE_OPS and func.namespace == "aten"
+    listed = divisions or func in EXTREMA or whole
     return listed or has_write_rule(func) or has_call_rule(func)
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-    product = torch.einsum("...n,mn->...m", x, weight)
-    return product if bias is None else product + bias
 
 
 def _integer_division(

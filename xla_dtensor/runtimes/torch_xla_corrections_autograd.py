@@ -59,6 +59,9 @@ def register() -> None:
         warnings.filterwarnings("ignore", "(?s).*verriding a previously registered kernel")
         for op, kernel in table.items():
             kernels.impl(op.name(), kernel, "AutogradXLA")
+        # The key of DTensors, on which torch itself takes composites apart.
+        for op in (aten.as_strided.default, aten.as_strided_copy.default):
+            kernels.impl(op.name(), table[op], "AutogradPrivateUse3")
 
 
 def _taken_apart(op: Any) -> Callable[..., Any]:

@@ -58,6 +58,10 @@ def _always(*_: Any, **__: Any) -> bool:
     return True
 
 
+def _is_double(x: torch.Tensor, *_: Any, **__: Any) -> bool:
+    return x.dtype == torch.float64
+
+
 def _diagonal(
     x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> Callable[[], torch.Tensor] | None:
@@ -243,7 +247,15 @@ _REWRITTEN: dict[Any, Callable[..., Callable[[], Any] | None]] = {
     aten.masked_scatter_: lambda *args: _masked_scatter(True, *args),
 }
 _DECOMPOSED: dict[Any, Callable[..., bool]] = {
+    # torch_xla flattens all dims but the normalized ones; for the backward it asks the host.
+    aten.native_layer_norm: _always,
+    aten.native_layer_norm_backward: _always,
+    aten.native_group_norm: _always,
+    aten.native_group_norm_backward: _always,
     aten.elu_backward: _always,
+    # torch_xla's constants have the precision of float32.
+    aten.gelu: _is_double,
+    aten.gelu_backward: _is_double,
     aten.nll_loss_forward: _is_unbatched,
     aten.nll_loss_backward: _is_unbatched_backward,
     aten.native_batch_norm_backward: _not_training,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.errors import CompileError
+from xla_dtensor.runtimes.torch_xla_dynamo_stacks import on_stacks
 from xla_dtensor.runtimes.torch_xla_sharding import parse_annotation, to_annotation
 from xla_dtensor.runtimes.torch_xla_uneven import cut_unevenly
 
@@ -39,6 +40,26 @@ def correct_bridge() -> None:
 
     extract_with_copies._takes_copies = True  # pyright: ignore[reportFunctionMemberAccess]
     bridge.extract_graph_helper = extract_with_copies
+    _take_locals(bridge)
+
+
+def _take_locals(bridge: Any) -> None:
+    """Let graphs, and the parts that the bridge cuts them into, take and return local payloads."""
+    whole, part = bridge.extract_compiled_graph, bridge.extract_internal
+
+    def extract_whole(model: Any, args: Any) -> Any:
+        return on_stacks(model, args, whole)
+
+    def extract_part(model: Any) -> Any:
+        def compile_part(model: Any, args: Any) -> Any:
+            model.xla_args = args
+            return part(model)
+
+        return on_stacks(model, model.xla_args, compile_part)
+
+    bridge.extract_compiled_graph, bridge.extract_internal = extract_whole, extract_part
+    names: Any = importlib.import_module("torch_xla.core.dynamo_bridge")
+    names.extract_compiled_graph = extract_whole
 
 
 def _xlac() -> Any:

@@ -31,11 +31,17 @@ from xla_dtensor.errors import (
     UnsupportedOpError,
 )
 from xla_dtensor.nested import leaves, map_nested
+from xla_dtensor.runtimes.functional_ops import functional_form
 from xla_dtensor.runtimes.torch_xla_local_batched import draws_numbers, is_batched, run_batched
 from xla_dtensor.runtimes.torch_xla_local_border import enter, leave
 from xla_dtensor.runtimes.torch_xla_local_collectives import run_local_collective
 from xla_dtensor.runtimes.torch_xla_local_masks import is_mask, is_masked_write, masked_write
-from xla_dtensor.runtimes.torch_xla_local_payload import LocalPayload, enter_tile, leave_tile
+from xla_dtensor.runtimes.torch_xla_local_payload import (
+    LocalPayload,
+    cuts_of,
+    enter_tile,
+    leave_tile,
+)
 from xla_dtensor.runtimes.torch_xla_manual import ManualRegions
 from xla_dtensor.runtimes.torch_xla_payload import functionalization
 
@@ -90,7 +96,12 @@ class LocalViews:
         """Return the payload of :meth:`Runtime.leave_local`, and how it lies if that is known."""
         region.check_layout(layout)
         given = _checked(local, region)
-        return leave(given, layout, self._op_sharding_for(given.shape, layout))
+        # Cut within the shards of the layout.
+        dims, cuts = list(layout.dims), cuts_of(given)
+        for axis, dim in cuts:
+            dims[dim] = (*dims[dim], axis)  # pyright: ignore
+        cut = Layout(layout.mesh, tuple(dims))
+        return leave(given, layout, self._op_sharding_for(given.shape, cut), cuts)
 
     def run_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """See :meth:`Runtime.run_local_op`."""
@@ -105,7 +116,7 @@ class LocalViews:
             accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
             return masked_write(self._run, func, args, accumulate)
         _check_has_shape(func, args)
-        if is_batched(func) and func not in _REFUSED_VIEWS:
+        if is_batched(func, like._region.is_whole) and func not in _REFUSED_VIEWS:
             try:
                 found = run_batched(func, args, kwargs, like)
             except RuntimeError as error:
@@ -164,8 +175,7 @@ class LocalViews:
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> LocalPayload:
         """Run ``t_``, ``squeeze_`` and the like: the payload becomes a view of what it was."""
-        packet = getattr(aten, func.overloadpacket.__name__.rstrip("_"), None)
-        view = getattr(packet, func._overloadname, None)
+        view = functional_form(func)
         if view is None or not view.is_view:
             raise _refusal(func, args, kwargs)
         args[0].become(self.run_op(view, args, kwargs))

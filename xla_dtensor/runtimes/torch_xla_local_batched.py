@@ -24,6 +24,7 @@ from torch._functorch.predispatch import lazy_load_decompositions
 from xla_dtensor.nested import leaves, map_nested
 from xla_dtensor.runtimes.foreach import run_foreach
 from xla_dtensor.runtimes.torch_xla_corrections import correction
+from xla_dtensor.runtimes.torch_xla_local_composed import COMPOSED, PARTIAL_REGIONS
 from xla_dtensor.runtimes.torch_xla_local_payload import LocalPayload, annotate_stack
 from xla_dtensor.runtimes.torch_xla_payload import to_payload
 from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
@@ -52,33 +53,6 @@ _BATCHED = frozenset(
 )
 
 
-def _normal(x: torch.Tensor, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
-    """By Box and Muller's method: XLA's own draws pairs, and cuts them across the devices."""
-    radius = (-2 * torch.log1p(-torch.rand_like(x, dtype=torch.float32))).sqrt()
-    angle = torch.rand_like(x, dtype=torch.float32) * (2 * torch.pi)
-    return (radius * angle.cos()).to(x.dtype if dtype is None else dtype)
-
-
-def _normal_in_place(
-    x: torch.Tensor, mean: float = 0, std: float = 1, generator: None = None
-) -> torch.Tensor:
-    return x.copy_(_normal(x, torch.float32) * std + mean)
-
-
-def _glu_backward(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
-    first, second = x.chunk(2, dim)
-    gate = second.sigmoid()
-    return torch.cat([grad * gate, grad * first * gate * (1 - gate)], dim)
-
-
-# What torch_xla and XLA's partitioner make a wrong program of, or one with collectives, or none.
-_COMPOSED: dict[Any, Callable[..., Any]] = {
-    aten.count_nonzero.default: lambda x, dim=None: (x != 0).sum(dim),
-    aten.count_nonzero.dim_IntList: lambda x, dim: (x != 0).sum(dim),
-    aten.randn_like.default: _normal,
-    aten.normal_.default: _normal_in_place,
-    aten.glu_backward.default: _glu_backward,
-}
 _TAG = torch.Tag
 _functorch: Any = importlib.import_module("torch._C._functorch")
 _FOREACH = "_foreach_"
@@ -90,15 +64,23 @@ def _xlac() -> Any:
 
 
 @lru_cache(4096)
-def is_batched(func: Any) -> bool:
-    """Tell whether an ``OpOverload`` is run here."""
+def is_batched(func: Any, is_whole: bool) -> bool:
+    """Tell whether an ``OpOverload`` is run here.
+
+    Args:
+        func: The op.
+        is_whole: Whether the local payloads' region covers all mesh axes. Where it does not, other
+            ways to run an op gather along the rest.
+    """
+    if func in PARTIAL_REGIONS and is_whole:
+        return False
     name = func.overloadpacket.__name__
     return (
         func.is_view
         or _TAG.pointwise in func.tags
         or draws_numbers(func)
         or name in _BATCHED
-        or func in _COMPOSED
+        or func in COMPOSED
         or _single_of(func) is not None
     )
 
@@ -160,8 +142,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             for target, value in zip(args[0], results, strict=True):
                 target.copy_(value)
         return results
-    if func in _COMPOSED:
-        return _COMPOSED[func](*args, **kwargs)
+    if func in COMPOSED:
+        return COMPOSED[func](*args, **kwargs)
     corrected: Callable[[], Any] | None = correction(func, args, kwargs)
     return func(*args, **kwargs) if corrected is None else corrected()
 

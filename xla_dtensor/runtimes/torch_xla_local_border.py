@@ -21,7 +21,12 @@ import torch
 from mesh_utils import Axis
 from xla_dtensor.core import Layout, ManualRegion, OpSharding
 from xla_dtensor.core.entries import entry_axis
-from xla_dtensor.runtimes.torch_xla_local_payload import LocalPayload, enter_tile, leave_tile
+from xla_dtensor.runtimes.torch_xla_local_payload import (
+    Known,
+    LocalPayload,
+    enter_tile,
+    leave_tile,
+)
 from xla_dtensor.runtimes.torch_xla_manual_nodes import entered, left
 from xla_dtensor.runtimes.torch_xla_payload import functionalization
 from xla_dtensor.runtimes.torch_xla_sharding import to_annotation
@@ -54,6 +59,13 @@ def enter(
     if not region.is_whole and annotation is not None and payload.numel():
         shape = tuple(payload.shape)
         inner = _sharding_of_stack(annotation, sharding, shape, layout, region)
+    copied = len(region.copied_axes(layout)) == len(region.axes)
+    if inner is None and copied and not region.is_whole:
+        # The same on every device: as it lies along the other axes.
+        with functionalization():
+            count = prod(region.sizes)
+            whole = payload.unsqueeze(0).expand(count, *payload.shape).clone()
+        return LocalPayload(whole, region)
     if inner is None:
         return LocalPayload(leave_tile(entered(payload, sharding), region), region)
     with functionalization():
@@ -63,17 +75,18 @@ def enter(
 
 
 def leave(
-    local: LocalPayload, layout: Layout, sharding: OpSharding
+    local: LocalPayload, layout: Layout, sharding: OpSharding, cuts: Known = ()
 ) -> tuple[torch.Tensor, OpSharding | None]:
     """Return the payload whose shards are `local`, and how it lies; None where XLA chooses.
 
     Args:
         local: What each device has.
         layout: Names axes of the region; along the others all devices have the same.
-        sharding: The layout's, relative to the root.
+        sharding: The layout's with the cuts, relative to the root.
+        cuts: How the local tensors are cut along other axes.
     """
     if local._region.is_whole or local._region.copied_axes(layout):
-        return left(enter_tile(local), sharding), sharding
+        return left(enter_tile(local, cuts), sharding), sharding
     with functionalization():
         return _joined(local, layout), None
 

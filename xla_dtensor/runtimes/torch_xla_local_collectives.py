@@ -11,7 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from mesh_utils import Axis
-from xla_dtensor.runtimes.torch_xla_local_payload import LocalPayload, enter_tile, leave_tile
+from xla_dtensor.runtimes.torch_xla_local_payload import (
+    LocalPayload,
+    cuts_of,
+    enter_tile,
+    leave_tile,
+)
 from xla_dtensor.runtimes.torch_xla_manual_collectives import run_collective
 
 __all__ = ["run_local_collective"]
@@ -36,5 +41,7 @@ def run_local_collective(
         UnsupportedOpError: No such collective.
     """
     region = local._region
-    result = run_collective(name, enter_tile(local), region.mesh, axes, options)
-    return LocalPayload(leave_tile(result, region), region)
+    mixed = [options[key] for key in ("dim", "split_dim", "concat_dim") if key in options]
+    cuts = () if name == "axis_index" else cuts_of(local, mixed)
+    result = run_collective(name, enter_tile(local, cuts), region.mesh, axes, options)
+    return LocalPayload(leave_tile(result, region, cuts), region)

@@ -14,26 +14,30 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from mesh_utils import Mesh
+from mesh_utils import Axis, Mesh
 from xla_dtensor.core import Layout, ManualRegion, OpSharding
-from xla_dtensor.errors import LocalViewError
+from xla_dtensor.runtimes.functional_ops import KERNELS
+from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.runtimes.torch_xla_manual_nodes import ManualPayload, entered, left, marked
 from xla_dtensor.runtimes.torch_xla_payload import functionalization, to_payload, to_plain
 from xla_dtensor.runtimes.torch_xla_sharding import to_annotation
 
 __all__ = [
+    "Known",
     "LocalPayload",
     "annotate_stack",
+    "cuts_of",
     "enter_tile",
     "leave_tile",
 ]
 
 aten = torch.ops.aten
+Known: TypeAlias = tuple[tuple[Axis, int], ...]
+_MAX_RANK = 5  # of annotations that torch_xla can be told at once
 
 
 @lru_cache(1)
@@ -51,6 +55,9 @@ class LocalPayload(torch.Tensor):
 
     _stack: torch.Tensor
     _region: ManualRegion
+    _is_local_payload = True  # Seen by modules that cannot import this class.
+    # (axis, dim) pairs: how the stack is cut along mesh axes outside of the region, if known.
+    _known: Known = ()
 
     @staticmethod
     def __new__(cls, stack: torch.Tensor, region: ManualRegion) -> LocalPayload:
@@ -68,11 +75,11 @@ class LocalPayload(torch.Tensor):
     ) -> Any:
         if func is aten._has_compatible_shallow_copy_type.default:  # Asked for by `become`.
             return True
-        raise LocalViewError(
-            f"{func} was called on a runtime's local payload itself. Each device has another value "
-            "of it, so only ops on local views are defined. Pass it to run_local_op, or to "
-            "leave_local first."
-        )
+        # Called by graphs of torch.compile; local views call the runtime.
+        kernel = KERNELS.get(func)
+        if kernel is not None:
+            return kernel(*args, **(kwargs or {}))
+        return get_runtime().run_local_op(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"LocalPayload(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -99,17 +106,89 @@ def annotate_stack(local: LocalPayload) -> None:
         _xlac()._xla_annotate_custom_sharding(stack, annotation)
 
 
-def enter_tile(local: LocalPayload) -> ManualPayload:
-    """Return each device's own tensor as a manual payload; the local payload stays as it is."""
-    with functionalization():
-        rows = local._stack.reshape(local._stack.shape[0], prod(local.shape))
-        row = to_plain(entered(rows, _flat_sharding(local._region, 2)))
-        return marked(aten.view_copy.default(row, list(local.shape)))
+def cuts_of(local: LocalPayload, without: Sequence[int] = ()) -> Known:
+    """Return what is known of axes outside of the region, as far as tiles can be cut so.
+
+    Args:
+        local: What each device has.
+        without: Dims that are not to be cut, because an op mixes what lies along them.
+    """
+    if not local._known:
+        return ()
+    mixed = frozenset(dim % max(local.ndim, 1) for dim in without)
+    return _even_cuts(tuple(local.shape), local._region, local._known, mixed)
 
 
-def leave_tile(tile: torch.Tensor, region: ManualRegion) -> torch.Tensor:
-    """Return the stack of the devices' values of a manual payload."""
+@lru_cache(1024)
+def _even_cuts(
+    shape: tuple[int, ...], region: ManualRegion, known: Known, mixed: frozenset[int]
+) -> Known:
+    left, cuts = list(shape), []
+    for axis, dim in known:
+        if axis in region.axes or dim in mixed or dim >= len(shape):
+            continue
+        size = region.mesh.size(axis)
+        if left[dim] and left[dim] % size == 0:
+            left[dim] //= size
+            cuts.append((axis, dim))
+    fits = len(_rows(shape, region, tuple(cuts))[0]) < _MAX_RANK
+    return tuple(cuts) if fits else ()
+
+
+@lru_cache(1024)
+def _rows(
+    shape: tuple[int, ...], region: ManualRegion, cuts: Known
+) -> tuple[tuple[int, ...], OpSharding]:
+    """A device's shape with the dims between cuts merged, and how a stack of these lies."""
+    sizes: list[int] = []
+    spec: list[Any] = [region.axes]
+    cut = {dim for _, dim in cuts}
+    for dim, size in enumerate(shape):
+        if dim in cut:
+            spec.append(tuple(axis for axis, at in cuts if at == dim))
+            sizes.append(size)
+        elif len(spec) > 1 and spec[-1] is None:
+            sizes[-1] *= size
+        else:
+            spec.append(None)
+            sizes.append(size)
+    if not sizes:
+        spec, sizes = [region.axes, None], [1]
+    root = Mesh.arange((region.mesh.root.size(),), ("device",))
+    return tuple(sizes), Layout.from_partition_spec(tuple(spec), region.mesh).op_sharding(root)
+
+
+def _cut_shape(shape: Sequence[int], region: ManualRegion, cuts: Known, grow: bool) -> list[int]:
+    cut = list(shape)
+    for axis, dim in cuts:
+        size = region.mesh.size(axis)
+        cut[dim] = cut[dim] * size if grow else cut[dim] // size
+    return cut
+
+
+def enter_tile(local: LocalPayload, cuts: Known = ()) -> ManualPayload:
+    """Return each device's own tensor as a manual payload; the local payload stays as it is.
+
+    Args:
+        local: What each device has.
+        cuts: Of :func:`cuts_of`: the tile is cut along these axes too. Otherwise it is a copy
+            there.
+    """
+    region, shape = local._region, tuple(local.shape)
+    sizes, sharding = _rows(shape, region, cuts)
+    tile = _cut_shape(shape, region, cuts, grow=False)
     with functionalization():
-        row = to_payload(aten.view_copy.default(to_plain(tile), [1, tile.numel()]))
-        rows = left(row, _flat_sharding(region, 2))
-        return rows.reshape(rows.shape[0], *tile.shape)
+        rows = local._stack.reshape(local._stack.shape[0], *sizes)
+        row = to_plain(entered(rows, sharding))
+        return marked(aten.view_copy.default(row, tile))
+
+
+def leave_tile(tile: torch.Tensor, region: ManualRegion, cuts: Known = ()) -> torch.Tensor:
+    """Return the stack of the devices' values of a manual payload, cut as it was entered."""
+    shape = tuple(_cut_shape(tile.shape, region, cuts, grow=True))
+    sizes, sharding = _rows(shape, region, cuts)
+    with functionalization():
+        row_shape = [size // sharding.num_tiles(dim + 1) for dim, size in enumerate(sizes)]
+        row = to_payload(aten.view_copy.default(to_plain(tile), [1, *row_shape]))
+        rows = left(row, sharding)
+        return rows.reshape(rows.shape[0], *shape)

@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from mesh_utils import Axis, Mesh
 from xla_dtensor.core import Layout, ManualRegion, OpSharding
@@ -31,7 +30,7 @@ from xla_dtensor.runtimes.base import AddressableShard, CompiledStep, Runtime
 from xla_dtensor.runtimes.dynamo_frames import runs_as_it_is
 from xla_dtensor.runtimes.rng_state import pack_state, unpack_state
 from xla_dtensor.runtimes.torch_seed import follow_torch_seed
-from xla_dtensor.runtimes.torch_xla_bases import note_base, note_source
+from xla_dtensor.runtimes.torch_xla_annotations import Annotations
 from xla_dtensor.runtimes.torch_xla_corrections import may_be_corrected
 from xla_dtensor.runtimes.torch_xla_corrections_autograd import register as register_composites
 from xla_dtensor.runtimes.torch_xla_device_module import register_device_module
@@ -58,6 +57,8 @@ from xla_dtensor.runtimes.torch_xla_shards import check_shards, padded_shard, sh
 from xla_dtensor.runtimes.torch_xla_start import start
 from xla_dtensor.runtimes.torch_xla_step import TorchXlaStep
 from xla_dtensor.runtimes.torch_xla_uneven import UnevenPayloads
+from xla_dtensor.runtimes.torch_xla_whole_ops import EXTRA_KEYS
+from xla_dtensor.runtimes.torch_xla_whole_ops import register as register_whole_ops
 
 __all__ = ["TorchXlaRuntime"]
 
@@ -71,6 +72,8 @@ class TorchXlaRuntime(Runtime):
             torch_xla finds.
         dump_hlo: Folder where XLA writes the HLO of compiled steps, for `CompiledStep.hlo`. None:
             as XLA_DTENSOR_DUMP_HLO says, else nowhere.
+        compile_cache: Folder for compiled programs, True or False; see
+            :mod:`xla_dtensor.runtimes.compile_cache`.
 
     Raises:
         RuntimeSetupError: torch_xla is missing, of another version, or was started otherwise.
@@ -79,26 +82,30 @@ class TorchXlaRuntime(Runtime):
     name: ClassVar[str] = "torch_xla"
     install_hint: ClassVar[str] = "pip install 'xla-dtensor[torch-xla]'"
     torch_device: ClassVar[Any] = DEVICE
+    extra_dispatch_keys: ClassVar[Any] = EXTRA_KEYS
 
     def __init__(
         self,
         num_cpu_devices: int | None = None,
         dump_hlo: str | os.PathLike[str] | None = None,
+        compile_cache: str | os.PathLike[str] | bool | None = None,
     ) -> None:
-        self._started = start(num_cpu_devices, dump_hlo)
+        self._started = start(num_cpu_devices, dump_hlo, compile_cache)
         register_device_module()
         correct_bridge()
         register_composites()
+        register_whole_ops()
         self._torch_xla = importlib.import_module("torch_xla")
         self._xlac = self._torch_xla._XLAC
         self._num_devices = int(self._xlac._xla_num_global_devices())
         self._addressable = tuple(map(_device_id, self._xlac._xla_get_runtime_devices()))
         self._root = Mesh.arange((self._num_devices,), ("device",))
         self._uneven = UnevenPayloads()
-        self._empty: Any = WeakIdKeyDictionary()
-        self._annotations: Any = WeakIdKeyDictionary()
         self._manual = ManualRegions(self.root, self._op_sharding_for)
-        self._local = LocalViews(self._op_sharding_for, self.annotation, self._manual)
+        self._annotations = Annotations(
+            self._uneven, self._manual.check_global, self._started.wraps_all
+        )
+        self._local = LocalViews(self._op_sharding_for, self.known_sharding, self._manual)
         self._rng = TorchXlaGenerator()
         follow_torch_seed(self.manual_seed)
 
@@ -146,7 +153,7 @@ class TorchXlaRuntime(Runtime):
         # Nothing to place in an empty tensor, and torch_xla is of two minds about its annotation.
         annotation = to_annotation(sharding) if tensor.numel() else None
         with functionalization():
-            return self._noted(put_host(tensor, annotation), sharding)
+            return self._annotations.note(put_host(tensor, annotation), sharding)
 
     def make(
         self, fill: float | str, shape: Sequence[int], dtype: torch.dtype, layout: Layout
@@ -170,7 +177,7 @@ class TorchXlaRuntime(Runtime):
         with functionalization():
             annotation = to_annotation(sharding)
             data = self._xlac._global_tensor_from_cpu_shards(padded, annotation, list(shape))
-            return self._noted(to_payload(data), sharding)
+            return self._annotations.note(to_payload(data), sharding)
 
     def constrain(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
         self._manual.check_global(payload)
@@ -181,75 +188,35 @@ class TorchXlaRuntime(Runtime):
             constrained = to_payload(payload).clone()
             if payload.numel():
                 self._xlac._xla_annotate_custom_sharding(constrained, to_annotation(sharding))
-        return self._noted(constrained, sharding)
+        return self._annotations.note(constrained, sharding)
 
     def annotate(self, payload: torch.Tensor, layout: Layout) -> None:
-        sharding = self._op_sharding_for(payload.shape, layout)
-        self._annotate(payload, sharding)
-        self._noted(payload, sharding)
-
-    def _annotate(self, payload: torch.Tensor, sharding: OpSharding) -> None:
-        self._manual.check_global(payload)
-        if payload.numel() == 0:
-            return
-        with functionalization():
-            finished = not self._xlac._check_tensor_need_materialization([payload])[0]
-            found = self._xlac._get_xla_sharding_spec(payload) if finished else None
-            if found and parse_annotation(found) == sharding:
-                return
-            if found == "":
-                # Straight from the host: cut now, so that the whole need not fit on each device.
-                self._xlac._xla_mark_sharding(payload, to_annotation(sharding))
-            else:
-                if not finished:
-                    # A pending value does not take a second one, such as after clear_annotation.
-                    self._xlac._xla_clear_sharding(payload)
-                # A node of its own. mark_sharding would annotate what this is a clone of as well.
-                self._xlac._xla_annotate_custom_sharding(payload, to_annotation(sharding))
+        self._annotations.annotate(payload, self._op_sharding_for(payload.shape, layout))
 
     def annotate_view(self, view: torch.Tensor, layout: Layout) -> None:
-        self._annotate(view, self._op_sharding_for(view.shape, layout))
+        self._annotations.annotate_view(view, self._op_sharding_for(view.shape, layout))
+
+    def annotate_written(self, base: torch.Tensor, layout: Layout) -> None:
+        self._annotations.annotate_written(base, self._op_sharding_for(base.shape, layout))
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        with functionalization():
-            base = to_payload(tensor.detach())
-            payload = base.detach()
-        if not self._started.wraps_all:
-            note_source(payload, base, tensor)
-        if tensor in self._annotations:
-            self._annotations[payload] = self._annotations[tensor]
-            note_base(payload, to_annotation(self._annotations[payload]))
-        return payload
+        return self._annotations.alias(tensor)
 
     def annotation(self, payload: torch.Tensor) -> OpSharding | None:
-        return self._annotations.get(payload)
+        return self._annotations.of(payload)
 
     def clear_annotation(self, payload: torch.Tensor) -> None:
-        # torch_xla's own clearing leaves finished data cut as it was, and a pending value without
-        # the attribute that its partitioner insists on.
-        self._annotate(payload, OpSharding.replicated())
-        self._noted(payload, OpSharding.replicated())
-        self._annotations.pop(payload, None)
+        self._annotations.clear(payload)
 
     def reshaped_in_place(self, payload: torch.Tensor, layout: Layout) -> None:
         # torch_xla would hold on to a sharding of the old shape, and fail to compile it.
-        with functionalization():
-            told = self._xlac._get_xla_op_sharding(payload) is not None
-        if told or payload in self._annotations:
+        if self._annotations.is_told(payload):
             self.annotate(payload, layout)
-
-    def _noted(self, payload: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
-        self._annotations[payload] = sharding.canonical()
-        if payload.numel() == 0:
-            self._empty[payload] = sharding.canonical()
-            return payload
-        note_base(payload, to_annotation(sharding))
-        return self._uneven.note(payload, sharding)
 
     def op_sharding(self, payload: torch.Tensor) -> OpSharding:
         self._manual.check_global(payload)
         if payload.numel() == 0:
-            return self._empty.get(payload, OpSharding.replicated())
+            return self._annotations.of_empty(payload)
         with functionalization():
             self._materialise(payload)
             return parse_annotation(self._xlac._get_xla_sharding_spec(payload))
@@ -299,7 +266,7 @@ class TorchXlaRuntime(Runtime):
     def leave_manual(
         self, manual: torch.Tensor, layout: Layout, region: ManualRegion
     ) -> torch.Tensor:
-        return self._noted(*self._manual.leave(manual, layout, region))
+        return self._annotations.note(*self._manual.leave(manual, layout, region))
 
     def run_manual_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return self._manual.run_op(func, args, kwargs)
@@ -323,7 +290,7 @@ class TorchXlaRuntime(Runtime):
         self, local: torch.Tensor, layout: Layout, region: ManualRegion
     ) -> torch.Tensor:
         payload, sharding = self._local.leave(local, layout, region)
-        return payload if sharding is None else self._noted(payload, sharding)
+        return payload if sharding is None else self._annotations.note(payload, sharding)
 
     def run_local_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return self._local.run_op(func, args, kwargs)
@@ -384,9 +351,7 @@ class TorchXlaRuntime(Runtime):
             refuse_unwrapped(func, args, kwargs)
         result = run_op(func, args, kwargs)
         if func is torch.ops.aten.detach.default:
-            self._uneven.follow(args[0], result)
-            if args[0] in self._annotations:
-                self._annotations[result] = self._annotations[args[0]]
+            self._annotations.follow(args[0], result)
         return result
 
     def runs_itself(self, func: Any) -> bool:

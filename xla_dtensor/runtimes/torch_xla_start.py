@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.errors import RuntimeSetupError
+from xla_dtensor.runtimes.compile_cache import cache_folder
 
 __all__ = ["CPU_DEVICES_VARIABLE", "DUMP_VARIABLE", "STEP_GRAPH_NAME", "Started", "start"]
 
@@ -60,7 +61,11 @@ class Started:
     wraps_all: bool = False
 
 
-def start(num_cpu_devices: int | None, dump_hlo: str | os.PathLike[str] | None) -> Started:
+def start(
+    num_cpu_devices: int | None,
+    dump_hlo: str | os.PathLike[str] | None,
+    compile_cache: str | os.PathLike[str] | bool | None = None,
+) -> Started:
     """Start torch_xla in SPMD mode.
 
     Args:
@@ -68,6 +73,8 @@ def start(num_cpu_devices: int | None, dump_hlo: str | os.PathLike[str] | None) 
             else whatever devices torch_xla finds.
         dump_hlo: Folder for the HLO of compiled steps. None: as XLA_DTENSOR_DUMP_HLO says (a
             folder, or 1 for a temporary one), else no HLO is kept.
+        compile_cache: Folder for compiled programs, True or False; see
+            :mod:`xla_dtensor.runtimes.compile_cache`.
 
     Returns:
         What was set.
@@ -87,11 +94,20 @@ def start(num_cpu_devices: int | None, dump_hlo: str | os.PathLike[str] | None) 
         settings["XLA_FLAGS"], dump_dir = _dump_flags(dump_dir)
     os.environ.update(settings)
     _import_torch_xla()
+    settings |= _keep_programs(compile_cache)
     _enable_spmd()
     with _enough_threads(asked_devices):
         _xlac()._init_computation_client()
     _check_started(asked_devices)
     return Started(settings, dump_dir, wraps_all)
+
+
+def _keep_programs(asked: str | os.PathLike[str] | bool | None) -> dict[str, str]:
+    folder = cache_folder(asked, on_cpu=os.environ.get("PJRT_DEVICE") != "TPU")
+    if folder is None:
+        return {}
+    importlib.import_module("torch_xla.runtime").initialize_cache(str(folder))
+    return {"compile cache": str(folder)}
 
 
 def _xlac() -> Any:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor.errors import CompileError
 from xla_dtensor.runtimes.base import CompiledStep
+from xla_dtensor.runtimes.step_clock import StepClock, num_tokens
 from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
 from xla_dtensor.runtimes.torch_xla_start import DUMP_VARIABLE, STEP_GRAPH_NAME
 from xla_dtensor.runtimes.trace_settings import trace_settings
@@ -58,6 +59,8 @@ class TorchXlaStep(CompiledStep):
         self._number = next(_numbers)
         # The graph's name is the HLO module's, which is in the name of the dumped file.
         self._graph_name = f"{STEP_GRAPH_NAME}_{self._number}"
+        self._clock = StepClock()
+        self._tokens: int | None = None
         self._calls = 0
         self._traces = 0
         self._reasons: list[str] = []
@@ -67,8 +70,10 @@ class TorchXlaStep(CompiledStep):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         signature = _signature(args, kwargs)
         sync = importlib.import_module("torch_xla").sync
+        self._clock.start()
         sync()  # What was computed before belongs to another program.
         compiled_before = _num_compilations()
+        self._tokens = num_tokens(pytree.tree_leaves((args, kwargs)))
         args, kwargs = pytree.tree_map(_on_devices, (args, kwargs))
         with _graph_name(self._graph_name):
             result = self._traced(args, kwargs)
@@ -92,6 +97,16 @@ class TorchXlaStep(CompiledStep):
                 f"'torch_xla', dump_hlo='a folder'), or set {DUMP_VARIABLE} to a folder."
             )
         return path.read_text()
+
+    def metrics(self, tokens_per_step: int | None = None) -> Mapping[str, float | None]:
+        """See :meth:`CompiledStep.metrics`. torch_xla does not say what a program computes."""
+        if self._last is None:
+            raise CompileError(
+                "The metrics of a compiled step were asked for before its first call. Nothing was "
+                "measured yet. Call the step a few times first."
+            )
+        tokens = self._tokens if tokens_per_step is None else tokens_per_step
+        return self._clock.metrics(tokens, None, None)
 
     def stats(self) -> Mapping[str, Any]:
         """Return calls, traces (programs compiled) and the reason of each (the last 100)."""
@@ -127,6 +142,7 @@ class TorchXlaStep(CompiledStep):
 
     def _note(self, signature: Signature, num_compiled: int) -> None:
         if num_compiled:
+            self._clock.interrupt()
             self._reasons.append(self._reason(signature))
             del self._reasons[:-_MAX_REASONS]
             self._traces += num_compiled

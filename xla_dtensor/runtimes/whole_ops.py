@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.runtimes.whole_autograd import below, save
 from xla_dtensor.runtimes.whole_einsum import einsum
 
 __all__ = ["WHOLE_OPS", "register"]
@@ -63,25 +64,11 @@ def register() -> None:
         kernels.impl(name, kernel, _KEY)
 
 
-def _below(func: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        return func(*args, **kwargs)
-
-
-def _save(ctx: Any, *tensors: Any) -> None:
-    # Under saved-tensor hooks (checkpoint), torch 2.9 loses the gradient hooks of a leaf that a
-    # Function saves. Nothing here is differentiated twice, so a detached alias does.
-    hooks = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-    if hooks._top_saved_tensors_default_hooks(True) is not None:
-        tensors = tuple(t.detach() if t is not None and t.is_leaf else t for t in tensors)
-    ctx.save_for_backward(*tensors)
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
-        _save(ctx, x, weight)
-        return _below(aten.linear.default, x, weight, bias)
+        save(ctx, x, weight)
+        return below(aten.linear.default, x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -94,7 +81,7 @@ class _Linear(torch.autograd.Function):
             grad_weight = products.sum(list(range(x.ndim - 1))) if to_weight else None
         else:
             grad_x = torch.matmul(grad, weight) if to_x else None
-            grad_weight = _below(_weight_grad, grad, x) if to_weight else None
+            grad_weight = below(_weight_grad, grad, x) if to_weight else None
         grad_bias = grad.sum(list(range(x.ndim - 1))) if to_bias and x.ndim > 1 else None
         if to_bias and x.ndim == 1:
             grad_bias = grad
@@ -108,8 +95,8 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
 class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Any, b: Any) -> Any:
-        _save(ctx, a, b)
-        return _below(aten.matmul.default, a, b)
+        save(ctx, a, b)
+        return below(aten.matmul.default, a, b)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -125,7 +112,7 @@ class _Matmul(torch.autograd.Function):
             grad_a = torch.matmul(grad, matrix_b.mT).sum_to_size(matrix_a.shape).view(a.shape)
         if ctx.needs_input_grad[1]:
             if matrix_b.ndim == 2 and matrix_a.ndim > 2:
-                grad_b = _below(_weight_grad, matrix_a, grad).view(b.shape)
+                grad_b = below(_weight_grad, matrix_a, grad).view(b.shape)
             else:
                 product = torch.matmul(matrix_a.mT, grad)
                 grad_b = product.sum_to_size(matrix_b.shape).view(b.shape)
@@ -141,9 +128,9 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: Any, gqa: bool
     ) -> Any:
-        _save(ctx, q, k, v, mask)
+        save(ctx, q, k, v, mask)
         ctx.options = (is_causal, scale, gqa)
-        return _below(
+        return below(
             aten.scaled_dot_product_attention.default,
             q,
             k,
@@ -159,7 +146,7 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
         q, k, v, mask = ctx.saved_tensors
-        grads = _below(_attention_grad, grad, q, k, v, mask, *ctx.options)
+        grads = below(_attention_grad, grad, q, k, v, mask, *ctx.options)
         needed = [g if n else None for g, n in zip(grads, ctx.needs_input_grad, strict=False)]
         return (*needed, None, None, None, None)
 
@@ -175,11 +162,26 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # On a device for which torch has no autocast kernel.
+        dtype = torch.get_autocast_dtype(kind)
+        q, k, v, mask = (_cast(tensor, dtype) for tensor in (query, key, value, attn_mask))
+        with torch.autocast(kind, enabled=False):
+            return _attention(
+                q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
     if dropout_p > 0.0 or (attn_mask is not None and attn_mask.requires_grad):
         return _attention_by_parts(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
     return _Attention.apply(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+
+
+def _cast(tensor: Any, dtype: torch.dtype) -> Any:
+    """What autocast makes of an argument; it leaves float64 alone."""
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
 
 
 def _attention_by_parts(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mesh_utils import Mesh as MeshValue
+from xla_dtensor import dynamo
 from xla_dtensor.core import Layout, OpSharding, layout_of_op_sharding
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh
 from xla_dtensor.dtensor import DTensor
@@ -183,6 +184,10 @@ class XLAShardedTensor(DTensor):
         moved: Any = super().redistribute(*args, **kwargs)
         moved.__class__ = XLAShardedTensor
         return moved
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, state: Any, size: Any, stride: Any) -> DTensor:
+        return dynamo.unflatten(XLAShardedTensor, inner, state)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         text = super().__repr__(tensor_contents=tensor_contents)

@@ -139,7 +139,7 @@ def test_another_baked_hyperparameter_is_noticed(mesh: DeviceMesh) -> None:
     optimizer.param_groups[0]["weight_decay"] = 0.5
     step()
     assert weight.cpu()[0] == 0.5
-    assert "hyperparameters" in step.stats()["reasons"][-1]
+    assert "weight_decay changed" in step.stats()["reasons"][-1]
 
 
 def test_eval_mode_is_noticed(mesh: DeviceMesh) -> None:

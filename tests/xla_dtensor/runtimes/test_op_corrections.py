@@ -5,6 +5,7 @@ Values and gradients are compared with plain torch, for even and uneven placemen
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable
@@ -16,7 +17,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils._pytree import tree_flatten
 
-from xla_dtensor import DeviceMesh, distribute_tensor
+from xla_dtensor import DeviceMesh, distribute_module, distribute_tensor
+from xla_dtensor import compile as xla_compile
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtimes import Runtime
 
@@ -375,3 +377,32 @@ def test_what_torch_refuses_is_refused_as_torch_does(mesh: DeviceMesh) -> None:
     assert not isinstance(raised.value, UnsupportedOpError)
     with pytest.raises(UnsupportedOpError, match=r"aten\._to_copy\.default was called"):
         x.chalf()
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_has_the_precision_of_float64(mesh: DeviceMesh, approximate: str) -> None:
+    torch.manual_seed(0)
+    plain = torch.randn(64, dtype=torch.float64, requires_grad=True)
+    given: Any = distribute_tensor(plain.detach(), mesh).requires_grad_()
+    wanted, found = (torch.nn.functional.gelu(x, approximate=approximate) for x in (plain, given))
+    wanted.sum().backward()
+    found.sum().backward()
+    torch.testing.assert_close(found.cpu(), wanted.detach(), rtol=0, atol=1e-14)
+    torch.testing.assert_close(given.grad.cpu(), plain.grad, rtol=0, atol=1e-14)
+
+
+def test_layer_norm_asks_nothing_of_the_host(mesh: DeviceMesh) -> None:
+    """Its backward, which torch_xla leaves to the host, would cut a compiled step in two."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.LayerNorm(6), torch.nn.GELU(), torch.nn.GroupNorm(2, 8))
+    ours = distribute_module(copy.deepcopy(plain), mesh)
+    x = torch.randn(16, 8, 6)
+
+    def step(x: torch.Tensor) -> None:
+        (ours(x) ** 3).mean().backward()
+
+    xla_compile(step)(distribute_tensor(x, mesh, [Shard(0), Replicate()]))
+    (plain(x) ** 3).mean().backward()
+    for given, wanted in zip(ours.parameters(), plain.parameters(), strict=True):
+        grad: Any = given.grad
+        torch.testing.assert_close(grad.full_tensor().cpu(), wanted.grad)

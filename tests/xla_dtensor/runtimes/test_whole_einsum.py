@@ -23,13 +23,17 @@ EQUATIONS = [
     "bhqd,bd->bhq",
     "qd,kd->kq",
     "bqd, bkd -> bqk",
-    # Left to torch's kernel.
     "bhqd,bhkd",
     "bshk,hkd->bsd",
+    "hkd,bshk->dbs",
+    "bhqd,bhkd->qk",
+    "...qd,...kd->...qk",
+    "...qd,...kd",
+    # Left to torch's kernel.
+    "...qd,kd->...qk",
     "bh,bh->bh",
     "bhq,bhd->bhqd",
     "bqd,bkd->bk",
-    "...qd,...kd->...qk",
     "bqq,bkq->bk",
     "q,k->qk",
 ]
@@ -56,13 +60,36 @@ def test_values_and_gradients(mesh: xd.DeviceMesh, equation: str) -> None:
         torch.testing.assert_close(grad.cpu(), other.grad, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.only_on("jax")
-def test_batch_and_heads_stay_sharded(mesh: xd.DeviceMesh) -> None:
+@pytest.mark.parametrize("equation", ["bhqd,bhkd->bhqk", "...qd,...kd->...qk"])
+def test_batch_and_heads_stay_sharded(mesh: xd.DeviceMesh, equation: str) -> None:
     heads = [Shard(0), Shard(1)]
-    q, k = (xd.distribute_tensor(t, mesh, heads) for t in operands("bhqd,bhkd->bhqk"))
-    step: Any = xd.compile(lambda q, k: torch.einsum("bhqd,bhkd->bhqk", q, k))
+    q, k = (xd.distribute_tensor(t, mesh, heads) for t in operands(equation))
+    step: Any = xd.compile(lambda q, k: torch.einsum(equation, q, k))
     assert str(step(q, k).xla_sharding()) == "{devices=[2,4,1,1]<=[8]}"
     assert collectives(step.hlo()) == ()
+
+
+def test_heads_are_projected_where_they_are(mesh: xd.DeviceMesh) -> None:
+    """The sum over a device's own heads, and one all-reduce of it."""
+    equation = "bshk,hkd->bsd"
+    x, weight = operands(equation)
+    given = [
+        xd.distribute_tensor(x, mesh, [Shard(0), Shard(2)]),
+        xd.distribute_tensor(weight, mesh, [Replicate(), Shard(0)]),
+    ]
+    step: Any = xd.compile(lambda x, weight: torch.einsum(equation, x, weight))
+    torch.testing.assert_close(step(*given).cpu(), torch.einsum(equation, x, weight))
+    found = collectives(step.hlo(), mesh.value)
+    assert [(c.kind, c.axes) for c in found] == [("all-reduce", ("tp",))]
+
+
+def test_two_sharded_dims_are_contracted_where_they_are(mesh: xd.DeviceMesh) -> None:
+    equation = "bhqd,bhkd->qk"
+    plain = operands(equation)
+    given = [xd.distribute_tensor(t, mesh, [Shard(0), Shard(1)]) for t in plain]
+    step: Any = xd.compile(lambda a, b: torch.einsum(equation, a, b))
+    torch.testing.assert_close(step(*given).cpu(), torch.einsum(equation, *plain))
+    assert {c.kind for c in collectives(step.hlo())} == {"all-reduce"}
 
 
 def test_operands_that_do_not_fit(mesh: xd.DeviceMesh) -> None:

@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from xla_dtensor import DeviceMesh, distribute_tensor
 from xla_dtensor import compile as xla_compile
 from xla_dtensor.report import collectives
-from xla_dtensor.runtimes import whole_ops
-from xla_dtensor.runtimes.jax_lowering.table import TABLE, Lowering
+from xla_dtensor.runtimes import Runtime, whole_ops
 
-pytestmark = [pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]
+pytestmark = pytest.mark.usefixtures("runtime")
 
 aten = torch.ops.aten
 whole = torch.ops.xla_dtensor
@@ -81,6 +80,8 @@ ATTENTION: dict[str, tuple[int, int, dict[str, Any]]] = {
     "bool mask": (4, 7, {"attn_mask": CAUSAL_MASK}),
     "bool mask per head": (4, 7, {"attn_mask": CAUSAL_MASK.expand(2, 4, 5, 7).contiguous()}),
     "float mask": (4, 7, {"attn_mask": f(5, 7)}),
+    "bool mask, causal": (4, 5, {"attn_mask": torch.eye(5).bool(), "is_causal": True}),
+    "float mask, causal": (4, 7, {"attn_mask": f(5, 7), "is_causal": True}),
     "grouped": (2, 7, {"enable_gqa": True}),
     "grouped, causal": (1, 5, {"enable_gqa": True, "is_causal": True}),
     "grouped, mask": (2, 7, {"enable_gqa": True, "attn_mask": f(2, 1, 5, 7)}),
@@ -123,27 +124,24 @@ def test_attention_with_dropout_runs_and_drops(mesh: DeviceMesh) -> None:
 
 
 class Counts:
-    """How often each op reached its lowering."""
+    """How often each op reached the runtime."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
         self.of: dict[Any, int] = {}
-        for op in (*whole_ops.WHOLE_OPS, aten.mm.default, aten.bmm.default, aten.addmm.default):
-            monkeypatch.setitem(TABLE, op, self._counted(op, TABLE[op]))
+        self._run_op = runtime.run_op
+        monkeypatch.setattr(runtime, "run_op", self._counted)
 
-    def _counted(self, op: Any, lowering: Lowering) -> Lowering:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.of[op] = self.of.get(op, 0) + 1
-            return lowering.function(*args, **kwargs)
-
-        return Lowering(counted, lowering.wants_meta)
+    def _counted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.of[func] = self.of.get(func, 0) + 1
+        return self._run_op(func, args, kwargs)
 
     def __call__(self, op: Any) -> int:
         return self.of.get(op, 0)
 
 
 @pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
-    return Counts(monkeypatch)
+def counts(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Counts:
+    return Counts(runtime, monkeypatch)
 
 
 def block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -190,9 +188,9 @@ def test_they_are_whole_and_right_under_checkpoint(
         torch.testing.assert_close(mine.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_autocast_reaches_them(mesh: DeviceMesh, counts: Counts) -> None:
+def test_autocast_reaches_them(mesh: DeviceMesh, runtime: Runtime, counts: Counts) -> None:
     x, weight = put(f(2, 4, 5, 8), mesh).requires_grad_(), put(f(8, 8), mesh).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.device(runtime.torch_device).type, torch.bfloat16):
         for out in (F.linear(x, weight), x @ weight, F.scaled_dot_product_attention(x, x, x)):
             assert out.dtype == torch.bfloat16
         block(x, weight).sum().backward()

@@ -1,0 +1,84 @@
+"""A residual network trains as on one device: losses, parameters and running statistics."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+import xla_dtensor as xd
+from xla_dtensor.report import collectives
+
+pytestmark = [pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]
+STEPS = 10
+
+
+class Block(nn.Module):
+    """Two convolutions with a way around them, as in ResNet-18."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.around = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(y)) + self.around(x))
+
+
+def residual_network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+        Block(8, 8, 1),
+        Block(8, 16, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    )
+
+
+def test_residual_network(mesh: xd.DeviceMesh) -> None:
+    images, classes = torch.randn(STEPS, 16, 3, 32, 32), torch.randint(10, (STEPS, 16))
+    plain = residual_network()
+    ours = xd.distribute_module(copy.deepcopy(plain), mesh)
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+        for m in (plain, ours)
+    ]
+
+    def step(model: nn.Module, which: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizers[which].step()
+        optimizers[which].zero_grad()
+        return loss.detach()
+
+    compiled = xd.compile(lambda x, y: step(ours, 1, x, y))
+    for x, y in zip(images, classes, strict=True):
+        loss = step(plain, 0, x, y)
+        batch = [xd.distribute_tensor(v, mesh, [Shard(0), Replicate()]) for v in (x, y)]
+        torch.testing.assert_close(compiled(*batch).cpu(), loss, rtol=1e-5, atol=1e-5)
+    assert compiled.stats()["traces"] <= 2
+    state, expected = ours.state_dict(), plain.state_dict()
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            state[name].cpu(), value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    assert int(state["1.num_batches_tracked"].cpu()) == STEPS
+    # No batch is gathered: gradients and statistics are summed, nothing else is sent.
+    sent = collectives(compiled.hlo(), mesh.value)
+    assert {(c.kind, c.axes) for c in sent} == {("all-reduce", ("dp",))}

@@ -1,0 +1,76 @@
+"""What a runtime makes of a step: something to call, and to ask about its programs."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from xla_dtensor.errors import CompileError
+
+__all__ = ["CompiledStep"]
+
+
+class CompiledStep(ABC):
+    """A Python step that runs as one XLA program. Call it like the function it was made from."""
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step, tracing and compiling it first where needed."""
+
+    @abstractmethod
+    def hlo(self) -> str:
+        """Return the partitioned, optimised HLO text of the program used last."""
+
+    @abstractmethod
+    def stats(self) -> Mapping[str, Any]:
+        """Return counts: calls, traces, and the reason of each trace."""
+
+    @abstractmethod
+    def metrics(self, tokens_per_step: int | None = None) -> Mapping[str, float | None]:
+        """Return how fast the step goes, over its last 100 calls.
+
+        Args:
+            tokens_per_step: Tokens per call; by default the size of the largest tensor of integers
+                among the arguments.
+
+        Returns:
+            "step_seconds", the median time from one call to the next; "tokens_per_second";
+            "flops_per_step" and "flops_per_second", the floating-point operations of matrix
+            products and convolutions on all devices together; "mfu", the latter as a fraction of
+            what the devices can do in bfloat16. None for what is not known (yet).
+
+        Raises:
+            CompileError: The step was not called yet.
+        """
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the programs compiled so far to a file, for `load` in another process.
+
+        Args:
+            path: The file; one that is there is replaced.
+
+        Raises:
+            CompileError: There is no program yet, or this runtime cannot write programs.
+        """
+        raise CompileError(
+            f"A compiled step was asked to save its programs to path={os.fspath(path)!r}. "
+            f"{type(self).__name__} cannot write them. Use the runtime's compile cache instead."
+        )
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Read programs that `save` wrote; a call whose trace is one of theirs is not compiled.
+
+        Load only files that you trust: they contain code.
+
+        Args:
+            path: The file.
+
+        Raises:
+            CompileError: It is no such file, or was written on other devices.
+        """
+        raise CompileError(
+            f"A compiled step was asked to load programs from path={os.fspath(path)!r}. "
+            f"{type(self).__name__} cannot read them. Use the runtime's compile cache instead."
+        )

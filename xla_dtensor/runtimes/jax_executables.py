@@ -1,0 +1,125 @@
+"""Compiled programs that outlive the process: saved to a file, found again by what they compute.
+
+A saved program is found by a digest of its lowered text, of the devices and of JAX's version. A
+step that loads a file is still traced, which binds its parameters and optimizer state to the
+program's inputs, and costs seconds; XLA's compilation, which costs minutes, is left out when the
+trace comes out as the saved one did. So a file can never run a program that is not the step's.
+
+The file is a zip archive: ``index.json`` and one entry per program. What XLA serializes contains
+pickles, so load only files that you trust.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from xla_dtensor.errors import CompileError
+
+__all__ = ["Executables"]
+
+_INDEX = "index.json"
+_FORMAT = 1
+
+
+class Executables:
+    """The compiled programs of a step, by digest, and those that a file had of it."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[str, Any] = {}
+        self._loaded: dict[str, bytes] = {}
+        self.taken = 0
+
+    def compiled(self, lowered: Any) -> Any:
+        """Compile a lowered program, or take it from a file that was loaded."""
+        digest = _digest(lowered)
+        payload = self._loaded.get(digest)
+        if payload is None:
+            executable = lowered.compile()
+        else:
+            executable = serialize_executable.deserialize_and_load(
+                payload, lowered.in_tree, lowered.out_tree
+            )
+            self.taken += 1
+        self._compiled[digest] = executable
+        return executable
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all programs compiled so far.
+
+        Raises:
+            CompileError: There is none yet, or the devices' compiler cannot write its programs.
+        """
+        if not self._compiled:
+            raise CompileError(
+                f"A compiled step was asked to save its programs to path={os.fspath(path)!r} "
+                "before its first call. There is no program yet. Call the step first."
+            )
+        payloads = {digest: _serialized(e) for digest, e in self._compiled.items()}
+        partial = f"{os.fspath(path)}.partial"
+        with zipfile.ZipFile(partial, "w") as archive:
+            archive.writestr(_INDEX, json.dumps({"format": _FORMAT, **_machine()}))
+            for digest, payload in payloads.items():
+                archive.writestr(digest, payload)
+        os.replace(partial, path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Read programs that `save` wrote.
+
+        Raises:
+            CompileError: The file is no such file, or is one of other devices or another JAX.
+        """
+        try:
+            with zipfile.ZipFile(path) as archive:
+                index = json.loads(archive.read(_INDEX))
+                found = {n: archive.read(n) for n in archive.namelist() if n != _INDEX}
+        except (zipfile.BadZipFile, KeyError, json.JSONDecodeError) as error:
+            raise CompileError(
+                f"Programs were to be loaded from path={os.fspath(path)!r}. The file was not "
+                "written by a compiled step's save(), or not completely. Pass one that was."
+            ) from error
+        _check_machine(index, path)
+        self._loaded |= found
+
+
+def _serialized(executable: Any) -> bytes:
+    try:
+        return serialize_executable.serialize(executable)[0]
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        raise CompileError(
+            "A compiled step was asked to save its programs. The compiler of these devices, "
+            f"{jax.devices()[0].device_kind!r}, cannot write them: {error}. Use the compile cache "
+            "of get_runtime('jax', compile_cache=...), where the platform has one."
+        ) from error
+
+
+def _digest(lowered: Any) -> str:
+    text = json.dumps(_machine()) + lowered.as_text()
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _machine() -> dict[str, Any]:
+    devices = jax.devices()
+    return {"jax": jax.__version__, "device": devices[0].device_kind, "devices": len(devices)}
+
+
+def _check_machine(index: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    wanted = {"format": _FORMAT, **_machine()}
+    differing = {
+        name: (index.get(name), ours) for name, ours in wanted.items() if index.get(name) != ours
+    }
+    if differing:
+        said = ", ".join(
+            f"{name}={there!r} (here {here!r})" for name, (there, here) in differing.items()
+        )
+        raise CompileError(
+            f"Programs were to be loaded from path={os.fspath(path)!r}. They were compiled for "
+            f"{said}. Call the step without loading, and save its programs here."
+        )

@@ -1,0 +1,174 @@
+"""The two loops over equal layers: ``lax.scan`` forward, ``lax.scan`` backward.
+
+Both are functions of flat lists of arrays. Each layer's arrays come one after the other, layer by
+layer; stacking them, and taking the gradients apart again, is part of the loops' programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from xla_dtensor.core import Layout
+from xla_dtensor.core.spanning import layout_on_span
+from xla_dtensor.runtimes.jax_block import BlockTrace, Form, Inputs, strong
+from xla_dtensor.runtimes.jax_placing import padded_shape
+from xla_dtensor.runtimes.jax_sharding import named_sharding
+from xla_dtensor.runtimes.jax_split import SplitBlock
+from xla_dtensor.runtimes.registry import get_runtime
+
+__all__ = ["Plan", "backward_loop", "forward_loop"]
+
+
+@dataclass
+class Plan:
+    """One call of the layers, traced.
+
+    Args:
+        forms: What goes into a layer.
+        n_layers: How many there are.
+        trace: The block.
+        block: The block cut in two.
+        wanted: For what of its inputs there is a gradient.
+    """
+
+    forms: Inputs
+    n_layers: int
+    trace: BlockTrace
+    block: SplitBlock
+    wanted: Inputs
+
+    @property
+    def n_inputs(self) -> int:
+        """Number of tensors that go into a layer, the generator's state counted."""
+        return len(self.forms.flat())
+
+    def places(self) -> list[NamedSharding | None]:
+        """Return how each value of the carry is to lie."""
+        return [_place_of(form) for form in self.forms.carry]
+
+
+def _stacked(arrays: Sequence[Any], form: Form) -> Any:
+    stack = jnp.stack(arrays)
+    if form.sharding is None:
+        return stack
+    return lax.with_sharding_constraint(stack, _stack_sharding(form.sharding))
+
+
+def _stack_sharding(sharding: NamedSharding) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+
+
+def _stacks(plan: Plan, layer_arrays: Sequence[Any]) -> list[Any]:
+    forms, count = plan.forms.layer, len(plan.forms.layer)
+    return [_stacked(layer_arrays[i::count], form) for i, form in enumerate(forms)]
+
+
+def forward_loop(plan: Plan) -> Callable[..., Any]:
+    """Return the forward loop: outputs, rng state, and what the backward loop needs of each."""
+    block, keep, places = plan.block, _kept(plan), plan.places()
+
+    def forward(carry: Any, rng: Any, layer_arrays: Any, shared: Any, consts: Any) -> Any:
+        def body(state: Any, layer: Any) -> Any:
+            given = Inputs(state[0], state[1], layer, shared)
+            results, saved = block.forward(consts, given.flat())
+            kept_carry = [c for c, k in zip(given.carry, keep.carry, strict=True) if k]
+            kept_rng = [given.rng] if keep.rng else []
+            return (_placed(results[:-1], places), results[-1]), (saved, kept_carry, kept_rng)
+
+        start = (_placed([strong(c) for c in carry], places), rng)
+        (outputs, rng), kept = lax.scan(body, start, _stacks(plan, layer_arrays))
+        return outputs, rng, jax.tree.leaves(kept)
+
+    return forward
+
+
+def _kept(plan: Plan) -> Inputs:
+    """Return which inputs of a layer its backward pass uses."""
+    n_consts = len(plan.trace.consts)
+    used = plan.block.used[n_consts : n_consts + plan.n_inputs]
+    return plan.forms.like(used or [False] * plan.n_inputs)
+
+
+def backward_loop(plan: Plan) -> Callable[..., Any]:
+    """Return the backward loop: gradients of carry, shared tensors and each layer's tensors."""
+    block, keep, wanted = plan.block, _kept(plan), plan.wanted
+    n_saved = len(block.forward_jaxpr.outvars) - block.n_results
+    shared_forms = [f for f, w in zip(plan.forms.shared, wanted.shared, strict=True) if w]
+    n_carry, n_layer = sum(wanted.carry), sum(wanted.layer)
+    places = [place for place, w in zip(plan.places(), wanted.carry, strict=True) if w]
+
+    def backward(grads: Any, kept: Any, layer_arrays: Any, shared: Any, consts: Any) -> Any:
+        def body(state: Any, given: Any) -> Any:
+            grads, sums = state
+            layer, of_layer = given
+            rest = iter(of_layer)
+            saved = [next(rest) for _ in range(n_saved)]
+            carry = [next(rest) if k else None for k in keep.carry]
+            rng = next(rest) if keep.rng else None
+            inputs = Inputs(carry, rng, layer, shared).flat()
+            found = block.backward(saved, consts, inputs, grads)
+            ends = (n_carry, n_carry + n_layer)
+            sums = [a + b for a, b in zip(sums, found[ends[1] :], strict=True)]
+            return (_placed(found[: ends[0]], places), sums), found[ends[0] : ends[1]]
+
+        sums = [jnp.zeros(f.aval().shape, f.aval().dtype) for f in shared_forms]
+        stacks, grads = _stacks(plan, layer_arrays), _placed(grads, places)
+        (grads, sums), by_layer = lax.scan(body, (grads, sums), (stacks, kept), reverse=True)
+        forms = [f for f, w in zip(plan.forms.layer, wanted.layer, strict=True) if w]
+        pinned = [_pinned(g, f) for g, f in zip(by_layer, forms, strict=True)]
+        each = [
+            [_unstacked(stack, i, form) for stack, form in zip(pinned, forms, strict=True)]
+            for i in range(plan.n_layers)
+        ]
+        return grads, sums, each
+
+    return backward
+
+
+def _pinned(stack: Any, form: Form) -> Any:
+    sharding = form.sharding
+    if sharding is None:
+        return stack
+    return lax.with_sharding_constraint(stack, _stack_sharding(sharding))
+
+
+def _unstacked(stack: Any, index: int, form: Form) -> Any:
+    array = lax.index_in_dim(stack, index, 0, keepdims=False)
+    if form.sharding is None:
+        return array
+    return lax.with_sharding_constraint(array, form.sharding)
+
+
+def _place_of(form: Form) -> NamedSharding | None:
+    """Return how a value lies between two layers: as its placements say, if they shard it.
+
+    What goes into a loop and what comes out lies alike, in each turn, and left alone XLA would as
+    soon take the parameters' side as the data's.
+    """
+    if form.like is None:
+        return None
+    _, mesh, placements, known = form.like
+    layout = layout_on_span(Layout.from_placements(placements, len(form.shape), mesh.value), known)
+    root = get_runtime().root(layout.mesh)
+    found = named_sharding(layout.op_sharding(root), root, layout.ndim, layout.open_dims)
+    entries = [*found.spec, *(None,) * (len(form.shape) - len(found.spec))]
+    named = [entry not in (None, PartitionSpec.UNCONSTRAINED) for entry in entries]
+    if not any(named) or padded_shape(form.shape, found) != form.shape:
+        return None
+    if any(placement.is_partial() for placement in placements):
+        entries = [PartitionSpec.UNCONSTRAINED if e is None else e for e in entries]
+    return NamedSharding(found.mesh, PartitionSpec(*entries))
+
+
+def _placed(values: Sequence[Any], places: Sequence[NamedSharding | None]) -> list[Any]:
+    return [
+        value if place is None else lax.with_sharding_constraint(value, place)
+        for value, place in zip(values, places, strict=True)
+    ]

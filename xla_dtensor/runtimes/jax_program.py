@@ -1,0 +1,115 @@
+"""One compiled trace of a step: the executable, and which storages its inputs and outputs are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from xla_dtensor.runtimes.jax_gradients import GradientEffects
+from xla_dtensor.runtimes.jax_rehome import Blueprint
+from xla_dtensor.runtimes.jax_tensor import Storage
+from xla_dtensor.runtimes.jax_watch import Watch
+
+__all__ = ["Program", "program_of"]
+
+
+@dataclass
+class Program:
+    """A compiled trace. See :mod:`xla_dtensor.runtimes.jax_compile`.
+
+    Args:
+        executable: What XLA made.
+        state: Read and written: inputs and outputs.
+        read: Read only.
+        constants: Arrays of the trace that are no storage's.
+        lasting: References to what the step made and left behind; outputs.
+        written: Positions of the arguments that the step wrote to.
+        numbers: Python's numbers that are read anew on every call, and where they go.
+        out_tree: How the step's results nest.
+        out_static: Of each result how to wrap it, or its value where it is no tensor.
+        watch: What the trace took for granted.
+        blueprint: The trace itself, for other devices.
+        flops: Floating-point operations of its products, on all devices together.
+        gradients: What the trace did to parameters' gradients.
+        again: Why the next call has to trace anew; None if it need not.
+    """
+
+    executable: Any
+    state: list[Storage]
+    read: list[Storage]
+    constants: list[Any]
+    lasting: list[Any]
+    written: list[int]
+    numbers: list[tuple[Storage, Callable[[], float]]]
+    out_tree: TreeSpec
+    out_static: list[Any]
+    watch: Watch
+    blueprint: Blueprint
+    flops: int
+    gradients: GradientEffects = field(default_factory=lambda: GradientEffects([], []))
+    again: str | None = None
+
+    def stale(self) -> str | None:
+        return self.again or self.watch.broken() or self.gradients.broken()
+
+    def run(self, arguments: Sequence[Storage]) -> Any:
+        for storage, current in self.numbers:
+            value = current()
+            if value != float(storage.array):
+                storage.array = _replicated_like(np.asarray(value), storage.array)
+        self.gradients.release()
+        state = [s.array for s in self.state]
+        read = [s.array for s in self.read]
+        given = [s.array for s in arguments]
+        outputs = self.executable(state, read, self.constants, given)
+        results, state, lasting, written = outputs
+        for position, array in zip(self.written, written, strict=True):
+            arguments[position].array = array
+        for storage, array in zip(self.state, state, strict=True):
+            storage.array = array
+        for reference, array in zip(self.lasting, lasting, strict=True):
+            storage = reference()
+            if storage is not None:
+                storage.array = array
+        self.gradients.repeat()
+        return self._outputs(iter(results))
+
+    def _outputs(self, arrays: Iterator[jax.Array]) -> Any:
+        leaves = [leaf(next(arrays)) if callable(leaf) else leaf.value for leaf in self.out_static]
+        return tree_unflatten(leaves, self.out_tree)
+
+
+def program_of(
+    jaxpr: Any, *, places: Sequence[int | None], sizes: Sequence[int]
+) -> Callable[..., Any]:
+    """Return the function that XLA compiles.
+
+    Args:
+        jaxpr: The trace.
+        places: For each of its constants its place among the state and what is read; None for one
+            that is no storage's.
+        sizes: How many arguments were written, results last, and storages are state: the ends of
+            the trace's results, the last first.
+    """
+
+    def program(state_in: Any, read_in: Any, constants_in: Any, arguments_in: Any) -> Any:
+        held = [*state_in, *read_in]
+        rest = iter(constants_in)
+        consts = [next(rest) if place is None else held[place] for place in places]
+        flat = jax.core.eval_jaxpr(jaxpr, consts, *arguments_in)
+        ends = np.cumsum([0, *sizes]).tolist()
+        a, b, c = (len(flat) - end for end in ends[1:])
+        return flat[:c], flat[c:b], flat[b:a], flat[a:]
+
+    return program
+
+
+def _replicated_like(value: np.ndarray[Any, Any], array: jax.Array) -> jax.Array:
+    return jax.device_put(jnp.asarray(value, array.dtype), array.sharding)
