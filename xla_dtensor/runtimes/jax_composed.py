@@ -34,12 +34,22 @@ def _composed(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 # ------------------------------------------------------------------ linear systems
 
 
-def _is_turned(matrix: torch.Tensor) -> bool:
+def _solve_turns() -> bool:
+    """Tell whether torch's solve factors the transpose: 2.9's does, 2.15's does not."""
+    matrix = torch.tensor([[2.0, 1.0], [0.0, 2.0]], device="cpu")
+    factors: Any = aten._linalg_solve_ex.default(matrix, torch.ones(2, 1, device="cpu"))[1]
+    return factors[0, 1].item() == 0
+
+
+_SOLVE_TURNS = _solve_turns()
+
+
+def _is_row_by_row(matrix: torch.Tensor) -> bool:
     return matrix.is_contiguous() and not matrix.is_complex()
 
 
-def _factors(matrix: torch.Tensor) -> Any:
-    return aten.linalg_lu_factor_ex.default(matrix.mT if _is_turned(matrix) else matrix)
+def _factors(matrix: torch.Tensor, *, turned: bool) -> Any:
+    return aten.linalg_lu_factor_ex.default(matrix.mT if turned else matrix)
 
 
 @_composed(aten._linalg_check_errors.default)
@@ -51,19 +61,18 @@ def _check_errors(info: JaxTensor, api_name: str, *, is_matrix: bool) -> None:
 def _solve_ex(
     matrix: torch.Tensor, other: torch.Tensor, *, left: bool = True, check_errors: bool = False
 ) -> Any:
-    factors, pivots, info = _factors(matrix)
+    turned = _SOLVE_TURNS and _is_row_by_row(matrix)
+    factors, pivots, info = _factors(matrix, turned=turned)
     if check_errors:
         aten._linalg_check_errors.default(info, "torch.linalg.solve_ex", is_matrix=matrix.ndim == 2)
     is_vector = other.ndim == 1 or other.shape == matrix.shape[:-1]
     columns = other.unsqueeze(-1) if is_vector else other
-    found = aten.linalg_lu_solve.default(
-        factors, pivots, columns, left=left, adjoint=_is_turned(matrix)
-    )
+    found = aten.linalg_lu_solve.default(factors, pivots, columns, left=left, adjoint=turned)
     return (found.squeeze(-1) if is_vector else found), factors, pivots, info
 
 
 def _sign_and_diagonal(matrix: torch.Tensor) -> tuple[Any, Any, Any, Any]:
-    factors, pivots, _ = _factors(matrix)
+    factors, pivots, _ = _factors(matrix, turned=_is_row_by_row(matrix))
     places = torch.arange(1, matrix.shape[-1] + 1, dtype=pivots.dtype)
     exchanges = (pivots != places).sum(-1)
     sign = (1 - 2 * (exchanges % 2)).to(matrix.dtype)

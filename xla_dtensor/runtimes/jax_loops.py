@@ -32,6 +32,7 @@ class Plan:
 
     Args:
         forms: What goes into a layer.
+        given: The carry that the first layer is given.
         n_layers: How many there are.
         trace: The block.
         block: The block cut in two.
@@ -39,6 +40,7 @@ class Plan:
     """
 
     forms: Inputs
+    given: Sequence[Form]
     n_layers: int
     trace: BlockTrace
     block: SplitBlock
@@ -51,7 +53,7 @@ class Plan:
 
     def places(self) -> list[NamedSharding | None]:
         """Return how each value of the carry is to lie."""
-        return [_place_of(form) for form in self.forms.carry]
+        return [_place_of(form) for form in self.given]
 
 
 def _stacked(arrays: Sequence[Any], form: Form) -> Any:
@@ -147,10 +149,10 @@ def _unstacked(stack: Any, index: int, form: Form) -> Any:
 
 
 def _place_of(form: Form) -> NamedSharding | None:
-    """Return how a value lies between two layers: as its placements say, if they shard it.
+    """Return how a value lies between two layers: as the first one is given it, where that is cut.
 
     What goes into a loop and what comes out lies alike, in each turn, and left alone XLA would as
-    soon take the parameters' side as the data's.
+    soon take the parameters' side as the data's. A dim that its axes do not divide is left to XLA.
     """
     if form.like is None:
         return None
@@ -159,12 +161,15 @@ def _place_of(form: Form) -> NamedSharding | None:
     root = get_runtime().root(layout.mesh)
     found = named_sharding(layout.op_sharding(root), root, layout.ndim, layout.open_dims)
     entries = [*found.spec, *(None,) * (len(form.shape) - len(found.spec))]
-    named = [entry not in (None, PartitionSpec.UNCONSTRAINED) for entry in entries]
-    if not any(named) or padded_shape(form.shape, found) != form.shape:
+    padded = padded_shape(form.shape, found)
+    is_partial = any(placement.is_partial() for placement in placements)
+    places = [
+        PartitionSpec.UNCONSTRAINED if n != m or (is_partial and entry is None) else entry
+        for entry, n, m in zip(entries, form.shape, padded, strict=True)
+    ]
+    if all(place in (None, PartitionSpec.UNCONSTRAINED) for place in places):
         return None
-    if any(placement.is_partial() for placement in placements):
-        entries = [PartitionSpec.UNCONSTRAINED if e is None else e for e in entries]
-    return NamedSharding(found.mesh, PartitionSpec(*entries))
+    return NamedSharding(found.mesh, PartitionSpec(*places))
 
 
 def _placed(values: Sequence[Any], places: Sequence[NamedSharding | None]) -> list[Any]:

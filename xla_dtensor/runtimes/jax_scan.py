@@ -85,6 +85,7 @@ def _planned(layers: Layers, carry: Any, shared: Any, policy: Policy) -> Plan:
     )
     flat = [form for form in forms.flat() if form is not None]
     with_grad = torch.is_grad_enabled() and any(form.requires_grad for form in flat)
+    given = forms.carry
     # A layer's output needs a gradient as soon as any parameter does.
     carry_forms = [replace(form, requires_grad=_inexact(form)) for form in forms.carry]
     trace = None
@@ -102,7 +103,7 @@ def _planned(layers: Layers, carry: Any, shared: Any, policy: Policy) -> Plan:
     n_inputs = len(forms.flat())
     wanted = forms.like([i in trace.wanted for i in range(n_inputs)])
     block = split(trace, n_inputs, policy.saveable)
-    return Plan(forms, len(layers.tensors), trace, block, wanted)
+    return Plan(forms, given, len(layers.tensors), trace, block, wanted)
 
 
 def _traced(layers: Layers, forms: Inputs, policy: Policy, *, with_grad: bool) -> BlockTrace:

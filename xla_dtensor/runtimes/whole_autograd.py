@@ -40,4 +40,6 @@ class Contract(torch.autograd.Function):
         """Compute the gradients that are needed."""
         a, b = ctx.saved_tensors
         to_a, to_b = ctx.needs_input_grad
-        return torch.matmul(b, grad.mT) if to_a else None, torch.matmul(a, grad) if to_b else None
+        grad_a = torch.matmul(b.conj(), grad.mT) if to_a else None
+        grad_b = torch.matmul(a.conj(), grad) if to_b else None
+        return grad_a, grad_b

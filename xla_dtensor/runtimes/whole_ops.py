@@ -76,12 +76,12 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         to_x, to_weight, to_bias = ctx.needs_input_grad
         if weight.ndim == 1:
-            grad_x = grad.unsqueeze(-1) * weight if to_x else None
-            products = grad.unsqueeze(-1) * x
+            grad_x = grad.unsqueeze(-1) * weight.conj() if to_x else None
+            products = grad.unsqueeze(-1) * x.conj()
             grad_weight = products.sum(list(range(x.ndim - 1))) if to_weight else None
         else:
-            grad_x = torch.matmul(grad, weight) if to_x else None
-            grad_weight = below(_weight_grad, grad, x) if to_weight else None
+            grad_x = torch.matmul(grad, weight.conj()) if to_x else None
+            grad_weight = below(_weight_grad, grad, x.conj()) if to_weight else None
         grad_bias = grad.sum(list(range(x.ndim - 1))) if to_bias and x.ndim > 1 else None
         if to_bias and x.ndim == 1:
             grad_bias = grad
@@ -109,12 +109,12 @@ class _Matmul(torch.autograd.Function):
         grad = grad.unsqueeze(-2) if a.ndim == 1 else grad
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_a = torch.matmul(grad, matrix_b.mT).sum_to_size(matrix_a.shape).view(a.shape)
+            grad_a = torch.matmul(grad, matrix_b.mH).sum_to_size(matrix_a.shape).view(a.shape)
         if ctx.needs_input_grad[1]:
             if matrix_b.ndim == 2 and matrix_a.ndim > 2:
-                grad_b = below(_weight_grad, matrix_a, grad).view(b.shape)
+                grad_b = below(_weight_grad, matrix_a.conj(), grad).view(b.shape)
             else:
-                product = torch.matmul(matrix_a.mT, grad)
+                product = torch.matmul(matrix_a.mH, grad)
                 grad_b = product.sum_to_size(matrix_b.shape).view(b.shape)
         return grad_a, grad_b
 
@@ -170,11 +170,26 @@ def _attention(
             return _attention(
                 q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+    if attn_mask is not None and is_causal and _REFUSAL is not None:
+        raise RuntimeError(_REFUSAL)
     if dropout_p > 0.0 or (attn_mask is not None and attn_mask.requires_grad):
         return _attention_by_parts(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
     return _Attention.apply(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+
+
+def _refusal_of_a_mask_and_causal() -> str | None:
+    """Return how torch refuses a mask beside ``is_causal``: 2.15 does, 2.9 takes both on a CPU."""
+    one, mask = torch.ones(1, 1, 1, 1, device="cpu"), torch.ones(1, 1, device="cpu")
+    try:
+        aten.scaled_dot_product_attention.default(one, one, one, mask, is_causal=True)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+_REFUSAL = _refusal_of_a_mask_and_causal()
 
 
 def _cast(tensor: Any, dtype: torch.dtype) -> Any:

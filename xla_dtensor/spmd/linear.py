@@ -50,8 +50,8 @@ class XLAPatchedLinear(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         to_input, to_weight, to_bias = (*ctx.needs_input_grad, False)[:3]
         grads = (
-            _whole(_linear, grad, weight.t(), None) if to_input else None,
-            _whole(_weight_grad, grad, input) if to_weight else None,
+            _whole(_linear, grad, weight.mH, None) if to_input else None,
+            _whole(_weight_grad, grad, input.conj()) if to_weight else None,
             grad.sum(list(range(grad.ndim - 1))) if to_bias and grad.ndim > 1 else None,
         )
         if to_bias and grad.ndim == 1:

@@ -22,61 +22,21 @@ from tests.xla_dtensor.runtimes import (
     lowering_cases_special,
 )
 from tests.xla_dtensor.runtimes.lowering_cases import CASES, ELSEWHERE, POINTWISE, RANGES
-from xla_dtensor import DeviceMesh, DTensor, distribute_tensor
+from tests.xla_dtensor.runtimes.lowering_checks import (
+    assert_same,
+    check_gradients,
+    check_values,
+    count_calls,
+    per_op,
+    sharded,
+)
+from xla_dtensor import DeviceMesh, distribute_tensor
 from xla_dtensor.runtimes import jax_lowering
-from xla_dtensor.runtimes.jax_lowering.table import TABLE, Lowering
+from xla_dtensor.runtimes.jax_lowering.table import TABLE
 
 pytestmark = [pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]
 
 aten = torch.ops.aten
-
-
-def sharded(mesh: DeviceMesh) -> Callable[[torch.Tensor], DTensor]:
-    """Dims 0 and 1 on dp and tp; sizes such as 5 and 6 leave the last shards short."""
-
-    def put(tensor: torch.Tensor) -> DTensor:
-        return distribute_tensor(tensor, mesh, ("dp", "tp", None, None)[: tensor.ndim] or None)
-
-    return put
-
-
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.dtype == torch.float32 else tensor
-
-
-def assert_same(found: Any, expected: Any, reference: Any) -> None:
-    """Compare with the values of `reference`, in the dtypes of `expected`."""
-    for ours, plain, value in zip(
-        *(tree_flatten(v)[0] for v in (found, expected, reference)), strict=True
-    ):
-        if isinstance(plain, torch.Tensor):
-            assert isinstance(ours, DTensor)
-            assert (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
-            half = plain.dtype == torch.bfloat16
-            tolerance: dict[str, Any] = (
-                {"rtol": 2e-2, "atol": 1e-2} if half else {"rtol": 2e-5, "atol": 2e-6}
-            )
-            torch.testing.assert_close(
-                ours.cpu(), value.detach().to(plain.dtype), equal_nan=True, **tolerance
-            )
-        else:
-            assert ours == plain
-
-
-def count_calls(monkeypatch: pytest.MonkeyPatch, op: Any) -> list[Any]:
-    """Record each use of an op's lowering."""
-    lowering, calls = TABLE[op], []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(op)
-        return lowering.function(*args, **kwargs)
-
-    monkeypatch.setitem(TABLE, op, Lowering(counted, lowering.wants_meta))
-    return calls
-
-
-def per_op(table: dict[Any, Any]) -> Any:
-    return pytest.mark.parametrize("op", table, ids=lambda op: str(op).removeprefix("aten."))
 
 
 def test_every_lowering_has_a_case() -> None:
@@ -94,50 +54,14 @@ def test_every_lowering_has_a_case() -> None:
 
 @per_op(CASES)
 def test_values(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, op: Any) -> None:
-    calls = count_calls(monkeypatch, op)
-    for case in CASES[op]:
-        del calls[:]
-        with torch.inference_mode():
-            found = case.mapped(sharded(mesh)).run(op)
-        assert calls, "the op never reached its lowering"
-        assert_same(found, case.run(op), case.mapped(wide).run(op))
-
-
-def leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
-
-
-def pulled(output: Any, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Send a cotangent of distinct numbers back through every differentiable output."""
-    outputs = [
-        v for v in tree_flatten(output)[0] if isinstance(v, torch.Tensor) and v.requires_grad
-    ]
-    for out in outputs:
-        cotangent = torch.linspace(-1, 1.3, out.numel(), dtype=torch.float64).reshape(out.shape)
-        out.backward(put(cotangent.to(out.dtype)), retain_graph=True)
+    check_values(mesh, monkeypatch, op, CASES[op])
 
 
 @per_op(CASES)
 def test_gradients(mesh: DeviceMesh, op: Any) -> None:
     # Further cases of pointwise ops differ in dtypes and scalars only.
-    for case in CASES[op][: 2 if op in POINTWISE else None]:
-        if not all(t.numel() for t in case.tensors()):
-            continue  # nothing to differentiate
-        reference = case.mapped(wide).mapped(leaf)
-        try:
-            pulled(reference.run(op), lambda t: t)
-        except RuntimeError:
-            continue  # torch itself cannot differentiate it
-        ours = case.mapped(lambda t: leaf(sharded(mesh)(t)))
-        pulled(ours.run(op), sharded(mesh))
-        for mine, theirs in zip(ours.tensors(), reference.tensors(), strict=True):
-            assert (mine.grad is None) == (theirs.grad is None)
-            if theirs.grad is not None:
-                assert mine.grad is not None
-                expected_grad = theirs.grad.to(mine.dtype)
-                torch.testing.assert_close(
-                    mine.grad.cpu(), expected_grad, rtol=2e-5, atol=5e-6, equal_nan=True
-                )
+    cases = CASES[op][: 2 if op in POINTWISE else None]
+    check_gradients(mesh, op, cases, rtol=2e-5, atol=5e-6)
 
 
 OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

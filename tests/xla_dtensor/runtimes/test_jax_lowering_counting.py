@@ -16,8 +16,9 @@ from tests.xla_dtensor.runtimes.lowering_checks import (
     check_gradients,
     check_in_a_step,
     check_values,
+    per_op,
+    sharded,
 )
-from tests.xla_dtensor.runtimes.test_jax_lowering import per_op, sharded
 from xla_dtensor import DeviceMesh
 from xla_dtensor import compile as xla_compile
 from xla_dtensor.errors import CompileError, UnsupportedOpError

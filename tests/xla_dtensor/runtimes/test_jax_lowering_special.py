@@ -9,11 +9,13 @@ import torch
 
 from tests.xla_dtensor.runtimes.lowering_cases_special import ALL, FOURIER
 from tests.xla_dtensor.runtimes.lowering_checks import (
+    assert_same,
     check_gradients,
     check_in_a_step,
     check_values,
+    per_op,
+    sharded,
 )
-from tests.xla_dtensor.runtimes.test_jax_lowering import assert_same, per_op, sharded
 from xla_dtensor import DeviceMesh
 
 pytestmark = [pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]

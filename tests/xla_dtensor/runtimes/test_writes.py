@@ -19,7 +19,6 @@ import xla_dtensor as xd
 from mesh_utils import Mesh
 from xla_dtensor import DeviceMesh, distribute_tensor
 from xla_dtensor.device_mesh import as_device_mesh
-from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtimes import Runtime
 
 ROWS, COLUMNS = 8, 16
@@ -206,12 +205,8 @@ def _set_by_mask(start: int, length: int, step: int) -> Write:
 WRITES = [
     _slice, _columns, _shifted, _row, _element, _picked, _points, _added, _scattered,
     _scatter_added, _masked, _diagonal, _transposed, _flat, _rolled, _listed_columns, _put_added,
-    _grid, _copied, _filled, _set_by_mask, _put_flat,
+    _grid, _copied, _filled, _set_by_mask, _put_flat, _reduced,
 ]  # fmt: skip
-
-
-# Refused on the JAX runtime, which has no lowering for it.
-ONLY_ON_TORCH_XLA = [_reduced]
 
 
 @st.composite
@@ -270,19 +265,6 @@ def test_a_write_keeps_the_sharding(
     make(2, 5, 3)(x)
     assert {shard.num_bytes_on_device for shard in x.addressable_shards()} == {4 * 4 * 4}
     assert str(x.xla_sharding()) == before
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("make", ONLY_ON_TORCH_XLA)
-def test_a_write_that_jax_refuses(
-    runtime: Runtime, make: Callable[[int, int, int], Write], spec: Any
-) -> None:
-    chain = [(make.__name__, make(2, 5, 3))]
-    if runtime.name == "jax":
-        with pytest.raises(UnsupportedOpError, match="no lowering"):
-            check(chain, (2, 4), spec, eager=False)
-    else:
-        check(chain, (2, 4), spec, eager=False)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
