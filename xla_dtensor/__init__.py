@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from xla_dtensor.rng import manual_seed as manual_seed
     from xla_dtensor.runtimes import get_runtime as get_runtime
     from xla_dtensor.runtimes import installed_runtimes as installed_runtimes
+    from xla_dtensor.runtimes.attention_choice import attention_kernel as attention_kernel
     from xla_dtensor.scanned_layers import ScannedLayers as ScannedLayers
     from xla_dtensor.scanned_layers import scan_layers as scan_layers
     from xla_dtensor.shard_position import (
@@ -71,6 +72,7 @@ _WHERE = {
     "OpSharding": "xla_dtensor.core",
     "ScannedLayers": "xla_dtensor.scanned_layers",
     "SkipDTensorDispatch": "xla_dtensor.skip_dispatch",
+    "attention_kernel": "xla_dtensor.runtimes.attention_choice",
     "call_jax": "xla_dtensor.calling_jax",
     "checkpoint_name": "xla_dtensor.remat",
     "compile": "xla_dtensor.compiled_step",
@@ -111,6 +113,7 @@ __all__ = [
     "OpSharding",
     "ScannedLayers",
     "SkipDTensorDispatch",
+    "attention_kernel",
     "call_jax",
     "checkpoint_name",
     "compile",

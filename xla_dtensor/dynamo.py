@@ -31,7 +31,7 @@ from xla_dtensor.dynamo_calls import real_mesh
 from xla_dtensor.errors import DistributeError
 from xla_dtensor.known_axes import Known
 from xla_dtensor.propagation import Placements
-from xla_dtensor.runtimes.functional_ops import Names
+from xla_dtensor.runtimes.layout_names import Names
 
 if TYPE_CHECKING:
     from xla_dtensor.dtensor import DTensor

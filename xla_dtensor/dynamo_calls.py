@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from xla_dtensor.runtimes.functional_ops import Names
+from xla_dtensor.runtimes.layout_names import Names
 
 __all__ = ["called_in_graph", "one_call", "real_mesh"]
 

@@ -85,6 +85,11 @@ def _attention_grads(num_axes: int, args: Any) -> list[Any]:
     return [args[1][0], args[2][0], args[3][0]]
 
 
+def _lean_attention(num_axes: int, args: Any) -> list[Any]:
+    output = _per_axis(_attention, 3)(num_axes, args)
+    return [output, output]  # the sums have all dims of the output but the last
+
+
 def _replicated(num_axes: int, args: Any) -> tuple[Placement, ...]:
     """PyTorch has no rule for products of groups of rows, and asking it logs an error each time."""
     return (Replicate(),) * num_axes
@@ -96,5 +101,7 @@ WHOLE_OP_LABELS: dict[Any, Callable[[int, Any], Any]] = {
     aten.scaled_dot_product_attention.default: _per_axis(_attention, 3),
     torch.ops.xla_dtensor.linear_weight_grad.default: _per_axis(_weight_grad, 2),
     torch.ops.xla_dtensor.sdpa_backward.default: _attention_grads,
+    torch.ops.xla_dtensor.sdpa_lean.default: _lean_attention,
+    torch.ops.xla_dtensor.sdpa_lean_backward.default: _attention_grads,
     aten._grouped_mm.default: _replicated,
 }

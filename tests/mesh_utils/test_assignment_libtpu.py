@@ -4,33 +4,13 @@ A bad order of devices makes libtpu refuse, or abort the process (a random one o
 so a child process compiles. Snakes, rings, blocks and strided axes are among the meshes.
 """
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
 from mesh_utils import Topology, assign
+from tests.libtpu import needs_libtpu, run_with_libtpu
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None or importlib.util.find_spec("jax") is None,
-    reason="libtpu, the TPU compiler, is not installed: pip install xla-dtensor[preflight]",
-)
-
-ROOT = Path(__file__).resolve().parents[2]
-
-# libtpu neither looks for a TPU nor asks the cloud about one.
-ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "JAX_PLATFORMS": "cpu",
-    "PYTHONPATH": str(ROOT),
-}
+pytestmark = needs_libtpu
 
 MESHES: list[tuple[str, tuple[int, ...]]] = [
     ("v5e:16x16", (64, 4)),
@@ -80,16 +60,8 @@ for name, shape, wrap in json.loads(sys.argv[1]):
 
 def test_libtpu_takes_searched_meshes(tmp_path: Path) -> None:
     asked = [(name, shape, Topology.parse(name).wrap) for name, shape in MESHES]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(asked)],
-        env={**os.environ, **ENVIRONMENT},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    printed = run_with_libtpu(PROGRAM, json.dumps(asked), folder=tmp_path, time_limit_seconds=500)
+    found = [json.loads(line) for line in printed.splitlines()]
     compiled = [line for line in found if line[2] != "ids"]
     assert len(compiled) == sum(2 * len(shape) for _, shape in MESHES)
     assert all(line[-1] for line in compiled), [line for line in compiled if not line[-1]]

@@ -5,36 +5,17 @@ compiles an all-gather and an all-reduce over every axis. A bad mesh can abort l
 compiling is a test of its own. The programs are read here.
 """
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mesh_utils import HybridMesh, MeshError, synthetic_devices
+from tests.libtpu import needs_libtpu, run_with_libtpu
 from xla_dtensor.report import collectives
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None or importlib.util.find_spec("jax") is None,
-    reason="libtpu, the TPU compiler, is not installed: pip install xla-dtensor[preflight]",
-)
-
-ROOT = Path(__file__).resolve().parents[2]
-
-# libtpu neither looks for a TPU nor asks the cloud about one.
-ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "JAX_PLATFORMS": "cpu",
-    "PYTHONPATH": str(ROOT),
-}
+pytestmark = needs_libtpu
 
 NAMES = ("dp", "tp", "sp")
 ROWS = 64
@@ -70,6 +51,7 @@ import json, sys
 import jax, numpy as np
 from jax.experimental import mesh_utils as jax_mesh_utils, topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.libtpu import needs_libtpu, run_with_libtpu
 from mesh_utils import HybridMesh
 
 asked = json.loads(sys.argv[1])
@@ -126,20 +108,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What libtpu lists and compiles."""
     folder = tmp_path_factory.mktemp("hybrid_libtpu")
     asked = json.dumps({"topologies": TOPOLOGIES, "splits": SPLITS, "names": NAMES, "rows": ROWS})
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("XLA_", "PJRT_", "NPROC", "TPU_", "LIBTPU_"))
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, asked, str(folder / "found.json")],
-        env={**inherited, **ENVIRONMENT},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_with_libtpu(PROGRAM, asked, str(folder / "found.json"), folder=folder)
     return json.loads((folder / "found.json").read_text())
 
 

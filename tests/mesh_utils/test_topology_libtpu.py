@@ -7,27 +7,18 @@ libtpu takes ours.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mesh_utils import Topology
+from tests.libtpu import needs_libtpu, run_with_libtpu
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None or importlib.util.find_spec("jax") is None,
-        reason="needs jax and libtpu",
-    ),
+    needs_libtpu,
 ]
-
-ROOT = Path(__file__).resolve().parents[2]
 
 NAMES = [
     *("v2-8", "v2-128", "v3-32", "v3-256"),
@@ -72,30 +63,8 @@ def asked(name: str) -> tuple[str, str, dict[str, Any]]:
 def listed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any]]]:
     """What libtpu lists for each name."""
     folder = tmp_path_factory.mktemp("topology_libtpu")
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("XLA_", "PJRT_", "NPROC", "TPU_", "LIBTPU_"))
-    }
-    environment = {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-    }
     arguments = json.dumps([asked(name) for name in NAMES])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, arguments, str(folder / "found.json")],
-        env={**inherited, **environment},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_with_libtpu(PROGRAM, arguments, str(folder / "found.json"), folder=folder)
     return json.loads((folder / "found.json").read_text())
 
 

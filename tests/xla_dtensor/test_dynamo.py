@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 import xla_dtensor as xd
 from tests.xla_dtensor.compiling import Counting, compiled, lies_as, put
 from xla_dtensor.runtimes import Runtime
-from xla_dtensor.runtimes.functional_ops import Names
+from xla_dtensor.runtimes.layout_names import Names
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 

@@ -21,7 +21,8 @@ import torch
 from mesh_utils import Axis
 from xla_dtensor.core import Layout, ManualRegion
 from xla_dtensor.nested import leaves
-from xla_dtensor.runtimes.functional_ops import Names, define, is_traced, run_traced
+from xla_dtensor.runtimes.functional_ops import define, is_traced, run_traced
+from xla_dtensor.runtimes.layout_names import Names
 from xla_dtensor.runtimes.registry import get_runtime
 
 __all__ = [

@@ -15,25 +15,23 @@ torch_xla gets wrong) is recorded under a name of ours in the same way, see :fun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
 from xla_dtensor.core import Layout
-from xla_dtensor.errors import CompileError
 from xla_dtensor.nested import leaves, map_nested
+from xla_dtensor.runtimes.layout_names import layout_names, name_of
 from xla_dtensor.runtimes.registry import get_runtime
 
 __all__ = [
     "KERNELS",
-    "Names",
     "constrain",
     "define",
     "functional_form",
     "is_traced",
-    "layout_names",
     "put",
     "reshaped",
     "run_traced",
@@ -48,54 +46,6 @@ _library = torch.library.Library("xla_dtensor", "FRAGMENT")
 
 # What the ops of this module do with payloads, for runtimes whose payloads dispatch themselves.
 KERNELS: dict[Any, Callable[..., Any]] = {}
-
-
-class Names:
-    """Texts that stand for values in graphs, which hold tensors and plain constants only.
-
-    Example:
-        >>> names = Names("mesh")
-        >>> names.name(("dp", 2), "(dp=2)")
-        '(dp=2) #0'
-        >>> names.value("(dp=2) #0")
-        ('dp', 2)
-    """
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-        self._names: dict[Hashable, str] = {}
-        self._values: dict[str, Any] = {}
-
-    def name(self, value: Any, text: str, key: Hashable | None = None) -> str:
-        """Return the text of a value; equal values (by `key`, if one is given) have one text."""
-        key = value if key is None else key
-        if key not in self._names:
-            self._names[key] = f"{text} #{len(self._names)}"
-            self._values[self._names[key]] = value
-        return self._names[key]
-
-    def value(self, name: str) -> Any:
-        """Return the value that a text stands for.
-
-        Raises:
-            CompileError: This process never gave out the text.
-        """
-        try:
-            return self._values[name]
-        except KeyError:
-            raise CompileError(
-                f"A compiled graph names the {self._kind} {name!r}. This process has none of that "
-                "name: the graph was made by another one. Compile the function in this process."
-            ) from None
-
-
-layout_names = Names("layout")
-
-
-def _name(layout: Layout) -> str:
-    axes = zip(layout.mesh.axis_names, layout.mesh.mesh_shape, strict=True)
-    mesh = ", ".join(f"{name}={size}" for name, size in axes)
-    return layout_names.name(layout, f"{layout} on ({mesh})")
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
@@ -114,14 +64,14 @@ def constrain(payload: torch.Tensor, layout: Layout) -> torch.Tensor:
     if payload.is_meta:
         return payload.clone()
     if is_traced(payload):
-        return torch.ops.xla_dtensor.constrain.default(payload, _name(layout))
+        return torch.ops.xla_dtensor.constrain.default(payload, name_of(layout))
     return get_runtime().constrain(payload, layout)
 
 
 def put(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Return a payload with the values of a host tensor, or record that."""
     if is_traced(tensor):
-        return torch.ops.xla_dtensor.put.default(tensor, _name(layout))
+        return torch.ops.xla_dtensor.put.default(tensor, name_of(layout))
     return get_runtime().put(tensor, layout)
 
 

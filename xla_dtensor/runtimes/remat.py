@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.errors import ArgumentTypeError, ScanError
+from xla_dtensor.runtimes import whole_ops as whole_ops  # defines torch.ops.xla_dtensor
 
 __all__ = ["AS_SEEN", "KINDS", "Remat"]
 
@@ -18,13 +19,18 @@ _WITH_NAMES = ("save", "offload")
 
 # Ops that stay whole on a mesh, and what torch makes of them elsewhere: policies that list ops
 # name those.
+_ATTENTION = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
 AS_SEEN: dict[Any, tuple[Any, ...]] = {
     aten.linear.default: (aten.mm.default, aten.addmm.default),
     aten.matmul.default: (aten.mm.default, aten.bmm.default),
-    aten.scaled_dot_product_attention.default: (
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten.scaled_dot_product_attention.default: _ATTENTION,
+    torch.ops.xla_dtensor.sdpa_lean.default: (
+        aten.scaled_dot_product_attention.default,
+        *_ATTENTION,
     ),
 }
 

@@ -6,8 +6,10 @@ before anything below autograd can see the op. A tensor that carries the dispatc
 it and are not affected; checkpoint, autocast and hooks all work, because this is torch's own
 dispatcher and no mode.
 
-The backward formulas are written with ops that are themselves whole. Only two have no name in
+The backward formulas are written with ops that are themselves whole. Two have no name in
 aten and are defined here: ``xla_dtensor::linear_weight_grad`` and ``xla_dtensor::sdpa_backward``.
+Attention over long sequences is a pair of ops of its own, ``xla_dtensor::sdpa_lean`` and its
+backward, which hands on the logarithm of the softmax's sums.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.runtimes.attention_choice import is_lean, where_heads_lie
 from xla_dtensor.runtimes.whole_autograd import below, save
 from xla_dtensor.runtimes.whole_einsum import einsum
 
@@ -28,6 +31,15 @@ _definitions.define(
     "sdpa_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
     "bool is_causal, float? scale, bool enable_gqa) -> (Tensor, Tensor, Tensor)"
 )
+_definitions.define(
+    "sdpa_lean(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, "
+    "float? scale, str lies) -> (Tensor, Tensor)"
+)
+_definitions.define(
+    "sdpa_lean_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
+    "Tensor output, Tensor log_sum, bool is_causal, float? scale, str lies) "
+    "-> (Tensor, Tensor, Tensor)"
+)
 
 
 @torch.library.impl(_definitions, "linear_weight_grad", "Meta")
@@ -35,6 +47,14 @@ def _(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     return grad.new_empty((grad.shape[-1], input.shape[-1]))
 
 
+@torch.library.impl(_definitions, "sdpa_lean", "Meta")
+def _(query: Any, key: Any, value: Any, *_: Any) -> Any:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    output = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=value.dtype, device="meta")
+    return output, torch.empty(query.shape[:-1], dtype=wide, device="meta")
+
+
+@torch.library.impl(_definitions, "sdpa_lean_backward", "Meta")
 @torch.library.impl(_definitions, "sdpa_backward", "Meta")
 def _(grad: Any, query: Any, key: Any, value: Any, *_: Any) -> Any:
     return tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (query, key, value))
@@ -44,6 +64,8 @@ _registrations: list[torch.library.Library] = []
 aten = torch.ops.aten
 _weight_grad = torch.ops.xla_dtensor.linear_weight_grad.default
 _attention_grad = torch.ops.xla_dtensor.sdpa_backward.default
+_lean = torch.ops.xla_dtensor.sdpa_lean.default
+_lean_grad = torch.ops.xla_dtensor.sdpa_lean_backward.default
 
 
 def register() -> None:
@@ -151,6 +173,22 @@ class _Attention(torch.autograd.Function):
         return (*needed, None, None, None, None)
 
 
+class _LeanAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: Any) -> Any:
+        ctx.options = (is_causal, scale, where_heads_lie(q, k, v))
+        output, log_sum = below(_lean, q, k, v, mask, *ctx.options)
+        save(ctx, q, k, v, mask, output, log_sum)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Any) -> Any:
+        grads = below(_lean_grad, grad, *ctx.saved_tensors, *ctx.options)
+        needed = [g if n else None for g, n in zip(grads, ctx.needs_input_grad, strict=False)]
+        return (*needed, None, None, None)
+
+
 def _attention(
     query: Any,
     key: Any,
@@ -176,6 +214,8 @@ def _attention(
         return _attention_by_parts(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
+    if (enable_gqa or query.shape[:-2] == key.shape[:-2]) and is_lean(query, key, value):
+        return _LeanAttention.apply(query, key, value, attn_mask, is_causal, scale)
     return _Attention.apply(query, key, value, attn_mask, is_causal, scale, enable_gqa)
 
 
@@ -224,5 +264,7 @@ WHOLE_OPS = frozenset(
         aten.scaled_dot_product_attention.default,
         _weight_grad,
         _attention_grad,
+        _lean,
+        _lean_grad,
     }
 )

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +14,11 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import xla_dtensor as xd
+from tests.libtpu import needs_libtpu, run_with_libtpu
 from xla_dtensor.errors import CompileError
 from xla_dtensor.report import collectives
 
 pytestmark = [pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def jax_mesh(devices: Any) -> Any:
@@ -331,36 +326,10 @@ print(json.dumps({"hlo": text, "loss": loss}))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu, the TPU compiler, is not installed: pip install xla-dtensor[preflight]",
-)
+@needs_libtpu
 def test_libtpu_compiles_a_step_traced_on_cpu(mesh: xd.DeviceMesh, tmp_path: Path) -> None:
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("XLA_", "PJRT_", "TPU_", "LIBTPU_"))
-    }
-    # libtpu neither looks for a TPU nor asks the cloud about one.
-    environment = {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "JAX_PLATFORMS": "cpu",
-        "NPROC": "64",
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(Path(__file__).parent)],
-        env={**inherited, **environment},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    text = json.loads(done.stdout.splitlines()[-1])["hlo"]
+    printed = run_with_libtpu(CHILD, str(Path(__file__).parent), folder=tmp_path)
+    text = json.loads(printed.splitlines()[-1])["hlo"]
     # Memory laid out in tiles is a TPU's.
     assert "num_partitions=8" in text.splitlines()[0]
     assert ":T(2,128)}" in text

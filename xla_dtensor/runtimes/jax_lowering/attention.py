@@ -1,7 +1,8 @@
 """Scaled dot product attention on (..., heads, length, head_dim), kept in that shape throughout.
 
 Scores are computed in float32 for half-precision inputs. The backward is JAX's derivative of the
-forward, so that it keeps the same dims apart.
+forward, so that it keeps the same dims apart. Long sequences take the kernels of
+``attention_lean`` instead, which never hold all scores.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 import torch
 
 from xla_dtensor.runtimes import whole_ops as whole_ops  # defines torch.ops.xla_dtensor
+from xla_dtensor.runtimes.attention_choice import is_lean
+from xla_dtensor.runtimes.jax_lowering import attention_lean
 from xla_dtensor.runtimes.jax_lowering.matmul import precision
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
@@ -32,8 +35,18 @@ def attention(
     scores = jnp.einsum(
         "...qd,...kd->...qk", q, k, precision=precision(), preferred_element_type=wide
     )
-    weights = jax.nn.softmax(_masked(scores * jnp.asarray(scale, wide), mask, is_causal), axis=-1)
+    weights = _softmax(_masked(scores * jnp.asarray(scale, wide), mask, is_causal), mask)
     return jnp.einsum("...qk,...kd->...qd", weights.astype(v.dtype), v, precision=precision())
+
+
+def _softmax(scores: Any, mask: Any) -> Any:
+    """Return weights; those of a row that may see nothing are 0, as in torch, not 0 / 0."""
+    if mask is None:
+        return jax.nn.softmax(scores, axis=-1)
+    is_blind = jnp.isneginf(scores).all(-1, keepdims=True)
+    # The scores too: a gradient that is multiplied by 0 is no number if the softmax is none.
+    weights = jax.nn.softmax(jnp.where(is_blind, 0, scores), axis=-1)
+    return jnp.where(is_blind, 0, weights)
 
 
 def _masked(scores: Any, mask: Any, is_causal: bool) -> Any:
@@ -75,6 +88,10 @@ def _sdpa(
 ) -> Any:
     if dropout_p:
         raise NotImplementedError("attention with dropout is written out above this lowering")
+    same = enable_gqa or query.shape[:-2] == key.shape[:-2]
+    if same and is_lean(query, key, value):
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        return attention_lean.forward(query, key, value, attn_mask, is_causal, factor)[0]
     return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa)
 
 
