@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from xla_dtensor.fsdp_module import fully_shard as fully_shard
     from xla_dtensor.installation import install as install
     from xla_dtensor.installation import uninstall as uninstall
+    from xla_dtensor.linear_loss import linear_cross_entropy as linear_cross_entropy
     from xla_dtensor.local_view import LocalView as LocalView
     from xla_dtensor.modes import implicit_replication as implicit_replication
     from xla_dtensor.modes import loss_parallel as loss_parallel
@@ -89,6 +90,7 @@ _WHERE = {
     "install": "xla_dtensor.installation",
     "installed_runtimes": "xla_dtensor.runtimes",
     "is_rng_supported_mesh": "xla_dtensor.rng",
+    "linear_cross_entropy": "xla_dtensor.linear_loss",
     "loss_parallel": "xla_dtensor.modes",
     "manual_seed": "xla_dtensor.rng",
     "ones": "xla_dtensor.factories",
@@ -130,6 +132,7 @@ __all__ = [
     "install",
     "installed_runtimes",
     "is_rng_supported_mesh",
+    "linear_cross_entropy",
     "loss_parallel",
     "manual_seed",
     "ones",

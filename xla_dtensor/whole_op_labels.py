@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from xla_dtensor.runtimes import whole_ops as whole_ops  # defines torch.ops.xla_dtensor
+from xla_dtensor.runtimes.linear_loss_ops import linear_loss, linear_loss_backward
 
 __all__ = ["WHOLE_OP_LABELS"]
 
@@ -90,6 +91,18 @@ def _lean_attention(num_axes: int, args: Any) -> list[Any]:
     return [output, output]  # the sums have all dims of the output but the last
 
 
+def _linear_loss(num_axes: int, args: Any) -> list[Any]:
+    """One number for each token: it lies as the tokens do."""
+    placements, shape = args[0][:2]
+    kept = [p if _dim(p) not in (None, len(shape) - 1) else Replicate() for p in placements]
+    return [tuple(kept), tuple(kept)]
+
+
+def _linear_loss_grads(num_axes: int, args: Any) -> list[Any]:
+    of_bias = [p if _dim(p) == 0 else Replicate() for p in args[2][0]]
+    return [args[1][0], args[2][0], tuple(of_bias)]
+
+
 def _replicated(num_axes: int, args: Any) -> tuple[Placement, ...]:
     """PyTorch has no rule for products of groups of rows, and asking it logs an error each time."""
     return (Replicate(),) * num_axes
@@ -103,5 +116,7 @@ WHOLE_OP_LABELS: dict[Any, Callable[[int, Any], Any]] = {
     torch.ops.xla_dtensor.sdpa_backward.default: _attention_grads,
     torch.ops.xla_dtensor.sdpa_lean.default: _lean_attention,
     torch.ops.xla_dtensor.sdpa_lean_backward.default: _attention_grads,
+    linear_loss: _linear_loss,
+    linear_loss_backward: _linear_loss_grads,
     aten._grouped_mm.default: _replicated,
 }
