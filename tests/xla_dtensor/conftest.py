@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -60,3 +60,19 @@ def sentences(message: str) -> list[str]:
 @pytest.fixture
 def count_sentences() -> Callable[[str], int]:
     return lambda message: len(sentences(message))
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Let ``torch.compile`` begin anew, and leave nothing of the test behind."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=["eager", "aot_eager", "openxla"])
+def backend(request: pytest.FixtureRequest, runtime: Runtime) -> str:
+    """Return a back end of ``torch.compile`` that the session's runtime has."""
+    if request.param == "openxla" and runtime.name != "torch_xla":
+        pytest.skip("a back end of torch_xla's")
+    return request.param

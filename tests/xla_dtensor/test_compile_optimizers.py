@@ -120,10 +120,9 @@ def test_training_equals_plain_pytorch(mesh: xd.DeviceMesh, name: str) -> None:
 
 
 @pytest.mark.only_on("torch_xla")
-@pytest.mark.parametrize("name", ["adamw", "sgd, momentum cycles", "adafactor, foreach"])
+@pytest.mark.parametrize("name", ["adamw", "sgd, momentum cycles"])
 def test_training_equals_plain_pytorch_lazily(mesh: xd.DeviceMesh, name: str) -> None:
-    if name.startswith("adafactor"):
-        pytest.skip("torch_xla traces anew on every call, and Adafactor reads values")
+    # Not Adafactor: torch_xla traces anew on every call, and Adafactor reads values.
     losses, parameters, _ = trained(mesh, *CASES[name])
     wanted, wanted_parameters = trained_plainly(*CASES[name])
     assert losses == pytest.approx(wanted, abs=1e-5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,21 +23,9 @@ from tests.xla_dtensor.compiling import Counting, compiled, lies_as, put
 from xla_dtensor.runtimes import Runtime
 from xla_dtensor.runtimes.layout_names import Names
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture(params=["eager", "aot_eager", "openxla"])
-def backend(request: pytest.FixtureRequest, runtime: Runtime) -> str:
-    if request.param == "openxla" and runtime.name != "torch_xla":
-        pytest.skip("a back end of torch_xla's")
-    return request.param
 
 
 # ---------------------------------------------------------------------- ops and moves

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,21 +25,9 @@ from xla_dtensor.collectives import all_gather, pmax, psum, reduce_scatter
 from xla_dtensor.errors import LocalViewError
 from xla_dtensor.runtimes import Runtime
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture(params=["eager", "aot_eager", "openxla"])
-def backend(request: pytest.FixtureRequest, runtime: Runtime) -> str:
-    if request.param == "openxla" and runtime.name != "torch_xla":
-        pytest.skip("a back end of torch_xla's")
-    return request.param
 
 
 def values_and_gradients(function: Callable[..., Any], *inputs: Any) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,23 +13,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 import xla_dtensor as xd
 from tests.xla_dtensor.compiling import Counting, compiled, put
-from xla_dtensor.runtimes import Runtime
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture(params=["eager", "aot_eager", "openxla"])
-def backend(request: pytest.FixtureRequest, runtime: Runtime) -> str:
-    if request.param == "openxla" and runtime.name != "torch_xla":
-        pytest.skip("a back end of torch_xla's")
-    return request.param
 
 
 # ---------------------------------------------------------------------- submeshes
