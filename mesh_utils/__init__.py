@@ -10,8 +10,10 @@ Example:
 from mesh_utils.assignment import Assignment, assign
 from mesh_utils.assignment_drop_in import create_device_mesh, create_hybrid_device_mesh
 from mesh_utils.assignment_orders import DeviceOrder, jax_order, row_major_order, search_order
+from mesh_utils.config import JobConfig
 from mesh_utils.device import Device, read_devices, synthetic_devices
-from mesh_utils.errors import AxisError, MeshError, TopologyError
+from mesh_utils.drawing import Drawing, draw_mesh
+from mesh_utils.errors import AxisError, JobError, MeshError, TopologyError
 from mesh_utils.figure import Figure
 from mesh_utils.granule import Granule, granules
 from mesh_utils.hardware import Chip, chips, find_chip
@@ -34,9 +36,12 @@ __all__ = [
     "Device",
     "DeviceOrder",
     "Digit",
+    "Drawing",
     "Figure",
     "Granule",
     "HybridMesh",
+    "JobConfig",
+    "JobError",
     "Mesh",
     "MeshError",
     "Network",
@@ -48,6 +53,7 @@ __all__ = [
     "chips",
     "create_device_mesh",
     "create_hybrid_device_mesh",
+    "draw_mesh",
     "find_chip",
     "granules",
     "jax_order",

@@ -22,3 +22,7 @@ class AxisError(MeshError):
 
 class TopologyError(MeshError):
     """A topology that cannot be, that there is not, or of which too little is known."""
+
+
+class JobError(MeshError):
+    """A job, a set of XLA flags or a launcher that cannot be."""

@@ -128,11 +128,18 @@ def axis_reports(
     )
 
 
+def _in_one_slice(groups: IntArray) -> IntArray:
+    """The members in the first slice: every slice has links of its own, and all are alike."""
+    there = groups[..., 0] == groups[..., 0].min()
+    touching = there.any(axis=1)
+    return groups[touching][there[touching]].reshape(int(touching.sum()), -1, 5)
+
+
 def _report(network: Network, axis: Axis, groups: IntArray) -> AxisReport:
     size = groups.shape[1]
     span = find_span(network, groups)
     slices = 1 if span is None else span.slices
-    inner = groups[:, :, 1:4]
+    inner = _in_one_slice(groups)[..., 1:4]
     if span is not None:
         links: dict[Collective, float] = {
             collective: network.links(span, collective) for collective in COLLECTIVES

@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("jax", "tpu", "preflight", "cuda12", "cuda13", "torch-xla", "torch-xla-tpu", "dev")
+EXTRAS = (
+    "jax",
+    "tpu",
+    "preflight",
+    "cuda12",
+    "cuda13",
+    "torch-xla",
+    "torch-xla-tpu",
+    "plot",
+    "dev",
+)
 
 # The newest torch that the tests run on. Without a bound, a dry run fetches the newest of all where
 # the index serves no metadata of its own.

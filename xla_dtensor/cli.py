@@ -1,5 +1,7 @@
 """The command line, ``python -m xla_dtensor``. It starts without torch, jax or torch_xla.
 
+Each command is a file of its own, cli_<command>.py, which imports what it needs when it runs.
+
 Example:
     >>> main(["env", "--json"])  # doctest: +SKIP
     0
@@ -8,15 +10,15 @@ Example:
 from __future__ import annotations
 
 import argparse
-import json
-import math
 from collections.abc import Sequence
 
 from xla_dtensor import __version__
+from xla_dtensor.cli_env import add_env
+from xla_dtensor.cli_launch import add_launch
+from xla_dtensor.cli_mesh import add_mesh
+from xla_dtensor.cli_topology import add_topology
 
 __all__ = ["main"]
-
-_DEFAULT_TIME_LIMIT_SECONDS = 120.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,46 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"xla_dtensor {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_env(commands)
+    add_env(commands)
+    add_topology(commands)
+    add_mesh(commands)
+    add_launch(commands)
     return parser
-
-
-def _add_env(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    env = commands.add_parser(
-        "env",
-        help="show what is installed, start each runtime, say what is wrong and what to install",
-        description=(
-            "Shows versions, conflicts and the runtime that would be chosen, and starts each "
-            "runtime in a process of its own. Exit status 0 if at least one of them works, else 1."
-        ),
-    )
-    env.add_argument("--json", action="store_true", help="print JSON instead of text")
-    env.add_argument(
-        "--runtime",
-        metavar="NAME",
-        help="start only this runtime, as get_runtime(NAME) would",
-    )
-    env.add_argument(
-        "--time-limit",
-        type=_seconds,
-        default=_DEFAULT_TIME_LIMIT_SECONDS,
-        metavar="SECONDS",
-        help="how long a runtime may take to start (default: %(default)g)",
-    )
-    env.set_defaults(command=_env)
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{text} is no time limit")
-    return seconds
-
-
-def _env(asked: argparse.Namespace) -> int:
-    from xla_dtensor.doctor import examine
-    from xla_dtensor.doctor_text import to_text
-
-    diagnosis = examine(asked.runtime, time_limit_seconds=asked.time_limit)
-    print(json.dumps(diagnosis.to_dict(), indent=1) if asked.json else to_text(diagnosis))
-    return 0 if diagnosis.works else 1

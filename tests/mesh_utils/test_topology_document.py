@@ -5,9 +5,12 @@ from __future__ import annotations
 import doctest
 import re
 
+import numpy as np
 import pytest
 
-from mesh_utils import Network, Span, Topology, find_chip
+from mesh_utils import Mesh, Network, Span, Topology, assign, axis_reports, find_chip
+from mesh_utils.assignment import mesh_score
+from mesh_utils.assignment_drop_in import create_device_mesh
 from tests.documents import ROOT, blocks
 
 TEXT = (ROOT / "docs" / "topology.md").read_text(encoding="utf-8")
@@ -64,6 +67,36 @@ def test_figures_of_the_chips(row: list[str]) -> None:
     assert links == str(chip.figure("ici_links").whole)
     assert dcn == _gigabytes(chip.dcn_bytes_per_second)
     assert devices == str(chip.devices_per_chip)
+
+
+@pytest.mark.parametrize("row", rows("slice"), ids=lambda row: f"{row[0]} {row[1]}")
+def test_searched_meshes(row: list[str]) -> None:
+    name, axes, gather, by_jax, score, jax_score, bound, _ = row
+    topology = Topology.parse(name.strip("`"))
+    shape = tuple(int(axis.partition("=")[2]) for axis in axes.split(", "))
+    found = assign(topology, shape)
+    link = Network.of(topology).link_bytes_per_second
+    assert found.is_exact
+    assert link is not None
+    assert ", ".join(f"{each * link / 1e9:.4g}" for each in found.links) == gather
+    assert f"{found.score * link / 1e9:.4g}" == score
+    assert f"{found.bound * link / 1e9:.4g}" == bound
+    pytest.importorskip("jax")
+    raised, made = "", np.empty(0, object)
+    try:
+        made = create_device_mesh(shape, topology, strategy="jax", allow_split_physical_axes=True)
+    except Exception as error:  # the page names the type
+        raised = f"raises {type(error).__name__}"
+    if by_jax.startswith("raises") and not raised:
+        pytest.skip("this version of jax makes a mesh here")
+    if raised:
+        assert (by_jax, jax_score) == (raised, "")
+        return
+    ids = [device.id for device in made.reshape(-1)]
+    links = [report.links["all-gather"] for report in axis_reports(topology, Mesh(ids, shape))]
+    assert ", ".join(f"{each * link / 1e9:.4g}" for each in links) == by_jax
+    assert f"{mesh_score(shape, found.weights, links) * link / 1e9:.4g}" == jax_score
+    assert found.score > mesh_score(shape, found.weights, links)
 
 
 def test_every_assumption_can_fail() -> None:

@@ -1,4 +1,8 @@
-"""A residual network trains as on one device: losses, parameters and running statistics."""
+"""A residual network trains as on one device: losses, parameters and running statistics.
+
+With a rate of 0.05 a float32 run leaves its float64 twin by 6e-3 within 27 steps, on one device as
+well: batch statistics amplify the last bit. At 0.01 both stay within 3e-7.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ import xla_dtensor as xd
 from xla_dtensor.report import collectives
 
 pytestmark = [pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]
-STEPS = 10
+STEPS = 30
 
 
 class Block(nn.Module):
@@ -55,7 +59,7 @@ def test_residual_network(mesh: xd.DeviceMesh) -> None:
     plain = residual_network()
     ours = xd.distribute_module(copy.deepcopy(plain), mesh)
     optimizers = [
-        torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+        torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
         for m in (plain, ours)
     ]
 

@@ -1,0 +1,188 @@
+"""Starts a job file somewhere else: JobSet on GKE, xpk, queued resources, torchrun, Slurm.
+
+`render` fills a template of tpu_configs/launch from a job and returns it as text. It starts
+nothing, and needs no cloud tools.
+
+    jobset      a JobSet for kubectl apply, TPU or GPU: a replica per slice, a pod per host
+    xpk         the `xpk workload create` that makes such a JobSet in a cluster of xpk
+    queued      a script: queued resources of Cloud TPU, then ssh --worker=all
+    torchrun    a script for each GPU node: a process per GPU
+    slurm       a batch script: a process per GPU
+
+    >>> from mesh_utils.config import JobConfig
+    >>> job = JobConfig.load("llama3_70b_v5p_2slices")
+    >>> text = render(job, "jobset", command=["python", "train.py"], image="us/train:1")
+    >>> [line.strip() for line in text.splitlines() if "replicas:" in line or "completions" in line]
+    ['replicas: 2', 'completions: 128']
+
+A command is a list of words: each reaches the program as it is, whatever is in it, and nothing is
+expanded. For variables and pipes pass ["bash", "-c", "..."].
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, cast
+
+from mesh_utils.config import JobConfig
+from mesh_utils.errors import JobError
+from mesh_utils.job_file import nearest
+from mesh_utils.launch_jobset import jobset
+from mesh_utils.launch_scripts import queued, slurm, torchrun, xpk
+from mesh_utils.launch_text import dns_name
+from mesh_utils.launch_work import Work
+
+Renderer: TypeAlias = Callable[[Work], str]
+
+_RENDERERS: dict[str, Renderer] = {
+    "jobset": jobset,
+    "xpk": xpk,
+    "queued": queued,
+    "torchrun": torchrun,
+    "slurm": slurm,
+}
+_PLATFORMS = {
+    "jobset": ("tpu", "gpu"),
+    "xpk": ("tpu", "gpu"),
+    "queued": ("tpu",),
+    "torchrun": ("gpu",),
+    "slurm": ("gpu",),
+}
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "jobset": ("namespace", "queue", "max_restarts", "claim_template"),
+    "xpk": ("project", "zone", "cluster", "priority", "max_restarts"),
+    "queued": ("project", "zone", "runtime_version", "capacity"),
+    "torchrun": (),
+    "slurm": ("partition", "account", "time"),
+}
+
+LAUNCHERS = tuple(_RENDERERS)
+"""The launchers."""
+
+
+def launchers_for(job: JobConfig) -> tuple[str, ...]:
+    """The launchers that can start a job.
+
+    Args:
+        job: the job.
+
+    Returns:
+        Their names.
+
+    Example:
+        >>> launchers_for(JobConfig.load("llama3_70b_h100"))
+        ('jobset', 'xpk', 'torchrun', 'slurm')
+    """
+    return tuple(name for name in LAUNCHERS if job.chip.platform in _PLATFORMS[name])
+
+
+def render(
+    job: JobConfig,
+    launcher: str,
+    *,
+    command: Sequence[str],
+    image: str | None = None,
+    env: Mapping[str, str] | None = None,
+    **options: str,
+) -> str:
+    """Fills the template of a launcher.
+
+    Args:
+        job: the job.
+        launcher: "jobset", "xpk", "queued", "torchrun" or "slurm".
+        command: the words of what each host (GPU: each process) runs.
+        image: the container image. JobSet needs one; queued resources run the command in Docker if
+            there is one, Slurm with pyxis; torchrun has none.
+        env: further environment variables. Those for XLA flags come from the job.
+        **options: what the launcher knows besides: namespace, queue, max_restarts, claim_template
+            (jobset); project, zone, cluster, priority, max_restarts (xpk); project, zone,
+            runtime_version, capacity: "spot" or "reserved" (queued); partition, account, time
+            (slurm).
+
+    Returns:
+        YAML or a shell script.
+
+    Raises:
+        JobError: no such launcher, option or variable, a launcher that the chip does not have, or
+            words that cannot be passed on.
+
+    Example:
+        >>> job = JobConfig.load("llama3_8b_v5e")
+        >>> print(render(job, "queued", command=["true"]).splitlines()[1])
+        # Job 'llama3-8b-v5e': v5e:16x16, 64 hosts, fsdp=256
+    """
+    if launcher not in _RENDERERS:
+        raise JobError(
+            f"Job {job.name!r} was to be launched with {launcher!r}. There is no such launcher. "
+            f"Pass {nearest(launcher, launchers_for(job))}."
+        )
+    if launcher not in launchers_for(job):
+        raise JobError(
+            f"Job {job.name!r} was to be launched with {launcher!r}. It does not start jobs on "
+            f"{job.chip.title}. Pass one of {', '.join(launchers_for(job))}."
+        )
+    known = _OPTIONS[launcher]
+    for option, value in options.items():
+        if option not in known:
+            instead = nearest(option, known) if known else "none"
+            raise JobError(
+                f"Job {job.name!r} was to be launched with {launcher} and {option}={value!r}. It "
+                f"has no such option. Pass {instead}."
+            )
+        _check_word(option, value, job)
+    work = Work(
+        job=job,
+        name=dns_name(job.name),
+        command=_read_command(command, job),
+        image=None if image is None else _check_word("image", image, job),
+        env=_read_env(env or {}, job),
+        options=options,
+    )
+    return _RENDERERS[launcher](work)
+
+
+def _read_command(command: object, job: JobConfig) -> tuple[str, ...]:
+    words = cast("Sequence[object]", command) if isinstance(command, (list, tuple)) else ()
+    if not words or not all(isinstance(word, str) and _fits(word) for word in words):
+        raise JobError(
+            f"Job {job.name!r} was to be launched with command={command!r}. A command is a list of "
+            "words, one or more, without the character 0. Pass such as ['python', 'train.py'], or "
+            "['bash', '-c', ...] for a line of shell."
+        )
+    return cast("tuple[str, ...]", tuple(words))
+
+
+def _read_env(env: Mapping[str, str], job: JobConfig) -> dict[str, str]:
+    flags = job.environment()
+    for name, value in cast("Mapping[object, object]", env).items():
+        is_name = isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
+        if not is_name or not isinstance(value, str) or not _fits(value):
+            raise JobError(
+                f"Job {job.name!r} was to be launched with the variable {name!r}={value!r}. Names "
+                "are of letters, digits and '_', values are text without the character 0. "
+                "Pass such as env={'HF_HOME': '/data'}."
+            )
+        if name in flags:
+            raise JobError(
+                f"Job {job.name!r} was to be launched with {name}={value!r}. The job's XLA flags "
+                "are in that variable. Write them under xla_flags: flags in the job file."
+            )
+    return flags | dict(env)
+
+
+def _check_word(name: str, value: str, job: JobConfig) -> str:
+    text = cast("object", value)
+    if not isinstance(text, str) or not text or not re.fullmatch(r"[\x21-\x7e]+", text):
+        raise JobError(
+            f"Job {job.name!r} was to be launched with {name}={value!r}. It has to be one word of "
+            f"printable ASCII. Pass such as {name}='a-name'."
+        )
+    return value
+
+
+def _fits(text: str) -> bool:
+    """Whether text can be an argument of a program."""
+    try:
+        return "\0" not in text and math.isfinite(len(text.encode()))
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False

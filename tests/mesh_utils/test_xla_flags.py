@@ -1,0 +1,208 @@
+"""The table of XLA flags, and that libtpu and jaxlib know every flag in it.
+
+Both end a process that is started with a name or a value that they do not know. So all flags are
+given to a process at once, and each wrong one alone shows that the check can fail.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mesh_utils import JobConfig, JobError, chips, find_chip
+from mesh_utils.job_file import job_names
+from mesh_utils.xla_flags import FlagTable, XlaFlag, flag_environment, flag_table, flags_for
+
+TPUS = [chip.name for chip in chips() if chip.platform == "tpu"]
+GPUS = [chip.name for chip in chips() if chip.platform == "gpu"]
+EVERY = [flag for each in flag_table().sets.values() for flag in each.flags]
+NO_NETWORK = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "JAX_PLATFORMS": "cpu",
+}
+LOAD_LIBTPU = """
+from jax.experimental import topologies
+assert len(topologies.get_topology_desc("v5e:4x4", platform="tpu").devices) == 16
+"""
+LOAD_JAXLIB = "import jax; jax.devices()"
+COMPILE_FOR_TPU = """
+import sys
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import numpy as np
+options = {"num_slices": 2} if sys.argv[2] == "2" else {}
+devices = topologies.get_topology_desc(sys.argv[1], platform="tpu", **options).devices
+mesh = Mesh(np.array(devices).reshape(int(sys.argv[2]), -1), ("dp", "fsdp"))
+def step(x, w):
+    def loss(w):
+        def layer(h, w): return jnp.tanh(h @ w), None
+        return jax.lax.scan(layer, x, w)[0].sum()
+    return jax.grad(loss)(w)
+def placed(shape, *axes):
+    sharding = NamedSharding(mesh, PartitionSpec(*axes))
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+x, w = placed((1024, 512), ("dp", "fsdp"), None), placed((4, 512, 512), None, "fsdp", None)
+text = jax.jit(step).lower(x, w).compile().as_text()
+assert "all-gather" in text
+"""
+
+
+def start(program: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+    }
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=kept | NO_NETWORK | variables,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def written(flags: Iterable[XlaFlag]) -> str:
+    """All flags; of two values of one flag both, the later one holds."""
+    return " ".join(dict.fromkeys(map(str, flags)))
+
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+needs_jaxlib = pytest.mark.skipif(
+    importlib.util.find_spec("jaxlib") is None, reason="jaxlib is not installed"
+)
+
+
+@needs_libtpu
+def test_libtpu_knows_every_flag() -> None:
+    flags = [flag for flag in EVERY if set(flag.hardware) & set(TPUS)]
+    done = start(LOAD_LIBTPU, LIBTPU_INIT_ARGS=written(flags))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(flags) > 30
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--xla_tpu_enable_latency_hiding_schedule=true", "Unknown command line flag"),
+        ("--xla_tpu_enable_latency_hiding_scheduler=perhaps", "Illegal value 'perhaps'"),
+    ],
+)
+def test_libtpu_refuses_others(flag: str, message: str) -> None:
+    done = start(LOAD_LIBTPU, LIBTPU_INIT_ARGS=flag)
+    assert done.returncode != 0
+    assert message in done.stderr + done.stdout
+
+
+@needs_jaxlib
+def test_jaxlib_knows_every_flag_of_gpus() -> None:
+    flags = [flag for flag in EVERY if set(flag.hardware) & set(GPUS)]
+    done = start(LOAD_JAXLIB, XLA_FLAGS=written(flags))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(flags) > 10
+
+
+@needs_jaxlib
+def test_jaxlib_refuses_others() -> None:
+    done = start(LOAD_JAXLIB, XLA_FLAGS="--xla_gpu_pipeline_all_gather=on")
+    assert done.returncode != 0
+    assert "Unknown flag in XLA_FLAGS" in done.stderr
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("chip", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
+def test_flags_compile(chip: str, slices: int) -> None:
+    shape = "4x4" if chip in ("v5e", "v6e") else "2x2x2"
+    arguments = flag_environment(chip, flags_for(chip, slices))
+    done = start(COMPILE_FOR_TPU, f"{chip}:{shape}", str(slices), **arguments)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_table() -> None:
+    table = flag_table()
+    table.check_valid()
+    assert {each.when for each in table.sets.values()} == {"always", "several_slices", "asked"}
+    for flag in EVERY:
+        assert flag.reason, flag
+        assert "://" in flag.source, flag
+        assert set(flag.hardware) <= {*TPUS, *GPUS}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"hardware": ("v5q",)}, "is for 'v5q'"),
+        ({"name": "--xla_a"}, "--xla_a is no flag"),
+        ({"value": "1 2"}, "is no flag"),
+        ({"hardware": ("v5e", "v5e")}, "twice for v5e"),
+    ],
+)
+def test_table_can_be_wrong(changes: dict[str, object], fault: str) -> None:
+    good = flag_table().sets["dcn"]
+    wrong = replace(good.flags[0], **changes)  # type: ignore[arg-type]
+    with pytest.raises(JobError, match=fault):
+        FlagTable({"dcn": replace(good, flags=(wrong,))}, {}).check_valid()
+    with pytest.raises(JobError, match="when='never'"):
+        FlagTable({"dcn": replace(good, when="never")}, {}).check_valid()
+
+
+@pytest.mark.parametrize("chip", [*TPUS, *GPUS])
+def test_default_sets(chip: str) -> None:
+    one, two = flags_for(chip, 1), flags_for(chip, 2)
+    assert {flag.flag_set for flag in one} == {"latency-hiding"}
+    assert set(one) <= set(two)
+    assert {flag.flag_set for flag in two} <= {"latency-hiding", "dcn"}
+    for flag in two:
+        assert chip in flag.hardware
+        gpu_only = flag.name.startswith("xla_gpu_")
+        assert gpu_only == (find_chip(chip).platform == "gpu")
+
+
+def test_own_flags_win() -> None:
+    found = flags_for("v6e", 1, ["dense-vmem"], {"xla_tpu_scoped_vmem_limit_kib": 1, "xla_b": True})
+    assert list(map(str, found)) == ["--xla_tpu_scoped_vmem_limit_kib=1", "--xla_b=true"]
+
+
+def test_environment() -> None:
+    assert flag_environment("v5e", []) == {}
+    assert flag_environment("v5e", flags_for("v5e", 1, [], {"xla_a": 1, "xla_b": "x"})) == {
+        "LIBTPU_INIT_ARGS": "--xla_a=1 --xla_b=x"
+    }
+    assert flag_environment("gb200", flags_for("gb200", 1)).keys() == {"XLA_FLAGS"}
+
+
+@needs_libtpu
+def test_libtpu_starts_with_the_flags_of_each_job() -> None:
+    """One process for all jobs of a chip: libtpu reads LIBTPU_INIT_ARGS when it starts."""
+    jobs = [JobConfig.load(name) for name in job_names()]
+    lines = {job.environment().get("LIBTPU_INIT_ARGS", "") for job in jobs} - {""}
+    assert len(lines) > 5
+    flags = dict.fromkeys(flag for line in lines for flag in line.split())
+    done = start(LOAD_LIBTPU, LIBTPU_INIT_ARGS=" ".join(flags))
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_document_lists_every_flag() -> None:
+    root = Path(__file__).resolve().parents[2]
+    text = (root / "docs" / "jobs.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^\| `(\w+)=(\S+)` \|", text, re.MULTILINE))
+    assert shown == {(flag.name, flag.value) for flag in EVERY}
+    for package, version in flag_table().checked.items():
+        assert f"{package} {version}" in text

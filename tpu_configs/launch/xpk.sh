@@ -1,0 +1,19 @@
+#!/bin/bash
+# @@title
+set -euo pipefail
+@@settings
+
+arguments=(
+  --workload=@@name
+  --cluster="$CLUSTER"
+  --project="$PROJECT"
+  --zone="$ZONE"
+  --device-type=@@device_type
+  @@count
+  --priority=@@priority
+  --max-restarts=@@max_restarts
+  @@image
+  @@env
+  @@command
+)
+xpk workload create "${arguments[@]}"
