@@ -342,7 +342,8 @@ def test_calls_in_the_graph_take_tensors_and_constants(mesh: xd.DeviceMesh) -> N
         assert text.count("xla_dtensor.to_local.default") == crossings[0]
         assert text.count("xla_dtensor.from_local.default") == crossings[1]
     assert "(8, 4) as [dp, -] on (dp=2, tp=4)" in forward
-    assert "aten.gelu.default" in forward
+    # On torch_xla a call that may have to be corrected has a name of its own.
+    assert re.search(r"= call_function\[target=torch\.ops\.\S*aten[._]gelu", forward)
     assert "[size" not in forward
 
 
