@@ -2,7 +2,7 @@
 # `make help` lists the targets.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-latest test-slow lint format typecheck gpu-check gpu-test bench clean clean-venvs
+.PHONY: help setup demo test test-latest test-slow lint format typecheck gpu-check gpu-test tpu-check tpu-test bench clean clean-venvs
 
 # The first Python that really runs, is new enough and can make environments. A name on PATH is not
 # enough: version managers leave stand-ins there that only print an error. 3.11 comes first because
@@ -13,7 +13,7 @@ PYTHON ?= $(shell for candidate in python3.11 python3.12 python3.13 python3; do 
 
 RUNTIME ?= jax
 DEMO_ARGS ?=
-BENCHMARKS ?= translate dispatch annotate
+BENCHMARKS ?= translate dispatch annotate step
 JOBS ?= 2
 PYTEST_ARGS ?=
 # More options for pip, e.g. PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu", which
@@ -23,6 +23,7 @@ PIP_ARGS ?=
 MAIN_VENV := .venv
 LATEST_VENV := .venv-latest
 GPU_VENV := .venv-gpu
+TPU_VENV := .venv-tpu
 DEMO_VENV := .venv-demo-$(RUNTIME)
 
 # The two environments that are tested. torch 2.9 is the last one that torch_xla supports.
@@ -37,6 +38,7 @@ DEMO_PACKAGES_torch_xla := -e ".[torch-xla]" tqdm
 CUDA ?= 13
 GPU_PACKAGES_12 := -e ".[cuda12,dev]" "torch==2.9.*"
 GPU_PACKAGES_13 := -e ".[cuda13,dev]" "torch>=2.13,<2.14"
+TPU_PACKAGES := -e ".[tpu]" "torch>=2.13,<2.14"
 
 # An environment is up to date when its stamp is newer than what says what belongs into it.
 STAMP := .installed
@@ -95,7 +97,7 @@ format: $(MAIN_VENV)/$(STAMP)  ## format the code and fix what can be fixed
 typecheck: $(MAIN_VENV)/$(STAMP)  ## check the types
 	$(MAIN_VENV)/bin/pyright --pythonpath $(MAIN_VENV)/bin/python
 
-gpu-check:  ## run the GPU tests, or say that there is no GPU; GPU_PYTHON=... uses an environment you have
+gpu-check:  ## the tests and the steps of benchmarks.step on this GPU; GPU_PYTHON=... uses an environment you have
 	@if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then $(MAKE) --no-print-directory gpu-test; \
 	else echo "gpu-check: skipped, this machine has no NVIDIA GPU"; fi
 
@@ -106,6 +108,20 @@ GPU_PYTHON := $(GPU_VENV)$(CUDA)/bin/python
 gpu-test: $(GPU_VENV)$(CUDA)/$(STAMP)
 endif
 	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+	$(GPU_PYTHON) -m benchmarks.step --on-device gpu
+
+# Whether there is a TPU is told without libtpu, which looks for one for minutes, and without JAX.
+tpu-check:  ## the steps of benchmarks.step on this machine's TPUs; TPU_PYTHON=... uses an environment you have
+	@if reason=$$($(PYTHON) -m benchmarks.step_devices tpu); then $(MAKE) --no-print-directory tpu-test; \
+	else echo "tpu-check: skipped, $$reason"; fi
+
+ifdef TPU_PYTHON
+tpu-test:
+else
+TPU_PYTHON := $(TPU_VENV)/bin/python
+tpu-test: $(TPU_VENV)/$(STAMP)
+endif
+	$(TPU_PYTHON) -m benchmarks.step --on-device tpu
 
 bench: $(MAIN_VENV)/$(STAMP)  ## run the benchmarks; BENCHMARKS="translate ..." names some
 	@set -e; for name in $(BENCHMARKS); do \
@@ -116,7 +132,7 @@ clean:  ## remove caches and build outputs; environments stay
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 clean-venvs:  ## remove the environments
-	rm -rf $(MAIN_VENV) $(LATEST_VENV) $(GPU_VENV)12 $(GPU_VENV)13 .venv-demo-jax .venv-demo-torch_xla
+	rm -rf $(MAIN_VENV) $(LATEST_VENV) $(GPU_VENV)12 $(GPU_VENV)13 $(TPU_VENV) .venv-demo-jax .venv-demo-torch_xla
 
 $(MAIN_VENV)/$(STAMP): $(STAMP_NEEDS)
 	$(call install,$(MAIN_VENV),$(MAIN_PACKAGES))
@@ -129,6 +145,9 @@ $(GPU_VENV)12/$(STAMP): $(STAMP_NEEDS)
 
 $(GPU_VENV)13/$(STAMP): $(STAMP_NEEDS)
 	$(call install,$(GPU_VENV)13,$(GPU_PACKAGES_13))
+
+$(TPU_VENV)/$(STAMP): $(STAMP_NEEDS)
+	$(call install,$(TPU_VENV),$(TPU_PACKAGES))
 
 .venv-demo-jax/$(STAMP): $(STAMP_NEEDS)
 	$(call install,.venv-demo-jax,$(DEMO_PACKAGES_jax))

@@ -1,8 +1,29 @@
-"""What both spellings of the benchmarked step share: how tensors lie, and AdamW's constants."""
+"""What all spellings of the benchmarked step share: names, how tensors lie, AdamW's constants."""
 
 from __future__ import annotations
 
-__all__ = ["ACTIVATIONS", "AXES", "BETAS", "CLIP", "DECAY", "EPS", "RATE", "axes_of"]
+__all__ = [
+    "ACTIVATIONS",
+    "AXES",
+    "BETAS",
+    "BY_HAND",
+    "CLIP",
+    "DECAY",
+    "EPS",
+    "MARKED",
+    "MODELS",
+    "OURS",
+    "OURS_ON_TORCH_XLA",
+    "RATE",
+    "TORCH_COMPILE",
+    "axes_of",
+]
+
+MODELS = ("llama", "vit")
+# The ways to run a step, as tables and plots name them.
+OURS, OURS_ON_TORCH_XLA = "xla_dtensor on JAX", "xla_dtensor on torch_xla"
+BY_HAND, MARKED = "JAX by hand", "torch_xla, mark_sharding"
+TORCH_COMPILE = "torch.compile, flash attention"
 
 AXES = ("dp", "tp")
 RATE, DECAY, EPS, CLIP = 1e-3, 0.1, 1e-8, 1.0
@@ -14,7 +35,7 @@ _ROWS = ("wo", "w2")
 ACTIVATIONS: dict[str, tuple[str | None, ...]] = {
     "residual": ("dp", None, None),
     "logits": ("dp", None, "tp"),
-    "batch": ("dp", None),
+    "classes": ("dp", "tp"),
 }
 
 
@@ -23,8 +44,13 @@ def axes_of(name: str) -> tuple[str | None, ...]:
 
     Args:
         name: As in the model's state_dict.
+
+    Example:
+        >>> axes_of("layers.0.attention.wq.weight"), axes_of("layers.0.attention.wq.bias")
+        (('tp', 'dp'), ('tp',))
     """
-    leaf = name.removesuffix(".weight").rpartition(".")[2]
+    module, _, kind = name.rpartition(".")
+    leaf = module.rpartition(".")[2]
     if leaf in _COLUMNS:
-        return ("tp", "dp")
-    return ("dp", "tp") if leaf in _ROWS else ()
+        return ("tp", "dp") if kind == "weight" else ("tp",)
+    return ("dp", "tp") if leaf in _ROWS and kind == "weight" else ()

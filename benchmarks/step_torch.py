@@ -1,8 +1,8 @@
-"""The training step of `benchmarks.step_jax` in PyTorch: a plain model, then an annotated one."""
+"""The benchmarked step in PyTorch: a plain model, the same annotated, and an ordinary step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,17 +12,24 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from benchmarks.llama_model import Llama, Sizes
 from benchmarks.step_plan import ACTIVATIONS, AXES, BETAS, CLIP, DECAY, EPS, RATE, axes_of
+from benchmarks.vit_model import ViT, ViTSizes
 
-__all__ = ["annotated", "made", "placements_of", "training_step"]
+__all__ = ["Batch", "annotated", "kept_outputs", "made", "placements_of", "training_step"]
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def made(sizes: Sizes, seed: int = 0) -> tuple[Llama, torch.Tensor, torch.Tensor]:
-    """Returns a model and a batch, the same for the same seed."""
+def made(sizes: Sizes | ViTSizes, seed: int = 0) -> tuple[Any, Batch]:
+    """Returns a model and a batch (inputs, targets), the same for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        if isinstance(sizes, ViTSizes):
+            images = torch.randn(sizes.batch, sizes.channels, sizes.image, sizes.image)
+            return ViT(sizes), (images, torch.randint(0, sizes.classes, (sizes.batch,)))
         shape = (sizes.batch, sizes.length)
         tokens, targets = (torch.randint(0, sizes.vocabulary, shape) for _ in range(2))
-        return Llama(sizes), tokens, targets
+        return Llama(sizes), (tokens, targets)
 
 
 def placements_of(axes: Sequence[str | None]) -> list[Placement]:
@@ -30,7 +37,16 @@ def placements_of(axes: Sequence[str | None]) -> list[Placement]:
     return [Shard(axes.index(axis)) if axis in axes else Replicate() for axis in AXES]
 
 
-def annotated(model: Llama, mesh: Any) -> Llama:
+def kept_outputs(model: Any) -> Iterator[tuple[Any, str]]:
+    """Yields the modules whose output the plan places, and where: a key of ``ACTIVATIONS``."""
+    yield (model.embedding if isinstance(model, ViT) else model.tok_embeddings), "residual"
+    for block in model.layers.values():
+        yield block.attention, "residual"
+        yield block.feed_forward, "residual"
+    yield model.output, ("classes" if isinstance(model, ViT) else "logits")
+
+
+def annotated(model: Any, mesh: Any) -> Any:
     """Distributes the parameters, and keeps activations where the plan says.
 
     Args:
@@ -46,27 +62,32 @@ def annotated(model: Llama, mesh: Any) -> Llama:
             setattr(module, kind, nn.Parameter(lies))
 
     xd.distribute_module(model, mesh, place)
-    _keep(model.tok_embeddings, "residual")
-    for block in model.layers.values():
-        _keep(block.attention, "residual")
-        _keep(block.feed_forward, "residual")
-    _keep(model.output, "logits")
+    for module, name in kept_outputs(model):
+        _keep(module, placements_of(ACTIVATIONS[name]))
     return model
 
 
-def _keep(module: Any, place: str) -> None:
-    placements = placements_of(ACTIVATIONS[place])
-    module.register_forward_hook(lambda _m, _a, out: out.redistribute(placements=placements))
+def _keep(module: nn.Module, placements: list[Placement]) -> None:
+    def keep(_module: Any, _given: Any, result: Any) -> Any:
+        return result.redistribute(placements=placements)
+
+    module.register_forward_hook(keep)
 
 
-def training_step(model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Returns an ordinary PyTorch step: forward, backward, clipping, AdamW."""
+def training_step(model: nn.Module, **options: Any) -> Step:
+    """Returns an ordinary PyTorch step: forward, backward, clipping, AdamW.
+
+    Args:
+        model: Takes inputs, returns logits.
+        **options: More arguments of AdamW.
+    """
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY
+        model.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, **options
     )
 
-    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = model(inputs).flatten(0, -2).float()
+        loss = F.cross_entropy(logits, targets.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()

@@ -157,6 +157,16 @@ def test_sharded_channels_cost_one_sum_more(mesh: xd.DeviceMesh) -> None:
     assert sorted(sent) == [OVER_DP, OVER_TP]
 
 
+def test_a_step_on_one_device() -> None:
+    mesh = xd.init_device_mesh("xla", (1, 1), mesh_dim_names=("dp", "tp"))
+    image, kernel = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    step: Any = xd.compile(lambda x, w: F.max_pool2d(F.conv2d(x, w), 2))
+    found = step(*(xd.distribute_tensor(t, mesh) for t in (image, kernel)))
+    torch.testing.assert_close(
+        found.cpu(), F.max_pool2d(F.conv2d(image, kernel), 2), rtol=1e-5, atol=1e-5
+    )
+
+
 def test_grouped_channels_stay_where_they_are(mesh: xd.DeviceMesh) -> None:
     sent = step_of(
         lambda x, w: F.conv2d(x, w, None, 1, 1, 1, 8),

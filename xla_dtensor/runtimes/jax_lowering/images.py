@@ -48,5 +48,6 @@ def _mesh_of_program() -> Mesh | None:
     for storage in chain(trace.captured, trace._arguments):
         if isinstance(storage.sharding, NamedSharding):
             mesh = storage.sharding.mesh
-            return mesh if isinstance(mesh, Mesh) else None
+            # The mesh of one device has no axes, and nothing to say.
+            return mesh if isinstance(mesh, Mesh) and mesh.axis_names else None
     return None

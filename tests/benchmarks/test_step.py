@@ -1,0 +1,242 @@
+"""Every way of `benchmarks.step` trains the same; turns, and the checks for devices."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import xla_dtensor as xd
+from benchmarks import step, step_child, step_devices
+from benchmarks.child import ON_CPU, ChildFailedError
+from benchmarks.step_plan import BY_HAND, MARKED, MODELS, OURS, OURS_ON_TORCH_XLA, axes_of
+from benchmarks.step_sizes import sizes_of
+from benchmarks.step_turns import Child, timed_in_turns
+from benchmarks.step_ways import LOSSES, Way, expected_losses, recorded
+from xla_dtensor.runtimes import Runtime
+
+ROOT = Path(__file__).resolve().parents[2]
+TOLERANCE = 1e-4
+COLUMNS = {"trace_seconds", "compile_seconds", "losses", "loss_difference", "traces"}
+COLUMNS |= {"flops", "temporary_bytes", "peak_bytes", "collectives"}
+
+
+def ways_on(runtime: Runtime, model: str, mesh: xd.DeviceMesh) -> list[Way]:
+    sizes = sizes_of(model, "small")
+    if runtime.name == "jax":
+        from benchmarks.step_ways_jax import ways_on_jax
+
+        return ways_on_jax(sizes, mesh)
+    from benchmarks.step_ways_torch_xla import ways_on_torch_xla
+
+    return ways_on_torch_xla(sizes, mesh, None)
+
+
+# The ViT's programs compile for long where two sessions share a processor.
+@pytest.mark.parametrize("model", ["llama", pytest.param("vit", marks=pytest.mark.slow)])
+def test_every_way_trains_as_plain_torch(runtime: Runtime, mesh: xd.DeviceMesh, model: str) -> None:
+    expected = expected_losses(sizes_of(model, "small"))
+    assert expected[-1] < expected[0]
+    rows = [recorded(way, expected) for way in ways_on(runtime, model, mesh)]
+    names = [OURS, BY_HAND] if runtime.name == "jax" else [OURS_ON_TORCH_XLA, MARKED]
+    assert [row["way"] for row in rows] == names
+    for row in rows:
+        assert set(row) >= COLUMNS
+        assert len(row["losses"]) == LOSSES
+        assert row["loss_difference"] < TOLERANCE
+        assert row["compile_seconds"] > 0
+    if runtime.name == "jax":
+        assert all(row["flops"] > 0 and row["peak_bytes"] > row["temporary_bytes"] for row in rows)
+        kinds = [{one["kind"] for one in row["collectives"]} for row in rows]
+        assert all({"all-reduce", "all-gather"} <= each for each in kinds)
+
+
+def test_a_wrong_loss_is_seen() -> None:
+    expected = expected_losses(sizes_of("llama", "small"), steps=4)
+    off = iter([expected[0], expected[1], expected[2] + 0.01, expected[3]])
+    way = Way("w", lambda: next(off), lambda _: None, float, lambda: 0.0, dict)
+    assert recorded(way, expected)["loss_difference"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_parameters_lie_by_the_plan(model: str) -> None:
+    from benchmarks.step_torch import made
+
+    network, _ = made(sizes_of(model, "small"))
+    lies = {name: axes_of(name) for name, _ in network.named_parameters()}
+    for name, parameter in network.named_parameters():
+        assert len(lies[name]) in (0, parameter.ndim)
+    assert lies["layers.0.attention.wq.weight"] == ("tp", "dp")
+    assert lies["layers.0.feed_forward.w2.weight"] == ("dp", "tp")
+    assert lies["norm.weight"] == ()
+
+
+# ---------------------------------------------------------------------- turns
+
+
+def test_a_child_trains_when_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained: list[str] = []
+    ways = {
+        name: Way(name, lambda n=name: trained.append(n), lambda _: None, float, lambda: 0.0, dict)
+        for name in ("a way", "b")
+    }
+    monkeypatch.setattr(sys, "stdin", io.StringIO("go 2 a way\ngo 1 b\n"))
+    step_child.answer(ways)
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert trained == ["a way", "a way", "b"]
+    assert [(row["way"], len(row["seconds"])) for row in said] == [("a way", 2), ("b", 1)]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("stop 1 b\n"))
+    with pytest.raises(SystemExit, match="Pass turns: go 3 a way"):
+        step_child.answer(ways)
+
+
+class FakeChild:
+    def __init__(self, log: list[str], *ways: str) -> None:
+        self.rows = {way: {"way": way} for way in ways}
+        self.log = log
+
+    def turn(self, way: str, steps: int) -> list[float]:
+        self.log.append(way)
+        return [9.0, *[float(len(self.log))] * (steps - 1)]
+
+
+def test_all_ways_alternate() -> None:
+    log: list[str] = []
+    children: Any = [FakeChild(log, "a", "b"), FakeChild(log, "c")]
+    rows = timed_in_turns(children, rounds=3, steps=2)
+    assert "".join(log) == "abc" + "cba" + "abc"
+    # The first step of a turn, 9 s here, does not count.
+    assert [row["step_seconds"]["measurements"] for row in rows] == [6, 6, 6]
+    assert rows[0]["step_seconds"] == {"median": 6.0, "least": 1.0, "measurements": 6}
+    assert rows[2]["step_seconds"]["median"] == 4.0
+
+
+def test_a_child_that_ends_early_is_an_error() -> None:
+    with pytest.raises(ChildFailedError, match="ended with status=2"):
+        Child(["no-such-process"], ON_CPU)
+
+
+@pytest.mark.parametrize("option", ["models", "processes", "topologies"])
+def test_an_unknown_name_is_refused(option: str, tmp_path: Path) -> None:
+    rest = [] if option == "topologies" else ["--topologies", "none"]
+    with pytest.raises(SystemExit, match=rf"{option}='moon' is not known\. Pass some of: "):
+        step.main([f"--{option}=moon", "--devices=none", f"--results={tmp_path}", *rest])
+
+
+# ---------------------------------------------------------------------- is there a device
+
+
+def test_a_machine_without_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert step_devices.why_none("gpu") == "this machine has no NVIDIA GPU"
+    assert step_devices.why_none("tpu", tmp_path, {}) == "this machine has no TPU"
+    # The variable alone is none: containers inherit it.
+    assert step_devices.why_none("tpu", tmp_path, {"TPU_WORKER_ID": "0"}) is not None
+
+
+def test_a_machine_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = tmp_path / "nvidia-smi"
+    asked.write_text("#!/bin/sh\necho 'GPU 0: one'\necho 'GPU 1: other'\n")
+    asked.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert step_devices.why_none("gpu") is None
+    assert step_devices.num_gpus() == 2
+
+
+def test_a_machine_with_a_tpu(tmp_path: Path) -> None:
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio" / "vfio").touch()  # Every Linux machine may have this one.
+    assert step_devices.why_none("tpu", tmp_path, {"TPU_WORKER_ID": "0"}) == (
+        "this machine has no TPU"
+    )
+    (tmp_path / "vfio" / "0").touch()
+    reason = step_devices.why_none("tpu", tmp_path, {})
+    assert reason is not None
+    assert "may be any card's" in reason
+    assert step_devices.why_none("tpu", tmp_path, {"TPU_WORKER_ID": "0"}) is None
+    (tmp_path / "accel0").touch()
+    assert step_devices.why_none("tpu", tmp_path, {}) is None
+
+
+@pytest.mark.parametrize("platform", step_devices.PLATFORMS)
+def test_without_the_device_the_benchmark_says_so(
+    platform: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(step, "why_none", lambda asked: f"no {asked} here")
+    assert step.main(["--on-device", platform, "--results", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"benchmarks.step: skipped, no {platform} here\n"
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_check_loads_nothing() -> None:
+    program = (
+        "import sys, benchmarks.step; print(sorted({'torch', 'jax', 'numpy'} & {*sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize("check", ["gpu-check", "tpu-check"])
+def test_make_says_that_there_is_no_device(check: str, tmp_path: Path) -> None:
+    if step_devices.why_none(check[:3]) is None:
+        pytest.skip("there is one")
+    done = subprocess.run(
+        ["make", check, f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(rf"{check}: skipped, this machine .*\n", done.stdout)
+
+
+# ---------------------------------------------------------------------- whole runs
+
+
+def run(folder: Path, *options: str) -> tuple[str, Any]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
+    command = [sys.executable, "-m", "benchmarks.step", "--rounds=1", "--steps=1", "--small"]
+    done = subprocess.run(
+        [*command, f"--results={folder}", *options],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    file = next(folder.glob("*.json"))
+    return done.stdout, json.loads(file.read_text())
+
+
+@pytest.mark.slow
+def test_a_run(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    process = str(pytestconfig.getoption("--runtime"))
+    options = (f"--processes={process}", "--models=llama", "--topologies=none")
+    printed, stored = run(tmp_path, *options)
+    assert [row["devices"] for row in stored["rows"]] == [1, 1, 8, 8]
+    for row in stored["rows"]:
+        assert set(row) >= COLUMNS
+        assert row["loss_difference"] < TOLERANCE
+        assert 0 < row["step_seconds"]["least"] <= row["step_seconds"]["median"]
+        assert bool(row["collectives"]) == (row["devices"] > 1)
+    assert "**Llama, 8 devices: collectives of one step**" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.only_on("jax")
+def test_a_run_on_real_devices(runtime: Runtime, tmp_path: Path) -> None:
+    printed, stored = run(tmp_path, "--on-device=cpu", "--models=vit")
+    assert [row["way"] for row in stored["rows"]] == [OURS, BY_HAND]
+    assert {row["devices"] for row in stored["rows"]} == {1}
+    assert all(row["loss_difference"] < TOLERANCE for row in stored["rows"])
+    assert "step_on_cpu.json" in printed
