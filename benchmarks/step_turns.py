@@ -64,7 +64,10 @@ class Child:
     def kill(self) -> None:
         """Ends it at once, and closes what led to it."""
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        for end in (self._process.stdin, self._process.stdout):
+            if end is not None:
+                end.close()
 
     def _next(self) -> dict[str, Any]:
         printed: Any = self._process.stdout

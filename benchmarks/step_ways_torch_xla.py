@@ -126,7 +126,7 @@ def _newest(folder: Path) -> str:
 
 def _compiling() -> float:
     metrics: Any = importlib.import_module("torch_xla.debug.metrics")
-    data = metrics.metric_data("CompileTime")
+    data = metrics.metric_data("CompileTime")  # codespell:ignore
     return 0.0 if data is None else data[1] / _NANOSECONDS
 
 

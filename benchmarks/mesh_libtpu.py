@@ -1,0 +1,161 @@
+"""libtpu, the TPU's compiler, takes the search's meshes; what it makes of them, beside JAX's.
+
+    python -m benchmarks.mesh_libtpu                      all: half an hour on two busy processors
+    python -m benchmarks.mesh_libtpu --sample 10
+    python -m benchmarks.mesh_libtpu --rows /tmp/rows     goes on where such a run was stopped
+
+For a fixed sample of over 300 meshes (mesh_libtpu_cases.py), v2 to tpu7x, one slice and several, an
+all-gather and an all-reduce of 64 MiB are compiled on every axis; no TPU is needed. Three meshes of
+each case: the search's; the same with the chips of each axis in rows (`rings=False`); JAX's. What
+XLA chose stands in the compiled program (mesh_libtpu_child.py reads it): nobody ran it.
+
+A mesh that libtpu does not like can end its process, so child processes compile 25 cases each. If
+one ends early, its mesh counts as failed, and the next child goes on after it. The exit status is
+1 where a mesh of the search fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.child import ChildFailedError, child_rows
+from benchmarks.mesh_libtpu_cases import SEED, LibtpuCase, libtpu_cases
+from benchmarks.mesh_libtpu_child import KINDS, STRATEGIES
+from benchmarks.mesh_libtpu_summary import (
+    difference_table,
+    failures,
+    group_table,
+    strategy_table,
+)
+from benchmarks.mesh_libtpu_where import where_axes_lie
+from benchmarks.timing import RESULTS, store
+
+MESHES_PER_CHILD = 25 * len(STRATEGIES)
+ENVIRONMENT = {  # libtpu neither looks for a TPU nor asks the cloud about one
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "JAX_PLATFORMS": "cpu",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compiles the sample, prints its tables and stores what was found."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mesh_libtpu", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--sample", type=int, help="so many cases only, drawn with a fixed seed")
+    parser.add_argument("--rows", type=Path, help="file to keep what is done, and to go on from")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
+    asked = parser.parse_args(arguments)
+    if importlib.util.find_spec("libtpu") is None:
+        print("libtpu is not installed: pip install xla-dtensor[preflight]")
+        return 2
+    cases = libtpu_cases()
+    if asked.sample is not None:
+        cases = random.Random(SEED).sample(cases, min(asked.sample, len(cases)))
+    done: dict[int, dict[str, Any]] = {}
+    for row in compiled(cases, asked.rows):
+        done[row["number"]] = row
+        if row["strategy"] == STRATEGIES[-1]:
+            case = cases[row["case"]]
+            shape = "x".join(map(str, case.shape))
+            print(f"{row['case'] + 1:>4} of {len(cases)}  {case.topology} {shape}", flush=True)
+    found = [_merged(number, case, done) for number, case in enumerate(cases)]
+    wrong = failures(found)
+    tables = [group_table(found), strategy_table(found), difference_table(found)]
+    print("\n".join(line for table in tables for line in ["", *table]))
+    print(
+        "\n".join(["", *wrong]) if wrong else "\nEvery mesh of the search compiled, on each axis."
+    )
+    stored = {
+        "what": "what XLA chose, as libtpu compiled it; nothing ran",
+        "collectives": KINDS,
+        "meshes": STRATEGIES,
+        "seconds": round(sum(row.get("seconds", 0) for row in done.values())),
+        "failures": wrong,
+        "cases": found,
+    }
+    print(f"Stored in {store('mesh_libtpu', stored, asked.results)}")
+    return 1 if any(not line.startswith("JAX") for line in wrong) else 0
+
+
+def compiled(cases: Sequence[LibtpuCase], kept: Path | None = None) -> Iterator[dict[str, Any]]:
+    """Compiles cases in child processes.
+
+    Args:
+        cases: what to compile.
+        kept: a file to which rows are added as they come, and from which those of an earlier run
+            are taken; None for none.
+
+    Yields:
+        A row per mesh. That of a mesh which ended the process has an error and no axes.
+    """
+    total = len(STRATEGIES) * len(cases)
+    first = 0
+    if kept is not None and kept.exists():
+        for line in kept.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            first = row["number"] + 1
+            yield row
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "cases.json"
+        file.write_text(json.dumps([case.as_json() for case in cases]), encoding="utf-8")
+        while first < total:
+            for row in _child(file, first, min(MESHES_PER_CHILD, total - first)):
+                first = row["number"] + 1
+                if kept is not None:
+                    with kept.open("a", encoding="utf-8") as out:
+                        out.write(json.dumps(row) + "\n")
+                yield row
+
+
+def _child(file: Path, first: int, count: int) -> Iterator[dict[str, Any]]:
+    begun = first
+    options = [str(file), "--first", str(first), "--count", str(count)]
+    try:
+        rows = child_rows("mesh_libtpu_child", *options, advice="", environment=ENVIRONMENT)
+        for row in rows:
+            if "begun" in row:
+                begun = row["begun"]
+            else:
+                begun = row["number"] + 1
+                yield row
+    except ChildFailedError as error:
+        case, which = divmod(begun, len(STRATEGIES))
+        yield {
+            "number": begun,
+            "case": case,
+            "strategy": STRATEGIES[which],
+            "error": f"the process ended: {error}",
+            "axes": [],
+        }
+
+
+def _merged(number: int, case: LibtpuCase, done: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """A case with what came of its three meshes, axis by axis."""
+    lie = where_axes_lie(case)
+    meshes: dict[str, Any] = {}
+    for place, strategy in enumerate(STRATEGIES):
+        row = done[len(STRATEGIES) * number + place]
+        axes = [{**axis, **where} for axis, where in zip(row["axes"], lie[strategy], strict=False)]
+        meshes[strategy] = {"error": row["error"], "axes": axes}
+    return {
+        "group": case.group,
+        "topology": case.topology,
+        "shape": case.shape,
+        "dcn": case.dcn,
+        "meshes": meshes,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
