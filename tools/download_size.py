@@ -36,6 +36,7 @@ MEASURED = {
     "jax,dev": "3.0 GB (0.5 GB with PyTorch's CPU build)",
     "torch-xla": "4.2 GB",
     "jax,torch-xla,preflight,dev": "4.6 GB",
+    "tpu": "3.1 GB (0.6 GB with PyTorch's CPU build)",
     "cuda12,dev": "4.5 GB",
     "cuda13,dev": "3.2 GB",
 }
