@@ -16,6 +16,7 @@ import torch
 from xla_dtensor.runtimes import whole_ops as whole_ops  # defines torch.ops.xla_dtensor
 from xla_dtensor.runtimes.attention_choice import is_lean
 from xla_dtensor.runtimes.jax_lowering import attention_lean
+from xla_dtensor.runtimes.jax_lowering.head_groups import HeadGroups
 from xla_dtensor.runtimes.jax_lowering.matmul import precision
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
@@ -29,7 +30,9 @@ def attention(
 ) -> Any:
     """Return softmax(q k^T * scale + mask) v."""
     if gqa and q.shape[-3] != k.shape[-3]:
-        return _grouped(q, k, v, mask, is_causal, scale)
+        groups = HeadGroups(q, k)
+        given = groups.query(q), groups.key(k), groups.key(v), groups.mask(mask)
+        return groups.flat(attention(*given, is_causal, scale, False), 3)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum(
@@ -57,21 +60,6 @@ def _masked(scores: Any, mask: Any, is_causal: bool) -> Any:
     if mask is None:
         return scores
     return jnp.where(mask, scores, -jnp.inf) if mask.dtype == jnp.bool_ else scores + mask
-
-
-def _grouped(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None) -> Any:
-    """Several query heads to one key head: the group is a dim of its own, keys are not repeated."""
-    *batch, heads, length, dim = q.shape
-    groups = k.shape[-3]
-    split = q.reshape(*batch, groups, heads // groups, length, dim)
-    if mask is not None and mask.ndim >= 3:
-        mask = (
-            mask[..., None, :, :]
-            if mask.shape[-3] == 1
-            else mask.reshape(*mask.shape[:-3], groups, heads // groups, *mask.shape[-2:])
-        )
-    out = attention(split, k[..., None, :, :], v[..., None, :, :], mask, is_causal, scale, False)
-    return out.reshape(*batch, heads, length, v.shape[-1])
 
 
 @lower(aten.scaled_dot_product_attention.default)

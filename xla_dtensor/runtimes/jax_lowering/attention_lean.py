@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding
 from xla_dtensor.runtimes import whole_ops as whole_ops  # defines torch.ops.xla_dtensor
 from xla_dtensor.runtimes.jax_lowering import attention_blocks, attention_splash
 from xla_dtensor.runtimes.jax_lowering.attention_blocks import Scores
+from xla_dtensor.runtimes.jax_lowering.head_groups import HeadGroups
 from xla_dtensor.runtimes.jax_lowering.table import lower
 from xla_dtensor.runtimes.jax_sharding import named_sharding
 from xla_dtensor.runtimes.layout_names import layout_names
@@ -60,7 +61,7 @@ def forward(
     """
 
     def blocks(q: Any, k: Any, v: Any, *mask: Any) -> tuple[Any, Any]:
-        grouped = _Grouped(q, k)
+        grouped = HeadGroups(q, k)
         scores = Scores(grouped.mask(*mask), is_causal, scale)
         with jax.named_scope("blockwise_attention"):
             output, log_sum = attention_blocks.forward(
@@ -108,7 +109,7 @@ def backward(
     """
 
     def blocks(grad: Any, q: Any, k: Any, v: Any, output: Any, log_sum: Any, *mask: Any) -> Any:
-        grouped = _Grouped(q, k)
+        grouped = HeadGroups(q, k)
         scores = Scores(grouped.mask(*mask), is_causal, scale)
         with jax.named_scope("blockwise_attention_backward"):
             grads = attention_blocks.backward(
@@ -179,40 +180,6 @@ def _cudnn(q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> Any:
             *turned, scale=scale, is_causal=is_causal, implementation="cudnn"
         )
     return jnp.swapaxes(output, 1, 2)
-
-
-# ---------------------------------------------------------------------- groups of heads
-
-
-class _Grouped:
-    """Several query heads to one key head: the group is a dim of its own, keys are not repeated."""
-
-    def __init__(self, q: Any, k: Any) -> None:
-        self._heads = None
-        if q.ndim > 2 and k.ndim > 2 and q.shape[-3] != k.shape[-3]:
-            self._heads = k.shape[-3], q.shape[-3] // k.shape[-3]
-
-    def query(self, tensor: Any, after: int = 3) -> Any:
-        """Split the heads of a tensor that has them `after` dims from its end."""
-        if self._heads is None:
-            return tensor
-        at = tensor.ndim - after
-        return tensor.reshape(*tensor.shape[:at], *self._heads, *tensor.shape[at + 1 :])
-
-    def key(self, tensor: Any) -> Any:
-        return tensor if self._heads is None else tensor[..., None, :, :]
-
-    def mask(self, mask: Any = None) -> Any:
-        if mask is None or self._heads is None or mask.ndim < 3:
-            return mask
-        return mask[..., None, :, :] if mask.shape[-3] == 1 else self.query(mask)
-
-    def flat(self, tensor: Any, after: int) -> Any:
-        if self._heads is None:
-            return tensor
-        at = tensor.ndim - after - 1
-        heads = self._heads[0] * self._heads[1]
-        return tensor.reshape(*tensor.shape[:at], heads, *tensor.shape[at + 2 :])
 
 
 # ---------------------------------------------------------------------- the ops
