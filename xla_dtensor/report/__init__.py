@@ -7,7 +7,8 @@ Example:
 """
 
 from xla_dtensor.report.collective import COLLECTIVE_KINDS, Collective, CollectiveKind
-from xla_dtensor.report.errors import HloError
+from xla_dtensor.report.errors import EvidenceError, HloError
+from xla_dtensor.report.evidence import CompilerMemory, Evidence, Held, Role
 from xla_dtensor.report.hlo import collectives, num_partitions
 from xla_dtensor.report.hlo_shape import ArrayShape
 from xla_dtensor.report.render import render_collectives
@@ -21,8 +22,13 @@ __all__ = [
     "Collective",
     "CollectiveKind",
     "CollectiveSummary",
+    "CompilerMemory",
+    "Evidence",
+    "EvidenceError",
+    "Held",
     "HloError",
     "ReplicaGroups",
+    "Role",
     "SourceLine",
     "collectives",
     "num_partitions",

@@ -15,3 +15,16 @@ class HloError(ValueError):
         ...     print(str(error).split(". ")[0])
         The replica groups '{{0,1},{1,2}}' were given
     """
+
+
+class EvidenceError(ValueError):
+    """What a compiled step left behind cannot be read, or contradicts itself.
+
+    Example:
+        >>> from xla_dtensor.report import Evidence, EvidenceError
+        >>> try:
+        ...     Evidence.load("/nowhere")
+        ... except EvidenceError as error:
+        ...     print(str(error).split(". ")[0])
+        Evidence was asked for from /nowhere
+    """

@@ -73,6 +73,25 @@ def parse_shape(text: str) -> Shape:
     return shape
 
 
+def element_bytes(dtype: str) -> int:
+    """The bytes of one element, unpacked.
+
+    Args:
+        dtype: XLA's name.
+
+    Returns:
+        The bytes.
+
+    Raises:
+        HloError: a dtype whose size is unknown.
+
+    Example:
+        >>> element_bytes("bf16"), element_bytes("pred")
+        (2, 1)
+    """
+    return _storage_bits(dtype) // 8
+
+
 def arrays(shape: Shape) -> tuple[ArrayShape, ...]:
     """Lists the arrays of a shape, tuples within tuples opened.
 
