@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+import xla_dtensor.runtimes.linear_loss_ops  # noqa: F401 - more of torch.ops.xla_dtensor
 import xla_dtensor.runtimes.whole_ops  # noqa: F401 - defines torch.ops.xla_dtensor
 
 aten = torch.ops.aten
@@ -351,6 +352,10 @@ RANGES: dict[Any, tuple[Case, float, float]] = {
 ELSEWHERE = {
     whole.linear_weight_grad.default,
     whole.sdpa_backward.default,
+    whole.sdpa_lean.default,
+    whole.sdpa_lean_backward.default,
+    whole.linear_loss.default,
+    whole.linear_loss_backward.default,
     aten._grouped_mm.default,
     aten._assert_async.default,
     aten._assert_async.msg,
