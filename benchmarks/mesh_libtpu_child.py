@@ -1,8 +1,8 @@
 """The child of `benchmarks.mesh_libtpu`: compiles collectives for TPU slices, prints JSON lines.
 
-Run as ``python -m benchmarks.mesh_libtpu_child FILE --first 0 --count 25``. FILE holds a JSON list
-of cases. It needs no TPU, only libtpu. A mesh that libtpu does not like can end this process, so
-a line says which mesh is begun before anything is compiled.
+Run as ``python -m benchmarks.mesh_libtpu_child FILE --numbers 0 1 2 3``. FILE holds a JSON list of
+cases. It needs no TPU, only libtpu. A mesh that libtpu does not like can end this process, so a
+line says which mesh is begun before anything is compiled.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from benchmarks.mesh_libtpu_where import RINGS, digest
 from mesh_utils import Topology, assign, create_device_mesh, create_hybrid_device_mesh
 
 Groups: TypeAlias = tuple[int, frozenset[bytes]]
@@ -29,24 +30,24 @@ RESULT_BYTES = 64 * 2**20
 
 KINDS = ("all-gather", "all-reduce")
 
-STRATEGIES = ("search", "rows", "jax")
-"""The search's mesh; the same axes with their chips in rows, never in snakes or rings; JAX's."""
+STRATEGIES = ("search", "rings", "rows", "jax")
+"""The search's mesh; the same axes with their chips in snakes and rings wherever that makes the
+steps shorter; the same in rows, everywhere; JAX's."""
 
 _COLUMNS = 128
 _BYTES_PER_ROW = 4 * _COLUMNS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compiles for the meshes of every case: number is 3 * case + place in STRATEGIES."""
+    """Compiles for meshes: the number of one is 4 * case + place in STRATEGIES."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--first", type=int, required=True)
-    parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--numbers", type=int, nargs="+", required=True)
     asked = parser.parse_args(arguments)
     cases = json.loads(asked.file.read_text(encoding="utf-8"))
     known: dict[Groups, dict[str, Any]] = {}
     begun = -1
-    for number in range(asked.first, min(asked.first + asked.count, len(STRATEGIES) * len(cases))):
+    for number in asked.numbers:
         place, which = divmod(number, len(STRATEGIES))
         if place != begun:
             known.clear()
@@ -73,7 +74,7 @@ def _compiled(
     try:
         placed = _mesh_devices(case, strategy)
     except Exception as error:  # whatever it is, it is the result
-        return {"error": _text(error), "axes": []}
+        return {"error": _text(error), "devices": "", "axes": []}
     from jax.sharding import Mesh
 
     names = tuple("abcdefgh"[: placed.ndim])
@@ -88,7 +89,7 @@ def _compiled(
         if key not in known:
             known[key] = _axis(mesh, name)
         axes.append(known[key])
-    return {"error": "", "axes": axes}
+    return {"error": "", "devices": digest(ids), "axes": axes}
 
 
 @lru_cache(maxsize=2)
@@ -110,7 +111,7 @@ def _mesh_devices(case: dict[str, Any], strategy: str) -> np.ndarray:
         return create_hybrid_device_mesh(shape, dcn, devices, **split)
     # By id: devices do not tell whether their slice is twisted.
     topology = Topology.parse(case["topology"], wrap=case["wrap"])
-    made = assign(topology, shape, dcn, rings=strategy == "search")
+    made = assign(topology, shape, dcn, rings=RINGS[strategy])
     by_id = {device.id: device for device in devices}
     return np.vectorize(by_id.__getitem__, otypes=[object])(made.device_ids)
 

@@ -81,8 +81,9 @@ def group_table(cases: Sequence[dict[str, Any]]) -> list[str]:
     """
     lines = [
         "| group | meshes | axes | search: compiled | JAX makes a mesh | JAX: compiled | same "
-        "all-gather as JAX's | same all-reduce | in rows: same all-gather | same all-reduce |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "all-gather as JAX's | same all-reduce | in snakes and rings: same all-gather | same "
+        "all-reduce | in rows: same all-gather | same all-reduce |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     groups = list(dict.fromkeys(case["group"] for case in cases))
     for name in [*groups, "all"]:
@@ -97,7 +98,7 @@ def group_table(cases: Sequence[dict[str, Any]]) -> list[str]:
         }
         same = [
             f"{sum(how(a[s], kind) == how(a['jax'], kind) for a in beside)} of {len(beside)}"
-            for s in ("search", "rows")
+            for s in ("search", "rings", "rows")
             for kind in KINDS
         ]
         made = sum(bool(case["meshes"]["jax"]["axes"]) for case in own)
@@ -118,14 +119,16 @@ def strategy_table(cases: Sequence[dict[str, Any]]) -> list[str]:
         Lines of Markdown.
     """
     lines = [
-        "| collective | what XLA does | the search's axes | in rows | JAX's |",
-        "|---|---|---|---|---|",
+        "| collective | what XLA does | the search's axes | in snakes and rings | in rows "
+        "| JAX's |",
+        "|---|---|---|---|---|---|",
     ]
     axes = list(axes_of(cases))
     for kind in KINDS:
         counts = {s: Counter(how(a[s], kind) for a in axes if s in a) for s in STRATEGIES}
         every = sorted(
-            set().union(*counts.values()), key=lambda each: (-counts["search"][each], each)
+            set().union(*counts.values()),
+            key=lambda each: (-counts["search"][each], -counts["jax"][each], each),
         )
         for each in every:
             numbers = " | ".join(str(counts[s][each]) for s in STRATEGIES)
@@ -137,20 +140,22 @@ def explain(axis: dict[str, dict[str, Any]], kind: str) -> str:
     """Why XLA does something else for the search's axis than for JAX's.
 
     Args:
-        axis: the axis in the three meshes.
+        axis: the axis in each of the meshes.
         kind: "all-gather" or "all-reduce".
 
     Returns:
         The reason in words; "" where XLA does the same.
     """
-    ours, rows, other = axis["search"], axis["rows"], axis["jax"]
+    ours, rings, rows, other = (axis[strategy] for strategy in STRATEGIES)
     if how(ours, kind) == how(other, kind):
         return ""
     ours_whole, other_whole = ours["strategy"] == WHOLE, other["strategy"] == WHOLE
+    whole = " of whole dims" if ours_whole else ""
     if how(ours, kind) != how(rows, kind):
-        whole = " of whole dims" if ours_whole else ""
         again = "as for JAX's" if how(rows, kind) == how(other, kind) else "something else again"
         return f"order: the chips{whole} are in a snake or ring; in rows XLA does {again}"
+    if ours["on"] == other["on"] and how(rings, kind) == how(other, kind):
+        return f"order: the chips{whole} are in rows; in a snake or ring XLA does as for JAX's"
     if other_whole and not ours_whole:
         return "place: JAX gives the axis whole dims, the search part of dims"
     if ours_whole and not other_whole:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -10,33 +11,24 @@ from benchmarks.mesh_libtpu_cases import LibtpuCase
 from mesh_utils import Network, assign, create_device_mesh, create_hybrid_device_mesh
 from mesh_utils.mesh_spans import axis_groups, find_span, mesh_places
 
+RINGS: dict[str, bool | None] = {"search": None, "rings": True, "rows": False}
+"""What `assign` is told of the order of the chips, for each mesh that the search makes."""
 
-def where_axes_lie(case: LibtpuCase) -> dict[str, list[dict[str, Any]]]:
-    """Finds it from the ids of each mesh.
+
+def mesh_ids(case: LibtpuCase) -> dict[str, np.ndarray]:
+    """Makes the meshes of a case.
 
     Args:
         case: the slice and the shape.
 
     Returns:
-        For "search", "rows" and "jax", for each axis of more than one device: the span, the
-        strategy that the model takes for it, and whether its chips follow each other in rows.
-        Nothing for a mesh that JAX does not make.
-
-    Example:
-        >>> from benchmarks.mesh_libtpu_cases import libtpu_cases
-        >>> case = next(case for case in libtpu_cases() if case.shape == (16,))
-        >>> where_axes_lie(case)["jax"][0]["strategy"]
-        'whole dims'
+        For each of STRATEGIES the device ids in the shape of the mesh; no "jax" where JAX makes
+        none.
     """
     topology = case.parsed()
-    network = Network.of(topology)
-    searched = assign(topology, case.shape, case.dcn)
     found = {
-        "search": _lies(network, topology, searched.device_ids),
-        "rows": _lies(
-            network, topology, assign(topology, case.shape, case.dcn, rings=False).device_ids
-        ),
-        "jax": [],
+        strategy: assign(topology, case.shape, case.dcn, rings=rings).device_ids
+        for strategy, rings in RINGS.items()
     }
     split: dict[str, Any] = {"strategy": "jax", "allow_split_physical_axes": True}
     try:
@@ -46,8 +38,47 @@ def where_axes_lie(case: LibtpuCase) -> dict[str, list[dict[str, Any]]]:
             made = create_hybrid_device_mesh(case.shape, case.dcn, topology, **split)
     except (AssertionError, NotImplementedError, TypeError, ValueError):
         return found
-    ids = np.vectorize(lambda device: device.id, otypes=[np.int64])(made)
-    return {**found, "jax": _lies(network, topology, ids)}
+    return {**found, "jax": np.vectorize(lambda device: device.id, otypes=[np.int64])(made)}
+
+
+def digest(ids: np.ndarray) -> str:
+    """A short word for the devices of a mesh in their order.
+
+    Args:
+        ids: the device ids in the shape of the mesh.
+
+    Returns:
+        16 hexadecimal digits.
+
+    Example:
+        >>> digest(np.arange(4)) == digest(np.arange(4).reshape(2, 2))
+        False
+    """
+    content = f"{ids.shape} {ids.reshape(-1).tolist()}"
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def where_axes_lie(case: LibtpuCase) -> dict[str, list[dict[str, Any]]]:
+    """Finds it from the ids of each mesh.
+
+    Args:
+        case: the slice and the shape.
+
+    Returns:
+        For each of STRATEGIES, for each axis of more than one device: the span, the strategy that
+        the model takes for it, and whether its chips follow each other in rows. Nothing for a mesh
+        that JAX does not make.
+
+    Example:
+        >>> from benchmarks.mesh_libtpu_cases import libtpu_cases
+        >>> case = next(case for case in libtpu_cases() if case.shape == (16,))
+        >>> where_axes_lie(case)["jax"][0]["strategy"]
+        'whole dims'
+    """
+    topology = case.parsed()
+    network = Network.of(topology)
+    made = mesh_ids(case)
+    return {"jax": [], **{key: _lies(network, topology, ids) for key, ids in made.items()}}
 
 
 def _lies(network: Network, topology: Any, ids: np.ndarray) -> list[dict[str, Any]]:

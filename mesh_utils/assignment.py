@@ -28,7 +28,8 @@ which is a line: one link. Four chips of a square are a ring of two links:
     >>> found.device_ids[0].tolist()
     [0, 1, 17, 16]
 
-Inside an axis chips are in the order of shortest steps: 0, 1, 17, 16 is a ring
+Inside an axis chips are in the order of shortest steps: 0, 1, 17, 16 is a ring. Where XLA gathers
+over all dims of an axis at once they are in rows, because it does so in rows only
 (assignment_walk.py).
 
 How it is found: assignment_search.py looks at every way on a slice, from the lowest bound on, and
@@ -234,7 +235,7 @@ def assign(
     network: Network | None = None,
     contiguous_submeshes: bool = False,
     allow_split_physical_axes: bool = True,
-    rings: bool = True,
+    rings: bool | None = None,
     slice_order: Sequence[int] | None = None,
 ) -> Assignment:
     """Finds the mesh whose axes have the best links.
@@ -249,8 +250,10 @@ def assign(
         network: the links, where they are not `Network.of(topology)`.
         contiguous_submeshes: whether the devices of each host are to be a box of the mesh.
         allow_split_physical_axes: whether a physical dim may be split over axes.
-        rings: whether the chips of an axis may be in the order of a snake or a ring, else in rows,
-            so that each axis can be split into axes of its own.
+        rings: whether the chips of an axis may be in the order of a snake or a ring, which have the
+            shortest steps for a permute (ring attention, pipelines). None: where no all-gather
+            loses by it. True: on every axis. False: on none, they are in rows, so that each axis
+            can be split into axes of its own. Bandwidths of gathers in the model are the same.
         slice_order: the slices in the order in which DCN axes go through them; None for ascending.
 
     Returns:
@@ -272,7 +275,8 @@ def assign(
         topology, links, ici, shares, contiguous_submeshes, allow_split_physical_axes
     )
     host = topology.chips_per_host if contiguous_submeshes else None
-    walks, members = mesh_chips(links, found.best, host, rings)
+    chip = topology.chip.name if topology.chip else None
+    walks, members = mesh_chips(links, found.best, host, rings, chip)
     rows = placed_rows(topology, members, dcn, slice_order)
     ids = topology.device_ids[rows]
     ids.flags.writeable = False

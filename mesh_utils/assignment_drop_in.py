@@ -143,7 +143,7 @@ def create_hybrid_device_mesh(
     Example:
         >>> made = create_hybrid_device_mesh((1, 4), (2, 1), Topology.parse("2xv5e:2x2"))
         >>> [[device.id for device in row] for row in made]
-        [[100000, 100001, 100003, 100002], [200000, 200001, 200003, 200002]]
+        [[100000, 100001, 100002, 100003], [200000, 200001, 200002, 200003]]
     """
     _refuse_strategy(strategy)
     if strategy == "jax":

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_utils.assignment_search import Found, host_parts
-from mesh_utils.assignment_walk import Walk, best_walk, host_walk
+from mesh_utils.assignment_walk import Walk, best_walk, gathers_at_once, host_walk
 from mesh_utils.network import Network
 from mesh_utils.span import Shape3
 from mesh_utils.topology import Topology
@@ -16,7 +16,11 @@ IntArray: TypeAlias = NDArray[np.int64]
 
 
 def mesh_chips(
-    network: Network, found: Found, host: Shape3 | None, rings: bool
+    network: Network,
+    found: Found,
+    host: Shape3 | None,
+    rings: bool | None,
+    chip: str | None = None,
 ) -> tuple[tuple[Walk, ...], tuple[IntArray, ...]]:
     """Orders the devices of each axis.
 
@@ -24,7 +28,9 @@ def mesh_chips(
         network: the links.
         found: where the axes lie.
         host: the chips of a host that are to follow each other; None if they need not.
-        rings: whether chips may follow each other in snakes and rings.
+        rings: whether chips may follow each other in snakes and rings; None where no gather loses
+            by it.
+        chip: the chip's name, where it is known.
 
     Returns:
         The walk of each axis, and x, y, z and core of its devices, [size, 4], from the first of a
@@ -32,7 +38,14 @@ def mesh_chips(
     """
     walks: list[Walk] = []
     if host is None or network.switched:
-        walks = [best_walk(network, span, rings) for span in found.spans]
+        walks = [
+            best_walk(
+                network,
+                span,
+                not gathers_at_once(network, span, chip) if rings is None else rings,
+            )
+            for span in found.spans
+        ]
     else:
         parts: list[list[int]] = []
         for dim in range(3):

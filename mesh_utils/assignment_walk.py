@@ -12,6 +12,10 @@ Which chips an axis takes decides its gathers; which follows which decides a per
 A walk is chosen by its longest step, counted over the links (wrap and twist included), then by the
 sum of its steps, then rows before snakes before rings: rows can be split into axes of their own.
 
+One kind of axis is in rows although a snake has shorter steps: the one that XLA gathers over all
+its dims at once ("whole dims"), which it does in rows only; in a snake it gathers over one ring
+(docs/mesh_search.md). For a permute rows cost a hop or two there, and in the model no bandwidth.
+
 Where hosts are to stay boxes of the mesh ("contiguous submeshes"), the chips of a host follow each
 other: rows of hosts, and rows within a host.
 """
@@ -32,6 +36,10 @@ IntArray: TypeAlias = NDArray[np.int64]
 WalkKind: TypeAlias = Literal["rows", "snake", "ring", "hosts"]
 
 KINDS: tuple[WalkKind, ...] = ("rows", "snake", "ring")
+
+GATHER_OVER_OPEN_DIMS = frozenset({"tpu7x"})
+"""Chips on which XLA, as libtpu compiles it, gathers over several dims at once whether or not they
+wrap. On the others it does so only where each of them wraps or is a pair."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +95,35 @@ def best_walk(network: Network, span: Span, rings: bool = True) -> Walk:
     if found is None:
         raise RuntimeError(f"{span} has no walk")  # rows there always are
     return found[1]
+
+
+def gathers_at_once(network: Network, span: Span, chip: str | None = None) -> bool:
+    """Whether XLA gathers over all dims of an axis at once, if its chips are in rows.
+
+    This is what libtpu was seen to compile (docs/mesh_search.md), not a part of the model: whole
+    dims, each a ring or a pair, and no twisted torus. Elsewhere it gathers over one ring, which it
+    orders itself, whatever the order of the axis.
+
+    Args:
+        network: the links.
+        span: where the axis lies.
+        chip: the chip's name, where it is known.
+
+    Returns:
+        Whether it does; never for an axis in one dim, which has one order only.
+
+    Example:
+        >>> from mesh_utils import Topology
+        >>> torus, open_dims = (Network.of(Topology.parse(f"v5p:{s}")) for s in ("4x4x8", "2x4x4"))
+        >>> gathers_at_once(torus, Span((4, 4, 1))), gathers_at_once(open_dims, Span((1, 4, 4)))
+        (True, False)
+    """
+    if network.strategy(span) != "whole dims":
+        return False
+    if chip in GATHER_OVER_OPEN_DIMS:
+        return True
+    dims = zip(span.sizes, network.wrap, strict=True)
+    return not network.twist and all(wraps or size <= 2 for size, wraps in dims)
 
 
 def host_walk(network: Network, span: Span, parts: Shape3) -> Walk:

@@ -24,7 +24,7 @@ from benchmarks.mesh_libtpu_summary import (
     group_table,
     strategy_table,
 )
-from benchmarks.mesh_libtpu_where import where_axes_lie
+from benchmarks.mesh_libtpu_where import digest, mesh_ids, where_axes_lie
 from tests.libtpu import needs_libtpu
 
 MODULES = (
@@ -68,7 +68,8 @@ def test_where_axes_lie() -> None:
     assert [axis["on"] for axis in found["search"]] == ["x4 y4", "z8"]
     assert [axis["strategy"] for axis in found["jax"]] == ["whole dims", "ring"]
     assert [axis["in_rows"] for axis in found["rows"]] == [True, True]
-    assert found["search"][1]["in_rows"]
+    assert [axis["in_rows"] for axis in found["search"]] == [True, True]
+    assert [axis["in_rows"] for axis in found["rings"]] == [False, True]
 
 
 # --- reading compiled programs -------------------------------------------------------------------
@@ -125,31 +126,68 @@ def test_algorithms_are_read() -> None:
 def test_a_mesh_that_ends_the_process_counts_as_failed_and_the_rest_goes_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[tuple[int, int]] = []
+    asked: list[list[int]] = []
 
     def child(module: str, *options: str, **_: object) -> Iterator[dict[str, Any]]:
-        first, count = int(options[2]), int(options[4])
-        asked.append((first, count))
-        for number in range(first, first + count):
+        numbers = list(map(int, options[2:]))
+        asked.append(numbers)
+        for number in numbers:
             yield {"begun": number}
             if number == 4:
                 raise ChildFailedError("status=134")
-            case, which = divmod(number, 3)
-            strategy = STRATEGIES[which]
-            yield {"number": number, "case": case, "strategy": strategy, "error": "", "axes": []}
+            case, which = divmod(number, 4)
+            row = {"case": case, "strategy": STRATEGIES[which], "error": "", "axes": []}
+            yield {"number": number, "devices": "", **row}
+        if numbers[-1] == 11:
+            raise ChildFailedError("status=1, after its last mesh")
 
     monkeypatch.setattr(mesh_libtpu, "child_rows", child)
     cases, kept = libtpu_cases()[:3], tmp_path / "rows"
     rows = list(mesh_libtpu.compiled(cases, kept))
-    assert [row["number"] for row in rows] == list(range(9))
-    assert asked == [(0, 9), (5, 4)]
+    assert [row["number"] for row in rows] == list(range(12))
+    assert asked == [list(range(12)), list(range(5, 12))]
     assert [row["number"] for row in rows if row["error"]] == [4]
     assert rows[4]["error"] == "the process ended: status=134"
-    assert (rows[4]["case"], rows[4]["strategy"]) == (1, STRATEGIES[1])
+    assert (rows[4]["case"], rows[4]["strategy"]) == (1, STRATEGIES[0])
     # A run that was stopped goes on after what is kept.
     kept.write_text("\n".join(kept.read_text().splitlines()[:7]) + "\n")
-    assert [row["number"] for row in mesh_libtpu.compiled(cases, kept)] == list(range(9))
-    assert asked[-1] == (7, 2)
+    assert [row["number"] for row in mesh_libtpu.compiled(cases, kept)] == list(range(12))
+    assert asked[-1] == [7, 8, 9, 10, 11]
+
+
+def test_meshes_of_an_earlier_run_are_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax")
+    case = LibtpuCase("v5e", "v5e:2x2", "v5e:2x2", {}, None, (4,), None)
+    ids = mesh_ids(case)
+    ring = {"error": "", "devices": digest(ids["rings"]), "axes": [{"axis": "a", "size": 4}]}
+    failed = {"error": "no", "devices": digest(ids["rows"]), "axes": []}
+    meshes = {"search": ring, "jax": failed}  # what is what counts, not what it was called
+    earlier = {"cases": [{**case.as_json(), "shape": [4], "meshes": meshes}]}
+    rows = list(mesh_libtpu.known_rows([case], earlier))
+    # On 2 x 2 chips JAX's mesh is the ring; the search's is in rows, and did not compile.
+    assert [row["strategy"] for row in rows] == ["rings", "jax"]
+    assert all(row["axes"] == ring["axes"] and row["known"] for row in rows)
+    asked: list[int] = []
+
+    def child(module: str, *options: str, **_: object) -> Iterator[dict[str, Any]]:
+        asked.extend(map(int, options[2:]))
+        yield from ({"number": number, "case": 0} for number in asked)
+
+    monkeypatch.setattr(mesh_libtpu, "child_rows", child)
+    found = list(mesh_libtpu.compiled([case], None, earlier))
+    assert asked == [0, 2]
+    assert sorted(row["number"] for row in found) == [0, 1, 2, 3]
+    assert not list(mesh_libtpu.known_rows([case], {}))
+
+
+@needs_libtpu
+def test_an_earlier_run_of_another_libtpu_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "earlier.json"
+    file.write_text('{"libtpu": "0.0.1", "cases": []}')
+    assert mesh_libtpu.main(["--known", str(file), "--results", str(tmp_path)]) == 2
+    assert "It is of libtpu 0.0.1, and this is libtpu" in capsys.readouterr().out
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -169,6 +207,7 @@ BLOCK = axis("x2 y8", "staggered ring", "1D")
     ("ours", "rows", "other", "why"),
     [
         (ROWS, ROWS, ROWS, ""),
+        (ROWS, ROWS, SNAKE, "order: the chips of whole dims are in rows; in a snake or ring XLA"),
         (SNAKE, ROWS, ROWS, "order: the chips of whole dims are in a snake or ring; in rows XLA"),
         (BLOCK, BLOCK, ROWS, "place: JAX gives the axis whole dims, the search part of dims"),
         (ROWS, ROWS, BLOCK, "place: the search gives the axis whole dims, JAX part of dims"),
@@ -182,7 +221,8 @@ BLOCK = axis("x2 y8", "staggered ring", "1D")
 def test_differences_are_explained(
     ours: dict[str, Any], rows: dict[str, Any], other: dict[str, Any], why: str
 ) -> None:
-    found = explain({"search": ours, "rows": rows, "jax": other}, "all-gather")
+    meshes = {"search": ours, "rings": SNAKE, "rows": rows, "jax": other}
+    found = explain(meshes, "all-gather")
     assert found.startswith(why)
     assert bool(found) == bool(why)
 
@@ -190,6 +230,7 @@ def test_differences_are_explained(
 def case(ours: dict[str, Any], other: dict[str, Any] | None) -> dict[str, Any]:
     meshes = {
         "search": {"error": "", "axes": [ours]},
+        "rings": {"error": "", "axes": [SNAKE]},
         "rows": {"error": "", "axes": [ROWS]},
         "jax": {"error": "" if other else "TypeError: no", "axes": [other] if other else []},
     }
@@ -198,11 +239,10 @@ def case(ours: dict[str, Any], other: dict[str, Any] | None) -> dict[str, Any]:
 
 def test_tables() -> None:
     cases = [case(SNAKE, ROWS), case(ROWS, ROWS), case(ROWS, None)]
-    assert group_table(cases)[-1] == (
-        "| all | 3 | 3 | 6 of 6 | 2 | 4 of 4 | 1 of 2 | 2 of 2 | 2 of 2 | 2 of 2 |"
-    )
-    assert "| all-gather | 2D | 2 | 3 | 2 |" in strategy_table(cases)
-    assert "| all-gather | 1D | 1 | 0 | 0 |" in strategy_table(cases)
+    counts = "1 of 2 | 2 of 2 | 0 of 2 | 2 of 2 | 2 of 2 | 2 of 2"
+    assert group_table(cases)[-1] == f"| all | 3 | 3 | 6 of 6 | 2 | 4 of 4 | {counts} |"
+    assert "| all-gather | 2D | 2 | 0 | 3 | 2 |" in strategy_table(cases)
+    assert "| all-gather | 1D | 1 | 3 | 0 | 0 |" in strategy_table(cases)
     assert len(difference_table(cases)) == 3
     assert difference_table(cases)[2].endswith("| 1 |")
     assert failures(cases) == ["JAX's mesh, v5p:4x4x4 (16,): TypeError: no"]

@@ -20,6 +20,7 @@ import pytest
 from mesh_utils import JobConfig, JobError, chips, find_chip
 from mesh_utils.job_file import job_names
 from mesh_utils.xla_flags import FlagTable, XlaFlag, flag_environment, flag_table, flags_for
+from tests.libtpu import needs_libtpu
 
 TPUS = [chip.name for chip in chips() if chip.platform == "tpu"]
 GPUS = [chip.name for chip in chips() if chip.platform == "gpu"]
@@ -79,9 +80,6 @@ def written(flags: Iterable[XlaFlag]) -> str:
     return " ".join(dict.fromkeys(map(str, flags)))
 
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
-)
 needs_jaxlib = pytest.mark.skipif(
     importlib.util.find_spec("jaxlib") is None, reason="jaxlib is not installed"
 )
