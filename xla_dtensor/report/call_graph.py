@@ -89,6 +89,8 @@ def _count(
 ) -> Runs:
     if name in runs:
         return runs[name]
+    # What calls itself, which no program does, is taken to run an unknown number of times.
+    runs[name] = Runs(None, False, None)
     found = Runs(0, False, None) if name in calls else Runs(1, False, None)
     for calling, instruction, trips in calls.get(name, ()):
         outer = _count(calling, calls, runs)

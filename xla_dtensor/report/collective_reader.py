@@ -7,7 +7,9 @@ from xla_dtensor.report.call_graph import Runs
 from xla_dtensor.report.collective import COLLECTIVE_KINDS, Collective, CollectiveKind
 from xla_dtensor.report.errors import HloError
 from xla_dtensor.report.hlo_module import Computation, HloModule, Instruction, split_commas
+from xla_dtensor.report.hlo_numbers import read_number
 from xla_dtensor.report.hlo_shape import ArrayShape, Shape, arrays
+from xla_dtensor.report.inherited_metadata import Neighbours
 from xla_dtensor.report.program_axes import ProgramAxes
 from xla_dtensor.report.replica_groups import ReplicaGroups
 from xla_dtensor.report.stack_frames import SourceLine, parse_fields, unquoted
@@ -25,8 +27,9 @@ DCN_TARGET = "_xla_megascale_target"
 """The frontend attribute that says which slices a send or recv is for."""
 
 _P2P_PAIRS = "_xla_send_recv_source_target_pairs"
-_PAIRS = re.compile(r"\{(\d+),(\d+)\}")
-_ALL_PAIRS = re.compile(r"\{(?:\{\d+,\d+\}(?:,\{\d+,\d+\})*)?\}")
+_PAIRS = re.compile(r"\{([0-9]+),([0-9]+)\}")
+_PAIR = r"\{[0-9]{1,12},[0-9]{1,12}\}"
+_ALL_PAIRS = re.compile(rf"\{{(?:{_PAIR}(?:,{_PAIR})*)?\}}")
 
 
 class CollectiveReader:
@@ -57,7 +60,7 @@ class CollectiveReader:
         self.kind: CollectiveKind = OPCODES[instruction.opcode]
         self.is_scatter = _is_all_reduce_scatter(self.kind, computation, runs.caller)
         channel = self.attributes.get("channel_id")
-        self.channel_id = None if channel is None else int(channel)
+        self.channel_id = None if channel is None else read_number(channel)
         self.global_ids = self.attributes.get("use_global_device_ids") == "true"
         self.frontend = _frontend_attributes(self.attributes.get("frontend_attributes", ""))
 
@@ -111,7 +114,7 @@ class CollectiveReader:
         if self.kind == "send":
             return ()
         if self.kind == "recv":
-            return arrays(shape[0] if isinstance(shape, tuple) else shape)
+            return arrays(shape[0] if isinstance(shape, tuple) and shape else shape)
         if self.is_scatter and root is not None:
             return arrays(root.shape)
         if self.instruction.opcode.endswith("-start"):
@@ -145,15 +148,17 @@ class CollectiveReader:
         return self.namer.of_groups(groups, self.kind, self.channel_id, self.global_ids)
 
     def _metadata(self) -> tuple[str | None, tuple[SourceLine, ...]]:
-        """Its own metadata, or else that of the fusion or the start it is wrapped in."""
+        """Its own metadata; else that of its fusion or its start; else a neighbour's."""
         fields = parse_fields(self.attributes.get("metadata", ""))
         caller = self.runs.caller
         if not fields and caller is not None and caller.opcode in ("fusion", "async-start"):
             fields = parse_fields(caller.attributes.get("metadata", ""))
+        fields = fields or Neighbours(self.computation).metadata(self.instruction)
         if "source_file" in fields:
-            source = (SourceLine(fields["source_file"], int(fields.get("source_line", 0))),)
+            line = read_number(fields.get("source_line"))
+            source = (SourceLine(fields["source_file"], line),)
         else:
-            source = self.module.frames.stack(int(fields.get("stack_frame_id", 0)))
+            source = self.module.frames.stack(read_number(fields.get("stack_frame_id")))
         return fields.get("op_name"), source
 
 

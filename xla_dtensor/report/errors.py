@@ -28,3 +28,17 @@ class EvidenceError(ValueError):
         ...     print(str(error).split(". ")[0])
         Evidence was asked for from /nowhere
     """
+
+
+class ReportError(ValueError):
+    """A stored report cannot be read.
+
+    Example:
+        >>> from xla_dtensor.report import ReportError
+        >>> from xla_dtensor.report.report_json import from_json
+        >>> try:
+        ...     from_json("{}")
+        ... except ReportError as error:
+        ...     print(str(error).split(". ")[1])
+        It is something else
+    """

@@ -65,9 +65,9 @@ class Held:
         shape: the global shape, in elements.
         dtype: as HLO writes it, "bf16".
         device_shape: the shape of the part on one device, the same on all of them.
-        requested: the layout that was asked for, a placement text such as "Shard(0), Replicate()"
-            for each mesh axis in order; None where nobody asked.
-        chosen: the layout that the compiled program gives it, in the same words, or None where it
+        requested: the layout that was asked for, as `str(Layout)` writes it: for each dim the mesh
+            axes that cut it, "[fsdp.tp, -]"; None where nobody asked.
+        chosen: the layout that the compiled program gives it, in the same words; None where it
             cannot be said in them.
         input: its number among the parameters of the entry computation; None for a result only, or
             for an input that the compiler has dropped.

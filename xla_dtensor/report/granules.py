@@ -19,9 +19,11 @@ from mesh_utils import Mesh
 from xla_dtensor.report.errors import HloError
 from xla_dtensor.report.mesh_axes import AxisNames, group_axes, pair_axes
 
-_PRODUCT = re.compile(r"\{([\d,:]+)\}x\{([\d,:]+)\}")
-_PAIR = re.compile(r"(\d+)->(\d+)")
-_LIST = re.compile(r"\{(\d+(?:,\d+)*)\}")
+_RANGE = r"[0-9]{1,9}(?::[0-9]{1,9})?"
+_RANGES = rf"{_RANGE}(?:,{_RANGE})*"
+_PRODUCT = re.compile(rf"\{{({_RANGES})\}}x\{{({_RANGES})\}}")
+_PAIR = re.compile(r"([0-9]{1,15})->([0-9]{1,15})")
+_LIST = re.compile(r"\{([0-9]{1,15}(?:,[0-9]{1,15})*)\}")
 
 
 class Granules:
@@ -90,7 +92,10 @@ def _product_axes(
 ) -> AxisNames | None:
     groups: list[NDArray[np.int64]] = []
     for slices, devices in products:
-        rows, columns = _ranges(slices) - 1, _ranges(devices)
+        rows, columns = _ranges(slices, granules), _ranges(devices, granules)
+        if rows is None or columns is None:
+            return None
+        rows = rows - 1
         inside = rows.min() >= 0 and rows.max() < granules.places.shape[0]
         if not inside or columns.max() >= granules.places.shape[1]:
             return None
@@ -102,9 +107,11 @@ def _same_width(groups: list[NDArray[np.int64]]) -> bool:
     return len({group.shape[1] for group in groups}) == 1
 
 
-def _ranges(text: str) -> NDArray[np.int64]:
-    """Integers of a list such as 0:3,7, where 0:3 ends with 3."""
+def _ranges(text: str, granules: Granules) -> NDArray[np.int64] | None:
+    """Integers of a list such as 0:3,7, where 0:3 ends with 3; None for more than there can be."""
     ends = [[int(end) for end in part.split(":")] for part in text.split(",")]
+    if any(not 0 <= part[-1] - part[0] <= granules.places.size for part in ends):
+        return None
     return np.concatenate([np.arange(part[0], part[-1] + 1) for part in ends])
 
 

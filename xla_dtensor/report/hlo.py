@@ -69,7 +69,7 @@ def collectives(
         CollectiveReader(
             module, computation, instruction, runs[computation.name], namer
         ).collective()
-        for computation, instruction in _instructions(module)
+        for computation, instruction in collective_instructions(module)
     )
 
 
@@ -92,8 +92,15 @@ def num_partitions(hlo_text: str) -> int:
     return HloModule.parse_header(hlo_text).num_partitions
 
 
-def _instructions(module: HloModule) -> Iterator[tuple[Computation, Instruction]]:
-    """The instructions that are collectives, each once."""
+def collective_instructions(module: HloModule) -> Iterator[tuple[Computation, Instruction]]:
+    """Finds the instructions that are collectives, each once.
+
+    Args:
+        module: the module.
+
+    Yields:
+        The computation in which it stands, and the instruction.
+    """
     found = [
         (computation, instruction)
         for computation in module.computations.values()

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from xla_dtensor.report.errors import HloError
+from xla_dtensor.report.hlo_numbers import checked_devices, read_number
 from xla_dtensor.report.hlo_shape import Shape, parse_shape
 from xla_dtensor.report.stack_frames import StackFrames
 
@@ -30,6 +31,9 @@ _COMPUTATION = re.compile(r"\s*(ENTRY )?\s*%?([\w.\-]+)\s*(?:\(.*\)\s*->\s*.*)?\
 _HEADER_NUMBER = re.compile(r"\b(num_partitions|replica_count)=(\d+)")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]|[^"(){}\[\],]+|"')
 _COMMENT = re.compile(r"/\*.*?\*/")
+_END = re.compile(r"\s*\}(?:\s*,.*)?\s*")
+# A line of a constant that is printed over several: numbers and brackets.
+_LITERAL = re.compile(r"[\s\d{}(),.+\-]*(?:(?:true|false|inf|nan|[eE])[\s\d{}(),.+\-]*)*")
 
 
 @dataclass(frozen=True)
@@ -136,12 +140,14 @@ class HloModule:
         replica_count: copies of that program.
         computations: its computations by name, in the order printed.
         frames: where in the source its instructions come from.
+        unread: lines of computations that could not be read: the computation and the line.
     """
 
     num_partitions: int
     replica_count: int
     computations: dict[str, Computation] = field(default_factory=dict[str, Computation])
     frames: StackFrames = field(default_factory=StackFrames)
+    unread: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> "HloModule":
@@ -162,11 +168,10 @@ class HloModule:
         """
         header = cls.parse_header(text)
         lines = text.splitlines()
-        return replace(
-            header,
-            computations={computation.name: computation for computation in _computations(lines)},
-            frames=StackFrames.parse(lines),
-        )
+        unread: list[tuple[str, str]] = []
+        found = {each.name: each for each in _computations(lines, unread)}
+        frames = StackFrames.parse(lines)
+        return replace(header, computations=found, frames=frames, unread=tuple(unread))
 
     @classmethod
     def parse_header(cls, text: str) -> "HloModule":
@@ -181,8 +186,12 @@ class HloModule:
         Raises:
             HloError: text that is no HLO module.
         """
-        numbers = {name: int(value) for name, value in _HEADER_NUMBER.findall(_header(text))}
-        return cls(numbers.get("num_partitions", 1), numbers.get("replica_count", 1))
+        head = _header(text)
+        numbers = {name: read_number(value) for name, value in _HEADER_NUMBER.findall(head)}
+        partitions = numbers.get("num_partitions", 1) or 1
+        replicas = numbers.get("replica_count", 1) or 1
+        checked_devices(partitions * replicas, head)
+        return cls(partitions, replicas)
 
 
 def split_commas(text: str) -> list[str]:
@@ -228,7 +237,7 @@ def _header(text: str) -> str:
     return start.partition("\n")[0]
 
 
-def _computations(lines: list[str]) -> Iterator[Computation]:
+def _computations(lines: list[str], unread: list[tuple[str, str]]) -> Iterator[Computation]:
     opened: Computation | None = None
     found: dict[str, Instruction] = {}
     for line in lines:
@@ -237,9 +246,13 @@ def _computations(lines: list[str]) -> Iterator[Computation]:
             if match:
                 found = {}
                 opened = Computation(match[2], bool(match[1]), found)
-        elif line.lstrip().startswith("}"):
+        elif _END.fullmatch(line):
             yield opened
             opened = None
         elif match := _INSTRUCTION.match(line):
             is_root, name, shape, opcode = match.groups()
             found[name] = Instruction(name, shape, opcode, bool(is_root), line[match.end() :])
+        elif not _LITERAL.fullmatch(line):
+            unread.append((opened.name, line.strip()))
+    if opened is not None:
+        unread.append((opened.name, "its closing bracket is not there"))

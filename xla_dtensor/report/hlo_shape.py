@@ -20,8 +20,13 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
 
 _COMMENT = re.compile(r"/\*.*?\*/")
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^{}]*)\})?")
-_NUMBER_DTYPE = re.compile(r"(?:[suf](\d+)|f(\d)e\d+m\d+\w*)$")
-_ELEMENT_BITS = re.compile(r"E\((\d+)\)")
+_NUMBER_DTYPE = re.compile(r"(?:[suf]([0-9]{1,4})|f([0-9])e[0-9]+m[0-9]+\w*)$")
+_ELEMENT_BITS = re.compile(r"E\(([0-9]{1,6})\)")
+_DIM = re.compile(r"\s*(?:<=)?([0-9]{1,18})\s*")
+_MOST_BYTES = 1 << 60
+"""More than all memory there is: no array of a program."""
+_MOST_NESTED = 50
+"""Tuples in tuples; XLA nests a few deep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +121,20 @@ def _arrays(shape: Shape) -> Iterator[ArrayShape]:
         yield shape
 
 
-def _parse(text: str, start: int) -> tuple[Shape, int]:
-    if text.startswith("(", start):
-        return _parse_tuple(text, start)
+def _parse(text: str, start: int, depth: int = 0) -> tuple[Shape, int]:
+    if text.startswith("(", start) and depth < _MOST_NESTED:
+        return _parse_tuple(text, start, depth + 1)
     match = _ARRAY.match(text, start)
     if match is None:
         raise _not_a_shape(text)
     return _array(match, text), match.end()
 
 
-def _parse_tuple(text: str, start: int) -> tuple[Shape, int]:
+def _parse_tuple(text: str, start: int, depth: int) -> tuple[Shape, int]:
     parts: list[Shape] = []
     position = start + 1
     while not text.startswith(")", position):
-        part, position = _parse(text, position)
+        part, position = _parse(text, position, depth)
         parts.append(part)
         separator = re.compile(r"\s*,\s*|\s*(?=\))").match(text, position)
         if separator is None:
@@ -141,12 +146,22 @@ def _parse_tuple(text: str, start: int) -> tuple[Shape, int]:
 def _array(match: re.Match[str], text: str) -> ArrayShape:
     dtype, dims_text, layout = match.groups()
     try:
-        dims = tuple(int(dim.strip().removeprefix("<=")) for dim in dims_text.split(",") if dim)
+        dims = tuple(_dim(dim) for dim in dims_text.split(",") if dim)
     except ValueError:
         raise _not_a_shape(text) from None
     packed = _ELEMENT_BITS.search(layout or "")
     bits = int(packed[1]) if packed else _storage_bits(dtype)
-    return ArrayShape(dtype, dims, -(-math.prod(dims) * bits // 8))
+    size = -(-math.prod(dims) * bits // 8)
+    if size > _MOST_BYTES:
+        raise _not_a_shape(text)
+    return ArrayShape(dtype, dims, size)
+
+
+def _dim(text: str) -> int:
+    match = _DIM.fullmatch(text)
+    if match is None:
+        raise ValueError(text)
+    return int(match[1])
 
 
 def _storage_bits(dtype: str) -> int:

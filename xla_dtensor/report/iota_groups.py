@@ -11,8 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xla_dtensor.report.errors import HloError
+from xla_dtensor.report.hlo_numbers import checked_devices
 
-_IOTA = re.compile(r"\[(\d+(?:,\d+)*)\]<=\[(\d+(?:,\d+)*)\](?:T\((\d+(?:,\d+)*)\))?")
+_LIST = r"[0-9]{1,12}(?:,[0-9]{1,12})*"
+_IOTA = re.compile(rf"\[({_LIST})\]<=\[({_LIST})\](?:T\(({_LIST})\))?")
+_MOST_DIMS = 32
+"""What NumPy takes; XLA writes few."""
 
 
 def parse_iota(text: str) -> NDArray[np.int64] | None:
@@ -39,5 +43,8 @@ def parse_iota(text: str) -> NDArray[np.int64] | None:
         raise HloError(f"{text} was given. {shape} and {dims} differ in size. Give equal sizes.")
     if perm and sorted(perm) != list(range(len(dims))):
         raise HloError(f"{text} was given. T{perm} is no permutation of {len(dims)} dims. Fix it.")
+    if max(len(shape), len(dims)) > _MOST_DIMS:
+        raise HloError(f"{text[:80]} was given. It has over {_MOST_DIMS} dims. Give fewer.")
+    checked_devices(math.prod(dims), text)
     devices = np.arange(math.prod(dims), dtype=np.int64).reshape(dims)
     return devices.transpose(perm or None).reshape(shape)

@@ -24,14 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xla_dtensor.report.errors import HloError
+from xla_dtensor.report.hlo_numbers import checked_devices, read_number
 from xla_dtensor.report.iota_groups import parse_iota
 
 _GROUPS = re.compile(r"mesh\[([^\]]*)\](?:,device_ids=\((.*)\))?\{(.*)\}")
-_MAXIMAL = re.compile(r"maximal_mesh\[device_id=(\d+)\]\{\}")
-_AXIS = re.compile(r"('[^']*'|[^'=,]+)=(\d+)")
-_REF = re.compile(r"('[^']*'|[^':,]+)(?::\((\d+)\)(\d+))?")
+_MAXIMAL = re.compile(r"maximal_mesh\[device_id=([0-9]{1,12})\]\{\}")
+_AXIS = re.compile(r"('[^']*'|[^'=,]+)=([0-9]{1,12})")
+_REF = re.compile(r"('[^']*'|[^':,]+)(?::\(([0-9]{1,12})\)([0-9]{1,12}))?")
+_MOST_AXES = 24
+"""What NumPy can take apart, with parts; XLA makes up few."""
 
-_ORDER = re.compile(r"\[([\d,]+)\]T\([\d,]+\)")
+_ORDER = re.compile(r"\[([0-9]{1,12}(?:,[0-9]{1,12})*)\]T\([0-9,]{1,80}\)")
 
 _Part = tuple[str, int]  # axis, and the size of what is outside the part
 
@@ -105,6 +108,9 @@ def _axis_sizes(axes: str) -> dict[str, int]:
     sizes = {match[1]: int(match[2]) for match in matches if match}
     if len(sizes) != len(matches) or 0 in sizes.values():
         raise HloError(f"[{axes}] was given. It is no list of 'name'=size. Name each axis once.")
+    if len(sizes) > _MOST_AXES:
+        raise HloError(f"[{axes[:80]}] was given. It has over {_MOST_AXES} axes. Give fewer.")
+    checked_devices(math.prod(sizes.values()), axes)
     return sizes
 
 
@@ -115,7 +121,8 @@ def _devices(text: str | None, shape: tuple[int, ...]) -> NDArray[np.int64]:
     if order is not None:  # [2,4]T(1,0): what parse_iota reads behind "<="
         text = f"[{math.prod(map(int, order[1].split(',')))}]<={text}"
     iota = parse_iota(text)
-    ids = np.array(re.findall(r"\d+", text), np.int64) if iota is None else iota.reshape(-1)
+    listed = [read_number(number, -1) for number in re.findall(r"[0-9]+", text)]
+    ids = np.array(listed, np.int64) if iota is None else iota.reshape(-1)
     if ids.size != math.prod(shape):
         raise HloError(f"{text} was given. A mesh of {shape} has {ids.size} ids. Give each one.")
     return ids

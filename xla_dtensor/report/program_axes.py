@@ -125,7 +125,7 @@ class ProgramAxes:
     def _places(self, local: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Places in mesh.device_ids.flat of places in the program."""
         if self.replica_count * self.num_partitions < self.mesh.size():
-            if self.granules is None:
+            if self.granules is None or local.max(initial=0) >= self.granules.places.shape[1]:
                 return None
             local = self.granules.local_to_mesh(local)
         if self.mesh.is_root:

@@ -20,7 +20,8 @@ from xla_dtensor.report.errors import HloError
 from xla_dtensor.report.iota_groups import parse_iota
 from xla_dtensor.report.mesh_axis_groups import parse_mesh_axis_groups
 
-_EXPLICIT = re.compile(r"\{\{\d+(?:,\d+)*\}(?:,\{\d+(?:,\d+)*\})*\}")
+_GROUP = r"\{[0-9]{1,12}(?:,[0-9]{1,12})*\}"
+_EXPLICIT = re.compile(rf"\{{{_GROUP}(?:,{_GROUP})*\}}")
 
 
 class ReplicaGroups:
@@ -86,7 +87,8 @@ class ReplicaGroups:
         try:
             return cls(_parse(re.sub(r"\s+", "", text)))
         except HloError as error:
-            raise _malformed(text, str(error).split(". ")[1]) from None
+            reason = str(error).split(". ")
+            raise _malformed(text, reason[1] if len(reason) > 1 else str(error)) from None
 
     @property
     def is_all_devices(self) -> bool:

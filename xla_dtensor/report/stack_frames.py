@@ -18,9 +18,11 @@ Either in the metadata of the instruction, or as a number into tables at the top
 import re
 from dataclasses import dataclass, field
 
+from xla_dtensor.report.hlo_numbers import read_number
+
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|[^\s}]+)')
-_ENTRY = re.compile(r"\s*(\d+) (.*)")
+_ENTRY = re.compile(r"\s*([0-9]{1,12}) (.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +73,13 @@ class StackFrames:
         parents: dict[int, int] = {}
         # XLA prints a parent as its number plus one (1: none), so that a frame may name itself;
         # a table where 0 is printed for none has the numbers themselves.
-        printed = {key: int(frame.get("parent_frame_id", 0)) for key, frame in frames.items()}
+        printed = {key: read_number(frame.get("parent_frame_id")) for key, frame in frames.items()}
         shift = 0 if 0 in printed.values() else 1
         for key, frame in frames.items():
-            place = places.get(int(frame.get("file_location_id", 0)), {})
-            file = files.get(int(place.get("file_name_id", 0)))
+            place = places.get(read_number(frame.get("file_location_id")), {})
+            file = files.get(read_number(place.get("file_name_id")))
             if file is not None:
-                lines[key] = SourceLine(file, int(place.get("line", 0)))
+                lines[key] = SourceLine(file, read_number(place.get("line")))
             parents[key] = printed[key] - shift
         return cls(lines, parents)
 

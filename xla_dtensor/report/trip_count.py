@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass
 
 from xla_dtensor.report.hlo_module import Computation, HloModule, Instruction
+from xla_dtensor.report.hlo_numbers import read_number
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"?(\d+)"?\}')
 _ELEMENT = re.compile(r"\bindex=(\d+)")
@@ -32,7 +33,7 @@ def trip_count(module: HloModule, caller: Computation, loop: Instruction) -> int
     """
     known = _KNOWN.search(loop.rest)
     if known:
-        return int(known[1])
+        return read_number(known[1])
     condition = _called(module, loop, "condition")
     body = _called(module, loop, "body")
     if condition is None or body is None:
@@ -55,6 +56,8 @@ class _Loop:
         test = self.condition.root
         if test is None or test.opcode != "compare" or test.attributes.get("direction") != "LT":
             return None
+        if len(test.operand_names) != 2:
+            return None
         counter = self._element(self.condition, test.operand_names[0])
         limit = self._value(self.condition, test.operand_names[1])
         if counter is None or limit is None:
@@ -68,7 +71,7 @@ class _Loop:
     def _step(self, counter: int) -> int | None:
         """What the body adds to the counter."""
         added = self.body.instructions.get(self._next(counter) or "")
-        if added is None or added.opcode != "add":
+        if added is None or added.opcode != "add" or len(added.operand_names) != 2:
             return None
         left, right = added.operand_names
         if self._element(self.body, left) == counter:
@@ -89,17 +92,19 @@ class _Loop:
     def _element(self, computation: Computation, name: str | None) -> int | None:
         """Which element of the loop's tuple it is."""
         source = _source(computation, name)
-        if source is None or source.opcode != "get-tuple-element":
+        if source is None or source.opcode != "get-tuple-element" or not source.operand_names:
             return None
         of = _source(computation, source.operand_names[0])
         match = _ELEMENT.search(source.rest)
-        return int(match[1]) if match and of is not None and of.opcode == "parameter" else None
+        is_element = match is not None and of is not None and of.opcode == "parameter"
+        return read_number(match[1]) if match and is_element else None
 
     def _next(self, element: int) -> str | None:
         return _tuple_element(self.body.root, element)
 
     def _start(self, element: int) -> str | None:
-        return _tuple_element(_source(self.caller, self.loop.operand_names[0]), element)
+        started = next(iter(self.loop.operand_names), None)
+        return _tuple_element(_source(self.caller, started), element)
 
 
 def _tuple_element(made: Instruction | None, element: int) -> str | None:
@@ -110,8 +115,11 @@ def _tuple_element(made: Instruction | None, element: int) -> str | None:
 
 def _source(computation: Computation, name: str | None) -> Instruction | None:
     """The instruction of that name, or what it is a copy of."""
-    source = computation.instructions.get(name or "")
+    source, seen = computation.instructions.get(name or ""), set[str]()
     while source is not None and source.opcode in ("copy", "bitcast"):
+        if source.name in seen or not source.operand_names:
+            return None
+        seen.add(source.name)
         source = computation.instructions.get(source.operand_names[0])
     return source
 
@@ -121,4 +129,4 @@ def _constant(computation: Computation, name: str | None) -> int | None:
     if source is None or source.opcode != "constant":
         return None
     value = source.operands[0] if source.operands else ""
-    return int(value) if re.fullmatch(r"-?\d+", value) else None
+    return read_number(value) if re.fullmatch(r"-?[0-9]{1,18}", value) else None

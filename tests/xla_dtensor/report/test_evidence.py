@@ -11,7 +11,7 @@ import pytest
 from mesh_utils import Mesh, Topology, assign
 from xla_dtensor.report import CompilerMemory, Evidence, EvidenceError, Held
 
-WEIGHT = Held("w", "parameter", (1024, 512), "bf16", (256, 512), "Shard(0)", None, 0, 1)
+WEIGHT = Held("w", "parameter", (1024, 512), "bf16", (256, 512), "[dp, -]", None, 0, 1)
 BATCH = Held("args[0]", "argument", (8, 3), "s32", (2, 3), input=1)
 
 

@@ -1,0 +1,288 @@
+"""CompileReport: what a compiled step will do, as one value.
+
+    report = CompileReport.of(Evidence.load("evidence"))
+    report.fits                     True, False, or None if nobody knows
+    print(report.render())          for a terminal
+    Path("r.html").write_text(report.to_html())
+    CompileReport.from_json(report.to_json()) == report
+
+It is made from evidence alone, without torch, jax or a device, and everything in it is plain data.
+What is a fact (read from the program, counted, said by the compiler) and what is modelled is kept
+apart: only `roofline`, and findings that name it, rest on a model of the machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from xla_dtensor.report.collective import Collective
+from xla_dtensor.report.collective_lines import CollectiveLine, collective_lines
+from xla_dtensor.report.evidence import Evidence
+from xla_dtensor.report.finding import Finding
+from xla_dtensor.report.findings import findings
+from xla_dtensor.report.hlo_module import HloModule
+from xla_dtensor.report.hlo_reading import read_hlo
+from xla_dtensor.report.memory import MemoryReport, memory_report
+from xla_dtensor.report.report_machine import Machine, MeshAxis, machine_of, mesh_axes
+from xla_dtensor.report.report_tensors import TensorLine, tensor_lines
+from xla_dtensor.report.roofline import Roofline, roofline, why_no_roofline
+
+if TYPE_CHECKING:
+    from xla_dtensor.report.report_diff import ReportDiff
+
+__all__ = ["Attribution", "CompileReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """How much of the communication can be told a mesh axis and a line of source.
+
+    Attributes:
+        total_bytes: the payload of all collectives on one device in one step.
+        attributed_bytes: of those with an axis and a line.
+        rest: the others.
+
+    Example:
+        >>> Attribution(200, 190, ()).share
+        0.95
+    """
+
+    total_bytes: int
+    attributed_bytes: int
+    rest: tuple[CollectiveLine, ...]
+
+    @property
+    def share(self) -> float | None:
+        """The share of the bytes that is attributed; None if nothing is sent."""
+        return self.attributed_bytes / self.total_bytes if self.total_bytes else None
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """See the module docstring.
+
+    Attributes:
+        title: what was compiled.
+        machine: for what.
+        mesh: the axes.
+        findings: what to look at, the worst first.
+        memory: what one device must hold, and what it can.
+        collectives: the communication of one step, equal collectives as one line, the most bytes
+            first.
+        attribution: how much of it is told an axis and a line of source.
+        roofline: how long a step takes, as modelled; None where that cannot be said.
+        no_roofline: why not; "" where it can.
+        tensors: parameters, optimizer state, inputs and results, the most bytes first.
+        flops: of one step on all devices together, as the model demands them; None if not counted.
+        compute_dtype: of the matrix products.
+        seconds: how long each part took where it was compiled.
+        peak_host_bytes: the most memory that the compiling process held; None if unknown.
+        versions: of everything that had a say.
+        options: the compiler's options that were set.
+        command: that makes the evidence again; "" if there is none.
+        attributes: further facts, name and text.
+        unread: what could not be read of the program, in words.
+
+    Example:
+        >>> from mesh_utils import Mesh
+        >>> report = CompileReport.of(Evidence("a step", "HloModule m", Mesh.arange((1,), ("dp",))))
+        >>> report.title, report.collectives, report.fits
+        ('a step', (), None)
+    """
+
+    title: str
+    machine: Machine
+    mesh: tuple[MeshAxis, ...]
+    findings: tuple[Finding, ...]
+    memory: MemoryReport
+    collectives: tuple[CollectiveLine, ...]
+    attribution: Attribution
+    roofline: Roofline | None
+    no_roofline: str = ""
+    tensors: tuple[TensorLine, ...] = ()
+    flops: float | None = None
+    compute_dtype: str = "bf16"
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    peak_host_bytes: int | None = None
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    options: Mapping[str, str] = field(default_factory=dict[str, str])
+    command: str = ""
+    attributes: Mapping[str, str] = field(default_factory=dict[str, str])
+    unread: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> CompileReport:
+        """Makes a report.
+
+        Args:
+            evidence: what a compiled step left behind.
+
+        Returns:
+            The report.
+
+        Raises:
+            EvidenceError: evidence that contradicts itself.
+        """
+        evidence.check_valid()
+        reading = read_hlo(evidence.hlo_text, evidence.mesh, evidence.granules)
+        found = reading.collectives
+        lines = _lines(evidence, found)
+        memory = memory_report(evidence)
+        model = roofline(evidence, found)
+        return cls(
+            title=evidence.title,
+            machine=machine_of(evidence),
+            mesh=mesh_axes(evidence),
+            findings=findings(evidence, memory, lines, model),
+            memory=memory,
+            collectives=lines,
+            attribution=_attribution(lines),
+            roofline=model,
+            no_roofline=_no_roofline(evidence) if model is None else "",
+            tensors=tensor_lines(evidence.held),
+            flops=evidence.flops,
+            compute_dtype=evidence.compute_dtype,
+            seconds=dict(evidence.seconds),
+            peak_host_bytes=evidence.peak_host_bytes,
+            versions=dict(evidence.versions),
+            options=dict(evidence.options),
+            command=evidence.command,
+            attributes=dict(evidence.attributes),
+            unread=(
+                *(f"{part.where}: {part.why}" for part in reading.unread),
+                *_doubts(lines),
+                *((f"Memory: {memory.not_read}",) if memory.not_read else ()),
+            ),
+        )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> CompileReport:
+        """Reads a report from a JSON file, or makes one from a folder of evidence.
+
+        Args:
+            path: the file that `to_json` was written to, or the folder of `Evidence.save`.
+
+        Returns:
+            The report.
+
+        Raises:
+            ReportError: a file that is no report.
+            EvidenceError: a folder that is no evidence.
+            OSError: a file that cannot be opened.
+        """
+        from xla_dtensor.report.report_json import from_json
+
+        if os.path.isdir(path):
+            return cls.of(Evidence.load(path))
+        with open(path, encoding="utf-8") as file:
+            return from_json(file.read())
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether one device can hold it; None if nobody knows."""
+        return self.memory.fits
+
+    @property
+    def collective_bytes(self) -> int:
+        """The payload of all collectives on one device in one step."""
+        return self.attribution.total_bytes
+
+    def to_json(self) -> str:
+        """Writes it as JSON: see report_json.py."""
+        from xla_dtensor.report.report_json import to_json
+
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> CompileReport:
+        """Reads what `to_json` wrote, exactly.
+
+        Args:
+            text: the JSON.
+
+        Returns:
+            The report.
+
+        Raises:
+            ReportError: text that is no report, or one of a newer schema.
+        """
+        from xla_dtensor.report.report_json import from_json
+
+        return from_json(text)
+
+    def to_markdown(self) -> str:
+        """Writes it as Markdown, which reads well in a terminal too."""
+        from xla_dtensor.report.report_markdown import to_markdown
+
+        return to_markdown(self)
+
+    def to_html(self) -> str:
+        """Writes it as one HTML file that needs nothing from outside."""
+        from xla_dtensor.report.report_html import to_html
+
+        return to_html(self)
+
+    def render(self, width: int | None = None, *, colour: bool | None = None) -> str:
+        """Writes it for a terminal, with rich if that is installed.
+
+        Args:
+            width: characters of a line; those of the terminal by default.
+            colour: whether to use colours; by default where the output is a terminal.
+
+        Returns:
+            Lines.
+        """
+        from xla_dtensor.report.report_terminal import render
+
+        return render(self, width, colour=colour)
+
+    def diff(self, other: CompileReport) -> ReportDiff:
+        """Compares it with a later one.
+
+        Args:
+            other: the report after a change.
+
+        Returns:
+            What differs, from this one to the other.
+        """
+        from xla_dtensor.report.report_diff import diff
+
+        return diff(self, other)
+
+
+def _lines(evidence: Evidence, found: tuple[Collective, ...]) -> tuple[CollectiveLine, ...]:
+    if not found:
+        return ()
+    header = HloModule.parse_header(evidence.hlo_text)
+    return collective_lines(
+        found,
+        evidence.granules,
+        header.replica_count * header.num_partitions,
+        "-" if evidence.topology is None else "ICI",
+    )
+
+
+def _attribution(lines: tuple[CollectiveLine, ...]) -> Attribution:
+    moving = [line for line in lines if line.moves]
+    rest = tuple(line for line in moving if not line.is_attributed)
+    total = sum(line.bytes_per_device for line in moving)
+    return Attribution(total, total - sum(line.bytes_per_device for line in rest), rest)
+
+
+def _no_roofline(evidence: Evidence) -> str:
+    return why_no_roofline(evidence) or "a collective cannot be modelled on its links"
+
+
+def _doubts(lines: tuple[CollectiveLine, ...]) -> tuple[str, ...]:
+    """What makes the numbers of the report lower bounds."""
+    unknown = sum(line.count for line in lines if line.at_least)
+    if not unknown:
+        return ()
+    what = "collective stands" if unknown == 1 else "collectives stand"
+    return (
+        f"{unknown} {what} in a loop of which the program does not say how often it runs; "
+        "counted once, so that its bytes are a lower bound.",
+    )

@@ -1,0 +1,318 @@
+"""The memory of one device: what a step takes, of what, and whether the device has it.
+
+The total is the compiler's own figure (`CompilerMemory`); the parts are added up from what the
+evidence names and from the layouts that the program prints, and compared with it. What is left
+over is in `unexplained_bytes`, not spread over the parts.
+
+    parts + temporaries + code + unexplained = total
+
+Of the temporaries the compiler gives only the sum. Which arrays they are is an ESTIMATE from the
+schedule (see value_flow.py, live_buffers.py). How near it comes, for programs compiled by libtpu
+0.0.42.1 for 2x2 chips (in MiB; "compiler" is temp_size_in_bytes of memory_analysis):
+
+    program                                      estimate   compiler   estimate / compiler
+    4 matmuls, v5e, large                           384.5      384.7   1.00
+    4 matmuls and gradient, v5e, large             1664.0     1920.9   0.87
+    4 matmuls, gradient, momentum, v5e, large      1920.0     1925.3   1.00
+    6 matmuls, v5p                                    7.0        7.2   0.97
+    6 matmuls and gradient, v5p                      18.0       18.7   0.96
+    6 matmuls, gradient, momentum, v5p               32.5       36.4   0.89
+    scan of 8 layers and gradient, v5e              160.0      160.5   1.00
+    scan of 8 layers and gradient, v5p              239.0      252.3   0.95
+    the same, layers recomputed, v5p                 54.0       68.4   0.79
+    transformer step of 4 layers, v5p                95.0      106.0   0.90
+    transformer step of 4 layers, v5e                 0.1        4.8   0.01 (its arrays are in VMEM)
+
+Four smaller programs for v5e keep everything in VMEM: the compiler says 0, the estimate is at most
+2.5 KiB. Of the first three above the compiler's own buffer assignment was dumped too: 384.6, 1664.4
+and 1922.7 MiB in one allocation of temporaries. What its statistics add to that is not known.
+
+So the estimate tells which arrays are large, not whether a step fits: it was never above the
+compiler's figure where that is 4 MiB or more, and up to 21 % below where the arrays are in HBM.
+Both are in the report.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from xla_dtensor.report.attribution import Origin, origin_of
+from xla_dtensor.report.errors import HloError
+from xla_dtensor.report.evidence import Evidence, Held
+from xla_dtensor.report.hlo_module import HloModule, Instruction
+from xla_dtensor.report.live_buffers import LivePeak, live_peak
+from xla_dtensor.report.memory_parts import TABLE, EntryBytes, MemoryPart, memory_parts
+from xla_dtensor.report.quantities import bytes_text
+from xla_dtensor.report.stack_frames import SourceLine, parse_fields
+
+__all__ = ["Cause", "Differences", "LargeBuffer", "MemoryPart", "MemoryReport", "memory_report"]
+
+TEMPORARY = "temporary"
+_MANY = 20
+_CAUSES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LargeBuffer:
+    """One large array on one device.
+
+    Attributes:
+        bytes: what it takes in memory, padding of the layout included.
+        shape: of the part on one device, as HLO writes it, "bf16[256,512]".
+        name: what its owner calls it; of a temporary the instruction that makes it.
+        kind: the role; "temporary" for one that the program makes and drops.
+        origin: where the instruction comes from; None for what goes in and out.
+    """
+
+    bytes: int
+    shape: str
+    name: str
+    kind: str
+    origin: Origin | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One reason why a step does not fit.
+
+    Attributes:
+        bytes: what it takes.
+        kind: the role, "temporaries", "padding of layouts" or "program".
+        text: a sentence about it.
+    """
+
+    bytes: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """What the compiler says, less what the layouts say, in bytes.
+
+    Attributes:
+        arguments: of the inputs.
+        results: of the results, their table counted as known.
+        aliased: of the results that take the place of inputs.
+    """
+
+    arguments: int = 0
+    results: int = 0
+    aliased: int = 0
+
+    @property
+    def total(self) -> int:
+        """What of the compiler's total is not explained."""
+        return self.arguments + self.results - self.aliased
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """See the module docstring.
+
+    Attributes:
+        parts: what goes in and out, by role.
+        temporaries_bytes: what the program makes and drops; the estimate if the compiler is silent.
+        code_bytes: the program itself.
+        total_bytes: everything: what the compiler says, and what is held without being an input.
+        capacity_bytes: what a program can have on one device; None if unknown.
+        largest: the largest arrays: all that go in and out, and the temporaries at the estimated
+            peak; the largest first.
+        causes: of a step that does not fit, the three largest causes.
+        differences: where the compiler and the layouts disagree.
+        outside_bytes: of the total, arrays that the compiler has dropped as inputs but that stay.
+        estimated_temporaries_bytes: the estimated peak of the temporaries; None if the program's
+            text has no schedule, or cannot be followed.
+        from_compiler: whether the total is the compiler's, and not added up here.
+        not_read: what of the program could not be read, and why; "" if all could.
+    """
+
+    parts: tuple[MemoryPart, ...]
+    temporaries_bytes: int
+    code_bytes: int
+    total_bytes: int
+    capacity_bytes: int | None
+    largest: tuple[LargeBuffer, ...] = ()
+    causes: tuple[Cause, ...] = ()
+    differences: Differences = Differences()
+    outside_bytes: int = 0
+    estimated_temporaries_bytes: int | None = None
+    from_compiler: bool = True
+    not_read: str = ""
+
+    @property
+    def unexplained_bytes(self) -> int:
+        """What of the total neither a part nor the temporaries nor the program explain."""
+        known = sum(part.memory_bytes for part in self.parts)
+        return self.total_bytes - known - self.temporaries_bytes - self.code_bytes
+
+    @property
+    def padding_bytes(self) -> int:
+        """What the layouts of all parts add."""
+        return sum(part.padding_bytes for part in self.parts)
+
+    @property
+    def spare_bytes(self) -> int | None:
+        """What is left of the device's memory; negative if it does not fit; None if unknown."""
+        return None if self.capacity_bytes is None else self.capacity_bytes - self.total_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the device has the memory; None if that is unknown."""
+        return None if self.spare_bytes is None else self.spare_bytes >= 0
+
+
+def memory_report(evidence: Evidence) -> MemoryReport:
+    """Says what a compiled step takes of a device's memory.
+
+    Args:
+        evidence: the compiled step.
+
+    Returns:
+        The report, in bytes of one device. What of the program could not be read is named in it.
+
+    Example:
+        >>> from mesh_utils import Mesh
+        >>> held = (Held("w", "parameter", (8, 8), "f32", (4, 8)),)
+        >>> report = memory_report(Evidence("t", "HloModule m", Mesh([0, 1], (2,), ("dp",)),
+        ...                                 held=held))
+        >>> report.total_bytes, report.fits
+        (128, None)
+    """
+    entry, no_layouts = _entry(evidence.hlo_text)
+    parts = memory_parts(evidence, entry)
+    peak, module, no_schedule = _peak(evidence.hlo_text)
+    outside = sum(one.device_bytes for one in evidence.held if _is_outside(one))
+    said = evidence.memory
+    differences = Differences()
+    if said is None:
+        temporaries, code = (0 if peak is None else peak.bytes), 0
+        program = entry.argument_bytes + entry.result_bytes - entry.aliased_bytes + temporaries
+    else:
+        temporaries, code, program = said.temporaries, said.code, said.total_bytes
+        left = said.results - entry.result_bytes
+        if entry.could_be_table(left):
+            parts = (*parts, MemoryPart(TABLE, 1, left))
+            left = 0
+        differences = Differences(
+            said.arguments - entry.argument_bytes, left, said.aliased - entry.aliased_bytes
+        )
+    total, capacity = program + outside, capacity_bytes(evidence)
+    buffers = [*_held_buffers(evidence, entry), *_temporary_buffers(peak, module)]
+    buffers.sort(key=lambda one: (-one.bytes, one.name))
+    report = MemoryReport(
+        parts=parts,
+        temporaries_bytes=temporaries,
+        code_bytes=code,
+        total_bytes=total,
+        capacity_bytes=capacity,
+        largest=tuple(buffers[:_MANY]),
+        causes=(),
+        differences=differences,
+        outside_bytes=outside,
+        estimated_temporaries_bytes=None if peak is None else peak.bytes,
+        from_compiler=said is not None,
+        not_read=" ".join(each for each in (no_layouts, no_schedule) if each),
+    )
+    return report if report.fits is not False else replace(report, causes=_causes(report, buffers))
+
+
+def capacity_bytes(evidence: Evidence) -> int | None:
+    """Says how much memory a program can have on one device of the evidence's machine.
+
+    Args:
+        evidence: the compiled step.
+
+    Returns:
+        Bytes; None if no source gives them. The table of chips has them for the devices that a chip
+        usually has: they are divided anew where the machine counts its cores as devices (v4).
+    """
+    topology = evidence.topology
+    if topology is None or topology.chip is None or topology.chip.usable_hbm_bytes is None:
+        return None
+    of_chip = topology.chip.usable_hbm_bytes * topology.chip.devices_per_chip
+    return of_chip // max(1, topology.devices_per_chip)
+
+
+def _is_outside(one: Held) -> bool:
+    return one.input is None and one.output is None
+
+
+def _entry(hlo_text: str) -> tuple[EntryBytes, str]:
+    try:
+        return EntryBytes.of(hlo_text), ""
+    except HloError as error:
+        return EntryBytes(), str(error)
+
+
+def _peak(hlo_text: str) -> tuple[LivePeak | None, HloModule | None, str]:
+    if "is_scheduled=true" not in hlo_text.lstrip().partition("\n")[0]:
+        return None, None, "The program's text has no schedule."
+    try:
+        module = HloModule.parse(hlo_text)
+        return live_peak(module), module, ""
+    except HloError as error:
+        return None, None, str(error)
+
+
+def _held_buffers(evidence: Evidence, entry: EntryBytes) -> Iterator[LargeBuffer]:
+    for one in evidence.held:
+        arrays, number = entry.inputs, one.input
+        if number is None:
+            arrays, number = entry.outputs, one.output
+        known = number is not None and number < len(arrays)
+        size = arrays[number].padded_bytes if known and number is not None else one.device_bytes
+        shape = f"{one.dtype}[{','.join(map(str, one.device_shape))}]"
+        yield LargeBuffer(size, shape, one.name, one.role)
+
+
+def _temporary_buffers(peak: LivePeak | None, module: HloModule | None) -> Iterator[LargeBuffer]:
+    if peak is None or module is None:
+        return
+    for buffer in peak.buffers[:_MANY]:
+        origin = _origin(buffer.instruction, module)
+        yield LargeBuffer(
+            buffer.bytes, str(buffer.shape), buffer.instruction.name, TEMPORARY, origin
+        )
+
+
+def _origin(instruction: Instruction, module: HloModule) -> Origin:
+    fields = parse_fields(instruction.attributes.get("metadata", ""))
+    if "source_file" in fields:
+        source = (SourceLine(fields["source_file"], _number(fields.get("source_line"))),)
+    else:
+        source = module.frames.stack(_number(fields.get("stack_frame_id")))
+    return origin_of(fields.get("op_name"), source)
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and re.fullmatch(r"[0-9]{1,9}", text) else 0
+
+
+def _causes(report: MemoryReport, buffers: list[LargeBuffer]) -> tuple[Cause, ...]:
+    found = [
+        _cause(part.device_bytes - part.elsewhere_bytes, part.role, part.count, buffers)
+        for part in report.parts
+    ]
+    live = sum(one.kind == TEMPORARY for one in buffers)
+    found.append(_cause(report.temporaries_bytes, "temporaries", live, buffers))
+    padding, code = report.padding_bytes, report.code_bytes
+    text = f"Tiles of the memory layouts add {bytes_text(padding)} to what goes in and out."
+    found.append(Cause(padding, "padding of layouts", text))
+    found.append(Cause(code, "program", f"The program itself takes {bytes_text(code)}."))
+    found.sort(key=lambda one: -one.bytes)
+    return tuple(one for one in found[:_CAUSES] if one.bytes > 0)
+
+
+def _cause(size: int, kind: str, count: int, buffers: list[LargeBuffer]) -> Cause:
+    role = TEMPORARY if kind == "temporaries" else kind
+    first = next((one for one in buffers if one.kind == role), None)
+    text = f"{kind[:1].upper()}{kind[1:]}: {bytes_text(size)}"
+    if count and role != TEMPORARY:
+        text += f" in {count:,} {'array' if count == 1 else 'arrays'}"
+    if first is not None:
+        made = f", {first.origin}" if first.origin else ""
+        text += f"; the largest is {first.name} {first.shape}, {bytes_text(first.bytes)}{made}"
+    return Cause(size, kind, text + ".")
