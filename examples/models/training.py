@@ -1,0 +1,212 @@
+"""What a job compiles: a reference model, its training step, and what the step is given.
+
+    job = JobConfig.load("llama3_8b_v5e")
+    training = make(job.model, job)            the model is on the meta device: it takes no memory
+    model, make_step, inputs, placements, rules = training
+
+The contract, which a function of your own may fulfil as well (``own_model.py`` is a template). It
+is called with the job, and returns
+
+==============  ===================================================================================
+``model``       An ``nn.Module``, on the meta device for a plan; not yet sharded.
+``make_step``   Called as ``make_step(model, mesh)`` once the model lies on the mesh as the job's
+                rules say. Returns the step: a function of the inputs that trains and returns the
+                loss. It makes the optimizer, so that this holds the sharded parameters. A job
+                without rules may shard the model here.
+``inputs``      What the step is given: tensors of the global shapes, on the meta device.
+``placements``  How each input lies: an entry per dim, the axis or axes that cut it, or None.
+``rules``       May be left out. Sharding rules in place of the job's.
+==============  ===================================================================================
+
+Everything here is ordinary PyTorch but two calls: ``scan_layers`` runs the layers as a loop that
+keeps a layer's input only, and ``linear_cross_entropy`` never holds the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import xla_dtensor as xd
+from examples.models.adamw import AdamW
+from examples.models.configs import ModelSizes
+from examples.models.decoder import DecoderForCausalLM
+from examples.models.llama import Llama
+from examples.models.mixtral import Mixtral
+from mesh_utils import JobConfig
+from xla_dtensor.core.rules import ShardingRules
+from xla_dtensor.core.rules_file import read_rules
+from xla_dtensor.quick_batch import Batch, batch_of
+
+__all__ = ["Training", "make", "make_model", "rules_of"]
+
+Step = Callable[[Tensor, Tensor], Tensor]
+CLIP = 1.0
+"""Largest norm of all gradients together, as in most published recipes."""
+
+
+class Training(NamedTuple):
+    """See the module docstring."""
+
+    model: nn.Module
+    make_step: Callable[[nn.Module, Any], Step]
+    inputs: tuple[Tensor, ...]
+    placements: tuple[tuple[Any, ...], ...]
+    rules: ShardingRules | None = None
+
+
+def make(
+    model: str | ModelSizes,
+    job: JobConfig,
+    *,
+    sequence: int = 8192,
+    per_group: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    moment_dtype: torch.dtype | None = torch.float32,
+    remat: Any = "full",
+    learning_rate: float = 3e-4,
+    device: str = "meta",
+) -> Training:
+    """Make the training of a reference model.
+
+    Args:
+        model: A reference model, the path of a config.json, or sizes.
+        job: Says the axes and how the activations lie, and with them the batch.
+        sequence: Tokens of a sequence.
+        per_group: Sequences per group of devices that share them, which is one device where only
+            the batch is cut. The global batch is this times the size of the axes that cut it.
+        dtype: Of parameters, gradients and activations.
+        moment_dtype: Of both moments of AdamW; None for `dtype`.
+        remat: What the backward pass keeps of a layer: see ``xla_dtensor.scan_layers``. None runs
+            the layers one by one, without a loop.
+        learning_rate: Of AdamW.
+        device: "meta" for a plan, "cpu" for a model with weights.
+
+    Returns:
+        Model, step, inputs, placements and rules.
+
+    Raises:
+        JobError: No such model, or a batch that the axes do not divide.
+
+    Example:
+        >>> training = make("llama3-405b", JobConfig.load("llama3_405b_v5p_4slices"))
+        >>> tuple(training.inputs[0].shape), training.placements[0]
+        ((2048, 8192), (('dp', 'fsdp'), None))
+    """
+    sizes = model if isinstance(model, ModelSizes) else ModelSizes.load(model)
+    batch = batch_of(job, sequence=sequence, per_group=per_group)
+    made = make_model(sizes, dtype=dtype, remat=remat, device=device)
+
+    def make_step(model: nn.Module, mesh: Any = None) -> Step:
+        return _step(model, AdamW(model.parameters(), learning_rate, moment_dtype=moment_dtype))
+
+    shape = (batch.sequences, batch.length)
+    inputs = tuple(torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
+    if device != "meta":
+        inputs = tuple(torch.randint_like(given, sizes.vocab_size) for given in inputs)
+    placements = (batch.placement, batch.placement)
+    return Training(made, make_step, inputs, placements, rules_of(job, sizes, batch))
+
+
+def make_model(
+    sizes: ModelSizes,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    remat: Any = "full",
+    device: str = "meta",
+) -> DecoderForCausalLM:
+    """Make a reference model with its layers as a loop.
+
+    Args:
+        sizes: Of the model.
+        dtype: Of its parameters.
+        remat: As for :func:`make`.
+        device: Where to make it.
+
+    Returns:
+        The model.
+    """
+    with torch.device(device):
+        made = (Mixtral if sizes.num_local_experts else Llama)(sizes).to(dtype)
+    if remat is not None:
+        made.model.layers = xd.scan_layers(made.model.layers, remat=remat)
+    return made
+
+
+def rules_of(job: JobConfig, sizes: ModelSizes, batch: Batch) -> ShardingRules | None:
+    """Return the job's rules, and what follows from them for the values inside a layer.
+
+    Between two values that are told how they lie, XLA decides; left alone, it takes the side of the
+    weights and moves the tokens. So tokens stay where they are, inner values are cut as the weights
+    that make them, and those that arrive at experts as these are: on axes that cut both the batch
+    and the experts that is an all-to-all.
+
+    Args:
+        job: Whose rules.
+        sizes: Of the model.
+        batch: How the batch lies.
+
+    Returns:
+        The rules, the job's first; None where the job has none.
+    """
+    if job.sharding is None:
+        return None
+    rules = read_rules(job.sharding)
+    data, sequence = batch.batch_axes, batch.sequence_axes
+    rows: list[tuple[str, tuple[Any, ...]]] = [
+        (pattern, (data or None, sequence or None, None)) for pattern in _TOKENS
+    ]
+    inner = ("q_proj", "k_proj", "v_proj")
+    parts = {name: f"self_attn.{name}" for name in inner}
+    if not sizes.num_local_experts:
+        parts |= {name: f"mlp.{name}" for name in ("gate_proj", "up_proj")}
+        rows.append(("**.down_proj", rows[0][1]))
+    for name, path in parts.items():
+        cut = _cut_first(rules, f"model.layers.0.{path}.weight", 2)
+        kept = tuple(axis for axis in cut if axis not in (*data, *sequence))
+        rows.append((f"**.{name}", (data or None, sequence or None, kept or None)))
+    if sizes.num_local_experts:
+        experts = _cut_first(rules, "model.layers.0.mlp.experts.down_proj", 3)
+        rest = tuple(axis for axis in data if axis not in experts)
+        lies = (experts or None, rest or None, sequence or None, None, None)
+        rows += [(f"**.experts.{name}", lies) for name in ("arrivals", "departures")]
+        home = (None, data or None, sequence or None, None, None)
+        rows += [(f"**.experts.{name}", home) for name in ("packed", "unpacked")]
+        rows.append(("**.mlp.gate", (data or None, sequence or None, None, None)))
+    return ShardingRules(rules.rules, [*rules.activations, *rows], rules.tp_axis)
+
+
+_TOKENS = (
+    "model.embed_tokens",
+    "model.norm",
+    "**.input_layernorm",
+    "**.post_attention_layernorm",
+    "**.self_attn",
+    "**.self_attn.o_proj",
+    "**.mlp",
+)
+
+
+def _cut_first(rules: ShardingRules, path: str, ndim: int) -> tuple[str, ...]:
+    """Return the axes that cut the first dim of a parameter."""
+    rule = next((rule for rule in rules.rules if rule.matches(path)), None)
+    entries = None if rule is None else rule.entries_for(path, ndim, rules.tp_axis)
+    first: Any = entries[0] if isinstance(entries, tuple) else None
+    return () if first is None else (first,) if isinstance(first, str) else tuple(first)
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer) -> Step:
+    parameters: Sequence[Tensor] = list(model.parameters())
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = xd.linear_cross_entropy(model.hidden(tokens), model.lm_head.weight, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
