@@ -76,8 +76,8 @@ test: $(MAIN_VENV)/$(STAMP)  ## run the tests on torch 2.9, with jax and with to
 	--runtime torch_xla $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 # What imports no torch was tested by `make test`; another torch changes nothing for it.
-WITHOUT_TORCH := tests/mesh_utils/test_[aclnstx]* tests/tpu_configs tests/xla_dtensor/report \
-	tests/benchmarks/test_mesh*
+WITHOUT_TORCH := tests/mesh_utils/test_[acglmnopstx]* tests/mesh_utils/test_drawing* \
+	tests/tpu_configs tests/xla_dtensor/report tests/benchmarks/test_mesh*
 test-latest: $(LATEST_VENV)/$(STAMP)  ## run the tests on the newest supported torch, with jax
 	$(LATEST_VENV)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" \
 	$(WITHOUT_TORCH:%=--ignore-glob='$(CURDIR)/%') $(PYTEST_ARGS)

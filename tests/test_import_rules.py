@@ -44,7 +44,8 @@ CLI_FILES = ("xla_dtensor.cli*", "xla_dtensor.__main__")
 
 BELOW_CORE = ("numpy", "mesh_utils")
 CORE = (*BELOW_CORE, "xla_dtensor.core", "xla_dtensor.errors")
-RUNTIME = (*CORE, "torch", "ml_dtypes", "xla_dtensor.nested", "xla_dtensor.runtimes")
+REPORT = (*CORE, "xla_dtensor.report")
+RUNTIME = (*REPORT, "torch", "ml_dtypes", "xla_dtensor.nested", "xla_dtensor.runtimes")
 
 # The first rule whose pattern matches a module's name holds for it.
 RULES = (
@@ -62,7 +63,7 @@ RULES = (
     Rule("mesh_utils*", ("numpy", "yaml", "tpu_configs", "mesh_utils")),
     Rule("xla_dtensor.core*", (*BELOW_CORE, "xla_dtensor.core")),
     Rule("xla_dtensor.errors", (*BELOW_CORE, "xla_dtensor.core")),
-    Rule("xla_dtensor.report*", (*CORE, "xla_dtensor.report"), on_use=("rich",)),
+    Rule("xla_dtensor.report*", REPORT, on_use=("rich",)),
     Rule(JAX_FILES, (*RUNTIME, "jax", "jaxlib", "torchax"), never=(TORCH_XLA_FILES,)),
     Rule(TORCH_XLA_FILES, (*RUNTIME, "torch_xla"), never=(JAX_FILES,)),
     # base.py, registry.py: a runtime is loaded by name.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mesh_utils import Mesh as Mesh
+    from xla_dtensor.aot import compile_for as compile_for
     from xla_dtensor.api import distribute_module as distribute_module
     from xla_dtensor.api import distribute_tensor as distribute_tensor
     from xla_dtensor.calling_jax import call_jax as call_jax
@@ -77,6 +78,7 @@ _WHERE = {
     "call_jax": "xla_dtensor.calling_jax",
     "checkpoint_name": "xla_dtensor.remat",
     "compile": "xla_dtensor.compiled_step",
+    "compile_for": "xla_dtensor.aot",
     "compute_local_shape_and_global_offset": "xla_dtensor.shard_position",
     "custom_shard": "xla_dtensor.custom_sharding",
     "distribute_module": "xla_dtensor.api",
@@ -119,6 +121,7 @@ __all__ = [
     "call_jax",
     "checkpoint_name",
     "compile",
+    "compile_for",
     "compute_local_shape_and_global_offset",
     "custom_shard",
     "distribute_module",

@@ -80,13 +80,13 @@ def distribute_tensor(
 
 def _placed(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
     runtime = get_runtime()
-    if tensor.is_meta or is_off_mesh(mesh):
+    if (tensor.is_meta and not runtime.is_abstract) or is_off_mesh(mesh):
         return torch.empty_like(tensor, device="meta")
     if runtime.is_payload(tensor):
         return runtime.constrain(tensor, layout)
     if functional_ops.is_traced(tensor):
         return functional_ops.put(tensor, layout)
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+    if tensor.device.type not in ("cpu", "meta") or tensor.layout != torch.strided:
         raise DistributeError(
             f"distribute_tensor was called with a tensor on device={tensor.device}, "
             f"layout={tensor.layout}. Values are taken from dense host memory. Pass tensor.cpu(), "

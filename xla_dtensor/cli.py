@@ -13,9 +13,12 @@ import argparse
 from collections.abc import Sequence
 
 from xla_dtensor import __version__
+from xla_dtensor.cli_diff import add_diff
 from xla_dtensor.cli_env import add_env
 from xla_dtensor.cli_launch import add_launch
 from xla_dtensor.cli_mesh import add_mesh
+from xla_dtensor.cli_plan import add_plan
+from xla_dtensor.cli_report import add_report
 from xla_dtensor.cli_topology import add_topology
 
 __all__ = ["main"]
@@ -48,4 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     add_topology(commands)
     add_mesh(commands)
     add_launch(commands)
+    add_plan(commands)
+    add_report(commands)
+    add_diff(commands)
     return parser

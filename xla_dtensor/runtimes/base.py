@@ -67,6 +67,9 @@ class Runtime(ABC):
     # The device that payloads report.
     torch_device: ClassVar[Any] = "cpu"
 
+    # Whether tensors have no values, because their devices are not here (``jax_absent``).
+    is_abstract: ClassVar[bool] = False
+
     def profile(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Record what host and devices do, for TensorBoard or Perfetto.
 

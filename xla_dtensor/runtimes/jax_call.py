@@ -25,6 +25,7 @@ from jax.sharding import AxisType, PartitionSpec
 from mesh_utils import Axis, Mesh
 from xla_dtensor.core import Layout
 from xla_dtensor.errors import DistributeError, UnsupportedOpError
+from xla_dtensor.runtimes import jax_devices
 from xla_dtensor.runtimes.jax_convert import jax_dtype, torch_dtype, x64
 from xla_dtensor.runtimes.jax_ops import as_array
 from xla_dtensor.runtimes.jax_sharding import named_sharding
@@ -72,7 +73,7 @@ def named_mesh(mesh: Mesh, root: Mesh) -> jax.sharding.Mesh:
             sizes.append(size)
             names.append(name)
         left = stride
-    by_id = {device.id: device for device in jax.devices()}
+    by_id = {device.id: device for device in jax_devices.devices()}
     devices = np.array([by_id[i] for i in root.device_ids.flat], dtype=object)
     shape = (*sizes, *(1 for _ in ones))
     every = (*names, *ones)

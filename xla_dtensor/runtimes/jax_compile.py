@@ -213,7 +213,7 @@ class JaxCompiledStep(CompiledStep):
                 type(leaf),
                 tuple(tensor.shape),
                 tensor.dtype,
-                tensor._storage.array.sharding,
+                tensor._storage.lies,
                 getattr(leaf, "_spec", None) and leaf._spec.placements,
                 getattr(leaf, "_varying", None),
                 getattr(leaf, "_uneven", None),
@@ -293,19 +293,19 @@ class JaxCompiledStep(CompiledStep):
             lasting = [place(s.read(), s.sharding) for s in found["lasting"]]
             return results, state, lasting, written
 
-        arrays = [t._storage.array for t in tensors if t is not None]
+        arguments = [t._storage for t in tensors if t is not None]
         with trace.active():
-            closed = jax.make_jaxpr(traced)(arrays)
+            closed = jax.make_jaxpr(traced)([s.array for s in arguments])
         trace.undo()
         watch.settle(trace.answers)
         found["gradients"] = GradientEffects.of(gradients, trace.captured)
-        return self._finish(trace, closed, arrays, numbers, watch, found)
+        return self._finish(trace, closed, arguments, numbers, watch, found)
 
     def _finish(
         self,
         trace: Trace,
         closed: Any,
-        arguments: Sequence[jax.Array],
+        arguments: Sequence[Storage],
         numbers: list[tuple[Storage, Callable[[], float]]],
         watch: Watch,
         found: dict[str, Any],
@@ -320,13 +320,13 @@ class JaxCompiledStep(CompiledStep):
         position = {storage: i for i, storage in enumerate([*state, *read])}
         places = [None if s is None else position[s] for s in owners]
         sizes = (len(found["written"]), len(found["lasting"]), len(state))
-        kept = [arguments[i].sharding for i in found["written"]]
-        pinned = (found["pinned"], [s.array.sharding for s in state], None, kept)
-        inputs = ([s.array for s in state], [s.array for s in read], constants, list(arguments))
+        kept = [self._lying(arguments[i]) for i in found["written"]]
+        pinned = (found["pinned"], [self._lying(s) for s in state], None, kept)
         made_of = partial(program_of, places=places, sizes=sizes)
+        inputs = self._inputs(state, read, constants, arguments)
         blueprint = Blueprint.of(closed.jaxpr, made_of, inputs, pinned, donated=(0,))
-        return Program(
-            self._executables.compiled(blueprint.lowered(*inputs)),
+        return self._program_type(
+            self._executable(blueprint, inputs),
             state,
             read,
             constants,
@@ -341,9 +341,29 @@ class JaxCompiledStep(CompiledStep):
             found["gradients"],
         )
 
-    def _settle(self, storages: Sequence[Storage], arguments: Sequence[jax.Array]) -> None:
+    # What a program for devices that are not here does otherwise (``jax_absent``).
+
+    _program_type = Program
+
+    def _lying(self, storage: Storage) -> Any:
+        return storage.array.sharding
+
+    def _inputs(
+        self,
+        state: Sequence[Storage],
+        read: Sequence[Storage],
+        constants: Sequence[Any],
+        arguments: Sequence[Storage],
+    ) -> tuple[Any, ...]:
+        held = [[s.array for s in storages] for storages in (state, read, arguments)]
+        return held[0], held[1], list(constants), held[2]
+
+    def _executable(self, blueprint: Blueprint, inputs: tuple[Any, ...]) -> Any:
+        return self._executables.compiled(blueprint.lowered(*inputs))
+
+    def _settle(self, storages: Sequence[Storage], arguments: Sequence[Storage]) -> None:
         """Put on all devices what lies on one only because nothing has placed it yet."""
-        shardings = [array.sharding for array in (*(s.array for s in storages), *arguments)]
+        shardings = [storage.array.sharding for storage in (*storages, *arguments)]
         widest = max(shardings, key=lambda s: len(s.device_set), default=None)
         for storage in storages:
             if len(storage.array.sharding.device_set) < len(widest.device_set):  # pyright: ignore

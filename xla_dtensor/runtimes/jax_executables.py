@@ -22,6 +22,7 @@ import jax
 from jax.experimental import serialize_executable
 
 from xla_dtensor.errors import CompileError
+from xla_dtensor.runtimes import jax_devices
 
 __all__ = ["Executables"]
 
@@ -50,6 +51,10 @@ class Executables:
             self.taken += 1
         self._compiled[digest] = executable
         return executable
+
+    def add(self, lowered: Any, executable: Any) -> None:
+        """Take in a program that was compiled elsewhere."""
+        self._compiled[_digest(lowered)] = executable
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all programs compiled so far.
@@ -93,9 +98,10 @@ def _serialized(executable: Any) -> bytes:
     try:
         return serialize_executable.serialize(executable)[0]
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        kind = jax_devices.devices()[0].device_kind
         raise CompileError(
             "A compiled step was asked to save its programs. The compiler of these devices, "
-            f"{jax.devices()[0].device_kind!r}, cannot write them: {error}. Use the compile cache "
+            f"{kind!r}, cannot write them: {error}. Use the compile cache "
             "of get_runtime('jax', compile_cache=...), where the platform has one."
         ) from error
 
@@ -106,7 +112,7 @@ def _digest(lowered: Any) -> str:
 
 
 def _machine() -> dict[str, Any]:
-    devices = jax.devices()
+    devices = jax_devices.devices()
     return {"jax": jax.__version__, "device": devices[0].device_kind, "devices": len(devices)}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax._src import core
 
-__all__ = ["flops_of"]
+__all__ = ["flops_of", "product_dtypes"]
 
 
 def flops_of(jaxpr: Any) -> int:
@@ -33,6 +33,28 @@ def flops_of(jaxpr: Any) -> int:
     """
     jaxpr = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
     return sum(_of_equation(equation) for equation in jaxpr.eqns)
+
+
+def product_dtypes(jaxpr: Any) -> frozenset[str]:
+    """Return the dtypes of what a jaxpr's products multiply, by NumPy's names.
+
+    Args:
+        jaxpr: Open or closed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> ones = jnp.ones((2, 2), jnp.bfloat16)
+        >>> sorted(product_dtypes(jax.make_jaxpr(jnp.matmul)(ones, ones)))
+        ['bfloat16']
+    """
+    jaxpr = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+    found: set[str] = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _PRODUCTS:
+            found.add(str(equation.invars[0].aval.dtype))
+        for inner in _jaxprs(equation.params):
+            found |= product_dtypes(inner)
+    return frozenset(found)
 
 
 def _of_equation(equation: Any) -> int:

@@ -39,6 +39,7 @@ __all__ = [
     "seed",
     "span",
     "start",
+    "storage",
     "using",
     "write",
 ]
@@ -86,6 +87,11 @@ def _current() -> Storage:
     if _state is None:
         start()
     assert _state is not None
+    return _state
+
+
+def storage() -> Storage | None:
+    """Return where the state of the generator in use lies; None before it is started."""
     return _state
 
 

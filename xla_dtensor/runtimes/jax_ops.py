@@ -35,6 +35,7 @@ from xla_dtensor.runtimes.jax_lowering import find_lowering
 from xla_dtensor.runtimes.jax_meta import Meta, output_meta, raise_torchs_error
 from xla_dtensor.runtimes.jax_scalar import unwrap_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.jax_trace import active_trace
 
 __all__ = ["as_array", "run_op", "write"]
 
@@ -55,6 +56,14 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     Raises:
         UnsupportedOpError: No rule for this op.
     """
+    trace = active_trace()
+    if trace is None:
+        return _run(func, args, kwargs)
+    with trace.sources.of_op():
+        return _run(func, args, kwargs)
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     with x64():
         special = jax_special.SPECIAL.get(func) or functional_ops.KERNELS.get(func)
         if special is not None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from xla_dtensor.errors import ScanError
 from xla_dtensor.nested import leaves
+from xla_dtensor.runtimes import jax_devices
 from xla_dtensor.runtimes.jax_block import BlockTrace
 from xla_dtensor.runtimes.jax_split import names_in
 from xla_dtensor.runtimes.jax_step_values import inner
@@ -92,7 +93,7 @@ def policy_of(remat: Remat) -> Policy:
 
 
 def _check_host_memory(remat: Remat) -> None:
-    device = jax.devices()[0]
+    device = jax_devices.devices()[0]
     kinds = sorted({memory.kind for memory in device.addressable_memories()})
     if _HOST not in kinds:
         raise ScanError(

@@ -266,5 +266,7 @@ def _on_host(constant: Any) -> Any:
 
 
 def _type_of(array: Any) -> Any:
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return array
     placed = array.sharding if getattr(array, "committed", False) else None
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -23,6 +24,7 @@ from xla_dtensor.core import Layout, ManualRegion, OpSharding
 from xla_dtensor.errors import DistributeError, RuntimeSetupError
 from xla_dtensor.runtimes import (
     jax_annotate,
+    jax_devices,
     jax_generator,
     jax_manual,
     jax_manual_collectives,
@@ -39,6 +41,7 @@ from xla_dtensor.runtimes.jax_making import make_array
 from xla_dtensor.runtimes.jax_names import named
 from xla_dtensor.runtimes.jax_placing import padded_shape, place, put_host_array
 from xla_dtensor.runtimes.jax_sharding import named_sharding, read_op_sharding
+from xla_dtensor.runtimes.jax_sources import leave_out_frames_of
 from xla_dtensor.runtimes.jax_tensor import EXTRA_KEYS, JaxTensor, Storage
 from xla_dtensor.runtimes.jax_trace import is_tracer
 from xla_dtensor.runtimes.layers import Layers
@@ -80,6 +83,7 @@ class JaxRuntime(Runtime):
     ) -> None:
         self._settings = _start_jax(num_cpu_devices or _cpu_devices_of_environment())
         self._settings |= _keep_programs(compile_cache)
+        leave_out_frames_of(Path(torch.__file__).parent, Path(__file__).parents[1])
         whole_ops.register()
         self._roots: dict[tuple[int, ...], Mesh] = {}
         jax_generator.start()
@@ -103,16 +107,17 @@ class JaxRuntime(Runtime):
     # ------------------------------------------------------------------ devices
 
     def device_ids(self) -> tuple[int, ...]:
-        return tuple(device.id for device in jax.devices())
+        return tuple(device.id for device in jax_devices.devices())
 
     def addressable_device_ids(self) -> tuple[int, ...]:
-        return tuple(device.id for device in jax.local_devices())
+        return tuple(device.id for device in jax_devices.local_devices())
 
     def device_attributes(self) -> Sequence[Mapping[str, Any]]:
-        return [_attributes(device) for device in sorted(jax.devices(), key=lambda d: d.id)]
+        devices = jax_devices.devices()
+        return [_attributes(device) for device in sorted(devices, key=lambda d: d.id)]
 
     def describe(self) -> Mapping[str, str]:
-        devices = jax.devices()
+        devices = jax_devices.devices()
         return {
             "jax": jax.__version__,
             "platform": devices[0].platform,

@@ -25,6 +25,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mesh_utils import Mesh
 from xla_dtensor.core import OpSharding
 from xla_dtensor.errors import DistributeError
+from xla_dtensor.runtimes import jax_devices
 
 __all__ = ["named_sharding", "read_op_sharding"]
 
@@ -137,7 +138,7 @@ def _names_of(
 
 @lru_cache(maxsize=256)
 def _jax_mesh(root: Mesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:
-    by_id = {device.id: device for device in jax.devices()}
+    by_id = {device.id: device for device in jax_devices.devices()}
     devices = np.array([by_id[i] for i in root.device_ids.flat], dtype=object)
     auto = (AxisType.Auto,) * len(sizes)
     return jax.sharding.Mesh(devices.reshape(sizes), names, axis_types=auto)

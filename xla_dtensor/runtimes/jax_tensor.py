@@ -90,6 +90,11 @@ class Storage:
             value = place(value, self.sharding)
         self.array = value
 
+    @property
+    def lies(self) -> Any:
+        """How the array lies; where it has no values, how it is to lie, or None."""
+        return self.sharding if isinstance(self.array, jax.core.Tracer) else self.array.sharding
+
     def check_valid(self) -> None:
         """Raise when the array cannot hold the logical shape."""
         if any(a < s for a, s in zip(self.array.shape, self.shape, strict=True)):

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from xla_dtensor.errors import CompileError
 from xla_dtensor.runtimes.jax_recompute import Recomputation, honouring_checkpoints
+from xla_dtensor.runtimes.jax_sources import Sources
 
 if TYPE_CHECKING:
     import jax
@@ -54,6 +55,7 @@ class Trace:
         # The value computed last, and the region that torch's checkpoint is computing again.
         self.latest: Any = None
         self.recomputation: Recomputation | None = None
+        self.sources = Sources()
 
     def capture(self, storage: Storage) -> None:
         """Record that the step depends on `storage`."""

@@ -1,9 +1,9 @@
 """Name what each module computes, so that a profile and the HLO say whose an op is.
 
 While a step is traced, every module call opens a scope of the compiler: ops of
-``model.layers[0].attention`` are called ``Llama/layers.0/attention/...``. The backward has no
-module calls; there the gradient that reaches a module's output opens its scope, under ``backward``,
-and the gradient that reaches the module's input closes it.
+``model.layers[0].attention`` are called ``Llama/layers.0/attention/...``, and what an optimizer's
+step computes ``optimizer/...``. The backward calls no modules: its ops have the names of the
+forward's, after ``backward`` (``jax_sources``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
-from torch.utils._pytree import tree_leaves
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 __all__ = ["naming_modules"]
 
@@ -29,7 +32,6 @@ class _Names:
         self._scope = scope
         self._open: list[tuple[str, AbstractContextManager[Any]]] = []
         self._local: dict[int, str] = {}
-        self._backward: AbstractContextManager[Any] | None = None
 
     def enter(self, module: torch.nn.Module, args: Any) -> None:
         """Open a module's scope; a forward pre-hook."""
@@ -39,18 +41,25 @@ class _Names:
         scope = self._scope(name)
         scope.__enter__()
         self._open.append((name, scope))
-        self._on_gradient(args, self._path(-1))
 
     def leave(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         """Close it; a forward hook, called after an exception too."""
-        if not self._open:
-            return
-        self._on_gradient(result, self._path())
-        self._open.pop()[1].__exit__(None, None, None)
+        if self._open:
+            self._open.pop()[1].__exit__(None, None, None)
+
+    def enter_optimizer(self, *_: Any) -> None:
+        """Open an optimizer's scope; a pre-hook of its step."""
+        scope = self._scope("optimizer")
+        scope.__enter__()
+        self._open.append(("optimizer", scope))
+
+    def leave_optimizer(self, *_: Any) -> None:
+        """Close it; a post-hook of its step."""
+        if self._open and self._open[-1][0] == "optimizer":
+            self._open.pop()[1].__exit__(None, None, None)
 
     def close(self) -> None:
         """Close what is still open."""
-        self._backward_of(None)
         while self._open:
             self._open.pop()[1].__exit__(None, None, None)
 
@@ -59,22 +68,6 @@ class _Names:
         if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):  # Never called itself.
             for child_name, child in module.named_children():
                 self._name(f"{name}.{child_name}", child)
-
-    def _path(self, end: int | None = None) -> str:
-        return "/".join(name for name, _ in self._open[:end])
-
-    def _on_gradient(self, tensors: Any, path: str) -> None:
-        for tensor in tree_leaves(tensors):
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(lambda _grad: self._backward_of(path))
-
-    def _backward_of(self, path: str | None) -> None:
-        if self._backward is not None:
-            self._backward.__exit__(None, None, None)
-            self._backward = None
-        if path:
-            self._backward = self._scope(f"backward/{path}")
-            self._backward.__enter__()
 
 
 @contextlib.contextmanager
@@ -88,6 +81,8 @@ def naming_modules(scope: Scope) -> Iterator[None]:
     handles = [
         torch_module.register_module_forward_pre_hook(names.enter),
         torch_module.register_module_forward_hook(names.leave, always_call=True),
+        register_optimizer_step_pre_hook(names.enter_optimizer),
+        register_optimizer_step_post_hook(names.leave_optimizer),
     ]
     try:
         yield

@@ -22,7 +22,13 @@ from typing import Any
 from xla_dtensor.errors import RuntimeSetupError
 from xla_dtensor.runtimes.base import Runtime
 
-__all__ = ["BUILT_IN", "current_runtime", "get_runtime", "installed_runtimes"]
+__all__ = [
+    "BUILT_IN",
+    "compile_only_runtime",
+    "current_runtime",
+    "get_runtime",
+    "installed_runtimes",
+]
 
 ENVIRONMENT_VARIABLE = "XLA_DTENSOR_RUNTIME"
 ENTRY_POINT_GROUP = "xla_dtensor.runtimes"
@@ -47,6 +53,8 @@ BUILT_IN = {
         "pip install 'xla-dtensor[torch-xla]'",
     ),
 }
+
+_COMPILE_ONLY = "xla_dtensor.runtimes.jax_absent"
 
 _current: Runtime | None = None
 
@@ -100,6 +108,30 @@ def get_runtime(name: str | None = None, **options: Any) -> Runtime:
         return _checked(_current, name, options)
     chosen = name or os.environ.get(ENVIRONMENT_VARIABLE) or _running_already()
     _current = _start(chosen or _first_installed(), options)
+    return _current
+
+
+def compile_only_runtime(topology: Any) -> Any:
+    """Let this process compile for a machine that is not here, and do nothing else.
+
+    Args:
+        topology: The machine: a :class:`mesh_utils.Topology`, or devices of JAX.
+
+    Returns:
+        The runtime, from then on the process's: an ``AbsentRuntime`` of ``jax_absent``.
+
+    Raises:
+        RuntimeSetupError: A runtime runs already.
+        CompileError: There is no compiler for such a machine.
+    """
+    global _current
+    if _current is not None:
+        raise RuntimeSetupError(
+            f"A program was to be compiled for {topology!r}, but the runtime {_current.name!r} "
+            "already runs. A process has one runtime for as long as it lives. Do it in a process "
+            "of its own: compile_for starts one."
+        )
+    _current = importlib.import_module(_COMPILE_ONLY).AbsentRuntime.of(topology)
     return _current
 
 

@@ -25,6 +25,7 @@ import torch
 from jax import lax
 from jax.sharding import NamedSharding
 
+from xla_dtensor.runtimes import jax_devices
 from xla_dtensor.runtimes import whole_ops as whole_ops  # defines torch.ops.xla_dtensor
 from xla_dtensor.runtimes.jax_lowering import attention_blocks, attention_splash
 from xla_dtensor.runtimes.jax_lowering.attention_blocks import Scores
@@ -169,7 +170,7 @@ def _fits_cudnn(q: Any, k: Any, v: Any, is_causal: bool) -> bool:
         and widest <= _WIDEST_CUDNN_HEAD
         # Where lengths differ, torch counts rows from the first key.
         and (not is_causal or q.shape[-2] == k.shape[-2])
-        and jax.default_backend() == "gpu"
+        and jax_devices.platform() == "gpu"
     )
 
 

@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import torch
 
+from xla_dtensor.runtimes import jax_devices
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
 __all__: list[str] = []
@@ -36,7 +36,7 @@ def _transformed(function: Callable[..., Any], x: Any, dim: int, **options: Any)
     """
     x = jnp.moveaxis(x, dim, -1)
     batch = x.shape[:-1]
-    merge = len(batch) > 1 and jax.default_backend() == "cpu"
+    merge = len(batch) > 1 and jax_devices.platform() == "cpu"
     found = function(x.reshape(-1, x.shape[-1]) if merge else x, axis=-1, **options)
     return jnp.moveaxis(found.reshape(*batch, found.shape[-1]), -1, dim)
 

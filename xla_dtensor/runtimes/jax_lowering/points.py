@@ -12,8 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+
+from xla_dtensor.runtimes import jax_devices
 
 __all__ = ["put_points", "put_points_along"]
 
@@ -24,11 +25,11 @@ def put_points(x: Any, points: Sequence[Any], values: Any, accumulate: bool) -> 
         return x
     rest = x.shape[len(points) :]
     shape = [size for size in points[0].shape if size > 1]
-    if not shape or any(size % jax.device_count() for size in shape):
+    if not shape or any(size % jax_devices.device_count() for size in shape):
         shape = [math.prod(shape)]
     points = [point.reshape(shape) for point in points]
     values = values.astype(x.dtype).reshape(*shape, *rest)
-    lack = -shape[0] % jax.device_count() if len(shape) == 1 else 0
+    lack = -shape[0] % jax_devices.device_count() if len(shape) == 1 else 0
     if lack:
         points = [jnp.pad(point, (0, lack), mode="edge") for point in points]
         padding = [(0, lack), *[(0, 0)] * len(rest)]

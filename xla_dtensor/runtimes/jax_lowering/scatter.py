@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
 
+from xla_dtensor.runtimes import jax_devices
 from xla_dtensor.runtimes.jax_lowering.extremes import ordered, unordered
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
@@ -48,7 +48,7 @@ def reduce_points(x: Any, points: Sequence[Any], values: Any, reduce: str) -> An
             ordered(x, largest), points, ordered(values.astype(x.dtype), largest), reduce
         )
         return unordered(numbers, x.dtype)
-    lack = -count % jax.device_count()
+    lack = -count % jax_devices.device_count()
     flat = [jnp.pad(point.reshape(-1), (0, lack)) for point in points]
     values = values.astype(x.dtype).reshape(count, *rest)
     padding = [(0, lack), *[(0, 0)] * len(rest)]

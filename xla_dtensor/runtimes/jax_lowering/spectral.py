@@ -11,6 +11,7 @@ from jax.lax import linalg
 from jax.scipy.linalg import expm
 
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.runtimes import jax_devices
 from xla_dtensor.runtimes.jax_convert import jax_dtype
 from xla_dtensor.runtimes.jax_lowering.factorizations import adjoint
 from xla_dtensor.runtimes.jax_lowering.host_values import read_on_host
@@ -51,11 +52,11 @@ def _eigh(x: Any, uplo: str = "L", compute_v: bool = True, *, meta: Any) -> Any:
 
 
 def _need_cpu() -> None:
-    if jax.default_backend() != "cpu":
+    if jax_devices.platform() != "cpu":
         raise UnsupportedOpError(
             "The eigenvalues of a general matrix were asked for on the JAX runtime, platform="
-            f"{jax.default_backend()}. XLA computes them on CPU only. Use torch.linalg.eigh if the "
-            "matrix is symmetric, or move it to the host with .full_tensor().cpu()."
+            f"{jax_devices.platform()}. XLA computes them on CPU only. Use torch.linalg.eigh if "
+            "the matrix is symmetric, or move it to the host with .full_tensor().cpu()."
         )
 
 

@@ -1,0 +1,63 @@
+"""Plans that tests let another process compile."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+import xla_dtensor as xd
+
+
+def linear(mesh: Any, width: int = 256) -> Any:
+    """A linear layer, its rows cut over the first axis."""
+    with torch.device("meta"):
+        model = nn.Linear(width, width, bias=False)
+    xd.shard_module(model, mesh, {"weight": [mesh.mesh_dim_names[0], None]})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    batch = torch.empty(64, width, device="meta")
+    return model, step, (batch,), ([Shard(0)] + [Replicate()] * (mesh.ndim - 1),)
+
+
+def endless(mesh: Any) -> Any:
+    """A plan that never comes."""
+    time.sleep(600)
+
+
+def aborting(mesh: Any) -> Any:
+    """What libtpu does about some meshes."""
+    import os
+
+    os.abort()
+
+
+def for_job(job: Any) -> Any:
+    """The linear layer as a job's model."""
+    with torch.device("meta"):
+        model = nn.Linear(256, 256, bias=False)
+        batch = torch.empty(64, 256)
+
+    def make_step(model: nn.Module, mesh: Any) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    return model, make_step, (batch,), ((job.axis_names, None),)

@@ -1,0 +1,58 @@
+"""``python -m xla_dtensor plan JOB``: compiled for chips that are not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.libtpu import needs_libtpu
+from xla_dtensor.cli import main
+from xla_dtensor.report import Evidence
+from xla_dtensor.report.compile_report import CompileReport
+
+JOB = """
+name: small
+accelerator: v5e:2x2
+model: tests.xla_dtensor.aot_plans:for_job
+axes:
+  fsdp: {ici: 4}
+sharding:
+  parameters: {weight: [fsdp, null]}
+"""
+
+
+@needs_libtpu
+def test_a_job_with_a_model_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    job, out = tmp_path / "small.yaml", tmp_path / "out"
+    job.write_text(JOB)
+    assert main(["plan", str(job), "--out", str(out)]) == 0
+    shown = capsys.readouterr()
+    quick, full = shown.out.index("own model"), shown.out.index("small: tests.xla_dtensor")
+    assert quick < full
+    assert "compile" in shown.err
+    report = CompileReport.of(Evidence.load(out))
+    assert report.to_json() + "\n" == (out / "report.json").read_text()
+    assert report.fits
+    assert report.command == f"python -m xla_dtensor plan {job}"
+    assert {path.name for path in out.iterdir()} >= {"report.html", "report.md", "program.hlo.gz"}
+
+    assert main(["plan", str(job), "--json"]) == 0
+    assert CompileReport.from_json(capsys.readouterr().out) == report
+
+
+def test_what_does_not_fit_is_not_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama3_8b_v6e_8", "--model", "llama3-405b"]) == 1
+    shown = capsys.readouterr()
+    assert "CANNOT FIT" in shown.out
+    assert not shown.err
+
+
+def test_refusals(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["plan", "llama3_8b_v5e", "--optimizer", "sgd"]) == 2
+    assert "trained by one of adamw, adamw-bf16" in capsys.readouterr().err
+    assert main(["plan", "llama3_8b_v5e", "--time-limit", "0"]) == 2
+    assert "It took more than time_limit_seconds=0" in capsys.readouterr().err

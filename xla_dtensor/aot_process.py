@@ -1,0 +1,123 @@
+"""The process that compiles for a machine that is not here: started, watched, ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from xla_dtensor.errors import CompileError
+
+__all__ = ["LIBTPU_ENVIRONMENT", "CompilingProcess"]
+
+_POLL_SECONDS = 0.2
+
+# libtpu neither looks for a TPU nor asks the cloud about one, and shares the machine.
+LIBTPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "JAX_PLATFORMS": "cpu",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+_FOREIGN = ("XLA_", "PJRT_", "NPROC", "LIBTPU_", "TPU_")
+
+
+class CompilingProcess:
+    """A process that compiles, from its start on.
+
+    Args:
+        python: Its interpreter.
+        folder: Where its request is, and where its evidence will be.
+        environment: What it has besides this process's environment.
+    """
+
+    def __init__(self, python: str, folder: Path, environment: Mapping[str, str]) -> None:
+        self._command = [python, "-m", "xla_dtensor.aot_child", str(folder)]
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
+        path = os.pathsep.join(part for part in [os.getcwd(), *sys.path] if part)
+        self._said = folder / "said.txt"
+        self._errors = folder / "errors.txt"
+        with self._said.open("wb") as said, self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(
+                self._command,
+                env={**inherited, **environment, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=errors,
+                start_new_session=True,
+            )
+
+    def wait(
+        self, seconds: float | None, most_bytes: int | None, progress: bool, title: str
+    ) -> None:
+        """Wait until it has ended well.
+
+        Args:
+            seconds: The most time it may take; None for any.
+            most_bytes: The most memory it may hold; None for any.
+            progress: Whether to say on stderr what it is doing.
+            title: What it compiles, for people.
+
+        Raises:
+            CompileError: It has not, or it has reached a limit.
+        """
+        start, shown = time.monotonic(), 0
+        try:
+            while self._process.poll() is None:
+                time.sleep(_POLL_SECONDS)
+                shown = self._show(shown, start, title) if progress else 0
+                if seconds is not None and time.monotonic() - start > seconds:
+                    self._refuse(title, f"It took more than time_limit_seconds={seconds:g}")
+                if most_bytes is not None and self._bytes() > most_bytes:
+                    self._refuse(title, f"It took more than memory_limit_bytes={most_bytes}")
+        finally:
+            self._end()
+        if self._process.returncode:
+            self._fail(title)
+
+    def _show(self, shown: int, start: float, title: str) -> int:
+        parts = self._said.read_text(encoding="utf-8", errors="replace").splitlines()
+        for part in parts[shown:]:
+            sys.stderr.write(f"{title}: {part} ({time.monotonic() - start:.0f} s)\n")
+        return len(parts)
+
+    def _bytes(self) -> int:
+        try:
+            status = Path(f"/proc/{self._process.pid}/status").read_text()
+        except OSError:
+            return 0  # it has just ended, or this system does not say
+        held = [line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")]
+        return int(held[0]) * 1024 if held else 0
+
+    def _end(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _last(self) -> str:
+        parts = self._said.read_text(encoding="utf-8", errors="replace").split("\n")
+        done = [part for part in parts if part]
+        return f" while it was at {done[-1]!r}" if done else " before it began"
+
+    def _refuse(self, title: str, why: str) -> None:
+        raise CompileError(
+            f"{title!r} was being compiled in a process of its own. {why}{self._last()}, and was "
+            "ended. Raise the limit, or compile a smaller step: layers as one loop (scan_layers) "
+            "take a fraction of both."
+        )
+
+    def _fail(self, title: str) -> None:
+        status = self._process.returncode
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        said = self._errors.read_text(encoding="utf-8", errors="replace").strip()
+        last = said.splitlines()[-12:]
+        raise CompileError(
+            f"{title!r} was being compiled in a process of its own. It ended with {how}"
+            f"{self._last()}. Mend what it says last:\n" + "\n".join(last)
+        )

@@ -1,0 +1,249 @@
+"""A PyTorch step for devices that are not here: traced without a single value, then compiled.
+
+The JAX runtime is given the devices of a topology (``jax_topology``), which have a compiler and no
+memory. So everything, the making of a model included, happens inside one JAX trace that nobody will
+ever run::
+
+    runtime = AbsentRuntime.of(topology)              512 chips of v5p, say
+    program = runtime.abstractly(build)               build() makes a model, an optimizer, a step
+                                                      and its inputs, and returns them
+
+    parameters, moments, batches                      values of that outer trace: shapes, no bytes
+    ops between steps (an init, a copy)               part of the outer trace, and dropped with it
+    the step                                          a trace within it, as on real devices
+
+Such a value has no sharding that JAX could tell. It lies as its storage was told (`Storage.lies`):
+what was distributed, as it was distributed; state that the step itself has made (an optimizer's
+moments), as the label of its DTensor says; the rest (counters, rates, random state) everywhere.
+
+Invariants:
+
+* A step is traced as often as it would be called on real devices before its program stays the same:
+  once more where the first call makes state.
+* No value is ever read: what needs one is the same error as inside a compiled step.
+* Inputs and results of the program are those of the real one, one for one.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+from torch.distributed.tensor import DTensor
+
+from mesh_utils import Mesh, Topology
+from xla_dtensor.core import Layout
+from xla_dtensor.errors import CompileError
+from xla_dtensor.runtimes import jax_devices
+from xla_dtensor.runtimes.jax_compile import JaxCompiledStep
+from xla_dtensor.runtimes.jax_convert import jax_dtype, x64
+from xla_dtensor.runtimes.jax_evidence import Traced
+from xla_dtensor.runtimes.jax_inventory import Names
+from xla_dtensor.runtimes.jax_placing import padded_shape, place
+from xla_dtensor.runtimes.jax_program import Program
+from xla_dtensor.runtimes.jax_rehome import Blueprint
+from xla_dtensor.runtimes.jax_runtime import JaxRuntime
+from xla_dtensor.runtimes.jax_sharding import named_sharding
+from xla_dtensor.runtimes.jax_step_values import inner
+from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.jax_topology import absent_devices
+
+__all__ = ["AbsentProgram", "AbsentRuntime", "AbsentStep"]
+
+T = TypeVar("T")
+_MOST_TRACES = 4
+
+
+class AbsentRuntime(JaxRuntime):
+    """The JAX runtime over devices that are not here; see the module docstring.
+
+    Args:
+        devices: Devices of a topology, those of all slices. The process has no others from then on.
+    """
+
+    is_abstract: ClassVar[bool] = True
+
+    def __init__(self, devices: Sequence[Any]) -> None:
+        super().__init__()
+        jax_devices.set_absent_devices(devices)
+
+    @classmethod
+    def of(cls, topology: Topology | Sequence[Any]) -> AbsentRuntime:
+        """Make the runtime of a topology, or of devices that are to count as absent."""
+        is_topology = isinstance(topology, Topology)
+        return cls(absent_devices(topology) if is_topology else topology)
+
+    def traced(self, plan: Callable[[], Any], root: Mesh) -> Traced:
+        """Trace the step of a plan.
+
+        Args:
+            plan: Makes a ``TrainingPlan``.
+            root: The mesh that layouts are said on.
+
+        Returns:
+            What there is to compile, with the names of what it holds.
+        """
+
+        def named() -> Traced:
+            made = plan()
+            program = made.step.settled(*made.inputs)
+            tensors = [tensor for tensor in map(inner, made.inputs) if tensor is not None]
+            arguments = [tensor._storage for tensor in tensors]
+            return Traced(program, Names(made.models, made.inputs), arguments, root)
+
+        return self.abstractly(named)
+
+    def abstractly(self, build: Callable[[], T]) -> T:
+        """Call `build` where tensors have no values, and return what it returns.
+
+        What it returns must hold no tensors: their values end with the call.
+        """
+        found: list[T] = []
+
+        def called() -> None:
+            found.append(build())
+
+        with x64():
+            jax.make_jaxpr(called)()
+        return found[0]
+
+    def put(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        return self._made(tuple(tensor.shape), tensor.dtype, layout)
+
+    def make(
+        self, fill: float | str, shape: Sequence[int], dtype: torch.dtype, layout: Layout
+    ) -> torch.Tensor:
+        return self._made(tuple(shape), dtype, layout)
+
+    def from_shards(
+        self, shards: Mapping[int, torch.Tensor], shape: Sequence[int], layout: Layout
+    ) -> torch.Tensor:
+        return self._made(tuple(shape), next(iter(shards.values())).dtype, layout)
+
+    def compile(self, step: Callable[..., Any]) -> AbsentStep:
+        return AbsentStep(step, self)
+
+    def _made(self, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> torch.Tensor:
+        with x64():
+            sharding = self._sharding(layout)
+            array = place(jnp.zeros(shape, jax_dtype(dtype)), sharding)
+        return JaxTensor(Storage(array, shape, sharding), dtype=dtype)
+
+    def sharding_of(self, tensor: DTensor) -> NamedSharding | None:
+        """Return how a DTensor is to lie by its label; None where it has none."""
+        layout = getattr(tensor._spec, "layout", None)
+        if layout is None:
+            return None
+        root = self.root(layout.mesh)
+        return named_sharding(layout.op_sharding(root), root, layout.ndim)
+
+
+class AbsentProgram(Program):
+    """A traced step without an executable: calling it moves nothing."""
+
+    def run(self, arguments: Sequence[Storage]) -> Any:
+        self.gradients.release()
+        runtime = self.executable
+        owners = _owners({id(s()) for s in self.lasting if s() is not None})
+        for reference in self.lasting:
+            storage = reference()
+            if storage is None:
+                continue
+            label = owners.get(id(storage))
+            storage.sharding = None if label is None else runtime.sharding_of(label)
+            storage.array = place(jnp.zeros(storage.shape, storage.array.dtype), storage.sharding)
+        self.gradients.repeat()
+        types = jax.eval_shape(
+            self.blueprint.program_of(self.blueprint.jaxpr), *self.blueprint.inputs
+        )
+        return self._outputs(jnp.zeros(each.shape, each.dtype) for each in types[0])
+
+
+class AbsentStep(JaxCompiledStep):
+    """A step over absent devices. Calls trace it; `blueprint()` is what there is to compile."""
+
+    _program_type = AbsentProgram
+    _runtime: AbsentRuntime
+
+    def settled(self, *args: Any, **kwargs: Any) -> AbsentProgram:
+        """Trace the step until its program stays the same.
+
+        Args:
+            *args: The step's arguments, as it will be called.
+            **kwargs: The same.
+
+        Returns:
+            The program.
+
+        Raises:
+            CompileError: It makes new state on every call.
+        """
+        for _ in range(_MOST_TRACES):
+            before = len(self._reasons)
+            self(*args, **kwargs)
+            program = self._called()
+            if len(self._reasons) == before or program.stale() is None:
+                assert isinstance(program, AbsentProgram)
+                return program
+        raise CompileError(
+            f"A step was traced {_MOST_TRACES} times for devices that are not here, and each time "
+            f"for another reason: {'; '.join(self._reasons)}. Its program would be compiled anew "
+            "on every call. Let it make its state once, and keep it."
+        )
+
+    def _settle(self, storages: Sequence[Storage], arguments: Sequence[Storage]) -> None:
+        """Nothing has to move; find out what "on all devices" is."""
+        for storage in (*storages, *arguments):
+            if isinstance(storage.lies, NamedSharding) and len(storage.lies.device_set) > 1:
+                self._everywhere = NamedSharding(storage.lies.mesh, PartitionSpec())
+                return
+        raise CompileError(
+            "A step was traced for devices that are not here. None of its tensors lies on a mesh "
+            "of them. Make its parameters or its arguments with distribute_tensor."
+        )
+
+    def _lying(self, storage: Storage) -> NamedSharding:
+        lies = storage.lies
+        if not isinstance(lies, NamedSharding) or lies.device_set != self._everywhere.device_set:
+            return self._everywhere
+        # What is left open is XLA's to choose on real devices. Nothing is taken for granted here.
+        closed = (None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in lies.spec)
+        return NamedSharding(lies.mesh, PartitionSpec(*closed))
+
+    def _inputs(
+        self,
+        state: Sequence[Storage],
+        read: Sequence[Storage],
+        constants: Sequence[Any],
+        arguments: Sequence[Storage],
+    ) -> tuple[Any, ...]:
+        held = [[self._typed(s) for s in storages] for storages in (state, read, arguments)]
+        everywhere = self._everywhere
+        kept = [jax.ShapeDtypeStruct(c.shape, c.dtype, sharding=everywhere) for c in constants]
+        return held[0], held[1], kept, held[2]
+
+    def _typed(self, storage: Storage) -> jax.ShapeDtypeStruct:
+        shape = padded_shape(storage.shape, storage.sharding)
+        return jax.ShapeDtypeStruct(shape, storage.array.dtype, sharding=self._lying(storage))
+
+    def _executable(self, blueprint: Blueprint, inputs: tuple[Any, ...]) -> Any:
+        return self._runtime
+
+
+def _owners(wanted: set[int]) -> dict[int, DTensor]:
+    """The DTensors whose values lie in these storages, by the storage's id."""
+    gc.collect()
+    found: dict[int, DTensor] = {}
+    for candidate in gc.get_objects():
+        if not issubclass(type(candidate), DTensor):
+            continue
+        tensor = inner(candidate)
+        if tensor is not None and not tensor._steps and id(tensor._storage) in wanted:
+            found[id(tensor._storage)] = candidate
+    return found
