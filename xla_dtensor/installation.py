@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import logging
 import sys
@@ -55,6 +56,9 @@ __all__ = ["install", "is_installed", "uninstall"]
 
 logger = logging.getLogger("xla_dtensor")
 _replaced: dict[Any, Any] = {}  # torch's function -> ours
+torch_from_local = torch_tensor.DTensor.from_local
+_DYNAMO_TORCHS = "torch.distributed.tensor._api.DTensor#from_local"
+_DYNAMO_OURS = f"{__name__}.torch_from_local"
 _FACTORIES = ("ones", "zeros", "empty", "full", "rand", "randn")
 
 
@@ -79,6 +83,7 @@ def install() -> None:
     original = torch_tensor.DTensor.from_local
     _replaced[original] = _routed(original, DTensor.from_local)
     torch_tensor.DTensor.from_local = staticmethod(_replaced[original])  # pyright: ignore
+    _move_dynamo_rule(_DYNAMO_TORCHS, _DYNAMO_OURS)
     _replace(torch_device_mesh.init_device_mesh, init_device_mesh)
     for name in ("manual_seed", "is_rng_supported_mesh"):
         _replace(getattr(torch_random, name), getattr(rng, name))
@@ -102,6 +107,7 @@ def uninstall() -> None:
         _rebind(ours, original)
     from_local = next(f for f in _replaced if f.__qualname__ == "DTensor.from_local")
     torch_tensor.DTensor.from_local = staticmethod(from_local)  # pyright: ignore
+    _move_dynamo_rule(_DYNAMO_OURS, _DYNAMO_TORCHS)
     _replaced.clear()
     allow_groups(False)
     logger.info("torch.distributed.tensor is as torch made it again.")
@@ -110,6 +116,20 @@ def uninstall() -> None:
 def is_installed() -> bool:
     """Tell whether :func:`install` is in force."""
     return bool(_replaced)
+
+
+def _move_dynamo_rule(old: str, new: str) -> None:
+    """Let Dynamo's rule for DTensor.from_local be that of torch's own, wherever that is.
+
+    Dynamo does not read from_local, but puts a call of it into its graph as it is. It looks for it
+    by name, and again whenever a process group is made: it would find the function that leads to
+    ours, which has to be read.
+    """
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    names: dict[str, Any] = rules.manual_torch_name_rule_map
+    if old in names:
+        names[new] = names.pop(old)
+        rules.clear_lru_cache()
 
 
 def _replace(original: Callable[..., Any], ours: Callable[..., Any]) -> None:

@@ -13,6 +13,7 @@ import torch._dynamo
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -294,8 +295,11 @@ def test_local_map(mesh: xd.DeviceMesh, backend: str) -> None:
     def product(x: Any, w: Any) -> Any:
         return funcol.all_reduce(x @ w, "sum", (mesh, 1))
 
+    torch.compile(torch.sin, backend="eager")(x)  # Dynamo has seen torch's own functions first
     xd.install()
     try:
+        # As making a process group does: Dynamo looks for what it knows by name anew.
+        trace_rules.clear_lru_cache()
         make: Any = local_map
         mapped = make(
             product,

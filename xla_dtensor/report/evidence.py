@@ -139,8 +139,8 @@ class Evidence:
         topology: the machine it was compiled for; None for the devices at hand if they say nothing.
         held: what goes in and out.
         memory: what the compiler says it takes; None where it does not say.
-        flops: floating-point operations of the step on all devices together, as the model demands
-            them (recomputation not counted); None if they were not counted.
+        flops: floating-point operations of the step's products on all devices together; what the
+            step computes again (rematerialization) counts again. None if they were not counted.
         compute_dtype: the dtype of the matrix products, as HLO writes it.
         seconds: how long each part took here ("trace", "lower", "compile").
         peak_host_bytes: the most memory that the compiling process held; None if unknown.

@@ -1,6 +1,6 @@
 """How long a step takes at least, by what each part of the machine has to do: MODELLED.
 
-    compute    the operations that the model demands / the peak of the chips
+    compute    the operations of the step's products / the peak of the chips
     HBM        a lower bound of the bytes that each chip moves / its HBM bandwidth
     ICI        what each collective moves over the links of its mesh axes (mesh_utils.network)
     DCN        what goes between slices / the bandwidth of a chip to them
@@ -39,7 +39,7 @@ class Roofline:
     """The modelled time of a step. Every figure is modelled; see the module docstring.
 
     Attributes:
-        compute_seconds: of the operations that the model demands, at the chips' peak.
+        compute_seconds: of the operations of the step's products, at the chips' peak.
         hbm_seconds: of `hbm_bytes` at the bandwidth of the memory.
         ici_seconds: of the collectives inside a slice, by mesh axes ("tp", "dp, tp", "dp:(2)4",
             "mixed" for groups that follow no axes).
@@ -47,7 +47,8 @@ class Roofline:
         binding: the longest: "compute", "HBM", "ICI" (all axes together) or "DCN".
         step_seconds: the longest: everything overlaps.
         step_seconds_no_overlap: the sum: nothing does.
-        mfu: the share of the peak that the model's operations get in `step_seconds`.
+        mfu: the share of the peak that these operations get in `step_seconds`. What is computed
+            again counts: without rematerialization it is the model FLOPs utilisation.
         mfu_no_overlap: the same in `step_seconds_no_overlap`.
         hbm_bytes: what each device reads and writes at least.
         assumptions: what was taken for this machine and this program, in words.

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
+from mesh_utils import Mesh
 from xla_dtensor.errors import CompileError
+from xla_dtensor.report.evidence import Evidence
 
 __all__ = ["CompiledStep"]
 
@@ -44,6 +48,24 @@ class CompiledStep(ABC):
         Raises:
             CompileError: The step was not called yet.
         """
+
+    def evidence(
+        self, mesh: Mesh, models: Sequence[torch.nn.Module] = (), **facts: Any
+    ) -> Evidence:
+        """Return what the program used last leaves behind, for a report.
+
+        Args:
+            mesh: The mesh to name axes of; its root lists the program's devices.
+            models: Modules, by whose paths tensors are named where the runtime can tell them.
+            **facts: What else the evidence says, ``title`` among it.
+
+        Returns:
+            The evidence: the program's text, and what else this runtime knows of it.
+
+        Raises:
+            CompileError: The step was not called yet.
+        """
+        return Evidence(hlo_text=self.hlo(), mesh=mesh.root, **facts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the programs compiled so far to a file, for `load` in another process.

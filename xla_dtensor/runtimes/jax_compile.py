@@ -39,8 +39,9 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from mesh_utils import MeshError, find_chip
+from mesh_utils import Mesh, MeshError, find_chip
 from xla_dtensor.errors import CompileError
+from xla_dtensor.report.evidence import Evidence
 from xla_dtensor.runtimes.base import CompiledStep
 from xla_dtensor.runtimes.jax_convert import numpy_from_torch, x64
 from xla_dtensor.runtimes.jax_executables import Executables
@@ -144,6 +145,17 @@ class JaxCompiledStep(CompiledStep):
         """
         with x64():
             return self.lowered_for(devices).compile().as_text()
+
+    def evidence(
+        self, mesh: Mesh, models: Sequence[torch.nn.Module] = (), **facts: Any
+    ) -> Evidence:
+        from xla_dtensor.runtimes.jax_evidence import Traced
+        from xla_dtensor.runtimes.jax_inventory import Names
+
+        program = self._called()
+        arguments = [None] * len(program.blueprint.inputs[-1])
+        traced = Traced(program, Names(models, ()), arguments, self._runtime.root(mesh))
+        return traced.evidence(program.executable, **facts)
 
     def metrics(self, tokens_per_step: int | None = None) -> Mapping[str, float | None]:
         tokens = self._tokens if tokens_per_step is None else tokens_per_step

@@ -26,13 +26,13 @@ class Traced:
     Attributes:
         program: The trace.
         names: Who owns what.
-        arguments: The storages of the step's tensor arguments.
+        arguments: The storages of the step's tensor arguments; None for those that are forgotten.
         root: The mesh that layouts are said on.
     """
 
     program: Program
     names: Names
-    arguments: Sequence[Storage]
+    arguments: Sequence[Storage | None]
     root: Mesh
 
     def lowered(self) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from mesh_utils import Mesh
+from xla_dtensor.core import Layout
 from xla_dtensor.core.decode import layout_of_op_sharding
 from xla_dtensor.core.op_sharding import OpSharding
 from xla_dtensor.report.evidence import Held, Role
@@ -87,7 +88,11 @@ class Names:
 
 
 def inventory(
-    program: Program, executable: Any, names: Names, arguments: Sequence[Storage], root: Mesh
+    program: Program,
+    executable: Any,
+    names: Names,
+    arguments: Sequence[Storage | None],
+    root: Mesh,
 ) -> tuple[Held, ...]:
     """List what goes into a program and comes out of it.
 
@@ -95,7 +100,7 @@ def inventory(
         program: The traced step.
         executable: What XLA made of it; ``jax.stages.Compiled``.
         names: Who owns what.
-        arguments: The storages of the step's tensor arguments, in order.
+        arguments: The storages of the step's tensor arguments, in order; None for forgotten ones.
         root: The mesh that layouts are said on.
 
     Returns:
@@ -103,52 +108,57 @@ def inventory(
     """
     for storage, _ in program.numbers:
         names.note(storage, "learning rate", "number")
-    blueprint = program.blueprint
     results, _, lasting, _ = executable.output_shardings
-    state_types, read_types, constant_types, argument_types = blueprint.inputs
-    first_state = len(results)
-    found: list[Held] = []
-    owners: list[Storage | None] = [*program.state, *program.read]
-    owners += [None] * len(constant_types) + list(arguments)
-    types = [*state_types, *read_types, *constant_types, *argument_types]
-    kept = _kept(executable, len(types))
-    for place, (owner, kind) in enumerate(zip(owners, types, strict=True)):
-        name, role, requested = ("", "constant", None) if owner is None else names.of(owner)
-        is_state = place < len(program.state)
-        found.append(
-            Held(
-                name=name or f"{role} {place}",
-                role=role,
-                shape=tuple(kind.shape if owner is None else owner.shape),
-                dtype=hlo_dtype(kind.dtype),
-                device_shape=_device_shape(kind.shape, kind.sharding),
-                requested=requested,
-                chosen=_layout_text(kind.sharding, len(kind.shape), root),
-                input=kept.get(place),
-                output=first_state + place if is_state else None,
-            )
-        )
+    blueprint = program.blueprint
     with x64():
         out_types = jax.eval_shape(blueprint.program_of(blueprint.jaxpr), *blueprint.inputs)
-    first_lasting = first_state + len(program.state)
-    made = [
-        ("result", results, out_types[0], 0),
-        ("state made", lasting, out_types[2], first_lasting),
-    ]
-    for word, shardings, kinds, first in made:
-        for place, (sharding, kind) in enumerate(zip(shardings, kinds, strict=True)):
-            found.append(
-                Held(
-                    name=f"{word} {place}",
-                    role="result" if word == "result" else "other state",
-                    shape=tuple(kind.shape),
-                    dtype=hlo_dtype(kind.dtype),
-                    device_shape=_device_shape(kind.shape, sharding),
-                    chosen=_layout_text(sharding, len(kind.shape), root),
-                    output=first + place,
-                )
+    first_lasting = len(results) + len(program.state)
+    made = zip((*results, *lasting), (*out_types[0], *out_types[2]), strict=True)
+    found = [*_inputs(program, executable, names, arguments, root, len(results))]
+    for place, (sharding, kind) in enumerate(made):
+        is_result = place < len(results)
+        number = place if is_result else first_lasting + place - len(results)
+        found.append(
+            Held(
+                name=f"{'result' if is_result else 'state made'} {number}",
+                role="result" if is_result else "other state",
+                shape=tuple(kind.shape),
+                dtype=hlo_dtype(kind.dtype),
+                device_shape=_device_shape(kind.shape, sharding),
+                chosen=_layout_text(sharding, len(kind.shape), root),
+                output=number,
             )
+        )
     return tuple(found)
+
+
+def _inputs(
+    program: Program,
+    executable: Any,
+    names: Names,
+    arguments: Sequence[Storage | None],
+    root: Mesh,
+    num_results: int,
+) -> Iterator[Held]:
+    state, read, constants, given = program.blueprint.inputs
+    owners = [*program.state, *program.read, *(None for _ in constants), *arguments]
+    first_argument = len(owners) - len(arguments)
+    types = [*state, *read, *constants, *given]
+    kept = _kept(executable, len(types))
+    for place, (owner, kind) in enumerate(zip(owners, types, strict=True)):
+        usual: Role = "constant" if place < first_argument else "argument"
+        name, role, requested = ("", usual, None) if owner is None else names.of(owner)
+        yield Held(
+            name=name or f"{role} {place}",
+            role=role,
+            shape=tuple(kind.shape if owner is None else owner.shape),
+            dtype=hlo_dtype(kind.dtype),
+            device_shape=_device_shape(kind.shape, kind.sharding),
+            requested=requested,
+            chosen=_layout_text(kind.sharding, len(kind.shape), root),
+            input=kept.get(place),
+            output=num_results + place if place < len(program.state) else None,
+        )
 
 
 def _kept(executable: Any, count: int) -> dict[int, int]:
@@ -157,11 +167,16 @@ def _kept(executable: Any, count: int) -> dict[int, int]:
     return {place: number for number, place in enumerate(sorted(kept))}
 
 
+# What nobody has placed, which has no sharding here, every device gets whole.
+
+
 def _device_shape(shape: Sequence[int], sharding: Any) -> tuple[int, ...]:
-    return tuple(sharding.shard_shape(tuple(shape)))
+    return tuple(shape if sharding is None else sharding.shard_shape(tuple(shape)))
 
 
 def _layout_text(sharding: Any, ndim: int, root: Mesh) -> str | None:
+    if sharding is None:
+        return str(Layout.replicated(root, ndim))
     parsed = OpSharding.parse(str(sharding._to_xla_hlo_sharding(ndim)))
     layout = layout_of_op_sharding(parsed.canonical(), root, ndim)
     return None if layout is None else str(layout)

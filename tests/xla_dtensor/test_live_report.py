@@ -1,0 +1,93 @@
+"""Reports of steps that run here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+import xla_dtensor as xd
+from xla_dtensor.errors import ArgumentTypeError, CompileError
+from xla_dtensor.live_report import evidence_of, report_of
+from xla_dtensor.report import Evidence
+from xla_dtensor.runtimes import Runtime
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+
+@pytest.fixture(scope="module")
+def trained(mesh: xd.DeviceMesh) -> tuple[nn.Module, xd.CompiledStep]:
+    """A tensor-parallel layer, after two steps."""
+    torch.manual_seed(0)
+    model = xd.shard_module(
+        nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)),
+        mesh,
+        {"0.weight": ["tp", None], "1.weight": [None, "tp"]},
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    compiled = xd.compile(step)
+    x = xd.distribute_tensor(torch.ones(8, 16), mesh, [Shard(0), Replicate()])
+    for _ in range(2):
+        compiled(x)
+    return model, compiled
+
+
+def test_collectives_have_axes_on_both_runtimes(
+    mesh: xd.DeviceMesh, trained: tuple[nn.Module, xd.CompiledStep]
+) -> None:
+    report = report_of(trained[1], mesh, trained[0], title="two layers")
+    assert report.title == "two layers"
+    assert {("all-reduce", ("tp",))} <= {(line.kind, line.axes) for line in report.collectives}
+    assert all(line.axes for line in report.collectives), report.collectives
+    assert report.fits is None  # nobody knows how much memory a virtual CPU device has
+    assert "two layers" in report.to_markdown()
+
+
+@pytest.mark.only_on("jax")
+def test_tensors_have_names_and_bytes(
+    mesh: xd.DeviceMesh, trained: tuple[nn.Module, xd.CompiledStep]
+) -> None:
+    evidence = evidence_of(trained[1], mesh, trained[0])
+    held = {one.name: one for one in evidence.held}
+    weight, momentum = held["0.weight"], held["0.weight momentum_buffer"]
+    assert (weight.role, weight.device_shape, weight.chosen) == ("parameter", (8, 16), "[tp, -]")
+    assert (momentum.role, momentum.device_bytes) == ("optimizer state", 8 * 16 * 4)
+    assert [one.role for one in evidence.held if one.shape == (8, 16)] == ["argument"]
+    assert evidence.memory is not None
+    inputs = [one for one in evidence.held if one.input is not None]
+    assert evidence.memory.arguments == sum(one.device_bytes for one in inputs)
+    assert evidence.flops == 2 * 8 * 16 * 32 * (2 + 3)  # forward twice; no gradient of the input
+
+
+@pytest.mark.only_on("jax")
+def test_every_byte_is_somebodys(
+    mesh: xd.DeviceMesh, trained: tuple[nn.Module, xd.CompiledStep]
+) -> None:
+    report = report_of(trained[1], mesh, trained[0])
+    assert report.attribution.share == 1.0
+    modules = {line.origin.module for line in report.collectives}
+    assert modules == {"1", None}  # the second layer's sum over tp; the loss, outside the model
+
+
+def test_it_is_the_same_after_a_file(
+    mesh: xd.DeviceMesh, trained: tuple[nn.Module, xd.CompiledStep], tmp_path: object
+) -> None:
+    evidence = evidence_of(trained[1], mesh, trained[0])
+    evidence.save(str(tmp_path))
+    assert Evidence.load(str(tmp_path)) == evidence
+
+
+def test_refusals(runtime: Runtime, mesh: xd.DeviceMesh) -> None:
+    with pytest.raises(ArgumentTypeError, match="of type=int"):
+        report_of(3, mesh)  # type: ignore[arg-type]
+    with pytest.raises(CompileError):
+        report_of(xd.compile(lambda x: x), mesh)
