@@ -38,7 +38,7 @@ def absent() -> dict[str, dict[str, Any]]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
