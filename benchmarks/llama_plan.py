@@ -22,15 +22,9 @@ from typing import Any
 
 from benchmarks.child import ON_CPU, child_rows
 from benchmarks.timing import RESULTS, store
+from xla_dtensor.aot_process import LIBTPU_ENVIRONMENT
 
-# libtpu neither looks for a TPU nor asks the cloud about one.
-LIBTPU = {
-    **ON_CPU,
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
+LIBTPU = {**ON_CPU, **LIBTPU_ENVIRONMENT}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

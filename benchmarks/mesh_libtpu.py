@@ -41,15 +41,9 @@ from benchmarks.mesh_libtpu_summary import (
 )
 from benchmarks.mesh_libtpu_where import digest, mesh_ids, where_axes_lie
 from benchmarks.timing import RESULTS, store
+from xla_dtensor.aot_process import LIBTPU_ENVIRONMENT
 
 MESHES_PER_CHILD = 25 * len(STRATEGIES)
-ENVIRONMENT = {  # libtpu neither looks for a TPU nor asks the cloud about one
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "JAX_PLATFORMS": "cpu",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -170,7 +164,7 @@ def _child(file: Path, numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
     begun: int | None = numbers[0]
     options = [str(file), "--numbers", *map(str, numbers)]
     try:
-        rows = child_rows("mesh_libtpu_child", *options, advice="", environment=ENVIRONMENT)
+        rows = child_rows("mesh_libtpu_child", *options, advice="", environment=LIBTPU_ENVIRONMENT)
         for row in rows:
             if "begun" in row:
                 begun = row["begun"]

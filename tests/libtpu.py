@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from xla_dtensor.aot_process import LIBTPU_ENVIRONMENT
+
 __all__ = ["needs_libtpu", "run_with_libtpu"]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,16 +22,7 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 _FOREIGN = ("XLA_", "PJRT_", "NPROC", "TPU_", "LIBTPU_")
-# libtpu neither looks for a TPU nor asks the cloud about one.
-_ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "JAX_PLATFORMS": "cpu",
-    "NPROC": "64",
-    "PYTHONPATH": str(ROOT),
-}
+_ENVIRONMENT = {**LIBTPU_ENVIRONMENT, "NPROC": "64", "PYTHONPATH": str(ROOT)}
 
 
 def run_with_libtpu(

@@ -20,17 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from mesh_utils import Mesh, Topology, assign
+from xla_dtensor.aot_process import LIBTPU_ENVIRONMENT
 
 __all__ = ["GOLDEN", "PROGRAMS", "Program"]
 
 GOLDEN = Path(__file__).parent / "golden"
-_ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "JAX_PLATFORMS": "cpu",
-    "NPROC": "64",
-}
+_ENVIRONMENT = {**LIBTPU_ENVIRONMENT, "NPROC": "64"}
 
 
 @dataclass(frozen=True)
