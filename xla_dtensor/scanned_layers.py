@@ -5,10 +5,10 @@
     ...
     x = self.layers(x, mask)                                           instead of the for loop
 
-On the JAX runtime the program has one loop over the layers and one back (``lax.scan``),
-each with one layer's code whatever their number, and `remat` says what the backward pass keeps of
-each layer. On torch_xla, and off the mesh, the layers run one by one, under
-``torch.utils.checkpoint`` where `remat` asks for it. The numbers are the same.
+On the JAX runtime the program has one loop over the layers and one back, each with one layer's code
+whatever their number, and `remat` says what the backward pass keeps of each layer. On torch_xla,
+and off the mesh, the layers run one by one, under ``torch.utils.checkpoint`` where `remat` asks for
+it. The numbers are the same.
 
 What is a loop must be equal in each turn, so the layers may differ in the values of parameters and
 buffers only. Parameters are read, stacked, in each call; they stay what they are otherwise:

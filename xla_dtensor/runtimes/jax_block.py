@@ -291,7 +291,7 @@ def _output_form(index: int, output: Any) -> Form:
 
 
 def strong(value: Any) -> Any:
-    """Return `value` with a dtype of its own, which lax.scan asks of a carry."""
+    """Return `value` with a dtype of its own, which a loop asks of its carry."""
     return jax.lax.convert_element_type(value, value.dtype)
 
 

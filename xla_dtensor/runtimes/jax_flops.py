@@ -66,8 +66,24 @@ def _of_equation(equation: Any) -> int:
         return 0
     if name == "cond":
         return max(inner)
-    times = math.prod(equation.params["mesh"].shape.values()) if name == "shard_map" else 1
-    return sum(inner) * (equation.params["length"] if name == "scan" else times)
+    return sum(inner) * _times(name, equation.params)
+
+
+def _times(name: str, params: dict[str, Any]) -> int:
+    if name == "scan":
+        return params["length"]
+    if name == "shard_map":
+        return math.prod(params["mesh"].shape.values())
+    return _turns(params) if name == "while" else 1
+
+
+def _turns(params: dict[str, Any]) -> int:
+    """How often a loop of ``jax_counted`` runs: its condition is "counter < literal", no more."""
+    condition = params["cond_jaxpr"].jaxpr.eqns
+    if len(condition) != 1 or condition[0].primitive.name != "lt":
+        return 1
+    limit = condition[0].invars[1]
+    return int(limit.val) if isinstance(limit, core.Literal) else 1
 
 
 def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:

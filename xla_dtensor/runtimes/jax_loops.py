@@ -1,4 +1,4 @@
-"""The two loops over equal layers: ``lax.scan`` forward, ``lax.scan`` backward.
+"""The two loops over equal layers: one forward, one backward (``jax_counted``).
 
 Both are functions of flat lists of arrays. Each layer's arrays come one after the other, layer by
 layer; stacking them, and taking the gradients apart again, is part of the loops' programs.
@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from xla_dtensor.core import Layout
 from xla_dtensor.core.spanning import layout_on_span
 from xla_dtensor.runtimes.jax_block import BlockTrace, Form, Inputs, strong
+from xla_dtensor.runtimes.jax_counted import counted_scan
 from xla_dtensor.runtimes.jax_placing import padded_shape
 from xla_dtensor.runtimes.jax_sharding import named_sharding
 from xla_dtensor.runtimes.jax_split import SplitBlock
@@ -85,7 +86,7 @@ def forward_loop(plan: Plan) -> Callable[..., Any]:
             return (_placed(results[:-1], places), results[-1]), (saved, kept_carry, kept_rng)
 
         start = (_placed([strong(c) for c in carry], places), rng)
-        (outputs, rng), kept = lax.scan(body, start, _stacks(plan, layer_arrays))
+        (outputs, rng), kept = counted_scan(body, start, _stacks(plan, layer_arrays))
         return outputs, rng, jax.tree.leaves(kept)
 
     return forward
@@ -122,7 +123,7 @@ def backward_loop(plan: Plan) -> Callable[..., Any]:
 
         sums = [jnp.zeros(f.aval().shape, f.aval().dtype) for f in shared_forms]
         stacks, grads = _stacks(plan, layer_arrays), _placed(grads, places)
-        (grads, sums), by_layer = lax.scan(body, (grads, sums), (stacks, kept), reverse=True)
+        (grads, sums), by_layer = counted_scan(body, (grads, sums), (stacks, kept), reverse=True)
         forms = [f for f, w in zip(plan.forms.layer, wanted.layer, strict=True) if w]
         pinned = [_pinned(g, f) for g, f in zip(by_layer, forms, strict=True)]
         each = [

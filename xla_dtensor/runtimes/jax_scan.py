@@ -1,4 +1,4 @@
-"""Equal layers as one loop on the JAX runtime: ``lax.scan`` forward, ``lax.scan`` backward.
+"""Equal layers as one loop on the JAX runtime: one loop forward, one backward.
 
 The block is traced once (``jax_block``) and cut in two (``jax_split``). The parameters of all
 layers are stacked along a new dim 0, which is never sharded; each device stacks its own tiles::
@@ -34,6 +34,7 @@ from xla_dtensor.runtimes.jax_block import BlockTrace, Form, Inputs, strong, tra
 from xla_dtensor.runtimes.jax_convert import jax_dtype, x64
 from xla_dtensor.runtimes.jax_loops import Plan, backward_loop, forward_loop
 from xla_dtensor.runtimes.jax_policies import Policy, policy_of
+from xla_dtensor.runtimes.jax_sources import backward_of, origin_here
 from xla_dtensor.runtimes.jax_split import split
 from xla_dtensor.runtimes.jax_step_values import inner
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
@@ -182,7 +183,7 @@ class _Scan(torch.autograd.Function):
         )
         if plan.trace.wanted:
             ctx.set_materialize_grads(False)
-            ctx.plan, ctx.n_inputs = plan, len(tensors)
+            ctx.plan, ctx.n_inputs, ctx.origin = plan, len(tensors), origin_here()
             # Saved as tensors, so that autograd frees them, and a checkpoint around keeps none.
             _save(ctx, *tensors, *(JaxTensor(Storage(a)) for a in kept))
         ctx.mark_non_differentiable(*(r for r in results if not _inexact_tensor(r)))
@@ -198,7 +199,8 @@ class _Scan(torch.autograd.Function):
             kept = [tensor.raw() for tensor in saved[ctx.n_inputs :]]
             given = [_incoming(grads[i], plan.forms.carry[i]) for i in plan.trace.grad_of]
             program = _program("backward", plan, backward_loop(plan))
-            found = program(given, kept, layers, shared, plan.trace.consts)
+            with backward_of(ctx.origin):
+                found = program(given, kept, layers, shared, plan.trace.consts)
             return (None, *_wrapped(plan, *found))
 
 

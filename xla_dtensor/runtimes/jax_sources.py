@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from jax._src import source_info_util
 
-__all__ = ["Sources", "leave_out_frames_of"]
+__all__ = ["Sources", "backward_of", "leave_out_frames_of", "origin_here"]
 
 # The number that the next autograd node will have.
 _next_node: Any = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
@@ -48,22 +48,33 @@ class Sources:
             yield
             return
         origin = self._known.get(node._sequence_nr())
-        if origin is None:
+        with contextlib.nullcontext() if origin is None else backward_of(origin):
             yield
-            return
-        kept = source_info_util._source_info_context
-        before = kept.context
-        scopes = (source_info_util.Scope("backward"), *origin.name_stack.stack)
-        names = source_info_util.NameStack(scopes)
-        kept.context = before.replace(traceback=origin.traceback, name_stack=names)
-        try:
-            yield
-        finally:
-            kept.context = before
 
 
-def leave_out_frames_of(*folders: Path) -> None:
-    """Let JAX count the frames of what lies in these folders as its own."""
+def origin_here() -> Any:
+    """Return frames and names of this place in the forward, for :func:`backward_of`."""
+    return source_info_util.current()
+
+
+@contextlib.contextmanager
+def backward_of(origin: Any) -> Iterator[None]:
+    """Give what is traced inside the frames of a place in the forward, and its names too."""
+    kept = source_info_util._source_info_context
+    before = kept.context
+    scopes = (source_info_util.Scope("backward"), *origin.name_stack.stack)
+    names = source_info_util.NameStack(scopes)
+    kept.context = before.replace(traceback=origin.traceback, name_stack=names)
+    try:
+        yield
+    finally:
+        kept.context = before
+
+
+def leave_out_frames_of(*folders: Path, but: Path | None = None) -> None:
+    """Let JAX count the frames of what lies in these folders as its own, those in `but` not."""
+    if but is not None and f"{but}{os.sep}" not in source_info_util._include_paths:
+        source_info_util.register_inclusion(f"{but}{os.sep}")
     for folder in folders:
         prefix = f"{folder}{os.sep}"
         if prefix not in source_info_util._exclude_paths:

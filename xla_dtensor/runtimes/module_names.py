@@ -9,7 +9,7 @@ forward's, after ``backward`` (``jax_sources``).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,9 +20,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-__all__ = ["naming_modules"]
+__all__ = ["named_from", "naming_modules"]
 
 Scope = Callable[[str], AbstractContextManager[Any]]
+
+_paths: dict[int, str] = {}
 
 
 class _Names:
@@ -35,7 +37,7 @@ class _Names:
 
     def enter(self, module: torch.nn.Module, args: Any) -> None:
         """Open a module's scope; a forward pre-hook."""
-        name = self._local.get(id(module)) or type(module).__name__
+        name = self._local.get(id(module)) or _paths.get(id(module)) or type(module).__name__
         for child_name, child in module.named_children():
             self._name(child_name, child)
         scope = self._scope(name)
@@ -68,6 +70,24 @@ class _Names:
         if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):  # Never called itself.
             for child_name, child in module.named_children():
                 self._name(f"{name}.{child_name}", child)
+
+
+@contextlib.contextmanager
+def named_from(models: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Let a module that no other module calls have its path in a model, not its class's name.
+
+    A step that calls ``model.encoder(x)`` has ops of ``encoder`` then, and not of ``Encoder``.
+
+    Args:
+        models: The models that paths begin at.
+    """
+    before = dict(_paths)
+    _paths.update((id(one), path) for m in models for path, one in m.named_modules() if path)
+    try:
+        yield
+    finally:
+        _paths.clear()
+        _paths.update(before)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from xla_dtensor.runtimes.jax_counted import counted_scan
 from xla_dtensor.runtimes.jax_lowering.matmul import precision
 
 __all__ = ["BLOCK", "Scores", "backward", "forward"]
@@ -130,7 +131,8 @@ def forward(q: Any, k: Any, v: Any, scores: Scores, block: int = BLOCK) -> tuple
         jnp.full(rows, -jnp.inf, wide),
         jnp.zeros(rows, wide),
     )
-    (output, largest, total), _ = lax.scan(body, start, jnp.arange(padded_k.shape[-2] // block))
+    blocks = jnp.arange(padded_k.shape[-2] // block, dtype=jnp.int32)
+    (output, largest, total), _ = counted_scan(body, start, blocks)
     is_seen = total > 0
     total = jnp.where(is_seen, total, 1)
     output = (output / total[..., None]).astype(v.dtype)
@@ -181,8 +183,8 @@ def backward(
         return grad_q, (_summed(of_k, k).astype(k.dtype), _summed(of_v, v).astype(v.dtype))
 
     start = jnp.zeros((*log_sum.shape, q.shape[-1]), wide)
-    blocks = jnp.arange(padded_k.shape[-2] // block)
-    grad_q, (grads_k, grads_v) = lax.scan(body, start, blocks)
+    blocks = jnp.arange(padded_k.shape[-2] // block, dtype=jnp.int32)
+    grad_q, (grads_k, grads_v) = counted_scan(body, start, blocks)
     grad_k, grad_v = _joined(grads_k, n_keys), _joined(grads_v, n_keys)
     return _summed(grad_q, q).astype(q.dtype), grad_k, grad_v
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from xla_dtensor.runtimes.jax_counted import counted_scan
 from xla_dtensor.runtimes.jax_lowering.as_one import as_one
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
@@ -74,7 +75,7 @@ def _forward_sums(problem: _Problem) -> Any:
         sums = _log_sum(sums, _from(sums, 1), skipped) + scores
         return sums, sums
 
-    _, rest = lax.scan(step, first, problem.scores[1:])
+    _, rest = counted_scan(step, first, problem.scores[1:])
     return jnp.concatenate([first[None], rest])
 
 
@@ -94,7 +95,7 @@ def _backward_sums(problem: _Problem) -> Any:
 
     start = jnp.full(problem.labels.shape, -jnp.inf, problem.scores.dtype)
     numbers = jnp.arange(count, dtype=jnp.int32)
-    return lax.scan(step, start, (problem.scores, numbers), reverse=True)[1]
+    return counted_scan(step, start, (problem.scores, numbers), reverse=True)[1]
 
 
 def _longest(targets: Any, lengths: Any) -> int:

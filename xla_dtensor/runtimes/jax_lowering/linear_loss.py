@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from xla_dtensor.runtimes.jax_counted import counted_scan
 from xla_dtensor.runtimes.jax_lowering.matmul import precision
 from xla_dtensor.runtimes.jax_lowering.table import lower
 from xla_dtensor.runtimes.linear_loss_ops import linear_loss, linear_loss_backward
@@ -92,7 +93,8 @@ def _linear_loss(
 
     zeros = jnp.zeros(x.shape[:-1], wide)
     start = (jnp.full(x.shape[:-1], -jnp.inf, wide), zeros, zeros, zeros)
-    (largest, total, picked, summed), _ = lax.scan(body, start, jnp.arange(chunks))
+    indices = jnp.arange(chunks, dtype=jnp.int32)
+    (largest, total, picked, summed), _ = counted_scan(body, start, indices)
     log_sum = largest + jnp.log(total)
     loss = log_sum - (1 - smoothing) * picked
     if smoothing:
@@ -130,6 +132,6 @@ def _linear_loss_backward(
         return grad_x, (of_rows, of_bias)
 
     start = jnp.zeros(x.shape, wide)
-    grad_x, (of_weight, of_bias) = lax.scan(body, start, jnp.arange(chunks))
+    grad_x, (of_weight, of_bias) = counted_scan(body, start, jnp.arange(chunks, dtype=jnp.int32))
     of_weight = jnp.moveaxis(of_weight, 0, 1).reshape(-1, weight.shape[1])[: layer.classes]
     return grad_x.astype(x.dtype), of_weight, of_bias.T.reshape(-1)[: layer.classes]
