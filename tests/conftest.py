@@ -14,11 +14,13 @@ import gc
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.hosts import Hosts
 
 if TYPE_CHECKING:
     from xla_dtensor import DeviceMesh
@@ -56,6 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "runtime" in getattr(item, "fixturenames", ()):
             item.add_marker("on_runtime")
+        if "hosts" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("hosts"))
         only = item.get_closest_marker("only_on")
         if only is not None and chosen not in only.args:
             reason = f"only on {' or '.join(only.args)}, this session runs {chosen}"
@@ -98,3 +102,28 @@ def mesh(runtime: Runtime) -> DeviceMesh:
     from xla_dtensor import init_device_mesh
 
     return init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+
+
+@pytest.fixture(scope="session")
+def _host_groups() -> Iterator[dict[tuple[int, int], Hosts]]:
+    groups: dict[tuple[int, int], Hosts] = {}
+    yield groups
+    for group in groups.values():
+        group.close()
+
+
+@pytest.fixture
+def hosts(_host_groups: dict[tuple[int, int], Hosts]) -> Callable[..., Hosts]:
+    """Return a function that gives the session's group of processes of a shape.
+
+    ``hosts(2, 4)`` has two processes of four virtual CPU devices each, joined as one job on JAX.
+    Tests that use it run in one worker, so that a group starts once. They run with JAX.
+    """
+
+    def group(processes: int, devices: int) -> Hosts:
+        found = _host_groups.get((processes, devices))
+        if found is None or found.closed:
+            found = _host_groups[processes, devices] = Hosts(processes, devices)
+        return found
+
+    return group

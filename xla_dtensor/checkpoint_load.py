@@ -40,7 +40,7 @@ from xla_dtensor.written import written_targets
 if TYPE_CHECKING:
     from xla_dtensor.dtensor import DTensor
 
-__all__ = ["STATE_KEY", "Load", "checkpoint_lock"]
+__all__ = ["STATE_KEY", "Load", "checkpoint_lock", "layout_to_load"]
 
 STATE_KEY = "_checkpoint"  # in a DTensor's __dict__: the save or the load that it takes part in
 checkpoint_lock = threading.RLock()  # DCP may write and read in several threads
@@ -52,7 +52,7 @@ class Load:
 
     def __init__(self, tensor: DTensor) -> None:
         self._tensor = weakref.ref(tensor)
-        self._layout = _layout_to_load(tensor)
+        self._layout = layout_to_load(tensor)
         runtime = get_runtime()
         self.sharding = self._layout.op_sharding(runtime.root(self._layout.mesh))
         self._indices = device_indices(tensor, self.sharding)
@@ -141,8 +141,8 @@ class Load:
             self.commit()
 
 
-def _layout_to_load(tensor: DTensor) -> Layout:
-    """The tensor's placements, as far as XLA has them."""
+def layout_to_load(tensor: DTensor) -> Layout:
+    """Return the tensor's placements, as far as XLA has them."""
     mesh, placements = tensor._spec.mesh.value, tensor._spec.placements
     whole = [Replicate() if p.is_partial() else p for p in placements]
     layout = Layout.from_placements(whole, tensor.ndim, mesh)

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
@@ -27,6 +26,12 @@ from xla_dtensor.axis_groups import axis_group
 from xla_dtensor.errors import ArgumentTypeError, DistributeError, MeshRankError
 from xla_dtensor.mesh_reshaping import Merged, flattened, submesh, unflattened
 from xla_dtensor.process_groups import NoGroups, refuse_group
+from xla_dtensor.process_ranks import (
+    coordinate_here,
+    devices_of_ranks,
+    ranks_here,
+    ranks_of_devices,
+)
 from xla_dtensor.rank_notice import warn_of_one_rank
 from xla_dtensor.runtimes.registry import get_runtime
 
@@ -43,8 +48,8 @@ class DeviceMesh(TorchDeviceMesh):
     def __init__(self, mesh: Mesh) -> None:
         named = all(isinstance(name, str) for name in mesh.axis_names)
         names = tuple(str(name) for name in mesh.axis_names) if named else None
-        ids = torch.from_numpy(np.array(mesh.device_ids, dtype=np.int32))
-        super().__init__("xla", ids, mesh_dim_names=names)
+        ranks = torch.from_numpy(ranks_here(mesh)).int()
+        super().__init__("xla", ranks, mesh_dim_names=names)
         self.value = mesh
         self._dim_group_names: list[str] = NoGroups(mesh)
         self._merged: Merged = {}
@@ -52,14 +57,14 @@ class DeviceMesh(TorchDeviceMesh):
 
     def get_coordinate(self) -> Any:
         """Return the coordinate of the first addressable device of the mesh, None without one."""
-        runtime = get_runtime()
-        mine = np.isin(self.value.device_ids, runtime.addressable_device_ids())
-        where = np.argwhere(mine)
-        return [int(i) for i in where[0]] if len(where) else None
+        return coordinate_here(self.value)
 
     def get_rank(self) -> int:
-        """Return the id of the first addressable device of the job."""
-        return get_runtime().addressable_device_ids()[0]
+        """Return the rank of the first addressable device; see :mod:`~xla_dtensor.process_ranks`.
+
+        It is below the number of devices, another in each process, and 0 in the first.
+        """
+        return int(ranks_of_devices(min(get_runtime().addressable_device_ids())))
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Return the first addressable device's position along an axis."""
@@ -165,7 +170,8 @@ def as_device_mesh(mesh: Any) -> DeviceMesh:
                 "computes on the devices of its runtime, which torch calls 'xla'. Pass "
                 "init_device_mesh('xla', mesh_shape, mesh_dim_names=...)."
             )
-        return _device_mesh(Mesh(mesh.mesh.numpy(), tuple(mesh.mesh.shape), mesh.mesh_dim_names))
+        ids = devices_of_ranks(mesh.mesh.numpy())
+        return _device_mesh(Mesh(ids, tuple(mesh.mesh.shape), mesh.mesh_dim_names))
     if isinstance(getattr(mesh, "value", None), Mesh):  # xla_dtensor.spmd.Mesh
         return _device_mesh(mesh.value)
     if hasattr(mesh, "get_logical_mesh"):  # torch_xla.distributed.spmd.Mesh

@@ -19,6 +19,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from xla_dtensor.destinations import check_destinations
 from xla_dtensor.device_mesh import DeviceMesh
 from xla_dtensor.errors import ArgumentTypeError
+from xla_dtensor.explaining_labels import note_op
 from xla_dtensor.global_state import GlobalState
 from xla_dtensor.known_axes import Known, joint_mesh, split
 from xla_dtensor.loss_ops import state_of_loss_op, with_state_of_logits
@@ -276,7 +277,8 @@ def _answer(
     """Return the state of an op's output, or a list of them: None for what is no tensor."""
     mesh = found[0]._spec.mesh
     joint = joint_mesh(mesh, [tensor._spec for tensor in found])
-    return _states(propagate(func, args, kwargs, joint), result, mesh, joint)
+    states = _states(propagate(func, args, kwargs, joint), result, mesh, joint)
+    return note_op(states, func, found)
 
 
 def _states(placements: Any, result: Any, mesh: DeviceMesh, joint: DeviceMesh) -> Any:

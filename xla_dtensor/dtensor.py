@@ -129,8 +129,14 @@ class DTensor(TorchDTensor):
     def rewrapper(self) -> Callable[[torch.Tensor], DTensor]:
         """Return a function that wraps payloads as this one is, without holding this one."""
         kind, mesh, placements = type(self), self._spec.mesh, self._spec.placements
-        known = self._spec.known
-        return lambda payload: kind._wrapping(payload, mesh, placements, known=known)
+        known, made_by = self._spec.known, self._spec.made_by
+
+        def wrap(payload: torch.Tensor) -> DTensor:
+            made = kind._wrapping(payload, mesh, placements, known=known)
+            made._spec.made_by = made_by
+            return made
+
+        return wrap
 
     # ------------------------------------------------------------------ what it is
 

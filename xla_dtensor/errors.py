@@ -10,18 +10,24 @@ from __future__ import annotations
 __all__ = [
     "AlreadyAnnotatedError",
     "ArgumentTypeError",
+    "CheckpointError",
     "CompileError",
+    "DataError",
     "DistributeError",
+    "FeedMismatchError",
+    "ImplicitRedistributionError",
     "LocalViewError",
     "ManualRegionError",
     "MeshRankError",
     "MixedTensorsError",
     "ProcessGroupError",
+    "ProgramMismatchError",
     "RedistributeError",
     "RngStateError",
     "RuntimeSetupError",
     "ShardingDroppedError",
     "UnsupportedOpError",
+    "WeightsError",
     "WriteError",
     "XlaDTensorError",
 ]
@@ -37,6 +43,14 @@ class RuntimeSetupError(XlaDTensorError, RuntimeError):
 
 class DistributeError(XlaDTensorError, ValueError):
     """Wrong arguments to distribute_tensor, distribute_module, redistribute or a mesh."""
+
+
+class DataError(DistributeError):
+    """A batch, or a loader's state, that does not fit the mesh, the placements or the policy."""
+
+
+class FeedMismatchError(XlaDTensorError, RuntimeError):
+    """Processes of a job fed what cannot be parts of one global batch."""
 
 
 class RedistributeError(DistributeError, RuntimeError):
@@ -61,6 +75,14 @@ class MixedTensorsError(XlaDTensorError, RuntimeError):
 
 class ProcessGroupError(XlaDTensorError, RuntimeError):
     """A process group was asked for where XLA makes the communication, and there is none."""
+
+
+class CheckpointError(XlaDTensorError, RuntimeError):
+    """A checkpoint cannot be written or read: the message names the file."""
+
+
+class ProgramMismatchError(XlaDTensorError, RuntimeError):
+    """The processes of a job are about to run different programs, and would wait for ever."""
 
 
 class RngStateError(XlaDTensorError, ValueError):
@@ -91,5 +113,21 @@ class CompileError(XlaDTensorError, RuntimeError):
     """A step cannot be compiled as one program, for example because Python reads a traced value."""
 
 
+class ImplicitRedistributionError(XlaDTensorError, RuntimeError):
+    """A compiled step communicates what nobody asked for. A RuntimeError too, as torch raises.
+
+    Attributes:
+        found: the collectives, the most bytes first, as ``report.asked_communication.Unasked``.
+    """
+
+    def __init__(self, message: str, found: tuple[object, ...] = ()) -> None:
+        super().__init__(message)
+        self.found = found
+
+
 class ScanError(XlaDTensorError, ValueError):
     """Layers cannot be run as one loop: they differ, write to what they share, or change type."""
+
+
+class WeightsError(CheckpointError, ValueError):
+    """Weights in files do not fit a module, or a file of weights is damaged."""

@@ -22,6 +22,7 @@ from xla_dtensor.core import Layout
 from xla_dtensor.device_mesh import as_device_mesh, current_mesh
 from xla_dtensor.dtensor import DTensor
 from xla_dtensor.errors import ArgumentTypeError, DistributeError
+from xla_dtensor.off_mesh import is_off_mesh
 from xla_dtensor.placement_checks import checked_placements
 from xla_dtensor.runtimes.registry import get_runtime
 
@@ -160,7 +161,12 @@ def _made(
     mesh = current_mesh(function) if device_mesh is None else as_device_mesh(device_mesh)
     checked = checked_placements(function, placements, mesh, len(shape), partial=False)
     lies = Layout.from_placements(checked, len(shape), mesh.value)
-    payload = get_runtime().make(fill, shape, dtype, lies)
+    if is_off_mesh(mesh):
+        payload = torch.empty(shape, dtype=dtype, device="meta")
+        if isinstance(fill, str):
+            get_runtime().skip_draw()
+    else:
+        payload = get_runtime().make(fill, shape, dtype, lies)
     return DTensor._wrapping(payload, mesh, checked, requires_grad=requires_grad)
 
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from xla_dtensor.api import distribute_tensor
+from xla_dtensor.asking import asking
 from xla_dtensor.core import Layout
 from xla_dtensor.core.joint_mesh import joint_mesh
 from xla_dtensor.core.spanning import layout_on_span, region_of
@@ -144,7 +145,8 @@ class ShardedParameter:
         dtype = self.settings.param_dtype
         if dtype is not None and whole.dtype != dtype and whole.is_floating_point():
             whole = get_runtime().run_op(aten._to_copy.default, (whole,), {"dtype": dtype})
-        return functional_ops.constrain(whole, self._gathered_layout())
+        with asking():
+            return functional_ops.constrain(whole, self._gathered_layout())
 
     def _gathered_layout(self) -> Layout:
         state, own = self.state, set(self.settings.mesh.value.axis_names)
@@ -188,7 +190,8 @@ class ShardedParameter:
         dtype = settings.reduce_dtype
         if dtype is not None and payload.dtype != dtype:
             payload = run(aten._to_copy.default, (payload,), {"dtype": dtype})
-        payload = functional_ops.constrain(payload, state.span_layout)
+        with asking():
+            payload = functional_ops.constrain(payload, state.span_layout)
         divide_by = settings.divide_by(per_device)
         if divide_by is not None:
             payload = run(aten.div.Scalar, (payload, divide_by), {})

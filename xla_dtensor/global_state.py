@@ -29,6 +29,8 @@ class GlobalState(DTensorSpec):
     cached_token: object | None = None
     # (axis, dim) pairs: what is known of the axes that the mesh lacks, where it is a submesh.
     known: Known = ()
+    # Which op it is the state of the output of, for `explain`; None where a caller placed it.
+    made_by: Any = None
 
     @property
     def layout(self) -> Layout:

@@ -25,6 +25,7 @@ from xla_dtensor.known_axes import Known, known_of_layout
 from xla_dtensor.local_crossing import from_view
 from xla_dtensor.local_spread import same_on_all
 from xla_dtensor.local_view import LocalView
+from xla_dtensor.off_mesh import is_off_mesh
 from xla_dtensor.placement_checks import checked_placements
 from xla_dtensor.runtimes import functional_ops
 from xla_dtensor.runtimes.functional_local import plain_like
@@ -64,6 +65,8 @@ def make_from_local(
         )
     mesh = current_mesh("from_local") if device_mesh is None else as_device_mesh(device_mesh)
     checked = checked_placements("from_local", placements, mesh, tensor.ndim, partial=True)
+    if is_off_mesh(mesh):
+        return _without_values(tensor, mesh, checked, shape)
     if _is_plain(tensor) and shape is None and all(p.is_replicate() for p in checked):
         return _PlainReplicated.apply(tensor, mesh, checked)  # pyright: ignore
     if isinstance(tensor, LocalView) and shape is None:
@@ -79,6 +82,18 @@ def make_from_local(
             "from_local", grad_placements, mesh, tensor.ndim, partial=False
         )
     return from_view(tensor, mesh, checked, shape, run_check or same_on_every_device, for_grad)
+
+
+def _without_values(
+    tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], shape: Any
+) -> DTensor:
+    """Return what a process has that reaches no device of the mesh: PyTorch's shape, no values."""
+    from xla_dtensor.dtensor import DTensor
+
+    layout = Layout.from_placements(placements, tensor.ndim, mesh.value)
+    whole = layout.get_global_shape(tuple(tensor.shape)) if shape is None else tuple(shape)
+    payload = torch.empty(whole, dtype=tensor.dtype, device="meta")
+    return DTensor._wrapping(payload, mesh, placements, requires_grad=tensor.requires_grad)
 
 
 def from_local_in_graph(

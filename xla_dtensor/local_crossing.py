@@ -31,6 +31,7 @@ from xla_dtensor.local_border import Border, border
 from xla_dtensor.local_link import Link
 from xla_dtensor.local_spread import same_on_all
 from xla_dtensor.local_view import LocalView
+from xla_dtensor.off_mesh import empty_local, is_off_mesh
 from xla_dtensor.runtimes import functional_ops
 from xla_dtensor.runtimes.functional_local import crossed_in, crossed_out, run_local_op
 from xla_dtensor.strided_labels import same_placements
@@ -46,6 +47,9 @@ aten = torch.ops.aten
 
 def to_view(tensor: DTensor, grad_placements: Sequence[Any] | None) -> LocalView:
     """Return the local view of a DTensor; see ``DTensor.to_local``."""
+    if is_off_mesh(tensor._spec.mesh):
+        empty: Any = empty_local(tensor.shape, tensor.dtype)
+        return empty
     if tensor.requires_grad and torch.is_grad_enabled():
         return _ToLocal.apply(tensor, grad_placements)  # pyright: ignore[reportReturnType]
     return _linked(tensor)

@@ -81,6 +81,8 @@ def off_mesh_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             "values, and this process has none. Call it only where mesh.get_coordinate() is not "
             "None."
         )
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        get_runtime().skip_draw()  # the generators of all processes stay equal
     returns = [str(returned.type) for returned in func._schema.returns]
     if func is not aten.is_same_size.default and not all("Tensor" in kind for kind in returns):
         return None

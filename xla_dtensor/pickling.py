@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from mesh_utils import Mesh
 from xla_dtensor.core import Layout
+from xla_dtensor.process_ranks import devices_of_ranks, ranks_of_devices
 from xla_dtensor.runtimes.registry import get_runtime
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def load_dtensor(record: dict[str, Any]) -> DTensor:
     from xla_dtensor.device_mesh import as_device_mesh
     from xla_dtensor.dtensor import DTensor
 
-    root = Mesh(*record["root"])
+    ranks, *rest = record["root"]
+    root = Mesh(devices_of_ranks(ranks).tolist(), *rest)
     mesh = as_device_mesh(root if record["axes"] is None else root[record["axes"]])
     placements = tuple(_placement(*fields) for fields in record["placements"])
     value: torch.Tensor = record["value"]
@@ -56,7 +58,12 @@ def load_dtensor(record: dict[str, Any]) -> DTensor:
 
 
 def _mesh_record(mesh: Mesh) -> tuple[Any, ...]:
-    return mesh.device_ids.ravel().tolist(), tuple(mesh.mesh_shape), tuple(mesh.axis_names)
+    # Ranks, so that another job, whose processes hold other ids, finds its devices.
+    return (
+        ranks_of_devices(mesh.device_ids).ravel().tolist(),
+        tuple(mesh.mesh_shape),
+        tuple(mesh.axis_names),
+    )
 
 
 def _placement_record(placement: Any) -> tuple[Any, ...]:

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import Replicate
 
+from xla_dtensor.asking import asking
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh, mesh_text
 from xla_dtensor.dispatch import new_dtensor, state_of
 from xla_dtensor.errors import RedistributeError
+from xla_dtensor.explaining_labels import note_op
+from xla_dtensor.known_axes import placements_on
 from xla_dtensor.off_mesh import empty_local, is_off_mesh
 from xla_dtensor.placement_checks import checked_placements
 from xla_dtensor.runtimes import functional_ops
@@ -76,9 +79,10 @@ class _Redistribute(torch.autograd.Function):
     ) -> DTensor:
         ctx.source, ctx.dtype, ctx.original = source._spec, dtype, source.dtype
         moved = source._spec.moved(mesh, placements)
-        payload = functional_ops.constrain(source._local_tensor, moved.span_layout)
+        with asking(mesh, placements_on(source._spec, mesh), placements):
+            payload = functional_ops.constrain(source._local_tensor, moved.span_layout)
         state = state_of(payload, mesh, placements, moved.known)
-        return new_dtensor(type(source), payload, state)
+        return new_dtensor(type(source), payload, note_op(state, "redistribute", [source]))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -66,6 +66,13 @@ class Runtime(ABC):
 
     # The device that payloads report.
     torch_device: ClassVar[Any] = "cpu"
+
+    # Whether what is computed in a `scope` has its name in the compiled program.
+    has_scopes: ClassVar[bool] = False
+
+    def scope(self, name: str) -> AbstractContextManager[Any]:
+        """Name what is computed inside, where programs carry names; scopes nest."""
+        return nullcontext()
 
     # Whether tensors have no values, because their devices are not here (``jax_absent``).
     is_abstract: ClassVar[bool] = False
@@ -126,6 +133,13 @@ class Runtime(ABC):
         """
         return [{"name": f"{self.name.upper()}:{i}"} for i in sorted(self.device_ids())]
 
+    def memory_statistics(self) -> Mapping[int, Mapping[str, int]]:
+        """Return what this process's devices say of their memory, by id: nothing where they do not.
+
+        In bytes: "peak_bytes_in_use", "bytes_in_use" and "bytes_limit", each where it is known.
+        """
+        return {}
+
     @abstractmethod
     def describe(self) -> Mapping[str, str]:
         """Return what the doctor prints: versions, platform, settings that this runtime made."""
@@ -172,8 +186,10 @@ class Runtime(ABC):
         """Return how the payload really lies, read from the runtime, relative to the root."""
 
     @abstractmethod
-    def addressable_shards(self, payload: torch.Tensor) -> tuple[AddressableShard, ...]:
-        """Return this process's shards, ordered by device id."""
+    def addressable_shards(
+        self, payload: torch.Tensor, devices: Collection[int] | None = None
+    ) -> tuple[AddressableShard, ...]:
+        """Return this process's shards, ordered by device id; of `devices` only, where given."""
 
     @abstractmethod
     def to_host(self, payload: torch.Tensor) -> torch.Tensor:
@@ -379,6 +395,12 @@ class Runtime(ABC):
     @abstractmethod
     def manual_seed(self, seed: int) -> None:
         """Seed the generator in use. torch.manual_seed has to come here as well."""
+
+    def skip_draw(self) -> None:  # noqa: B027
+        """Advance the generator in use by one draw, which only other processes have part in.
+
+        Nothing to do where there is one process.
+        """
 
     def get_rng_state(self, rng: Any = None) -> torch.Tensor:
         """Return a generator's state: a uint8 tensor of shape (8,) that only the runtime reads."""

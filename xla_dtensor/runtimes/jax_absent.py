@@ -53,6 +53,8 @@ from xla_dtensor.runtimes.jax_sharding import named_sharding
 from xla_dtensor.runtimes.jax_step_values import inner
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
 from xla_dtensor.runtimes.jax_topology import absent_devices
+from xla_dtensor.runtimes.live_objects import live_objects
+from xla_dtensor.runtimes.module_names import named_from
 
 __all__ = ["AbsentProgram", "AbsentRuntime", "AbsentStep"]
 
@@ -92,7 +94,8 @@ class AbsentRuntime(JaxRuntime):
 
         def named() -> Traced:
             made = plan()
-            program = made.step.settled(*made.inputs)
+            with named_from(made.models):
+                program = made.step.settled(*made.inputs)
             tensors = [tensor for tensor in map(inner, made.inputs) if tensor is not None]
             arguments = [tensor._storage for tensor in tensors]
             return Traced(program, Names(made.models, made.inputs), arguments, root)
@@ -240,9 +243,7 @@ def _owners(wanted: set[int]) -> dict[int, DTensor]:
     """The DTensors whose values lie in these storages, by the storage's id."""
     gc.collect()
     found: dict[int, DTensor] = {}
-    for candidate in gc.get_objects():
-        if not issubclass(type(candidate), DTensor):
-            continue
+    for candidate in live_objects(DTensor):
         tensor = inner(candidate)
         if tensor is not None and not tensor._steps and id(tensor._storage) in wanted:
             found[id(tensor._storage)] = candidate

@@ -35,14 +35,18 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from mesh_utils import Mesh, MeshError, find_chip
 from xla_dtensor.errors import CompileError
+from xla_dtensor.report.asked_communication import AskedFor
 from xla_dtensor.report.evidence import Evidence
 from xla_dtensor.runtimes.base import CompiledStep
+from xla_dtensor.runtimes.before_running import ProgramToCheck, check
+from xla_dtensor.runtimes.jax_asked import asked_for
 from xla_dtensor.runtimes.jax_convert import numpy_from_torch, x64
 from xla_dtensor.runtimes.jax_executables import Executables
 from xla_dtensor.runtimes.jax_flops import flops_of
@@ -50,10 +54,12 @@ from xla_dtensor.runtimes.jax_gradients import GradientEffects, KnownLeaves
 from xla_dtensor.runtimes.jax_placing import place
 from xla_dtensor.runtimes.jax_program import Program, program_of
 from xla_dtensor.runtimes.jax_rehome import Blueprint
+from xla_dtensor.runtimes.jax_same_program import compare_program, compare_run
 from xla_dtensor.runtimes.jax_scalar import sym_number
 from xla_dtensor.runtimes.jax_step_values import (
     bound,
     inner,
+    is_without_values,
     refuse_manual,
     replaced,
     split_outputs,
@@ -92,12 +98,15 @@ class JaxCompiledStep(CompiledStep):
         self._leaves = KnownLeaves()
         self._clock = StepClock()
         self._tokens: int | None = None
+        self._digest = ""  # of the program that was compiled last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         refuse_nesting()
         self._calls += 1
         self._clock.start()
         leaves, tree = tree_flatten((args, kwargs))
+        if any(map(is_without_values, leaves)) and not self._runtime.is_abstract:
+            return self._step(*args, **kwargs)
         with x64():
             tensors = [self._argument(leaf) for leaf in leaves]
             key = self._key(leaves, tensors, tree)
@@ -108,10 +117,20 @@ class JaxCompiledStep(CompiledStep):
                 self._lent_names.update(program.watch.inputs.changed())
             if reason:
                 program = self._compiled(reason, key, leaves, tensors, tree)
+            elif program is not None:
+                self._check(program, leaves)
             assert program is not None
+            compare_run(self._step, program)
             self._last = program
             self._tokens = num_tokens(leaves)
             return program.run([t._storage for t in tensors if t is not None])
+
+    def _check(self, program: Program, leaves: Sequence[Any]) -> None:
+        def asked() -> tuple[AskedFor, ...]:
+            return asked_for(program.blueprint.jaxpr)
+
+        name = getattr(self._step, "__qualname__", type(self._step).__name__)
+        check(lambda: ProgramToCheck(name, program.executable.as_text, asked, leaves))
 
     def hlo(self) -> str:
         return self._called().executable.as_text()
@@ -154,7 +173,10 @@ class JaxCompiledStep(CompiledStep):
 
         program = self._called()
         arguments = [None] * len(program.blueprint.inputs[-1])
-        traced = Traced(program, Names(models, ()), arguments, self._runtime.root(mesh))
+        root = self._runtime.root(mesh)
+        if np.array_equal(mesh.device_ids.ravel(), root.device_ids.ravel()):
+            root = mesh  # the same order, by the names that were asked for
+        traced = Traced(program, Names(models, ()), arguments, root)
         return traced.evidence(program.executable, **facts)
 
     def metrics(self, tokens_per_step: int | None = None) -> Mapping[str, float | None]:
@@ -251,6 +273,7 @@ class JaxCompiledStep(CompiledStep):
         before = PythonState.now()
         try:
             program = self._compile(leaves, tensors, tree, before.gradients)
+            self._check(program, leaves)
         except BaseException:
             before.restore()
             raise
@@ -260,6 +283,7 @@ class JaxCompiledStep(CompiledStep):
         del before  # It holds what the step has dropped.
         if self._makes_new_state(program, self._programs.get((key, found))):
             program.again = "the first call made new state"
+        program.digest = self._digest
         self._programs[key, found] = program
         return program
 
@@ -371,7 +395,13 @@ class JaxCompiledStep(CompiledStep):
         return held[0], held[1], list(constants), held[2]
 
     def _executable(self, blueprint: Blueprint, inputs: tuple[Any, ...]) -> Any:
-        return self._executables.compiled(blueprint.lowered(*inputs))
+        lowered = blueprint.lowered(*inputs)
+
+        def compare(digest: str) -> None:
+            compare_program(self._step, digest, lowered, inputs)
+            self._digest = digest
+
+        return self._executables.compiled(lowered, compare)
 
     def _settle(self, storages: Sequence[Storage], arguments: Sequence[Storage]) -> None:
         """Put on all devices what lies on one only because nothing has placed it yet."""

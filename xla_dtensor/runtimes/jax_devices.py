@@ -6,12 +6,19 @@ like, asks here and not JAX: a step that is compiled for a pod has to be the pod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-__all__ = ["device_count", "devices", "local_devices", "platform", "set_absent_devices"]
+__all__ = [
+    "device_count",
+    "devices",
+    "local_devices",
+    "memory_statistics",
+    "platform",
+    "set_absent_devices",
+]
 
 _absent: tuple[Any, ...] = ()
 
@@ -38,6 +45,12 @@ def local_devices() -> Sequence[Any]:
 def device_count() -> int:
     """Return how many devices the job has."""
     return len(devices())
+
+
+def memory_statistics() -> Mapping[int, Mapping[str, int]]:
+    """Return what each device of this process says of its memory; nothing where they do not."""
+    said = {} if _absent else {device.id: device.memory_stats() for device in jax.local_devices()}
+    return {device: dict(told) for device, told in said.items() if told}
 
 
 def platform() -> str:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -38,9 +38,13 @@ class Executables:
         self._loaded: dict[str, bytes] = {}
         self.taken = 0
 
-    def compiled(self, lowered: Any) -> Any:
-        """Compile a lowered program, or take it from a file that was loaded."""
+    def compiled(self, lowered: Any, compare: Callable[[str], None]) -> Any:
+        """Compile a lowered program, or take it from a file that was loaded.
+
+        `compare` is called with its digest before.
+        """
         digest = _digest(lowered)
+        compare(digest)
         payload = self._loaded.get(digest)
         if payload is None:
             executable = lowered.compile()

@@ -25,6 +25,7 @@ from xla_dtensor.runtimes.jax_convert import x64
 from xla_dtensor.runtimes.jax_program import Program
 from xla_dtensor.runtimes.jax_step_values import inner
 from xla_dtensor.runtimes.jax_tensor import Storage
+from xla_dtensor.runtimes.live_objects import live_objects
 
 __all__ = ["Names", "hlo_dtype", "inventory"]
 
@@ -193,8 +194,6 @@ def hlo_dtype(dtype: Any) -> str:
     return name
 
 
-def _optimizers() -> Iterator[torch.optim.Optimizer]:
+def _optimizers() -> list[torch.optim.Optimizer]:
     gc.collect()
-    for candidate in gc.get_objects():
-        if issubclass(type(candidate), torch.optim.Optimizer):
-            yield candidate
+    return live_objects(torch.optim.Optimizer)

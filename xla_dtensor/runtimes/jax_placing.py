@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.errors import ShardingDroppedError
+from xla_dtensor.runtimes import same_program
 
 __all__ = [
     "constrained",
@@ -91,6 +92,8 @@ def place(value: jax.Array, sharding: NamedSharding | None) -> jax.Array:
     if isinstance(value, jax.core.Tracer):
         value = padded(value, sharding)
         return value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)
+    if sharding is not None and same_program.checks() is not None and _gathers(value, sharding):
+        _compare_gather(value)
     result = _placer(sharding)(value)
     if isinstance(result, jax.core.Tracer):
         return result  # an older array, used in a traced step: how it will lie is not known yet
@@ -143,7 +146,23 @@ def host_value(value: jax.Array) -> np.ndarray[Any, Any]:
         refuse_read("read on the host")
     if not value.is_fully_addressable and not value.is_fully_replicated:
         mesh = value.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+        _compare_gather(value)
         value = _placer(NamedSharding(mesh, PartitionSpec()))(value)
     if not value.is_fully_addressable:
         value = value.addressable_data(0)
     return np.asarray(value)
+
+
+def _gathers(value: jax.Array, sharding: NamedSharding) -> bool:
+    """Tell whether each process is given what only several of them hold together."""
+    spread = not value.is_fully_addressable and not value.is_fully_replicated
+    return spread and sharding.is_fully_replicated
+
+
+def _compare_gather(value: jax.Array) -> None:
+    """Have all processes that hold a part say that they gather it, too."""
+    found = same_program.checks()
+    if found is not None and found.mode != "off":
+        group = {device.process_index for device in value.sharding.device_set}
+        what = f"the gather of a tensor of shape={tuple(value.shape)}"
+        found.compare(what, str(value.dtype), tuple(group))

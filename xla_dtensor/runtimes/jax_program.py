@@ -39,6 +39,7 @@ class Program:
         flops: Floating-point operations of its products, on all devices together.
         gradients: What the trace did to parameters' gradients.
         again: Why the next call has to trace anew; None if it need not.
+        digest: Equal for programs that do the same.
     """
 
     executable: Any
@@ -55,6 +56,7 @@ class Program:
     flops: int
     gradients: GradientEffects = field(default_factory=lambda: GradientEffects([], []))
     again: str | None = None
+    digest: str = ""
 
     def stale(self) -> str | None:
         return self.again or self.watch.broken() or self.gradients.broken()

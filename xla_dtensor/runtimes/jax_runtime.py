@@ -9,7 +9,7 @@ only if the user has not set it, and is taken away again so that child processes
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,6 +29,7 @@ from xla_dtensor.runtimes import (
     jax_manual,
     jax_manual_collectives,
     jax_ops,
+    jax_same_program,
     jax_scan,
     whole_ops,
 )
@@ -83,11 +84,18 @@ class JaxRuntime(Runtime):
     ) -> None:
         self._settings = _start_jax(num_cpu_devices or _cpu_devices_of_environment())
         self._settings |= _keep_programs(compile_cache)
-        leave_out_frames_of(Path(torch.__file__).parent, Path(__file__).parents[1])
+        package = Path(__file__).parents[1]
+        leave_out_frames_of(Path(torch.__file__).parent, package, but=package / "models")
         whole_ops.register()
         self._roots: dict[tuple[int, ...], Mesh] = {}
         jax_generator.start()
         follow_torch_seed(self.manual_seed)
+        jax_same_program.start(self)
+
+    has_scopes: ClassVar[bool] = True
+
+    def scope(self, name: str) -> AbstractContextManager[Any]:
+        return jax.named_scope(name)
 
     def profile(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
         return jax.profiler.trace(os.fspath(folder))
@@ -115,6 +123,9 @@ class JaxRuntime(Runtime):
     def device_attributes(self) -> Sequence[Mapping[str, Any]]:
         devices = jax_devices.devices()
         return [_attributes(device) for device in sorted(devices, key=lambda d: d.id)]
+
+    def memory_statistics(self) -> Mapping[int, Mapping[str, int]]:
+        return jax_devices.memory_statistics()
 
     def describe(self) -> Mapping[str, str]:
         devices = jax_devices.devices()
@@ -194,12 +205,15 @@ class JaxRuntime(Runtime):
             array = payload.placed()
         return read_op_sharding(array, self._roots)
 
-    def addressable_shards(self, payload: torch.Tensor) -> tuple[AddressableShard, ...]:
+    def addressable_shards(
+        self, payload: torch.Tensor, devices: Collection[int] | None = None
+    ) -> tuple[AddressableShard, ...]:
         assert isinstance(payload, JaxTensor)
         with x64():
             array = payload.placed()
             shards = sorted(array.addressable_shards, key=lambda s: s.device.id)
-            return tuple(_trimmed(shard, tuple(payload.shape)) for shard in shards)
+            wanted = [s for s in shards if devices is None or s.device.id in devices]
+            return tuple(_trimmed(shard, tuple(payload.shape)) for shard in wanted)
 
     def to_host(self, payload: torch.Tensor) -> torch.Tensor:
         assert isinstance(payload, JaxTensor)
@@ -297,6 +311,10 @@ class JaxRuntime(Runtime):
     def manual_seed(self, seed: int) -> None:
         jax_generator.seed(seed)
 
+    def skip_draw(self) -> None:
+        with x64():
+            jax_generator.next_key()
+
     def get_rng_state(self, rng: Any = None) -> torch.Tensor:
         return pack_state(jax_generator.read(rng))
 
@@ -332,7 +350,11 @@ def _trimmed(shard: Any, shape: tuple[int, ...]) -> AddressableShard:
         (min(s.start or 0, n), n if s.stop is None else min(s.stop, n))
         for s, n in zip(shard.index, shape, strict=True)
     ]
-    data = np.asarray(shard.data)
+    # Through an array of its own: the one that the shards are of would keep what was read.
+    one = jax.make_array_from_single_device_arrays(
+        shard.data.shape, shard.data.sharding, [shard.data]
+    )
+    data = np.asarray(one)
     kept = data[tuple(slice(0, stop - start) for start, stop in bounds)]
     index = tuple(slice(start, stop) for start, stop in bounds)
     return AddressableShard(shard.device.id, index, torch_from_numpy(kept), int(data.nbytes))

@@ -20,6 +20,7 @@ __all__ = [
     "Static",
     "bound",
     "inner",
+    "is_without_values",
     "refuse_manual",
     "replaced",
     "split_outputs",
@@ -32,6 +33,12 @@ def inner(value: Any) -> JaxTensor | None:
     is_manual = getattr(value, "_is_per_device", False)
     value = value._payload if is_manual else getattr(value, "_local_tensor", value)
     return value if isinstance(value, JaxTensor) else None
+
+
+def is_without_values(value: Any) -> bool:
+    """Tell whether a DTensor's devices are all of other processes, which run the program."""
+    payload = getattr(value, "_local_tensor", None)
+    return payload is not None and payload.is_meta
 
 
 @dataclass(frozen=True)

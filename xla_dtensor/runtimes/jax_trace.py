@@ -9,7 +9,8 @@ traced, every storage reports to the one active :class:`Trace`:
   gradients that nobody cleared).
 
 The tracing itself is single-threaded (autograd's worker thread is switched off around it), so the
-active trace is a plain module variable.
+active trace is a plain module variable. Other threads, such as one that loads batches ahead, take
+no part in it: what they make is no result of the step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import contextlib
 import gc
 import os
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Trace", "active_trace", "note_created", "note_read", "note_write", "refuse_read"]
 
 _active: Trace | None = None
+_thread = 0  # the thread that traces
 _LIBRARIES = ("xla_dtensor", "torch", "jax")
 
 
@@ -110,8 +113,8 @@ class Trace:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Make this the trace that storages report to; on an error undo what it changed."""
-        global _active
-        _active = self
+        global _active, _thread
+        _active, _thread = self, threading.get_ident()
         try:
             with honouring_checkpoints():
                 yield
@@ -129,8 +132,9 @@ class Trace:
 
 
 def active_trace() -> Trace | None:
-    """Return the trace in progress, or None."""
-    return _active
+    """Return the trace in progress in this thread, or None."""
+    active = _active
+    return active if active is not None and threading.get_ident() == _thread else None
 
 
 def refuse_nesting() -> None:
@@ -145,29 +149,30 @@ def refuse_nesting() -> None:
 
 def note_created(storage: Storage) -> None:
     """Report a new storage."""
-    if _active is not None:
-        _active.adopt(storage)
+    if (trace := active_trace()) is not None:
+        trace.adopt(storage)
 
 
 def note_read(storage: Storage) -> None:
     """Report that a storage's value was used."""
-    if _active is not None:
-        _active.capture(storage)
+    if (trace := active_trace()) is not None:
+        trace.capture(storage)
 
 
 def array_read(storage: Storage) -> Any:
     """Return the array that a read of a storage is to see."""
-    if _active is None or _active.recomputation is None:
+    trace = active_trace()
+    if trace is None or trace.recomputation is None:
         return storage.array
-    return _active.recomputation.array_of(storage)
+    return trace.recomputation.array_of(storage)
 
 
 def note_write(storage: Storage) -> None:
     """Report that a storage is about to be rebound."""
-    if _active is not None:
-        _active.capture(storage)
-        if storage in _active.captured:
-            _active.state[storage] = None
+    if (trace := active_trace()) is not None:
+        trace.capture(storage)
+        if storage in trace.captured:
+            trace.state[storage] = None
 
 
 def refuse_read(what: str) -> NoReturn:

@@ -18,12 +18,13 @@ Example:
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from xla_dtensor.runtimes.live_objects import live_objects
 
 __all__ = ["PythonState"]
 
@@ -40,7 +41,7 @@ class PythonState:
         """Take down what holds at present."""
         state = cls([], [])
         readers: dict[type, Callable[[Any], None] | None] = {}
-        for found in gc.get_objects():
+        for found in live_objects(torch.Tensor, torch.optim.Optimizer, torch.nn.Module):
             kind = type(found)
             if kind not in readers:
                 readers[kind] = state._reader(kind)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -170,6 +170,7 @@ class TorchXlaRuntime(Runtime):
         self, shards: Mapping[int, torch.Tensor], shape: Sequence[int], layout: Layout
     ) -> torch.Tensor:
         sharding = self._op_sharding_for(shape, layout)
+        shards = dict(shards)  # each is read once: a mapping may read them from a file
         check_shards(shards, shape, sharding, self._addressable)
         tile = sharding.shape_per_tile(shape)
         # In torch_xla's own order of its devices, which need not be that of their ids.
@@ -221,7 +222,9 @@ class TorchXlaRuntime(Runtime):
             self._materialise(payload)
             return parse_annotation(self._xlac._get_xla_sharding_spec(payload))
 
-    def addressable_shards(self, payload: torch.Tensor) -> tuple[AddressableShard, ...]:
+    def addressable_shards(
+        self, payload: torch.Tensor, devices: Collection[int] | None = None
+    ) -> tuple[AddressableShard, ...]:
         sharding = self.op_sharding(payload)
         if payload.numel() == 0:
             empty = torch.empty(sharding.shape_per_tile(payload.shape), dtype=payload.dtype)
@@ -233,7 +236,8 @@ class TorchXlaRuntime(Runtime):
                 self._xlac._xla_mark_sharding(payload, to_annotation(sharding))
             shards = self._xlac._get_local_shards([payload])[0]
         found = [shard_of(_device_id(name), data, payload, sharding) for data, name in shards]
-        return tuple(sorted(found, key=lambda shard: shard.device_id))
+        wanted = [s for s in found if devices is None or s.device_id in devices]
+        return tuple(sorted(wanted, key=lambda shard: shard.device_id))
 
     def to_host(self, payload: torch.Tensor) -> torch.Tensor:
         if payload.numel() == 0:

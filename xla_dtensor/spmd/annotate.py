@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from xla_dtensor.asking import asking
 from xla_dtensor.core import Layout
 from xla_dtensor.device_mesh import as_device_mesh
 from xla_dtensor.dtensor import DTensor, GlobalState
@@ -85,7 +86,8 @@ def mark_sharding(t: torch.Tensor, mesh: Any, partition_spec: Sequence[Any]) -> 
         return _annotated(t, layout)
     if get_runtime().is_payload(t):
         _check_first(t, layout)
-        get_runtime().annotate(t, layout)
+        with asking():
+            get_runtime().annotate(t, layout)
         return wrap_plain(t, layout)
     return _moved_in_place(t, layout)
 
@@ -151,7 +153,8 @@ def annotate_custom_sharding(
     if isinstance(t, DTensor):
         return _annotated(t, layout)
     _check_on_devices("annotate_custom_sharding", t)
-    get_runtime().annotate(t, layout)
+    with asking():
+        get_runtime().annotate(t, layout)
     return wrap_plain(t, layout)
 
 
@@ -234,8 +237,9 @@ def _check_first(payload: torch.Tensor, layout: Layout) -> None:
 def _annotated(t: DTensor, layout: Layout) -> XLAShardedTensor:
     if not t.is_meta:
         _restore_label_after_step(t)
-        for payload in _payloads(t):
-            get_runtime().annotate(payload, layout)
+        with asking():
+            for payload in _payloads(t):
+                get_runtime().annotate(payload, layout)
     meta = t._spec.tensor_meta
     t._spec = GlobalState(as_device_mesh(layout.mesh), torch_placements(layout), tensor_meta=meta)
     t.__class__ = XLAShardedTensor

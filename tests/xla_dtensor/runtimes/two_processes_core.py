@@ -121,7 +121,7 @@ def each_process_gives_its_shards(mesh: xd.DeviceMesh, folder: Path) -> None:
     mine = {d.id: torch.full((2,), float(d.id)) for d in jax.local_devices()}
     view = xd.LocalView.from_shards(mine, mesh)
     whole = xd.DTensor.from_local(view, mesh, [Shard(0), Shard(0)])
-    ids = mesh.mesh.reshape(-1).float()
+    ids = torch.tensor(mesh.value.device_ids.reshape(-1)).float()
     assert torch.equal(whole.cpu(), ids.repeat_interleave(2))
     refused(DistributeError, lambda: xd.DTensor.from_local(torch.ones(2), mesh, [Shard(0), R]))
     index: Any = axis_index(view, "dp")

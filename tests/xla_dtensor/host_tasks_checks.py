@@ -1,0 +1,118 @@
+"""Programs that differ between processes: what each is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Shard
+
+import xla_dtensor as xd
+from xla_dtensor.errors import ProgramMismatchError
+from xla_dtensor.runtimes.same_program import checks
+
+__all__ = ["cost", "told"]
+
+
+def _put(*shape: int) -> Any:
+    mesh = xd.init_device_mesh("xla", (len(xd.get_runtime().device_ids()),))
+    return xd.distribute_tensor(torch.ones(shape), mesh, [Shard(0)])
+
+
+def _shapes(process: int) -> None:
+    train = xd.compile(lambda x: x.sum())
+    train(_put(4 + 4 * process, 4))
+
+
+def _branch(process: int) -> None:
+    def train(x: Any) -> Any:
+        return (x * 2).sum() if process else x.sum()
+
+    xd.compile(train)(_put(4, 4))
+
+
+def _order(process: int) -> None:
+    def train(x: Any) -> Any:
+        return x.sum()
+
+    def evaluate(x: Any) -> Any:
+        return x.amax()
+
+    steps = [xd.compile(train), xd.compile(evaluate)]
+    for step in reversed(steps) if process else steps:
+        step(_put(4, 4))
+
+
+def _eager(process: int) -> None:
+    with xd.program_checks("every"):
+        x = _put(4, 4) + 1
+        if process:
+            x = x * 2
+        x.sum()
+
+
+def _values(process: int) -> None:
+    with xd.program_checks("every"):
+        _put(4, 4).mul_(torch.full((4,), float(process)))
+
+
+def _configuration(process: int) -> None:
+    xd.check_same_program("the learning rate", 0.1 * (process + 1))
+
+
+def _equal(process: int) -> None:
+    xd.check_same_program("the learning rate", 0.1)
+    with xd.program_checks("every"):
+        step = xd.compile(lambda x: (x @ x.t()).sum())
+        for _ in range(3):
+            step(_put(4, 4))
+        assert (_put(4, 4) + 1).full_tensor().sum().item() == 32
+
+
+def _gather_of_one(process: int) -> None:
+    if process == 0:
+        _put(4, 4).cpu()
+
+
+PROGRAMS: dict[str, Callable[[int], None]] = {
+    "shapes": _shapes,
+    "branch": _branch,
+    "order": _order,
+    "eager": _eager,
+    "values": _values,
+    "configuration": _configuration,
+    "equal": _equal,
+    "gather of one": _gather_of_one,
+}
+
+
+def told(program: str, patience_seconds: float = 20.0) -> tuple[str, float]:
+    """What this process is told when it runs a program, and after how many seconds."""
+    runs: Any = checks()
+    runs.patience_seconds = patience_seconds
+    began = time.monotonic()
+    try:
+        PROGRAMS[program](runs._store.index)
+    except ProgramMismatchError as error:
+        return str(error), time.monotonic() - began
+    return "", time.monotonic() - began
+
+
+def cost(calls: int) -> dict[str, float]:
+    """Milliseconds of a small compiled step, and of a check, by mode."""
+    runs: Any = checks()
+    step, x, found = xd.compile(lambda x: (x @ x.t()).sum()), _put(4, 4), {}
+    for mode in ("off", "first", "every"):
+        with xd.program_checks(mode):
+            step(x).item()
+            before, counted, began = runs.seconds, runs._counts.total(), time.monotonic()
+            for _ in range(calls):
+                step(x).item()
+            found[f"step, {mode}"] = (time.monotonic() - began) / calls * 1000
+            number = runs._counts.total() - counted
+            found[f"checks, {mode}"] = float(number)
+            if number:
+                found["check"] = (runs.seconds - before) / number * 1000
+    return found

@@ -1,0 +1,47 @@
+"""Live objects of a class, found without getting in the way of other threads."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from xla_dtensor.data_prefetch import Ahead
+from xla_dtensor.runtimes.live_objects import live_objects
+
+
+class Thing:
+    """Something to be found."""
+
+
+class Better(Thing):
+    """Something of a derived class."""
+
+
+def test_all_of_a_class_and_of_derived_ones_are_found() -> None:
+    kept: list[object] = [Thing(), Better(), object(), Thing]
+    found = live_objects(Thing)
+    assert {id(each) for each in found} == {id(kept[0]), id(kept[1])}
+    assert live_objects(Better) == [kept[1]]
+    assert gc.isenabled()
+
+
+def test_tuples_that_a_loader_makes_stay_whole() -> None:
+    """Without the lock it raises SystemError within a few turns."""
+    kept = Thing()
+    done = threading.Event()
+
+    def make(stopped: Callable[[], bool]) -> Iterator[tuple[int, ...]]:
+        while not done.is_set():
+            yield tuple(time.sleep(0) or i for i in range(50))
+
+    def search() -> None:
+        for _ in range(20):
+            assert live_objects(Thing) == [kept]
+        done.set()
+
+    searching = threading.Thread(target=search)
+    searching.start()
+    assert all(len(each) == 50 for each in Ahead(make, depth=2))
+    searching.join()

@@ -1,0 +1,62 @@
+"""Live objects of some classes, found among those that Python's garbage collector knows.
+
+A loop over ``gc.get_objects()`` breaks other threads: while it runs it refers to every object, also
+to tuples that another thread is making just now, and CPython's ``tuple(generator)`` then ends with
+"SystemError: bad argument to internal function". So threads of this library make their values under
+a lock that the search takes (`undisturbed`), and the search is as short as it can be: the choice is
+made by one call that runs no bytecode.
+
+Example:
+    >>> class Thing: ...
+    >>> thing = Thing()
+    >>> live_objects(Thing) == [thing]
+    True
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Iterator
+from itertools import compress
+from typing import Any
+
+__all__ = ["live_objects", "undisturbed"]
+
+_searching = threading.RLock()
+_WAIT_SECONDS = 30  # for a thread that is making a value; one that hangs must not hang the rest
+
+
+def live_objects(*classes: type) -> list[Any]:
+    """Return the objects whose class is one of these or derived from it.
+
+    Args:
+        *classes: The classes.
+
+    Returns:
+        The objects, in no particular order.
+    """
+    wanted = {each for one in classes for each in _derived(one)}
+    is_alone = _searching.acquire(timeout=_WAIT_SECONDS)
+    try:
+        objects = gc.get_objects()
+        found = list(compress(objects, map(wanted.__contains__, map(type, objects))))
+        del objects
+    finally:
+        if is_alone:
+            _searching.release()
+    return found
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let nobody search while the block runs; for what a thread of this library makes."""
+    with _searching:
+        yield
+
+
+def _derived(one: type) -> Iterator[type]:
+    yield one
+    for each in type.__subclasses__(one):
+        yield from _derived(each)

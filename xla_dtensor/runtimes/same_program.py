@@ -1,0 +1,244 @@
+"""Do all processes run the same programs? Found out by fingerprints, before one waits in vain.
+
+Processes that share devices have to run the same programs in the same order: a program waits in its
+collectives until all have come, and where one runs another program, nobody ever says so. At a
+*check* each process puts a record of what it is about to do into the job's key-value store, process
+0 (of those concerned) reads the records of all, the others read that of process 0. No device takes
+part. Records that differ raise in both, naming both::
+
+    n-th check of the processes (0, 1)      process 0: "step train, (train.py:40)", digest a1
+                                            process 1: "step train, (train.py:40)", digest b7
+
+A record is dropped at the check after the next, when all have read it. Which checks there are is
+said by `how_checked`; see :mod:`xla_dtensor.program_check`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import hashlib
+import json
+import os
+import sys
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from xla_dtensor.errors import ProgramMismatchError, RuntimeSetupError
+
+__all__ = ["Checks", "checks", "how_checked", "start_checks", "user_line"]
+
+MODE_VARIABLE = "XLA_DTENSOR_PROGRAM_CHECKS"
+SECONDS_VARIABLE = "XLA_DTENSOR_PROGRAM_CHECK_SECONDS"
+MODES = ("off", "first", "every")
+_PATIENCE_SECONDS = 600.0
+_SLICE_SECONDS = 2.0  # between looks whether the other has ended
+_LONGEST_TEXT = 4_000_000
+_PREFIX = "xla_dtensor/program"
+_LIBRARIES = tuple(
+    f"{Path(__file__).parents[1]}{os.sep}" if name == "xla_dtensor" else f"{os.sep}{name}{os.sep}"
+    for name in ("xla_dtensor", "torch", "jax", "contextlib")
+)
+
+_MODELS = f"{os.sep}xla_dtensor{os.sep}models{os.sep}"
+
+
+class Store(Protocol):
+    """What keeps the records: ``KeyValueStore`` of ``jax_store``."""
+
+    index: int
+    count: int
+
+    def put(self, key: str, text: str) -> None:
+        """Set a text."""
+        ...
+
+    def get(self, key: str, timeout_seconds: float) -> str | None:
+        """Wait for a text."""
+        ...
+
+    def now(self, key: str) -> str | None:
+        """Return a text that is there."""
+        ...
+
+    def drop(self, key: str) -> None:
+        """Take a text away."""
+        ...
+
+
+def how_checked() -> str:
+    """Return the mode that the environment asks for; "first" where it says nothing."""
+    mode = os.environ.get(MODE_VARIABLE) or "first"
+    if mode not in MODES:
+        raise RuntimeSetupError(
+            f"The environment has {MODE_VARIABLE}={mode!r}. It says when processes compare their "
+            f"programs. Set it to one of {', '.join(MODES)}, or unset it."
+        )
+    return mode
+
+
+def user_line() -> str:
+    """Return the innermost line of the program that is neither this library's nor torch's."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        library = any(part in name for part in _LIBRARIES) and _MODELS not in name
+        if not library and not name.startswith("<"):
+            return f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "no line of the program"
+
+
+class Checks:
+    """The checks of one process.
+
+    Args:
+        store: The job's key-value store.
+        mode: "off", "first" or "every".
+        patience_seconds: How long to wait for another process at a check.
+    """
+
+    def __init__(self, store: Store, mode: str, patience_seconds: float | None = None) -> None:
+        self._store = store
+        self.mode = mode
+        said = float(os.environ.get(SECONDS_VARIABLE) or _PATIENCE_SECONDS)
+        self.patience_seconds = said if patience_seconds is None else patience_seconds
+        self._counts: Counter[tuple[int, ...]] = Counter()
+        self._agreed: set[tuple[tuple[int, ...], str]] = set()
+        self._last = "nothing that is checked"
+        self.seconds = 0.0
+        atexit.register(self._say_end)
+
+    def compare(
+        self,
+        what: str,
+        digest: str,
+        group: Sequence[int] | None = None,
+        text: Callable[[], str] | None = None,
+    ) -> None:
+        """Compare what the processes of a group are about to do.
+
+        Args:
+            what: What this one does, for the message.
+            digest: Equal where it is the same.
+            group: The processes; all of the job when None.
+            text: Gives what the digest was made of, to be compared line by line.
+
+        Raises:
+            ProgramMismatchError: Another process does something else, or does not come.
+        """
+        members = tuple(range(self._store.count)) if group is None else tuple(sorted(group))
+        me = self._store.index
+        if me not in members or len(members) < 2:
+            return
+        began = time.perf_counter()
+        self._counts[members] += 1
+        n, others = self._counts[members], members[1:] if me == members[0] else members[:1]
+        mine = {"what": what, "digest": digest, "line": user_line()}
+        self._store.put(_key(members, n, me), json.dumps(mine))
+        for other in others:
+            theirs = self._theirs(members, n, other, mine)
+            if theirs["digest"] != digest or theirs["what"] != what:
+                self._refuse(members, n, other, mine, theirs, text)
+        if n > 1:
+            self._store.drop(_key(members, n - 1, me))
+        self._last = _text(mine)
+        self.seconds += time.perf_counter() - began
+
+    def compare_once(
+        self, what: str, digest: str, group: Sequence[int], text: Callable[[], str]
+    ) -> None:
+        """Compare a program that is about to be compiled, unless the group has agreed on it."""
+        known = tuple(sorted(group)), digest
+        if known not in self._agreed:
+            self.compare(what, digest, group, text)
+            self._agreed.add(known)
+
+    # ------------------------------------------------------------------ the other
+
+    def _theirs(self, members: tuple[int, ...], n: int, other: int, mine: Any) -> Any:
+        deadline = time.monotonic() + self.patience_seconds
+        while (left := deadline - time.monotonic()) > 0:
+            found = self._store.get(_key(members, n, other), min(left, _SLICE_SECONDS))
+            if found is not None:
+                return json.loads(found)
+            ended = self._store.now(f"{_PREFIX}/ended/{other}")
+            if ended is not None:
+                raise ProgramMismatchError(
+                    f"{self._me()} is about to run {_text(mine)}, but process {other} has ended "
+                    f"its program; its last was {ended}. All processes have to run the same "
+                    "programs, as many times. See process "
+                    f"{other}'s log for an error; else give all the same number of steps."
+                )
+        before = self._store.now(_key(members, n - 1, other))
+        was = "nothing that is checked" if before is None else _text(json.loads(before))
+        raise ProgramMismatchError(
+            f"{self._me()} is about to run {_text(mine)}, but process {other} did not come to it "
+            f"in {self.patience_seconds:.3g} s; its last was {was}. All processes have to run the "
+            "same programs and to read tensors that are not whole on each alike. Look what that "
+            f"one does, or wait longer by {SECONDS_VARIABLE}."
+        )
+
+    def _refuse(self, members: Any, n: int, other: int, mine: Any, theirs: Any, text: Any) -> None:
+        difference = ""
+        if mine["what"] == theirs["what"]:
+            difference = self._difference(members, n, other, text) if text is not None else ""
+            difference = difference or "What they work on differs. "
+        self._last = f"{_text(mine)}, which process {other} did not run alike"
+        raise ProgramMismatchError(
+            f"{self._me()} is about to run {_text(mine)}, but process {other} runs "
+            f"{_text(theirs)}. {difference}All processes have to run the same programs in the "
+            "same order, or they wait for each other for ever. Make shapes, arguments and the "
+            "order of calls equal in every process."
+        )
+
+    def _difference(self, members: Any, n: int, other: int, text: Any) -> str:
+        """Return the first line that differs; each of the two puts its text."""
+        key = f"{_key(members, n, self._store.index)}/text"
+        lines = text()[:_LONGEST_TEXT].splitlines()
+        self._store.put(key, base64.b64encode(zlib.compress("\n".join(lines).encode())).decode())
+        found = self._store.get(f"{_key(members, n, other)}/text", 10.0)
+        if found is None:
+            return ""
+        there = zlib.decompress(base64.b64decode(found)).decode().splitlines()
+        for here, other_line in zip(lines, there, strict=False):
+            if here != other_line:
+                return f"Here: {here.strip()[:300]!r}; there: {other_line.strip()[:300]!r}. "
+        return f"One has {len(lines)} lines, the other {len(there)}. "
+
+    def _me(self) -> str:
+        return f"Process {self._store.index}"
+
+    def _say_end(self) -> None:
+        try:
+            self._store.put(f"{_PREFIX}/ended/{self._store.index}", self._last)
+        except Exception:  # the job is over, there is nobody to tell
+            return
+
+
+def _key(members: tuple[int, ...], n: int, index: int) -> str:
+    group = hashlib.sha256(repr(members).encode()).hexdigest()[:12]
+    return f"{_PREFIX}/{group}/{n}/{index}"
+
+
+def _text(record: Any) -> str:
+    return f"{record['what']} ({record['line']})"
+
+
+_checks: Checks | None = None
+
+
+def checks() -> Checks | None:
+    """Return the checks of this process; None for a process alone."""
+    return _checks
+
+
+def start_checks(store: Store, mode: str) -> Checks:
+    """Begin to check, in the mode given."""
+    global _checks
+    _checks = Checks(store, mode)
+    return _checks
