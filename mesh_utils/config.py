@@ -14,6 +14,8 @@
     xla_flags:                      left out: those that fit every job
       sets: [latency-hiding, dcn]
       flags: {xla_tpu_scoped_vmem_limit_kib: 98304}
+    run:                            what to start: config_run.py says what may stand here
+      command: [python, train.py]
 
     >>> job = JobConfig.load("llama3_70b_v5p_2slices")
     >>> print(*job.axes)
@@ -38,6 +40,7 @@ from mesh_utils.assignment import Assignment, assign
 from mesh_utils.assignment_orders import DeviceArray
 from mesh_utils.config_axes import JobAxis, over_dcn, read_axes
 from mesh_utils.config_fields import read_accelerator, read_flags, read_keys, read_text, read_wrap
+from mesh_utils.config_run import Run, read_run
 from mesh_utils.config_sharding import Sharding, read_sharding
 from mesh_utils.device import Device
 from mesh_utils.errors import JobError
@@ -56,6 +59,7 @@ _KEYS = (
     "axes",
     "sharding",
     "xla_flags",
+    "run",
 )
 
 
@@ -73,6 +77,7 @@ class JobConfig:
         flag_sets: the sets of XLA flags that it asks for; None for those that fit every job.
         flags: XLA flags of its own.
         wrap: for each dim of a slice whether it wraps; None where a table knows.
+        run: what it starts; without a command where the file does not say.
 
     Example:
         >>> axes = {"dp": {"ici": -1}}
@@ -89,6 +94,7 @@ class JobConfig:
     flag_sets: tuple[str, ...] | None = None
     flags: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
     wrap: tuple[bool, ...] | None = None
+    run: Run = field(default_factory=Run)
 
     @classmethod
     def load(cls, path_or_name: str | os.PathLike[str]) -> "JobConfig":
@@ -300,6 +306,7 @@ def _read(data: object, asked: str) -> JobConfig:
         flag_sets=sets,
         flags=flags,
         wrap=wrap,
+        run=read_run(given.get("run"), asked),
     )
     job.xla_flags()
     for line in job.warnings:

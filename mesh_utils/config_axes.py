@@ -75,13 +75,7 @@ def read_axes(data: object, asked: str, topology: Topology) -> tuple[JobAxis, ..
         fsdp=64
         tp=4
     """
-    if not isinstance(data, Mapping) or not data:
-        raise JobError(
-            f"{asked} was read with axes={data!r}. That is no mapping from names of axes to sizes. "
-            "Write such as axes: {fsdp: {ici: -1}, tp: {ici: 4}}."
-        )
-    given = cast("Mapping[object, object]", data)
-    axes = tuple(_read_axis(name, entry, asked) for name, entry in given.items())
+    axes = read_sizes(data, asked)
     if len({axis.weight is None for axis in axes}) > 1:
         unsaid = next(axis.name for axis in axes if axis.weight is None)
         raise JobError(
@@ -98,6 +92,28 @@ def read_axes(data: object, asked: str, topology: Topology) -> tuple[JobAxis, ..
         JobAxis(axis.name, inner, outer, axis.weight)
         for axis, inner, outer in zip(axes, ici, dcn, strict=True)
     )
+
+
+def read_sizes(data: object, asked: str) -> tuple[JobAxis, ...]:
+    """Reads axes as they are written, -1 left as it is.
+
+    Args:
+        data: what the job file says under `axes`.
+        asked: the job, to begin messages with.
+
+    Returns:
+        The axes, in order.
+
+    Raises:
+        JobError: no axes, unknown keys, or sizes that are none.
+    """
+    if not isinstance(data, Mapping) or not data:
+        raise JobError(
+            f"{asked} was read with axes={data!r}. That is no mapping from names of axes to sizes. "
+            "Write such as axes: {fsdp: {ici: -1}, tp: {ici: 4}}."
+        )
+    given = cast("Mapping[object, object]", data)
+    return tuple(_read_axis(name, entry, asked) for name, entry in given.items())
 
 
 def _read_axis(name: object, entry: object, asked: str) -> JobAxis:

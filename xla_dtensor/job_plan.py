@@ -1,7 +1,7 @@
 """A job's training plan: the step that a job file names, on the mesh that it describes.
 
 The function that makes a job's model is called with the job and returns model, make_step, inputs,
-placements and, perhaps, rules (``examples/models/training.py`` states that contract). Here it
+placements and, perhaps, rules (``xla_dtensor/models/training.py`` states that contract). Here it
 becomes a function of the mesh, which is what is compiled: the model is sharded by the rules, then
 the step is made, so that its optimizer holds the sharded parameters.
 """
@@ -19,15 +19,22 @@ from xla_dtensor.aot_request import function_of
 from xla_dtensor.core import Layout
 from xla_dtensor.device_mesh import DeviceMesh
 from xla_dtensor.errors import CompileError
+from xla_dtensor.job_variant import with_variant
+from xla_dtensor.model_choice import HUGGING_FACE, REFERENCE, maker_of
 from xla_dtensor.module_sharding import shard_module
 from xla_dtensor.placement_checks import torch_placements
 
 __all__ = ["job_plan"]
 
-REFERENCE = "examples.models.training:make"
 
-
-def job_plan(mesh: DeviceMesh, *, job: str, model: str | None = None, **options: Any) -> Any:
+def job_plan(
+    mesh: DeviceMesh,
+    *,
+    job: str,
+    model: str | None = None,
+    variant: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
     """Return model, step, inputs and placements of a job.
 
     Args:
@@ -35,6 +42,7 @@ def job_plan(mesh: DeviceMesh, *, job: str, model: str | None = None, **options:
         job: A job file, or its name.
         model: A reference model, a config.json, or "module:function" of your own; the job's when
             None.
+        variant: Axes or a slice in place of the job's: see ``job_variant``.
         **options: Of the reference models (``sequence``, ``per_group``, ``dtype``, ...), or of your
             function.
 
@@ -45,22 +53,24 @@ def job_plan(mesh: DeviceMesh, *, job: str, model: str | None = None, **options:
         CompileError: The job names no model, or the function returns something else.
         JobError: No such job, model, or batch.
     """
-    config = JobConfig.load(job)
+    config = with_variant(JobConfig.load(job), variant)
     name = model or config.model
     if name is None:
         raise CompileError(
             f"Job {config.name!r} was to be compiled. It names no model, and none was passed. Pass "
             "a reference model, such as 'llama3-8b', or 'module:function'."
         )
-    if ":" in name:
+    maker = maker_of(name)
+    if maker == "function":
         made = function_of(name)(config, **options)
     else:
-        made = function_of(REFERENCE)(name, config, **_read(options))
+        function = REFERENCE if maker == "reference" else HUGGING_FACE
+        made = function_of(function)(name, config, **_read(options))
     if not isinstance(made, tuple) or len(made) not in (4, 5):
         raise CompileError(
             f"The model {name!r} of job {config.name!r} was called with the job. It returned "
             f"{type(made).__name__}. Return (model, make_step, inputs, placements), as "
-            "examples/models/own_model.py does."
+            "xla_dtensor/models/own_model.py does."
         )
     built, make_step, inputs, placements, *given = made
     rules = given[0] if given and given[0] is not None else config.sharding

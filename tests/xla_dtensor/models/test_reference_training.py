@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from examples.models import own_model
-from examples.models.adamw import AdamW
-from examples.models.configs import ModelSizes
-from examples.models.training import Training, make, rules_of
 from mesh_utils import JobConfig, Mesh
 from mesh_utils.errors import JobError
+from xla_dtensor.model_sizes import ModelSizes
+from xla_dtensor.models import own_model
+from xla_dtensor.models.adamw import AdamW
+from xla_dtensor.models.training import Training, make, rules_of
 from xla_dtensor.quick_batch import batch_of
 
 if TYPE_CHECKING:

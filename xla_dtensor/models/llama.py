@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples.models.configs import ModelSizes
-from examples.models.decoder import DecoderForCausalLM
+from xla_dtensor.model_sizes import ModelSizes
+from xla_dtensor.models.decoder import DecoderForCausalLM
 
 __all__ = ["Llama", "SwiGLU"]
 

@@ -30,16 +30,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import xla_dtensor as xd
-from examples.models.adamw import AdamW
-from examples.models.configs import ModelSizes
-from examples.models.decoder import DecoderForCausalLM
-from examples.models.llama import Llama
-from examples.models.mixtral import Mixtral
 from mesh_utils import JobConfig
 from xla_dtensor.core.rules import ShardingRules
 from xla_dtensor.core.rules_file import read_rules
+from xla_dtensor.linear_loss import linear_cross_entropy
+from xla_dtensor.model_sizes import ModelSizes
+from xla_dtensor.models.adamw import AdamW
+from xla_dtensor.models.decoder import DecoderForCausalLM
+from xla_dtensor.models.llama import Llama
+from xla_dtensor.models.mixtral import Mixtral
+from xla_dtensor.quick_activations import LAYER_INPUT
 from xla_dtensor.quick_batch import Batch, batch_of
+from xla_dtensor.remat import checkpoint_name
+from xla_dtensor.scanned_layers import scan_layers
 
 __all__ = ["Training", "make", "make_model", "rules_of"]
 
@@ -80,8 +83,8 @@ def make(
             the batch is cut. The global batch is this times the size of the axes that cut it.
         dtype: Of parameters, gradients and activations.
         moment_dtype: Of both moments of AdamW; None for `dtype`.
-        remat: What the backward pass keeps of a layer: see ``xla_dtensor.scan_layers``. None runs
-            the layers one by one, without a loop.
+        remat: What the backward pass keeps of a layer: see ``xla_dtensor.scan_layers``. Its input
+            is called "layer_input". None runs the layers one by one, without a loop.
         learning_rate: Of AdamW.
         device: "meta" for a plan, "cpu" for a model with weights.
 
@@ -131,9 +134,16 @@ def make_model(
     """
     with torch.device(device):
         made = (Mixtral if sizes.num_local_experts else Llama)(sizes).to(dtype)
+    if isinstance(remat, str) and LAYER_INPUT in remat:
+        for layer in made.model.layers:
+            layer.register_forward_pre_hook(_name_input)
     if remat is not None:
-        made.model.layers = xd.scan_layers(made.model.layers, remat=remat)
+        made.model.layers = scan_layers(made.model.layers, remat=remat)
     return made
+
+
+def _name_input(layer: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (checkpoint_name(arguments[0], LAYER_INPUT), *arguments[1:])
 
 
 def rules_of(job: JobConfig, sizes: ModelSizes, batch: Batch) -> ShardingRules | None:
@@ -157,13 +167,15 @@ def rules_of(job: JobConfig, sizes: ModelSizes, batch: Batch) -> ShardingRules |
     rules = read_rules(job.sharding)
     data, sequence = batch.batch_axes, batch.sequence_axes
     rows: list[tuple[str, tuple[Any, ...]]] = [
-        (pattern, (data or None, sequence or None, None)) for pattern in _TOKENS
+        (pattern, (data or None, sequence or None, None)) for pattern in _WHOLE_TOKENS
     ]
+    residual = (data or None, sequence or None, batch.hidden_axes or None)
+    rows += [(pattern, residual) for pattern in _RESIDUAL]
     inner = ("q_proj", "k_proj", "v_proj")
     parts = {name: f"self_attn.{name}" for name in inner}
     if not sizes.num_local_experts:
         parts |= {name: f"mlp.{name}" for name in ("gate_proj", "up_proj")}
-        rows.append(("**.down_proj", rows[0][1]))
+        rows.append(("**.down_proj", residual))
     for name, path in parts.items():
         cut = _cut_first(rules, f"model.layers.0.{path}.weight", 2)
         kept = tuple(axis for axis in cut if axis not in (*data, *sequence))
@@ -179,15 +191,9 @@ def rules_of(job: JobConfig, sizes: ModelSizes, batch: Batch) -> ShardingRules |
     return ShardingRules(rules.rules, [*rules.activations, *rows], rules.tp_axis)
 
 
-_TOKENS = (
-    "model.embed_tokens",
-    "model.norm",
-    "**.input_layernorm",
-    "**.post_attention_layernorm",
-    "**.self_attn",
-    "**.self_attn.o_proj",
-    "**.mlp",
-)
+_WHOLE_TOKENS = ("model.norm", "**.input_layernorm", "**.post_attention_layernorm")
+_RESIDUAL = ("model.embed_tokens", "**.self_attn", "**.self_attn.o_proj", "**.mlp")
+"""What is added up from layer to layer lies as the job says that layers return it."""
 
 
 def _cut_first(rules: ShardingRules, path: str, ndim: int) -> tuple[str, ...]:
@@ -202,7 +208,7 @@ def _step(model: Any, optimizer: torch.optim.Optimizer) -> Step:
     parameters: Sequence[Tensor] = list(model.parameters())
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = xd.linear_cross_entropy(model.hidden(tokens), model.lm_head.weight, targets)
+        loss = linear_cross_entropy(model.hidden(tokens), model.lm_head.weight, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples.models.configs import ModelSizes
+from xla_dtensor.model_sizes import ModelSizes
 
 __all__ = ["Attention", "Decoder", "DecoderForCausalLM", "Layers", "RMSNorm", "frequencies"]
 

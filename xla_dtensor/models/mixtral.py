@@ -35,8 +35,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples.models.configs import ModelSizes
-from examples.models.decoder import DecoderForCausalLM
+from xla_dtensor.model_sizes import ModelSizes
+from xla_dtensor.models.decoder import DecoderForCausalLM
 
 __all__ = ["Experts", "Mixtral", "SparseMoE", "balance"]
 
