@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,13 @@ LIBTPU_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
+_OF_SEVERAL_SLICES = (
+    "That is libtpu's own fault. For several slices set its flag "
+    "xla_tpu_enable_sunk_dcn_allreduce_done_with_host_reduction to false, as a job with the set "
+    "'dcn' does; else try other flags or another mesh. What it says last:"
+)
+# What libtpu prints of itself when it falls: addresses, and where it would send a report.
+_DUMP = re.compile(r"\s*@ |https://symbolize|[EF]\d{4} .*\] RAW: |\*\*\* SIG|PC: @")
 _FOREIGN = ("XLA_", "PJRT_", "NPROC", "LIBTPU_", "TPU_")
 
 
@@ -116,8 +124,9 @@ class CompilingProcess:
         status = self._process.returncode
         how = f"signal {-status}" if status < 0 else f"status {status}"
         said = self._errors.read_text(encoding="utf-8", errors="replace").strip()
-        last = said.splitlines()[-12:]
+        last = [line for line in said.splitlines() if not _DUMP.match(line)][-12:]
+        hint = _OF_SEVERAL_SLICES if -status == signal.SIGSEGV else "Mend what it says last:"
         raise CompileError(
             f"{title!r} was being compiled in a process of its own. It ended with {how}"
-            f"{self._last()}. Mend what it says last:\n" + "\n".join(last)
+            f"{self._last()}. {hint}\n" + "\n".join(last)
         )

@@ -9,10 +9,11 @@ Example:
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
+import os
 import sys
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from xla_dtensor.cli_plan_full import add_full_options
@@ -20,6 +21,7 @@ from xla_dtensor.cli_refusal import run_or_refuse
 
 if TYPE_CHECKING:
     from mesh_utils import JobConfig
+    from xla_dtensor.quick import Gradients
     from xla_dtensor.quick_sweep import QuickCase
 
 __all__ = ["add_plan"]
@@ -51,7 +53,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--model",
         metavar="MODEL",
         help="a reference model, a config.json of Hugging Face, or module:function, as "
-        "examples/models/own_model.py (default: the job's)",
+        "xla_dtensor/models/own_model.py (default: the job's)",
     )
     plan.add_argument(
         "--sequence", type=int, default=8192, metavar="N", help="tokens (default: %(default)s)"
@@ -74,12 +76,26 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="adamw (float32 moments), adamw-bf16, adamw-master, sgd or sgd-momentum (default: "
         "%(default)s)",
     )
+    plan.add_argument(
+        "--remat",
+        default="full",
+        metavar="KIND",
+        help="what the backward keeps of a layer, as scan_layers says it; offload:layer_input "
+        "keeps the inputs of layers in the host's memory (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--gradients",
+        choices=("together", "one-by-one"),
+        default="together",
+        help="one-by-one counts the largest only, for a step that updates each parameter inside "
+        "its backward (default: %(default)s, as clipping by their norm needs)",
+    )
     others = plan.add_mutually_exclusive_group()
     others.add_argument(
-        "--sweep", metavar="AXES", help='rank meshes by modelled communication: "fsdp=*,tp=*"'
+        "--sweep", metavar="AXES", help='rank meshes, and compile the best: "fsdp=*,tp=*"'
     )
-    others.add_argument("--smallest", metavar="CHIP", help="find the smallest slice, such as v5e")
-    others.add_argument("--max-batch", action="store_true", help="bound the batch from above")
+    others.add_argument("--smallest", metavar="CHIP", help="find the smallest slice of v5e, say")
+    others.add_argument("--max-batch", action="store_true", help="find the largest batch that fits")
     plan.add_argument("--json", action="store_true", help="print JSON")
     add_full_options(plan)
     plan.set_defaults(command=_command)
@@ -96,25 +112,31 @@ def _plan(asked: argparse.Namespace) -> bool:
     from mesh_utils.errors import JobError
     from xla_dtensor.core.errors import LayoutError
 
-    is_quick = asked.quick or any((asked.sweep, asked.smallest, asked.max_batch))
     try:
         case = _case(asked)
-        fits = _quick(case, asked, quiet=asked.json and not is_quick)
+        fits = _quick(case, asked, quiet=asked.json and not asked.quick)
     except LayoutError as error:  # rules that do not fit the model
         raise JobError(str(error)) from error
-    if is_quick or not fits:
+    if asked.quick or not fits:
         return fits
-    return _compiled(case.job, asked)
+    return _compiled(case, asked)
 
 
-def _compiled(job: JobConfig, asked: argparse.Namespace) -> bool:
+def _compiled(case: QuickCase, asked: argparse.Namespace) -> bool:
     from mesh_utils.errors import JobError
     from xla_dtensor.cli_plan_full import plan_fully
+    from xla_dtensor.cli_plan_search import search
     from xla_dtensor.errors import CompileError
+    from xla_dtensor.plan_search import is_too_large, short
 
+    if asked.sweep is not None or asked.smallest is not None or asked.max_batch:
+        return search(case, asked)
     try:
-        return plan_fully(job, asked) is not False
+        return plan_fully(case.job, asked) is not False
     except CompileError as error:
+        if is_too_large(error):
+            print(f"DOES NOT FIT, says libtpu: {short(str(error))}", file=sys.stderr)
+            return False
         raise JobError(str(error)) from error
 
 
@@ -152,6 +174,7 @@ def _quick(case: QuickCase, asked: argparse.Namespace, quiet: bool = False) -> b
 def _case(asked: argparse.Namespace) -> QuickCase:
     from mesh_utils.config import JobConfig
     from mesh_utils.errors import JobError
+    from xla_dtensor.model_choice import maker_of
     from xla_dtensor.quick_dtypes import itemsize_bytes
     from xla_dtensor.quick_optimizer import optimizer_state
     from xla_dtensor.quick_sweep import QuickCase
@@ -170,37 +193,62 @@ def _case(asked: argparse.Namespace) -> QuickCase:
     optimizer = optimizer_state(asked.optimizer)
     itemsize_bytes(asked.dtype)
     model = asked.model or job.model
-    if model is not None and ":" in model:
+    maker = None if model is None else maker_of(model)
+    if model is not None and maker in ("function", "transformers"):
         return _own_case(job, model, optimizer, asked)
-    return QuickCase.of(job, model, dtype=asked.dtype, optimizer=optimizer, sequence=asked.sequence)
+    found = QuickCase.of(
+        job, model, dtype=asked.dtype, optimizer=optimizer, sequence=asked.sequence
+    )
+    return replace(found, gradients=_gradients(asked), remat=asked.remat)
 
 
 def _own_case(job: JobConfig, model: str, optimizer: Any, asked: argparse.Namespace) -> QuickCase:
-    """The case of a user's module:function; needs torch."""
-    from mesh_utils.errors import JobError
+    """The case of a module:function, or of a model of Transformers; needs torch."""
     from xla_dtensor.quick_module import module_parameters, tied_parameters
     from xla_dtensor.quick_sweep import QuickCase
 
-    module, _, name = model.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise JobError(
-            f"Model {model!r} was asked for. It cannot be imported: {error}. "
-            "Pass module:function, of a module in this folder or installed."
-        ) from error
-    made = function(job)
-    if not isinstance(made, tuple) or len(made) not in (4, 5):
-        raise JobError(
-            f"Model {model!r} was called with the job. It returned a {type(made).__name__}. "
-            "Return (model, make_step, inputs, placements), as examples/models/own_model.py does."
-        )
+    made = _own_model(job, model, asked)
     return QuickCase(
         job,
-        tuple(module_parameters(made[0])),
+        tuple(module_parameters(made)),
         None,
         optimizer,
         asked.dtype,
         asked.sequence,
-        tied_parameters(made[0]),
+        tied_parameters(made),
+        gradients=_gradients(asked),
     )
+
+
+def _own_model(job: JobConfig, model: str, asked: argparse.Namespace) -> Any:
+    from mesh_utils.errors import JobError
+    from xla_dtensor.aot_request import function_of
+    from xla_dtensor.errors import CompileError
+
+    if ":" not in model:
+        import torch
+
+        from xla_dtensor.models.hugging_face import make_hugging_face
+
+        return make_hugging_face(model, dtype=getattr(torch, asked.dtype.removeprefix("torch.")))
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # an installed command has its own folder there instead
+    try:
+        made = function_of(model)(job)
+    except CompileError as error:
+        why = str(error.__cause__ or error)
+        raise JobError(
+            f"Model {model!r} was asked for. It cannot be imported: {why}. Pass module:function "
+            "or file.py:function, of a module in this folder or installed."
+        ) from error
+    if not isinstance(made, tuple) or len(made) not in (4, 5):
+        raise JobError(
+            f"Model {model!r} was called with the job. It returned a {type(made).__name__}. "
+            "Return (model, make_step, inputs, placements), as xla_dtensor/models/own_model.py "
+            "does."
+        )
+    return made[0]
+
+
+def _gradients(asked: argparse.Namespace) -> Gradients:
+    return "together" if asked.gradients == "together" else "one by one"

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mesh_utils import JobConfig
+    from xla_dtensor.report.compile_report import CompileReport
+    from xla_dtensor.report.evidence import Evidence
 
-__all__ = ["add_full_options", "plan_fully"]
+__all__ = ["add_full_options", "compiled", "keep", "plan_fully"]
 
 _GIB = 1 << 30
 _MOMENTS = {"adamw": "float32", "adamw-bf16": "bfloat16"}
@@ -35,6 +38,29 @@ def add_full_options(plan: argparse.ArgumentParser) -> None:
     full.add_argument(
         "--memory-limit", type=float, metavar="GIB", help="of the process that compiles"
     )
+    full.add_argument(
+        "--budget",
+        type=float,
+        default=1800,
+        metavar="S",
+        help="seconds for all that --sweep, --smallest or --max-batch compile (default: "
+        "%(default)g)",
+    )
+    full.add_argument(
+        "--best",
+        type=int,
+        default=3,
+        metavar="N",
+        help="how many meshes of --sweep are compiled until they fit (default: %(default)s)",
+    )
+    full.add_argument(
+        "--without-flags",
+        action="append",
+        default=[],
+        metavar="SET",
+        help="leave out a set of the job's XLA flags, such as one that is slow to compile; may be "
+        "given several times",
+    )
     full.add_argument("--no-cache", action="store_true", help="compile though it was before")
 
 
@@ -52,54 +78,128 @@ def plan_fully(job: JobConfig, asked: argparse.Namespace) -> bool | None:
         JobError: An optimizer that the reference models do not have.
         CompileError: It cannot be compiled.
     """
-    from xla_dtensor.aot import evidence_for
     from xla_dtensor.report.compile_report import CompileReport
 
-    evidence = evidence_for(
-        "xla_dtensor.job_plan:job_plan",
-        job,
-        keywords=_keywords(job, asked),
-        title=f"{job.name}: {asked.model or job.model}",
-        command=_command(asked),
-        cache=not asked.no_cache,
-        python=asked.python,
-        time_limit_seconds=asked.time_limit,
-        memory_limit_bytes=None if asked.memory_limit is None else int(asked.memory_limit * _GIB),
-    )
+    evidence = compiled(job, asked, asked.per_group, asked.time_limit)
     report = CompileReport.of(evidence)
-    if asked.out is not None:
-        folder = Path(asked.out)
-        evidence.save(folder)
-        (folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
-        (folder / "report.md").write_text(report.to_markdown(), encoding="utf-8")
-        (folder / "report.html").write_text(report.to_html(), encoding="utf-8")
+    keep(evidence, report, asked.out)
     print(report.to_json() if asked.json else report.render().removesuffix("\n"))
     return report.fits
 
 
-def _keywords(job: JobConfig, asked: argparse.Namespace) -> dict[str, Any]:
-    from mesh_utils.errors import JobError
+def compiled(job: JobConfig, asked: argparse.Namespace, per_group: int, seconds: float) -> Evidence:
+    """Compiles a job's step.
 
-    keywords: dict[str, Any] = {"job": asked.job, "model": asked.model}
+    Args:
+        job: The job; its axes and its slice may be others than its file's.
+        asked: The arguments.
+        per_group: Sequences per part of the batch.
+        seconds: How long it may take.
+
+    Returns:
+        What it leaves.
+
+    Raises:
+        JobError: What the reference models do not have.
+        CompileError: It cannot be compiled, or not in that time.
+    """
+    from xla_dtensor.aot import evidence_for
+    from xla_dtensor.errors import CompileError
+    from xla_dtensor.job_variant import reporting_job, without_flags
+    from xla_dtensor.plan_search import is_too_large
+
+    is_searched = any((asked.sweep, asked.smallest, asked.max_batch))
+    where = f", {job.topology().name}, {' '.join(map(str, job.axes))}" if is_searched else ""
+    keywords = _keywords(job, asked, per_group)
+    start = time.monotonic()
+
+    def evidence(flagged: JobConfig, left: float) -> Evidence:
+        return evidence_for(
+            "xla_dtensor.job_plan:job_plan",
+            flagged,
+            keywords=keywords,
+            title=f"{job.name}: {asked.model or job.model}{where}",
+            command=_command(job, asked, per_group),
+            cache=not asked.no_cache,
+            python=asked.python,
+            time_limit_seconds=left,
+            memory_limit_bytes=(
+                None if asked.memory_limit is None else int(asked.memory_limit * _GIB)
+            ),
+        )
+
+    flagged = without_flags(job, asked.without_flags)
+    try:
+        return evidence(flagged, seconds)
+    except CompileError as error:
+        if not is_too_large(error):
+            raise
+        try:  # once more, for a report of what takes the memory
+            return evidence(reporting_job(flagged), seconds - (time.monotonic() - start))
+        except CompileError:
+            raise error from None
+
+
+def keep(evidence: Evidence, report: CompileReport, folder: str | None) -> None:
+    """Writes evidence and report, as JSON, Markdown and HTML.
+
+    Args:
+        evidence: What a step left.
+        report: Made of it.
+        folder: Where to; None for nowhere.
+    """
+    if folder is None:
+        return
+    path = Path(folder)
+    evidence.save(path)
+    (path / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
+    (path / "report.md").write_text(report.to_markdown(), encoding="utf-8")
+    (path / "report.html").write_text(report.to_html(), encoding="utf-8")
+
+
+def _keywords(job: JobConfig, asked: argparse.Namespace, per_group: int) -> dict[str, Any]:
+    from mesh_utils.errors import JobError
+    from xla_dtensor.job_variant import variant_of
+
+    keywords: dict[str, Any] = {"job": asked.job, "model": asked.model, "variant": variant_of(job)}
     if ":" in (asked.model or job.model or ""):
         return keywords  # the function is called with the job alone
+    what = f"Job {job.name!r} was to be compiled with"
     if asked.optimizer not in _MOMENTS:
         raise JobError(
-            f"Job {job.name!r} was to be compiled with --optimizer {asked.optimizer}. The "
+            f"{what} --optimizer {asked.optimizer}. The "
             f"reference models are trained by one of {', '.join(_MOMENTS)}. Pass one of these, "
             "or --quick."
         )
-    batch = {"sequence": asked.sequence, "per_group": asked.per_group}
+    if asked.gradients != "together":
+        raise JobError(
+            f"{what} --gradients {asked.gradients}. The reference models' step clips all gradients "
+            "by their common norm, so that all are alive at once. Pass --quick, or a "
+            "module:function whose step does not."
+        )
+    batch = {"sequence": asked.sequence, "per_group": per_group, "remat": asked.remat}
     dtypes = {"dtype": asked.dtype, "moment_dtype": _MOMENTS[asked.optimizer]}
     return keywords | batch | dtypes
 
 
-def _command(asked: argparse.Namespace) -> str:
+def _command(job: JobConfig, asked: argparse.Namespace, per_group: int) -> str:
     words = ["python", "-m", "xla_dtensor", "plan", asked.job]
-    for name, usual in (("model", None), ("sequence", 8192), ("per_group", 1)):
-        if getattr(asked, name) != usual:
-            words += [f"--{name.replace('_', '-')}", str(getattr(asked, name))]
-    for name, usual in (("dtype", "bfloat16"), ("optimizer", "adamw")):
-        if getattr(asked, name) != usual:
-            words += [f"--{name}", getattr(asked, name)]
+    usual = {
+        "model": None,
+        "sequence": 8192,
+        "dtype": "bfloat16",
+        "optimizer": "adamw",
+        "remat": "full",
+    }
+    for name, value in usual.items():
+        if getattr(asked, name) != value:
+            words += [f"--{name}", str(getattr(asked, name))]
+    for name in asked.without_flags:
+        words += ["--without-flags", name]
+    if asked.sweep:
+        words += ["--sweep", ",".join(f"{axis.name}={axis.ici}" for axis in job.axes)]
+    elif asked.smallest:
+        words += ["--smallest", asked.smallest]
+    elif per_group != 1:
+        words += ["--per-group", str(per_group)]
     return shlex.join(words)

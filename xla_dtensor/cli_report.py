@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xla_dtensor.cli_report_status import STATUSES, fits_status, status_or_refusal
+from xla_dtensor.cli_report_verify import add_verify, verify
 
 if TYPE_CHECKING:
     from xla_dtensor.report.compile_report import CompileReport
@@ -33,6 +34,7 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "evidence", metavar="EVIDENCE", help="a folder of evidence, or a report as JSON"
     )
     add_report_outputs(report)
+    add_verify(report)
     report.set_defaults(command=status_or_refusal(_report))
 
 
@@ -76,4 +78,6 @@ def write_report(report: CompileReport, asked: argparse.Namespace) -> int:
 def _report(asked: argparse.Namespace) -> int:
     from xla_dtensor.report.compile_report import CompileReport
 
+    if asked.verify is not None:
+        return verify(asked)
     return write_report(CompileReport.load(asked.evidence), asked)

@@ -3,8 +3,8 @@
 What must be alive when the backward pass of the last layer begins, whatever the compiler does, if
 activations lie as the rules say:
 
-* the input of each layer. Rematerialisation ("full") keeps nothing else of a layer, and every other
-  policy but offloading keeps more;
+* the input of each layer. Rematerialisation ("full") keeps nothing else of a layer, every other
+  policy keeps more; "offload:layer_input" keeps them in the host's memory;
 * what the last layer returned: the norm and the loss need it in their backward;
 * of the layer that is computed again, both inner values of its feed-forward part: the gradient of
   each of the two is made from the other.
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from xla_dtensor.model_sizes import ModelSizes
     from xla_dtensor.quick_batch import Batch
 
-__all__ = ["ActivationBound", "ActivationPart", "decoder_activations"]
+__all__ = ["LAYER_INPUT", "ActivationBound", "ActivationPart", "decoder_activations"]
+
+LAYER_INPUT = "layer_input"
+"""What the reference models call the input of a layer, for remat="offload:layer_input"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,12 @@ class ActivationBound:
 
 
 def decoder_activations(
-    sizes: ModelSizes, batch: Batch, rules: ShardingRules | None, dtype: str = "bfloat16"
+    sizes: ModelSizes,
+    batch: Batch,
+    rules: ShardingRules | None,
+    dtype: str = "bfloat16",
+    *,
+    remat: str = "full",
 ) -> ActivationBound:
     """Bound what the activations of a reference model take on one device.
 
@@ -74,6 +82,8 @@ def decoder_activations(
         batch: What it is given, and how that lies.
         rules: Those of the parameters; they say over which axes the feed-forward part is cut.
         dtype: Of activations.
+        remat: What the backward keeps of a layer. Inputs of layers that are offloaded lie in the
+            host's memory, but for the one that is worked on.
 
     Returns:
         The bound.
@@ -90,14 +100,19 @@ def decoder_activations(
         2 inner values of a feed-forward part 234881024
     """
     width = itemsize_bytes(dtype)
-    carry = batch.device_tokens * sizes.hidden_size * width
+    parts = prod(batch.sizes[axis] for axis in batch.hidden_axes)
+    carry = batch.device_tokens * ceil(sizes.hidden_size / parts) * width
+    kind, _, names = remat.partition(":")
+    offloaded = kind == "offload" and LAYER_INPUT in (name.strip() for name in names.split(","))
     return ActivationBound(
         (
             ActivationPart(
                 "inputs of layers",
-                sizes.num_hidden_layers,
+                1 if offloaded else sizes.num_hidden_layers,
                 carry,
-                "rematerialisation keeps the input of each layer until its backward",
+                "the layer that is computed again needs its input"
+                if offloaded
+                else "rematerialisation keeps the input of each layer until its backward",
             ),
             ActivationPart("the last layer's output", 1, carry, "the norm and the loss need it"),
             ActivationPart(

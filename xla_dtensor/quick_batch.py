@@ -36,6 +36,7 @@ class Batch:
         batch_axes: The axes that cut the batch.
         sequence_axes: The axes that cut sequences.
         sizes: The size of each axis of the mesh.
+        hidden_axes: The axes that cut the hidden dim of what goes from layer to layer.
     """
 
     sequences: int
@@ -43,6 +44,7 @@ class Batch:
     batch_axes: tuple[str, ...]
     sequence_axes: tuple[str, ...]
     sizes: Mapping[str, int]
+    hidden_axes: tuple[str, ...] = ()
 
     @property
     def placement(self) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
@@ -91,6 +93,13 @@ def axes_of_tokens(
     return tuple(axis for axis in sizes if axis != tp_axis), ()
 
 
+def _axes_of_hidden(rules: ShardingRules | None) -> tuple[str, ...]:
+    for rule in rules.activations if rules is not None else ():
+        if rule.matches_module(LAYER) and rule.entries is not None and len(rule.entries) == 3:
+            return _axes(rule.entries[2])
+    return ()
+
+
 def batch_of(
     job: JobConfig, *, sequence: int = 8192, per_group: int = 1, sequences: int | None = None
 ) -> Batch:
@@ -119,7 +128,8 @@ def batch_of(
     batch_axes, sequence_axes = axes_of_tokens(rules, sizes)
     groups = prod(sizes[axis] for axis in batch_axes)
     whole = per_group * groups if sequences is None else sequences
-    found = Batch(whole, sequence, batch_axes, sequence_axes, sizes)
+    hidden = _axes_of_hidden(rules)
+    found = Batch(whole, sequence, batch_axes, sequence_axes, sizes, hidden)
     parts = prod(sizes[axis] for axis in sequence_axes)
     if min(sequence, whole) < 1 or whole % groups or sequence % parts:
         raise JobError(

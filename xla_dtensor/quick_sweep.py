@@ -23,13 +23,20 @@ from mesh_utils.job_file import nearest
 from xla_dtensor.core.rules import ShardingPlan
 from xla_dtensor.core.rules_file import read_rules
 from xla_dtensor.model_sizes import ModelSizes
-from xla_dtensor.quick import QuickEstimate, quick_estimate, quick_plan
+from xla_dtensor.quick import Gradients, QuickEstimate, quick_estimate, quick_plan
 from xla_dtensor.quick_activations import decoder_activations
 from xla_dtensor.quick_batch import Batch, batch_of
 from xla_dtensor.quick_optimizer import ADAMW, OptimizerState
 from xla_dtensor.quick_traffic import gathered_bytes, traffic
 
-__all__ = ["QuickCase", "SweptMesh", "max_batch", "quick_sweep", "smallest_slice"]
+__all__ = [
+    "QuickCase",
+    "SweptMesh",
+    "max_batch",
+    "quick_sweep",
+    "slices_not_refused",
+    "smallest_slice",
+]
 
 _MOST_MESHES = 256
 _MOST_PER_GROUP = 1 << 20
@@ -47,6 +54,8 @@ class QuickCase:
         dtype: Of activations.
         sequence: Tokens of a sequence.
         same_as: Of tied parameters: path -> the path listed before.
+        gradients: Whether all of them are alive at once.
+        remat: What the backward keeps of a layer, as ``scan_layers`` says it.
     """
 
     job: JobConfig
@@ -56,6 +65,8 @@ class QuickCase:
     dtype: str = "bfloat16"
     sequence: int = 8192
     same_as: Mapping[str, str] = field(default_factory=dict[str, str])
+    gradients: Gradients = "together"
+    remat: str = "full"
 
     @classmethod
     def of(
@@ -113,13 +124,14 @@ class QuickCase:
         bound = None
         if self.sizes is not None:
             batch = self.batch(per_group, sequences)
-            bound = decoder_activations(self.sizes, batch, rules, self.dtype)
+            bound = decoder_activations(self.sizes, batch, rules, self.dtype, remat=self.remat)
         return quick_estimate(
             self.parameters,
             rules,
             self._axes,
             self.job.chip,
             optimizer=self.optimizer,
+            gradients=self.gradients,
             activations=bound,
             same_as=self.same_as,
             unmatched="replicate" if rules is None else "error",
@@ -315,6 +327,22 @@ def smallest_slice(case: QuickCase, chip: str) -> tuple[JobConfig, QuickEstimate
         >>> found[0].accelerator
         'v5e:2x4'
     """
+    return next(slices_not_refused(case, chip), None)
+
+
+def slices_not_refused(case: QuickCase, chip: str) -> Iterator[tuple[JobConfig, QuickEstimate]]:
+    """List the slices that the quick estimate does not refuse, the smallest first.
+
+    Args:
+        case: As for :func:`smallest_slice`.
+        chip: The chip, such as "v5e".
+
+    Yields:
+        The job on each slice, and what it takes.
+
+    Raises:
+        MeshError: No such chip.
+    """
     kind = find_chip(chip)
     largest = max(case.job.axes, key=lambda axis: axis.ici)
     shapes = kind.slices.shapes
@@ -340,8 +368,7 @@ def smallest_slice(case: QuickCase, chip: str) -> tuple[JobConfig, QuickEstimate
         except JobError:  # a sequence that this mesh cannot cut
             continue
         if not estimate.batch_cannot_fit and estimate.capacity_bytes is not None:
-            return job, estimate
-    return None
+            yield job, estimate
 
 
 def max_batch(case: QuickCase) -> tuple[int, QuickEstimate] | None:

@@ -61,3 +61,37 @@ def for_job(job: Any) -> Any:
         return step
 
     return model, make_step, (batch,), ((job.axis_names, None),)
+
+
+def large_temporaries(job: Any) -> Any:
+    """A layer that keeps 8 results of 2 GiB on each of 4 devices: more than a v5e has."""
+    return _large(65536, 8, lambda x, loss: loss)
+
+
+def large_results(job: Any) -> Any:
+    """A step that returns as much as it is given: 12 GiB on each of 4 devices."""
+    return _large(393216, 0, lambda x, loss: x + loss)
+
+
+def _large(rows: int, turns: int, result: Any) -> Any:
+    width = 8192
+    with torch.device("meta"):
+        model = nn.Linear(width, width, bias=False)
+        batch = torch.empty(4 * rows, width)
+
+    def make_step(model: nn.Module, mesh: Any) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            y = x if turns else x[:64]
+            for _ in range(max(1, turns)):
+                y = torch.tanh(model(y))
+            loss = y.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return result(x, loss.detach())
+
+        return step
+
+    return model, make_step, (batch,), (("fsdp", None),)

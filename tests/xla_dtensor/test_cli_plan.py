@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from xla_dtensor import model_sizes
 from xla_dtensor.cli import main
 from xla_dtensor.model_sizes import ModelSizes
 
@@ -96,7 +101,7 @@ def test_max_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("llama3_8b_v5e", "--max-batch") == 0
     assert "At most 6 sequences of 8,192 tokens" in capsys.readouterr().out
     assert read(capsys, "llama3_8b_v5e", "--max-batch")[1]["sequences_at_most"] == 6 * 256
-    assert run("llama3_405b_v6e_2slices", "--max-batch") == 1
+    assert run("llama3_405b_v6e_2slices", "--sequence", "65536", "--max-batch") == 1
     assert "Not even one sequence" in capsys.readouterr().out
 
 
@@ -111,11 +116,49 @@ def test_a_config_of_hugging_face(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert theirs["parts"] == ours["parts"]
 
 
+def test_layer_inputs_in_the_hosts_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """The published batch of this job fits with offloading only."""
+    job, batch = "llama3_405b_v6e_2slices", ("--per-group", "4")
+    assert read(capsys, job)[0] == 0
+    status, whole = read(capsys, job, *batch)
+    assert (status, whole["batch_cannot_fit"], whole["cannot_fit"]) == (1, True, False)
+    status, data = read(capsys, job, *batch, "--remat", "offload:layer_input")
+    assert status == 0
+    kept = 125 * 4 * 8192 * 16384 // 4 * 2
+    assert whole["lower_bound_bytes"] - data["lower_bound_bytes"] == kept
+
+
+def test_gradients_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = read(capsys, "llama3_8b_v5e")[1]
+    data = read(capsys, "llama3_8b_v5e", "--gradients", "one-by-one")[1]
+    gradients = next(part for part in whole["parts"] if part["role"] == "gradient")
+    largest = 128256 * 4096 * 2 // 256
+    assert whole["exact_bytes"] - data["exact_bytes"] == gradients["device_bytes"] - largest
+
+
+def test_a_file_and_any_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template, copied next to a job somewhere else: as a module, and as a file."""
+    template = Path(model_sizes.__file__).parent / "models" / "own_model.py"
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    shutil.copy(template, "my_own_plan.py")
+    Path("own.yaml").write_text(
+        "name: own\naccelerator: v6e:2x4\naxes: {fsdp: {ici: -1}}\n"
+        'sharding: {"*.weight": [fsdp, null], "*.bias": [null]}\n'
+    )
+    ours = read(capsys, "own.yaml", "--model", "my_own_plan:training")
+    assert ours == read(capsys, "own.yaml", "--model", "my_own_plan.py:training")
+    assert ours[0] == 0
+
+
 def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("torch")
     job = tmp_path / "own.yaml"
     job.write_text(
-        "name: own\naccelerator: v6e:2x4\nmodel: examples.models.own_model:training\n"
+        "name: own\naccelerator: v6e:2x4\nmodel: xla_dtensor.models.own_model:training\n"
         'axes: {fsdp: {ici: -1}}\nsharding: {"*.weight": [fsdp, null], "*.bias": [null]}\n'
     )
     status, data = read(capsys, str(job))
@@ -145,3 +188,70 @@ def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 def test_refusals(capsys: pytest.CaptureFixture[str], words: list[str], text: str) -> None:
     assert run(*words) == 2
     assert text in capsys.readouterr().err
+
+
+def test_from_an_installed_package_in_any_folder(tmp_path: Path) -> None:
+    """Nothing of the repository but what a wheel holds is on the path."""
+    pytest.importorskip("torch")
+    site, here = tmp_path / "site-packages", tmp_path / "here"
+    here.mkdir()
+    root = Path(__file__).resolve().parents[2]
+    for package in ("xla_dtensor", "mesh_utils", "tpu_configs"):
+        shutil.copytree(root / package, site / package, ignore=shutil.ignore_patterns("__pyc*"))
+    script = (
+        "import sys; from xla_dtensor.aot_request import function_of\n"
+        "from xla_dtensor.model_choice import REFERENCE\n"
+        "made = function_of(REFERENCE)\n"
+        "print(sys.modules[made.__module__].__file__)\n"
+        "from xla_dtensor.cli import main\n"
+        "sys.exit(main(['plan', 'llama3_8b_v5e', '--quick']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(site / "xla_dtensor" / "models"))
+    assert "Not refused" in done.stdout
+
+
+QWEN = {
+    "model_type": "qwen3",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+
+
+def test_another_model_of_transformers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(QWEN))
+    status, data = read(capsys, "llama3_8b_v6e_8", "--model", str(config))
+    heads, matrices = 64 * (2 * 64 + 2 * 32), 3 * 64 * 128
+    cut = 2 * (heads + matrices) + 2 * 256 * 64
+    norms = 2 * (2 * 64 + 2 * 8) + 64
+    assert status == 0
+    assert data["parts"][0]["device_bytes"] == 2 * (cut // 8 + norms)
+
+    config.write_text(json.dumps(QWEN | {"attention_bias": True}))
+    assert run("llama3_8b_v6e_8", "--model", str(config)) == 2
+    assert "q_proj.bias" in capsys.readouterr().err  # no rule of the job matches it
+
+    config.write_text(json.dumps({"model_type": "t5"}))
+    assert run("llama3_8b_v6e_8", "--model", str(config)) == 2
+    assert "makes no causal language model" in capsys.readouterr().err
+
+    monkeypatch.setattr("xla_dtensor.model_choice.find_spec", lambda _: None)
+    assert run("llama3_8b_v6e_8", "--model", str(config)) == 2
+    assert "Install transformers, or pass a module:function" in capsys.readouterr().err

@@ -56,3 +56,49 @@ def test_refusals(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "trained by one of adamw, adamw-bf16" in capsys.readouterr().err
     assert main(["plan", "llama3_8b_v5e", "--time-limit", "0"]) == 2
     assert "It took more than time_limit_seconds=0" in capsys.readouterr().err
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_sweep_compiles_the_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    job, out = tmp_path / "small.yaml", tmp_path / "out"
+    job.write_text(JOB.replace("{ici: 4}", "{ici: 4}\n  other: {ici: 1}"))
+    words = ["plan", str(job), "--sweep", "fsdp=*,other=*", "--best", "1", "--out", str(out)]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "1 compiled by libtpu" in shown
+    assert "found: fsdp=" in shown
+    report = CompileReport.of(Evidence.load(out))
+    assert report.fits
+    assert "--sweep" in report.command
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_what_does_not_fit_is_reported_with_its_causes(tmp_path: Path) -> None:
+    """12 GiB go in and 12 come out of a chip of 16."""
+    job, out = tmp_path / "large.yaml", tmp_path / "out"
+    job.write_text(JOB.replace(":for_job", ":large_results"))
+    assert main(["plan", str(job), "--no-cache", "--out", str(out)]) == 1
+    report = CompileReport.of(Evidence.load(out))
+    assert report.fits is False
+    assert report.findings[0].code == "does-not-fit"
+    kinds = [cause.kind for cause in report.memory.causes]
+    assert kinds[:2] == ["argument", "result"]
+    assert len(kinds) == len(set(kinds)) == 3
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_where_libtpu_gives_no_program_its_words_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "large.yaml"
+    job.write_text(JOB.replace(":for_job", ":large_temporaries"))
+    assert main(["plan", str(job), "--no-cache"]) == 1
+    shown = capsys.readouterr().err
+    assert "DOES NOT FIT, says libtpu" in shown
+    assert "exceeds available HBM (15.75G)" in shown

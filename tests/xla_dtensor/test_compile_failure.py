@@ -106,7 +106,7 @@ def test_the_compilers_refusal(mesh: xd.DeviceMesh, monkeypatch: pytest.MonkeyPa
     training = Training(mesh)
     before = training.state()
 
-    def refuse(self: Any, lowered: Any) -> Any:
+    def refuse(self: Any, lowered: Any, compare: Any) -> Any:
         raise CompileError("out of memory")
 
     with monkeypatch.context() as patched:

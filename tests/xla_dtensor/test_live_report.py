@@ -91,3 +91,12 @@ def test_refusals(runtime: Runtime, mesh: xd.DeviceMesh) -> None:
         report_of(3, mesh)  # type: ignore[arg-type]
     with pytest.raises(CompileError):
         report_of(xd.compile(lambda x: x), mesh)
+
+
+def test_axes_have_the_names_of_the_mesh_that_was_passed(runtime: Runtime) -> None:
+    """Another mesh over the same devices was made before, and gave the program its order."""
+    xd.zeros(8, device_mesh=xd.init_device_mesh("xla", (8,)), placements=[Shard(0)])
+    mesh = xd.init_device_mesh("xla", (4, 2), mesh_dim_names=("rows", "columns"))
+    total = xd.compile(lambda x: x.sum().redistribute(mesh, [Replicate(), Replicate()]))
+    total(xd.distribute_tensor(torch.ones(8, 8), mesh, [Replicate(), Shard(1)]))
+    assert {line.axes for line in report_of(total, mesh).collectives} == {("columns",)}

@@ -185,7 +185,8 @@ def test_max_batch() -> None:
     count, estimate = found
     assert not estimate.batch_cannot_fit
     assert case.estimate(count + 1).batch_cannot_fit
-    assert max_batch(QuickCase.of(JobConfig.load("llama3_405b_v6e_2slices"))) is None
+    large = QuickCase.of(JobConfig.load("llama3_405b_v6e_2slices"), sequence=65536)
+    assert max_batch(large) is None
     assert max_batch(replace(case, sizes=None)) is None
 
 

@@ -23,6 +23,7 @@ from xla_dtensor.report.replica_groups import ReplicaGroups
 from xla_dtensor.report.roofline import Roofline, roofline
 from xla_dtensor.report.stack_frames import SourceLine
 from xla_dtensor.report.summary import CollectiveSummary, summarize
+from xla_dtensor.report.verification import DeviceMemory, Tolerances, Verification, verify
 
 __all__ = [
     "COLLECTIVE_KINDS",
@@ -34,6 +35,7 @@ __all__ = [
     "CollectiveSummary",
     "CompileReport",
     "CompilerMemory",
+    "DeviceMemory",
     "Evidence",
     "EvidenceError",
     "Finding",
@@ -48,6 +50,8 @@ __all__ = [
     "Role",
     "Roofline",
     "SourceLine",
+    "Tolerances",
+    "Verification",
     "collectives",
     "findings",
     "memory_report",
@@ -57,4 +61,5 @@ __all__ = [
     "render_collectives",
     "roofline",
     "summarize",
+    "verify",
 ]

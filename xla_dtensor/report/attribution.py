@@ -42,16 +42,25 @@ _STRUCTURE = frozenset(
         *("while", "body", "cond", "scan", "closed_call", "core_call", "checkpoint", "remat"),
         *("remat2", "rematted_computation", "shard_map", "custom_vjp_call", "custom_jvp_call"),
         *("custom_vjp_call_jaxpr", "body_fun", "cond_fun", "pjit", "custom_partitioning"),
+    }
+)
+"""Parts of a name that are no module's: what JAX puts there for loops and calls."""
+
+_KERNELS = frozenset(
+    {
         *("blockwise_attention", "blockwise_attention_backward", "cudnn_attention"),
         *("splash_attention", "splash_attention_backward"),
     }
 )
-"""Parts of a name that are no module's: what JAX puts there for loops and calls, and the scopes of
-this package's attention kernels."""
+"""The scopes of this package's attention kernels; what comes after one is the kernel's own."""
+_BRANCH = re.compile(r"branch_\d+_fun", re.ASCII)
 
 _FRAMEWORKS = frozenset(
     {"torch", "torch_xla", "torchax", "functorch", "jax", "jaxlib", "flax", "xla_dtensor"}
 )
+_MODELS = ["xla_dtensor", "models"]
+"""The reference models lie in this package, and stand for a user's."""
+
 _STANDARD_LIBRARY = re.compile(r"(?:^|/)lib(?:64)?/python3(?:\.\d+)?/(?!site-packages/|dist-)")
 
 
@@ -136,9 +145,9 @@ def _is_framework(file: str) -> bool:
     for packages in ("site-packages", "dist-packages"):
         if packages in parts:
             inside = parts[len(parts) - parts[::-1].index(packages) :]
-            return bool(inside) and inside[0] in _FRAMEWORKS
+            return bool(inside) and inside[0] in _FRAMEWORKS and inside[:2] != _MODELS
     if "xla_dtensor" in parts[:-1]:  # A checkout, wherever it was; its tests are users.
-        return "tests" not in parts
+        return "tests" not in parts and parts[-3:-1] != _MODELS
     return _STANDARD_LIBRARY.search(path) is not None
 
 
@@ -154,6 +163,8 @@ class _Path:
         self._parts: list[str] = []
         self._op: str | None = None
         self._in_loop = False
+        self._begins = False
+        self._in_kernel = False
 
     @property
     def op(self) -> str | None:
@@ -161,7 +172,7 @@ class _Path:
 
     @property
     def module(self) -> str | None:
-        parts = self._parts
+        parts = [] if self._begins and not self._in_loop else self._parts
         if len(parts) > 1 and _CLASS.fullmatch(parts[0]):
             parts = parts[1:]
         return ".".join(parts) or None
@@ -179,21 +190,28 @@ class _Path:
             elif wrapped is not None:
                 self._read_transform(wrapped[1], wrapped[2], depth)
             elif is_last:
-                self._op = None if part in _STRUCTURE else part
+                self._op = None if part in _STRUCTURE or part in _KERNELS else part
             else:
                 self._enter(part)
 
     def _begin(self, phase: Phase) -> None:
-        """A scope of a phase begins the path anew: inside a scan it is the block's own."""
+        """A scope of a phase begins the path anew, unless a layer's number follows it in a loop."""
         self.phase = phase
-        self._parts.clear()
+        self._begins = True
+        self._in_kernel = False
 
     def _enter(self, part: str) -> None:
         self._in_loop = self._in_loop or part in ("while", "scan")
-        if part in _STRUCTURE:
+        if part in _KERNELS:
+            self._in_kernel = True
             if part.endswith("_backward"):
                 self.phase = "backward"
+        elif part in _STRUCTURE or self._in_kernel or _BRANCH.fullmatch(part):
+            return
         elif _MODULE.fullmatch(part):
+            if self._begins and not (self._in_loop and _NUMBER.fullmatch(part)):
+                self._parts.clear()
+            self._begins = False
             self._parts.append("*" if self._in_loop and _NUMBER.fullmatch(part) else part)
 
     def _read_transform(self, name: str, inner: str, depth: int) -> None:

@@ -13,10 +13,11 @@ apart: only `roofline`, and findings that name it, rest on a model of the machin
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xla_dtensor.report.collective import Collective
 from xla_dtensor.report.collective_lines import CollectiveLine, collective_lines
@@ -32,6 +33,7 @@ from xla_dtensor.report.roofline import Roofline, roofline, why_no_roofline
 
 if TYPE_CHECKING:
     from xla_dtensor.report.report_diff import ReportDiff
+    from xla_dtensor.report.verification import Tolerances, Verification
 
 __all__ = ["Attribution", "CompileReport"]
 
@@ -251,6 +253,33 @@ class CompileReport:
         from xla_dtensor.report.report_diff import diff
 
         return diff(self, other)
+
+    def verify(
+        self, job: Any, *given: Any, tolerances: Tolerances | None = None, title: str = "this job"
+    ) -> Verification:
+        """Compares this prediction with a job that runs.
+
+        Args:
+            job: the compiled step, after a call; or a report of the job.
+            *given: of a step the mesh, then the modules that it trains, as for ``report_of``.
+            tolerances: by how much each quantity may differ; see :class:`Tolerances`.
+            title: what the job is called.
+
+        Returns:
+            What differs. ``sys.exit(report.verify(step, mesh, model).status)`` ends a job that
+            does not do what was predicted.
+
+        Raises:
+            CompileError: the step was not called yet.
+            ArgumentTypeError: `job` is no compiled step.
+        """
+        if isinstance(job, CompileReport):
+            from xla_dtensor.report.verification import verify
+
+            return verify(self, job, tolerances=tolerances)
+        # By name: a report is made and read without torch, and only a job that runs has it.
+        live = importlib.import_module("xla_dtensor.live_verification")
+        return live.verify(self, job, *given, tolerances=tolerances, title=title)
 
 
 def _lines(evidence: Evidence, found: tuple[Collective, ...]) -> tuple[CollectiveLine, ...]:

@@ -130,6 +130,10 @@ class _Group:
 
 def _unsharded(evidence: Evidence, capacity: int | None) -> Iterator[Finding]:
     state = [one for one in evidence.held if one.role in _STATE and one.device_bytes]
+    whole = _optimizer_finding(state, evidence.mesh, capacity)
+    if whole is not None:
+        yield whole
+        state = [one for one in state if one.role != "optimizer state"]
     groups: dict[str, list[Held]] = {}
     for one in state:
         groups.setdefault(one.name.split(" ")[0], []).append(one)
@@ -149,6 +153,36 @@ def _unsharded(evidence: Evidence, capacity: int | None) -> Iterator[Finding]:
     ranked = sorted(found.items(), key=lambda item: -sum(one.device_bytes for one in item[1]))
     for name, alike in islice(ranked, MOST):
         yield _unsharded_finding(name, alike, typical, evidence.mesh)
+
+
+def _optimizer_finding(state: list[Held], mesh: Mesh, capacity: int | None) -> Finding | None:
+    """Moments that lie otherwise than their parameters, most of them: made before sharding."""
+    moments = [one for one in state if one.role == "optimizer state"]
+    parameters = {one.name: one for one in state if one.role == "parameter"}
+    owned = [(one, parameters.get(one.name.split(" ")[0])) for one in moments]
+    less = [
+        one
+        for one, owner in owned
+        if owner is not None
+        and one.shape == owner.shape
+        and shards(one) * FEWER_SHARDS <= shards(owner)
+    ]
+    size = sum(one.device_bytes for one in less)
+    least = SMALL_BYTES if capacity is None else SMALL_SHARE * capacity
+    # Of a few tensors the finding about each says more.
+    if size < max(least, sum(one.device_bytes for one in moments) / 2) or mesh.size() == 1:
+        return None
+    typical = _typical_shards(parameters.values())
+    should = sum(one.global_bytes for one in less) // typical
+    return Finding(
+        "warning",
+        "optimizer-state-unsharded",
+        "The optimizer's state is sharded less than the parameters",
+        f"{len(less)} arrays take {bytes_text(size)} on each device; sharded as their parameters, "
+        f"in {typical}, they would take {bytes_text(should)}.",
+        "Make the optimizer of the sharded parameters: after shard_module, fully_shard or loading, "
+        "not before.",
+    )
 
 
 def _unsharded_finding(name: str, alike: list[_Group], typical: int, mesh: Mesh) -> Finding:

@@ -8,29 +8,28 @@ each rule first asks what a collective moves:
   (a pipeline);
 - a gather in the forward whose result has no weight's shape: activations. It is right where the
   weights of the next product are sharded over the same axis and stay so (Megatron with a sharded
-  sequence), or inside attention (keys and values for a sharded sequence).
+  sequence); inside attention finding_attention.py judges.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
-from mesh_utils import Axis, Mesh
-from xla_dtensor.report.attribution import Origin, origin_of
-from xla_dtensor.report.collective import Collective
+from mesh_utils import Mesh
 from xla_dtensor.report.collective_reader import DCN_TARGET
 from xla_dtensor.report.collective_seconds import axes_text
 from xla_dtensor.report.evidence import Evidence, Held
 from xla_dtensor.report.finding import Finding
-from xla_dtensor.report.held_shards import is_sharded_over, is_vocabulary
+from xla_dtensor.report.finding_attention import attention_findings, is_attention
+from xla_dtensor.report.finding_axes import axis_findings
+from xla_dtensor.report.finding_experts import expert_findings
+from xla_dtensor.report.finding_moves import Move, are_weights, largest_weight, moves_of
+from xla_dtensor.report.held_shards import is_sharded_over
 from xla_dtensor.report.hlo_reading import HloReading
-from xla_dtensor.report.hlo_shape import ArrayShape
 from xla_dtensor.report.quantities import bytes_text, seconds_text
 from xla_dtensor.report.roofline import Roofline
 
-__all__ = ["traffic_findings"]
+__all__ = ["gathering_axes", "traffic_findings"]
 
 SMALL_MESSAGE_BYTES = 64 * 1024
 """Losses, norms and counters are reduced over every axis in right plans: they are a few bytes."""
@@ -41,8 +40,6 @@ then moves more than the weights themselves would."""
 
 _TRANSFER = "_xla_megascale_transfer_type"
 _WEIGHTS = ("parameter", "frozen parameter")
-_ATTENTION = re.compile(r"att(?:entio)?n", re.IGNORECASE)
-_PART = re.compile(r":\(\d+\)\d+$")
 
 
 def traffic_findings(
@@ -58,39 +55,34 @@ def traffic_findings(
     Yields:
         The findings.
     """
-    moves = [_Move(each, origin_of(each.op_name, each.source)) for each in reading.collectives]
+    moves = moves_of(reading.collectives, evidence.held)
     weights = [one for one in evidence.held if one.role in _WEIGHTS]
+    gathered = gathering_axes(moves) if weights else frozenset[str]()
     yield from _over_dcn(moves, weights, roofline)
-    yield from _gathered_activations(moves, weights, evidence.mesh)
-
-
-@dataclass(frozen=True)
-class _Move:
-    collective: Collective
-    origin: Origin
-
-    @property
-    def times(self) -> int:
-        return 1 if self.collective.executions is None else self.collective.executions
+    if weights:
+        yield from _gathered_activations(moves, weights, gathered, evidence.mesh)
+        yield from attention_findings(evidence, moves)
+        yield from expert_findings(evidence, moves)
+    yield from axis_findings(evidence, reading.collectives, gathered)
 
 
 # ------------------------------------------------------------------------- DCN
 
 
 def _over_dcn(
-    moves: list[_Move], weights: list[Held], roofline: Roofline | None
+    moves: Sequence[Move], weights: list[Held], roofline: Roofline | None
 ) -> Iterator[Finding]:
-    found: dict[str, list[_Move]] = {}
+    found: dict[str, list[Move]] = {}
     for move in moves:
         item = move.collective
         attributes = dict(item.frontend_attributes)
         if item.kind != "send" or DCN_TARGET not in attributes or move.origin.phase != "forward":
             continue
         transfer = attributes.get(_TRANSFER, "ONE_TO_ONE")
-        moves_weight = transfer == "ALL_GATHER" and _are_weights(item.operands, weights, item)
+        moves_weight = transfer == "ALL_GATHER" and are_weights(item.operands, weights, item)
         if transfer == "ONE_TO_ONE" or moves_weight or item.operand_bytes < SMALL_MESSAGE_BYTES:
             continue
-        found.setdefault(axes_text(_whole(item.axes)), []).append(move)
+        found.setdefault(axes_text(move.axes), []).append(move)
     for axes, slow in found.items():
         times = sum(move.times for move in slow)
         size = sum(move.times * move.collective.operand_bytes for move in slow)
@@ -110,31 +102,36 @@ def _over_dcn(
 # ------------------------------------------------------------------------- gathers
 
 
-def _gathered_activations(moves: list[_Move], weights: list[Held], mesh: Mesh) -> Iterator[Finding]:
-    if not weights:
-        return
-    gathered_weights = {
-        axis
-        for move in moves
-        if move.collective.kind == "all-gather"
-        and _are_weights(move.collective.results, weights, move.collective)
-        for axis in _whole(move.collective.axes) or ()
-    }
-    found: dict[tuple[str, str | None], list[tuple[_Move, int]]] = {}
+def gathering_axes(moves: Iterable[Move]) -> frozenset[str]:
+    """Lists the axes over which weights are gathered for use, as FSDP does.
+
+    Args:
+        moves: the collectives.
+
+    Returns:
+        Their names.
+    """
+    found = (move.axes or () for move in moves if move.gathers_weights)
+    return frozenset(str(axis) for axes in found for axis in axes)
+
+
+def _gathered_activations(
+    moves: Sequence[Move], weights: list[Held], gathered: frozenset[str], mesh: Mesh
+) -> Iterator[Finding]:
+    found: dict[tuple[str, str | None], list[tuple[Move, int]]] = {}
     for move in moves:
-        item, origin = move.collective, move.origin
-        axes = _whole(item.axes)
-        if item.kind != "all-gather" or origin.phase != "forward" or not axes:
+        item, axes = move.collective, [str(axis) for axis in move.axes or ()]
+        if not move.is_gather or move.origin.phase != "forward" or not axes:
             continue
-        if origin.module is not None and _ATTENTION.search(origin.module):
+        if is_attention(move.origin.module):
             continue
         # Megatron: the weights of the next product are sharded over the axis, and stay so.
-        kept = not gathered_weights.intersection(axes) and any(
-            is_sharded_over(one, str(axis), mesh) for one in weights for axis in axes
+        kept = not gathered.intersection(axes) and any(
+            is_sharded_over(one, axis, mesh) for one in weights for axis in axes
         )
-        size = _largest_activation(item, weights)
-        if not kept and size >= LARGE_GATHER * _largest_weight(item, weights) > 0:
-            found.setdefault((axes_text(axes), origin.module), []).append((move, size))
+        size = max((array.bytes for array in move.activations), default=0)
+        if not kept and size >= LARGE_GATHER * largest_weight(item, weights) > 0:
+            found.setdefault((axes_text(move.axes), move.origin.module), []).append((move, size))
     for (axes, module), gathers in found.items():
         move, size = gathers[0]
         array = max(move.collective.results, key=lambda each: each.bytes)
@@ -150,56 +147,3 @@ def _gathered_activations(moves: list[_Move], weights: list[Held], mesh: Mesh) -
             "it whole, or for an op without a rule for that dim.",
             move.origin,
         )
-
-
-def _largest_activation(item: Collective, weights: list[Held]) -> int:
-    return max(
-        (array.bytes for array in item.results if not _is_weight(array, weights, item)), default=0
-    )
-
-
-def _largest_weight(item: Collective, weights: list[Held]) -> int:
-    """The bytes of the largest weight, vocabulary matrices aside where there are others.
-
-    In a loop, of weights that are stacked layer by layer one layer's.
-    """
-    layers = [one for one in weights if not is_vocabulary(one)] or weights
-    return max(
-        one.global_bytes // (one.shape[0] if _is_stacked(one, item) else 1) for one in layers
-    )
-
-
-def _are_weights(arrays: Iterable[ArrayShape], weights: list[Held], item: Collective) -> bool:
-    listed = list(arrays)
-    if not weights:
-        return True  # Nobody said what the weights are: not to be held against the plan.
-    return all(_is_weight(array, weights, item) for array in listed)
-
-
-def _is_weight(array: ArrayShape, weights: list[Held], item: Collective) -> bool:
-    """Whether an array can be a weight, whole or in shards: each dim divides one of the weight's.
-
-    A transposed weight is one too, and in a loop one layer of those that are stacked.
-    """
-    dims = sorted(dim for dim in array.dims if dim > 1)
-    for one in weights:
-        shapes = [one.shape, *([one.shape[1:]] if _is_stacked(one, item) else [])]
-        for shape in shapes:
-            whole = sorted(dim for dim in shape if dim > 1)
-            if len(whole) == len(dims) and all(
-                large % small == 0 for small, large in zip(dims, whole, strict=True)
-            ):
-                return True
-    return False
-
-
-def _is_stacked(held: Held, item: Collective) -> bool:
-    layers = held.shape[0] if len(held.shape) > 1 else 0
-    return item.in_loop and bool(layers) and layers == item.executions
-
-
-def _whole(axes: tuple[Axis, ...] | None) -> tuple[Axis, ...] | None:
-    """The axes of which some are parts."""
-    if axes is None:
-        return None
-    return tuple(dict.fromkeys(_PART.sub("", x) if isinstance(x, str) else x for x in axes))

@@ -5,7 +5,12 @@
     vocabulary-unsharded         a vocabulary matrix is whole where the rest is sharded
     tensor-unsharded             so is another large tensor
     state-unsharded              all state is whole, and takes much of the memory
+    optimizer-state-unsharded    moments lie in fewer shards than their parameters
     activation-gathered          an activation is gathered over an axis that no weight uses
+    attention-gathered           attention gathers more than keys and values of a cut sequence
+    experts-gathered             experts are gathered over the axis that cuts them
+    batch-replicated             an axis gathers weights, and its devices have the same batch
+    axis-idle                    an axis cuts nothing
     full-rematerialization       XLA gathered an array whole to shard it in another way
     sharding-differs             XLA chose another layout than was asked for
     axis-of-size-1               an axis of the mesh does nothing

@@ -9,7 +9,7 @@ from xla_dtensor.report.evidence import Held
 from xla_dtensor.report.placement_texts import axis_uses
 from xla_dtensor.report.report_machine import MeshAxis
 
-__all__ = ["free_axes", "is_sharded_over", "is_vocabulary", "shards"]
+__all__ = ["axis_dims", "free_axes", "is_sharded_over", "is_vocabulary", "shards"]
 
 VOCABULARY_ROWS = 16_384
 VOCABULARY_RATIO = 4
@@ -103,8 +103,27 @@ def is_vocabulary(held: Held) -> bool:
     return long >= VOCABULARY_ROWS and long >= VOCABULARY_RATIO * short
 
 
-def _splits(held: Held, mesh: Mesh) -> dict[str, bool] | None:
+def axis_dims(held: Held, mesh: Mesh) -> dict[str, int | None] | None:
+    """Says which dim each axis splits.
+
+    Args:
+        held: the array.
+        mesh: the mesh.
+
+    Returns:
+        For each axis the dim, or None; None at all where the layout is not known.
+
+    Example:
+        >>> weight = Held("w", "parameter", (8, 4), "f32", (2, 4), "[tp, -]")
+        >>> axis_dims(weight, Mesh.arange((2, 4), ("dp", "tp")))
+        {'dp': None, 'tp': 0}
+    """
     named = zip(mesh.axis_names, mesh.mesh_shape, strict=True)
     axes = [MeshAxis(axis, size, 1) for axis, size in named]
     uses = axis_uses(held.chosen or held.requested, axes, len(held.shape))
-    return None if uses is None else {use.axis: use.dim is not None for use in uses}
+    return None if uses is None else {use.axis: use.dim for use in uses}
+
+
+def _splits(held: Held, mesh: Mesh) -> dict[str, bool] | None:
+    dims = axis_dims(held, mesh)
+    return None if dims is None else {axis: dim is not None for axis, dim in dims.items()}

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from xla_dtensor.report.errors import HloError
+from xla_dtensor.report.hlo_lines import whole_lines
 from xla_dtensor.report.hlo_numbers import checked_devices, read_number
 from xla_dtensor.report.hlo_shape import Shape, parse_shape
 from xla_dtensor.report.stack_frames import StackFrames
@@ -169,7 +170,7 @@ class HloModule:
         header = cls.parse_header(text)
         lines = text.splitlines()
         unread: list[tuple[str, str]] = []
-        found = {each.name: each for each in _computations(lines, unread)}
+        found = {each.name: each for each in _computations(list(whole_lines(lines)), unread)}
         frames = StackFrames.parse(lines)
         return replace(header, computations=found, frames=frames, unread=tuple(unread))
 

@@ -39,6 +39,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from xla_dtensor.report.attribution import Origin, origin_of
+from xla_dtensor.report.collective_lines import starred
 from xla_dtensor.report.errors import HloError
 from xla_dtensor.report.evidence import Evidence, Held
 from xla_dtensor.report.hlo_module import HloModule, Instruction
@@ -51,6 +52,10 @@ __all__ = ["Cause", "Differences", "LargeBuffer", "MemoryPart", "MemoryReport", 
 
 TEMPORARY = "temporary"
 _MANY = 20
+"""Groups of equal arrays among the largest."""
+
+_LEAST_TEMPORARIES = 5
+_LOOKED_AT = 400
 _CAUSES = 3
 
 
@@ -208,7 +213,7 @@ def memory_report(evidence: Evidence) -> MemoryReport:
         code_bytes=code,
         total_bytes=total,
         capacity_bytes=capacity,
-        largest=tuple(buffers[:_MANY]),
+        largest=_largest(buffers),
         causes=(),
         differences=differences,
         outside_bytes=outside,
@@ -271,11 +276,32 @@ def _held_buffers(evidence: Evidence, entry: EntryBytes) -> Iterator[LargeBuffer
 def _temporary_buffers(peak: LivePeak | None, module: HloModule | None) -> Iterator[LargeBuffer]:
     if peak is None or module is None:
         return
-    for buffer in peak.buffers[:_MANY]:
+    for buffer in peak.buffers[:_LOOKED_AT]:
         origin = _origin(buffer.instruction, module)
         yield LargeBuffer(
             buffer.bytes, str(buffer.shape), buffer.instruction.name, TEMPORARY, origin
         )
+
+
+def _largest(buffers: list[LargeBuffer]) -> tuple[LargeBuffer, ...]:
+    """The members of the groups of which one array is largest.
+
+    Arrays of equal layers are one group, so that moments of a hundred layers do not crowd out all
+    that the program makes; of a large group all are there, since readers count them.
+    """
+    groups: dict[tuple[object, ...], list[LargeBuffer]] = {}
+    for one in buffers:
+        origin = one.origin
+        name = starred(one.name)
+        if origin is not None:
+            name = f"{starred(origin.module or one.name)} {origin.phase} {origin.op}"
+        groups.setdefault((one.bytes, one.shape, one.kind, name), []).append(one)
+    found = list(groups.values())
+    first = found[:_MANY]
+    shown = sum(group[0].kind == TEMPORARY for group in first)
+    more = [group for group in found[_MANY:] if group[0].kind == TEMPORARY]
+    first += more[: max(0, _LEAST_TEMPORARIES - shown)]
+    return tuple(one for group in first for one in group)
 
 
 def _origin(instruction: Instruction, module: HloModule) -> Origin:

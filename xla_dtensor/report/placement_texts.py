@@ -1,4 +1,7 @@
-"""Placement texts, as reports hold them: "Shard(0), Replicate()", one for each axis of the mesh."""
+"""Layouts, as reports hold them: as layout text, "[fsdp.tp, -]", or as placements.
+
+Placements are one for each axis of the mesh, "Shard(0), Replicate()".
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xla_dtensor.report.layout_texts import layout_uses
 from xla_dtensor.report.report_machine import MeshAxis
 
 __all__ = ["AxisUse", "axis_uses"]
@@ -44,17 +48,21 @@ def axis_uses(text: str | None, mesh: Sequence[MeshAxis], ndim: int) -> tuple[Ax
     """Reads a layout.
 
     Args:
-        text: placements for each axis in order; None if there is none.
+        text: placements for each axis in order, or what `layout_uses` reads; None if there is none.
         mesh: the axes.
         ndim: the number of dims of the tensor.
 
     Returns:
-        What each axis does; None for text that says nothing else about each axis.
+        What each axis does; None for text that says something else.
 
     Example:
         >>> axis_uses("Shard(7)", [MeshAxis("dp", 2, 1)], 2) is None
         True
     """
+    laid = None if text is None else layout_uses(text, mesh, ndim)
+    if laid is not None:
+        axes = enumerate(zip(mesh, laid, strict=True))
+        return tuple(AxisUse(str(a.name), a.size, place, *use) for place, (a, use) in axes)
     words = [] if text is None else _split(text)
     if len(words) != len(mesh):
         return None

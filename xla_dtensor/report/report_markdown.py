@@ -80,18 +80,30 @@ def markdown_text(text: str) -> str:
         as code.
 
     Example:
-        >>> markdown_text("layers.*.wq.weight exp_avg"), markdown_text("5 < 6")
-        ('`layers.*.wq.weight` exp_avg', '5 `<` 6')
+        >>> markdown_text("layers.*.wq.weight: exp_avg"), markdown_text("[ep, -, fsdp] 5 < 6")
+        ('`layers.*.wq.weight`: exp_avg', '`[ep, -, fsdp]` 5 `<` 6')
     """
-    words = one_line(text).split(" ")
-    return " ".join(_word(word) for word in words)
+    return " ".join(map(_word, _words(one_line(text))))
+
+
+def _words(text: str) -> Iterator[str]:
+    """Words, and what stands in square brackets as one of them."""
+    held: list[str] = []
+    for word in text.split(" "):
+        held.append(word)
+        joined = " ".join(held)
+        if joined.count("[") <= joined.count("]"):
+            yield joined
+            held.clear()
+    yield from held
 
 
 def _word(word: str) -> str:
     if not _MARKUP.search(word):
         return word
-    inside = word.replace("`", "'")
-    return f"`{inside}`"
+    bare = word.rstrip(":,.") or word
+    inside = bare.replace("`", "'")
+    return f"`{inside}`{word[len(bare) :]}"
 
 
 def _padded(row: list[str], widths: list[int], right: tuple[bool, ...]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """How often a while loop of an HLO module runs.
 
 XLA for CPU and GPU prints the number (`known_trip_count`). XLA for TPU does not, so that it is
-worked out here, for the loops that counting makes (lax.scan, lax.fori_loop with constants):
+worked out here, for the loops that counting makes (``jax_counted``; JAX's own without x64):
 
     condition   compare(i, 4), direction=LT        i: an element of the loop's tuple
     body        tuple(..., add(i, 1), ...)         in the same place

@@ -175,6 +175,53 @@ def _rematerialization(jax: Any, mesh: Any, P: Any) -> Any:
     return step, [((4096, 512), P("dp"), "bfloat16")]
 
 
+def _attention(lies: dict[str, tuple[Any, ...]], weights: tuple[Any, ...]) -> Any:
+    """Attention whose queries, keys and values lie as told: (batch, heads, length, dim)."""
+
+    def build(jax: Any, mesh: Any, P: Any) -> Any:
+        from jax.sharding import NamedSharding
+
+        def step(x: Any, wq: Any, wk: Any, wv: Any) -> Any:
+            with jax.named_scope("Model/layers.0/self_attn"):
+                made = {}
+                for name, weight in (("q", wq), ("k", wk), ("v", wv)):
+                    value = (x @ weight).reshape(*x.shape[:2], 8, 64).transpose(0, 2, 1, 3)
+                    spec = P(*lies[name])
+                    made[name] = jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
+                scores = jax.nn.softmax(made["q"] @ made["k"].swapaxes(2, 3))
+                return scores @ made["v"]
+
+        spec, (tokens, weight) = P(*lies["x"]), ((8, 4096, 512), (512, 512))
+        given = [(weight, P(*weights), "bfloat16")] * 3
+        return step, [(tokens, spec, "bfloat16"), *given]
+
+    return build
+
+
+_SEQUENCE = ("dp", None, "sp", None)
+_HEADS = ("dp", "tp", None, None)
+_WHOLE = ("dp", None, None, None)
+_context = _attention({"x": ("dp", "sp"), "q": _SEQUENCE, "k": _WHOLE, "v": _WHOLE}, ())
+_queries = _attention({"x": ("dp", "sp"), "q": _WHOLE, "k": _WHOLE, "v": _WHOLE}, ())
+_heads = _attention({"x": ("dp",), "q": _HEADS, "k": _HEADS, "v": _HEADS}, (None, "tp"))
+_joined = _attention({"x": ("dp",), "q": _WHOLE, "k": _WHOLE, "v": _WHOLE}, (None, "tp"))
+
+
+def _gathered_experts(jax: Any, mesh: Any, P: Any) -> Any:
+    """Each device gathers the experts for its tokens, where tokens should go to the experts."""
+    from jax.sharding import NamedSharding
+
+    def step(x: Any, w: Any) -> Any:
+        with jax.named_scope("Model/layers.0/mlp/experts"):
+            whole = jax.lax.with_sharding_constraint(jax.numpy.sin(w), NamedSharding(mesh, P()))
+            return jax.numpy.einsum("xeh,ehf->xef", x, whole)
+
+    return step, [
+        ((4096, 4, 512), P(("dp", "ep")), "bfloat16"),
+        ((4, 512, 1024), P("ep"), "bfloat16"),
+    ]
+
+
 PROGRAMS = {
     "fsdp_linear": Program("v5e:4x4", ("fsdp",), (16,), (1,), _fsdp_linear),
     "megatron_mlp": Program("v5e:4x4", ("dp", "tp"), (4, 4), (1, 1), _megatron),
@@ -184,6 +231,11 @@ PROGRAMS = {
     "wrong_tp_over_dcn": Program("2xv5e:2x2", ("dp", "tp"), (4, 1), (1, 2), _megatron),
     "wrong_vocabulary": Program("v5e:4x4", ("fsdp",), (16,), (1,), _vocabulary),
     "wrong_sequence": Program("v5e:4x4", ("dp", "sp"), (4, 4), (1, 1), _sequence),
+    "context_parallel": Program("v5e:4x4", ("dp", "sp"), (4, 4), (1, 1), _context),
+    "heads": Program("v5e:4x4", ("dp", "tp"), (4, 4), (1, 1), _heads),
+    "wrong_queries": Program("v5e:4x4", ("dp", "sp"), (4, 4), (1, 1), _queries),
+    "wrong_heads": Program("v5e:4x4", ("dp", "tp"), (4, 4), (1, 1), _joined),
+    "wrong_experts": Program("v5e:4x4", ("dp", "ep"), (4, 4), (1, 1), _gathered_experts),
     "wrong_rematerialization": Program("v5e:4x4", ("dp", "tp"), (4, 4), (1, 1), _rematerialization),
 }
 

@@ -11,6 +11,7 @@ from xla_dtensor.report.stack_frames import SourceLine
 
 SCAN = "jit(program)/Model/layers/while/body/closed_call"
 BACK = "jit(program)/backward/Model/while/body/closed_call"
+LOOP = "jit(program)/backward/Model/layers/while/body/closed_call"
 
 
 # Printed for compiled steps of this package and of JAX: name, module, phase, op.
@@ -26,6 +27,12 @@ jit(program)/optimizer/sqrt | - | optimizer | sqrt
 {SCAN}/0/attention/blockwise_attention/exp | layers.*.attention | forward | exp
 jit(program)/Model/layers/while | layers | forward | -
 {BACK}/0/up/dot_general | *.up | backward | dot_general
+{LOOP}/0/up/dot_general | layers.*.up | backward | dot_general
+{LOOP}/backward/0/up/dot_general | layers.*.up | backward | dot_general
+{LOOP}/backward/Model/layers/0/up/dot_general | layers.*.up | backward | dot_general
+jit(program)/backward/model/layers/while/body/backward/0/up/dot | model.layers.*.up | backward | dot
+{SCAN}/0/at/cond/branch_0_fun/splash_attention/vmap(s)/mha/call | layers.*.at | forward | call
+jit(program)/Model/backward/exp | - | backward | exp
 {BACK}/backward/Model/layers/0/up/reduce_sum | layers.*.up | backward | reduce_sum
 {BACK}/backward/Model/layers/0/attention/transpose(jvp())/mul | layers.*.attention | backward | mul
 {BACK}/(backward/Model/layers/0/down/dot:0/attention/qd->qk/dot) | layers.*.down | backward | dot
@@ -82,7 +89,8 @@ def test_lines_of_frameworks_are_skipped(file: str) -> None:
         f"{SITE}/transformers/models/llama.py",
         "/home/torch/train.py",
         "/work/main/tests/xla_dtensor/test_training.py",
-        "/work/main/examples/models/llama.py",
+        "/work/main/xla_dtensor/models/llama.py",
+        f"{SITE}/xla_dtensor/models/llama.py",
     ],
 )
 def test_lines_of_users_are_kept(file: str) -> None:

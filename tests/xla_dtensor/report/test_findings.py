@@ -156,3 +156,74 @@ def test_layouts_that_nobody_knows_are_told_by_their_parts() -> None:
     assert free_axes(held, mesh) == ("dp", "tp")
     assert not is_vocabulary(Held("up", "parameter", (53248, 16384), "bf16", (1, 1)))
     assert not is_vocabulary(Held("b", "parameter", (128256,), "bf16", (1,)))
+
+
+def test_moments_that_lie_otherwise_than_their_parameters() -> None:
+    """The optimizer was made before the parameters were sharded."""
+    whole = [
+        replace(one, device_shape=one.shape, requested=WHOLE, chosen=WHOLE)
+        if one.role == "optimizer state"
+        else one
+        for one in LAYERS
+    ]
+    (found,) = of(step(*whole))
+    assert found.code == "optimizer-state-unsharded"
+    assert "8 arrays take 2.00 GiB" in found.detail
+    assert "in 16, they would take 128 MiB" in found.detail
+    assert "after shard_module" in found.fix
+
+
+def test_moments_in_more_shards_than_their_parameters_are_right() -> None:
+    """ZeRO-1: parameters are whole, moments are not."""
+    zero = [
+        replace(one, device_shape=one.shape, requested=WHOLE, chosen=WHOLE)
+        if one.role == "parameter"
+        else one
+        for one in LAYERS[:3]
+    ]
+    assert "optimizer-state-unsharded" not in codes(of(step(*zero)))
+
+
+def tokens(layout: str, part: tuple[int, int]) -> Held:
+    return Held("tokens", "argument", (64, 128), "s32", part, layout, layout, input=0)
+
+
+def cut_over_fsdp(name: str) -> Held:
+    return Held(name, "parameter", (8192, 8192), "f32", (2048, 8192), "[fsdp, -]", "[fsdp, -]")
+
+
+PROGRAM = """HloModule m, num_partitions=16
+
+ENTRY %main (p: f32[2048,8192]) -> f32[8192,8192] {
+  %p = f32[2048,8192]{1,0} parameter(0)
+  ROOT %g = f32[8192,8192]{1,0} all-gather(%p), channel_id=1, replica_groups=GROUPS, \
+dimensions={0}, use_global_device_ids=true, metadata={op_name="jit(step)/Model/layers.0/mlp/dot"}
+}
+"""
+OVER_FSDP = "{{0,4,8,12},{1,5,9,13},{2,6,10,14},{3,7,11,15}}"
+
+
+def fsdp_step(*held: Held) -> Evidence:
+    """A weight is gathered over fsdp, the first axis of 4 x 4 devices in order."""
+    mesh = Mesh.arange((4, 4), ("fsdp", "tp"))
+    return Evidence("a step", PROGRAM.replace("GROUPS", OVER_FSDP), mesh, None, held)
+
+
+def test_a_batch_that_is_whole_over_the_axis_of_fsdp() -> None:
+    weight = cut_over_fsdp("layers.0.w")
+    kept = Held("layers.0.v", "parameter", (64, 64), "f32", (64, 16), "[-, tp]", "[-, tp]")
+    (found,) = findings(fsdp_step(weight, kept, tokens("[-, -]", (64, 128))))
+    assert found.code == "batch-replicated"
+    assert "all 4 devices of axis fsdp" in found.title
+    assert findings(fsdp_step(weight, kept, tokens("[fsdp, -]", (16, 128)))) == ()
+    # A sequence that is cut over it is as good.
+    assert findings(fsdp_step(weight, kept, tokens("[-, fsdp]", (64, 32)))) == ()
+
+
+def test_an_axis_that_cuts_nothing() -> None:
+    weight = cut_over_fsdp("layers.0.w")
+    (found,) = findings(fsdp_step(weight, tokens("[fsdp, -]", (16, 128))))
+    assert found.code == "axis-idle"
+    assert "Axis tp cuts nothing: its 4 devices compute the same" in found.title
+    # Where nobody says what goes in, nothing is said of it.
+    assert findings(fsdp_step(weight)) == ()

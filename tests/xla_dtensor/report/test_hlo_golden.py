@@ -174,10 +174,13 @@ def test_two_slices_without_granules_are_not_guessed():
     assert [row(item)[3:] for item in found] == [expected[3:] for expected in TWO_SLICES]
 
 
+SENDS_NOTHING = {"plan_heads"}  # attention whose heads lie apart
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.hlo")))
 def test_every_program_reads_without_a_mesh(name):
     found = collectives(read(name))
-    assert found
+    assert bool(found) == (name not in SENDS_NOTHING)
     assert all(item.axes is None and item.payload_bytes > 0 for item in found)
 
 

@@ -188,3 +188,18 @@ def test_damaged_programs_never_stop_the_report(data: st.DataObject) -> None:
     found = {part.role: part.device_bytes for part in report.parts}
     assert {role: found[role] for role in logical} == logical
     assert report.total_bytes == 63488 + 19456 - 6144 + 60416
+
+
+def test_equal_arrays_of_layers_crowd_out_nothing() -> None:
+    """60 layers, 2 moments each, all larger than what else there is: 2 groups, then the rest."""
+    mesh = Mesh([0, 1], (2,), ("dp",))
+    held = [
+        Held(f"layers.{layer}.w {moment}", "optimizer state", (64, 64), "f32", (32, 64))
+        for layer in range(60)
+        for moment in ("exp_avg", "exp_avg_sq")
+    ]
+    held.append(Held("norm", "parameter", (64,), "f32", (64,)))
+    report = memory_report(Evidence("a step", "HloModule m", mesh, held=tuple(held)))
+    assert len(report.largest) == 121
+    assert report.largest[-1].name == "norm"
+    assert report.largest[0].bytes == 32 * 64 * 4

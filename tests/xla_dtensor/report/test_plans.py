@@ -21,6 +21,8 @@ from xla_dtensor.report.roofline import Roofline, roofline
 KIB, MIB = 2**10, 2**20
 V5E_LINK, V5E_DCN = 50e9, 25e9 / 8  # bytes per second, one way
 
+WEIGHTS = tuple(f"layers.0.self_attn.{name}_proj.weight" for name in "qkv")
+
 # What each program holds: name, global shape, one device's part, layout.
 HELD = {
     "fsdp_linear": [("w", (1024, 512), (64, 512), "Shard(0)")],
@@ -45,6 +47,20 @@ HELD = {
         ("layers.0.mlp.down", (1024, 512), (1024, 512), "Replicate(), Replicate()"),
     ],
     "wrong_rematerialization": [("w", (512, 512), (128, 512), "Replicate(), Shard(0)")],
+    "context_parallel": [(name, (512, 512), (512, 512), "[-, -]") for name in WEIGHTS],
+    "wrong_queries": [(name, (512, 512), (512, 512), "[-, -]") for name in WEIGHTS],
+    "heads": [(name, (512, 512), (512, 128), "[-, tp]") for name in WEIGHTS],
+    "wrong_heads": [(name, (512, 512), (512, 128), "[-, tp]") for name in WEIGHTS],
+    "wrong_experts": [("experts.weight", (4, 512, 1024), (1, 512, 1024), "[ep, -, -]")],
+}
+
+# What goes into some of them.
+GIVEN = {
+    "context_parallel": ((8, 4096, 512), (2, 1024, 512), "[dp, sp, -]"),
+    "wrong_queries": ((8, 4096, 512), (2, 1024, 512), "[dp, sp, -]"),
+    "heads": ((8, 4096, 512), (2, 4096, 512), "[dp, -, -]"),
+    "wrong_heads": ((8, 4096, 512), (2, 4096, 512), "[dp, -, -]"),
+    "wrong_experts": ((4096, 4, 512), (256, 4, 512), "[dp.ep, -, -]"),
 }
 
 # Kind, axes, bytes in, bytes out, executions; worked out by hand from the shapes of the programs.
@@ -83,6 +99,29 @@ TRAFFIC = {
         # 2 sequences of 8192 x 512 bfloat16, of which each device has a quarter.
         ("all-gather", ("sp",), 2 * 2048 * 512 * 2, 2 * 8192 * 512 * 2, 1),
     ],
+    "wrong_vocabulary": [
+        # The head, 512 x 512 bfloat16 in 16 parts of 32 rows, of which a device lacks 15. XLA
+        # multiplies each part as it comes by, in two rings: one hop, then a loop of 4 turns with
+        # two hops in each ring. That is 17 hops; the last of each ring brings a part for nobody.
+        *[("collective-permute", ("fsdp",), 32 * 512 * 2, 32 * 512 * 2, 4)] * 4,
+        ("collective-permute", ("fsdp",), 32 * 512 * 2, 32 * 512 * 2, 1),
+    ],
+    "wrong_rematerialization": [
+        # 4096 x 512 bfloat16, of which each of 4 has a quarter, gathered whole.
+        ("all-gather", ("dp",), 1024 * 512 * 2, 4096 * 512 * 2, 1),
+    ],
+    "context_parallel": [
+        # Keys and values of 2 sequences: 8 heads of 64 bfloat16, 4096 tokens of which it has 1024.
+        *[("all-gather", ("sp",), 2 * 1024 * 512 * 2, 2 * 4096 * 512 * 2, 1)] * 2,
+    ],
+    "heads": [],
+    "wrong_queries": [
+        *[("all-gather", ("sp",), 2 * 1024 * 512 * 2, 2 * 4096 * 512 * 2, 1)] * 3,
+    ],
+    "wrong_experts": [
+        # One of 4 experts of 512 x 1024 bfloat16 is each device's own.
+        ("all-gather", ("ep",), 512 * 1024 * 2, 4 * 512 * 1024 * 2, 1),
+    ],
 }
 
 # Seconds on ICI by axes, and on DCN: a 2 x 2 block is a ring of two links, a line of 4 one link.
@@ -106,9 +145,13 @@ def evidence(name: str) -> Evidence:
         Held(weight, "parameter", whole, "bf16", part, layout, layout)
         for weight, whole, part, layout in HELD[name]
     ]
+    if name in GIVEN:
+        whole, part, layout = GIVEN[name]
+        held.append(Held("tokens", "argument", whole, "bf16", part, layout, layout))
     held += [
         replace(one, name=f"{one.name} {moment}", role="optimizer state", dtype="f32")
         for one in held
+        if one.role == "parameter"
         for moment in ("exp_avg", "exp_avg_sq")
     ]
     return Evidence(
@@ -168,6 +211,9 @@ def test_right_plans_have_no_findings(name: str) -> None:
         ("wrong_vocabulary", "vocabulary-unsharded"),
         ("wrong_sequence", "activation-gathered"),
         ("wrong_rematerialization", "full-rematerialization"),
+        ("wrong_queries", "attention-gathered"),
+        ("wrong_heads", "attention-gathered"),
+        ("wrong_experts", "experts-gathered"),
     ],
 )
 def test_each_wrong_plan_has_its_finding_and_no_other(name: str, code: str) -> None:

@@ -1,0 +1,303 @@
+"""Which mesh, slice or batch a job should have, found by compiling the best by the quick estimate.
+
+    compiled_sweep(case, "fsdp=*,tp=*", compile, budget=Budget(600))     meshes, the best first
+    compiled_smallest(case, "v5e", compile, budget=...)                  slices, until one fits
+    compiled_batch(case, compile, budget=...)                            batches around the limit
+
+`compile` is given a job, the sequences per part of the batch, and how long it may take; it returns
+the evidence, or raises CompileError, which is noted and is no end. One program after the other is
+compiled until the budget is spent. Nothing runs: memory is the compiler's, seconds are modelled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from xla_dtensor.errors import CompileError
+from xla_dtensor.quick_sweep import max_batch, quick_sweep, slices_not_refused
+from xla_dtensor.report.compile_report import CompileReport
+
+if TYPE_CHECKING:
+    from mesh_utils import JobConfig
+    from xla_dtensor.quick import QuickEstimate
+    from xla_dtensor.quick_sweep import QuickCase, SweptMesh
+    from xla_dtensor.report.evidence import Evidence
+
+__all__ = [
+    "Budget",
+    "Compile",
+    "Outcome",
+    "Trial",
+    "compiled_batch",
+    "compiled_smallest",
+    "compiled_sweep",
+    "is_too_large",
+    "short",
+]
+
+Outcome: TypeAlias = Literal["fits", "unknown", "not compiled", "does not fit", "refused"]
+Compile: TypeAlias = "Callable[[JobConfig, int, float], Evidence]"
+
+_LONGEST = 200
+"""Characters of a refusal in a table."""
+
+_STRAIGHT = 6
+"""After so many batches the line through them does not hold."""
+
+_ORDER: tuple[Outcome, ...] = ("fits", "unknown", "not compiled", "does not fit", "refused")
+
+
+class Budget:
+    """Seconds that are spent as time goes by.
+
+    Args:
+        seconds: How many; the first program may take all of them.
+        now: The clock.
+
+    Example:
+        >>> Budget(60, now=lambda: 5.0).left
+        60.0
+    """
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
+        self._now, self._start = now, now()
+
+    @property
+    def left(self) -> float:
+        """What is left; negative when it is overspent."""
+        return self.seconds - (self._now() - self._start)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate, and what became of it.
+
+    Args:
+        job: The job with its axes and slice.
+        per_group: Sequences per part of the batch.
+        outcome: "unknown" where it was compiled and nothing says what a device has.
+        estimate: The quick one; None if the batch cannot be cut so.
+        modelled: Seconds of each axis's collectives, by the rules; empty where they were not asked.
+        report: Of the compiled step.
+        evidence: What the report was made of.
+        refused: Why it cannot be, or why the compiler did not do it.
+        seconds: How long compiling took.
+    """
+
+    job: JobConfig
+    per_group: int
+    outcome: Outcome
+    estimate: QuickEstimate | None = None
+    modelled: dict[str, float] = field(default_factory=dict[str, float])
+    report: CompileReport | None = field(default=None, repr=False)
+    evidence: Evidence | None = field(default=None, repr=False)
+    refused: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Modelled seconds of the compiled step, all overlapped; None where there are none."""
+        roofline = None if self.report is None else self.report.roofline
+        return None if roofline is None else roofline.step_seconds
+
+
+def compiled_sweep(
+    case: QuickCase,
+    pattern: str,
+    compile: Compile,
+    *,
+    budget: Budget,
+    best: int = 3,
+    sequences: int | None = None,
+) -> tuple[Trial, ...]:
+    """Rank meshes by the model, compile the best of them, and rank those by their reports.
+
+    Args:
+        case: The job.
+        pattern: Axes with their sizes, "*" for any: see ``quick_sweep``.
+        compile: See the module docstring.
+        budget: For all of them.
+        best: How many are compiled until they fit; refused ones and those too large do not count.
+        sequences: Of the whole batch; one per device by default.
+
+    Returns:
+        All meshes: those that fit by the compiler, the least modelled step first; those that were
+        not compiled, by their modelled communication; those that do not fit; those refused.
+
+    Raises:
+        JobError: As ``quick_sweep``.
+    """
+    meshes = quick_sweep(case, pattern, sequences=sequences)
+    whole = case.job.topology().num_devices if sequences is None else sequences
+    found: list[Trial] = []
+    left = best
+    for mesh in meshes:
+        trial = _of_mesh(case, mesh, whole)
+        if trial.outcome == "not compiled" and left and budget.left > 0:
+            trial = _compiled(trial, compile, budget)
+            left -= trial.outcome in ("fits", "unknown")
+        found.append(trial)
+    return tuple(sorted(found, key=_rank))
+
+
+def _of_mesh(case: QuickCase, mesh: SweptMesh, sequences: int) -> Trial:
+    job = case.with_axes(mesh.axes).job
+    per_group = 1
+    if mesh.estimate is not None:
+        per_group = sequences // case.with_axes(mesh.axes).batch().groups
+    return Trial(
+        job,
+        per_group,
+        "not compiled" if mesh.refused is None else "refused",
+        mesh.estimate,
+        dict(mesh.seconds),
+        refused=mesh.refused,
+    )
+
+
+def _rank(trial: Trial) -> tuple[int, float, float]:
+    order = _ORDER.index(trial.outcome)
+    roofline = None if trial.report is None else trial.report.roofline
+    if roofline is None:
+        return order, float("inf"), sum(trial.modelled.values())
+    # Of two whose longest part is the same to 1 in 1000, the one that relies on overlap less.
+    return order, float(f"{roofline.step_seconds:.3g}"), roofline.step_seconds_no_overlap
+
+
+def _compiled(trial: Trial, compile: Compile, budget: Budget) -> Trial:
+    start = budget.left
+    try:
+        evidence = compile(trial.job, trial.per_group, start)
+    except CompileError as error:
+        spent = start - budget.left
+        why: Outcome = "does not fit" if is_too_large(error) else "refused"
+        return replace(trial, outcome=why, refused=short(str(error)), seconds=spent)
+    report = CompileReport.of(evidence)
+    outcome: Outcome = "unknown"
+    if report.fits is not None:
+        outcome = "fits" if report.fits else "does not fit"
+    spent = start - budget.left
+    return replace(trial, outcome=outcome, report=report, evidence=evidence, seconds=spent)
+
+
+def is_too_large(error: CompileError) -> bool:
+    """Tell whether the compiler gave no program because a device's memory is too small.
+
+    Args:
+        error: What was raised.
+
+    Returns:
+        Whether libtpu said so.
+    """
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def short(text: str) -> str:
+    r"""Cut a refusal to the line that says most: the last of what a compiler says.
+
+    Args:
+        text: The message of a CompileError.
+
+    Returns:
+        One line of at most 200 characters.
+
+    Example:
+        >>> short("It ended. Mend what it says last:\nTraceback\nXlaRuntimeError: out of memory")
+        'XlaRuntimeError: out of memory'
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    line = lines[-1] if lines else ""
+    if len(lines) == 1 and ". " in line:
+        line = ". ".join(line.split(". ")[1:2])
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
+
+
+def compiled_smallest(
+    case: QuickCase, chip: str, compile: Compile, *, budget: Budget
+) -> tuple[Trial, ...]:
+    """Compile for one slice after the other, the smallest first, until one fits.
+
+    Args:
+        case: The job.
+        chip: The chip.
+        compile: See the module docstring.
+        budget: For all of them.
+
+    Returns:
+        What was tried, in that order; the last fits, unless the budget or the slices came to an
+        end. The first that the budget left out is named as well.
+
+    Raises:
+        MeshError: No such chip.
+    """
+    found: list[Trial] = []
+    for job, estimate in slices_not_refused(case, chip):
+        trial = Trial(job, 1, "not compiled", estimate)
+        if budget.left > 0:
+            trial = _compiled(trial, compile, budget)
+        found.append(trial)
+        if trial.outcome in ("fits", "unknown", "not compiled"):
+            break
+    return tuple(found)
+
+
+def compiled_batch(case: QuickCase, compile: Compile, *, budget: Budget) -> tuple[Trial, ...]:
+    """Compile batches until the largest that fits is known, or the budget is spent.
+
+    The first is the largest that the quick estimate does not refuse. Memory grows nearly in a line
+    with the batch, so the next is where that line meets what a device has.
+
+    Args:
+        case: The job, with a reference model.
+        compile: See the module docstring.
+        budget: For all of them.
+
+    Returns:
+        What was tried, in that order; nothing where the quick estimate refuses one sequence.
+    """
+    most = max_batch(case)
+    if most is None:
+        return ()
+    found: list[Trial] = []
+    fits, too_many = 0, most[0] + 1
+    count = most[0]
+    while too_many - fits > 1 and budget.left > 0:
+        trial = _compiled(
+            Trial(case.job, count, "not compiled", case.estimate(count)), compile, budget
+        )
+        found.append(trial)
+        if trial.outcome in ("fits", "unknown"):
+            fits = count
+        else:
+            too_many = count
+        count = _next_count(found, fits, too_many)
+    return tuple(found)
+
+
+def _next_count(tried: list[Trial], fits: int, too_many: int) -> int:
+    """Where the line through what was compiled meets the capacity, inside what is left."""
+    points = [
+        (trial.per_group, trial.report.memory.total_bytes, trial.report.memory.capacity_bytes or 0)
+        for trial in tried
+        if trial.report is not None
+    ]
+    low, high = fits + 1, max(fits + 1, too_many - 1)
+    if not points or len(tried) > _STRAIGHT:
+        return (low + high) // 2
+    count, total, capacity = points[-1]
+    base = tried[-1].estimate
+    held = 0 if base is None else base.exact_bytes
+    others = [point for point in points[:-1] if point[0] != count]
+    if others:
+        nearest = min(others, key=lambda point: abs(point[1] - capacity))
+        slope = (total - nearest[1]) / (count - nearest[0])
+    else:
+        slope = (total - held) / count
+    if slope <= 0:
+        return (low + high) // 2
+    met = count + (capacity - total) / slope
+    return min(high, max(low, int(met)))
