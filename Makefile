@@ -2,7 +2,7 @@
 # `make help` lists the targets.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-latest test-slow lint format typecheck gpu-check gpu-test tpu-check tpu-test bench clean clean-venvs
+.PHONY: help setup demo demo-hosts test test-latest test-slow lint format typecheck gpu-check gpu-test tpu-check tpu-test bench clean clean-venvs
 
 # The first Python that really runs, is new enough and can make environments. A name on PATH is not
 # enough: version managers leave stand-ins there that only print an error. 3.11 comes first because
@@ -69,24 +69,27 @@ setup: $(MAIN_VENV)/$(STAMP)  ## make .venv: both runtimes, torch 2.9, developme
 demo: $(DEMO_VENV)/$(STAMP)  ## run the demo; RUNTIME=jax (default) or torch_xla, only that one is installed
 	$(DEMO_VENV)/bin/python -m examples.train_lm --runtime $(RUNTIME) $(DEMO_ARGS)
 
+demo-hosts: .venv-demo-jax/$(STAMP)  ## kill a job of 4 processes, and see it go on as 2 on another mesh
+	.venv-demo-jax/bin/python -m examples.train_job_demo $(DEMO_ARGS)
+
 # A process runs one runtime: everything is tested with jax, what uses a runtime with torch_xla too.
 test: $(MAIN_VENV)/$(STAMP)  ## run the tests on torch 2.9, with jax and with torch_xla
-	$(MAIN_VENV)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" --runtime jax $(PYTEST_ARGS)
-	$(MAIN_VENV)/bin/python -m pytest -n $(JOBS) -m "on_runtime and not slow and not gpu" \
+	$(MAIN_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not gpu" --runtime jax $(PYTEST_ARGS)
+	$(MAIN_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "on_runtime and not slow and not gpu" \
 	--runtime torch_xla $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 # What imports no torch was tested by `make test`; another torch changes nothing for it.
 WITHOUT_TORCH := tests/mesh_utils/test_[acglmnopstx]* tests/mesh_utils/test_drawing* \
 	tests/tpu_configs tests/xla_dtensor/report tests/benchmarks/test_mesh*
 test-latest: $(LATEST_VENV)/$(STAMP)  ## run the tests on the newest supported torch, with jax
-	$(LATEST_VENV)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" \
+	$(LATEST_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not gpu" \
 	$(WITHOUT_TORCH:%=--ignore-glob='$(CURDIR)/%') $(PYTEST_ARGS)
 
 # pytest exits with 5 when it finds no test, which is no failure for a subset.
 test-slow: $(MAIN_VENV)/$(STAMP)  ## run the tests that `make test` leaves out
-	$(MAIN_VENV)/bin/python -m pytest -n $(JOBS) -m "slow and not gpu" --runtime jax \
+	$(MAIN_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "slow and not gpu" --runtime jax \
 	$(PYTEST_ARGS) || [ $$? -eq 5 ]
-	$(MAIN_VENV)/bin/python -m pytest -n $(JOBS) -m "on_runtime and slow and not gpu" \
+	$(MAIN_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "on_runtime and slow and not gpu" \
 	--runtime torch_xla $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 lint: $(MAIN_VENV)/$(STAMP)  ## check style, format and spelling

@@ -17,6 +17,9 @@ nothing, and needs no cloud tools.
 
 A command is a list of words: each reaches the program as it is, whatever is in it, and nothing is
 expanded. For variables and pipes pass ["bash", "-c", "..."].
+
+A program that was told to end, and has saved, exits with the status 75. JobSet, xpk and Slurm start
+such a job again, and do not count it as a failure (xpk does).
 """
 
 import math
@@ -28,8 +31,10 @@ from mesh_utils.config import JobConfig
 from mesh_utils.errors import JobError
 from mesh_utils.job_file import nearest
 from mesh_utils.launch_jobset import jobset
+from mesh_utils.launch_schema import check_jobset
 from mesh_utils.launch_scripts import queued, slurm, torchrun, xpk
 from mesh_utils.launch_text import dns_name
+from mesh_utils.launch_variables import COMPILE_CACHE, JOB, LOCAL_AXES, job_text
 from mesh_utils.launch_work import Work
 
 Renderer: TypeAlias = Callable[[Work], str]
@@ -49,12 +54,13 @@ _PLATFORMS = {
     "slurm": ("gpu",),
 }
 _OPTIONS: dict[str, tuple[str, ...]] = {
-    "jobset": ("namespace", "queue", "max_restarts", "claim_template"),
-    "xpk": ("project", "zone", "cluster", "priority", "max_restarts"),
+    "jobset": ("namespace", "queue", "max_restarts", "claim_template", "grace_seconds"),
+    "xpk": ("project", "zone", "cluster", "priority", "max_restarts", "grace_seconds"),
     "queued": ("project", "zone", "runtime_version", "capacity"),
-    "torchrun": (),
-    "slurm": ("partition", "account", "time"),
+    "torchrun": ("max_restarts",),
+    "slurm": ("partition", "account", "time", "grace_seconds"),
 }
+_FOR_ALL = ("compile_cache",)
 
 LAUNCHERS = tuple(_RENDERERS)
 """The launchers."""
@@ -80,7 +86,7 @@ def render(
     job: JobConfig,
     launcher: str,
     *,
-    command: Sequence[str],
+    command: Sequence[str] | None = None,
     image: str | None = None,
     env: Mapping[str, str] | None = None,
     **options: str,
@@ -90,14 +96,16 @@ def render(
     Args:
         job: the job.
         launcher: "jobset", "xpk", "queued", "torchrun" or "slurm".
-        command: the words of what each host (GPU: each process) runs.
-        image: the container image. JobSet needs one; queued resources run the command in Docker if
-            there is one, Slurm with pyxis; torchrun has none.
+        command: the words of what each host (GPU: each process) runs; the job's by default.
+        image: the container image; the job's by default. JobSet needs one; queued resources run
+            the command in Docker if there is one, Slurm with pyxis; torchrun has none.
         env: further environment variables. Those for XLA flags come from the job.
-        **options: what the launcher knows besides: namespace, queue, max_restarts, claim_template
-            (jobset); project, zone, cluster, priority, max_restarts (xpk); project, zone,
-            runtime_version, capacity: "spot" or "reserved" (queued); partition, account, time
-            (slurm).
+        **options: compile_cache: a folder or a URL where XLA keeps compiled programs, so that a
+            restart finds them. And what the launcher knows besides: namespace, queue,
+            max_restarts, claim_template, grace_seconds (jobset); project, zone, cluster, priority,
+            max_restarts, grace_seconds (xpk); project, zone, runtime_version, capacity: "spot" or
+            "reserved" (queued); partition, account, time, grace_seconds (slurm); max_restarts
+            (torchrun).
 
     Returns:
         YAML or a shell script.
@@ -121,24 +129,68 @@ def render(
             f"Job {job.name!r} was to be launched with {launcher!r}. It does not start jobs on "
             f"{job.chip.title}. Pass one of {', '.join(launchers_for(job))}."
         )
-    known = _OPTIONS[launcher]
+    known = (*_OPTIONS[launcher], *_FOR_ALL)
     for option, value in options.items():
         if option not in known:
-            instead = nearest(option, known) if known else "none"
             raise JobError(
                 f"Job {job.name!r} was to be launched with {launcher} and {option}={value!r}. It "
-                f"has no such option. Pass {instead}."
+                f"has no such option. Pass {nearest(option, known)}."
             )
         _check_word(option, value, job)
+    image = job.run.image if image is None else image
     work = Work(
         job=job,
         name=dns_name(job.name),
-        command=_read_command(command, job),
+        command=_read_command(job.run.command if command is None else command, job),
         image=None if image is None else _check_word("image", image, job),
-        env=_read_env(env or {}, job),
+        env=work_environment(job, env or {}, options.pop("compile_cache", None)),
         options=options,
     )
-    return _RENDERERS[launcher](work)
+    text = _RENDERERS[launcher](work)
+    if launcher == "jobset":
+        check_jobset(text)
+    return text
+
+
+def work_environment(
+    job: JobConfig, env: Mapping[str, str], compile_cache: str | None = None
+) -> dict[str, str]:
+    """The environment variables that a launcher sets, whatever it is.
+
+    Args:
+        job: the job.
+        env: further variables; they win over those of the job file.
+        compile_cache: where XLA keeps compiled programs; the job's by default.
+
+    Returns:
+        XLA flags, the job itself, the job file's variables, the further ones, and the folder for
+        compiled programs.
+
+    Raises:
+        JobError: no such variable, or one that says what the job file says.
+
+    Example:
+        >>> list(work_environment(JobConfig.load("llama3_8b_v5e"), {"A": "b"}, "gs://x/y"))
+        ['LIBTPU_INIT_ARGS', 'XLA_DTENSOR_JOB', 'A', 'JAX_COMPILATION_CACHE_DIR']
+    """
+    given = {**job.run.env, **env}
+    cache = job.run.compile_cache if compile_cache is None else compile_cache
+    own = {JOB: job_text(job)} | ({} if cache is None else {COMPILE_CACHE: cache})
+    flags = job.environment()
+    _check_env(given, job)
+    for name, value in given.items():
+        if name in flags:
+            raise JobError(
+                f"Job {job.name!r} was to be launched with {name}={value!r}. The job's XLA flags "
+                "are in that variable. Write them under xla_flags: flags in the job file."
+            )
+        if name in own or name in (JOB, LOCAL_AXES):
+            where = "run: compile_cache" if name == COMPILE_CACHE else "its own keys"
+            raise JobError(
+                f"Job {job.name!r} was to be launched with {name}={value!r}. The launcher sets "
+                f"that variable itself. Write it under {where} in the job file."
+            )
+    return flags | {JOB: own.pop(JOB)} | given | own
 
 
 def _read_command(command: object, job: JobConfig) -> tuple[str, ...]:
@@ -152,8 +204,7 @@ def _read_command(command: object, job: JobConfig) -> tuple[str, ...]:
     return cast("tuple[str, ...]", tuple(words))
 
 
-def _read_env(env: Mapping[str, str], job: JobConfig) -> dict[str, str]:
-    flags = job.environment()
+def _check_env(env: Mapping[str, str], job: JobConfig) -> None:
     for name, value in cast("Mapping[object, object]", env).items():
         is_name = isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
         if not is_name or not isinstance(value, str) or not _fits(value):
@@ -162,12 +213,6 @@ def _read_env(env: Mapping[str, str], job: JobConfig) -> dict[str, str]:
                 "are of letters, digits and '_', values are text without the character 0. "
                 "Pass such as env={'HF_HOME': '/data'}."
             )
-        if name in flags:
-            raise JobError(
-                f"Job {job.name!r} was to be launched with {name}={value!r}. The job's XLA flags "
-                "are in that variable. Write them under xla_flags: flags in the job file."
-            )
-    return flags | dict(env)
 
 
 def _check_word(name: str, value: str, job: JobConfig) -> str:

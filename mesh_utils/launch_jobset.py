@@ -5,13 +5,17 @@ MEGASCALE_NUM_SLICES, MEGASCALE_SLICE_ID, MEGASCALE_COORDINATOR_ADDRESS) is not 
 jax.distributed.initialize() read it. For GPUs nobody sets anything, so these pods have
 JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID and, for several slices,
 JAX_PARTITION_INDEX.
+
+A pod that ends with the status 75 was told to end, and has saved; it fails its job at once, for the
+reason PodFailurePolicy, on which the JobSet starts again without counting a restart. So does a pod
+that Kubernetes itself disrupts, as by preemption or the drain of a node.
 """
 
 from collections.abc import Mapping
 
 from mesh_utils.errors import JobError
 from mesh_utils.launch_text import fill, kubernetes_text, node_arch, yaml_list, yaml_text
-from mesh_utils.launch_work import Work
+from mesh_utils.launch_work import PREEMPTED, Work
 
 _PORT = 8476
 _ON_ONE_NODE_POOL = """annotations:
@@ -52,7 +56,9 @@ def jobset(work: Work) -> str:
         "name": work.name,
         "namespace": "" if namespace is None else f"namespace: {yaml_text(namespace)}",
         "labels": labels,
-        "max_restarts": _count(work, "max_restarts"),
+        "max_restarts": work.count("max_restarts"),
+        "preempted": PREEMPTED,
+        "grace_seconds": work.grace_seconds,
         "slices": job.num_slices,
         "hosts_per_slice": work.hosts_per_slice,
         "accelerator": yaml_text(job.chip.gke_name),
@@ -107,13 +113,3 @@ def _gpu_parts(work: Work) -> dict[str, object]:
 def _env(env: Mapping[str, str]) -> list[str]:
     pairs = env.items()
     return [f"{{name: {name}, value: {kubernetes_text(value)}}}" for name, value in pairs]
-
-
-def _count(work: Work, option: str) -> int:
-    given = work.options.get(option, "0")
-    if not given.isdecimal():
-        raise JobError(
-            f"Job {work.job.name!r} was to be launched with {option}={given!r}. That is no number. "
-            f"Pass such as {option}='3'."
-        )
-    return int(given)

@@ -6,7 +6,7 @@ import shlex
 
 from mesh_utils.errors import JobError
 from mesh_utils.launch_text import exports, fill, launcher_name, settings, shell_lines
-from mesh_utils.launch_work import Work
+from mesh_utils.launch_work import PREEMPTED, Work
 
 # xpk writes commands and values into YAML as they are, and Kubernetes expands $( there.
 _FRAGILE = re.compile(r"[^\x20-\x7e]|[\"\\$]")
@@ -50,7 +50,9 @@ def xpk(work: Work) -> str:
             "device_type": shlex.quote(device_type),
             "count": count,
             "priority": shlex.quote(work.options.get("priority", "medium")),
-            "max_restarts": shlex.quote(work.options.get("max_restarts", "0")),
+            "max_restarts": work.count("max_restarts"),
+            "preempted": PREEMPTED,
+            "grace_seconds": work.grace_seconds,
             "image": shell_lines(image, 2),
             "env": shell_lines([f"--env={name}={each}" for name, each in work.env.items()], 2),
             "command": shlex.quote(f"--command={_xpk_command(work)}"),
@@ -151,6 +153,7 @@ def torchrun(work: Work) -> str:
             "exports": exports(work.env),
             "command": shell_lines(work.command, 2),
             "partition": work.partition.replace("NODE", "GROUP_RANK"),
+            "max_restarts": work.count("max_restarts"),
         },
     )
 
@@ -185,5 +188,8 @@ def slurm(work: Work) -> str:
             "command": shell_lines(work.command, 2),
             "image": image,
             "partition": work.partition.replace("NODE", "SLURM_NODEID"),
+            "preempted": PREEMPTED,
+            "signal": f"USR1@{work.grace_seconds}",
+            "grace_seconds": work.grace_seconds,
         },
     )

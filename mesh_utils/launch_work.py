@@ -8,6 +8,9 @@ from mesh_utils.config import JobConfig
 from mesh_utils.errors import JobError
 from mesh_utils.topology_name import shape_text
 
+PREEMPTED = 75
+"""The exit status of a program that was told to end, and has saved: start it again."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -65,6 +68,32 @@ class Work:
         if self.job.num_slices == 1:
             return ""
         return f'export JAX_PARTITION_INDEX="$((NODE / {self.hosts_per_slice}))"'
+
+    @property
+    def grace_seconds(self) -> int:
+        """From the signal to end until a process is killed."""
+        return self.count("grace_seconds", self.job.run.grace_seconds)
+
+    def count(self, option: str, otherwise: int = 0) -> int:
+        """Reads an option that is a number.
+
+        Args:
+            option: its name.
+            otherwise: what it is where nobody says.
+
+        Returns:
+            The number.
+
+        Raises:
+            JobError: it is none.
+        """
+        given = self.options.get(option, str(otherwise))
+        if not (given.isascii() and given.isdecimal()):
+            raise JobError(
+                f"Job {self.job.name!r} was to be launched with {option}={given!r}. That is no "
+                f"number. Pass such as {option}='3'."
+            )
+        return int(given)
 
     def needed_image(self, launcher: str) -> str:
         """The image, where there has to be one.

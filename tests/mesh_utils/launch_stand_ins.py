@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from mesh_utils import JobConfig
+from mesh_utils.launch_variables import JOB, job_text
 
 WORDS = ["python", "train.py", "--steps", "10"]
 IMAGE = "us-docker.pkg.dev/project/repository/train:1"
@@ -91,6 +92,11 @@ def job(name: str = "llama3_70b_v5p_2slices") -> JobConfig:
 def small(**changes: Any) -> JobConfig:
     axes = {"dp": {"dcn": -1}, "tp": {"ici": -1}}
     return JobConfig.parse({"name": "x", "accelerator": "v5e:4x4", "axes": axes, **changes})
+
+
+def told(found: JobConfig) -> dict[str, str]:
+    """The variables that every launcher sets: XLA flags, and the job itself."""
+    return found.environment() | {JOB: job_text(found)}
 
 
 def pod_of(text: str) -> tuple[dict[str, Any], dict[str, Any]]:

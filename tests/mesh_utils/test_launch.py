@@ -35,6 +35,7 @@ from tests.mesh_utils.launch_stand_ins import (
     shell,
     shown,
     small,
+    told,
     variables_of,
 )
 
@@ -106,7 +107,7 @@ def test_jobset_of_tpus(
     assert container["command"] == WORDS
     assert container["resources"]["limits"] == {"google.com/tpu": chips}
     # GKE sets what libtpu needs to join slices; set here, it would be set for one of them.
-    assert variables_of(container) == found.environment() | {"HF_HOME": "/data $x"}
+    assert variables_of(container) == told(found) | {"HF_HOME": "/data $x"}
     assert ("--megascale_grpc_premap_memory_bytes" in str(container["env"])) == (slices > 1)
 
 
@@ -135,7 +136,7 @@ def test_jobset_of_gpus(name: str, slices: int, hosts: int, accelerator: str, ch
     dns = dns_name(found.name)
     assert given.pop("JAX_COORDINATOR_ADDRESS") == f"{dns}-slice-0-0.{dns}:8476"
     assert given.pop("JAX_NUM_PROCESSES") == str(slices * hosts)
-    assert given == found.environment()
+    assert given == told(found)
     on_one_pool = "exclusive-topology" in text
     assert on_one_pool == (hosts > 1)
     assert ("arm64" in text) == (accelerator == "nvidia-gb200")
@@ -179,7 +180,7 @@ def test_options_of_jobset() -> None:
     manifest = yaml.safe_load(text)
     assert manifest["metadata"]["namespace"] == "team"
     assert manifest["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "multislice-queue"}
-    assert manifest["spec"]["failurePolicy"] == {"maxRestarts": 3}
+    assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 3
     pod = pod_of(text)[1]
     (claim,) = pod["resourceClaims"]
     assert claim["resourceClaimTemplateName"] == "rack"
@@ -199,7 +200,7 @@ def test_xpk(tools: Path) -> None:
     assert option(called, "zone") == "us-east5-a"
     assert option(called, "command") == shlex.join(WORDS)
     env = dict(word[6:].split("=", 1) for word in called if word.startswith("--env="))
-    assert env == job().environment() | {"A": "b c"}
+    assert env == told(job()) | {"A": "b c"}
 
 
 @pytest.mark.parametrize(
@@ -359,7 +360,12 @@ def test_torchrun_itself(tmp_path: Path) -> None:
         ("llama3_8b_v5e", "jobset", {"image": None}, r"without an image. Pods run.*Pass image="),
         ("llama3_8b_h100", "torchrun", {}, r"image='us-.*processes, not containers. Pass no image"),
         ("llama3_8b_v5e", "queued", {"zon": "z"}, r"no such option. Pass 'zone', or one of proj"),
-        ("llama3_8b_h100", "torchrun", {"zone": "z"}, r"no such option. Pass none"),
+        (
+            "llama3_8b_h100",
+            "torchrun",
+            {"zone": "z"},
+            r"no such option. Pass one of max_res",
+        ),
         ("llama3_8b_v5e", "queued", {"zone": "a b"}, r"zone='a b'.*one word of printable ASCII"),
         ("llama3_8b_v5e", "queued", {"zone": ""}, r"zone=''.*one word"),
         ("llama3_8b_v5e", "queued", {"capacity": "cheap"}, r"'cheap'. .*Pass one of spot,"),

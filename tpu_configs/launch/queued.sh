@@ -1,6 +1,8 @@
 #!/bin/bash
 # @@title
 # The VMs know their slice from their metadata: TPU_WORKER_ID and MEGASCALE_* are not set here.
+# Nothing starts the command again: run this script's last call once more, or all of it after
+# deleting the queued resource.
 set -euo pipefail
 @@settings
 

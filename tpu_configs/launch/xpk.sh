@@ -12,6 +12,8 @@ arguments=(
   @@count
   --priority=@@priority
   --max-restarts=@@max_restarts
+  --restart-on-exit-codes=@@preempted
+  --termination-grace-period-seconds=@@grace_seconds
   @@image
   @@env
   @@command
