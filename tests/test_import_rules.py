@@ -80,7 +80,7 @@ RULES = (
     Rule(
         "xla_dtensor*",
         (*BELOW_CORE, "yaml", "torch", "xla_dtensor"),
-        on_use=("rich", "safetensors", "tqdm"),
+        on_use=("fsspec", "rich", "safetensors", "tqdm", "transformers"),
         never=(JAX_FILES, TORCH_XLA_FILES, *CLI_FILES),
     ),
 )
