@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
 
 import xla_dtensor as xd
+from tests.xla_dtensor import trained_steps
 from xla_dtensor.errors import ArgumentTypeError
 from xla_dtensor.live_counts import comm_counts
 from xla_dtensor.live_report import evidence_of, report_of
@@ -45,21 +45,7 @@ class Net(nn.Module):
 def trained(mesh: xd.DeviceMesh) -> xd.CompiledStep:
     """A training step of the net, after two calls."""
     plan = {"layers.*.up.weight": ["tp", None], "layers.*.down.weight": [None, "tp"]}
-    model = xd.shard_module(Net(), mesh, plan)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    compiled = xd.compile(step)
-    x = xd.distribute_tensor(torch.ones(8, 16), mesh, [Shard(0), Replicate()])
-    for _ in range(2):
-        compiled(x)
-    return compiled
+    return trained_steps.trained(mesh, plan, Net(), momentum=0)[1]
 
 
 def test_sums_are_the_reports(mesh: xd.DeviceMesh, trained: xd.CompiledStep) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import xla_dtensor as xd
+from tests.xla_dtensor import trained_steps
 from xla_dtensor.errors import ArgumentTypeError, CompileError
 from xla_dtensor.live_report import evidence_of, report_of
 from xla_dtensor.report import Evidence
@@ -19,26 +20,7 @@ pytestmark = pytest.mark.usefixtures("runtime")
 @pytest.fixture(scope="module")
 def trained(mesh: xd.DeviceMesh) -> tuple[nn.Module, xd.CompiledStep]:
     """A tensor-parallel layer, after two steps."""
-    torch.manual_seed(0)
-    model = xd.shard_module(
-        nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)),
-        mesh,
-        {"0.weight": ["tp", None], "1.weight": [None, "tp"]},
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    compiled = xd.compile(step)
-    x = xd.distribute_tensor(torch.ones(8, 16), mesh, [Shard(0), Replicate()])
-    for _ in range(2):
-        compiled(x)
-    return model, compiled
+    return trained_steps.trained(mesh)
 
 
 def test_collectives_have_axes_on_both_runtimes(

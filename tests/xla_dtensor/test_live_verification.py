@@ -3,45 +3,21 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import nn
-from torch.distributed.tensor import Replicate, Shard
 
 import xla_dtensor as xd
+from tests.xla_dtensor.trained_steps import MEGATRON, trained
 from xla_dtensor.errors import ArgumentTypeError, CompileError
 from xla_dtensor.live_report import report_of
 from xla_dtensor.live_verification import device_memories
 from xla_dtensor.runtimes import Runtime
 
 pytestmark = pytest.mark.usefixtures("runtime")
-MEGATRON = {"0.weight": ["tp", None], "1.weight": [None, "tp"]}
 GATHERING = {"0.weight": ["tp", None], "1.weight": ["tp", None]}
-
-
-def trained(mesh: xd.DeviceMesh, plan: dict[str, list[str | None]]) -> tuple[nn.Module, object]:
-    """A step of two layers, compiled, after two calls."""
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False))
-    model = xd.shard_module(layers, mesh, plan)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    compiled = xd.compile(step)
-    x = xd.distribute_tensor(torch.ones(8, 16), mesh, [Shard(0), Replicate()])
-    for _ in range(2):
-        compiled(x)
-    return model, compiled
 
 
 def test_a_job_against_its_own_report_and_another_plan(mesh: xd.DeviceMesh) -> None:
     model, step = trained(mesh, MEGATRON)
-    predicted = report_of(step, mesh, model)  # type: ignore[arg-type]
+    predicted = report_of(step, mesh, model)
     outcome = predicted.verify(step, mesh, model)
     assert (outcome.status, outcome.new, outcome.missing) == (0, (), ()), str(outcome)
     other_model, other = trained(mesh, GATHERING)
@@ -55,7 +31,7 @@ def test_a_job_against_its_own_report_and_another_plan(mesh: xd.DeviceMesh) -> N
 def test_layouts_that_differ_are_named(mesh: xd.DeviceMesh) -> None:
     model, step = trained(mesh, MEGATRON)
     other_model, other = trained(mesh, GATHERING)
-    outcome = report_of(step, mesh, model).verify(other, mesh, other_model)  # type: ignore[arg-type]
+    outcome = report_of(step, mesh, model).verify(other, mesh, other_model)
     assert ("1.weight (parameter)", "[-, tp]", "[tp, -]") in outcome.layouts
     # Both plans hold as much; what differs is what is moved.
     assert "memory by role" not in {check.group for check in outcome.differing}
@@ -74,7 +50,7 @@ def test_what_devices_say_is_read() -> None:
 
 def test_refusals(mesh: xd.DeviceMesh) -> None:
     _, step = trained(mesh, MEGATRON)
-    predicted = report_of(step, mesh)  # type: ignore[arg-type]
+    predicted = report_of(step, mesh)
     with pytest.raises(ArgumentTypeError, match="of type=int"):
         predicted.verify(3, mesh)
     with pytest.raises(CompileError):
