@@ -32,7 +32,7 @@ from typing import Any
 
 from mesh_utils import JobConfig
 from mesh_utils.launch_local import LocalPlan, local_plan
-from xla_dtensor.cli_launch_local import LocalRun
+from xla_dtensor.cli.launch_local import LocalRun
 
 JOB = Path(__file__).parent / "jobs" / "language_model.yaml"
 OTHER_AXES = {"dp": {}, "fsdp": {"ici": 2}, "tp": {"ici": 4}}

@@ -40,7 +40,7 @@ class Rule:
 
 JAX_FILES = "xla_dtensor.runtimes.jax_*"
 TORCH_XLA_FILES = "xla_dtensor.runtimes.torch_xla_*"
-CLI_FILES = ("xla_dtensor.cli*", "xla_dtensor.__main__")
+CLI_FILES = ("xla_dtensor.cli", "xla_dtensor.__main__")
 
 BELOW_CORE = ("numpy", "mesh_utils")
 CORE = (*BELOW_CORE, "xla_dtensor.core", "xla_dtensor.errors")
@@ -207,7 +207,7 @@ def test_rules_see_the_project() -> None:
         ("xla_dtensor/dtensor.py", "from xla_dtensor.runtimes.jax_runtime import JaxRuntime"),
         ("xla_dtensor/dtensor.py", "from xla_dtensor import cli"),
         ("xla_dtensor/dtensor.py", "import rich"),
-        ("xla_dtensor/cli.py", "import torch"),
+        ("xla_dtensor/cli/env.py", "import torch"),
     ],
 )
 def test_layers_can_fail(tmp_path: Path, file: str, source: str) -> None:
@@ -225,7 +225,7 @@ def test_layers_can_fail(tmp_path: Path, file: str, source: str) -> None:
         ("xla_dtensor/core/__init__.py", "from .layout import Layout"),
         ("xla_dtensor/runtimes/registry.py", "import_module('xla_dtensor.runtimes.jax_runtime')"),
         ("xla_dtensor/runtimes/jax_lowering/matmul.py", "import jax.numpy as jnp, torch"),
-        ("xla_dtensor/cli.py", "def run():\n    import torch"),
+        ("xla_dtensor/cli/env.py", "def run():\n    import torch"),
         ("xla_dtensor/__init__.py", "if TYPE_CHECKING:\n    from xla_dtensor.api import ones"),
     ],
 )

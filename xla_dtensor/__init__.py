@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from xla_dtensor.data import pack_sequences as pack_sequences
     from xla_dtensor.data import process_part as process_part
     from xla_dtensor.data import shard_batch as shard_batch
-    from xla_dtensor.deferred import materialize as materialize
+    from xla_dtensor.deferred.materialization import materialize as materialize
     from xla_dtensor.device_mesh import DeviceMesh as DeviceMesh
     from xla_dtensor.device_mesh import init_device_mesh as init_device_mesh
     from xla_dtensor.dtensor import DTensor as DTensor

@@ -21,7 +21,7 @@ from typing import Any
 
 from xla_dtensor.aot_request import Request, function_of
 from xla_dtensor.device_mesh import as_device_mesh
-from xla_dtensor.doctor_packages import read_installed
+from xla_dtensor.doctor.packages import read_installed
 from xla_dtensor.report.evidence import Evidence
 from xla_dtensor.runtimes.registry import compile_only_runtime
 from xla_dtensor.training_plan import TrainingPlan

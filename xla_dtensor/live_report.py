@@ -13,7 +13,7 @@ import torch
 
 from mesh_utils import MeshError, Topology
 from xla_dtensor.device_mesh import as_device_mesh
-from xla_dtensor.doctor_packages import read_installed
+from xla_dtensor.doctor.packages import read_installed
 from xla_dtensor.errors import ArgumentTypeError
 from xla_dtensor.report.compile_report import CompileReport
 from xla_dtensor.report.evidence import Evidence

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from xla_dtensor.errors import CompileError
-from xla_dtensor.quick_sweep import max_batch, quick_sweep, slices_not_refused
+from xla_dtensor.quick.sweep import max_batch, quick_sweep, slices_not_refused
 from xla_dtensor.report.compile_report import CompileReport
 
 if TYPE_CHECKING:
     from mesh_utils import JobConfig
-    from xla_dtensor.quick import QuickEstimate
-    from xla_dtensor.quick_sweep import QuickCase, SweptMesh
+    from xla_dtensor.quick.estimate import QuickEstimate
+    from xla_dtensor.quick.sweep import QuickCase, SweptMesh
     from xla_dtensor.report.evidence import Evidence
 
 __all__ = [

@@ -19,7 +19,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import xla_dtensor as xd
-from xla_dtensor import checkpoint, checkpoint_storage
+from xla_dtensor import checkpoint
+from xla_dtensor.checkpoint import storage
 from xla_dtensor.errors import CheckpointError
 
 __all__ = [
@@ -168,17 +169,17 @@ class _faults:
         self._patch = pytest.MonkeyPatch()
 
     def __enter__(self) -> None:
-        write, pause, full = checkpoint_storage._LocalSink.write, self._pause, self._full
+        write, pause, full = storage._LocalSink.write, self._pause, self._full
 
         def faulty(sink: Any, data: Any) -> int:
             time.sleep(pause)
             if full is not None and sink._file.tell() + len(data) > full:
                 sink._file.write(memoryview(data)[: max(0, full - sink._file.tell())])
-                with checkpoint_storage.naming_file(sink._path, "written"):
+                with storage.naming_file(sink._path, "written"):
                     raise OSError(28, "No space left on device")
             return write(sink, data)
 
-        self._patch.setattr(checkpoint_storage._LocalSink, "write", faulty)
+        self._patch.setattr(storage._LocalSink, "write", faulty)
 
     def __exit__(self, *_: object) -> None:
         self._patch.undo()

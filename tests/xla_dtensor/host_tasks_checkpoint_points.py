@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from xla_dtensor import checkpoint_storage
+from xla_dtensor.checkpoint import storage
 
 __all__ = ["FullDisk", "Points", "PowerCut", "PowerLoss", "slow"]
 
@@ -63,9 +63,9 @@ class Points:
         self._watch(what, file)
 
     def __enter__(self) -> Points:
-        self._patch.setattr(checkpoint_storage, "os", _Module(os, self))
-        self._patch.setattr(checkpoint_storage, "shutil", _Module(shutil, self))
-        self._patch.setattr(checkpoint_storage, "open", self._open, raising=False)
+        self._patch.setattr(storage, "os", _Module(os, self))
+        self._patch.setattr(storage, "shutil", _Module(shutil, self))
+        self._patch.setattr(storage, "open", self._open, raising=False)
         for name in ("mkdir", "unlink"):
             self._patch.setattr(Path, name, self._counted(name, getattr(Path, name)))
         return self

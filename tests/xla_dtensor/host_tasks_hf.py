@@ -15,9 +15,9 @@ import torch
 
 import xla_dtensor as xd
 from xla_dtensor import errors as xd_errors
-from xla_dtensor import hf_save, hf_write
-from xla_dtensor.checkpoint_hf import load_hf, save_hf
-from xla_dtensor.hf_format import header_bytes
+from xla_dtensor.checkpoint.hugging_face import load_hf, save_hf
+from xla_dtensor.huggingface import save, write
+from xla_dtensor.huggingface.format import header_bytes
 from xla_dtensor.model_sizes import ModelSizes
 from xla_dtensor.models.llama import Llama
 from xla_dtensor.models.mixtral import Mixtral
@@ -165,7 +165,7 @@ def convert_without_devices(source: str, target: str, model: str, dtype: str) ->
     def part_of(tensor: torch.Tensor, part: Any, wanted: bool) -> torch.Tensor:
         return torch.zeros([cut.stop - cut.start for cut in part], dtype=tensor.dtype)
 
-    def write(sink: Any, data: memoryview) -> None:
+    def with_holes(sink: Any, data: memoryview) -> None:
         if len(data) > 1 << 20:  # zeros: leave a hole, the disk need not hold 16 GB
             os.ftruncate(sink._fd, os.lseek(sink._fd, len(data), os.SEEK_CUR))
         else:
@@ -175,9 +175,9 @@ def convert_without_devices(source: str, target: str, model: str, dtype: str) ->
     runtime.from_shards = from_shards
     read = load_hf(source, module).bytes_read
     after_load = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    hf_save.part_of = part_of
-    hf_save._has_values = lambda tensor: True
-    hf_write._Sink._write = write  # pyright: ignore[reportAttributeAccessIssue]
+    save.part_of = part_of
+    save._has_values = lambda tensor: True
+    write._Sink._write = with_holes  # pyright: ignore[reportAttributeAccessIssue]
     save_hf(target, module, config=ModelSizes.load(model))
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     kib = {"before": before << 10, "after_load": after_load << 10, "after": after << 10}

@@ -17,7 +17,7 @@ from xla_dtensor.plan_search import (
     compiled_sweep,
     short,
 )
-from xla_dtensor.quick_sweep import QuickCase
+from xla_dtensor.quick.sweep import QuickCase
 from xla_dtensor.report.evidence import CompilerMemory, Evidence
 
 GIB = 1 << 30

@@ -39,8 +39,8 @@ from xla_dtensor.models.adamw import AdamW
 from xla_dtensor.models.decoder import DecoderForCausalLM
 from xla_dtensor.models.llama import Llama
 from xla_dtensor.models.mixtral import Mixtral
-from xla_dtensor.quick_activations import LAYER_INPUT
-from xla_dtensor.quick_batch import Batch, batch_of
+from xla_dtensor.quick.activations import LAYER_INPUT
+from xla_dtensor.quick.batch import Batch, batch_of
 from xla_dtensor.remat import checkpoint_name
 from xla_dtensor.scanned_layers import scan_layers
 

@@ -15,7 +15,7 @@ from xla_dtensor.model_sizes import ModelSizes
 from xla_dtensor.models import own_model
 from xla_dtensor.models.adamw import AdamW
 from xla_dtensor.models.training import Training, make, rules_of
-from xla_dtensor.quick_batch import batch_of
+from xla_dtensor.quick.batch import batch_of
 
 if TYPE_CHECKING:
     from xla_dtensor.runtimes import Runtime

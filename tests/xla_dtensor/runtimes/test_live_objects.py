@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from xla_dtensor.data_prefetch import Ahead
+from xla_dtensor.data.prefetch import Ahead
 from xla_dtensor.runtimes.live_objects import live_objects
 
 

@@ -1,0 +1,254 @@
+"""``python -m xla_dtensor plan JOB``: does a job fit, and what will its step do.
+
+``--quick`` compiles nothing. Without it the quick answer comes first, then the compiled one.
+
+Example:
+    >>> main = ["plan", "tpu_configs/jobs/llama3_70b_v5p.yaml", "--quick", "--sweep", "fsdp=*,tp=*"]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from xla_dtensor.cli.plan_full import add_full_options
+from xla_dtensor.cli.refusal import run_or_refuse
+
+if TYPE_CHECKING:
+    from mesh_utils import JobConfig
+    from xla_dtensor.quick.estimate import Gradients
+    from xla_dtensor.quick.sweep import QuickCase
+
+__all__ = ["add_plan"]
+
+DOES_NOT_FIT = 1
+"""The exit status of a plan that does not fit."""
+
+
+def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command ``plan``.
+
+    Args:
+        commands: The commands of the parser.
+    """
+    plan = commands.add_parser(
+        "plan",
+        help="tell whether a training job fits its chips, which mesh, slice or batch would",
+        description=(
+            "Tells from a job file what a training step takes on each device. --quick computes the "
+            "bytes of parameters, gradients and optimizer state exactly, and bounds activations "
+            "from below; it compiles nothing and needs no torch for the reference models. Without "
+            "it the step is compiled by libtpu as well, and reported: memory, communication, time. "
+            "Exit status 1 if it does not fit, 2 if the question cannot be answered."
+        ),
+    )
+    plan.add_argument("job", metavar="JOB", help="a job file, or a name in tpu_configs/jobs")
+    plan.add_argument("--quick", action="store_true", help="without compiling")
+    plan.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="a reference model, a config.json of Hugging Face, or module:function, as "
+        "xla_dtensor/models/own_model.py (default: the job's)",
+    )
+    plan.add_argument(
+        "--sequence", type=int, default=8192, metavar="N", help="tokens (default: %(default)s)"
+    )
+    plan.add_argument(
+        "--per-group",
+        type=int,
+        default=1,
+        metavar="N",
+        help="sequences per part of the batch; a part is one device, or those that share its "
+        "tokens (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--dtype", default="bfloat16", help="of parameters and activations (default: %(default)s)"
+    )
+    plan.add_argument(
+        "--optimizer",
+        default="adamw",
+        metavar="NAME",
+        help="adamw (float32 moments), adamw-bf16, adamw-master, sgd or sgd-momentum (default: "
+        "%(default)s)",
+    )
+    plan.add_argument(
+        "--remat",
+        default="full",
+        metavar="KIND",
+        help="what the backward keeps of a layer, as scan_layers says it; offload:layer_input "
+        "keeps the inputs of layers in the host's memory (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--gradients",
+        choices=("together", "one-by-one"),
+        default="together",
+        help="one-by-one counts the largest only, for a step that updates each parameter inside "
+        "its backward (default: %(default)s, as clipping by their norm needs)",
+    )
+    others = plan.add_mutually_exclusive_group()
+    others.add_argument(
+        "--sweep", metavar="AXES", help='rank meshes, and compile the best: "fsdp=*,tp=*"'
+    )
+    others.add_argument("--smallest", metavar="CHIP", help="find the smallest slice of v5e, say")
+    others.add_argument("--max-batch", action="store_true", help="find the largest batch that fits")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    add_full_options(plan)
+    plan.set_defaults(command=_command)
+
+
+def _command(asked: argparse.Namespace) -> int:
+    fits: list[bool] = []
+    refused = run_or_refuse(lambda asked: fits.append(_plan(asked)))(asked)
+    return refused or (0 if all(fits) else DOES_NOT_FIT)
+
+
+def _plan(asked: argparse.Namespace) -> bool:
+    """Answers what was asked, and tells whether it fits."""
+    from mesh_utils.errors import JobError
+    from xla_dtensor.core.errors import LayoutError
+
+    try:
+        case = _case(asked)
+        fits = _quick(case, asked, quiet=asked.json and not asked.quick)
+    except LayoutError as error:  # rules that do not fit the model
+        raise JobError(str(error)) from error
+    if asked.quick or not fits:
+        return fits
+    return _compiled(case, asked)
+
+
+def _compiled(case: QuickCase, asked: argparse.Namespace) -> bool:
+    from mesh_utils.errors import JobError
+    from xla_dtensor.cli.plan_full import plan_fully
+    from xla_dtensor.cli.plan_search import search
+    from xla_dtensor.errors import CompileError
+    from xla_dtensor.plan_search import is_too_large, short
+
+    if asked.sweep is not None or asked.smallest is not None or asked.max_batch:
+        return search(case, asked)
+    try:
+        return plan_fully(case.job, asked) is not False
+    except CompileError as error:
+        if is_too_large(error):
+            print(f"DOES NOT FIT, says libtpu: {short(str(error))}", file=sys.stderr)
+            return False
+        raise JobError(str(error)) from error
+
+
+def _quick(case: QuickCase, asked: argparse.Namespace, quiet: bool = False) -> bool:
+    from xla_dtensor.cli import plan_text as text
+    from xla_dtensor.quick.sweep import max_batch, quick_sweep, smallest_slice
+
+    fits, data, shown = True, {}, ""
+    if asked.sweep is not None:
+        meshes = quick_sweep(case, asked.sweep)
+        fits = meshes[0].refused is None
+        data, shown = text.sweep_data(case, meshes), text.sweep_text(case, meshes)
+    elif asked.smallest is not None:
+        found = smallest_slice(case, asked.smallest)
+        fits = found is not None
+        data, shown = (
+            text.smallest_data(asked.smallest, found),
+            text.smallest_text(case, asked.smallest, found),
+        )
+    elif asked.max_batch:
+        most = max_batch(case)
+        fits = most is not None
+        data, shown = text.batch_data(case, most), text.batch_text(case, most)
+    else:
+        estimate = case.estimate(asked.per_group)
+        fits = not estimate.batch_cannot_fit
+        batch = case.batch(asked.per_group)
+        data = text.estimate_data(case, batch, estimate)
+        shown = text.estimate_text(case, batch, estimate)
+    if not quiet:
+        print(json.dumps(data, indent=1) if asked.json else shown, flush=True)
+    return fits
+
+
+def _case(asked: argparse.Namespace) -> QuickCase:
+    from mesh_utils.config import JobConfig
+    from mesh_utils.errors import JobError
+    from xla_dtensor.model_choice import maker_of
+    from xla_dtensor.quick.dtypes import itemsize_bytes
+    from xla_dtensor.quick.optimizer import optimizer_state
+    from xla_dtensor.quick.sweep import QuickCase
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        job = JobConfig.load(asked.job)
+    for warning in found:
+        print(f"warning: {warning.message}", file=sys.stderr)
+    for option, value in (("--sequence", asked.sequence), ("--per-group", asked.per_group)):
+        if value < 1:
+            raise JobError(
+                f"A plan of job {job.name!r} was asked for with {option} {value}. It has to be a "
+                f"positive number. Pass {option} 1 or more."
+            )
+    optimizer = optimizer_state(asked.optimizer)
+    itemsize_bytes(asked.dtype)
+    model = asked.model or job.model
+    maker = None if model is None else maker_of(model)
+    if model is not None and maker in ("function", "transformers"):
+        return _own_case(job, model, optimizer, asked)
+    found = QuickCase.of(
+        job, model, dtype=asked.dtype, optimizer=optimizer, sequence=asked.sequence
+    )
+    return replace(found, gradients=_gradients(asked), remat=asked.remat)
+
+
+def _own_case(job: JobConfig, model: str, optimizer: Any, asked: argparse.Namespace) -> QuickCase:
+    """The case of a module:function, or of a model of Transformers; needs torch."""
+    from xla_dtensor.quick.module import module_parameters, tied_parameters
+    from xla_dtensor.quick.sweep import QuickCase
+
+    made = _own_model(job, model, asked)
+    return QuickCase(
+        job,
+        tuple(module_parameters(made)),
+        None,
+        optimizer,
+        asked.dtype,
+        asked.sequence,
+        tied_parameters(made),
+        gradients=_gradients(asked),
+    )
+
+
+def _own_model(job: JobConfig, model: str, asked: argparse.Namespace) -> Any:
+    from mesh_utils.errors import JobError
+    from xla_dtensor.aot_request import function_of
+    from xla_dtensor.errors import CompileError
+
+    if ":" not in model:
+        import torch
+
+        from xla_dtensor.models.hugging_face import make_hugging_face
+
+        return make_hugging_face(model, dtype=getattr(torch, asked.dtype.removeprefix("torch.")))
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # an installed command has its own folder there instead
+    try:
+        made = function_of(model)(job)
+    except CompileError as error:
+        why = str(error.__cause__ or error)
+        raise JobError(
+            f"Model {model!r} was asked for. It cannot be imported: {why}. Pass module:function "
+            "or file.py:function, of a module in this folder or installed."
+        ) from error
+    if not isinstance(made, tuple) or len(made) not in (4, 5):
+        raise JobError(
+            f"Model {model!r} was called with the job. It returned a {type(made).__name__}. "
+            "Return (model, make_step, inputs, placements), as xla_dtensor/models/own_model.py "
+            "does."
+        )
+    return made[0]
+
+
+def _gradients(asked: argparse.Namespace) -> Gradients:
+    return "together" if asked.gradients == "together" else "one by one"

@@ -1,0 +1,388 @@
+"""What ``plan --quick`` prints: an estimate, a sweep, a slice or a batch, as text or for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from xla_dtensor.cli.table import gigabytes_per_second, json_number, table
+from xla_dtensor.core.sharding_plan import folded
+
+if TYPE_CHECKING:
+    from mesh_utils import JobConfig
+    from xla_dtensor.quick.batch import Batch
+    from xla_dtensor.quick.estimate import QuickEstimate, QuickTensor
+    from xla_dtensor.quick.sweep import QuickCase, SweptMesh
+
+__all__ = [
+    "batch_data",
+    "batch_text",
+    "estimate_data",
+    "estimate_text",
+    "smallest_data",
+    "smallest_text",
+    "sweep_data",
+    "sweep_text",
+]
+
+SCHEMA = 1
+_SHOWN = 5
+_ALSO = (
+    "Gathered weights, attention and buffers of collectives come on top: "
+    "only compiling tells whether it fits."
+)
+
+
+def size_text(num_bytes: int) -> str:
+    """Write a number of bytes.
+
+    Args:
+        num_bytes: Bytes; may be negative.
+
+    Returns:
+        GiB, MiB, KiB or B with up to three digits behind the point.
+
+    Example:
+        >>> size_text(3 << 30), size_text(1536), size_text(12)
+        ('3.000 GiB', '1.5 KiB', '12 B')
+    """
+    for unit, exponent, digits in (("GiB", 30, 3), ("MiB", 20, 1), ("KiB", 10, 1)):
+        if abs(num_bytes) >= 1 << exponent:
+            return f"{num_bytes / (1 << exponent):,.{digits}f} {unit}"
+    return f"{num_bytes} B"
+
+
+def estimate_text(case: QuickCase, batch: Batch, estimate: QuickEstimate) -> str:
+    """Write an estimate.
+
+    Args:
+        case: Of what.
+        batch: With which batch.
+        estimate: What was found.
+
+    Returns:
+        Lines.
+    """
+    lines = [_title(case, estimate), *_batch_lines(case, batch), ""]
+    rows = [("on each device", "tensors", "bytes", "")]
+    for part in estimate.parts:
+        name = f"{part.role}s" if part.role != "optimizer state" else part.role
+        note = f", {size_text(part.padding_bytes)} of padding in all" if part.padding_bytes else ""
+        rows.append((name, f"{part.count:,}", f"{part.device_bytes:,}", _size(part, note)))
+    rows.append(("exact part", "", f"{estimate.exact_bytes:,}", size_text(estimate.exact_bytes)))
+    bound = estimate.activations
+    for part in bound.parts if bound else ():
+        rows.append(
+            (part.name, f"{part.count:,}", f"{part.device_bytes:,}", size_text(part.device_bytes))
+        )
+    least = estimate.lower_bound_bytes
+    if bound is not None:
+        rows.append(("at least, together", "", f"{least:,}", size_text(least)))
+    room = estimate.capacity_bytes
+    if room is not None:
+        rows.append((_room_name(estimate), "", f"{room:,}", size_text(room)))
+    lines += [*table(rows), "", *_verdict(estimate), "", "largest parameters, on each device"]
+    lines += table(_tensor_rows(estimate.tensors))
+    lines += _replicated_lines(estimate)
+    return "\n".join(lines)
+
+
+def _size(part: Any, note: str) -> str:
+    return size_text(part.device_bytes) + note
+
+
+def _title(case: QuickCase, estimate: QuickEstimate) -> str:
+    topology, model = case.job.topology(), case.sizes.name if case.sizes else "own model"
+    count = sum(tensor.total_bytes for tensor in estimate.tensors)
+    axes = " ".join(map(str, case.job.axes))
+    return (
+        f"{case.job.name}: {model}, {size_text(count)} of parameters, on {topology.name}, "
+        f"{topology.num_devices:,} devices, {axes}"
+    )
+
+
+def _batch_lines(case: QuickCase, batch: Batch) -> list[str]:
+    kind = f"{case.dtype}, {case.optimizer.name}"
+    if case.sizes is None:
+        return [f"{kind}; activations are not known without compiling"]
+    per_group = batch.sequences // batch.groups
+    return [
+        f"{kind}; {batch.sequences:,} sequences of {batch.length:,} tokens, {per_group:,} for each "
+        f"of {batch.groups:,} parts of the batch"
+    ]
+
+
+def _room_name(estimate: QuickEstimate) -> str:
+    known = estimate.chip is not None and estimate.chip.usable_hbm_bytes is not None
+    return "usable HBM" if known else "HBM (what is usable is not known)"
+
+
+def _verdict(estimate: QuickEstimate) -> list[str]:
+    if estimate.cannot_fit:
+        return ["CANNOT FIT, whatever the batch:", f"  {estimate.proof}"]
+    if estimate.capacity_bytes is None or estimate.spare_bytes is None:
+        return ["Whether it fits is not known: nothing says how much memory a device has."]
+    if estimate.batch_cannot_fit:
+        missing = size_text(-estimate.spare_bytes)
+        return [
+            f"DOES NOT FIT with this batch: at least {missing} too much.",
+            "  Cut tokens over more devices, take fewer or shorter sequences, or offload the "
+            "inputs of layers.",
+        ]
+    return [f"Not refused: at most {size_text(estimate.spare_bytes)} are left.", f"  {_ALSO}"]
+
+
+def _tensor_rows(tensors: Sequence[QuickTensor]) -> list[tuple[str, ...]]:
+    """A row for those that take most; equal ones of numbered layers share it."""
+    groups: dict[tuple[object, ...], list[QuickTensor]] = {}
+    for tensor in tensors:
+        key = (folded(tensor.name), tensor.shape, tensor.dtype, tensor.lies)
+        groups.setdefault(key, []).append(tensor)
+    rows: list[tuple[int, tuple[str, ...]]] = []
+    for group in groups.values():
+        first, total = group[0], sum(tensor.device_bytes for tensor in group)
+        name = first.name if len(group) == 1 else f"{folded(first.name)} x{len(group)}"
+        shape = " x ".join(map(str, first.shape))
+        rows.append((total, (name, shape, first.lies, size_text(total))))
+    return [row for _, row in sorted(rows, key=lambda each: -each[0])[:_SHOWN]]
+
+
+def _replicated_lines(estimate: QuickEstimate) -> list[str]:
+    found = estimate.replicated
+    if not found:
+        return []
+    total = size_text(sum(tensor.device_bytes for tensor in found))
+    return [
+        "",
+        f"whole on every device: {len(found):,} parameters, {total}",
+        *table(_tensor_rows(found)),
+    ]
+
+
+def estimate_data(case: QuickCase, batch: Batch, estimate: QuickEstimate) -> dict[str, Any]:
+    """Gather an estimate for JSON.
+
+    Args:
+        case: Of what.
+        batch: With which batch.
+        estimate: What was found.
+
+    Returns:
+        Numbers and text; bytes are those of one device.
+    """
+    bound = estimate.activations
+    return {
+        "schema": SCHEMA,
+        "job": case.job.name,
+        "model": case.sizes.name if case.sizes else None,
+        "topology": case.job.topology().name,
+        "axes": {axis.name: axis.size for axis in case.job.axes},
+        "dtype": case.dtype,
+        "optimizer": case.optimizer.name,
+        "sequences": batch.sequences if case.sizes else None,
+        "sequence_tokens": batch.length if case.sizes else None,
+        "parts": [
+            {
+                "role": part.role,
+                "count": part.count,
+                "device_bytes": part.device_bytes,
+                "total_bytes": part.total_bytes,
+                "padding_bytes": part.padding_bytes,
+            }
+            for part in estimate.parts
+        ],
+        "activations_at_least": [
+            {
+                "name": part.name,
+                "count": part.count,
+                "device_bytes": part.device_bytes,
+                "why": part.why,
+            }
+            for part in (bound.parts if bound else ())
+        ],
+        "exact_bytes": estimate.exact_bytes,
+        "lower_bound_bytes": estimate.lower_bound_bytes,
+        "capacity_bytes": estimate.capacity_bytes,
+        "cannot_fit": estimate.cannot_fit,
+        "batch_cannot_fit": estimate.batch_cannot_fit,
+        "proof": estimate.proof,
+        "largest": [_tensor_data(tensor) for tensor in estimate.largest(_SHOWN)],
+        "replicated": [_tensor_data(tensor) for tensor in estimate.replicated],
+    }
+
+
+def _tensor_data(tensor: QuickTensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "shape": list(tensor.shape),
+        "lies": tensor.lies,
+        "device_bytes": tensor.device_bytes,
+    }
+
+
+def sweep_text(case: QuickCase, meshes: Sequence[SweptMesh]) -> str:
+    """Write a sweep.
+
+    Args:
+        case: Of what.
+        meshes: What was found.
+
+    Returns:
+        Lines; the first mesh moves least in the model.
+    """
+    devices = case.job.topology().num_devices
+    header = ("mesh", "comm. s/step", "each axis, modelled", "at least", "")
+    rows = [header, *map(_mesh_row, meshes)]
+    return "\n".join(
+        [
+            f"{case.job.name} on {case.job.topology().name}, {devices:,} sequences of "
+            f"{case.sequence:,} tokens for every mesh.",
+            "Seconds are modelled from the rules and the links, one collective after the other: "
+            "they rank meshes.",
+            "",
+            *table(rows),
+        ]
+    )
+
+
+def _mesh_row(mesh: SweptMesh) -> tuple[str, ...]:
+    axes = " ".join(map(str, mesh.axes))
+    least = "" if mesh.estimate is None else size_text(mesh.estimate.lower_bound_bytes)
+    each = ", ".join(
+        f"{axis} {seconds:.3g} s at {gigabytes_per_second(mesh.bytes_per_second[axis])}"
+        for axis, seconds in mesh.seconds.items()
+        if seconds
+    )
+    total = f"{mesh.total_seconds:.3g}" if mesh.seconds else "-"
+    return (axes, total, each, least, mesh.refused or "")
+
+
+def sweep_data(case: QuickCase, meshes: Sequence[SweptMesh]) -> dict[str, Any]:
+    """Gather a sweep for JSON.
+
+    Args:
+        case: Of what.
+        meshes: What was found.
+
+    Returns:
+        Numbers and text.
+    """
+    return {
+        "schema": SCHEMA,
+        "job": case.job.name,
+        "topology": case.job.topology().name,
+        "sequence_tokens": case.sequence,
+        "meshes": [
+            {
+                "axes": {axis.name: axis.size for axis in mesh.axes},
+                "modelled_seconds": dict(mesh.seconds),
+                "modelled_bytes_per_second": {
+                    axis: json_number(rate) for axis, rate in mesh.bytes_per_second.items()
+                },
+                "exact_bytes": None if mesh.estimate is None else mesh.estimate.exact_bytes,
+                "lower_bound_bytes": (
+                    None if mesh.estimate is None else mesh.estimate.lower_bound_bytes
+                ),
+                "refused": mesh.refused,
+            }
+            for mesh in meshes
+        ],
+    }
+
+
+def smallest_text(case: QuickCase, chip: str, found: tuple[JobConfig, QuickEstimate] | None) -> str:
+    """Write which slice is the smallest that is not refused.
+
+    Args:
+        case: Of what.
+        chip: Of which chip.
+        found: The job on that slice, and what it takes; None for none.
+
+    Returns:
+        Lines.
+    """
+    if found is None:
+        return f"No slice of {chip} is large enough for {case.job.name} with these axes."
+    job, estimate = found
+    least, room = estimate.lower_bound_bytes, estimate.capacity_bytes or 0
+    axes = " ".join(map(str, job.axes))
+    return "\n".join(
+        [
+            f"{job.topology().name}, {job.topology().num_devices:,} devices, {axes}: at least "
+            f"{size_text(least)} of {size_text(room)} per device, one sequence of "
+            f"{case.sequence:,} tokens per part of the batch.",
+            f"Every smaller slice of {chip} that these axes divide is too small. {_ALSO}",
+        ]
+    )
+
+
+def smallest_data(chip: str, found: tuple[JobConfig, QuickEstimate] | None) -> dict[str, Any]:
+    """Gather it for JSON.
+
+    Args:
+        chip: Of which chip.
+        found: The job on that slice, and what it takes; None for none.
+
+    Returns:
+        Numbers and text.
+    """
+    if found is None:
+        return {"schema": SCHEMA, "chip": chip, "topology": None}
+    job, estimate = found
+    return {
+        "schema": SCHEMA,
+        "chip": chip,
+        "topology": job.topology().name,
+        "axes": {axis.name: axis.size for axis in job.axes},
+        "exact_bytes": estimate.exact_bytes,
+        "lower_bound_bytes": estimate.lower_bound_bytes,
+        "capacity_bytes": estimate.capacity_bytes,
+    }
+
+
+def batch_text(case: QuickCase, found: tuple[int, QuickEstimate] | None) -> str:
+    """Write the largest batch that is not refused.
+
+    Args:
+        case: Of what.
+        found: Sequences per part of the batch, and what they take; None for none.
+
+    Returns:
+        Lines.
+    """
+    if found is None:
+        if case.sizes is None:
+            return "No batch can be named: activations of this model are not known."
+        return f"Not even one sequence of {case.sequence:,} tokens per part of the batch fits."
+    count, estimate = found
+    batch = case.batch(count)
+    least = size_text(estimate.lower_bound_bytes)
+    return "\n".join(
+        [
+            f"At most {count:,} sequences of {case.sequence:,} tokens per part of the batch, "
+            f"{batch.sequences:,} in all: at least {least} of "
+            f"{size_text(estimate.capacity_bytes or 0)} per device.",
+            f"This is a bound from above. {_ALSO}",
+        ]
+    )
+
+
+def batch_data(case: QuickCase, found: tuple[int, QuickEstimate] | None) -> dict[str, Any]:
+    """Gather it for JSON.
+
+    Args:
+        case: Of what.
+        found: Sequences per part of the batch, and what they take; None for none.
+
+    Returns:
+        Numbers and text.
+    """
+    count = 0 if found is None else found[0]
+    return {
+        "schema": SCHEMA,
+        "job": case.job.name,
+        "sequence_tokens": case.sequence,
+        "sequences_per_group_at_most": count,
+        "sequences_at_most": case.batch(count).sequences if count else 0,
+        "lower_bound_bytes": None if found is None else found[1].lower_bound_bytes,
+    }
