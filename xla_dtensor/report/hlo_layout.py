@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from xla_dtensor.report.errors import HloError
 from xla_dtensor.report.hlo_module import split_commas
@@ -48,7 +48,7 @@ _TAIL = re.compile(r"(?<![A-Z])L\(([0-9]{1,9})\)")
 _PREFIX = re.compile(r"(?<![A-Z])M\(([0-9]{1,9})\)")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _HEADER, _ALIASES = "entry_computation_layout={", "input_output_alias={"
-_ALIAS = re.compile(r"\{([0-9]{0,9})[0-9, ]*\}: \(([0-9]{1,9}), \{[0-9, ]*\}")
+_ALIAS = re.compile(r"\{([0-9]{0,9})[0-9, ]*\}: \(([0-9]{1,9}), \{([0-9]{0,9})[0-9, ]*\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,21 +146,36 @@ def laid_arrays(shape: LaidShape) -> tuple[LaidArray, ...]:
     return tuple(array for part in shape for array in laid_arrays(part))
 
 
-def entry_layouts(hlo_text: str) -> tuple[tuple[LaidArray, ...], LaidShape] | None:
+class EntryLayouts(NamedTuple):
+    """What goes in and out of a program.
+
+    Attributes:
+        inputs: the arrays by number.
+        result: an array or a tuple.
+        is_tupled: whether the inputs come as one tuple: a program of more arrays than a runtime
+            hands over one by one (2,000 on TPU). They are numbered as they lie in it.
+    """
+
+    inputs: tuple[LaidArray, ...]
+    result: LaidShape
+    is_tupled: bool
+
+
+def entry_layouts(hlo_text: str) -> EntryLayouts | None:
     """Reads what goes in and out of a program, as its first line has it.
 
     Args:
         hlo_text: the text of a module.
 
     Returns:
-        The parameters, by number, and the result; None where the line does not say.
+        Inputs and result; None where the line does not say.
 
     Raises:
-        HloError: a line that breaks off, or a parameter that is a tuple.
+        HloError: a line that breaks off, or one tuple among several parameters.
 
     Example:
-        >>> entry_layouts("HloModule m, entry_computation_layout={(f32[8]{0})->f32[]}")
-        ((LaidArray(shape=ArrayShape(dtype='f32', ...
+        >>> entry_layouts("HloModule m, entry_computation_layout={(f32[8]{0})->f32[]}").inputs
+        (LaidArray(shape=ArrayShape(dtype='f32', ...
     """
     header = _COMMENT.sub("", hlo_text.lstrip().partition("\n")[0])
     start = header.find(_HEADER)
@@ -174,13 +189,15 @@ def entry_layouts(hlo_text: str) -> tuple[tuple[LaidArray, ...], LaidShape] | No
             "Pass HLO text as XLA prints it, unabridged."
         )
     parameters = [parse_laid_shape(each) for each in split_commas(given.strip()[1:-1])]
+    if len(parameters) == 1 and isinstance(parameters[0], tuple):
+        return EntryLayouts(laid_arrays(parameters[0]), parse_laid_shape(result), True)
     arrays = [each for each in parameters if isinstance(each, LaidArray)]
     if len(arrays) != len(parameters):
         raise HloError(
             f"The program's first line has {len(parameters)} parameters. One of them is a tuple, "
             "whose arrays have no number. Compile the step with arrays as parameters."
         )
-    return tuple(arrays), parse_laid_shape(result)
+    return EntryLayouts(tuple(arrays), parse_laid_shape(result), False)
 
 
 def entry_aliases(hlo_text: str) -> dict[int, int]:
@@ -190,7 +207,8 @@ def entry_aliases(hlo_text: str) -> dict[int, int]:
         hlo_text: the text of a module.
 
     Returns:
-        The number of the input by that of the result; 0 for a result that is no tuple.
+        The number of the input, as in `entry_layouts`, by that of the result; 0 for a result that
+        is no tuple.
 
     Example:
         >>> entry_aliases("HloModule m, input_output_alias={ {1}: (2, {}, may-alias) }")
@@ -202,7 +220,7 @@ def entry_aliases(hlo_text: str) -> dict[int, int]:
         return {}
     text = header[start + len(_ALIASES) :]
     found = _ALIAS.findall(text[: _closing(text)])
-    return {int(output or 0): int(given) for output, given in found}
+    return {int(output or 0): int(place or given) for output, given, place in found}
 
 
 def _tiled(dims: list[int], tile: tuple[int, ...]) -> list[int]:

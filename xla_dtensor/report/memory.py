@@ -44,7 +44,13 @@ from xla_dtensor.report.errors import HloError
 from xla_dtensor.report.evidence import Evidence, Held
 from xla_dtensor.report.hlo_module import HloModule, Instruction
 from xla_dtensor.report.live_buffers import LivePeak, live_peak
-from xla_dtensor.report.memory_parts import TABLE, EntryBytes, MemoryPart, memory_parts
+from xla_dtensor.report.memory_parts import (
+    TABLE,
+    TABLE_OF_INPUTS,
+    EntryBytes,
+    MemoryPart,
+    memory_parts,
+)
 from xla_dtensor.report.quantities import bytes_text
 from xla_dtensor.report.stack_frames import SourceLine, parse_fields
 
@@ -98,7 +104,7 @@ class Differences:
     """What the compiler says, less what the layouts say, in bytes.
 
     Attributes:
-        arguments: of the inputs.
+        arguments: of the inputs, their table counted as known.
         results: of the results, their table counted as known.
         aliased: of the results that take the place of inputs.
     """
@@ -201,9 +207,11 @@ def memory_report(evidence: Evidence) -> MemoryReport:
         if entry.could_be_table(left):
             parts = (*parts, MemoryPart(TABLE, 1, left))
             left = 0
-        differences = Differences(
-            said.arguments - entry.argument_bytes, left, said.aliased - entry.aliased_bytes
-        )
+        given = said.arguments - entry.argument_bytes
+        if entry.could_be_table_of_inputs(given):
+            parts = (*parts, MemoryPart(TABLE_OF_INPUTS, 1, given))
+            given = 0
+        differences = Differences(given, left, said.aliased - entry.aliased_bytes)
     total, capacity = program + outside, capacity_bytes(evidence)
     buffers = [*_held_buffers(evidence, entry), *_temporary_buffers(peak, module)]
     buffers.sort(key=lambda one: (-one.bytes, one.name))

@@ -18,10 +18,18 @@ from xla_dtensor.report.hlo_layout import (
     laid_arrays,
 )
 
-__all__ = ["COPIES", "TABLE", "UNNAMED", "EntryBytes", "MemoryPart", "memory_parts"]
+__all__ = [
+    "COPIES",
+    "TABLE",
+    "TABLE_OF_INPUTS",
+    "UNNAMED",
+    "EntryBytes",
+    "MemoryPart",
+    "memory_parts",
+]
 
 COPIES = "state not updated in place"
-TABLE = "table of results"
+TABLE, TABLE_OF_INPUTS = "table of results", "table of inputs"
 UNNAMED = "unnamed"
 
 
@@ -31,8 +39,9 @@ class MemoryPart:
 
     Attributes:
         role: a role of the evidence; or "state not updated in place", which is there a second time
-            as a result; "table of results", the addresses that the program gives back; "unnamed",
-            what the program takes or gives and the evidence does not name.
+            as a result; "table of results", the addresses that the program gives back, and "table
+            of inputs", those that it takes; "unnamed", what the program takes or gives and the
+            evidence does not name.
         count: how many arrays.
         device_bytes: what their elements take.
         padding_bytes: what the memory layout adds. Negative where it packs elements of 4 bits.
@@ -61,12 +70,14 @@ class EntryBytes:
         outputs: the results by number.
         aliased: the numbers of the results that take the place of inputs.
         is_tuple: whether the results come as a tuple, for which there is a table of addresses.
+        is_tupled: whether the inputs do.
     """
 
     inputs: tuple[LaidArray, ...] = ()
     outputs: tuple[LaidArray, ...] = ()
     aliased: frozenset[int] = frozenset()
     is_tuple: bool = False
+    is_tupled: bool = False
 
     @classmethod
     def of(cls, hlo_text: str) -> EntryBytes:
@@ -81,9 +92,10 @@ class EntryBytes:
         layouts = entry_layouts(hlo_text)
         if layouts is None:
             return cls()
-        outputs = laid_arrays(layouts[1])
+        outputs = laid_arrays(layouts.result)
         aliased = frozenset(entry_aliases(hlo_text)) & set(range(len(outputs)))
-        return cls(layouts[0], outputs, aliased, isinstance(layouts[1], tuple))
+        is_tuple = isinstance(layouts.result, tuple)
+        return cls(layouts.inputs, outputs, aliased, is_tuple, layouts.is_tupled)
 
     @property
     def argument_bytes(self) -> int:
@@ -109,8 +121,18 @@ class EntryBytes:
         Returns:
             True if each result has 4 or 8 bytes in it, filled up to at most 512.
         """
-        count = len(self.outputs)
-        return self.is_tuple and 4 * count <= size <= -(-8 * count // 512) * 512 and size % 4 == 0
+        return self.is_tuple and _are_addresses(len(self.outputs), size)
+
+    def could_be_table_of_inputs(self, size: int) -> bool:
+        """Whether so many bytes can be the table of the inputs' addresses: as `could_be_table`.
+
+        Args:
+            size: bytes.
+
+        Returns:
+            True if each input has 4 or 8 bytes in it.
+        """
+        return self.is_tupled and _are_addresses(len(self.inputs), size)
 
 
 @dataclass
@@ -180,6 +202,10 @@ def memory_parts(evidence: Evidence, entry: EntryBytes) -> tuple[MemoryPart, ...
     parts.add_unnamed(evidence.held)
     order = (*ROLES, COPIES, UNNAMED)
     return tuple(parts.sums[role].part(role) for role in order if role in parts.sums)
+
+
+def _are_addresses(count: int, size: int) -> bool:
+    return 4 * count <= size <= -(-8 * count // 512) * 512 and size % 4 == 0
 
 
 def _device_bytes(array: LaidArray) -> int:

@@ -165,9 +165,10 @@ class ValueFlow:
         if given is not None:
             return given[number] if number < len(given) else self._new(instruction)
         made = self._new(instruction)
-        for leaf in _leaves(made):
+        leaves = list(_leaves(made))
+        for place, leaf in enumerate(leaves, start=0 if len(leaves) > 1 else number):
             self.values[leaf].is_input = True
-            self.inputs[number] = leaf
+            self.inputs[place] = leaf
         return made
 
     def _step(self, instruction: Instruction, operands: list[_Node]) -> _Node:

@@ -102,7 +102,7 @@ LINE = (
 def test_the_first_line() -> None:
     layouts = entry_layouts(LINE)
     assert layouts is not None
-    inputs, result = layouts
+    inputs, result, _ = layouts
     assert [array.padded_bytes for array in inputs] == [6144, 512]
     assert [(array.padded_bytes, array.space) for array in laid_arrays(result)] == [
         (512, 0),
@@ -123,8 +123,19 @@ def test_a_program_without_inputs_and_one_without_layouts() -> None:
 def test_first_lines_that_cannot_be_read() -> None:
     with pytest.raises(HloError, match=r"layout '\(f32\[8\]'\. It names no result"):
         entry_layouts("HloModule m, entry_computation_layout={(f32[8]")
-    with pytest.raises(HloError, match=r"has 1 parameters\. One of them is a tuple"):
-        entry_layouts("HloModule m, entry_computation_layout={((f32[8], f32[]))->f32[]}")
+    with pytest.raises(HloError, match=r"has 2 parameters\. One of them is a tuple"):
+        entry_layouts("HloModule m, entry_computation_layout={((f32[8], f32[]), f32[])->f32[]}")
+
+
+def test_a_program_whose_only_parameter_is_a_tuple() -> None:
+    line = (
+        "HloModule m, input_output_alias={ {0}: (0, {1}, may-alias), {1}: (0, {0}, may-alias) }, "
+        "entry_computation_layout={((f32[8]{0}, s32[]))->(s32[], f32[8]{0})}\n"
+    )
+    layouts = entry_layouts(line)
+    assert layouts is not None
+    assert [array.padded_bytes for array in layouts[0]] == [32, 4]
+    assert entry_aliases(line) == {0: 1, 1: 0}
 
 
 @pytest.mark.parametrize("order", ["0", "0,2", "1,1", "0,1,2"])
