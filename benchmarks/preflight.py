@@ -2,6 +2,8 @@
 
     python -m benchmarks.preflight                            all: a quarter of an hour
     python -m benchmarks.preflight --only llama3_8b_v5e
+    python -m benchmarks.preflight --evidence FOLDER          keeps what is large, too
+    python -m benchmarks.preflight --evidence FOLDER --again  reports on what is kept, in seconds
     python -m benchmarks.preflight --index                    rewrites the index only
 
 Each is one command of the command line, and what it leaves is stored: report.md, report.json and
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xla_dtensor.report.compile_report import CompileReport
+from xla_dtensor.report.evidence import Evidence
 from xla_dtensor.report.quantities import bytes_text, seconds_text
 
 REPORTS = Path(__file__).parents[1] / "docs" / "reports"
@@ -63,10 +66,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--only", choices=[case.name for case in CASES], action="append")
     parser.add_argument("--index", action="store_true", help="compile nothing")
+    parser.add_argument("--evidence", type=Path, help="folder of the programs, 10 MB each")
+    parser.add_argument("--again", action="store_true", help="compile nothing that is kept there")
     parser.add_argument("--out", type=Path, default=REPORTS, help="folder of the reports")
     asked = parser.parse_args(arguments)
     wanted = [] if asked.index else [c for c in CASES if asked.only is None or c.name in asked.only]
-    failed = [case.name for case in wanted if not compile_case(case, asked.out / case.name)]
+    if asked.again and asked.evidence is None:
+        parser.error("--again needs --evidence FOLDER")
+    failed: list[str] = []
+    with tempfile.TemporaryDirectory() as dropped:
+        for case in wanted:
+            kept = (asked.evidence or Path(dropped)) / case.name
+            there = asked.again and (kept / "seconds.txt").exists()
+            if not there and not compile_case(case, kept):
+                failed.append(case.name)
+            else:
+                store(kept, asked.out / case.name)
     (asked.out / "README.md").write_text(index(asked.out), encoding="utf-8")
     if failed:
         print(f"Not compiled: {', '.join(failed)}.")
@@ -74,28 +89,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compile_case(case: Case, folder: Path) -> bool:
-    """Runs one command and stores what it left.
+    """Runs one command.
 
     Args:
         case: What to compile.
-        folder: Where its report goes.
+        folder: Where its evidence and its report go, and how long it took.
 
     Returns:
         Whether it was compiled.
     """
     print(f"plan {shlex.join(case.words)}", flush=True)
-    with tempfile.TemporaryDirectory() as found:
-        command = [sys.executable, "-m", "xla_dtensor", "plan", *case.words, "--no-cache"]
-        start = time.perf_counter()
-        subprocess.run([*command, "--out", found], stdout=subprocess.DEVNULL, check=False)
-        seconds = time.perf_counter() - start
-        if not (Path(found) / "report.json").exists():
-            return False
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
-            shutil.copyfile(Path(found) / name, folder / name)
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, "-m", "xla_dtensor", "plan", *case.words, "--no-cache"]
+    start = time.perf_counter()
+    subprocess.run([*command, "--out", str(folder)], stdout=subprocess.DEVNULL, check=False)
+    seconds = time.perf_counter() - start
+    if not (folder / "report.json").exists():
+        return False
     (folder / "seconds.txt").write_text(f"{seconds:.0f}\n", encoding="utf-8")
     return True
+
+
+def store(evidence: Path, folder: Path) -> None:
+    """Writes the reports of a compiled case.
+
+    Args:
+        evidence: What its command left.
+        folder: Where the reports go.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    report = CompileReport.of(Evidence.load(evidence))
+    (folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
+    (folder / "report.md").write_text(report.to_markdown(), encoding="utf-8")
+    (folder / "report.html").write_text(report.to_html(), encoding="utf-8")
+    shutil.copyfile(evidence / "seconds.txt", folder / "seconds.txt")
 
 
 def index(folder: Path) -> str:
