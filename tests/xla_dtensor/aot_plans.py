@@ -95,3 +95,35 @@ def _large(rows: int, turns: int, result: Any) -> Any:
         return step
 
     return model, make_step, (batch,), (("fsdp", None),)
+
+
+class Gated(nn.Module):
+    """Two projections of one input, as gate and up of an MLP are."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(width, 2 * width, bias=False)
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def gated(mesh: Any, width: int = 512) -> Any:
+    """A Megatron MLP in bfloat16 after a replicated layer, forward and backward."""
+    with torch.device("meta"):
+        model = Gated(width).bfloat16()
+    columns, rows = ["tp", None], [None, "tp"]
+    plan = {"gate.weight": columns, "up.weight": columns, "down.weight": rows}
+    xd.shard_module(model, mesh, {**plan, "first.weight": [None, None]})
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).float().square().mean()
+        loss.backward()
+        return loss
+
+    batch = torch.empty(64, width, device="meta", dtype=torch.bfloat16)
+    return model, step, (batch,), ([Shard(0), Replicate()],)

@@ -14,6 +14,7 @@ from tests.xla_dtensor import aot_plans
 from xla_dtensor.aot import evidence_for
 from xla_dtensor.aot_request import Request, function_of, name_function
 from xla_dtensor.errors import CompileError
+from xla_dtensor.report.hlo import collectives
 
 PLAN = "tests.xla_dtensor.aot_plans:linear"
 
@@ -113,3 +114,17 @@ def test_a_job_has_its_mesh_and_its_flags() -> None:
     job = JobConfig.load("llama3_8b_v5e")
     with pytest.raises(CompileError, match="time_limit_seconds=0 before it began"):
         evidence_for(aot_plans.endless, job, time_limit_seconds=0, progress=False)
+
+
+@needs_libtpu
+def test_gradients_of_one_input_are_summed_before_they_are_reduced(cache: Path) -> None:
+    """Gate and up give one sum over tp of the gradient of their input, also in half precision."""
+    plan = "tests.xla_dtensor.aot_plans:gated"
+    evidence = evidence_for(plan, "v5e:2x2", {"dp": 2, "tp": 2}, cache=cache)
+    over_tp = [
+        (one.operand_bytes, one.op_name)
+        for one in collectives(evidence.hlo_text, evidence.mesh)
+        if one.axes == ("tp",)
+    ]
+    # One forward, of down; one backward, of gate and up together: 32 rows of 512 bfloat16.
+    assert [size for size, _ in over_tp] == [32 * 512 * 2] * 2, over_tp

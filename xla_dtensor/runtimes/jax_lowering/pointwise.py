@@ -213,13 +213,21 @@ def _silu_backward(grad: Any, x: Any) -> Any:
     return grad * s * (1 + x * (1 - s))
 
 
+def _is_one(alpha: Any) -> bool:
+    return isinstance(alpha, (int, float)) and alpha == 1
+
+
 def _scaled(value: Any, alpha: Any, dtype: Any) -> Any:
-    return value if isinstance(alpha, (int, float)) and alpha == 1 else value * _cast(alpha, dtype)
+    return value if _is_one(alpha) else value * _cast(alpha, dtype)
 
 
 @lower(aten.add.Tensor, aten.add.Scalar, wants_meta=True)
 def _add(x: Any, y: Any, alpha: Any = 1, *, meta: Any) -> Any:
-    dtype = _compute_dtype(jax_dtype(meta.dtype))
+    dtype = jax_dtype(meta.dtype)
+    if not all(_is_array(value) and value.dtype == dtype for value in (x, y)) or not _is_one(alpha):
+        dtype = _compute_dtype(dtype)
+    # else: one sum of two numbers is rounded the same in half precision. Without converts between,
+    # XLA sums what is to be reduced before it reduces: backward of q, k and v sends a third.
     x, y = _cast(x, dtype), _scaled(_cast(y, dtype), alpha, dtype)
     return jnp.logical_or(x, y) if meta.dtype == torch.bool else x + y
 
