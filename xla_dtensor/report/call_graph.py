@@ -26,11 +26,13 @@ class Runs:
         times: how often in one run of the program; None if a loop around it has no known count.
         in_loop: whether a while loop is around it.
         caller: the instruction that calls it; None for the entry. The last one, if several do.
+        calling: the name of the computation in which that stands; "" for the entry.
     """
 
     times: int | None
     in_loop: bool
     caller: Instruction | None
+    calling: str = ""
 
 
 def computation_runs(module: HloModule) -> dict[str, Runs]:
@@ -98,6 +100,6 @@ def _count(
         if found.times is not None and outer.times is not None and trips is not None:
             times = found.times + outer.times * trips
         in_loop = found.in_loop or outer.in_loop or instruction.opcode == "while"
-        found = Runs(times, in_loop, instruction)
+        found = Runs(times, in_loop, instruction, calling)
     runs[name] = found
     return found

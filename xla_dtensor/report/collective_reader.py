@@ -148,12 +148,15 @@ class CollectiveReader:
         return self.namer.of_groups(groups, self.kind, self.channel_id, self.global_ids)
 
     def _metadata(self) -> tuple[str | None, tuple[SourceLine, ...]]:
-        """Its own metadata; else that of its fusion or its start; else a neighbour's."""
+        """Its own metadata; else that of its fusion or its start; else a neighbour's of either."""
         fields = parse_fields(self.attributes.get("metadata", ""))
-        caller = self.runs.caller
-        if not fields and caller is not None and caller.opcode in ("fusion", "async-start"):
+        caller, calling = self.runs.caller, self.module.computations.get(self.runs.calling)
+        is_within = caller is not None and caller.opcode in ("fusion", "async-start")
+        if not fields and caller is not None and is_within:
             fields = parse_fields(caller.attributes.get("metadata", ""))
         fields = fields or Neighbours(self.computation).metadata(self.instruction)
+        if not fields and caller is not None and is_within and calling is not None:
+            fields = Neighbours(calling).metadata(caller)
         if "source_file" in fields:
             line = read_number(fields.get("source_line"))
             source = (SourceLine(fields["source_file"], line),)

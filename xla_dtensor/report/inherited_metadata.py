@@ -4,6 +4,17 @@ Where XLA for TPU splits an all-reduce over several slices into a reduce-scatter
 and an all-gather, none of them says for what. What is reduced does: the product whose result goes
 in. So one walks back along the operands to the first instruction that a framework named; what a
 program gathers as it came in has none behind it, and is told by what it is for, in front.
+
+Four things must not mislead:
+
+* An op that only moves numbers (a layer's slice of the stacked weights) says little. One walks on,
+  and comes back to it if there is nothing else.
+* A transfer that XLA spreads over several steps runs beside somebody else's product: the steps in
+  between are fusions with that product's name. The way from start to done is that of the
+  semaphores, which nobody else has.
+* What XLA fetches a turn of a loop ahead is used in the next turn, and what it reduces a turn late
+  was made in the last one: the ways go on between the body's result and its parameter.
+* A collective in a fusion has its neighbours outside, where the fusion is called.
 """
 
 from __future__ import annotations
@@ -20,6 +31,16 @@ _REACH = 64
 """Instructions that are looked at: the neighbourhood, not the whole program."""
 
 _RENDEZVOUS = "_xla_host_transfer_rendezvous"
+_SEMAPHORE = "S(2)"
+"""The memory space of semaphores, in a layout."""
+_START, _DONE = "async-collective-start", "async-collective-done"
+_NUMBERS = ("s32[]", "u32[]", "s64[]", "u64[]", "pred[]")
+_MOVING = frozenset(
+    {
+        *("dynamic_slice", "dynamic_update_slice", "slice", "squeeze", "reshape", "transpose"),
+        *("broadcast_in_dim", "copy", "stack", "while", "body"),
+    }
+)
 
 
 class Neighbours:
@@ -43,14 +64,18 @@ class Neighbours:
         Returns:
             The fields, as `parse_fields`; none if there is nobody near.
         """
-        for follow in (self._sources, self._followers):
-            found = self._nearest(instruction, follow)
-            if found:
-                return found
+        for may_move in (False, True):
+            for follow in (self._sources, self._followers):
+                found = self._nearest(instruction, follow, may_move)
+                if found:
+                    return found
         return {}
 
     def _nearest(
-        self, start: Instruction, follow: Callable[[Instruction], Iterator[Instruction]]
+        self,
+        start: Instruction,
+        follow: Callable[[Instruction], Iterator[Instruction]],
+        may_move: bool,
     ) -> dict[str, str]:
         waiting, seen = deque([start]), {start.name}
         while waiting and len(seen) <= _REACH:
@@ -59,8 +84,10 @@ class Neighbours:
                     continue
                 seen.add(near.name)
                 fields = parse_fields(near.attributes.get("metadata", ""))
+                name = fields.get("op_name", "")
                 # Of a parameter the name is that of an argument, not of an op.
-                if "/" in fields.get("op_name", "") and near.opcode != "parameter":
+                says = "/" in name and near.opcode != "parameter"
+                if says and (may_move or name.rpartition("/")[2] not in _MOVING):
                     return fields
                 waiting.append(near)
         return {}
@@ -68,20 +95,65 @@ class Neighbours:
     def _sources(self, instruction: Instruction) -> Iterator[Instruction]:
         table = self._computation.instructions
         for name in instruction.operand_names:
-            if name in table:
-                yield table[name]
+            if name in table and not table[name].shape_text.startswith(_NUMBERS):
+                yield table[name]  # a number says where something lies, not what it is
+        if instruction.opcode == "get-tuple-element":
+            yield from self._last_turn(instruction)
         if instruction.opcode == "recv":
             send = self._send_of(instruction)
             if send is not None:
                 yield send
 
     def _followers(self, instruction: Instruction) -> Iterator[Instruction]:
+        if instruction.name.startswith(_START):
+            done = self._done_of(instruction)
+            if done is not None:
+                yield done
+                return
+        for user in self._users_of(instruction):
+            if user.is_root and user.opcode == "tuple":
+                yield from self._next_turn(user, instruction)
+            else:
+                yield user
+
+    def _last_turn(self, element: Instruction) -> Iterator[Instruction]:
+        table, root = self._computation.instructions, self._computation.root
+        given = table.get(element.operand_names[0]) if element.operand_names else None
+        if given is None or given.opcode != "parameter" or root is None or root.opcode != "tuple":
+            return
+        index, made = element.attributes.get("index", ""), root.operand_names
+        if index.isdecimal() and int(index) < len(made) and made[int(index)] in table:
+            yield table[made[int(index)]]
+
+    def _next_turn(self, result: Instruction, part: Instruction) -> Iterator[Instruction]:
+        places = {str(i) for i, name in enumerate(result.operand_names) if name == part.name}
+        for parameter in self._computation.instructions.values():
+            if parameter.opcode == "parameter":
+                for user in self._users_of(parameter):
+                    is_element = user.opcode == "get-tuple-element"
+                    if is_element and user.attributes.get("index") in places:
+                        yield user
+
+    def _done_of(self, start: Instruction) -> Instruction | None:
+        """Where a transfer ends that runs beside other work: the way of its semaphores."""
+        waiting, seen = deque([start]), {start.name}
+        while waiting:
+            for user in self._users_of(waiting.popleft()):
+                if user.name.startswith(_DONE):
+                    return user
+                is_other = user.opcode == "get-tuple-element" and _SEMAPHORE not in user.shape_text
+                if user.name not in seen and not is_other:
+                    seen.add(user.name)
+                    waiting.append(user)
+        return None
+
+    def _users_of(self, instruction: Instruction) -> list[Instruction]:
         if self._users is None:
             self._users = {}
             for user in self._computation.instructions.values():
                 for name in user.operand_names:
                     self._users.setdefault(name, []).append(user)
-        yield from self._users.get(instruction.name, ())
+        return self._users.get(instruction.name, [])
 
     def _send_of(self, recv: Instruction) -> Instruction | None:
         """What is received was sent by the others, as this device sends to them."""
