@@ -157,12 +157,7 @@ class CollectiveReader:
         fields = fields or Neighbours(self.computation).metadata(self.instruction)
         if not fields and caller is not None and is_within and calling is not None:
             fields = Neighbours(calling).metadata(caller)
-        if "source_file" in fields:
-            line = read_number(fields.get("source_line"))
-            source = (SourceLine(fields["source_file"], line),)
-        else:
-            source = self.module.frames.stack(read_number(fields.get("stack_frame_id")))
-        return fields.get("op_name"), source
+        return fields.get("op_name"), self.module.frames.source(fields)
 
 
 def _is_all_reduce_scatter(

@@ -20,7 +20,6 @@ from xla_dtensor.report.errors import HloError
 from xla_dtensor.report.evidence import Evidence
 from xla_dtensor.report.finding import Finding
 from xla_dtensor.report.hlo_module import Computation, HloModule, Instruction
-from xla_dtensor.report.hlo_numbers import read_number
 from xla_dtensor.report.hlo_shape import arrays
 from xla_dtensor.report.quantities import bytes_text
 from xla_dtensor.report.stack_frames import StackFrames, parse_fields
@@ -116,10 +115,7 @@ def _shown(computation: Computation, frames: StackFrames) -> Iterator[Finding]:
                 f"An array is gathered whole on every device, and each keeps a part: {gather.name}",
                 f"{bytes_text(size)}: {gather.shape_text.split('{')[0]}.",
                 _FIX,
-                origin_of(
-                    fields.get("op_name"),
-                    frames.stack(read_number(fields.get("stack_frame_id"))),
-                ),
+                origin_of(fields.get("op_name"), frames.source(fields)),
             )
 
 

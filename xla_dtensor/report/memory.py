@@ -34,7 +34,6 @@ Both are in the report.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -52,7 +51,7 @@ from xla_dtensor.report.memory_parts import (
     memory_parts,
 )
 from xla_dtensor.report.quantities import bytes_text
-from xla_dtensor.report.stack_frames import SourceLine, parse_fields
+from xla_dtensor.report.stack_frames import parse_fields
 
 __all__ = ["Cause", "Differences", "LargeBuffer", "MemoryPart", "MemoryReport", "memory_report"]
 
@@ -314,15 +313,7 @@ def _largest(buffers: list[LargeBuffer]) -> tuple[LargeBuffer, ...]:
 
 def _origin(instruction: Instruction, module: HloModule) -> Origin:
     fields = parse_fields(instruction.attributes.get("metadata", ""))
-    if "source_file" in fields:
-        source = (SourceLine(fields["source_file"], _number(fields.get("source_line"))),)
-    else:
-        source = module.frames.stack(_number(fields.get("stack_frame_id")))
-    return origin_of(fields.get("op_name"), source)
-
-
-def _number(text: str | None) -> int:
-    return int(text) if text and re.fullmatch(r"[0-9]{1,9}", text) else 0
+    return origin_of(fields.get("op_name"), module.frames.source(fields))
 
 
 def _causes(report: MemoryReport, buffers: list[LargeBuffer]) -> tuple[Cause, ...]:

@@ -16,6 +16,7 @@ Either in the metadata of the instruction, or as a number into tables at the top
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from xla_dtensor.report.hlo_numbers import read_number
@@ -82,6 +83,25 @@ class StackFrames:
                 lines[key] = SourceLine(file, read_number(place.get("line")))
             parents[key] = printed[key] - shift
         return cls(lines, parents)
+
+    def source(self, metadata: Mapping[str, str]) -> tuple[SourceLine, ...]:
+        """Reads the lines of source that led to an instruction.
+
+        Args:
+            metadata: its fields, as `parse_fields`. Older versions of XLA print the innermost file
+                and line, newer ones a frame of the tables.
+
+        Returns:
+            The lines, innermost first; none if nothing says.
+
+        Example:
+            >>> StackFrames().source({"source_file": "a.py", "source_line": "7"})
+            (SourceLine(file='a.py', line=7),)
+        """
+        if "source_file" in metadata:
+            line = read_number(metadata.get("source_line"))
+            return (SourceLine(metadata["source_file"], line),)
+        return self.stack(read_number(metadata.get("stack_frame_id")))
 
     def stack(self, frame_id: int) -> tuple[SourceLine, ...]:
         """Walks out from a frame.

@@ -3,10 +3,11 @@
 The texts are in golden/ next to this file, as ``plan_<name>.hlo``; nothing is compiled in tests. To
 make them again, with ``pip install xla-dtensor[preflight]`` and no TPU:
 
-    python -m tests.xla_dtensor.report.golden_programs [NAME ...]
+    python -m tests.xla_dtensor.report.golden_programs [FOLDER/] [NAME ...]
 
-jax 0.10.2 with libtpu 0.0.42.1 made those that are stored. Of lines that are neither collectives
-nor loops the backend's settings were cut out.
+jax 0.10.2 with libtpu 0.0.42.1 made those that are stored there; the folders jax_0_6_2 and
+jax_0_8_1 have those of older versions, with libtpu 0.0.17.1 and 0.0.30. Of lines that are neither
+collectives nor loops the backend's settings were cut out.
 """
 
 from __future__ import annotations
@@ -275,9 +276,11 @@ def _shortened(text: str) -> str:
 
 def main(names: list[str]) -> None:
     os.environ.update(_ENVIRONMENT)
-    for name in names or PROGRAMS:
+    folders = [GOLDEN / name for name in names if name.endswith("/")] or [GOLDEN]
+    folders[0].mkdir(exist_ok=True)
+    for name in [name for name in names if not name.endswith("/")] or PROGRAMS:
         text = _shortened(_compiled(PROGRAMS[name]))
-        (GOLDEN / f"plan_{name}.hlo").write_text(text, encoding="utf-8")
+        (folders[0] / f"plan_{name}.hlo").write_text(text, encoding="utf-8")
         print(f"{name}: {len(text)} characters")
 
 

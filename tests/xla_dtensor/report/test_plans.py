@@ -139,7 +139,11 @@ SECONDS = {
 }
 
 
-def evidence(name: str) -> Evidence:
+OLDER = ("jax_0_6_2", "jax_0_8_1")
+VERSIONS = pytest.mark.parametrize("version", ["", *OLDER], ids=lambda each: each or "jax_0_10_2")
+
+
+def evidence(name: str, version: str = "") -> Evidence:
     program = PROGRAMS[name]
     held = [
         Held(weight, "parameter", whole, "bf16", part, layout, layout)
@@ -156,7 +160,7 @@ def evidence(name: str) -> Evidence:
     ]
     return Evidence(
         title=name,
-        hlo_text=(GOLDEN / f"plan_{name}.hlo").read_text(),
+        hlo_text=(GOLDEN / version / f"plan_{name}.hlo").read_text(),
         mesh=program.mesh,
         topology=program.parsed,
         held=tuple(replace(one, input=at, output=at) for at, one in enumerate(held)),
@@ -165,8 +169,9 @@ def evidence(name: str) -> Evidence:
     )
 
 
-def found(name: str) -> tuple[Finding, ...]:
-    return findings(evidence(name), None, (), modelled(evidence(name)))
+def found(name: str, version: str = "") -> tuple[Finding, ...]:
+    one = evidence(name, version)
+    return findings(one, None, (), modelled(one))
 
 
 def modelled(one: Evidence) -> Roofline:
@@ -175,9 +180,10 @@ def modelled(one: Evidence) -> Roofline:
     return made
 
 
+@VERSIONS
 @pytest.mark.parametrize("name", TRAFFIC)
-def test_the_bytes_are_those_counted_by_hand(name: str) -> None:
-    one = evidence(name)
+def test_the_bytes_are_those_counted_by_hand(name: str, version: str) -> None:
+    one = evidence(name, version)
     assert [
         (each.kind, each.axes, each.operand_bytes, each.result_bytes, each.executions)
         for each in collectives(one.hlo_text, one.mesh, one.granules)
@@ -199,11 +205,18 @@ def test_the_modelled_seconds_are_those_worked_out_by_hand(name: str) -> None:
     assert model.dcn_seconds == pytest.approx(dcn)
 
 
+@VERSIONS
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if not name.startswith("wrong")])
-def test_right_plans_have_no_findings(name: str) -> None:
-    assert found(name) == ()
+def test_right_plans_have_no_findings(name: str, version: str) -> None:
+    if (name, version) == ("dcn_gradient", "jax_0_6_2"):
+        # JAX 0.6 does not write that an op of this program is of the backward: what crosses the
+        # slices may as well be an activation.
+        assert [one.code for one in found(name, version)] == ["tensor-parallel-over-dcn"]
+    else:
+        assert found(name, version) == ()
 
 
+@VERSIONS
 @pytest.mark.parametrize(
     ("name", "code"),
     [
@@ -216,8 +229,8 @@ def test_right_plans_have_no_findings(name: str) -> None:
         ("wrong_experts", "experts-gathered"),
     ],
 )
-def test_each_wrong_plan_has_its_finding_and_no_other(name: str, code: str) -> None:
-    (only,) = found(name)
+def test_each_wrong_plan_has_its_finding_and_no_other(name: str, code: str, version: str) -> None:
+    (only,) = found(name, version)
     assert (only.code, only.severity) == (code, "warning")
     assert only.fix
     assert only.detail
@@ -259,18 +272,20 @@ def test_megatron_with_a_sharded_sequence_is_right() -> None:
     assert findings(replace(one, held=tuple(kept))) == ()
 
 
+@VERSIONS
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_every_program_is_read_whole(name: str) -> None:
-    one = evidence(name)
+def test_every_program_is_read_whole(name: str, version: str) -> None:
+    one = evidence(name, version)
     reading = read_hlo(one.hlo_text, one.mesh, one.granules)
     assert reading.unread == ()
     assert reading.collectives == collectives(one.hlo_text, one.mesh, one.granules)
 
 
+@VERSIONS
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_every_collective_is_attributed(name: str) -> None:
+def test_every_collective_is_attributed(name: str, version: str) -> None:
     """Those too that XLA made of others: between slices none has metadata of its own."""
-    one = evidence(name)
+    one = evidence(name, version)
     for item in read_hlo(one.hlo_text, one.mesh, one.granules).collectives:
         assert item.op_name, item.name
         assert item.source, item.name
