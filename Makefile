@@ -135,7 +135,7 @@ bench: $(MAIN_VENV)/$(STAMP)  ## run the benchmarks; BENCHMARKS="translate ..." 
 	echo "== benchmarks.$$name"; $(MAIN_VENV)/bin/python -m benchmarks.$$name; done
 
 clean:  ## remove caches and build outputs; environments stay
-	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis .test-programs
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 clean-venvs:  ## remove the environments

@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.hosts import Hosts
+from tests.kept_programs import KeptPrograms
 
 if TYPE_CHECKING:
     from xla_dtensor import DeviceMesh
     from xla_dtensor.runtimes import Runtime
 
+ROOT = Path(__file__).parents[1]
 NUM_DEVICES = 8
 _MOST_BYTES = 2_500_000_000
 
@@ -51,6 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
         flag = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
         if flag not in os.environ.get("XLA_FLAGS", ""):
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+        # A process that only hands out tests runs none.
+        if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+            kept = KeptPrograms(ROOT / ".test-programs")
+            kept.start()
+            config.add_cleanup(kept.end)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

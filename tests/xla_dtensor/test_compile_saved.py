@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ print(json.dumps({"losses": losses, "hits": hits, **step.stats()}))
 
 
 def child(action: str, path: Path, **options: Any) -> dict[str, Any]:
-    environment = {name: v for name, v in os.environ.items() if not name.startswith("XLA_")}
+    ours = ("XLA_", "JAX_COMPILATION", "JAX_PERSISTENT")
+    environment = {name: v for name, v in os.environ.items() if not name.startswith(ours)}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "NPROC": "64"}
     found = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(CHILD), json.dumps(options), str(path), action],
@@ -93,6 +95,17 @@ def test_the_cache_is_found_by_the_next_process(tmp_path: Path) -> None:
     assert second["losses"] == first["losses"]
 
 
+def test_what_came_from_the_cache_can_be_saved(tmp_path: Path) -> None:
+    """XLA for CPU writes a program that it has read without its functions."""
+    path, cache = tmp_path / "step.zip", str(tmp_path / "cache")
+    child("run", path, compile_cache=cache)
+    saved = child("save", path, compile_cache=cache)
+    assert saved["hits"] >= 2
+    loaded = child("load", path)
+    assert loaded["loaded"] == 2
+    assert loaded["losses"] == saved["losses"]
+
+
 @pytest.mark.only_on("jax")
 class TestFiles:
     def step(self) -> Any:
@@ -116,6 +129,16 @@ class TestFiles:
         again.load(tmp_path / "step.zip")
         torch.testing.assert_close(again(x).full_tensor(), wanted)
         assert again.stats()["loaded"] == 1
+
+    def test_a_file_can_be_made_of_a_file(self, mesh: xd.DeviceMesh, tmp_path: Path) -> None:
+        steps = [self.step() for _ in range(3)]
+        x = xd.distribute_tensor(torch.arange(8.0), mesh)
+        for step, following in pairwise(steps):
+            step(x)
+            step.save(tmp_path / "step.zip")
+            following.load(tmp_path / "step.zip")
+        assert steps[2](x).full_tensor().tolist() == [2.0 * i + 1 for i in range(8)]
+        assert steps[2].stats()["loaded"] == 1
 
     def test_nothing_to_save(self, mesh: xd.DeviceMesh, tmp_path: Path) -> None:
         with pytest.raises(CompileError, match="before its first call"):

@@ -5,6 +5,10 @@ step that loads a file is still traced, which binds its parameters and optimizer
 program's inputs, and costs seconds; XLA's compilation, which costs minutes, is left out when the
 trace comes out as the saved one did. So a file can never run a program that is not the step's.
 
+XLA for CPU writes a program that it read before without its functions: such a file is taken, and
+fails when it runs. So what came from a file is written as it came, and what may have come from
+XLA's cache is compiled once more for the file.
+
 The file is a zip archive: ``index.json`` and one entry per program. What XLA serializes contains
 pickles, so load only files that you trust.
 """
@@ -20,6 +24,7 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from xla_dtensor.errors import CompileError
 from xla_dtensor.runtimes import jax_devices
@@ -36,6 +41,7 @@ class Executables:
     def __init__(self) -> None:
         self._compiled: dict[str, Any] = {}
         self._loaded: dict[str, bytes] = {}
+        self._maybe_cached: dict[str, Any] = {}
         self.taken = 0
 
     def compiled(self, lowered: Any, compare: Callable[[str], None]) -> Any:
@@ -48,6 +54,8 @@ class Executables:
         payload = self._loaded.get(digest)
         if payload is None:
             executable = lowered.compile()
+            if jax.default_backend() == "cpu" and _cache_folder():
+                self._maybe_cached[digest] = lowered
         else:
             executable = serialize_executable.deserialize_and_load(
                 payload, lowered.in_tree, lowered.out_tree
@@ -71,13 +79,19 @@ class Executables:
                 f"A compiled step was asked to save its programs to path={os.fspath(path)!r} "
                 "before its first call. There is no program yet. Call the step first."
             )
-        payloads = {digest: _serialized(e) for digest, e in self._compiled.items()}
+        payloads = {digest: self._payload(digest) for digest in self._compiled}
         partial = f"{os.fspath(path)}.partial"
         with zipfile.ZipFile(partial, "w") as archive:
             archive.writestr(_INDEX, json.dumps({"format": _FORMAT, **_machine()}))
             for digest, payload in payloads.items():
                 archive.writestr(digest, payload)
         os.replace(partial, path)
+
+    def _payload(self, digest: str) -> bytes:
+        if digest in self._loaded:
+            return self._loaded[digest]
+        lowered = self._maybe_cached.get(digest)
+        return _serialized(self._compiled[digest] if lowered is None else _compiled_anew(lowered))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read programs that `save` wrote.
@@ -96,6 +110,23 @@ class Executables:
             ) from error
         _check_machine(index, path)
         self._loaded |= found
+
+
+def _cache_folder() -> str | None:
+    return jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _compiled_anew(lowered: Any) -> Any:
+    """Compile past XLA's cache, which holds what it has found for the rest of a process."""
+    folder = _cache_folder()
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    try:
+        # With an option, for else the program that there is would be given back; with its default.
+        return lowered.compile({"xla_backend_optimization_level": "3"})
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()
 
 
 def _serialized(executable: Any) -> bytes:
