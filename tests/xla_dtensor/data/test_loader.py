@@ -286,7 +286,7 @@ def test_a_thread_that_loads_takes_no_part_in_a_trace(
     @xd.compile
     def step(x: Any) -> Any:
         go.set()  # while the step is traced, the second batch is put on the devices
-        made.wait(30)
+        made.wait(2)  # it may also have to wait until the trace has ended
         return x * weight
 
     found = [step(next(loader)).full_tensor()[0].item()]
