@@ -13,6 +13,7 @@ import platform
 import resource
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -28,12 +29,22 @@ from xla_dtensor.training_plan import TrainingPlan
 
 __all__ = ["main", "produce"]
 
+_LOOK_SECONDS = 2.0
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Compiles what FOLDER/request.json asks for."""
     folder = Path((sys.argv[1:] if arguments is None else arguments)[0])
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     produce(Request.from_json((folder / "request.json").read_text(encoding="utf-8")), folder)
     return 0
+
+
+def _end_with(parent: int) -> None:
+    """Ends when who asked is gone, killed perhaps: a compilation may take an hour and 6 GB."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os._exit(1)
 
 
 def produce(request: Request, folder: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,15 +32,15 @@ def linear(mesh: Any, width: int = 256) -> Any:
     return model, step, (batch,), ([Shard(0)] + [Replicate()] * (mesh.ndim - 1),)
 
 
-def endless(mesh: Any) -> Any:
-    """A plan that never comes."""
+def endless(mesh: Any, note: str | None = None) -> Any:
+    """A plan that never comes; `note` is a file for the number of its process."""
+    if note is not None:
+        Path(note).write_text(str(os.getpid()))
     time.sleep(600)
 
 
 def aborting(mesh: Any) -> Any:
     """What libtpu does about some meshes."""
-    import os
-
     os.abort()
 
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +113,43 @@ def test_limits() -> None:
         evidence_for(
             aot_plans.endless, "v5e:2x2", {"a": 4}, memory_limit_bytes=1000, progress=False
         )
+
+
+@needs_libtpu
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks at /proc")
+def test_who_compiles_ends_with_who_asked(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    code = (
+        "from xla_dtensor.aot import evidence_for\n"
+        "from tests.xla_dtensor.aot_plans import endless\n"
+        f"evidence_for(endless, 'v5e:2x2', {{'a': 4}}, keywords={{'note': {str(note)!r}}})"
+    )
+    root = str(Path(__file__).parents[2])
+    errors = tmp_path / "errors"
+    with errors.open("w") as file:
+        command = [sys.executable, "-c", code]
+        asking = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": root}, stderr=file)
+    try:
+        assert within(120, note.exists), errors.read_text()
+        time.sleep(0.2)
+        compiling = Path("/proc") / note.read_text()
+        assert compiling.exists()
+    finally:
+        asking.kill()
+        asking.wait()
+    assert within(30, lambda: not compiling.exists() or is_zombie(compiling))
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not condition():
+        time.sleep(0.1)
+    return condition()
+
+
+def is_zombie(process: Path) -> bool:
+    """Whether it has ended, and nobody has asked how."""
+    return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_a_job_has_its_mesh_and_its_flags() -> None:
