@@ -9,10 +9,10 @@ from xla_dtensor.report.errors import HloError
 from xla_dtensor.report.hlo_module import Computation, HloModule, Instruction, split_commas
 from xla_dtensor.report.hlo_numbers import read_number
 from xla_dtensor.report.hlo_shape import ArrayShape, Shape, arrays
-from xla_dtensor.report.inherited_metadata import Neighbours
+from xla_dtensor.report.inherited_metadata import told_metadata
 from xla_dtensor.report.program_axes import ProgramAxes
 from xla_dtensor.report.replica_groups import ReplicaGroups
-from xla_dtensor.report.stack_frames import SourceLine, parse_fields, unquoted
+from xla_dtensor.report.stack_frames import SourceLine, unquoted
 
 OPCODES: dict[str, CollectiveKind] = {
     **{kind: kind for kind in COLLECTIVE_KINDS},
@@ -148,15 +148,7 @@ class CollectiveReader:
         return self.namer.of_groups(groups, self.kind, self.channel_id, self.global_ids)
 
     def _metadata(self) -> tuple[str | None, tuple[SourceLine, ...]]:
-        """Its own metadata; else that of its fusion or its start; else a neighbour's of either."""
-        fields = parse_fields(self.attributes.get("metadata", ""))
-        caller, calling = self.runs.caller, self.module.computations.get(self.runs.calling)
-        is_within = caller is not None and caller.opcode in ("fusion", "async-start")
-        if not fields and caller is not None and is_within:
-            fields = parse_fields(caller.attributes.get("metadata", ""))
-        fields = fields or Neighbours(self.computation).metadata(self.instruction)
-        if not fields and caller is not None and is_within and calling is not None:
-            fields = Neighbours(calling).metadata(caller)
+        fields = told_metadata(self.module, self.computation, self.instruction, self.runs)
         return fields.get("op_name"), self.module.frames.source(fields)
 
 

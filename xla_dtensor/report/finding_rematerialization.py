@@ -98,16 +98,12 @@ def _shown(computation: Computation, frames: StackFrames) -> Iterator[Finding]:
     gathers = [one for one in table.values() if one.opcode in _GATHERS]
     if not gathers:
         return
-    users: dict[str, list[Instruction]] = {}
-    for user in table.values():
-        for name in user.operand_names:
-            users.setdefault(name, []).append(user)
     for gather in gathers:
         try:
             size = max((array.bytes for array in arrays(gather.shape)), default=0)
         except HloError:
             continue
-        if size >= SMALL_GATHER_BYTES and _is_cut(gather, computation, users):
+        if size >= SMALL_GATHER_BYTES and _is_cut(gather, computation):
             fields = parse_fields(gather.attributes.get("metadata", ""))
             yield Finding(
                 "warning",
@@ -119,15 +115,13 @@ def _shown(computation: Computation, frames: StackFrames) -> Iterator[Finding]:
             )
 
 
-def _is_cut(
-    gather: Instruction, computation: Computation, users: dict[str, list[Instruction]]
-) -> bool:
+def _is_cut(gather: Instruction, computation: Computation) -> bool:
     """Whether all that uses it cuts the device's part out of it."""
     followed, seen = [gather], {gather.name}
     cuts = 0
     while followed:
         current = followed.pop()
-        for user in users.get(current.name, ()):
+        for user in computation.users.get(current.name, ()):
             if user.name in seen:
                 continue
             seen.add(user.name)

@@ -107,6 +107,15 @@ class Computation:
         """The instruction whose result is the computation's."""
         return next((line for line in self.instructions.values() if line.is_root), None)
 
+    @cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """By the name of each instruction, those of the computation that it is an operand of."""
+        found: dict[str, list[Instruction]] = {}
+        for user in self.instructions.values():
+            for name in user.operand_names:
+                found.setdefault(name, []).append(user)
+        return found
+
     def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
         """Finds the shapes of an instruction's operands.
 

@@ -22,10 +22,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from xla_dtensor.report.hlo_module import Computation, Instruction
+from xla_dtensor.report.call_graph import Runs
+from xla_dtensor.report.hlo_module import Computation, HloModule, Instruction
 from xla_dtensor.report.stack_frames import parse_fields
 
-__all__ = ["Neighbours"]
+__all__ = ["Neighbours", "told_metadata"]
 
 _REACH = 64
 """Instructions that are looked at: the neighbourhood, not the whole program."""
@@ -43,6 +44,32 @@ _MOVING = frozenset(
 )
 
 
+def told_metadata(
+    module: HloModule, computation: Computation, instruction: Instruction, runs: Runs
+) -> dict[str, str]:
+    """Finds what there is to say about an instruction.
+
+    Args:
+        module: the module.
+        computation: where the instruction stands.
+        instruction: any.
+        runs: how the computation runs.
+
+    Returns:
+        The fields of its own metadata; else those of its fusion or its start; else those of a
+        neighbour of either; none if nobody says anything.
+    """
+    fields = parse_fields(instruction.attributes.get("metadata", ""))
+    caller, calling = runs.caller, module.computations.get(runs.calling)
+    is_within = caller is not None and caller.opcode in ("fusion", "async-start")
+    if not fields and caller is not None and is_within:
+        fields = parse_fields(caller.attributes.get("metadata", ""))
+    fields = fields or Neighbours(computation).metadata(instruction)
+    if not fields and caller is not None and is_within and calling is not None:
+        fields = Neighbours(calling).metadata(caller)
+    return fields
+
+
 class Neighbours:
     """Who uses whom in a computation.
 
@@ -52,7 +79,6 @@ class Neighbours:
 
     def __init__(self, computation: Computation) -> None:
         self._computation = computation
-        self._users: dict[str, list[Instruction]] | None = None
         self._sends: dict[str, Instruction] | None = None
 
     def metadata(self, instruction: Instruction) -> dict[str, str]:
@@ -148,12 +174,7 @@ class Neighbours:
         return None
 
     def _users_of(self, instruction: Instruction) -> list[Instruction]:
-        if self._users is None:
-            self._users = {}
-            for user in self._computation.instructions.values():
-                for name in user.operand_names:
-                    self._users.setdefault(name, []).append(user)
-        return self._users.get(instruction.name, [])
+        return self._computation.users.get(instruction.name, [])
 
     def _send_of(self, recv: Instruction) -> Instruction | None:
         """What is received was sent by the others, as this device sends to them."""

@@ -38,10 +38,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from xla_dtensor.report.attribution import Origin, origin_of
+from xla_dtensor.report.call_graph import computation_runs
 from xla_dtensor.report.collective_lines import starred
 from xla_dtensor.report.errors import HloError
 from xla_dtensor.report.evidence import Evidence, Held
-from xla_dtensor.report.hlo_module import HloModule, Instruction
+from xla_dtensor.report.hlo_module import HloModule
+from xla_dtensor.report.inherited_metadata import told_metadata
 from xla_dtensor.report.live_buffers import LivePeak, live_peak
 from xla_dtensor.report.memory_parts import (
     TABLE,
@@ -51,7 +53,6 @@ from xla_dtensor.report.memory_parts import (
     memory_parts,
 )
 from xla_dtensor.report.quantities import bytes_text
-from xla_dtensor.report.stack_frames import parse_fields
 
 __all__ = ["Cause", "Differences", "LargeBuffer", "MemoryPart", "MemoryReport", "memory_report"]
 
@@ -283,8 +284,13 @@ def _held_buffers(evidence: Evidence, entry: EntryBytes) -> Iterator[LargeBuffer
 def _temporary_buffers(peak: LivePeak | None, module: HloModule | None) -> Iterator[LargeBuffer]:
     if peak is None or module is None:
         return
+    place = {name: one for one in module.computations.values() for name in one.instructions}
+    runs = computation_runs(module)
     for buffer in peak.buffers[:_LOOKED_AT]:
-        origin = _origin(buffer.instruction, module)
+        computation = place[buffer.instruction.name]
+        found = runs[computation.name]
+        fields = told_metadata(module, computation, buffer.instruction, found)
+        origin = origin_of(fields.get("op_name"), module.frames.source(fields))
         yield LargeBuffer(
             buffer.bytes, str(buffer.shape), buffer.instruction.name, TEMPORARY, origin
         )
@@ -309,11 +315,6 @@ def _largest(buffers: list[LargeBuffer]) -> tuple[LargeBuffer, ...]:
     more = [group for group in found[_MANY:] if group[0].kind == TEMPORARY]
     first += more[: max(0, _LEAST_TEMPORARIES - shown)]
     return tuple(one for group in first for one in group)
-
-
-def _origin(instruction: Instruction, module: HloModule) -> Origin:
-    fields = parse_fields(instruction.attributes.get("metadata", ""))
-    return origin_of(fields.get("op_name"), module.frames.source(fields))
 
 
 def _causes(report: MemoryReport, buffers: list[LargeBuffer]) -> tuple[Cause, ...]:
