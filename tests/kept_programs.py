@@ -34,6 +34,10 @@ class KeptPrograms:
         if "JAX_COMPILATION_CACHE_DIR" in os.environ:
             return
         self._shared.mkdir(parents=True, exist_ok=True)
+        for other in self._shared.parent.glob("worker-*"):
+            if not _runs(int(other.name.removeprefix("worker-"))):  # it was killed
+                shutil.rmtree(other, ignore_errors=True)
+        shutil.rmtree(self._own, ignore_errors=True)
         self._own.mkdir()
         kept = list(self._shared.iterdir())
         if len(kept) > _MOST_FILES:
@@ -54,3 +58,13 @@ class KeptPrograms:
             with contextlib.suppress(OSError):  # there already, or of another file system
                 os.link(file, self._shared / file.name)
         shutil.rmtree(self._own, ignore_errors=True)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
