@@ -60,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
             config.add_cleanup(kept.end)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     chosen = config.getoption("--runtime")
     for item in items:
