@@ -21,16 +21,11 @@ from mesh_utils import JobConfig, JobError, chips, find_chip
 from mesh_utils.job_file import job_names
 from mesh_utils.xla_flags import FlagTable, XlaFlag, flag_environment, flag_table, flags_for
 from tests.libtpu import needs_libtpu
+from xla_dtensor.aot_process import LIBTPU_ENVIRONMENT
 
 TPUS = [chip.name for chip in chips() if chip.platform == "tpu"]
 GPUS = [chip.name for chip in chips() if chip.platform == "gpu"]
 EVERY = [flag for each in flag_table().sets.values() for flag in each.flags]
-NO_NETWORK = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "JAX_PLATFORMS": "cpu",
-}
 LOAD_LIBTPU = """
 from jax.experimental import topologies
 assert len(topologies.get_topology_desc("v5e:4x4", platform="tpu").devices) == 16
@@ -67,7 +62,7 @@ def start(program: str, *arguments: str, **variables: str) -> subprocess.Complet
     }
     return subprocess.run(
         [sys.executable, "-c", program, *arguments],
-        env=kept | NO_NETWORK | variables,
+        env=kept | LIBTPU_ENVIRONMENT | variables,
         capture_output=True,
         text=True,
         timeout=240,

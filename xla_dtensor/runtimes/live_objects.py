@@ -6,6 +6,9 @@ to tuples that another thread is making just now, and CPython's ``tuple(generato
 a lock that the search takes (`undisturbed`), and the search is as short as it can be: the choice is
 made by one call that runs no bytecode.
 
+Of a tensor that only torch itself still holds (a graph, say) the Python object is torch's, and does
+not keep the tensor: it would be an undefined one as soon as torch drops it. Those found do keep it.
+
 Example:
     >>> class Thing: ...
     >>> thing = Thing()
@@ -21,6 +24,8 @@ import threading
 from collections.abc import Iterator
 from itertools import compress
 from typing import Any
+
+import torch
 
 __all__ = ["live_objects", "undisturbed"]
 
@@ -43,6 +48,9 @@ def live_objects(*classes: type) -> list[Any]:
         objects = gc.get_objects()
         found = list(compress(objects, map(wanted.__contains__, map(type, objects))))
         del objects
+        for each in found:
+            if isinstance(each, torch.Tensor):
+                each._fix_weakref()  # pyright: ignore[reportAttributeAccessIssue]
     finally:
         if is_alone:
             _searching.release()

@@ -373,11 +373,14 @@ def test_the_second_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.Monk
     for step in range(4):
         checkpoint.load(tmp_path, state, step=step)
         assert state["x"].tolist() == [step] * 1000
+    failing = _failing_slowly(monkeypatch, tmp_path)
     with pytest.raises(TimeoutError, match=r"timeout_seconds=0. It is not written yet"):
-        _waiting_for_nothing(monkeypatch, tmp_path).wait(0)
+        failing.wait(0)
+    with pytest.raises(CheckpointError, match="late"):  # else the next save would say it
+        failing.wait(60)
 
 
-def _waiting_for_nothing(patch: pytest.MonkeyPatch, folder: Path) -> checkpoint.Pending:
+def _failing_slowly(patch: pytest.MonkeyPatch, folder: Path) -> checkpoint.Pending:
     import time
 
     def slow(_: Any, __: Any) -> int:

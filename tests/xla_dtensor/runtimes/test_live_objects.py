@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import torch
+
 from xla_dtensor.data.prefetch import Ahead
 from xla_dtensor.runtimes.live_objects import live_objects
 
@@ -45,3 +47,16 @@ def test_tuples_that_a_loader_makes_stay_whole() -> None:
     searching.start()
     assert all(len(each) == 50 for each in Ahead(make, depth=2))
     searching.join()
+
+
+def test_a_tensor_that_only_torch_held_stays_whole() -> None:
+    """What only a graph has refers to its Python object, not the other way round."""
+    leaf = torch.ones(3, requires_grad=True)
+    leaf.marked = True  # type: ignore[attr-defined]
+    graph = leaf * leaf
+    del leaf
+    (found,) = [one for one in live_objects(torch.Tensor) if hasattr(one, "marked")]
+    del graph
+    gc.collect()
+    assert found.grad is None
+    assert found.tolist() == [1.0] * 3
