@@ -79,13 +79,16 @@ test: $(MAIN_VENV)/$(STAMP)  ## run the tests on torch 2.9, with jax and with to
 	--runtime torch_xla $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 # What imports no torch was tested by `make test`; another torch changes nothing for it, nor for what
-# several processes tell each other (one file of those stays, the checkpoints').
+# several processes tell each other (one file of those stays, the checkpoints'). The programs of the
+# README and of examples/ have environments of their own.
 WITHOUT_TORCH := tests/mesh_utils/test_[acglmnopstx]* tests/mesh_utils/test_drawing* \
 	tests/tpu_configs tests/xla_dtensor/report tests/benchmarks/test_[blmp]* \
-	tests/xla_dtensor/cli tests/xla_dtensor/doctor tests/xla_dtensor/quick \
+	tests/xla_dtensor/cli tests/xla_dtensor/doctor tests/xla_dtensor/quick tests/xla_dtensor/core \
+	tests/examples tests/tools tests/torch_xla_matrix tests/test_readme.py \
 	tests/xla_dtensor/*/test_*hosts.py tests/xla_dtensor/checkpoint/test_kill.py \
 	tests/xla_dtensor/test_process* tests/xla_dtensor/test_program_check.py \
-	tests/xla_dtensor/runtimes/test_same_program.py tests/xla_dtensor/runtimes/test_*processes*
+	tests/xla_dtensor/runtimes/test_same_program.py tests/xla_dtensor/runtimes/test_*processes* \
+	tests/xla_dtensor/runtimes/test_starting.py
 test-latest: $(LATEST_VENV)/$(STAMP)  ## run the tests on the newest supported torch, with jax
 	$(LATEST_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not gpu" \
 	$(WITHOUT_TORCH:%=--ignore-glob='$(CURDIR)/%') $(PYTEST_ARGS)
