@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from xla_dtensor.cli.plan_full import write_report
 from xla_dtensor.report.compile_report import CompileReport
 from xla_dtensor.report.evidence import Evidence
 from xla_dtensor.report.quantities import bytes_text, seconds_text
@@ -122,10 +123,7 @@ def store(evidence: Path, folder: Path) -> None:
         folder: Where the reports go.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    report = CompileReport.of(Evidence.load(evidence))
-    (folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
-    (folder / "report.md").write_text(report.to_markdown(), encoding="utf-8")
-    (folder / "report.html").write_text(report.to_html(), encoding="utf-8")
+    write_report(CompileReport.of(Evidence.load(evidence)), folder)
     shutil.copyfile(evidence / "seconds.txt", folder / "seconds.txt")
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from xla_dtensor.report.compile_report import CompileReport
     from xla_dtensor.report.evidence import Evidence
 
-__all__ = ["add_full_options", "compiled", "keep", "plan_fully"]
+__all__ = ["add_full_options", "compiled", "keep", "plan_fully", "write_report"]
 
 _GIB = 1 << 30
 _MOMENTS = {"adamw": "float32", "adamw-bf16": "bfloat16"}
@@ -150,11 +150,20 @@ def keep(evidence: Evidence, report: CompileReport, folder: str | None) -> None:
     """
     if folder is None:
         return
-    path = Path(folder)
-    evidence.save(path)
-    (path / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
-    (path / "report.md").write_text(report.to_markdown(), encoding="utf-8")
-    (path / "report.html").write_text(report.to_html(), encoding="utf-8")
+    evidence.save(Path(folder))
+    write_report(report, Path(folder))
+
+
+def write_report(report: CompileReport, folder: Path) -> None:
+    """Writes a report in its three forms.
+
+    Args:
+        report: The report.
+        folder: Where report.json, report.md and report.html go.
+    """
+    (folder / "report.json").write_text(report.to_json() + "\n", encoding="utf-8")
+    (folder / "report.md").write_text(report.to_markdown(), encoding="utf-8")
+    (folder / "report.html").write_text(report.to_html(), encoding="utf-8")
 
 
 def _keywords(job: JobConfig, asked: argparse.Namespace, per_group: int) -> dict[str, Any]:
