@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from xla_dtensor.asking import asking
+from xla_dtensor.core import Layout
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh, mesh_text
 from xla_dtensor.dispatch import new_dtensor, state_of
 from xla_dtensor.errors import RedistributeError
@@ -22,6 +23,7 @@ from xla_dtensor.known_axes import placements_on
 from xla_dtensor.off_mesh import empty_local, is_off_mesh
 from xla_dtensor.placement_checks import checked_placements
 from xla_dtensor.runtimes import functional_ops
+from xla_dtensor.runtimes.registry import get_runtime
 
 if TYPE_CHECKING:
     from xla_dtensor.dtensor import DTensor
@@ -79,6 +81,7 @@ class _Redistribute(torch.autograd.Function):
     ) -> DTensor:
         ctx.source, ctx.dtype, ctx.original = source._spec, dtype, source.dtype
         moved = source._spec.moved(mesh, placements)
+        ctx.moved = moved.span_layout
         with asking(mesh, placements_on(source._spec, mesh), placements):
             payload = functional_ops.constrain(source._local_tensor, moved.span_layout)
         state = state_of(payload, mesh, placements, moved.known)
@@ -90,7 +93,27 @@ class _Redistribute(torch.autograd.Function):
         placements = ctx.source.placements
         target = tuple(Replicate() if p.is_partial() else p for p in placements)
         grad = grad if ctx.dtype is None else grad.to(ctx.dtype)
+        grad = _summed_up(grad, ctx.moved, ctx.source.moved(ctx.source.mesh, target).span_layout)
         return grad.redistribute(ctx.source.mesh, target).to(ctx.original), None, None, None
+
+
+def _summed_up(grad: DTensor, arrives: Layout, leaves: Layout) -> DTensor:
+    """Return a gradient that a program sums up before it moves it on.
+
+    A gradient is the sum of what the readers of a value sent. Left alone, XLA hands the layout that
+    is wanted behind the move on to each summand, and moves each by itself.
+
+    Args:
+        grad: The gradient of what `redistribute` returned.
+        arrives: How that lies.
+        leaves: How the gradient will lie.
+    """
+    whole = frozenset(dim for dim, cuts in enumerate(arrives.dims) if not cuts)
+    if len(whole) == arrives.ndim or arrives.dims == leaves.dims:
+        return grad
+    told = Layout(arrives.mesh, arrives.dims, (), whole)
+    payload = get_runtime().summed_up(grad._local_tensor, told)
+    return grad if payload is grad._local_tensor else new_dtensor(type(grad), payload, grad._spec)
 
 
 def as_plain(tensor: DTensor, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:

@@ -181,6 +181,13 @@ class Runtime(ABC):
     def constrain(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Return a new payload with the same values that lies as `layout` says."""
 
+    def summed_up(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Return a gradient that, in a program, lies as `layout` says before it is moved on.
+
+        `payload` itself where nothing is being traced, or the compiler needs no telling.
+        """
+        return payload
+
     @abstractmethod
     def op_sharding(self, payload: torch.Tensor) -> OpSharding:
         """Return how the payload really lies, read from the runtime, relative to the root."""

@@ -199,6 +199,10 @@ class JaxRuntime(Runtime):
             array = place(payload.value(), sharding)
         return JaxTensor(Storage(array, tuple(payload.shape), sharding), stride=payload.stride())
 
+    def summed_up(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
+        traced = isinstance(payload, JaxTensor) and is_tracer(payload._storage.array)
+        return self.constrain(payload, layout) if traced else payload
+
     def op_sharding(self, payload: torch.Tensor) -> OpSharding:
         assert isinstance(payload, JaxTensor)
         with x64():

@@ -40,9 +40,12 @@ def _embedding_backward(
     if scale_grad_by_freq:
         counts = jnp.zeros(num_weights, grad.dtype).at[indices].add(1)
         grad = grad / counts[indices][..., None]
-    grad = jnp.where((indices == padding_idx)[..., None], 0, grad)
+    if padding_idx >= 0:
+        grad = jnp.where((indices == padding_idx)[..., None], 0, grad)
     rows = jnp.zeros((num_weights, grad.shape[-1]), jnp.promote_types(grad.dtype, jnp.float32))
-    return put_points(rows, [indices], grad, accumulate=True).astype(grad.dtype)
+    # The indices just as the forward pass takes them: what moves them there serves here as well.
+    summed = put_points(rows, [indices], grad, accumulate=True, from_the_end=False)
+    return summed.astype(grad.dtype)
 
 
 @lower(aten.index_select.default)

@@ -19,8 +19,13 @@ from xla_dtensor.runtimes import jax_devices
 __all__ = ["put_points", "put_points_along"]
 
 
-def put_points(x: Any, points: Sequence[Any], values: Any, accumulate: bool) -> Any:
-    """Return `x` with `values` at points along its first dims; `points` are of one shape."""
+def put_points(
+    x: Any, points: Sequence[Any], values: Any, accumulate: bool, *, from_the_end: bool = True
+) -> Any:
+    """Return `x` with `values` at points along its first dims; `points` are of one shape.
+
+    With `from_the_end` negative indices count from there, else they write nothing.
+    """
     if not points[0].size:
         return x
     rest = x.shape[len(points) :]
@@ -35,7 +40,8 @@ def put_points(x: Any, points: Sequence[Any], values: Any, accumulate: bool) -> 
         padding = [(0, lack), *[(0, 0)] * len(rest)]
         values = jnp.pad(values, padding, mode="constant" if accumulate else "edge")
     at = x.at[tuple(points)]
-    return at.add(values) if accumulate else at.set(values)
+    write = at.add if accumulate else at.set
+    return write(values, wrap_negative_indices=from_the_end)
 
 
 def put_points_along(
