@@ -50,6 +50,7 @@ from xla_dtensor.runtimes.jax_program import Program
 from xla_dtensor.runtimes.jax_rehome import Blueprint
 from xla_dtensor.runtimes.jax_runtime import JaxRuntime
 from xla_dtensor.runtimes.jax_sharding import named_sharding
+from xla_dtensor.runtimes.jax_slots import Slots
 from xla_dtensor.runtimes.jax_step_values import inner
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
 from xla_dtensor.runtimes.jax_topology import absent_devices
@@ -225,13 +226,13 @@ class AbsentStep(JaxCompiledStep):
         read: Sequence[Storage],
         constants: Sequence[Any],
         arguments: Sequence[Storage],
+        slots: Slots,
     ) -> tuple[Any, ...]:
-        held = [[self._typed(s) for s in storages] for storages in (state, read, arguments)]
         everywhere = self._everywhere
         kept = [jax.ShapeDtypeStruct(c.shape, c.dtype, sharding=everywhere) for c in constants]
-        return held[0], held[1], kept, held[2]
+        return super()._inputs(state, read, kept, arguments, slots)
 
-    def _typed(self, storage: Storage) -> jax.ShapeDtypeStruct:
+    def _held(self, storage: Storage) -> jax.ShapeDtypeStruct:
         shape = padded_shape(storage.shape, storage.sharding)
         return jax.ShapeDtypeStruct(shape, storage.array.dtype, sharding=self._lying(storage))
 

@@ -28,7 +28,7 @@ import gc
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,10 +52,12 @@ from xla_dtensor.runtimes.jax_executables import Executables
 from xla_dtensor.runtimes.jax_flops import flops_of
 from xla_dtensor.runtimes.jax_gradients import GradientEffects, KnownLeaves
 from xla_dtensor.runtimes.jax_placing import place
-from xla_dtensor.runtimes.jax_program import Program, program_of
+from xla_dtensor.runtimes.jax_program import Program
 from xla_dtensor.runtimes.jax_rehome import Blueprint
 from xla_dtensor.runtimes.jax_same_program import compare_program, compare_run
 from xla_dtensor.runtimes.jax_scalar import sym_number
+from xla_dtensor.runtimes.jax_slots import Holding, Slots, program_of, slots_of, stacked_types
+from xla_dtensor.runtimes.jax_stacks import dissolve_all
 from xla_dtensor.runtimes.jax_step_values import (
     bound,
     inner,
@@ -310,6 +312,7 @@ class JaxCompiledStep(CompiledStep):
         tree: TreeSpec,
         gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
     ) -> Program:
+        dissolve_all()
         trace = Trace()
         numbers: list[tuple[Storage, Callable[[], float]]] = []
         lend = partial(_lend, numbers)
@@ -357,9 +360,13 @@ class JaxCompiledStep(CompiledStep):
         places = [None if s is None else position[s] for s in owners]
         sizes = (len(found["written"]), len(found["lasting"]), len(state))
         kept = [self._lying(arguments[i]) for i in found["written"]]
-        pinned = (found["pinned"], [self._lying(s) for s in state], None, kept)
-        made_of = partial(program_of, places=places, sizes=sizes)
-        inputs = self._inputs(state, read, constants, arguments)
+        alone = {storage for storage, _ in numbers}
+        kinds = [None if s in alone else self._kind(s, s in trace.state) for s in position]
+        holding = Holding(places, sizes, kinds, [self._lying(s) for s in position])
+        slots = slots_of(closed.jaxpr, holding)
+        made_of = partial(program_of, holding=holding, slots=slots)
+        inputs = self._inputs(state, read, constants, arguments, slots)
+        pinned = (found["pinned"], [given.sharding for given in inputs[0]], None, kept)
         blueprint = Blueprint.of(closed.jaxpr, made_of, inputs, pinned, donated=(0,))
         return self._program_type(
             self._executable(blueprint, inputs),
@@ -372,6 +379,7 @@ class JaxCompiledStep(CompiledStep):
             found["tree"],
             found["static"],
             watch,
+            slots,
             blueprint,
             flops_of(closed),
             found["gradients"],
@@ -384,15 +392,28 @@ class JaxCompiledStep(CompiledStep):
     def _lying(self, storage: Storage) -> Any:
         return storage.array.sharding
 
+    def _kind(self, storage: Storage, is_state: bool) -> Hashable | None:
+        """Return what storages have in common that may be rows of one stack; None for no row."""
+        lies = self._lying(storage)
+        is_open = PartitionSpec.UNCONSTRAINED in tuple(getattr(lies, "spec", ()))
+        if storage.manual is not None or is_open:
+            return None
+        return is_state, lies
+
     def _inputs(
         self,
         state: Sequence[Storage],
         read: Sequence[Storage],
         constants: Sequence[Any],
         arguments: Sequence[Storage],
+        slots: Slots,
     ) -> tuple[Any, ...]:
-        held = [[s.array for s in storages] for storages in (state, read, arguments)]
-        return held[0], held[1], list(constants), held[2]
+        held = [[self._held(s) for s in storages] for storages in (state, read, arguments)]
+        state, read = stacked_types(slots.state, held[0]), stacked_types(slots.read, held[1])
+        return state, read, list(constants), held[2]
+
+    def _held(self, storage: Storage) -> Any:
+        return storage.array
 
     def _executable(self, blueprint: Blueprint, inputs: tuple[Any, ...]) -> Any:
         lowered = blueprint.lowered(*inputs)

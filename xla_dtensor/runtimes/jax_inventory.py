@@ -8,6 +8,7 @@ Both meet in the storages that the trace has found.
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from xla_dtensor.runtimes.live_objects import live_objects
 
 __all__ = ["Names", "hlo_dtype", "inventory"]
 
+_NUMBERS = re.compile(r"(\d+)")
 _HLO_DTYPES = {"bool": "pred", "bfloat16": "bf16", "complex64": "c64", "complex128": "c128"}
 
 
@@ -113,7 +115,7 @@ def inventory(
     blueprint = program.blueprint
     with x64():
         out_types = jax.eval_shape(blueprint.program_of(blueprint.jaxpr), *blueprint.inputs)
-    first_lasting = len(results) + len(program.state)
+    first_lasting = len(results) + len(program.slots.state)
     made = zip((*results, *lasting), (*out_types[0], *out_types[2]), strict=True)
     found = [*_inputs(program, executable, names, arguments, root, len(results))]
     for place, (sharding, kind) in enumerate(made):
@@ -142,24 +144,50 @@ def _inputs(
     num_results: int,
 ) -> Iterator[Held]:
     state, read, constants, given = program.blueprint.inputs
-    owners = [*program.state, *program.read, *(None for _ in constants), *arguments]
+    owners: list[Sequence[Storage | None]] = [
+        *([program.state[place] for place in slot] for slot in program.slots.state),
+        *([program.read[place] for place in slot] for slot in program.slots.read),
+        *([None] for _ in constants),
+        *([argument] for argument in arguments),
+    ]
     first_argument = len(owners) - len(arguments)
     types = [*state, *read, *constants, *given]
     kept = _kept(executable, len(types))
-    for place, (owner, kind) in enumerate(zip(owners, types, strict=True)):
+    for place, (storages, kind) in enumerate(zip(owners, types, strict=True)):
         usual: Role = "constant" if place < first_argument else "argument"
-        name, role, requested = ("", usual, None) if owner is None else names.of(owner)
+        known = [names.of(storage) for storage in storages if storage is not None]
+        name, role, requested = _of_rows(known) if known else ("", usual, None)
+        shape = kind.shape if storages[0] is None else storages[0].shape
         yield Held(
             name=name or f"{role} {place}",
             role=role,
-            shape=tuple(kind.shape if owner is None else owner.shape),
+            shape=tuple(shape if len(storages) == 1 else (len(storages), *shape)),
             dtype=hlo_dtype(kind.dtype),
             device_shape=_device_shape(kind.shape, kind.sharding),
             requested=requested,
             chosen=_layout_text(kind.sharding, len(kind.shape), root),
             input=kept.get(place),
-            output=num_results + place if place < len(program.state) else None,
+            output=num_results + place if place < len(state) else None,
         )
+
+
+def _of_rows(known: Sequence[tuple[str, Role, str | None]]) -> tuple[str, Role, str | None]:
+    """Return the name, role and layout of what holds these, along a new dim 0 if several.
+
+    Example:
+        >>> _of_rows([("h.0.w", "parameter", "[tp, -]"), ("h.1.w", "parameter", "[tp, -]")])
+        ('h.0-1.w', 'parameter', '[-, tp, -]')
+    """
+    name, role, requested = known[0]
+    if len(known) == 1:
+        return known[0]
+    first, last = (_NUMBERS.split(known[place][0]) for place in (0, -1))
+    if len(first) == len(last):
+        name = "".join(a if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
+    layout = None if requested is None else requested.replace("[]", "[-]")
+    if layout is not None and layout == requested:
+        layout = layout.replace("[", "[-, ", 1)
+    return name, role, layout
 
 
 def _kept(executable: Any, count: int) -> dict[int, int]:

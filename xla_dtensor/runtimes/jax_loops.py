@@ -19,6 +19,8 @@ from xla_dtensor.core import Layout
 from xla_dtensor.core.spanning import layout_on_span
 from xla_dtensor.runtimes.jax_block import BlockTrace, Form, Inputs, strong
 from xla_dtensor.runtimes.jax_counted import counted_scan
+from xla_dtensor.runtimes.jax_layer_stacks import stack_layers, unstack_layers
+from xla_dtensor.runtimes.jax_packed import stack_sharding
 from xla_dtensor.runtimes.jax_placing import padded_shape
 from xla_dtensor.runtimes.jax_sharding import named_sharding
 from xla_dtensor.runtimes.jax_split import SplitBlock
@@ -58,14 +60,10 @@ class Plan:
 
 
 def _stacked(arrays: Sequence[Any], form: Form) -> Any:
-    stack = jnp.stack(arrays)
+    stack = stack_layers(arrays)
     if form.sharding is None:
         return stack
-    return lax.with_sharding_constraint(stack, _stack_sharding(form.sharding))
-
-
-def _stack_sharding(sharding: NamedSharding) -> NamedSharding:
-    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    return lax.with_sharding_constraint(stack, stack_sharding(form.sharding))
 
 
 def _stacks(plan: Plan, layer_arrays: Sequence[Any]) -> list[Any]:
@@ -126,11 +124,8 @@ def backward_loop(plan: Plan) -> Callable[..., Any]:
         (grads, sums), by_layer = counted_scan(body, (grads, sums), (stacks, kept), reverse=True)
         forms = [f for f, w in zip(plan.forms.layer, wanted.layer, strict=True) if w]
         pinned = [_pinned(g, f) for g, f in zip(by_layer, forms, strict=True)]
-        each = [
-            [_unstacked(stack, i, form) for stack, form in zip(pinned, forms, strict=True)]
-            for i in range(plan.n_layers)
-        ]
-        return grads, sums, each
+        rows = [_unstacked(stack, form) for stack, form in zip(pinned, forms, strict=True)]
+        return grads, sums, [[row[i] for row in rows] for i in range(plan.n_layers)]
 
     return backward
 
@@ -139,14 +134,14 @@ def _pinned(stack: Any, form: Form) -> Any:
     sharding = form.sharding
     if sharding is None:
         return stack
-    return lax.with_sharding_constraint(stack, _stack_sharding(sharding))
+    return lax.with_sharding_constraint(stack, stack_sharding(sharding))
 
 
-def _unstacked(stack: Any, index: int, form: Form) -> Any:
-    array = lax.index_in_dim(stack, index, 0, keepdims=False)
+def _unstacked(stack: Any, form: Form) -> list[Any]:
+    rows = unstack_layers(stack)
     if form.sharding is None:
-        return array
-    return lax.with_sharding_constraint(array, form.sharding)
+        return rows
+    return [lax.with_sharding_constraint(row, form.sharding) for row in rows]
 
 
 def _place_of(form: Form) -> NamedSharding | None:

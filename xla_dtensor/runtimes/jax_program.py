@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from xla_dtensor.runtimes.jax_gradients import GradientEffects
 from xla_dtensor.runtimes.jax_rehome import Blueprint
+from xla_dtensor.runtimes.jax_slots import Slot, Slots
+from xla_dtensor.runtimes.jax_stacks import give_stack, stack_of
 from xla_dtensor.runtimes.jax_tensor import Storage
 from xla_dtensor.runtimes.jax_watch import Watch
 
-__all__ = ["Program", "program_of"]
+__all__ = ["Program"]
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Program:
         out_tree: How the step's results nest.
         out_static: Of each result how to wrap it, or its value where it is no tensor.
         watch: What the trace took for granted.
+        slots: Which of the storages travel as one array.
         blueprint: The trace itself, for other devices.
         flops: Floating-point operations of its products, on all devices together.
         gradients: What the trace did to parameters' gradients.
@@ -52,6 +54,7 @@ class Program:
     out_tree: TreeSpec
     out_static: list[Any]
     watch: Watch
+    slots: Slots
     blueprint: Blueprint
     flops: int
     gradients: GradientEffects = field(default_factory=lambda: GradientEffects([], []))
@@ -67,19 +70,17 @@ class Program:
             if value != float(storage.array):
                 storage.array = _replicated_like(np.asarray(value), storage.array)
         self.gradients.release()
-        state = [s.array for s in self.state]
-        read = [s.array for s in self.read]
+        state = [_taken(slot, self.state) for slot in self.slots.state]
+        read = [_taken(slot, self.read) for slot in self.slots.read]
         given = [s.array for s in arguments]
         outputs = self.executable(state, read, self.constants, given)
         results, state, lasting, written = outputs
         for position, array in zip(self.written, written, strict=True):
             arguments[position].array = array
-        for storage, array in zip(self.state, state, strict=True):
-            storage.array = array
-        for reference, array in zip(self.lasting, lasting, strict=True):
-            storage = reference()
-            if storage is not None:
-                storage.array = array
+        for slot, array in zip(self.slots.state, state, strict=True):
+            _give(array, [self.state[place] for place in slot])
+        for slot, array in zip(self.slots.lasting, lasting, strict=True):
+            _give(array, [self.lasting[place]() for place in slot])
         self.gradients.repeat()
         return self._outputs(iter(results))
 
@@ -88,29 +89,17 @@ class Program:
         return tree_unflatten(leaves, self.out_tree)
 
 
-def program_of(
-    jaxpr: Any, *, places: Sequence[int | None], sizes: Sequence[int]
-) -> Callable[..., Any]:
-    """Return the function that XLA compiles.
+def _taken(slot: Slot, storages: Sequence[Storage]) -> jax.Array:
+    if len(slot) == 1:
+        return storages[slot[0]].array
+    return stack_of([storages[place] for place in slot]).array
 
-    Args:
-        jaxpr: The trace.
-        places: For each of its constants its place among the state and what is read; None for one
-            that is no storage's.
-        sizes: How many arguments were written, results last, and storages are state: the ends of
-            the trace's results, the last first.
-    """
 
-    def program(state_in: Any, read_in: Any, constants_in: Any, arguments_in: Any) -> Any:
-        held = [*state_in, *read_in]
-        rest = iter(constants_in)
-        consts = [next(rest) if place is None else held[place] for place in places]
-        flat = jax.core.eval_jaxpr(jaxpr, consts, *arguments_in)
-        ends = np.cumsum([0, *sizes]).tolist()
-        a, b, c = (len(flat) - end for end in ends[1:])
-        return flat[:c], flat[c:b], flat[b:a], flat[a:]
-
-    return program
+def _give(array: jax.Array, storages: Sequence[Storage | None]) -> None:
+    if len(storages) > 1:
+        give_stack(array, storages)
+    elif storages[0] is not None:
+        storages[0].array = array
 
 
 def _replicated_like(value: np.ndarray[Any, Any], array: jax.Array) -> jax.Array:

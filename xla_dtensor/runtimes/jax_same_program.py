@@ -72,7 +72,7 @@ def compare_run(step: Callable[..., Any], program: Program) -> None:
     """Compare a run of a step, in the mode "every"."""
     checks = same_program.checks()
     if checks is not None and checks.mode == "every":
-        held = [storage.array for storage in (*program.state, *program.read)]
+        held = [storage.lies for storage in (*program.state, *program.read)]
         group = _processes(held or jax.tree.leaves(program.executable.input_shardings))
         checks.compare(name_of_step(step), program.digest, group)
 

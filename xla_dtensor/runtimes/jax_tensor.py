@@ -38,6 +38,7 @@ from xla_dtensor.runtimes.jax_placing import constrained, host_value, place, unp
 
 if TYPE_CHECKING:
     from xla_dtensor.runtimes.jax_manual import ManualAxes
+    from xla_dtensor.runtimes.jax_stacks import Stack
 
 __all__ = ["EXTRA_KEYS", "JaxTensor", "Storage", "ViewStep", "read_through", "write_through"]
 
@@ -58,7 +59,16 @@ class Storage:
         manual: The axes along which `array` stacks one tile per device; None for a global array.
     """
 
-    __slots__ = ("__weakref__", "array", "constraint", "manual", "shape", "sharding", "unannotated")
+    __slots__ = (
+        "__weakref__",
+        "_array",
+        "constraint",
+        "manual",
+        "row",
+        "shape",
+        "sharding",
+        "unannotated",
+    )
 
     def __init__(
         self,
@@ -67,7 +77,9 @@ class Storage:
         sharding: NamedSharding | None = None,
         manual: ManualAxes | None = None,
     ) -> None:
-        self.array = array
+        # Where a compiled step keeps the values of several storages as one array: see jax_stacks.
+        self.row: tuple[Stack, int] | None = None
+        self._array: Any = array
         self.manual = manual
         self.shape = tuple(array.shape) if shape is None else shape
         self.sharding = sharding
@@ -76,6 +88,23 @@ class Storage:
         self.constraint: NamedSharding | None = None
         self.unannotated: tuple[jax.Array, jax.Array] | None = None
         jax_trace.note_created(self)
+
+    @property
+    def array(self) -> jax.Array:
+        """The values. A row of a stack takes them out of it for good."""
+        if self.row is not None:
+            self.row[0].dissolve()
+        return self._array
+
+    @array.setter
+    def array(self, value: jax.Array) -> None:
+        self.row = None
+        self._array = value
+
+    def become_row(self, stack: Stack, lane: int) -> None:
+        """Leave the values to a stack."""
+        self.row = (stack, lane)
+        self._array = None
 
     def read(self) -> jax.Array:
         """Return the logical value."""
@@ -93,6 +122,8 @@ class Storage:
     @property
     def lies(self) -> Any:
         """How the array lies; where it has no values, how it is to lie, or None."""
+        if self.row is not None:
+            return self.row[0].row_sharding
         return self.sharding if isinstance(self.array, jax.core.Tracer) else self.array.sharding
 
     def check_valid(self) -> None:

@@ -43,9 +43,11 @@ class Watch:
             if module.training != training:
                 return f"{type(module).__name__}.training changed to {module.training}"
             if not _same_objects(_payloads(module), payloads):
-                return f"a parameter of {type(module).__name__} was replaced"
+                return f"a parameter or buffer of {type(module).__name__} was replaced"
         if self.inputs.parameters_changed():
             return "an optimizer was given other parameters"
+        if self.inputs.state_replaced():
+            return "the state of an optimizer was replaced"
         changed = self.inputs.changed()
         if changed:
             return f"an optimizer's {', '.join(changed)} changed"
@@ -64,7 +66,7 @@ class Watch:
 
 
 def _payloads(module: torch.nn.Module) -> list[Any]:
-    return [inner(parameter) for parameter in module._parameters.values()]
+    return [inner(t) for t in (*module._parameters.values(), *module._buffers.values())]
 
 
 def _same_objects(now: list[Any], then: list[Any]) -> bool:

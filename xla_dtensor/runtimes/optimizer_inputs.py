@@ -56,6 +56,7 @@ class OptimizerInputs:
         self._numbers: dict[tuple[int, str], Any] = {}
         self._baked: dict[tuple[int, int, str], Any] = {}
         self._sizes: dict[int, list[int]] = {}
+        self._state: list[tuple[torch.optim.Optimizer, Any, Any, list[Any]]] = []
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
 
@@ -74,8 +75,13 @@ class OptimizerInputs:
             self._give_back()
 
     def settle(self) -> None:
-        """Remember every baked setting; call it when the trace is done."""
+        """Remember every baked setting and all state; call it when the trace is done."""
         self._baked = self._settings()
+        self._state = [
+            (optimizer, parameter, of, [(n, t) for n, t in of.items() if not _is_plain(t)])
+            for optimizer in self.optimizers.values()
+            for parameter, of in optimizer.state.items()
+        ]
         self._sizes = self._group_sizes()
 
     def changed(self) -> list[str]:
@@ -83,6 +89,14 @@ class OptimizerInputs:
         now = self._settings()
         names = [key[-1] for key in {**self._baked, **now} if self._baked.get(key) != now.get(key)]
         return list(dict.fromkeys(names))
+
+    def state_replaced(self) -> bool:
+        """Tell whether an optimizer's state is other tensors now, as after ``load_state_dict``."""
+        return any(
+            optimizer.state.get(parameter) is not of
+            or any(of.get(name) is not tensor for name, tensor in tensors)
+            for optimizer, parameter, of, tensors in self._state
+        )
 
     def parameters_changed(self) -> bool:
         """Tell whether an optimizer has been given other parameters."""
