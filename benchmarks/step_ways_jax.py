@@ -18,7 +18,14 @@ from benchmarks.step_torch import annotated, made, placements_of, training_step
 from benchmarks.step_ways import Built, Way, collectives_of
 from benchmarks.vit_model import ViTSizes
 
-__all__ = ["host_batch", "host_weights", "our_step", "program_facts", "ways_on_jax"]
+__all__ = [
+    "compile_clock",
+    "host_batch",
+    "host_weights",
+    "our_step",
+    "program_facts",
+    "ways_on_jax",
+]
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -34,7 +41,7 @@ def ways_on_jax(
             of one device is none.
         dtype: Of parameters and moments.
     """
-    compiling = _compile_clock()
+    compiling = compile_clock()
     step, batch = our_step(sizes, mesh, dtype)
 
     def facts() -> dict[str, Any]:
@@ -113,7 +120,7 @@ def program_facts(executable: Any, mesh: Any) -> dict[str, Any]:
 
 
 @cache
-def _compile_clock() -> Any:
+def compile_clock() -> Any:
     """Returns a function that says for how long XLA has compiled since this was called first."""
     spent: list[float] = []
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 import xla_dtensor as xd
 from xla_dtensor.errors import XlaDTensorError
 
-__all__ = ["join_again", "matmul", "places", "submeshes"]
+__all__ = ["join_again", "matmul", "places", "scanned_steps", "submeshes"]
 
 
 def matmul(mesh_shape: tuple[int, ...]) -> dict[str, Any]:
@@ -59,3 +59,35 @@ def join_again(**arguments: Any) -> str:
         return repr(xd.init_distributed(**arguments))
     except XlaDTensorError as error:
         return f"{type(error).__name__}: {error}"
+
+
+def scanned_steps(reader: int) -> dict[str, Any]:
+    """Train scanned layers; between two steps one process alone reads what it holds of a layer."""
+    import jax
+    from torch import nn
+
+    from tests.xla_dtensor.scanned_blocks import batch, model, on, placed, scanned
+
+    mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+    net = placed(scanned(model()), mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = net(x).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = xd.compile(step)
+    losses, rows, read = [], 0, 0
+    for i in range(4):
+        losses.append(float(run(on(mesh, batch(i))).item()))
+        weight: Any = net.layers[1].wide.weight
+        rows += weight._local_tensor._storage.row is not None
+        if jax.process_index() == reader:
+            assert len(weight.addressable_shards()) == 4
+            read += weight._local_tensor._storage.row is None
+    parameters = {name: p.full_tensor().cpu().tolist() for name, p in net.named_parameters()}
+    return {"losses": losses, "parameters": parameters, "rows": rows, "read": read}

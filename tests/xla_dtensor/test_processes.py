@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.hosts import Hosts
 from tests.xla_dtensor.host_tasks_audit import ROWS
+from tests.xla_dtensor.scanned_blocks import batch, model
 
 HOSTS = Path(__file__).parents[2] / "docs" / "hosts.md"
 TASKS = "tests.xla_dtensor.host_tasks"
@@ -97,3 +99,25 @@ def test_drawn_programs_give_what_torch_gives(
     assert [wrong for wrong, _ in found] == [[]] * shape[0]
     # Also where some drew on a mesh of which others reach no device.
     assert all(state == found[0][1] for _, state in found)
+
+
+def test_stacks_of_layers_come_apart_in_one_process_alone(hosts: Callable[..., Hosts]) -> None:
+    plain = model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    expected = []
+    for i in range(4):
+        loss = plain(batch(i)).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    both = hosts(2, 4).run(f"{TASKS}:scanned_steps", reader=1)
+    assert [found["read"] for found in both] == [0, 4]
+    for found in both:
+        assert found["losses"] == pytest.approx(expected, rel=1e-4)
+        assert found["rows"] == 4, "the layers' weights were no stack between the steps"
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(
+                torch.tensor(found["parameters"][name]), parameter.detach(), rtol=1e-4, atol=2e-5
+            )

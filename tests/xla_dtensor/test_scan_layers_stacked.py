@@ -290,3 +290,25 @@ def test_memory_is_held_once(mesh: xd.DeviceMesh) -> None:
     assert held() <= before
     step(on(mesh, batch(0)))
     assert held() <= before
+
+
+def test_a_report_names_stacks_by_their_layers(mesh: xd.DeviceMesh) -> None:
+    net = placed(scanned(model()), mesh)
+    step: Any = xd.compile(trainer(net, OPTIMIZERS["adamw"](net)))
+    for i in range(2):
+        step(on(mesh, batch(i)))
+    evidence = step.evidence(mesh.value, [net], title="scanned")
+    held = {one.name: one for one in evidence.held}
+    weight = held["layers.0-2.wide.weight"]
+    assert (weight.role, weight.shape, weight.device_shape) == ("parameter", (3, 16, 8), (3, 4, 4))
+    assert weight.requested == weight.chosen == "[-, tp, dp]"
+    moment = held["layers.0-2.wide.weight exp_avg"]
+    assert (moment.role, moment.shape) == ("optimizer state", (3, 16, 8))
+    assert held["layers.0-2.wide.weight step"].shape == (3,)
+    assert held["first.weight"].shape == (8, 8)
+    assert weight.output is not None
+    assert len({one.input for one in held.values() if one.input is not None}) == sum(
+        one.input is not None for one in evidence.held
+    )
+    named = [one.device_bytes for one in evidence.held if one.input is not None]
+    assert evidence.memory.arguments == pytest.approx(sum(named), rel=0.05)

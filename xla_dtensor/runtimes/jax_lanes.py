@@ -215,7 +215,7 @@ class _Finder:
 
         def described(value: Any) -> Hashable:
             if isinstance(value, Literal):
-                return ("literal", str(value.aval), _literal(value.val))
+                return ("literal", value.aval, _literal(value.val))
             if value in row_of:
                 pack, _, i = row_of[value]
                 return ("row", id(pack), i)

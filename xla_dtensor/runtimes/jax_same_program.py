@@ -141,7 +141,9 @@ def _described(value: Any) -> str:
 
 
 def _processes(arrays: Sequence[Any]) -> tuple[int, ...]:
-    shardings = {getattr(array, "sharding", array) for array in arrays}
+    # Constants of a trace that are host arrays lie nowhere.
+    found = (getattr(array, "sharding", array) for array in arrays)
+    shardings = {sharding for sharding in found if isinstance(sharding, jax.sharding.Sharding)}
     widest = max(shardings, key=lambda s: len(s.device_set), default=None)
     return () if widest is None else _processes_of(widest)
 

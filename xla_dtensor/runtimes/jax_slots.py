@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ class Slots:
     lasting: tuple[Slot, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Holding:
     """What the constants and results of a trace are.
 
@@ -59,6 +59,7 @@ class Holding:
     sizes: Sequence[int]
     kinds: Sequence[Hashable | None]
     shardings: Sequence[Any]
+    _packs: tuple[Any, Packs] | None = field(default=None, init=False)
 
     def ends(self, flat: Sequence[Any]) -> list[Sequence[Any]]:
         """Divide the trace's results: the step's, state, what lasts, written arguments."""
@@ -67,7 +68,12 @@ class Holding:
         return [flat[:c], flat[c:b], flat[b:a], flat[a:]]
 
     def packs(self, jaxpr: Any) -> Packs:
-        """Return the packs of the trace."""
+        """Return the packs of the trace; those of the trace asked for last are kept."""
+        if self._packs is None or self._packs[0] is not jaxpr:
+            self._packs = jaxpr, self._found_packs(jaxpr)
+        return self._packs[1]
+
+    def _found_packs(self, jaxpr: Any) -> Packs:
         kinds: dict[Any, Hashable] = {}
         often = {place for place, count in Counter(self.places).items() if count > 1}
         for variable, place in zip(jaxpr.constvars, self.places, strict=True):

@@ -113,7 +113,7 @@ def dissolve_all() -> None:
 def _stacked(arrays: Sequence[jax.Array], sharding: Any) -> jax.Array:
     first = arrays[0]
     shape = (len(arrays), *first.shape)
-    if not sharding.is_fully_addressable:
+    if not _is_here(sharding):
         tiles = zip(*map(_tiles, arrays), strict=True)
         return _of_tiles(shape, stack_sharding(sharding), [jnp.stack(each) for each in tiles])
     stack = _maker(sharding, shape, first.dtype)()
@@ -123,7 +123,7 @@ def _stacked(arrays: Sequence[jax.Array], sharding: Any) -> jax.Array:
 
 
 def _unstacked(stack: jax.Array, sharding: Any) -> list[jax.Array]:
-    if sharding.is_fully_addressable:
+    if _is_here(sharding):
         return [_reader(sharding)(stack, np.int32(lane)) for lane in range(stack.shape[0])]
     rows = zip(*(list(tile) for tile in _tiles(stack)), strict=True)
     return [_of_tiles(stack.shape[1:], sharding, row) for row in rows]
@@ -149,6 +149,10 @@ def _reader(sharding: Any) -> Callable[[jax.Array, Any], jax.Array]:
         lambda stack, lane: lax.dynamic_index_in_dim(stack, lane, 0, keepdims=False),
         out_shardings=sharding,
     )
+
+
+def _is_here(sharding: Any) -> bool:
+    return sharding.is_fully_addressable
 
 
 def _tiles(array: jax.Array) -> list[jax.Array]:
