@@ -299,12 +299,13 @@ def test_a_report_names_stacks_by_their_layers(mesh: xd.DeviceMesh) -> None:
         step(on(mesh, batch(i)))
     evidence = step.evidence(mesh.value, [net], title="scanned")
     held = {one.name: one for one in evidence.held}
-    weight = held["layers.0-2.wide.weight"]
-    assert (weight.role, weight.shape, weight.device_shape) == ("parameter", (3, 16, 8), (3, 4, 4))
-    assert weight.requested == weight.chosen == "[-, tp, dp]"
-    moment = held["layers.0-2.wide.weight exp_avg"]
-    assert (moment.role, moment.shape) == ("optimizer state", (3, 16, 8))
-    assert held["layers.0-2.wide.weight step"].shape == (3,)
+    weight = held["layers.*.wide.weight"]
+    assert (weight.role, weight.shape, weight.device_shape) == ("parameter", (16, 8), (4, 4))
+    assert weight.requested == weight.chosen == "[tp, dp]"
+    assert (weight.layers, weight.device_bytes) == (3, 3 * 4 * 4 * 4)
+    moment = held["layers.*.wide.weight exp_avg"]
+    assert (moment.role, moment.shape) == ("optimizer state", (16, 8))
+    assert held["layers.*.wide.weight step"].layers == 3
     assert held["first.weight"].shape == (8, 8)
     assert weight.output is not None
     assert len({one.input for one in held.values() if one.input is not None}) == sum(

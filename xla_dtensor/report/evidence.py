@@ -72,6 +72,9 @@ class Held:
         input: its number among the parameters of the entry computation; None for a result only, or
             for an input that the compiler has dropped.
         output: its number among the results; None for an input only.
+        layers: of how many equal layers it holds this, along a dim before those of `shape`,
+            `device_shape` and the layouts, which then are one layer's; its name has a star for the
+            layer's number. 1 for an array without that dim.
 
     Example:
         >>> weight = Held("w", "parameter", (1024, 512), "bf16", (256, 512))
@@ -88,16 +91,17 @@ class Held:
     chosen: str | None = None
     input: int | None = None
     output: int | None = None
+    layers: int = 1
 
     @property
     def global_bytes(self) -> int:
         """The bytes of the whole array, once."""
-        return math.prod(self.shape) * element_bytes(self.dtype)
+        return self.layers * math.prod(self.shape) * element_bytes(self.dtype)
 
     @property
     def device_bytes(self) -> int:
         """The bytes of one device's part, without padding of the memory layout."""
-        return math.prod(self.device_shape) * element_bytes(self.dtype)
+        return self.layers * math.prod(self.device_shape) * element_bytes(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

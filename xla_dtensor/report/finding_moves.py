@@ -120,7 +120,8 @@ def largest_weight(item: Collective, weights: list[Held]) -> int:
     """
     layers = [one for one in weights if not is_vocabulary(one)] or weights
     return max(
-        one.global_bytes // (one.shape[0] if _is_stacked(one, item) else 1) for one in layers
+        one.global_bytes // one.layers // (one.shape[0] if _is_stacked(one, item) else 1)
+        for one in layers
     )
 
 

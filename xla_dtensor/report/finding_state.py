@@ -120,6 +120,10 @@ class _Group:
         return self.held[0]
 
     @property
+    def layers(self) -> int:
+        return self.first.layers
+
+    @property
     def device_bytes(self) -> int:
         return sum(one.device_bytes for one in self.held)
 
@@ -174,11 +178,12 @@ def _optimizer_finding(state: list[Held], mesh: Mesh, capacity: int | None) -> F
         return None
     typical = _typical_shards(parameters.values())
     should = sum(one.global_bytes for one in less) // typical
+    number = sum(one.layers for one in less)
     return Finding(
         "warning",
         "optimizer-state-unsharded",
         "The optimizer's state is sharded less than the parameters",
-        f"{len(less)} arrays take {bytes_text(size)} on each device; sharded as their parameters, "
+        f"{number} arrays take {bytes_text(size)} on each device; sharded as their parameters, "
         f"in {typical}, they would take {bytes_text(should)}.",
         "Make the optimizer of the sharded parameters: after shard_module, fully_shard or loading, "
         "not before.",
@@ -189,7 +194,8 @@ def _unsharded_finding(name: str, alike: list[_Group], typical: int, mesh: Mesh)
     worst = alike[0].least_sharded
     size = sum(group.device_bytes for group in alike)
     axes = ", ".join(free_axes(worst, mesh))
-    count = "" if len(alike) == 1 else f"{len(alike)} of them; "
+    number = sum(group.layers for group in alike)
+    count = "" if number == 1 else f"{number} of them; "
     vocabulary = is_vocabulary(alike[0].first)
     parts = shards(worst)
     saved = size - size * parts / typical
@@ -244,7 +250,8 @@ def _differing(held: Iterable[Held]) -> Iterator[Finding]:
     ranked = sorted(found.items(), key=lambda item: -sum(one.device_bytes for one in item[1]))
     for (name, asked, chosen), alike in ranked[:MOST]:
         size = sum(one.device_bytes for one in alike)
-        more = f" ({len(alike)} of them)" if len(alike) > 1 else ""
+        number = sum(one.layers for one in alike)
+        more = f" ({number} of them)" if number > 1 else ""
         rest = len(ranked) - MOST
         last = f" {rest} more differ." if rest > 0 and name == ranked[MOST - 1][0][0] else ""
         yield Finding(

@@ -277,7 +277,8 @@ def _held_buffers(evidence: Evidence, entry: EntryBytes) -> Iterator[LargeBuffer
             arrays, number = entry.outputs, one.output
         known = number is not None and number < len(arrays)
         size = arrays[number].padded_bytes if known and number is not None else one.device_bytes
-        shape = f"{one.dtype}[{','.join(map(str, one.device_shape))}]"
+        dims = (one.layers, *one.device_shape) if one.layers > 1 else one.device_shape
+        shape = f"{one.dtype}[{','.join(map(str, dims))}]"
         yield LargeBuffer(size, shape, one.name, one.role)
 
 

@@ -99,18 +99,19 @@ def tensor_lines(held: Iterable[Held]) -> tuple[TensorLine, ...]:
             *(one.requested, one.chosen),
         )
         if key in lines:
-            lines[key] = replace(lines[key], name=starred(one.name), count=lines[key].count + 1)
+            count = lines[key].count + one.layers
+            lines[key] = replace(lines[key], name=starred(one.name), count=count)
             continue
         lines[key] = TensorLine(
             name=one.name,
             role=one.role,
-            count=1,
+            count=one.layers,
             shape=one.shape,
             dtype=one.dtype,
             device_shape=one.device_shape,
             requested=one.requested,
             chosen=one.chosen,
-            global_bytes=one.global_bytes,
-            device_bytes=one.device_bytes,
+            global_bytes=one.global_bytes // one.layers,
+            device_bytes=one.device_bytes // one.layers,
         )
     return tuple(sorted(lines.values(), key=lambda line: (-line.total_device_bytes, line.name)))

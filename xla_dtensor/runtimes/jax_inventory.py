@@ -24,6 +24,7 @@ from xla_dtensor.report.evidence import Held, Role
 from xla_dtensor.runtimes import jax_generator
 from xla_dtensor.runtimes.jax_convert import x64
 from xla_dtensor.runtimes.jax_program import Program
+from xla_dtensor.runtimes.jax_slots import row_type
 from xla_dtensor.runtimes.jax_step_values import inner
 from xla_dtensor.runtimes.jax_tensor import Storage
 from xla_dtensor.runtimes.live_objects import live_objects
@@ -156,38 +157,34 @@ def _inputs(
     for place, (storages, kind) in enumerate(zip(owners, types, strict=True)):
         usual: Role = "constant" if place < first_argument else "argument"
         known = [names.of(storage) for storage in storages if storage is not None]
-        name, role, requested = _of_rows(known) if known else ("", usual, None)
-        shape = kind.shape if storages[0] is None else storages[0].shape
+        name, role, requested = known[0] if known else ("", usual, None)
+        if len(storages) > 1:
+            name, kind = _starred([each[0] for each in known]), row_type(kind)
         yield Held(
             name=name or f"{role} {place}",
             role=role,
-            shape=tuple(shape if len(storages) == 1 else (len(storages), *shape)),
+            shape=tuple(kind.shape if storages[0] is None else storages[0].shape),
             dtype=hlo_dtype(kind.dtype),
             device_shape=_device_shape(kind.shape, kind.sharding),
             requested=requested,
             chosen=_layout_text(kind.sharding, len(kind.shape), root),
             input=kept.get(place),
             output=num_results + place if place < len(state) else None,
+            layers=len(storages),
         )
 
 
-def _of_rows(known: Sequence[tuple[str, Role, str | None]]) -> tuple[str, Role, str | None]:
-    """Return the name, role and layout of what holds these, along a new dim 0 if several.
+def _starred(names: Sequence[str]) -> str:
+    """Return the name of layers' arrays together.
 
     Example:
-        >>> _of_rows([("h.0.w", "parameter", "[tp, -]"), ("h.1.w", "parameter", "[tp, -]")])
-        ('h.0-1.w', 'parameter', '[-, tp, -]')
+        >>> _starred(["layers.0.w1.weight", "layers.1.w1.weight"])
+        'layers.*.w1.weight'
     """
-    name, role, requested = known[0]
-    if len(known) == 1:
-        return known[0]
-    first, last = (_NUMBERS.split(known[place][0]) for place in (0, -1))
-    if len(first) == len(last):
-        name = "".join(a if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
-    layout = None if requested is None else requested.replace("[]", "[-]")
-    if layout is not None and layout == requested:
-        layout = layout.replace("[", "[-, ", 1)
-    return name, role, layout
+    first, last = _NUMBERS.split(names[0]), _NUMBERS.split(names[-1])
+    if len(first) != len(last):
+        return names[0]
+    return "".join(a if a == b else "*" for a, b in zip(first, last, strict=True))
 
 
 def _kept(executable: Any, count: int) -> dict[int, int]:

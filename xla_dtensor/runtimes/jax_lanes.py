@@ -99,6 +99,18 @@ class Packs:
     of_equation: dict[int, Pack] = field(default_factory=dict)
     same: dict[Any, Any] = field(default_factory=dict)
 
+    def used(self, jaxpr: Any) -> list[Pack]:
+        """Return the packs that something reads whole, in the order of their first such use."""
+        found: dict[Pack, None] = {}
+        for number, equation in enumerate(jaxpr.eqns):
+            if equation.primitive is stack_p:
+                whole = self.whole(equation.invars)
+                found |= {} if whole is None else {whole[0]: None}
+            elif number in self.of_equation:
+                given = [v for v in equation.invars if not isinstance(v, Literal)]
+                found |= {self.of[v][0]: None for v in given if v in self.of}
+        return list(found)
+
     def whole(self, variables: Sequence[Any]) -> tuple[Pack, int] | None:
         """Return the pack, and which of its results, whose rows are these variables in order."""
         found = [None if isinstance(v, Literal) else self.of.get(v) for v in variables]

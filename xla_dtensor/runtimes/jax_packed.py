@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from xla_dtensor.runtimes.jax_lanes import Pack, Packs
 from xla_dtensor.runtimes.jax_layer_stacks import stack_layers, stack_p, unstack_p
 
-__all__ = ["PackedTrace", "stack_sharding"]
+__all__ = ["PackedTrace", "row_sharding", "stack_sharding"]
 
 
 def stack_sharding(sharding: Any) -> Any:
@@ -31,6 +31,13 @@ def stack_sharding(sharding: Any) -> Any:
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+
+
+def row_sharding(sharding: Any) -> Any:
+    """Return how the rows lie of a stack that lies so, with dim 0 unsharded."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*tuple(sharding.spec)[1:]))
 
 
 class PackedTrace:

@@ -19,9 +19,9 @@ import numpy as np
 from jax.extend.core import Literal
 
 from xla_dtensor.runtimes.jax_lanes import Packs, packs_of
-from xla_dtensor.runtimes.jax_packed import PackedTrace, stack_sharding
+from xla_dtensor.runtimes.jax_packed import PackedTrace, row_sharding, stack_sharding
 
-__all__ = ["Holding", "Slot", "Slots", "program_of", "slots_of", "stacked_types"]
+__all__ = ["Holding", "Slot", "Slots", "program_of", "row_type", "slots_of", "stacked_types"]
 
 Slot = tuple[int, ...]
 
@@ -95,7 +95,7 @@ def slots_of(jaxpr: Any, holding: Holding) -> Slots:
     pairs = zip(jaxpr.constvars, holding.places, strict=True)
     place_of = {variable: place for variable, place in pairs if place is not None}
     found: list[Slot] = []
-    for pack in dict.fromkeys(row[0] for row in packs.of.values()):
+    for pack in packs.used(jaxpr):
         if pack.origin != "const":
             continue
         slot = tuple(place_of[pack.rows[lane]] for lane in range(pack.num_lanes))
@@ -153,6 +153,12 @@ def stacked_types(slots: Sequence[Slot], held: Sequence[Any]) -> list[Any]:
         return jax.ShapeDtypeStruct(shape, first.dtype, sharding=sharding)
 
     return [of(slot) for slot in slots]
+
+
+def row_type(stack: Any) -> Any:
+    """Return the type of a row of a stack; the other way round than `stacked_types`."""
+    sharding = row_sharding(stack.sharding)
+    return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding)
 
 
 def program_of(jaxpr: Any, *, holding: Holding, slots: Slots) -> Callable[..., Any]:

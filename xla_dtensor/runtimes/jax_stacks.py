@@ -27,11 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from xla_dtensor.runtimes.jax_convert import x64
 from xla_dtensor.runtimes.jax_layer_stacks import unstack_layers
-from xla_dtensor.runtimes.jax_packed import stack_sharding
+from xla_dtensor.runtimes.jax_packed import row_sharding, stack_sharding
 
 if TYPE_CHECKING:
     from xla_dtensor.runtimes.jax_tensor import Storage
@@ -89,7 +89,7 @@ def give_stack(array: jax.Array, storages: Sequence[Storage | None]) -> None:
     """
     lies = array.sharding
     if isinstance(lies, NamedSharding) and tuple(lies.spec)[:1] in ((), (None,)):
-        Stack(array, storages, NamedSharding(lies.mesh, PartitionSpec(*tuple(lies.spec)[1:])))
+        Stack(array, storages, row_sharding(lies))
     elif isinstance(lies, SingleDeviceSharding):
         Stack(array, storages, lies)
     else:
