@@ -88,7 +88,10 @@ WITHOUT_TORCH := tests/mesh_utils/test_[acglmnopstx]* tests/mesh_utils/test_draw
 	tests/xla_dtensor/*/test_*hosts.py tests/xla_dtensor/checkpoint/test_kill.py \
 	tests/xla_dtensor/test_process* tests/xla_dtensor/test_program_check.py \
 	tests/xla_dtensor/runtimes/test_same_program.py tests/xla_dtensor/runtimes/test_*processes* \
-	tests/xla_dtensor/runtimes/test_starting.py
+	tests/xla_dtensor/runtimes/test_starting.py tests/xla_dtensor/runtimes/test_jax_lanes.py \
+	tests/xla_dtensor/runtimes/test_jax_stacks.py tests/xla_dtensor/runtimes/test_jax_counted.py \
+	tests/xla_dtensor/runtimes/test_jax_rehome.py tests/xla_dtensor/test_live_* \
+	tests/xla_dtensor/runtimes/test_jax_sources.py
 test-latest: $(LATEST_VENV)/$(STAMP)  ## run the tests on the newest supported torch, with jax
 	$(LATEST_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not gpu" \
 	$(WITHOUT_TORCH:%=--ignore-glob='$(CURDIR)/%') $(PYTEST_ARGS)

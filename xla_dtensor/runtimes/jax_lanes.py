@@ -139,7 +139,6 @@ def packs_of(jaxpr: Any, kinds: Mapping[Any, Hashable]) -> Packs:
 class _Finder:
     def __init__(self, jaxpr: Any, kinds: Mapping[Any, Hashable]) -> None:
         self._equations = jaxpr.eqns
-        self._outputs = jaxpr.outvars
         self._kinds = kinds
         self._texts: dict[int, tuple[Any, str]] = {}
         self._row_by_row: dict[int, bool] = {}
