@@ -148,20 +148,19 @@ BETWEEN = (
 )
 
 
-@pytest.mark.parametrize("change", BETWEEN, ids=lambda f: f.__name__)
-def test_what_happens_between_steps_is_seen(mesh: xd.DeviceMesh, change: Any) -> None:
+def test_what_happens_between_steps_is_seen(mesh: xd.DeviceMesh) -> None:
     plain = model()
     net = placed(scanned(plain), mesh)
     theirs, ours = OPTIMIZERS["adamw"](plain), OPTIMIZERS["adamw"](net)
     step, expected = xd.compile(trainer(net, ours)), trainer(plain, theirs)
-    for i in range(STEPS):
-        step(on(mesh, batch(i)))
-        expected(batch(i))
-        if i in (0, 2):
-            change(net, ours)
-            change(plain, theirs)
-    check_equal(net, plain)
-    check_equal_state(net, ours, plain, theirs)
+    for i, change in enumerate((read_everything, *BETWEEN, read_everything)):
+        found = float(step(on(mesh, batch(i))).item())
+        assert found == pytest.approx(float(expected(batch(i)).item()), rel=1e-4), change.__name__
+        change(net, ours)
+        change(plain, theirs)
+        check_equal(net, plain)
+        check_equal_state(net, ours, plain, theirs)
+    assert step.stats()["reasons"][2:] == ("the state of an optimizer was replaced",)
 
 
 def test_a_view_and_an_alias_follow(mesh: xd.DeviceMesh) -> None:
@@ -250,7 +249,7 @@ def trained(mesh: xd.DeviceMesh, count: int, name: str = "adamw") -> Any:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor"])
 def test_the_whole_step_is_as_large_for_any_depth(mesh: xd.DeviceMesh, name: str) -> None:
-    few, many = trained(mesh, 3, name), trained(mesh, 9, name)
+    few, many = trained(mesh, 3, name), trained(mesh, 7, name)
     assert num_inputs(few) == num_inputs(many)
     sizes = [step.hlo().count(" = ") for step in (few, many)]
     assert sizes[1] < 1.25 * sizes[0], sizes
