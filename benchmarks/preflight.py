@@ -170,9 +170,10 @@ Written by `python -m benchmarks.preflight`. Each report is what
 was compiled by libtpu on a machine with two cores and no TPU; nothing ran on one. Times of a step
 are modelled.
 
-Time and memory are of the command that compiled it; other work ran on the machine beside all but
-the first two. "Attributed" is the share of all bytes sent that carries a mesh axis and a line of
-PyTorch source; "unread" counts the parts of the program that the reader did not understand.
+Time and memory are of the command that compiled it; other work ran on the machine beside the last
+two. That of 405B was made before a step took its layers' state as stacks. "Attributed" is the share
+of all bytes sent that carries a mesh axis and a line of PyTorch source;
+"unread" counts the parts of the program that the reader did not understand.
 
 {table}
 """
