@@ -64,23 +64,13 @@ def join_again(**arguments: Any) -> str:
 def scanned_steps(reader: int) -> dict[str, Any]:
     """Train scanned layers; between two steps one process alone reads what it holds of a layer."""
     import jax
-    from torch import nn
 
-    from tests.xla_dtensor.scanned_blocks import batch, model, on, placed, scanned
+    from tests.xla_dtensor.scanned_blocks import batch, model, on, placed, scanned, trainer
 
     mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
     net = placed(scanned(model()), mesh)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = net(x).square().mean()
-        loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    run = xd.compile(step)
+    run = xd.compile(trainer(net, optimizer))
     losses, rows, read = [], 0, 0
     for i in range(4):
         losses.append(float(run(on(mesh, batch(i))).item()))

@@ -126,6 +126,21 @@ def on(mesh: Any, value: torch.Tensor) -> Any:
     return xd.distribute_tensor(value, mesh, [Shard(0), Replicate()])
 
 
+def trainer(net: Any, optimizer: torch.optim.Optimizer, *, clip: bool = True) -> Any:
+    """A step of training; returns the loss."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = net(x).square().mean()
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
 @dataclass
 class Trained:
     losses: list[float]
@@ -139,14 +154,7 @@ def train(
     """Train for a few steps, with AdamW; return losses and what the parameters are."""
     chosen = [p for p in net.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(chosen, lr=1e-2)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = net(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    step = trainer(net, optimizer, clip=False)
     run = xd.compile(step) if compiled else step
     losses = [float(run(put(batch(i))).item()) for i in range(steps)]
     found = {name: p.detach().cpu() for name, p in net.named_parameters()}

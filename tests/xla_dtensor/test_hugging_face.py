@@ -93,29 +93,25 @@ def test_thirty_steps_equal_plain_pytorch(mesh: xd.DeviceMesh, name: str) -> Non
 def test_thirty_steps_under_autocast(mesh: xd.DeviceMesh, name: str) -> None:
     """In bfloat16 both round, each where its sums end.
 
-    So does plain PyTorch that is given the batch in another order, a half to a third as far. Where
-    two experts score alike, rounding decides which of them a token goes to.
+    Where two experts score alike, rounding decides which of them a token goes to.
     """
     steps = 30
     example = made(name, hf)
-    plain, turned = copy.deepcopy(example.model), copy.deepcopy(example.model)
+    plain = copy.deepcopy(example.model)
     model = distributed(example.model, mesh)
-    step, plain_step, turned_step = (training(example, m, steps)[0] for m in (model, plain, turned))
+    step, plain_step = (training(example, m, steps)[0] for m in (model, plain))
 
     def cast(*batch: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return step(*batch)
 
     compiled: Any = xd.compile(cast)
-    off, off_by_itself = [], []
+    off = []
     for i in range(steps):
         batch = example.batches[i % len(example.batches)]
         cut = [xd.distribute_tensor(t, mesh, [Shard(0), Replicate()]) for t in batch]
         with torch.autocast("cpu", torch.bfloat16):
             wanted = plain_step(*batch).item()
-            other = turned_step(*(t.flip(0) for t in batch)).item()
         off.append(abs(compiled(*cut).item() - wanted) / abs(wanted))
-        off_by_itself.append(abs(other - wanted) / abs(wanted))
     assert "bf16[" in compiled.hlo()
-    print(f"{name}: off by {max(off):.1e}, PyTorch by itself {max(off_by_itself):.1e}")
     assert max(off) < (3e-3 if name == "mixtral" else 2e-3)

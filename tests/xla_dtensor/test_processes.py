@@ -12,7 +12,7 @@ import torch
 
 from tests.hosts import Hosts
 from tests.xla_dtensor.host_tasks_audit import ROWS
-from tests.xla_dtensor.scanned_blocks import batch, model
+from tests.xla_dtensor.scanned_blocks import batch, model, trainer
 
 HOSTS = Path(__file__).parents[2] / "docs" / "hosts.md"
 TASKS = "tests.xla_dtensor.host_tasks"
@@ -104,14 +104,8 @@ def test_drawn_programs_give_what_torch_gives(
 def test_stacks_of_layers_come_apart_in_one_process_alone(hosts: Callable[..., Hosts]) -> None:
     plain = model()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    expected = []
-    for i in range(4):
-        loss = plain(batch(i)).square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    step = trainer(plain, optimizer)
+    expected = [step(batch(i)).item() for i in range(4)]
     both = hosts(2, 4).run(f"{TASKS}:scanned_steps", reader=1)
     assert [found["read"] for found in both] == [0, 4]
     for found in both:

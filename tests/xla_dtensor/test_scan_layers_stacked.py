@@ -10,10 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import xla_dtensor as xd
-from tests.xla_dtensor.scanned_blocks import Block, LowRank, batch, model, on, placed, scanned
+from tests.xla_dtensor.scanned_blocks import (
+    Block,
+    LowRank,
+    batch,
+    model,
+    on,
+    placed,
+    scanned,
+    trainer,
+)
 from xla_dtensor.runtimes import Runtime
 
 pytestmark = pytest.mark.only_on("jax")
@@ -41,19 +49,6 @@ OPTIMIZERS: dict[str, Optimizers] = {
     "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=1e-1, momentum=0.9, nesterov=True),
     "adafactor": lambda net: torch.optim.Adafactor(net.parameters(), lr=1e-2),
 }
-
-
-def trainer(net: Any, optimizer: torch.optim.Optimizer, *, clip: bool = True) -> Any:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = net(x).square().mean()
-        loss.backward()
-        if clip:
-            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
 
 
 def host(value: torch.Tensor) -> torch.Tensor:

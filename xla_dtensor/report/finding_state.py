@@ -120,10 +120,6 @@ class _Group:
         return self.held[0]
 
     @property
-    def layers(self) -> int:
-        return self.first.layers
-
-    @property
     def device_bytes(self) -> int:
         return sum(one.device_bytes for one in self.held)
 
@@ -194,7 +190,7 @@ def _unsharded_finding(name: str, alike: list[_Group], typical: int, mesh: Mesh)
     worst = alike[0].least_sharded
     size = sum(group.device_bytes for group in alike)
     axes = ", ".join(free_axes(worst, mesh))
-    number = sum(group.layers for group in alike)
+    number = sum(group.first.layers for group in alike)
     count = "" if number == 1 else f"{number} of them; "
     vocabulary = is_vocabulary(alike[0].first)
     parts = shards(worst)
