@@ -19,7 +19,7 @@ import torch
 
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtimes import jax_manual_ops
-from xla_dtensor.runtimes.jax_lowering.slices import write_index, write_slice
+from xla_dtensor.runtimes.jax_lowering.slices import cut, write_index, write_slice
 from xla_dtensor.runtimes.jax_meta import Meta, output_meta, raise_torchs_error
 from xla_dtensor.runtimes.jax_scalar import unwrap_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, ViewStep
@@ -79,7 +79,7 @@ def _expand(x: JaxTensor, meta: Meta, *_: Any, **__: Any) -> ViewStep:
 
 def _slice_step(dim: int, start: int, stop: int, step: int = 1) -> ViewStep:
     return ViewStep(
-        lambda base: jax.lax.slice_in_dim(base, start, stop, step, dim),
+        lambda base: cut(base, dim, start, stop, step),
         lambda base, new: write_slice(base, new, dim, start, step),
     )
 

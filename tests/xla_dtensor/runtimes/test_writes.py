@@ -255,6 +255,21 @@ def test_a_write_alone(runtime: Runtime, make: Callable[[int, int, int], Write],
     check([(make.__name__, make(2, 5, 3))], (2, 4), spec, eager=False)
 
 
+@pytest.mark.parametrize("step", [2, 3, 8])
+def test_one_row_by_a_step(runtime: Runtime, step: int) -> None:
+    """XLA's partitioner makes an invalid program of such a slice. Also read, and differentiated."""
+    mesh = as_device_mesh(Mesh.arange((2, 4), ("a", "b")))
+    check([("one", _slice(5, 1, step)), ("last", _slice(7, 4, step))], (2, 4), ("b", "a"))
+    x = distribute_tensor(values(), mesh, ("b", "a")).requires_grad_()
+    row = x[5 : 5 + min(step, 3) : step]
+    (row * row).sum().backward()
+    expected = torch.zeros(ROWS, COLUMNS)
+    expected[5] = 2 * values()[5]
+    assert x.grad is not None
+    assert torch.equal(row.detach().cpu(), values()[5:6])
+    assert torch.equal(x.grad.cpu(), expected)
+
+
 @pytest.mark.parametrize("make", [_added, _scattered, _scatter_added, _points, _set_by_mask])
 def test_a_write_keeps_the_sharding(
     runtime: Runtime, make: Callable[[int, int, int], Write]

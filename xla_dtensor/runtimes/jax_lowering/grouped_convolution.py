@@ -43,10 +43,11 @@ def grouped(
         (n - d * (k - 1) - 1) // s + 1
         for n, k, s, d in zip(x.shape[3:], weight.shape[3:], stride, dilation, strict=True)
     ]
+    steps = [s if n > 1 else 1 for s, n in zip(stride, sizes, strict=True)]  # as `slices.cut`
     total: Any = None
     for place, starts in _elements(weight, dilation):
-        ends = [b + s * (n - 1) + 1 for b, s, n in zip(starts, stride, sizes, strict=True)]
-        shifted = lax.slice(x, (0, 0, 0, *starts), (*x.shape[:3], *ends), (1, 1, 1, *stride))
+        ends = [b + s * (n - 1) + 1 for b, s, n in zip(starts, steps, sizes, strict=True)]
+        shifted = lax.slice(x, (0, 0, 0, *starts), (*x.shape[:3], *ends), (1, 1, 1, *steps))
         part = _product("ngc{0},goc->ngo{0}", ndim, shifted, weight[(..., *place)])
         total = part if total is None else total + part
     return _merged(total)

@@ -1,4 +1,4 @@
-"""Write into a slice, as a pad and a select.
+"""Read a slice, and write into one as a pad and a select.
 
 ``base.at[1:3].set(new)`` would say the same as one scatter, but XLA's partitioner (jax 0.10, on
 CPU) gets chains of such scatters wrong on a sharded dim: in ``a.at[1:3].set(b).at[0].set(5)`` the
@@ -13,7 +13,18 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["spread", "write_index", "write_slice"]
+__all__ = ["cut", "spread", "write_index", "write_slice"]
+
+
+def cut(base: Any, dim: int, start: int, stop: int, step: int = 1) -> Any:
+    """Return ``base[start:stop:step]`` along a dim.
+
+    One element has no step: XLA's partitioner (jax 0.10) makes an invalid program of a slice that
+    takes one element of a sharded dim and has a step beyond 2.
+    """
+    if stop - start <= step:
+        stop, step = min(stop, start + 1), 1
+    return lax.slice_in_dim(base, start, stop, step, dim)
 
 
 def spread(new: Any, shape: Sequence[int], dim: int, start: int, step: int = 1) -> Any:
@@ -22,7 +33,8 @@ def spread(new: Any, shape: Sequence[int], dim: int, start: int, step: int = 1) 
     if count == 0:
         return jnp.zeros(tuple(shape), new.dtype)
     padding = [(0, 0, 0)] * new.ndim
-    padding[dim] = (start, shape[dim] - start - (count - 1) * step - 1, step - 1)
+    between = step - 1 if count > 1 else 0
+    padding[dim] = (start, shape[dim] - start - (count - 1) * step - 1, between)
     return lax.pad(new, jnp.zeros((), new.dtype), padding)
 
 
