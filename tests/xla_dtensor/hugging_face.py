@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
 
-__all__ = ["MODELS", "Example", "made"]
+import xla_dtensor as xd
+
+__all__ = ["MODELS", "Example", "distributed", "made", "training"]
 
 VOCABULARY = 128
 _SIZES: dict[str, Any] = {
@@ -117,3 +121,42 @@ def made(name: str, hf: Any) -> Example:
             return Example(model, images, _of_pixels)
         texts = [torch.randint(1, VOCABULARY, (8, 24)) for _ in range(3)]
         return Example(model, [(text, text.clone()) for text in texts], _of_tokens)
+
+
+def lying(parameter: torch.Tensor) -> list[Placement]:
+    """Cut every matrix over both axes where its sizes divide; XLA has to make sense of the rest."""
+    cut: list[Placement] = [Replicate(), Replicate()]
+    if parameter.ndim >= 2:
+        for axis, (dim, size) in enumerate(((parameter.ndim - 1, 2), (parameter.ndim - 2, 4))):
+            if parameter.shape[dim] % size == 0:
+                cut[axis] = Shard(dim)
+    return cut
+
+
+def distributed(model: Any, mesh: xd.DeviceMesh) -> Any:
+    """Put a model's parameters on a (2, 4) mesh."""
+
+    def place(name: str, module: nn.Module, mesh: Any) -> None:
+        for kind, parameter in list(module.named_parameters(recurse=False)):
+            lies: Any = xd.distribute_tensor(parameter, mesh, lying(parameter))
+            setattr(module, kind, nn.Parameter(lies))
+
+    xd.distribute_module(model, mesh, place)
+    model.tie_weights()
+    return model
+
+
+def training(example: Example, model: Any, steps: int) -> tuple[Any, Any]:
+    """Return a step of training and the scheduler of its rate."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+    def step(*batch: torch.Tensor) -> torch.Tensor:
+        loss = example.loss(model, *batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, scheduler

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from xla_dtensor.errors import CompileError
 from xla_dtensor.runtimes.jax_recompute import Recomputation, honouring_checkpoints
 from xla_dtensor.runtimes.jax_sources import Sources
+from xla_dtensor.runtimes.new_garbage import old_objects_aside
 
 if TYPE_CHECKING:
     import jax
@@ -116,7 +117,7 @@ class Trace:
         global _active, _thread
         _active, _thread = self, threading.get_ident()
         try:
-            with honouring_checkpoints():
+            with honouring_checkpoints(), old_objects_aside():
                 yield
         except BaseException:
             self.undo()

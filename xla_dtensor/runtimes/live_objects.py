@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.runtimes.new_garbage import show_all_objects
+
 __all__ = ["live_objects", "undisturbed"]
 
 _searching = threading.RLock()
@@ -45,6 +47,7 @@ def live_objects(*classes: type) -> list[Any]:
     wanted = {each for one in classes for each in _derived(one)}
     is_alone = _searching.acquire(timeout=_WAIT_SECONDS)
     try:
+        show_all_objects()
         objects = gc.get_objects()
         found = list(compress(objects, map(wanted.__contains__, map(type, objects))))
         del objects

@@ -11,6 +11,7 @@ import torch
 
 from mesh_utils import JobConfig, Mesh
 from mesh_utils.errors import JobError
+from tests.xla_dtensor.models.jobs import JOBS, job_like
 from xla_dtensor.model_sizes import ModelSizes
 from xla_dtensor.models import own_model
 from xla_dtensor.models.adamw import AdamW
@@ -19,26 +20,6 @@ from xla_dtensor.quick.batch import batch_of
 
 if TYPE_CHECKING:
     from xla_dtensor.runtimes import Runtime
-
-
-def job_like(name: str, **axes: int) -> JobConfig:
-    """A job of 8 chips with the rules of a shipped one."""
-    shipped = JobConfig.load(name)
-    ici = {axis: {"ici": size} for axis, size in axes.items()}
-    return JobConfig.parse(
-        {
-            "name": "tiny",
-            "accelerator": "v6e:2x4",
-            "axes": ici,
-            "sharding": dict(shipped.sharding or {}),
-        }
-    )
-
-
-JOBS = {
-    "llama-tiny": job_like("llama3_70b_v5p", fsdp=2, tp=4),
-    "mixtral-tiny": job_like("mixtral_8x7b_v5p", fsdp=2, ep=4),
-}
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
