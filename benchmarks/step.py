@@ -35,7 +35,7 @@ from benchmarks.timing import RESULTS, store
 
 Row = dict[str, Any]
 _PROCESSES = ("jax", "torch_xla")
-_TOPOLOGIES = {"v5p:4x4x4": "8,8", "v5e:8x8": "8,8", "v5e:16x16": "16,16", "v5e:2x4": "2,4"}
+_TOPOLOGIES = {"v5p:4x4x4": "8,8", "v5e:16x16": "16,16", "v5e:2x4": "2,4"}
 _DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 _PLOT = _DOCUMENT.parent / "figures" / "step.svg"
 # JAX would take most of a GPU's memory for itself, and the ways share it.
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=2, help="steps per turn (default: 2)")
     parser.add_argument("--small", action="store_true", help="tiny models, for tests")
     parser.add_argument(
-        "--topologies", default="v5p:4x4x4,v5e:8x8", help="or none (default: %(default)s)"
+        "--topologies", default="v5p:4x4x4,v5e:16x16", help="or none (default: %(default)s)"
     )
     parser.add_argument("--on-device", choices=(*PLATFORMS, "cpu"), help="run on real devices")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")

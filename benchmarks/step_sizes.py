@@ -8,7 +8,7 @@ from benchmarks.vit_model import ViTSizes
 __all__ = ["KINDS", "sizes_of"]
 
 # small: for tests. cpu: what one processor does in a fraction of a second. pod: compiled for a TPU
-# topology, and run once on as many virtual devices; every mesh of up to 16 x 16 divides it.
+# topology; every mesh of up to 16 x 16 divides it.
 # tpu: short enough that nobody leaves the scores out. gpu: long enough that everybody does.
 _LLAMA = {
     "small": Sizes(64, 32, 4, 4, 64, 1, 4, 16),

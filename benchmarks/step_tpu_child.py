@@ -1,17 +1,17 @@
 """The child of `benchmarks.step` that compiles for TPUs which are not here.
 
 Run as ``python -m benchmarks.step_tpu_child --model llama --topology v5e:16x16 --mesh 16,16``, in
-an environment that keeps libtpu from looking for a TPU. xla_dtensor's step runs once on as many
-virtual CPU devices, by which it is traced with its optimizer state; the step by hand is lowered
-from types. One JSON object per line: flops, bytes and collectives of either program.
+an environment that keeps libtpu from looking for a TPU. xla_dtensor's step is traced without
+values, as `compile_for` does it; the step by hand is lowered from types. One JSON object per line:
+flops, bytes and collectives of either program.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,12 @@ import torch
 from benchmarks.step_child import say
 from benchmarks.step_plan import AXES, BY_HAND, OURS
 from benchmarks.step_sizes import KINDS, sizes_of
+from benchmarks.step_torch import annotated, made, placements_of, training_step
+from mesh_utils import Mesh, Topology
+from xla_dtensor.device_mesh import as_device_mesh
+from xla_dtensor.runtimes.jax_topology import absent_devices
+from xla_dtensor.runtimes.registry import compile_only_runtime
+from xla_dtensor.training_plan import TrainingPlan
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -31,18 +37,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mesh", required=True, help="sizes of dp and tp")
     asked = parser.parse_args(arguments)
     dp, tp = map(int, asked.mesh.split(","))
-    import xla_dtensor as xd
+    topology = Topology.parse(asked.topology)
+    runtime = compile_only_runtime(topology)
+    mesh = Mesh.arange((dp, tp), AXES)
+    from benchmarks.step_ways_jax import program_facts
 
-    xd.get_runtime("jax", num_cpu_devices=dp * tp)
-    mesh = xd.init_device_mesh("xla", (dp, tp), mesh_dim_names=AXES)
-    devices = _devices(asked.topology)
-    for way, lower in ((OURS, _ours), (BY_HAND, _by_hand)):
+    sizes = sizes_of(asked.model, asked.sizes)
+    ways: dict[str, Callable[[], Any]] = {
+        OURS: partial(_ours, sizes, mesh, runtime),
+        BY_HAND: partial(_by_hand, sizes, mesh, topology),
+    }
+    for way, lower in ways.items():
         start = time.perf_counter()
-        lowered = lower(sizes_of(asked.model, asked.sizes), mesh, devices)
+        compile = lower()
         middle = time.perf_counter()
-        compiled = lowered.compile()
-        from benchmarks.step_ways_jax import program_facts
-
+        compiled = compile()
         say(
             {
                 "model": asked.model,
@@ -51,37 +60,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "way": way,
                 "trace_seconds": middle - start,
                 "compile_seconds": time.perf_counter() - middle,
-                **program_facts(compiled, mesh.value),
+                **program_facts(compiled, mesh),
             }
         )
 
 
-def _devices(topology: str) -> list[Any]:
-    topologies: Any = importlib.import_module("jax.experimental.topologies")
-    described = topologies.get_topology_desc(topology, "tpu")
-    return sorted(described.devices, key=lambda device: device.id)
+def _ours(sizes: Any, mesh: Mesh, runtime: Any) -> Callable[[], Any]:
+    def build(mesh: Any) -> tuple[Any, ...]:
+        model, batch = made(sizes)
+        annotated(model, mesh)
+        return model, training_step(model), batch, (placements_of(["dp"]),) * len(batch)
+
+    plan = partial(TrainingPlan.of, build, as_device_mesh(mesh), {})
+    traced = runtime.traced(plan, runtime.root(mesh))
+    return partial(traced.compiled, traced.lowered())
 
 
-def _ours(sizes: Any, mesh: Any, devices: list[Any]) -> Any:
-    from benchmarks.step_ways_jax import our_step
-
-    step, batch = our_step(sizes, mesh, torch.float32)
-    for _ in range(2):  # The first call makes the optimizer's state, the second finds it.
-        step(*batch)
-    return step.lowered_for(devices)
-
-
-def _by_hand(sizes: Any, mesh: Any, devices: list[Any]) -> Any:
-    from jax.sharding import Mesh
+def _by_hand(sizes: Any, mesh: Mesh, topology: Topology) -> Callable[[], Any]:
+    from jax.sharding import Mesh as JaxMesh
 
     from benchmarks.step_jax import lowered_for
-    from benchmarks.step_torch import made
     from benchmarks.step_ways_jax import host_batch, host_weights
 
     model, batch = made(sizes)
-    placed = Mesh(np.array(devices).reshape(tuple(mesh.shape)), AXES)
+    devices = sorted(absent_devices(topology), key=lambda device: device.id)
+    placed = JaxMesh(np.array(devices).reshape(mesh.mesh_shape), AXES)
     weights = host_weights(model, torch.float32)
-    return lowered_for(weights, host_batch(batch, torch.float32), sizes, placed)
+    return lowered_for(weights, host_batch(batch, torch.float32), sizes, placed).compile
 
 
 if __name__ == "__main__":
