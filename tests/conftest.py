@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hosts import Hosts
+from tests.hosts import QUICK_COMPILER, Hosts
 from tests.kept_programs import KeptPrograms
 
 if TYPE_CHECKING:
@@ -30,13 +30,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 NUM_DEVICES = 8
 _MOST_BYTES = 2_500_000_000
-# The last two halve the time that a small program takes to compile. What XLA's partitioner does is
-# done before. Child processes of tests and the demo run without them.
-_FLAGS = (
-    f"--xla_force_host_platform_device_count={NUM_DEVICES}",
-    "--xla_cpu_use_fusion_emitters=false",
-    "--xla_backend_optimization_level=0",
-)
 
 # Before anything can import jax. XLA:CPU can deadlock with more virtual devices than cores.
 os.environ.setdefault("NPROC", "64")
@@ -57,10 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
     name = str(config.getoption("--runtime"))
     os.environ["XLA_DTENSOR_RUNTIME"] = name
     if name == "jax":
-        given = os.environ.get("XLA_FLAGS", "").split()
-        os.environ["XLA_FLAGS"] = " ".join(
-            [*(flag for flag in _FLAGS if flag not in given), *given]
-        )
+        flags = [f"--xla_force_host_platform_device_count={NUM_DEVICES}", QUICK_COMPILER]
+        given = os.environ.get("XLA_FLAGS", "").split()  # the last one of a name counts
+        os.environ["XLA_FLAGS"] = " ".join([*flags, *given])
         # A process that only hands out tests runs none.
         if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
             kept = KeptPrograms(ROOT / ".test-programs")
