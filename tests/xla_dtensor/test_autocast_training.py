@@ -43,8 +43,8 @@ def of_hugging_face(name: str, mesh: xd.DeviceMesh) -> Trainee:
     example = made(name, pytest.importorskip("transformers"))
     twins = [copy.deepcopy(example.model) for _ in range(2)]
     models = *twins, distributed(example.model, mesh)
-    steps = (training(example, model, STEPS)[0] for model in models)
-    return Trainee(*steps, list(example.batches))
+    plain, exact, sharded = (training(example, model, STEPS)[0] for model in models)
+    return Trainee(plain, exact, sharded, list(example.batches))
 
 
 def of_our_own(name: str, mesh: xd.DeviceMesh) -> Trainee:
@@ -54,16 +54,17 @@ def of_our_own(name: str, mesh: xd.DeviceMesh) -> Trainee:
     mesh = xd.init_device_mesh("xla", mesh.shape, mesh_dim_names=job.axis_names)
     model = xd.shard_module(copy.deepcopy(ours.model), mesh, ours.rules)
     batches: list[Any] = [tuple(t.roll(k, 1) for t in ours.inputs) for k in (0, 5, 9)]
-    steps = (ours.make_step(plain, None) for plain in (ours.model, copy.deepcopy(ours.model)))
-    return Trainee(*steps, ours.make_step(model, mesh), batches)
+    plain, exact = (ours.make_step(one, None) for one in (ours.model, copy.deepcopy(ours.model)))
+    return Trainee(plain, exact, ours.make_step(model, mesh), batches)
 
 
 def of_images(name: str, mesh: xd.DeviceMesh) -> Trainee:
     network = residual_network()
     twins = [copy.deepcopy(network) for _ in range(2)]
-    steps = map(step_on_images, (*twins, xd.distribute_module(network, mesh)))
+    models = *twins, xd.distribute_module(network, mesh)
+    plain, exact, sharded = map(step_on_images, models)
     batches: list[Any] = [(torch.randn(16, 3, 32, 32), torch.randint(10, (16,))) for _ in range(3)]
-    return Trainee(*steps, batches)
+    return Trainee(plain, exact, sharded, batches)
 
 
 def step_on_images(model: nn.Module) -> Step:
