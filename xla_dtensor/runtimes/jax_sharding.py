@@ -56,7 +56,7 @@ def named_sharding(
     sizes = tuple(outer // inner for outer, inner in pairwise(boundaries))
     spec = [
         PartitionSpec.UNCONSTRAINED
-        if not digits and dim in open_dims
+        if not digits and dim in open_dims and names  # on one device nothing is left to choose
         else _names_of(digits, boundaries, names)
         for dim, digits in enumerate(dims)
     ]
