@@ -38,7 +38,7 @@ def old_objects_aside() -> Iterator[None]:
     ``gc.freeze()``: they would come back with ours.
     """
     global _set_aside
-    if gc.get_freeze_count():
+    if _set_aside or gc.get_freeze_count():  # which counts them one by one
         yield
         return
     gc.freeze()
