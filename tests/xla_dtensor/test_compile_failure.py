@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -83,6 +84,19 @@ def test_everything_is_as_it_was(mesh: xd.DeviceMesh, place: str, calls_before: 
     xd.manual_seed(1, mesh)
     wanted = [other_step(other.x).item() for _ in range(calls_before + 2)]
     assert found == wanted[calls_before:]
+
+
+def test_a_model_that_the_user_froze(mesh: xd.DeviceMesh) -> None:
+    training = Training(mesh)
+    before = training.state()
+    gc.freeze()  # hides the model from who asks the collector for all objects
+    try:
+        training.fails_at = "end"
+        with pytest.raises(KeyError):
+            xd.compile(training.step)(training.x)
+    finally:
+        gc.unfreeze()
+    assert_unchanged(before, training.state())
 
 
 def test_a_gradient_from_before_survives(mesh: xd.DeviceMesh) -> None:

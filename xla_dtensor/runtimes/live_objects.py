@@ -47,8 +47,7 @@ def live_objects(*classes: type) -> list[Any]:
     wanted = {each for one in classes for each in _derived(one)}
     is_alone = _searching.acquire(timeout=_WAIT_SECONDS)
     try:
-        show_all_objects()
-        objects = gc.get_objects()
+        objects = _all_objects()
         found = list(compress(objects, map(wanted.__contains__, map(type, objects))))
         del objects
         for each in found:
@@ -58,6 +57,18 @@ def live_objects(*classes: type) -> list[Any]:
         if is_alone:
             _searching.release()
     return found
+
+
+def _all_objects() -> list[Any]:
+    """Return the objects that are tracked, those that the user froze among them."""
+    show_all_objects()
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.collect()  # Garbage that is frozen stays for ever, and what is new is frozen with the rest.
+    gc.unfreeze()
+    objects = gc.get_objects()
+    gc.freeze()
+    return objects
 
 
 @contextlib.contextmanager

@@ -29,6 +29,17 @@ def test_all_of_a_class_and_of_derived_ones_are_found() -> None:
     assert gc.isenabled()
 
 
+def test_what_the_user_froze_is_found_and_stays_frozen() -> None:
+    """``gc.freeze()`` after the model is made is advice for servers; collections skip it then."""
+    kept = Thing()
+    gc.freeze()
+    try:
+        assert live_objects(Thing) == [kept]
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
 def test_tuples_that_a_loader_makes_stay_whole() -> None:
     """Without the lock it raises SystemError within a few turns."""
     kept = Thing()
