@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.on_runtime
+# One worker: the demo runs once for all of them.
+pytestmark = [pytest.mark.on_runtime, pytest.mark.xdist_group("demo")]
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 600
 

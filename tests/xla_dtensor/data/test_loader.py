@@ -271,6 +271,8 @@ def test_a_thread_that_loads_takes_no_part_in_a_trace(
         adopt(self, storage)
 
     monkeypatch.setattr(trace, "adopt", noted)
+    # The step's trace waits for the thread, which makes a batch, and this one waits for the trace.
+    monkeypatch.setattr("xla_dtensor.runtimes.live_objects._WAIT_SECONDS", 0.1)
     go, made = threading.Event(), threading.Event()
     weight = xd.distribute_tensor(torch.ones(8), mesh, ROWS)
 

@@ -21,7 +21,8 @@ from xla_dtensor.report import collectives
 from xla_dtensor.runtimes import Runtime
 from xla_dtensor.training_plan import TrainingPlan
 
-pytestmark = pytest.mark.only_on("jax")
+# One worker: the fixture starts processes, once for all.
+pytestmark = [pytest.mark.only_on("jax"), pytest.mark.xdist_group("absent plans")]
 
 ROOT = Path(__file__).resolve().parents[3]
 MESH = Mesh.arange(absent_plans.SHAPE, absent_plans.AXES)

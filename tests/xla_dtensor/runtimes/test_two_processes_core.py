@@ -9,7 +9,8 @@ import pytest
 
 from tests.xla_dtensor.runtimes.process_pair import answers_of
 
-pytestmark = pytest.mark.only_on("jax")
+# One worker: the fixture starts processes, once for all.
+pytestmark = [pytest.mark.only_on("jax"), pytest.mark.xdist_group("pair core")]
 
 PROGRAM = Path(__file__).with_name("two_processes_core.py")
 CHECKS = (
