@@ -49,15 +49,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     name = str(config.getoption("--runtime"))
     os.environ["XLA_DTENSOR_RUNTIME"] = name
+    flags = [QUICK_COMPILER]
     if name == "jax":
-        flags = [f"--xla_force_host_platform_device_count={NUM_DEVICES}", QUICK_COMPILER]
-        given = os.environ.get("XLA_FLAGS", "").split()  # the last one of a name counts
-        os.environ["XLA_FLAGS"] = " ".join([*flags, *given])
-        # A process that only hands out tests runs none.
-        if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-            kept = KeptPrograms(ROOT / ".test-programs")
-            kept.start()
-            config.add_cleanup(kept.end)
+        flags.append(f"--xla_force_host_platform_device_count={NUM_DEVICES}")
+    given = os.environ.get("XLA_FLAGS", "").split()  # the last one of a name counts
+    os.environ["XLA_FLAGS"] = " ".join([*(flag for flag in flags if flag not in given), *given])
+    # A process that only hands out tests runs none.
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if name == "jax" and runs_tests:
+        kept = KeptPrograms(ROOT / ".test-programs")
+        kept.start()
+        config.add_cleanup(kept.end)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
