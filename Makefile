@@ -81,7 +81,7 @@ test: $(MAIN_VENV)/$(STAMP)  ## run the tests on torch 2.9, with jax and with to
 # What imports no torch was tested by `make test`; another torch changes nothing for it, nor for what
 # several processes tell each other (one file of those stays, the checkpoints'). The programs of the
 # README and of examples/ have environments of their own.
-WITHOUT_TORCH := tests/mesh_utils/test_[acglmnopstx]* tests/mesh_utils/test_drawing* \
+WITHOUT_TORCH := tests/mesh_utils/test_[acgjlmnopstx]* tests/mesh_utils/test_drawing* \
 	tests/tpu_configs tests/xla_dtensor/report tests/benchmarks/test_[blmp]* \
 	tests/xla_dtensor/cli tests/xla_dtensor/doctor tests/xla_dtensor/quick tests/xla_dtensor/core \
 	tests/examples tests/tools tests/torch_xla_matrix tests/test_readme.py \

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from benchmarks.mesh_optimum import optimum
 from mesh_utils import Network, Topology, assign
 from mesh_utils.assignment import mesh_score
-from mesh_utils.assignment_jax import JaxDevice, jax_mesh_utils, shown_to_jax
 from mesh_utils.device import read_devices
+from mesh_utils.jax_mesh_functions import JaxDevice, jax_mesh_utils, shown_to_jax
 from mesh_utils.mesh_spans import axis_groups, find_span
 from mesh_utils.network_routes import ring_links
 

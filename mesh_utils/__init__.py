@@ -8,7 +8,6 @@ Example:
 """
 
 from mesh_utils.assignment import Assignment, assign
-from mesh_utils.assignment_drop_in import create_device_mesh, create_hybrid_device_mesh
 from mesh_utils.assignment_orders import DeviceOrder, jax_order, row_major_order, search_order
 from mesh_utils.config import JobConfig
 from mesh_utils.device import Device, read_devices, synthetic_devices
@@ -18,6 +17,7 @@ from mesh_utils.figure import Figure
 from mesh_utils.granule import Granule, granules
 from mesh_utils.hardware import Chip, chips, find_chip
 from mesh_utils.hybrid import HybridMesh
+from mesh_utils.jax_drop_in import create_device_mesh, create_hybrid_device_mesh
 from mesh_utils.mesh import Mesh
 from mesh_utils.mesh_input import Axis
 from mesh_utils.network import Collective, Network

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from mesh_utils.assignment import assign
 from mesh_utils.assignment_input import Weights
-from mesh_utils.assignment_jax import JaxDevice, jax_mesh_utils
 from mesh_utils.device import Coords, Device
 from mesh_utils.errors import MeshError
+from mesh_utils.jax_mesh_functions import JaxDevice, jax_mesh_utils
 from mesh_utils.network import Network
 from mesh_utils.topology import Topology
 

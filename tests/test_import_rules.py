@@ -51,7 +51,7 @@ RUNTIME = (*REPORT, "torch", "ml_dtypes", "xla_dtensor.nested", "xla_dtensor.run
 RULES = (
     Rule("tpu_configs*", ()),
     Rule(
-        "mesh_utils.assignment*",
+        "mesh_utils.jax_mesh_functions",
         ("numpy", "yaml", "tpu_configs", "mesh_utils"),
         on_use=("jax.experimental.mesh_utils",),
     ),
@@ -184,7 +184,8 @@ def test_rules_see_the_project() -> None:
         ("mesh_utils/mesh.py", "import torch"),
         ("mesh_utils/mesh.py", "import xla_dtensor"),
         ("mesh_utils/mesh.py", "def search():\n    import jax.experimental.mesh_utils"),
-        ("mesh_utils/assignment.py", "from jax.experimental import mesh_utils"),
+        ("mesh_utils/jax_mesh_functions.py", "from jax.experimental import mesh_utils"),
+        ("mesh_utils/assignment.py", "def search():\n    from jax.experimental import mesh_utils"),
         ("mesh_utils/assignment.py", "def search():\n    import jax.numpy"),
         ("xla_dtensor/core/layout.py", "def late():\n    from torch import Tensor"),
         ("xla_dtensor/core/layout.py", "import yaml"),
@@ -220,7 +221,10 @@ def test_layers_can_fail(tmp_path: Path, file: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("mesh_utils/assignment.py", "def search():\n    from jax.experimental import mesh_utils"),
+        (
+            "mesh_utils/jax_mesh_functions.py",
+            "def found():\n    from jax.experimental import mesh_utils",
+        ),
         ("xla_dtensor/core/layout.py", "import functools\nfrom mesh_utils import Mesh"),
         ("xla_dtensor/core/__init__.py", "from .layout import Layout"),
         ("xla_dtensor/runtimes/registry.py", "import_module('xla_dtensor.runtimes.jax_runtime')"),

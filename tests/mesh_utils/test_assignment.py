@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 
 from mesh_utils import Network, Span, Topology, assign, axis_reports
 from mesh_utils.assignment import mesh_score
-from mesh_utils.assignment_drop_in import create_device_mesh
+from mesh_utils.jax_drop_in import create_device_mesh
 
-MODULES = ("", "_input", "_places", "_reasons", "_search", "_table", "_walk", "_drop_in", "_jax")
+PARTS = ("", "_input", "_places", "_reasons", "_search", "_table", "_walk")
+MODULES = (*(f"assignment{part}" for part in PARTS), "jax_drop_in", "jax_mesh_functions")
 
 
 def shapes(count: int, axes: int) -> Iterator[tuple[int, ...]]:
@@ -351,6 +352,6 @@ def test_whole_dims_only() -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_in_the_docstrings(module: str) -> None:
-    result = doctest.testmod(importlib.import_module(f"mesh_utils.assignment{module}"))
+    result = doctest.testmod(importlib.import_module(f"mesh_utils.{module}"))
     assert result.failed == 0
-    assert result.attempted > 0 or module == "_jax"
+    assert result.attempted > 0 or module == "jax_mesh_functions"

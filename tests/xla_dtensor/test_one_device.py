@@ -28,7 +28,7 @@ def alone(runtime: Runtime) -> xd.DeviceMesh:
 
 
 class Moved(nn.Module):
-    """Blocks between which an activation is moved, and left open."""
+    """An embedding whose result is moved twice, and two blocks."""
 
     def __init__(self, scanned: bool) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ from typing import Any
 
 from mesh_utils import Assignment, AxisReport, Mesh, MeshError, Topology, assign, axis_reports
 from mesh_utils.assignment import RunnerUp, mesh_score
-from mesh_utils.assignment_drop_in import create_device_mesh, create_hybrid_device_mesh
+from mesh_utils.jax_drop_in import create_device_mesh, create_hybrid_device_mesh
 from mesh_utils.network import COLLECTIVES
 from xla_dtensor.cli.table import json_number
 

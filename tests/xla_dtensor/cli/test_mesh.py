@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mesh_utils import Mesh, Topology, assign, axis_reports, draw_mesh
-from mesh_utils.assignment_drop_in import create_device_mesh, create_hybrid_device_mesh
+from mesh_utils.jax_drop_in import create_device_mesh, create_hybrid_device_mesh
 from mesh_utils.network import COLLECTIVES
 from xla_dtensor import cli
 from xla_dtensor.cli import mesh_plans, table

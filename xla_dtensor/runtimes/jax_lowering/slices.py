@@ -19,8 +19,8 @@ __all__ = ["cut", "spread", "write_index", "write_slice"]
 def cut(base: Any, dim: int, start: int, stop: int, step: int = 1) -> Any:
     """Return ``base[start:stop:step]`` along a dim.
 
-    One element has no step: XLA's partitioner (jax 0.10) makes an invalid program of a slice that
-    takes one element of a sharded dim and has a step beyond 2.
+    One element has no step: of a slice that takes one element of a sharded dim by a step, XLA's
+    partitioner (jax 0.10) makes an invalid program, or silently a wrong one.
     """
     if stop - start <= step:
         stop, step = min(stop, start + 1), 1

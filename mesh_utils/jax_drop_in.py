@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from mesh_utils.assignment import Assignment, assign
 from mesh_utils.assignment_input import Weights
-from mesh_utils.assignment_jax import jax_default_devices, jax_mesh_utils, shown_to_jax
 from mesh_utils.device import read_devices
 from mesh_utils.errors import MeshError, TopologyError
 from mesh_utils.granule import Granule
+from mesh_utils.jax_mesh_functions import jax_default_devices, jax_mesh_utils, shown_to_jax
 from mesh_utils.topology import Topology
 
 Strategy: TypeAlias = Literal["search", "jax"]
