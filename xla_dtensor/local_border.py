@@ -78,7 +78,11 @@ class Border:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the first device's shard, which is the longest."""
+        """The shape of the first device's shard, which is the longest.
+
+        Not always with a gap, where a strided shard has no axis for its outer cut; but nothing that
+        has one comes here, since no DTensor lies so and ``from_local`` refuses it.
+        """
         return tuple(dim.tile for dim in self.dims)
 
     @cached_property
