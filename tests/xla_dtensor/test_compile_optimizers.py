@@ -131,9 +131,10 @@ def test_training_equals_plain_pytorch_lazily(mesh: xd.DeviceMesh, name: str) ->
 
 
 @pytest.mark.only_on("jax")
-def test_capturable_counters_stay_on_the_devices(mesh: xd.DeviceMesh) -> None:
+@pytest.mark.parametrize("foreach", [None, True])
+def test_capturable_counters_stay_on_the_devices(mesh: xd.DeviceMesh, foreach: bool | None) -> None:
     losses, _, compiled = trained(
-        mesh, lambda p: optim.AdamW(p, lr=1e-2, capturable=True), decaying
+        mesh, lambda p: optim.AdamW(p, lr=1e-2, capturable=True, foreach=foreach), decaying
     )
     wanted, _ = trained_plainly(lambda p: optim.AdamW(p, lr=1e-2), decaying)
     assert losses == pytest.approx(wanted, abs=1e-5)

@@ -6,21 +6,36 @@ everything else is the same in each call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["is_foreach", "run_foreach"]
+__all__ = ["is_foreach", "num_places", "run_foreach"]
 
 _PREFIX = "aten::_foreach_"
 # torch.<name> where it is not the op's own name.
-_NAMES = {"norm": torch.linalg.vector_norm, "copy": lambda x, source, *_: source.to(x.dtype)}
+_NAMES: dict[str, Callable[..., Any]] = {
+    "norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
+    "copy": lambda x, source, *_: source.to(x.dtype),
+    "zero": torch.zeros_like,
+    "maximum": lambda x, other: _bounded(torch.maximum, torch.clamp_min, x, other),
+    "minimum": lambda x, other: _bounded(torch.minimum, torch.clamp_max, x, other),
+}
+
+
+def _bounded(by_tensor: Any, by_number: Any, x: torch.Tensor, other: Any) -> torch.Tensor:
+    return (by_tensor if isinstance(other, torch.Tensor) else by_number)(x, other)
 
 
 def is_foreach(func: Any) -> bool:
     """Tell whether `func` is a functional foreach op."""
     return func._schema.name.startswith(_PREFIX) and not func._schema.is_mutable
+
+
+def num_places(args: Sequence[Any]) -> int:
+    """Return how long the lists are that a foreach op is given; its first argument may be none."""
+    return next(len(value) for value in args if isinstance(value, (list, tuple)))
 
 
 def run_foreach(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -51,5 +66,5 @@ def run_foreach(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
             *(dealt(a, i) for a in args),
             **{keyword.get(k, k): dealt(v, i) for k, v in kwargs.items()},
         )
-        for i in range(len(args[0]))
+        for i in range(num_places(args))
     ]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ import torch.optim.optimizer as torch_optimizer
 from xla_dtensor.errors import CompileError
 
 __all__ = ["RATE", "OptimizerInputs"]
+
+Gather = Callable[[Sequence[torch.Tensor], Sequence[Mapping[str, Any]]], bool]
 
 RATE = "lr"
 _DEVICES = "_get_capturable_supported_devices"
@@ -40,6 +42,8 @@ class OptimizerInputs:
         lift_tensor: Turns a plain CPU tensor of optimizer state into a payload.
         lend_number: Turns a float into a traced number, which the program reads anew per call.
         lent_names: The settings that are lent, as their optimizers' param_groups call them.
+        gather: Tells whether some parameters are the same thing in several layers, which one op can
+            treat together; it is given each one's state as well.
     """
 
     def __init__(
@@ -47,9 +51,11 @@ class OptimizerInputs:
         lift_tensor: Callable[[torch.Tensor], torch.Tensor],
         lend_number: Callable[[float, Callable[[], float]], Any],
         lent_names: Collection[str] = (RATE,),
+        gather: Gather = lambda parameters, states: False,
     ) -> None:
         self._lift_tensor = lift_tensor
         self._lend_number = lend_number
+        self._gather = gather
         self._lent_names = frozenset(lent_names)
         self._lent: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._seen: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
@@ -146,7 +152,7 @@ class OptimizerInputs:
             for name, value in group.items():
                 if type(value) is torch.Tensor:  # A rate that is a tensor: schedulers fill it.
                     group[name] = self._lift_tensor(value)
-            for name in self._lent_names & group.keys():
+            for name in sorted(self._lent_names & group.keys()):
                 value = group[name]
                 if _is_lendable(value):
                     number = self._number(group, name)
@@ -154,6 +160,12 @@ class OptimizerInputs:
                     self._lend(group, name, number)
             if isinstance(optimizer, _BRANCH_ON_COUNTERS):
                 self._lend(group, "capturable", True)
+            states = [optimizer.state.get(p, {}) for p in group["params"]]
+            if group.get("capturable") and group.get("foreach") and not all(states):
+                # It makes counters on the host, and would write the lent rate to lists of them.
+                self._lend(group, "foreach", False)
+            elif _may_take_lists(group, states) and self._gather(group["params"], states):
+                self._lend(group, "foreach", True)
 
     def _lend(self, group: dict[str, Any], name: str, value: Any) -> None:
         self._lent.append((group, name, group[name], value))
@@ -166,7 +178,11 @@ class OptimizerInputs:
         Capturable optimizers ask whether the device's counters may stay there.
         """
         supported = names.get(_DEVICES)
-        devices = {} if supported is None else {_DEVICES: lambda *a: [*supported(*a), "cpu"]}
+
+        def with_ours(*args: Any, **options: Any) -> list[str]:
+            return [*supported(*args, **options), "cpu"]  # pyright: ignore[reportOptionalCall]
+
+        devices = {} if supported is None else {_DEVICES: with_ours}
         for name, function in {"min": _least, "max": _most, **devices}.items():
             self._replaced.append((names, name, names.get(name)))
             names[name] = function
@@ -203,6 +219,14 @@ class OptimizerInputs:
             else:
                 names[name] = before
         self._replaced.clear()
+
+
+def _may_take_lists(group: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether torch is free to choose the form of an optimizer that takes lists."""
+    chosen = group.get("foreach", False) is not None or group.get("fused")
+    tensors = any(isinstance(v, torch.Tensor) for v in group.values())
+    first_on_device = group.get("capturable") and not all(states)
+    return not (chosen or group.get("differentiable") or tensors or first_on_device)
 
 
 def _is_lendable(value: Any) -> bool:
