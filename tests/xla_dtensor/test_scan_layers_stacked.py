@@ -48,6 +48,23 @@ OPTIMIZERS: dict[str, Optimizers] = {
     "adamw of groups": lambda net: torch.optim.AdamW(groups(net), lr=1e-2),
     "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=1e-1, momentum=0.9, nesterov=True),
     "adafactor": lambda net: torch.optim.Adafactor(net.parameters(), lr=1e-2),
+    "amsgrad": lambda net: torch.optim.Adam(
+        net.parameters(), lr=1e-2, amsgrad=True, weight_decay=0.1, maximize=True
+    ),
+    "capturable": lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2, capturable=True),
+    "capturable foreach": lambda net: torch.optim.AdamW(
+        net.parameters(), lr=1e-2, capturable=True, foreach=True
+    ),
+    "sgd without momentum": lambda net: torch.optim.SGD(net.parameters(), lr=1e-1),
+    "rmsprop": lambda net: torch.optim.RMSprop(
+        net.parameters(), lr=1e-3, momentum=0.9, centered=True
+    ),
+    "nadam": lambda net: torch.optim.NAdam(net.parameters(), lr=1e-2, weight_decay=0.1),
+    "radam": lambda net: torch.optim.RAdam(net.parameters(), lr=1e-2),
+    "adamax": lambda net: torch.optim.Adamax(net.parameters(), lr=1e-2),
+    "adagrad": lambda net: torch.optim.Adagrad(net.parameters(), lr=1e-2, lr_decay=0.1),
+    "adadelta": lambda net: torch.optim.Adadelta(net.parameters(), lr=0.5),
+    "rprop": lambda net: torch.optim.Rprop(net.parameters(), lr=1e-3),
 }
 
 
@@ -85,11 +102,33 @@ def test_every_optimizer_trains_as_plain_torch(mesh: xd.DeviceMesh, name: str) -
     plain = model()
     net = placed(scanned(plain), mesh)
     theirs, ours = OPTIMIZERS[name](plain), OPTIMIZERS[name](net)
+    for group in theirs.param_groups:
+        group["capturable"] = False  # which is for devices only
     step = xd.compile(trainer(net, ours))
     expected = trainer(plain, theirs)
     for i in range(STEPS):
         found = step(on(mesh, batch(i)))
         assert float(found.item()) == pytest.approx(float(expected(batch(i)).item()), rel=1e-4)
+    check_equal(net, plain)
+    check_equal_state(net, ours, plain, theirs)
+
+
+def one_cycle(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=10)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw of groups", "sgd", "nadam"])
+def test_rates_and_momenta_that_change_are_read_anew(mesh: xd.DeviceMesh, name: str) -> None:
+    plain = model()
+    net = placed(scanned(plain), mesh)
+    theirs, ours = OPTIMIZERS[name](plain), OPTIMIZERS[name](net)
+    schedules = one_cycle(theirs), one_cycle(ours)
+    step, expected = xd.compile(trainer(net, ours)), trainer(plain, theirs)
+    for i in range(STEPS):
+        step(on(mesh, batch(i)))
+        expected(batch(i))
+        for schedule in schedules:
+            schedule.step()
     check_equal(net, plain)
     check_equal_state(net, ours, plain, theirs)
 

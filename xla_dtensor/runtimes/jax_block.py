@@ -85,7 +85,10 @@ class Form:
 
     def wrap(self, array: jax.Array) -> torch.Tensor:
         """Return a tensor of this form over `array`."""
-        storage = Storage(array, self.shape, self.sharding)
+        return self.over(Storage(array, self.shape, self.sharding))
+
+    def over(self, storage: Storage) -> torch.Tensor:
+        """Return a tensor of this form over a storage that was made for it."""
         made = JaxTensor(storage, shape=self.shape, stride=self.stride, dtype=self.dtype)
         if self.like is None:
             return made
@@ -231,6 +234,9 @@ class _Tracing:
             [f.wrap(a) for f, a in zip(forms.shared, given.shared, strict=True)],
         )
         flat = made.flat()
+        trace = jax_trace.active_trace()
+        if trace is not None:
+            trace.keep_single(p._storage for p in map(inner, flat) if p is not None)
         shielded = _plain_torch(self._with_grad)
         with shielded, jax_generator.using(rng), self._swapped(made.layer):
             for i in self.wanted:
@@ -301,6 +307,8 @@ def strong(value: Any) -> Any:
 @contextlib.contextmanager
 def _child_trace() -> Iterator[tuple[Trace, Trace | None]]:
     parent, child = jax_trace._active, Trace()
+    if parent is not None:
+        parent.given_to(child)
     try:
         with child.active():
             yield child, parent

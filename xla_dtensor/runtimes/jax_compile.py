@@ -40,24 +40,32 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from mesh_utils import Mesh, MeshError, find_chip
+from mesh_utils import Mesh
 from xla_dtensor.errors import CompileError
 from xla_dtensor.report.asked_communication import AskedFor
 from xla_dtensor.report.evidence import Evidence
 from xla_dtensor.runtimes.base import CompiledStep
 from xla_dtensor.runtimes.before_running import ProgramToCheck, check
 from xla_dtensor.runtimes.jax_asked import asked_for
+from xla_dtensor.runtimes.jax_constants import TracedProgram, traced_program
 from xla_dtensor.runtimes.jax_convert import numpy_from_torch, x64
 from xla_dtensor.runtimes.jax_executables import Executables
 from xla_dtensor.runtimes.jax_flops import flops_of
 from xla_dtensor.runtimes.jax_gradients import GradientEffects, KnownLeaves
+from xla_dtensor.runtimes.jax_lending import lent, lifted
 from xla_dtensor.runtimes.jax_placing import place
 from xla_dtensor.runtimes.jax_program import Program
 from xla_dtensor.runtimes.jax_rehome import Blueprint
 from xla_dtensor.runtimes.jax_same_program import compare_program, compare_run
-from xla_dtensor.runtimes.jax_scalar import sym_number
-from xla_dtensor.runtimes.jax_slots import Holding, Slots, program_of, slots_of, stacked_types
-from xla_dtensor.runtimes.jax_stacks import dissolve_all
+from xla_dtensor.runtimes.jax_slots import (
+    Holding,
+    Slots,
+    program_of,
+    row_type,
+    slots_of,
+    stacked_types,
+)
+from xla_dtensor.runtimes.jax_stacks import all_rows
 from xla_dtensor.runtimes.jax_step_values import (
     bound,
     inner,
@@ -69,6 +77,7 @@ from xla_dtensor.runtimes.jax_step_values import (
 )
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
 from xla_dtensor.runtimes.jax_trace import Trace, refuse_nesting
+from xla_dtensor.runtimes.jax_traced_stacks import gather, placed_values
 from xla_dtensor.runtimes.jax_watch import Watch, watching
 from xla_dtensor.runtimes.module_names import naming_modules
 from xla_dtensor.runtimes.optimizer_inputs import RATE, OptimizerInputs
@@ -183,7 +192,7 @@ class JaxCompiledStep(CompiledStep):
 
     def metrics(self, tokens_per_step: int | None = None) -> Mapping[str, float | None]:
         tokens = self._tokens if tokens_per_step is None else tokens_per_step
-        return self._clock.metrics(tokens, self._called().flops, _peak_flops(self._called()))
+        return self._clock.metrics(tokens, self._called().flops, self._called().peak_flops())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         with x64():
@@ -312,14 +321,13 @@ class JaxCompiledStep(CompiledStep):
         tree: TreeSpec,
         gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
     ) -> Program:
-        dissolve_all()
         trace = Trace()
         numbers: list[tuple[Storage, Callable[[], float]]] = []
-        lend = partial(_lend, numbers)
-        watch = Watch(OptimizerInputs(self._lift, lend, self._lent_names))
+        watch = Watch(OptimizerInputs(lifted, partial(lent, numbers), self._lent_names, gather))
         found: dict[str, Any] = {}
 
-        def traced(arrays: Sequence[jax.Array]) -> Any:
+        def traced(arrays: Sequence[jax.Array], of_rows: Sequence[jax.Array]) -> Any:
+            trace.give_rows(rows, of_rows)
             with bound(tensors, arrays, trace), watching(watch), naming_modules(jax.named_scope):
                 args, kwargs = tree_unflatten(list(replaced(leaves, tensors)), tree)
                 out_leaves, found["tree"] = tree_flatten(self._step(*args, **kwargs))
@@ -328,22 +336,28 @@ class JaxCompiledStep(CompiledStep):
                 found["written"], written = written_arguments(leaves, tensors, arrays)
             watch.inputs.check_settings_unchanged()
             found["lasting"] = trace.lasting_beyond(tensors)
-            state = [place(s.read(), s.sharding) for s in trace.state]
-            lasting = [place(s.read(), s.sharding) for s in found["lasting"]]
+            state, lasting = placed_values([*trace.state]), placed_values(found["lasting"])
+            for storage, value in zip(found["lasting"], lasting, strict=True):
+                if storage.row is not None:
+                    storage.array = value
             return results, state, lasting, written
 
         arguments = [t._storage for t in tensors if t is not None]
+        arrays = [s.array for s in arguments]
+        rows = all_rows()
         with trace.active():
-            closed = jax.make_jaxpr(traced)([s.array for s in arguments])
+            types = [row_type(stack.array) for _, stack, _ in rows]
+            closed = jax.make_jaxpr(traced)(arrays, types)
         trace.undo()
         watch.settle(trace.answers)
         found["gradients"] = GradientEffects.of(gradients, trace.captured)
-        return self._finish(trace, closed, arguments, numbers, watch, found)
+        made = traced_program(closed, [storage for storage, _, _ in rows], trace)
+        return self._finish(trace, made, arguments, numbers, watch, found)
 
     def _finish(
         self,
         trace: Trace,
-        closed: Any,
+        traced: TracedProgram,
         arguments: Sequence[Storage],
         numbers: list[tuple[Storage, Callable[[], float]]],
         watch: Watch,
@@ -351,9 +365,7 @@ class JaxCompiledStep(CompiledStep):
     ) -> Program:
         state = list(trace.state)
         read = [s for s in trace.captured if s not in trace.state]
-        owner = {id(array): storage for storage, array in trace.captured.items()}
-        owners = [owner.get(id(const)) for const in closed.consts]
-        constants = [c for c, s in zip(closed.consts, owners, strict=True) if s is None]
+        jaxpr, owners, constants = traced
         self._settle([*state, *read], arguments)
 
         position = {storage: i for i, storage in enumerate([*state, *read])}
@@ -363,11 +375,11 @@ class JaxCompiledStep(CompiledStep):
         alone = {storage for storage, _ in numbers}
         kinds = [None if s in alone else self._kind(s, s in trace.state) for s in position]
         holding = Holding(places, sizes, kinds, [self._lying(s) for s in position])
-        slots = slots_of(closed.jaxpr, holding)
+        slots = slots_of(jaxpr, holding)
         made_of = partial(program_of, holding=holding, slots=slots)
         inputs = self._inputs(state, read, constants, arguments, slots)
         pinned = (found["pinned"], [given.sharding for given in inputs[0]], None, kept)
-        blueprint = Blueprint.of(closed.jaxpr, made_of, inputs, pinned, donated=(0,))
+        blueprint = Blueprint.of(jaxpr, made_of, inputs, pinned, donated=(0,))
         return self._program_type(
             self._executable(blueprint, inputs),
             state,
@@ -381,7 +393,7 @@ class JaxCompiledStep(CompiledStep):
             watch,
             slots,
             blueprint,
-            flops_of(closed),
+            flops_of(jaxpr),
             found["gradients"],
         )
 
@@ -390,7 +402,7 @@ class JaxCompiledStep(CompiledStep):
     _program_type = Program
 
     def _lying(self, storage: Storage) -> Any:
-        return storage.array.sharding
+        return storage.lies
 
     def _kind(self, storage: Storage, is_state: bool) -> Hashable | None:
         """Return what storages have in common that may be rows of one stack; None for no row."""
@@ -413,7 +425,7 @@ class JaxCompiledStep(CompiledStep):
         return state, read, list(constants), held[2]
 
     def _held(self, storage: Storage) -> Any:
-        return storage.array
+        return storage.array if storage.row is None else row_type(storage.row[0].array)
 
     def _executable(self, blueprint: Blueprint, inputs: tuple[Any, ...]) -> Any:
         lowered = blueprint.lowered(*inputs)
@@ -426,50 +438,9 @@ class JaxCompiledStep(CompiledStep):
 
     def _settle(self, storages: Sequence[Storage], arguments: Sequence[Storage]) -> None:
         """Put on all devices what lies on one only because nothing has placed it yet."""
-        shardings = [storage.array.sharding for storage in (*storages, *arguments)]
+        shardings = [storage.lies for storage in (*storages, *arguments)]
         widest = max(shardings, key=lambda s: len(s.device_set), default=None)
         for storage in storages:
-            if len(storage.array.sharding.device_set) < len(widest.device_set):  # pyright: ignore
+            if len(storage.lies.device_set) < len(widest.device_set):  # pyright: ignore
                 everywhere = NamedSharding(widest.mesh, PartitionSpec())  # pyright: ignore
                 storage.array = place(storage.array, everywhere)
-
-    def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
-        with jax.ensure_compile_time_eval():
-            array = jnp.array(numpy_from_torch(tensor))
-        return _outside_trace(array)
-
-
-def _peak_flops(program: Program) -> float | None:
-    """Return the peak of all devices of a program together, in bf16; None where nobody knows it."""
-    arrays = jax.tree.leaves(program.executable.input_shardings)
-    devices = max((s.device_set for s in arrays), key=len, default=())
-    kinds = {device.device_kind for device in devices}
-    if len(kinds) != 1:
-        return None
-    try:
-        chip = find_chip(kinds.pop())
-    except MeshError:
-        return None
-    peak = chip.peak("bf16")
-    return None if peak is None else peak * len(devices) / chip.devices_per_chip
-
-
-def _outside_trace(array: jax.Array) -> JaxTensor:
-    """Wrap a concrete array as a tensor that counts as older than the trace."""
-    from xla_dtensor.runtimes import jax_trace
-
-    trace, jax_trace._active = jax_trace._active, None
-    try:
-        return JaxTensor(Storage(array))
-    finally:
-        jax_trace._active = trace
-
-
-def _lend(
-    numbers: list[tuple[Storage, Callable[[], float]]], rate: float, current: Callable[[], float]
-) -> Any:
-    with jax.ensure_compile_time_eval():
-        array = jnp.asarray(rate, jnp.float64)
-    tensor = _outside_trace(array)
-    numbers.append((tensor._storage, current))
-    return sym_number(tensor.value(), current)

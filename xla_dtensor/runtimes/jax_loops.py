@@ -1,7 +1,7 @@
 """The two loops over equal layers: one forward, one backward (``jax_counted``).
 
-Both are functions of flat lists of arrays. Each layer's arrays come one after the other, layer by
-layer; stacking them, and taking the gradients apart again, is part of the loops' programs.
+Both are functions of lists of arrays. What layers have in common, a parameter of each, is a column:
+a stack, or a list which the loop's program stacks. Gradients of layers are stacks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from xla_dtensor.runtimes.jax_sharding import named_sharding
 from xla_dtensor.runtimes.jax_split import SplitBlock
 from xla_dtensor.runtimes.registry import get_runtime
 
-__all__ = ["Plan", "backward_loop", "forward_loop"]
+__all__ = ["Plan", "backward_loop", "backward_loop_of_rows", "forward_loop"]
 
 
 @dataclass
@@ -59,23 +59,18 @@ class Plan:
         return [_place_of(form) for form in self.given]
 
 
-def _stacked(arrays: Sequence[Any], form: Form) -> Any:
-    stack = stack_layers(arrays)
-    if form.sharding is None:
-        return stack
-    return lax.with_sharding_constraint(stack, stack_sharding(form.sharding))
-
-
-def _stacks(plan: Plan, layer_arrays: Sequence[Any]) -> list[Any]:
-    forms, count = plan.forms.layer, len(plan.forms.layer)
-    return [_stacked(layer_arrays[i::count], form) for i, form in enumerate(forms)]
+def _stacks(plan: Plan, columns: Sequence[Any]) -> list[Any]:
+    return [
+        _pinned(stack_layers(column), form) if isinstance(column, list) else column
+        for column, form in zip(columns, plan.forms.layer, strict=True)
+    ]
 
 
 def forward_loop(plan: Plan) -> Callable[..., Any]:
     """Return the forward loop: outputs, rng state, and what the backward loop needs of each."""
     block, keep, places = plan.block, _kept(plan), plan.places()
 
-    def forward(carry: Any, rng: Any, layer_arrays: Any, shared: Any, consts: Any) -> Any:
+    def forward(carry: Any, rng: Any, columns: Any, shared: Any, consts: Any) -> Any:
         def body(state: Any, layer: Any) -> Any:
             given = Inputs(state[0], state[1], layer, shared)
             results, saved = block.forward(consts, given.flat())
@@ -84,7 +79,7 @@ def forward_loop(plan: Plan) -> Callable[..., Any]:
             return (_placed(results[:-1], places), results[-1]), (saved, kept_carry, kept_rng)
 
         start = (_placed([strong(c) for c in carry], places), rng)
-        (outputs, rng), kept = counted_scan(body, start, _stacks(plan, layer_arrays))
+        (outputs, rng), kept = counted_scan(body, start, _stacks(plan, columns))
         return outputs, rng, jax.tree.leaves(kept)
 
     return forward
@@ -98,14 +93,14 @@ def _kept(plan: Plan) -> Inputs:
 
 
 def backward_loop(plan: Plan) -> Callable[..., Any]:
-    """Return the backward loop: gradients of carry, shared tensors and each layer's tensors."""
+    """Return the backward loop: gradients of carry, of shared tensors and of layers, stacked."""
     block, keep, wanted = plan.block, _kept(plan), plan.wanted
     n_saved = len(block.forward_jaxpr.outvars) - block.n_results
     shared_forms = [f for f, w in zip(plan.forms.shared, wanted.shared, strict=True) if w]
     n_carry, n_layer = sum(wanted.carry), sum(wanted.layer)
     places = [place for place, w in zip(plan.places(), wanted.carry, strict=True) if w]
 
-    def backward(grads: Any, kept: Any, layer_arrays: Any, shared: Any, consts: Any) -> Any:
+    def backward(grads: Any, kept: Any, columns: Any, shared: Any, consts: Any) -> Any:
         def body(state: Any, given: Any) -> Any:
             grads, sums = state
             layer, of_layer = given
@@ -120,14 +115,30 @@ def backward_loop(plan: Plan) -> Callable[..., Any]:
             return (_placed(found[: ends[0]], places), sums), found[ends[0] : ends[1]]
 
         sums = [jnp.zeros(f.aval().shape, f.aval().dtype) for f in shared_forms]
-        stacks, grads = _stacks(plan, layer_arrays), _placed(grads, places)
+        stacks, grads = _stacks(plan, columns), _placed(grads, places)
         (grads, sums), by_layer = counted_scan(body, (grads, sums), (stacks, kept), reverse=True)
         forms = [f for f, w in zip(plan.forms.layer, wanted.layer, strict=True) if w]
-        pinned = [_pinned(g, f) for g, f in zip(by_layer, forms, strict=True)]
-        rows = [_unstacked(stack, form) for stack, form in zip(pinned, forms, strict=True)]
-        return grads, sums, [[row[i] for row in rows] for i in range(plan.n_layers)]
+        return grads, sums, [_pinned(g, f) for g, f in zip(by_layer, forms, strict=True)]
 
     return backward
+
+
+def backward_loop_of_rows(plan: Plan) -> Callable[..., Any]:
+    """Return the backward loop whose program takes the layers' gradients apart."""
+    backward = backward_loop(plan)
+    forms = [f for f, w in zip(plan.forms.layer, plan.wanted.layer, strict=True) if w]
+
+    def taken_apart(stack: Any, form: Form) -> list[Any]:
+        rows = unstack_layers(stack)
+        if form.sharding is None:
+            return rows
+        return [lax.with_sharding_constraint(row, form.sharding) for row in rows]
+
+    def called(*given: Any) -> Any:
+        grads, sums, stacks = backward(*given)
+        return grads, sums, [taken_apart(s, f) for s, f in zip(stacks, forms, strict=True)]
+
+    return called
 
 
 def _pinned(stack: Any, form: Form) -> Any:
@@ -135,13 +146,6 @@ def _pinned(stack: Any, form: Form) -> Any:
     if sharding is None:
         return stack
     return lax.with_sharding_constraint(stack, stack_sharding(sharding))
-
-
-def _unstacked(stack: Any, form: Form) -> list[Any]:
-    rows = unstack_layers(stack)
-    if form.sharding is None:
-        return rows
-    return [lax.with_sharding_constraint(row, form.sharding) for row in rows]
 
 
 def _place_of(form: Form) -> NamedSharding | None:

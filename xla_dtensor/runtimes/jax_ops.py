@@ -28,9 +28,14 @@ from xla_dtensor.runtimes import (
     jax_special,
     jax_views,
 )
-from xla_dtensor.runtimes.foreach import is_foreach, run_foreach
+from xla_dtensor.runtimes.foreach import is_foreach
 from xla_dtensor.runtimes.jax_composed import COMPOSED
 from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch, x64
+from xla_dtensor.runtimes.jax_foreach import (
+    run_foreach_on_rows,
+    write_foreach,
+    writes_to_a_list,
+)
 from xla_dtensor.runtimes.jax_lowering import find_lowering
 from xla_dtensor.runtimes.jax_meta import Meta, output_meta, raise_torchs_error
 from xla_dtensor.runtimes.jax_scalar import unwrap_number
@@ -76,7 +81,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func._schema.is_mutable:
             return _run_mutating(func, args, kwargs)
         if is_foreach(func):
-            return run_foreach(func, args, kwargs)
+            return run_foreach_on_rows(func, args, kwargs)
         return _run_functional(func, args, kwargs)
 
 
@@ -209,6 +214,9 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             f"The op {func} writes to a tensor of the JAX runtime. It has no functional form that "
             "could be lowered to XLA. Use the op that returns its result instead."
         )
+    if writes_to_a_list(func):
+        write_foreach(functional, args, kwargs, write)
+        return None if not func._schema.returns else args[0]
     if prefix:
         result = run_op(functional, args, kwargs)
     else:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from mesh_utils import MeshError, find_chip
 from xla_dtensor.runtimes.jax_gradients import GradientEffects
 from xla_dtensor.runtimes.jax_rehome import Blueprint
 from xla_dtensor.runtimes.jax_slots import Slot, Slots
@@ -60,6 +61,20 @@ class Program:
     gradients: GradientEffects = field(default_factory=lambda: GradientEffects([], []))
     again: str | None = None
     digest: str = ""
+
+    def peak_flops(self) -> float | None:
+        """Return the peak of all its devices together, in bf16; None where nobody knows it."""
+        arrays = jax.tree.leaves(self.executable.input_shardings)
+        devices = max((s.device_set for s in arrays), key=len, default=())
+        kinds = {device.device_kind for device in devices}
+        if len(kinds) != 1:
+            return None
+        try:
+            chip = find_chip(kinds.pop())
+        except MeshError:
+            return None
+        peak = chip.peak("bf16")
+        return None if peak is None else peak * len(devices) / chip.devices_per_chip
 
     def stale(self) -> str | None:
         return self.again or self.watch.broken() or self.gradients.broken()

@@ -44,7 +44,7 @@ from xla_dtensor.runtimes.jax_placing import padded_shape, place, put_host_array
 from xla_dtensor.runtimes.jax_sharding import named_sharding, read_op_sharding
 from xla_dtensor.runtimes.jax_sources import leave_out_frames_of
 from xla_dtensor.runtimes.jax_tensor import EXTRA_KEYS, JaxTensor, Storage
-from xla_dtensor.runtimes.jax_trace import is_tracer
+from xla_dtensor.runtimes.jax_trace import array_before, is_tracer
 from xla_dtensor.runtimes.layers import Layers
 from xla_dtensor.runtimes.remat import Remat
 from xla_dtensor.runtimes.rng_state import pack_state, unpack_state
@@ -200,7 +200,7 @@ class JaxRuntime(Runtime):
         return JaxTensor(Storage(array, tuple(payload.shape), sharding), stride=payload.stride())
 
     def summed_up(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
-        traced = isinstance(payload, JaxTensor) and is_tracer(payload._storage.array)
+        traced = isinstance(payload, JaxTensor) and is_tracer(array_before(payload._storage))
         return self.constrain(payload, layout) if traced else payload
 
     def op_sharding(self, payload: torch.Tensor) -> OpSharding:
@@ -243,7 +243,7 @@ class JaxRuntime(Runtime):
 
     def known_sharding(self, payload: torch.Tensor) -> OpSharding | None:
         assert isinstance(payload, JaxTensor)
-        array = payload._storage.array
+        array = array_before(payload._storage)
         if payload._steps or is_tracer(array):
             return self.annotation(payload)
         found = read_op_sharding(array, self._roots)

@@ -16,7 +16,7 @@ supported torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -27,7 +27,7 @@ import torch
 from xla_dtensor.runtimes.jax_convert import x64
 from xla_dtensor.runtimes.jax_trace import active_trace, refuse_read
 
-__all__ = ["ScalarNode", "sym_number", "unwrap_number"]
+__all__ = ["ScalarNode", "sym_number", "sym_of_node", "unwrap_number"]
 
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda a, b: a + b,
@@ -113,17 +113,31 @@ class ScalarNode:
 
     @staticmethod
     def _apply(function: Callable[..., Any], *nodes: ScalarNode) -> ScalarNode:
+        for node in nodes:
+            made = node.applied(function, nodes)
+            if made is not None:
+                return made
         known = [node.current for node in nodes if node.current is not None]
-        with x64():
-            value = function(*(node.value for node in nodes))
-            if len(known) < len(nodes):
-                return ScalarNode(value)
-            return ScalarNode(value, lambda: function(*(np.asarray(c()) for c in known)))
+        if len(known) < len(nodes):
+            with x64():
+                return ScalarNode(function(*(node.value for node in nodes)))
+        trace = active_trace()
+        found = {} if trace is None else trace.numbers
+        key = (function, *(node.key() for node in nodes))
+        if key not in found:
+            with x64():
+                value = function(*(node.value for node in nodes))
+                made = ScalarNode(value, lambda: function(*(np.asarray(c()) for c in known)))
+            found[key] = made, nodes  # while these live, nothing else has their ids
+        return found[key][0]
 
-    @staticmethod
-    def _constant(value: Any, dtype: Any) -> ScalarNode:
-        with x64():
-            return ScalarNode(jnp.asarray(value, dtype), lambda: value)
+    def applied(self, function: Callable[..., Any], nodes: Sequence[ScalarNode]) -> Any:
+        """Return what `function` makes of `nodes`, of which this is one; None: as usual."""
+        return None
+
+    def key(self) -> Hashable:
+        """Return something equal for nodes of equal value; while the node lives, nothing else's."""
+        return id(self)
 
     def _kind(self) -> str:
         return jnp.result_type(self.value).kind
@@ -159,13 +173,13 @@ class ScalarNode:
         return None
 
     def wrap_int(self, number: int) -> ScalarNode:
-        return self._constant(number, jnp.int64)
+        return _Constant(number, jnp.int64)
 
     def wrap_float(self, number: float) -> ScalarNode:
-        return self._constant(number, jnp.float64)
+        return _Constant(number, jnp.float64)
 
     def wrap_bool(self, flag: bool) -> ScalarNode:
-        return self._constant(flag, jnp.bool_)
+        return _Constant(flag, jnp.bool_)
 
     def round(self, ndigits: int | None = None) -> ScalarNode:
         if ndigits is None:
@@ -198,6 +212,25 @@ class ScalarNode:
     __repr__ = _graph_repr = __str__
 
 
+class _Constant(ScalarNode):
+    """A number that the step's own Python has written, which becomes a value if it is used."""
+
+    def __init__(self, number: Any, dtype: Any) -> None:
+        self._number, self._dtype = number, jnp.dtype(dtype)
+        self.current = lambda: number
+
+    @property
+    def value(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        with x64():
+            return jnp.asarray(self._number, self._dtype)
+
+    def key(self) -> Hashable:
+        return self._dtype, repr(self._number)  # 0.0 and -0.0 are equal
+
+    def _kind(self) -> str:
+        return self._dtype.kind
+
+
 def sym_number(value: jax.Array, current: Callable[[], Any] | None = None) -> Any:
     """Return a traced 0-dim value as the SymFloat or SymInt that torch code can compute with.
 
@@ -206,11 +239,17 @@ def sym_number(value: jax.Array, current: Callable[[], Any] | None = None) -> An
         current: Returns the number as Python knows it, where it does.
     """
     with x64():
-        if value.dtype.kind == "f":
-            return torch.SymFloat(ScalarNode(value.astype(jnp.float64), current))
-        if value.dtype.kind in "iu":
-            return torch.SymInt(ScalarNode(value.astype(jnp.int64), current))
-    refuse_read("turned into a Python bool")
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            return sym_of_node(ScalarNode(value.astype(jnp.float64), current))
+        if jnp.issubdtype(value.dtype, jnp.integer):
+            return sym_of_node(ScalarNode(value.astype(jnp.int64), current))
+    kind = "complex number" if value.dtype.kind == "c" else "bool"
+    refuse_read(f"turned into a Python {kind}")
+
+
+def sym_of_node(node: ScalarNode) -> Any:
+    """Return the SymFloat or SymInt of a number."""
+    return torch.SymFloat(node) if node.is_float() else torch.SymInt(node)
 
 
 def unwrap_number(number: Any) -> Any:

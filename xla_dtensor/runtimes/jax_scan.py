@@ -32,13 +32,14 @@ from xla_dtensor.errors import ScanError
 from xla_dtensor.runtimes import jax_generator
 from xla_dtensor.runtimes.jax_block import BlockTrace, Form, Inputs, strong, traced_block
 from xla_dtensor.runtimes.jax_convert import jax_dtype, x64
-from xla_dtensor.runtimes.jax_loops import Plan, backward_loop, forward_loop
+from xla_dtensor.runtimes.jax_loops import Plan, backward_loop, backward_loop_of_rows, forward_loop
 from xla_dtensor.runtimes.jax_policies import Policy, policy_of
 from xla_dtensor.runtimes.jax_sources import backward_of, origin_here
 from xla_dtensor.runtimes.jax_split import split
 from xla_dtensor.runtimes.jax_step_values import inner
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
 from xla_dtensor.runtimes.jax_trace import active_trace
+from xla_dtensor.runtimes.jax_traced_stacks import traced_stack, wrapped_rows
 from xla_dtensor.runtimes.jax_watch import see_modules
 from xla_dtensor.runtimes.layers import Layers
 
@@ -198,7 +199,9 @@ class _Scan(torch.autograd.Function):
             _, shared, layers = _arrays(plan, saved[: ctx.n_inputs])
             kept = [tensor.raw() for tensor in saved[ctx.n_inputs :]]
             given = [_incoming(grads[i], plan.forms.carry[i]) for i in plan.trace.grad_of]
-            program = _program("backward", plan, backward_loop(plan))
+            in_step = active_trace() is not None
+            loop = backward_loop(plan) if in_step else backward_loop_of_rows(plan)
+            program = _program("backward", plan, loop)
             with backward_of(ctx.origin):
                 found = program(given, kept, layers, shared, plan.trace.consts)
             return (None, *_wrapped(plan, *found))
@@ -227,9 +230,24 @@ def _local(rng: Any) -> Any:
 def _arrays(plan: Plan, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any, Any]:
     forms = plan.forms
     n_carry, n_shared = len(forms.carry), len(forms.shared)
-    each = [*forms.carry, *forms.shared, *(list(forms.layer) * plan.n_layers)]
-    arrays = [form.array_of(tensor) for form, tensor in zip(each, tensors, strict=True)]
-    return arrays[:n_carry], arrays[n_carry : n_carry + n_shared], arrays[n_carry + n_shared :]
+    each = zip((*forms.carry, *forms.shared), tensors, strict=False)
+    arrays = [form.array_of(tensor) for form, tensor in each]
+    of_layers = tensors[n_carry + n_shared :]
+    columns = [
+        _column(form, of_layers[i :: len(forms.layer)]) for i, form in enumerate(forms.layer)
+    ]
+    return arrays[:n_carry], arrays[n_carry:], columns
+
+
+def _column(form: Form, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the layers' tensors of one form: a stack if there can be one, else a list."""
+    payloads = [inner(tensor) for tensor in tensors]
+    storages = [p._storage for p in payloads if p is not None and not p._steps]
+    if len(storages) == len(payloads) and all(s.sharding == form.sharding for s in storages):
+        stack = traced_stack(storages)
+        if stack is not None:
+            return stack.array
+    return [form.array_of(tensor) for tensor in tensors]
 
 
 def _incoming(grad: torch.Tensor | None, form: Form) -> Any:
@@ -248,10 +266,19 @@ def _wrapped(plan: Plan, carry: Any, shared: Any, layers: Any) -> list[Any]:
         rest = iter(arrays)
         return [f.wrap(next(rest)) if w else None for f, w in zip(forms, wanted, strict=True)]
 
-    found = [
+    stacks = iter(layers)
+    columns = [
+        _rows(next(stacks), form, plan.n_layers) if w else [None] * plan.n_layers
+        for form, w in zip(forms.layer, wanted.layer, strict=True)
+    ]
+    return [
         *of(forms.carry, wanted.carry, carry),
         *of(forms.shared, wanted.shared, shared),
+        *(column[i] for i in range(plan.n_layers) for column in columns),
     ]
-    for arrays in layers:
-        found.extend(of(forms.layer, wanted.layer, arrays))
-    return found
+
+
+def _rows(gradients: Any, form: Form, count: int) -> list[torch.Tensor]:
+    if isinstance(gradients, list):
+        return [form.wrap(array) for array in gradients]
+    return wrapped_rows(gradients, form, count)

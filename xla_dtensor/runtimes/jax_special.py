@@ -11,10 +11,12 @@ import torch
 from xla_dtensor.runtimes.jax_convert import jax_dtype
 from xla_dtensor.runtimes.jax_manual import refuse_value
 from xla_dtensor.runtimes.jax_meta import output_meta
+from xla_dtensor.runtimes.jax_number_rows import number_of_row
 from xla_dtensor.runtimes.jax_placing import host_value
 from xla_dtensor.runtimes.jax_scalar import sym_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
 from xla_dtensor.runtimes.jax_trace import active_trace, is_tracer, refuse_read
+from xla_dtensor.runtimes.jax_traced_stacks import row_of
 
 __all__ = ["SPECIAL"]
 
@@ -32,6 +34,9 @@ def _special(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @_special(aten._local_scalar_dense.default)
 def _item(x: JaxTensor) -> Any:
+    row = row_of(x)
+    if row is not None and x.ndim == 0 and not (x.dtype == torch.bool or x.is_complex()):
+        return number_of_row(*row)
     value = x.value()
     trace = active_trace()
     # An older tensor holds an array even now, though it is an input of the program like any other.

@@ -3,7 +3,8 @@
 A compiled step takes and returns such stacks, so that a loop over layers finds its parameters as it
 wants them and nothing is copied. To everybody else each storage has its own array: reading or
 writing one outside of the step *dissolves* the stack into its rows, and the next call of the step
-makes a new one. A storage is a row of one stack at most::
+makes a new one. A trace reads no values, so it leaves stacks whole: it is told what its rows are
+like (``jax_trace``). A storage is a row of one stack at most::
 
     call 1   storages 0, 1, 2 have arrays       stacked, the program runs    rows of stack A
     call 2   rows of A, in order                the program runs on A        rows of stack B
@@ -36,7 +37,7 @@ from xla_dtensor.runtimes.jax_packed import row_sharding, stack_sharding
 if TYPE_CHECKING:
     from xla_dtensor.runtimes.jax_tensor import Storage
 
-__all__ = ["Stack", "dissolve_all", "give_stack", "stack_of"]
+__all__ = ["Stack", "all_rows", "give_stack", "stack_of"]
 
 _stacks: weakref.WeakSet[Stack] = weakref.WeakSet()
 
@@ -56,13 +57,31 @@ class Stack:
         self.array = array
         self.row_sharding = row_sharding
         self._rows = [None if s is None else weakref.ref(s) for s in storages]
+        self._is_dissolved = False
         for lane, storage in enumerate(storages):
             if storage is not None:
                 storage.become_row(self, lane)
         _stacks.add(self)
 
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, lane: int) -> jax.Array:
+        """Return one row; the stack stays."""
+        with x64(), jax.ensure_compile_time_eval():
+            if _is_here(self.row_sharding):
+                return _reader(self.row_sharding)(self.array, np.int32(lane))
+            return _unstacked(self.array, self.row_sharding)[lane]
+
+    def take_back(self, storage: Storage, lane: int) -> None:
+        """Make a storage the row again that it was."""
+        storage.become_row(self, lane)
+        if self._is_dissolved:  # by another thread, say
+            self.dissolve()
+
     def dissolve(self) -> None:
         """Give each storage that is still a row an array of its own."""
+        self._is_dissolved = True
         # Also in the middle of a trace, of which this is no part.
         with x64(), jax.ensure_compile_time_eval():
             arrays = _unstacked(self.array, self.row_sharding)
@@ -74,9 +93,13 @@ class Stack:
 
 def stack_of(storages: Sequence[Storage]) -> Stack:
     """Return a stack whose rows are these storages, in their order."""
-    row = storages[0].row
-    if row is not None and all(s.row == (row[0], lane) for lane, s in enumerate(storages)):
-        return row[0]
+    stack = storages[0].row[0] if storages[0].row is not None else None
+    if (
+        isinstance(stack, Stack)
+        and len(stack) == len(storages)
+        and all(s.row == (stack, lane) for lane, s in enumerate(storages))
+    ):
+        return stack
     arrays = [storage.array for storage in storages]
     sharding = arrays[0].sharding
     return Stack(_stacked(arrays, sharding), storages, sharding)
@@ -98,10 +121,15 @@ def give_stack(array: jax.Array, storages: Sequence[Storage | None]) -> None:
                 storage.array = row
 
 
-def dissolve_all() -> None:
-    """Dissolve every stack, before a trace that reads storages one by one."""
+def all_rows() -> list[tuple[Storage, Stack, int]]:
+    """Return every storage that is a row, with its stack and its lane."""
+    found: list[tuple[Storage, Stack, int]] = []
     for stack in list(_stacks):
-        stack.dissolve()
+        for lane, reference in enumerate(stack._rows):
+            storage = None if reference is None else reference()
+            if storage is not None and storage.row == (stack, lane):
+                found.append((storage, stack, lane))
+    return found
 
 
 # ---------------------------------------------------------------------- the arrays

@@ -39,6 +39,7 @@ from xla_dtensor.runtimes.jax_placing import constrained, host_value, place, unp
 if TYPE_CHECKING:
     from xla_dtensor.runtimes.jax_manual import ManualAxes
     from xla_dtensor.runtimes.jax_stacks import Stack
+    from xla_dtensor.runtimes.jax_traced_stacks import TracedStack
 
 __all__ = ["EXTRA_KEYS", "JaxTensor", "Storage", "ViewStep", "read_through", "write_through"]
 
@@ -77,8 +78,9 @@ class Storage:
         sharding: NamedSharding | None = None,
         manual: ManualAxes | None = None,
     ) -> None:
-        # Where a compiled step keeps the values of several storages as one array: see jax_stacks.
-        self.row: tuple[Stack, int] | None = None
+        # Where a compiled step keeps the values of several storages as one array: see jax_stacks,
+        # and jax_traced_stacks for the time of the trace.
+        self.row: tuple[Stack | TracedStack, int] | None = None
         self._array: Any = array
         self.manual = manual
         self.shape = tuple(array.shape) if shape is None else shape
@@ -101,7 +103,12 @@ class Storage:
         self.row = None
         self._array = value
 
-    def become_row(self, stack: Stack, lane: int) -> None:
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the values."""
+        return (self._array if self.row is None else self.row[0].array).dtype
+
+    def become_row(self, stack: Stack | TracedStack, lane: int) -> None:
         """Leave the values to a stack."""
         self.row = (stack, lane)
         self._array = None
@@ -124,7 +131,7 @@ class Storage:
         """How the array lies; where it has no values, how it is to lie, or None."""
         if self.row is not None:
             return self.row[0].row_sharding
-        return self.sharding if isinstance(self.array, jax.core.Tracer) else self.array.sharding
+        return self.sharding if isinstance(self._array, jax.core.Tracer) else self._array.sharding
 
     def check_valid(self) -> None:
         """Raise when the array cannot hold the logical shape."""
@@ -190,7 +197,7 @@ class JaxTensor(torch.Tensor):
             shape,
             strides=_contiguous_stride(shape) if stride is None else tuple(stride),
             storage_offset=storage_offset,
-            dtype=dtype or torch_dtype(storage.array.dtype),
+            dtype=dtype or torch_dtype(storage.dtype),
             device=torch.device("cpu"),
             _extra_dispatch_keys=EXTRA_KEYS,
         )
@@ -235,7 +242,7 @@ class JaxTensor(torch.Tensor):
     def placed(self) -> jax.Array:
         """Return the array as it lies on the devices, with padding unless this is a view."""
         manual = self._storage.manual is not None
-        return self.value() if self._steps or manual else self._storage.array
+        return self.value() if self._steps or manual else jax_trace.array_before(self._storage)
 
     def set_value(self, value: jax.Array) -> None:
         """Write `value` (of this tensor's shape and dtype) through the views to the storage."""

@@ -22,7 +22,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from xla_dtensor.errors import CompileError
@@ -33,9 +33,18 @@ from xla_dtensor.runtimes.new_garbage import old_objects_aside
 if TYPE_CHECKING:
     import jax
 
+    from xla_dtensor.runtimes.jax_stacks import Stack
     from xla_dtensor.runtimes.jax_tensor import Storage
 
-__all__ = ["Trace", "active_trace", "note_created", "note_read", "note_write", "refuse_read"]
+__all__ = [
+    "Trace",
+    "active_trace",
+    "array_before",
+    "note_created",
+    "note_read",
+    "note_write",
+    "refuse_read",
+]
 
 _active: Trace | None = None
 _thread = 0  # the thread that traces
@@ -51,20 +60,53 @@ class Trace:
         # In the order in which they were made: programs must come out alike in every process.
         self._created: weakref.WeakKeyDictionary[Storage, None] = weakref.WeakKeyDictionary()
         self._arguments: dict[Storage, None] = {}
+        self._single: weakref.WeakSet[Storage] = weakref.WeakSet()
+        self._given: weakref.WeakKeyDictionary[Storage, tuple[Stack, int, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.taken: dict[Storage, tuple[Stack, int]] = {}  # those of them that are captured
         self._constrained: list[Storage] = []
         self._annotated: weakref.WeakSet[Storage] = weakref.WeakSet()
         self.at_end: list[Callable[[], None]] = []
         # Questions about numbers that Python knows, which the step branched on, with the answers.
         self.answers: list[tuple[Callable[[], Any], bool]] = []
+        # What Python's own numbers have come to, by what it was computed of (``jax_scalar``).
+        self.numbers: dict[Hashable, tuple[Any, Sequence[Any]]] = {}
         # The value computed last, and the region that torch's checkpoint is computing again.
         self.latest: Any = None
         self.recomputation: Recomputation | None = None
         self.sources = Sources()
 
+    def give_rows(self, rows: Sequence[tuple[Storage, Stack, int]], values: Sequence[Any]) -> None:
+        """Say what stands in this trace for storages that are rows of a stack, which stays whole.
+
+        Args:
+            rows: The storages, with their stacks and lanes.
+            values: A value of the trace for each.
+        """
+        for (storage, stack, lane), value in zip(rows, values, strict=True):
+            self._given[storage] = (stack, lane, value)
+
     def capture(self, storage: Storage) -> None:
         """Record that the step depends on `storage`."""
-        if storage not in self.captured and storage not in self._created:
-            self.captured[storage] = storage.array
+        if storage in self.captured or storage in self._created:
+            return
+        given = self._given.get(storage)
+        if given is not None and storage.row == given[:2]:
+            storage.array = given[2]
+            self.taken[storage] = given[:2]
+        self.captured[storage] = storage.array
+
+    def given_to(self, other: Trace) -> None:
+        """Let a trace inside of this one know the rows that this one was given."""
+        other._given = self._given
+
+    def array_before(self, storage: Storage) -> jax.Array | None:
+        """Return the array of a storage that is older and was not written to; None for others."""
+        if storage not in self.captured or storage in self.state:
+            return None
+        row = self.taken.get(storage)
+        return self.captured[storage] if row is None else row[0].row(row[1])
 
     def lasting(self) -> list[Storage]:
         """Return the storages made by the step that something outside still holds."""
@@ -89,6 +131,14 @@ class Trace:
         self._created[storage] = None
         self._arguments[storage] = None
 
+    def keep_single(self, storages: Iterable[Storage]) -> None:
+        """Let storages not become rows of a stack: who made them compares their arrays later."""
+        self._single.update(storages)
+
+    def may_be_row(self, storage: Storage) -> bool:
+        """Tell whether nobody looks for the very array that `storage` has."""
+        return storage not in self._arguments and storage not in self._single
+
     def owns(self, storage: Storage) -> bool:
         """Tell whether the step made `storage` itself: it is neither captured nor an argument."""
         return storage in self._created and storage not in self._arguments
@@ -109,7 +159,11 @@ class Trace:
     def undo(self) -> None:
         """Give every captured storage back the array it had before the trace."""
         for storage, array in self.captured.items():
-            storage.array = array
+            if storage in self.taken:
+                stack, lane = self.taken[storage]
+                stack.take_back(storage, lane)
+            else:
+                storage.array = array
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -158,6 +212,16 @@ def note_read(storage: Storage) -> None:
     """Report that a storage's value was used."""
     if (trace := active_trace()) is not None:
         trace.capture(storage)
+
+
+def array_before(storage: Storage) -> Any:
+    """Return the array of a storage, as it was before the trace in progress if that only reads it.
+
+    For questions about how a tensor lies: of what a trace computes nobody knows that yet.
+    """
+    trace = active_trace()
+    array = None if trace is None else trace.array_before(storage)
+    return storage.array if array is None else array
 
 
 def array_read(storage: Storage) -> Any:

@@ -10,12 +10,16 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import clip_grad
 
 from xla_dtensor.runtimes.jax_numbers import NumbersMeetTensors
 from xla_dtensor.runtimes.jax_step_values import inner
+from xla_dtensor.runtimes.jax_traced_stacks import lanes_of
 from xla_dtensor.runtimes.optimizer_inputs import OptimizerInputs
 
 __all__ = ["Watch", "see_modules", "watching"]
+
+_ASKS_FOR_LISTS = "_has_foreach_support"
 
 _current: Watch | None = None
 
@@ -81,11 +85,27 @@ def watching(watch: Watch) -> Iterator[None]:
     _current = watch
     try:
         single_threaded = torch.autograd.set_multithreading_enabled(False)
-        with watch.inputs.active(), single_threaded, NumbersMeetTensors():
+        with watch.inputs.active(), single_threaded, NumbersMeetTensors(), _clipping_rows():
             yield
     finally:
         hook.remove()
         _current = None
+
+
+@contextlib.contextmanager
+def _clipping_rows() -> Iterator[None]:
+    """Let torch clip gradients that are rows by lists, as it does on devices that it knows."""
+    names = clip_grad.__dict__
+    usual = names[_ASKS_FOR_LISTS]
+
+    def may_take_lists(tensors: list[torch.Tensor], device: torch.device) -> bool:
+        return usual(tensors, device) or bool(lanes_of([tensors]))
+
+    names[_ASKS_FOR_LISTS] = may_take_lists
+    try:
+        yield
+    finally:
+        names[_ASKS_FOR_LISTS] = usual
 
 
 def see_modules(modules: Iterable[torch.nn.Module]) -> None:
