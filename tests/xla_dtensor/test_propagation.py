@@ -7,6 +7,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -141,3 +143,21 @@ def test_strides_are_put_back(
     found = strided_labels.with_strides([answer, None], [argument])
     assert [*map(repr, found[0])] == [*map(repr, expected)]
     assert found[1] is None
+
+
+@given(
+    st.lists(
+        st.tuples(*[st.sampled_from([R, P, Partial("max"), Partial("avg")])] * 2),
+        min_size=17,
+        max_size=50,
+    )
+)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_many_numbers_are_stacked_as_torch_says_of_all_at_once(
+    mesh: xd.DeviceMesh, placements: list[Any]
+) -> None:
+    numbers = [propagation._Described((each, (), (), torch.float32)) for each in placements]
+    wanted = propagation._from_propagator(aten.stack.default, (numbers,), {}, mesh)
+    assert propagation._ask(aten.stack.default, (numbers,), {}, mesh) == wanted
