@@ -2,6 +2,9 @@
 
 ``torch.optim.AdamW`` gives the moments the parameter's dtype. Here each update is computed in
 float32 and rounded to what is kept. In float32 the numbers are those of ``torch.optim.AdamW``.
+
+It works on lists, so that a traced step updates the layers of a loop as one. Run eagerly, it holds
+two float32 values beside each parameter.
 """
 
 from __future__ import annotations
@@ -13,6 +16,16 @@ import torch
 from torch import Tensor
 
 __all__ = ["AdamW"]
+
+
+class _Foreach:
+    """``torch._foreach_<name>`` as ``foreach.<name>``."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, f"_foreach_{name}")
+
+
+foreach = _Foreach()
 
 
 class AdamW(torch.optim.Optimizer):
@@ -52,24 +65,50 @@ class AdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad.float(), group)
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if trained:
+                self._update(trained, group)
 
-    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self._state_of(parameter) for parameter in parameters]
+        steps, firsts, seconds = (
+            [state[name] for state in states] for name in ("step", "exp_avg", "exp_avg_sq")
+        )
+        grads = [parameter.grad for parameter in parameters]
+        (beta1, beta2), rate = group["betas"], group["lr"]
+        foreach.add_(steps, 1)
+        # What is added to float32 is converted first, so neither gradients nor parameters are here.
+        means = foreach.mul(_in_float32(firsts), beta1)
+        foreach.add_(means, grads, alpha=1 - beta1)
+        squares = foreach.mul(_in_float32(seconds), beta2)
+        foreach.addcmul_(squares, grads, grads, 1 - beta2)
+        foreach.copy_(firsts, means)
+        foreach.copy_(seconds, squares)
+        foreach.div_(squares, _bias_corrections(beta2, steps))
+        foreach.sqrt_(squares)
+        foreach.add_(squares, group["eps"])
+        foreach.div_(means, _bias_corrections(beta1, steps))
+        foreach.div_(means, squares)
+        foreach.mul_(means, -rate)
+        foreach.add_(means, parameters, alpha=1 - rate * group["weight_decay"])
+        foreach.copy_(parameters, means)
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
             kind = self.moment_dtype or parameter.dtype
             state["step"] = torch.zeros(())
             state["exp_avg"] = torch.zeros_like(parameter, dtype=kind)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=kind)
-        (beta1, beta2), rate = group["betas"], group["lr"]
-        step, first, second = state["step"], state["exp_avg"], state["exp_avg_sq"]
-        step += 1
-        mean = beta1 * first.float() + (1 - beta1) * grad
-        square = beta2 * second.float() + (1 - beta2) * grad * grad
-        first.copy_(mean)
-        second.copy_(square)
-        root = (square / (1 - beta2**step)).sqrt() + group["eps"]
-        kept = parameter.float() * (1 - rate * group["weight_decay"])
-        parameter.copy_(kept - rate * (mean / (1 - beta1**step)) / root)
+        return state
+
+
+def _in_float32(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.float() for tensor in tensors]
+
+
+def _bias_corrections(beta: Any, steps: list[Tensor]) -> Any:
+    powers = foreach.pow(beta, steps)
+    foreach.sub_(powers, 1)
+    foreach.neg_(powers)
+    return powers

@@ -31,7 +31,7 @@ import torch
 
 from xla_dtensor.errors import CompileError
 from xla_dtensor.runtimes.foreach import num_places, run_foreach
-from xla_dtensor.runtimes.jax_convert import jax_dtype
+from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch
 from xla_dtensor.runtimes.jax_layer_stacks import stack_layers
 from xla_dtensor.runtimes.jax_number_rows import vector_of
 from xla_dtensor.runtimes.jax_scalar import sym_number
@@ -200,6 +200,9 @@ def _column_of(items: Sequence[Any]) -> _Column | None:
 
 
 def _column_of_tensors(items: Sequence[Any]) -> _Column | None:
+    if all(type(item) is torch.Tensor for item in items):  # counters that were just made
+        made = [JaxTensor(Storage(jnp.array(numpy_from_torch(item)))) for item in items]
+        return _column_of_tensors(made)
     payloads = [inner(item) for item in items]
     tensors = [payload for payload in payloads if payload is not None]
     if len(tensors) < len(items) or any(t._storage.manual is not None for t in tensors):

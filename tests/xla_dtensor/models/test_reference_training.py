@@ -40,6 +40,25 @@ def test_adamw(moments: torch.dtype) -> None:
         assert ours.state[mine]["exp_avg_sq"].dtype == moments
 
 
+def test_adamw_computes_in_float32_and_rounds_once() -> None:
+    weight = torch.nn.Parameter(torch.randn(50, 30, dtype=torch.bfloat16))
+    ours = AdamW([weight], lr=0.01, weight_decay=0.2, moment_dtype=torch.float32)
+    first, second = torch.zeros(50, 30), torch.zeros(50, 30)
+    for step in range(1, 5):
+        weight.grad = torch.randn_like(weight)
+        grad, before = weight.grad.float(), weight.detach().float()
+        first = 0.9 * first + 0.1 * grad
+        second = 0.95 * second + 0.05 * grad * grad
+        root = (second / (1 - 0.95**step)).sqrt() + 1e-8
+        wanted = before * (1 - 0.01 * 0.2) - 0.01 * (first / (1 - 0.9**step)) / root
+        ours.step()
+        torch.testing.assert_close(ours.state[weight]["exp_avg"], first, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(ours.state[weight]["exp_avg_sq"], second, rtol=1e-6, atol=1e-7)
+        rounded = wanted.to(torch.bfloat16)
+        assert (weight.detach() != rounded).float().mean() < 0.01  # at a tie of the rounding
+        torch.testing.assert_close(weight.detach(), rounded, rtol=2**-7, atol=0)
+
+
 def test_a_large_job_takes_no_memory() -> None:
     job = JobConfig.load("llama3_405b_v5p_4slices")
     training = make(str(job.model), job, sequence=4096)
