@@ -158,14 +158,21 @@ class OptimizerInputs:
                     number = self._number(group, name)
                     self._seen.setdefault((id(group), name), (group, value))
                     self._lend(group, name, number)
-            if isinstance(optimizer, _BRANCH_ON_COUNTERS):
-                self._lend(group, "capturable", True)
-            states = [optimizer.state.get(p, {}) for p in group["params"]]
-            if group.get("capturable") and group.get("foreach") and not all(states):
-                # It makes counters on the host, and would write the lent rate to lists of them.
-                self._lend(group, "foreach", False)
-            elif _may_take_lists(group, states) and self._gather(group["params"], states):
-                self._lend(group, "foreach", True)
+            self._choose_form(optimizer, group)
+
+    def _choose_form(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        states = [optimizer.state.get(p, {}) for p in group["params"]]
+        if not any(states):
+            # It makes its counters on the host now, where they are Python's numbers. The form for
+            # counters on a device would write the lent rate to them.
+            if group.get("capturable"):
+                self._lend(group, "capturable", False)
+        elif isinstance(optimizer, _BRANCH_ON_COUNTERS):
+            self._lend(group, "capturable", True)
+        if group.get("capturable") and group.get("foreach") and not all(states):
+            self._lend(group, "foreach", False)  # for the same reason, for some of them
+        elif _may_take_lists(group, states) and self._gather(group["params"], states):
+            self._lend(group, "foreach", True)
 
     def _lend(self, group: dict[str, Any], name: str, value: Any) -> None:
         self._lent.append((group, name, group[name], value))
