@@ -10,6 +10,10 @@ The learning rate is lent from the start. All other numbers are baked, until one
 (``OneCycleLR`` moves the momentum on every step): the step is traced once more, and from then on
 that number is lent too. An optimizer may branch on a lent number, ``if weight_decay != 0``; see
 :class:`~xla_dtensor.runtimes.jax_scalar.ScalarNode`.
+
+Of its forms an optimizer is lent the one that suits the trace: lists (``foreach``) where parameters
+are the same thing in several layers and nobody has chosen, and counters on the host or on the
+devices (``capturable``), wherever they are.
 """
 
 from __future__ import annotations
