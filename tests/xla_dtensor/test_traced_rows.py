@@ -140,16 +140,17 @@ OPS: dict[str, Callable[[Lists], Any]] = {
 }
 
 
-def stepping(layers: Any, lists: Lists, program: list[str]) -> Callable[[torch.Tensor], Any]:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        if isinstance(layers, xd.ScannedLayers):
-            return layers(x)
-        for layer in layers:
-            x = layer(x)
-        return x
+def through(layers: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    if isinstance(layers, xd.ScannedLayers):
+        return layers(x, *args)
+    for layer in layers:
+        x = layer(x, *args)
+    return x
 
+
+def stepping(layers: Any, lists: Lists, program: list[str]) -> Callable[[torch.Tensor], Any]:
     def step(x: torch.Tensor) -> torch.Tensor:
-        loss = forward(x).square().mean()
+        loss = through(layers, x).square().mean()
         loss.backward()
         with torch.no_grad():
             lists.g = [p.grad for p in lists.p]
@@ -407,14 +408,6 @@ class Twice(nn.Module):
         x = through(self.a, x)
         number = self.a[1].gate.detach().item()
         return through(self.b, x, number) * (1 - 0.9 ** (number + 1))
-
-
-def through(layers: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
-    if isinstance(layers, xd.ScannedLayers):
-        return layers(x, *args)
-    for layer in layers:
-        x = layer(x, *args)
-    return x
 
 
 @pytest.mark.parametrize("read_in_block", [False, True])

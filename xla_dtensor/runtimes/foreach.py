@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_foreach", "num_places", "run_foreach"]
+__all__ = ["is_foreach", "num_places", "run_foreach", "writes_to_a_list"]
 
 _PREFIX = "aten::_foreach_"
 # torch.<name> where it is not the op's own name.
@@ -31,6 +31,12 @@ def _bounded(by_tensor: Any, by_number: Any, x: torch.Tensor, other: Any) -> tor
 def is_foreach(func: Any) -> bool:
     """Tell whether `func` is a functional foreach op."""
     return func._schema.name.startswith(_PREFIX) and not func._schema.is_mutable
+
+
+def writes_to_a_list(func: Any) -> bool:
+    """Tell whether `func` is a foreach op that writes to its first argument."""
+    name = func._schema.name
+    return func._schema.is_mutable and name.startswith(_PREFIX) and name.endswith("_")
 
 
 def num_places(args: Sequence[Any]) -> int:

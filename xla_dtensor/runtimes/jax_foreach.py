@@ -40,9 +40,7 @@ from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
 from xla_dtensor.runtimes.jax_trace import active_trace, note_write
 from xla_dtensor.runtimes.jax_traced_stacks import TracedStack, lanes_of, traced_stack
 
-__all__ = ["run_foreach_on_rows", "write_foreach", "writes_to_a_list"]
-
-_PREFIX = "aten::_foreach_"
+__all__ = ["run_foreach_on_rows", "write_foreach"]
 
 
 class _Column(NamedTuple):
@@ -69,12 +67,6 @@ class _Done(NamedTuple):
     places: list[int]
     values: Any
     like: JaxTensor
-
-
-def writes_to_a_list(func: Any) -> bool:
-    """Tell whether `func` is a foreach op that writes to its first argument."""
-    name = func._schema.name
-    return func._schema.is_mutable and name.startswith(_PREFIX) and name.endswith("_")
 
 
 def run_foreach_on_rows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -19,8 +19,8 @@ from xla_dtensor.core import Layout
 from xla_dtensor.core.spanning import layout_on_span
 from xla_dtensor.runtimes.jax_block import BlockTrace, Form, Inputs, strong
 from xla_dtensor.runtimes.jax_counted import counted_scan
-from xla_dtensor.runtimes.jax_layer_stacks import stack_layers, unstack_layers
-from xla_dtensor.runtimes.jax_packed import stack_sharding
+from xla_dtensor.runtimes.jax_layer_stacks import stack_layers
+from xla_dtensor.runtimes.jax_packed import pinned_rows, pinned_stack
 from xla_dtensor.runtimes.jax_placing import padded_shape
 from xla_dtensor.runtimes.jax_sharding import named_sharding
 from xla_dtensor.runtimes.jax_split import SplitBlock
@@ -61,7 +61,7 @@ class Plan:
 
 def _stacks(plan: Plan, columns: Sequence[Any]) -> list[Any]:
     return [
-        _pinned(stack_layers(column), form) if isinstance(column, list) else column
+        pinned_stack(stack_layers(column), form.sharding) if isinstance(column, list) else column
         for column, form in zip(columns, plan.forms.layer, strict=True)
     ]
 
@@ -118,7 +118,11 @@ def backward_loop(plan: Plan) -> Callable[..., Any]:
         stacks, grads = _stacks(plan, columns), _placed(grads, places)
         (grads, sums), by_layer = counted_scan(body, (grads, sums), (stacks, kept), reverse=True)
         forms = [f for f, w in zip(plan.forms.layer, wanted.layer, strict=True) if w]
-        return grads, sums, [_pinned(g, f) for g, f in zip(by_layer, forms, strict=True)]
+        return (
+            grads,
+            sums,
+            [pinned_stack(g, f.sharding) for g, f in zip(by_layer, forms, strict=True)],
+        )
 
     return backward
 
@@ -128,24 +132,15 @@ def backward_loop_of_rows(plan: Plan) -> Callable[..., Any]:
     backward = backward_loop(plan)
     forms = [f for f, w in zip(plan.forms.layer, plan.wanted.layer, strict=True) if w]
 
-    def taken_apart(stack: Any, form: Form) -> list[Any]:
-        rows = unstack_layers(stack)
-        if form.sharding is None:
-            return rows
-        return [lax.with_sharding_constraint(row, form.sharding) for row in rows]
-
     def called(*given: Any) -> Any:
         grads, sums, stacks = backward(*given)
-        return grads, sums, [taken_apart(s, f) for s, f in zip(stacks, forms, strict=True)]
+        return (
+            grads,
+            sums,
+            [pinned_rows(stack, form.sharding) for stack, form in zip(stacks, forms, strict=True)],
+        )
 
     return called
-
-
-def _pinned(stack: Any, form: Form) -> Any:
-    sharding = form.sharding
-    if sharding is None:
-        return stack
-    return lax.with_sharding_constraint(stack, stack_sharding(sharding))
 
 
 def _place_of(form: Form) -> NamedSharding | None:

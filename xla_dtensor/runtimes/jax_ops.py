@@ -28,13 +28,12 @@ from xla_dtensor.runtimes import (
     jax_special,
     jax_views,
 )
-from xla_dtensor.runtimes.foreach import is_foreach
+from xla_dtensor.runtimes.foreach import is_foreach, writes_to_a_list
 from xla_dtensor.runtimes.jax_composed import COMPOSED
 from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch, x64
 from xla_dtensor.runtimes.jax_foreach import (
     run_foreach_on_rows,
     write_foreach,
-    writes_to_a_list,
 )
 from xla_dtensor.runtimes.jax_lowering import find_lowering
 from xla_dtensor.runtimes.jax_meta import Meta, output_meta, raise_torchs_error

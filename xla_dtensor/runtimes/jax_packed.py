@@ -21,9 +21,14 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.runtimes.jax_lanes import Pack, Packs
-from xla_dtensor.runtimes.jax_layer_stacks import stack_layers, stack_p, unstack_p
+from xla_dtensor.runtimes.jax_layer_stacks import (
+    stack_layers,
+    stack_p,
+    unstack_layers,
+    unstack_p,
+)
 
-__all__ = ["PackedTrace", "row_sharding", "stack_sharding"]
+__all__ = ["PackedTrace", "pinned_rows", "pinned_stack", "row_sharding", "stack_sharding"]
 
 
 def stack_sharding(sharding: Any) -> Any:
@@ -38,6 +43,21 @@ def row_sharding(sharding: Any) -> Any:
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(*tuple(sharding.spec)[1:]))
+
+
+def pinned_stack(stack: Any, row_sharding: Any) -> Any:
+    """Return a stack, told to lie as its rows are to; as it is where they are told nothing."""
+    if not isinstance(row_sharding, NamedSharding):
+        return stack
+    return lax.with_sharding_constraint(stack, stack_sharding(row_sharding))
+
+
+def pinned_rows(stack: Any, row_sharding: Any) -> list[Any]:
+    """Return the rows of a stack, each told to lie so."""
+    rows = unstack_layers(stack)
+    if not isinstance(row_sharding, NamedSharding):
+        return rows
+    return [lax.with_sharding_constraint(row, row_sharding) for row in rows]
 
 
 class PackedTrace:
@@ -104,10 +124,7 @@ class PackedTrace:
             else:
                 assert pack.origin == "const", "the packs of equations are made in their order"
                 stack = stack_layers([self._values[v] for v in variables])
-                sharding = self._shardings.get(variables[0])
-                if isinstance(sharding, NamedSharding):
-                    stack = lax.with_sharding_constraint(stack, stack_sharding(sharding))
-                self._stacks[key] = stack
+                self._stacks[key] = pinned_stack(stack, self._shardings.get(variables[0]))
         return self._stacks[key]
 
     # ------------------------------------------------------------------ the order

@@ -29,11 +29,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jax import lax
 from jax._src.core import set_current_trace
 
 from xla_dtensor.runtimes.jax_layer_stacks import stack_layers, unstack_layers
-from xla_dtensor.runtimes.jax_packed import stack_sharding
+from xla_dtensor.runtimes.jax_packed import pinned_rows, pinned_stack
 from xla_dtensor.runtimes.jax_placing import place
 from xla_dtensor.runtimes.jax_step_values import inner
 from xla_dtensor.runtimes.jax_tensor import Storage
@@ -48,7 +47,6 @@ __all__ = [
     "lanes_of",
     "placed_values",
     "row_of",
-    "stack_if_rows",
     "traced_stack",
     "wrapped_rows",
 ]
@@ -89,10 +87,7 @@ class TracedStack:
     def values(self) -> list[Any]:
         """Return the rows' values, as values of the stack's own trace."""
         with set_current_trace(self.array._trace):
-            rows = unstack_layers(self.array)
-            if self.row_sharding is None:
-                return rows
-            return [lax.with_sharding_constraint(row, self.row_sharding) for row in rows]
+            return pinned_rows(self.array, self.row_sharding)
 
 
 def traced_stack(storages: Sequence[Storage]) -> TracedStack | None:
@@ -105,7 +100,7 @@ def traced_stack(storages: Sequence[Storage]) -> TracedStack | None:
         return None
     for storage in storages:
         trace.capture(storage)
-    found = stack_if_rows(storages)
+    found = _stack_if_rows(storages)
     if found is not None:
         return found
     first = storages[0]
@@ -120,7 +115,7 @@ def traced_stack(storages: Sequence[Storage]) -> TracedStack | None:
     return TracedStack(_stacked(storages), storages, first.sharding)
 
 
-def stack_if_rows(storages: Sequence[Storage]) -> TracedStack | None:
+def _stack_if_rows(storages: Sequence[Storage]) -> TracedStack | None:
     """Return the stack whose rows these storages are, all of them and in this order."""
     stack = storages[0].row[0] if storages and storages[0].row is not None else None
     if not isinstance(stack, TracedStack) or len(stack) != len(storages):
@@ -220,7 +215,7 @@ def placed_values(storages: Sequence[Storage]) -> list[Any]:
             continue
         stack, lane = row
         if stack not in of_stack:
-            of_stack[stack] = unstack_layers(_pinned(stack.array, stack.row_sharding))
+            of_stack[stack] = unstack_layers(pinned_stack(stack.array, stack.row_sharding))
         found.append(of_stack[stack][lane])
     return found
 
@@ -237,10 +232,4 @@ def _may_be_row(storage: Storage, trace: Trace) -> bool:
 
 def _stacked(storages: Sequence[Storage]) -> Any:
     stack = stack_layers([storage.array for storage in storages])
-    return _pinned(stack, storages[0].sharding)
-
-
-def _pinned(stack: Any, row_sharding: Any) -> Any:
-    if row_sharding is None:
-        return stack
-    return lax.with_sharding_constraint(stack, stack_sharding(row_sharding))
+    return pinned_stack(stack, storages[0].sharding)
