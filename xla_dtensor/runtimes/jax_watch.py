@@ -16,6 +16,7 @@ from xla_dtensor.runtimes.jax_numbers import NumbersMeetTensors
 from xla_dtensor.runtimes.jax_step_values import inner
 from xla_dtensor.runtimes.jax_traced_stacks import lanes_of
 from xla_dtensor.runtimes.optimizer_inputs import OptimizerInputs
+from xla_dtensor.runtimes.torch_own import put_back
 
 __all__ = ["Watch", "see_modules", "watching"]
 
@@ -81,6 +82,7 @@ def _same_objects(now: list[Any], then: list[Any]) -> bool:
 def watching(watch: Watch) -> Iterator[None]:
     """Watch modules and optimizers; keep autograd in this thread, where the trace is."""
     global _current
+    put_back()
     hook = torch_module.register_module_forward_pre_hook(watch.see_module)
     _current = watch
     try:

@@ -21,6 +21,7 @@ from typing import Any
 
 from xla_dtensor.errors import RuntimeSetupError
 from xla_dtensor.runtimes.base import Runtime
+from xla_dtensor.runtimes.torch_own import put_back
 
 __all__ = [
     "BUILT_IN",
@@ -108,6 +109,7 @@ def get_runtime(name: str | None = None, **options: Any) -> Runtime:
         return _checked(_current, name, options)
     chosen = name or os.environ.get(ENVIRONMENT_VARIABLE) or _running_already()
     _current = _start(chosen or _first_installed(), options)
+    put_back()
     return _current
 
 
