@@ -214,6 +214,23 @@ def test_optimizer_state_is_not_made_replicated(mesh: xd.DeviceMesh) -> None:
         assert bytes_per_device(like) == {2 * 8 * 4}
 
 
+# ---------------------------------------------------------------- H. programs
+
+
+def test_programs_that_differ_in_what_stands_where_are_two(mesh: xd.DeviceMesh) -> None:
+    hosts = [torch.arange(16.0).reshape(4, 4), torch.eye(4) + 2]
+    x, y = (xd.distribute_tensor(host, mesh, [Shard(0), R]) for host in hosts)
+    a, b = hosts
+    for ours, theirs in (
+        (lambda: x + x * y, a + a * b),
+        (lambda: y + x * y, b + a * b),
+        (lambda: x @ y @ x, a @ b @ a),
+        (lambda: x @ y @ y, a @ b @ b),
+    ):
+        found: Any = ours()
+        assert torch.equal(found.full_tensor().cpu(), theirs)
+
+
 # ---------------------------------------------------------------- JAX's own
 
 

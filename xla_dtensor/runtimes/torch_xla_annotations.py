@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xla_dtensor.core import OpSharding
 from xla_dtensor.runtimes.torch_xla_bases import note_alias, note_base, note_source
 from xla_dtensor.runtimes.torch_xla_payload import functionalization, to_payload
+from xla_dtensor.runtimes.torch_xla_program_keys import remember
 from xla_dtensor.runtimes.torch_xla_sharding import parse_annotation, to_annotation
 from xla_dtensor.runtimes.torch_xla_uneven import UnevenPayloads
 
@@ -58,6 +59,7 @@ class Annotations:
     def note(self, payload: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
         """Remember that a payload was told to lie as `sharding` says; return it."""
         self._of[payload] = sharding.canonical()
+        remember(payload)
         if payload.numel() == 0:
             self._empty[payload] = sharding.canonical()
             return payload

@@ -28,6 +28,7 @@ from xla_dtensor.nested import leaves
 from xla_dtensor.runtimes.torch_xla_bases import annotate_bases_again, write_to_sources
 from xla_dtensor.runtimes.torch_xla_corrections import correction
 from xla_dtensor.runtimes.torch_xla_corrections_recovery import recovered
+from xla_dtensor.runtimes.torch_xla_program_keys import remember
 from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
 
 __all__ = [
@@ -63,7 +64,9 @@ def is_payload(tensor: object) -> bool:
 
 def to_payload(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` inside the functional wrapper; itself if it is there already."""
-    return tensor if _is_functional(tensor) else _to_functional(tensor)
+    payload = tensor if _is_functional(tensor) else _to_functional(tensor)
+    remember(payload)
+    return payload
 
 
 def to_plain(payload: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,7 @@ from xla_dtensor.runtimes.torch_xla_payload import (
     to_payload,
     to_plain,
 )
+from xla_dtensor.runtimes.torch_xla_program_keys import correct_program_keys
 from xla_dtensor.runtimes.torch_xla_sharding import (
     DEVICE,
     input_sharding,
@@ -93,6 +94,7 @@ class TorchXlaRuntime(Runtime):
         self._started = start(num_cpu_devices, dump_hlo, compile_cache)
         register_device_module()
         correct_bridge()
+        correct_program_keys()
         register_composites()
         register_whole_ops()
         self._torch_xla = importlib.import_module("torch_xla")

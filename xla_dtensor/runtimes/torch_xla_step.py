@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from xla_dtensor.errors import CompileError
 from xla_dtensor.runtimes.base import CompiledStep
 from xla_dtensor.runtimes.step_clock import StepClock, num_tokens
+from xla_dtensor.runtimes.torch_xla_program_keys import digest_of_all, keyed
 from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
 from xla_dtensor.runtimes.torch_xla_start import DUMP_VARIABLE, STEP_GRAPH_NAME
 from xla_dtensor.runtimes.trace_settings import trace_settings
@@ -66,6 +67,7 @@ class TorchXlaStep(CompiledStep):
         self._reasons: list[str] = []
         self._last: Signature | None = None
         self._hlo_files: dict[Signature, Path | None] = {}
+        self._digests: dict[Signature, str] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         signature = _signature(args, kwargs)
@@ -77,7 +79,7 @@ class TorchXlaStep(CompiledStep):
         args, kwargs = pytree.tree_map(_on_devices, (args, kwargs))
         with _graph_name(self._graph_name):
             result = self._traced(args, kwargs)
-            with self._own_program():
+            with self._own_program(), keyed(self._digest(signature)):
                 sync()
         self._note(signature, _num_compilations() - compiled_before)
         self._after_program()
@@ -139,6 +141,11 @@ class TorchXlaStep(CompiledStep):
         mark = None if self._dump_dir is None else torch.zeros(0, self._number, device=DEVICE)
         yield
         del mark
+
+    def _digest(self, signature: Signature) -> str:
+        if signature not in self._digests:
+            self._digests[signature] = digest_of_all()
+        return self._digests[signature]
 
     def _note(self, signature: Signature, num_compiled: int) -> None:
         if num_compiled:

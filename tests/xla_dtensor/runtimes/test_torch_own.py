@@ -85,5 +85,6 @@ def test_clipping_gives_torchs_values(
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
     found: Any = nn.utils.clip_grad_norm_(ours.parameters(), 0.5, norm_type, foreach=foreach)
     torch.testing.assert_close(found.full_tensor().cpu(), expected)
-    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+    pairs: Any = zip(ours.parameters(), plain.parameters(), strict=True)
+    for p, q in pairs:
         torch.testing.assert_close(p.grad.full_tensor().cpu(), q.grad)
