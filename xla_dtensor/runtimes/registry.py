@@ -21,7 +21,6 @@ from typing import Any
 
 from xla_dtensor.errors import RuntimeSetupError
 from xla_dtensor.runtimes.base import Runtime
-from xla_dtensor.runtimes.torch_own import put_back
 
 __all__ = [
     "BUILT_IN",
@@ -109,7 +108,8 @@ def get_runtime(name: str | None = None, **options: Any) -> Runtime:
         return _checked(_current, name, options)
     chosen = name or os.environ.get(ENVIRONMENT_VARIABLE) or _running_already()
     _current = _start(chosen or _first_installed(), options)
-    put_back()
+    if "torch_xla" in sys.modules:
+        importlib.import_module("xla_dtensor.runtimes.torch_own").put_back()
     return _current
 
 
