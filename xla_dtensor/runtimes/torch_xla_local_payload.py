@@ -24,6 +24,7 @@ from xla_dtensor.runtimes.functional_ops import KERNELS
 from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.runtimes.torch_xla_manual_nodes import ManualPayload, entered, left, marked
 from xla_dtensor.runtimes.torch_xla_payload import functionalization, to_payload, to_plain
+from xla_dtensor.runtimes.torch_xla_program_keys import remember
 from xla_dtensor.runtimes.torch_xla_sharding import to_annotation
 
 __all__ = [
@@ -65,6 +66,7 @@ class LocalPayload(torch.Tensor):
             cls, stack.shape[1:], dtype=stack.dtype, device=stack.device
         )
         self._stack, self._region = stack, region
+        remember(stack)
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]

@@ -11,14 +11,12 @@ So before a program is looked up, its HLO is written, which takes 10 us per node
 it becomes part of the key. torch_xla mixes the value of ``XLA_AUTO_SPMD_MESH`` into each hash; what
 the value says matters with its automatic sharding only. Programs run in three places:
 
-* Ops that read a tensor (``_READS``). They are overridden at XLA's dispatch key, where tensors of
-  users arrive as well, and through which torch_xla's own kernels for the host read. The digest is
-  that of the tensors read.
+* A read (``torch_xla_reads``), of plain XLA tensors too. The digest is that of the tensors read.
 * A sync, of every tensor that lives. torch_xla does not say which those are; the digest is that of
   the payloads that this library has made (:func:`remember`).
-* A compiled step. By what :meth:`Runtime.compile` promises, its program depends on its arguments'
-  kinds: the first call's digest is good for all calls of a kind (:func:`digest_of_all`, then
-  :func:`keyed`), and costs nothing after that.
+* A compiled step. By what :meth:`Runtime.compile` promises, its program depends on what kinds its
+  arguments are of: the first call's digest is good for all calls with such (:func:`synced_as`), and
+  costs nothing after that.
 
 Invariants:
 
@@ -35,20 +33,16 @@ import importlib
 import itertools
 import os
 import threading
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from xla_dtensor.nested import leaves
-
-__all__ = ["correct_program_keys", "digest_of_all", "keyed", "remember"]
+__all__ = ["correct_program_keys", "digest_of_all", "keyed", "remember", "synced_as"]
 
 _VARIABLE = "XLA_AUTO_SPMD_MESH"
-_AUTOMATIC_SHARDING = "XLA_AUTO_SPMD"
 _OF_THEIR_TENSORS = (
     "_get_graph_hash",
     "_get_local_shards",
@@ -59,48 +53,55 @@ _OF_THEIR_TENSORS = (
 _OF_ALL_TENSORS = ("_xla_step_marker", "_xla_sync_live_tensors")
 
 _alive: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
 _lock = threading.RLock()
 _keyed_by: int | None = None
-_overrides: list[torch.library.Library] = []
+_here = threading.local()
 
 
 def correct_program_keys() -> None:
     """Correct torch_xla's keys; calling it again does nothing."""
-    if _overrides:
-        return
-    library = torch.library.Library("aten", "IMPL")
-    _overrides.append(library)
-    for name, tensors_read in _READS.items():
-        kernel = torch.library.get_kernel(f"aten::{name}", "XLA")
-        read = _reading(kernel, tensors_read)
-        with warnings.catch_warnings():  # that a kernel is overridden
-            warnings.simplefilter("ignore", UserWarning)
-            library.impl(name, read, "XLA", with_keyset=True, allow_override=True)
     xlac = _xlac()
+    if hasattr(xlac._xla_step_marker, "__wrapped__"):
+        return
     for name in _OF_THEIR_TENSORS:
-        setattr(xlac, name, _running(getattr(xlac, name), _digest_of_first))
+        setattr(xlac, name, _running(getattr(xlac, name), _digest))
     for name in _OF_ALL_TENSORS:
-        setattr(xlac, name, _running(getattr(xlac, name), _digest_of_living))
+        setattr(xlac, name, _running(getattr(xlac, name), _digest_of_sync))
 
 
 def remember(payload: torch.Tensor) -> None:
     """Let the program of a sync be told apart by this payload too, for as long as it lives."""
-    _alive[next(_numbers)] = payload
+    _alive[id(payload)] = payload
 
 
-def digest_of_all() -> str:
-    """Return the digest of the program that a sync would run now."""
-    found = {id(t): t for t in (ref() for ref in _alive.valuerefs()) if t is not None}
-    return _digest(list(found.values()))
+def digest_of_all(others: Iterable[torch.Tensor] = ()) -> str:
+    """Return the digest of the program that a sync would run now.
+
+    Args:
+        others: Tensors that live as well, beside the payloads that were remembered.
+    """
+    living = [tensor for tensor in (ref() for ref in _alive.valuerefs()) if tensor is not None]
+    for tensor in living:
+        # Only C++ may have held it; without this it would go down with what is returned here.
+        tensor._fix_weakref()  # pyright: ignore[reportAttributeAccessIssue]
+    return _digest([*living, *others])
+
+
+@contextmanager
+def synced_as(digest: str) -> Iterator[None]:
+    """Let a sync in the body have this digest; what else runs there has its own."""
+    _here.digest = digest
+    try:
+        yield
+    finally:
+        _here.digest = None
 
 
 @contextmanager
 def keyed(digest: str) -> Iterator[None]:
-    """Let a digest be part of the keys of programs that run in the body."""
+    """Let a digest be part of the keys of programs that this thread runs in the body."""
     global _keyed_by
-    automatic = os.environ.get(_AUTOMATIC_SHARDING, "0") not in ("", "0", "false")
-    if automatic or _keyed_by == threading.get_ident():
+    if _keyed_by == threading.get_ident() or _xlac()._xla_get_auto_sharding():
         yield
         return
     with _lock:
@@ -117,15 +118,12 @@ def _xlac() -> Any:
     return importlib.import_module("torch_xla")._XLAC
 
 
-def _digest(tensors: Sequence[torch.Tensor]) -> str:
+def _digest(tensors: Sequence[torch.Tensor], *_: Any, **__: Any) -> str:
     """Return a digest of the program that computes these tensors, "" where there is none to run."""
-    if not tensors:
-        return ""
-    needed = _xlac()._check_tensor_need_materialization(list(tensors))
-    pending = list(itertools.compress(tensors, needed))
-    if not pending:
-        return ""
     try:
+        pending = _pending(tensors)
+        if not pending:
+            return ""
         with keyed(""):
             # The program of a sync may still be on its way, its results have no memory yet. To
             # write HLO over them crashes; to ask for the hash waits for them as the program will.
@@ -136,12 +134,21 @@ def _digest(tensors: Sequence[torch.Tensor]) -> str:
     return hashlib.blake2b(program, digest_size=8).hexdigest()
 
 
-def _digest_of_first(tensors: Any, *_: Any, **__: Any) -> str:
-    return _digest([value for value in leaves(tensors) if _is_on_devices(value)])
+def _pending(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those that have to be computed, each once and in the order in which a sync has them.
+
+    An alias of a tensor may come and go, and is no result of its own.
+    """
+    if not tensors:
+        return []
+    needed = _xlac()._check_tensor_need_materialization(list(tensors))
+    by_id = {_xlac()._xla_get_tensor_id(t): t for t in itertools.compress(tensors, needed)}
+    return [by_id[number] for number in sorted(by_id)]
 
 
-def _digest_of_living(*_: Any, **__: Any) -> str:
-    return digest_of_all()
+def _digest_of_sync(*_: Any, **__: Any) -> str:
+    known = getattr(_here, "digest", None)
+    return digest_of_all() if known is None else known
 
 
 def _running(run: Callable[..., Any], digest: Callable[..., str]) -> Callable[..., Any]:
@@ -153,42 +160,3 @@ def _running(run: Callable[..., Any], digest: Callable[..., str]) -> Callable[..
             return run(*args, **kwargs)
 
     return with_key
-
-
-def _reading(kernel: Any, tensors_read: Callable[..., Sequence[torch.Tensor]]) -> Any:
-    def read(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = tensors_read(*args, **kwargs)
-        if not tensors or _keyed_by == threading.get_ident():
-            return kernel.call_boxed(keys, *args, **kwargs)
-        with keyed(_digest(tensors)):
-            return kernel.call_boxed(keys, *args, **kwargs)
-
-    return read
-
-
-# ---------------------------------------------------------------------- what an op reads
-
-
-def _is_on_devices(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "xla"
-
-
-def _moved(of: torch.Tensor, *, device: torch.device | None = None, **_: Any) -> Any:
-    return () if device is None or device.type == "xla" else (of,)
-
-
-def _written(to: torch.Tensor, of: torch.Tensor, *_: Any, **__: Any) -> Any:
-    return (of,) if _is_on_devices(of) and not _is_on_devices(to) else ()
-
-
-def _read_into(of: torch.Tensor, to: torch.Tensor, *_: Any, **__: Any) -> Any:
-    return _written(to, of)
-
-
-_READS: dict[str, Callable[..., Sequence[torch.Tensor]]] = {
-    "_to_copy": _moved,
-    "_to_cpu": list,
-    "copy_": _written,
-    "_copy_from": _read_into,
-    "_copy_from_and_resize": _read_into,
-}

@@ -48,6 +48,7 @@ from xla_dtensor.runtimes.torch_xla_payload import (
     to_plain,
 )
 from xla_dtensor.runtimes.torch_xla_program_keys import correct_program_keys
+from xla_dtensor.runtimes.torch_xla_reads import correct_reads
 from xla_dtensor.runtimes.torch_xla_sharding import (
     DEVICE,
     input_sharding,
@@ -95,6 +96,7 @@ class TorchXlaRuntime(Runtime):
         register_device_module()
         correct_bridge()
         correct_program_keys()
+        correct_reads()
         register_composites()
         register_whole_ops()
         self._torch_xla = importlib.import_module("torch_xla")

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from xla_dtensor.errors import CompileError
 from xla_dtensor.runtimes.base import CompiledStep
 from xla_dtensor.runtimes.step_clock import StepClock, num_tokens
-from xla_dtensor.runtimes.torch_xla_program_keys import digest_of_all, keyed
+from xla_dtensor.runtimes.torch_xla_program_keys import digest_of_all, synced_as
 from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
 from xla_dtensor.runtimes.torch_xla_start import DUMP_VARIABLE, STEP_GRAPH_NAME
 from xla_dtensor.runtimes.trace_settings import trace_settings
@@ -31,6 +31,8 @@ __all__ = ["TorchXlaStep"]
 _MAX_REASONS = 100
 _EXECUTED_INSIDE = "Unexpected execution happens inside the compiled function"
 _numbers = itertools.count()
+
+_PLAIN_VALUES = (int, float, complex, str, bytes, type(None), torch.dtype)
 
 Signature = tuple[tuple[str, str], ...]
 
@@ -67,7 +69,7 @@ class TorchXlaStep(CompiledStep):
         self._reasons: list[str] = []
         self._last: Signature | None = None
         self._hlo_files: dict[Signature, Path | None] = {}
-        self._digests: dict[Signature, str] = {}
+        self._digests: dict[tuple[Signature, tuple[int, ...]], str] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         signature = _signature(args, kwargs)
@@ -79,7 +81,7 @@ class TorchXlaStep(CompiledStep):
         args, kwargs = pytree.tree_map(_on_devices, (args, kwargs))
         with _graph_name(self._graph_name):
             result = self._traced(args, kwargs)
-            with self._own_program(), keyed(self._digest(signature)):
+            with self._own_program(), synced_as(self._digest(signature, (args, kwargs), result)):
                 sync()
         self._note(signature, _num_compilations() - compiled_before)
         self._after_program()
@@ -142,10 +144,21 @@ class TorchXlaStep(CompiledStep):
         yield
         del mark
 
-    def _digest(self, signature: Signature) -> str:
-        if signature not in self._digests:
-            self._digests[signature] = digest_of_all()
-        return self._digests[signature]
+    def _digest(self, signature: Signature, given: Any, result: Any) -> str:
+        """Return the digest of the program that the sync will run, known from an earlier call.
+
+        Which arguments are one tensor is part of the program. What else an argument is, other than
+        a tensor or a plain value, is not known: with such, the program is written each time.
+        """
+        leaves = pytree.tree_leaves(given)
+        ids = [_tensor_id(leaf) for leaf in leaves if not isinstance(leaf, _PLAIN_VALUES)]
+        first: dict[Any, int] = {}
+        key = (signature, tuple(first.setdefault(number, at) for at, number in enumerate(ids)))
+        if None not in ids and key in self._digests:
+            return self._digests[key]
+        digest = digest_of_all(filter(_is_plain, [*leaves, *pytree.tree_leaves(result)]))
+        self._digests[key] = digest
+        return digest
 
     def _note(self, signature: Signature, num_compiled: int) -> None:
         if num_compiled:
@@ -182,6 +195,17 @@ def _on_devices(leaf: Any) -> Any:
     """Copy a host tensor to the devices: an argument is an input of the program."""
     is_host = isinstance(leaf, torch.Tensor) and type(leaf) is torch.Tensor
     return leaf.to(DEVICE) if is_host and leaf.device.type == "cpu" else leaf
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Tell whether this is an XLA tensor itself: no payload that this library has made."""
+    return type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.device.type == "xla"
+
+
+def _tensor_id(leaf: Any) -> int | None:
+    """Return torch_xla's number of a tensor, the same for all its aliases; None for others."""
+    payload = getattr(leaf, "_local_tensor", leaf)
+    return _xlac()._xla_get_tensor_id(payload) if _is_plain(payload) else None
 
 
 def _num_compilations() -> int:

@@ -224,6 +224,93 @@ def test_threads_do_not_take_each_others_key(
     assert not wrong
 
 
+def check(found: Any, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(plain(found).cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_compiled_step_sees_which_arguments_are_one_tensor(
+    given_tensors: dict[str, Any], hosts: dict[str, torch.Tensor]
+) -> None:
+    step = xd.compile(lambda a, others: a @ others["b"] @ others["c"])
+    for a, b, c in ("xyx", "xyy", "xxy", "xyz", "xyy", "yxx"):
+        found = step(given_tensors[a], {"b": given_tensors[b], "c": given_tensors[c].detach()})
+        check(found, hosts[a] @ hosts[b] @ hosts[c])
+
+
+def test_a_compiled_step_that_is_given_a_function(
+    given_tensors: dict[str, Any], hosts: dict[str, torch.Tensor]
+) -> None:
+    step = xd.compile(lambda f, a, b: f(a, b))
+    for f in (lambda a, b: a + a * b, lambda a, b: b + a * b):
+        check(step(f, given_tensors["x"], given_tensors["y"]), f(hosts["x"], hosts["y"]))
+
+
+def test_compiled_steps_on_plain_tensors(hosts: dict[str, torch.Tensor]) -> None:
+    x, y = hosts["x"], hosts["y"]
+    for f in (lambda a, b: a @ b @ a + 2, lambda a, b: a @ b @ b + 2):
+        step = xd.compile(f)
+        check(step(x, y), f(x, y))
+        check(step(x.to("xla"), y.to("xla")), f(x, y))
+
+
+def test_local_views(given_tensors: dict[str, Any], hosts: dict[str, torch.Tensor]) -> None:
+    x, y = (given_tensors[name].to_local() for name in "xy")
+    a, b = hosts["x"][:4], hosts["y"][:4]  # the first device's
+    for f in (lambda a, b: a + a * b, lambda a, b: b + a * b):
+        for step in (f, xd.compile(f)):
+            found: Any = step(x, y)
+            torch_xla.sync()
+            torch.testing.assert_close(found.cpu(), f(a, b))
+
+
+def test_closures_of_a_step_have_keys_of_their_own(
+    given_tensors: dict[str, Any], hosts: dict[str, torch.Tensor]
+) -> None:
+    xm = pytest.importorskip("torch_xla.core.xla_model")
+    x, y = (plain(given_tensors[name]) for name in "xy")
+    found: list[torch.Tensor] = []
+
+    def step(f: Any, a: Any) -> Any:
+        xm.add_step_closure(lambda: found.append(f(x, y).cpu()))
+        return a * 4
+
+    compiled_step = xd.compile(step)
+    for f in (lambda a, b: a + a * b, lambda a, b: b + a * b):
+        compiled_step(f, given_tensors["x"])
+        check(found[-1], f(hosts["x"], hosts["y"]))
+
+
+def test_a_payload_is_remembered_once(given_tensors: dict[str, Any]) -> None:
+    x = given_tensors["x"]
+    x.mul_(1)
+    before = len(torch_xla_program_keys._alive)
+    for _ in range(20):
+        x.mul_(1.5).add_(1)
+        x.redistribute(placements=[Replicate(), Shard(0)])
+    assert len(torch_xla_program_keys._alive) == before
+
+
+def test_an_alias_makes_no_other_program(given_tensors: dict[str, Any]) -> None:
+    x, y = given_tensors["x"], given_tensors["y"]
+    counts = []
+    for turn in range(6):
+        result = x @ y + x
+        kept = [result.detach() for _ in range(turn % 3)]
+        torch_xla.sync()
+        counts.append(compiled())
+        del kept, result
+    assert counts[1:] == counts[:1] * 5
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.cpu, synced])
+def test_a_device_error_can_be_caught(read: Callable[[torch.Tensor], Any]) -> None:
+    wide = torch.ones(1 << 22, device="xla")
+    torch_xla.sync()
+    with pytest.raises(RuntimeError, match=r"RESOURCE_EXHAUSTED|Out of memory"):
+        read(wide[:, None] * wide[None, :] + 1)
+    assert float(wide[0].item()) == 1
+
+
 def test_automatic_sharding_keeps_its_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_AUTO_SPMD_MESH", "2,4")
     with keyed("digest"):
