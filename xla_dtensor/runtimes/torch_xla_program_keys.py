@@ -15,8 +15,8 @@ the value says matters with its automatic sharding only. Programs run in three p
 * A sync, of every tensor that lives. torch_xla does not say which those are; the digest is that of
   the payloads that this library has made (:func:`remember`).
 * A compiled step. By what :meth:`Runtime.compile` promises, its program depends on what kinds its
-  arguments are of: the first call's digest is good for all calls with such (:func:`synced_as`), and
-  costs nothing after that.
+  arguments are of, and which of them are one tensor: the first call's digest is good for all such
+  calls (:func:`synced_as`), and costs nothing after that.
 
 Invariants:
 
@@ -89,7 +89,7 @@ def digest_of_all(others: Iterable[torch.Tensor] = ()) -> str:
 
 @contextmanager
 def synced_as(digest: str) -> Iterator[None]:
-    """Let a sync in the body have this digest; what else runs there has its own."""
+    """Let the next sync in the body have this digest; what else runs there has its own."""
     _here.digest = digest
     try:
         yield
@@ -147,7 +147,7 @@ def _pending(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _digest_of_sync(*_: Any, **__: Any) -> str:
-    known = getattr(_here, "digest", None)
+    known, _here.digest = getattr(_here, "digest", None), None
     return digest_of_all() if known is None else known
 
 

@@ -76,26 +76,25 @@ def _to_cpu(own: Any, keys: Any, tensors: Sequence[torch.Tensor]) -> list[torch.
     return _values(tensors)
 
 
-def _copy_(
-    own: Any, keys: Any, to: torch.Tensor, of: torch.Tensor, non_blocking: bool = False
-) -> torch.Tensor:
-    if to.device.type != "cpu":
-        return own.call_boxed(keys, to, of, non_blocking)
-    return _aten.copy_.default(to, *_values([of]))
+def _copy_(own: Any, keys: Any, to: torch.Tensor, of: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return _read_into(to, of) if _is_host(to) else own.call_boxed(keys, to, of, *rest)
 
 
-def _copy_from(
-    own: Any, keys: Any, of: torch.Tensor, to: torch.Tensor, non_blocking: bool = False
-) -> torch.Tensor:
-    if to.device.type != "cpu":
-        return own.call_boxed(keys, of, to, non_blocking)
-    return _aten.copy_.default(to, *_values([of]))
+def _copy_from(own: Any, keys: Any, of: torch.Tensor, to: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return _read_into(to, of) if _is_host(to) else own.call_boxed(keys, of, to, *rest)
 
 
 def _copy_from_and_resize(own: Any, keys: Any, of: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-    if to.device.type != "cpu":
+    if not _is_host(to):
         return own.call_boxed(keys, of, to)
-    _aten.resize_.default(to, of.shape)
+    return _read_into(_aten.resize_.default(to, of.shape), of)
+
+
+def _is_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _read_into(to: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     return _aten.copy_.default(to, *_values([of]))
 
 

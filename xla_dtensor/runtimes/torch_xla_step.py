@@ -154,10 +154,11 @@ class TorchXlaStep(CompiledStep):
         ids = [_tensor_id(leaf) for leaf in leaves if not isinstance(leaf, _PLAIN_VALUES)]
         first: dict[Any, int] = {}
         key = (signature, tuple(first.setdefault(number, at) for at, number in enumerate(ids)))
-        if None not in ids and key in self._digests:
+        if key in self._digests and None not in ids:
             return self._digests[key]
         digest = digest_of_all(filter(_is_plain, [*leaves, *pytree.tree_leaves(result)]))
-        self._digests[key] = digest
+        if None not in ids:
+            self._digests[key] = digest
         return digest
 
     def _note(self, signature: Signature, num_compiled: int) -> None:

@@ -316,6 +316,7 @@ def test_automatic_sharding_keeps_its_mesh(monkeypatch: pytest.MonkeyPatch) -> N
     with keyed("digest"):
         assert os.environ["XLA_AUTO_SPMD_MESH"] == "digest"
     assert os.environ["XLA_AUTO_SPMD_MESH"] == "2,4"
-    monkeypatch.setenv("XLA_AUTO_SPMD", "1")
+    # Not by XLA_AUTO_SPMD: torch_xla, once it has seen that, shards by itself for good.
+    monkeypatch.setattr(torch_xla._XLAC, "_xla_get_auto_sharding", lambda: True)
     with keyed("digest"):
         assert os.environ["XLA_AUTO_SPMD_MESH"] == "2,4"
