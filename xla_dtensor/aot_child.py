@@ -7,6 +7,7 @@ wrong inside libtpu ends this process and no other.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -139,6 +140,12 @@ def _sorted(pairs: Mapping[str, str]) -> str:
 
 
 def _peak_host_bytes() -> int:
+    # Not ru_maxrss where there is another: a process inherits that of the one that started it.
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text().splitlines()
+        held = [line.split()[1] for line in status if line.startswith("VmHWM")]
+        if held:
+            return int(held[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -29,6 +29,7 @@ from xla_dtensor.modes import current_modes
 from xla_dtensor.nested import leaves
 from xla_dtensor.off_mesh import is_off_mesh, off_mesh_result
 from xla_dtensor.process_groups import refuse_collective
+from xla_dtensor.product_pins import pin_products
 from xla_dtensor.propagation import legal_placements, propagate
 from xla_dtensor.runtimes import functional_ops
 from xla_dtensor.runtimes.registry import get_runtime
@@ -164,7 +165,7 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     if logits is not None and isinstance(result, torch.Tensor):
         own = state_of(result, logits.mesh, logits.placements, logits.known)
         return new_dtensor(cls, with_state_of_logits(result, own), own)
-    if is_tensor and not traits.made_like and not modes.strict:
+    if is_tensor and not traits.made_like and not modes.strict and not state.pinned:
         return new_dtensor(cls, result, state)
     return _labelled(cls, traits, result, state, modes.strict)
 
@@ -278,6 +279,8 @@ def _answer(
     mesh = found[0]._spec.mesh
     joint = joint_mesh(mesh, [tensor._spec for tensor in found])
     states = _states(propagate(func, args, kwargs, joint), result, mesh, joint)
+    if get_runtime().pins_products:
+        pin_products(states, func, found)
     return note_op(states, func, found)
 
 
@@ -305,7 +308,7 @@ def _labelled(cls: Any, traits: _Traits, result: Any, state: Any, enforced: bool
         return each if isinstance(result, list) else tuple(each)
     if not isinstance(result, torch.Tensor):
         return result
-    if traits.made_like and not result.is_meta:
+    if (traits.made_like and not result.is_meta) or state.pinned:
         result = functional_ops.constrain(result, state.span_layout)
     elif enforced:
         result = constrain_output(result, state, traits.views)

@@ -31,6 +31,8 @@ class GlobalState(DTensorSpec):
     known: Known = ()
     # Which op it is the state of the output of, for `explain`; None where a caller placed it.
     made_by: Any = None
+    # Whether such an output is told to lie as its label says; see `product_pins`.
+    pinned: bool = False
 
     @property
     def layout(self) -> Layout:

@@ -24,6 +24,10 @@ pytestmark = pytest.mark.usefixtures("runtime")
 def test_thirty_steps_equal_plain_pytorch(mesh: xd.DeviceMesh, name: str) -> None:
     steps = 30
     example = made(name, hf)
+    if name == "t5":
+        # In float32 the compiler of the tests rounds otherwise, by 7e-5 after twelve steps; the
+        # usual one by 8e-7. In float64 both are within 2e-8.
+        example.model.double()
     plain = copy.deepcopy(example.model)
     model = distributed(example.model, mesh)
     step, scheduler = training(example, model, steps)

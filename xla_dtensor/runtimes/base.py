@@ -77,6 +77,10 @@ class Runtime(ABC):
     # Whether tensors have no values, because their devices are not here (``jax_absent``).
     is_abstract: ClassVar[bool] = False
 
+    # Whether products are pinned to their labels, because nobody can look at how a program will be
+    # cut before XLA cuts it (``product_pins``).
+    pins_products: ClassVar[bool] = False
+
     def profile(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Record what host and devices do, for TensorBoard or Perfetto.
 

@@ -39,6 +39,7 @@ from jax._src import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from xla_dtensor.errors import CompileError
+from xla_dtensor.runtimes.jax_product_order import keep_product_orders
 
 __all__ = ["Blueprint", "rehomed", "rehomed_sharding"]
 
@@ -254,7 +255,9 @@ class Blueprint:
     def _lower(self, jaxpr: Any, out_shardings: Any, inputs: Any) -> Any:
         program = self.program_of(jaxpr)
         jitted = jax.jit(program, donate_argnums=self.donated, out_shardings=out_shardings)
-        return jitted.lower(*inputs)
+        lowered = jitted.lower(*inputs)
+        keep_product_orders(lowered)
+        return lowered
 
     def _shardings(self) -> list[Any]:
         return [given.sharding for given in jax.tree.leaves(self.inputs)]

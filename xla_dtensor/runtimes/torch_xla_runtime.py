@@ -85,6 +85,7 @@ class TorchXlaRuntime(Runtime):
     install_hint: ClassVar[str] = "pip install 'xla-dtensor[torch-xla]'"
     torch_device: ClassVar[Any] = DEVICE
     extra_dispatch_keys: ClassVar[Any] = EXTRA_KEYS
+    pins_products: ClassVar[bool] = True
 
     def __init__(
         self,
