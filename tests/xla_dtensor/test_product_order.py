@@ -41,12 +41,9 @@ def gathered(tensor: Any) -> torch.Tensor:
     return whole
 
 
-KNOWN: dict[str, tuple[Callable[..., Any], Any, Any, Any]] = {
-    "transposed": (
-        lambda x, y: x.mT @ y,
-        [R, Shard(0), Shard(1)],
-        *[[Shard(1), Shard(0), Shard(1)]] * 2,
-    ),
+OUT = [Shard(1), Shard(0), Shard(1)]
+KNOWN: dict[str, tuple[Callable[..., Any], Placements, Placements, Placements]] = {
+    "transposed": (lambda x, y: x.mT @ y, [R, Shard(0), Shard(1)], OUT, OUT),
     "torch_xla": (
         lambda x, y: x.mT @ y,
         [Shard(1), Shard(1), Shard(0)],
@@ -104,6 +101,7 @@ def check_gradients(cube: xd.DeviceMesh, placements: Sequence[Placements], compi
     (xd.compile(step) if compiled else step)()
     placed[0].detach().cpu()  # the gradients are computed by the way, and read afterwards
     for mine, wanted in zip(placed, plain, strict=True):
+        assert wanted.grad is not None
         error = (gathered(mine.grad) - wanted.grad).abs().max()
         assert error < 1e-12, placements
 
@@ -115,7 +113,7 @@ def test_the_gradient_that_was_found_wrong(cube: xd.DeviceMesh) -> None:
     (F.linear(plain, plain, bias) ** 2).mean().backward()
     mine = xd.distribute_tensor(x, cube, [Shard(1), Shard(0), Shard(1)]).requires_grad_()
     other = xd.distribute_tensor(bias, cube, [R, R, Shard(0)]).requires_grad_()
-    out = F.linear(mine, mine, other)
+    out: Any = F.linear(mine, mine, other)
     (out * out).mean().full_tensor().backward()
     mine.detach().cpu()
     torch.testing.assert_close(gathered(mine.grad), plain.grad, rtol=0, atol=1e-12)

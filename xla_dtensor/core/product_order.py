@@ -19,7 +19,15 @@ it were in the result's: two of four tiles of each group change places. No error
 of jaxlib 0.10.2 and of torch_xla 2.9, under Shardy and GSPMD; docs/decisions/product_order.md.)
 
 It takes a group of at least two axes that can differ in order, next to the axes of the sum: three
-axes larger than 1. A result that is not cut by the axes of the sum is never concerned.
+axes larger than 1. Two more faults were found by trying, and are told as well:
+
+* batch dims that the factors are cut along, where the result is cut along them by an axis of the
+  sum: the piece is taken out of the wrong tile. Two axes are enough: [y, -, x] x [y, x, -] ->
+  [x, -, y].
+* a sum over several dims that the factors are not cut alike along, with a result cut by an axis of
+  the sum: XLA adds up over too few devices. [a, b, c] x [a.c, b, -] -> [a, -].
+
+A result that is not cut by the axes of the sum was never found wrong.
 
 Worked example
 --------------
@@ -67,6 +75,8 @@ def loses_order(left: Tiles, right: Tiles, result: Tiles, summed: Pairs, batch: 
         False where it cannot. True where it can: whether the result is wrong then also depends on
         the sizes of the tiles.
     """
+    if len(summed) > 1 and _lacks_a_sum(left, right, result, summed):
+        return True
     for number in range(1, len(summed) + 1):
         for picked in combinations(summed, number):
             dims = tuple(zip(*picked, strict=True))
@@ -77,6 +87,31 @@ def loses_order(left: Tiles, right: Tiles, result: Tiles, summed: Pairs, batch: 
                 if _loses(groups, same, result, cut):
                     return True
     return False
+
+
+def _lacks_a_sum(left: Tiles, right: Tiles, result: Tiles, summed: Pairs) -> bool:
+    """Tell whether XLA may add up over too few devices.
+
+    It was found to where the sum runs over several dims, the factors are cut differently along
+    them, and the result by an axis of the sum.
+    """
+    dims = tuple(zip(*summed, strict=True))
+    factors = (_rows(left, dims[0]), _rows(right, dims[1]))
+    if all(left.shape[one] == right.shape[other] for one, other in summed) and _same_groups(
+        *factors
+    ):
+        return False
+    return any(_cuts(result, rows) for rows in factors)
+
+
+def _cuts(result: Tiles, groups: Tiles) -> bool:
+    """Tell whether devices at one place in `groups`, a row each, have unequal tiles of a result."""
+    tile = np.empty(result.size, dtype=int)
+    tile[np.searchsorted(np.sort(result.ravel()), result.ravel())] = (
+        np.arange(result.size) // result.shape[-1]
+    )
+    tiles = tile[np.searchsorted(np.sort(result.ravel()), groups)]
+    return bool((tiles != tiles[0]).any())
 
 
 def _is_cut(left: Tiles, right: Tiles, dims: tuple[int, int]) -> bool:

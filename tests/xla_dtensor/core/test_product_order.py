@@ -63,6 +63,14 @@ def test_one_of_several_dims_of_the_sum_is_enough() -> None:
     assert loses_order(left, right, result, summed=[(0, 0), (1, 1)])
 
 
+def test_a_sum_over_dims_that_the_factors_are_cut_differently_along_is_concerned() -> None:
+    summed = [(0, 0), (1, 1)]
+    left, right = tiles("a,b,c"), tiles("a.c,b,-")
+    assert loses_order(left, right, tiles("a,-"), summed)
+    assert not loses_order(left, right, tiles("-,-"), summed)
+    assert not loses_order(left, tiles("a,b,-"), tiles("c,-"), summed)
+
+
 cuts = st.permutations("abc").flatmap(
     lambda axes: st.tuples(*[st.integers(0, 2)] * 3).map(
         lambda dims: ",".join(

@@ -24,6 +24,8 @@ KNOWN = {
     "other_sums": ("nm,nk->mk", (16, 16), (16, 16), "a,c", "b,ac", "bc,a"),
     "two_dims": ("bsm,bsn->mn", (16, 16, 8), (16, 16, 8), "b,ac,", "c,a,b", "c,ba"),
     "batch": ("bmk,bkn->bmn", (8, 8, 8), (8, 8, 16), "bc,,a", "bc,a,", "a,,bc"),
+    "too_few": ("bsm,bsn->mn", (8, 16, 8), (8, 16, 16), "a,b,c", "ac,b,", "a,"),
+    "too_few_too": ("bsm,bsn->mn", (8, 8, 8), (8, 8, 16), "a,,bc", "a,b,c", ",b"),
     "convolution": ("conv", (8, 16, 8), (8, 16, 1), "c,b,", "c,b,", "b,ac,"),
     "its_gradient": ("wconv", (8, 16, 8), (8, 8, 8), "a,c,", "b,ac,", "bc,,"),
 }
