@@ -58,7 +58,8 @@ def pin_products(states: Any, func: Any, found: Sequence[Any]) -> None:
     before = {axis for tensor in found for axis in _partial_axes(tensor._spec)}
     for state in leaves([states]):
         if isinstance(state, GlobalState):
-            axes = sum(size > 1 for size in state.mesh.value.mesh_shape)
+            # A tensor on a submesh may be cut along the other axes as well.
+            axes = sum(size > 1 for size in state.span_layout.mesh.mesh_shape)
             is_cut_sum = not before.issuperset(_partial_axes(state))
             state.pinned = axes > 2 or (axes == 2 and is_cut_sum and func in _BATCHED)
 

@@ -24,8 +24,9 @@ axes larger than 1. Two more faults were found by trying, and are told as well:
 * batch dims that the factors are cut along, where the result is cut along them by an axis of the
   sum: the piece is taken out of the wrong tile. Two axes are enough: [y, -, x] x [y, x, -] ->
   [x, -, y].
-* a sum over several dims that the factors are not cut alike along, with a result cut by an axis of
-  the sum: XLA adds up over too few devices. [a, b, c] x [a.c, b, -] -> [a, -].
+* a sum over several dims that the factors are not cut alike along, where a dim of the result is cut
+  by an axis of the sum and that of the factor by another: XLA adds up over too few devices.
+  [a, b, c] x [a.c, b, -] -> [a, -].
 
 A result that is not cut by the axes of the sum was never found wrong.
 
@@ -61,7 +62,14 @@ MIN_AXES = 2
 Pairs = Sequence[tuple[int, int]]
 
 
-def loses_order(left: Tiles, right: Tiles, result: Tiles, summed: Pairs, batch: Pairs = ()) -> bool:
+def loses_order(
+    left: Tiles,
+    right: Tiles,
+    result: Tiles,
+    summed: Pairs,
+    batch: Pairs = (),
+    sources: Pairs | None = None,
+) -> bool:
     """Tell whether XLA may put the tiles of a product on the wrong devices.
 
     Args:
@@ -70,13 +78,17 @@ def loses_order(left: Tiles, right: Tiles, result: Tiles, summed: Pairs, batch: 
         result: How the product is to be cut.
         summed: The dims that the sum runs over, each as a dim of `left` and one of `right`.
         batch: The batch dims, likewise. They are the first dims of `result`.
+        sources: For each dim of `result` the number of the factor that it comes from, and its dim.
+            None is a dot's: batch dims, then those of `left`, then those of `right`.
 
     Returns:
         False where it cannot. True where it can: whether the result is wrong then also depends on
         the sizes of the tiles.
     """
-    if len(summed) > 1 and _lacks_a_sum(left, right, result, summed):
-        return True
+    if len(summed) > 1:
+        found = _sources(left, right, summed, batch) if sources is None else sources
+        if _lacks_a_sum(left, right, result, summed, found):
+            return True
     for number in range(1, len(summed) + 1):
         for picked in combinations(summed, number):
             dims = tuple(zip(*picked, strict=True))
@@ -89,29 +101,45 @@ def loses_order(left: Tiles, right: Tiles, result: Tiles, summed: Pairs, batch: 
     return False
 
 
-def _lacks_a_sum(left: Tiles, right: Tiles, result: Tiles, summed: Pairs) -> bool:
+def _lacks_a_sum(left: Tiles, right: Tiles, result: Tiles, summed: Pairs, sources: Pairs) -> bool:
     """Tell whether XLA may add up over too few devices.
 
-    It was found to where the sum runs over several dims, the factors are cut differently along
-    them, and the result by an axis of the sum.
+    It was found to where the sum runs over several dims that the factors are cut differently along,
+    and a dim of the result is cut by an axis of the sum, into as many pieces as the factor's dim
+    that it comes from, which is cut by another.
     """
     dims = tuple(zip(*summed, strict=True))
-    factors = (_rows(left, dims[0]), _rows(right, dims[1]))
-    if all(left.shape[one] == right.shape[other] for one, other in summed) and _same_groups(
-        *factors
-    ):
+    sums = (_rows(left, dims[0]), _rows(right, dims[1]))
+    if all(left.shape[one] == right.shape[other] for one, other in summed) and _same_groups(*sums):
         return False
-    return any(_cuts(result, rows) for rows in factors)
+    for dim, (factor, of_factor) in enumerate(sources):
+        wanted = _rows(result, (dim,))
+        found = _rows((left, right)[factor], (of_factor,))
+        alike = len(wanted) == len(found) > 1 and not _same_groups(wanted, found)
+        if alike and any(_cuts(wanted, rows) for rows in sums):
+            return True
+    return False
 
 
-def _cuts(result: Tiles, groups: Tiles) -> bool:
-    """Tell whether devices at one place in `groups`, a row each, have unequal tiles of a result."""
-    tile = np.empty(result.size, dtype=int)
-    tile[np.searchsorted(np.sort(result.ravel()), result.ravel())] = (
-        np.arange(result.size) // result.shape[-1]
-    )
-    tiles = tile[np.searchsorted(np.sort(result.ravel()), groups)]
-    return bool((tiles != tiles[0]).any())
+def _cuts(pieces: Tiles, groups: Tiles) -> bool:
+    """Tell whether devices at one place in `groups` have unequal pieces; both have a row each."""
+    ids = np.sort(pieces.ravel())
+    piece_of = np.empty(ids.size, dtype=int)
+    piece_of[np.searchsorted(ids, pieces)] = np.arange(len(pieces))[:, None]
+    found = piece_of[np.searchsorted(ids, groups)]
+    return bool((found != found[0]).any())
+
+
+def _sources(left: Tiles, right: Tiles, summed: Pairs, batch: Pairs) -> Pairs:
+    """Return which dim of which factor each dim of a dot comes from: batch, left's, right's."""
+    used = [{pair[factor] for pair in (*summed, *batch)} for factor in (0, 1)]
+    rest = [
+        (factor, dim)
+        for factor, tiles in enumerate((left, right))
+        for dim in range(tiles.ndim - 1)
+        if dim not in used[factor]
+    ]
+    return [*((0, dim) for dim, _ in batch), *rest]
 
 
 def _is_cut(left: Tiles, right: Tiles, dims: tuple[int, int]) -> bool:

@@ -126,13 +126,18 @@ def _concerned(module: Any, meshes: Mapping[str, MeshAxes]) -> dict[int, _Summed
 
 
 def _looked_at(product: Any, meshes: Mapping[str, MeshAxes]) -> _Summed | None:
-    default = next(iter(meshes.values()))
+    values = (*product.operands, product.result)
+    cuts = [cut_of(value, meshes) for value in values]
+    known = next((cut for cut in cuts if cut is not None), None)
+    if known is None:
+        return None
     left, right, result = (
-        cut_of(value, meshes, default) for value in (*product.operands, product.result)
+        cut or Cut(known.mesh, ((),) * ir.RankedTensorType(value.type).rank, known.manual)
+        for cut, value in zip(cuts, values, strict=True)
     )
     dims = _dims_of_dot(product) if product.name == _DOT else _dims_of_convolution(product, right)
     tiles = left.tiles(), right.tiles(), result.tiles()
-    if not loses_order(*tiles, dims.summed, dims.batch):
+    if not loses_order(*tiles, dims.summed, dims.batch, dims.result):
         return None
     summed = [
         p for of_left, of_right in dims.summed for p in (*left.dims[of_left], *right.dims[of_right])

@@ -121,20 +121,19 @@ def meshes_of(module: Any) -> dict[str, MeshAxes]:
     return found
 
 
-def cut_of(value: Any, meshes: Mapping[str, MeshAxes], default: MeshAxes) -> Cut:
-    """Return how a value of a propagated module is cut.
+def cut_of(value: Any, meshes: Mapping[str, MeshAxes]) -> Cut | None:
+    """Return how a value of a propagated module is cut; None where nothing was found of it.
 
     Args:
         value: An MLIR value of a ranked tensor type.
         meshes: From :func:`meshes_of`.
-        default: The mesh of values that nothing was found of: those are replicated.
     """
-    manual = _manual_axes(value)
     found = _sharding(value)
     if found is None:
-        return Cut(default, ((),) * ir.RankedTensorType(value.type).rank, manual)
+        return None
     sharding = sdy.TensorShardingAttr(found)
-    mesh = meshes.get(ir.FlatSymbolRefAttr(sharding.mesh_or_ref).value, default)
+    mesh = meshes[ir.FlatSymbolRefAttr(sharding.mesh_or_ref).value]
+    manual = _manual_axes(value).intersection(mesh.sizes)
     dims = [sdy.DimensionShardingAttr(dim).axes for dim in sharding.dimension_shardings]
     pieces = (tuple(_piece(axis, mesh) for axis in map(sdy.AxisRefAttr, dim)) for dim in dims)
     cut = tuple(tuple(p for p in dim if p.axis not in manual) for dim in pieces)
