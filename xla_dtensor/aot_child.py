@@ -7,7 +7,6 @@ wrong inside libtpu ends this process and no other.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import platform
@@ -24,6 +23,7 @@ from typing import Any
 from xla_dtensor.aot_request import Request, function_of
 from xla_dtensor.device_mesh import as_device_mesh
 from xla_dtensor.doctor.packages import read_installed
+from xla_dtensor.host_memory import host_bytes
 from xla_dtensor.report.evidence import Evidence
 from xla_dtensor.runtimes.registry import compile_only_runtime
 from xla_dtensor.training_plan import TrainingPlan
@@ -140,12 +140,9 @@ def _sorted(pairs: Mapping[str, str]) -> str:
 
 
 def _peak_host_bytes() -> int:
-    # Not ru_maxrss where there is another: a process inherits that of the one that started it.
-    with contextlib.suppress(OSError):
-        status = Path("/proc/self/status").read_text().splitlines()
-        held = [line.split()[1] for line in status if line.startswith("VmHWM")]
-        if held:
-            return int(held[0]) * 1024
+    own = host_bytes("VmHWM")
+    if own is not None:
+        return own
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

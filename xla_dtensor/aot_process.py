@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from xla_dtensor.errors import CompileError
+from xla_dtensor.host_memory import host_bytes
 
 __all__ = ["LIBTPU_ENVIRONMENT", "CompilingProcess"]
 
@@ -96,12 +97,7 @@ class CompilingProcess:
         return len(parts)
 
     def _bytes(self) -> int:
-        try:
-            status = Path(f"/proc/{self._process.pid}/status").read_text()
-        except OSError:
-            return 0  # it has just ended, or this system does not say
-        held = [line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")]
-        return int(held[0]) * 1024 if held else 0
+        return host_bytes("VmRSS", self._process.pid) or 0
 
     def _end(self) -> None:
         if self._process.poll() is None:

@@ -15,6 +15,7 @@ import torch
 import xla_dtensor as xd
 from xla_dtensor import errors as xd_errors
 from xla_dtensor.checkpoint.hugging_face import load_hf, save_hf
+from xla_dtensor.host_memory import host_bytes
 from xla_dtensor.huggingface import save, write
 from xla_dtensor.huggingface.format import header_bytes
 from xla_dtensor.model_sizes import ModelSizes
@@ -139,7 +140,9 @@ def sparse_weights(folder: Path, sizes: ModelSizes, files: int) -> int:
     return total
 
 
-def convert_without_devices(source: str, target: str, model: str, dtype: str) -> dict[str, int]:
+def convert_without_devices(
+    source: str, target: str, model: str, dtype: str
+) -> dict[str, int | None]:
     """Load and save a model whose devices' memory is not there, and say what this process took.
 
     Every tile is read, padded and handed over as the runtime does it, then dropped; and every part
@@ -170,23 +173,17 @@ def convert_without_devices(source: str, target: str, model: str, dtype: str) ->
         else:
             os.write(sink._fd, data)
 
-    before = _peak()
+    before = host_bytes("VmHWM")
     runtime.from_shards = from_shards
     read = load_hf(source, module).bytes_read
-    after_load = _peak()
+    after_load = host_bytes("VmHWM")
     save.part_of = part_of
     save._has_values = lambda tensor: True
     write._Sink._write = with_holes  # pyright: ignore[reportAttributeAccessIssue]
     save_hf(target, module, config=ModelSizes.load(model))
-    after = _peak()
+    after = host_bytes("VmHWM")
     peaks = {"before": before, "after_load": after_load, "after": after}
     return {"read": read, "handed_over": handed_over, **peaks}
-
-
-def _peak() -> int:
-    """Return bytes. Not ru_maxrss: a process inherits that of the one that started it."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
 
 
 if __name__ == "__main__":

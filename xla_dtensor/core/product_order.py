@@ -51,7 +51,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MIN_AXES", "Tiles", "loses_order"]
+__all__ = ["MIN_AXES", "Pairs", "Tiles", "dot_sources", "loses_order"]
 
 Tiles = NDArray[Any]
 """Device ids, one dim per dim of the tensor and a last one for the copies of a tile."""
@@ -68,7 +68,7 @@ def loses_order(
     result: Tiles,
     summed: Pairs,
     batch: Pairs = (),
-    sources: Pairs | None = None,
+    sources: Pairs = (),
 ) -> bool:
     """Tell whether XLA may put the tiles of a product on the wrong devices.
 
@@ -78,27 +78,42 @@ def loses_order(
         result: How the product is to be cut.
         summed: The dims that the sum runs over, each as a dim of `left` and one of `right`.
         batch: The batch dims, likewise. They are the first dims of `result`.
-        sources: For each dim of `result` the number of the factor that it comes from, and its dim.
-            None is a dot's: batch dims, then those of `left`, then those of `right`.
+        sources: For each dim of `result` the number of the factor that it comes from, and its dim;
+            only asked for where the sum runs over several dims. See :func:`dot_sources`.
 
     Returns:
         False where it cannot. True where it can: whether the result is wrong then also depends on
         the sizes of the tiles.
     """
-    if len(summed) > 1:
-        found = _sources(left, right, summed, batch) if sources is None else sources
-        if _lacks_a_sum(left, right, result, summed, found):
-            return True
+    if len(summed) > 1 and _lacks_a_sum(left, right, result, summed, sources):
+        return True
+    cut = {dim for dim, of in enumerate(batch) if _is_cut(left, right, of)}
     for number in range(1, len(summed) + 1):
         for picked in combinations(summed, number):
             dims = tuple(zip(*picked, strict=True))
             factors = (_rows(left, dims[0]), _rows(right, dims[1]))
             for groups in factors:
                 same = [rows for rows in factors if _same_groups(rows, groups)]
-                cut = {d for d, of in enumerate(batch) if _is_cut(left, right, of)}
                 if _loses(groups, same, result, cut):
                     return True
     return False
+
+
+def dot_sources(ndims: tuple[int, int], summed: Pairs, batch: Pairs = ()) -> Pairs:
+    """Return which dim of which factor each dim of a dot comes from: batch, left's, right's.
+
+    Args:
+        ndims: The rank of both factors.
+        summed: As in :func:`loses_order`.
+        batch: As in :func:`loses_order`.
+    """
+    rest = [
+        (factor, dim)
+        for factor, ndim in enumerate(ndims)
+        for dim in range(ndim)
+        if all(pair[factor] != dim for pair in (*summed, *batch))
+    ]
+    return [*((0, dim) for dim, _ in batch), *rest]
 
 
 def _lacks_a_sum(left: Tiles, right: Tiles, result: Tiles, summed: Pairs, sources: Pairs) -> bool:
@@ -128,18 +143,6 @@ def _cuts(pieces: Tiles, groups: Tiles) -> bool:
     piece_of[np.searchsorted(ids, pieces)] = np.arange(len(pieces))[:, None]
     found = piece_of[np.searchsorted(ids, groups)]
     return bool((found != found[0]).any())
-
-
-def _sources(left: Tiles, right: Tiles, summed: Pairs, batch: Pairs) -> Pairs:
-    """Return which dim of which factor each dim of a dot comes from: batch, left's, right's."""
-    used = [{pair[factor] for pair in (*summed, *batch)} for factor in (0, 1)]
-    rest = [
-        (factor, dim)
-        for factor, tiles in enumerate((left, right))
-        for dim in range(tiles.ndim - 1)
-        if dim not in used[factor]
-    ]
-    return [*((0, dim) for dim, _ in batch), *rest]
 
 
 def _is_cut(left: Tiles, right: Tiles, dims: tuple[int, int]) -> bool:

@@ -27,7 +27,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy, stablehlo
 from jaxlib.mlir.passmanager import PassManager
 
-from xla_dtensor.core.product_order import MIN_AXES, loses_order
+from xla_dtensor.core.product_order import MIN_AXES, Pairs, dot_sources, loses_order
 from xla_dtensor.errors import CompileError
 from xla_dtensor.runtimes.jax_shardy import Cut, MeshAxes, Piece, cut_of, meshes_of
 
@@ -154,9 +154,9 @@ class _Dims(NamedTuple):
         result: For each dim of the result the number of the factor that it comes from, and its dim.
     """
 
-    summed: list[tuple[int, int]]
-    batch: list[tuple[int, int]]
-    result: list[tuple[int, int]]
+    summed: Pairs
+    batch: Pairs
+    result: Pairs
 
     def own_cut(self, left: Cut, right: Cut) -> Cut:
         """Return the cut that the factors give the result, each axis used once, `left`'s first."""
@@ -171,12 +171,10 @@ def _dims_of_dot(product: Any) -> _Dims:
     numbers = stablehlo.DotDimensionNumbers(product.attributes["dot_dimension_numbers"])
     of_left, of_right = numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions
     left_batch, right_batch = numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions
-    ranks = [ir.RankedTensorType(factor.type).rank for factor in product.operands]
-    result = [(0, dim) for dim in left_batch]
-    result += [(0, dim) for dim in range(ranks[0]) if dim not in (*left_batch, *of_left)]
-    result += [(1, dim) for dim in range(ranks[1]) if dim not in (*right_batch, *of_right)]
     summed = list(zip(of_left, of_right, strict=True))
-    return _Dims(summed, list(zip(left_batch, right_batch, strict=True)), result)
+    batch = list(zip(left_batch, right_batch, strict=True))
+    left, right = (ir.RankedTensorType(factor.type).rank for factor in product.operands)
+    return _Dims(summed, batch, dot_sources((left, right), summed, batch))
 
 
 def _dims_of_convolution(product: Any, kernel: Cut) -> _Dims:

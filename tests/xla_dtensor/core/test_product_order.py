@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mesh_utils import Mesh
 from xla_dtensor.core import Layout
-from xla_dtensor.core.product_order import Tiles, loses_order
+from xla_dtensor.core.product_order import Tiles, dot_sources, loses_order
 
 MESH = Mesh.arange((2, 2, 2), ("a", "b", "c"))
 # The sum runs over dim 0 of both factors. (left, right, result), as XLA was found to be wrong.
@@ -65,10 +65,12 @@ def test_one_of_several_dims_of_the_sum_is_enough() -> None:
 
 def test_a_sum_over_dims_that_the_factors_are_cut_differently_along_is_concerned() -> None:
     summed = [(0, 0), (1, 1)]
+    sources = dot_sources((3, 3), summed)
+    assert sources == [(0, 2), (1, 2)]
     left, right = tiles("a,b,c"), tiles("a.c,b,-")
-    assert loses_order(left, right, tiles("a,-"), summed)
-    assert not loses_order(left, right, tiles("-,-"), summed)
-    assert not loses_order(left, tiles("a,b,-"), tiles("c,-"), summed)
+    assert loses_order(left, right, tiles("a,-"), summed, sources=sources)
+    assert not loses_order(left, right, tiles("-,-"), summed, sources=sources)
+    assert not loses_order(left, tiles("a,b,-"), tiles("c,-"), summed, sources=sources)
 
 
 cuts = st.permutations("abc").flatmap(

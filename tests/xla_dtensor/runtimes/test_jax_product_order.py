@@ -186,8 +186,30 @@ def test_inside_a_manual_computation_the_other_axes_count() -> None:
 
     specs = [read("ab,,c"), read("ab,c,"), read("ac,,b")]
     made = lowered(program, specs, left, right)
-    keep_product_orders(made)
+    assert keep_product_orders(made) == 1
     assert np.abs(run(made, left, right) - left @ right).max() < 1e-12
+
+
+def test_a_part_of_an_axis_is_read_and_written() -> None:
+    """Devices are numbered 4 * x + y; dim 0 is cut by the inner half of y."""
+    from jax._src.interpreters.mlir import make_ir_context
+    from jaxlib.mlir import ir
+
+    from xla_dtensor.runtimes.jax_shardy import cut_of, meshes_of
+
+    text = """module { sdy.mesh @m = <["x"=2, "y"=4]>
+    func.func @main(%0: tensor<8x8xf32> {sdy.sharding = #sdy.sharding<@m, [{"y":(2)2}, {"x"}]>},
+                    %1: tensor<8x8xf32>) { return } }"""
+    with make_ir_context(), ir.Location.unknown():
+        module = ir.Module.parse(text)
+        meshes = meshes_of(module.operation)
+        given_ = module.body.operations[1].regions[0].blocks[0].arguments
+        cut = cut_of(given_[0], meshes)
+        assert cut is not None
+        assert cut.tiles().tolist() == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+        assert str(cut.attribute()) == '#sdy.sharding<@m, [{"y":(2)2}, {"x"}]>'
+        assert cut.without(cut.dims[0]).tiles().tolist() == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+        assert cut_of(given_[1], meshes) is None
 
 
 def check(kind: str, specs: Sequence[Spec]) -> None:
