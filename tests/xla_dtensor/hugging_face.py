@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,15 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 import xla_dtensor as xd
 
-__all__ = ["MODELS", "Example", "distributed", "made", "training"]
+__all__ = [
+    "MODELS",
+    "Example",
+    "Trained",
+    "distributed",
+    "made",
+    "steps_beside_pytorch",
+    "training",
+]
 
 VOCABULARY = 128
 _SIZES: dict[str, Any] = {
@@ -160,3 +169,52 @@ def training(example: Example, model: Any, steps: int) -> tuple[Any, Any]:
         return loss.detach()
 
     return step, scheduler
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What became of a model and of its twin in plain PyTorch.
+
+    Args:
+        losses: Of each step.
+        wanted: The twin's.
+        parameters: How far each parameter is from the twin's at most, by its path.
+        traces: How often the step was traced.
+    """
+
+    losses: list[float]
+    wanted: list[float]
+    parameters: dict[str, float]
+    traces: int
+
+
+def steps_beside_pytorch(name: str, steps: int) -> Trained:
+    """Train one of `MODELS` in a compiled step on a (2, 4) mesh, and its twin in plain PyTorch.
+
+    Args:
+        name: Its name.
+        steps: How many.
+    """
+    import transformers
+
+    mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+    example = made(name, transformers)
+    plain = copy.deepcopy(example.model)
+    model = distributed(example.model, mesh)
+    step, scheduler = training(example, model, steps)
+    plain_step, plain_scheduler = training(example, plain, steps)
+    compiled: Any = xd.compile(step)
+    losses, wanted = [], []
+    for i in range(steps):
+        batch = example.batches[i % len(example.batches)]
+        cut = [xd.distribute_tensor(t, mesh, [Shard(0), Replicate()]) for t in batch]
+        losses.append(compiled(*cut).item())
+        wanted.append(plain_step(*batch).item())
+        scheduler.step()
+        plain_scheduler.step()
+    pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
+    apart = {
+        path: float((given.full_tensor().cpu() - expected).detach().abs().max())
+        for (path, given), expected in pairs
+    }
+    return Trained(losses, wanted, apart, compiled.stats()["traces"])

@@ -1,54 +1,49 @@
-"""Hugging Face's models, unmodified, trained in one compiled step on a (2, 4) mesh."""
+"""Hugging Face's models, unmodified, trained in one compiled step on a (2, 4) mesh, in float32."""
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
-import torch
-from torch.distributed.tensor import Replicate, Shard
 
-import xla_dtensor as xd
-from tests.xla_dtensor.hugging_face import MODELS, distributed, made, training
+from tests.hosts import Hosts
+from tests.xla_dtensor.hugging_face import MODELS, Trained, steps_beside_pytorch
 
-hf = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("runtime")
+pytest.importorskip("transformers")
+pytestmark = [pytest.mark.usefixtures("runtime"), pytest.mark.only_on("jax")]
+STEPS = 30
 
 
-@pytest.mark.only_on("jax")
+def check(trained: Trained) -> None:
+    assert len(trained.losses) == STEPS
+    assert trained.wanted[-1] < trained.wanted[0]
+    assert trained.losses == pytest.approx(trained.wanted, abs=1e-5)
+    assert trained.parameters
+    far = {path: apart for path, apart in trained.parameters.items() if not apart <= 1e-4}
+    assert not far
+    assert trained.traces <= 2
+
+
 @pytest.mark.parametrize(
     "name",
-    [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
+    [
+        name if name == "llama" else pytest.param(name, marks=pytest.mark.slow)
+        for name in MODELS
+        if name != "t5"
+    ],
 )
-def test_thirty_steps_equal_plain_pytorch(mesh: xd.DeviceMesh, name: str) -> None:
-    steps = 30
-    example = made(name, hf)
-    if name == "t5":
-        # In float32 the compiler of the tests rounds otherwise, by 7e-5 after twelve steps; the
-        # usual one by 8e-7. In float64 both are within 2e-8.
-        example.model.double()
-    plain = copy.deepcopy(example.model)
-    model = distributed(example.model, mesh)
-    step, scheduler = training(example, model, steps)
-    plain_step, plain_scheduler = training(example, plain, steps)
-    compiled: Any = xd.compile(step)
-    losses, wanted = [], []
-    for i in range(steps):
-        batch = example.batches[i % len(example.batches)]
-        cut = [xd.distribute_tensor(t, mesh, [Shard(0), Replicate()]) for t in batch]
-        losses.append(compiled(*cut).item())
-        wanted.append(plain_step(*batch).item())
-        scheduler.step()
-        plain_scheduler.step()
-    assert wanted[-1] < wanted[0]
-    assert losses == pytest.approx(wanted, abs=1e-5)
-    for (path, given), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(
-            given.full_tensor().cpu(),
-            expected.detach(),
-            atol=1e-4,
-            rtol=0,
-            msg=lambda text, path=path: f"{path}: {text}",
-        )
-    assert compiled.stats()["traces"] <= 2
+def test_thirty_steps_equal_plain_pytorch(name: str) -> None:
+    check(steps_beside_pytorch(name, STEPS))
+
+
+@pytest.mark.slow
+def test_thirty_steps_of_t5_equal_plain_pytorch() -> None:
+    """T5 scales no scores: its losses part soon where sums are rounded in another order.
+
+    By 7e-5 with the quick compiler of the tests, by 8e-7 with XLA's usual one, which this uses.
+    """
+    host = Hosts(1, 8, XLA_FLAGS="")
+    try:
+        task = "tests.xla_dtensor.hugging_face:steps_beside_pytorch"
+        (trained,) = host.run(task, timeout_seconds=600, name="t5", steps=STEPS)
+    finally:
+        host.close()
+    check(trained)
