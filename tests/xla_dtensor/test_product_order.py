@@ -137,7 +137,7 @@ def test_gradients_of_any_layouts(
 
 @pytest.mark.slow
 @given(layouts(), st.booleans())
-@settings(max_examples=400, deadline=None, suppress_health_check=_LONG)
+@settings(max_examples=250, deadline=None, suppress_health_check=_LONG)
 def test_gradients_of_any_of_many_layouts(
     cube: xd.DeviceMesh, placements: Sequence[Placements], compiled: bool
 ) -> None:
