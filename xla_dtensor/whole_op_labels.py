@@ -7,8 +7,9 @@ Replicate.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -19,6 +20,7 @@ from xla_dtensor.runtimes.linear_loss_ops import linear_loss, linear_loss_backwa
 __all__ = ["WHOLE_OP_LABELS"]
 
 aten = torch.ops.aten
+Shape = Sequence[int]
 
 
 def _dim(placement: Placement) -> int | None:
@@ -26,44 +28,64 @@ def _dim(placement: Placement) -> int | None:
     return placement.dim if type(placement) is Shard else None  # pyright: ignore
 
 
-def _linear(x: Any, weight: Any, x_ndim: int) -> Placement:
-    x_dim, weight_dim = _dim(x), _dim(weight)
-    if x_dim == x_ndim - 1 and weight_dim == 1:
+class _Factor(NamedTuple):
+    """A factor of a product on one mesh axis: which dim of the product it cuts, and its sizes."""
+
+    cuts: int | None
+    shape: Sequence[int]
+
+
+def _product(left: _Factor, right: _Factor) -> Placement:
+    """Let the larger factor stay as it is, the left one of two alike; the other is gathered.
+
+    So XLA does it. PyTorch would take what moves the fewest bytes, which is the same thing mostly.
+    """
+    dim = right.cuts if left.cuts is None else left.cuts
+    if None not in (left.cuts, right.cuts) and left.cuts != right.cuts:
+        dim = right.cuts if prod(right.shape) > prod(left.shape) else left.cuts
+    return Replicate() if dim is None else Shard(dim)
+
+
+def _linear(x: Any, weight: Any, x_shape: Shape, weight_shape: Shape) -> Placement:
+    x_dim, weight_dim, last = _dim(x), _dim(weight), len(x_shape) - 1
+    if x_dim == last and weight_dim == 1:
         return Partial()
-    if weight_dim == 0 and x_dim is None:
-        return Shard(x_ndim - 1)
-    if x_dim is not None and x_dim < x_ndim - 1:
-        return Shard(x_dim)
-    return Replicate()
+    return _product(
+        _Factor(None if x_dim == last else x_dim, x_shape),
+        _Factor(last if weight_dim == 0 else None, weight_shape),
+    )
 
 
-def _matmul(a: Any, b: Any, a_ndim: int, b_ndim: int) -> Placement:
-    ndim = max(a_ndim, b_ndim)
+def _matmul(a: Any, b: Any, a_shape: Shape, b_shape: Shape) -> Placement:
+    a_ndim, b_ndim = len(a_shape), len(b_shape)
     a_dim, b_dim = _dim(a), _dim(b)
-    a_dim = None if a_dim is None else a_dim - a_ndim
-    b_dim = None if b_dim is None else b_dim - b_ndim
-    if a_dim == -1 and b_dim == -2:
+    a_sum, b_sum = a_ndim - 1, max(b_ndim - 2, 0)
+    if a_dim == a_sum and b_dim == b_sum:
         return Partial()
-    if a_dim is not None and a_dim < -1 and (b_dim in (None, -1, a_dim)):
-        # Where both would cut the output (its rows, its columns), one has to be gathered: b.
-        return Shard(ndim + a_dim)
-    if b_dim is not None and b_dim != -2 and (a_dim in (None, b_dim)):
-        return Shard(ndim + b_dim)
-    return Replicate()
+    # A dim of size 1 is spread over the other factor's; the sums of a vector leave no dim.
+    if a_dim is not None and (a_dim == a_sum or a_shape[a_dim] == 1):
+        a_dim = None
+    if b_dim is not None and (b_dim == b_sum or b_shape[b_dim] == 1):
+        b_dim = None
+    if a_dim is not None and b_ndim > 1:
+        a_dim += max(a_ndim, b_ndim) - a_ndim
+    if b_dim is not None:
+        b_dim += max(a_ndim, b_ndim) - b_ndim if a_ndim > 1 else -(b_dim > b_sum)
+    return _product(_Factor(a_dim, a_shape), _Factor(b_dim, b_shape))
 
 
-def _weight_grad(grad: Any, x: Any, ndim: int) -> Placement:
-    grad_dim, x_dim = _dim(grad), _dim(x)
-    if grad_dim is not None and grad_dim == x_dim and grad_dim < ndim - 1:
+def _weight_grad(grad: Any, x: Any, grad_shape: Shape, x_shape: Shape) -> Placement:
+    grad_dim, x_dim, last = _dim(grad), _dim(x), len(x_shape) - 1
+    if grad_dim is not None and grad_dim == x_dim and grad_dim < last:
         return Partial()
-    if grad_dim == ndim - 1 and x_dim is None:
-        return Shard(0)
-    if x_dim == ndim - 1 and grad_dim is None:
-        return Shard(1)
-    return Replicate()
+    return _product(
+        _Factor(0 if grad_dim == last else None, grad_shape),
+        _Factor(1 if x_dim == last else None, x_shape),
+    )
 
 
-def _attention(q: Any, k: Any, v: Any, ndim: int) -> Placement:
+def _attention(q: Any, k: Any, v: Any, q_shape: Shape, *_: Shape) -> Placement:
+    ndim = len(q_shape)
     q_dim, k_dim, v_dim = _dim(q), _dim(k), _dim(v)
     if q_dim is not None and q_dim == k_dim == v_dim and q_dim < ndim - 2:
         return Shard(q_dim)
@@ -75,9 +97,8 @@ def _attention(q: Any, k: Any, v: Any, ndim: int) -> Placement:
 def _per_axis(rule: Callable[..., Placement], tensors: int) -> Callable[[int, Any], Any]:
     def placements(num_axes: int, args: Any) -> tuple[Placement, ...]:
         given = [args[i] for i in range(tensors)]
-        ndims = [len(g[1]) for g in given]
-        ndims = ndims if rule is _matmul else ndims[:1]
-        return tuple(rule(*(g[0][axis] for g in given), *ndims) for axis in range(num_axes))
+        shapes = [g[1] for g in given]
+        return tuple(rule(*(g[0][axis] for g in given), *shapes) for axis in range(num_axes))
 
     return placements
 
