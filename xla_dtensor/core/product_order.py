@@ -1,12 +1,12 @@
-"""Products whose tiles XLA's SPMD partitioner puts on the wrong devices, told from shardings alone.
+"""Products whose tiles XLA's SPMD partitioner may put on the wrong devices, told from shardings.
 
 The idea
 --------
 Where both factors are cut along the dims that are summed over, XLA takes a product apart by groups
 of devices: those that have the same piece of the sum. Within a group it multiplies what is left,
-then it adds up over the groups. If dims of the wanted result are cut by the very same groups, it
-takes the result's tiles for those of the product without asking in which *order* the devices of a
-group come. The order follows from how the rest of each tensor is cut, and may be another one:
+then it adds up over the groups. If the wanted result is cut by an axis of the sum as well, it looks
+for groups in the result that fit, without asking in which *order* the devices of a group come. The
+order follows from how the rest of each tensor is cut, and may be another one:
 
     axes a, b, c of size 2; the sum runs over dim 0 of both factors
 
@@ -18,27 +18,29 @@ The left factor is the larger one, so the product is made in its order, c before
 it were in the result's: two of four tiles of each group change places. No error, no warning. (XLA
 of jaxlib 0.10.2 and of torch_xla 2.9, under Shardy and GSPMD; docs/decisions/product_order.md.)
 
-It takes a group of at least two axes that can differ in order, next to the axes of the sum: three
-axes larger than 1. Two more faults were found by trying, and are told as well:
+Several faults of this kind were found by trying, each by a case that a narrower rule had missed. So
+the rule here does not follow them one by one. It says which products are surely safe:
 
-* batch dims that the factors are cut along, where the result is cut along them by an axis of the
-  sum: the piece is taken out of the wrong tile. Two axes are enough: [y, -, x] x [y, x, -] ->
-  [x, -, y].
-* a sum over several dims that the factors are not cut alike along, where a dim of the result is cut
-  by an axis of the sum and that of the factor by another: XLA adds up over too few devices.
-  [a, b, c] x [a.c, b, -] -> [a, -].
+* None of the sum's axes cuts the result. Never found wrong, and the way out for all others: a
+  product that is told to lie so, and is cut further afterwards, is right.
+* Factors and result are cut alike along the batch dims, and beside that
+  - the mesh has two axes, so that a group is one axis, or
+  - both factors are cut along the sum, by the same groups, whose devices come in one order in both
+    factors and in the result, or
+  - one of them is, and each dim of the result is cut as the factor's that it comes from, or not.
 
-A result that is not cut by the axes of the sum was never found wrong.
+Whatever else cuts a result by an axis of the sum may be wrong.
 
 Worked example
 --------------
     >>> import numpy as np
     >>> left = np.array([[[0, 4], [1, 5]], [[2, 6], [3, 7]]])    # [b, c], copies over a
     >>> right = np.array([[[0], [1], [4], [5]], [[2], [3], [6], [7]]])    # [b, a.c]
-    >>> loses_order(left, right, right, summed=[(0, 0)])
+    >>> product = {"summed": [(0, 0)], "batch": [], "sources": [(0, 1), (1, 1)]}
+    >>> loses_order(left, right, right, **product)
     True
     >>> by_columns = np.array([[[0, 2], [4, 6]], [[1, 3], [5, 7]]])    # [c, a], copies over b
-    >>> loses_order(left, right, by_columns, summed=[(0, 0)])
+    >>> loses_order(left, right, by_columns, **product)
     False
 """
 
@@ -51,13 +53,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MIN_AXES", "Pairs", "Tiles", "dot_sources", "loses_order"]
+__all__ = ["MIN_AXES", "Pairs", "Tiles", "loses_order"]
 
 Tiles = NDArray[Any]
 """Device ids, one dim per dim of the tensor and a last one for the copies of a tile."""
 
 MIN_AXES = 2
 """On a mesh with fewer axes larger than 1 no product is concerned."""
+
+_MIN_AXES_OF_ORDERS = 3
+"""With fewer, the devices of a group have one order only."""
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -67,8 +72,9 @@ def loses_order(
     right: Tiles,
     result: Tiles,
     summed: Pairs,
-    batch: Pairs = (),
-    sources: Pairs = (),
+    batch: Pairs,
+    sources: Pairs,
+    num_axes: int = _MIN_AXES_OF_ORDERS,
 ) -> bool:
     """Tell whether XLA may put the tiles of a product on the wrong devices.
 
@@ -78,62 +84,45 @@ def loses_order(
         result: How the product is to be cut.
         summed: The dims that the sum runs over, each as a dim of `left` and one of `right`.
         batch: The batch dims, likewise. They are the first dims of `result`.
-        sources: For each dim of `result` the number of the factor that it comes from, and its dim;
-            only asked for where the sum runs over several dims. See :func:`dot_sources`.
+        sources: For each dim of `result` the number of the factor that it comes from, and its dim.
+        num_axes: Of how many axes, or parts of axes, larger than 1 the cuts are made.
 
     Returns:
-        False where it cannot. True where it can: whether the result is wrong then also depends on
-        the sizes of the tiles.
+        False where it cannot. True where it can: most of those are right, depending on the sizes.
     """
-    if len(summed) > 1 and _lacks_a_sum(left, right, result, summed, sources):
-        return True
-    cut = {dim for dim, of in enumerate(batch) if _is_cut(left, right, of)}
-    for number in range(1, len(summed) + 1):
-        for picked in combinations(summed, number):
-            dims = tuple(zip(*picked, strict=True))
-            factors = (_rows(left, dims[0]), _rows(right, dims[1]))
-            for groups in factors:
-                same = [rows for rows in factors if _same_groups(rows, groups)]
-                if _loses(groups, same, result, cut):
-                    return True
-    return False
-
-
-def dot_sources(ndims: tuple[int, int], summed: Pairs, batch: Pairs = ()) -> Pairs:
-    """Return which dim of which factor each dim of a dot comes from: batch, left's, right's.
-
-    Args:
-        ndims: The rank of both factors.
-        summed: As in :func:`loses_order`.
-        batch: As in :func:`loses_order`.
-    """
-    rest = [
-        (factor, dim)
-        for factor, ndim in enumerate(ndims)
-        for dim in range(ndim)
-        if all(pair[factor] != dim for pair in (*summed, *batch))
-    ]
-    return [*((0, dim) for dim, _ in batch), *rest]
-
-
-def _lacks_a_sum(left: Tiles, right: Tiles, result: Tiles, summed: Pairs, sources: Pairs) -> bool:
-    """Tell whether XLA may add up over too few devices.
-
-    It was found to where the sum runs over several dims that the factors are cut differently along,
-    and a dim of the result is cut by an axis of the sum, into as many pieces as the factor's dim
-    that it comes from, which is cut by another.
-    """
-    dims = tuple(zip(*summed, strict=True))
-    sums = (_rows(left, dims[0]), _rows(right, dims[1]))
-    if all(left.shape[one] == right.shape[other] for one, other in summed) and _same_groups(*sums):
+    if not summed or not _sum_cuts(left, right, result, summed):
         return False
-    for dim, (factor, of_factor) in enumerate(sources):
-        wanted = _rows(result, (dim,))
-        found = _rows((left, right)[factor], (of_factor,))
-        alike = len(wanted) == len(found) > 1 and not _same_groups(wanted, found)
-        if alike and any(_cuts(wanted, rows) for rows in sums):
+    if any(left.shape[one] > 1 or right.shape[other] > 1 for one, other in batch):
+        if not _batches_agree(left, right, result, batch):
             return True
-    return False
+        left, right, result = _of_one_batch_tile(left, right, result, batch)
+    if num_axes < _MIN_AXES_OF_ORDERS:
+        return False
+    if any(len(rows) == 1 for rows in _sums(left, right, summed)):
+        return not _is_as_factors_are((left, right), result, sources)
+    parts = (c for n in range(1, len(summed) + 1) for c in combinations(summed, n))
+    return not all(_in_one_order(left, right, result, part) for part in parts)
+
+
+def _is_as_factors_are(factors: tuple[Tiles, Tiles], result: Tiles, sources: Pairs) -> bool:
+    """Tell whether each dim of the result is cut as the one that it comes from, or not cut."""
+    for dim, (factor, of_factor) in enumerate(sources):
+        wanted, found = _rows(result, (dim,)), _rows(factors[factor], (of_factor,))
+        if len(wanted) > 1 and not np.array_equal(_sorted(wanted), _sorted(found)):
+            return False
+    return True
+
+
+def _sums(left: Tiles, right: Tiles, summed: Pairs) -> tuple[Tiles, Tiles]:
+    """Return the devices of both factors, a row for each piece of the sum."""
+    of_left, of_right = zip(*summed, strict=True)
+    return _rows(left, of_left), _rows(right, of_right)
+
+
+def _sum_cuts(left: Tiles, right: Tiles, result: Tiles, summed: Pairs) -> bool:
+    """Tell whether devices that differ in nothing but the sum's piece have unequal pieces."""
+    pieces = _rows(result, range(result.ndim - 1))
+    return any(_cuts(pieces, rows) for rows in _sums(left, right, summed))
 
 
 def _cuts(pieces: Tiles, groups: Tiles) -> bool:
@@ -145,41 +134,33 @@ def _cuts(pieces: Tiles, groups: Tiles) -> bool:
     return bool((found != found[0]).any())
 
 
-def _is_cut(left: Tiles, right: Tiles, dims: tuple[int, int]) -> bool:
-    return left.shape[dims[0]] > 1 or right.shape[dims[1]] > 1
+def _batches_agree(left: Tiles, right: Tiles, result: Tiles, batch: Pairs) -> bool:
+    """Tell whether factors and result have the same devices at each piece of the batch dims."""
+    of_left, of_right = zip(*batch, strict=True)
+    shape, wanted = result.shape[: len(batch)], _sorted(_rows(result, range(len(batch))))
+    return all(
+        tuple(factor.shape[dim] for dim in dims) == shape
+        and np.array_equal(_sorted(_rows(factor, dims)), wanted)
+        for factor, dims in ((left, of_left), (right, of_right))
+    )
 
 
-def _loses(groups: Tiles, same: Sequence[Tiles], result: Tiles, batch: set[int]) -> bool:
-    """Tell whether a result that is cut by `groups`, a row each, would be wrong.
+def _of_one_batch_tile(left: Tiles, right: Tiles, result: Tiles, batch: Pairs) -> Iterator[Tiles]:
+    """Yield how factors and result are cut inside of the first piece of the batch dims."""
+    of_left, of_right = zip(*batch, strict=True)
+    for tiles, dims in ((left, of_left), (right, of_right), (result, range(len(batch)))):
+        yield tiles[tuple(slice(1) if dim in dims else slice(None) for dim in range(tiles.ndim))]
 
-    Args:
-        groups: The groups of a factor.
-        same: The factors of those groups, each with its order of their devices.
-        result: How the product is to be cut.
-        batch: The batch dims that a factor is cut along.
-    """
-    copies, count = result.shape[-1], len(groups)
-    if count == 1 or (copies > 1 and copies % count == 0):
+
+def _in_one_order(left: Tiles, right: Tiles, result: Tiles, summed: Pairs) -> bool:
+    """Tell whether both factors have the same groups, and the result's order in each is theirs."""
+    rows, others = _sums(left, right, summed)
+    if not np.array_equal(rows, others):
         return False
-    for picked, rows in _in_groups(result, groups):
-        if batch.intersection(picked):
-            return True
-        others = set(range(result.ndim - 1)).difference(picked)
-        is_cut = any(result.shape[dim] > 1 for dim in others)
-        if is_cut and any(not np.array_equal(_ordered(rows), _ordered(of)) for of in same):
-            return True
-    return False
-
-
-def _in_groups(result: Tiles, groups: Tiles) -> Iterator[tuple[tuple[int, ...], Tiles]]:
-    """Yield the dims of a result that are cut by just `groups`, with its devices, a row a group."""
-    dims = [dim for dim, size in enumerate(result.shape) if size > 1]
-    for number in range(1, len(dims) + 1):
-        for picked in combinations(dims, number):
-            if np.prod([result.shape[dim] for dim in picked]) == len(groups):
-                rows = _rows(result, picked)
-                if _same_groups(rows, groups):
-                    yield picked, rows
+    ids = result.ravel()
+    by_id = np.argsort(ids)
+    places = by_id[np.searchsorted(ids, rows, sorter=by_id)]
+    return bool((np.diff(places, axis=1) > 0).all())
 
 
 def _rows(tiles: Tiles, dims: Sequence[int]) -> Tiles:
@@ -187,17 +168,6 @@ def _rows(tiles: Tiles, dims: Sequence[int]) -> Tiles:
     moved = np.moveaxis(tiles, dims, range(len(dims)))
     count = int(np.prod([tiles.shape[dim] for dim in dims], dtype=int))
     return moved.reshape(count, -1)
-
-
-def _same_groups(one: Tiles, other: Tiles) -> bool:
-    if one.shape != other.shape:
-        return False
-    return np.array_equal(_sorted(_ordered(one)), _sorted(_ordered(other)))
-
-
-def _ordered(rows: Tiles) -> Tiles:
-    """Return the groups sorted, their devices in the order they come."""
-    return rows[np.argsort(rows.min(axis=1))]
 
 
 def _sorted(rows: Tiles) -> Tiles:

@@ -1,4 +1,4 @@
-"""Products that XLA would put on the wrong devices get a cut of their own, before compiling.
+"""Products that XLA might put on the wrong devices are told how to lie, before compiling.
 
 Which products those are, and why, see :mod:`xla_dtensor.core.product_order`. It depends on how XLA
 is going to cut the factors and the result, which follows from the whole program. Shardy decides
@@ -7,11 +7,15 @@ will propagate it, its products are looked at, and those concerned are told how 
 
     %2 = stablehlo.dot_general %0, %1                          [b, c] x [b, a.c] -> [b, a.c]
     ----
-    %2 = stablehlo.dot_general %0, %1                          [b, c] x [b, a.c] -> [c, a]
-    %3 = sdy.sharding_constraint %2 <@mesh, [{"c"}, {"a"}]>
+    %3 = sdy.sharding_constraint %0 <@mesh, [{"b"}, {}]>
+    %4 = sdy.sharding_constraint %1 <@mesh, [{"b"}, {"a", "c"}]>
+    %5 = stablehlo.dot_general %3, %4                          [b, -] x [b, a.c] -> [-, a.c]
+    %6 = sdy.sharding_constraint %5 <@mesh, [{}, {"a", "c"}]>
 
-The cut is the factors' own, without the axes of the sum: such a result is never concerned. What
-used the product goes on from the constraint, and is cut as before.
+Factors that agree (:meth:`ProductDims.agreed`) leave XLA one way to make the product, without the
+sum's axes in its cut: such a product is never concerned. Where they did not agree XLA has the same
+choice to make, and the smaller factor to gather. What used the product goes on from the last
+constraint, and is cut as before.
 
 A program on a mesh with fewer than two axes larger than 1 is not looked at. Others cost one run
 of Shardy's propagation, a small part of compiling.
@@ -20,16 +24,16 @@ of Shardy's propagation, a small part of compiling.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import sdy, stablehlo
+from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
 
-from xla_dtensor.core.product_order import MIN_AXES, Pairs, dot_sources, loses_order
+from xla_dtensor.core.product_order import MIN_AXES, loses_order
 from xla_dtensor.errors import CompileError
-from xla_dtensor.runtimes.jax_shardy import Cut, MeshAxes, Piece, cut_of, meshes_of
+from xla_dtensor.runtimes.jax_product_dims import dims_of_convolution, dims_of_dot
+from xla_dtensor.runtimes.jax_shardy import Cut, MeshAxes, cut_of, meshes_of, num_parts
 
 __all__ = ["keep_product_orders"]
 
@@ -44,14 +48,6 @@ _PROPAGATION = (
 )
 _DOT, _CONVOLUTION = "stablehlo.dot_general", "stablehlo.convolution"
 _NUMBER = "xla_dtensor.product"
-
-
-@dataclass(frozen=True)
-class _Summed:
-    """A product that XLA would get wrong: what its sum is cut by, and how else it may lie."""
-
-    pieces: frozenset[Piece]
-    instead: Cut
 
 
 def keep_product_orders(lowered: Any) -> int:
@@ -69,18 +65,16 @@ def keep_product_orders(lowered: Any) -> int:
         if all(mesh.num_axes < MIN_AXES for mesh in meshes.values()):
             return 0
         products = _numbered(module)
-        constraints: dict[int, Any] = {}
-        cuts: dict[int, Cut] = {}
+        told: set[int] = set()
         while found := _concerned(module, meshes):
-            for number, summed in found.items():
-                before = cuts.get(number)
-                cuts[number] = (before or summed.instead).without(summed.pieces)
-                if cuts[number] == before:
+            for number, cuts in found.items():
+                if number in told:
                     raise _not_kept(products[number])
-                constraints[number] = _tell(products[number], cuts[number], constraints.get(number))
+                _tell(products[number], cuts)
+            told.update(found)
         for product in products:
             del product.attributes[_NUMBER]
-    return len(cuts)
+    return len(told)
 
 
 def _not_kept(product: Any) -> CompileError:
@@ -109,100 +103,51 @@ def _operations(op: Any) -> Iterator[Any]:
                 yield from _operations(inner.operation)
 
 
-def _concerned(module: Any, meshes: Mapping[str, MeshAxes]) -> dict[int, _Summed]:
-    """Return the products that XLA would get wrong, by number."""
+def _concerned(module: Any, meshes: Mapping[str, MeshAxes]) -> dict[int, tuple[Cut, Cut, Cut]]:
+    """Return how the products that XLA might get wrong are to lie instead, by number.
+
+    One in a function that is called several times is told as the first of its calls needs it.
+    """
     copy = module.clone()
     PassManager.parse(f"builtin.module({_PROPAGATION})").run(copy)
-    found: dict[int, _Summed] = {}
+    found: dict[int, tuple[Cut, Cut, Cut]] = {}
     for op in _operations(copy):
-        if _NUMBER not in op.attributes:
-            continue
-        summed = _looked_at(op, meshes)
-        if summed is not None:
-            number = ir.IntegerAttr(op.attributes[_NUMBER]).value
-            other = found.get(number, summed)  # of another call of the function that it is in
-            found[number] = _Summed(other.pieces | summed.pieces, other.instead)
+        if _NUMBER in op.attributes:
+            instead = _looked_at(op, meshes)
+            if instead is not None:
+                found.setdefault(ir.IntegerAttr(op.attributes[_NUMBER]).value, instead)
     return found
 
 
-def _looked_at(product: Any, meshes: Mapping[str, MeshAxes]) -> _Summed | None:
+def _looked_at(product: Any, meshes: Mapping[str, MeshAxes]) -> tuple[Cut, Cut, Cut] | None:
     values = (*product.operands, product.result)
-    cuts = [cut_of(value, meshes) for value in values]
-    known = next((cut for cut in cuts if cut is not None), None)
+    found = [cut_of(value, meshes) for value in values]
+    known = next((cut for cut in found if cut is not None), None)
     if known is None:
         return None
-    left, right, result = (
-        cut or Cut(known.mesh, ((),) * ir.RankedTensorType(value.type).rank, known.manual)
-        for cut, value in zip(cuts, values, strict=True)
-    )
-    dims = _dims_of_dot(product) if product.name == _DOT else _dims_of_convolution(product, right)
-    tiles = left.tiles(), right.tiles(), result.tiles()
-    if not loses_order(*tiles, dims.summed, dims.batch, dims.result):
-        return None
-    summed = [
-        p for of_left, of_right in dims.summed for p in (*left.dims[of_left], *right.dims[of_right])
+    cuts = [
+        cut or Cut(known.mesh, ((),) * len(_shape(value)), known.manual)
+        for cut, value in zip(found, values, strict=True)
     ]
-    return _Summed(frozenset(summed), dims.own_cut(left, right))
+    left, right = cuts[:2]
+    dims = dims_of_dot(product) if product.name == _DOT else dims_of_convolution(product, right)
+    tiles = left.tiles(), right.tiles(), cuts[2].tiles()
+    if not loses_order(*tiles, *dims, num_parts(cuts)):
+        return None
+    shapes = _shape(product.operands[0]), _shape(product.operands[1])
+    return dims.agreed(left, right, *shapes)
 
 
-class _Dims(NamedTuple):
-    """What the dims of a product mean.
-
-    Args:
-        summed: The dims that the sum runs over, each as a dim of both factors.
-        batch: The batch dims, likewise.
-        result: For each dim of the result the number of the factor that it comes from, and its dim.
-    """
-
-    summed: Pairs
-    batch: Pairs
-    result: Pairs
-
-    def own_cut(self, left: Cut, right: Cut) -> Cut:
-        """Return the cut that the factors give the result, each axis used once, `left`'s first."""
-        used = [piece for dim in left.dims for piece in dim]
-        if right.mesh is not left.mesh:
-            used = [piece for dim in right.dims for piece in dim]
-        factors = left, right.without(used)
-        return Cut(left.mesh, tuple(factors[f].dims[dim] for f, dim in self.result), left.manual)
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(ir.RankedTensorType(value.type).shape)
 
 
-def _dims_of_dot(product: Any) -> _Dims:
-    numbers = stablehlo.DotDimensionNumbers(product.attributes["dot_dimension_numbers"])
-    of_left, of_right = numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions
-    left_batch, right_batch = numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions
-    summed = list(zip(of_left, of_right, strict=True))
-    batch = list(zip(left_batch, right_batch, strict=True))
-    left, right = (ir.RankedTensorType(factor.type).rank for factor in product.operands)
-    return _Dims(summed, batch, dot_sources((left, right), summed, batch))
-
-
-def _dims_of_convolution(product: Any, kernel: Cut) -> _Dims:
-    numbers = stablehlo.ConvDimensionNumbers(product.attributes["dimension_numbers"])
-    summed = [(numbers.input_feature_dimension, numbers.kernel_input_feature_dimension)]
-    result = {
-        numbers.output_batch_dimension: (0, numbers.input_batch_dimension),
-        numbers.output_feature_dimension: (1, numbers.kernel_output_feature_dimension),
-    }
-    spatial = zip(
-        numbers.input_spatial_dimensions,
-        numbers.kernel_spatial_dimensions,
-        numbers.output_spatial_dimensions,
-        strict=True,
-    )
-    for of_input, of_kernel, of_output in spatial:
-        result[of_output] = (0, of_input)
-        if kernel.dims[of_kernel]:  # a gradient, whose kernel is as large as its input
-            summed.append((of_input, of_kernel))
-    return _Dims(summed, [], [result[dim] for dim in sorted(result)])
-
-
-def _tell(product: Any, cut: Cut, constraint: Any) -> Any:
-    """Constrain the result of a product, or change the constraint that it has got before."""
-    if constraint is not None:
-        constraint.attributes["sharding"] = cut.attribute()
-        return constraint
+def _tell(product: Any, cuts: tuple[Cut, Cut, Cut]) -> None:
+    """Constrain the factors of a product and its result."""
+    with ir.InsertionPoint(product):
+        for number, cut in enumerate(cuts[:2]):
+            factor = sdy.ShardingConstraintOp(product.operands[number], cut.attribute())
+            product.operands[number] = factor.result
     with ir.InsertionPoint.after(product):
-        constraint = sdy.ShardingConstraintOp(product.result, cut.attribute()).operation
+        constraint = sdy.ShardingConstraintOp(product.result, cuts[2].attribute()).operation
     product.result.replace_all_uses_except(constraint.result, [constraint])
-    return constraint

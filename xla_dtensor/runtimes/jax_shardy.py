@@ -20,7 +20,7 @@ from jaxlib.mlir.dialects import sdy
 
 from xla_dtensor.core.product_order import Tiles
 
-__all__ = ["Cut", "MeshAxes", "Piece", "cut_of", "meshes_of"]
+__all__ = ["Cut", "MeshAxes", "Piece", "cut_of", "meshes_of", "num_parts"]
 
 _PER_VALUE = "sdy.sharding"
 _REGION_IN, _REGION_OUT = "in_shardings", "out_shardings"
@@ -102,6 +102,18 @@ class Cut:
             return sdy.AxisRefAttr.get(piece.axis)
         part = sdy.SubAxisInfoAttr.get(piece.pre, piece.size)
         return sdy.AxisRefAttr.get(piece.axis, part)
+
+
+def num_parts(cuts: Sequence[Cut]) -> int:
+    """Return of how many axes, or parts of axes, larger than 1 some cuts are made, at most."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for cut in cuts:
+        for axis, size in cut.mesh.sizes.items():
+            if axis not in cut.manual:
+                found.setdefault((cut.mesh.name, axis), set()).update((1, size))
+        for piece in (piece for dim in cut.dims for piece in dim):
+            found[cut.mesh.name, piece.axis].update((piece.pre, piece.pre * piece.size))
+    return sum(len(bounds) - 1 for bounds in found.values())
 
 
 def meshes_of(module: Any) -> dict[str, MeshAxes]:

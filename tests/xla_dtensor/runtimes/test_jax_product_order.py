@@ -24,6 +24,14 @@ KNOWN = {
     "other_sums": ("nm,nk->mk", (16, 16), (16, 16), "a,c", "b,ac", "bc,a"),
     "two_dims": ("bsm,bsn->mn", (16, 16, 8), (16, 16, 8), "b,ac,", "c,a,b", "c,ba"),
     "batch": ("bmk,bkn->bmn", (8, 8, 8), (8, 8, 16), "bc,,a", "bc,a,", "a,,bc"),
+    "one_factor_of_more_copies": ("nm,nk->mk", (16, 8), (16, 32), "c,ba", "c,a", ",c"),
+    "one_factor_of_more_pieces": ("mn,nk->mk", (16, 32), (32, 16), "ab,c", "c,b", "a,c"),
+    "a_finer_result": ("mn,nk->mk", (16, 32), (32, 16), ",c", "a,cb", "ba,"),
+    "a_finer_batch": ("bmk,bkn->bmn", (8, 8, 8), (8, 8, 8), "b,,ac", "b,ac,", "bc,,"),
+    "a_batch_of_a_sum": ("bmk,bkn->bmn", (8, 8, 8), (8, 8, 8), "b,,ca", "b,ca,", "ba,c,"),
+    "other_batches": ("bmk,bkn->bmn", (8, 8, 8), (8, 8, 8), "ab,,c", "cb,a,", "b,,ac"),
+    "two_batches": ("abmk,abkn->abmn", (8,) * 4, (8,) * 4, "a,,,bc", "a,,bc,", "ac,,b,"),
+    "another_batch": ("abmk,abkn->abmn", (8,) * 4, (8,) * 4, "ba,,,c", ",,c,ab", ",c,,"),
     "too_few": ("bsm,bsn->mn", (8, 16, 8), (8, 16, 16), "a,b,c", "ac,b,", "a,"),
     "too_few_too": ("bsm,bsn->mn", (8, 8, 8), (8, 8, 16), "a,,bc", "a,b,c", ",b"),
     "convolution": ("conv", (8, 16, 8), (8, 16, 1), "c,b,", "c,b,", "b,ac,"),
@@ -35,7 +43,13 @@ KINDS = {
     "bsm,bsn->mn": ((8, 16, 8), (8, 16, 16)),
     "bsn,mn->bsm": ((8, 8, 16), (16, 16)),
     "bmk,bkn->bmn": ((8, 8, 16), (8, 16, 8)),
+    "bmk,bnk->bmn": ((8, 8, 8), (8, 16, 8)),
+    "abmk,abkn->abmn": ((8, 8, 8, 8), (8, 8, 8, 8)),
+    "absm,absn->amn": ((8, 8, 8, 8), (8, 8, 8, 8)),
+    "bk,bkn->bn": ((8, 8), (8, 8, 16)),
+    "bsk,bsk->bs": ((8, 8, 8), (8, 8, 8)),
 }
+MESHES = [(2, 2, 2), (2, 4), (4, 2)]
 
 
 def function(kind: str) -> Callable[[Any, Any], Any]:
@@ -57,11 +71,16 @@ def read(text: str) -> Spec:
     return tuple(tuple(dim) for dim in text.split(","))
 
 
-def lowered(program: Callable[..., Any], specs: Sequence[Spec], *values: Any) -> Any:
+def lowered(
+    program: Callable[..., Any],
+    specs: Sequence[Spec],
+    *values: Any,
+    sizes: tuple[int, ...] = (2, 2, 2),
+) -> Any:
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c"))
+    mesh = Mesh(np.array(jax.devices()).reshape(sizes), tuple("abc"[: len(sizes)]))
     cut = [NamedSharding(mesh, PartitionSpec(*[dim or None for dim in spec])) for spec in specs]
     # A function of its own: JAX keeps what it has lowered, and this is changed in place.
     jitted = jax.jit(
@@ -212,29 +231,30 @@ def test_a_part_of_an_axis_is_read_and_written() -> None:
         assert cut_of(given_[1], meshes) is None
 
 
-def check(kind: str, specs: Sequence[Spec]) -> None:
+def check(sizes: tuple[int, ...], kind: str, specs: Sequence[Spec]) -> None:
     from xla_dtensor.runtimes.jax_product_order import keep_product_orders
 
     left, right, wanted = example(kind, *KINDS[kind])
-    program = lowered(function(kind), specs, left, right)
+    program = lowered(function(kind), specs, left, right, sizes=sizes)
     keep_product_orders(program)
     assert np.abs(run(program, left, right) - wanted).max() < 1e-12
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> tuple[str, list[Spec]]:
-    """A kind of product, and any cuts of its factors and its result."""
+def programs(draw: st.DrawFn) -> tuple[tuple[int, ...], str, list[Spec]]:
+    """A mesh, a kind of product, and any cuts of its factors and its result."""
+    sizes = draw(st.sampled_from(MESHES))
     kind = draw(st.sampled_from(sorted(KINDS)))
     factors, result = kind.split("->")
     specs = []
     for term in (*factors.split(","), result):
         dims: list[list[str]] = [[] for _ in term]
-        for axis in draw(st.permutations("abc")):
+        for axis in draw(st.permutations("abc"[: len(sizes)])):
             place = draw(st.integers(0, len(term)))
             if place < len(term):
                 dims[place].append(axis)
         specs.append(tuple(tuple(dim) for dim in dims))
-    return kind, specs
+    return sizes, kind, specs
 
 
 _LONG = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -242,12 +262,14 @@ _LONG = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 @given(programs())
 @settings(max_examples=60, deadline=None, suppress_health_check=_LONG)
-def test_any_product_is_right(program: tuple[str, list[Spec]]) -> None:
+def test_any_product_is_right(program: tuple[tuple[int, ...], str, list[Spec]]) -> None:
     check(*program)
 
 
 @pytest.mark.slow
 @given(programs())
-@settings(max_examples=2_000, deadline=None, suppress_health_check=_LONG)
-def test_any_of_many_products_is_right(program: tuple[str, list[Spec]]) -> None:
+@settings(max_examples=4_000, deadline=None, suppress_health_check=_LONG)
+def test_any_of_many_products_is_right(
+    program: tuple[tuple[int, ...], str, list[Spec]],
+) -> None:
     check(*program)
