@@ -21,15 +21,17 @@ of jaxlib 0.10.2 and of torch_xla 2.9, under Shardy and GSPMD; docs/decisions/pr
 Several faults of this kind were found by trying, each by a case that a narrower rule had missed. So
 the rule here does not follow them one by one. It says which products are surely safe:
 
-* None of the sum's axes cuts the result. Never found wrong, and the way out for all others: a
-  product that is told to lie so, and is cut further afterwards, is right.
-* Factors and result are cut alike along the batch dims, and beside that
-  - the mesh has two axes, so that a group is one axis, or
-  - both factors are cut along the sum, by the same groups, whose devices come in one order in both
-    factors and in the result, or
-  - one of them is, and each dim of the result is cut as the factor's that it comes from, or not.
+* On a mesh of two axes: a product without batch dims that are cut; one whose batch dims are cut
+  alike in the factors and the result; one whose result no axis of the sum cuts.
+* On more: one whose factors *agree*, which is that each axis means one thing in both, if no axis of
+  the sum cuts the result, however it is cut. That is the way out for all others: the factors are
+  made to agree, the product is told to lie as they say, and is cut further afterwards.
+* One whose factors agree, if batch dims are cut alike in the result too, and the devices of each
+  group come in one order in both factors and the result. (A gradient that is scattered.)
+* One whose factors agree but for a sum that only one of them has cut, if each dim of the result is
+  cut as the one that it comes from, or not. (FSDP's forward, whose weights are gathered.)
 
-Whatever else cuts a result by an axis of the sum may be wrong.
+All others may be wrong.
 
 Worked example
 --------------
@@ -39,21 +41,24 @@ Worked example
     >>> product = {"summed": [(0, 0)], "batch": [], "sources": [(0, 1), (1, 1)]}
     >>> loses_order(left, right, right, **product)
     True
-    >>> by_columns = np.array([[[0, 2], [4, 6]], [[1, 3], [5, 7]]])    # [c, a], copies over b
-    >>> loses_order(left, right, by_columns, **product)
+    >>> agreeing = np.array([[[0, 1, 4, 5]], [[2, 3, 6, 7]]])    # [b, -], copies over a and c
+    >>> columns = np.array([[[0, 2], [1, 3], [4, 6], [5, 7]]])    # [-, a.c], copies over b
+    >>> loses_order(agreeing, right, columns, **product)
     False
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MIN_AXES", "Pairs", "Tiles", "loses_order"]
+from xla_dtensor.core.product_dims import Pairs
+
+__all__ = ["MIN_AXES", "Tiles", "loses_order"]
 
 Tiles = NDArray[Any]
 """Device ids, one dim per dim of the tensor and a last one for the copies of a tile."""
@@ -63,8 +68,6 @@ MIN_AXES = 2
 
 _MIN_AXES_OF_ORDERS = 3
 """With fewer, the devices of a group have one order only."""
-
-Pairs = Sequence[tuple[int, int]]
 
 
 def loses_order(
@@ -90,27 +93,76 @@ def loses_order(
     Returns:
         False where it cannot. True where it can: most of those are right, depending on the sizes.
     """
-    if not summed or not _sum_cuts(left, right, result, summed):
+    if not summed:
         return False
-    if any(left.shape[one] > 1 or right.shape[other] > 1 for one, other in batch):
+    is_cut_by_sum = _sum_cuts(left, right, result, summed)
+    if num_axes < _MIN_AXES_OF_ORDERS:
+        is_cut = any(left.shape[one] > 1 or right.shape[other] > 1 for one, other in batch)
+        return is_cut_by_sum and is_cut and not _batches_agree(left, right, result, batch)
+    agree, is_sum_of_one = _agreement(left, right, summed, batch)
+    if not agree and not is_sum_of_one:
+        return True
+    if not agree or not is_cut_by_sum:
+        return not agree and not _is_as_factors_are((left, right), result, batch, sources)
+    if batch:
         if not _batches_agree(left, right, result, batch):
             return True
         left, right, result = _of_one_batch_tile(left, right, result, batch)
-    if num_axes < _MIN_AXES_OF_ORDERS:
-        return False
-    if any(len(rows) == 1 for rows in _sums(left, right, summed)):
-        return not _is_as_factors_are((left, right), result, sources)
     parts = (c for n in range(1, len(summed) + 1) for c in combinations(summed, n))
     return not all(_in_one_order(left, right, result, part) for part in parts)
 
 
-def _is_as_factors_are(factors: tuple[Tiles, Tiles], result: Tiles, sources: Pairs) -> bool:
-    """Tell whether each dim of the result is cut as the one that it comes from, or not cut."""
-    for dim, (factor, of_factor) in enumerate(sources):
-        wanted, found = _rows(result, (dim,)), _rows(factors[factor], (of_factor,))
-        if len(wanted) > 1 and not np.array_equal(_sorted(wanted), _sorted(found)):
+def _is_as_factors_are(
+    factors: tuple[Tiles, Tiles], result: Tiles, batch: Pairs, sources: Pairs
+) -> bool:
+    """Tell whether each dim of the result is cut as one that it comes from, or not cut."""
+    for dim, source in enumerate(sources):
+        origins = enumerate(batch[dim]) if dim < len(batch) else (source,)
+        wanted = _rows(result, (dim,))
+        if len(wanted) > 1 and not any(
+            _same_pieces(wanted, _rows(factors[factor], (of_factor,)))
+            for factor, of_factor in origins
+        ):
             return False
     return True
+
+
+def _agreement(left: Tiles, right: Tiles, summed: Pairs, batch: Pairs) -> tuple[bool, bool]:
+    """Tell whether each axis means one thing, and whether but for sums that one factor has cut.
+
+    Those may share axes with other dims of the other factor, which is not cut along the sum.
+    """
+    of_one = [(one, other) for one, other in summed if 1 in (left.shape[one], right.shape[other])]
+    agree = True
+    for one, other in product(range(left.ndim - 1), range(right.ndim - 1)):
+        pieces, others = _rows(left, (one,)), _rows(right, (other,))
+        if (one, other) in of_one:
+            agree = agree and len(pieces) == len(others)
+        elif (one, other) in summed or (one, other) in batch:
+            if not _same_pieces(pieces, others):
+                return False, False
+        elif not _are_independent(pieces, others):
+            agree = False
+            if not any(one == pair[0] or other == pair[1] for pair in of_one):
+                return False, False
+    return agree, True
+
+
+def _are_independent(pieces: Tiles, others: Tiles) -> bool:
+    """Tell whether any piece of the one meets any piece of the other on some device."""
+    if 1 in (len(pieces), len(others)):
+        return True
+    both = _piece_of(pieces) * len(others) + _piece_of(others)
+    return len(np.unique(both)) == len(pieces) * len(others)
+
+
+def _piece_of(pieces: Tiles) -> NDArray[Any]:
+    """Return the piece that each device has, in the order of their ids."""
+    return np.argsort(pieces.ravel()) // pieces.shape[1]
+
+
+def _same_pieces(one: Tiles, other: Tiles) -> bool:
+    return np.array_equal(_sorted(one), _sorted(other))
 
 
 def _sums(left: Tiles, right: Tiles, summed: Pairs) -> tuple[Tiles, Tiles]:
@@ -127,20 +179,17 @@ def _sum_cuts(left: Tiles, right: Tiles, result: Tiles, summed: Pairs) -> bool:
 
 def _cuts(pieces: Tiles, groups: Tiles) -> bool:
     """Tell whether devices at one place in `groups` have unequal pieces; both have a row each."""
-    ids = np.sort(pieces.ravel())
-    piece_of = np.empty(ids.size, dtype=int)
-    piece_of[np.searchsorted(ids, pieces)] = np.arange(len(pieces))[:, None]
-    found = piece_of[np.searchsorted(ids, groups)]
+    found = _piece_of(pieces)[np.searchsorted(np.sort(pieces.ravel()), groups)]
     return bool((found != found[0]).any())
 
 
 def _batches_agree(left: Tiles, right: Tiles, result: Tiles, batch: Pairs) -> bool:
     """Tell whether factors and result have the same devices at each piece of the batch dims."""
     of_left, of_right = zip(*batch, strict=True)
-    shape, wanted = result.shape[: len(batch)], _sorted(_rows(result, range(len(batch))))
+    shape, wanted = result.shape[: len(batch)], _rows(result, range(len(batch)))
     return all(
         tuple(factor.shape[dim] for dim in dims) == shape
-        and np.array_equal(_sorted(_rows(factor, dims)), wanted)
+        and _same_pieces(_rows(factor, dims), wanted)
         for factor, dims in ((left, of_left), (right, of_right))
     )
 

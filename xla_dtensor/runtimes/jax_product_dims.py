@@ -1,89 +1,35 @@
-"""What the dims of a lowered product mean, and how factors that disagree are made to agree.
-
-    stablehlo.dot_general contracting_dims = [1] x [0]         [m, n] x [n, k] -> [m, k]
-
-has the dims ``summed=[(1, 0)]``, ``batch=[]``, ``result=[(0, 0), (1, 1)]``: the result's first dim
-is the first of factor 0, its second one the second of factor 1. Cut as
-
-    [c, a] x [b, c]         m by c, n by a; n by b, k by c
-
-the factors disagree: c cuts the rows of one and the columns of the other, a and b the sum in one of
-them each. :meth:`ProductDims.agreed` lets the larger one stay and changes the other by as little as
-makes each axis mean one thing:
-
-    [c, a.b] x [a.b, -] -> [c, -]
-"""
+"""What the dims of a lowered product mean (:mod:`xla_dtensor.core.product_dims`)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
-from xla_dtensor.core.product_order import Pairs
+from xla_dtensor.core.product_dims import Factor, ProductDims
 from xla_dtensor.runtimes.jax_shardy import Cut, Piece
 
-__all__ = ["ProductDims", "dims_of_convolution", "dims_of_dot"]
-
-Dims = tuple[tuple[Piece, ...], ...]
+__all__ = ["agreed_cuts", "dims_of_convolution", "dims_of_dot"]
 
 
-class ProductDims(NamedTuple):
-    """What the dims of a product mean.
+def agreed_cuts(
+    dims: ProductDims, left: Cut, right: Cut, shapes: Sequence[Sequence[int]]
+) -> tuple[Cut, Cut, Cut]:
+    """Return cuts of left, right and result that agree, all on one mesh.
 
     Args:
-        summed: The dims that the sum runs over, each as a dim of both factors.
-        batch: The batch dims, likewise.
-        result: For each dim of the result the number of the factor that it comes from, and its dim.
+        dims: What their dims mean.
+        left: How the left factor is cut.
+        right: How the right factor is cut; it is gathered if it is on another mesh.
+        shapes: The sizes of both.
     """
-
-    summed: Pairs
-    batch: Pairs
-    result: Pairs
-
-    def agreed(
-        self, left: Cut, right: Cut, left_shape: Sequence[int], right_shape: Sequence[int]
-    ) -> tuple[Cut, Cut, Cut]:
-        """Return cuts of both factors and of the result in which each axis means one thing.
-
-        Args:
-            left: How the left factor is cut.
-            right: How the right factor is cut.
-            left_shape: Its sizes.
-            right_shape: The right one's.
-
-        Returns:
-            The cuts of left, right and result. The larger factor is cut as before, the left one of
-            two alike, and along the dims that both have also as the other one was; the other factor
-            loses what means something else in the larger. No axis of the sum cuts the result.
-        """
-        shapes = (left_shape, right_shape)
-        large = 1 if math.prod(right_shape) > math.prod(left_shape) else 0
-        small = 1 - large
-        cuts = (left, right)
-        mesh, manual = cuts[large].mesh, cuts[large].manual
-        dims: list[list[tuple[Piece, ...]]] = [[], []]
-        dims[large] = list(cuts[large].dims)
-        used = [piece for dim in dims[large] for piece in dim]
-        if cuts[small].mesh is mesh:
-            dims[small] = list(cuts[small].without(used).dims)
-        else:
-            dims[small] = [()] * len(shapes[small])
-        for pair in (*self.summed, *self.batch):
-            of_large, of_small = pair[large], pair[small]
-            first = dims[large][of_large]
-            sizes = shapes[large][of_large], shapes[small][of_small]
-            for both in ((*first, *dims[small][of_small]), first, ()):
-                if not any(size % math.prod(p.size for p in both) for size in sizes):
-                    break
-            dims[large][of_large] = dims[small][of_small] = both
-        summed = [set(of_factor) for of_factor in zip(*self.summed, strict=True)] or [set(), set()]
-        found = tuple(() if dim in summed[f] else dims[f][dim] for f, dim in self.result)
-        factors = [Cut(mesh, tuple(of_factor), manual) for of_factor in dims]
-        return factors[0], factors[1], Cut(mesh, found, manual)
+    of_right = right.dims if right.mesh is left.mesh else ((),) * len(right.dims)
+    factors = Factor(shapes[0], left.dims), Factor(shapes[1], of_right)
+    found = dims.agreed(*factors, size=lambda piece: piece.size, overlaps=Piece.overlaps)
+    one, other, result = (Cut(left.mesh, each, left.manual) for each in found)
+    return one, other, result
 
 
 def dims_of_dot(product: Any) -> ProductDims:

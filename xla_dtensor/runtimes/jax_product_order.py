@@ -12,10 +12,10 @@ will propagate it, its products are looked at, and those concerned are told how 
     %5 = stablehlo.dot_general %3, %4                          [b, -] x [b, a.c] -> [-, a.c]
     %6 = sdy.sharding_constraint %5 <@mesh, [{}, {"a", "c"}]>
 
-Factors that agree (:meth:`ProductDims.agreed`) leave XLA one way to make the product, without the
-sum's axes in its cut: such a product is never concerned. Where they did not agree XLA has the same
-choice to make, and the smaller factor to gather. What used the product goes on from the last
-constraint, and is cut as before.
+Factors that agree (:mod:`xla_dtensor.core.product_dims`) leave XLA one way to make the product,
+without the sum's axes in its cut: such a product is never concerned. Where they did not agree XLA
+has the same choice to make, and the smaller factor to gather. What used the product goes on from
+the last constraint, and is cut as before.
 
 A program on a mesh with fewer than two axes larger than 1 is not looked at. Others cost one run
 of Shardy's propagation, a small part of compiling.
@@ -32,7 +32,7 @@ from jaxlib.mlir.passmanager import PassManager
 
 from xla_dtensor.core.product_order import MIN_AXES, loses_order
 from xla_dtensor.errors import CompileError
-from xla_dtensor.runtimes.jax_product_dims import dims_of_convolution, dims_of_dot
+from xla_dtensor.runtimes.jax_product_dims import agreed_cuts, dims_of_convolution, dims_of_dot
 from xla_dtensor.runtimes.jax_shardy import Cut, MeshAxes, cut_of, meshes_of, num_parts
 
 __all__ = ["keep_product_orders"]
@@ -134,8 +134,7 @@ def _looked_at(product: Any, meshes: Mapping[str, MeshAxes]) -> tuple[Cut, Cut, 
     tiles = left.tiles(), right.tiles(), cuts[2].tiles()
     if not loses_order(*tiles, *dims, num_parts(cuts)):
         return None
-    shapes = _shape(product.operands[0]), _shape(product.operands[1])
-    return dims.agreed(left, right, *shapes)
+    return agreed_cuts(dims, left, right, [_shape(factor) for factor in product.operands])
 
 
 def _shape(value: Any) -> tuple[int, ...]:
