@@ -29,6 +29,7 @@ from xla_dtensor.modes import current_modes
 from xla_dtensor.nested import leaves
 from xla_dtensor.off_mesh import is_off_mesh, off_mesh_result
 from xla_dtensor.process_groups import refuse_collective
+from xla_dtensor.product_factors import agreeing_factors, has_factors
 from xla_dtensor.product_pins import pin_products
 from xla_dtensor.propagation import legal_placements, propagate
 from xla_dtensor.runtimes import functional_ops
@@ -78,6 +79,7 @@ class _Traits:
         uncounted: torch does not count the write on every device type.
         ignores_floats: How its outputs lie does not depend on the value of a float, which may be
             another in each step of a training.
+        has_factors: It is a product of two tensors.
     """
 
     writes: bool
@@ -88,6 +90,7 @@ class _Traits:
     made_like: bool
     uncounted: bool
     ignores_floats: bool
+    has_factors: bool
 
 
 _traits: dict[Any, _Traits] = {}
@@ -107,6 +110,7 @@ def _traits_of(func: Any) -> _Traits:
         made_like=func in _MADE_LIKE,
         uncounted=schema.is_mutable and schema.name.startswith("aten::_foreach_"),
         ignores_floats=schema.is_mutable or torch.Tag.pointwise in func.tags,
+        has_factors=has_factors(func),
     )
     return _traits.setdefault(func, traits)
 
@@ -147,6 +151,8 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     elif plain and traits.writes:
         result = run_writing_to_both(func, payloads, payload_kwargs, mesh)
     else:
+        if traits.has_factors and runtime.tells_factors:
+            payloads = tuple(agreeing_factors(func, args, payloads))
         result = runtime.run_op(func, payloads, payload_kwargs)
     if traits.returns_written or traits.reshapes:
         return _written(cls, func, traits, args, kwargs)

@@ -9,6 +9,8 @@ are the next best: a product is told to lie as its label says, with the sum done
 so that what is done with it later cannot ask XLA for a cut whose order it loses. On a mesh of three
 axes larger than 1 all products are told: how XLA cuts a factor that nobody placed may differ from
 its label. On one of two only a product with batch dims is concerned, and only where its sum is cut.
+
+On one of four the factors are told too (:mod:`xla_dtensor.product_factors`).
 """
 
 from __future__ import annotations

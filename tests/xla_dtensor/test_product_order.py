@@ -6,6 +6,8 @@ is compared is what lies on each device, as well as the whole.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,28 +19,23 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 import xla_dtensor as xd
+from tests.xla_dtensor.product_programs import (
+    PROGRAMS,
+    Placements,
+    attention,
+    check_gradients,
+    gathered,
+    random,
+)
 from xla_dtensor.runtimes import Runtime
 
 R = Replicate()
-Placements = Sequence[Any]
 _LONG = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 
 @pytest.fixture(scope="module")
 def cube(runtime: Runtime) -> xd.DeviceMesh:
     return xd.init_device_mesh("xla", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
-def gathered(tensor: Any) -> torch.Tensor:
-    """Return the whole, put together from what each device has."""
-    whole = torch.full(tuple(tensor.shape), torch.nan, dtype=tensor.dtype)
-    for shard in tensor.addressable_shards():
-        whole[shard.index] = shard.data
-    return whole
 
 
 OUT = [Shard(1), Shard(0), Shard(1)]
@@ -78,65 +75,6 @@ def test_a_product_that_is_redistributed(cube: xd.DeviceMesh, name: str, compile
     )
     assert found.placements == tuple(placements[2])
     torch.testing.assert_close(gathered(found), function(x, y), rtol=0, atol=1e-12)
-
-
-def two_layers(x: Any, w: Any, bias: Any) -> Any:
-    hidden = F.gelu(F.linear(x, w, bias))
-    return (F.linear(hidden, w) ** 2).mean() + (x.mT @ x).tanh().mean()
-
-
-def attention(x: Any, to_keys: Any, to_out: Any, to_words: Any, words: Any) -> Any:
-    scores = torch.einsum("btd,bsd->bts", x, F.linear(x, to_keys))
-    hidden = F.linear(scores.softmax(-1) @ x, to_out)
-    return F.cross_entropy(F.linear(hidden, to_words).flatten(0, 1), words.flatten())
-
-
-def heads(x: Any, to_both: Any, to_out: Any) -> Any:
-    split = F.linear(x, to_both).unflatten(-1, (4, 4)).transpose(1, 2)
-    keys, values = split.split(2, dim=-1)
-    queries = x.unflatten(-1, (4, 2)).transpose(1, 2)
-    mixed = torch.matmul(torch.matmul(queries, keys.mT).softmax(-1), values)
-    return (F.linear(mixed.transpose(1, 2).flatten(2), to_out) ** 2).mean()
-
-
-# What is computed, and the shapes of what it is given.
-PROGRAMS: dict[Callable[..., Any], tuple[tuple[int, ...], ...]] = {
-    two_layers: ((16, 8), (8, 8), (8,)),
-    attention: ((8, 8, 8), (8, 8), (8, 8), (16, 8), (8, 8)),
-    heads: ((8, 8, 8), (16, 8), (8, 8)),
-}
-
-
-def given_to(program: Callable[..., Any]) -> list[torch.Tensor]:
-    values = [random(*shape) for shape in PROGRAMS[program]]
-    if program is attention:
-        values[-1] = torch.arange(64).reshape(8, 8) % 16
-    return values
-
-
-def check_gradients(
-    cube: xd.DeviceMesh,
-    program: Callable[..., Any],
-    placements: Sequence[Placements],
-    compiled: bool,
-) -> None:
-    values = given_to(program)
-    plain = [v.clone().requires_grad_(v.is_floating_point()) for v in values]
-    program(*plain).backward()
-    placed = [
-        xd.distribute_tensor(value, cube, each).requires_grad_(value.is_floating_point())
-        for value, each in zip(values, placements, strict=True)
-    ]
-
-    def step() -> None:
-        program(*placed).full_tensor().backward()
-
-    (xd.compile(step) if compiled else step)()
-    placed[0].detach().cpu()  # the gradients are computed by the way, and read afterwards
-    for mine, wanted in zip(placed, plain, strict=True):
-        if wanted.grad is not None:
-            error = (gathered(mine.grad) - wanted.grad).abs().max()
-            assert error < 1e-12, placements
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -192,6 +130,24 @@ def test_gradients_of_any_of_many_layouts(
     cube: xd.DeviceMesh, drawn: Drawn, compiled: bool
 ) -> None:
     check_gradients(cube, *drawn, compiled)
+
+
+def on_four_axes(runtime: Runtime, drawn: int) -> None:
+    """Run programs on 16 devices, in a process of their own."""
+    name = "tests.xla_dtensor.product_programs"
+    command = [sys.executable, "-m", name, runtime.name, str(drawn)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.endswith(f"{drawn + 3} programs\n")
+
+
+def test_on_four_axes(runtime: Runtime) -> None:
+    on_four_axes(runtime, drawn=5)
+
+
+@pytest.mark.slow
+def test_many_on_four_axes(runtime: Runtime) -> None:
+    on_four_axes(runtime, drawn=200)
 
 
 @pytest.mark.only_on("torch_xla")

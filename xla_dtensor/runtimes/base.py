@@ -81,6 +81,11 @@ class Runtime(ABC):
     # cut before XLA cuts it (``product_pins``).
     pins_products: ClassVar[bool] = False
 
+    @property
+    def tells_factors(self) -> bool:
+        """Whether factors of a product are told to agree by their labels (``product_factors``)."""
+        return self.pins_products
+
     def profile(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Record what host and devices do, for TensorBoard or Perfetto.
 

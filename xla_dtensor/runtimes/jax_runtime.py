@@ -44,7 +44,7 @@ from xla_dtensor.runtimes.jax_placing import padded_shape, place, put_host_array
 from xla_dtensor.runtimes.jax_sharding import named_sharding, read_op_sharding
 from xla_dtensor.runtimes.jax_sources import leave_out_frames_of
 from xla_dtensor.runtimes.jax_tensor import EXTRA_KEYS, JaxTensor, Storage
-from xla_dtensor.runtimes.jax_trace import array_before, is_tracer
+from xla_dtensor.runtimes.jax_trace import active_trace, array_before, is_tracer
 from xla_dtensor.runtimes.layers import Layers
 from xla_dtensor.runtimes.remat import Remat
 from xla_dtensor.runtimes.rng_state import pack_state, unpack_state
@@ -292,6 +292,10 @@ class JaxRuntime(Runtime):
         return jax_manual_collectives.run(name, manual, region, axes, options)
 
     # ------------------------------------------------------------------ programs
+
+    @property
+    def tells_factors(self) -> bool:
+        return active_trace() is None  # a step is looked at as a whole
 
     def run_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return jax_ops.run_op(func, args, kwargs)

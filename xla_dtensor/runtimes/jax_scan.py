@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -33,6 +32,7 @@ from xla_dtensor.runtimes import jax_generator
 from xla_dtensor.runtimes.jax_block import BlockTrace, Form, Inputs, strong, traced_block
 from xla_dtensor.runtimes.jax_convert import jax_dtype, x64
 from xla_dtensor.runtimes.jax_loops import Plan, backward_loop, backward_loop_of_rows, forward_loop
+from xla_dtensor.runtimes.jax_ordered import OrderedProgram
 from xla_dtensor.runtimes.jax_policies import Policy, policy_of
 from xla_dtensor.runtimes.jax_sources import backward_of, origin_here
 from xla_dtensor.runtimes.jax_split import split
@@ -163,7 +163,7 @@ def _program(kind: str, plan: Plan, function: Callable[..., Any]) -> Callable[..
     forms = (forms, tuple(plan.places()))
     key = (kind, plan.block.text, plan.n_layers, forms, len(plan.trace.consts))
     if key not in _programs:
-        _programs[key] = jax.jit(function)
+        _programs[key] = OrderedProgram(function)
         if len(_programs) > _PROGRAMS_KEPT:
             _programs.popitem(last=False)
     return _programs[key]
