@@ -29,7 +29,7 @@ from xla_dtensor.modes import current_modes
 from xla_dtensor.nested import leaves
 from xla_dtensor.off_mesh import is_off_mesh, off_mesh_result
 from xla_dtensor.process_groups import refuse_collective
-from xla_dtensor.product_factors import agreeing_factors, has_factors
+from xla_dtensor.product_factors import agreeing_factors, has_factors, may_disagree
 from xla_dtensor.product_pins import pin_products
 from xla_dtensor.propagation import legal_placements, propagate
 from xla_dtensor.runtimes import functional_ops
@@ -144,15 +144,16 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     if traits.writes:
         check_destinations(func, args, kwargs, key)
     mesh, runtime = found[0]._spec.mesh, get_runtime()
-    if not runtime.is_payload(found[0]._local_tensor):
+    has_values = runtime.is_payload(found[0]._local_tensor)
+    if traits.has_factors and may_disagree(mesh, runtime, has_values):
+        payloads = tuple(agreeing_factors(func, args, payloads))
+    if not has_values:
         made = made_of_meta(func, args, kwargs) if traits.made_like else None
         without = made is None
         result = _run_without_values(func, payloads, payload_kwargs, mesh) if without else made
     elif plain and traits.writes:
         result = run_writing_to_both(func, payloads, payload_kwargs, mesh)
     else:
-        if traits.has_factors and runtime.tells_factors:
-            payloads = tuple(agreeing_factors(func, args, payloads))
         result = runtime.run_op(func, payloads, payload_kwargs)
     if traits.returns_written or traits.reshapes:
         return _written(cls, func, traits, args, kwargs)

@@ -21,11 +21,12 @@ import torch
 from xla_dtensor.core import Layout
 from xla_dtensor.core.entries import Gap, axis_sizes, entry_axis, entry_size
 from xla_dtensor.core.product_dims import Factor, ProductDims
+from xla_dtensor.device_mesh import DeviceMesh
 from xla_dtensor.global_state import GlobalState
-from xla_dtensor.runtimes import functional_ops
+from xla_dtensor.runtimes import Runtime, functional_ops
 from xla_dtensor.runtimes import whole_ops as whole_ops  # defines torch.ops.xla_dtensor
 
-__all__ = ["agreeing_factors", "has_factors"]
+__all__ = ["agreeing_factors", "has_factors", "may_disagree"]
 
 aten = torch.ops.aten
 _MIN_AXES = 4
@@ -34,6 +35,19 @@ _MIN_AXES = 4
 def has_factors(func: Any) -> bool:
     """Whether an op is a product of two arguments that :func:`agreeing_factors` knows."""
     return func in _EQUATIONS or func in _BY_SHAPE or func is aten.einsum.default
+
+
+def may_disagree(mesh: DeviceMesh, runtime: Runtime, has_values: bool) -> bool:
+    """Whether the factors of a product on a mesh are to be told.
+
+    Args:
+        mesh: The mesh of one of them.
+        runtime: The runtime.
+        has_values: Whether the op is run now; it may be recorded for later.
+    """
+    if len(mesh.value.root.mesh_shape) < _MIN_AXES:
+        return False
+    return runtime.tells_factors if has_values else runtime.pins_products
 
 
 def agreeing_factors(func: Any, args: Sequence[Any], payloads: Sequence[Any]) -> Sequence[Any]:
@@ -61,12 +75,13 @@ def _agreeing(equation: str, factors: Sequence[Any], payloads: Sequence[Any]) ->
     """Return the payloads of two factors, told to agree if their mesh has many axes."""
     states = [getattr(factor, "_spec", None) for factor in factors]
     layouts = [state.span_layout for state in states if isinstance(state, GlobalState)]
-    if len(layouts) != 2 or layouts[0].mesh != layouts[1].mesh:
-        return list(payloads)
+    terms = equation.partition("->")[0].split(",")
+    if [layout.ndim for layout in layouts] != [len(term) for term in terms]:
+        return list(payloads)  # a plain tensor, or a weight that is a vector
     mesh = layouts[0].mesh
     entries = [entry for layout in layouts for dim in layout.dims for entry in dim]
     has_many = sum(size > 1 for size in mesh.mesh_shape) >= _MIN_AXES
-    if not has_many or any(isinstance(entry, Gap) for entry in entries):
+    if not has_many or mesh != layouts[1].mesh or any(isinstance(entry, Gap) for entry in entries):
         return list(payloads)
     sizes = axis_sizes(mesh)
     cuts = ProductDims.of_equation(equation).agreed(

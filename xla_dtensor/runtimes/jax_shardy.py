@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,15 +106,39 @@ class Cut:
 
 
 def num_parts(cuts: Sequence[Cut]) -> int:
-    """Return of how many axes, or parts of axes, larger than 1 some cuts are made, at most."""
-    found: dict[tuple[str, str], set[int]] = {}
-    for cut in cuts:
-        for axis, size in cut.mesh.sizes.items():
-            if axis not in cut.manual:
-                found.setdefault((cut.mesh.name, axis), set()).update((1, size))
-        for piece in (piece for dim in cut.dims for piece in dim):
-            found[cut.mesh.name, piece.axis].update((piece.pre, piece.pre * piece.size))
-    return sum(len(bounds) - 1 for bounds in found.values())
+    """Return of how many axes larger than 1, or parts of axes, some cuts are made, at most.
+
+    Neighbours in the mesh that always cut together, one right after the other, count as one: an
+    axis of 4 may be two axes of 2 in the program.
+    """
+    mesh = cuts[0].mesh
+    bounds = {axis: {1, size} for axis, size in mesh.sizes.items() if axis not in cuts[0].manual}
+    for piece in (piece for cut in cuts for dim in cut.dims for piece in dim):
+        bounds.setdefault(piece.axis, {1}).update((piece.pre, piece.pre * piece.size))
+    parts = [
+        Piece(axis, pre, end // pre)
+        for axis, found in bounds.items()
+        for pre, end in pairwise(sorted(found))
+    ]
+    if any(cut.mesh is not mesh for cut in cuts):
+        return len(parts)
+    return len(parts) - sum(
+        all(_cut_together(cut, part, following) for cut in cuts)
+        for part, following in pairwise(parts)
+    )
+
+
+def _cut_together(cut: Cut, part: Piece, following: Piece) -> bool:
+    """Tell whether neither of two parts cuts a dim, or one does right after the other."""
+    for dim in cut.dims:
+        for piece, after in zip(dim, (*dim, None)[1:], strict=True):
+            if not piece.overlaps(part):
+                continue
+            if piece.overlaps(following):
+                return True
+            ends_alike = piece.pre * piece.size == part.pre * part.size
+            return ends_alike and after is not None and after[:2] == following[:2]
+    return not any(piece.overlaps(following) for dim in cut.dims for piece in dim)
 
 
 def meshes_of(module: Any) -> dict[str, MeshAxes]:

@@ -41,3 +41,24 @@ def test_a_factor_on_another_mesh_is_gathered() -> None:
     found = agreed_cuts(ProductDims.of_equation("mn,nk->mk"), left, right, SHAPES)
     assert [each.dims for each in found] == [((x,), (y,)), ((y,), ()), ((x,), ())]
     assert {each.mesh.name for each in found} == {"m"}
+
+
+def test_axes_that_cut_together_are_one_part() -> None:
+    from xla_dtensor.runtimes.jax_shardy import Cut, MeshAxes, Piece, num_parts
+
+    mesh = MeshAxes("m", {"x": 2, "y": 2, "z": 4}, np.arange(16).reshape(2, 2, 4))
+    x, y, z, outer = Piece("x", 1, 2), Piece("y", 1, 2), Piece("z", 1, 4), Piece("z", 1, 2)
+    cases: list[tuple[int, list[tuple[tuple[Any, ...], ...]]]] = [
+        (2, [((x, y), (z,)), ((), (x, y)), ((z,), ())]),
+        (2, [((x,), (y, z)), ((), (x,)), ((y, z), ())]),
+        (1, [((x, y, z), ()), ((), ()), ((), (x, y, z))]),
+        (3, [((x, y), ()), ((), (y, x)), ((z,), ())]),
+        (3, [((x, y), ()), ((x,), (y,)), ((z,), ())]),
+        (3, [((x, y), ()), ((x, z), ()), ((), ())]),
+        (3, [((x, y), (outer,)), ((z,), ()), ((), ())]),
+        (2, [((x, y), (z,)), ((z,), ()), ((), ())]),
+    ]
+    for wanted, dims in cases:
+        assert num_parts([Cut(mesh, each) for each in dims]) == wanted, dims
+    manual = [Cut(mesh, ((y,), (z,)), frozenset("x"))] * 3
+    assert num_parts(manual) == 2
