@@ -5,9 +5,15 @@ The step is an ordinary Python function: forward, ``loss.backward()``, gradient 
 state. Later calls only launch the program: parameters, optimizer state, counters and the learning
 rate are inputs, state is updated in place, and shardings stay what they were.
 
-What the step must not do: branch on a tensor's value (a clear error), or rely on Python side
-effects per call, such as ``scheduler.step()``. Call the scheduler after the step; the learning
-rate is read anew on every call.
+What Python holds is looked at on every call: where a number, a function, a module or a tensor that
+the step reaches by name is another one than when it was traced, it is traced anew, and `stats()`
+says which. What the step computes on ordinary CPU tensors, draws included, is computed before each
+run. A float among the arguments is an input of the program as soon as it has changed once.
+
+What the step must not do: branch on the value of a tensor on the mesh, draw from Python's or
+NumPy's random numbers (both clear errors), or rely on Python side effects per call, such as
+``scheduler.step()``. Call the scheduler after the step; the learning rate is read anew on every
+call.
 
 Gradients that the step leaves in ``p.grad`` are outputs of the program and take memory between
 steps. End the step with ``optimizer.zero_grad()`` to drop them.

@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.errors import ScanError
 from xla_dtensor.runtimes import jax_generator, jax_trace
+from xla_dtensor.runtimes.host_work import HostTape
+from xla_dtensor.runtimes.host_work.mode import LoopOps
 from xla_dtensor.runtimes.jax_convert import jax_dtype
 from xla_dtensor.runtimes.jax_placing import padded_shape, place
 from xla_dtensor.runtimes.jax_step_values import inner
@@ -323,6 +325,7 @@ def _plain_torch(with_grad: bool) -> Iterator[None]:
     state = torch.get_rng_state()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
+        stack.enter_context(LoopOps(_tape()))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(torch.set_grad_enabled(with_grad))
         if torch.is_autocast_enabled("cpu"):
@@ -337,6 +340,18 @@ def _plain_torch(with_grad: bool) -> Iterator[None]:
             yield
         finally:
             torch.set_rng_state(state)
+
+
+def _tape() -> HostTape:
+    """Return the tape of the step around; outside of one, a tape to which all memory is older."""
+    trace = jax_trace.active_trace()
+    host = None if trace is None else trace.host
+    return HostTape(_Everything()) if host is None else host.tape
+
+
+class _Everything:
+    def __contains__(self, _: object) -> bool:
+        return True
 
 
 def _autocast_off() -> contextlib.AbstractContextManager[Any]:

@@ -32,13 +32,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.core
-import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from mesh_utils import Mesh
 from xla_dtensor.errors import CompileError
@@ -47,12 +43,11 @@ from xla_dtensor.report.evidence import Evidence
 from xla_dtensor.runtimes.base import CompiledStep
 from xla_dtensor.runtimes.before_running import ProgramToCheck, check
 from xla_dtensor.runtimes.jax_asked import asked_for
-from xla_dtensor.runtimes.jax_constants import TracedProgram, traced_program
-from xla_dtensor.runtimes.jax_convert import numpy_from_torch, x64
+from xla_dtensor.runtimes.jax_calls import Call, FloatInputs, Key
+from xla_dtensor.runtimes.jax_convert import x64
 from xla_dtensor.runtimes.jax_executables import Executables
 from xla_dtensor.runtimes.jax_flops import flops_of
-from xla_dtensor.runtimes.jax_gradients import GradientEffects, KnownLeaves
-from xla_dtensor.runtimes.jax_lending import lent, lifted
+from xla_dtensor.runtimes.jax_gradients import KnownLeaves
 from xla_dtensor.runtimes.jax_placing import place
 from xla_dtensor.runtimes.jax_program import Program
 from xla_dtensor.runtimes.jax_rehome import Blueprint
@@ -65,25 +60,12 @@ from xla_dtensor.runtimes.jax_slots import (
     slots_of,
     stacked_types,
 )
-from xla_dtensor.runtimes.jax_stacks import all_rows
-from xla_dtensor.runtimes.jax_step_values import (
-    bound,
-    inner,
-    is_without_values,
-    refuse_manual,
-    replaced,
-    split_outputs,
-    written_arguments,
-)
-from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
-from xla_dtensor.runtimes.jax_trace import Trace, refuse_nesting
-from xla_dtensor.runtimes.jax_traced_stacks import gather, placed_values
-from xla_dtensor.runtimes.jax_watch import Watch, watching
-from xla_dtensor.runtimes.module_names import naming_modules
-from xla_dtensor.runtimes.optimizer_inputs import RATE, OptimizerInputs
-from xla_dtensor.runtimes.python_state import PythonState
+from xla_dtensor.runtimes.jax_step_trace import Before, TracedStep, traced_step
+from xla_dtensor.runtimes.jax_step_values import inner, is_without_values
+from xla_dtensor.runtimes.jax_tensor import Storage
+from xla_dtensor.runtimes.jax_trace import refuse_nesting
+from xla_dtensor.runtimes.optimizer_inputs import RATE
 from xla_dtensor.runtimes.step_clock import StepClock, num_tokens
-from xla_dtensor.runtimes.trace_settings import trace_settings
 
 if TYPE_CHECKING:
     from xla_dtensor.runtimes.jax_runtime import JaxRuntime
@@ -92,6 +74,7 @@ __all__ = ["JaxCompiledStep"]
 
 logger = logging.getLogger("xla_dtensor")
 _RETRACES_BEFORE_WARNING = 3
+_PROGRAMS_PER_KEY = 4  # such as one for training and one for evaluation
 
 
 class JaxCompiledStep(CompiledStep):
@@ -100,12 +83,15 @@ class JaxCompiledStep(CompiledStep):
     def __init__(self, step: Callable[..., Any], runtime: JaxRuntime) -> None:
         self._step = step
         self._runtime = runtime
-        self._programs: dict[Any, Program] = {}
+        # By what a call is given, and by which leaves have gradients; the newest of each first.
+        self._programs: dict[tuple[Key, frozenset[int]], list[Program]] = {}
         self._last: Program | None = None
         self._calls = 0
         self._reasons: list[str] = []
         self._lent_names = {RATE}
+        self._floats = FloatInputs()
         self._executables = Executables()
+        self._made: weakref.WeakSet[Storage] = weakref.WeakSet()  # by programs, and still there
         self._leaves = KnownLeaves()
         self._clock = StepClock()
         self._tokens: int | None = None
@@ -115,26 +101,15 @@ class JaxCompiledStep(CompiledStep):
         refuse_nesting()
         self._calls += 1
         self._clock.start()
-        leaves, tree = tree_flatten((args, kwargs))
-        if any(map(is_without_values, leaves)) and not self._runtime.is_abstract:
+        call = Call(args, kwargs)
+        if any(map(is_without_values, call.leaves)) and not self._runtime.is_abstract:
             return self._step(*args, **kwargs)
         with x64():
-            tensors = [self._argument(leaf) for leaf in leaves]
-            key = self._key(leaves, tensors, tree)
-            program = self._programs.get((key, self._leaves.having()))
-            reason = self._why_none(key) if program is None else ""
-            if program is not None:
-                reason = program.stale() or ""
-                self._lent_names.update(program.watch.inputs.changed())
-            if reason:
-                program = self._compiled(reason, key, leaves, tensors, tree)
-            elif program is not None:
-                self._check(program, leaves)
-            assert program is not None
+            call.bind()
+            program = self._last = self._program_of(call)
             compare_run(self._step, program)
-            self._last = program
-            self._tokens = num_tokens(leaves)
-            return program.run([t._storage for t in tensors if t is not None])
+            self._tokens = num_tokens(call.leaves)
+            return program.run([t._storage for t in call.tensors if t is not None])
 
     def _check(self, program: Program, leaves: Sequence[Any]) -> None:
         def asked() -> tuple[AskedFor, ...]:
@@ -219,6 +194,44 @@ class JaxCompiledStep(CompiledStep):
 
     # ------------------------------------------------------------------ calling
 
+    def _program_of(self, call: Call) -> Program:
+        """Return a program that fits a call, and what the host does for its run done."""
+        self._floats.take(call)
+        key = call.key(self._floats.inputs(call))
+        kept = self._programs.get((key, self._leaves.having()), [])
+        why, gone = "", []
+        for program in kept:
+            change = program.stale() or program.prepare()
+            if change is None:
+                self._check(program, call.leaves)
+                return program
+            self._lent_names.update(program.watch.inputs.changed())
+            why = why or change.why
+            if change.for_good:
+                gone.append(program)
+        if not why:
+            why, key = self._why_none(call, key)
+        try:
+            program = self._compiled(why, call, key)
+        except CompileError:
+            if not self._floats.give_up(call):
+                raise
+            program = self._compiled(why, call, call.key())
+        kept[:] = [each for each in kept if each not in gone][:_PROGRAMS_PER_KEY]
+        return program
+
+    def _why_none(self, call: Call, key: Key) -> tuple[str, Key]:
+        """Return why there is no program for a key, and the key of the one that there will be."""
+        others = [other for other, _ in self._programs]
+        if not others:
+            return "first call", key
+        if key in others:
+            return "gradients are there that were not, or the other way round", key
+        why = call.difference(key, others[-1])
+        if self._floats.make_inputs(call, key, others):
+            why, key = f"{why}, and is an input from now on", call.key(self._floats.inputs(call))
+        return why, key
+
     def _note(self, reason: str) -> None:
         self._reasons.append(reason)
         if len(self._reasons) > _RETRACES_BEFORE_WARNING:
@@ -229,73 +242,30 @@ class JaxCompiledStep(CompiledStep):
                 reason,
             )
 
-    def _why_none(self, key: Any) -> str:
-        if not self._programs:
-            return "first call"
-        if any(key == other for other, _ in self._programs):
-            return "gradients are there that were not, or the other way round"
-        return "arguments of a new shape or value"
-
-    def _argument(self, leaf: Any) -> JaxTensor | None:
-        refuse_manual(leaf, "called with", "before the call")
-        tensor = inner(leaf)
-        if tensor is not None:
-            if tensor._steps:
-                made = Storage(tensor.raw(), manual=tensor._storage.manual)
-                return JaxTensor(made, shape=tuple(tensor.shape), stride=tensor.stride())
-            return tensor
-        if isinstance(leaf, torch.Tensor):
-            return JaxTensor(Storage(jnp.array(numpy_from_torch(leaf))))
-        return None
-
-    def _key(
-        self, leaves: Sequence[Any], tensors: Sequence[JaxTensor | None], tree: TreeSpec
-    ) -> Any:
-        described = tuple(
-            (type(leaf), leaf)
-            if tensor is None
-            else (
-                type(leaf),
-                tuple(tensor.shape),
-                tensor.dtype,
-                tensor._storage.lies,
-                getattr(leaf, "_spec", None) and leaf._spec.placements,
-                getattr(leaf, "_varying", None),
-                getattr(leaf, "_uneven", None),
-                leaf.requires_grad,
-            )
-            for leaf, tensor in zip(leaves, tensors, strict=True)
-        )
-        modes = (torch.get_float32_matmul_precision(), torch.is_grad_enabled(), trace_settings())
-        return described, tree, modes
-
     # ------------------------------------------------------------------ tracing
 
-    def _compiled(
-        self,
-        reason: str,
-        key: Any,
-        leaves: Sequence[Any],
-        tensors: Sequence[JaxTensor | None],
-        tree: TreeSpec,
-    ) -> Program:
+    def _compiled(self, reason: str, call: Call, key: Key) -> Program:
         """Trace and compile; on an error leave everything as it was."""
         self._clock.interrupt()
-        before = PythonState.now()
+        before = Before.of(self._step)
         try:
-            program = self._compile(leaves, tensors, tree, before.gradients)
-            self._check(program, leaves)
+            settings = self._lent_names, self._floats, self._made
+            found = traced_step(self._step, call, before, *settings)
+            program = self._finish(found)
+            self._check(program, call.leaves)
         except BaseException:
             before.restore()
             raise
         self._note(reason)
         self._leaves.add(program.gradients)
-        found = self._leaves.had(before.gradients)
-        del before  # It holds what the step has dropped.
-        if self._makes_new_state(program, self._programs.get((key, found))):
-            program.again = "the first call made new state"
+        having = self._leaves.had(before.python.gradients)
+        self._made.update(found.lasting)
+        del before, found  # They hold what the step has dropped.
+        kept = self._programs.setdefault((key, having), [])
+        if self._makes_new_state(program, kept[0] if kept else None):
+            program.again = "the call before made new state"
         program.digest = self._digest
-        self._programs[key, found] = program
+        kept.insert(0, program)
         return program
 
     def _makes_new_state(self, program: Program, previous: Program | None) -> bool:
@@ -307,6 +277,7 @@ class JaxCompiledStep(CompiledStep):
         """
         grads = [inner(grad) for _, grad in program.gradients.left if grad is not None]
         kept = {id(grad._storage) for grad in grads if grad is not None}
+        kept |= {id(storage) for _, storage in program.rebound}
         made = [s for s in (reference() for reference in program.lasting) if s is not None]
         num_made = sum(id(storage) not in kept for storage in made)
         if previous is None or not num_made:
@@ -314,88 +285,56 @@ class JaxCompiledStep(CompiledStep):
         gc.collect()
         return num_made != sum(reference() is None for reference in previous.lasting)
 
-    def _compile(
-        self,
-        leaves: Sequence[Any],
-        tensors: Sequence[JaxTensor | None],
-        tree: TreeSpec,
-        gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
-    ) -> Program:
-        trace = Trace()
-        numbers: list[tuple[Storage, Callable[[], float]]] = []
-        watch = Watch(OptimizerInputs(lifted, partial(lent, numbers), self._lent_names, gather))
-        found: dict[str, Any] = {}
-
-        def traced(arrays: Sequence[jax.Array], of_rows: Sequence[jax.Array]) -> Any:
-            trace.give_rows(rows, of_rows)
-            with bound(tensors, arrays, trace), watching(watch), naming_modules(jax.named_scope):
-                args, kwargs = tree_unflatten(list(replaced(leaves, tensors)), tree)
-                out_leaves, found["tree"] = tree_flatten(self._step(*args, **kwargs))
-                found["static"], results, found["pinned"] = split_outputs(out_leaves)
-                del out_leaves, args, kwargs
-                found["written"], written = written_arguments(leaves, tensors, arrays)
-            watch.inputs.check_settings_unchanged()
-            found["lasting"] = trace.lasting_beyond(tensors)
-            state, lasting = placed_values([*trace.state]), placed_values(found["lasting"])
-            for storage, value in zip(found["lasting"], lasting, strict=True):
-                if storage.row is not None:
-                    storage.array = value
-            return results, state, lasting, written
-
-        arguments = [t._storage for t in tensors if t is not None]
-        arrays = [s.array for s in arguments]
-        rows = all_rows()
-        with trace.active():
-            types = [row_type(stack.array) for _, stack, _ in rows]
-            closed = jax.make_jaxpr(traced)(arrays, types)
-        trace.undo()
-        watch.settle(trace.answers)
-        found["gradients"] = GradientEffects.of(gradients, trace.captured)
-        made = traced_program(closed, [storage for storage, _, _ in rows], trace)
-        return self._finish(trace, made, arguments, numbers, watch, found)
-
-    def _finish(
-        self,
-        trace: Trace,
-        traced: TracedProgram,
-        arguments: Sequence[Storage],
-        numbers: list[tuple[Storage, Callable[[], float]]],
-        watch: Watch,
-        found: dict[str, Any],
-    ) -> Program:
+    def _finish(self, found: TracedStep) -> Program:
+        trace = found.trace
         state = list(trace.state)
         read = [s for s in trace.captured if s not in trace.state]
-        jaxpr, owners, constants = traced
-        self._settle([*state, *read], arguments)
+        jaxpr, owners, constants = found.program
+        self._settle([*state, *read], found.arguments)
 
         position = {storage: i for i, storage in enumerate([*state, *read])}
         places = [None if s is None else position[s] for s in owners]
-        sizes = (len(found["written"]), len(found["lasting"]), len(state))
-        kept = [self._lying(arguments[i]) for i in found["written"]]
-        alone = {storage for storage, _ in numbers}
+        sizes = (len(found.written), len(found.lasting), len(state))
+        kept = [self._lying(found.arguments[i]) for i in found.written]
+        alone = found.alone()
         kinds = [None if s in alone else self._kind(s, s in trace.state) for s in position]
         holding = Holding(places, sizes, kinds, [self._lying(s) for s in position])
         slots = slots_of(jaxpr, holding)
         made_of = partial(program_of, holding=holding, slots=slots)
-        inputs = self._inputs(state, read, constants, arguments, slots)
-        pinned = (found["pinned"], [given.sharding for given in inputs[0]], None, kept)
+        inputs = self._inputs(state, read, constants, found.arguments, slots)
+        rebound = [each.storages for each in found.rebound]
+        pinned = (
+            found.pinned,
+            [given.sharding for given in inputs[0]],
+            self._pinned_lasting(found.lasting, slots, rebound),
+            kept,
+        )
         blueprint = Blueprint.of(jaxpr, made_of, inputs, pinned, donated=(0,))
         return self._program_type(
             self._executable(blueprint, inputs),
             state,
             read,
             constants,
-            [weakref.ref(s) for s in found["lasting"]],
-            found["written"],
-            numbers,
-            found["tree"],
-            found["static"],
-            watch,
+            [weakref.ref(s) for s in found.lasting],
+            found.written,
+            found.numbers,
+            found.tree,
+            found.static,
+            found.watch,
             slots,
             blueprint,
             flops_of(jaxpr),
-            found["gradients"],
+            found.gradients,
+            host=found.host,
+            rebound=[(read.index(old), new) for old, new in rebound],
         )
+
+    def _pinned_lasting(
+        self, lasting: Sequence[Storage], slots: Slots, rebound: Sequence[tuple[Storage, Storage]]
+    ) -> list[Any]:
+        """Return how what a step makes has to lie: as what it replaces, or as XLA likes."""
+        lies = {new: self._lying(old) for old, new in rebound}
+        return [lies.get(lasting[slot[0]]) if len(slot) == 1 else None for slot in slots.lasting]
 
     # What a program for devices that are not here does otherwise (``jax_absent``).
 

@@ -47,6 +47,10 @@ _CARRIERS = {
 }
 
 
+# Not tensor.numpy(): while a step is traced, that is noted as a read of the step's Python.
+_numpy: Any = torch._C.TensorBase.numpy  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def x64() -> AbstractContextManager[Any]:
     """Return a context in which JAX keeps 64-bit types."""
     return jax.enable_x64(True)
@@ -74,14 +78,10 @@ def numpy_from_torch(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     if tensor.is_conj():
         tensor = tensor.resolve_conj()
     if tensor.dtype in _CARRIERS:
-        return (
-            tensor.contiguous()
-            .view(_CARRIERS[tensor.dtype][0])
-            .numpy()
-            .view(_TORCH_TO_NUMPY[tensor.dtype])
-        )
+        carrier = tensor.contiguous().view(_CARRIERS[tensor.dtype][0])
+        return _numpy(carrier).view(_TORCH_TO_NUMPY[tensor.dtype])
     jax_dtype(tensor.dtype)
-    return tensor.resolve_neg().numpy()
+    return _numpy(tensor.resolve_neg())
 
 
 def torch_from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:

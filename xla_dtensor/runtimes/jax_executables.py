@@ -1,6 +1,7 @@
 """Compiled programs that outlive the process: saved to a file, found again by what they compute.
 
-A saved program is found by a digest of its lowered text, of the devices and of JAX's version. A
+A saved program is found by a digest of its lowered text, of how its arguments and results nest and
+which arguments it uses, of the devices and of JAX's version. A
 step that loads a file is still traced, which binds its parameters and optimizer state to the
 program's inputs, and costs seconds; XLA's compilation, which costs minutes, is left out when the
 trace comes out as the saved one did. So a file can never run a program that is not the step's.
@@ -51,6 +52,8 @@ class Executables:
         """
         digest = _digest(lowered)
         compare(digest)
+        if digest in self._compiled:  # The step was traced anew, and does the same.
+            return self._compiled[digest]
         payload = self._loaded.get(digest)
         if payload is None:
             executable = lowered.compile()
@@ -142,7 +145,11 @@ def _serialized(executable: Any) -> bytes:
 
 
 def _digest(lowered: Any) -> str:
-    text = json.dumps(_machine()) + lowered.as_text()
+    # The text has no argument that the program does not use, so that two programs that use
+    # different ones of theirs may have one text.
+    used = sorted(lowered._lowering.compile_args["kept_var_idx"])
+    bound = f"{lowered.in_tree} {used} {lowered.out_tree}"
+    text = json.dumps(_machine()) + bound + lowered.as_text()
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -19,6 +19,7 @@ import torch
 from xla_dtensor.errors import CompileError, ManualRegionError, UnsupportedOpError
 from xla_dtensor.nested import leaves, map_nested
 from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch
+from xla_dtensor.runtimes.jax_host_inputs import host_input
 from xla_dtensor.runtimes.jax_lowering import random
 from xla_dtensor.runtimes.jax_lowering.table import Lowering
 from xla_dtensor.runtimes.jax_manual import ManualAxes, axes_of, mapped
@@ -77,7 +78,9 @@ class _Arguments:
                 _refuse_mixing(self._func, self._axes, value)
             return self.add(value.raw(), True)
         if isinstance(value, torch.Tensor):
-            return self.add(np.array(numpy_from_torch(value)), False)
+            stand_in = host_input(value)
+            host = np.array(numpy_from_torch(value)) if stand_in is None else stand_in.value()
+            return self.add(host, False)
         number = unwrap_number(value)
         if isinstance(number, jax.Array) or (isinstance(number, float) and self._floats_vary):
             return self.add(number, False)

@@ -13,28 +13,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from xla_dtensor.errors import CompileError
+from xla_dtensor.runtimes.host_work.mode import HostOps
+from xla_dtensor.runtimes.host_work.tape import HostTape
 from xla_dtensor.runtimes.jax_scalar import ScalarNode
 
 __all__ = ["NumbersMeetTensors"]
 
 
-class NumbersMeetTensors(TorchDispatchMode):
-    """Send ops of ordinary tensors and traced numbers to the program."""
+class NumbersMeetTensors(HostOps):
+    """Send ops of ordinary tensors and traced numbers to the program; others are the host's."""
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile work inside of a compiled step: it gives way to other modes."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if types or not any(map(_is_traced, (*args, *kwargs.values()))):
-            return func(*args, **kwargs)
+    def on_host(self, tape: HostTape, func: Any, args: Any, kwargs: Any) -> Any:
+        if not any(map(_is_traced, (*args, *kwargs.values()))):
+            return tape.call(func, args, kwargs)
         from xla_dtensor.runtimes.jax_ops import run_op
 
         if func._schema.is_mutable:

@@ -35,11 +35,12 @@ from xla_dtensor.runtimes.jax_foreach import (
     run_foreach_on_rows,
     write_foreach,
 )
+from xla_dtensor.runtimes.jax_host_inputs import admitted
 from xla_dtensor.runtimes.jax_lowering import find_lowering
 from xla_dtensor.runtimes.jax_meta import Meta, output_meta, raise_torchs_error
 from xla_dtensor.runtimes.jax_scalar import unwrap_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
-from xla_dtensor.runtimes.jax_trace import active_trace
+from xla_dtensor.runtimes.jax_trace import active_trace, refuse_write_to_host
 
 __all__ = ["as_array", "run_op", "write"]
 
@@ -63,6 +64,8 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     trace = active_trace()
     if trace is None:
         return _run(func, args, kwargs)
+    if trace.host is not None:
+        args, kwargs = admitted(func, args, kwargs)
     with trace.sources.of_op():
         return _run(func, args, kwargs)
 
@@ -250,8 +253,9 @@ def write(target: torch.Tensor, result: torch.Tensor) -> None:
         jax_manual_ops.write(target, result)
         return
     if not isinstance(target, JaxTensor):
-        host = result.host() if isinstance(result, JaxTensor) else result
-        target.copy_(host)
+        if isinstance(result, JaxTensor):
+            refuse_write_to_host(target)
+        target.copy_(result.host() if isinstance(result, JaxTensor) else result)
         return
     value = as_array(result).astype(jax_dtype(target.dtype))
     target.set_value(jnp.broadcast_to(value, tuple(target.shape)))

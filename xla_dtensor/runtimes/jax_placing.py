@@ -119,7 +119,7 @@ def check_sharding(array: jax.Array, asked: NamedSharding) -> None:
     )
 
 
-def put_host_array(array: np.ndarray[Any, Any], sharding: NamedSharding | None) -> jax.Array:
+def put_host_array(array: np.ndarray[Any, Any], sharding: Any) -> jax.Array:
     """Copy a host array, equal in every process, to the devices; each takes only its own tiles."""
     if sharding is None:
         return jnp.array(array)

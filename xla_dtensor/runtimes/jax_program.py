@@ -13,16 +13,19 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from mesh_utils import MeshError, find_chip
 from xla_dtensor.runtimes.jax_gradients import GradientEffects
+from xla_dtensor.runtimes.jax_host_inputs import HostPart
 from xla_dtensor.runtimes.jax_rehome import Blueprint
 from xla_dtensor.runtimes.jax_slots import Slot, Slots
 from xla_dtensor.runtimes.jax_stacks import give_stack, stack_of
+from xla_dtensor.runtimes.jax_step_values import Delivered
 from xla_dtensor.runtimes.jax_tensor import Storage
 from xla_dtensor.runtimes.jax_watch import Watch
+from xla_dtensor.runtimes.premises import Change
 
 __all__ = ["Program"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """A compiled trace. See :mod:`xla_dtensor.runtimes.jax_compile`.
 
@@ -43,6 +46,8 @@ class Program:
         gradients: What the trace did to parameters' gradients.
         again: Why the next call has to trace anew; None if it need not.
         digest: Equal for programs that do the same.
+        host: What is done on the host for each run.
+        rebound: Which of the storages that are only read give way to others after the first run.
     """
 
     executable: Any
@@ -61,6 +66,8 @@ class Program:
     gradients: GradientEffects = field(default_factory=lambda: GradientEffects([], []))
     again: str | None = None
     digest: str = ""
+    host: HostPart | None = None
+    rebound: list[tuple[int, Storage]] = field(default_factory=list)
 
     def peak_flops(self) -> float | None:
         """Return the peak of all its devices together, in bf16; None where nobody knows it."""
@@ -76,8 +83,20 @@ class Program:
         peak = chip.peak("bf16")
         return None if peak is None else peak * len(devices) / chip.devices_per_chip
 
-    def stale(self) -> str | None:
-        return self.again or self.watch.broken() or self.gradients.broken()
+    def stale(self) -> Change | None:
+        """Return why the program does not fit what Python holds now; None if it fits."""
+        if self.again is not None:
+            return Change(self.again, for_good=True)
+        change = self.watch.broken()
+        if change is not None:
+            return change
+        why = self.gradients.broken()
+        return None if why is None else Change(why, for_good=True)
+
+    def prepare(self) -> Change | None:
+        """Do the host's part of the next run; return why the program does not fit what it reads."""
+        why = None if self.host is None else self.host.prepare()
+        return None if why is None else Change(why)
 
     def run(self, arguments: Sequence[Storage]) -> Any:
         for storage, current in self.numbers:
@@ -96,12 +115,21 @@ class Program:
             _give(array, [self.state[place] for place in slot])
         for slot, array in zip(self.slots.lasting, lasting, strict=True):
             _give(array, [self.lasting[place]() for place in slot])
+        for place, storage in self.rebound:
+            self.read[place] = storage
         self.gradients.repeat()
         return self._outputs(iter(results))
 
     def _outputs(self, arrays: Iterator[jax.Array]) -> Any:
-        leaves = [leaf(next(arrays)) if callable(leaf) else leaf.value for leaf in self.out_static]
-        return tree_unflatten(leaves, self.out_tree)
+        return tree_unflatten(
+            [self._output(leaf, arrays) for leaf in self.out_static], self.out_tree
+        )
+
+    def _output(self, leaf: Any, arrays: Iterator[jax.Array]) -> Any:
+        if isinstance(leaf, Delivered):
+            assert self.host is not None
+            return self.host.delivered[leaf.number]
+        return leaf(next(arrays)) if callable(leaf) else leaf.value
 
 
 def _taken(slot: Slot, storages: Sequence[Storage]) -> jax.Array:

@@ -38,6 +38,7 @@ from xla_dtensor.runtimes.compile_cache import cache_folder
 from xla_dtensor.runtimes.dynamo_frames import runs_as_it_is
 from xla_dtensor.runtimes.jax_call import JaxProgram
 from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch, torch_from_numpy, x64
+from xla_dtensor.runtimes.jax_host_inputs import host_input, refuse_host_input
 from xla_dtensor.runtimes.jax_making import make_array
 from xla_dtensor.runtimes.jax_names import named
 from xla_dtensor.runtimes.jax_placing import padded_shape, place, put_host_array
@@ -162,6 +163,9 @@ class JaxRuntime(Runtime):
         return named_sharding(op_sharding, root, layout.ndim, layout.open_dims)
 
     def put(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        stand_in = host_input(tensor)
+        if stand_in is not None:
+            return self.constrain(stand_in, layout)
         with x64():
             sharding = self._sharding(layout)
             array = put_host_array(numpy_from_torch(tensor), sharding)
@@ -178,6 +182,8 @@ class JaxRuntime(Runtime):
     def from_shards(
         self, shards: Mapping[int, torch.Tensor], shape: Sequence[int], layout: Layout
     ) -> torch.Tensor:
+        for shard in shards.values():
+            refuse_host_input(shard, "make a tensor of shards from")
         sharding, shape = self._sharding(layout), tuple(shape)
         target = padded_shape(shape, sharding)
         tile = sharding.shard_shape(target)

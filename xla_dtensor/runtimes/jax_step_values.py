@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.errors import CompileError
 from xla_dtensor.runtimes.jax_manual import ManualAxes, stacked_sharding, wrapped
 from xla_dtensor.runtimes.jax_placing import place
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
-from xla_dtensor.runtimes.jax_trace import Trace
+from xla_dtensor.runtimes.jax_trace import Trace, active_trace
 
 __all__ = [
+    "Delivered",
     "Static",
     "bound",
     "inner",
@@ -46,6 +48,17 @@ class Static:
     """An output that is no tensor: the same on every call."""
 
     value: Any
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """An output that is a host tensor, made anew on every call.
+
+    Args:
+        number: Of what the host's tape delivers.
+    """
+
+    number: int
 
 
 @contextlib.contextmanager
@@ -112,7 +125,7 @@ def split_outputs(
     for leaf in leaves:
         tensor = inner(leaf)
         if tensor is None:
-            static.append(Static(leaf))
+            static.append(_from_host(leaf))
             continue
         if tensor._storage.manual is not None:
             refuse_manual(leaf, "about to return", "before returning it")
@@ -126,6 +139,14 @@ def split_outputs(
         is_open = sharding is None or PartitionSpec.UNCONSTRAINED in tuple(sharding.spec)
         pinned.append(None if is_open else sharding)
     return static, arrays, pinned
+
+
+def _from_host(leaf: Any) -> Static | Delivered:
+    trace = active_trace()
+    if trace is None or trace.host is None or not isinstance(leaf, torch.Tensor):
+        return Static(leaf)
+    number = trace.host.tape.deliver(leaf)
+    return Static(leaf) if number is None else Delivered(number)
 
 
 def refuse_manual(leaf: Any, what: str, when: str) -> None:

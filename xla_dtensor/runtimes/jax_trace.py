@@ -33,6 +33,7 @@ from xla_dtensor.runtimes.new_garbage import old_objects_aside
 if TYPE_CHECKING:
     import jax
 
+    from xla_dtensor.runtimes.jax_host_inputs import HostInputs
     from xla_dtensor.runtimes.jax_stacks import Stack
     from xla_dtensor.runtimes.jax_tensor import Storage
 
@@ -44,6 +45,7 @@ __all__ = [
     "note_read",
     "note_write",
     "refuse_read",
+    "refuse_write_to_host",
 ]
 
 _active: Trace | None = None
@@ -54,7 +56,9 @@ _LIBRARIES = ("xla_dtensor", "torch", "jax")
 class Trace:
     """The storages that one traced step touched."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: HostInputs | None = None) -> None:
+        # The plain tensors that go into the program; None where nothing is written down of them.
+        self.host = host
         self.captured: dict[Storage, jax.Array] = {}
         self.state: dict[Storage, None] = {}
         # In the order in which they were made: programs must come out alike in every process.
@@ -98,8 +102,8 @@ class Trace:
         self.captured[storage] = storage.array
 
     def given_to(self, other: Trace) -> None:
-        """Let a trace inside of this one know the rows that this one was given."""
-        other._given = self._given
+        """Let a trace inside of this one know the rows that this one was given, and the host's."""
+        other._given, other.host = self._given, self.host
 
     def array_before(self, storage: Storage) -> jax.Array | None:
         """Return the array of a storage that is older and was not written to; None for others."""
@@ -246,6 +250,19 @@ def refuse_read(what: str) -> NoReturn:
         f"A tensor's value was {what} while a step was traced. The step becomes one program, so "
         "its tensors have no values yet, and Python cannot branch on them. Return the tensor from "
         "the step and read it outside, or use torch.where instead of `if`." + _user_line()
+    )
+
+
+def refuse_write_to_host(target: Any) -> None:
+    """Raise where a step that is traced writes what it computes to a plain CPU tensor."""
+    if active_trace() is None:
+        return
+    raise CompileError(
+        f"A compiled step wrote what it computes on the mesh to a plain CPU tensor of "
+        f"shape={tuple(target.shape)}, a buffer of a module that was not distributed for instance. "
+        "The values exist only when the program runs, after Python has gone on. Put the tensor on "
+        "the mesh before the step: distribute_module(model, mesh), or distribute_tensor."
+        + _user_line()
     )
 
 

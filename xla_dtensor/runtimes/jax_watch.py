@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +11,16 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import clip_grad
 
+from xla_dtensor.runtimes.host_work import HostTape
+from xla_dtensor.runtimes.host_work.reading import noting_reads
+from xla_dtensor.runtimes.host_work.tape import is_host
 from xla_dtensor.runtimes.jax_numbers import NumbersMeetTensors
+from xla_dtensor.runtimes.jax_rebound import Rebound
 from xla_dtensor.runtimes.jax_step_values import inner
+from xla_dtensor.runtimes.jax_trace import Trace
 from xla_dtensor.runtimes.jax_traced_stacks import lanes_of
 from xla_dtensor.runtimes.optimizer_inputs import OptimizerInputs
+from xla_dtensor.runtimes.premises import Change, Premises
 from xla_dtensor.runtimes.torch_own import put_back
 
 __all__ = ["Watch", "see_modules", "watching"]
@@ -30,64 +35,54 @@ class Watch:
     """What a program baked in from Python, to notice when it no longer holds."""
 
     inputs: OptimizerInputs
+    premises: Premises
     answers: list[tuple[Callable[[], Any], bool]] = field(default_factory=list)
-    modules: dict[int, tuple[Any, bool, list[Any]]] = field(default_factory=dict)
 
     def see_module(self, module: torch.nn.Module, args: Any) -> None:
         """Note a module that the step calls; a forward pre-hook."""
-        if id(module) not in self.modules:
-            seen = (weakref.ref(module), module.training, _payloads(module))
-            self.modules[id(module)] = seen
+        self.premises.see_module(module)
 
-    def broken(self) -> str | None:
+    def broken(self) -> Change | None:
         """Return what has changed since the trace, None if nothing has."""
-        for reference, training, payloads in self.modules.values():
-            module = reference()
-            if module is None:
-                continue
-            if module.training != training:
-                return f"{type(module).__name__}.training changed to {module.training}"
-            if not _same_objects(_payloads(module), payloads):
-                return f"a parameter or buffer of {type(module).__name__} was replaced"
+        why = self.premises.broken()
+        if why is not None:
+            return why
         if self.inputs.parameters_changed():
-            return "an optimizer was given other parameters"
+            return Change("an optimizer was given other parameters")
         if self.inputs.state_replaced():
-            return "the state of an optimizer was replaced"
+            return Change("the state of an optimizer was replaced", for_good=True)
         changed = self.inputs.changed()
         if changed:
-            return f"an optimizer's {', '.join(changed)} changed"
+            return Change(f"an optimizer's {', '.join(changed)} changed", for_good=True)
         if any(bool(ask()) != answer for ask, answer in self.answers):
-            return "a number that the step branches on changed"
+            return Change("a number that the step branches on changed")
         return None
 
-    def settle(self, answers: list[tuple[Callable[[], Any], bool]]) -> None:
-        """Remember what holds at the end of the trace.
+    def settle(self, trace: Trace, tape: HostTape, rebound: Iterable[Rebound]) -> None:
+        """Remember what holds at the end of the trace, and what the next call is to find."""
 
-        Args:
-            answers: What the step asked about numbers that Python knows.
-        """
+        def reads(tensor: torch.Tensor) -> bool:
+            payload = inner(tensor)
+            if payload is None:
+                return is_host(tensor) and tape.reads(tensor)
+            return payload._storage in trace.captured
+
         self.inputs.settle()
-        self.answers = answers
-
-
-def _payloads(module: torch.nn.Module) -> list[Any]:
-    return [inner(t) for t in (*module._parameters.values(), *module._buffers.values())]
-
-
-def _same_objects(now: list[Any], then: list[Any]) -> bool:
-    return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
+        self.premises.settle(reads, {id(each.found): each.left for each in rebound})
+        self.answers = trace.answers
 
 
 @contextlib.contextmanager
-def watching(watch: Watch) -> Iterator[None]:
-    """Watch modules and optimizers; keep autograd in this thread, where the trace is."""
+def watching(watch: Watch, tape: HostTape) -> Iterator[None]:
+    """Watch modules, optimizers and the host; keep autograd in this thread, where the trace is."""
     global _current
     put_back()
     hook = torch_module.register_module_forward_pre_hook(watch.see_module)
     _current = watch
     try:
         single_threaded = torch.autograd.set_multithreading_enabled(False)
-        with watch.inputs.active(), single_threaded, NumbersMeetTensors(), _clipping_rows():
+        on_host = noting_reads(tape), NumbersMeetTensors(tape)
+        with watch.inputs.active(), single_threaded, _clipping_rows(), on_host[0], on_host[1]:
             yield
     finally:
         hook.remove()

@@ -2,9 +2,9 @@
 
 While a step is traced, its tensors hold tracers. Storages are given their arrays back by the trace;
 this module does the rest: gradients that ``backward`` hung on parameters, entries that an optimizer
-made in its ``state``, modules' buffers and parameters that were replaced, and settings of param
-groups. A step closes over all of these without listing them, so they are found among the objects
-that Python's garbage collector knows.
+made in its ``state``, settings of param groups, and what modules hold. A step closes over all of
+these without listing them, so they are found among the objects that Python's garbage collector
+knows.
 
 Example:
     >>> import torch
@@ -19,22 +19,33 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from xla_dtensor.runtimes.host_work.tape import is_host, memory_key
 from xla_dtensor.runtimes.live_objects import live_objects
+from xla_dtensor.runtimes.premises import ModuleBefore
 
 __all__ = ["PythonState"]
 
 
 @dataclass(frozen=True)
 class PythonState:
-    """Gradients, optimizer state, buffers and parameters, as they were. Holds them alive."""
+    """Gradients, optimizer state and modules, as they were. Holds them alive.
+
+    Args:
+        gradients: Leaves that require a gradient, with the one that they had.
+        tables: Dicts, with what they held.
+        modules: Modules, by id.
+        host_memories: The memories of plain CPU tensors, as ``memory_key`` tells them apart.
+    """
 
     gradients: list[tuple[torch.Tensor, torch.Tensor | None]]
     tables: list[tuple[dict[Any, Any], dict[Any, Any]]]
+    modules: dict[int, ModuleBefore] = field(default_factory=dict)
+    host_memories: set[int] = field(default_factory=set)
 
     @classmethod
     def now(cls) -> PythonState:
@@ -58,6 +69,8 @@ class PythonState:
         return self._read_module if issubclass(kind, torch.nn.Module) else None
 
     def _read_tensor(self, tensor: torch.Tensor) -> None:
+        if is_host(tensor):
+            self.host_memories.add(memory_key(tensor))
         try:
             if tensor.requires_grad and tensor.is_leaf:
                 self.gradients.append((tensor, tensor.grad))
@@ -69,10 +82,10 @@ class PythonState:
         self.tables.extend((table, dict(table)) for table in tables)
 
     def _read_module(self, module: torch.nn.Module) -> None:
-        fields = vars(module)  # One that is being made may have no tables yet.
-        for table in (fields.get("_buffers"), fields.get("_parameters")):
-            if table:
-                self.tables.append((table, dict(table)))
+        before = self.modules[id(module)] = ModuleBefore.of(module)
+        own = vars(module)
+        self.tables.append((own, before.attributes))
+        self.tables.extend((own[name], table) for name, table in before.tables.items())
 
     def restore(self) -> None:
         """Make it so again."""

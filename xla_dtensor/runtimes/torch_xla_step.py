@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor.errors import CompileError
 from xla_dtensor.runtimes.base import CompiledStep
+from xla_dtensor.runtimes.premises import Premises
 from xla_dtensor.runtimes.step_clock import StepClock, num_tokens
 from xla_dtensor.runtimes.torch_xla_program_keys import digest_of_all, synced_as
 from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
@@ -70,6 +71,7 @@ class TorchXlaStep(CompiledStep):
         self._last: Signature | None = None
         self._hlo_files: dict[Signature, Path | None] = {}
         self._digests: dict[tuple[Signature, tuple[int, ...]], str] = {}
+        self._premises: Premises | None = None  # of the digests
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         signature = _signature(args, kwargs)
@@ -79,6 +81,9 @@ class TorchXlaStep(CompiledStep):
         compiled_before = _num_compilations()
         self._tokens = num_tokens(pytree.tree_leaves((args, kwargs)))
         args, kwargs = pytree.tree_map(_on_devices, (args, kwargs))
+        if self._premises is None or self._premises.broken() is not None:
+            self._premises = Premises.of_now(self._step)
+            self._digests.clear()
         with _graph_name(self._graph_name):
             result = self._traced(args, kwargs)
             with self._own_program(), synced_as(self._digest(signature, (args, kwargs), result)):

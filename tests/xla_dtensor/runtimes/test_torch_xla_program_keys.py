@@ -320,3 +320,18 @@ def test_automatic_sharding_keeps_its_mesh(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch_xla._XLAC, "_xla_get_auto_sharding", lambda: True)
     with keyed("digest"):
         assert os.environ["XLA_AUTO_SPMD_MESH"] == "2,4"
+
+
+def test_a_python_value_chooses_between_alike_tensors(mesh: xd.DeviceMesh) -> None:
+    """The step's digest holds as long as what Python had when it was taken."""
+    x, y = (xd.distribute_tensor(torch.randn(8, 8, dtype=torch.float64), mesh) for _ in range(2))
+    first = True
+
+    def step() -> torch.Tensor:
+        return (x if first else y) + x * y
+
+    compiled = xd.compile(step)
+    for turn in range(4):
+        first = turn % 2 == 0
+        expected = (x if first else y).cpu() + x.cpu() * y.cpu()
+        torch.testing.assert_close(compiled().cpu(), expected)

@@ -1,0 +1,605 @@
+"""Steps, and what Python changes between their calls: made for plain PyTorch and for a mesh alike.
+
+A case is a function of `put`, which places a tensor: on the mesh, or not at all. It returns a step
+of one batch, and what to do after the n-th call. ``NUM_TRACES`` says how often a case may be traced
+in `NUM_CALLS` calls where that is not `USUAL_TRACES`: each change that PyTorch's result depends on
+may cost one, and nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tests.xla_dtensor import python_changes_elsewhere as elsewhere
+
+NUM_CALLS = 6
+USUAL_TRACES = 3
+CHANGE_AFTER = 2  # of the calls, counted from 0
+
+Put = Callable[[torch.Tensor], torch.Tensor]
+Case = Callable[[Put], tuple[Callable[[torch.Tensor], Any], Callable[[int], None]]]
+CASES: dict[str, Case] = {}
+NUM_TRACES: dict[str, int] = {}
+
+
+def case(traces: int = USUAL_TRACES) -> Callable[[Case], Case]:
+    """Register a case, and how often it may be traced."""
+
+    def register(function: Case) -> Case:
+        CASES[function.__name__] = function
+        NUM_TRACES[function.__name__] = traces
+        return function
+
+    return register
+
+
+def once(change: Callable[[], Any]) -> Callable[[int], None]:
+    """Do something after one of the calls."""
+    return lambda call: change() if call == CHANGE_AFTER else None
+
+
+def nothing(call: int) -> None:
+    """Change nothing."""
+
+
+def adding(tensor: torch.Tensor, *calls: int) -> Callable[[int], None]:
+    """Add 1 to a tensor after some calls, after each where none are named."""
+
+    def add(call: int) -> None:
+        if not calls or call in calls:
+            tensor.add_(1)
+
+    return add
+
+
+# ---------------------------------------------------------------------- names
+
+GLOBAL = 2.0
+TABLE = {"bias": 1.0, "unused": 0}
+HOOKS: list[Callable[[torch.Tensor], torch.Tensor]] = []
+
+
+def helped(x: torch.Tensor) -> torch.Tensor:
+    """Read a global, a dict and a default in a function that a step calls."""
+    return x * GLOBAL + TABLE["bias"]
+
+
+@case(traces=2)
+def a_variable_around(put: Put) -> Any:
+    scale = 2.0
+
+    def change() -> None:
+        nonlocal scale
+        scale = 3.0
+
+    return lambda x: x * scale, once(change)
+
+
+@case(traces=2)
+def a_global_of_a_helper(put: Put) -> Any:
+    def change() -> None:
+        globals()["GLOBAL"] = 2.0 if GLOBAL == 3.0 else 3.0
+
+    return lambda x: helped(x), once(change)
+
+
+@case(traces=2)
+def an_item_of_a_dict(put: Put) -> Any:
+    return lambda x: helped(x), once(lambda: TABLE.update(bias=TABLE["bias"] + 1))
+
+
+@case(traces=1)
+def an_item_that_nobody_reads(put: Put) -> Any:
+    return lambda x: x + TABLE["bias"], lambda i: TABLE.update(unused=TABLE["unused"] + 1)
+
+
+@case(traces=2)
+def a_name_of_another_module(put: Put) -> Any:
+    def change() -> None:
+        elsewhere.FACTOR += 1.0
+
+    return lambda x: elsewhere.scaled(x) + elsewhere.FACTOR, once(change)
+
+
+@case(traces=2)
+def a_function_in_a_list(put: Put) -> Any:
+    functions = [torch.relu]
+    return lambda x: sum(f(x) for f in functions), once(lambda: functions.append(torch.neg))
+
+
+@case(traces=2)
+def a_partial(put: Put) -> Any:
+    made = SimpleNamespace(f=functools.partial(torch.mul, other=2.0))
+    return lambda x: made.f(x), once(
+        lambda: setattr(made, "f", functools.partial(torch.add, other=2.0))
+    )
+
+
+@case(traces=1)
+def an_equal_partial(put: Put) -> Any:
+    made = SimpleNamespace(f=functools.partial(torch.mul, other=2.0))
+    again = functools.partial
+    return lambda x: made.f(x), lambda i: setattr(made, "f", again(torch.mul, other=2.0))
+
+
+class Mode(enum.Enum):
+    SUM = 1
+    MEAN = 2
+
+
+class Slotted:
+    __slots__ = ("mode",)
+
+    def __init__(self) -> None:
+        self.mode = Mode.SUM
+
+
+@case(traces=2)
+def a_slot(put: Put) -> Any:
+    holder = Slotted()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x.sum() if holder.mode is Mode.SUM else x.mean()
+
+    return step, once(lambda: setattr(holder, "mode", Mode.MEAN))
+
+
+class Found:
+    """Answers for any name, as configurations do."""
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "held", {"scale": 2.0})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return object.__getattribute__(self, "held")[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@case(traces=2)
+def an_answer_to_a_name(put: Put) -> Any:
+    found: Any = Found()
+    return lambda x: x * found.scale, once(lambda: found.held.update(scale=3.0))
+
+
+@dataclass
+class Inner:
+    power: int = 1
+
+
+@dataclass
+class Config:
+    scale: float = 1.0
+    unused: int = 0
+    inner: Inner = field(default_factory=Inner)
+
+
+class Trainer:
+    """A step that is a method, with everything that trainers have about them."""
+
+    offset = 0.5
+
+    def __init__(self, put: Put) -> None:
+        torch.manual_seed(0)
+        self.model = placed(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.0), nn.Linear(8, 1)), put)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.config = Config()
+        self.epoch = self.global_step = 0
+        self.loss: Any = None
+        self.history: list[float] = []
+
+    @property
+    def weight(self) -> float:
+        return self.config.scale * 2
+
+    @staticmethod
+    def shifted(x: torch.Tensor, by: float) -> torch.Tensor:
+        return x + by
+
+    def loss_of(self, x: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        out = self.model(self.shifted(x, self.offset)) ** config.inner.power
+        return (out * self.weight).square().mean()
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.loss_of(x)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def between(self, call: int) -> None:
+        """Do what a loop does around its steps; the step reads none of it."""
+        self.global_step += 1
+        self.epoch = self.global_step // 2
+        self.config.unused += 1
+        self.loss = object()
+        self.history.append(0.0)
+
+
+def placed(model: nn.Module, put: Put) -> Any:
+    """Place a model's parameters and buffers, each where `put` puts it."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(put(parameter.detach().clone()))
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else put(buffer)
+    return model
+
+
+def trained(change: Callable[[Trainer], None] | None) -> Case:
+    """Make a case of a trainer, and of what changes of it."""
+
+    def made(put: Put) -> Any:
+        trainer = Trainer(put)
+
+        def between(call: int) -> None:
+            trainer.between(call)
+            if change is not None and call == CHANGE_AFTER:
+                change(trainer)
+
+        return trainer.step, between
+
+    return made
+
+
+TRAINER_CHANGES: dict[str, tuple[Callable[[Trainer], None] | None, int]] = {
+    "trainer_loop": (None, 2),
+    "trainer_scale": (lambda t: setattr(t.config, "scale", 3.0), 3),
+    "trainer_power": (lambda t: setattr(t.config.inner, "power", 2), 3),
+    "trainer_config": (lambda t: setattr(t, "config", Config(scale=2.0)), 3),
+    "trainer_offset": (lambda t: setattr(t, "offset", 1.0), 3),
+    "trainer_dropout": (lambda t: setattr(t.model[1], "p", 1.0), 3),
+    "trainer_eval": (lambda t: t.model.eval(), 3),
+    "trainer_activation": (lambda t: t.model.insert(1, nn.Tanh()), 3),
+    "trainer_layer": (lambda t: t.model.__setitem__(1, nn.Tanh()), 3),
+    "trainer_hook": (lambda t: hooked(t.model[0]), 3),
+    "trainer_frozen": (lambda t: t.model[0].requires_grad_(False), 3),
+    "trainer_rate": (lambda t: t.optimizer.param_groups[0].update(lr=1e-3), 2),
+    "trainer_decay": (lambda t: t.optimizer.param_groups[0].update(weight_decay=0.5), 3),
+    "trainer_loss": (lambda t: setattr(t, "loss_of", lambda x: t.model(x).abs().mean()), 3),
+}
+for _name, (_change, _traces) in TRAINER_CHANGES.items():
+    CASES[_name] = trained(_change)
+    NUM_TRACES[_name] = _traces
+
+
+def hooked(layer: nn.Module) -> None:
+    """Let a layer's output be doubled."""
+    layer.register_forward_hook(lambda module, args, out: out * 2)  # pyright: ignore[reportOperatorIssue]
+
+
+class Child(Trainer):
+    def loss_of(self, x: torch.Tensor) -> torch.Tensor:
+        return super().loss_of(x) + self.config.scale
+
+
+@case(traces=3)
+def a_method_of_the_parent(put: Put) -> Any:
+    trainer = Child(put)
+    return trainer.step, once(lambda: setattr(trainer.config.inner, "power", 2))
+
+
+# ---------------------------------------------------------------------- modules and tensors
+
+
+@case(traces=2)
+def training_and_evaluation_in_turns(put: Put) -> Any:
+    layer = nn.Dropout(1.0)
+
+    def change(call: int) -> None:
+        layer.train(call % 2 == 1)
+
+    return lambda x: layer(x), change
+
+
+class Adversaries(nn.Module):
+    """Two networks, of which a step trains one at a time."""
+
+    def __init__(self, put: Put) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.maker = placed(nn.Linear(4, 4), put)
+        self.judge = placed(nn.Linear(4, 1), put)
+
+
+@case(traces=2)
+def requires_grad_to_and_fro(put: Put) -> Any:
+    nets = Adversaries(put)
+    makers = torch.optim.Adam(nets.maker.parameters(), lr=1e-2)
+    judges = torch.optim.Adam(nets.judge.parameters(), lr=1e-2)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        nets.judge.requires_grad_(False)
+        made = nets.judge(nets.maker(x)).mean()
+        made.backward()
+        makers.step()
+        makers.zero_grad()
+        nets.judge.requires_grad_(True)
+        judged = (nets.judge(nets.maker(x).detach()) - nets.judge(x)).square().mean()
+        judged.backward()
+        judges.step()
+        judges.zero_grad()
+        return (made + judged).detach()
+
+    return step, nothing
+
+
+class Noting(nn.Module):
+    """Leaves a tensor and a number on itself in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = None
+        self.auxiliary: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.size = x.shape[0]
+        self.auxiliary = x.square().mean()
+        return x * 2
+
+
+@case(traces=2)
+def attributes_that_a_forward_sets(put: Put) -> Any:
+    layer = Noting()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        out = layer(x)
+        return out.sum() + layer.auxiliary * x.shape[0]
+
+    return step, nothing
+
+
+class Recurrent(nn.Module):
+    """Keeps a hidden state and an average, which each call assigns anew."""
+
+    average: torch.Tensor
+
+    def __init__(self, put: Put) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(put(torch.eye(4) / 2))
+        self.hidden = put(torch.zeros(8, 4))
+        self.register_buffer("average", put(torch.zeros(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = torch.tanh(x + self.hidden @ self.weight).detach()
+        self.average = 0.9 * self.average + 0.1 * self.hidden.mean(0)
+        return (self.hidden @ self.weight).sum() + self.average.sum()
+
+
+def recurrent(put: Put) -> tuple[Recurrent, Callable[[torch.Tensor], torch.Tensor]]:
+    """Make such a module and a step of it."""
+    layer = Recurrent(put)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = layer(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return layer, step
+
+
+@case(traces=2)
+def a_state_that_is_assigned_anew(put: Put) -> Any:
+    _, step = recurrent(put)
+    return step, nothing
+
+
+@case(traces=4)
+def a_state_that_is_set_back(put: Put) -> Any:
+    layer, step = recurrent(put)
+    first = layer.hidden
+    return step, once(lambda: setattr(layer, "hidden", first))
+
+
+@case(traces=3)
+def a_state_beside_its_beginning(put: Put) -> Any:
+    layer, _ = recurrent(put)
+    first = layer.hidden
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return layer(x).detach() + (layer.hidden - first).sum() + (first + 1).sum()
+
+    return step, nothing
+
+
+@case(traces=NUM_CALLS)
+def a_number_that_the_step_counts(put: Put) -> Any:
+    calls = 0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return x.sum() * calls
+
+    return step, nothing
+
+
+@case(traces=2)
+def a_tensor_of_the_mesh_is_replaced(put: Put) -> Any:
+    weight = put(torch.ones(4))
+
+    def change() -> None:
+        nonlocal weight
+        weight = put(torch.full((4,), 3.0))
+
+    return lambda x: x * weight, once(change)
+
+
+@case(traces=2)
+def a_host_tensor_is_replaced(put: Put) -> Any:
+    weight = torch.ones(4)
+
+    def change() -> None:
+        nonlocal weight
+        weight = torch.full((4,), 3.0)
+
+    return lambda x: x * weight, once(change)
+
+
+# ---------------------------------------------------------------------- the host's tensors
+
+
+@case(traces=1)
+def a_host_tensor_is_written(put: Put) -> Any:
+    weight = torch.ones(4)
+    return lambda x: x * (weight[1:3].sum() + 1) + weight, adding(weight)
+
+
+@case(traces=1)
+def memory_of_numpy(put: Put) -> Any:
+    weight = np.ones(4)
+
+    def change(call: int) -> None:
+        weight[:] = call
+
+    return lambda x: x * torch.from_numpy(weight) + torch.tensor(weight), change
+
+
+@case(traces=1)
+def draws_of_a_diffusion(put: Put) -> Any:
+    alphas = torch.linspace(1, 0.01, 10)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        t = torch.randint(0, 10, (x.shape[0],))
+        noise = torch.randn(tuple(x.shape))
+        a = alphas[t][:, None]
+        return (a.sqrt() * x + (1 - a).sqrt() * noise - noise).square().mean()
+
+    return step, nothing
+
+
+@case(traces=1)
+def draws_of_all_kinds(put: Put) -> Any:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        order = torch.randperm(4)
+        kept = torch.bernoulli(torch.full((4,), 0.5))
+        drawn = torch.empty(4).uniform_() + torch.normal(torch.zeros(4), torch.ones(4))
+        mixed = torch.distributions.Beta(torch.ones(1), torch.ones(1)).sample()
+        dropped = functional.dropout(torch.ones(4), 0.5)
+        return x[:, order] * kept + drawn * mixed + dropped + torch.rand_like(torch.ones(4))
+
+    return step, nothing
+
+
+@case(traces=1)
+def generators(put: Put) -> Any:
+    mine = torch.Generator().manual_seed(5)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        fresh = torch.Generator().manual_seed(1)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            same = torch.rand(4)
+        return x + torch.rand(4, generator=mine) + torch.rand(4, generator=fresh) + same
+
+    return step, nothing
+
+
+@case(traces=2)
+def draws_in_a_checkpoint(put: Put) -> Any:
+    weight = nn.Parameter(put(torch.ones(4)))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x * weight + torch.rand(4)) * torch.rand(4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        out: Any = checkpoint(block, x, use_reentrant=False)
+        loss = out.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach() + torch.rand(())
+
+    return step, nothing
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer that stays on the host."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x / self.calls
+
+
+@case(traces=1)
+def a_buffer_of_the_host_is_counted(put: Put) -> Any:
+    layer = Counting()
+    return lambda x: layer(x), nothing
+
+
+@case(traces=4)
+def a_number_of_a_host_tensor(put: Put) -> Any:
+    weight = torch.ones(4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * weight[0].item() if weight.sum() < 6 else x * sum(weight.tolist())
+
+    return step, adding(weight, 2, 4)
+
+
+@case(traces=2)
+def a_shape_of_a_host_tensor(put: Put) -> Any:
+    chosen = torch.tensor([True, False, True, False])
+    return (
+        lambda x: x[:, torch.arange(4)[chosen]] * chosen.nonzero().shape[0],
+        once(lambda: chosen.fill_(True)),
+    )
+
+
+@case(traces=1)
+def host_tensors_are_returned(put: Put) -> Any:
+    weight = torch.ones(4)
+
+    def step(x: torch.Tensor) -> Any:
+        return x * weight, weight * 2, torch.rand(2), torch.ones(2)
+
+    return step, adding(weight)
+
+
+@case(traces=1)
+def a_gradient_of_the_host(put: Put) -> Any:
+    weight = torch.ones(4, requires_grad=True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        (grad,) = torch.autograd.grad((weight.exp() * torch.arange(4.0)).sum(), weight)
+        return x * grad
+
+    def change(call: int) -> None:
+        with torch.no_grad():
+            weight.add_(0.1)
+
+    return step, change
+
+
+@case(traces=1)
+def constants_of_the_host(put: Put) -> Any:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(4, 4).tril()
+        mask[0, 1] = torch.tensor(5.0)
+        return x @ mask + torch.arange(4) + torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    return step, nothing

@@ -1,0 +1,164 @@
+"""The states of torch's generators, at the places of a tape where they matter.
+
+An op that draws finds a generator as the draw before left it, unless somebody has set it since:
+``torch.manual_seed(7)``, ``fork_rng``, or ``torch.utils.checkpoint``, which goes back to where the
+forward began. Setting a state is no op, so it is found by comparing states. A state that a
+generator had before, on this tape, stands for that place; any other one is a constant, like the
+seed that the step has written down::
+
+    rand                    begins with some state s0        place: the beginning
+                            leaves s1                        place: after draw 0
+    set_rng_state(s0)       found by comparing               go back to the beginning, whatever
+    rand                                                     state that is on the next call
+
+A step may also set the very state that it began with (it seeds with 0, and so did the script before
+it). So that this can be told, a generator has a state of nobody's until the step draws or sets one:
+the *mark*, by which the step also knows the beginning, should it ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Place", "Places", "States", "address_of", "generator_of"]
+
+
+_MARK = 640  # how many draws a mark is away from the state before it
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place of a tape, or a constant state.
+
+    Args:
+        key: The beginning of a generator, by its address, or the number of the draw before; None
+            where the state is a constant.
+        state: The constant.
+    """
+
+    key: tuple[str, int] | None
+    state: torch.Tensor | None = None
+
+    @classmethod
+    def beginning(cls, generator: torch.Generator) -> Place:
+        """Return the place where a tape begins."""
+        return cls(("beginning", address_of(generator)))
+
+    @classmethod
+    def after(cls, draw: int) -> Place:
+        """Return the place after the n-th draw."""
+        return cls(("after", draw))
+
+
+@dataclass
+class _Followed:
+    """A generator that is followed.
+
+    Args:
+        generator: The generator.
+        first: Its state when the tape began.
+        expected: The bytes of the state that it has if nobody has set it.
+        mark: The bytes of its mark; none for a generator that the step has made.
+        is_used: The step has drawn from it, or set it.
+    """
+
+    generator: torch.Generator
+    first: torch.Tensor
+    expected: bytes
+    mark: bytes = b""
+    is_used: bool = False
+
+
+class Places:
+    """Follows generators while a tape is written.
+
+    Args:
+        known: Generators that are older than the trace, besides torch's own.
+    """
+
+    def __init__(self, known: Iterable[torch.Generator] = ()) -> None:
+        self._followed: dict[int, _Followed] = {}
+        self._found: dict[bytes, Place] = {}
+        self._num_draws = 0
+        for generator in (torch.default_generator, *known):
+            if address_of(generator) not in self._followed and generator.device.type == "cpu":
+                first = generator.get_state()
+                torch.empty(_MARK, dtype=torch.int64).random_(generator=generator)
+                mark = _key(generator.get_state())
+                self._followed[address_of(generator)] = _Followed(generator, first, mark, mark)
+                self._found[mark] = Place.beginning(generator)
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """All generators that were followed so far."""
+        return [each.generator for each in self._followed.values()]
+
+    def set_from(self, generator: torch.Generator) -> Place | None:
+        """Return where a generator's state was set from; None if it is as the last draw left it.
+
+        After this the generator has the state that PyTorch would draw with.
+        """
+        key = _key(generator.get_state())
+        known = self._followed.get(address_of(generator))
+        if known is None:  # The step itself has made it.
+            self._followed[address_of(generator)] = _Followed(generator, generator.get_state(), key)
+            return Place(None, generator.get_state())
+        was_used, known.is_used = known.is_used, True
+        if key == known.mark:
+            generator.set_state(known.first)
+            known.expected = _key(known.first)
+            return Place.beginning(generator) if was_used else None
+        if key == known.expected:
+            return None
+        known.expected = key
+        return self._found.get(key, Place(None, generator.get_state()))
+
+    def drawn(self, generator: torch.Generator) -> int:
+        """Note that an op has drawn; return the number of the draw."""
+        number = self._num_draws
+        self._num_draws += 1
+        key = self._followed[address_of(generator)].expected = _key(generator.get_state())
+        self._found[key] = Place.after(number)
+        return number
+
+    def put_back(self) -> None:
+        """Give every generator the state in which it was found."""
+        for each in self._followed.values():
+            each.generator.set_state(each.first)
+
+
+class States:
+    """The states that generators have at the places of a tape, while it is done again."""
+
+    def __init__(self) -> None:
+        self._states: dict[Any, torch.Tensor] = {}
+
+    def note(self, place: Place, generator: torch.Generator) -> None:
+        """Note the state at a place."""
+        self._states[place.key] = generator.get_state()
+
+    def go_to(self, place: Place, generator: torch.Generator) -> None:
+        """Give a generator the state of a place."""
+        state = self._states[place.key] if place.state is None else place.state
+        generator.set_state(state)
+
+
+def generator_of(kwargs: Mapping[str, Any], args: Iterable[Any]) -> torch.Generator:
+    """Return the generator that an op draws from."""
+    for value in (*kwargs.values(), *args):
+        if isinstance(value, torch.Generator):
+            return value
+    return torch.default_generator
+
+
+def address_of(generator: torch.Generator) -> int:
+    """Return what tells a generator from others; the dispatcher makes new Python objects of one."""
+    return generator._cdata  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _key(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()

@@ -1,0 +1,253 @@
+"""The steps of a tape: each does again what was done while the step was traced.
+
+A tensor stands on the tape as a *slot*, its number; `env` holds the tensors of one run by slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from xla_dtensor.nested import leaves, map_nested
+from xla_dtensor.runtimes.host_work.generators import Place, States
+
+__all__ = [
+    "Alias",
+    "Answer",
+    "Call",
+    "Deliver",
+    "Draw",
+    "Fresh",
+    "Memory",
+    "OtherwiseError",
+    "Restore",
+    "Run",
+    "Slot",
+    "Step",
+    "Take",
+    "same_bytes",
+]
+
+
+class OtherwiseError(Exception):
+    """What the step has read came out otherwise; the message says what."""
+
+
+class Slot(int):
+    """The number of a tensor on a tape."""
+
+
+@dataclass(eq=False)
+class Memory:
+    """What torch calls a storage.
+
+    Args:
+        slot: A tensor over it.
+        older: It is older than the tape.
+        varies: What it holds can be something else on the next call.
+        writes: How often the tape has written to it.
+    """
+
+    slot: Slot
+    older: bool
+    varies: bool
+    writes: int = 0
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether only constants were ever written to it, by the tape."""
+        return not (self.older or self.varies)
+
+
+@dataclass
+class Run:
+    """One time that a tape is done again.
+
+    Args:
+        env: The tensors, by slot.
+        taken: What goes into the program.
+        delivered: What the step returns.
+        states: Of generators.
+    """
+
+    env: dict[Slot, torch.Tensor]
+    taken: dict[int, torch.Tensor] = field(default_factory=dict)
+    delivered: dict[int, torch.Tensor] = field(default_factory=dict)
+    states: States = field(default_factory=States)
+
+
+@dataclass(eq=False)
+class Step:
+    """One step.
+
+    Args:
+        needs: The slots that it reads.
+        gives: The slots of the tensors that it makes.
+        writes: The memories that it writes to, those of `gives` included.
+        kept: It is done again whether or not anything needs what it gives.
+    """
+
+    needs: tuple[Slot, ...]
+    gives: tuple[Slot, ...] = ()
+    writes: tuple[Memory, ...] = ()
+    kept: bool = False
+
+    def redo(self, run: Run) -> None:
+        """Do it again."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class Call(Step):
+    """An op.
+
+    Args:
+        func: The ``OpOverload``.
+        given: Its arguments and keyword arguments, slots in place of tensors.
+        found: What it returned besides tensors, which Python has read.
+        shapes: The shapes of what it returned, where they depend on values.
+    """
+
+    func: Callable[..., Any] = field(kw_only=True)
+    given: tuple[tuple[Any, ...], dict[str, Any]] = field(kw_only=True)
+    found: tuple[Any, ...] = field(kw_only=True, default=())
+    shapes: tuple[torch.Size, ...] | None = field(kw_only=True, default=None)
+
+    def redo(self, run: Run) -> None:
+        """Call it again."""
+        args, kwargs = map_nested(lambda v: run.env[v] if isinstance(v, Slot) else v, self.given)
+        result = list(leaves(self.func(*args, **kwargs)))
+        tensors = [value for value in result if isinstance(value, torch.Tensor)]
+        run.env.update(zip(self.gives, tensors, strict=True))
+        shapes = tuple(tensor.shape for tensor in tensors)
+        if self.shapes is not None and shapes != self.shapes:
+            raise OtherwiseError(
+                f"{self.func} gave a host tensor of shape={tuple(shapes[0])}, where the trace had "
+                f"{tuple(self.shapes[0])}"
+            )
+        others = tuple(value for value in result if not isinstance(value, torch.Tensor))
+        if self.found and repr(others) != repr(self.found):
+            raise OtherwiseError(
+                f"a number that the step reads of a host tensor changed from {self.found[0]} to "
+                f"{others[0]}"
+            )
+
+
+@dataclass(eq=False)
+class Draw(Call):
+    """An op that draws.
+
+    Args:
+        generator: From which.
+        number: How many draws came before.
+    """
+
+    generator: torch.Generator = field(kw_only=True)
+    number: int = field(kw_only=True)
+
+    def redo(self, run: Run) -> None:
+        """Draw again."""
+        super().redo(run)
+        run.states.note(Place.after(self.number), self.generator)
+
+
+@dataclass(eq=False)
+class Restore(Step):
+    """Somebody has set the state of a generator."""
+
+    generator: torch.Generator = field(kw_only=True)
+    place: Place = field(kw_only=True)
+
+    def redo(self, run: Run) -> None:
+        """Set the state again."""
+        run.states.go_to(self.place, self.generator)
+
+
+@dataclass(eq=False)
+class Fresh(Step):
+    """A tensor that was made of Python's numbers, as ``torch.tensor`` makes it."""
+
+    value: torch.Tensor = field(kw_only=True)
+
+    def redo(self, run: Run) -> None:
+        """Make it again."""
+        run.env[self.gives[0]] = self.value.clone()
+
+
+@dataclass(eq=False)
+class Alias(Step):
+    """Another tensor over the memory of one: autograd makes some without an op."""
+
+    like: tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype] = field(kw_only=True)
+
+    def redo(self, run: Run) -> None:
+        """Make it again."""
+        size, stride, offset, dtype = self.like
+        memory = run.env[self.needs[0]].untyped_storage()
+        run.env[self.gives[0]] = torch.empty(0, dtype=dtype).set_(memory, offset, size, stride)
+
+
+@dataclass(eq=False)
+class Answer(Step):
+    """Python has read all of a tensor: ``tolist``, ``numpy``."""
+
+    value: torch.Tensor = field(kw_only=True)
+
+    def redo(self, run: Run) -> None:
+        """Compare."""
+        if not same_bytes(run.env[self.needs[0]], self.value):
+            shape = tuple(self.value.shape)
+            raise OtherwiseError(
+                f"the values that the step reads of a host tensor of shape={shape} changed"
+            )
+
+
+@dataclass(eq=False)
+class Take(Step):
+    """A tensor goes into the program.
+
+    Args:
+        number: Of the input.
+        like: Shape and dtype that the program was made for.
+    """
+
+    number: int = field(kw_only=True)
+    like: tuple[torch.Size, torch.dtype] = field(kw_only=True)
+
+    def redo(self, run: Run) -> None:
+        """Copy it."""
+        tensor = run.env[self.needs[0]]
+        if (tensor.shape, tensor.dtype) != self.like:
+            shape, dtype = self.like
+            raise OtherwiseError(
+                f"a host tensor of shape={tuple(shape)}, dtype={dtype} has "
+                f"shape={tuple(tensor.shape)}, dtype={tensor.dtype} now"
+            )
+        # A copy, as a later step of the tape may write to it.
+        run.taken[self.number] = tensor.detach().clone()
+
+
+@dataclass(eq=False)
+class Deliver(Step):
+    """The step returns a tensor."""
+
+    number: int = field(kw_only=True)
+
+    def redo(self, run: Run) -> None:
+        """Hand it out."""
+        run.delivered[self.number] = run.env[self.needs[0]]
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Tell whether two host tensors are equal to the bit, NaN included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(*(_bytes(each) for each in (a, b)))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return tensor.view(torch.uint8)

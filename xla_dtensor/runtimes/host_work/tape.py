@@ -1,0 +1,289 @@
+"""Writing the tape: every op on plain CPU tensors while a step is traced, as it is done.
+
+A tensor that no op on the tape has made is *older* than the tape, or was made where no op is seen:
+of Python's numbers, or inside of an op on the mesh. What is older was there when the trace began;
+memory that came from NumPy counts as older too, as NumPy may have written to it since.
+
+Invariant: a slot's memory varies exactly if doing the tape again, after older tensors have changed
+or generators have moved on, can give it other values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from xla_dtensor.nested import leaves, map_nested
+from xla_dtensor.runtimes.host_work.generators import Places, generator_of
+from xla_dtensor.runtimes.host_work.steps import (
+    Alias,
+    Answer,
+    Call,
+    Deliver,
+    Draw,
+    Fresh,
+    Memory,
+    Restore,
+    Slot,
+    Step,
+    Take,
+)
+from xla_dtensor.runtimes.host_work.work import HostWork, Written, drawn_from, needed
+
+__all__ = ["DRAWS", "HostTape", "is_host", "memory_key"]
+
+DRAWS = torch.Tag.nondeterministic_seeded
+_OPEN_SHAPES = torch.Tag.dynamic_output_shape
+_lift = torch.ops.aten.lift_fresh.default
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_host(value: Any) -> bool:
+    """Tell whether a value is an ordinary CPU tensor, and stands for nothing else."""
+    return type(value) in _PLAIN and value.device.type == "cpu" and value.layout == torch.strided
+
+
+def memory_key(tensor: torch.Tensor) -> int:
+    """Return what tells a tensor's memory from any other that lives."""
+    return tensor.untyped_storage()._cdata
+
+
+class HostTape:
+    """What a step computes on the host, while it is traced.
+
+    Args:
+        older: The memories, by `memory_key`, that there were when the trace began.
+        generators: Generators that there were then, besides torch's own.
+    """
+
+    def __init__(
+        self, older: Container[int] = (), generators: Iterable[torch.Generator] = ()
+    ) -> None:
+        self._older = older
+        self._places = Places(generators)
+        self._steps: list[Step] = []
+        self._tensors: list[torch.Tensor] = []  # by slot; they keep their ids
+        self._slots: dict[int, Slot] = {}
+        self._memories: dict[int, Memory] = {}
+        self._memory_of: dict[Slot, Memory] = {}
+        self._taken: dict[tuple[Slot, int], int] = {}
+        self._delivered: list[torch.Tensor] = []
+        self._written = Written()
+
+    # ------------------------------------------------------------------ ops
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an op on plain tensors, and write it down if it is one of the host's.
+
+        Args:
+            func: The ``OpOverload``.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What the op returns.
+        """
+        tensors = [v for v in leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        if not isinstance(func, torch._ops.OpOverload) or not all(map(is_host, tensors)):
+            return func(*args, **kwargs)
+        if func is _lift:
+            return self._lifted(func(*args, **kwargs))
+        given = map_nested(self._as_slot, (tuple(args), dict(kwargs)))
+        needs = tuple(v for v in leaves(given) if isinstance(v, Slot))
+        targets = [self._memory_of[slot] for slot in self._targets(func, given)]
+        for memory in targets:
+            if memory.older and not memory.writes:
+                self._written.note(self._tensors[memory.slot])
+        if DRAWS in func.tags:
+            return self._draw(func, args, kwargs, (given, needs, targets))
+        return self._noted(func, func(*args, **kwargs), (given, needs, targets))
+
+    def _draw(self, func: Any, args: Any, kwargs: Any, known: Any) -> Any:
+        generator = generator_of(kwargs, args)
+        self._follow(generator)
+        result = func(*args, **kwargs)
+        number = self._places.drawn(generator)
+        return self._noted(func, result, known, generator=generator, number=number)
+
+    def _follow(self, generator: torch.Generator) -> None:
+        place = self._places.set_from(generator)
+        if place is not None:
+            self._steps.append(Restore((), kept=True, generator=generator, place=place))
+
+    def _noted(self, func: Any, result: Any, known: Any, **drawn: Any) -> Any:
+        given, needs, targets = known
+        values = list(leaves(result))
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if not all(map(is_host, tensors)):
+            return result
+        varies = bool(drawn) or any(self._memory_of[slot].varies for slot in needs)
+        gives = tuple(self._given_slot(tensor, varies) for tensor in tensors)
+        for memory in targets:
+            memory.writes += 1
+            memory.varies |= varies
+        others = tuple(value for value in values if not isinstance(value, torch.Tensor))
+        read = varies and any(value is not None for value in others)
+        self._steps.append(
+            (Draw if drawn else Call)(
+                needs,
+                gives,
+                (*targets, *(self._memory_of[slot] for slot in gives)),
+                bool(drawn) or read or any(memory.older for memory in targets),
+                func=func,
+                given=given,
+                found=others if read else (),
+                shapes=tuple(t.shape for t in tensors) if _OPEN_SHAPES in func.tags else None,
+                **drawn,
+            )
+        )
+        if varies and _OPEN_SHAPES in func.tags:
+            self._steps[-1].kept = True  # Python may have asked for the shape.
+        return result
+
+    def _targets(self, func: Any, given: Any) -> list[Slot]:
+        """Return the slots that an op writes to."""
+        if not func._schema.is_mutable:
+            return []
+        args, kwargs = given
+        found: list[Slot] = []
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [v for v in leaves(value) if isinstance(v, Slot)]
+        return found
+
+    # ------------------------------------------------------------------ tensors
+
+    def _as_slot(self, value: Any) -> Any:
+        return self._slot(value) if isinstance(value, torch.Tensor) else value
+
+    def _slot(self, tensor: torch.Tensor, is_new: bool = False) -> Slot:
+        """Return the slot of a tensor; one that the tape does not know is taken up."""
+        known = self._slots.get(id(tensor))
+        if known is not None:
+            return known
+        key = memory_key(tensor)
+        memory = self._memories.get(key)
+        slot = self._new_slot(tensor)
+        if memory is None:
+            # Memory that torch does not own is NumPy's, which may write to it.
+            is_numpys = not tensor.untyped_storage().resizable()
+            older = is_numpys or (key in self._older and not is_new)
+            self._memories[key] = self._memory_of[slot] = Memory(slot, older, older)
+            if not older:
+                self._steps.append(_fresh(tensor, slot, self._memory_of[slot]))
+            return slot
+        self._memory_of[slot] = memory
+        offset = int(tensor.storage_offset())
+        like = (tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
+        self._steps.append(Alias((memory.slot,), (slot,), like=like))
+        return slot
+
+    def _new_slot(self, tensor: torch.Tensor) -> Slot:
+        slot = Slot(len(self._tensors))
+        self._tensors.append(tensor)
+        self._slots[id(tensor)] = slot
+        return slot
+
+    def _given_slot(self, tensor: torch.Tensor, varies: bool) -> Slot:
+        """Return the slot of what an op has returned."""
+        known = self._slots.get(id(tensor))
+        if known is not None:
+            return known
+        slot = self._new_slot(tensor)
+        made = Memory(slot, older=False, varies=varies)
+        self._memory_of[slot] = self._memories.setdefault(memory_key(tensor), made)
+        return slot
+
+    def _lifted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take up what Python has just made: of numbers, or over NumPy's memory."""
+        if is_host(tensor):
+            self._slot(tensor, is_new=True)
+        return tensor
+
+    # ------------------------------------------------------------------ what leaves the host
+
+    def writes_to_older(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Tell whether an op writes to plain tensors that are older than the tape."""
+        if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
+            return False
+        given = map_nested(
+            lambda v: self._slot(v) if is_host(v) else v, (tuple(args), dict(kwargs))
+        )
+        return any(self._memory_of[slot].older for slot in self._targets(func, given))
+
+    def reads(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a plain tensor that is older than the tape was used."""
+        return id(tensor) in self._slots or memory_key(tensor) in self._memories
+
+    def varies(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a plain tensor can have other values on the next call."""
+        return is_host(tensor) and self._memory_of[self._slot(tensor)].varies
+
+    def take(self, tensor: torch.Tensor) -> int | None:
+        """Note that a tensor goes into the program.
+
+        Returns:
+            The number of the input; None for a constant.
+        """
+        if not self.varies(tensor):
+            return None
+        slot = self._slots[id(tensor)]
+        key = (slot, self._memory_of[slot].writes)
+        if key not in self._taken:
+            number = self._taken[key] = len(self._taken)
+            like = (tensor.shape, tensor.dtype)
+            self._steps.append(Take((slot,), kept=True, number=number, like=like))
+        return self._taken[key]
+
+    def deliver(self, tensor: torch.Tensor) -> int | None:
+        """Note that the step returns a tensor.
+
+        Returns:
+            The number of the result; None where it is the same tensor on every call.
+        """
+        if not is_host(tensor) or self._memory_of[self._slot(tensor)].older:
+            return None
+        number = len(self._delivered)
+        self._delivered.append(tensor)
+        self._steps.append(Deliver((self._slots[id(tensor)],), kept=True, number=number))
+        return number
+
+    def note_read(self, tensor: torch.Tensor) -> None:
+        """Note that Python has read all values of a plain tensor."""
+        if self.varies(tensor):
+            value = tensor.detach().clone()
+            self._steps.append(Answer((self._slots[id(tensor)],), kept=True, value=value))
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self) -> tuple[HostWork | None, list[torch.Tensor]]:
+        """End the tape.
+
+        Returns:
+            What is done again before each run, None if nothing is; and what was delivered.
+        """
+        for generator in self._places.generators:
+            self._follow(generator)
+        steps, constants = needed(self._steps, self._memory_of)
+        needs = {slot for step in steps for slot in step.needs}
+        firsts = (memory.slot for memory in self._memories.values() if memory.older)
+        older = {slot: self._tensors[slot] for slot in firsts if slot in needs}
+        memories = {id(m): m for step in steps for m in step.writes if m.older}
+        written = [self._tensors[memory.slot] for memory in memories.values()]
+        if not steps:
+            return None, self._delivered
+        same = {slot: self._tensors[slot] for slot in constants}
+        return HostWork(steps, older, same, written, drawn_from(steps)), self._delivered
+
+    def put_back(self) -> None:
+        """Make host tensors and generators what they were before the tape."""
+        self._written.put_back()
+        self._places.put_back()
+
+
+def _fresh(tensor: torch.Tensor, slot: Slot, memory: Memory) -> Step:
+    return Fresh((), (slot,), (memory,), value=tensor.detach().clone())
