@@ -24,6 +24,7 @@ MAIN_VENV := .venv
 LATEST_VENV := .venv-latest
 GPU_VENV := .venv-gpu
 TPU_VENV := .venv-tpu
+TORCHAX_VENV := .venv-torchax
 DEMO_VENV := .venv-demo-$(RUNTIME)
 
 # The two environments that are tested. torch 2.9 is the last one that torch_xla supports.
@@ -38,6 +39,8 @@ DEMO_PACKAGES_torch_xla := -e ".[torch-xla]" tqdm
 CUDA ?= 13
 GPU_PACKAGES_12 := -e ".[cuda12,dev]" "torch==2.9.*"
 GPU_PACKAGES_13 := -e ".[cuda13,dev]" "torch>=2.13,<2.14"
+# What benchmarks.step is compared with. torchax asks for neither flax nor optax, and needs both.
+TORCHAX_PACKAGES := -e ".[jax]" "torch==2.9.*" torchax==0.0.13 flax optax
 TPU_PACKAGES := -e ".[tpu]" "torch>=2.13,<2.14"
 
 # An environment is up to date when its stamp is newer than what says what belongs into it.
@@ -141,7 +144,7 @@ tpu-test: $(TPU_VENV)/$(STAMP)
 endif
 	$(TPU_PYTHON) -m benchmarks.step --on-device tpu
 
-bench: $(MAIN_VENV)/$(STAMP)  ## run the benchmarks; BENCHMARKS="translate ..." names some
+bench: $(MAIN_VENV)/$(STAMP) $(TORCHAX_VENV)/$(STAMP)  ## run the benchmarks; BENCHMARKS="translate ..." names some
 	@set -e; for name in $(BENCHMARKS); do \
 	echo "== benchmarks.$$name"; $(MAIN_VENV)/bin/python -m benchmarks.$$name; done
 
@@ -150,13 +153,16 @@ clean:  ## remove caches and build outputs; environments stay
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 clean-venvs:  ## remove the environments
-	rm -rf $(MAIN_VENV) $(LATEST_VENV) $(GPU_VENV)12 $(GPU_VENV)13 $(TPU_VENV) .venv-demo-jax .venv-demo-torch_xla
+	rm -rf $(MAIN_VENV) $(LATEST_VENV) $(GPU_VENV)12 $(GPU_VENV)13 $(TPU_VENV) $(TORCHAX_VENV) .venv-demo-jax .venv-demo-torch_xla
 
 $(MAIN_VENV)/$(STAMP): $(STAMP_NEEDS)
 	$(call install,$(MAIN_VENV),$(MAIN_PACKAGES))
 
 $(LATEST_VENV)/$(STAMP): $(STAMP_NEEDS)
 	$(call install,$(LATEST_VENV),$(LATEST_PACKAGES),$(LATEST_PACKAGES_ALONE))
+
+$(TORCHAX_VENV)/$(STAMP): $(STAMP_NEEDS)
+	$(call install,$(TORCHAX_VENV),$(TORCHAX_PACKAGES))
 
 $(GPU_VENV)12/$(STAMP): $(STAMP_NEEDS)
 	$(call install,$(GPU_VENV)12,$(GPU_PACKAGES_12))

@@ -1,4 +1,4 @@
-"""A whole training step, four ways: xla_dtensor on JAX and on torch_xla, each beside its own.
+"""A whole training step, five ways: xla_dtensor on JAX and on torch_xla, each beside others.
 
     python -m benchmarks.step
     python -m benchmarks.step --models vit --devices 8 --topologies none
@@ -34,7 +34,9 @@ from benchmarks.step_turns import Child, timed_in_turns
 from benchmarks.timing import RESULTS, store
 
 Row = dict[str, Any]
-_PROCESSES = ("jax", "torch_xla")
+_PROCESSES = ("jax", "torch_xla", "torchax")
+# torchax has an environment of its own, see benchmarks.step_ways_torchax.
+_TORCHAX_PYTHON = Path(__file__).resolve().parents[1] / ".venv-torchax" / "bin" / "python"
 _TOPOLOGIES = {"v5p:4x4x4": "8,8", "v5e:16x16": "16,16", "v5e:2x4": "2,4"}
 _DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 _PLOT = _DOCUMENT.parent / "figures" / "step.svg"
@@ -140,7 +142,19 @@ def _known(given: str, known: Sequence[str], option: str) -> list[str]:
     return names
 
 
+def _python_of(process: str) -> str:
+    """Returns the Python that runs a process."""
+    if process != "torchax":
+        return sys.executable
+    return os.environ.get("TORCHAX_PYTHON") or str(_TORCHAX_PYTHON)
+
+
 def _is_installed(process: str) -> bool:
+    if process == "torchax":
+        is_there = Path(_python_of(process)).exists()
+        if not is_there:
+            print("torchax is left out: `make bench` makes its environment, .venv-torchax")
+        return is_there
     if importlib.util.find_spec(process) is None:
         print(f"{process} is not installed: it is left out")
         return False
@@ -155,7 +169,7 @@ def _in_turns(
         ready: list[Child] = []
         for process, options in children:
             print(f"step_child {process} {' '.join(options)} ...", flush=True)
-            ready.append(Child([process, *options], environment))
+            ready.append(Child([process, *options], environment, _python_of(process)))
             stack.callback(ready[-1].kill)
         rows = [_dated(row) for row in timed_in_turns(ready, asked.rounds, asked.steps)]
         for child in ready:

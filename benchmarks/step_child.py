@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ import torch
 from benchmarks.step_sizes import KINDS, sizes_of
 from benchmarks.step_ways import Way, expected_losses, recorded
 
-PROCESSES = ("jax", "torch_xla", "torch_compile")
+PROCESSES = ("jax", "torch_xla", "torchax", "torch_compile")
 _MOST_TP = 4
 
 
@@ -60,6 +61,8 @@ def _ways(asked: Any, folder: Path) -> tuple[list[Way], int]:
         from benchmarks.step_ways_cuda import ways_on_cuda
 
         return ways_on_cuda(sizes, dtype), 1
+    if asked.process == "torchax":
+        return _on_torchax(sizes, asked.devices), asked.devices
     import xla_dtensor as xd
 
     # torch_xla can only write its programs to a folder. What is timed is compiled here and now.
@@ -68,8 +71,7 @@ def _ways(asked: Any, folder: Path) -> tuple[list[Way], int]:
         options["dump_hlo"] = folder
     xd.get_runtime(asked.process, num_cpu_devices=asked.devices, **options)
     devices = len(xd.get_runtime().device_ids())
-    tp = min(_MOST_TP, devices)
-    mesh = xd.init_device_mesh("xla", (devices // tp, tp), mesh_dim_names=("dp", "tp"))
+    mesh = xd.init_device_mesh("xla", _mesh_shape(devices), mesh_dim_names=("dp", "tp"))
     if asked.process == "torch_xla":
         from benchmarks.step_ways_torch_xla import ways_on_torch_xla
 
@@ -77,6 +79,20 @@ def _ways(asked: Any, folder: Path) -> tuple[list[Way], int]:
     from benchmarks.step_ways_jax import ways_on_jax
 
     return ways_on_jax(sizes, mesh, dtype), devices
+
+
+def _mesh_shape(devices: int) -> tuple[int, int]:
+    tp = min(_MOST_TP, devices)
+    return devices // tp, tp
+
+
+def _on_torchax(sizes: Any, devices: int) -> list[Way]:
+    # Before JAX is imported; what starts the project's own runtime sees to the same.
+    os.environ.setdefault("NPROC", "64")
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    from benchmarks.step_ways_torchax import ways_on_torchax
+
+    return ways_on_torchax(sizes, _mesh_shape(devices))
 
 
 def say(row: Mapping[str, Any]) -> None:

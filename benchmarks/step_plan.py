@@ -15,6 +15,7 @@ __all__ = [
     "OURS",
     "OURS_ON_TORCH_XLA",
     "RATE",
+    "TORCHAX",
     "TORCH_COMPILE",
     "axes_of",
 ]
@@ -23,6 +24,7 @@ MODELS = ("llama", "vit")
 # The ways to run a step, as tables and plots name them.
 OURS, OURS_ON_TORCH_XLA = "xla_dtensor on JAX", "xla_dtensor on torch_xla"
 BY_HAND, MARKED = "JAX by hand", "torch_xla, mark_sharding"
+TORCHAX = "torchax, jax_jit"
 TORCH_COMPILE = "torch.compile, flash attention"
 
 AXES = ("dp", "tp")

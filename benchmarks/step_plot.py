@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
 
-from benchmarks.step_plan import BY_HAND, MARKED, OURS, OURS_ON_TORCH_XLA, TORCH_COMPILE
+from benchmarks.step_plan import (
+    BY_HAND,
+    MARKED,
+    OURS,
+    OURS_ON_TORCH_XLA,
+    TORCH_COMPILE,
+    TORCHAX,
+)
 
 __all__ = ["Bar", "Panel", "panels_of", "svg_of"]
 
@@ -16,6 +23,7 @@ _COLOURS = {
     BY_HAND: "#8a8f98",
     OURS_ON_TORCH_XLA: "#e0712c",
     MARKED: "#c9a227",
+    TORCHAX: "#8e5bb5",
     TORCH_COMPILE: "#4a9c5d",
 }
 _TITLES = {"llama": "Llama", "vit": "ViT"}

@@ -28,15 +28,21 @@ class Child:
     Args:
         options: Its arguments.
         environment: Variables that it gets besides this process's.
+        python: Runs it; this process's own where none is given.
 
     Raises:
         ChildFailedError: It ended before it was ready.
     """
 
-    def __init__(self, options: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        options: Sequence[str],
+        environment: Mapping[str, str],
+        python: str = sys.executable,
+    ) -> None:
         self._options = " ".join(options)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.step_child", *options],
+            [python, "-m", "benchmarks.step_child", *options],
             cwd=_ROOT,
             env={**os.environ, **environment},
             stdin=subprocess.PIPE,

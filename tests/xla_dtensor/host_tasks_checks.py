@@ -58,6 +58,18 @@ def _values(process: int) -> None:
         _put(4, 4).mul_(torch.full((4,), float(process)))
 
 
+def _draws(process: int) -> None:
+    torch.manual_seed(process)
+    xd.compile(lambda x: x * torch.rand(4))(_put(4, 4))
+
+
+def _equal_draws(process: int) -> None:
+    torch.manual_seed(7)
+    step = xd.compile(lambda x: (x * torch.rand(4)).sum())
+    assert step(_put(4, 4)).full_tensor().item() != step(_put(4, 4)).full_tensor().item()
+    torch.manual_seed(process)  # No longer compared; what each draws is its own.
+
+
 def _configuration(process: int) -> None:
     xd.check_same_program("the learning rate", 0.1 * (process + 1))
 
@@ -84,6 +96,8 @@ PROGRAMS: dict[str, Callable[[int], None]] = {
     "values": _values,
     "configuration": _configuration,
     "equal": _equal,
+    "draws": _draws,
+    "equal draws": _equal_draws,
     "gather of one": _gather_of_one,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -259,3 +260,41 @@ def test_what_does_not_change_is_not_done_again(mesh: xd.DeviceMesh, monkeypatch
     weight.add_(1)
     assert step(x)[0].item() == 3
     assert done
+
+
+# ---------------------------------------------------------------------- torch's settings
+
+
+def autocast_in_turns(call: int) -> Any:
+    """Let every other call compute in bfloat16."""
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=call % 2 == 1)
+
+
+def default_dtype_in_turns(call: int) -> Any:
+    """Give every other call another default dtype."""
+    torch.set_default_dtype((torch.float64, torch.float32)[call % 2])
+    return contextlib.nullcontext()
+
+
+def grad_mode_in_turns(call: int) -> Any:
+    """Let every other call record no graph."""
+    return torch.set_grad_enabled(call % 2 == 1)
+
+
+@pytest.mark.parametrize("around", [autocast_in_turns, default_dtype_in_turns, grad_mode_in_turns])
+def test_what_is_in_force_around_a_call(mesh: xd.DeviceMesh, around: Any) -> None:
+    weight = torch.linspace(-1, 1, 16).reshape(4, 4)
+    placed = xd.distribute_tensor(weight, mesh)
+
+    def make(w: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: (x @ w) + torch.ones(4) * (2 if torch.is_grad_enabled() else 1)
+
+    plain, compiled = make(weight), xd.compile(make(placed))
+    for call in range(4):
+        x = torch.ones(4, 4, dtype=torch.float64) / 3
+        with around(call):
+            expected, found = plain(x), compiled(xd.distribute_tensor(x, mesh))
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found.cpu(), expected)
+    if xd.get_runtime().name == "jax":
+        assert compiled.stats()["traces"] == 2

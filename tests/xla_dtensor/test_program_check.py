@@ -32,6 +32,7 @@ pytestmark = pytest.mark.xdist_group("hosts")
         ("order", "'_order.<locals>.train'", "'_order.<locals>.evaluate'", ""),
         ("eager", "aten.sum.default", "aten.mul.Tensor", ""),
         ("values", "aten.mul_.Tensor", "aten.mul_.Tensor", "host tensor of shape=(4,)"),
+        ("draws", "'_draws.<locals>.<lambda>'", "_draws", "Here: 'host tensor of shape=(4,)"),
         ("configuration", "the check of 'the learning rate'", "the learning rate", "Here: '0.1'"),
     ],
 )
@@ -47,8 +48,9 @@ def test_both_are_told(pair: Hosts, program: str, here: str, there: str, what: s
     assert all("the same order" in text for text in (first, second))
 
 
-def test_equal_programs_run(pair: Hosts) -> None:
-    assert [text for text, _ in pair.run(f"{TASKS}:told", program="equal")] == ["", ""]
+@pytest.mark.parametrize("program", ["equal", "equal draws"])
+def test_equal_programs_run(pair: Hosts, program: str) -> None:
+    assert [text for text, _ in pair.run(f"{TASKS}:told", program=program)] == ["", ""]
 
 
 def test_what_checks_cost(pair: Hosts) -> None:

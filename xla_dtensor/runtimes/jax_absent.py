@@ -236,7 +236,9 @@ class AbsentStep(JaxCompiledStep):
         shape = padded_shape(storage.shape, storage.sharding)
         return jax.ShapeDtypeStruct(shape, storage.array.dtype, sharding=self._lying(storage))
 
-    def _executable(self, blueprint: Blueprint, inputs: tuple[Any, ...]) -> Any:
+    def _executable(
+        self, blueprint: Blueprint, inputs: tuple[Any, ...], host: Sequence[Storage]
+    ) -> Any:
         return self._runtime
 
 

@@ -78,12 +78,7 @@ class Call:
             self._described(i, leaf, tensor, i in inputs)
             for i, (leaf, tensor) in enumerate(zip(self.leaves, self.tensors, strict=True))
         )
-        settings = (
-            ("the precision of float32 products", torch.get_float32_matmul_precision()),
-            ("grad mode", torch.is_grad_enabled()),
-            *trace_settings(),
-        )
-        return Key(leaves, self.tree, settings)
+        return Key(leaves, self.tree, trace_settings())
 
     def name(self, place: int) -> str:
         """Return how errors call a leaf: ``args[1]['mask']``."""

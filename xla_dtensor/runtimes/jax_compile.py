@@ -311,7 +311,7 @@ class JaxCompiledStep(CompiledStep):
         )
         blueprint = Blueprint.of(jaxpr, made_of, inputs, pinned, donated=(0,))
         return self._program_type(
-            self._executable(blueprint, inputs),
+            self._executable(blueprint, inputs, found.host_storages()),
             state,
             read,
             constants,
@@ -366,11 +366,13 @@ class JaxCompiledStep(CompiledStep):
     def _held(self, storage: Storage) -> Any:
         return storage.array if storage.row is None else row_type(storage.row[0].array)
 
-    def _executable(self, blueprint: Blueprint, inputs: tuple[Any, ...]) -> Any:
+    def _executable(
+        self, blueprint: Blueprint, inputs: tuple[Any, ...], host: Sequence[Storage]
+    ) -> Any:
         lowered = blueprint.lowered(*inputs)
 
         def compare(digest: str) -> None:
-            compare_program(self._step, digest, lowered, inputs)
+            compare_program(self._step, digest, lowered, inputs, host)
             self._digest = digest
 
         return self._executables.compiled(lowered, compare)

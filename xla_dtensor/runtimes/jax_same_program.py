@@ -14,6 +14,7 @@ from functools import lru_cache, wraps
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from xla_dtensor.nested import leaves
@@ -22,7 +23,7 @@ from xla_dtensor.runtimes.base import Runtime
 from xla_dtensor.runtimes.jax_convert import numpy_from_torch
 from xla_dtensor.runtimes.jax_program import Program
 from xla_dtensor.runtimes.jax_store import KeyValueStore
-from xla_dtensor.runtimes.jax_tensor import JaxTensor
+from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
 from xla_dtensor.runtimes.jax_trace import active_trace
 
 __all__ = ["checking_every_op", "compare_program", "compare_run", "name_of_step", "start"]
@@ -59,13 +60,26 @@ def name_of_step(step: Callable[..., Any]) -> str:
     return f"the compiled step {name!r}"
 
 
-def compare_program(step: Callable[..., Any], digest: str, lowered: Any, inputs: Any) -> None:
-    """Compare a step's program, which is about to be compiled."""
+def compare_program(
+    step: Callable[..., Any], digest: str, lowered: Any, inputs: Any, host: Sequence[Storage]
+) -> None:
+    """Compare a step's program, which is about to be compiled, and the host tensors it is given.
+
+    Processes that draw on the host each have numbers of their own, and on the mesh there is one.
+    """
     checks = same_program.checks()
     if checks is None or checks.mode == "off":
         return
     what = f"{name_of_step(step)}, compiled for its first run"
-    checks.compare_once(what, digest, _processes(jax.tree.leaves(inputs)), lowered.as_text)
+    given = [_host_line(storage) for storage in host]
+    group = _processes(jax.tree.leaves(inputs))
+    checks.compare_once(what, digest, group, lowered.as_text, given)
+
+
+def _host_line(storage: Storage) -> str:
+    value = np.asarray(storage.array.addressable_data(0))
+    crc = zlib.crc32(np.ascontiguousarray(value).tobytes())
+    return f"host tensor of shape={storage.shape}, dtype={value.dtype}, values {crc}"
 
 
 def compare_run(step: Callable[..., Any], program: Program) -> None:

@@ -106,9 +106,12 @@ class TracedStep:
 
     def alone(self) -> set[Storage]:
         """Return the storages that are no rows of stacks: they get other values between runs."""
-        host = () if self.trace.host is None else self.trace.host.storages
         rebound = (each.storages[0] for each in self.rebound)
-        return {*(storage for storage, _ in self.numbers), *host, *rebound}
+        return {*(storage for storage, _ in self.numbers), *self.host_storages(), *rebound}
+
+    def host_storages(self) -> list[Storage]:
+        """Return the storages of the plain tensors that go into the program."""
+        return [] if self.trace.host is None else self.trace.host.storages
 
 
 def traced_step(

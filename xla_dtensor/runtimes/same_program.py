@@ -150,12 +150,27 @@ class Checks:
         self.seconds += time.perf_counter() - began
 
     def compare_once(
-        self, what: str, digest: str, group: Sequence[int], text: Callable[[], str]
+        self,
+        what: str,
+        digest: str,
+        group: Sequence[int],
+        text: Callable[[], str],
+        given: Sequence[str] = (),
     ) -> None:
-        """Compare a program that is about to be compiled, unless the group has agreed on it."""
+        """Compare a program that is about to be compiled, unless the group has agreed on it.
+
+        Args:
+            what: What this process does, for the message.
+            digest: The program's.
+            group: The processes.
+            text: Gives the program's text.
+            given: What else has to be equal for the first run, a line each.
+        """
         known = tuple(sorted(group)), digest
         if known not in self._agreed:
-            self.compare(what, digest, group, text)
+            lines = "\n".join(given)
+            both = hashlib.sha256(f"{digest}{lines}".encode()).hexdigest()
+            self.compare(what, both, group, lambda: f"{lines}\n{text()}")
             self._agreed.add(known)
 
     # ------------------------------------------------------------------ the other

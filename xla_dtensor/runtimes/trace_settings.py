@@ -1,15 +1,19 @@
 """Settings that a traced step depends on besides its arguments.
 
-A program traced under one setting must not serve a call under another. The layers above the
-runtimes register how to read theirs; a runtime makes them part of what it finds programs by.
+A program traced under one setting must not serve a call under another. torch has some that are in
+force around a call, ``with torch.autocast(...): step(x)``; the layers above the runtimes register
+how to read theirs. A runtime makes them part of what it finds programs by.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
+import torch
+
 __all__ = ["register_setting", "trace_settings"]
 
+_DEVICE_TYPES = ("cpu", "xla")  # which the runtimes' tensors report
 _readers: dict[str, Callable[[], Hashable]] = {}
 
 
@@ -24,5 +28,18 @@ def register_setting(name: str, read: Callable[[], Hashable]) -> None:
 
 
 def trace_settings() -> tuple[tuple[str, Hashable], ...]:
-    """Return the present value of every registered setting, by name."""
-    return tuple((name, read()) for name, read in _readers.items())
+    """Return the present value of every setting, by name: torch's, then the registered ones."""
+    return (
+        ("the precision of float32 products", torch.get_float32_matmul_precision()),
+        ("grad mode", torch.is_grad_enabled()),
+        ("inference mode", torch.is_inference_mode_enabled()),
+        ("autocast", tuple(map(_autocast_dtype, _DEVICE_TYPES))),
+        ("the default dtype", torch.get_default_dtype()),
+        ("the default device", str(torch.get_default_device())),
+        *((name, read()) for name, read in _readers.items()),
+    )
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    on = torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if on else None
