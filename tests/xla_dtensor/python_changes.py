@@ -472,6 +472,16 @@ def memory_of_numpy(put: Put) -> Any:
     return lambda x: x * torch.from_numpy(weight) + torch.tensor(weight), change
 
 
+@case(traces=2)
+def elements_of_numpy(put: Put) -> Any:
+    weights = np.ones(3)
+
+    def change() -> None:
+        weights[1] = 4.0
+
+    return lambda x: x * weights[1] + weights.sum(), once(change)
+
+
 @case(traces=1)
 def draws_of_a_diffusion(put: Put) -> Any:
     alphas = torch.linspace(1, 0.01, 10)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import clip_grad
@@ -61,7 +62,9 @@ class Watch:
     def settle(self, trace: Trace, tape: HostTape, rebound: Iterable[Rebound]) -> None:
         """Remember what holds at the end of the trace, and what the next call is to find."""
 
-        def reads(tensor: torch.Tensor) -> bool:
+        def reads(tensor: Any) -> bool:
+            if isinstance(tensor, np.ndarray):
+                return tape.shares(tensor)
             payload = inner(tensor)
             if payload is None:
                 return is_host(tensor) and tape.reads(tensor)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from xla_dtensor.nested import leaves, map_nested
@@ -218,6 +219,12 @@ class HostTape:
     def reads(self, tensor: torch.Tensor) -> bool:
         """Tell whether a plain tensor that is older than the tape was used."""
         return id(tensor) in self._slots or memory_key(tensor) in self._memories
+
+    def shares(self, array: np.ndarray[Any, Any]) -> bool:
+        """Tell whether a tensor that is older than the tape lies in a NumPy array's memory."""
+        begin, end = np.lib.array_utils.byte_bounds(array)
+        firsts = (self._tensors[m.slot] for m in self._memories.values() if m.older)
+        return any(begin <= tensor.untyped_storage().data_ptr() < end for tensor in firsts)
 
     def varies(self, tensor: torch.Tensor) -> bool:
         """Tell whether a plain tensor can have other values on the next call."""

@@ -37,7 +37,8 @@ import torch
 
 from xla_dtensor.runtimes.premises.modules import ModuleBefore, Modules
 from xla_dtensor.runtimes.premises.reach import Reach
-from xla_dtensor.runtimes.premises.values import Change, Judge
+from xla_dtensor.runtimes.premises.tables import Elements
+from xla_dtensor.runtimes.premises.values import ABSENT, Change, Judge
 
 __all__ = ["Change", "ModuleBefore", "Premises"]
 
@@ -72,7 +73,7 @@ class Premises:
         made = cls(reach, Modules({id(m): ModuleBefore.of(m) for m in modules}, requiring))
         for module in modules:
             made.see_module(module)
-        made.settle(lambda tensor: True)
+        made.settle(lambda value: isinstance(value, torch.Tensor))
         return made
 
     def see_module(self, module: torch.nn.Module) -> None:
@@ -96,18 +97,21 @@ class Premises:
 
     def settle(
         self,
-        reads: Callable[[torch.Tensor], bool],
+        reads: Callable[[Any], bool],
         instead: Mapping[int, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         """End the trace.
 
         Args:
-            reads: Tells whether the program reads a tensor that is older than the trace.
+            reads: Tells whether the program reads a tensor that is older than the trace; of a NumPy
+                array, whether it reads its elements anew on every call.
             instead: By the ids of tensors that were found, those that the next call has to find.
         """
         self._judge = Judge(reads, self._looks_into)
 
         def forget(value: Any) -> Any:
+            if isinstance(value, Elements):
+                return ABSENT if reads(value.array) else value
             return instead.get(id(value)) if id(value) in instead else self._judge.forget(value)
 
         for table in self._tables:

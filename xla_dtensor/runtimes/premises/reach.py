@@ -27,10 +27,12 @@ import inspect
 import os
 import sysconfig
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from xla_dtensor.runtimes.host_work.python_random import is_python_random
@@ -43,6 +45,7 @@ from xla_dtensor.runtimes.premises.reads import (
     reads_of,
 )
 from xla_dtensor.runtimes.premises.tables import (
+    Array,
     Attributes,
     Cell,
     Contents,
@@ -56,6 +59,8 @@ __all__ = ["Reach"]
 
 _MOST_FUNCTIONS = 20_000
 _MOST_ELEMENTS = 100_000
+_LARGEST_ARRAY_BYTES = 4_000_000  # a copy is kept, and compared on every call
+_CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _LIBRARIES = ("torch", "torch_xla", "jax", "jaxlib", "numpy", "functorch", "xla_dtensor")
 _OWN_MODELS = f"{Path(__file__).parents[2] / 'models'}{os.sep}"
 # Their insides are looked after elsewhere (optimizers, tensors), or are nobody's names.
@@ -204,7 +209,8 @@ class Reach:
             return self._of_python_module(owner, name)
         if isinstance(owner, torch.nn.Module):
             return self._of_module(owner, name)
-        if isinstance(owner, _CLOSED) or is_plain(owner) or is_python_random(owner):
+        is_array = isinstance(owner, np.ndarray)
+        if is_array or isinstance(owner, _CLOSED) or is_plain(owner) or is_python_random(owner):
             self._end(owner, name)
             return ABSENT
         if isinstance(owner, type):
@@ -290,8 +296,10 @@ class Reach:
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._end(part, label)
-        elif isinstance(value, list | tuple | set | frozenset | dict):
+        elif isinstance(value, _CONTAINERS):
             self._end_container(value, label)
+        elif isinstance(value, np.ndarray):
+            self._end_array(value, label)
         elif not isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
             self._end_object(value)
 
@@ -337,6 +345,10 @@ class Reach:
                 )
         for element in elements:
             self._end(element, label)
+
+    def _end_array(self, value: np.ndarray[Any, Any], label: str) -> None:
+        if value.dtype != object and value.nbytes <= _LARGEST_ARRAY_BYTES:
+            self._table(Array, value, lambda _: f"a NumPy array, {label},")
 
     def _end_object(self, value: Any) -> None:
         call = inspect.getattr_static(type(value), "__call__", None)

@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import is_
 from types import CellType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from xla_dtensor.runtimes.premises.values import ABSENT, Change, Judge
 
-__all__ = ["Attributes", "Cell", "Contents", "Names", "Table", "Whole"]
+__all__ = ["Array", "Attributes", "Cell", "Contents", "Elements", "Names", "Table", "Whole"]
 
 
 class Table(Protocol):
@@ -133,18 +134,55 @@ class Whole(_Compared):
 
     def changed(self, judge: Judge) -> Change | None:
         """Compare the keys as well."""
-        if list(self.holder) == self.keys:
+        # By identity, for keys may be tensors, whose equality is a tensor.
+        if len(self.holder) == len(self.keys) and all(map(is_, self.holder, self.keys)):
             return super().changed(judge)
+        known = dict.fromkeys(self.keys)
         for key in self.holder:
-            if key not in self.keys:
+            if key not in known:
                 return Change(f"{self._named(key)} is new")
         for key in self.keys:
             if key not in self.holder:
                 return Change(f"{self._named(key)} is gone")
+        if any(not (a is b or a == b) for a, b in zip(self.holder, self.keys, strict=True)):
+            return Change(f"the order of {self._named(self.keys[0])} changed")
         now = [self.holder[key] for key in self.keys]
-        return self._difference(now, judge) or Change(
-            f"the order of {self._named(self.keys[0])} changed"
-        )
+        return self._difference(now, judge)
+
+
+class Elements(NamedTuple):
+    """What a NumPy array holds, rather than the array."""
+
+    array: np.ndarray[Any, Any]
+
+
+class Array:
+    """The elements of a NumPy array, which can be written to in place."""
+
+    def __init__(self, holder: np.ndarray[Any, Any], named: Callable[[Any], str]) -> None:
+        self.holder = holder
+        self._named = named
+        self._found: np.ndarray[Any, Any] | None = holder.copy()
+
+    def changed(self, judge: Judge) -> Change | None:
+        """Return that an element is no longer as it was found."""
+        found = self._found
+        if found is None or np.array_equal(found.view(np.uint8), self.holder.view(np.uint8)):
+            return None
+        return Change(f"the elements of {self._named(None)} changed")
+
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """Return nothing."""
+        return ()
+
+    def pairs(self) -> Sequence[tuple[Any, Any]]:
+        """Return nothing."""
+        return ()
+
+    def settle(self, forget: Callable[[Any], Any]) -> None:
+        """Compare no longer, where `forget` gives nothing: the program reads the elements anew."""
+        if forget(Elements(self.holder)) is ABSENT:
+            self._found = None
 
 
 class Contents(_Compared):

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 __all__ = ["ABSENT", "Change", "Judge", "TensorLike", "described", "is_plain"]
@@ -72,6 +73,7 @@ _PLAIN = frozenset(
         torch.Size,
     }
 )
+_NUMBERS = (enum.Enum, np.generic)
 _BY_IDENTITY = (
     type,
     types.ModuleType,
@@ -91,7 +93,7 @@ def is_plain(value: Any) -> bool:
         (True, True, True, False)
     """
     kind = type(value)
-    if kind in _PLAIN or isinstance(value, enum.Enum):
+    if kind in _PLAIN or isinstance(value, _NUMBERS):
         return True
     return kind in (tuple, frozenset) and all(map(is_plain, value))
 
@@ -188,4 +190,5 @@ def _parts(partial: functools.partial[Any]) -> tuple[Any, ...]:
 
 def _equal(a: Any, b: Any) -> bool:
     # 0.0 equals -0.0 and computes otherwise; NaN equals nothing.
-    return repr(a) == repr(b) if isinstance(a, float | complex) else bool(a == b)
+    inexact = isinstance(a, float | complex | np.inexact)
+    return repr(a) == repr(b) if inexact else bool(a == b)

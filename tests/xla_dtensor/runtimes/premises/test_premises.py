@@ -6,6 +6,7 @@ import enum
 import functools
 import gc
 import weakref
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -298,6 +299,46 @@ def test_generators_are_found() -> None:
     reach = Reach.of(lambda: (torch.rand(2, generator=holder.generator), numbers.random()))
     assert reach.generators == [mine]
     assert reach.randoms == [numbers]
+
+
+def test_numpys_arrays_and_numbers() -> None:
+    rates, holder = np.ones(3), SimpleNamespace(rate=np.float64(1), seen=deque([1]))
+    premises = premises_of(
+        lambda x: x * rates[0] * holder.rate * rates.mean() * holder.seen[0],
+        reads=lambda value: False,
+    )
+    holder.rate = np.float64(1)
+    assert why(premises) is None
+    rates[2] = 5
+    assert "the elements of a NumPy array, " in str(why(premises))
+    rates[2] = 1
+    assert why(premises) is None
+    holder.rate = np.float32(1)
+    assert why(premises) is not None
+    holder.rate = np.float64(1)
+    holder.seen.append(2)
+    assert "has 2 elements and had 1" in str(why(premises))
+
+
+def test_an_array_that_the_program_reads_anew() -> None:
+    rates = np.ones(3)
+    premises = premises_of(lambda x: x * rates[0], reads=lambda value: True)
+    rates[2] = 5
+    assert why(premises) is None
+
+
+def test_a_dict_by_tensors() -> None:
+    a, b = torch.ones(2), torch.ones(2)
+    groups = {a: 1.0}
+    premises = premises_of(lambda x: groups)
+    assert why(premises) is None
+    groups[a] = 2.0
+    assert why(premises) is not None
+    groups[a] = 1.0
+    groups[b] = 1.0
+    assert "is new" in str(why(premises))
+    del groups[a]
+    assert why(premises) is not None
 
 
 # ---------------------------------------------------------------------- modules
