@@ -49,6 +49,13 @@ def once(change: Callable[[], Any]) -> Callable[[int], None]:
     return lambda call: change() if call == CHANGE_AFTER else None
 
 
+class Given:
+    """A step that is called with more than a batch."""
+
+    def __init__(self, step: Callable[..., Any], *others: Any) -> None:
+        self.step, self.others = step, others
+
+
 def nothing(call: int) -> None:
     """Change nothing."""
 
@@ -131,6 +138,21 @@ def an_equal_partial(put: Put) -> Any:
     made = SimpleNamespace(f=functools.partial(torch.mul, other=2.0))
     again = functools.partial
     return lambda x: made.f(x), lambda i: setattr(made, "f", again(torch.mul, other=2.0))
+
+
+@case(traces=2)
+def an_argument_that_is_an_object(put: Put) -> Any:
+    config = Config()
+
+    def step(x: torch.Tensor, config: Config) -> torch.Tensor:
+        return x * config.scale + config.inner.power
+
+    def change(call: int) -> None:
+        config.unused += 1
+        if call == CHANGE_AFTER:
+            config.inner.power = 3
+
+    return Given(step, config), change
 
 
 class Mode(enum.Enum):

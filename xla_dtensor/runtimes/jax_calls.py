@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path
 
@@ -54,13 +55,14 @@ class Call:
         kwargs: Its keyword arguments.
 
     Attributes:
+        given: Both.
         leaves: The leaves of both.
         tree: How they nest.
         tensors: The payload of each leaf that is a tensor; None for others.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._given = (args, kwargs)
+        self.given = (args, kwargs)
         self.leaves, self.tree = tree_flatten((args, kwargs))
         self.tensors: list[JaxTensor | None] = []
 
@@ -82,7 +84,7 @@ class Call:
 
     def name(self, place: int) -> str:
         """Return how errors call a leaf: ``args[1]['mask']``."""
-        path: Any = tree_flatten_with_path(self._given)[0][place][0]
+        path: Any = tree_flatten_with_path(self.given)[0][place][0]
         return f"{('args', 'kwargs')[path[0].idx]}{keystr(path[1:])}"
 
     def difference(self, key: Key, other: Key) -> str:
@@ -121,18 +123,15 @@ class Call:
                 getattr(leaf, "_uneven", None),
                 leaf.requires_grad,
             )
-        try:
-            hash(leaf)
-        except TypeError:
+        if isinstance(leaf, np.ndarray):
             raise ArgumentTypeError(
-                f"A compiled step was called with {self.name(place)} of type="
-                f"{type(leaf).__name__}, which is no tensor and has no hash, so that nobody could "
-                "tell whether it is the same on the next call. Pass tensors "
-                "(torch.from_numpy(array)), numbers, or lists and dicts of them."
-            ) from None
+                f"A compiled step was called with {self.name(place)}, a NumPy array of "
+                f"shape={leaf.shape}. Its elements would be part of the program, which is made "
+                "for one call's. Pass torch.from_numpy(array)."
+            )
         # 0.0 and -0.0 are equal, and so are 1, 1.0 and True.
         value = INPUT if is_input else repr(leaf) if isinstance(leaf, float | complex) else leaf
-        return type(leaf), value
+        return type(leaf), value if _has_hash(value) else _Same(value)
 
 
 class FloatInputs:
@@ -178,6 +177,30 @@ class FloatInputs:
             lend(leaf, lambda place=place: self._values[place]) if place in places else leaf
             for place, leaf in enumerate(call.leaves)
         ]
+
+
+class _Same:
+    """Equal to what stands for the same object; what the object holds, premises look after."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+    def __repr__(self) -> str:
+        return f"a {type(self._value).__name__}"
+
+
+def _has_hash(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _payload(leaf: Any) -> JaxTensor | None:

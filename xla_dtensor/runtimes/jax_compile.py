@@ -247,7 +247,7 @@ class JaxCompiledStep(CompiledStep):
     def _compiled(self, reason: str, call: Call, key: Key) -> Program:
         """Trace and compile; on an error leave everything as it was."""
         self._clock.interrupt()
-        before = Before.of(self._step)
+        before = Before.of(self._step, call)
         try:
             settings = self._lent_names, self._floats, self._made
             found = traced_step(self._step, call, before, *settings)

@@ -57,9 +57,9 @@ class Before:
     random: PythonRandom
 
     @classmethod
-    def of(cls, step: Callable[..., Any]) -> Before:
-        """Take down what there is before `step` is traced."""
-        python, reach = PythonState.now(), Reach.of(step)
+    def of(cls, step: Callable[..., Any], call: Call) -> Before:
+        """Take down what there is before `step` is traced for a call."""
+        python, reach = PythonState.now(), Reach.of(step, *call.given)
         tape = HostTape(python.host_memories, reach.generators)
         return cls(python, reach, tape, PythonRandom(reach.randoms))
 

@@ -24,18 +24,16 @@ from __future__ import annotations
 import builtins
 import functools
 import inspect
-import os
-import sysconfig
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from xla_dtensor.runtimes.host_work.python_random import is_python_random
+from xla_dtensor.runtimes.premises.libraries import is_library_file, is_of_library
 from xla_dtensor.runtimes.premises.reads import (
     ARGUMENT,
     ATTRIBUTE,
@@ -61,8 +59,6 @@ _MOST_FUNCTIONS = 20_000
 _MOST_ELEMENTS = 100_000
 _LARGEST_ARRAY_BYTES = 4_000_000  # a copy is kept, and compared on every call
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
-_LIBRARIES = ("torch", "torch_xla", "jax", "jaxlib", "numpy", "functorch", "xla_dtensor")
-_OWN_MODELS = f"{Path(__file__).parents[2] / 'models'}{os.sep}"
 # Their insides are looked after elsewhere (optimizers, tensors), or are nobody's names.
 _CLOSED = (
     torch.Tensor,
@@ -72,28 +68,7 @@ _CLOSED = (
 )
 
 
-@functools.lru_cache(maxsize=1)
-def _library_folders() -> tuple[str, ...]:
-    """Return the folders of the libraries that are not gone into."""
-    import numpy
-
-    own = Path(__file__).parents[2]
-    found = {own, Path(torch.__file__).parent, Path(numpy.__file__).parent}
-    packages = {folder.parent for folder in found} - {own.parent}
-    found |= {parent / name for parent in packages for name in _LIBRARIES}
-    stdlib = sysconfig.get_paths()["stdlib"]
-    return (*(f"{folder}{os.sep}" for folder in found), stdlib)
-
-
-def _is_library(code: types.CodeType) -> bool:
-    name = code.co_filename
-    if name.startswith("<frozen"):
-        return True
-    if name.startswith(_OWN_MODELS):
-        return False
-    in_packages = "site-packages" in name  # which lie in the standard library's folder
-    *libraries, stdlib = _library_folders()
-    return name.startswith(tuple(libraries)) or (name.startswith(stdlib) and not in_packages)
+_NONE: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class Reach:
@@ -120,16 +95,23 @@ class Reach:
         self._elements = 0
 
     @classmethod
-    def of(cls, function: Any, given: Iterable[Any] = ()) -> Reach:
+    def of(
+        cls, function: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NONE
+    ) -> Reach:
         """Return what `function` can reach.
 
         Args:
             function: A step: a function, a method, a module, any callable.
-            given: Values that it is given, besides what it reaches by name.
+            args: What it is called with; objects that are no tensors may be looked into.
+            kwargs: The same, by name.
         """
         reach = cls()
+        plain = inspect.unwrap(getattr(function, "__func__", function))
+        if isinstance(plain, types.FunctionType):
+            first = getattr(function, "__self__", ABSENT)
+            reach._walk(plain, first, _bound_arguments(function, args, kwargs))
         reach._end(function, "the step")
-        for value in given:
+        for value in (*args, *kwargs.values()):
             reach._end(value, "an argument")
         reach._open_all()
         return reach
@@ -141,25 +123,35 @@ class Reach:
 
     # ------------------------------------------------------------------ functions
 
-    def _walk(self, function: types.FunctionType, first: Any = ABSENT) -> None:
-        """Go into a function; `first` is its first argument, where that is known."""
+    def _walk(
+        self,
+        function: types.FunctionType,
+        first: Any = ABSENT,
+        given: Mapping[str, Any] = _NONE,
+    ) -> None:
+        """Go into a function; `first` is its first argument, `given` others, where known."""
         function = inspect.unwrap(function)
         key = (id(function), id(first))
         code = getattr(function, "__code__", None)
         if code is None or key in self._walked or len(self._walked) >= _MOST_FUNCTIONS:
             return
         self._walked.add(key)
-        if _is_library(code):
+        if is_library_file(code.co_filename):
             return
         reads = reads_of(code)
         self._attributes |= reads.attributes
         for chain in reads.chains:
-            self._follow(chain, function, first)
+            self._follow(chain, function, first, given)
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._end(default, f"a default of {function.__qualname__}")
 
-    def _follow(self, chain: Chain, function: types.FunctionType, first: Any) -> None:
-        value = self._root(chain, function, first)
+    def _follow(
+        self, chain: Chain, function: types.FunctionType, first: Any, given: Mapping[str, Any]
+    ) -> None:
+        if chain.root == ARGUMENT and chain.name in given:
+            value = given[chain.name]
+        else:
+            value = self._root(chain, function, first)
         steps = list(chain.steps)
         while steps and value is not ABSENT:
             kind, key = steps.pop(0)
@@ -224,8 +216,7 @@ class Reach:
         return self._of_class(type(owner), name, owner)
 
     def _of_python_module(self, module: types.ModuleType, name: str) -> Any:
-        file = getattr(module, "__file__", None)
-        if file is None or file.startswith(_library_folders()[:-1]) or _is_stdlib(file):
+        if is_library_file(getattr(module, "__file__", None)):
             return ABSENT
         table = self._table(Names, vars(module), lambda key: f"{module.__name__}.{key}")
         return self._noted(table, name, vars(module).get(name, ABSENT))
@@ -354,7 +345,7 @@ class Reach:
         call = inspect.getattr_static(type(value), "__call__", None)
         if isinstance(call, types.FunctionType):
             self._walk(call, value)
-        if not _is_of_library(value):
+        if not is_of_library(type(value)):
             self._opened.setdefault(id(value), value)
 
     def _open_all(self) -> None:
@@ -398,6 +389,13 @@ def _may_have(value: Any, name: str) -> bool:
     return asks or inspect.getattr_static(value, name, ABSENT) is not ABSENT
 
 
+def _bound_arguments(function: Any, args: Any, kwargs: Any) -> Mapping[str, Any]:
+    try:
+        return inspect.signature(function).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # no signature; or the call is wrong, as it will say itself
+        return _NONE
+
+
 def _cell(function: types.FunctionType, name: str) -> types.CellType | None:
     names: Sequence[str] = function.__code__.co_freevars
     return (function.__closure__ or ())[names.index(name)] if name in names else None
@@ -420,12 +418,3 @@ def _bound(value: Any, owner: Any) -> Any:
 
 def _element(key: Any, label: str) -> str:
     return label if key is None else f"element {key} of {label}"
-
-
-def _is_stdlib(file: str) -> bool:
-    return file.startswith(_library_folders()[-1]) and "site-packages" not in file
-
-
-def _is_of_library(value: Any) -> bool:
-    name = type(value).__module__.partition(".")[0]
-    return name in _LIBRARIES or name == "builtins"

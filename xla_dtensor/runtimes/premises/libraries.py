@@ -1,0 +1,54 @@
+"""Whose code is it: the user's, or that of a library which is not gone into?"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import torch
+
+__all__ = ["is_library_file", "is_of_library"]
+
+_LIBRARIES = ("torch", "torch_xla", "jax", "jaxlib", "numpy", "functorch", "xla_dtensor")
+_OWN = Path(__file__).parents[2]
+_OWN_MODELS = f"{_OWN / 'models'}{os.sep}"
+
+
+def is_library_file(name: str | None) -> bool:
+    """Tell whether a file is one of Python's, torch's, JAX's, NumPy's or this package's.
+
+    Args:
+        name: Its path; None for a module without one, which is built in.
+
+    Example:
+        >>> is_library_file(torch.__file__), is_library_file("/home/me/train.py")
+        (True, False)
+    """
+    if name is None or name.startswith("<frozen"):
+        return True
+    if name.startswith(_OWN_MODELS):  # Models are code like the user's.
+        return False
+    in_packages = "site-packages" in name  # which lie in the standard library's folder
+    return name.startswith(_folders()) or (name.startswith(_stdlib()) and not in_packages)
+
+
+def is_of_library(kind: type) -> bool:
+    """Tell whether a class is one of these libraries', or built in."""
+    name = kind.__module__.partition(".")[0]
+    return name in _LIBRARIES or name == "builtins"
+
+
+@functools.lru_cache(maxsize=1)
+def _folders() -> tuple[str, ...]:
+    found = {_OWN, *(Path(str(package.__file__)).parent for package in (torch, np))}
+    packages = {folder.parent for folder in found} - {_OWN.parent}
+    found |= {parent / name for parent in packages for name in _LIBRARIES}
+    return tuple(f"{folder}{os.sep}" for folder in found)
+
+
+@functools.lru_cache(maxsize=1)
+def _stdlib() -> str:
+    return sysconfig.get_paths()["stdlib"]
