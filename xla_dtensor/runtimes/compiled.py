@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +18,21 @@ __all__ = ["CompiledStep"]
 
 
 class CompiledStep(ABC):
-    """A Python step that runs as one XLA program. Call it like the function it was made from."""
+    """A Python step that runs as one XLA program. Call it like the function it was made from.
+
+    Attributes:
+        _step: The function.
+    """
+
+    _step: Callable[..., Any]
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Be a method where a class has it, as the function itself would be."""
+        return self if instance is None else MethodType(self, instance)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy what holds the step: a copy has the function and makes programs of its own."""
+        return _compiled_again, (self._step,)
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,3 +111,9 @@ class CompiledStep(ABC):
             f"A compiled step was asked to load programs from path={os.fspath(path)!r}. "
             f"{type(self).__name__} cannot read them. Use the runtime's compile cache instead."
         )
+
+
+def _compiled_again(step: Callable[..., Any]) -> Any:
+    from xla_dtensor.runtimes.registry import get_runtime
+
+    return get_runtime().compile(step)

@@ -151,7 +151,7 @@ class AbsentRuntime(JaxRuntime):
 class AbsentProgram(Program):
     """A traced step without an executable: calling it moves nothing."""
 
-    def run(self, arguments: Sequence[Storage]) -> Any:
+    def run(self, arguments: Sequence[Storage], leaves: Sequence[Any] = ()) -> Any:
         self.gradients.release()
         runtime = self.executable
         owners = _owners({id(s()) for s in self.lasting if s() is not None})

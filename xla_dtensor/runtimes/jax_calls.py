@@ -1,20 +1,17 @@
 """What a compiled step is called with: what of it tells programs apart, and why a call has none.
 
 Of a tensor a program takes the values; its shape, dtype, sharding and labels are part of the
-program. Anything else is a Python value, and part of the program as it is, except that a float that
-was seen to change is an input from then on, as a learning rate is::
+program, and so is which of the tensors are one and the same. Anything else is a Python value, and
+part of the program as it is. An argument that the step's code never names is nobody's.
 
-    step(x, 0.1)       traced for 0.1                                             program A
-    step(x, 0.2)       "args[1] changed from 0.1 to 0.2": traced with an input    program B
-    step(x, 0.3)       program B
-
-A step that needs such a float as a Python number (``math.exp(beta)``) gets it as one, and a program
-for each.
+A float that became an input of the program by itself would be no float any more: ``isinstance`` and
+texts of it would differ. A number that is to change is passed as a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import dis
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -26,11 +23,14 @@ from xla_dtensor.errors import ArgumentTypeError
 from xla_dtensor.runtimes.jax_convert import numpy_from_torch
 from xla_dtensor.runtimes.jax_step_values import inner, refuse_manual
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.opened import open_all
+from xla_dtensor.runtimes.premises.sources import inner_functions
 from xla_dtensor.runtimes.trace_settings import trace_settings
 
-__all__ = ["Call", "FloatInputs", "Key"]
+__all__ = ["Call", "Key", "unread_arguments"]
 
-INPUT = "an input"  # in a key, the value of a float that is one
+
+_ADVICE = " (a tensor would be an input of one program)"
 
 
 class Key(NamedTuple):
@@ -38,11 +38,13 @@ class Key(NamedTuple):
 
     Attributes:
         leaves: Of each leaf of the arguments what is part of the program.
+        same: Of each leaf the place of the first one that is the same tensor.
         tree: How they nest.
         settings: What else tracing depends on, by name.
     """
 
     leaves: tuple[Any, ...]
+    same: tuple[int, ...]
     tree: TreeSpec
     settings: tuple[tuple[str, Any], ...]
 
@@ -63,28 +65,49 @@ class Call:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.given = (args, kwargs)
-        self.leaves, self.tree = tree_flatten((args, kwargs))
+        self.leaves, self.tree = tree_flatten(open_all((args, kwargs)))
         self.tensors: list[JaxTensor | None] = []
+
+    @classmethod
+    def of(
+        cls, args: tuple[Any, ...], kwargs: dict[str, Any], unread: Container[int | str]
+    ) -> Call:
+        """Return a call without the arguments that the step does not read.
+
+        Args:
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            unread: Places and names of the arguments that no code reads.
+        """
+        if not unread:
+            return cls(args, kwargs)
+        kept = tuple(None if i in unread else each for i, each in enumerate(args))
+        return cls(kept, {name: None if name in unread else v for name, v in kwargs.items()})
 
     def bind(self) -> None:
         """Find the payloads; plain tensors are put on the devices."""
         self.tensors = [_payload(leaf) for leaf in self.leaves]
 
-    def key(self, inputs: frozenset[int] = frozenset()) -> Key:
-        """Return what tells this call's program from others.
+    def storages(self) -> list[Storage]:
+        """Return the storages of the tensors among the leaves."""
+        return [tensor._storage for tensor in self.tensors if tensor is not None]
 
-        Args:
-            inputs: The places of the floats that are inputs.
-        """
-        leaves = tuple(
-            self._described(i, leaf, tensor, i in inputs)
-            for i, (leaf, tensor) in enumerate(zip(self.leaves, self.tensors, strict=True))
-        )
-        return Key(leaves, self.tree, trace_settings())
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is one of the leaves."""
+        return any(leaf is tensor for leaf in self.leaves)
+
+    def key(self) -> Key:
+        """Return what tells this call's program from others."""
+        pairs = zip(self.leaves, self.tensors, strict=True)
+        leaves = tuple(self._described(i, leaf, t) for i, (leaf, t) in enumerate(pairs))
+        first: dict[int, int] = {}
+        storages = [None if t is None else id(t._storage) for t in self.tensors]
+        same = tuple(i if s is None else first.setdefault(s, i) for i, s in enumerate(storages))
+        return Key(leaves, same, self.tree, trace_settings())
 
     def name(self, place: int) -> str:
         """Return how errors call a leaf: ``args[1]['mask']``."""
-        path: Any = tree_flatten_with_path(self.given)[0][place][0]
+        path: Any = tree_flatten_with_path(open_all(self.given))[0][place][0]
         return f"{('args', 'kwargs')[path[0].idx]}{keystr(path[1:])}"
 
     def difference(self, key: Key, other: Key) -> str:
@@ -93,24 +116,17 @@ class Call:
             return "arguments that nest in another way"
         for place, (mine, theirs) in enumerate(zip(key.leaves, other.leaves, strict=True)):
             if mine != theirs:
-                return f"{self.name(place)} changed from {_text(theirs)} to {_text(mine)}"
+                advice = "" if self.tensors[place] is not None else _ADVICE
+                return f"{self.name(place)} changed from {_text(theirs)} to {_text(mine)}{advice}"
+        if key.same != other.same:
+            return "other ones of the arguments are the same tensor"
         before = dict(other.settings)
         for name, value in key.settings:
             if before.get(name) != value:
                 return f"{name} changed from {before.get(name)} to {value}"
         return "another setting"
 
-    def floats_that_differ(self, key: Key, other: Key) -> frozenset[int]:
-        """Return the places of floats, if two calls differ in nothing else."""
-        if key.tree != other.tree or key.settings != other.settings:
-            return frozenset()
-        pairs = enumerate(zip(key.leaves, other.leaves, strict=True))
-        places = {place for place, (mine, theirs) in pairs if mine != theirs}
-        if all(isinstance(self.leaves[place], float) for place in places):
-            return frozenset(places)
-        return frozenset()
-
-    def _described(self, place: int, leaf: Any, tensor: JaxTensor | None, is_input: bool) -> Any:
+    def _described(self, place: int, leaf: Any, tensor: JaxTensor | None) -> Any:
         if tensor is not None:
             spec = getattr(leaf, "_spec", None)
             return (
@@ -122,6 +138,7 @@ class Call:
                 getattr(leaf, "_varying", None),
                 getattr(leaf, "_uneven", None),
                 leaf.requires_grad,
+                _grad(leaf),
             )
         if isinstance(leaf, np.ndarray):
             raise ArgumentTypeError(
@@ -130,53 +147,41 @@ class Call:
                 "for one call's. Pass torch.from_numpy(array)."
             )
         # 0.0 and -0.0 are equal, and so are 1, 1.0 and True.
-        value = INPUT if is_input else repr(leaf) if isinstance(leaf, float | complex) else leaf
+        value = repr(leaf) if isinstance(leaf, float | complex) else leaf
         return type(leaf), value if _has_hash(value) else _Same(value)
 
 
-class FloatInputs:
-    """The floats among a step's arguments that are inputs of its programs: those that changed."""
+def unread_arguments(step: Callable[..., Any]) -> frozenset[int | str]:
+    """Return the places and names of a step's arguments that its code never reads.
 
-    def __init__(self) -> None:
-        self._places: dict[TreeSpec, frozenset[int]] = {}
-        self._never: set[tuple[TreeSpec, int]] = set()  # needed as Python's numbers
-        self._values: dict[int, float] = {}
+    Example:
+        >>> sorted(unread_arguments(lambda batch, batch_index: batch), key=str)
+        [1, 'batch_index']
+    """
+    function = getattr(step, "__func__", step)
+    code = getattr(function, "__code__", None)
+    if code is None or hasattr(function, "__wrapped__"):
+        return frozenset()
+    codes = [code, *inner_functions(code)]
+    if any(_SEE_LOCALS & {*each.co_names} for each in codes):
+        return frozenset()
+    steps = [each for one in codes for each in dis.get_instructions(one)]
+    read = {name for each in steps if _LOADS in each.opname for name in _several(each.argval)}
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    bound = int(hasattr(step, "__self__"))
+    places = {
+        name: place - bound for place, name in enumerate(code.co_varnames[: code.co_argcount])
+    }
+    unread = [name for name in names[bound:] if name not in read]
+    return frozenset([*unread, *(places[name] for name in unread if name in places)])
 
-    def inputs(self, call: Call) -> frozenset[int]:
-        """Return the places of the floats that are inputs."""
-        return self._places.get(call.tree, frozenset())
 
-    def take(self, call: Call) -> None:
-        """Take the values of a call."""
-        self._values = {place: call.leaves[place] for place in self.inputs(call)}
+_SEE_LOCALS = frozenset({"locals", "eval", "exec", "vars", "dir"})
+_LOADS = "LOAD_"
 
-    def make_inputs(self, call: Call, key: Key, others: Iterable[Key]) -> bool:
-        """Make inputs of the floats in which a call differs from an earlier one.
 
-        Returns:
-            Whether there are any; the two must differ in nothing else.
-        """
-        for other in others:
-            places = call.floats_that_differ(key, other)
-            if places and not any((call.tree, place) in self._never for place in places):
-                self._places[call.tree] = self.inputs(call) | places
-                self.take(call)
-                return True
-        return False
-
-    def give_up(self, call: Call) -> bool:
-        """Make Python's numbers of all inputs again; returns whether there were any."""
-        places = self._places.pop(call.tree, frozenset())
-        self._never |= {(call.tree, place) for place in places}
-        return bool(places)
-
-    def lent(self, call: Call, lend: Callable[[float, Callable[[], float]], Any]) -> list[Any]:
-        """Return a call's leaves, with a traced number in the place of each input."""
-        places = self.inputs(call)
-        return [
-            lend(leaf, lambda place=place: self._values[place]) if place in places else leaf
-            for place, leaf in enumerate(call.leaves)
-        ]
+def _several(names: Any) -> tuple[Any, ...]:
+    return names if isinstance(names, tuple) else (names,)
 
 
 class _Same:
@@ -216,7 +221,22 @@ def _payload(leaf: Any) -> JaxTensor | None:
     return None
 
 
-_TENSOR_FACTS = ("shape", "dtype", "sharding", "placements", "axes", "sizes", "requires_grad")
+def _grad(leaf: torch.Tensor) -> _Same | None:
+    """Return what tells an argument's gradient from others, which a program would add to."""
+    has_one = leaf.requires_grad and leaf.is_leaf and leaf.grad is not None
+    return _Same(leaf.grad) if has_one else None
+
+
+_TENSOR_FACTS = (
+    "shape",
+    "dtype",
+    "sharding",
+    "placements",
+    "axes",
+    "sizes",
+    "requires_grad",
+    "grad",
+)
 
 
 def _text(described: Sequence[Any]) -> str:
@@ -224,6 +244,6 @@ def _text(described: Sequence[Any]) -> str:
     if len(facts) == 1:
         return str(facts[0]) if isinstance(facts[0], str) else repr(facts[0])
     named = dict(zip(_TENSOR_FACTS, facts, strict=True))
-    shown = ("shape", "dtype", "placements", "requires_grad")
+    shown = ("shape", "dtype", "placements", "requires_grad", "grad")
     listed = ", ".join(f"{name}={named[name]}" for name in shown if named[name] is not None)
     return f"a {kind.__name__} of {listed}"

@@ -27,6 +27,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
@@ -43,11 +44,12 @@ from xla_dtensor.report.evidence import Evidence
 from xla_dtensor.runtimes.base import CompiledStep
 from xla_dtensor.runtimes.before_running import ProgramToCheck, check
 from xla_dtensor.runtimes.jax_asked import asked_for
-from xla_dtensor.runtimes.jax_calls import Call, FloatInputs, Key
+from xla_dtensor.runtimes.jax_calls import Call, Key, unread_arguments
 from xla_dtensor.runtimes.jax_convert import x64
 from xla_dtensor.runtimes.jax_executables import Executables
 from xla_dtensor.runtimes.jax_flops import flops_of
 from xla_dtensor.runtimes.jax_gradients import KnownLeaves
+from xla_dtensor.runtimes.jax_moving import MovingTensor
 from xla_dtensor.runtimes.jax_placing import place
 from xla_dtensor.runtimes.jax_program import Program
 from xla_dtensor.runtimes.jax_rehome import Blueprint
@@ -75,6 +77,9 @@ __all__ = ["JaxCompiledStep"]
 logger = logging.getLogger("xla_dtensor")
 _RETRACES_BEFORE_WARNING = 3
 _PROGRAMS_PER_KEY = 4  # such as one for training and one for evaluation
+_MOST_KEYS = 64
+# Traces, and the storages that programs write to, are one process's; threads wait for each other.
+_one_at_a_time = threading.RLock()
 
 
 class JaxCompiledStep(CompiledStep):
@@ -89,8 +94,9 @@ class JaxCompiledStep(CompiledStep):
         self._calls = 0
         self._reasons: list[str] = []
         self._lent_names = {RATE}
-        self._floats = FloatInputs()
         self._executables = Executables()
+        self._unread = unread_arguments(step)
+        self._names: set[Any] = set()  # that were seen to be given other tensors
         self._made: weakref.WeakSet[Storage] = weakref.WeakSet()  # by programs, and still there
         self._leaves = KnownLeaves()
         self._clock = StepClock()
@@ -99,9 +105,13 @@ class JaxCompiledStep(CompiledStep):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         refuse_nesting()
+        with _one_at_a_time:
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._calls += 1
         self._clock.start()
-        call = Call(args, kwargs)
+        call = Call.of(args, kwargs, self._unread)
         if any(map(is_without_values, call.leaves)) and not self._runtime.is_abstract:
             return self._step(*args, **kwargs)
         with x64():
@@ -109,7 +119,7 @@ class JaxCompiledStep(CompiledStep):
             program = self._last = self._program_of(call)
             compare_run(self._step, program)
             self._tokens = num_tokens(call.leaves)
-            return program.run([t._storage for t in call.tensors if t is not None])
+            return program.run(call.storages(), call.leaves)
 
     def _check(self, program: Program, leaves: Sequence[Any]) -> None:
         def asked() -> tuple[AskedFor, ...]:
@@ -196,41 +206,45 @@ class JaxCompiledStep(CompiledStep):
 
     def _program_of(self, call: Call) -> Program:
         """Return a program that fits a call, and what the host does for its run done."""
-        self._floats.take(call)
-        key = call.key(self._floats.inputs(call))
+        key = call.key()
         kept = self._programs.get((key, self._leaves.having()), [])
-        why, gone = "", []
+        why = ""
+        arguments = call.storages()
         for program in kept:
-            change = program.stale() or program.prepare()
+            change = program.stale() or program.prepare(arguments)
             if change is None:
                 self._check(program, call.leaves)
+                program.last_call = self._calls
                 return program
             self._lent_names.update(program.watch.inputs.changed())
             why = why or change.why
-            if change.for_good:
-                gone.append(program)
+            if change.name is not None:
+                self._names.add(change.name)
         if not why:
-            why, key = self._why_none(call, key)
-        try:
-            program = self._compiled(why, call, key)
-        except CompileError:
-            if not self._floats.give_up(call):
-                raise
-            program = self._compiled(why, call, call.key())
-        kept[:] = [each for each in kept if each not in gone][:_PROGRAMS_PER_KEY]
+            why = self._why_none(call, key)
+        program = self._compiled(why, call, key)
+        program.last_call = self._calls
+        self._let_go(program)
         return program
 
-    def _why_none(self, call: Call, key: Key) -> tuple[str, Key]:
-        """Return why there is no program for a key, and the key of the one that there will be."""
+    def _let_go(self, newest: Program) -> None:
+        """Let go of programs that no call fits any more, and of those that nobody has used."""
+        for kept in self._programs.values():
+            changes = ((each, None if each is newest else each.stale()) for each in kept)
+            fitting = [each for each, change in changes if change is None or not change.for_good]
+            kept[:] = fitting[:_PROGRAMS_PER_KEY]
+        used = {key: max(p.last_call for p in kept) for key, kept in self._programs.items() if kept}
+        latest = sorted(used, key=used.__getitem__)[-_MOST_KEYS:]
+        self._programs = {key: self._programs[key] for key in latest}
+
+    def _why_none(self, call: Call, key: Key) -> str:
+        """Return why there is no program for a key."""
         others = [other for other, _ in self._programs]
         if not others:
-            return "first call", key
+            return "first call"
         if key in others:
-            return "gradients are there that were not, or the other way round", key
-        why = call.difference(key, others[-1])
-        if self._floats.make_inputs(call, key, others):
-            why, key = f"{why}, and is an input from now on", call.key(self._floats.inputs(call))
-        return why, key
+            return "gradients are there that were not, or the other way round"
+        return call.difference(key, others[-1])
 
     def _note(self, reason: str) -> None:
         self._reasons.append(reason)
@@ -249,8 +263,8 @@ class JaxCompiledStep(CompiledStep):
         self._clock.interrupt()
         before = Before.of(self._step, call)
         try:
-            settings = self._lent_names, self._floats, self._made
-            found = traced_step(self._step, call, before, *settings)
+            known = self._lent_names, self._made, self._names
+            found = traced_step(self._step, call, before, *known)
             program = self._finish(found)
             self._check(program, call.leaves)
         except BaseException:
@@ -259,29 +273,50 @@ class JaxCompiledStep(CompiledStep):
         self._note(reason)
         self._leaves.add(program.gradients)
         having = self._leaves.had(before.python.gradients)
-        self._made.update(found.lasting)
-        del before, found  # They hold what the step has dropped.
+        made_before, lasting = set(self._made), found.lasting
+        self._made.update(lasting)
+        known = {id(lasting[number]) for number in found.effects.wraps}
+        del before, found, lasting  # They hold what the step has dropped.
         kept = self._programs.setdefault((key, having), [])
-        if self._makes_new_state(program, kept[0] if kept else None):
+        if self._makes_new_state(program, kept[0] if kept else None, known, made_before):
             program.again = "the call before made new state"
+        del made_before
         program.digest = self._digest
         kept.insert(0, program)
         return program
 
-    def _makes_new_state(self, program: Program, previous: Program | None) -> bool:
+    def _makes_new_state(
+        self,
+        program: Program,
+        previous: Program | None,
+        known: set[int],
+        made_before: set[Storage],
+    ) -> bool:
         """Tell whether the next call finds state that this trace did not find.
 
         It does when the trace made tensors that last, an optimizer's moments, say. It does not when
         they take the place of those that the trace before made: gradients, or a cache that the step
-        makes anew each time.
+        makes anew each time; nor where the step reads nothing that an earlier call has made.
+
+        Args:
+            program: Of this trace.
+            previous: Of the trace before.
+            known: The ids of what was made and assigned to names that premises look after.
+            made_before: What earlier calls made.
         """
         grads = [inner(grad) for _, grad in program.gradients.left if grad is not None]
-        kept = {id(grad._storage) for grad in grads if grad is not None}
-        kept |= {id(storage) for _, storage in program.rebound}
+        kept = {id(grad._storage) for grad in grads if grad is not None} | known
         made = [s for s in (reference() for reference in program.lasting) if s is not None]
-        num_made = sum(id(storage) not in kept for storage in made)
+        made = [storage for storage in made if id(storage) not in kept]
+        num_made = len(made)
         if previous is None or not num_made:
             return bool(num_made)
+        moments = map(inner, program.watch.inputs.moments())
+        of_optimizers = {id(each._storage) for each in moments if each is not None}
+        if any(id(storage) in of_optimizers for storage in made):
+            return True
+        if made_before.isdisjoint(program.read):
+            return False
         gc.collect()
         return num_made != sum(reference() is None for reference in previous.lasting)
 
@@ -302,11 +337,15 @@ class JaxCompiledStep(CompiledStep):
         slots = slots_of(jaxpr, holding)
         made_of = partial(program_of, holding=holding, slots=slots)
         inputs = self._inputs(state, read, constants, found.arguments, slots)
-        rebound = [each.storages for each in found.rebound]
+        for each in found.moving:
+            old, new = each.storages
+            each.place = -1 if old is None else read.index(old)
+            each.number = found.lasting.index(new) if new in found.lasting else None
+            each.forget()
         pinned = (
             found.pinned,
             [given.sharding for given in inputs[0]],
-            self._pinned_lasting(found.lasting, slots, rebound),
+            self._pinned_lasting(found.lasting, slots, found.moving),
             kept,
         )
         blueprint = Blueprint.of(jaxpr, made_of, inputs, pinned, donated=(0,))
@@ -326,14 +365,16 @@ class JaxCompiledStep(CompiledStep):
             flops_of(jaxpr),
             found.gradients,
             host=found.host,
-            rebound=[(read.index(old), new) for old, new in rebound],
+            moving=found.moving,
+            effects=found.effects,
+            aliases=found.aliases,
         )
 
     def _pinned_lasting(
-        self, lasting: Sequence[Storage], slots: Slots, rebound: Sequence[tuple[Storage, Storage]]
+        self, lasting: Sequence[Storage], slots: Slots, moving: Sequence[MovingTensor]
     ) -> list[Any]:
         """Return how what a step makes has to lie: as what it replaces, or as XLA likes."""
-        lies = {new: self._lying(old) for old, new in rebound}
+        lies = {lasting[each.number]: each.lies for each in moving if each.number is not None}
         return [lies.get(lasting[slot[0]]) if len(slot) == 1 else None for slot in slots.lasting]
 
     # What a program for devices that are not here does otherwise (``jax_absent``).

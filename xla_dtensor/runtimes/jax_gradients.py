@@ -64,6 +64,11 @@ class GradientEffects:
         """Return the leaves whose gradients matter to the program."""
         return [leaf for leaf, _ in (*self.found, *self.left)]
 
+    def storages(self) -> set[int]:
+        """Return the ids of the storages of the gradients that the trace left."""
+        payloads = [None if grad is None else inner(grad) for _, grad in self.left]
+        return {id(payload._storage) for payload in payloads if payload is not None}
+
     def broken(self) -> str | None:
         """Return why the program does not fit the gradients that hang there; None if it does."""
         for reference, storage in self.found:

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import torch
 
 from xla_dtensor.errors import CompileError
@@ -17,7 +20,7 @@ from xla_dtensor.nested import leaves, map_nested
 from xla_dtensor.runtimes import jax_trace
 from xla_dtensor.runtimes.host_work import HostTape, HostWork, OtherwiseError
 from xla_dtensor.runtimes.host_work.tape import is_host
-from xla_dtensor.runtimes.jax_convert import numpy_from_torch
+from xla_dtensor.runtimes.jax_convert import numpy_from_torch, x64
 from xla_dtensor.runtimes.jax_lending import lifted
 from xla_dtensor.runtimes.jax_placing import put_host_array
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
@@ -29,6 +32,7 @@ __all__ = [
     "host_input",
     "refuse_host_input",
     "refuse_writes_to_host",
+    "with_values",
 ]
 
 
@@ -68,7 +72,7 @@ class HostPart:
     def __init__(
         self, work: HostWork, storages: Sequence[Storage], delivered: Sequence[torch.Tensor]
     ) -> None:
-        self._work = work
+        self.work = work
         self._storages = storages
         self.delivered: Mapping[int, torch.Tensor] = dict(enumerate(delivered))
 
@@ -79,7 +83,7 @@ class HostPart:
             Why the program does not fit what comes of it; None if it fits.
         """
         try:
-            run = self._work.redo()
+            run = self.work.redo()
         except OtherwiseError as otherwise:
             return str(otherwise)
         if run is not None:
@@ -117,6 +121,29 @@ def admitted(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
         return value if stand_in is None else stand_in
 
     return map_nested(admit, args), map_nested(admit, kwargs)
+
+
+def with_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """Return an op's arguments with the plain tensors among them as constants, noted as read.
+
+    Returns:
+        Arguments and keyword arguments; None where there are no plain tensors.
+    """
+    trace = jax_trace.active_trace()
+    plain = [v for v in leaves((args, kwargs)) if isinstance(v, torch.Tensor) and is_host(v)]
+    if trace is None or trace.host is None or not plain:
+        return None
+    for tensor in plain:
+        trace.host.tape.note_read(tensor)
+
+    def constant(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not is_host(value):
+            return value
+        with jax.ensure_compile_time_eval():
+            return JaxTensor(Storage(jnp.asarray(np.array(numpy_from_torch(value)))))
+
+    with x64():
+        return map_nested(constant, args), map_nested(constant, kwargs)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

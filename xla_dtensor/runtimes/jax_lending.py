@@ -14,7 +14,7 @@ from xla_dtensor.runtimes.jax_convert import numpy_from_torch
 from xla_dtensor.runtimes.jax_scalar import sym_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
 
-__all__ = ["lent", "lifted"]
+__all__ = ["lent", "lent_tensor", "lifted"]
 
 
 def lifted(tensor: torch.Tensor) -> JaxTensor:
@@ -41,6 +41,23 @@ def lent(
     tensor = _outside_trace(array)
     numbers.append((tensor._storage, current))
     return sym_number(tensor.value(), current)
+
+
+def lent_tensor(
+    numbers: list[tuple[Storage, Callable[[], float]]],
+    tensor: torch.Tensor,
+    current: Callable[[], float],
+) -> JaxTensor:
+    """Return a tensor of one number that stands for an input of the program, as `lent` does.
+
+    Args:
+        numbers: As in `lent`.
+        tensor: What it is now, on the host.
+        current: Returns the number that it is at the time.
+    """
+    made = lifted(tensor)
+    numbers.append((made._storage, current))
+    return made
 
 
 def _outside_trace(array: jax.Array) -> JaxTensor:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.errors import CompileError, UnsupportedOpError
 from xla_dtensor.nested import map_nested
 from xla_dtensor.runtimes import (
     functional_ops,
@@ -35,7 +35,7 @@ from xla_dtensor.runtimes.jax_foreach import (
     run_foreach_on_rows,
     write_foreach,
 )
-from xla_dtensor.runtimes.jax_host_inputs import admitted
+from xla_dtensor.runtimes.jax_host_inputs import admitted, with_values
 from xla_dtensor.runtimes.jax_lowering import find_lowering
 from xla_dtensor.runtimes.jax_meta import Meta, output_meta, raise_torchs_error
 from xla_dtensor.runtimes.jax_scalar import unwrap_number
@@ -64,10 +64,16 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     trace = active_trace()
     if trace is None:
         return _run(func, args, kwargs)
-    if trace.host is not None:
-        args, kwargs = admitted(func, args, kwargs)
+    given = (args, kwargs) if trace.host is None else admitted(func, args, kwargs)
     with trace.sources.of_op():
-        return _run(func, args, kwargs)
+        try:
+            return _run(func, *given)
+        except CompileError:
+            known = None if given[0] is args else with_values(args, kwargs)
+            if known is None:
+                raise
+            # Their values have to be known: a mask's, on which the shape of the result depends.
+            return _run(func, *known)
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from mesh_utils import MeshError, find_chip
+from xla_dtensor.runtimes.jax_aliases import Aliases
+from xla_dtensor.runtimes.jax_effects import RunEffects
 from xla_dtensor.runtimes.jax_gradients import GradientEffects
 from xla_dtensor.runtimes.jax_host_inputs import HostPart
+from xla_dtensor.runtimes.jax_moving import MovingTensor
 from xla_dtensor.runtimes.jax_rehome import Blueprint
 from xla_dtensor.runtimes.jax_slots import Slot, Slots
 from xla_dtensor.runtimes.jax_stacks import give_stack, stack_of
 from xla_dtensor.runtimes.jax_step_values import Delivered
 from xla_dtensor.runtimes.jax_tensor import Storage
 from xla_dtensor.runtimes.jax_watch import Watch
+from xla_dtensor.runtimes.opened import close_all
 from xla_dtensor.runtimes.premises import Change
 
 __all__ = ["Program"]
@@ -47,7 +52,10 @@ class Program:
         again: Why the next call has to trace anew; None if it need not.
         digest: Equal for programs that do the same.
         host: What is done on the host for each run.
-        rebound: Which of the storages that are only read give way to others after the first run.
+        moving: Tensors that are read by name.
+        effects: What is assigned in Python after each run.
+        aliases: The arguments that the step also finds by name.
+        last_call: The number of the last call that it has served.
     """
 
     executable: Any
@@ -67,7 +75,15 @@ class Program:
     again: str | None = None
     digest: str = ""
     host: HostPart | None = None
-    rebound: list[tuple[int, Storage]] = field(default_factory=list)
+    moving: list[MovingTensor] = field(default_factory=list)
+    effects: RunEffects = field(default_factory=lambda: RunEffects([], {}))
+    aliases: Aliases = field(default_factory=Aliases)
+    last_call: int = 0
+    _has_run: bool = False
+    _found: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._known = {*self.state, *self.read}
 
     def peak_flops(self) -> float | None:
         """Return the peak of all its devices together, in bf16; None where nobody knows it."""
@@ -93,12 +109,30 @@ class Program:
         why = self.gradients.broken()
         return None if why is None else Change(why, for_good=True)
 
-    def prepare(self) -> Change | None:
+    def prepare(self, arguments: Sequence[Storage]) -> Change | None:
         """Do the host's part of the next run; return why the program does not fit what it reads."""
+        for each in self.moving:
+            each.bind(self.read, None if self.host is None else self.host.work)
+        self._found = [each.moving.tensor for each in self.moving]
+        if self.moving:
+            self._known = {*self.state, *self.read}
+            if len(self._known) < len(self.state) + len(self.read):
+                return Change("two names have one tensor, and had one each")
+        if not self.aliases.hold(self._known, arguments):
+            return Change("an argument is a tensor that the step also finds by name, or was one")
         why = None if self.host is None else self.host.prepare()
         return None if why is None else Change(why)
 
-    def run(self, arguments: Sequence[Storage]) -> Any:
+    def run(self, arguments: Sequence[Storage], leaves: Sequence[Any] = ()) -> Any:
+        """Run it.
+
+        Args:
+            arguments: The storages of the call's tensors.
+            leaves: All leaves of its arguments.
+
+        Returns:
+            What the step returns.
+        """
         for storage, current in self.numbers:
             value = current()
             if value != float(storage.array):
@@ -113,17 +147,30 @@ class Program:
             arguments[position].array = array
         for slot, array in zip(self.slots.state, state, strict=True):
             _give(array, [self.state[place] for place in slot])
-        for slot, array in zip(self.slots.lasting, lasting, strict=True):
-            _give(array, [self.lasting[place]() for place in slot])
-        for place, storage in self.rebound:
-            self.read[place] = storage
+        self._leave(lasting, leaves)
         self.gradients.repeat()
         return self._outputs(iter(results))
 
+    def _leave(self, arrays: Sequence[jax.Array], leaves: Sequence[Any]) -> None:
+        """Leave behind what the step makes: in the trace's tensors, later in new ones."""
+        pairs = list(zip(self.slots.lasting, arrays, strict=True))
+        own = {s[0]: a for s, a in pairs if len(s) == 1 and s[0] in self.effects.wraps}
+        for slot, array in pairs:
+            if not self._has_run or slot[0] not in own:
+                _give(array, [self.lasting[place]() for place in slot])
+        assigned: Mapping[int, torch.Tensor] = {}
+        if self._has_run:
+            delivered = {} if self.host is None else self.host.delivered
+            assigned = self.effects.do(own, leaves, delivered, self._found)
+        for each in self.moving:
+            if each.number is not None:
+                each.moving.tensor = assigned.get(each.number, each.moving.tensor)
+        self._found = []
+        self._has_run = True
+
     def _outputs(self, arrays: Iterator[jax.Array]) -> Any:
-        return tree_unflatten(
-            [self._output(leaf, arrays) for leaf in self.out_static], self.out_tree
-        )
+        leaves = [self._output(leaf, arrays) for leaf in self.out_static]
+        return close_all(tree_unflatten(leaves, self.out_tree))
 
     def _output(self, leaf: Any, arrays: Iterator[jax.Array]) -> Any:
         if isinstance(leaf, Delivered):

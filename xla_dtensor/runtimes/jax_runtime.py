@@ -182,8 +182,6 @@ class JaxRuntime(Runtime):
     def from_shards(
         self, shards: Mapping[int, torch.Tensor], shape: Sequence[int], layout: Layout
     ) -> torch.Tensor:
-        for shard in shards.values():
-            refuse_host_input(shard, "make a tensor of shards from")
         sharding, shape = self._sharding(layout), tuple(shape)
         target = padded_shape(shape, sharding)
         tile = sharding.shard_shape(target)
@@ -191,6 +189,7 @@ class JaxRuntime(Runtime):
         arrays = []
         with x64():
             for device_id, shard in shards.items():
+                refuse_host_input(shard, "make a tensor of shards from")
                 data = numpy_from_torch(shard)
                 missing = [(0, t - n) for t, n in zip(tile, data.shape, strict=True)]
                 padded = np.pad(data, missing) if data.ndim else data

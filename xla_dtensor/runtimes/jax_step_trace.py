@@ -16,13 +16,16 @@ import jax
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from xla_dtensor.runtimes.host_work import HostTape
+from xla_dtensor.runtimes.host_work.iterators import Iterators
 from xla_dtensor.runtimes.host_work.python_random import PythonRandom
-from xla_dtensor.runtimes.jax_calls import Call, FloatInputs
+from xla_dtensor.runtimes.jax_aliases import Aliases
+from xla_dtensor.runtimes.jax_calls import Call
 from xla_dtensor.runtimes.jax_constants import TracedProgram, traced_program
+from xla_dtensor.runtimes.jax_effects import Plan, RunEffects
 from xla_dtensor.runtimes.jax_gradients import GradientEffects
 from xla_dtensor.runtimes.jax_host_inputs import HostInputs, HostPart, refuse_writes_to_host
-from xla_dtensor.runtimes.jax_lending import lent, lifted
-from xla_dtensor.runtimes.jax_rebound import Rebound, rebound_tensors
+from xla_dtensor.runtimes.jax_lending import lent, lent_tensor, lifted
+from xla_dtensor.runtimes.jax_moving import MovingTensor, moving_tensors
 from xla_dtensor.runtimes.jax_slots import row_type
 from xla_dtensor.runtimes.jax_stacks import all_rows
 from xla_dtensor.runtimes.jax_step_values import bound, replaced, split_outputs, written_arguments
@@ -31,8 +34,10 @@ from xla_dtensor.runtimes.jax_trace import Trace
 from xla_dtensor.runtimes.jax_traced_stacks import gather, placed_values
 from xla_dtensor.runtimes.jax_watch import Watch, watching
 from xla_dtensor.runtimes.module_names import naming_modules
+from xla_dtensor.runtimes.opened import close_all, open_all
 from xla_dtensor.runtimes.optimizer_inputs import OptimizerInputs
 from xla_dtensor.runtimes.premises import Premises
+from xla_dtensor.runtimes.premises.effects import Effect
 from xla_dtensor.runtimes.premises.modules import Modules
 from xla_dtensor.runtimes.premises.reach import Reach
 from xla_dtensor.runtimes.python_state import PythonState
@@ -49,19 +54,22 @@ class Before:
         reach: What the step reaches by name.
         tape: Of the host, not begun.
         random: Generators that a step must not use.
+        iterators: Those that a step must not take from.
     """
 
     python: PythonState
     reach: Reach
     tape: HostTape
     random: PythonRandom
+    iterators: Iterators
 
     @classmethod
     def of(cls, step: Callable[..., Any], call: Call) -> Before:
         """Take down what there is before `step` is traced for a call."""
         python, reach = PythonState.now(), Reach.of(step, *call.given)
         tape = HostTape(python.host_memories, reach.generators)
-        return cls(python, reach, tape, PythonRandom(reach.randoms))
+        unmoved = PythonRandom(reach.randoms), Iterators(reach.iterators)
+        return cls(python, reach, tape, *unmoved)
 
     def restore(self) -> None:
         """Make it so again."""
@@ -81,8 +89,10 @@ class TracedStep:
         arguments: The storages of the call's tensors.
         program: The jaxpr, with the owners of its constants.
         host: What the host does for each run; None for nothing.
-        rebound: The tensors that it replaced, and that the next call finds replaced.
+        moving: The tensors that are read by name.
         gradients: What it did to parameters' gradients.
+        effects: What Python assigned.
+        aliases: The arguments that it also finds by name.
         lasting: What it made and left behind.
         written: Positions of the arguments that it wrote to.
         tree: How its results nest.
@@ -96,8 +106,10 @@ class TracedStep:
     arguments: list[Storage]
     program: TracedProgram = field(init=False)
     host: HostPart | None = field(init=False)
-    rebound: list[Rebound] = field(init=False)
+    moving: list[MovingTensor] = field(init=False)
     gradients: GradientEffects = field(init=False)
+    effects: RunEffects = field(init=False)
+    aliases: Aliases = field(init=False)
     lasting: list[Storage] = field(init=False)
     written: list[int] = field(init=False)
     tree: TreeSpec = field(init=False)
@@ -106,8 +118,9 @@ class TracedStep:
 
     def alone(self) -> set[Storage]:
         """Return the storages that are no rows of stacks: they get other values between runs."""
-        rebound = (each.storages[0] for each in self.rebound)
-        return {*(storage for storage, _ in self.numbers), *self.host_storages(), *rebound}
+        moving = {each.storages[0] for each in self.moving} - {None}
+        alone = {*(storage for storage, _ in self.numbers), *self.host_storages(), *moving}
+        return {storage for storage in alone if storage is not None}
 
     def host_storages(self) -> list[Storage]:
         """Return the storages of the plain tensors that go into the program."""
@@ -119,8 +132,8 @@ def traced_step(
     call: Call,
     before: Before,
     lent_names: Collection[str],
-    floats: FloatInputs,
     made: Container[Storage] = (),
+    names: Collection[Any] = (),
 ) -> TracedStep:
     """Trace a step.
 
@@ -129,35 +142,40 @@ def traced_step(
         call: What it is called with.
         before: What there was before.
         lent_names: The settings of optimizers that are inputs.
-        floats: The floats among the arguments that are inputs.
         made: The storages that earlier programs of the step made.
+        names: The names that were seen to be given other tensors.
 
     Returns:
         What was found. The tensors of the step have their values of before.
     """
     tensors = call.tensors
     numbers: list[tuple[Storage, Callable[[], float]]] = []
-    inputs = OptimizerInputs(lifted, partial(lent, numbers), lent_names, gather)
-    requiring = (id(tensor) for tensor, _ in before.python.gradients)
-    premises = Premises(before.reach, Modules(before.python.modules, requiring))
+    lend = partial(lent, numbers), partial(lent_tensor, numbers)
+    inputs = OptimizerInputs(lifted, *lend, lent_names, gather)
+    premises = Premises(before.reach, Modules(before.python.modules))
     tape = before.tape
     trace, watch = Trace(HostInputs(tape)), Watch(inputs, premises)
-    found = TracedStep(trace, watch, numbers, [t._storage for t in tensors if t is not None])
+    found = TracedStep(trace, watch, numbers, call.storages())
     rows = all_rows()
+    assigned: list[Effect] = []
+    as_given: list[Any] = []
 
     def traced(arrays: Sequence[jax.Array], of_rows: Sequence[jax.Array]) -> Any:
         trace.give_rows(rows, of_rows)
         with bound(tensors, arrays, trace), watching(watch, tape), naming_modules(jax.named_scope):
-            leaves = floats.lent(call, partial(lent, numbers))
-            args, kwargs = tree_unflatten(list(replaced(leaves, tensors)), call.tree)
-            out_leaves, found.tree = tree_flatten(step(*args, **kwargs))
+            given = list(replaced(call.leaves, tensors))
+            args, kwargs = close_all(tree_unflatten(given, call.tree))
+            out_leaves, found.tree = tree_flatten(open_all(step(*args, **kwargs)))
             found.static, results, found.pinned = split_outputs(out_leaves)
             del out_leaves, args, kwargs
             found.written, written = written_arguments(call.leaves, tensors, arrays)
             refuse_writes_to_host(trace)
         watch.inputs.check_settings_unchanged()
         before.random.refuse_draws()
+        before.iterators.refuse_moves()
         found.lasting = trace.lasting_beyond(tensors)
+        assigned.extend(premises.effects.found())
+        as_given.extend(given)
         state, lasting = placed_values([*trace.state]), placed_values(found.lasting)
         for storage, value in zip(found.lasting, lasting, strict=True):
             if storage.row is not None:
@@ -169,9 +187,15 @@ def traced_step(
         types = [row_type(stack.array) for _, stack, _ in rows]
         closed = jax.make_jaxpr(traced)(arrays, types)
     trace.undo()
-    found.rebound = rebound_tensors(premises.replaced(), trace, set(found.lasting), made)
-    watch.settle(trace, tape, found.rebound)
-    found.gradients = GradientEffects.of(before.python.gradients, trace.captured)
+    seen = premises.sightings()
+    found.moving = moving_tensors(seen, trace, tape, made, names, {*found.arguments})
+    places = {id(each.found): place for place, each in enumerate(found.moving)}
+    gradients = [each for each in before.python.gradients if not call.has(each[0])]
+    found.gradients = GradientEffects.of(gradients, trace.captured)
+    plan = Plan(found.lasting, as_given, tape, places, found.gradients.storages())
+    found.effects = plan.effects(assigned, call.leaves)
+    found.aliases = Aliases.of((each.found for each in seen), found.arguments)
+    watch.settle(trace, tape, found.moving, found.aliases)
     found.program = traced_program(closed, [storage for storage, _, _ in rows], trace)
     found.host = _host_part(trace.host)
     return found

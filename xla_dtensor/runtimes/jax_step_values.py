@@ -25,6 +25,7 @@ __all__ = [
     "is_without_values",
     "refuse_manual",
     "replaced",
+    "rewrapper_of",
     "split_outputs",
     "written_arguments",
 ]
@@ -135,7 +136,7 @@ def split_outputs(
             continue
         sharding = None if tensor._steps else tensor._storage.sharding
         arrays.append(tensor.value() if sharding is None else place(tensor.value(), sharding))
-        static.append(_wrapper(leaf, tensor, sharding))
+        static.append(rewrapper_of(leaf, tensor, sharding))
         is_open = sharding is None or PartitionSpec.UNCONSTRAINED in tuple(sharding.spec)
         pinned.append(None if is_open else sharding)
     return static, arrays, pinned
@@ -166,9 +167,10 @@ def _local_wrapper(leaf: Any, axes: ManualAxes) -> Callable[[jax.Array], Any]:
     return lambda array: rewrap(wrapped(array, axes))
 
 
-def _wrapper(
+def rewrapper_of(
     leaf: Any, tensor: JaxTensor, sharding: NamedSharding | None
 ) -> Callable[[jax.Array], Any]:
+    """Return what makes a tensor like `leaf` of an array; it keeps nothing of the leaf alive."""
     shape, stride, dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
     # Not a method of the leaf: that would keep the traced output alive, as if it were state.
     rewrapper = getattr(leaf, "rewrapper", None)

@@ -197,8 +197,8 @@ def active_trace() -> Trace | None:
 
 
 def refuse_nesting() -> None:
-    """Raise when a compiled step is called while another one is traced."""
-    if _active is not None:
+    """Raise when a compiled step is called while another one is traced in this thread."""
+    if active_trace() is not None:
         raise CompileError(
             "A compiled step was called inside the trace of another one. One program cannot hold "
             "another that keeps its own state. Call the plain function inside the step, and "

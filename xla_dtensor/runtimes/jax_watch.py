@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch.nn.modules import module as torch_module
 from torch.nn.utils import clip_grad
 
 from xla_dtensor.runtimes.host_work import HostTape
-from xla_dtensor.runtimes.host_work.reading import noting_reads
+from xla_dtensor.runtimes.host_work.noticing import noticing
 from xla_dtensor.runtimes.host_work.tape import is_host
+from xla_dtensor.runtimes.jax_aliases import Aliases
+from xla_dtensor.runtimes.jax_moving import MovingTensor
 from xla_dtensor.runtimes.jax_numbers import NumbersMeetTensors
-from xla_dtensor.runtimes.jax_rebound import Rebound
 from xla_dtensor.runtimes.jax_step_values import inner
 from xla_dtensor.runtimes.jax_trace import Trace
 from xla_dtensor.runtimes.jax_traced_stacks import lanes_of
@@ -50,6 +51,8 @@ class Watch:
             return why
         if self.inputs.parameters_changed():
             return Change("an optimizer was given other parameters")
+        if self.inputs.hooks_changed():
+            return Change("a hook of an optimizer was added or removed")
         if self.inputs.state_replaced():
             return Change("the state of an optimizer was replaced", for_good=True)
         changed = self.inputs.changed()
@@ -59,8 +62,17 @@ class Watch:
             return Change("a number that the step branches on changed")
         return None
 
-    def settle(self, trace: Trace, tape: HostTape, rebound: Iterable[Rebound]) -> None:
-        """Remember what holds at the end of the trace, and what the next call is to find."""
+    def settle(
+        self, trace: Trace, tape: HostTape, moving: Sequence[MovingTensor], aliases: Aliases
+    ) -> None:
+        """Remember what holds at the end of the trace.
+
+        Args:
+            trace: The trace.
+            tape: Of the host.
+            moving: What is read by name.
+            aliases: The arguments that the step also finds by name.
+        """
 
         def reads(tensor: Any) -> bool:
             if isinstance(tensor, np.ndarray):
@@ -68,10 +80,11 @@ class Watch:
             payload = inner(tensor)
             if payload is None:
                 return is_host(tensor) and tape.reads(tensor)
-            return payload._storage in trace.captured
+            return payload._storage in trace.captured or payload._storage in aliases
 
         self.inputs.settle()
-        self.premises.settle(reads, {id(each.found): each.left for each in rebound})
+        by_name = {id(each.found): each.moving for each in moving}
+        self.premises.settle(reads, by_name)
         self.answers = trace.answers
 
 
@@ -84,7 +97,7 @@ def watching(watch: Watch, tape: HostTape) -> Iterator[None]:
     _current = watch
     try:
         single_threaded = torch.autograd.set_multithreading_enabled(False)
-        on_host = noting_reads(tape), NumbersMeetTensors(tape)
+        on_host = noticing(tape), NumbersMeetTensors(tape)
         with watch.inputs.active(), single_threaded, _clipping_rows(), on_host[0], on_host[1]:
             yield
     finally:

@@ -34,6 +34,7 @@ __all__ = ["RATE", "OptimizerInputs"]
 Gather = Callable[[Sequence[torch.Tensor], Sequence[Mapping[str, Any]]], bool]
 
 RATE = "lr"
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _DEVICES = "_get_capturable_supported_devices"
 # Whose default form branches on the number of steps done; the capturable one computes both ways.
 _BRANCH_ON_COUNTERS = (torch.optim.RAdam,)
@@ -45,6 +46,7 @@ class OptimizerInputs:
     Args:
         lift_tensor: Turns a plain CPU tensor of optimizer state into a payload.
         lend_number: Turns a float into a traced number, which the program reads anew per call.
+        lend_tensor: The same, of a number in a plain CPU tensor, into a payload.
         lent_names: The settings that are lent, as their optimizers' param_groups call them.
         gather: Tells whether some parameters are the same thing in several layers, which one op can
             treat together; it is given each one's state as well.
@@ -54,18 +56,21 @@ class OptimizerInputs:
         self,
         lift_tensor: Callable[[torch.Tensor], torch.Tensor],
         lend_number: Callable[[float, Callable[[], float]], Any],
+        lend_tensor: Callable[[torch.Tensor, Callable[[], float]], torch.Tensor],
         lent_names: Collection[str] = (RATE,),
         gather: Gather = lambda parameters, states: False,
     ) -> None:
         self._lift_tensor = lift_tensor
         self._lend_number = lend_number
+        self._lend_tensor = lend_tensor
         self._gather = gather
         self._lent_names = frozenset(lent_names)
         self._lent: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._seen: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._numbers: dict[tuple[int, str], Any] = {}
         self._baked: dict[tuple[int, int, str], Any] = {}
-        self._sizes: dict[int, list[int]] = {}
+        self._owned: dict[int, list[list[int]]] = {}
+        self._hooks: dict[int, tuple[Any, ...]] = {}
         self._state: list[tuple[torch.optim.Optimizer, Any, Any, list[Any]]] = []
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
@@ -92,7 +97,7 @@ class OptimizerInputs:
             for optimizer in self.optimizers.values()
             for parameter, of in optimizer.state.items()
         ]
-        self._sizes = self._group_sizes()
+        self._owned, self._hooks = self._parameters_owned(), self._all_hooks()
 
     def changed(self) -> list[str]:
         """Return the names of baked settings that are no longer what they were."""
@@ -110,13 +115,22 @@ class OptimizerInputs:
 
     def parameters_changed(self) -> bool:
         """Tell whether an optimizer has been given other parameters."""
-        return self._group_sizes() != self._sizes
+        return self._parameters_owned() != self._owned
+
+    def hooks_changed(self) -> bool:
+        """Tell whether a hook was added to an optimizer or taken away."""
+        return self._all_hooks() != self._hooks
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters of all optimizers seen."""
         return [
             p for o in self.optimizers.values() for group in o.param_groups for p in group["params"]
         ]
+
+    def moments(self) -> list[torch.Tensor]:
+        """Return the tensors of all optimizers' state."""
+        states = (of for o in self.optimizers.values() for of in o.state.values())
+        return [v for of in states for v in of.values() if isinstance(v, torch.Tensor)]
 
     def check_settings_unchanged(self) -> None:
         """Raise when the traced step itself changed a lent number (a scheduler in the step)."""
@@ -139,8 +153,15 @@ class OptimizerInputs:
             if name != "params" and not self._is_lent(name, value) and _is_plain(value)
         }
 
-    def _group_sizes(self) -> dict[int, list[int]]:
-        return {k: [len(g["params"]) for g in o.param_groups] for k, o in self.optimizers.items()}
+    def _parameters_owned(self) -> dict[int, list[list[int]]]:
+        groups = ((key, o.param_groups) for key, o in self.optimizers.items())
+        return {key: [[id(p) for p in group["params"]] for group in each] for key, each in groups}
+
+    def _all_hooks(self) -> dict[int, tuple[Any, ...]]:
+        return {
+            key: tuple(tuple(getattr(optimizer, name, ())) for name in _HOOKS)
+            for key, optimizer in self.optimizers.items()
+        }
 
     def _is_lent(self, name: str, value: Any) -> bool:
         return name in self._lent_names and _is_lendable(value)
@@ -153,9 +174,9 @@ class OptimizerInputs:
                 if type(value) is torch.Tensor:
                     state[name] = self._lift_tensor(value)
         for group in optimizer.param_groups:
-            for name, value in group.items():
-                if type(value) is torch.Tensor:  # A rate that is a tensor: schedulers fill it.
-                    group[name] = self._lift_tensor(value)
+            for name, value in list(group.items()):
+                if type(value) is torch.Tensor and value.numel() == 1:  # Schedulers fill it.
+                    self._lend(group, name, self._tensor(group, name))
             for name in sorted(self._lent_names & group.keys()):
                 value = group[name]
                 if _is_lendable(value):
@@ -197,6 +218,19 @@ class OptimizerInputs:
         for name, function in {"min": _least, "max": _most, **devices}.items():
             self._replaced.append((names, name, names.get(name)))
             names[name] = function
+
+    def _tensor(self, group: dict[str, Any], name: str) -> torch.Tensor:
+        """Return what stands for a rate that is a tensor on the host, whichever is there."""
+        key = (id(group), name)
+        if key not in self._numbers:
+            value = group[name]
+
+            def current() -> float:
+                now = group[name]
+                return float(value if now is self._numbers.get(key) else now)
+
+            self._numbers[key] = self._lend_tensor(value, current)
+        return self._numbers[key]
 
     def _number(self, group: dict[str, Any], name: str) -> Any:
         key = (id(group), name)

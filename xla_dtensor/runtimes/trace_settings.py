@@ -36,8 +36,28 @@ def trace_settings() -> tuple[tuple[str, Hashable], ...]:
         ("autocast", tuple(map(_autocast_dtype, _DEVICE_TYPES))),
         ("the default dtype", torch.get_default_dtype()),
         ("the default device", str(torch.get_default_device())),
+        ("deterministic algorithms", torch.are_deterministic_algorithms_enabled()),
+        ("kernels of attention", _attention_kernels()),
+        ("modes for functions", _function_modes()),
         *((name, read()) for name, read in _readers.items()),
     )
+
+
+def _attention_kernels() -> tuple[bool, ...]:
+    found = torch.backends.cuda
+    return (
+        found.flash_sdp_enabled(),
+        found.mem_efficient_sdp_enabled(),
+        found.math_sdp_enabled(),
+        found.cudnn_sdp_enabled(),
+    )
+
+
+def _function_modes() -> tuple[int, ...]:
+    """Return what tells the modes of the user's apart that see every function of torch."""
+    if not torch._C._len_torch_function_stack():
+        return ()
+    return tuple(id(mode) for mode in torch.overrides._get_current_function_mode_stack())
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:

@@ -1,31 +1,30 @@
-"""The states of torch's generators, at the places of a tape where they matter.
+"""The states of generators other than torch's own, at the places of a tape where they matter.
 
-An op that draws finds a generator as the draw before left it, unless somebody has set it since:
-``torch.manual_seed(7)``, ``fork_rng``, or ``torch.utils.checkpoint``, which goes back to where the
-forward began. Setting a state is no op, so it is found by comparing states. A state that a
-generator had before, on this tape, stands for that place; any other one is a constant, like the
-seed that the step has written down::
+Setting a generator's state is no op that could be seen, so it is found by comparing states. A state
+that a generator had before, on this tape, stands for that place; any other one is a constant, like
+the seed that the step has written down::
 
     rand                    begins with some state s0        place: the beginning
                             leaves s1                        place: after draw 0
-    set_rng_state(s0)       found by comparing               go back to the beginning, whatever
+    generator.set_state(s0) found by comparing               go back to the beginning, whatever
     rand                                                     state that is on the next call
 
 A step may also set the very state that it began with (it seeds with 0, and so did the script before
 it). So that this can be told, a generator has a state of nobody's until the step draws or sets one:
 the *mark*, by which the step also knows the beginning, should it ask.
+
+torch's own generator is set by functions, which are noted (``seeding``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 __all__ = ["Place", "Places", "States", "address_of", "generator_of"]
-
 
 _MARK = 640  # how many draws a mark is away from the state before it
 
@@ -62,7 +61,7 @@ class _Followed:
         generator: The generator.
         first: Its state when the tape began.
         expected: The bytes of the state that it has if nobody has set it.
-        mark: The bytes of its mark; none for a generator that the step has made.
+        mark: The bytes of its mark; none for a generator that came up later.
         is_used: The step has drawn from it, or set it.
     """
 
@@ -77,15 +76,19 @@ class Places:
     """Follows generators while a tape is written.
 
     Args:
-        known: Generators that are older than the trace, besides torch's own.
+        known: Generators that are older than the tape.
+        made: The addresses of those that the step makes; it may grow.
     """
 
-    def __init__(self, known: Iterable[torch.Generator] = ()) -> None:
+    def __init__(self, known: Iterable[torch.Generator] = (), made: Collection[int] = ()) -> None:
         self._followed: dict[int, _Followed] = {}
         self._found: dict[bytes, Place] = {}
         self._num_draws = 0
-        for generator in (torch.default_generator, *known):
-            if address_of(generator) not in self._followed and generator.device.type == "cpu":
+        self._made = made
+        for generator in known:
+            if is_default(generator) or generator.device.type != "cpu":
+                continue
+            if address_of(generator) not in self._followed:
                 first = generator.get_state()
                 torch.empty(_MARK, dtype=torch.int64).random_(generator=generator)
                 mark = _key(generator.get_state())
@@ -102,11 +105,15 @@ class Places:
 
         After this the generator has the state that PyTorch would draw with.
         """
-        key = _key(generator.get_state())
+        if is_default(generator):
+            return None
+        state = generator.get_state()
+        key = _key(state)
         known = self._followed.get(address_of(generator))
-        if known is None:  # The step itself has made it.
-            self._followed[address_of(generator)] = _Followed(generator, generator.get_state(), key)
-            return Place(None, generator.get_state())
+        if known is None:
+            self._followed[address_of(generator)] = _Followed(generator, state, key)
+            # One of somebody's that nobody could name is as its last draw left it.
+            return Place(None, state) if address_of(generator) in self._made else None
         was_used, known.is_used = known.is_used, True
         if key == known.mark:
             generator.set_state(known.first)
@@ -115,14 +122,16 @@ class Places:
         if key == known.expected:
             return None
         known.expected = key
-        return self._found.get(key, Place(None, generator.get_state()))
+        return self._found.get(key, Place(None, state))
 
     def drawn(self, generator: torch.Generator) -> int:
         """Note that an op has drawn; return the number of the draw."""
         number = self._num_draws
         self._num_draws += 1
-        key = self._followed[address_of(generator)].expected = _key(generator.get_state())
-        self._found[key] = Place.after(number)
+        known = self._followed.get(address_of(generator))
+        if known is not None:
+            known.expected = _key(generator.get_state())
+            self._found[known.expected] = Place.after(number)
         return number
 
     def put_back(self) -> None:
@@ -150,7 +159,7 @@ class States:
 def generator_of(kwargs: Mapping[str, Any], args: Iterable[Any]) -> torch.Generator:
     """Return the generator that an op draws from."""
     for value in (*kwargs.values(), *args):
-        if isinstance(value, torch.Generator):
+        if isinstance(value, torch._C.Generator):
             return value
     return torch.default_generator
 
@@ -160,5 +169,13 @@ def address_of(generator: torch.Generator) -> int:
     return generator._cdata  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def is_default(generator: torch.Generator) -> bool:
+    """Tell whether this is torch's own generator of the CPU."""
+    return address_of(generator) == address_of(torch.default_generator)
+
+
 def _key(state: torch.Tensor) -> bytes:
-    return state.numpy().tobytes()
+    return _numpy(state).tobytes()
+
+
+_numpy: Any = torch._C.TensorBase.numpy  # pyright: ignore[reportAttributeAccessIssue]

@@ -23,13 +23,23 @@ __all__ = [
     "Fresh",
     "Memory",
     "OtherwiseError",
+    "ReadSeed",
+    "ReadState",
     "Restore",
     "Run",
+    "Seed",
+    "SetState",
     "Slot",
     "Step",
     "Take",
     "same_bytes",
+    "storage_of",
 ]
+
+
+_aten = torch.ops.aten
+# Not tensor.untyped_storage(): while a step is traced, that is noted as a read of the step's.
+storage_of: Any = torch._C.TensorBase.untyped_storage  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class OtherwiseError(Exception):
@@ -182,12 +192,15 @@ class Alias(Step):
     """Another tensor over the memory of one: autograd makes some without an op."""
 
     like: tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype] = field(kw_only=True)
+    bits: tuple[bool, bool] = field(kw_only=True, default=(False, False))
 
     def redo(self, run: Run) -> None:
         """Make it again."""
         size, stride, offset, dtype = self.like
-        memory = run.env[self.needs[0]].untyped_storage()
-        run.env[self.gives[0]] = torch.empty(0, dtype=dtype).set_(memory, offset, size, stride)
+        memory = storage_of(run.env[self.needs[0]])
+        made = torch.empty(0, dtype=dtype).set_(memory, offset, size, stride)
+        made = torch.conj(made) if self.bits[0] else made
+        run.env[self.gives[0]] = _aten._neg_view(made) if self.bits[1] else made
 
 
 @dataclass(eq=False)
@@ -232,13 +245,65 @@ class Take(Step):
 
 @dataclass(eq=False)
 class Deliver(Step):
-    """The step returns a tensor."""
+    """The step returns a tensor.
+
+    Args:
+        number: Of the result.
+        is_copy: It is a constant, which is to stay one whatever is done to the result.
+    """
 
     number: int = field(kw_only=True)
+    is_copy: bool = field(kw_only=True)
 
     def redo(self, run: Run) -> None:
         """Hand it out."""
-        run.delivered[self.number] = run.env[self.needs[0]]
+        tensor = run.env[self.needs[0]]
+        run.delivered[self.number] = tensor.clone() if self.is_copy else tensor
+
+
+@dataclass(eq=False)
+class Seed(Step):
+    """torch's own generator is seeded."""
+
+    seed: int | None = field(kw_only=True)
+
+    def redo(self, run: Run) -> None:
+        """Seed it again."""
+        if self.seed is None:
+            torch.default_generator.seed()
+        else:
+            torch.default_generator.manual_seed(self.seed)
+
+
+@dataclass(eq=False)
+class ReadState(Step):
+    """Somebody asks for the state of torch's own generator."""
+
+    def redo(self, run: Run) -> None:
+        """Ask again."""
+        run.env[self.gives[0]] = torch.default_generator.get_state()
+
+
+@dataclass(eq=False)
+class SetState(Step):
+    """torch's own generator is given a state."""
+
+    def redo(self, run: Run) -> None:
+        """Give it again."""
+        torch.default_generator.set_state(run.env[self.needs[0]])
+
+
+@dataclass(eq=False)
+class ReadSeed(Step):
+    """Somebody asks for the seed of torch's own generator."""
+
+    seed: int = field(kw_only=True)
+
+    def redo(self, run: Run) -> None:
+        """Ask again."""
+        now = torch.default_generator.initial_seed()
+        if now != self.seed:
+            raise OtherwiseError(f"the seed of torch's generator changed from {self.seed} to {now}")
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

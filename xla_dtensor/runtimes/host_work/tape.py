@@ -26,10 +26,15 @@ from xla_dtensor.runtimes.host_work.steps import (
     Draw,
     Fresh,
     Memory,
+    ReadSeed,
+    ReadState,
     Restore,
+    Seed,
+    SetState,
     Slot,
     Step,
     Take,
+    storage_of,
 )
 from xla_dtensor.runtimes.host_work.work import HostWork, Written, drawn_from, needed
 
@@ -48,7 +53,7 @@ def is_host(value: Any) -> bool:
 
 def memory_key(tensor: torch.Tensor) -> int:
     """Return what tells a tensor's memory from any other that lives."""
-    return tensor.untyped_storage()._cdata
+    return storage_of(tensor)._cdata
 
 
 class HostTape:
@@ -63,7 +68,9 @@ class HostTape:
         self, older: Container[int] = (), generators: Iterable[torch.Generator] = ()
     ) -> None:
         self._older = older
-        self._places = Places(generators)
+        self.made_generators: set[int] = set()  # the addresses of those that the step makes
+        self._places = Places(generators, self.made_generators)
+        self._first_state = torch.default_generator.get_state()
         self._steps: list[Step] = []
         self._tensors: list[torch.Tensor] = []  # by slot; they keep their ids
         self._slots: dict[int, Slot] = {}
@@ -171,7 +178,7 @@ class HostTape:
         slot = self._new_slot(tensor)
         if memory is None:
             # Memory that torch does not own is NumPy's, which may write to it.
-            is_numpys = not tensor.untyped_storage().resizable()
+            is_numpys = not storage_of(tensor).resizable()
             older = is_numpys or (key in self._older and not is_new)
             self._memories[key] = self._memory_of[slot] = Memory(slot, older, older)
             if not older:
@@ -180,7 +187,8 @@ class HostTape:
         self._memory_of[slot] = memory
         offset = int(tensor.storage_offset())
         like = (tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
-        self._steps.append(Alias((memory.slot,), (slot,), like=like))
+        bits = (tensor.is_conj(), tensor.is_neg())
+        self._steps.append(Alias((memory.slot,), (slot,), like=like, bits=bits))
         return slot
 
     def _new_slot(self, tensor: torch.Tensor) -> Slot:
@@ -220,11 +228,20 @@ class HostTape:
         """Tell whether a plain tensor that is older than the tape was used."""
         return id(tensor) in self._slots or memory_key(tensor) in self._memories
 
+    def only_slot(self, tensor: torch.Tensor) -> Slot | None:
+        """Return the slot of an older tensor that is read only, and its memory by it alone."""
+        slot = self._slots.get(id(tensor))
+        memory = None if slot is None else self._memory_of[slot]
+        if memory is None or not memory.older or memory.writes or memory.slot != slot:
+            return None
+        aliases = (s for s in self._steps if isinstance(s, Alias) and s.needs[0] == slot)
+        return None if any(True for _ in aliases) else slot
+
     def shares(self, array: np.ndarray[Any, Any]) -> bool:
         """Tell whether a tensor that is older than the tape lies in a NumPy array's memory."""
         begin, end = np.lib.array_utils.byte_bounds(array)
         firsts = (self._tensors[m.slot] for m in self._memories.values() if m.older)
-        return any(begin <= tensor.untyped_storage().data_ptr() < end for tensor in firsts)
+        return any(begin <= storage_of(tensor).data_ptr() < end for tensor in firsts)
 
     def varies(self, tensor: torch.Tensor) -> bool:
         """Tell whether a plain tensor can have other values on the next call."""
@@ -256,7 +273,9 @@ class HostTape:
             return None
         number = len(self._delivered)
         self._delivered.append(tensor)
-        self._steps.append(Deliver((self._slots[id(tensor)],), kept=True, number=number))
+        slot = self._slots[id(tensor)]
+        is_copy = not self._memory_of[slot].varies
+        self._steps.append(Deliver((slot,), kept=True, number=number, is_copy=is_copy))
         return number
 
     def note_read(self, tensor: torch.Tensor) -> None:
@@ -264,6 +283,27 @@ class HostTape:
         if self.varies(tensor):
             value = tensor.detach().clone()
             self._steps.append(Answer((self._slots[id(tensor)],), kept=True, value=value))
+
+    # ------------------------------------------------------------------ torch's own generator
+
+    def seeded(self, seed: int | None) -> None:
+        """Note that torch's own generator was seeded; None: anew, with whatever there is."""
+        self._steps.append(Seed((), kept=True, seed=seed))
+
+    def state_was_read(self, state: torch.Tensor) -> None:
+        """Note that somebody has asked for the state of torch's own generator."""
+        slot = self._new_slot(state)
+        memory = Memory(slot, older=False, varies=True)
+        self._memories[memory_key(state)] = self._memory_of[slot] = memory
+        self._steps.append(ReadState((), (slot,), (memory,)))
+
+    def state_is_set(self, state: torch.Tensor) -> None:
+        """Note that torch's own generator is given a state."""
+        self._steps.append(SetState((self._slot(state),), kept=True))
+
+    def seed_was_read(self, seed: int) -> None:
+        """Note that somebody has asked for the seed of torch's own generator."""
+        self._steps.append(ReadSeed((), kept=True, seed=seed))
 
     # ------------------------------------------------------------------ the end
 
@@ -283,13 +323,15 @@ class HostTape:
         written = [self._tensors[memory.slot] for memory in memories.values()]
         if not steps:
             return None, self._delivered
-        same = {slot: self._tensors[slot] for slot in constants}
+        # Copies: who was given a constant may write to it.
+        same = {slot: self._tensors[slot].detach().clone() for slot in constants}
         return HostWork(steps, older, same, written, drawn_from(steps)), self._delivered
 
     def put_back(self) -> None:
         """Make host tensors and generators what they were before the tape."""
         self._written.put_back()
         self._places.put_back()
+        torch.default_generator.set_state(self._first_state)
 
 
 def _fresh(tensor: torch.Tensor, slot: Slot, memory: Memory) -> Step:

@@ -9,15 +9,24 @@ import torch
 
 from xla_dtensor.runtimes.host_work.generators import Place, address_of
 from xla_dtensor.runtimes.host_work.steps import (
+    Alias,
+    Answer,
+    Call,
     Deliver,
     Draw,
     Memory,
     OtherwiseError,
+    ReadSeed,
+    ReadState,
     Restore,
     Run,
+    Seed,
+    SetState,
     Slot,
     Step,
+    Take,
     same_bytes,
+    storage_of,
 )
 
 __all__ = ["HostWork", "OtherwiseError", "Written", "needed"]
@@ -31,7 +40,7 @@ class Written:
 
     def note(self, tensor: torch.Tensor) -> None:
         """Note all memory of which `tensor` shows some."""
-        memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage_of(tensor))
         self._before.append((memory, memory.clone()))
 
     def put_back(self) -> None:
@@ -57,19 +66,35 @@ class HostWork:
     constants: Mapping[Slot, torch.Tensor]
     written: Sequence[torch.Tensor]
     generators: Sequence[torch.Generator]
-    _seen: dict[Slot, torch.Tensor] = field(default_factory=dict)
+    _seen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         delivers = any(isinstance(step, Deliver) for step in self.steps)
         self._always = bool(self.written or self.generators or delivers)
+        # Where nothing that is read can come out otherwise, there is nothing to be taken back.
+        self._may_fail = any(_may_fail(step) for step in self.steps)
         if not self._always:
             self._remember()
 
+    def _read(self) -> list[torch.Tensor]:
+        """Return the tensors that are older, and others over their memory that the steps read."""
+        run = Run({**self.older, **self.constants})
+        for step in self.steps:
+            if isinstance(step, Alias) and step.needs[0] in self.older:
+                step.redo(run)
+        return [tensor for slot, tensor in run.env.items() if slot not in self.constants]
+
     def _remember(self) -> None:
-        self._seen = {slot: tensor.detach().clone() for slot, tensor in self.older.items()}
+        self._seen = [(tensor, tensor.detach().clone()) for tensor in self._read()]
+
+    def rebind(self, slot: Slot, tensor: torch.Tensor) -> None:
+        """Let another tensor stand for one that is older than the tape, which is only read."""
+        if self.older.get(slot, tensor) is not tensor:
+            self.older = {**self.older, slot: tensor}
+            self._seen = []
 
     def _is_as_seen(self) -> bool:
-        return all(same_bytes(self.older[slot], seen) for slot, seen in self._seen.items())
+        return bool(self._seen) and all(same_bytes(*each) for each in self._seen)
 
     def redo(self) -> Run | None:
         """Do it again.
@@ -84,7 +109,7 @@ class HostWork:
             return None
         run = Run({**self.older, **self.constants})
         written, before = Written(), [generator.get_state() for generator in self.generators]
-        for tensor in self.written:
+        for tensor in self.written if self._may_fail else ():
             written.note(tensor)
         for generator in self.generators:
             run.states.note(Place.beginning(generator), generator)
@@ -100,6 +125,12 @@ class HostWork:
         if not self._always:
             self._remember()
         return run
+
+
+def _may_fail(step: Step) -> bool:
+    if isinstance(step, Answer | ReadSeed | Take):
+        return True
+    return isinstance(step, Call) and (bool(step.found) or step.shapes is not None)
 
 
 def needed(steps: Sequence[Step], memory_of: Mapping[Slot, Memory]) -> tuple[list[Step], set[Slot]]:
@@ -147,4 +178,6 @@ def _needed(
 def drawn_from(steps: Sequence[Step]) -> list[torch.Generator]:
     """Return the generators of some steps, each once."""
     found = [step.generator for step in steps if isinstance(step, Draw | Restore)]
+    if any(isinstance(step, Seed | SetState | ReadState | ReadSeed) for step in steps):
+        found.append(torch.default_generator)
     return list({address_of(generator): generator for generator in found}.values())

@@ -1,4 +1,4 @@
-"""Layer and RMS normalisation, statistics in float32."""
+"""Layer and RMS normalisation, statistics in float32; the backward of weight normalisation."""
 
 from __future__ import annotations
 
@@ -35,3 +35,14 @@ def _layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
     y = centred * rstd
     y = y if weight is None else y * weight
     return (y if bias is None else y + bias), mean, rstd
+
+
+@lower(aten._weight_norm_interface_backward.default)
+def _weight_norm_backward(grad: Any, v: Any, g: Any, norms: Any, dim: int) -> tuple[Any, Any]:
+    """Return the gradients of ``v * g / norms`` by `v` and by `g`, `norms` over all but `dim`."""
+    # torch keeps the norms of half precision in float32.
+    grad, wide, norms = (each.astype(norms.dtype) for each in (grad, v, norms))
+    others = tuple(axis for axis in range(v.ndim) if axis != dim % v.ndim)
+    along = jnp.sum(grad * wide, axis=others, keepdims=True) / norms
+    grad_v = g.astype(norms.dtype) / norms * (grad - wide * (along / norms))
+    return grad_v.astype(v.dtype), along.astype(g.dtype)

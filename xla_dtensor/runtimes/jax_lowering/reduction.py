@@ -107,12 +107,12 @@ def _argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     return jnp.argmin(x, axis=dim if x.ndim else None, keepdims=keepdim and x.ndim > 0)
 
 
-@lower(aten.any.default, aten.any.dim, aten.any.dims)
+@lower(aten.any.default, aten.any.dim, aten.any.dims, aten._is_any_true.default)
 def _any(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     return jnp.any(x, axis=_axes(x, dim), keepdims=keepdim)
 
 
-@lower(aten.all.default, aten.all.dim, aten.all.dims)
+@lower(aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default)
 def _all(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
     return jnp.all(x, axis=_axes(x, dim), keepdims=keepdim)
 

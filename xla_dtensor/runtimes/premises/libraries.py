@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -36,9 +37,9 @@ def is_library_file(name: str | None) -> bool:
 
 
 def is_of_library(kind: type) -> bool:
-    """Tell whether a class is one of these libraries', or built in."""
-    name = kind.__module__.partition(".")[0]
-    return name in _LIBRARIES or name == "builtins"
+    """Tell whether a class is one of these libraries', of Python's own, or built in."""
+    name = str(kind.__module__).partition(".")[0]
+    return name in _LIBRARIES or (name in sys.stdlib_module_names and name != "__main__")
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""The modules that a step calls: their attributes, parameters, children and hooks, as found.
+"""The modules that a step uses: what their code reads of them, parameters, children and hooks.
 
 A model has hundreds of modules, and they are compared on every call of a compiled step. So they are
 compared as one long list of objects, in which each has to be the same one; only where one is not,
@@ -10,16 +10,19 @@ set it back (``discriminator.requires_grad_(False)``), and is then traced once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import is_
 from typing import Any
 
 import torch
+from torch.nn.modules import module as torch_module
 
-from xla_dtensor.runtimes.premises.values import ABSENT, Change, Judge
+from xla_dtensor.runtimes.premises.sources import all_names
+from xla_dtensor.runtimes.premises.values import ABSENT, Change, Judge, Moving, Sighting
 
-__all__ = ["ModuleBefore", "Modules"]
+__all__ = ["ModuleBefore", "Modules", "traits_of"]
 
 _TENSORS = ("_parameters", "_buffers")
 _HOOKS = (
@@ -29,6 +32,14 @@ _HOOKS = (
     "_backward_pre_hooks",
 )
 _TABLES = (*_TENSORS, "_modules", *_HOOKS)
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+_ASKS_FOR_ANY = frozenset({"__dict__", "vars", "__getattribute__"})
+_OWN_TABLES = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
 @dataclass(frozen=True)
@@ -39,11 +50,13 @@ class ModuleBefore:
         attributes: Of the module itself, its tables among them.
         tables: What its tables held: parameters, buffers, children and hooks, by the tables' names.
         payloads: Of its parameters and buffers, which ``tensor.data = other`` may replace.
+        traits: Of its parameters, in their order.
     """
 
     attributes: dict[str, Any]
     tables: dict[str, dict[str, Any]]
     payloads: dict[str, dict[str, Any]]
+    traits: list[Any]
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> ModuleBefore:
@@ -54,31 +67,32 @@ class ModuleBefore:
             kind: {name: _payload(tensor) for name, tensor in tables.get(kind, {}).items()}
             for kind in _TENSORS
         }
-        return cls(dict(own), tables, payloads)
+        return cls(dict(own), tables, payloads, _traits(tables.get("_parameters", {}).values()))
 
-
-def _payload(tensor: Any) -> Any:
-    return getattr(tensor, "_local_tensor", tensor)
+    def only(self, names: Iterable[str]) -> ModuleBefore:
+        """Return a copy of it, of the module's own attributes with some only."""
+        attributes = {name: self.attributes.get(name, ABSENT) for name in names}
+        tables = {kind: dict(table) for kind, table in self.tables.items()}
+        payloads = {kind: dict(table) for kind, table in self.payloads.items()}
+        return ModuleBefore(attributes, tables, payloads, self.traits)
 
 
 class Modules:
-    """The modules that a step calls.
+    """The modules that a step uses.
 
     Args:
         before: Every module that there was before the step was traced, by id.
-        requiring: The ids of the tensors that required a gradient then.
     """
 
-    def __init__(self, before: Mapping[int, ModuleBefore], requiring: Iterable[int]) -> None:
+    def __init__(self, before: Mapping[int, ModuleBefore]) -> None:
         self._before = before
-        self._requiring = frozenset(requiring)
-        self._modules: dict[int, tuple[torch.nn.Module, ModuleBefore]] = {}
+        self._modules: dict[int, tuple[torch.nn.Module, ModuleBefore, Sequence[str]]] = {}
+        self._names: list[tuple[dict[str, Any], Sequence[str]]] = []
         self._dicts: list[dict[str, Any]] = []
-        self._found: list[Any] = []
         self._tensors: list[dict[str, Any]] = []
-        self._payloads: list[Any] = []
         self._parameters: list[dict[str, Any]] = []
-        self._flags: list[bool] = []
+        self._seen: list[Any] = []  # what the last call found
+        self._global = _global_hooks()
 
     def see(self, module: torch.nn.Module) -> None:
         """Note a module that the step uses; one that the step has made is none of these."""
@@ -86,27 +100,15 @@ class Modules:
         before = self._before.get(key)
         if before is None or key in self._modules:
             return
-        self._modules[key] = (module, before)
+        read = _names_read_by(type(module))
+        every = {**before.attributes, **vars(module)}
+        names = [n for n in every if n not in _OWN_TABLES and (read is None or n in read)]
+        self._modules[key] = (module, before.only(names), names)
         own = vars(module)
-        others = [name for name in before.tables if name not in _TENSORS]
-        self._dicts += [own, *(own[name] for name in others)]
-        self._found += before.attributes.values()
-        for name in others:
-            self._found += before.tables[name].values()
-        for name in _TENSORS:
-            self._tensors.append(own[name])
-            self._payloads += before.payloads[name].values()
+        self._names.append((own, names))
+        self._dicts += [own[name] for name in before.tables if name not in _TENSORS]
+        self._tensors += [own[name] for name in _TENSORS]
         self._parameters.append(own["_parameters"])
-        parameters = before.tables.get("_parameters", {}).values()
-        self._flags += [id(each) in self._requiring for each in parameters if each is not None]
-
-    def pairs(self) -> Iterator[tuple[Any, Any]]:
-        """Yield what was found and what there is now: of attributes, parameters and buffers."""
-        for module, before in self._modules.values():
-            own = vars(module)
-            yield from _pairs(before.attributes, own)
-            for name in _TENSORS:
-                yield from _pairs(before.tables.get(name, {}), own[name])
 
     def settle(self, forget: Callable[[Any], Any]) -> None:
         """End the trace.
@@ -115,67 +117,129 @@ class Modules:
             forget: Returns what has to be kept of a value, to compare others with it.
         """
         self._before = {}
-        self._found = [forget(value) for value in self._found]
-        self._payloads = []
-        for _, before in self._modules.values():
-            for name, value in before.attributes.items():
-                before.attributes[name] = forget(value)
+        for _, before, names in self._modules.values():
+            for name in names:
+                before.attributes[name] = forget(before.attributes[name])
             for kind in _TENSORS:
-                self._settle_tensors(before.tables.get(kind, {}), before.payloads[kind], forget)
-                self._payloads += before.payloads[kind].values()
+                _settle_tensors(before.tables.get(kind, {}), before.payloads[kind], forget)
 
-    def _settle_tensors(self, tensors: Any, payloads: Any, forget: Callable[[Any], Any]) -> None:
-        for name, tensor in tensors.items():
-            kept = forget(tensor)
-            if isinstance(kept, torch.Tensor) and kept is not tensor:  # one that took its place
-                tensors[name], payloads[name] = kept, _payload(kept)
+    def sightings(self) -> Iterator[Sighting]:
+        """Yield what was found and what there is now: of attributes, parameters and buffers."""
+        for module, before, names in self._modules.values():
+            own = vars(module)
+            for name in names:
+                found = before.attributes[name]
+                yield Sighting((id(own), name), found, own.get(name, ABSENT))
+            for kind in _TENSORS:
+                table = own[kind]
+                for name, found in before.tables.get(kind, {}).items():
+                    yield Sighting((id(table), name), found, table.get(name, ABSENT))
 
     def changed(self, judge: Judge) -> Change | None:
         """Return what is no longer as it was found; None if the program still holds."""
-        now = [value for table in self._dicts for value in table.values()]
-        same = len(now) == len(self._found) and all(map(is_, now, self._found))
-        tensors = [tensor for table in self._tensors for tensor in table.values()]
-        payloads = [_payload(tensor) for tensor in tensors]
-        same = same and len(payloads) == len(self._payloads)
-        same = same and all(map(is_, payloads, self._payloads))
-        parameters = [each for table in self._parameters for each in table.values()]
-        if same and [p.requires_grad for p in parameters if p is not None] == self._flags:
-            return None
-        why = self._difference(judge)
+        now = self._now()
+        same = len(now) == len(self._seen) and all(map(is_, now, self._seen))
+        traits = [trait for table in self._parameters for trait in _traits(table.values())]
+        found = [trait for _, before, _ in self._modules.values() for trait in before.traits]
+        if same and traits == found and self._seen:
+            return _hooks_changed(self._global)
+        why = self._difference(judge) or _hooks_changed(self._global)
         if why is None:
-            self._found = now  # So that the next call finds these very objects.
+            self._seen = now
         return why
 
+    def _now(self) -> list[Any]:
+        names = [own.get(name, ABSENT) for own, each in self._names for name in each]
+        tables = [value for table in self._dicts for value in table.values()]
+        keys = [key for table in self._dicts for key in table]
+        payloads = [_payload(value) for table in self._tensors for value in table.values()]
+        return [*names, *tables, *keys, *payloads]
+
     def _difference(self, judge: Judge) -> Change | None:
-        for module, before in self._modules.values():
+        for module, before, names in self._modules.values():
             own, kind = vars(module), type(module).__name__
-            found = _in_table(own, before.attributes, judge, kind)
-            if found is not None:
-                return found
+            for name in names:
+                found, now = before.attributes[name], own.get(name, ABSENT)
+                if not judge.accepts(found, now):
+                    return Change.of(f"{kind}.{name}", found, now, (id(own), name))
+                before.attributes[name] = judge.now_expected(found, now)
             for name, table in before.tables.items():
                 if name in _TENSORS:
-                    why = self._in_tensors(own[name], table, before.payloads[name], kind)
+                    why = _in_tensors(own[name], table, before.payloads[name], kind)
                 else:
                     hook = f"a hook of {kind}" if name in _HOOKS else None
                     why = _in_table(own[name], table, judge, kind, hook)
                 if why is not None:
                     return why
-        return None
-
-    def _in_tensors(self, now: Any, found: Any, payloads: Any, kind: str) -> Change | None:
-        for name in (*found, *(name for name in now if name not in found)):
-            was, is_now = found.get(name, ABSENT), now.get(name, ABSENT)
-            if payloads.get(name, ABSENT) is not _payload(is_now):
-                return Change(f"a parameter or buffer was replaced: {kind}.{name}", for_good=True)
-            if isinstance(was, torch.nn.Parameter):
-                flag = id(was) in self._requiring
-                if is_now.requires_grad != flag:
-                    return Change(f"{kind}.{name}.requires_grad changed to {not flag}")
+            why = _in_traits(own["_parameters"], before, kind)
+            if why is not None:
+                return why
         return None
 
 
-def _pairs(found: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    return ((value, now.get(name, ABSENT)) for name, value in found.items())
+def traits_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what of a tensor, besides its values, a backward pass depends on."""
+    hooks = tensor._backward_hooks
+    later = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return tensor.requires_grad, tuple(hooks) if hooks else (), tuple(later) if later else ()
+
+
+def _traits(parameters: Iterable[Any]) -> list[Any]:
+    return [None if each is None else traits_of(each) for each in parameters]
+
+
+def _payload(tensor: Any) -> Any:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+@lru_cache(maxsize=10_000)
+def _names_read_by(kind: type) -> frozenset[str] | None:
+    """Return the names that a module's own code may read of it; None for any."""
+    names = {"training", "forward"}
+    for each in kind.__mro__:
+        if each in (torch.nn.Module, object):
+            continue
+        found = all_names(each)
+        if found & _ASKS_FOR_ANY:
+            return None
+        names |= found
+    return frozenset(names)
+
+
+def _settle_tensors(tensors: Any, payloads: Any, forget: Callable[[Any], Any]) -> None:
+    for name, tensor in tensors.items():
+        kept = forget(tensor)
+        if isinstance(kept, Moving):
+            tensors[name] = payloads[name] = kept
+
+
+def _global_hooks() -> list[tuple[Any, ...]]:
+    return [tuple(getattr(torch_module, name)) for name in _GLOBAL_HOOKS]
+
+
+def _hooks_changed(found: list[tuple[Any, ...]]) -> Change | None:
+    return None if _global_hooks() == found else Change("the hooks of all modules changed")
+
+
+def _in_tensors(now: Any, found: Any, payloads: Any, kind: str) -> Change | None:
+    for name in (*found, *(name for name in now if name not in found)):
+        expected, is_now = payloads.get(name, ABSENT), now.get(name, ABSENT)
+        fits = expected.takes(is_now) if isinstance(expected, Moving) else False
+        if not fits and expected is not _payload(is_now):
+            why = f"a parameter or buffer was replaced: {kind}.{name}"
+            is_buffer = not isinstance(is_now, torch.nn.Parameter)
+            return Change(why, for_good=True, name=(id(now), name) if is_buffer else None)
+    return None if list(now) == list(found) else Change(f"the order of {kind}'s tensors changed")
+
+
+def _in_traits(now: Any, before: ModuleBefore, kind: str) -> Change | None:
+    for (name, tensor), found in zip(now.items(), before.traits, strict=True):
+        if tensor is None or traits_of(tensor) == found:
+            continue
+        if tensor.requires_grad != found[0]:
+            return Change(f"{kind}.{name}.requires_grad changed to {tensor.requires_grad}")
+        return Change(f"a hook of the tensor {kind}.{name} was added or removed")
+    return None
 
 
 def _in_table(
@@ -185,4 +249,4 @@ def _in_table(
         was, is_now = found.get(name, ABSENT), now.get(name, ABSENT)
         if not judge.accepts(was, is_now):
             return Change.of(called or f"{kind}.{name}", was, is_now)
-    return None
+    return None if list(now) == list(found) else Change(f"the order of {kind}'s parts changed")

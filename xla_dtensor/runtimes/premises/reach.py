@@ -1,19 +1,19 @@
 """What a step can reach by name, as it is before the step is traced.
 
 From the step's function on, each chain that its code reads (``reads``) is looked up: the values on
-the way become entries of tables (``tables``), functions of the user's are gone into, with the
-object that they are methods of, and so is the ``forward`` of each module that comes up::
+the way become entries of tables (``tables``), functions of the user's are gone into with what they
+are called with, and so is the ``forward`` of each module that is used::
 
     class Trainer:
         def step(self, x):
-            return loss_of(self.model(x)) * self.weight
+            return loss_of(self.model(x), self.config) * self.weight
 
-    tables   self.model, self.weight      attributes of a Trainer
-             loss_of                      a global
-    gone into   loss_of, the forward of self.model and of the modules in it
+    tables      self.model, self.config, self.weight     attributes of a Trainer
+                loss_of                                   a global
+    gone into   loss_of with self.config, the forward of self.model and of the modules in it
 
-What ends a chain is taken as read: a list or a dict with all that it holds, of another object the
-attributes that any of the code looks up of anything.
+Of what is used as a whole everything is read: of a list or a dict all that it holds, of another
+object the attributes that any of the code looks up of anything.
 
 Libraries are not gone into: what Python, torch, JAX, NumPy and this package hold is not the user's.
 Code of other packages is, a model hub's layers for instance.
@@ -21,78 +21,56 @@ Code of other packages is, a model hub's layers for instance.
 
 from __future__ import annotations
 
-import builtins
+import argparse
+import contextvars
 import functools
 import inspect
+import logging
 import types
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 import torch
 
 from xla_dtensor.runtimes.host_work.python_random import is_python_random
+from xla_dtensor.runtimes.opened import held_by_opened
+from xla_dtensor.runtimes.premises.chains import CallRead, Chain
+from xla_dtensor.runtimes.premises.frames import Frame, bound_arguments, given_to
 from xla_dtensor.runtimes.premises.libraries import is_library_file, is_of_library
-from xla_dtensor.runtimes.premises.reads import (
-    ARGUMENT,
-    ATTRIBUTE,
-    CELL,
-    OVERRIDDEN,
-    Chain,
-    reads_of,
-)
-from xla_dtensor.runtimes.premises.tables import (
-    Array,
-    Attributes,
-    Cell,
-    Contents,
-    Names,
-    Table,
-    Whole,
-)
+from xla_dtensor.runtimes.premises.lookups import BUFFERS, CONTAINERS, Lookups
+from xla_dtensor.runtimes.premises.reads import reads_of
 from xla_dtensor.runtimes.premises.values import ABSENT, is_plain
 
 __all__ = ["Reach"]
 
-_MOST_FUNCTIONS = 20_000
-_MOST_ELEMENTS = 100_000
-_LARGEST_ARRAY_BYTES = 4_000_000  # a copy is kept, and compared on every call
-_CONTAINERS = (list, tuple, set, frozenset, dict, deque)
-# Their insides are looked after elsewhere (optimizers, tensors), or are nobody's names.
-_CLOSED = (
-    torch.Tensor,
-    torch.optim.Optimizer,
-    torch.optim.lr_scheduler.LRScheduler,
-    torch.Generator,
-)
-
-
+_MOST_FRAMES = 10_000  # calls that are told apart by what they are given
+_MOST_VALUES = 100  # that an argument is followed with
+_MOST_OPENED = 10_000
+_CLOSED = (torch.Tensor, torch.optim.Optimizer)
+_BAGS = (types.SimpleNamespace, argparse.Namespace)  # a library's class, the user's attributes
+_MUTE = (logging.Logger, logging.Handler)  # which a result does not depend on
+_TAKE_NOTHING = (iter, isinstance, type, id, hash, repr, str, print, callable, hasattr, getattr)
 _NONE: Mapping[str, Any] = types.MappingProxyType({})
 
 
-class Reach:
+class Reach(Lookups):
     """All that can be reached from a function, in tables.
 
     Attributes:
-        tables: What was found, each holder once.
-        objects: The objects that were looked into.
-        modules: The modules that came up, in that order.
-        generators: torch's generators that came up.
-        randoms: Python's and NumPy's.
+        modules: The modules that are used, in that order.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.modules: dict[int, torch.nn.Module] = {}
-        self.objects: dict[int, Any] = {}
-        self.generators: list[torch.Generator] = []
-        self.randoms: list[Any] = []
-        self._tables: dict[tuple[type, int], Table] = {}
-        self._walked: set[tuple[int, int]] = set()
+        self._walked: set[Any] = set()
         self._attributes: set[str] = set()
         self._opened: dict[int, Any] = {}  # whose attributes count as read by name
-        self._ended: set[int] = set()  # containers of which all is read
-        self._elements = 0
+        self._to_open: list[Any] = []
+        self._ended: dict[int, Any] = {}
+        self._waiting: list[tuple[types.FunctionType, Mapping[str, Sequence[Any]]]] = []
 
     @classmethod
     def of(
@@ -102,319 +80,274 @@ class Reach:
 
         Args:
             function: A step: a function, a method, a module, any callable.
-            args: What it is called with; objects that are no tensors may be looked into.
+            args: What it is called with; objects that are no tensors may be looked into, but for
+                the fields of those that are opened.
             kwargs: The same, by name.
         """
         reach = cls()
-        plain = inspect.unwrap(getattr(function, "__func__", function))
-        if isinstance(plain, types.FunctionType):
-            first = getattr(function, "__self__", ABSENT)
-            reach._walk(plain, first, _bound_arguments(function, args, kwargs))
-        reach._end(function, "the step")
-        for value in (*args, *kwargs.values()):
-            reach._end(value, "an argument")
-        reach._open_all()
+        held = held_by_opened((args, kwargs))
+        reach.keep(*held)
+        reach.given.update(map(id, held))
+        reach._call(function, [[value] for value in args], {k: [v] for k, v in kwargs.items()})
+        reach._finish()
         return reach
 
-    @property
-    def tables(self) -> list[Table]:
-        """All tables."""
-        return list(self._tables.values())
+    def _finish(self) -> None:
+        """Go into all functions that came up, and open all objects, until nothing is new."""
+        known: set[str] = set()
+        opened: list[Any] = []
+        while self._waiting or self._to_open or self._attributes > known:
+            while self._waiting:
+                self._walk(*self._waiting.pop())
+            new, known = self._attributes - known, set(self._attributes)
+            for value in opened if new else ():
+                self._open(value, new)
+            while self._to_open:
+                opened.append(self._to_open.pop())
+                self._open(opened[-1], known)
+
+    def _open(self, value: Any, names: Set[str]) -> None:
+        for name in sorted(_that_it_may_have(value, names)):
+            for found in self.attribute(value, name):
+                self.end(found)
 
     # ------------------------------------------------------------------ functions
 
-    def _walk(
-        self,
-        function: types.FunctionType,
-        first: Any = ABSENT,
-        given: Mapping[str, Any] = _NONE,
-    ) -> None:
-        """Go into a function; `first` is its first argument, `given` others, where known."""
-        function = inspect.unwrap(function)
-        key = (id(function), id(first))
-        code = getattr(function, "__code__", None)
-        if code is None or key in self._walked or len(self._walked) >= _MOST_FUNCTIONS:
+    def go_into(self, function: Any, given: Mapping[str, Sequence[Any]] = _NONE) -> None:
+        """Go into a function, later; `given` are its arguments, where known."""
+        is_much = any(len(values) > _MOST_VALUES for values in given.values())
+        if is_much or len(self._walked) > _MOST_FRAMES:
+            # Once for all calls: what it is given counts as used as a whole.
+            self._all_used((), given)
+            given = _NONE
+        key = (id(function), tuple((n, *map(id, values)) for n, values in given.items()))
+        if key not in self._walked:
+            self._walked.add(key)
+            self.keep(function, *(value for values in given.values() for value in values))
+            self._waiting.append((function, given))
+
+    def _walk(self, function: types.FunctionType, given: Mapping[str, Sequence[Any]]) -> None:
+        wrapped = getattr(function, "__wrapped__", None)
+        if is_library_file(function.__code__.co_filename):
+            # One that a library has put around the user's, ``torch.no_grad()`` for instance.
+            for value in (wrapped, *_cells(function)):
+                if isinstance(value, types.FunctionType | types.MethodType):
+                    self.end(value)
             return
-        self._walked.add(key)
-        if is_library_file(code.co_filename):
-            return
-        reads = reads_of(code)
+        reads = reads_of(function.__code__)
         self._attributes |= reads.attributes
-        for chain in reads.chains:
-            self._follow(chain, function, first, given)
+        frame = Frame(self, function, given)
+        for chain in reads.looked_up:
+            frame.values(chain)
+        for chain in reads.used:
+            self._each(frame, chain, self.end)
+        for chain in reads.searched:
+            self._each(frame, chain, self.search)
+        for chain in reads.written:
+            frame.note_written(chain)
+        for call in reads.calls:
+            self._called(frame, call)
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._end(default, f"a default of {function.__qualname__}")
+            self.end(default)
 
-    def _follow(
-        self, chain: Chain, function: types.FunctionType, first: Any, given: Mapping[str, Any]
-    ) -> None:
-        if chain.root == ARGUMENT and chain.name in given:
-            value = given[chain.name]
-        else:
-            value = self._root(chain, function, first)
-        steps = list(chain.steps)
-        while steps and value is not ABSENT:
-            kind, key = steps.pop(0)
-            if kind == OVERRIDDEN:
-                value = self._overridden(function, value, key)
-            elif kind == ATTRIBUTE:
-                value = self._attribute(value, key)
+    def _each(self, frame: Frame, chain: Chain, do: Callable[[Any], None]) -> None:
+        for value in frame.values(chain):
+            do(value)
+
+    def _called(self, frame: Frame, call: CallRead) -> None:
+        args = [frame.all_values(chains) for chains in call.args]
+        kwargs = {name: frame.all_values(chains) for name, chains in call.kwargs.items()}
+        functions = frame.all_values(call.function)
+        for function in functions:
+            if call.is_known:
+                self._call(function, args, kwargs)
             else:
-                value = self._item(value, key)
-        if value is not ABSENT:
-            self._end(value, str(chain))
+                self.end(function)
+        if not functions:
+            self._all_used(args, kwargs)
 
-    def _root(self, chain: Chain, function: types.FunctionType, first: Any) -> Any:
-        code = function.__code__
-        if chain.root == ARGUMENT:
-            is_first = code.co_argcount > 0 and chain.name == code.co_varnames[0]
-            return first if is_first and first is not ABSENT else ABSENT
-        if chain.root == CELL:
-            cell = _cell(function, chain.name)
-            if cell is None:
-                return ABSENT
-            table = self._table(Cell, cell, lambda _: f"{chain.name!r} of {_owner(function)}")
-            return self._noted(table, chain.name, table.now()[0])
-        names = function.__globals__
-        if chain.name not in names and hasattr(builtins, chain.name):
-            return ABSENT
-        where = names.get("__name__", "a module")
-        table = self._table(Names, names, lambda key: f"the global {key!r} of {where}")
-        return self._noted(table, chain.name, names.get(chain.name, ABSENT))
+    def _all_used(self, args: Iterable[Iterable[Any]], kwargs: Mapping[str, Iterable[Any]]) -> None:
+        for values in (*args, *kwargs.values()):
+            for value in values:
+                self.end(value)
 
-    def _overridden(self, function: types.FunctionType, owner: Any, name: str) -> Any:
-        """Return ``super().name`` in a method of `owner`."""
-        cell = _cell(function, "__class__")
-        kinds = type(owner).__mro__
-        if cell is None or cell.cell_contents not in kinds:
-            return ABSENT
-        for kind in kinds[kinds.index(cell.cell_contents) + 1 :]:
-            if name in vars(kind):
-                return _bound(vars(kind)[name], owner)
-        return ABSENT
+    def _call(
+        self, function: Any, args: Sequence[Sequence[Any]], kwargs: Mapping[str, Sequence[Any]]
+    ) -> None:
+        """Take a value as called."""
+        if isinstance(function, types.MethodType):
+            args, function = [[function.__self__], *args], function.__func__
+            self._method_of(args[0][0], function)
+        elif isinstance(function, torch.nn.Module):
+            self.end(function)
+            args, function = [[function], *args], _forward_of(function)
+        elif isinstance(function, functools.partial):
+            args = [*([value] for value in function.args), *args]
+            kwargs = {**{k: [v] for k, v in function.keywords.items()}, **kwargs}
+            self._call(function.func, args, kwargs)
+            return
+        elif not isinstance(function, types.FunctionType | type):
+            call = inspect.getattr_static(type(function), "__call__", None)
+            if isinstance(call, types.FunctionType):
+                self.end(function)
+                args, function = [[function], *args], call
+        if isinstance(function, types.FunctionType):
+            inside = inspect.unwrap(function)
+            for each in (function, inside):
+                is_users = isinstance(each, types.FunctionType) and not is_library_file(
+                    each.__code__.co_filename
+                )
+                if is_users:
+                    self.go_into(each, bound_arguments(each, args, kwargs))
+                    return
+            self.go_into(function)
+        self.end(function)
+        if not any(function is each for each in _TAKE_NOTHING):
+            for values in (*args, *kwargs.values()):
+                for value in values:
+                    self.taken_from(value)
+        self._all_used(args, kwargs)
 
-    # ------------------------------------------------------------------ steps of a chain
+    def _method_of(self, owner: Any, function: Any) -> None:
+        """Take a method's owner as used where a library's code does with it what it likes."""
+        is_users = isinstance(function, types.FunctionType) and not is_library_file(
+            function.__code__.co_filename
+        )
+        if not is_users:
+            self.end(owner)
+            if not isinstance(owner, torch.nn.Module | type):
+                self.search(owner)
 
-    def _attribute(self, owner: Any, name: str) -> Any:
-        """Look up an attribute without running anything of the user's; note it."""
-        if isinstance(owner, types.ModuleType):
-            return self._of_python_module(owner, name)
-        if isinstance(owner, torch.nn.Module):
-            return self._of_module(owner, name)
-        is_array = isinstance(owner, np.ndarray)
-        if is_array or isinstance(owner, _CLOSED) or is_plain(owner) or is_python_random(owner):
-            self._end(owner, name)
-            return ABSENT
-        if isinstance(owner, type):
-            return self._of_class(owner, name, None)
-        own = getattr(owner, "__dict__", None)
-        if isinstance(own, dict):
-            # An attribute of the class may be hidden by one of the object later.
-            value = self._noted(self._names_of(owner, own), name, own.get(name, ABSENT))
-            if value is not ABSENT:
-                return value
-        return self._of_class(type(owner), name, owner)
+    # ------------------------------------------------------------------ values that are used
 
-    def _of_python_module(self, module: types.ModuleType, name: str) -> Any:
-        if is_library_file(getattr(module, "__file__", None)):
-            return ABSENT
-        table = self._table(Names, vars(module), lambda key: f"{module.__name__}.{key}")
-        return self._noted(table, name, vars(module).get(name, ABSENT))
-
-    def _of_module(self, module: torch.nn.Module, name: str) -> Any:
-        own = vars(module)
-        for table in (own, own["_parameters"], own["_buffers"], own["_modules"]):
-            if name in table:
-                return self._noted(self._names_of(module, table), name, table[name])
-        self._noted(self._names_of(module, own), name, ABSENT)
-        return self._of_class(type(module), name, module)
-
-    def _of_class(self, kind: type, name: str, owner: Any) -> Any:
-        """Look up what a class has under a name; `owner` is an object of it, None for itself."""
-        for each in kind.__mro__:
-            if name not in vars(each):
-                continue
-            value = vars(each)[name]
-            if isinstance(value, property):
-                if value.fget is not None and owner is not None:
-                    self._walk(value.fget, owner)  # pyright: ignore[reportArgumentType]
-                return ABSENT
-            if isinstance(value, types.MemberDescriptorType) and owner is not None:
-                return self._read(owner, name)
-            if not callable(value) and not hasattr(value, "__get__"):
-                return self._noted(self._names_of_class(each), name, value)
-            return _bound(value, owner)
-        if owner is not None and any("__getattr__" in vars(each) for each in kind.__mro__):
-            return self._read(owner, name)
-        return ABSENT
-
-    def _read(self, owner: Any, name: str) -> Any:
-        self.objects[id(owner)] = owner
-        table = self._table(Attributes, owner, lambda key: f"{type(owner).__name__}.{key}")
-        table.add(name, ABSENT)
-        value = table.now()[table.keys.index(name)]
-        table.found[table.keys.index(name)] = value
-        return value
-
-    def _item(self, owner: Any, key: Any) -> Any:
-        if isinstance(owner, dict):
-            self.objects[id(owner)] = owner
-            table = self._table(Names, owner, lambda each: f"the item {each!r} of a dict")
-            return self._noted(table, key, owner.get(key, ABSENT))
-        if isinstance(owner, list | tuple):
-            self._end(owner, "a list")
-            inside = isinstance(key, int) and -len(owner) <= key < len(owner)
-            return owner[key] if inside else ABSENT
-        self._end(owner, type(owner).__name__)
-        return ABSENT
-
-    # ------------------------------------------------------------------ ends of chains
-
-    def _end(self, value: Any, label: str) -> None:
+    def end(self, value: Any) -> None:
         """Take all of a value as read."""
+        if value is ABSENT or id(value) in self._ended or is_plain(value):
+            return
+        self._ended[id(value)] = value
         if isinstance(value, torch.Generator):
             self.generators.append(value)
         elif is_python_random(value):
             self.randoms.append(value)
-        elif value is ABSENT or is_plain(value) or isinstance(value, _CLOSED):
+        elif isinstance(value, torch.Tensor):
             return
         elif isinstance(value, torch.nn.Module):
             self._end_module(value)
         elif isinstance(value, types.FunctionType):
-            self._walk(value)
+            self.go_into(value)
         elif isinstance(value, types.MethodType):
             self._end_method(value)
         elif isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self._end(part, label)
-        elif isinstance(value, _CONTAINERS):
-            self._end_container(value, label)
+            self._all_used([[value.func], value.args], {"": value.keywords.values()})
         elif isinstance(value, np.ndarray):
-            self._end_array(value, label)
-        elif not isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
+            self.array(value)
+        elif isinstance(value, BUFFERS):
+            self.contents(value)
+        elif isinstance(value, contextvars.ContextVar):
+            self.context_variable(value)
+        elif isinstance(value, weakref.ReferenceType):
+            self.end(value())
+        elif isinstance(value, CONTAINERS):
+            self.contents(value)
+            for element in given_to(value):
+                self.end(element)
+        elif isinstance(value, type):
+            self._end_class(value)
+        elif not isinstance(value, types.ModuleType | types.BuiltinFunctionType):
             self._end_object(value)
 
     def _end_method(self, method: types.MethodType) -> None:
         owner, function = method.__self__, method.__func__
-        if isinstance(owner, torch.nn.Module):
-            self._end_module(owner)
         if isinstance(function, types.FunctionType):
-            self._walk(function, owner)
+            self.go_into(function, bound_arguments(function, [[owner]], {}))
+        self._method_of(owner, function)
 
     def _end_module(self, module: torch.nn.Module) -> None:
-        if id(module) in self.modules:
-            return
         self.modules[id(module)] = module
-        forward = vars(module).get("forward", type(module).forward)
-        if isinstance(forward, types.MethodType):
-            self._end_method(forward)
-        elif isinstance(forward, types.FunctionType):
-            self._walk(forward, ABSENT if "forward" in vars(module) else module)
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for hook in hooks.values():
-                self._end(hook, "a hook")
+        for forward in self.attribute(module, "forward"):
+            self.end(forward)
+        for hook in _hooks(module):
+            self.end(hook)
         for child in module._modules.values():
-            if child is not None:
-                self._end_module(child)
+            self.end(child)
+        for parameter in (*module._parameters.values(), *module._buffers.values()):
+            for hook in (getattr(parameter, "_backward_hooks", None) or {}).values():
+                self.end(hook)
 
-    def _end_container(self, value: Any, label: str) -> None:
-        if id(value) in self._ended or self._elements > _MOST_ELEMENTS:
-            return
-        self._ended.add(id(value))
-        self._elements += len(value)
-        self.objects[id(value)] = value
-        if isinstance(value, dict):
-            elements = list(value.values())
-            self._tables.setdefault(
-                (Whole, id(value)), Whole(value, lambda key: f"the item {key!r} of {label}")
-            )
-        else:
-            elements = list(value)
-            if not isinstance(value, tuple | frozenset):
-                self._tables.setdefault(
-                    (Contents, id(value)), Contents(value, lambda key: _element(key, label))
-                )
-        for element in elements:
-            self._end(element, label)
-
-    def _end_array(self, value: np.ndarray[Any, Any], label: str) -> None:
-        if value.dtype != object and value.nbytes <= _LARGEST_ARRAY_BYTES:
-            self._table(Array, value, lambda _: f"a NumPy array, {label},")
+    def _end_class(self, kind: type) -> None:
+        """Take a class of the user's as made objects of: all its code may run."""
+        for each in kind.__mro__:
+            if is_of_library(each):
+                continue
+            for value in list(vars(each).values()):
+                function = getattr(value, "__func__", getattr(value, "fget", value))
+                if isinstance(function, types.FunctionType):
+                    self.go_into(function)
 
     def _end_object(self, value: Any) -> None:
-        call = inspect.getattr_static(type(value), "__call__", None)
-        if isinstance(call, types.FunctionType):
-            self._walk(call, value)
-        if not is_of_library(type(value)):
-            self._opened.setdefault(id(value), value)
+        kind = type(value)
+        if isinstance(value, _CLOSED):
+            return
+        self.end(getattr(value, "__wrapped__", None))  # what a cache is put around
+        if is_of_library(kind) and not isinstance(value, _BAGS):
+            if not isinstance(value, _MUTE):
+                self.search(value)
+            return
+        for each in kind.__mro__:
+            for name, function in () if is_of_library(each) else list(vars(each).items()):
+                is_special = name.startswith("__") and name != "__init__"
+                if is_special and isinstance(function, types.FunctionType):
+                    self.go_into(function, bound_arguments(function, [[value]], {}))
+        if len(self._opened) < _MOST_OPENED and id(value) not in self._opened:
+            self._opened[id(value)] = value
+            self._to_open.append(value)
 
-    def _open_all(self) -> None:
-        """Look up the attributes that the code reads of anything, of what it passes on."""
-        done: dict[int, frozenset[str]] = {}
-        while True:
-            names = frozenset(self._attributes)
-            left = [v for key, v in list(self._opened.items()) if done.get(key) != names]
-            if not left:
-                return
-            for value in left:
-                new, done[id(value)] = names - done.get(id(value), frozenset()), names
-                for name in sorted(new):
-                    if _may_have(value, name):
-                        found = self._attribute(value, name)
-                        self._end(found, f"{type(value).__name__}.{name}")
-
-    # ------------------------------------------------------------------ tables
-
-    def _names_of(self, owner: Any, own: Mapping[str, Any]) -> Names:
-        self.objects[id(owner)] = owner
-        return self._table(Names, own, lambda key: f"{type(owner).__name__}.{key}")
-
-    def _names_of_class(self, kind: type) -> Names:
-        return self._table(Names, vars(kind), lambda key: f"{kind.__name__}.{key}")
-
-    def _table(self, kind: type, holder: Any, named: Callable[[Any], str]) -> Any:
-        key = (kind, id(holder))
-        if key not in self._tables:
-            self._tables[key] = kind(holder, named)
-        return self._tables[key]
-
-    def _noted(self, table: Any, key: Any, value: Any) -> Any:
-        table.add(key, value)
-        return value
+    def search(self, value: Any) -> None:
+        """Take every attribute of an object as read."""
+        own = getattr(value, "__dict__", None)
+        if isinstance(own, dict) and not isinstance(value, (*_CLOSED, torch.nn.Module)):
+            self.whole(value, own)
+            for each in list(own.values()):
+                if isinstance(each, CONTAINERS) or is_plain(each):
+                    self.end(each)
+        elif isinstance(value, torch.nn.Module):
+            for name in list(vars(value)):
+                if not name.startswith("_"):
+                    self.attribute(value, name)
+        self.end(value)
 
 
-def _may_have(value: Any, name: str) -> bool:
-    """Tell whether an object has an attribute, or is asked for all that it does not have."""
-    asks = hasattr(type(value), "__getattr__")
-    return asks or inspect.getattr_static(value, name, ABSENT) is not ABSENT
+def _forward_of(module: torch.nn.Module) -> Any:
+    return vars(module).get("forward", inspect.getattr_static(type(module), "forward", None))
 
 
-def _bound_arguments(function: Any, args: Any, kwargs: Any) -> Mapping[str, Any]:
-    try:
-        return inspect.signature(function).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # no signature; or the call is wrong, as it will say itself
-        return _NONE
+def _hooks(module: torch.nn.Module) -> Iterator[Any]:
+    for table in (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    ):
+        yield from table.values()
 
 
-def _cell(function: types.FunctionType, name: str) -> types.CellType | None:
-    names: Sequence[str] = function.__code__.co_freevars
-    return (function.__closure__ or ())[names.index(name)] if name in names else None
+def _cells(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            continue
 
 
-def _owner(function: types.FunctionType) -> str:
-    return function.__qualname__.rpartition(".<locals>.")[0] or function.__qualname__
+def _that_it_may_have(value: Any, names: Set[str]) -> Set[str]:
+    """Return which of some attributes an object has; all of them where it answers to any name."""
+    kind = type(value)
+    if hasattr(kind, "__getattr__"):
+        return names
+    own = getattr(value, "__dict__", None)
+    return names & {*_of_class(kind), *(own if isinstance(own, dict) else ())}
 
 
-def _bound(value: Any, owner: Any) -> Any:
-    """Return what looking up a class's `value` on an object gives, where that is a function."""
-    if isinstance(value, staticmethod):
-        return value.__func__
-    if isinstance(value, classmethod):
-        return value.__func__
-    if isinstance(value, types.FunctionType) and owner is not None:
-        return types.MethodType(value, owner)
-    return value if callable(value) else ABSENT
-
-
-def _element(key: Any, label: str) -> str:
-    return label if key is None else f"element {key} of {label}"
+def _of_class(kind: type) -> Iterator[str]:
+    for each in kind.__mro__:
+        yield from list(vars(each))

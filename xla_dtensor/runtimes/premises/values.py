@@ -9,8 +9,9 @@ a tuple of such values                   value by value
 a function                               the same code over values that may stand for each other
 a tensor                                 the same one, if the program reads it; any other one of its
                                          kind, if the step only replaces it
-a module, a class, what is looked into   the same one
-anything else                            of the same type: nobody looked inside, nor does the step
+a module, a class, an optimizer          the same one
+a list, a dict, what is looked into      of the same type, with what may stand for each other in it
+anything else                            of the same type and equal, if it says what is equal to it
 =======================================  ===========================================================
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["ABSENT", "Change", "Judge", "TensorLike", "described", "is_plain"]
+__all__ = ["ABSENT", "Change", "Judge", "Moving", "Sighting", "TensorLike", "described", "is_plain"]
 
 
 class Change(NamedTuple):
@@ -35,16 +37,41 @@ class Change(NamedTuple):
     Attributes:
         why: A text for users.
         for_good: It will not come back: a tensor was replaced.
+        name: Where one tensor took the place of another, what tells this name from others.
     """
 
     why: str
     for_good: bool = False
+    name: Any = None
 
     @classmethod
-    def of(cls, name: str, found: Any, now: Any) -> Change:
-        """Describe a value that took the place of another one."""
-        for_good = any(isinstance(value, _PASSING) for value in (found, now))
-        return cls(f"{name} changed from {described(found)} to {described(now)}", for_good)
+    def of(cls, called: str, found: Any, now: Any, name: Any = None) -> Change:
+        """Describe a value that took the place of another one.
+
+        Args:
+            called: What errors call its name.
+            found: The value that the trace found.
+            now: The other one.
+            name: What tells the name from others.
+        """
+        for_good = all(map(_is_object, (found, now)))
+        both = isinstance(found, torch.Tensor | Moving) and isinstance(now, torch.Tensor)
+        why = f"{called} changed from {described(found)} to {described(now)}"
+        return cls(why, for_good, name if both else None)
+
+
+class Sighting(NamedTuple):
+    """What was found under a name, and what is there now.
+
+    Attributes:
+        name: What tells the name from others.
+        found: The value before a trace.
+        now: The value after it.
+    """
+
+    name: Any
+    found: Any
+    now: Any
 
 
 class _Absent:
@@ -75,12 +102,16 @@ _PLAIN = frozenset(
 )
 _NUMBERS = (enum.Enum, np.generic)
 _BY_IDENTITY = (
+    torch.optim.Optimizer,
+    torch.Generator,
     type,
     types.ModuleType,
     types.BuiltinFunctionType,
     torch.nn.Module,
     torch.Tensor,
 )
+# Whose text says all that they do.
+_SHOWN = (operator.itemgetter, operator.attrgetter, operator.methodcaller)
 _LONGEST_TEXT = 60
 _DEPTH = 6
 
@@ -100,6 +131,8 @@ def is_plain(value: Any) -> bool:
 
 def described(value: Any) -> str:
     """Return a value as an error names it, on one line."""
+    if isinstance(value, Moving):
+        return described(value.tensor)
     if isinstance(value, torch.Tensor | TensorLike):
         return f"a tensor of shape={tuple(value.shape)}"
     if isinstance(value, type | types.FunctionType | types.MethodType):
@@ -122,7 +155,30 @@ class TensorLike:
         return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
 
 
-_PASSING = (torch.Tensor, TensorLike, torch.nn.Module)
+def _is_object(value: Any) -> bool:
+    """Tell whether this is a thing of its own: one that was replaced does not come back."""
+    is_function = isinstance(value, types.FunctionType | types.MethodType | type)
+    return not (is_plain(value) or is_function or value is ABSENT)
+
+
+@dataclass
+class Moving:
+    """A tensor that a program reads by name.
+
+    Args:
+        tensor: The one that is there.
+        fits: Tells whether another one may be there.
+    """
+
+    tensor: torch.Tensor
+    fits: Callable[[Any], bool]
+
+    def takes(self, now: Any) -> bool:
+        """Take what is there now, if it fits; return whether it does."""
+        if now is not self.tensor and not self.fits(now):
+            return False
+        self.tensor = now
+        return True
 
 
 class Judge:
@@ -130,13 +186,16 @@ class Judge:
 
     Args:
         reads: Tells whether the program reads a tensor.
-        looks_into: Tells whether what an object holds was noted as well.
+        holds_the_same: Compares what two objects hold, where that was noted of the first; None
+            where it was not.
     """
 
     def __init__(
-        self, reads: Callable[[torch.Tensor], bool], looks_into: Callable[[Any], bool]
+        self,
+        reads: Callable[[torch.Tensor], bool],
+        holds_the_same: Callable[[Judge, Any, Any], bool | None] = lambda judge, found, now: None,
     ) -> None:
-        self._reads, self._looks_into = reads, looks_into
+        self._reads, self._holds_the_same = reads, holds_the_same
 
     def forget(self, value: Any, depth: int = _DEPTH) -> Any:
         """Return what has to be kept of a value: tensors that the program does not read go."""
@@ -146,10 +205,17 @@ class Judge:
             return tuple(self.forget(each, depth - 1) for each in value)
         return value
 
+    def now_expected(self, found: Any, now: Any) -> Any:
+        """Return what a later call has to find where `now` was accepted in place of `found`."""
+        keeps = isinstance(found, TensorLike | Moving) or type(found) is tuple
+        return found if keeps else now
+
     def accepts(self, found: Any, now: Any, depth: int = _DEPTH) -> bool:
         """Tell whether `now` may stand where the trace found `found`."""
         if found is now:
             return True
+        if isinstance(found, Moving):
+            return found.takes(now)
         if isinstance(found, TensorLike):
             return isinstance(now, torch.Tensor) and found == TensorLike.of(now)
         if type(found) is not type(now) or depth == 0:
@@ -169,7 +235,20 @@ class Judge:
             return self.accepts(_parts(found), _parts(now), depth - 1)
         if isinstance(found, _BY_IDENTITY):
             return False
-        return not self._looks_into(found)
+        same = self._holds_the_same(self, found, now)
+        return _equal_objects(found, now) if same is None else same
+
+
+def _equal_objects(found: Any, now: Any) -> bool:
+    """Compare two objects of one type that nobody has looked into."""
+    if isinstance(found, _SHOWN):
+        return repr(found) == repr(now)
+    if type(found).__eq__ is object.__eq__:
+        return True
+    try:
+        return bool(found == now)
+    except Exception:  # An equality of the user's own may raise anything.
+        return False
 
 
 def _around(function: types.FunctionType) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.runtimes.host_work import HostTape, OtherwiseError
 from xla_dtensor.runtimes.host_work.mode import HostOps
-from xla_dtensor.runtimes.host_work.reading import noting_reads
+from xla_dtensor.runtimes.host_work.noticing import noticing
 from xla_dtensor.runtimes.host_work.tape import memory_key
 
 Step = Callable[[], Sequence[torch.Tensor]]
@@ -34,7 +34,7 @@ class Taped:
             with _disable_current_modes():
                 self.last.append(tensor.detach().clone())
 
-        with noting_reads(tape), HostOps(tape), giving(give):
+        with noticing(tape), HostOps(tape), giving(give):
             for tensor in step():
                 give(tensor)
         self.work, _ = tape.finish()
@@ -266,7 +266,7 @@ def test_a_tape_is_taken_back() -> None:
 
 def test_torch_is_itself_again() -> None:
     before = {name: vars(torch.Tensor).get(name) for name in ("tolist", "numpy", "__array__")}
-    with pytest.raises(ValueError, match="no number"), noting_reads(HostTape()):
+    with pytest.raises(ValueError, match="no number"), noticing(HostTape()):
         raise ValueError("no number")
     assert {name: vars(torch.Tensor).get(name) for name in before} == before
 
