@@ -24,7 +24,6 @@ while tracing.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import threading
@@ -48,7 +47,7 @@ from xla_dtensor.runtimes.jax_calls import Call, Key, unread_arguments
 from xla_dtensor.runtimes.jax_convert import x64
 from xla_dtensor.runtimes.jax_executables import Executables
 from xla_dtensor.runtimes.jax_flops import flops_of
-from xla_dtensor.runtimes.jax_gradients import KnownLeaves
+from xla_dtensor.runtimes.jax_kept import KeptPrograms
 from xla_dtensor.runtimes.jax_moving import MovingTensor
 from xla_dtensor.runtimes.jax_placing import place
 from xla_dtensor.runtimes.jax_program import Program
@@ -63,7 +62,7 @@ from xla_dtensor.runtimes.jax_slots import (
     stacked_types,
 )
 from xla_dtensor.runtimes.jax_step_trace import Before, TracedStep, traced_step
-from xla_dtensor.runtimes.jax_step_values import inner, is_without_values
+from xla_dtensor.runtimes.jax_step_values import is_without_values
 from xla_dtensor.runtimes.jax_tensor import Storage
 from xla_dtensor.runtimes.jax_trace import refuse_nesting
 from xla_dtensor.runtimes.optimizer_inputs import RATE
@@ -76,8 +75,6 @@ __all__ = ["JaxCompiledStep"]
 
 logger = logging.getLogger("xla_dtensor")
 _RETRACES_BEFORE_WARNING = 3
-_PROGRAMS_PER_KEY = 4  # such as one for training and one for evaluation
-_MOST_KEYS = 64
 # Traces, and the storages that programs write to, are one process's; threads wait for each other.
 _one_at_a_time = threading.RLock()
 
@@ -88,8 +85,7 @@ class JaxCompiledStep(CompiledStep):
     def __init__(self, step: Callable[..., Any], runtime: JaxRuntime) -> None:
         self._step = step
         self._runtime = runtime
-        # By what a call is given, and by which leaves have gradients; the newest of each first.
-        self._programs: dict[tuple[Key, frozenset[int]], list[Program]] = {}
+        self._kept = KeptPrograms()
         self._last: Program | None = None
         self._calls = 0
         self._reasons: list[str] = []
@@ -97,8 +93,6 @@ class JaxCompiledStep(CompiledStep):
         self._executables = Executables()
         self._unread = unread_arguments(step)
         self._names: set[Any] = set()  # that were seen to be given other tensors
-        self._made: weakref.WeakSet[Storage] = weakref.WeakSet()  # by programs, and still there
-        self._leaves = KnownLeaves()
         self._clock = StepClock()
         self._tokens: int | None = None
         self._digest = ""  # of the program that was compiled last
@@ -207,10 +201,8 @@ class JaxCompiledStep(CompiledStep):
     def _program_of(self, call: Call) -> Program:
         """Return a program that fits a call, and what the host does for its run done."""
         key = call.key()
-        kept = self._programs.get((key, self._leaves.having()), [])
-        why = ""
-        arguments = call.storages()
-        for program in kept:
+        why, arguments = "", call.storages()
+        for program in self._kept.under(key):
             change = program.stale() or program.prepare(arguments)
             if change is None:
                 self._check(program, call.leaves)
@@ -221,30 +213,11 @@ class JaxCompiledStep(CompiledStep):
             if change.name is not None:
                 self._names.add(change.name)
         if not why:
-            why = self._why_none(call, key)
+            why = self._kept.why_none(call, key)
         program = self._compiled(why, call, key)
         program.last_call = self._calls
-        self._let_go(program)
+        self._kept.let_go(program)
         return program
-
-    def _let_go(self, newest: Program) -> None:
-        """Let go of programs that no call fits any more, and of those that nobody has used."""
-        for kept in self._programs.values():
-            changes = ((each, None if each is newest else each.stale()) for each in kept)
-            fitting = [each for each, change in changes if change is None or not change.for_good]
-            kept[:] = fitting[:_PROGRAMS_PER_KEY]
-        used = {key: max(p.last_call for p in kept) for key, kept in self._programs.items() if kept}
-        latest = sorted(used, key=used.__getitem__)[-_MOST_KEYS:]
-        self._programs = {key: self._programs[key] for key in latest}
-
-    def _why_none(self, call: Call, key: Key) -> str:
-        """Return why there is no program for a key."""
-        others = [other for other, _ in self._programs]
-        if not others:
-            return "first call"
-        if key in others:
-            return "gradients are there that were not, or the other way round"
-        return call.difference(key, others[-1])
 
     def _note(self, reason: str) -> None:
         self._reasons.append(reason)
@@ -263,7 +236,7 @@ class JaxCompiledStep(CompiledStep):
         self._clock.interrupt()
         before = Before.of(self._step, call)
         try:
-            known = self._lent_names, self._made, self._names
+            known = self._lent_names, self._kept.made, self._names
             found = traced_step(self._step, call, before, *known)
             program = self._finish(found)
             self._check(program, call.leaves)
@@ -271,54 +244,12 @@ class JaxCompiledStep(CompiledStep):
             before.restore()
             raise
         self._note(reason)
-        self._leaves.add(program.gradients)
-        having = self._leaves.had(before.python.gradients)
-        made_before, lasting = set(self._made), found.lasting
-        self._made.update(lasting)
-        known = {id(lasting[number]) for number in found.effects.wraps}
-        del before, found, lasting  # They hold what the step has dropped.
-        kept = self._programs.setdefault((key, having), [])
-        if self._makes_new_state(program, kept[0] if kept else None, known, made_before):
-            program.again = "the call before made new state"
-        del made_before
+        place = self._kept.place(key, program, before.python.gradients)
+        named = {id(found.lasting[number]) for number in found.effects.wraps}
+        del before, found  # They hold what the step has dropped.
+        self._kept.add(place, program, named)
         program.digest = self._digest
-        kept.insert(0, program)
         return program
-
-    def _makes_new_state(
-        self,
-        program: Program,
-        previous: Program | None,
-        known: set[int],
-        made_before: set[Storage],
-    ) -> bool:
-        """Tell whether the next call finds state that this trace did not find.
-
-        It does when the trace made tensors that last, an optimizer's moments, say. It does not when
-        they take the place of those that the trace before made: gradients, or a cache that the step
-        makes anew each time; nor where the step reads nothing that an earlier call has made.
-
-        Args:
-            program: Of this trace.
-            previous: Of the trace before.
-            known: The ids of what was made and assigned to names that premises look after.
-            made_before: What earlier calls made.
-        """
-        grads = [inner(grad) for _, grad in program.gradients.left if grad is not None]
-        kept = {id(grad._storage) for grad in grads if grad is not None} | known
-        made = [s for s in (reference() for reference in program.lasting) if s is not None]
-        made = [storage for storage in made if id(storage) not in kept]
-        num_made = len(made)
-        if previous is None or not num_made:
-            return bool(num_made)
-        moments = map(inner, program.watch.inputs.moments())
-        of_optimizers = {id(each._storage) for each in moments if each is not None}
-        if any(id(storage) in of_optimizers for storage in made):
-            return True
-        if made_before.isdisjoint(program.read):
-            return False
-        gc.collect()
-        return num_made != sum(reference() is None for reference in previous.lasting)
 
     def _finish(self, found: TracedStep) -> Program:
         trace = found.trace

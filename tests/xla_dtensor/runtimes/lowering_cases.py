@@ -164,6 +164,7 @@ REDUCTIONS: dict[Any, list[Case]] = {
     **named("sum prod", Case(A), Case(ints(3, 2)), Case(flags(5, 6)), Case(f(0, 3)), Case(f())),
     **named("amax amin max min argmax argmin any all", Case(A), Case(ints(5, 6)), Case(f())),
     **named("any all", Case(A > 0), Case(ints(5, 6)), Case(flags(0, 3))),
+    **named("_is_any_true _is_all_true", Case(A > 0), Case(A > 9), Case(A > -9)),
     **named(
         "sum.dim_IntList mean.dim",
         Case(S, [1]),
@@ -312,6 +313,11 @@ PRODUCTS: dict[Any, list[Case]] = {
     **named("addmv", Case(f(5), A, f(6)), Case(f(5), A, f(6), alpha=0.5)),
     **named("linear", Case(S, f(7, 3), f(7)), Case(A, f(7, 6)), Case(f(6), f(7, 6), f(7))),
     **named("scaled_dot_product_attention", Case(Q, K, K), Case(Q, K, K, None, 0.0, True)),
+    **named(
+        "_weight_norm_interface_backward",
+        Case(A, B, f(5, 1), pos(5, 1), 0),
+        Case(S, f(5, 6, 3), f(1, 1, 3), pos(1, 1, 3), 2),
+    ),
     **named("native_layer_norm", Case(S, [3], f(3), f(3), 1e-5), Case(S, [6, 3], None, None, 0.1)),
 }
 CASES = {**POINTWISE, **REDUCTIONS, **MOVING, **INDEXING, **PRODUCTS}
