@@ -103,7 +103,8 @@ def gradients_are_assigned(put: Put) -> Any:
         return x * 1
 
     def change(call: int) -> None:
-        assert last.grad is weight.grad is not None
+        assert weight.grad is not None
+        assert last.grad is weight.grad
         with torch.no_grad():
             weight.sub_(weight.grad)
 

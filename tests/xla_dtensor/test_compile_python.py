@@ -197,6 +197,21 @@ def test_a_buffer_of_the_host_takes_no_values_of_the_mesh(mesh: xd.DeviceMesh) -
 
 
 @pytest.mark.only_on("jax")
+def test_a_parameter_of_the_host_is_not_trained_on_the_mesh(mesh: xd.DeviceMesh) -> None:
+    weight = nn.Parameter(torch.ones(4))  # that somebody forgot to distribute
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        (x * weight).square().mean().backward()
+        optimizer.step()
+
+    with pytest.raises(CompileError, match="wrote what it computes on the mesh to a plain CPU"):
+        xd.compile(step)(xd.distribute_tensor(torch.ones(8, 4), mesh))
+    assert weight.tolist() == [1] * 4
+    assert weight.grad is None
+
+
+@pytest.mark.only_on("jax")
 @pytest.mark.parametrize("what", ["draw", "write"])
 def test_a_loop_draws_and_writes_nothing_on_the_host(mesh: xd.DeviceMesh, what: str) -> None:
     class Block(nn.Module):

@@ -123,12 +123,18 @@ def admitted(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     return map_nested(admit, args), map_nested(admit, kwargs)
 
 
-def with_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
+def with_values(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, Any] | None:
     """Return an op's arguments with the plain tensors among them as constants, noted as read.
 
     Returns:
-        Arguments and keyword arguments; None where there are no plain tensors.
+        Arguments and keyword arguments; None where there are no plain tensors, or the op writes to
+        one.
     """
+    written = _written(func, args, kwargs) if func._schema.is_mutable else ()
+    if any(isinstance(target, torch.Tensor) and is_host(target) for target in written):
+        return None
     trace = jax_trace.active_trace()
     plain = [v for v in leaves((args, kwargs)) if isinstance(v, torch.Tensor) and is_host(v)]
     if trace is None or trace.host is None or not plain:

@@ -69,7 +69,7 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
             return _run(func, *given)
         except CompileError:
-            known = None if given[0] is args else with_values(args, kwargs)
+            known = None if given[0] is args else with_values(func, args, kwargs)
             if known is None:
                 raise
             # Their values have to be known: a mask's, on which the shape of the result depends.

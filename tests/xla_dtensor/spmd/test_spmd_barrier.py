@@ -61,9 +61,9 @@ def jax_program(step: Any, x: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     module: Any = importlib.import_module("xla_dtensor.runtimes.jax_compile")
     finish, seen = module.JaxCompiledStep._finish, []
 
-    def note(self: Any, trace: Any, closed: Any, *rest: Any) -> Any:
-        seen.append(str(closed))
-        return finish(self, trace, closed, *rest)
+    def note(self: Any, found: Any) -> Any:
+        seen.append(str(found.program[0]))
+        return finish(self, found)
 
     monkeypatch.setattr(module.JaxCompiledStep, "_finish", note)
     xd.compile(step)(x)

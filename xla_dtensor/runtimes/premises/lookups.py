@@ -180,6 +180,8 @@ class Lookups:
                 self.go_into(getter, bound_arguments(getter, [[value], [owner]], {}))
             self.end(value)
             return ()
+        if isinstance(value, types.MethodDescriptorType) and instance is not None:
+            self.end(instance)  # What a method of C reads of it nobody knows.
         return (value,)
 
     def _got(self, owner: Any, name: str) -> Iterable[Any]:
@@ -283,13 +285,13 @@ class Lookups:
         """Note that an attribute or an item of a value is assigned to."""
         if isinstance(owner, CONTAINERS):
             self.effects.container(owner)
-        elif kind == ATTRIBUTE and isinstance(owner, types.ModuleType):
+        elif kind != ATTRIBUTE:
+            assert kind in (ITEM, EACH)
+        elif isinstance(owner, types.ModuleType):
             self.effects.variable(vars(owner), key)
-        elif isinstance(owner, torch.Tensor) and hasattr(torch.Tensor, key):
-            return  # Its gradient, say, which is no attribute of Python's.
-        elif kind == ATTRIBUTE:
+        elif not (isinstance(owner, torch.Tensor) and hasattr(torch.Tensor, key)):
+            # What torch gives tensors, their gradient say, is no attribute of Python's.
             self.effects.attribute(owner, key)
-        assert kind in (ATTRIBUTE, ITEM, EACH)
 
     def variable_written(self, holder: Any, name: str) -> None:
         """Note that a global or a variable of a function around is assigned to."""

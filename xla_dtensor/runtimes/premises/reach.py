@@ -26,6 +26,7 @@ import contextvars
 import functools
 import inspect
 import logging
+import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -201,6 +202,8 @@ class Reach(Lookups):
                     self.go_into(each, bound_arguments(each, args, kwargs))
                     return
             self.go_into(function)
+        elif isinstance(function, operator.attrgetter):
+            self._attributes.update(*(name.split(".") for name in function.__reduce__()[1]))
         self.end(function)
         if not any(function is each for each in _TAKE_NOTHING):
             for values in (*args, *kwargs.values()):
@@ -271,6 +274,7 @@ class Reach(Lookups):
         for child in module._modules.values():
             self.end(child)
         for parameter in (*module._parameters.values(), *module._buffers.values()):
+            self._open_later(parameter)
             for hook in (getattr(parameter, "_backward_hooks", None) or {}).values():
                 self.end(hook)
 
@@ -283,6 +287,7 @@ class Reach(Lookups):
                 function = getattr(value, "__func__", getattr(value, "fget", value))
                 if isinstance(function, types.FunctionType):
                     self.go_into(function)
+        self._open_later(kind)
 
     def _end_object(self, value: Any) -> None:
         kind = type(value)
@@ -298,6 +303,10 @@ class Reach(Lookups):
                 is_special = name.startswith("__") and name != "__init__"
                 if is_special and isinstance(function, types.FunctionType):
                     self.go_into(function, bound_arguments(function, [[value]], {}))
+        self._open_later(value)
+
+    def _open_later(self, value: Any) -> None:
+        """Look up each name that any of the code looks up of anything."""
         if len(self._opened) < _MOST_OPENED and id(value) not in self._opened:
             self._opened[id(value)] = value
             self._to_open.append(value)
@@ -341,10 +350,13 @@ def _cells(function: types.FunctionType) -> Iterator[Any]:
 
 def _that_it_may_have(value: Any, names: Set[str]) -> Set[str]:
     """Return which of some attributes an object has; all of them where it answers to any name."""
-    kind = type(value)
+    kind, own = type(value), getattr(value, "__dict__", None)
+    if isinstance(value, torch.Tensor):
+        return names & {*(own or ())}
+    if isinstance(value, type):
+        return names & {*_of_class(value)}
     if hasattr(kind, "__getattr__"):
         return names
-    own = getattr(value, "__dict__", None)
     return names & {*_of_class(kind), *(own if isinstance(own, dict) else ())}
 
 

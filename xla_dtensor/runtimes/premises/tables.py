@@ -218,8 +218,12 @@ class Array(Table):
         return []
 
     def settle(self, forget: Callable[[Any], Any]) -> None:
-        """Compare no longer, where `forget` gives nothing: the program reads the elements anew."""
-        if forget(Elements(self.holder)) is ABSENT:
+        """Compare no longer, where `forget` gives nothing: the program reads the elements anew.
+
+        What the step itself has written to is not written to by the program, and breaks next time.
+        """
+        is_unread = forget(Elements(self.holder)) is ABSENT
+        if is_unread and self._copy is not None and _same_elements(self.holder, self._copy):
             self._copy = None
 
 

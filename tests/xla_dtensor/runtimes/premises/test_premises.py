@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import gc
 import itertools
@@ -22,7 +21,6 @@ from torch import nn
 from xla_dtensor.runtimes.premises import Moving, Premises
 from xla_dtensor.runtimes.premises.modules import ModuleBefore, Modules
 from xla_dtensor.runtimes.premises.reach import Reach
-from xla_dtensor.runtimes.premises.values import ABSENT, Judge, TensorLike, described, is_plain
 
 
 def premises_of(
@@ -308,6 +306,42 @@ def test_recursion_and_cycles_end() -> None:
     assert why(premises) is not None
 
 
+class Node:
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.next: list[Node] = []
+
+
+def test_much_is_looked_into_in_few_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects times names times functions would take for ever."""
+    nodes = [Node(number) for number in range(3000)]
+    for one, other in itertools.pairwise(nodes):
+        one.next.append(other)
+    parts = [f"def f{i}(q): return q.at{i}.bt{i}.number.next.zz{i}" for i in range(300)]
+    calls = "\n".join(f"    f{i}(q)" for i in range(300))
+    source = "\n".join(
+        [*parts, f"def every(q):\n{calls}", "def step(): return [*map(each, nodes)]"]
+    )
+    names: dict[str, Any] = {"nodes": nodes}
+    run_source(f"{source}\ndef each(q): return every(q)", names)
+    run_source("def step2():\n    for n in nodes: every(n)", names)
+    lookups, attribute = [0], Reach.attribute
+
+    def counted(reach: Reach, owner: Any, name: str) -> Any:
+        lookups[0] += 1
+        return attribute(reach, owner, name)
+
+    monkeypatch.setattr(Reach, "attribute", counted)
+    for step in (names["step"], names["step2"]):
+        lookups[0] = 0
+        premises = premises_of(step)
+        assert lookups[0] < 30_000
+        assert why(premises) is None
+        nodes[2000].number += 1
+        assert "Node.number changed from 2000 to 2001" in str(why(premises))
+        nodes[2000].number -= 1
+
+
 def test_generators_are_found() -> None:
     mine, numbers = torch.Generator(), np.random.default_rng(0)
     holder = SimpleNamespace(generator=mine)
@@ -450,56 +484,3 @@ def test_what_is_read_by_name() -> None:
     assert moving.tensor is before
     net.cache = torch.ones(4)
     assert why(premises) is not None
-
-
-# ---------------------------------------------------------------------- values
-
-
-def nobody_looked(judge: Judge, found: Any, now: Any) -> None:
-    """Say of two objects that nobody has looked into them."""
-
-
-class Color(enum.Enum):
-    RED = 1
-
-
-PLAIN = [0, 1, True, 0.0, -0.0, 1.0, "a", b"a", None, Color.RED, torch.float32, (1, "a"), 1j]
-
-
-def test_only_a_plain_value_itself_is_accepted() -> None:
-    judge = Judge(lambda tensor: True, nobody_looked)
-    for i, a in enumerate(PLAIN):
-        assert is_plain(a)
-        for j, b in enumerate(PLAIN):
-            assert judge.accepts(a, b) == (i == j), (a, b)
-    assert judge.accepts(float("nan"), float("nan"))
-    assert not judge.accepts((1, 2), (1, 2.0))
-    assert judge.accepts((1, (2, "a")), (1, (2, "a")))
-
-
-def test_what_nobody_looked_into_is_accepted_by_its_type() -> None:
-    judge = Judge(lambda tensor: True, nobody_looked)
-    a, b = SimpleNamespace(x=1), SimpleNamespace(x=1)
-    assert judge.accepts(a, b)
-    assert not judge.accepts(a, SimpleNamespace(x=2))  # unless it says what is equal to it
-    assert judge.accepts(object(), object())
-    assert not judge.accepts(a, a.__dict__)
-    assert not judge.accepts(nn.ReLU(), nn.ReLU())
-
-
-def test_what_somebody_looked_into_is_accepted_by_what_it_holds() -> None:
-    def same_x(judge: Judge, found: Any, now: Any) -> bool:
-        return judge.accepts(found.x, now.x)
-
-    judge = Judge(lambda tensor: True, same_x)
-    assert judge.accepts(SimpleNamespace(x=1, y=1), SimpleNamespace(x=1, y=2))
-    assert not judge.accepts(SimpleNamespace(x=1), SimpleNamespace(x=2))
-
-
-def test_values_are_named_on_one_line() -> None:
-    assert described(torch.ones(2, 3)) == "a tensor of shape=(2, 3)"
-    assert described(TensorLike.of(torch.ones(2))) == "a tensor of shape=(2,)"
-    assert described("x" * 100) == "'" + "x" * 56 + "..."
-    assert described([1]) == "a list"
-    assert described(nn.Linear) == "Linear"
-    assert described(ABSENT) == "nothing"
