@@ -8,12 +8,13 @@ rate are inputs, state is updated in place, and shardings stay what they were.
 What Python holds is looked at on every call: where a number, a function, a module or a tensor that
 the step reaches by name is another one than when it was traced, it is traced anew, and `stats()`
 says which. What the step computes on ordinary CPU tensors, draws included, is computed before each
-run. A float among the arguments is an input of the program as soon as it has changed once.
+run; what it assigns (``self.loss = loss``) is assigned after it. Numbers among the arguments are
+part of the program: pass what changes often as a tensor.
 
 What the step must not do: branch on the value of a tensor on the mesh, draw from Python's or
-NumPy's random numbers (both clear errors), or rely on Python side effects per call, such as
-``scheduler.step()``. Call the scheduler after the step; the learning rate is read anew on every
-call.
+NumPy's random numbers, take from an iterator that is older than the call (all clear errors), or
+rely on other effects of Python per call, such as printing, or ``scheduler.step()``. Call the
+scheduler after the step; the learning rate is read anew on every call.
 
 Gradients that the step leaves in ``p.grad`` are outputs of the program and take memory between
 steps. End the step with ``optimizer.zero_grad()`` to drop them.

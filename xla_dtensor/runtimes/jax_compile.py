@@ -18,8 +18,9 @@ State comes out with the sharding it went in with; without that pin XLA may leav
 weight sharded, and the second call would compile again.
 
 A step that makes its optimizer state on the first call is traced once more on the second, when
-that state exists. From then on a call costs only the launch. Python's own side effects happen only
-while tracing.
+that state exists. From then on a call costs the launch, and a look at what Python holds
+(``premises``). What the step assigns in Python is assigned after each run (``jax_effects``); its other
+effects happen while it is traced.
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ class Premises:
             step: The step. Of modules those count that it reaches by name.
         """
         reach = Reach.of(step)
-        befores = {id(m): ModuleBefore.of(m) for m in reach.modules.values()}
-        made = cls(reach, Modules(befores))
+        modules_before = {id(m): ModuleBefore.of(m) for m in reach.modules.values()}
+        made = cls(reach, Modules(modules_before))
         made.settle(lambda value: isinstance(value, torch.Tensor))
         return made
 
