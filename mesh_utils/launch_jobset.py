@@ -14,7 +14,7 @@ that Kubernetes itself disrupts, as by preemption or the drain of a node.
 from collections.abc import Mapping
 
 from mesh_utils.errors import JobError
-from mesh_utils.launch_text import fill, kubernetes_text, node_arch, yaml_list, yaml_text
+from mesh_utils.launch_text import fill, kubernetes_text, node_arch, yaml_list, yaml_text, yaml_word
 from mesh_utils.launch_work import PREEMPTED, Work
 
 _PORT = 8476
@@ -53,7 +53,7 @@ def jobset(work: Work) -> str:
     namespace = work.options.get("namespace")
     common = {
         "title": work.title,
-        "name": work.name,
+        "name": yaml_word(work.name),
         "namespace": "" if namespace is None else f"namespace: {yaml_text(namespace)}",
         "labels": labels,
         "max_restarts": work.count("max_restarts"),

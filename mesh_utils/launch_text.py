@@ -72,6 +72,21 @@ def dns_name(name: str) -> str:
     return named[:_MOST_LETTERS].rstrip("-")
 
 
+def yaml_word(value: str) -> str:
+    """Writes a word as a YAML scalar, quoted where YAML would take it for something else.
+
+    Args:
+        value: letters, digits and dashes.
+
+    Example:
+        >>> yaml_word("llama"), yaml_word("no")
+        ('llama', '"no"')
+    """
+    import yaml
+
+    return value if yaml.safe_load(value) == value else yaml_text(value)
+
+
 def yaml_text(value: str) -> str:
     """Quotes text as a YAML scalar on one line.
 

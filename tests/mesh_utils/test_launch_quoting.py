@@ -116,6 +116,8 @@ def test_quoting(text: str) -> None:
 @example("$(touch /tmp/no)")
 @example("@@name @@{title} @@")
 @example("-" * 70 + "a")
+@example("NULL")  # to YAML null is no text
+@example("no")
 def test_names(tools: Path, name: str) -> None:
     if not re.search(r"[a-z0-9]", name.lower()) or not name.strip() or not name.isprintable():
         return

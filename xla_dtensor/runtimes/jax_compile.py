@@ -19,8 +19,8 @@ weight sharded, and the second call would compile again.
 
 A step that makes its optimizer state on the first call is traced once more on the second, when
 that state exists. From then on a call costs the launch, and a look at what Python holds
-(``premises``). What the step assigns in Python is assigned after each run (``jax_effects``); its other
-effects happen while it is traced.
+(``premises``). What the step assigns in Python is assigned after each run (``jax_effects``); its
+other effects happen while it is traced.
 """
 
 from __future__ import annotations

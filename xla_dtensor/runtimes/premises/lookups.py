@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.runtimes.host_work.python_random import is_python_random
-from xla_dtensor.runtimes.premises.chains import ATTRIBUTE, EACH, ITEM
+from xla_dtensor.runtimes.premises.chains import ATTRIBUTE
 from xla_dtensor.runtimes.premises.effects import Effects
 from xla_dtensor.runtimes.premises.frames import bound_arguments, given_to
 from xla_dtensor.runtimes.premises.libraries import is_library_file, is_of_library
@@ -286,7 +286,7 @@ class Lookups:
         if isinstance(owner, CONTAINERS):
             self.effects.container(owner)
         elif kind != ATTRIBUTE:
-            assert kind in (ITEM, EACH)
+            return  # An item of another object, or of what a call has made.
         elif isinstance(owner, types.ModuleType):
             self.effects.variable(vars(owner), key)
         elif not (isinstance(owner, torch.Tensor) and hasattr(torch.Tensor, key)):

@@ -29,7 +29,7 @@ import logging
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,13 @@ from xla_dtensor.runtimes.opened import held_by_opened
 from xla_dtensor.runtimes.premises.chains import CallRead, Chain
 from xla_dtensor.runtimes.premises.frames import Frame, bound_arguments, given_to
 from xla_dtensor.runtimes.premises.libraries import is_library_file, is_of_library
+from xla_dtensor.runtimes.premises.looking import (
+    cells_of,
+    forward_of,
+    hooks_of,
+    is_opaque,
+    names_in,
+)
 from xla_dtensor.runtimes.premises.lookups import BUFFERS, CONTAINERS, Lookups
 from xla_dtensor.runtimes.premises.reads import reads_of
 from xla_dtensor.runtimes.premises.values import ABSENT, is_plain
@@ -52,7 +59,28 @@ _MOST_OPENED = 10_000
 _CLOSED = (torch.Tensor, torch.optim.Optimizer)
 _BAGS = (types.SimpleNamespace, argparse.Namespace)  # a library's class, the user's attributes
 _MUTE = (logging.Logger, logging.Handler)  # which a result does not depend on
-_TAKE_NOTHING = (iter, isinstance, type, id, hash, repr, str, print, callable, hasattr, getattr)
+_MAKING = frozenset({"__init__", "__post_init__", "__new__"})
+# Special methods that a step's result seldom depends on, and that lead far: into what writes texts.
+_ASIDE = _MAKING | {
+    *("__repr__", "__str__", "__format__", "__del__", "__dir__", "__sizeof__", "__hash__"),
+    *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__"),
+    *("__copy__", "__deepcopy__", "__init_subclass__", "__class_getitem__", "__subclasshook__"),
+    *("__set_name__", "__prepare__", "__instancecheck__", "__subclasscheck__"),
+}
+_TAKE_NOTHING = (
+    iter,
+    isinstance,
+    issubclass,
+    type,
+    id,
+    hash,
+    repr,
+    str,
+    print,
+    callable,
+    hasattr,
+    getattr,
+)
 _NONE: Mapping[str, Any] = types.MappingProxyType({})
 
 
@@ -93,6 +121,11 @@ class Reach(Lookups):
         reach._finish()
         return reach
 
+    def functions(self) -> list[types.FunctionType]:
+        """Return the functions that were gone into."""
+        numbers = {number for number, _ in self._walked}
+        return [each for number, each in self._kept.items() if number in numbers]
+
     def _finish(self) -> None:
         """Go into all functions that came up, and open all objects, until nothing is new."""
         known: set[str] = set()
@@ -108,7 +141,7 @@ class Reach(Lookups):
                 self._open(opened[-1], known)
 
     def _open(self, value: Any, names: Set[str]) -> None:
-        for name in sorted(_that_it_may_have(value, names)):
+        for name in sorted(names_in(value, names)):
             for found in self.attribute(value, name):
                 self.end(found)
 
@@ -131,7 +164,7 @@ class Reach(Lookups):
         wrapped = getattr(function, "__wrapped__", None)
         if is_library_file(function.__code__.co_filename):
             # One that a library has put around the user's, ``torch.no_grad()`` for instance.
-            for value in (wrapped, *_cells(function)):
+            for value in (wrapped, *cells_of(function)):
                 if isinstance(value, types.FunctionType | types.MethodType):
                     self.end(value)
             return
@@ -181,7 +214,7 @@ class Reach(Lookups):
             self._method_of(args[0][0], function)
         elif isinstance(function, torch.nn.Module):
             self.end(function)
-            args, function = [[function], *args], _forward_of(function)
+            args, function = [[function], *args], forward_of(function)
         elif isinstance(function, functools.partial):
             args = [*([value] for value in function.args), *args]
             kwargs = {**{k: [v] for k, v in function.keywords.items()}, **kwargs}
@@ -205,7 +238,9 @@ class Reach(Lookups):
         elif isinstance(function, operator.attrgetter):
             self._attributes.update(*(name.split(".") for name in function.__reduce__()[1]))
         self.end(function)
-        if not any(function is each for each in _TAKE_NOTHING):
+        if any(function is each for each in _TAKE_NOTHING):
+            args = [[v for v in values if not isinstance(v, type)] for values in args]
+        else:
             for values in (*args, *kwargs.values()):
                 for value in values:
                     self.taken_from(value)
@@ -225,7 +260,7 @@ class Reach(Lookups):
 
     def end(self, value: Any) -> None:
         """Take all of a value as read."""
-        if value is ABSENT or id(value) in self._ended or is_plain(value):
+        if value is ABSENT or id(value) in self._ended or is_opaque(value) or is_plain(value):
             return
         self._ended[id(value)] = value
         if isinstance(value, torch.Generator):
@@ -269,7 +304,7 @@ class Reach(Lookups):
         self.modules[id(module)] = module
         for forward in self.attribute(module, "forward"):
             self.end(forward)
-        for hook in _hooks(module):
+        for hook in hooks_of(module):
             self.end(hook)
         for child in module._modules.values():
             self.end(child)
@@ -279,15 +314,20 @@ class Reach(Lookups):
                 self.end(hook)
 
     def _end_class(self, kind: type) -> None:
-        """Take a class of the user's as made objects of: all its code may run."""
+        """Take a class of the user's as made objects of."""
+        if not is_of_library(kind):
+            self._go_into_special(kind, None)
+            self._open_later(kind)
+
+    def _go_into_special(self, kind: type, instance: Any) -> None:
+        """Go into what Python itself calls: ``__call__``, ``__mul__``, ``__iter__``."""
+        given = [] if instance is None else [[instance]]
         for each in kind.__mro__:
-            if is_of_library(each):
-                continue
-            for value in list(vars(each).values()):
-                function = getattr(value, "__func__", getattr(value, "fget", value))
-                if isinstance(function, types.FunctionType):
-                    self.go_into(function)
-        self._open_later(kind)
+            for name, function in () if is_of_library(each) else list(vars(each).items()):
+                is_made = instance is None and name in _MAKING
+                is_special = name.startswith("__") and name.endswith("__") and name not in _ASIDE
+                if (is_made or is_special) and isinstance(function, types.FunctionType):
+                    self.go_into(function, bound_arguments(function, given, {}))
 
     def _end_object(self, value: Any) -> None:
         kind = type(value)
@@ -298,11 +338,7 @@ class Reach(Lookups):
             if not isinstance(value, _MUTE):
                 self.search(value)
             return
-        for each in kind.__mro__:
-            for name, function in () if is_of_library(each) else list(vars(each).items()):
-                is_special = name.startswith("__") and name != "__init__"
-                if is_special and isinstance(function, types.FunctionType):
-                    self.go_into(function, bound_arguments(function, [[value]], {}))
+        self._go_into_special(kind, value)
         self._open_later(value)
 
     def _open_later(self, value: Any) -> None:
@@ -313,53 +349,18 @@ class Reach(Lookups):
 
     def search(self, value: Any) -> None:
         """Take every attribute of an object as read."""
+        if isinstance(value, types.ModuleType) and is_library_file(
+            getattr(value, "__file__", None) or ""
+        ):
+            return
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict) and not isinstance(value, (*_CLOSED, torch.nn.Module)):
             self.whole(value, own)
             for each in list(own.values()):
-                if isinstance(each, CONTAINERS) or is_plain(each):
+                if not is_opaque(each) and (isinstance(each, CONTAINERS) or is_plain(each)):
                     self.end(each)
         elif isinstance(value, torch.nn.Module):
             for name in list(vars(value)):
                 if not name.startswith("_"):
                     self.attribute(value, name)
         self.end(value)
-
-
-def _forward_of(module: torch.nn.Module) -> Any:
-    return vars(module).get("forward", inspect.getattr_static(type(module), "forward", None))
-
-
-def _hooks(module: torch.nn.Module) -> Iterator[Any]:
-    for table in (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    ):
-        yield from table.values()
-
-
-def _cells(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:
-            continue
-
-
-def _that_it_may_have(value: Any, names: Set[str]) -> Set[str]:
-    """Return which of some attributes an object has; all of them where it answers to any name."""
-    kind, own = type(value), getattr(value, "__dict__", None)
-    if isinstance(value, torch.Tensor):
-        return names & {*(own or ())}
-    if isinstance(value, type):
-        return names & {*_of_class(value)}
-    if hasattr(kind, "__getattr__"):
-        return names
-    return names & {*_of_class(kind), *(own if isinstance(own, dict) else ())}
-
-
-def _of_class(kind: type) -> Iterator[str]:
-    for each in kind.__mro__:
-        yield from list(vars(each))

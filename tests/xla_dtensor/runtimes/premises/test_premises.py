@@ -306,42 +306,6 @@ def test_recursion_and_cycles_end() -> None:
     assert why(premises) is not None
 
 
-class Node:
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.next: list[Node] = []
-
-
-def test_much_is_looked_into_in_few_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects times names times functions would take for ever."""
-    nodes = [Node(number) for number in range(3000)]
-    for one, other in itertools.pairwise(nodes):
-        one.next.append(other)
-    parts = [f"def f{i}(q): return q.at{i}.bt{i}.number.next.zz{i}" for i in range(300)]
-    calls = "\n".join(f"    f{i}(q)" for i in range(300))
-    source = "\n".join(
-        [*parts, f"def every(q):\n{calls}", "def step(): return [*map(each, nodes)]"]
-    )
-    names: dict[str, Any] = {"nodes": nodes}
-    run_source(f"{source}\ndef each(q): return every(q)", names)
-    run_source("def step2():\n    for n in nodes: every(n)", names)
-    lookups, attribute = [0], Reach.attribute
-
-    def counted(reach: Reach, owner: Any, name: str) -> Any:
-        lookups[0] += 1
-        return attribute(reach, owner, name)
-
-    monkeypatch.setattr(Reach, "attribute", counted)
-    for step in (names["step"], names["step2"]):
-        lookups[0] = 0
-        premises = premises_of(step)
-        assert lookups[0] < 30_000
-        assert why(premises) is None
-        nodes[2000].number += 1
-        assert "Node.number changed from 2000 to 2001" in str(why(premises))
-        nodes[2000].number -= 1
-
-
 def test_generators_are_found() -> None:
     mine, numbers = torch.Generator(), np.random.default_rng(0)
     holder = SimpleNamespace(generator=mine)
