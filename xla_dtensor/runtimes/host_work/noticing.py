@@ -129,8 +129,9 @@ def _seeding(tape: HostTape, is_here: Callable[[], bool]) -> dict[str, Any]:
 def _noted_generators(tape: HostTape, is_here: Callable[[], bool]) -> Any:
     """Return a class like ``torch.Generator`` that tells the tape of those that are made."""
     base: Any = torch._C.Generator
+    meta: Any = type(base)  # newer versions of torch have one of their own
 
-    class Kind(type):
+    class Kind(meta):
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, base)
 
