@@ -206,6 +206,35 @@ def a_user_dict_with_tensors(put: Put) -> Any:
 # ---------------------------------------------------------------------- hooks and optimizers
 
 
+class Scaled(torch.autograd.Function):
+    """An operation of the user's own."""
+
+    factor = 2.0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * Scaled.factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * Scaled.factor * 10
+
+
+@case(traces=3)
+def an_operation_of_the_users_own(put: Put) -> Any:
+    weight = nn.Parameter(put(torch.ones(4)))
+    Scaled.factor = 2.0
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        weight.grad = None
+        y: Any = Scaled.apply(x * weight)
+        y.sum().backward()
+        assert weight.grad is not None
+        return weight.grad + y.detach().sum()
+
+    return step, once(lambda: setattr(Scaled, "factor", 3.0))
+
+
 @case(traces=3)
 def a_hook_of_a_tensor(put: Put) -> Any:
     weight = nn.Parameter(put(torch.ones(4)))

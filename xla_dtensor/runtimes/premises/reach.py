@@ -315,9 +315,14 @@ class Reach(Lookups):
 
     def _end_class(self, kind: type) -> None:
         """Take a class of the user's as made objects of."""
-        if not is_of_library(kind):
-            self._go_into_special(kind, None)
-            self._open_later(kind)
+        if is_of_library(kind):
+            return
+        self._go_into_special(kind, None)
+        self._open_later(kind)
+        for each in kind.__mro__ if issubclass(kind, torch.autograd.Function) else ():
+            for name in () if is_of_library(each) else list(vars(each)):
+                for found in self.of_classes((each,), name, kind):
+                    self.end(found)  # torch calls its methods.
 
     def _go_into_special(self, kind: type, instance: Any) -> None:
         """Go into what Python itself calls: ``__call__``, ``__mul__``, ``__iter__``."""
