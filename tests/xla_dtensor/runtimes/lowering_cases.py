@@ -315,8 +315,8 @@ PRODUCTS: dict[Any, list[Case]] = {
     **named("scaled_dot_product_attention", Case(Q, K, K), Case(Q, K, K, None, 0.0, True)),
     **named(
         "_weight_norm_interface_backward",
-        Case(A, B, f(5, 1), pos(5, 1), 0),
-        Case(S, f(5, 6, 3), f(1, 1, 3), pos(1, 1, 3), 2),
+        Case(A, B, A[:, :1] + 3, B[:, :1].abs() + 1, 0),
+        Case(S, S.flip(0), S[:1, :1] + 3, S[:1, :1].abs() + 1, 2),
     ),
     **named("native_layer_norm", Case(S, [3], f(3), f(3), 1e-5), Case(S, [6, 3], None, None, 0.1)),
 }
