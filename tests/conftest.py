@@ -1,9 +1,9 @@
 """One runtime per test process, 8 virtual CPU devices.
 
 A process runs one runtime, so a session tests one: ``pytest --runtime jax`` (the default where JAX
-is installed) or ``pytest --runtime torch_xla -m on_runtime``. Tests that use the `runtime` fixture
-get the marker ``on_runtime``; those that need one runtime in particular say so with
-``@pytest.mark.only_on("jax")``.
+is installed) or ``pytest --runtime torch_xla -m on_runtime``. Tests that need one runtime in
+particular say so with ``@pytest.mark.only_on("jax")``; they, and those that use the `runtime`
+fixture, get the marker ``on_runtime``.
 """
 
 from __future__ import annotations
@@ -71,9 +71,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "hosts" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("hosts"))
         only = item.get_closest_marker("only_on")
-        if only is not None and chosen not in only.args:
-            reason = f"only on {' or '.join(only.args)}, this session runs {chosen}"
-            item.add_marker(pytest.mark.skip(reason=reason))
+        if only is not None:
+            # One that starts a runtime in processes of its own has no such fixture.
+            item.add_marker("on_runtime")
+            if chosen not in only.args:
+                reason = f"only on {' or '.join(only.args)}, this session runs {chosen}"
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="module", autouse=True)

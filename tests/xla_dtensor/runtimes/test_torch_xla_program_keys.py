@@ -129,8 +129,12 @@ def test_any_programs_give_torchs_values(
     tensors = [plain(t) if of_users else t for t in given_tensors.values()]
     for steps in programs:
         expected = value_of(steps, [host.double() for host in hosts.values()])
+        narrow = value_of(steps, list(hosts.values()))
+        off = (narrow - expected).abs().max().item()  # where large values cancel out
         found = READS[read](value_of(steps, tensors))
-        torch.testing.assert_close(found, READS[read](expected.float()), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            found, READS[read](expected.float()), rtol=1e-4, atol=1e-4 + 10 * off
+        )
 
 
 def test_without_keys_torch_xla_takes_them_for_equal(given_tensors: dict[str, Any]) -> None:
