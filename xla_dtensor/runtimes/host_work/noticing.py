@@ -132,7 +132,7 @@ def _noted_generators(tape: HostTape, is_here: Callable[[], bool]) -> Any:
     meta: Any = type(base)  # newer versions of torch have one of their own
 
     class Kind(meta):
-        def __instancecheck__(cls, value: Any) -> bool:
+        def __instancecheck__(cls, value: Any) -> bool:  # pyright: ignore[reportSelfClsParameterName]
             return isinstance(value, base)
 
     class Generator(base, metaclass=Kind):
