@@ -171,7 +171,7 @@ class Lookups:
         getter = getattr(value, "fget", None) or getattr(value, "func", None)
         if isinstance(getter, types.FunctionType) and instance is not None:
             self.go_into(getter, bound_arguments(getter, [[instance]], {}))
-            return () if is_library_file(getter.__code__.co_filename) else self._got(owner, name)
+            return ()  # What a property returns is its code's to read.
         if isinstance(value, types.MemberDescriptorType):
             return () if instance is None else (self._read(owner, name),)
         if hasattr(type(value), "__get__") and not callable(value):
@@ -183,9 +183,6 @@ class Lookups:
         if isinstance(value, types.MethodDescriptorType) and instance is not None:
             self.end(instance)  # What a method of C reads of it nobody knows.
         return (value,)
-
-    def _got(self, owner: Any, name: str) -> Iterable[Any]:
-        return ()  # What a property returns is its code's to read.
 
     def _users_class_of(self, kind: type, function: types.FunctionType) -> None:
         """Take a user's class as used whose inherited code calls its methods."""
