@@ -245,7 +245,7 @@ def load(name, path):
 package = "xla_dtensor.runtimes.premises"
 for name in ("xla_dtensor", "xla_dtensor.runtimes", package, "pytest"):
     sys.modules[name] = types.ModuleType(name)
-for name in ("chains", "scopes", "sources", "reader", "reads"):
+for name in ("chains", "scopes", "sources", "expressions", "reader", "reads"):
     load(f"{{package}}.{{name}}", {str(FOLDER)!r} + f"/{{name}}.py")
 marks = types.SimpleNamespace(parametrize=lambda *a: lambda f: f)
 sys.modules["pytest"].mark = marks
