@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 __all__ = [
+    "ALL",
     "ARGUMENT",
     "ATTRIBUTE",
     "CELL",
@@ -16,6 +17,7 @@ __all__ = [
     "ITEM",
     "MADE",
     "OVERRIDDEN",
+    "STAR",
     "CallRead",
     "Chain",
     "Reads",
@@ -27,6 +29,8 @@ GLOBAL, CELL, ARGUMENT, IMPORT = "global", "cell", "argument", "import"
 # Its steps: an attribute, an item by a constant key, any element, ``super().name`` of an argument,
 # and a container that the code has just made of what the chain leads to.
 ATTRIBUTE, ITEM, EACH, OVERRIDDEN, MADE = "attribute", "item", "each", "overridden", "made"
+STAR = "star"  # the key of a container that Python has made: of ``*args`` or ``**kwargs``
+ALL = "[...]"  # behind the name of one: what it holds besides what is known by position or name
 
 _FORMS = {ATTRIBUTE: ".{}", ITEM: "[{!r}]", EACH: "[...]", OVERRIDDEN: ".super().{}", MADE: "(...)"}
 
@@ -50,9 +54,23 @@ class Chain(NamedTuple):
 
     def then(self, kind: str, key: Any = None) -> Chain:
         """Return the chain with one more step; what was made of a thing has it as its element."""
-        if kind in (EACH, ITEM) and self.steps and self.steps[-1][0] == MADE:
-            return self._replace(steps=self.steps[:-1])
+        if kind in (EACH, ITEM) and self.is_made:
+            steps, is_star = self.steps[:-1], self.is_star
+            is_one = is_star and kind == ITEM and (isinstance(key, str) or type(key) is int)
+            if is_one and not (isinstance(key, int) and key < 0):
+                return Chain(self.root, f"{self.name}[{key!r}]", steps)
+            return self._replace(steps=steps)
         return self._replace(steps=(*self.steps, (kind, key)))
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it leads to a container that the code has made."""
+        return bool(self.steps) and self.steps[-1][0] == MADE
+
+    @property
+    def is_star(self) -> bool:
+        """Whether it is ``args`` or ``kwargs`` of a function that takes ``*args, **kwargs``."""
+        return self.steps == ((MADE, STAR),)
 
     def bare(self) -> Chain:
         """Return what the containers that the code has made of it hold."""
@@ -74,15 +92,17 @@ class CallRead:
 
     Args:
         function: The chains of what is called.
-        args: The chains of each positional argument.
+        args: The chains of each positional argument; of ``*x`` those of `x`.
         kwargs: The chains of each keyword argument.
-        is_known: Every argument stands in `args` or `kwargs`: there is no ``*args``.
+        stars: Which of `args` have a star.
+        doubles: Of each ``**x``, the chains of `x`.
     """
 
     function: Values
     args: tuple[Values, ...]
     kwargs: Mapping[str, Values]
-    is_known: bool
+    stars: frozenset[int]
+    doubles: tuple[Values, ...]
 
 
 @dataclass

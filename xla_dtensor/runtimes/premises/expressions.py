@@ -109,8 +109,7 @@ class Expressions(ABC):
             return self.stepped(owners, ITEM, key)
         self.use(node.slice, scope)
         if isinstance(node.slice, ast.Slice):
-            self.stepped(owners, EACH)
-            return owners
+            return frozenset(each.then(MADE) for each in self.stepped(owners, EACH))
         return self.stepped(owners, EACH)
 
     def _IfExp(self, node: ast.IfExp, scope: Scope) -> Values:
@@ -145,7 +144,11 @@ class Expressions(ABC):
     def _Dict(self, node: ast.Dict, scope: Scope) -> Values:
         for key in node.keys:
             self.use(key, scope)
-        return self._made_of(node.values, scope)
+        pairs = list(zip(node.keys, node.values, strict=True))
+        merged = (self.value(each, scope) for key, each in pairs if key is None)
+        parts = (self.stepped(each, EACH) for each in merged)
+        others = frozenset(chain.then(MADE) for part in parts for chain in part)
+        return others | self._made_of([each for key, each in pairs if key is not None], scope)
 
     def _comprehended(self, node: Any, parts: Sequence[ast.expr], scope: Scope) -> Values:
         targets = [each.target for each in node.generators]
@@ -192,23 +195,20 @@ class Expressions(ABC):
         if isinstance(getter, ast.Call) and _name_of(getter.func) == "attrgetter" and node.args:
             return self._got(getter, self.value(node.args[0], scope))
         function = self.value(node.func, scope)
-        args = tuple(self._argument(each, scope) for each in node.args)
-        kwargs = {each.arg: self._argument(each.value, scope) for each in node.keywords}
-        is_known = None not in kwargs and not any(isinstance(a, ast.Starred) for a in node.args)
-        named = {key: value for key, value in kwargs.items() if key is not None}
-        self.reads.calls.append(CallRead(function, args, named, is_known))
-        if not is_known:
-            for each in (*args, *kwargs.values()):
-                self.used(each)
-        return self._result(node, name, args, scope)
+        stars = {place for place, each in enumerate(node.args) if isinstance(each, ast.Starred)}
+        inside = [each.value if isinstance(each, ast.Starred) else each for each in node.args]
+        args = [self.value(each, scope) for each in inside]
+        kwargs = [(each.arg, self.value(each.value, scope)) for each in node.keywords]
+        named = {name: value for name, value in kwargs if name is not None}
+        doubles = tuple(value for name, value in kwargs if name is None)
+        call = CallRead(function, tuple(args), named, frozenset(stars), doubles)
+        self.reads.calls.append(call)
+        return self._result(node, name, call, scope)
 
-    def _argument(self, node: ast.expr, scope: Scope) -> Values:
-        return self.value(node, scope)
-
-    def _result(
-        self, node: ast.Call, name: str | None, args: tuple[Values, ...], scope: Scope
-    ) -> Values:
+    def _result(self, node: ast.Call, name: str | None, call: CallRead, scope: Scope) -> Values:
         """Return what a call may give, of functions that hand on what they get."""
+        starred = {place: self.stepped(call.args[place], EACH) for place in call.stars}
+        args = [starred.get(place, each) for place, each in enumerate(call.args)]
         if isinstance(node.func, ast.Name):
             if name in _SAME and args:
                 return args[0]
@@ -244,6 +244,20 @@ class Expressions(ABC):
         return NOTHING
 
     _call_hasattr = _call_getattr
+
+    def _call_len(self, node: ast.Call, scope: Scope) -> Values:
+        """Of a container that the code has made, nothing is read."""
+        self.used(frozenset(c for c in self.value(node.args[0], scope) if not c.is_made))
+        return NOTHING
+
+    def _Compare(self, node: ast.Compare, scope: Scope) -> Values:
+        """Of ``"name" in kwargs``, nothing is read."""
+        self.use(node.left, scope)
+        for operator, each in zip(node.ops, node.comparators, strict=True):
+            is_in = isinstance(operator, ast.In | ast.NotIn) and isinstance(node.left, ast.Constant)
+            found = self.value(each, scope)
+            self.used(frozenset(c for c in found if not (is_in and c.is_star)))
+        return NOTHING
 
     def _call_setattr(self, node: ast.Call, scope: Scope) -> Values:
         owners = self.value(node.args[0], scope)

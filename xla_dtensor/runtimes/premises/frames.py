@@ -5,12 +5,14 @@ from __future__ import annotations
 import builtins
 import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from xla_dtensor.runtimes.premises.arguments import Arguments, Given, Spread, spread
 from xla_dtensor.runtimes.premises.chains import (
+    ALL,
     ARGUMENT,
     ATTRIBUTE,
     CELL,
@@ -19,6 +21,7 @@ from xla_dtensor.runtimes.premises.chains import (
     ITEM,
     MADE,
     OVERRIDDEN,
+    CallRead,
     Chain,
     Values,
 )
@@ -27,7 +30,7 @@ from xla_dtensor.runtimes.premises.values import ABSENT
 if TYPE_CHECKING:
     from xla_dtensor.runtimes.premises.lookups import Lookups
 
-__all__ = ["Frame", "bound_arguments", "given_to"]
+__all__ = ["Frame", "given_to"]
 
 
 class Frame:
@@ -39,9 +42,7 @@ class Frame:
         given: The values of its arguments, where known.
     """
 
-    def __init__(
-        self, lookups: Lookups, function: types.FunctionType, given: Mapping[str, Sequence[Any]]
-    ) -> None:
+    def __init__(self, lookups: Lookups, function: types.FunctionType, given: Given) -> None:
         self._lookups = lookups
         self._function = function
         self._given = given
@@ -56,6 +57,37 @@ class Frame:
         if chain not in self._found:
             self._found[chain] = self._looked_up(chain)
         return self._found[chain]
+
+    def arguments(self, call: CallRead) -> Arguments:
+        """Return what a call gives."""
+        args: list[Sequence[Any]] = []
+        more: list[Any] = []
+        others: list[Any] = []
+        kwargs = {name: self.all_values(chains) for name, chains in call.kwargs.items()}
+        is_counted = True  # which position the next argument has
+        for place, chains in enumerate(call.args):
+            held = Spread([self.all_values(chains)])
+            if place in call.stars:
+                held = self._spread(chains)
+            if is_counted:
+                args += held.places
+            else:
+                more += (value for each in held.places for value in each)
+            more += held.rest
+            is_counted = is_counted and held.is_all
+        for held in map(self._spread, call.doubles):
+            for name, values in held.named.items():
+                kwargs[name] = [*kwargs.get(name, ()), *values]
+            others += held.rest
+        return Arguments(args, kwargs, more, others)
+
+    def _spread(self, chains: Values) -> Spread:
+        """Return what ``*x`` or ``**x`` gives."""
+        first = next(iter(chains), None)
+        if first is not None and first.is_star and len(chains) == 1:
+            return spread(self._given, first.name)
+        found = (self.values(chain.then(EACH).bare()) for chain in sorted(chains, key=str))
+        return Spread(rest=[value for each in found for value in each], is_all=False)
 
     def _looked_up(self, chain: Chain) -> list[Any]:
         if not chain.steps:
@@ -86,7 +118,10 @@ class Frame:
 
     def _roots(self, chain: Chain) -> Iterable[Any]:
         if chain.root == ARGUMENT:
-            return self._given.get(chain.name, ())
+            held = self._given.get(chain.name)
+            if held is None and chain.name.endswith("]"):
+                held = self._given.get(chain.name.partition("[")[0] + ALL)
+            return held or ()
         if chain.root == IMPORT:
             return (sys.modules.get(chain.name, ABSENT),)
         if chain.root == CELL:
@@ -125,20 +160,6 @@ def cell_of(function: types.FunctionType, name: str) -> types.CellType | None:
     """Return the cell of a variable of a function around."""
     names: Sequence[str] = function.__code__.co_freevars
     return (function.__closure__ or ())[names.index(name)] if name in names else None
-
-
-def bound_arguments(
-    function: types.FunctionType,
-    args: Sequence[Sequence[Any]],
-    kwargs: Mapping[str, Sequence[Any]],
-) -> dict[str, Sequence[Any]]:
-    """Return the values of a function's arguments by name; what ``*args`` takes is left out."""
-    code = function.__code__
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    by_place = zip(code.co_varnames[: code.co_argcount], args, strict=False)
-    found = {name: values for name, values in by_place if values}
-    found.update({name: values for name, values in kwargs.items() if name in names and values})
-    return found
 
 
 def given_to(container: Any) -> list[Any]:

@@ -14,6 +14,9 @@ from xla_dtensor.runtimes.premises.libraries import is_of_library
 __all__ = ["cells_of", "forward_of", "hooks_of", "is_opaque", "names_in"]
 
 
+_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+
+
 def forward_of(module: torch.nn.Module) -> Any:
     """Return a module's own ``forward``, else its class's."""
     return vars(module).get("forward", inspect.getattr_static(type(module), "forward", None))
@@ -46,9 +49,18 @@ def names_in(value: Any, names: Set[str]) -> Set[str]:
         return names & {*(own or ())}
     if isinstance(value, type):
         return names & {*_of_class(value)}
+    if isinstance(value, torch.nn.Module):
+        # Its methods count where they are called; what it is itself is compared with the modules.
+        return names & ({*vars(value)} | {*_settings(kind)}) - _EVERY_MODULE
     if hasattr(kind, "__getattr__"):
         return names
     return names & {*_of_class(kind), *(own if isinstance(own, dict) else ())}
+
+
+def _settings(kind: type) -> Iterator[str]:
+    for each in kind.__mro__:
+        if not is_of_library(each):
+            yield from (n for n, v in list(vars(each).items()) if not inspect.isroutine(v))
 
 
 def is_opaque(value: Any) -> bool:

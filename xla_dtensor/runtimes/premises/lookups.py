@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from xla_dtensor.runtimes.host_work.python_random import is_python_random
+from xla_dtensor.runtimes.premises.arguments import Arguments
 from xla_dtensor.runtimes.premises.chains import ATTRIBUTE
 from xla_dtensor.runtimes.premises.effects import Effects
-from xla_dtensor.runtimes.premises.frames import bound_arguments, given_to
+from xla_dtensor.runtimes.premises.frames import given_to
 from xla_dtensor.runtimes.premises.libraries import is_library_file, is_of_library
 from xla_dtensor.runtimes.premises.tables import (
     Array,
@@ -74,7 +75,7 @@ class Lookups:
         """Keep objects alive, so that their ids stay theirs."""
         self._kept.update((id(value), value) for value in values)
 
-    def go_into(self, function: Any, given: Mapping[str, Any]) -> None:
+    def go_into(self, function: Any, given: Arguments | None = None) -> None:
         """Go into a function that a lookup runs; see ``Reach``."""
         raise NotImplementedError
 
@@ -169,15 +170,16 @@ class Lookups:
                 return (value,)
             return (types.MethodType(value, instance),)
         getter = getattr(value, "fget", None) or getattr(value, "func", None)
-        if isinstance(getter, types.FunctionType) and instance is not None:
-            self.go_into(getter, bound_arguments(getter, [[instance]], {}))
-            return ()  # What a property returns is its code's to read.
+        if isinstance(getter, types.FunctionType):
+            # Of a class, objects may be made; what a property returns is its code's to read.
+            self.go_into(getter, None if instance is None else Arguments([[instance]]))
+            return ()
         if isinstance(value, types.MemberDescriptorType):
             return () if instance is None else (self._read(owner, name),)
         if hasattr(type(value), "__get__") and not callable(value):
             getter = inspect.getattr_static(type(value), "__get__")
             if isinstance(getter, types.FunctionType):
-                self.go_into(getter, bound_arguments(getter, [[value], [owner]], {}))
+                self.go_into(getter, Arguments([[value], [owner]]))
             self.end(value)
             return ()
         if isinstance(value, types.MethodDescriptorType) and instance is not None:

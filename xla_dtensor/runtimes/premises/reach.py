@@ -37,8 +37,9 @@ import torch
 
 from xla_dtensor.runtimes.host_work.python_random import is_python_random
 from xla_dtensor.runtimes.opened import held_by_opened
+from xla_dtensor.runtimes.premises.arguments import Arguments, Given, bound
 from xla_dtensor.runtimes.premises.chains import CallRead, Chain
-from xla_dtensor.runtimes.premises.frames import Frame, bound_arguments, given_to
+from xla_dtensor.runtimes.premises.frames import Frame, given_to
 from xla_dtensor.runtimes.premises.libraries import is_library_file, is_of_library
 from xla_dtensor.runtimes.premises.looking import (
     cells_of,
@@ -99,7 +100,7 @@ class Reach(Lookups):
         self._opened: dict[int, Any] = {}  # whose attributes count as read by name
         self._to_open: list[Any] = []
         self._ended: dict[int, Any] = {}
-        self._waiting: list[tuple[types.FunctionType, Mapping[str, Sequence[Any]]]] = []
+        self._waiting: list[tuple[types.FunctionType, Given]] = []
 
     @classmethod
     def of(
@@ -117,7 +118,8 @@ class Reach(Lookups):
         held = held_by_opened((args, kwargs))
         reach.keep(*held)
         reach.given.update(map(id, held))
-        reach._call(function, [[value] for value in args], {k: [v] for k, v in kwargs.items()})
+        given = Arguments([[value] for value in args], {k: [v] for k, v in kwargs.items()})
+        reach._call(function, given)
         reach._finish()
         return reach
 
@@ -147,20 +149,24 @@ class Reach(Lookups):
 
     # ------------------------------------------------------------------ functions
 
-    def go_into(self, function: Any, given: Mapping[str, Sequence[Any]] = _NONE) -> None:
-        """Go into a function, later; `given` are its arguments, where known."""
-        is_much = any(len(values) > _MOST_VALUES for values in given.values())
+    def go_into(self, function: Any, given: Arguments | None = None) -> None:
+        """Go into a function, later; `given` is what it is called with, where known."""
+        names: Given = {}
+        if given is not None:
+            names, left = bound(function, given)
+            self._all_used(left)
+        is_much = any(len(values) > _MOST_VALUES for values in names.values())
         if is_much or len(self._walked) > _MOST_FRAMES:
             # Once for all calls: what it is given counts as used as a whole.
-            self._all_used((), given)
-            given = _NONE
-        key = (id(function), tuple((n, *map(id, values)) for n, values in given.items()))
+            self._all_used(value for values in names.values() for value in values)
+            names = {}
+        key = (id(function), tuple((n, *map(id, values)) for n, values in names.items()))
         if key not in self._walked:
             self._walked.add(key)
-            self.keep(function, *(value for values in given.values() for value in values))
-            self._waiting.append((function, given))
+            self.keep(function, *(value for values in names.values() for value in values))
+            self._waiting.append((function, names))
 
-    def _walk(self, function: types.FunctionType, given: Mapping[str, Sequence[Any]]) -> None:
+    def _walk(self, function: types.FunctionType, given: Given) -> None:
         wrapped = getattr(function, "__wrapped__", None)
         if is_library_file(function.__code__.co_filename):
             # One that a library has put around the user's, ``torch.no_grad()`` for instance.
@@ -189,42 +195,36 @@ class Reach(Lookups):
             do(value)
 
     def _called(self, frame: Frame, call: CallRead) -> None:
-        args = [frame.all_values(chains) for chains in call.args]
-        kwargs = {name: frame.all_values(chains) for name, chains in call.kwargs.items()}
+        given = frame.arguments(call)
         functions = frame.all_values(call.function)
         for function in functions:
-            if call.is_known:
-                self._call(function, args, kwargs)
-            else:
-                self.end(function)
+            self._call(function, given)
         if not functions:
-            self._all_used(args, kwargs)
+            self._all_used(given.values())
 
-    def _all_used(self, args: Iterable[Iterable[Any]], kwargs: Mapping[str, Iterable[Any]]) -> None:
-        for values in (*args, *kwargs.values()):
-            for value in values:
-                self.end(value)
+    def _all_used(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self.end(value)
 
-    def _call(
-        self, function: Any, args: Sequence[Sequence[Any]], kwargs: Mapping[str, Sequence[Any]]
-    ) -> None:
+    def _call(self, function: Any, given: Arguments) -> None:
         """Take a value as called."""
         if isinstance(function, types.MethodType):
-            args, function = [[function.__self__], *args], function.__func__
-            self._method_of(args[0][0], function)
+            owner, function = function.__self__, function.__func__
+            given = given.after(owner)
+            self._method_of(owner, function)
         elif isinstance(function, torch.nn.Module):
             self.end(function)
-            args, function = [[function], *args], forward_of(function)
+            given, function = given.after(function), forward_of(function)
         elif isinstance(function, functools.partial):
-            args = [*([value] for value in function.args), *args]
-            kwargs = {**{k: [v] for k, v in function.keywords.items()}, **kwargs}
-            self._call(function.func, args, kwargs)
+            args = [*([value] for value in function.args), *given.args]
+            kwargs = {**{k: [v] for k, v in function.keywords.items()}, **given.kwargs}
+            self._call(function.func, Arguments(args, kwargs, given.more, given.others))
             return
         elif not isinstance(function, types.FunctionType | type):
             call = inspect.getattr_static(type(function), "__call__", None)
             if isinstance(call, types.FunctionType):
                 self.end(function)
-                args, function = [[function], *args], call
+                given, function = given.after(function), call
         if isinstance(function, types.FunctionType):
             inside = inspect.unwrap(function)
             for each in (function, inside):
@@ -232,19 +232,18 @@ class Reach(Lookups):
                     each.__code__.co_filename
                 )
                 if is_users:
-                    self.go_into(each, bound_arguments(each, args, kwargs))
+                    self.go_into(each, given)
                     return
             self.go_into(function)
         elif isinstance(function, operator.attrgetter):
             self._attributes.update(*(name.split(".") for name in function.__reduce__()[1]))
         self.end(function)
-        if any(function is each for each in _TAKE_NOTHING):
-            args = [[v for v in values if not isinstance(v, type)] for values in args]
-        else:
-            for values in (*args, *kwargs.values()):
-                for value in values:
-                    self.taken_from(value)
-        self._all_used(args, kwargs)
+        for value in given.values():
+            if not any(function is each for each in _TAKE_NOTHING):
+                self.taken_from(value)
+            elif isinstance(value, type):
+                continue
+            self.end(value)
 
     def _method_of(self, owner: Any, function: Any) -> None:
         """Take a method's owner as used where a library's code does with it what it likes."""
@@ -276,7 +275,7 @@ class Reach(Lookups):
         elif isinstance(value, types.MethodType):
             self._end_method(value)
         elif isinstance(value, functools.partial):
-            self._all_used([[value.func], value.args], {"": value.keywords.values()})
+            self._all_used((value.func, *value.args, *value.keywords.values()))
         elif isinstance(value, np.ndarray):
             self.array(value)
         elif isinstance(value, BUFFERS):
@@ -297,11 +296,12 @@ class Reach(Lookups):
     def _end_method(self, method: types.MethodType) -> None:
         owner, function = method.__self__, method.__func__
         if isinstance(function, types.FunctionType):
-            self.go_into(function, bound_arguments(function, [[owner]], {}))
+            self.go_into(function, Arguments([[owner]]))
         self._method_of(owner, function)
 
     def _end_module(self, module: torch.nn.Module) -> None:
         self.modules[id(module)] = module
+        self._open_later(module)
         for forward in self.attribute(module, "forward"):
             self.end(forward)
         for hook in hooks_of(module):
@@ -326,13 +326,13 @@ class Reach(Lookups):
 
     def _go_into_special(self, kind: type, instance: Any) -> None:
         """Go into what Python itself calls: ``__call__``, ``__mul__``, ``__iter__``."""
-        given = [] if instance is None else [[instance]]
+        given = Arguments() if instance is None else Arguments([[instance]])
         for each in kind.__mro__:
             for name, function in () if is_of_library(each) else list(vars(each).items()):
                 is_made = instance is None and name in _MAKING
                 is_special = name.startswith("__") and name.endswith("__") and name not in _ASIDE
                 if (is_made or is_special) and isinstance(function, types.FunctionType):
-                    self.go_into(function, bound_arguments(function, given, {}))
+                    self.go_into(function, given)
 
     def _end_object(self, value: Any) -> None:
         kind = type(value)

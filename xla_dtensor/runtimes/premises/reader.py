@@ -48,7 +48,13 @@ def read(tree: Function, free: Iterable[str]) -> Reads:
     given = tree.args
     arguments = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
     stars = [each.arg for each in (given.vararg, given.kwarg) if each is not None]
-    scope = Scope(names | {*arguments, *stars}, frozenset(free), None, tuple(arguments), elsewhere)
+    scope = Scope(
+        names | {*arguments, *stars},
+        frozenset(free),
+        arguments=tuple(arguments),
+        elsewhere=elsewhere,
+        stars=tuple(stars),
+    )
     reader = _Reader()
     for _ in range(_PASSES):
         reader.reads = Reads()
@@ -185,7 +191,8 @@ class _Reader(Expressions):
         if not known:
             self.use(target.slice, scope)
         kind = ITEM if known else EACH
-        self.written(frozenset(chain.then(kind, key) for chain in owners))
+        outside = frozenset(chain for chain in owners if not chain.is_made)
+        self.written(frozenset(chain.then(kind, key) for chain in outside))
         self.used(values)
 
     def _bind_parts(
@@ -198,8 +205,12 @@ class _Reader(Expressions):
                 self.bind(part, self.value(each, scope), scope, each)
             return
         elements = self.stepped(values, EACH)
-        for part in parts:
-            self.bind(part, elements, scope)
+        is_place = True
+        for place, part in enumerate(parts):
+            is_place = is_place and not isinstance(part, ast.Starred)
+            found = frozenset(each.then(ITEM, place) for each in values if each.is_star)
+            is_known = is_place and len(found) == len(values) == 1
+            self.bind(part, self.looked_up(found) if is_known else elements, scope)
 
 
 def _loaded(target: ast.expr) -> ast.expr:

@@ -6,7 +6,15 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from xla_dtensor.runtimes.premises.chains import ARGUMENT, CELL, GLOBAL, Chain, Values
+from xla_dtensor.runtimes.premises.chains import (
+    ARGUMENT,
+    CELL,
+    GLOBAL,
+    MADE,
+    STAR,
+    Chain,
+    Values,
+)
 
 __all__ = ["Scope", "assigned_names"]
 
@@ -25,6 +33,7 @@ class Scope:
         outer: The scope around; None for the outermost function.
         arguments: The arguments of the outermost function.
         elsewhere: Names that it says are of a scope further out, by ``global`` or ``nonlocal``.
+        stars: Its arguments that hold others, ``*args`` and ``**kwargs``.
         values: What names may stand for, whatever the control flow.
     """
 
@@ -33,6 +42,7 @@ class Scope:
     outer: Scope | None = None
     arguments: tuple[str, ...] = ()
     elsewhere: dict[str, str] = field(default_factory=dict)
+    stars: tuple[str, ...] = ()
     values: dict[str, set[Chain]] = field(default_factory=dict)
 
     def look_up(self, name: str) -> Values:
@@ -40,6 +50,8 @@ class Scope:
         own = frozenset(self.values.get(name, ()))
         if name in self.elsewhere or name not in self.names:
             return own | self._further_out(name)
+        if name in self.stars:
+            return own | {Chain(ARGUMENT, name).then(MADE, STAR)}
         return own | {Chain(ARGUMENT, name)} if name in self.arguments else own
 
     def _further_out(self, name: str) -> Values:
