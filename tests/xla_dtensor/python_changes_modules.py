@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -166,3 +168,44 @@ def a_host_tensor_is_replaced(put: Put) -> Any:
         weight = torch.full((4,), 3.0)
 
     return lambda x: x * weight, once(change)
+
+
+def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function as decorators do that know nothing of its arguments."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(nn.Module):
+    """Reads its configuration where only a decorator has called it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(factor=1.0, power=2)
+
+    @noted
+    def forward(self, x: torch.Tensor, *, offset: Any = None) -> torch.Tensor:
+        return self.raised(x) * self.config.factor + offset.number
+
+    @noted
+    def raised(self, x: torch.Tensor) -> torch.Tensor:
+        return x**self.config.power
+
+
+@case(traces=NUM_CALLS)
+def what_decorators_hand_on(put: Put) -> Any:
+    layer, offset = Decorated(), SimpleNamespace(number=1.0)
+
+    def change(call: int) -> None:
+        if call % 3 == 0:
+            layer.config.factor += 1
+        elif call % 3 == 1:
+            layer.config.power += 1
+        else:
+            offset.number += 1
+
+    return noted(lambda x: layer(x, offset=offset)), change
