@@ -182,8 +182,11 @@ class Lookups:
                 self.go_into(getter, Arguments([[value], [owner]]))
             self.end(value)
             return ()
+        # What a method of C reads of its owner nobody knows.
         if isinstance(value, types.MethodDescriptorType) and instance is not None:
-            self.end(instance)  # What a method of C reads of it nobody knows.
+            self.end(instance)
+        if isinstance(value, types.ClassMethodDescriptorType):
+            self.end(owner if isinstance(owner, type) else type(owner))
         return (value,)
 
     def _users_class_of(self, kind: type, function: types.FunctionType) -> None:
