@@ -2,7 +2,7 @@
 # `make help` lists the targets.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts test test-latest test-slow lint format typecheck gpu-check gpu-test tpu-check tpu-test bench clean clean-venvs
+.PHONY: help setup demo demo-hosts test test-latest test-slow test-latest-slow lint format typecheck gpu-check gpu-test tpu-check tpu-test bench clean clean-venvs
 
 # The first Python that really runs, is new enough and can make environments. A name on PATH is not
 # enough: version managers leave stand-ins there that only print an error. 3.11 comes first because
@@ -97,6 +97,10 @@ WITHOUT_TORCH := tests/mesh_utils/test_[acgjlmnopstx]* tests/mesh_utils/test_dra
 	tests/xla_dtensor/runtimes/test_jax_sources.py
 test-latest: $(LATEST_VENV)/$(STAMP)  ## run the tests on the newest supported torch, with jax
 	$(LATEST_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not gpu" \
+	$(WITHOUT_TORCH:%=--ignore-glob='$(CURDIR)/%') $(PYTEST_ARGS)
+
+test-latest-slow: $(LATEST_VENV)/$(STAMP)  ## run the tests that `make test-latest` leaves out
+	$(LATEST_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "slow and not gpu" \
 	$(WITHOUT_TORCH:%=--ignore-glob='$(CURDIR)/%') $(PYTEST_ARGS)
 
 # pytest exits with 5 when it finds no test, which is no failure for a subset.

@@ -22,6 +22,7 @@ import pytest
 
 from tests.hosts import QUICK_COMPILER, Hosts
 from tests.kept_programs import KeptPrograms
+from tests.sweeps import leave_out
 
 if TYPE_CHECKING:
     from xla_dtensor import DeviceMesh
@@ -77,6 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if chosen not in only.args:
                 reason = f"only on {' or '.join(only.args)}, this session runs {chosen}"
                 item.add_marker(pytest.mark.skip(reason=reason))
+    leave_out(items, chosen)
 
 
 @pytest.fixture(scope="module", autouse=True)

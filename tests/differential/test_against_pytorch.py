@@ -52,6 +52,7 @@ def found(seed: int, meshes: Any) -> list[Difference]:
     return differences(seed, meshes[make_program(seed).mesh_shape])
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("seeds", MANY)
 @pytest.mark.filterwarnings("ignore")
 def test_programs(seeds: list[int], meshes: Any) -> None:

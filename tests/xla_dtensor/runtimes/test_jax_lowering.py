@@ -52,11 +52,13 @@ def test_every_lowering_has_a_case() -> None:
     assert jax_lowering.find_lowering(aten.exp.default) is TABLE[aten.exp.default]
 
 
+@pytest.mark.sweep(2)
 @per_op(CASES)
 def test_values(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, op: Any) -> None:
     check_values(mesh, monkeypatch, op, CASES[op])
 
 
+@pytest.mark.sweep(3)
 @per_op(CASES)
 def test_gradients(mesh: DeviceMesh, op: Any) -> None:
     # Further cases of pointwise ops differ in dtypes and scalars only.
@@ -73,6 +75,7 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("change", OTHERS)
 @per_op(POINTWISE)
 def test_other_inputs(mesh: DeviceMesh, op: Any, change: str) -> None:
@@ -84,6 +87,7 @@ def test_other_inputs(mesh: DeviceMesh, op: Any, change: str) -> None:
     assert_same(case.mapped(lambda t: distribute_tensor(t, mesh)).run(op), expected, expected)
 
 
+@pytest.mark.sweep(2)
 @per_op(RANGES)
 def test_shape_dtype_and_range(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, op: Any) -> None:
     case, low, high = RANGES[op]

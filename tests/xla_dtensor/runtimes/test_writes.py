@@ -249,6 +249,7 @@ def test_chains_of_writes(
     check(chain, mesh_shape, spec)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("spec", QUICK_FIRST, ids=str)
 @pytest.mark.parametrize("make", WRITES)
 def test_a_write_alone(runtime: Runtime, make: Callable[[int, int, int], Write], spec: Any) -> None:
@@ -322,6 +323,7 @@ GRADIENTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("spec", QUICK_FIRST, ids=str)
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_that_write_by_index(runtime: Runtime, name: str, spec: Any) -> None:
