@@ -95,13 +95,23 @@ WITHOUT_TORCH := tests/mesh_utils/test_[acgjlmnopstx]* tests/mesh_utils/test_dra
 	tests/xla_dtensor/runtimes/test_jax_stacks.py tests/xla_dtensor/runtimes/test_jax_counted.py \
 	tests/xla_dtensor/runtimes/test_jax_rehome.py tests/xla_dtensor/test_live_* \
 	tests/xla_dtensor/runtimes/test_jax_sources.py
+# How single ops are lowered, and what they communicate: another torch seldom changes it, so these are
+# with the slow tests there. The file of the ops that everybody uses stays.
+OF_SINGLE_OPS := tests/xla_dtensor/runtimes/test_jax_lowering_* \
+	tests/xla_dtensor/runtimes/test_lean_attention.py tests/xla_dtensor/runtimes/test_jax_manual* \
+	tests/xla_dtensor/runtimes/test_whole_* tests/xla_dtensor/runtimes/test_op_corrections.py \
+	tests/xla_dtensor/runtimes/test_jax_product_order.py tests/xla_dtensor/test_product_order.py \
+	tests/xla_dtensor/test_collectives.py tests/xla_dtensor/test_random.py \
+	tests/xla_dtensor/spmd/test_spmd_scripts.py
 test-latest: $(LATEST_VENV)/$(STAMP)  ## run the tests on the newest supported torch, with jax
 	$(LATEST_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "not slow and not gpu" \
-	$(WITHOUT_TORCH:%=--ignore-glob='$(CURDIR)/%') $(PYTEST_ARGS)
+	$(patsubst %,--ignore-glob='$(CURDIR)/%',$(WITHOUT_TORCH) $(OF_SINGLE_OPS)) $(PYTEST_ARGS)
 
 test-latest-slow: $(LATEST_VENV)/$(STAMP)  ## run the tests that `make test-latest` leaves out
+	$(LATEST_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu" \
+	$(wildcard $(OF_SINGLE_OPS)) $(PYTEST_ARGS)
 	$(LATEST_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m "slow and not gpu" \
-	$(WITHOUT_TORCH:%=--ignore-glob='$(CURDIR)/%') $(PYTEST_ARGS)
+	$(patsubst %,--ignore-glob='$(CURDIR)/%',$(WITHOUT_TORCH) $(OF_SINGLE_OPS)) $(PYTEST_ARGS)
 
 # pytest exits with 5 when it finds no test, which is no failure for a subset.
 test-slow: $(MAIN_VENV)/$(STAMP)  ## run the tests that `make test` leaves out

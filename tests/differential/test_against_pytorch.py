@@ -60,6 +60,7 @@ def test_programs(seeds: list[int], meshes: Any) -> None:
     assert not unexplained, "\n".join(map(str, unexplained))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("explanation", EXPLAINED, ids=lambda e: e.name)
 @pytest.mark.filterwarnings("ignore")
 def test_a_class_still_explains_something(

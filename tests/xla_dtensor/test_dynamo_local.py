@@ -73,6 +73,7 @@ def test_a_tensor_parallel_mlp(mesh: xd.DeviceMesh, backend: str) -> None:
     check(functools.partial(mlp, mesh), plain_mlp, backend, inputs, hosts)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("placements", [(S0, S1), (R, R), (S1, S0), (S0, S0), (R, S1)])
 def test_there_and_back(mesh: xd.DeviceMesh, backend: str, placements: Any) -> None:
     values = torch.randn(16, 8)

@@ -150,7 +150,7 @@ def check_reductions(
         np.testing.assert_allclose(found, mine, rtol=2e-7, atol=0)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=SUPPRESSED)
+@settings(max_examples=12, deadline=None, suppress_health_check=SUPPRESSED)
 @given(cases())
 def test_there_and_back(runtime: Runtime, case: Any) -> None:
     check(*case)

@@ -251,6 +251,7 @@ def marked(often: set[str]) -> list[Any]:
     ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", marked(OP_BY_OP))
 def test_values_and_gradients(mesh: DeviceMesh, name: str) -> None:
     function, kinds, shared = FUNCTIONS[name]
@@ -268,6 +269,7 @@ def test_values_and_gradients(mesh: DeviceMesh, name: str) -> None:
             close(grad, torch.stack([each[number] for each in grads]).sum(0))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", marked({*FUNCTIONS}))
 def test_nothing_is_communicated(mesh: DeviceMesh, runtime: Runtime, name: str) -> None:
     """The whole function with its backward pass as one program: no collective in its HLO."""

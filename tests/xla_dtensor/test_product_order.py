@@ -118,7 +118,7 @@ Drawn = tuple[Callable[..., Any], Sequence[Placements]]
 
 
 @given(layouts(), st.booleans())
-@settings(max_examples=15, deadline=None, suppress_health_check=_LONG)
+@settings(max_examples=8, deadline=None, suppress_health_check=_LONG)
 def test_gradients_of_any_layouts(cube: xd.DeviceMesh, drawn: Drawn, compiled: bool) -> None:
     check_gradients(cube, *drawn, compiled)
 
@@ -142,7 +142,7 @@ def on_four_axes(runtime: Runtime, drawn: int) -> None:
 
 
 def test_on_four_axes(runtime: Runtime) -> None:
-    on_four_axes(runtime, drawn=5)
+    on_four_axes(runtime, drawn=2)
 
 
 @pytest.mark.slow

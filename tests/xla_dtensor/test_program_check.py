@@ -24,6 +24,7 @@ def pair() -> Iterator[Hosts]:
 pytestmark = pytest.mark.xdist_group("hosts")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("program", "here", "there", "what"),
     [

@@ -89,6 +89,7 @@ def test_the_sharding_stays(put: Callable[[], Any], placements: str, write: str)
         assert torch.equal(given.detach().cpu(), wanted(WRITES[write], X))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("placements", PLACEMENTS)
 def test_in_a_compiled_step(

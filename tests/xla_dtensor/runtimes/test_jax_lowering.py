@@ -129,6 +129,7 @@ PROMOTING: dict[str, Callable[[Any, Any], torch.Tensor]] = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", PROMOTING)
 def test_dtypes_are_promoted_as_torch_does(mesh: DeviceMesh, name: str) -> None:
     function = PROMOTING[name]

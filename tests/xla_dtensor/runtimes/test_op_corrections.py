@@ -230,6 +230,7 @@ def test_index_fill_of_a_number(check: Check) -> None:
 # --------------------------------------------------------------------- views and masks
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dims", [(0, 1), (1, 0), (1, 2), (-1, 0)])
 @pytest.mark.parametrize("offset", [0, 2, -1])
 def test_diagonal_of_any_two_dims(check: Check, dims: tuple[int, int], offset: int) -> None:

@@ -240,7 +240,7 @@ def check(
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(chains(), st.sampled_from(MESHES), st.sampled_from(SPECS))
 def test_chains_of_writes(

@@ -184,6 +184,7 @@ def test_with_torch_xla(
     assert shardings == asked(name)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.on_runtime
 @pytest.mark.only_on("jax")
 @pytest.mark.parametrize("name", list(ASKED))
