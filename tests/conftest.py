@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if chosen not in only.args:
                 reason = f"only on {' or '.join(only.args)}, this session runs {chosen}"
                 item.add_marker(pytest.mark.skip(reason=reason))
-    leave_out(items, chosen)
+    leave_out(items, str(chosen))
 
 
 @pytest.fixture(scope="module", autouse=True)
