@@ -118,7 +118,7 @@ def test_jaxlib_refuses_others() -> None:
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("chip", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
 def test_flags_compile(chip: str, slices: int) -> None:

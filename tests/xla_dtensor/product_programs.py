@@ -116,7 +116,9 @@ def _main(runtime: str, drawn: int) -> None:
     chosen = drawing.Random(0)
     for _ in range(drawn):
         program = chosen.choice(list(PROGRAMS))
-        places = [[Replicate(), *map(Shard, range(len(shape)))] for shape in PROGRAMS[program]]
+        places = [
+            [Replicate(), *(Shard(dim) for dim in range(len(shape)))] for shape in PROGRAMS[program]
+        ]
         lies = [[chosen.choice(each) for _ in range(4)] for each in places]
         told.append((program, lies, chosen.random() < 0.5))
     for program, lies, compiled in told:

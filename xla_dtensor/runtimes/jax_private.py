@@ -26,7 +26,10 @@ import jax
 from jax._src import distributed, source_info_util, xla_bridge
 from jax._src.clusters import ClusterEnv
 from jax._src.interpreters import partial_eval
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage] - an alias now
+    Jaxpr,
+)
 
 __all__ = [
     "Cluster",

@@ -97,7 +97,7 @@ class JaxRuntime(Runtime):
     def scope(self, name: str) -> AbstractContextManager[Any]:
         return jax.named_scope(name)
 
-    def profile(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
+    def profile(self, folder: str | os.PathLike[str]) -> AbstractContextManager[Any]:
         return jax.profiler.trace(os.fspath(folder))
 
     # ------------------------------------------------------------------ loops
