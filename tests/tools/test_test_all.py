@@ -29,9 +29,8 @@ def test_parts_have_names_of_their_own() -> None:
 
 @pytest.mark.parametrize("part", runner.PARTS, ids=lambda part: part.name)
 def test_the_makefile_knows_each_environment(part: runner.Part) -> None:
-    variables = [f"{name}={value}" for name, value in part.variables.items()]
     done = subprocess.run(
-        ["make", "--no-print-directory", f"folder-{part.environment}", *variables],
+        ["make", "--no-print-directory", f"folder-{part.environment}", *part.variables],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -67,7 +66,7 @@ def run_in(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> in
 
 
 def part(name: str, program: str) -> runner.Part:
-    return runner.Part(name, "MAIN", ("-c", program), {})
+    return runner.Part(name, "MAIN", ("-c", program))
 
 
 def test_what_has_passed_is_not_run_again(
