@@ -171,7 +171,7 @@ def test_libtpu_starts_with_the_flags_of_each_job() -> None:
 def test_unsafe_flags_are_refused(unsafe: UnsafeFlags) -> None:
     for chip in unsafe.hardware:
         with pytest.raises(
-            JobError, match="Together all-.*Leave out one of them, or add"
+            JobError, match=r"Together all-.*Leave out one of them, or add"
         ) as caught:
             flags_for(chip, 1, None, unsafe.flags)
         assert all(name in str(caught.value) for name in [*unsafe.flags, *unsafe.unless])
