@@ -56,7 +56,7 @@ def read_device_ids(
     return ids
 
 
-def _as_array(device_ids: ArrayLike | range) -> NDArray[np.generic]:
+def _as_array(device_ids: ArrayLike | range) -> NDArray[np.integer]:
     if isinstance(device_ids, range):  # numpy would read it number by number
         return np.arange(device_ids.start, device_ids.stop, device_ids.step, dtype=np.int64)
     try:
@@ -69,7 +69,7 @@ def _as_array(device_ids: ArrayLike | range) -> NDArray[np.generic]:
         ) from None
 
 
-def _refuse_out_of_range(ids: NDArray[np.generic]) -> None:
+def _refuse_out_of_range(ids: NDArray[np.integer]) -> None:
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest > np.iinfo(np.int64).max:
         outside = lowest if lowest < 0 else highest

@@ -16,13 +16,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+from tests.contract import mark_thorough
 from tests.hosts import QUICK_COMPILER, Hosts
-from tests.kept_programs import KeptPrograms
-from tests.sweeps import leave_out
 
 if TYPE_CHECKING:
     from xla_dtensor import DeviceMesh
@@ -31,6 +31,16 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 NUM_DEVICES = 8
 _MOST_BYTES = 2_500_000_000
+
+# How many programs, meshes or texts a property is tried on: `--hypothesis-profile thorough` takes
+# the larger number. A test whose examples are dear sets a number of its own.
+_SETTINGS: dict[str, Any] = {
+    "deadline": None,  # others may use the machine
+    "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+}
+settings.register_profile("contract", max_examples=20, **_SETTINGS)
+settings.register_profile("thorough", max_examples=200, **_SETTINGS)
+settings.load_profile("contract")
 
 # Before anything can import jax. XLA:CPU can deadlock with more virtual devices than cores.
 os.environ.setdefault("NPROC", "64")
@@ -45,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     default = "jax" if importlib.util.find_spec("jax") else "torch_xla"
     default = os.environ.get("XLA_DTENSOR_RUNTIME", default)
     parser.addoption("--runtime", default=default, help="the runtime that tests run on")
+    parser.addoption("--part", help="3/8: the tests of every eighth file, beginning at the third")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,12 +66,6 @@ def pytest_configure(config: pytest.Config) -> None:
         flags.append(f"--xla_force_host_platform_device_count={NUM_DEVICES}")
     given = os.environ.get("XLA_FLAGS", "").split()  # the last one of a name counts
     os.environ["XLA_FLAGS"] = " ".join([*(flag for flag in flags if flag not in given), *given])
-    # A process that only hands out tests runs none.
-    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
-    if name == "jax" and runs_tests:
-        kept = KeptPrograms(ROOT / ".test-programs")
-        kept.start()
-        config.add_cleanup(kept.end)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
@@ -78,7 +83,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if chosen not in only.args:
                 reason = f"only on {' or '.join(only.args)}, this session runs {chosen}"
                 item.add_marker(pytest.mark.skip(reason=reason))
-    leave_out(items, str(chosen))
+    mark_thorough(items)
+    part = config.getoption("--part")
+    if part:
+        number, parts = map(int, str(part).split("/"))
+        files = sorted({item.path for item in items})
+        chosen_files = set(files[number - 1 :: parts])
+        config.hook.pytest_deselected(items=[i for i in items if i.path not in chosen_files])
+        items[:] = [item for item in items if item.path in chosen_files]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -108,7 +108,7 @@ def dry_run(*requirements: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_extra_resolves(extra: str) -> None:
     needs_torch = extra != "dev"
@@ -116,13 +116,13 @@ def test_extra_resolves(extra: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_main_environment_resolves() -> None:
     done = dry_run(".[jax,torch-xla,preflight,dev]")
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_two_tpu_extras_exclude_each_other(config: configparser.ConfigParser) -> None:
     extras = config["options.extras_require"]
     pinned = [line for extra in ("tpu", "torch-xla-tpu") for line in lines(extras[extra])]
@@ -131,7 +131,7 @@ def test_the_two_tpu_extras_exclude_each_other(config: configparser.ConfigParser
     assert "conflicting dependencies" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_wheel_holds_the_data(tmp_path: Path) -> None:
     source = tmp_path / "source"
     for folder in ("mesh_utils", "xla_dtensor", "tpu_configs", "tests", "tools"):

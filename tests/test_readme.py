@@ -22,6 +22,7 @@ def diff_sides(diff: str) -> tuple[str, str]:
     return "\n".join(before), "\n".join(after)
 
 
+@pytest.mark.thorough
 @pytest.mark.on_runtime
 def test_both_sides_of_the_diff_run_and_print_the_same_losses(
     request: pytest.FixtureRequest,

@@ -300,7 +300,8 @@ def _from_propagator(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any
 def _shadow_mesh(mesh: Mesh) -> TorchDeviceMesh:
     # torch skips process groups for "xla" only; the type is changed afterwards.
     shadow = TorchDeviceMesh("xla", torch.arange(mesh.size()).reshape(mesh.mesh_shape))
-    shadow.__dict__["_device_type" if "_device_type" in shadow.__dict__ else "device_type"] = "cpu"
+    name = "_device_type" if "_device_type" in vars(shadow) else "device_type"
+    vars(shadow)[name] = "cpu"
     shadow._coordinate_on_dim = [0] * mesh.ndim  # pyright: ignore
     shadow._dim_group_names = []  # pyright: ignore
     shadow._rank = 0  # pyright: ignore

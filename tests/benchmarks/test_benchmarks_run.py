@@ -67,7 +67,7 @@ def test_dispatch(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     assert all({"DTensor", "bare"} <= set(row["microseconds"]) for row in stored["rows"])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_annotate(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     runtime = str(pytestconfig.getoption("--runtime"))
     options = ("--calls", "2", "--layers", "1", "--sizes", "64")

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FACTOR = 1.05
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None or importlib.util.find_spec("jax") is None,
     reason="libtpu, the TPU compiler, is not installed: pip install xla-dtensor[preflight]",

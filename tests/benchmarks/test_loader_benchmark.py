@@ -16,7 +16,7 @@ from benchmarks.loader_child import WAYS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_it_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.loader", "--cases", "images", "--rounds", "1"]
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}

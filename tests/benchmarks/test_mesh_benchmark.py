@@ -67,7 +67,7 @@ def test_never_below_jax_and_always_at_the_optimum() -> None:
     assert any(outcome.jax_default_error for outcome in found)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_same_on_more_and_larger_slices() -> None:
     for name, shape in some_cases(300, 10_000, seed=2):
         check_claims(name, shape)
@@ -136,7 +136,7 @@ def test_the_score_when_every_link_is_walked(name: str) -> None:
         check_score_by_walking(name, shape)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*WALKED, "v5e:8x16", "v5e:16x16", "v5p:4x4x8", "v5p:4x8x8"])
 def test_more_scores_when_every_link_is_walked(name: str) -> None:
     shapes = power_shapes(Topology.parse(name).num_devices)

@@ -275,7 +275,7 @@ def test_the_stored_run_is_whole_and_every_mesh_of_the_search_compiled() -> None
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_libtpu_takes_the_searchs_meshes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,7 +40,7 @@ def ways_on(runtime: Runtime, model: str, mesh: xd.DeviceMesh) -> list[Way]:
 
 
 # The ViT's programs compile for long where two sessions share a processor.
-@pytest.mark.parametrize("model", ["llama", pytest.param("vit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["llama", pytest.param("vit", marks=pytest.mark.thorough)])
 def test_every_way_trains_as_plain_torch(runtime: Runtime, mesh: xd.DeviceMesh, model: str) -> None:
     expected = expected_losses(sizes_of(model, "small"))
     assert expected[-1] < expected[0]
@@ -225,7 +225,7 @@ def run(folder: Path, *options: str) -> tuple[str, Any]:
     return done.stdout, json.loads(file.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     process = str(pytestconfig.getoption("--runtime"))
     options = (f"--processes={process}", "--models=llama", "--topologies=none")
@@ -239,7 +239,7 @@ def test_a_run(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     assert "**Llama, 8 devices: collectives of one step**" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.only_on("jax")
 def test_a_run_on_real_devices(runtime: Runtime, tmp_path: Path) -> None:
     printed, stored = run(tmp_path, "--on-device=cpu", "--models=vit")

@@ -58,7 +58,7 @@ class _Reductions(TorchDispatchMode):
 def _group_of(args: Any) -> Any:
     name = next((v for v in reversed(args) if isinstance(v, str) and v not in _OPERATIONS), None)
     if name is not None:
-        return _resolve_process_group(name)
+        return _resolve_process_group(name)  # pyright: ignore[reportArgumentType]
     return next(dist.ProcessGroup.unbox(v) for v in args if isinstance(v, torch.ScriptObject))
 
 

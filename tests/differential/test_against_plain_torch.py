@@ -19,7 +19,7 @@ from tests.differential.generating import program_of
 from xla_dtensor.runtimes import Runtime
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 @settings(
     max_examples=60,

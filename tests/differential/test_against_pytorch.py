@@ -27,7 +27,7 @@ IN_A_GROUP = 25
 GROUPS = [SEEDS[i : i + IN_A_GROUP] for i in range(0, len(SEEDS), IN_A_GROUP)]
 # The default suite runs 100 programs; the others are `slow`.
 MANY = [
-    pytest.param(group, id=f"{group[0]}-{group[-1]}", marks=[pytest.mark.slow] * (number >= 4))
+    pytest.param(group, id=f"{group[0]}-{group[-1]}", marks=[pytest.mark.thorough] * (number >= 4))
     for number, group in enumerate(GROUPS)
 ]
 VERSION = ".".join(torch.__version__.split(".")[:2])
@@ -52,7 +52,7 @@ def found(seed: int, meshes: Any) -> list[Difference]:
     return differences(seed, meshes[make_program(seed).mesh_shape])
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("seeds", MANY)
 @pytest.mark.filterwarnings("ignore")
 def test_programs(seeds: list[int], meshes: Any) -> None:
@@ -60,7 +60,7 @@ def test_programs(seeds: list[int], meshes: Any) -> None:
     assert not unexplained, "\n".join(map(str, unexplained))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("explanation", EXPLAINED, ids=lambda e: e.name)
 @pytest.mark.filterwarnings("ignore")
 def test_a_class_still_explains_something(

@@ -65,7 +65,7 @@ def ours(runtime: Runtime) -> dict[str, Any]:
     return outcomes(started("xla", runtime.name))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 class TestRecipes:
     def test_gloo_runs_them_all(self, gloo: list[dict[str, Any]]) -> None:
         assert [(n, o["message"]) for rank in gloo for n, o in rank.items() if "error" in o] == []

@@ -114,7 +114,7 @@ def test_what_is_not_well_is_found(
     assert f"FAIL {line}" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_demo() -> None:
     """What `make demo-hosts` runs, with a smaller model and fewer steps."""
     words = ["--kill-after", "4", "--end-after", "5", "--", "--steps", "12", "--save-every", "3"]

@@ -113,7 +113,6 @@ def test_the_search_finds_the_optimum(chip: str, box: str) -> None:
         assert_optimal(topology, shape, weights[::-1])
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     st.tuples(*[st.sampled_from([1, 2, 3, 4, 6, 9, 12])] * 2, st.sampled_from([1, 2, 3])),
     st.tuples(*[st.booleans()] * 3),
@@ -208,7 +207,7 @@ def test_better_than_jax_where_axes_share_dims() -> None:
     assert not assert_not_below_jax(topology, (16, 16))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["v5p:8x8x16", "v5p:16x16x16", "v4:8x12x16", "tpu7x:8x8x8"])
 def test_never_below_jax_on_large_slices(name: str) -> None:
     pytest.importorskip("jax")
@@ -254,7 +253,7 @@ def test_many_axes_are_answered_and_said_to_be_no_optimum() -> None:
     assert len(np.unique(found.device_ids)) == 8192
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)  # a search each
 @given(st.permutations([2, 2, 2, 2, 4, 4]))
 def test_six_axes(shape: list[int]) -> None:
     found = assign(Topology.parse("v5e:16x16"), shape)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mesh_utils import (
@@ -98,7 +98,6 @@ def test_row_major_goes_by_place_where_ids_do_not() -> None:
 # --- JAX -----------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=200)
 @given(slices(), st.data())
 def test_jax_order_is_jaxs(devices: tuple[Device, ...], data: st.DataObject) -> None:
     jax_mesh_utils = pytest.importorskip("jax.experimental.mesh_utils")
@@ -112,7 +111,6 @@ def test_jax_order_is_jaxs(devices: tuple[Device, ...], data: st.DataObject) -> 
     assert ids(jax_order(tuple(shuffled), shape)) == ids(expected)
 
 
-@settings(deadline=None, max_examples=50)
 @given(slices(), st.data())
 def test_a_sub_slice_is_laid_out_like_a_slice(
     devices: tuple[Device, ...], data: st.DataObject
@@ -216,7 +214,6 @@ def test_whatever_jax_raises_becomes_a_mesh_error(monkeypatch: pytest.MonkeyPatc
         HybridMesh(synthetic_devices((2, 2)), ici_mesh_shape=(4,))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 31), min_size=1, max_size=31, unique=True))
 def test_holes_are_refused_in_a_few_words(kept: list[int]) -> None:
     devices = synthetic_devices((4, 4), cores_per_chip=2, kind="TPU7x")

@@ -10,7 +10,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import Network, Span, Topology, assign
@@ -53,7 +53,6 @@ def test_whole_dims_are_in_rows_where_all_are_gathered_at_once(name: str) -> Non
         assert gathers_at_once(Network.of(topology), span, chip) == expected, span
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.sampled_from(SLICES), st.data())
 def test_the_order_of_every_axis_and_no_score_depends_on_it(name: str, data: st.DataObject) -> None:
     topology = Topology.parse(name)

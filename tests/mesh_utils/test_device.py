@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import Device, HybridMesh, MeshError, read_devices, synthetic_devices
@@ -114,7 +114,6 @@ def test_live_devices_make_a_hybrid_mesh(runtime: Any) -> None:
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 
 
-@settings(deadline=None)
 @given(SHAPES, st.integers(1, 3), st.integers(1, 2))
 def test_synthetic_devices_are_numbered_and_listed_like_libtpus(
     hosts: tuple[int, int, int], num_slices: int, cores: int

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import Drawing, Mesh, MeshError, Network, Topology, assign, draw_mesh
@@ -113,7 +113,6 @@ def drawings(draw: st.DrawFn) -> Drawing:
     return draw_mesh(topology, mesh, network)
 
 
-@settings(max_examples=60, deadline=None)
 @given(drawings())
 def test_links_have_the_axes_that_use_them(drawing: Drawing) -> None:
     box = torus(drawing.topology)
@@ -133,7 +132,6 @@ def test_links_have_the_axes_that_use_them(drawing: Drawing) -> None:
         assert used == expected
 
 
-@settings(max_examples=40, deadline=None)
 @given(drawings())
 def test_a_group_hangs_together_over_the_links_of_its_axis(drawing: Drawing) -> None:
     places = mesh_places(drawing.topology, drawing.mesh.device_ids)
@@ -147,7 +145,6 @@ def test_a_group_hangs_together_over_the_links_of_its_axis(drawing: Drawing) -> 
             assert not chips or chips <= reach.get(min(chips), {min(chips)})
 
 
-@settings(max_examples=40, deadline=None)
 @given(drawings())
 def test_the_svg_shows_what_the_drawing_says(drawing: Drawing) -> None:
     picture = ElementTree.fromstring(drawing.svg())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import Device, Granule, MeshError, granules, synthetic_devices
@@ -69,7 +69,6 @@ def test_a_function_names_the_granule() -> None:
     assert ids(range(6), lambda device: (-(device.id // 3), "x")) == [[3, 4, 5], [0, 1, 2]]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.randoms())
 def test_the_order_of_the_list_does_not_matter(count: int, size: int, random: object) -> None:
     devices = [Device(n, slice_index=n % count) for n in range(count * size)]

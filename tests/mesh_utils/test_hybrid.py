@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import AxisError, Device, HybridMesh, Mesh, MeshError, synthetic_devices
@@ -176,7 +176,6 @@ def test_torch_xla_attributes_of_two_slices(order: Any) -> None:
 # --- against JAX ---------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=150)
 @given(plans(), st.randoms())
 def test_hybrid_meshes_are_jaxs(plan: Plan, random: Any) -> None:
     jax_mesh_utils = pytest.importorskip("jax.experimental.mesh_utils")
@@ -190,7 +189,6 @@ def test_hybrid_meshes_are_jaxs(plan: Plan, random: Any) -> None:
     assert mesh.device_ids.tolist() == np.vectorize(lambda device: device.id)(expected).tolist()
 
 
-@settings(deadline=None, max_examples=50)
 @given(plans())
 def test_processes_as_granules_are_jaxs(plan: Plan) -> None:
     jax_mesh_utils = pytest.importorskip("jax.experimental.mesh_utils")
@@ -241,7 +239,6 @@ def test_hybrid_meshes_are_torch_xlas(
 # --- invariants ----------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(plans(), st.data())
 def test_invariants(plan: Plan, data: st.DataObject) -> None:
     mesh = plan.mesh()
@@ -293,7 +290,6 @@ def test_granules_across_slices_are_refused() -> None:
 # --- value ---------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(plans(), st.data())
 def test_pickle_and_copy(plan: Plan, data: st.DataObject) -> None:
     mesh = plan.mesh()

@@ -331,7 +331,7 @@ def test_torchrun(tools: Path) -> None:
     assert called[-len(WORDS) :] == WORDS
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_torchrun_itself(tmp_path: Path) -> None:
     """The real one, with two processes on this machine."""
     torchrun = Path(sys.executable).parent / "torchrun"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import JobConfig, JobError
@@ -33,7 +33,6 @@ def check(found: JobConfig, plan: LocalPlan) -> None:
         assert here.dcn <= there.dcn
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(job_names()), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]))
 def test_every_job(name: str, processes: int, devices: int) -> None:
     found = job(name)
@@ -112,7 +111,6 @@ def test_what_crosses_processes() -> None:
     assert (ids // plan.devices == ids[..., :1] // plan.devices).all()  # tp=2
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 3])), min_size=1, max_size=3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mesh_utils.launch import render
@@ -51,9 +51,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tools(tmp_path_factory.mktemp("tools"))
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@pytest.mark.thorough
 @given(words, st.dictionaries(st.sampled_from(["A", "_b1"]), st.sampled_from(AWKWARD)))
 @example(AWKWARD, {"A": "a\nb '\"$(x) $$"})
 def test_words_in_scripts(tools: Path, given: list[str], env: dict[str, str]) -> None:
@@ -68,9 +66,7 @@ def test_words_in_scripts(tools: Path, given: list[str], env: dict[str, str]) ->
     assert shown(shell(remote, None).stdout) == expected
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@pytest.mark.thorough
 @given(words)
 @example(["a", "--b=c d"])
 @example(["$HOME"])
@@ -86,7 +82,7 @@ def test_words_in_xpk(tools: Path, given: list[str]) -> None:
     assert shell(f"({line})", None).stdout.decode() == "".join(f"{word}|" for word in given)
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.thorough
 @given(words, st.dictionaries(st.sampled_from(["A", "_b1"]), st.sampled_from(AWKWARD)))
 @example(AWKWARD, {"A": "\x85\u2028\ufeff: {["})
 @example(["$(A)", "$$(A)", "$$$", "\x7f\x00"[:1], "- a: b"], {"A": "no"})
@@ -108,9 +104,7 @@ def test_quoting(text: str) -> None:
     assert in_pod(yaml.safe_load(kubernetes_text(text)), {"A": "no", "": "no"}) == text
 
 
-@settings(
-    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@pytest.mark.thorough
 @given(st.text(st.characters(categories=["L", "N", "P", "S", "Zs"]), min_size=1, max_size=60))
 @example("'; touch /tmp/no; '")
 @example("$(touch /tmp/no)")
@@ -133,7 +127,6 @@ def test_names(tools: Path, name: str) -> None:
 
 
 @given(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1))
-@settings(deadline=None, max_examples=30)
 def test_settings(value: str) -> None:
     script = shell_settings({"zone": value}, {"ZONE": "a zone"}) + '\nprintf "%s\\0" "$ZONE"'
     assert shown(shell(script, None).stdout) == [value]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import AxisError, Mesh
@@ -182,7 +182,6 @@ def test_equal_by_value() -> None:
     assert MESH != 8
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_pickle_and_deepcopy(data: st.DataObject) -> None:
     mesh = data.draw(meshes())
@@ -249,7 +248,6 @@ def test_to_hash_is_the_same_in_another_process(seed: str) -> None:
 # --- submeshes -----------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_submesh_is_the_axes_asked_at_coordinate_zero(data: st.DataObject) -> None:
     mesh = data.draw(meshes())
@@ -273,7 +271,6 @@ def test_all_axes_in_order_is_the_mesh_itself() -> None:
     assert MESH["tp", "dp"].root is MESH
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_slice_is_the_other_axes_at_the_coordinate(data: st.DataObject) -> None:
     mesh = data.draw(meshes())
@@ -293,7 +290,6 @@ def test_slice_is_the_other_axes_at_the_coordinate(data: st.DataObject) -> None:
 # --- devices -------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(meshes())
 def test_coordinates_and_positions(mesh: Mesh) -> None:
     for at in itertools.product(*map(range, mesh.mesh_shape)):
@@ -306,7 +302,6 @@ def test_coordinates_and_positions(mesh: Mesh) -> None:
     assert type(mesh.coordinates(np.int32(mesh.device_ids.flat[0]))) is tuple  # type: ignore[arg-type]
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_groups_against_brute_force(data: st.DataObject) -> None:
     mesh = data.draw(meshes())
@@ -345,7 +340,6 @@ def test_factored() -> None:
     assert MESH["tp"].factored({"tp": (("a", 2), ("b", 2))}).root is MESH
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_flattened_undoes_factored(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
@@ -357,7 +351,6 @@ def test_flattened_undoes_factored(data: st.DataObject) -> None:
     assert fine.flattened(names, "all") == coarse
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_flattened_keeps_the_order(data: st.DataObject) -> None:
     mesh = data.draw(meshes())

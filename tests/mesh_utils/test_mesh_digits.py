@@ -4,7 +4,7 @@ import itertools
 import math
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import Digit, Mesh
@@ -97,7 +97,6 @@ def test_digits_of_a_part_that_was_not_cut_out() -> None:
     assert mesh["b"].digits(MESH) is None
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_digits_of_cut_permuted_and_rearranged_meshes(data: st.DataObject) -> None:
     """Whatever is made out of a root, its digits give back the positions of its devices."""
@@ -138,7 +137,6 @@ def assert_digits_are_right(mesh: Mesh, root: Mesh) -> None:
         assert root.size() % (size * stride) == 0
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_digits_of_another_order_over_the_same_devices(data: st.DataObject) -> None:
     root = data.draw(meshes())
@@ -154,7 +152,6 @@ def test_digits_of_another_order_over_the_same_devices(data: st.DataObject) -> N
     )
 
 
-@settings(deadline=None)
 @given(st.permutations(range(8)), st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2)]))
 def test_digits_of_random_orders(order: list[int], shape: tuple[int, ...]) -> None:
     mesh, root = Mesh(order, shape), Mesh.arange((8,))

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import Network, Span, Topology, TopologyError
@@ -127,14 +127,14 @@ def test_gather_equals_the_simulation(shape: Chip, wraps: str) -> None:
         check_gather(torus(shape, wraps), sizes, strides)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(("shape", "wraps"), BOXES)
 def test_gather_equals_the_simulation_on_every_span(shape: Chip, wraps: str) -> None:
     for sizes, strides in some_spans(shape, 100_000, 1):
         check_gather(torus(shape, wraps), sizes, strides)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("shape", "wraps"),
     [
@@ -213,7 +213,7 @@ def test_a_short_dim_with_both_halves_of_the_long_one_is_a_ring() -> None:
     assert modelled(box, (4, 1, 2), (1, 1, 4))[0] == simulation.gather_over_rings(box, rings) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(4, 4, 8), (4, 8, 8)])
 def test_gather_on_a_twisted_torus_equals_the_simulation(shape: Chip) -> None:
     """Rings around short dims pass both halves of the long ones; all else is as on a torus."""
@@ -382,7 +382,6 @@ def test_nothing_exceeds_the_bound_over_slices(name: str) -> None:
                 assert 0 < network.links(span, collective) <= bound * (1 + 1e-9), (span, collective)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_one_by_one_and_all_at_once_agree(data: st.DataObject) -> None:
     network = Network.of(Topology.parse(data.draw(st.sampled_from(NAMES))))

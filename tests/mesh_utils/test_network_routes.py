@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import (
@@ -119,7 +119,6 @@ def test_a_switch_takes_one_hop() -> None:
 # --- lattices ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_shortest_ways_are_those_of_the_simulation(data: st.DataObject) -> None:
     network = network_of(data.draw(st.sampled_from(NAMES)))
@@ -147,7 +146,6 @@ def test_periods() -> None:
 # --- spans ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_span_of_a_mesh_of_digits_is_found(data: st.DataObject) -> None:
     """Split each dim by mixed radix, give the digits to axes in any order: each axis has a span."""

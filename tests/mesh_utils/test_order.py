@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import Digit, mixed_radix, mixed_radix_positions
@@ -57,7 +57,6 @@ def test_every_mixed_radix_order_of_larger_n_is_recognised(n: int) -> None:
         assert math.prod(size for size, _ in digits) == n
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_transposed_iota_gives_its_fewest_digits(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
@@ -72,7 +71,6 @@ def test_transposed_iota_gives_its_fewest_digits(data: st.DataObject) -> None:
     assert len(digits) <= sum(size > 1 for size in shape)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_one_swap_is_never_called_by_the_digits_of_the_old_order(data: st.DataObject) -> None:
     shape = data.draw(SHAPES.filter(lambda s: math.prod(s) > 1))
@@ -85,7 +83,6 @@ def test_one_swap_is_never_called_by_the_digits_of_the_old_order(data: st.DataOb
         np.testing.assert_array_equal(mixed_radix_positions(digits), order)
 
 
-@settings(deadline=None)
 @given(st.permutations(range(24)))
 def test_random_permutations(order: list[int]) -> None:
     digits = mixed_radix(np.array(order))

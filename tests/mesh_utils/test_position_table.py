@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import MeshError
@@ -11,7 +11,6 @@ from mesh_utils.position_table import PositionTable
 IDS = st.one_of(st.integers(0, 40), st.integers(0, 2**63 - 1))
 
 
-@settings(deadline=None)
 @given(
     ordered=st.lists(IDS, min_size=1, max_size=30, unique=True),
     asked=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=10),

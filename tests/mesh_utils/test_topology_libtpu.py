@@ -16,7 +16,7 @@ from mesh_utils import Topology
 from tests.libtpu import needs_libtpu, run_with_libtpu
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.thorough,
     needs_libtpu,
 ]
 

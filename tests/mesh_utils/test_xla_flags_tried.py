@@ -183,7 +183,7 @@ def test_trials_of_one_row() -> None:
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda case: f"{case.chip}-{'+'.join(case.sets) or case.unsafe}"
 )

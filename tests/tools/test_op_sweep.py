@@ -272,7 +272,7 @@ def test_no_op_of_a_few_is_wrong(judge: Callable[..., Row]) -> None:
         assert not kinds & {"wrong", "raised"}, row
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_no_op_of_many_is_wrong(runtime: Any, tmp_path: Path) -> None:
     names = random.Random(3).sample(op_names(), len(op_names()) // 6)
     rows = Sweep(runtime.name, 3, 2, tmp_path / "notes.jsonl").run(names)

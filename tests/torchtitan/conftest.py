@@ -15,7 +15,7 @@ import xla_dtensor as xd
 from tests.torchtitan.jobs import JOBS, Job, Run, parallelized
 from xla_dtensor.runtimes import Runtime
 
-REASON = "torchtitan is not installed: `make test-latest` installs it, for the newest torch"
+REASON = "torchtitan is not installed: `make test` installs it, with the newest torch"
 
 # What torchtitan's apply_compile changes.
 CHANGED = {

@@ -54,21 +54,21 @@ def check_against_one_device(run: Run, loss: float) -> None:
         assert off < TOLERANCE, name
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", JOBS)
 def test_loss_and_gradients(parallel: Parallel, name: str) -> None:
     run = parallel(name)
     check_against_one_device(run, number(run.step()(*run.batch())))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", COMPILED)
 def test_loss_and_gradients_compiled(parallel: Parallel, name: str) -> None:
     run = parallel(name)
     check_against_one_device(run, number(xd.compile(run.step())(*run.batch())))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["FSDP+TP", "full_dtensor, HSDP+TP"])
 def test_training(parallel: Parallel, name: str, compiled: bool) -> None:

@@ -38,7 +38,8 @@ class Draw:
     def placements(self, ndim: int | None = None) -> list[Any]:
         dims = self.value.ndim if ndim is None else ndim
         return [
-            self.pick.choice([Replicate(), *map(Shard, range(dims))]) for _ in self.mesh.mesh.shape
+            self.pick.choice([Replicate(), *(Shard(dim) for dim in range(dims))])
+            for _ in self.mesh.mesh.shape
         ]
 
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard
 
 import xla_dtensor as xd
+from tests.hosts import QUICK_COMPILER
 
 __all__ = ["PROGRAMS", "Placements", "attention", "check_gradients", "gathered", "random"]
 
@@ -105,7 +106,7 @@ _FOUND = [
 
 def _main(runtime: str, drawn: int) -> None:
     os.environ.update(NPROC="64", JAX_PLATFORMS="cpu")
-    os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = QUICK_COMPILER
     xd.get_runtime(runtime, num_cpu_devices=16)
     mesh = xd.init_device_mesh("xla", (2, 2, 2, 2), mesh_dim_names=("a", "b", "c", "d"))
     told = [
@@ -115,7 +116,9 @@ def _main(runtime: str, drawn: int) -> None:
     chosen = drawing.Random(0)
     for _ in range(drawn):
         program = chosen.choice(list(PROGRAMS))
-        places = [[Replicate(), *map(Shard, range(len(shape)))] for shape in PROGRAMS[program]]
+        places = [
+            [Replicate(), *(Shard(dim) for dim in range(len(shape)))] for shape in PROGRAMS[program]
+        ]
         lies = [[chosen.choice(each) for _ in range(4)] for each in places]
         told.append((program, lies, chosen.random() < 0.5))
     for program, lies, compiled in told:

@@ -24,7 +24,7 @@ from tests.xla_dtensor.residual_network import residual_network
 from xla_dtensor.models.training import make
 
 pytestmark = [
-    pytest.mark.only_on("jax"), pytest.mark.slow, pytest.mark.usefixtures("runtime")
+    pytest.mark.only_on("jax"), pytest.mark.thorough, pytest.mark.usefixtures("runtime")
 ]  # fmt: skip
 STEPS = 30
 Step = Callable[..., torch.Tensor]

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -367,7 +367,7 @@ def resumed(
     return module, losses
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_training_resumes_where_it_was(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
     batches = torch.randn(4, 8, 6)
     module, optimizer = model(mesh, [R, S(0)], seed=0)
@@ -431,12 +431,6 @@ def cases(draw: st.DrawFn) -> tuple[list[int], Any, Any]:
     return shape, draw(layouts(len(shape))), draw(layouts(len(shape)))
 
 
-@settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 @given(cases())
 def test_round_trips(case: tuple[list[int], Any, Any]) -> None:
     shape, source, target = case

@@ -145,7 +145,7 @@ def test_psum_and_pmean(runtime: Runtime, mesh: Mesh, axes: tuple[str, ...]) -> 
     check(lambda x: xc.pmean(x, axes), mean, mean, mesh, axes)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mesh", "axes"), CASES)
 @pytest.mark.parametrize("largest", [True, False])
 def test_pmax_and_pmin(runtime: Runtime, mesh: Mesh, axes: tuple[str, ...], largest: bool) -> None:
@@ -165,7 +165,7 @@ def test_pmax_and_pmin(runtime: Runtime, mesh: Mesh, axes: tuple[str, ...], larg
     )
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mesh", "axes"), CASES)
 @pytest.mark.parametrize("dim", [0, -1])
 def test_all_gather_and_reduce_scatter(
@@ -175,7 +175,7 @@ def test_all_gather_and_reduce_scatter(
     check(lambda x: xc.reduce_scatter(x, axes, dim), scattered(dim), joined(dim), mesh, axes)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mesh", "axes"), CASES)
 @pytest.mark.parametrize(("split", "concat"), [(0, 1), (-1, -1)])
 def test_all_to_all(
@@ -185,7 +185,7 @@ def test_all_to_all(
     check(run, swapped(split, concat), swapped(concat, split), mesh, axes)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mesh", "axes"), CASES)
 @pytest.mark.parametrize("ring", [True, False])
 def test_permute(runtime: Runtime, mesh: Mesh, axes: tuple[str, ...], ring: bool) -> None:

@@ -64,7 +64,7 @@ def assert_unchanged(before: Any, after: Any) -> None:
     assert after[4] == before[4]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", ["start", "forward", "backward", "optimizer", "end"])
 @pytest.mark.parametrize("calls_before", [0, 2])
 def test_everything_is_as_it_was(mesh: xd.DeviceMesh, place: str, calls_before: int) -> None:

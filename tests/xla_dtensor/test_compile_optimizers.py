@@ -114,7 +114,7 @@ def trained_plainly(make: Make, schedule: Make) -> tuple[list[float], list[torch
     return losses, list(model.parameters())
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.only_on("jax")
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_plain_pytorch(mesh: xd.DeviceMesh, name: str) -> None:

@@ -55,7 +55,7 @@ def called(case: Any, put: Any, wrap: Callable[[Any], Any]) -> tuple[list[Any], 
     return found, step
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_gives_what_pytorch_gives(mesh: xd.DeviceMesh, name: str) -> None:
     expected, _ = called(CASES[name], lambda tensor: tensor, lambda step: step)
@@ -98,7 +98,7 @@ REASONS = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.thorough
 @pytest.mark.only_on("jax")
 @pytest.mark.parametrize("name", REASONS)
 def test_the_reason_names_what_changed(mesh: xd.DeviceMesh, name: str) -> None:

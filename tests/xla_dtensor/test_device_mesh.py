@@ -103,7 +103,7 @@ def test_stock_mesh_of_another_type_is_refused() -> None:
         def __init__(self) -> None:
             pass
 
-        device_type = "cuda"
+        device_type = "cuda"  # pyright: ignore[reportAssignmentType]
 
     with pytest.raises(DistributeError, match="device_type='cuda' was passed"):
         as_device_mesh(Stock())

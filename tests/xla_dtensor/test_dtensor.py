@@ -98,7 +98,7 @@ def outputs(result: Any) -> list[torch.Tensor]:
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "placements"), CASES, ids=[f"{name}-{p[0]}" for name, p in CASES])
 def test_values_and_labels(name: str, placements: Any, put: Make, mesh: xd.DeviceMesh) -> None:
     torch.manual_seed(0)

@@ -274,7 +274,7 @@ def _distributed(block: Block, mesh: xd.DeviceMesh) -> Block:
     return block
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_training_equals_eager_and_plain_torch(mesh: xd.DeviceMesh, backend: str) -> None:
     torch.manual_seed(0)
     plain = Block(mesh)

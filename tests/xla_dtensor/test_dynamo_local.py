@@ -73,7 +73,7 @@ def test_a_tensor_parallel_mlp(mesh: xd.DeviceMesh, backend: str) -> None:
     check(functools.partial(mlp, mesh), plain_mlp, backend, inputs, hosts)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("placements", [(S0, S1), (R, R), (S1, S0), (S0, S0), (R, S1)])
 def test_there_and_back(mesh: xd.DeviceMesh, backend: str, placements: Any) -> None:
     values = torch.randn(16, 8)
@@ -413,7 +413,7 @@ class LocalBlock(nn.Module):
         return plain_mlp(x, self.up, self.down)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_training(mesh: xd.DeviceMesh, backend: str) -> None:
     torch.manual_seed(0)
     plain, ours = LocalBlock(mesh), LocalBlock(mesh)

@@ -129,7 +129,7 @@ def accumulate(model: Any, parts: Any) -> None:
         loss_of(model, part, len(parts)).backward()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("plan", PLANS)
 def test_gradients_are_plain_torchs(
@@ -190,7 +190,7 @@ def test_gradients_are_reduced_once(mesh: xd.DeviceMesh, microbatches: int) -> N
     assert reduced_over_dp(mesh, microbatches) == held
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.only_on("torch_xla")
 def test_gradients_are_reduced_once_on_torch_xla(mesh: xd.DeviceMesh) -> None:
     # XLA moves a little of it along tp as well; the number of microbatches changes nothing.

@@ -25,7 +25,7 @@ def check(trained: Trained) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        name if name == "llama" else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "llama" else pytest.param(name, marks=pytest.mark.thorough)
         for name in MODELS
         if name != "t5"
     ],
@@ -34,7 +34,7 @@ def test_thirty_steps_equal_plain_pytorch(name: str) -> None:
     check(steps_beside_pytorch(name, STEPS))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_thirty_steps_of_t5_equal_plain_pytorch() -> None:
     """T5 scales no scores: its losses part soon where sums are rounded in another order.
 

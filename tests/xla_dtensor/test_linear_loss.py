@@ -61,7 +61,7 @@ OPTIONS: dict[str, tuple[int, int | None, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_values_and_gradients(mesh: xd.DeviceMesh, name: str, bias: bool) -> None:

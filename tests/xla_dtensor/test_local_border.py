@@ -156,7 +156,7 @@ def test_there_and_back(runtime: Runtime, case: Any) -> None:
     check(*case)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @settings(max_examples=300, deadline=None, suppress_health_check=SUPPRESSED)
 @given(cases())
 def test_there_and_back_often(runtime: Runtime, case: Any) -> None:

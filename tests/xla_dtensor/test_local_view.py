@@ -244,14 +244,14 @@ def marked(often: set[str]) -> list[Any]:
             name,
             marks=[
                 *([pytest.mark.only_on(ONLY_ON[name])] if name in ONLY_ON else []),
-                *([] if name in often else [pytest.mark.slow]),
+                *([] if name in often else [pytest.mark.thorough]),
             ],
         )
         for name in FUNCTIONS
     ]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", marked(OP_BY_OP))
 def test_values_and_gradients(mesh: DeviceMesh, name: str) -> None:
     function, kinds, shared = FUNCTIONS[name]
@@ -269,7 +269,7 @@ def test_values_and_gradients(mesh: DeviceMesh, name: str) -> None:
             close(grad, torch.stack([each[number] for each in grads]).sum(0))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", marked({*FUNCTIONS}))
 def test_nothing_is_communicated(mesh: DeviceMesh, runtime: Runtime, name: str) -> None:
     """The whole function with its backward pass as one program: no collective in its HLO."""

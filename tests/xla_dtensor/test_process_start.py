@@ -66,14 +66,14 @@ def test_starts_of_one_process() -> None:
     assert "process 1, 2. Process 0 (" in missing
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_jax_may_have_been_told_by_the_program() -> None:
     ((refusal, info),) = start("jax_itself", str(free_port())).lines()
     assert "jax.distributed runs with coordinator_address='127.0.0.1" in refusal
     assert (info["found_by"], info["count"]) == ("jax.distributed", 1)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="no torch_xla here")
 def test_torch_xla_finds_its_processes_itself() -> None:
     ((refusal, info),) = start(
@@ -84,7 +84,7 @@ def test_torch_xla_finds_its_processes_itself() -> None:
     assert (info["count"], info["found_by"]) == (1, "torch_xla")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_torchrun_starts_two_processes() -> None:
     run = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
     found = Start(*run, str(free_port()), str(PROGRAM), "by_environment").lines()
@@ -94,7 +94,7 @@ def test_torchrun_starts_two_processes() -> None:
     assert {size for _, _, size in found} == {4}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_slurm_is_found_by_jax() -> None:
     step = {
         "SLURM_JOB_ID": str(free_port()),
@@ -114,7 +114,7 @@ def test_slurm_is_found_by_jax() -> None:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_variables_of_torchrun_without_torchrun() -> None:
     port = free_port()
     said = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -75,7 +75,7 @@ def test_the_table_of_the_docs_lists_what_is_tested() -> None:
     assert rows_of_docs() == {name: kind for name, (kind, _) in ROWS.items()}
 
 
-@pytest.mark.parametrize("shape", [(2, 4), pytest.param((4, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [(2, 4), pytest.param((4, 2), marks=pytest.mark.thorough)])
 def test_each_call_does_what_the_table_says(
     hosts: Callable[..., Hosts], shape: tuple[int, int]
 ) -> None:
@@ -88,8 +88,8 @@ def test_each_call_does_what_the_table_says(
     ("shape", "cases"),
     [
         ((2, 4), 11),
-        pytest.param((2, 4), 110, marks=pytest.mark.slow),
-        pytest.param((4, 2), 66, marks=pytest.mark.slow),
+        pytest.param((2, 4), 110, marks=pytest.mark.thorough),
+        pytest.param((4, 2), 66, marks=pytest.mark.thorough),
     ],
 )
 def test_drawn_programs_give_what_torch_gives(

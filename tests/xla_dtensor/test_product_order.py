@@ -109,7 +109,7 @@ def layouts(draw: st.DrawFn) -> tuple[Callable[..., Any], list[Placements]]:
     program = draw(st.sampled_from(list(PROGRAMS)))
     placements: list[Placements] = []
     for shape in PROGRAMS[program]:
-        places = [R, *map(Shard, range(len(shape)))]
+        places = [R, *(Shard(dim) for dim in range(len(shape)))]
         placements.append([draw(st.sampled_from(places)) for _ in range(3)])
     return program, placements
 
@@ -123,7 +123,7 @@ def test_gradients_of_any_layouts(cube: xd.DeviceMesh, drawn: Drawn, compiled: b
     check_gradients(cube, *drawn, compiled)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @given(layouts(), st.booleans())
 @settings(max_examples=250, deadline=None, suppress_health_check=_LONG)
 def test_gradients_of_any_of_many_layouts(
@@ -145,7 +145,7 @@ def test_on_four_axes(runtime: Runtime) -> None:
     on_four_axes(runtime, drawn=2)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_many_on_four_axes(runtime: Runtime) -> None:
     on_four_axes(runtime, drawn=200)
 

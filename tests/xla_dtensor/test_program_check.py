@@ -24,7 +24,7 @@ def pair() -> Iterator[Hosts]:
 pytestmark = pytest.mark.xdist_group("hosts")
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("program", "here", "there", "what"),
     [

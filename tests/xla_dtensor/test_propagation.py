@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -151,9 +151,6 @@ def test_strides_are_put_back(
         min_size=17,
         max_size=50,
     )
-)
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_many_numbers_are_stacked_as_torch_says_of_all_at_once(
     mesh: xd.DeviceMesh, placements: list[Any]

@@ -80,7 +80,7 @@ def block(x: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------- however a tensor lies
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EAGER_OPS)
 def test_values_are_the_same_under_every_placement(mesh: xd.DeviceMesh, name: str) -> None:
     op = EAGER_OPS[name]
@@ -108,7 +108,7 @@ def test_values_in_a_program_are_the_same_under_every_placement(mesh: xd.DeviceM
             assert torch.equal(found, value), (name, placements)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("placements", PLACEMENTS[1:], ids=str)
 @pytest.mark.parametrize("shape", [(16, 8), (10, 7), (3, 5)], ids=str)
 def test_factories_draw_the_same_under_every_placement(

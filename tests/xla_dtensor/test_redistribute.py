@@ -174,7 +174,7 @@ PAIRS = [
 SHORT, LONG = PAIRS[:90] + PAIRS[90::17], [p for p in PAIRS[90:] if p not in PAIRS[90::17]]
 
 
-@pytest.mark.parametrize("pairs", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pairs", [SHORT, pytest.param(LONG, marks=pytest.mark.thorough)])
 def test_every_pair_of_placements(mesh: xd.DeviceMesh, pairs: Any) -> None:
     x = torch.arange(64.0).reshape(8, 8)
     for ndim, source, target in pairs:

@@ -54,7 +54,7 @@ def by_plain_torch(name: str) -> Trained:
 # ---------------------------------------------------------------------- values
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MAKERS)
 def test_three_steps_of_training_are_plain_torchs(mesh: xd.DeviceMesh, name: str) -> None:
     net = placed(scanned(model(MAKERS[name])), mesh)
@@ -79,7 +79,7 @@ KEPT: dict[str, Any] = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", KEPT.values(), ids=KEPT)
 def test_gradients_lie_as_their_parameters_whatever_is_kept(
     mesh: xd.DeviceMesh, runtime: Runtime, remat: Any
@@ -193,7 +193,7 @@ def test_uneven_parameters_and_a_submesh(mesh: xd.DeviceMesh) -> None:
 # ---------------------------------------------------------------------- random numbers
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("remat", "compiled"), [("none", True), ("full", True), ("full", False)])
 def test_dropout_draws_as_the_layers_one_by_one(
     mesh: xd.DeviceMesh, remat: str, compiled: bool

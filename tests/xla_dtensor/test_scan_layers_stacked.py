@@ -97,7 +97,7 @@ def num_inputs(step: Any) -> int:
 # ---------------------------------------------------------------------- values
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_trains_as_plain_torch(mesh: xd.DeviceMesh, name: str) -> None:
     plain = model()
@@ -118,7 +118,7 @@ def one_cycle(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=10)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["adamw", "adamw of groups", "sgd", "nadam"])
 def test_rates_and_momenta_that_change_are_read_anew(mesh: xd.DeviceMesh, name: str) -> None:
     plain = model()
@@ -283,7 +283,7 @@ def trained(mesh: xd.DeviceMesh, count: int, name: str = "adamw") -> Any:
     return step
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor"])
 def test_the_whole_step_is_as_large_for_any_depth(mesh: xd.DeviceMesh, name: str) -> None:
     few, many = trained(mesh, 3, name), trained(mesh, 7, name)

@@ -54,7 +54,7 @@ OPS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "placements", [(Shard(0), R), (Shard(0), Shard(1)), (R, Shard(0))], ids=str
 )

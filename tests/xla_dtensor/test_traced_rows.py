@@ -190,7 +190,7 @@ def check_program(mesh: xd.DeviceMesh, program: list[str], count: int = LAYERS) 
             torch.testing.assert_close(a.detach().cpu(), b.detach(), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OPS)
 def test_an_op_on_rows_does_what_torch_does(mesh: xd.DeviceMesh, name: str) -> None:
     check_program(mesh, ["lerp", "counters", name, "update"])
@@ -240,7 +240,7 @@ def trains_on_lists(mesh: xd.DeviceMesh, optimizer: Optimizer) -> bool:
     return equations(mesh, 3, optimizer) == equations(mesh, 6, optimizer)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_a_step_has_as_many_equations_for_any_depth(mesh: xd.DeviceMesh, name: str) -> None:
     assert trains_on_lists(mesh, OPTIMIZERS[name])

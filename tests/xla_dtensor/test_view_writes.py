@@ -89,7 +89,7 @@ def test_the_sharding_stays(put: Callable[[], Any], placements: str, write: str)
         assert torch.equal(given.detach().cpu(), wanted(WRITES[write], X))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("placements", PLACEMENTS)
 def test_in_a_compiled_step(
@@ -105,7 +105,7 @@ def test_in_a_compiled_step(
     assert torch.equal(given.cpu(), wanted(WRITES[write], X))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.only_on("torch_xla")
 @pytest.mark.parametrize("synced", [True, False], ids=["computed", "pending"])
 @pytest.mark.parametrize("write", WRITES)
@@ -139,7 +139,7 @@ def test_a_replicated_label_says_nothing(mesh: xd.DeviceMesh) -> None:
     assert found.xla_sharding() == given.xla_sharding()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("write", [name for name in WRITES if name not in ("foreach",)])
 @pytest.mark.parametrize("spec", [("dp", None), (None, "tp"), ("dp", "tp")], ids=str)
 @pytest.mark.parametrize("through", ["the wrapper", "the tensor"])

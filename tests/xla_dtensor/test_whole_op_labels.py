@@ -54,7 +54,7 @@ def places(shape: tuple[int, ...]) -> list[Any]:
     return [R, *(Shard(dim) for dim, size in enumerate(shape) if size > 1)]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "left", "right"), CASES, ids=str)
 def test_the_label_of_a_product_is_what_xla_does(
     line: xd.DeviceMesh, name: str, left: tuple[int, ...], right: tuple[int, ...]

@@ -148,7 +148,7 @@ def op_random(op: Any, seed: int) -> random.Random:
 def random_placements(shape: Sequence[int], chooser: random.Random) -> tuple[Any, ...]:
     """Draw one placement for each of two mesh axes: as often Replicate as any one dim."""
     dims = range(len(shape))
-    return tuple(chooser.choice([Replicate(), *map(Shard, dims)]) for _ in range(2))
+    return tuple(chooser.choice([Replicate(), *(Shard(dim) for dim in dims)]) for _ in range(2))
 
 
 def put_on(

@@ -153,4 +153,4 @@ def _messages() -> Messages | None:
             f"{runtime.name!r}. Only on 'jax' can they agree on one. Use the runtime 'jax' for "
             "jobs of several processes."
         )
-    return importlib.import_module("xla_dtensor.runtimes.jax_store").KeyValueStore()
+    return importlib.import_module("xla_dtensor.runtimes.jax_store").KeyValueStore.of_job()

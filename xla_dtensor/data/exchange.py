@@ -62,7 +62,7 @@ def _store() -> Any:
     """What carries values between processes; None where the runtime has nothing."""
     if get_runtime().name != "jax":
         return None
-    return importlib.import_module("xla_dtensor.runtimes.jax_store").KeyValueStore()
+    return importlib.import_module("xla_dtensor.runtimes.jax_store").KeyValueStore.of_job()
 
 
 def exchange_name(mesh: Mesh) -> str:

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from xla_dtensor.core.versions import torch_support
 from xla_dtensor.doctor.findings import Finding, Situation, advice, findings
-from xla_dtensor.doctor.packages import Installed, is_importable, read_installed, torch_support
+from xla_dtensor.doctor.packages import Installed, is_importable, read_installed
 from xla_dtensor.doctor.probe import Probe, probe
 
 __all__ = ["BUILT_IN_RUNTIMES", "VARIABLES", "Choice", "Diagnosis", "choose", "examine"]

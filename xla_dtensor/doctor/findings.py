@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mesh_utils.xla_flags_tried import same_version, versions_of
-from xla_dtensor.doctor.packages import Installed, release, satisfies, torch_support
+from xla_dtensor.core.versions import ANY_JAX, jax_support, release, satisfies, torch_support
+from xla_dtensor.doctor.packages import Installed
 from xla_dtensor.doctor.probe import Probe
 
 __all__ = ["EXTRAS", "Finding", "Situation", "advice", "findings"]
@@ -22,7 +23,6 @@ EXTRAS = {
     "preflight": "compile for TPU pods on a machine without TPU",
     "plot": "PNG pictures of meshes",
 }
-_TESTED_JAX = (0, 10)
 _TORCH_OF_TORCH_XLA = (2, 9)
 
 
@@ -59,7 +59,7 @@ def findings(situation: Situation) -> Iterator[Finding]:
     """Yields conflicts between what is installed, asked for, and set."""
     yield from _of_torch(situation.installed)
     yield from _of_torch_xla(situation.installed)
-    yield from _of_jax(situation.installed)
+    yield from _of_jax(situation)
     yield from _of_libtpu(situation)
     yield from _of_flags(situation.installed)
     yield from _of_choice(situation)
@@ -92,7 +92,8 @@ def _of_torch_xla(installed: Installed) -> Iterator[Finding]:
         yield _problem(f"torch_xla {version} works with torch 2.9 only, and torch is {torch}")
 
 
-def _of_jax(installed: Installed) -> Iterator[Finding]:
+def _of_jax(situation: Situation) -> Iterator[Finding]:
+    installed = situation.installed
     jax, jaxlib = installed.version("jax"), installed.version("jaxlib")
     if jax is None:
         return
@@ -100,8 +101,11 @@ def _of_jax(installed: Installed) -> Iterator[Finding]:
         yield _problem(f"jax {jax} is installed without jaxlib")
     elif release(jax) != release(jaxlib):
         yield _problem(f"jax {jax} and jaxlib {jaxlib} are of different releases")
-    if release(jax)[:2] != _TESTED_JAX:
-        yield _note(f"jax {jax} is not the release that is tested, 0.10")
+    support = jax_support(jax)
+    if support.is_too_new and situation.environment.get(ANY_JAX) == "1":
+        yield _note(f"jax {jax} is {support.reason}; {ANY_JAX}=1 lets it be tried")
+    elif not support.is_supported:
+        yield _problem(f"jax {jax} is {support.reason}")
 
 
 def _of_libtpu(situation: Situation) -> Iterator[Finding]:
@@ -155,6 +159,7 @@ def _of_choice(situation: Situation) -> Iterator[Finding]:
 def advice(situation: Situation) -> Iterator[str]:
     """Yields what to install or set next, the most urgent first."""
     yield from _about_torch(situation.installed)
+    yield from _about_jax(situation)
     yield from _about_libtpu(situation.installed)
     yield from _about_runtimes(situation)
     yield from _about_hardware(situation)
@@ -181,6 +186,14 @@ def _about_torch(installed: Installed) -> Iterator[str]:
         if has_jax:
             yield "pip uninstall torch_xla    (keeps torch, and runtime jax)"
         yield "pip install 'torch==2.9.*' 'torch_xla==2.9.*'    (to use runtime torch_xla)"
+
+
+def _about_jax(situation: Situation) -> Iterator[str]:
+    jax = situation.installed.version("jax")
+    if jax is None or jax_support(jax).is_supported:
+        return
+    if not (jax_support(jax).is_too_new and situation.environment.get(ANY_JAX) == "1"):
+        yield "pip install 'jax>=0.10,<0.13'    (0.10 is the last one for Python 3.11)"
 
 
 def _about_libtpu(installed: Installed) -> Iterator[str]:

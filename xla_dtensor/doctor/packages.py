@@ -1,34 +1,16 @@
-"""What is installed, read from package metadata: nothing is imported, so nothing can crash.
-
-Example:
-    >>> torch_support("2.11.0+cpu").is_supported
-    False
-"""
+"""What is installed, read from package metadata: nothing is imported, so nothing can crash."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = [
-    "PACKAGES",
-    "Installed",
-    "TorchSupport",
-    "is_importable",
-    "read_installed",
-    "release",
-    "satisfies",
-    "torch_support",
-]
+__all__ = ["PACKAGES", "Installed", "is_importable", "read_installed"]
 
 PACKAGES = ("xla-dtensor", "numpy", "torch", "jax", "jaxlib", "torch_xla", "libtpu")
-
-SUPPORTED_TORCH = "2.9, and 2.13 or newer"
-_FIRST_TORCH = (2, 9)
-_FIRST_TORCH_WITH_DISPATCH_AGAIN = (2, 13)
 
 
 @dataclass(frozen=True)
@@ -47,14 +29,6 @@ class Installed:
     def version(self, package: str) -> str | None:
         """The version of a package; None where it is not installed."""
         return self.versions.get(package)
-
-
-@dataclass(frozen=True)
-class TorchSupport:
-    """Whether a version of torch is supported, and why not."""
-
-    is_supported: bool
-    reason: str
 
 
 def read_installed() -> Installed:
@@ -92,44 +66,3 @@ def is_importable(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
-
-
-def release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version.
-
-    Example:
-        >>> release("2.13.0+cpu"), release("unknown")
-        ((2, 13, 0), ())
-    """
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(number) for number in found[0].split(".")) if found else ()
-
-
-def satisfies(version: str, pin: str) -> bool:
-    """Whether a version is one that an ``==`` pin names; other pins are taken as satisfied.
-
-    Example:
-        >>> satisfies("0.0.42.1", "==0.0.42.*"), satisfies("0.0.42.1", "==0.0.21")
-        (True, False)
-    """
-    exact = re.fullmatch(r"==\s*([\d.]+?)(\.\*)?", pin)
-    if exact is None:
-        return True
-    wanted, found = release(exact[1]), release(version)
-    return found[: len(wanted)] == wanted if exact[2] else found == wanted
-
-
-def torch_support(version: str | None) -> TorchSupport:
-    """Tells whether xla_dtensor supports a version of torch."""
-    if version is None:
-        return TorchSupport(False, "not installed")
-    found: Sequence[int] = release(version)[:2]
-    if found == _FIRST_TORCH or tuple(found) >= _FIRST_TORCH_WITH_DISPATCH_AGAIN:
-        return TorchSupport(True, "supported")
-    if tuple(found) < _FIRST_TORCH:
-        return TorchSupport(False, f"too old: supported are {SUPPORTED_TORCH}")
-    return TorchSupport(
-        False,
-        "not supported: 2.10 to 2.12 dispatch DTensor subclasses in C++, past an override; "
-        f"supported are {SUPPORTED_TORCH}",
-    )

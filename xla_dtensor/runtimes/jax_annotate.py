@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.core import OpSharding
 from xla_dtensor.runtimes.jax_placing import constrained, place
+from xla_dtensor.runtimes.jax_private import hlo_sharding_text
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, ViewStep
 from xla_dtensor.runtimes.jax_trace import active_trace
 
@@ -74,7 +75,7 @@ def annotation(tensor: JaxTensor) -> OpSharding | None:
 
 @lru_cache(maxsize=4096)
 def _asked(sharding: NamedSharding, ndim: int) -> OpSharding:
-    return OpSharding.parse(str(sharding._to_xla_hlo_sharding(ndim))).canonical()
+    return OpSharding.parse(hlo_sharding_text(sharding, ndim)).canonical()
 
 
 def clear_annotation(tensor: JaxTensor) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xla_dtensor.runtimes.jax_private import constants_of, inputs_only
+
 if TYPE_CHECKING:
     from xla_dtensor.runtimes.jax_tensor import Storage
     from xla_dtensor.runtimes.jax_trace import Trace
@@ -16,7 +18,7 @@ class TracedProgram(NamedTuple):
     """A trace that takes its constants as inputs.
 
     Attributes:
-        jaxpr: The trace.
+        jaxpr: The trace; its constants are its first inputs.
         owners: The storage of each of its constants; None for one that is no storage's.
         constants: The values of the latter.
     """
@@ -35,16 +37,17 @@ def traced_program(closed: Any, rows: Sequence[Storage], trace: Trace) -> Traced
         rows: Storages that were rows of a stack before the trace.
         trace: What the step touched.
     """
-    jaxpr = closed.jaxpr
-    num_arguments = len(jaxpr.invars) - len(rows)
-    of_rows = dict(zip(rows, jaxpr.invars[num_arguments:], strict=True))
+    values = constants_of(closed)
+    jaxpr = inputs_only(closed)
+    constants, arguments = jaxpr.invars[: len(values)], jaxpr.invars[len(values) :]
+    num_arguments = len(arguments) - len(rows)
+    of_rows = dict(zip(rows, arguments[num_arguments:], strict=True))
     # In the order of their first use: programs must come out alike in every process.
     used = [storage for storage in trace.captured if storage in trace.taken]
     owner = {id(array): storage for storage, array in trace.captured.items()}
-    owners = [owner.get(id(constant)) for constant in closed.consts]
-    constants = [c for c, s in zip(closed.consts, owners, strict=True) if s is None]
+    owners = [owner.get(id(constant)) for constant in values]
     jaxpr = jaxpr.replace(
-        constvars=[*jaxpr.constvars, *(of_rows[storage] for storage in used)],
-        invars=jaxpr.invars[:num_arguments],
+        invars=[*constants, *(of_rows[storage] for storage in used), *arguments[:num_arguments]]
     )
-    return TracedProgram(jaxpr, [*owners, *used], constants)
+    unowned = [value for value, owner in zip(values, owners, strict=True) if owner is None]
+    return TracedProgram(jaxpr, [*owners, *used], unowned)

@@ -29,6 +29,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from xla_dtensor.errors import CompileError
 from xla_dtensor.runtimes import jax_devices
+from xla_dtensor.runtimes.jax_private import lowered_inputs
 
 __all__ = ["Executables"]
 
@@ -147,7 +148,7 @@ def _serialized(executable: Any) -> bytes:
 def _digest(lowered: Any) -> str:
     # The text has no argument that the program does not use, so that two programs that use
     # different ones of theirs may have one text.
-    used = sorted(lowered._lowering.compile_args["kept_var_idx"])
+    used = lowered_inputs(lowered)
     bound = f"{lowered.in_tree} {used} {lowered.out_tree}"
     text = json.dumps(_machine()) + bound + lowered.as_text()
     return hashlib.sha256(text.encode()).hexdigest()

@@ -13,7 +13,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jax._src import core
+from jax.extend.core import Literal
+
+from xla_dtensor.runtimes.jax_private import is_jaxpr, open_jaxpr
 
 __all__ = ["flops_of", "product_dtypes"]
 
@@ -31,8 +33,7 @@ def flops_of(jaxpr: Any) -> int:
         >>> flops_of(product) == 2 * 2 * 3 * 5
         True
     """
-    jaxpr = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
-    return sum(_of_equation(equation) for equation in jaxpr.eqns)
+    return sum(_of_equation(equation) for equation in open_jaxpr(jaxpr).eqns)
 
 
 def product_dtypes(jaxpr: Any) -> frozenset[str]:
@@ -47,9 +48,8 @@ def product_dtypes(jaxpr: Any) -> frozenset[str]:
         >>> sorted(product_dtypes(jax.make_jaxpr(jnp.matmul)(ones, ones)))
         ['bfloat16']
     """
-    jaxpr = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
     found: set[str] = set()
-    for equation in jaxpr.eqns:
+    for equation in open_jaxpr(jaxpr).eqns:
         if equation.primitive.name in _PRODUCTS:
             found.add(str(equation.invars[0].aval.dtype))
         for inner in _jaxprs(equation.params):
@@ -79,17 +79,17 @@ def _times(name: str, params: dict[str, Any]) -> int:
 
 def _turns(params: dict[str, Any]) -> int:
     """How often a loop of ``jax_counted`` runs: its condition is "counter < literal", no more."""
-    condition = params["cond_jaxpr"].jaxpr.eqns
+    condition = open_jaxpr(params["cond_jaxpr"]).eqns
     if len(condition) != 1 or condition[0].primitive.name != "lt":
         return 1
     limit = condition[0].invars[1]
-    return int(limit.val) if isinstance(limit, core.Literal) else 1
+    return int(limit.val) if isinstance(limit, Literal) else 1
 
 
 def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
     for value in params.values():
         for one in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(one, core.Jaxpr | core.ClosedJaxpr):
+            if is_jaxpr(one):
                 yield one
 
 

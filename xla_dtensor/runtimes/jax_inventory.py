@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from xla_dtensor.core.op_sharding import OpSharding
 from xla_dtensor.report.evidence import Held, Role
 from xla_dtensor.runtimes import jax_generator
 from xla_dtensor.runtimes.jax_convert import x64
+from xla_dtensor.runtimes.jax_private import executable_inputs, hlo_sharding_text
 from xla_dtensor.runtimes.jax_program import Program
 from xla_dtensor.runtimes.jax_slots import row_type
 from xla_dtensor.runtimes.jax_step_values import inner
@@ -189,8 +190,7 @@ def _starred(names: Sequence[str]) -> str:
 
 def _kept(executable: Any, count: int) -> dict[int, int]:
     """The number in the program of each input; the compiler drops those that nothing reads."""
-    kept: Iterable[int] = getattr(executable._executable, "_kept_var_idx", None) or range(count)
-    return {place: number for number, place in enumerate(sorted(kept))}
+    return {place: number for number, place in enumerate(executable_inputs(executable, count))}
 
 
 # What nobody has placed, which has no sharding here, every device gets whole.
@@ -203,7 +203,7 @@ def _device_shape(shape: Sequence[int], sharding: Any) -> tuple[int, ...]:
 def _layout_text(sharding: Any, ndim: int, root: Mesh) -> str | None:
     if sharding is None:
         return str(Layout.replicated(root, ndim))
-    parsed = OpSharding.parse(str(sharding._to_xla_hlo_sharding(ndim)))
+    parsed = OpSharding.parse(hlo_sharding_text(sharding, ndim))
     layout = layout_of_op_sharding(parsed.canonical(), root, ndim)
     return None if layout is None else str(layout)
 

@@ -36,9 +36,10 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Literal
 
 from xla_dtensor.runtimes.jax_layer_stacks import stack_p, unstack_p
+from xla_dtensor.runtimes.jax_private import constants_of, is_jaxpr, open_jaxpr
 
 __all__ = ["Pack", "Packs", "packs_of"]
 
@@ -125,7 +126,7 @@ def packs_of(jaxpr: Any, kinds: Mapping[Any, Hashable]) -> Packs:
     """Find the packs of a trace.
 
     Args:
-        jaxpr: The trace, without its constants.
+        jaxpr: The trace; its constants are inputs.
         kinds: The constants that may be rows, each with what all rows of a pack have in common:
             shape, dtype, and whatever else the caller wants.
 
@@ -319,7 +320,7 @@ class _Finder:
     def _is_row_by_row(self, equation: Any) -> bool:
         if equation.primitive.name not in ("jit", "pjit"):
             return equation.primitive.name in ROW_BY_ROW
-        inner = equation.params["jaxpr"].jaxpr
+        inner = open_jaxpr(equation.params["jaxpr"])
         if id(inner) not in self._row_by_row:
             self._row_by_row[id(inner)] = all(
                 self._is_row_by_row(e) and e.primitive.name != "sharding_constraint"
@@ -329,12 +330,11 @@ class _Finder:
 
     def _parameters(self, value: Any) -> Hashable:
         """Return something that is equal for equal parameters of equations."""
-        if isinstance(value, ClosedJaxpr):
-            return (self._parameters(value.jaxpr), tuple(map(id, value.consts)))
-        if isinstance(value, Jaxpr):
-            if id(value) not in self._texts:
-                self._texts[id(value)] = (value, str(value))
-            return self._texts[id(value)][1]
+        if is_jaxpr(value):
+            inner = open_jaxpr(value)
+            if id(inner) not in self._texts:
+                self._texts[id(inner)] = (inner, str(inner))
+            return (self._texts[id(inner)][1], tuple(map(id, constants_of(value))))
         if isinstance(value, dict):
             return tuple((name, self._parameters(value[name])) for name in sorted(value))
         if isinstance(value, (tuple, list)):

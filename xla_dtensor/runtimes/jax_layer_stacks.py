@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.interpreters import mlir
 from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 __all__ = ["stack_layers", "stack_p", "unstack_layers", "unstack_p"]
 

@@ -19,10 +19,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax._src.core import set_current_trace
+from jax.extend.core import set_current_trace
 
 from xla_dtensor.runtimes.jax_convert import x64
 from xla_dtensor.runtimes.jax_layer_stacks import stack_layers, unstack_layers
+from xla_dtensor.runtimes.jax_private import trace_of
 from xla_dtensor.runtimes.jax_scalar import ScalarNode, sym_of_node, unwrap_number
 from xla_dtensor.runtimes.jax_traced_stacks import TracedStack
 
@@ -44,7 +45,7 @@ class NumberRows:
     @functools.cached_property
     def numbers(self) -> list[Any]:
         """The numbers by themselves."""
-        with x64(), set_current_trace(self.vector._trace):
+        with x64(), set_current_trace(trace_of(self.vector)):
             return unstack_layers(self.vector)
 
     def computed(
@@ -55,10 +56,10 @@ class NumberRows:
         None where one of them is a value of another trace, such as a block's inside of the step's.
         """
         if key not in self._known:
-            own = self.vector._trace
+            own = trace_of(self.vector)
             with x64(), set_current_trace(own):
                 given = [n.rows.vector if isinstance(n, RowNode) else n.value for n in nodes]
-                if any(getattr(value, "_trace", own) is not own for value in given):
+                if any(trace_of(value) not in (None, own) for value in given):
                     return None
                 self._known[key] = NumberRows(function(*given)), nodes
         return self._known[key][0]
@@ -102,7 +103,7 @@ def number_of_row(stack: TracedStack, lane: int) -> Any:
     """Return the SymFloat or SymInt of a row of a stack of 0-dim tensors."""
     if stack.numbers is None or stack.numbers[0] is not stack.array:
         kind = jnp.float64 if jnp.issubdtype(stack.array.dtype, jnp.floating) else jnp.int64
-        with x64(), set_current_trace(stack.array._trace):
+        with x64(), set_current_trace(trace_of(stack.array)):
             stack.numbers = stack.array, NumberRows(stack.array.astype(kind))
     return sym_of_node(RowNode(stack.numbers[1], lane))
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax._src import source_info_util
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -27,6 +26,7 @@ from xla_dtensor.runtimes.jax_layer_stacks import (
     unstack_layers,
     unstack_p,
 )
+from xla_dtensor.runtimes.jax_private import frames_of_equation
 
 __all__ = ["PackedTrace", "pinned_rows", "pinned_stack", "row_sharding", "stack_sharding"]
 
@@ -64,7 +64,7 @@ class PackedTrace:
     """One evaluation of a trace.
 
     Args:
-        jaxpr: The trace, without its constants.
+        jaxpr: The trace; its constants are inputs.
         packs: Its packs.
         singles: Values of constants and arguments.
         stacks: Constants whose values come as one array: a pack's, in the order of the lanes.
@@ -171,11 +171,7 @@ class PackedTrace:
             is_known = all(self._packs.same.get(v, v) is not v for v in outvars)
             if equation.primitive is unstack_p or (outvars and is_known and not equation.effects):
                 return  # Rows are taken when they are read; the same value stands there already.
-        name_stack = source_info_util.current_name_stack() + equation.source_info.name_stack
-        context = source_info_util.user_context(
-            equation.source_info.traceback, name_stack=name_stack
-        )
-        with context, equation.ctx.manager:
+        with frames_of_equation(equation), equation.ctx.manager:
             if isinstance(step, Pack):
                 found = self._packed(equation)
                 self._stacks |= {(step, i): array for i, array in enumerate(found)}

@@ -7,9 +7,7 @@ reached yet. Nothing crosses the network before a signal comes.
 
 from __future__ import annotations
 
-from typing import Any
-
-from jax._src import distributed
+from xla_dtensor.runtimes.jax_private import job
 
 __all__ = ["is_joined", "meet", "reached"]
 
@@ -18,16 +16,16 @@ _asked = [0]  # how often, since this process joined: the service keeps one coun
 
 def is_joined() -> bool:
     """Whether this process is one of several of a job, and the service runs."""
-    state: Any = distributed.global_state
-    manager = state.preemption_sync_manager
-    return state.client is not None and manager is not None and (state.num_processes or 1) > 1
+    mine = job()
+    return mine is not None and mine.preemption is not None and (mine.num_processes or 1) > 1
 
 
 def reached() -> bool:
     """Ask once more; true where all processes settled on this count."""
-    manager: Any = distributed.global_state.preemption_sync_manager
+    mine = job()
+    assert mine is not None, "is_joined says so"
     _asked[0] += 1
-    return bool(manager.reached_sync_point(_asked[0]))
+    return bool(mine.preemption.reached_sync_point(_asked[0]))
 
 
 def meet(seconds: float) -> None:
@@ -36,5 +34,6 @@ def meet(seconds: float) -> None:
     Raises:
         RuntimeError: They did not, in time.
     """
-    client: Any = distributed.global_state.client
-    client.wait_at_barrier("xla_dtensor/preempted", int(seconds * 1000))
+    mine = job()
+    assert mine is not None, "is_joined says so"
+    mine.client.wait_at_barrier("xla_dtensor/preempted", int(seconds * 1000))

@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax._src import distributed, xla_bridge
-from jax._src.clusters import ClusterEnv
 
 from xla_dtensor.errors import RuntimeSetupError
+from xla_dtensor.runtimes.jax_private import devices_have_started, job, present_cluster
 
 __all__ = ["detected", "facts", "has_started", "join", "joined", "own_gpus"]
 
@@ -26,15 +25,13 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def has_started() -> bool:
     """Tell whether JAX has its devices: from then on no process can join."""
-    return xla_bridge.backends_are_initialized()
+    return devices_have_started()
 
 
 def joined() -> tuple[str | None, int, int] | None:
     """Return the address, count and index that JAX was initialized with; None if it was not."""
-    state = distributed.global_state
-    if state.client is None:
-        return None
-    return state.coordinator_address, state.num_processes, state.process_id
+    mine = job()
+    return None if mine is None else (mine.address, mine.num_processes, mine.process_id)
 
 
 def detected(timeout_seconds: float) -> dict[str, Any]:
@@ -43,23 +40,23 @@ def detected(timeout_seconds: float) -> dict[str, Any]:
     Raises:
         RuntimeSetupError: It knows the cluster, and cannot read it.
     """
-    kinds = (k for k in ClusterEnv._cluster_types if not k.opt_in_only_method)
-    kind = next((k for k in kinds if k.is_env_present()), None)
-    if kind is None:
+    cluster = present_cluster()
+    if cluster is None:
         return {}
     port = os.environ.get("JAX_COORDINATOR_PORT")
     try:
-        count, index = kind.get_process_count(), kind.get_process_id()
+        count, index = cluster.num_processes(), cluster.process_id()
         step = os.environ.get("SLURM_STEP_NUM_TASKS", "")
-        if kind.name == "slurm" and step.isdecimal():
+        if cluster.name == "slurm" and step.isdecimal():
             count = int(step)  # a step of a job may be smaller than the job
         # Nobody is to be asked where there is one process only.
-        address = kind.get_coordinator_address(int(timeout_seconds), port) if count > 1 else None
-        local = kind.get_local_process_id()
+        alone = count <= 1
+        address = None if alone else cluster.coordinator_address(int(timeout_seconds), port)
+        local = cluster.local_process_id()
     except Exception as error:
         raise RuntimeSetupError(
-            f"init_distributed asked JAX's cluster detection, which found {kind.name!r} and then "
-            f"failed: {error}. What it reads there is not complete. Pass coordinator_address, "
+            f"init_distributed asked JAX's cluster detection, which found {cluster.name!r} and "
+            f"then failed: {error}. What it reads there is not complete. Pass coordinator_address, "
             "num_processes and process_id."
         ) from error
     return {
@@ -67,7 +64,7 @@ def detected(timeout_seconds: float) -> dict[str, Any]:
         "count": count,
         "index": index,
         "local_index": local,
-        "found_by": f"JAX's detection of {kind.name!r}",
+        "found_by": f"JAX's detection of {cluster.name!r}",
     }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import stablehlo
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 
 from xla_dtensor.core.product_dims import Factor, ProductDims
 from xla_dtensor.runtimes.jax_shardy import Cut, Piece

@@ -26,9 +26,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import sdy
-from jaxlib.mlir.passmanager import PassManager
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import sdy
+from jax.extend.mlir.passmanager import PassManager
 
 from xla_dtensor.core.product_order import MIN_AXES, loses_order
 from xla_dtensor.errors import CompileError

@@ -35,10 +35,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import core
+from jax.core import ShapedArray
+from jax.extend.core import DropVar, Jaxpr, Literal, Var
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from xla_dtensor.errors import CompileError
+from xla_dtensor.runtimes.jax_private import (
+    constants_of,
+    context_on_mesh,
+    is_jaxpr,
+    open_jaxpr,
+    with_constants,
+)
 from xla_dtensor.runtimes.jax_product_order import keep_product_orders
 
 __all__ = ["Blueprint", "rehomed", "rehomed_sharding"]
@@ -91,9 +99,7 @@ class _Rehoming:
 
     def value(self, value: Any) -> Any:
         """Return any parameter of an equation, rehomed."""
-        if isinstance(value, core.ClosedJaxpr):
-            return self._once(value, self._closed)
-        if isinstance(value, core.Jaxpr):
+        if is_jaxpr(value):
             return self._once(value, self._jaxpr)
         if isinstance(value, NamedSharding):
             return NamedSharding(self._mesh(value.mesh), value.spec)
@@ -101,7 +107,7 @@ class _Rehoming:
             return SingleDeviceSharding(self._devices[0])
         if isinstance(value, Mesh | AbstractMesh):
             return self._mesh(value)
-        if isinstance(value, core.ShapedArray):
+        if isinstance(value, ShapedArray):
             return self._type(value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(self.value, value))
@@ -140,19 +146,19 @@ class _Rehoming:
             return aval
         return aval.update(sharding=self.value(sharding))
 
-    def _closed(self, closed: Any) -> Any:
-        return core.ClosedJaxpr(self.value(closed.jaxpr), [*map(_on_host, closed.consts)])
-
     def _jaxpr(self, jaxpr: Any) -> Any:
+        if not isinstance(jaxpr, Jaxpr):
+            return with_constants(self.value(open_jaxpr(jaxpr)), map(_on_host, constants_of(jaxpr)))
+        constants = constants_of(jaxpr)
         variables: dict[Any, Any] = {}
 
         def atom(old: Any) -> Any:
-            if isinstance(old, core.Literal):
-                return core.Literal(_on_host(old.val), self.value(old.aval))
-            if isinstance(old, core.DropVar):
-                return core.DropVar(self.value(old.aval))
+            if isinstance(old, Literal):
+                return Literal(_on_host(old.val), self.value(old.aval))
+            if isinstance(old, DropVar):
+                return DropVar(self.value(old.aval))
             if old not in variables:
-                variables[old] = core.Var(self.value(old.aval))
+                variables[old] = Var(self.value(old.aval))
             return variables[old]
 
         def atoms(old: Sequence[Any]) -> list[Any]:
@@ -166,25 +172,19 @@ class _Rehoming:
                 ctx=self._context(old.ctx),
             )
 
-        return jaxpr.replace(
+        moved = jaxpr.replace(
             constvars=atoms(jaxpr.constvars),
             invars=atoms(jaxpr.invars),
             eqns=[equation(old) for old in jaxpr.eqns],
             outvars=atoms(jaxpr.outvars),
         )
+        return with_constants(moved, map(_on_host, constants)) if constants else moved
 
     def _context(self, context: Any) -> Any:
         mesh = context.cur_abstract_mesh
         if mesh is None or not mesh.axis_names:
             return context
-        metadata = context.xla_metadata
-        return type(context)._create(
-            context.compute_type,
-            context.threefry_partitionable,
-            self._mesh(mesh),
-            context.remove_size_one_mesh_axis,
-            None if metadata is None else tuple(sorted(metadata.items())),
-        )
+        return context_on_mesh(context, self._mesh(mesh))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 import torch
-from jax._src import xla_bridge
 
 from mesh_utils import Axis, Mesh
 from xla_dtensor.core import Layout, ManualRegion, OpSharding
@@ -42,8 +41,8 @@ from xla_dtensor.runtimes.jax_host_inputs import host_input, refuse_host_input
 from xla_dtensor.runtimes.jax_making import make_array
 from xla_dtensor.runtimes.jax_names import named
 from xla_dtensor.runtimes.jax_placing import padded_shape, place, put_host_array
+from xla_dtensor.runtimes.jax_private import devices_have_started, leave_out_frames_of
 from xla_dtensor.runtimes.jax_sharding import named_sharding, read_op_sharding
-from xla_dtensor.runtimes.jax_sources import leave_out_frames_of
 from xla_dtensor.runtimes.jax_tensor import EXTRA_KEYS, JaxTensor, Storage
 from xla_dtensor.runtimes.jax_trace import active_trace, array_before, is_tracer
 from xla_dtensor.runtimes.layers import Layers
@@ -98,7 +97,7 @@ class JaxRuntime(Runtime):
     def scope(self, name: str) -> AbstractContextManager[Any]:
         return jax.named_scope(name)
 
-    def profile(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
+    def profile(self, folder: str | os.PathLike[str]) -> AbstractContextManager[Any]:
         return jax.profiler.trace(os.fspath(folder))
 
     # ------------------------------------------------------------------ loops
@@ -390,7 +389,7 @@ def _cpu_devices_of_environment() -> int | None:
 def _start_jax(num_cpu_devices: int | None) -> dict[str, str]:
     """Start JAX's devices; return the settings that were made, for the doctor."""
     settings: dict[str, str] = {}
-    if xla_bridge.backends_are_initialized():
+    if devices_have_started():
         found = len(jax.devices())
         if num_cpu_devices and jax.default_backend() == "cpu" and found != num_cpu_devices:
             raise RuntimeSetupError(

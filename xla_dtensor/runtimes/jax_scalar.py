@@ -249,7 +249,8 @@ def sym_number(value: jax.Array, current: Callable[[], Any] | None = None) -> An
 
 def sym_of_node(node: ScalarNode) -> Any:
     """Return the SymFloat or SymInt of a number."""
-    return torch.SymFloat(node) if node.is_float() else torch.SymInt(node)
+    kind: Any = torch.SymFloat if node.is_float() else torch.SymInt
+    return kind(node)
 
 
 def unwrap_number(number: Any) -> Any:

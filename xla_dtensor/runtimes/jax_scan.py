@@ -34,7 +34,7 @@ from xla_dtensor.runtimes.jax_convert import jax_dtype, x64
 from xla_dtensor.runtimes.jax_loops import Plan, backward_loop, backward_loop_of_rows, forward_loop
 from xla_dtensor.runtimes.jax_ordered import OrderedProgram
 from xla_dtensor.runtimes.jax_policies import Policy, policy_of
-from xla_dtensor.runtimes.jax_sources import backward_of, origin_here
+from xla_dtensor.runtimes.jax_private import frames_here, frames_of
 from xla_dtensor.runtimes.jax_split import split
 from xla_dtensor.runtimes.jax_step_values import inner
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
@@ -184,7 +184,7 @@ class _Scan(torch.autograd.Function):
         )
         if plan.trace.wanted:
             ctx.set_materialize_grads(False)
-            ctx.plan, ctx.n_inputs, ctx.origin = plan, len(tensors), origin_here()
+            ctx.plan, ctx.n_inputs, ctx.origin = plan, len(tensors), frames_here()
             # Saved as tensors, so that autograd frees them, and a checkpoint around keeps none.
             _save(ctx, *tensors, *(JaxTensor(Storage(a)) for a in kept))
         ctx.mark_non_differentiable(*(r for r in results if not _inexact_tensor(r)))
@@ -202,7 +202,7 @@ class _Scan(torch.autograd.Function):
             in_step = active_trace() is not None
             loop = backward_loop(plan) if in_step else backward_loop_of_rows(plan)
             program = _program("backward", plan, loop)
-            with backward_of(ctx.origin):
+            with frames_of(ctx.origin, "backward"):
                 found = program(given, kept, layers, shared, plan.trace.consts)
             return (None, *_wrapped(plan, *found))
 

@@ -26,6 +26,7 @@ from mesh_utils import Mesh
 from xla_dtensor.core import OpSharding
 from xla_dtensor.errors import DistributeError
 from xla_dtensor.runtimes import jax_devices
+from xla_dtensor.runtimes.jax_private import device_ids, hlo_sharding_text
 
 __all__ = ["named_sharding", "read_op_sharding"]
 
@@ -156,10 +157,10 @@ def read_op_sharding(array: jax.Array, roots: Mapping[tuple[int, ...], Mesh]) ->
         has placed it yet: any program it enters receives it whole.
     """
     sharding = array.sharding
-    ids = tuple(device.id for device in sharding._device_assignment)
+    ids = device_ids(sharding)
     if len(ids) == 1:
         return OpSharding.parse("{replicated}")
-    parsed = OpSharding.parse(str(sharding._to_xla_hlo_sharding(array.ndim)))
+    parsed = OpSharding.parse(hlo_sharding_text(sharding, array.ndim))
     root = roots.get(tuple(sorted(ids)))
     if root is None or tuple(root.device_ids.ravel().tolist()) == ids:
         return parsed.canonical()

@@ -16,8 +16,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import sdy
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import sdy
 
 from xla_dtensor.core.product_order import Tiles
 
@@ -152,7 +152,8 @@ def meshes_of(module: Any) -> dict[str, MeshAxes]:
         if op.operation.name == "sdy.mesh":
             name = ir.StringAttr(op.attributes["sym_name"]).value
             mesh = sdy.MeshAttr(op.attributes["mesh"])
-            sizes = {axis.name: axis.size for axis in map(sdy.MeshAxisAttr, mesh.axes)}
+            axes: list[Any] = [sdy.MeshAxisAttr(axis) for axis in mesh.axes]
+            sizes = {axis.name: axis.size for axis in axes}
             ids = np.array(list(mesh.device_ids) or range(math.prod(sizes.values())))
             found[name] = MeshAxes(name, sizes, ids.reshape(list(sizes.values())))
     return found
@@ -172,7 +173,7 @@ def cut_of(value: Any, meshes: Mapping[str, MeshAxes]) -> Cut | None:
     mesh = meshes[ir.FlatSymbolRefAttr(sharding.mesh_or_ref).value]
     manual = _manual_axes(value).intersection(mesh.sizes)
     dims = [sdy.DimensionShardingAttr(dim).axes for dim in sharding.dimension_shardings]
-    pieces = (tuple(_piece(axis, mesh) for axis in map(sdy.AxisRefAttr, dim)) for dim in dims)
+    pieces = (tuple(_piece(sdy.AxisRefAttr(axis), mesh) for axis in dim) for dim in dims)
     cut = tuple(tuple(p for p in dim if p.axis not in manual) for dim in pieces)
     return Cut(mesh, cut, manual)
 

@@ -61,6 +61,10 @@ class Holding:
     shardings: Sequence[Any]
     _packs: tuple[Any, Packs] | None = field(default=None, init=False)
 
+    def constants(self, jaxpr: Any) -> list[tuple[Any, int | None]]:
+        """Pair the variables of the constants, a trace's first inputs, with their places."""
+        return list(zip(jaxpr.invars[: len(self.places)], self.places, strict=True))
+
     def ends(self, flat: Sequence[Any]) -> list[Sequence[Any]]:
         """Divide the trace's results: the step's, state, what lasts, written arguments."""
         ends = np.cumsum([0, *self.sizes]).tolist()
@@ -76,7 +80,7 @@ class Holding:
     def _found_packs(self, jaxpr: Any) -> Packs:
         kinds: dict[Any, Hashable] = {}
         often = {place for place, count in Counter(self.places).items() if count > 1}
-        for variable, place in zip(jaxpr.constvars, self.places, strict=True):
+        for variable, place in self.constants(jaxpr):
             if place is not None and place not in often and self.kinds[place] is not None:
                 kinds[variable] = (str(variable.aval), self.kinds[place])
         return packs_of(jaxpr, kinds)
@@ -86,14 +90,13 @@ def slots_of(jaxpr: Any, holding: Holding) -> Slots:
     """Choose the slots of a traced step.
 
     Args:
-        jaxpr: The trace, without its constants.
+        jaxpr: The trace; its constants are its first inputs.
         holding: What its constants and results are.
     """
     packs = holding.packs(jaxpr)
     num_state = holding.sizes[2]
     _, state_out, lasting_out, _ = holding.ends(jaxpr.outvars)
-    pairs = zip(jaxpr.constvars, holding.places, strict=True)
-    place_of = {variable: place for variable, place in pairs if place is not None}
+    place_of = {v: place for v, place in holding.constants(jaxpr) if place is not None}
     found: list[Slot] = []
     for pack in packs.used(jaxpr):
         if pack.origin != "const":
@@ -165,7 +168,7 @@ def program_of(jaxpr: Any, *, holding: Holding, slots: Slots) -> Callable[..., A
     """Return the function that XLA compiles.
 
     Args:
-        jaxpr: The trace, without its constants.
+        jaxpr: The trace; its constants are its first inputs.
         holding: What its constants and results are.
         slots: How storages travel.
     """
@@ -184,20 +187,17 @@ def program_of(jaxpr: Any, *, holding: Holding, slots: Slots) -> Callable[..., A
         rest = iter(constants_in)
         if not packs.of:
             consts = [next(rest) if p is None else singles[p] for p in holding.places]
-            flat = jax.core.eval_jaxpr(jaxpr, consts, *arguments_in)
+            flat = jax.core.eval_jaxpr(jaxpr, (), *consts, *arguments_in)
             return tuple(map(list, holding.ends(flat)))
-        variable_of = dict(zip(holding.places, jaxpr.constvars, strict=True))
-        known = dict(zip(jaxpr.invars, arguments_in, strict=True))
-        for variable, place in zip(jaxpr.constvars, holding.places, strict=True):
+        constants = holding.constants(jaxpr)
+        variable_of = {place: variable for variable, place in constants}
+        known = dict(zip(jaxpr.invars[len(constants) :], arguments_in, strict=True))
+        for variable, place in constants:
             if place is None:
                 known[variable] = next(rest)
             elif place in singles:
                 known[variable] = singles[place]
-        lying = {
-            v: holding.shardings[p]
-            for v, p in zip(jaxpr.constvars, holding.places, strict=True)
-            if p is not None
-        }
+        lying = {v: holding.shardings[place] for v, place in constants if place is not None}
         of_stacks = [([variable_of[p] for p in slot], array) for slot, array in stacks]
         trace = PackedTrace(jaxpr, packs, known, of_stacks, lying)
         results, state, lasting, written = holding.ends(jaxpr.outvars)

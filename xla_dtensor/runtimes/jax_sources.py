@@ -16,15 +16,14 @@ runs under the model's own frames, and keeps them.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from jax._src import source_info_util
 
-__all__ = ["Sources", "backward_of", "leave_out_frames_of", "origin_here"]
+from xla_dtensor.runtimes.jax_private import frames_here, frames_of
+
+__all__ = ["Sources"]
 
 # The number that the next autograd node will have.
 _next_node: Any = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
@@ -44,38 +43,9 @@ class Sources:
             # A node takes its number just before its op runs; later ops without a node keep off.
             number = _next_node() - 1
             if number not in self._known:
-                self._known[number] = source_info_util.current()
+                self._known[number] = frames_here()
             yield
             return
         origin = self._known.get(node._sequence_nr())
-        with contextlib.nullcontext() if origin is None else backward_of(origin):
+        with contextlib.nullcontext() if origin is None else frames_of(origin, "backward"):
             yield
-
-
-def origin_here() -> Any:
-    """Return frames and names of this place in the forward, for :func:`backward_of`."""
-    return source_info_util.current()
-
-
-@contextlib.contextmanager
-def backward_of(origin: Any) -> Iterator[None]:
-    """Give what is traced inside the frames of a place in the forward, and its names too."""
-    kept = source_info_util._source_info_context
-    before = kept.context
-    scopes = (source_info_util.Scope("backward"), *origin.name_stack.stack)
-    names = source_info_util.NameStack(scopes)
-    kept.context = before.replace(traceback=origin.traceback, name_stack=names)
-    try:
-        yield
-    finally:
-        kept.context = before
-
-
-def leave_out_frames_of(*folders: Path, but: Path | None = None) -> None:
-    """Let JAX count the frames of what lies in these folders as its own, those in `but` not."""
-    if but is not None and f"{but}{os.sep}" not in source_info_util._include_paths:
-        source_info_util.register_inclusion(f"{but}{os.sep}")
-    for folder in folders:
-        prefix = f"{folder}{os.sep}"
-        if prefix not in source_info_util._exclude_paths:
-            source_info_util.register_exclusion(prefix)

@@ -2,7 +2,7 @@
 
 The cut is JAX's own partial evaluation, with which ``jax.checkpoint`` works: given a policy, it
 says which values of the forward part are saved for the backward one, and which are computed there
-once more. Only this file uses it; it is no public interface of JAX::
+once more::
 
     one program     consts, inputs, gradients        -> outputs, rng, gradients
     forward         consts, inputs                   -> outputs, rng, saved values
@@ -18,11 +18,12 @@ from typing import Any
 
 import jax
 import jax.core
-from jax._src.interpreters import partial_eval as pe
 from jax.extend.core import jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding
 
 from xla_dtensor.runtimes.jax_block import BlockTrace
+from xla_dtensor.runtimes.jax_private import inputs_only, partial_evaluation
 
 __all__ = ["SplitBlock", "names_in", "split"]
 
@@ -79,22 +80,20 @@ def split(trace: BlockTrace, n_inputs: int, policy: Policy) -> SplitBlock:
         n_inputs: Number of its inputs, without constants and gradients.
         policy: One of ``jax.checkpoint_policies``, or a function like them.
     """
-    jaxpr = pe.convert_constvars_jaxpr(trace.jaxpr)
+    jaxpr = inputs_only(trace.jaxpr)
     n_consts, n_grads, n_results = len(trace.consts), len(trace.grad_of), len(trace.outputs) + 1
     if not trace.wanted:
         kept = [True] * n_results + [False] * (len(jaxpr.outvars) - n_results)
-        forward, _ = pe.dce_jaxpr(jaxpr, kept, instantiate=True)
+        forward, _ = dce_jaxpr(jaxpr, kept, instantiate=True)
         return SplitBlock(forward, None, (), n_results)
     unknown = [False] * (n_consts + n_inputs) + [True] * n_grads
     wanted = [False] * n_results + [True] * len(trace.wanted)
-    known, staged, _, instantiated, n_saved = pe.partial_eval_jaxpr_custom(
-        jaxpr, unknown, [True] * len(unknown), wanted, wanted, _recomputing_random(policy)
-    )
-    asked = [w for w, there in zip(wanted, instantiated, strict=True) if there]
-    backward, used = pe.dce_jaxpr(staged, asked, instantiate=False)
-    saved = used[:n_saved]
-    forward, _ = pe.dce_jaxpr(known, [True] * n_results + list(saved), instantiate=True)
-    return SplitBlock(forward, backward, tuple(used[n_saved:]), n_results)
+    parts = partial_evaluation(jaxpr, unknown, wanted, _recomputing_random(policy))
+    asked = [w for w, there in zip(wanted, parts.is_staged, strict=True) if there]
+    backward, used = dce_jaxpr(parts.staged, asked, instantiate=False)
+    saved = used[: parts.num_saved]
+    forward, _ = dce_jaxpr(parts.known, [True] * n_results + list(saved), instantiate=True)
+    return SplitBlock(forward, backward, tuple(used[parts.num_saved :]), n_results)
 
 
 def names_in(trace: BlockTrace) -> set[str]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax._src import distributed
+
+from xla_dtensor.runtimes.jax_private import Job, job
 
 __all__ = ["KeyValueStore"]
 
@@ -21,20 +22,24 @@ class KeyValueStore:
 
     A key holds one of the two; bytes may be of any length.
 
+    Args:
+        job: The job of this process.
+
     Attributes:
         index: This process's place.
         count: How many processes there are.
     """
 
-    def __init__(self) -> None:
-        self._client: Any = distributed.global_state.client
-        self.index: int = distributed.global_state.process_id
-        self.count: int = distributed.global_state.num_processes
+    def __init__(self, job: Job) -> None:
+        self._client = job.client
+        self.index = job.process_id
+        self.count = job.num_processes
 
     @classmethod
     def of_job(cls) -> KeyValueStore | None:
         """Return the job's store; None for a process alone."""
-        return None if distributed.global_state.client is None else cls()
+        mine = job()
+        return None if mine is None else cls(mine)
 
     def put(self, key: str, text: str) -> None:
         """Set a text."""

@@ -29,11 +29,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jax._src.core import set_current_trace
+from jax.extend.core import set_current_trace
 
 from xla_dtensor.runtimes.jax_layer_stacks import stack_layers, unstack_layers
 from xla_dtensor.runtimes.jax_packed import pinned_rows, pinned_stack
 from xla_dtensor.runtimes.jax_placing import place
+from xla_dtensor.runtimes.jax_private import trace_of
 from xla_dtensor.runtimes.jax_step_values import inner
 from xla_dtensor.runtimes.jax_tensor import Storage
 from xla_dtensor.runtimes.jax_trace import Trace, active_trace
@@ -86,7 +87,7 @@ class TracedStack:
 
     def values(self) -> list[Any]:
         """Return the rows' values, as values of the stack's own trace."""
-        with set_current_trace(self.array._trace):
+        with set_current_trace(trace_of(self.array)):
             return pinned_rows(self.array, self.row_sharding)
 
 

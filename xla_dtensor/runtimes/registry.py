@@ -14,11 +14,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import sys
 from dataclasses import dataclass
 from typing import Any
 
+from xla_dtensor.core.versions import ANY_JAX, jax_support
 from xla_dtensor.errors import RuntimeSetupError
 from xla_dtensor.runtimes.base import Runtime
 
@@ -56,6 +58,7 @@ BUILT_IN = {
 
 _COMPILE_ONLY = "xla_dtensor.runtimes.jax_absent"
 
+_log = logging.getLogger("xla_dtensor")
 _current: Runtime | None = None
 
 
@@ -133,6 +136,7 @@ def compile_only_runtime(topology: Any) -> Any:
             "already runs. A process has one runtime for as long as it lives. Do it in a process "
             "of its own: compile_for starts one."
         )
+    _check_jax()
     _current = importlib.import_module(_COMPILE_ONLY).AbsentRuntime.of(topology)
     return _current
 
@@ -172,6 +176,23 @@ def _first_installed() -> str:
     return installed[0]
 
 
+def _check_jax() -> None:
+    """Refuse a JAX that is not supported before its private parts are imported."""
+    version = importlib.metadata.version("jax")
+    support = jax_support(version)
+    if support.is_supported:
+        return
+    if support.is_too_new and os.environ.get(ANY_JAX) == "1":
+        _log.warning("jax %s is %s. %s=1 lets it be tried.", version, support.reason, ANY_JAX)
+        return
+    attempt = f", or set {ANY_JAX}=1 to try this one" if support.is_too_new else ""
+    raise RuntimeSetupError(
+        f"Runtime 'jax' was asked for, and jax {version} is {support.reason}. It uses private "
+        "parts of JAX, which differ between releases. Install one that is supported: "
+        f"`pip install 'jax>=0.10,<0.13'`{attempt}."
+    )
+
+
 def _start(name: str, options: dict[str, Any]) -> Runtime:
     if name in BUILT_IN:
         entry = BUILT_IN[name]
@@ -182,6 +203,8 @@ def _start(name: str, options: dict[str, Any]) -> Runtime:
                 f"{missing[0]!r} cannot be found by this Python. Install it: "
                 f"`{entry.install_hint}`."
             )
+        if name == "jax":
+            _check_jax()
         return getattr(importlib.import_module(entry.module), entry.class_name)(**options)
     registered = _entry_points()
     if name not in registered:

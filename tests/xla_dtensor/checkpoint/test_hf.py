@@ -79,7 +79,7 @@ def assert_same(module: nn.Module, expected: dict[str, torch.Tensor]) -> None:
         assert torch.equal(found[key], value), key
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_what_was_saved_comes_back_bit_for_bit_however_it_lies(
     mesh: xd.DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

@@ -15,7 +15,7 @@ from xla_dtensor.huggingface.files import WeightFiles
 from xla_dtensor.model_sizes import ModelSizes
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.skipif(sys.platform != "linux", reason="counts resident memory as Linux does"),
 ]
 

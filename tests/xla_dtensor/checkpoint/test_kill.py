@@ -38,11 +38,12 @@ def trials(folder: Path, count: int, seed: int) -> dict[str, int]:
     return outcomes
 
 
+@pytest.mark.thorough
 def test_no_checkpoint_is_lost_and_no_damaged_one_is_loaded(tmp_path: Path) -> None:
     trials(tmp_path, 36, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_same_at_many_points(tmp_path: Path) -> None:
     outcomes = trials(tmp_path, 360, 1)
     # Points lie before and after the moment that counts, and all kinds of damage were drawn.

@@ -36,7 +36,7 @@ def test_between_one_process_and_two(
 
 
 @pytest.mark.only_on("jax")
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_between_any_numbers_of_processes(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
     cases, pairs = 36, 0
     for source in SHAPES:
@@ -100,7 +100,7 @@ def group(processes: int, devices: int) -> Iterator[Hosts]:
 
 
 @pytest.mark.only_on("jax")
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(6))
 def test_jobs_that_are_killed(
     seed: int, hosts: Callable[..., Hosts], runtime: Runtime, tmp_path: Path

@@ -65,7 +65,7 @@ def test_refusals(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_sweep_compiles_the_best(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +83,7 @@ def test_a_sweep_compiles_the_best(
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_does_not_fit_is_reported_with_its_causes(tmp_path: Path) -> None:
     """12 GiB go in and 12 come out of a chip of 16."""
     job, out = tmp_path / "large.yaml", tmp_path / "out"
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_reported_with_its_causes(tmp_path: Path) -> None:
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_where_libtpu_gives_no_program_its_words_are_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import Mesh
@@ -38,7 +38,6 @@ def submeshes(draw: st.DrawFn) -> Mesh:
     return taken
 
 
-@settings(max_examples=200, deadline=None)
 @given(submeshes())
 def test_each_axis_is_in_the_span_and_walks_the_same_devices(mesh: Mesh) -> None:
     span = spanning_mesh(mesh)
@@ -60,7 +59,6 @@ def test_each_axis_is_in_the_span_and_walks_the_same_devices(mesh: Mesh) -> None
             assert order == list(np.ndindex(*mesh.mesh_shape))
 
 
-@settings(max_examples=100, deadline=None)
 @given(submeshes())
 def test_a_region_is_over_the_axes_of_the_submesh(mesh: Mesh) -> None:
     region = region_of(mesh)
@@ -68,7 +66,6 @@ def test_a_region_is_over_the_axes_of_the_submesh(mesh: Mesh) -> None:
     assert region.mesh == spanning_mesh(mesh)
 
 
-@settings(max_examples=100, deadline=None)
 @given(submeshes(), st.data())
 def test_a_layout_keeps_its_shards(mesh: Mesh, data: st.DataObject) -> None:
     axis = data.draw(st.sampled_from(mesh.axis_names))

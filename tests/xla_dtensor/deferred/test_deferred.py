@@ -248,7 +248,7 @@ def test_every_fill_runs_on_the_devices(
     assert made[0].unique().numel() > 1
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["trunc", "exponential"])
 def test_uneven_and_large(
     mesh: xd.DeviceMesh, other_mesh: xd.DeviceMesh, name: str, monkeypatch: pytest.MonkeyPatch

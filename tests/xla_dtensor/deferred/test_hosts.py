@@ -44,7 +44,7 @@ def four() -> Iterator[Hosts]:
     group.close()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("rng", ["device", "torch"])
 def test_no_process_holds_more_than_its_part(four: Hosts, rng: Any) -> None:
     # 400 MB in 25 matrices of 16 MB, over 4 processes.
@@ -60,7 +60,7 @@ def test_no_process_holds_more_than_its_part(four: Hosts, rng: Any) -> None:
         assert each["peak"] - each["before"] < each["model"] / 2
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_whole_would_be_seen() -> None:
     """The measure can fail: one process that holds the model whole."""
     group = Hosts(1, 2)

@@ -11,16 +11,11 @@ from typing import Any
 
 import pytest
 
+from xla_dtensor.core.versions import satisfies, torch_support
 from xla_dtensor.doctor import diagnosis as doctor
 from xla_dtensor.doctor.diagnosis import BUILT_IN_RUNTIMES, Choice, choose, examine
 from xla_dtensor.doctor.findings import EXTRAS, Situation, advice, findings
-from xla_dtensor.doctor.packages import (
-    Installed,
-    is_importable,
-    read_installed,
-    satisfies,
-    torch_support,
-)
+from xla_dtensor.doctor.packages import Installed, is_importable, read_installed
 from xla_dtensor.doctor.probe import Probe
 from xla_dtensor.doctor.text import to_text
 
@@ -181,7 +176,15 @@ ON_CPU = Probe("jax", "works", 1.0, description={"platform": "cpu"})
         (situation({**GOOD, "torch_xla": "2.8.1"}), ["torch_xla 2.8.1 is not supported"]),
         (situation({**GOOD, "jaxlib": None}), ["without jaxlib"]),
         (situation({**GOOD, "jaxlib": "0.10.1"}), ["of different releases"]),
-        (situation({**GOOD, "jax": "0.9.0", "jaxlib": "0.9.0"}), ["not the release"]),
+        (situation({**GOOD, "jax": "0.9.0", "jaxlib": "0.9.0"}), ["jax 0.9.0 is too old"]),
+        (situation({**GOOD, "jax": "0.13.0", "jaxlib": "0.13.0"}), ["jax 0.13.0 is too new"]),
+        (
+            situation(
+                {**GOOD, "jax": "0.13.0", "jaxlib": "0.13.0"},
+                environment={"XLA_DTENSOR_ANY_JAX": "1"},
+            ),
+            ["is too new: supported are 0.10 to 0.12; XLA_DTENSOR_ANY_JAX=1 lets it be tried"],
+        ),
         (situation({**GOOD, "libtpu": "0.0.42.1"}), []),
         (
             situation({**GOOD, "libtpu": "0.0.30"}),

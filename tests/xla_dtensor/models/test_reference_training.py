@@ -130,7 +130,7 @@ def run(name: str, sharded: bool, dtype: torch.dtype = torch.float32) -> tuple[l
     return [float(getattr(loss, "full_tensor", lambda loss=loss: loss)()) for loss in losses], step
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.only_on("jax")
 @pytest.mark.parametrize("name", list(JOBS))
 def test_sharded_steps_train_as_plain_ones(runtime: Runtime, name: str) -> None:

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import JobConfig, Mesh, find_chip
@@ -50,7 +50,6 @@ def placed(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[object, ...], str]:
     return shape, tuple(entries), draw(st.sampled_from(["bf16", "float32", "torch.float16"]))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(placed(), min_size=1, max_size=4), st.sampled_from(list(OPTIMIZERS.values())))
 def test_bytes_are_those_of_the_shards(
     tensors: list[tuple[tuple[int, ...], tuple[object, ...], str]], optimizer: OptimizerState

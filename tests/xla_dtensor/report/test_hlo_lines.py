@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xla_dtensor.report.hlo_lines import whole_lines
@@ -39,7 +39,6 @@ def test_what_is_never_closed_stays_as_it_is() -> None:
     assert list(whole_lines(lines)) == lines
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.lists(st.text('{}"% =a\\', max_size=12), max_size=12))
 def test_nothing_is_lost(lines: list[str]) -> None:
     joined = list(whole_lines(lines))

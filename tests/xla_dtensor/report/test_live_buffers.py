@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xla_dtensor.report import HloError
@@ -194,7 +194,6 @@ def test_programs_of_libtpu(name: str) -> None:
         max_size=30,
     )
 )
-@settings(deadline=None)
 def test_the_peak_lies_between_the_largest_and_the_sum(
     made: list[tuple[int, list[int]]],
 ) -> None:
@@ -211,7 +210,6 @@ def test_the_peak_lies_between_the_largest_and_the_sum(
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=40)
 def test_damaged_programs_are_read_or_refused(data: st.DataObject) -> None:
     lines = (GOLDEN / "v5p_scan_remat.hlo").read_text(encoding="utf-8").splitlines()
     for _ in range(data.draw(st.integers(1, 4))):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xla_dtensor.report import ReportError
@@ -53,7 +53,6 @@ TREES = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(TREES)
 def test_what_comes_back_is_what_went(tree: Tree) -> None:
     text = json.dumps(to_plain(tree), allow_nan=False)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import Mesh
@@ -138,7 +138,6 @@ HOSTILE = st.text(max_size=20) | st.sampled_from(
 )
 
 
-@settings(max_examples=20, deadline=None)
 @given(HOSTILE, HOSTILE, HOSTILE)
 def test_no_name_becomes_markup(one: str, two: str, three: str) -> None:
     origin = Origin(one, "forward", two, SourceLine(three, 1))

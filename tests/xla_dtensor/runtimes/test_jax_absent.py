@@ -60,7 +60,7 @@ def essence(hlo: str) -> tuple[Any, ...]:
     return [end and end[0] for end in ends], sorted(products), sorted(sent, key=str)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", list(absent_plans.PLANS))
 def test_it_is_the_live_program(
     runtime: Runtime, mesh: xd.DeviceMesh, absent: dict[str, dict[str, Any]], name: str

@@ -80,7 +80,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_losses_and_parameters_equal_plain_pytorch(mesh: DeviceMesh, name: str) -> None:
     expected, plain, _ = losses(None, OPTIMIZERS[name])

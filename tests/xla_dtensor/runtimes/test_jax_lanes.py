@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from xla_dtensor.runtimes.jax_lanes import Packs, packs_of
 from xla_dtensor.runtimes.jax_layer_stacks import stack_layers, unstack_layers
 from xla_dtensor.runtimes.jax_packed import PackedTrace
+from xla_dtensor.runtimes.jax_private import constants_of, inputs_only
 
 pytestmark = [pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]
 
@@ -32,16 +33,15 @@ def rows(seed: int = 0, count: int = LAYERS) -> list[Any]:
 
 
 def traced(function: Callable[[Arrays], Any], constants: Arrays) -> Any:
-    """A trace in which the constants are variables without arguments."""
+    """A trace whose inputs are its constants: JAX's own, then these."""
     closed = jax.make_jaxpr(lambda *given: function(given))(*constants)
-    jaxpr = closed.jaxpr
-    return jaxpr.replace(constvars=[*jaxpr.constvars, *jaxpr.invars], invars=[]), closed.consts
+    return inputs_only(closed), constants_of(closed)
 
 
 def packed(function: Callable[[Arrays], Any], constants: Arrays) -> tuple[Any, Packs, list[Any]]:
     jaxpr, consts = traced(function, constants)
-    known = dict(zip(jaxpr.constvars, [*consts, *constants], strict=True))
-    kinds = {v: str(v.aval) for v in jaxpr.constvars[len(consts) :]}
+    known = dict(zip(jaxpr.invars, [*consts, *constants], strict=True))
+    kinds = {v: str(v.aval) for v in jaxpr.invars[len(consts) :]}
     packs = packs_of(jaxpr, kinds)
     trace = PackedTrace(jaxpr, packs, known, [], {})
     return jaxpr, packs, [trace.value(v) for v in jaxpr.outvars]
@@ -62,9 +62,9 @@ def test_an_optimizer_after_a_loop_is_packs() -> None:
     constants = [*rows(0), *rows(1), jnp.float32(0.1)]
     jaxpr, packs, found = packed(momentum, constants)
     weights, means = jaxpr.outvars[:LAYERS], jaxpr.outvars[LAYERS:]
-    for outputs in (weights, means, jaxpr.constvars[:LAYERS], jaxpr.constvars[LAYERS:-1]):
+    for outputs in (weights, means, jaxpr.invars[:LAYERS], jaxpr.invars[LAYERS:-1]):
         assert packs.whole(outputs) is not None
-    assert jaxpr.constvars[-1] not in packs.of, "the rate is shared"
+    assert jaxpr.invars[-1] not in packs.of, "the rate is shared"
     single = [e for i, e in enumerate(jaxpr.eqns) if i not in packs.of_equation]
     assert {e.primitive.name for e in single} == {"stack_layers", "sin", "unstack_layers"}
     expected = jax.tree.leaves(momentum(constants))

@@ -80,7 +80,6 @@ def results_of(case: Layer, change: Put, put: Put) -> tuple[list[Any], list[Any]
     return outputs, [v.grad for v in inputs]
 
 
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer(mesh: xd.DeviceMesh, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     case = LAYERS[name]
@@ -132,7 +131,6 @@ X, W = torch.randn(8, 8, 9, 9), torch.randn(16, 8, 3, 3)
 OVER_DP, OVER_TP = ("all-reduce", ("dp",)), ("all-reduce", ("tp",))
 
 
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize("groups", [1, 4, 8])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_sharded_batch_costs_the_sum_of_the_weights_gradient(
@@ -204,7 +202,6 @@ def test_batch_norm_sends_its_statistics(mesh: xd.DeviceMesh) -> None:
     assert set(sent) == {OVER_DP}
 
 
-@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dim", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     "call",
@@ -260,7 +257,6 @@ def test_whole_numbers(mesh: xd.DeviceMesh) -> None:
     assert found.cpu().equal(F.interpolate(bytes_, scale_factor=2))
 
 
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "call",
     [

@@ -52,13 +52,11 @@ def test_every_lowering_has_a_case() -> None:
     assert jax_lowering.find_lowering(aten.exp.default) is TABLE[aten.exp.default]
 
 
-@pytest.mark.sweep(2)
 @per_op(CASES)
 def test_values(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, op: Any) -> None:
     check_values(mesh, monkeypatch, op, CASES[op])
 
 
-@pytest.mark.sweep(3)
 @per_op(CASES)
 def test_gradients(mesh: DeviceMesh, op: Any) -> None:
     # Further cases of pointwise ops differ in dtypes and scalars only.
@@ -75,7 +73,6 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.sweep(4)
 @pytest.mark.parametrize("change", OTHERS)
 @per_op(POINTWISE)
 def test_other_inputs(mesh: DeviceMesh, op: Any, change: str) -> None:
@@ -87,7 +84,6 @@ def test_other_inputs(mesh: DeviceMesh, op: Any, change: str) -> None:
     assert_same(case.mapped(lambda t: distribute_tensor(t, mesh)).run(op), expected, expected)
 
 
-@pytest.mark.sweep(2)
 @per_op(RANGES)
 def test_shape_dtype_and_range(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, op: Any) -> None:
     case, low, high = RANGES[op]
@@ -129,7 +125,6 @@ PROMOTING: dict[str, Callable[[Any, Any], torch.Tensor]] = {
 }
 
 
-@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", PROMOTING)
 def test_dtypes_are_promoted_as_torch_does(mesh: DeviceMesh, name: str) -> None:
     function = PROMOTING[name]

@@ -26,20 +26,17 @@ from xla_dtensor.report import collectives
 pytestmark = [pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]
 
 
-@pytest.mark.sweep(2)
 @per_op(LINALG)
 def test_values(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, op: Any) -> None:
     check_values(mesh, monkeypatch, op, LINALG[op])
 
 
-@pytest.mark.sweep(2)
 @per_op(LINALG)
 def test_in_a_step(mesh: DeviceMesh, op: Any) -> None:
     cases = [case for case in LINALG[op] if case.kwargs.get("driver") not in ("gelsd", "gelss")]
     check_in_a_step(mesh, op, cases)
 
 
-@pytest.mark.sweep(3)
 @per_op(LINALG)
 def test_gradients(mesh: DeviceMesh, op: Any) -> None:
     check_gradients(mesh, op, LINALG[op])
@@ -92,7 +89,6 @@ FUNCTIONS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
 IN_STEPS = [name for name in FUNCTIONS if name != "lowrank"]
 
 
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(mesh: DeviceMesh, name: str) -> None:
     function, given = FUNCTIONS[name]
@@ -109,7 +105,6 @@ def test_functions(mesh: DeviceMesh, name: str) -> None:
         torch.testing.assert_close(mine.grad.cpu(), plain.grad.float(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", IN_STEPS)
 def test_functions_in_a_step(mesh: DeviceMesh, name: str) -> None:
     function, given = FUNCTIONS[name]

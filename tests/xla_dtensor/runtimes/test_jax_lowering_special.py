@@ -21,7 +21,6 @@ from xla_dtensor import DeviceMesh
 pytestmark = [pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]
 
 
-@pytest.mark.sweep(3)
 @per_op(ALL)
 def test_values(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, op: Any) -> None:
     check_values(mesh, monkeypatch, op, ALL[op])
@@ -32,7 +31,6 @@ def test_in_a_step(mesh: DeviceMesh, op: Any) -> None:
     check_in_a_step(mesh, op, FOURIER[op])
 
 
-@pytest.mark.sweep(3)
 @per_op(ALL)
 def test_gradients(mesh: DeviceMesh, op: Any) -> None:
     check_gradients(mesh, op, ALL[op])

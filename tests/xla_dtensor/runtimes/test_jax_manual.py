@@ -148,7 +148,7 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", list(OPS))
 def test_an_op_acts_on_each_tile(name: str, region: Region) -> None:
     values = region.stacked(4, 5)
@@ -158,7 +158,7 @@ def test_an_op_acts_on_each_tile(name: str, region: Region) -> None:
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", list(OPS))
 def test_an_op_communicates_nothing(name: str, region: Region) -> None:
     def step(x: Any) -> Any:
@@ -283,7 +283,7 @@ def test_the_other_axes_stay_xla_s(runtime: Runtime) -> None:
     assert eager._local_tensor._storage.array.sharding.shard_shape((4, 6, 8)) == (2, 6, 8)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", list(OPS))
 def test_with_some_axes_manual_nothing_passes_over_them(name: str, runtime: Runtime) -> None:
     region = Region(runtime, ROOT, ["tp"])

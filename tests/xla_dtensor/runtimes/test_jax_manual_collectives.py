@@ -83,7 +83,7 @@ def _choices(axes: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     return list(dict.fromkeys([axes, axes[::-1], axes[:1], axes[-1:], (axes[-1], axes[0])][:4]))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", [False, True], ids=["whole", "some axes"])
 def test_collectives(whole: Region, part: bool) -> None:
     if part:
@@ -123,7 +123,7 @@ DTYPES = [
 ]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("axes", [None, ("tp",)], ids=["whole", "some axes"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_collectives_are_exact_in_every_dtype(

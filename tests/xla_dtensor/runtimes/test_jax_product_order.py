@@ -266,7 +266,7 @@ def test_any_product_is_right(program: tuple[tuple[int, ...], str, list[Spec]]) 
     check(*program)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @given(programs())
 @settings(max_examples=4_000, deadline=None, suppress_health_check=_LONG)
 def test_any_of_many_products_is_right(

@@ -325,7 +325,7 @@ print(json.dumps({"hlo": text, "loss": loss}))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @needs_libtpu
 def test_libtpu_compiles_a_step_traced_on_cpu(mesh: xd.DeviceMesh, tmp_path: Path) -> None:
     printed = run_with_libtpu(CHILD, str(Path(__file__).parent), folder=tmp_path)

@@ -165,7 +165,7 @@ NEEDS_A_VALUE: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 # Python 3.11 says so of every class that has __trunc__ and no __int__, before it calls it.
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The delegation of int")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
 @pytest.mark.parametrize("name", NEEDS_A_VALUE)

@@ -52,7 +52,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.thorough
 @pytest.mark.only_on("jax")
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(mesh: xd.DeviceMesh, name: str) -> None:
@@ -209,7 +209,7 @@ def test_another_choice_traces_anew(mesh: xd.DeviceMesh) -> None:
 SPLASH_SHAPES = {"heads alike": (4, 4), "grouped": (8, 4), "one key head": (2, 1)}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.only_on("jax")
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("name", SPLASH_SHAPES)
@@ -295,7 +295,7 @@ open(sys.argv[1], "w").write(run.hlo_for(sorted(devices, key=lambda device: devi
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.only_on("jax")
 @needs_libtpu
 def test_libtpu_compiles_the_kernel(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def test_without_a_choice_jax_comes_first() -> None:
     assert run(START.format("") + "print(runtime.name)") == (0, "jax")
 
 
+@pytest.mark.thorough
 @needs_both
 def test_the_environment_chooses() -> None:
     status, name = run(
@@ -78,6 +79,7 @@ def test_the_environment_chooses() -> None:
     assert (status, name) == (0, "torch_xla")
 
 
+@pytest.mark.thorough
 def test_nothing_installed_names_both_extras() -> None:
     message = refusal(HIDE.format(["jax", "torch_xla"]) + START.format(""))
     assert "none is installed" in message
@@ -85,6 +87,7 @@ def test_nothing_installed_names_both_extras() -> None:
     assert "xla-dtensor[torch-xla]" in message
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "package", "extra"),
     [("jax", "jax", "[jax]"), ("torch_xla", "torch_xla", "[torch-xla]")],
@@ -95,16 +98,19 @@ def test_a_runtime_without_its_package_names_the_extra(name: str, package: str, 
     assert extra in message
 
 
+@pytest.mark.thorough
 def test_an_unknown_runtime_lists_those_there_are() -> None:
     assert "Pass one of: jax, torch_xla." in refusal(START.format("'tensorflow'"))
 
 
+@pytest.mark.thorough
 @needs_jax
 def test_asking_again_gives_the_same_runtime() -> None:
     program = START.format("'jax'") + "print(xd.get_runtime() is runtime is xd.get_runtime('jax'))"
     assert run(program) == (0, "True")
 
 
+@pytest.mark.thorough
 @needs_jax
 def test_another_runtime_in_the_same_process_is_refused() -> None:
     message = refusal(START.format("'jax'") + "xd.get_runtime('torch_xla')")
@@ -112,11 +118,54 @@ def test_another_runtime_in_the_same_process_is_refused() -> None:
     assert "get_runtime('torch_xla') before the first tensor or mesh" in message
 
 
+@pytest.mark.thorough
 @needs_jax
 def test_options_after_the_start_are_refused() -> None:
     message = refusal(START.format("'jax'") + "xd.get_runtime('jax', num_cpu_devices=4)")
     assert "it already runs" in message
     assert "first call of get_runtime" in message
+
+
+AS_JAX = (
+    "import importlib.metadata as m; version = m.version; "
+    "m.version = lambda name: {!r} if name == 'jax' else version(name); "
+)
+
+
+@needs_jax
+@pytest.mark.parametrize(
+    ("version", "age", "cure"),
+    [
+        ("0.9.2", "too old", "`pip install 'jax>=0.10,<0.13'`."),
+        (
+            "0.13.0",
+            "too new",
+            "`pip install 'jax>=0.10,<0.13'`, or set XLA_DTENSOR_ANY_JAX=1 to try this one.",
+        ),
+    ],
+)
+def test_a_jax_that_is_not_supported_is_refused(version: str, age: str, cure: str) -> None:
+    message = refusal(AS_JAX.format(version) + START.format("'jax'"))
+    assert message == (
+        f"Runtime 'jax' was asked for, and jax {version} is {age}: supported are 0.10 to 0.12. It "
+        "uses private parts of JAX, which differ between releases. Install one that is supported: "
+        f"{cure}"
+    )
+
+
+@pytest.mark.thorough
+@needs_jax
+def test_a_newer_jax_may_be_tried() -> None:
+    program = AS_JAX.format("0.13.0") + START.format("'jax'") + "print(runtime.name)"
+    assert run(program, XLA_DTENSOR_ANY_JAX="1") == (0, "jax")
+
+
+@pytest.mark.thorough
+@needs_jax
+def test_an_older_jax_may_not_be_tried() -> None:
+    assert "too old" in refusal(
+        AS_JAX.format("0.9.2") + START.format("'jax'"), XLA_DTENSOR_ANY_JAX="1"
+    )
 
 
 @needs_jax
@@ -126,6 +175,7 @@ def test_jax_started_before_with_fewer_devices_is_refused() -> None:
     assert "XLA_DTENSOR_CPU_DEVICES" in message
 
 
+@pytest.mark.thorough
 @needs_jax
 def test_jax_started_before_with_as_many_devices_is_fine() -> None:
     program = (
@@ -136,24 +186,28 @@ def test_jax_started_before_with_as_many_devices_is_fine() -> None:
     assert run(program) == (0, "8")
 
 
+@pytest.mark.thorough
 @needs_jax
 def test_the_environment_sets_the_number_of_devices() -> None:
     program = START.format("'jax'") + "print(len(runtime.device_ids()))"
     assert run(program, XLA_DTENSOR_CPU_DEVICES="6") == (0, "6")
 
 
+@pytest.mark.thorough
 @needs_jax
 def test_a_number_of_devices_that_is_none_is_refused() -> None:
     message = refusal(START.format("'jax'"), XLA_DTENSOR_CPU_DEVICES="many")
     assert "XLA_DTENSOR_CPU_DEVICES='many'" in message
 
 
+@pytest.mark.thorough
 @needs_jax
 def test_the_thread_setting_does_not_reach_child_processes() -> None:
     program = START.format("'jax', num_cpu_devices=8") + "import os; print('NPROC' in os.environ)"
     assert run(program) == (0, "False")
 
 
+@pytest.mark.thorough
 @needs_jax
 def test_the_users_thread_setting_stays() -> None:
     program = START.format("'jax'") + "import os; print(os.environ['NPROC'])"
@@ -171,6 +225,7 @@ def test_the_users_own_jax_keeps_its_dtypes() -> None:
     assert run(program) == (0, "[1099511627777] int32")
 
 
+@pytest.mark.thorough
 @needs_both
 def test_the_jax_runtime_never_imports_torch_xla() -> None:
     program = (
@@ -183,6 +238,7 @@ def test_the_jax_runtime_never_imports_torch_xla() -> None:
     assert run(program) == (0, "[]")
 
 
+@pytest.mark.thorough
 @needs_both
 def test_the_torch_xla_runtime_never_imports_jax() -> None:
     program = (

@@ -244,7 +244,7 @@ def test_gradients_are_local(runtime: Runtime, part: int) -> None:
     assert communication(run_all(runtime, WHOLE, functions)) == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_every_op_alone(runtime: Runtime) -> None:
     host = numbers(WHOLE, 8, 8)
     for name, work in OPS.items():

@@ -46,7 +46,7 @@ def run(
     return Local(runtime.local_collective(name, x, region, axes, **options(n)), runtime)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("region_name", ["1d", "2d_permuted", "3d_shuffled", "tp_permuted", "a_c"])
 def test_collective_over_axes(runtime: Runtime, region_name: str, case: str) -> None:

@@ -123,7 +123,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_collective_over_axes(runtime: Runtime, any_mesh: Mesh, case: str) -> None:
     name, options, expected = CASES[case]

@@ -44,7 +44,7 @@ def operands(equation: str) -> list[torch.Tensor]:
     return [torch.randn([SIZES[letter] for letter in each]) for each in inputs.split(",")]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_values_and_gradients(mesh: xd.DeviceMesh, equation: str) -> None:
     plain = operands(equation)

@@ -97,7 +97,6 @@ COMPLEX: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 }
 
 
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", COMPLEX)
 def test_complex_gradients(mesh: DeviceMesh, name: str) -> None:
     function, shapes = COMPLEX[name]
@@ -121,7 +120,6 @@ ATTENTION: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(mesh: DeviceMesh, name: str) -> None:
     heads, length, options = ATTENTION[name]

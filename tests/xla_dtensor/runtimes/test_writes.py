@@ -28,7 +28,7 @@ MESHES = [(2, 4), (4, 2)]
 # A program each: the others would take more than a minute per runtime.
 QUICK = [("a", "b"), ("a", None), (None, "b")]
 QUICK_FIRST: list[Any] = [
-    spec if spec in QUICK else pytest.param(spec, marks=pytest.mark.slow) for spec in SPECS
+    spec if spec in QUICK else pytest.param(spec, marks=pytest.mark.thorough) for spec in SPECS
 ]
 
 
@@ -249,7 +249,7 @@ def test_chains_of_writes(
     check(chain, mesh_shape, spec)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("spec", QUICK_FIRST, ids=str)
 @pytest.mark.parametrize("make", WRITES)
 def test_a_write_alone(runtime: Runtime, make: Callable[[int, int, int], Write], spec: Any) -> None:
@@ -323,7 +323,7 @@ GRADIENTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("spec", QUICK_FIRST, ids=str)
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_that_write_by_index(runtime: Runtime, name: str, spec: Any) -> None:

@@ -372,7 +372,7 @@ def test_m_equal_meshes_are_one(dp_tp: xs.Mesh) -> None:
 # ---------------------------------------------------------------- N. too late for SPMD
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @needs_torch_xla
 @pytest.mark.parametrize(
     "early",

@@ -165,7 +165,7 @@ def asked(name: str) -> dict[str, OpSharding]:
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({}, id="torch_xla's own", marks=pytest.mark.slow),
+        pytest.param({}, id="torch_xla's own", marks=pytest.mark.thorough),
         pytest.param(IMPORT_CHANGE, id="one import"),
     ],
 )
@@ -184,7 +184,7 @@ def test_with_torch_xla(
     assert shardings == asked(name)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.thorough
 @pytest.mark.on_runtime
 @pytest.mark.only_on("jax")
 @pytest.mark.parametrize("name", list(ASKED))
@@ -219,7 +219,7 @@ for name, parameter in model.named_parameters():
 
 @pytest.mark.on_runtime
 @pytest.mark.only_on("torch_xla")
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_fsdp_v2_takes_our_mesh() -> None:
     # Not this session's XLA_DISABLE_FUNCTIONALIZATION, under which torch_xla forgets to shard it.
     env = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}

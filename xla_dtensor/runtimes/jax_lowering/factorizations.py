@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from jax._src.lax.linalg import geqrf
 from jax.lax import linalg
 
 from xla_dtensor.errors import UnsupportedOpError
@@ -105,7 +104,9 @@ def _qr(x: Any, mode: str = "reduced", *, meta: Any) -> Any:
 
 @lower(aten.geqrf.default)
 def _geqrf(x: Any) -> Any:
-    return geqrf(x)
+    # LAPACK's geqrf, transposed as NumPy has it.
+    raw, taus = jnp.linalg.qr(x, mode="raw")
+    return jnp.swapaxes(raw, -1, -2), taus
 
 
 @lower(aten.linalg_householder_product.default)

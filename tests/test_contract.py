@@ -1,0 +1,40 @@
+"""The contract is what public imports can say."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.contract import PUBLIC, private_imports
+
+
+@pytest.mark.parametrize(
+    ("source", "private"),
+    [
+        ("import xla_dtensor as xd\nfrom xla_dtensor import distribute_tensor", set()),
+        ("from xla_dtensor.spmd import mark_sharding", set()),
+        (
+            "from mesh_utils.network import LinkModel\nfrom xla_dtensor.core.layout import Layout",
+            set(),
+        ),
+        ("from tests.hosts import Hosts\nimport torch", set()),
+        ("from xla_dtensor.runtimes import get_runtime, base", set()),
+        ("from xla_dtensor.runtimes import registry", {"xla_dtensor.runtimes.registry"}),
+        ("def f():\n    import xla_dtensor.dispatch", {"xla_dtensor.dispatch"}),
+        (
+            "from xla_dtensor.runtimes.jax_lowering.table import TABLE",
+            {"xla_dtensor.runtimes.jax_lowering.table"},
+        ),
+    ],
+)
+def test_private_imports(tmp_path: Path, source: str, private: set[str]) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text(source)
+    assert private_imports(file) == private
+
+
+@pytest.mark.parametrize("module", sorted(PUBLIC))
+def test_public_modules_exist(module: str) -> None:
+    assert importlib.util.find_spec(module) is not None
