@@ -49,18 +49,10 @@ class Case:
 
 
 CASES = (
-    Case(
-        "llama3_8b_v5e",
-        ("llama3_8b_v5e", "--without-flags", "dense-vmem"),
-        "FSDP over a pod of 256 chips, 8k tokens",
-    ),
+    Case("llama3_8b_v5e", ("llama3_8b_v5e",), "FSDP over a pod of 256 chips, 8k tokens"),
     Case("llama3_70b_v5p", ("llama3_70b_v5p",), "FSDP over 512 chips"),
     Case("llama3_70b_v5p_2slices", ("llama3_70b_v5p_2slices",), "two slices, gradients over DCN"),
-    Case(
-        "llama3_405b_v5p_4slices",
-        ("llama3_405b_v5p_4slices", "--without-flags", "dense-vmem"),
-        "four slices of 512 chips",
-    ),
+    Case("llama3_405b_v5p_4slices", ("llama3_405b_v5p_4slices",), "four slices of 512 chips"),
     Case("mixtral_8x7b_v5p", ("mixtral_8x7b_v5p",), "experts on an axis of their own"),
 )
 

@@ -14,6 +14,7 @@
     xla_flags:                      left out: those that fit every job
       sets: [latency-hiding, dcn]
       flags: {xla_tpu_scoped_vmem_limit_kib: 98304}
+      libtpu: 0.0.50.1              the version that will run; jaxlib for GPUs
     run:                            what to start: config_run.py says what may stand here
       command: [python, train.py]
 
@@ -48,7 +49,7 @@ from mesh_utils.hardware import Chip
 from mesh_utils.hybrid import HybridMesh
 from mesh_utils.job_file import read_job_file
 from mesh_utils.topology import Topology
-from mesh_utils.xla_flags import XlaFlag, flag_environment, flags_for
+from mesh_utils.xla_flags import COMPILERS, XlaFlag, flag_environment, flags_for
 
 _KEYS = (
     "name",
@@ -76,6 +77,8 @@ class JobConfig:
         sharding: its rules as plain data; None for none.
         flag_sets: the sets of XLA flags that it asks for; None for those that fit every job.
         flags: XLA flags of its own.
+        compiler: the version of what reads them where it runs, libtpu on TPUs and jaxlib on GPUs;
+            None where the file does not say.
         wrap: for each dim of a slice whether it wraps; None where a table knows.
         run: what it starts; without a command where the file does not say.
 
@@ -93,6 +96,7 @@ class JobConfig:
     sharding: Sharding | None = field(default=None, hash=False)
     flag_sets: tuple[str, ...] | None = None
     flags: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
+    compiler: str | None = None
     wrap: tuple[bool, ...] | None = None
     run: Run = field(default_factory=Run)
 
@@ -294,7 +298,8 @@ def _read(data: object, asked: str) -> JobConfig:
     slices = cast("int | None", given.get("num_slices"))  # Topology says what is no number
     topology = Topology.parse(accelerator, num_slices=slices, wrap=wrap)
     axes = read_axes(given.get("axes"), asked, topology)
-    sets, flags = read_flags(given.get("xla_flags"), asked)
+    reader = COMPILERS[cast("Chip", topology.chip).platform]
+    sets, flags, compiler = read_flags(given.get("xla_flags"), asked, reader)
     model = given.get("model")
     job = JobConfig(
         name=read_text(given.get("name"), "name", asked, "llama3-70b"),
@@ -305,6 +310,7 @@ def _read(data: object, asked: str) -> JobConfig:
         sharding=read_sharding(given.get("sharding"), asked, [axis.name for axis in axes]),
         flag_sets=sets,
         flags=flags,
+        compiler=compiler,
         wrap=wrap,
         run=read_run(given.get("run"), asked),
     )

@@ -1,12 +1,13 @@
 """Reads the keys of a job file other than its axes and its rules."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import cast
 
 from mesh_utils.errors import JobError
 from mesh_utils.job_file import nearest
 
-_FLAG_KEYS = ("sets", "flags")
+_EXAMPLES = {"libtpu": "0.0.50.1", "jaxlib": "0.12.0"}
 
 
 def read_keys(data: object, keys: Sequence[str], asked: str) -> Mapping[object, object]:
@@ -109,21 +110,26 @@ def read_wrap(wrap: object, asked: str) -> tuple[bool, ...] | None:
     return cast("tuple[bool, ...]", tuple(flags))
 
 
-def read_flags(data: object, asked: str) -> tuple[tuple[str, ...] | None, dict[str, object]]:
+def read_flags(
+    data: object, asked: str, compiler: str
+) -> tuple[tuple[str, ...] | None, dict[str, object], str | None]:
     """Reads which XLA flags a job asks for.
 
     Args:
         data: what was read under `xla_flags`.
         asked: the job, to begin messages with.
+        compiler: the package that reads the flags, "libtpu" or "jaxlib".
 
     Returns:
-        Its sets, None where it does not say; its own flags.
+        Its sets, None where it does not say; its own flags; the version of the compiler that will
+        run, None where it does not say.
 
     Raises:
         JobError: data of another form. Whether there are such sets and flags, xla_flags.py says.
     """
     if data is None:
-        return None, {}
+        return None, {}, None
+    keys = ("sets", "flags", compiler)
     if not isinstance(data, Mapping):
         raise JobError(
             f"{asked} was read with xla_flags={data!r}. Flags are sets by name, and flags with "
@@ -131,10 +137,10 @@ def read_flags(data: object, asked: str) -> tuple[tuple[str, ...] | None, dict[s
         )
     given = cast("Mapping[object, object]", data)
     for key in given:
-        if key not in _FLAG_KEYS:
+        if key not in keys:
             raise JobError(
                 f"{asked} was read with {key!r} under xla_flags. There is no such key. "
-                f"Write {nearest(key, _FLAG_KEYS)}."
+                f"Write {nearest(key, keys)}."
             )
     sets, flags = given.get("sets"), given.get("flags", {})
     if sets is not None and not _are_names(sets):
@@ -147,8 +153,16 @@ def read_flags(data: object, asked: str) -> tuple[tuple[str, ...] | None, dict[s
             f"{asked} was read with xla_flags: flags={flags!r}. Flags are names with values. "
             "Write such as flags: {xla_tpu_scoped_vmem_limit_kib: 98304}."
         )
+    version = given.get(compiler)
+    if version is not None and not re.fullmatch(r"\d+(\.\d+){2,}", str(version)):
+        raise JobError(
+            f"{asked} was read with xla_flags: {compiler}={version!r}. It is the version of "
+            f"{compiler} that the job will run with, of three numbers or more. "
+            f"Write such as {compiler}: {_EXAMPLES[compiler]}."
+        )
     names = None if sets is None else tuple(cast("Sequence[str]", sets))
-    return names, dict(cast("Mapping[str, object]", flags))
+    own = dict(cast("Mapping[str, object]", flags))
+    return names, own, None if version is None else str(version)
 
 
 def _are_names(given: object) -> bool:

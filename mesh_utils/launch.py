@@ -36,6 +36,8 @@ from mesh_utils.launch_scripts import queued, slurm, torchrun, xpk
 from mesh_utils.launch_text import dns_name
 from mesh_utils.launch_variables import COMPILE_CACHE, JOB, LOCAL_AXES, job_text
 from mesh_utils.launch_work import Work
+from mesh_utils.xla_flags import COMPILERS
+from mesh_utils.xla_flags_tried import check_taken, tried_text
 
 Renderer: TypeAlias = Callable[[Work], str]
 
@@ -111,8 +113,8 @@ def render(
         YAML or a shell script.
 
     Raises:
-        JobError: no such launcher, option or variable, a launcher that the chip does not have, or
-            words that cannot be passed on.
+        JobError: no such launcher, option or variable, a launcher that the chip does not have,
+            words that cannot be passed on, or XLA flags that the job's libtpu or jaxlib refuses.
 
     Example:
         >>> job = JobConfig.load("llama3_8b_v5e")
@@ -129,6 +131,7 @@ def render(
             f"Job {job.name!r} was to be launched with {launcher!r}. It does not start jobs on "
             f"{job.chip.title}. Pass one of {', '.join(launchers_for(job))}."
         )
+    flag_notes(job)
     known = (*_OPTIONS[launcher], *_FOR_ALL)
     for option, value in options.items():
         if option not in known:
@@ -150,6 +153,34 @@ def render(
     if launcher == "jobset":
         check_jobset(text)
     return text
+
+
+def flag_notes(job: JobConfig) -> list[str]:
+    """What is known of a job's XLA flags and the libtpu or jaxlib that will read them.
+
+    Args:
+        job: the job.
+
+    Returns:
+        Notes for people; none where the job states a version that took all its sets.
+
+    Raises:
+        JobError: the job states a version that refused one.
+
+    Example:
+        >>> print(flag_notes(JobConfig.load("llama3_70b_v5p"))[1].partition(",")[0])
+        latency-hiding: taken by libtpu 0.0.42.1
+    """
+    flags, compiler = job.xla_flags(), COMPILERS[job.chip.platform]
+    if job.compiler is not None:
+        asked = f"Job {job.name!r} was to be launched with {compiler} {job.compiler}"
+        return check_taken(flags, job.chip, job.compiler, asked)
+    tried = tried_text(flags, job.chip).splitlines()
+    say = (
+        f"the job does not say which {compiler} will run (xla_flags: {compiler}); its sets of XLA "
+        "flags were tried on these"
+    )
+    return [say, *tried] if tried else []
 
 
 def work_environment(

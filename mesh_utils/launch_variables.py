@@ -15,6 +15,7 @@ from mesh_utils.config import JobConfig
 from mesh_utils.config_axes import JobAxis
 from mesh_utils.errors import JobError
 from mesh_utils.job_file import read_yaml
+from mesh_utils.xla_flags import COMPILERS
 
 JOB = "XLA_DTENSOR_JOB"
 LOCAL_AXES = "XLA_DTENSOR_LOCAL_AXES"
@@ -55,6 +56,8 @@ def job_text(job: JobConfig) -> str:
         flags["sets"] = list(job.flag_sets)
     if job.flags:
         flags["flags"] = dict(job.flags)
+    if job.compiler is not None:
+        flags[COMPILERS[job.chip.platform]] = job.compiler
     if flags:
         said["xla_flags"] = flags
     return _one_line(said)

@@ -1,7 +1,7 @@
 """XLA flags: which of them hide communication, for which chip, why, and who says so.
 
-The flags are in tpu_configs/xla_flags.yaml, in sets. None is written in Python. Each was given to
-the libtpu or jaxlib that the file names, which refuse names and values that they do not know.
+The flags are in tpu_configs/xla_flags.yaml, in sets. None is written in Python. Which versions of
+libtpu and jaxlib took each set, xla_flags_tried.py says.
 
     latency-hiding          taken by every job that does not say which sets it wants
     dcn                     taken by such jobs of several slices
@@ -30,6 +30,9 @@ from mesh_utils.hardware import Chip, chips, find_chip
 _WHEN = ("always", "several_slices", "asked")
 _NAME = re.compile(r"(xla|megascale|tpu)_[a-z0-9_]+")
 _ENVIRONMENT = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS"}
+
+COMPILERS = {"tpu": "libtpu", "gpu": "jaxlib"}
+"""The package that reads the flags, by platform."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,21 @@ class XlaFlag:
 
 
 @dataclass(frozen=True)
+class SlowCompile:
+    """What a set costs where a program is compiled; nothing of it where the program runs.
+
+    Attributes:
+        cpu_seconds: of compiling with the set.
+        without: CPU seconds of compiling the same without it.
+        program: what was compiled, and with which libtpu.
+    """
+
+    cpu_seconds: float
+    without: float
+    program: str
+
+
+@dataclass(frozen=True)
 class FlagSet:
     """Flags that go together.
 
@@ -71,12 +89,33 @@ class FlagSet:
         when: "always", "several_slices" or "asked": whether jobs that ask for nothing take it.
         reason: what it is for.
         flags: its flags, for all chips.
+        slow: what it costs the compiler, where that is much; else None.
     """
 
     name: str
     when: str
     reason: str
     flags: tuple[XlaFlag, ...]
+    slow: SlowCompile | None = None
+
+
+@dataclass(frozen=True)
+class UnsafeFlags:
+    """Flags that no job may have together.
+
+    Attributes:
+        name: what it is called.
+        flags: the values by name that are unsafe together.
+        unless: the values by name, any of which makes them safe again.
+        hardware: the names of the chips on which they are.
+        reason: why.
+    """
+
+    name: str
+    flags: Mapping[str, str]
+    unless: Mapping[str, str]
+    hardware: tuple[str, ...]
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -85,15 +124,15 @@ class FlagTable:
 
     Attributes:
         sets: the sets by name.
-        checked: the versions to which the flags were given, by package.
+        unsafe: the flags that no job may have together.
 
     Example:
-        >>> flag_table().checked["libtpu"]
-        '0.0.42.1'
+        >>> flag_table().unsafe[0].name
+        'async-all-gather'
     """
 
     sets: Mapping[str, FlagSet]
-    checked: Mapping[str, str]
+    unsafe: tuple[UnsafeFlags, ...] = ()
 
     def check_valid(self) -> None:
         """States the invariants of the table.
@@ -137,7 +176,7 @@ def flag_table() -> FlagTable:
     data = cast("dict[str, Any]", yaml.safe_load(text))
     sources = {key: " ".join(source.split()) for key, source in data["sources"].items()}
     sets = {name: _read_set(name, each, sources) for name, each in data["sets"].items()}
-    table = FlagTable(sets, {key: str(version) for key, version in data["checked"].items()})
+    table = FlagTable(sets, tuple(_read_unsafe(*item) for item in data["unsafe"].items()))
     table.check_valid()
     return table
 
@@ -162,7 +201,8 @@ def flags_for(
 
     Raises:
         JobError: a set that there is not or that has nothing for this chip, two sets that
-            contradict each other, or what is no flag, or is one of other hardware.
+            contradict each other, what is no flag, or is one of other hardware, or flags that are
+            unsafe together.
 
     Example:
         >>> [str(flag) for flag in flags_for("v5p", 1, [], {"xla_tpu_dvfs_p_state": 7})]
@@ -174,7 +214,7 @@ def flags_for(
     """
     found = find_chip(chip) if isinstance(chip, str) else chip
     merged: dict[str, XlaFlag] = {}
-    for name in _default_sets(num_slices) if sets is None else sets:
+    for name in default_sets(num_slices) if sets is None else sets:
         chosen = _flags_of(name, found)
         if not chosen and sets is not None:
             raise _unknown_set(name, found)
@@ -188,6 +228,8 @@ def flags_for(
                 )
     for name, value in (own or {}).items():
         merged[name] = _own_flag(name, value, found, merged)
+    for unsafe in flag_table().unsafe:
+        _refuse_unsafe(unsafe, found, {name: flag.value for name, flag in merged.items()})
     return tuple(merged.values())
 
 
@@ -210,7 +252,19 @@ def flag_environment(chip: str | Chip, flags: Iterable[XlaFlag]) -> dict[str, st
     return {_ENVIRONMENT[found.platform]: text} if text else {}
 
 
-def _default_sets(num_slices: int) -> list[str]:
+def default_sets(num_slices: int) -> list[str]:
+    """The sets of a job that asks for none.
+
+    Args:
+        num_slices: its slices.
+
+    Returns:
+        Their names; some may have nothing for its chip.
+
+    Example:
+        >>> default_sets(2)
+        ['latency-hiding', 'dcn']
+    """
     fitting = ("always", "several_slices") if num_slices > 1 else ("always",)
     return [name for name, each in flag_table().sets.items() if each.when in fitting]
 
@@ -255,6 +309,19 @@ def _own_flag(name: str, value: object, chip: Chip, merged: Mapping[str, XlaFlag
     return made
 
 
+def _refuse_unsafe(unsafe: UnsafeFlags, chip: Chip, values: Mapping[str, str]) -> None:
+    if chip.name not in unsafe.hardware or not unsafe.flags.items() <= values.items():
+        return
+    if unsafe.unless.items() & values.items():
+        return
+    written = " and ".join(f"{name}={value}" for name, value in unsafe.flags.items())
+    cure = " or ".join(f"{name}: {value}" for name, value in unsafe.unless.items())
+    raise JobError(
+        f"The XLA flags {written} were asked for on {chip.title}. Together {unsafe.reason}. "
+        f"Leave out one of them, or add {cure}."
+    )
+
+
 def _names_for(chip: Chip) -> list[str]:
     every = [flag for each in flag_table().sets.values() for flag in each.flags]
     return [flag.name for flag in every if chip.name in flag.hardware]
@@ -278,7 +345,13 @@ def _read_set(name: str, data: Mapping[str, Any], sources: Mapping[str, str]) ->
         )
         for row in rows
     )
-    return FlagSet(name, data["when"], data["reason"], flags)
+    slow = SlowCompile(**data["slow"]) if "slow" in data else None
+    return FlagSet(name, data["when"], data["reason"], flags, slow)
+
+
+def _read_unsafe(name: str, data: Mapping[str, Any]) -> UnsafeFlags:
+    hardware = _chip_names(data["hardware"])
+    return UnsafeFlags(name, data["flags"], data["unless"], hardware, data["reason"])
 
 
 def _chip_names(written: Sequence[str]) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ _OF_SEVERAL_SLICES = (
 )
 # What libtpu prints of itself when it falls: addresses, and where it would send a report.
 _DUMP = re.compile(r"\s*@ |https://symbolize|[EF]\d{4} .*\] RAW: |\*\*\* SIG|PC: @")
+_UNKNOWN_FLAG = re.compile(r"Unknown command line flag '?(\w+)")
 _FOREIGN = ("XLA_", "PJRT_", "NPROC", "LIBTPU_", "TPU_")
 
 
@@ -120,6 +121,13 @@ class CompilingProcess:
         status = self._process.returncode
         how = f"signal {-status}" if status < 0 else f"status {status}"
         said = self._errors.read_text(encoding="utf-8", errors="replace").strip()
+        flag = _UNKNOWN_FLAG.search(said)
+        if flag:
+            raise CompileError(
+                f"{title!r} was to be compiled with the XLA flag {flag[1]}. The libtpu at hand "
+                "does not know it. Leave it out of xla_flags: flags, or compile with a libtpu that "
+                "does (--python names the interpreter of its environment)."
+            )
         last = [line for line in said.splitlines() if not _DUMP.match(line)][-12:]
         hint = _OF_SEVERAL_SLICES if -status == signal.SIGSEGV else "Mend what it says last:"
         raise CompileError(

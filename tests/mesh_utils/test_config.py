@@ -298,4 +298,8 @@ def test_document_example(tmp_path: Path) -> None:
     found = JobConfig.load(path)
     assert [axis.size for axis in found.axes] == [2, 128, 4]
     explained = set(re.findall(r"^\| `(\w+)[:`]", text.partition("## What comes")[0], re.MULTILINE))
-    assert explained == {*found.__dataclass_fields__, "xla_flags"} - {"flags", "flag_sets"}
+    assert explained == {*found.__dataclass_fields__, "xla_flags"} - {
+        "flags",
+        "flag_sets",
+        "compiler",
+    }

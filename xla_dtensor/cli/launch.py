@@ -125,7 +125,7 @@ def _run(asked: argparse.Namespace) -> int:
 
 def _launch(asked: argparse.Namespace) -> int:
     from mesh_utils.config import JobConfig
-    from mesh_utils.launch import render
+    from mesh_utils.launch import flag_notes, render
 
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -135,6 +135,8 @@ def _launch(asked: argparse.Namespace) -> int:
     if asked.local is not None:
         return _launch_here(asked, job)
     _refuse_local_arguments(asked)
+    for note in flag_notes(job):
+        print(f"note: {note}", file=sys.stderr)
     text = render(
         job,
         asked.launcher or "jobset",

@@ -114,12 +114,22 @@ def _plan(asked: argparse.Namespace) -> bool:
 
     try:
         case = _case(asked)
+        if not asked.quick:
+            _say_flags(case.job, asked)
         fits = _quick(case, asked, quiet=asked.json and not asked.quick)
     except LayoutError as error:  # rules that do not fit the model
         raise JobError(str(error)) from error
     if asked.quick or not fits:
         return fits
     return _compiled(case, asked)
+
+
+def _say_flags(job: JobConfig, asked: argparse.Namespace) -> None:
+    """First what is compiled otherwise than launched; a libtpu that refuses it ends the plan."""
+    from xla_dtensor.cli.plan_flags import flag_lines
+
+    for line in flag_lines(job, asked):
+        print(line, file=sys.stderr if asked.json else sys.stdout, flush=True)
 
 
 def _compiled(case: QuickCase, asked: argparse.Namespace) -> bool:

@@ -58,8 +58,13 @@ def add_full_options(plan: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SET",
-        help="leave out a set of the job's XLA flags, such as one that is slow to compile; may be "
-        "given several times",
+        help="leave out a set of the job's XLA flags; may be given several times",
+    )
+    full.add_argument(
+        "--all-flags",
+        action="store_true",
+        help="compile with all XLA flags that launch runs with, the sets that are slow to compile "
+        "as well",
     )
     full.add_argument("--no-cache", action="store_true", help="compile though it was before")
 
@@ -104,8 +109,9 @@ def compiled(job: JobConfig, asked: argparse.Namespace, per_group: int, seconds:
         CompileError: It cannot be compiled, or not in that time.
     """
     from xla_dtensor.aot import evidence_for
+    from xla_dtensor.cli.plan_flags import flagged
     from xla_dtensor.errors import CompileError
-    from xla_dtensor.job_variant import reporting_job, without_flags
+    from xla_dtensor.job_variant import reporting_job
     from xla_dtensor.plan_search import is_too_large
 
     is_searched = any((asked.sweep, asked.smallest, asked.max_batch))
@@ -113,10 +119,10 @@ def compiled(job: JobConfig, asked: argparse.Namespace, per_group: int, seconds:
     keywords = _keywords(job, asked, per_group)
     start = time.monotonic()
 
-    def evidence(flagged: JobConfig, left: float) -> Evidence:
+    def evidence(to_compile: JobConfig, left: float) -> Evidence:
         return evidence_for(
             "xla_dtensor.job_plan:job_plan",
-            flagged,
+            to_compile,
             keywords=keywords,
             title=f"{job.name}: {asked.model or job.model}{where}",
             command=_command(job, asked, per_group),
@@ -128,14 +134,14 @@ def compiled(job: JobConfig, asked: argparse.Namespace, per_group: int, seconds:
             ),
         )
 
-    flagged = without_flags(job, asked.without_flags)
+    to_compile = flagged(job, asked)
     try:
-        return evidence(flagged, seconds)
+        return evidence(to_compile, seconds)
     except CompileError as error:
         if not is_too_large(error):
             raise
         try:  # once more, for a report of what takes the memory
-            return evidence(reporting_job(flagged), seconds - (time.monotonic() - start))
+            return evidence(reporting_job(to_compile), seconds - (time.monotonic() - start))
         except CompileError:
             raise error from None
 
@@ -205,6 +211,8 @@ def _command(job: JobConfig, asked: argparse.Namespace, per_group: int) -> str:
             words += [f"--{name}", str(getattr(asked, name))]
     for name in asked.without_flags:
         words += ["--without-flags", name]
+    if asked.all_flags:
+        words.append("--all-flags")
     if asked.sweep:
         words += ["--sweep", ",".join(f"{axis.name}={axis.ici}" for axis in job.axes)]
     elif asked.smallest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from mesh_utils.xla_flags_tried import same_version, versions_of
 from xla_dtensor.core.versions import ANY_JAX, jax_support, release, satisfies, torch_support
 from xla_dtensor.doctor.packages import Installed
 from xla_dtensor.doctor.probe import Probe
@@ -60,6 +61,7 @@ def findings(situation: Situation) -> Iterator[Finding]:
     yield from _of_torch_xla(situation.installed)
     yield from _of_jax(situation)
     yield from _of_libtpu(situation)
+    yield from _of_flags(situation.installed)
     yield from _of_choice(situation)
 
 
@@ -130,6 +132,17 @@ def _of_libtpu(situation: Situation) -> Iterator[Finding]:
         yield _note(f"libtpu is installed, but JAX_PLATFORMS={platforms} keeps jax off the TPU")
 
 
+def _of_flags(installed: Installed) -> Iterator[Finding]:
+    """Whether somebody has given this project's XLA flags to the libtpu that is here."""
+    version = installed.version("libtpu")
+    known = versions_of("libtpu")
+    if version is not None and not any(same_version(version, each) for each in known):
+        yield _note(
+            f"the XLA flags of tpu_configs were not tried with libtpu {version}, only with "
+            f"{', '.join(known)}"
+        )
+
+
 def _of_choice(situation: Situation) -> Iterator[Finding]:
     chosen, runtimes = situation.chosen, situation.runtimes
     if not runtimes:
@@ -147,6 +160,7 @@ def advice(situation: Situation) -> Iterator[str]:
     """Yields what to install or set next, the most urgent first."""
     yield from _about_torch(situation.installed)
     yield from _about_jax(situation)
+    yield from _about_libtpu(situation.installed)
     yield from _about_runtimes(situation)
     yield from _about_hardware(situation)
     yield from _about_time_outs(situation)
@@ -180,6 +194,13 @@ def _about_jax(situation: Situation) -> Iterator[str]:
         return
     if not (jax_support(jax).is_too_new and situation.environment.get(ANY_JAX) == "1"):
         yield "pip install 'jax>=0.10,<0.13'    (0.10 is the last one for Python 3.11)"
+
+
+def _about_libtpu(installed: Installed) -> Iterator[str]:
+    libtpu, jax = installed.version("libtpu"), installed.version("jax")
+    pin = installed.libtpu_pins.get("jax")
+    if libtpu and jax and pin and not satisfies(libtpu, pin):
+        yield f"pip install 'jax[tpu]=={jax}'    (the libtpu that belongs to this jax: {pin})"
 
 
 def _about_runtimes(situation: Situation) -> Iterator[str]:

@@ -35,6 +35,8 @@ def test_plain(capsys: pytest.CaptureFixture[str]) -> None:
     assert (container["image"], container["command"]) == ("IMAGE", ["python", "train.py"])
     assert "no --command, python train.py stands for it" in shown.err
     assert "no --image, IMAGE stands for it" in shown.err
+    assert "note: the job does not say which libtpu will run (xla_flags: libtpu)" in shown.err
+    assert "note: latency-hiding: taken by libtpu 0.0.42.1, " in shown.err
 
 
 def test_everything(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +45,9 @@ def test_everything(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--command", "python", "train.py", "--with", "a b", "--image=$x"]
     assert run("llama3_70b_h100", *arguments, *options, *command) == 0
     shown = capsys.readouterr()
-    assert shown.err == ""
+    first, second = shown.err.splitlines()
+    assert first.startswith("note: the job does not say which jaxlib will run")
+    assert second.startswith("note: latency-hiding: taken by jaxlib 0.10.2, ")
     assert shown.out == render(
         JobConfig.load("llama3_70b_h100"),
         "slurm",
@@ -53,6 +57,25 @@ def test_everything(capsys: pytest.CaptureFixture[str]) -> None:
         partition="big",
         time="1:00:00",
     )
+
+
+def test_a_job_that_says_which_libtpu_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.yaml"
+    text = "name: x\naccelerator: v5e:4x4\naxes: {dp: {ici: -1}}\nxla_flags: {libtpu: VERSION}\n"
+    path.write_text(text.replace("VERSION", "0.0.50.1"))
+    assert run(str(path), "--image", "x", "--command", "true") == 0
+    assert capsys.readouterr().err == ""
+    path.write_text(text.replace("VERSION", "0.0.99"))
+    assert run(str(path), "--image", "x", "--command", "true") == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "note: the set of XLA flags latency-hiding was not tried with libtpu 0.0.99, only with "
+    )
+    path.write_text(text.replace("VERSION", "new"))
+    assert run(str(path), "--image", "x", "--command", "true") == 2
+    assert "Write such as libtpu: 0.0.50.1." in capsys.readouterr().err
 
 
 def test_one_word_is_a_line_of_shell(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +88,7 @@ def test_warnings_go_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path.write_text("name: x\naccelerator: 2xv5e:4x4\naxes: {tp: {ici: -1, dcn: -1}}\n")
     assert run(str(path), "--with", "queued", "--command", "true") == 0
     shown = capsys.readouterr()
-    assert re.match(r"warning: Job 'x' puts tp=32 across 2 slices. Modelled, .*\n$", shown.err)
+    assert re.match(r"warning: Job 'x' puts tp=32 across 2 slices. Modelled, .*\nnote", shown.err)
     assert shown.out.startswith("#!/bin/bash")
 
 
@@ -94,7 +117,9 @@ def test_document(capsys: pytest.CaptureFixture[str]) -> None:
     for line in lines:
         words = [word.replace("my_job.yaml", "llama3_8b_v5e") for word in shlex.split(line)]
         assert run(*words) == 0
-        assert capsys.readouterr().err == ""
+        said = capsys.readouterr().err.splitlines()
+        assert said
+        assert all("XLA flags" in line or "taken by libtpu" in line for line in said)
 
 
 def test_it_starts_without_tensor_libraries() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from pathlib import Path
 
 import pytest
 
+from mesh_utils import JobConfig, JobError
 from tests.libtpu import needs_libtpu
 from xla_dtensor.cli import main
+from xla_dtensor.cli.plan import add_plan
+from xla_dtensor.cli.plan_flags import check_at_hand, flag_lines, flagged
+from xla_dtensor.doctor.packages import Installed
 from xla_dtensor.report import Evidence
 from xla_dtensor.report.compile_report import CompileReport
 
@@ -102,3 +108,64 @@ def test_where_libtpu_gives_no_program_its_words_are_said(
     shown = capsys.readouterr().err
     assert "DOES NOT FIT, says libtpu" in shown
     assert "exceeds available HBM (15.75G)" in shown
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_plan(parser.add_subparsers())
+    return parser.parse_args(["plan", "llama3_8b_v5e", *words])
+
+
+def test_sets_that_are_slow_to_compile_are_left_out() -> None:
+    job = JobConfig.load("llama3_8b_v5e")
+    assert flagged(job, options()).flag_sets == ("latency-hiding", "reduce-scatter-layout")
+    first = next(flag_lines(job, options()))
+    assert first.startswith("XLA flags left out: dense-vmem, slow to compile (Llama 3 8B, 4 layers")
+    assert first.endswith(" without). --all-flags compiles what launch runs.")
+    assert flagged(job, options("--all-flags")).xla_flags() == job.xla_flags()
+    assert not any("left out" in line for line in flag_lines(job, options("--all-flags")))
+    fewer = options("--without-flags", "dense-vmem", "--without-flags", "latency-hiding")
+    assert flagged(job, fewer).flag_sets == ("reduce-scatter-layout",)
+    assert not any("left out" in line for line in flag_lines(job, fewer))
+
+
+def test_a_libtpu_that_is_not_of_its_jax() -> None:
+    job = JobConfig.load("llama3_8b_v5e")
+    pins = {"jax": "==0.0.50.*"}
+    good = Installed({"jax": "0.12.0.1", "libtpu": "0.0.50.1"}, pins)
+    assert check_at_hand(job, good) == []
+    with pytest.raises(JobError) as caught:
+        check_at_hand(job, Installed({"jax": "0.12.0.1", "libtpu": "0.0.42.1"}, pins))
+    assert str(caught.value) == (
+        "Job 'llama3-8b-v5e' was to be compiled with jax 0.12.0.1 and libtpu 0.0.42.1. They do not "
+        "belong together: this jax pins libtpu==0.0.50.*. "
+        "Install it with pip install 'jax[tpu]==0.12.0.1'."
+    )
+    assert check_at_hand(job, Installed({"jax": "0.12.0.1", "libtpu": None}, pins)) == []
+    assert check_at_hand(JobConfig.load("llama3_8b_h100"), good) == []
+
+
+def test_a_libtpu_that_nobody_tried() -> None:
+    newest = Installed({"jax": "0.13.0", "libtpu": "0.0.99.1"}, {"jax": "==0.0.99.*"})
+    (note,) = check_at_hand(JobConfig.load("llama3_70b_v5p"), newest)
+    assert note.startswith("note: the set of XLA flags latency-hiding was not tried with libtpu")
+
+
+def test_the_libtpu_of_another_interpreter() -> None:
+    here, there = (
+        list(flag_lines(JobConfig.load("llama3_8b_v5e"), options(*words)))
+        for words in ((), ("--python", sys.executable))
+    )
+    assert here == there
+
+
+@needs_libtpu
+def test_a_flag_that_libtpu_does_not_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "small.yaml"
+    job.write_text(JOB + "xla_flags: {flags: {xla_tpu_gone: true}}\n")
+    assert main(["plan", str(job), "--no-cache"]) == 2
+    said = capsys.readouterr().err
+    assert "was to be compiled with the XLA flag xla_tpu_gone. The libtpu at hand does not" in said
+    assert "Leave it out of xla_flags: flags" in said

@@ -186,7 +186,10 @@ ON_CPU = Probe("jax", "works", 1.0, description={"platform": "cpu"})
             ["is too new: supported are 0.10 to 0.12; XLA_DTENSOR_ANY_JAX=1 lets it be tried"],
         ),
         (situation({**GOOD, "libtpu": "0.0.42.1"}), []),
-        (situation({**GOOD, "libtpu": "0.0.30"}), ["libtpu 0.0.30 is not what jax[tpu] pins"]),
+        (
+            situation({**GOOD, "libtpu": "0.0.30"}),
+            ["libtpu 0.0.30 is not what jax[tpu] pins", "not tried with libtpu 0.0.30, only with"],
+        ),
         (
             situation({**GOOD, "libtpu": "0.0.42", "torch_xla": "2.9.0"}),
             ["not what torch_xla[tpu] pins (==0.0.21); it fits jax[tpu]", "pin different libtpu"],
@@ -211,7 +214,7 @@ def test_another_libtpu_is_a_problem_only_where_it_fits_nobody() -> None:
     fits_jax = findings(situation({**both, "libtpu": "0.0.42"}))
     assert {finding.level for finding in fits_jax} == {"note"}
     fits_none = findings(situation({**both, "libtpu": "0.0.30"}))
-    assert [finding.level for finding in fits_none] == ["problem", "problem", "note"]
+    assert [finding.level for finding in fits_none] == ["problem", "problem", "note", "note"]
 
 
 @pytest.mark.parametrize(
@@ -228,6 +231,7 @@ def test_another_libtpu_is_a_problem_only_where_it_fits_nobody() -> None:
             ["'xla-dtensor[cuda13]'", "'xla-dtensor[cuda12]'"],
         ),
         (situation({"jax": "0.10.2"}), ["'xla-dtensor[jax]'"]),
+        (situation({**GOOD, "libtpu": "0.0.30"}), ["install 'jax[tpu]==0.10.2'    (the libtpu"]),
         (situation({**GOOD, "torch": "2.11.0"}), ["'torch>=2.13'"]),
         (situation({**GOOD, "torch": "2.11.0", "torch_xla": "2.9.0"}), ["'torch==2.9.*'"]),
         (

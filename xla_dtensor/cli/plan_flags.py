@@ -1,0 +1,132 @@
+"""Which XLA flags a plan compiles with, and whether the libtpu at hand takes them.
+
+A job's sets of flags that are slow to compile are left out, unless ``--all-flags`` asks for what
+``launch`` runs. What is left out, and which sets nobody has tried with this libtpu, comes first; a
+set that this libtpu refused, or a libtpu that does not belong to the JAX beside it, is refused
+before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from xla_dtensor.core.versions import satisfies
+from xla_dtensor.doctor.packages import Installed, read_installed
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+    from mesh_utils import JobConfig
+
+__all__ = ["check_at_hand", "flag_lines", "flagged"]
+
+_ASK = (
+    "import json; from xla_dtensor.doctor.packages import read_installed as read; found = read(); "
+    "print(json.dumps([dict(found.versions), dict(found.libtpu_pins)]))"
+)
+
+
+def flagged(job: JobConfig, asked: argparse.Namespace) -> JobConfig:
+    """Returns the job with the flags that are to be compiled.
+
+    Args:
+        job: The job.
+        asked: The arguments.
+
+    Returns:
+        The job without the sets of ``--without-flags``, and without slow ones.
+
+    Raises:
+        JobError: It does not take a set of ``--without-flags``.
+    """
+    from xla_dtensor.job_variant import without_flags
+
+    return without_flags(job, [*dict.fromkeys([*asked.without_flags, *_left_out(job, asked)])])
+
+
+def flag_lines(job: JobConfig, asked: argparse.Namespace) -> Iterator[str]:
+    """Says what is left out, and what nobody has tried; checks the flags on the way.
+
+    Args:
+        job: The job.
+        asked: The arguments.
+
+    Yields:
+        Lines for people.
+
+    Raises:
+        JobError: The libtpu at hand refused a set of the job, or does not belong to its JAX.
+    """
+    from mesh_utils.xla_flags import flag_table
+
+    for name in _left_out(job, asked):
+        slow = flag_table().sets[name].slow
+        assert slow is not None
+        yield (
+            f"XLA flags left out: {name}, slow to compile ({slow.program}: {slow.cpu_seconds:g} "
+            f"CPU seconds, {slow.without:g} without). --all-flags compiles what launch runs."
+        )
+    installed = _at_hand(asked.python)
+    yield from check_at_hand(flagged(job, asked), installed)
+
+
+def check_at_hand(job: JobConfig, installed: Installed) -> list[str]:
+    """Checks the libtpu that will compile: that it belongs to its JAX, and takes the job's flags.
+
+    Args:
+        job: The job, with the flags that are to be compiled.
+        installed: What is installed where it is compiled.
+
+    Returns:
+        Notes for people.
+
+    Raises:
+        JobError: It does not.
+    """
+    from mesh_utils.errors import JobError
+    from mesh_utils.xla_flags_tried import check_taken
+
+    libtpu, jax = installed.version("libtpu"), installed.version("jax")
+    pin = installed.libtpu_pins.get("jax")
+    if libtpu is None or jax is None or job.chip.platform != "tpu":
+        return []
+    if pin is not None and not satisfies(libtpu, pin):
+        raise JobError(
+            f"Job {job.name!r} was to be compiled with jax {jax} and libtpu {libtpu}. They do not "
+            f"belong together: this jax pins libtpu{pin}. "
+            f"Install it with pip install 'jax[tpu]=={jax}'."
+        )
+    asked = f"Job {job.name!r} was to be compiled with libtpu {libtpu}"
+    return [f"note: {note}" for note in check_taken(job.xla_flags(), job.chip, libtpu, asked)]
+
+
+def _left_out(job: JobConfig, asked: argparse.Namespace) -> list[str]:
+    from mesh_utils.xla_flags import flag_table
+
+    taken = dict.fromkeys(flag.flag_set for flag in job.xla_flags() if flag.flag_set)
+    slow = [name for name in taken if flag_table().sets[name].slow is not None]
+    return [] if asked.all_flags else [name for name in slow if name not in asked.without_flags]
+
+
+def _at_hand(python: str | None) -> Installed:
+    """What is installed here, or where ``--python`` is, seen as the compiling process sees it."""
+    if python is None:
+        return read_installed()
+    path = os.pathsep.join(part for part in [os.getcwd(), *sys.path] if part)
+    done = subprocess.run(
+        [python, "-c", _ASK],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:  # the compiling process will say what is wrong with it
+        return replace(read_installed(), versions={}, libtpu_pins={})
+    versions, pins = json.loads(done.stdout)
+    return Installed(versions, pins)
