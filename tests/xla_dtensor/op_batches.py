@@ -1,0 +1,352 @@
+"""Ops by the dozen: one compiled step computes a batch of calls, each is compared by itself.
+
+Nearly all the time of a small test goes into compiling a program for 8 devices, and a program of 32
+ops takes little longer to compile than a program of one. So a table of calls becomes batches, and a
+batch one step, whose inputs are arguments: XLA cannot fold what it does not know::
+
+    batch = [Program("exp", torch.exp, (x,)), Program("add", torch.add, (x, y)), ...]
+    check_values(batch, put, xd.compile)        one program: exp(x), x + y, ...
+    check_gradients(batch, put, xd.compile)     one program: the gradients of x, of x and y, ...
+    check_values(batch, put, eagerly)           op by op, each compiled by itself
+
+Invariants:
+
+* A failure names the calls that fail, and no other: every output is compared by itself, and a batch
+  that cannot be traced, compiled or run is halved until calls fail alone.
+* What is expected is plain PyTorch on the CPU, in float64 where the inputs are float32, in the
+  dtypes that it has for the inputs as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from xla_dtensor import DTensor
+
+__all__ = [
+    "Program",
+    "Put",
+    "Tolerance",
+    "by_batches",
+    "check_gradients",
+    "check_values",
+    "eagerly",
+    "equals_torch",
+    "leaf",
+    "program_of",
+    "pulled",
+    "wide",
+    "within",
+]
+
+Put = Callable[[torch.Tensor], torch.Tensor]
+Step = Callable[..., list[Any]]
+# Gives a step that computes the same: `xla_dtensor.compile`, or `eagerly`.
+Execute = Callable[[Step], Callable[..., Any]]
+# (rtol, atol), both of float32; None: what torch.testing has for the dtype.
+Tolerance = tuple[float, float] | None
+BFLOAT16: Tolerance = (2e-2, 1e-2)
+
+
+@dataclass(frozen=True)
+class Program:
+    """One call of an op, or of a function of a few ops.
+
+    Args:
+        name: Says in a failure which one it is.
+        call: Takes the inputs, in their order. Gives tensors, nested as it likes.
+        inputs: Plain tensors. One that several programs have is one input of their step.
+        values: The tolerance of results in float32.
+        gradients: The tolerance of gradients.
+        check: Raises AssertionError where results, given with the program, are wrong.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    inputs: tuple[torch.Tensor, ...]
+    values: Tolerance = (2e-5, 2e-6)
+    gradients: Tolerance = (1e-4, 2e-5)
+    check: Callable[[Program, Any], None] | None = None
+
+
+def program_of(name: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
+    """The program that calls `op` so: all tensors of its arguments are inputs."""
+    leaves, spec = tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    tensors = tuple(leaves[i] for i in places)
+    rest = [None if i in places else leaf for i, leaf in enumerate(leaves)]
+
+    def call(*inputs: torch.Tensor) -> Any:
+        filled = list(rest)
+        for i, tensor in zip(places, inputs, strict=True):
+            filled[i] = tensor
+        positional, named = tree_unflatten(filled, spec)
+        return op(*positional, **named)
+
+    return Program(name, call, tensors)
+
+
+def by_batches(programs: Iterable[Program], size: int = 32) -> Any:
+    """Parametrize a test with `batch`: lists of at most `size` programs, named after their ends."""
+    rows = list(programs)
+    batches = [rows[i : i + size] for i in range(0, len(rows), size)]
+    names = [f"{batch[0].name} to {batch[-1].name}".replace("::", ":") for batch in batches]
+    return pytest.mark.parametrize("batch", batches, ids=names)
+
+
+def eagerly(step: Step) -> Callable[..., Any]:
+    """Run a step as it is written, op by op."""
+    return step
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.dtype == torch.float32 else tensor
+
+
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+
+
+# ------------------------------------------------------------------ values
+
+
+def check_values(batch: Sequence[Program], put: Put, execute: Execute) -> None:
+    """Compare the results of all calls, computed in one step, with what they have to be.
+
+    Args:
+        batch: The programs.
+        put: Places a plain tensor on the mesh.
+        execute: Makes the step run: `xla_dtensor.compile` or `eagerly`.
+
+    Raises:
+        AssertionError: It names each program that raises or gives wrong values.
+    """
+
+    def run(programs: Sequence[Program]) -> list[Any]:
+        inputs, places = _shared(programs)
+        given = [put(tensor) for tensor in inputs]
+        calls = [program.call for program in programs]
+
+        def step(*tensors: torch.Tensor) -> list[Any]:
+            with torch.no_grad():
+                return [
+                    call(*(tensors[i] for i in mine))
+                    for call, mine in zip(calls, places, strict=True)
+                ]
+
+        return list(execute(step)(*given))
+
+    def check(program: Program, found: Any) -> None:
+        (program.check or equals_torch)(program, found)
+
+    _check(batch, run, check)
+
+
+def equals_torch(program: Program, found: Any) -> None:
+    """Compare with torch's values in float64, in torch's dtypes and shapes."""
+    expected = program.call(*program.inputs)
+    exact = program.call(*map(wide, program.inputs))
+    for ours, plain, value in zip(
+        *(tree_flatten(v)[0] for v in (found, expected, exact)), strict=True
+    ):
+        if isinstance(plain, torch.Tensor):
+            assert isinstance(ours, DTensor)
+            assert (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
+            _assert_close(ours.cpu(), value.detach().to(plain.dtype), program.values)
+        else:
+            assert ours == plain
+
+
+def within(low: float, high: float) -> Callable[[Program, Any], None]:
+    """Return a check of random or undefined values: dtype, shape and range are all there is."""
+
+    def check(program: Program, found: Any) -> None:
+        expected = program.call(*program.inputs)
+        for ours, plain in zip(tree_flatten(found)[0], tree_flatten(expected)[0], strict=True):
+            assert (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
+            values = ours.cpu()
+            assert values.min() >= low, values
+            assert values.max() <= high, values
+
+    return check
+
+
+def _assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance) -> None:
+    if tolerance is not None and expected.dtype == torch.bfloat16:
+        tolerance = BFLOAT16
+    options = {} if tolerance is None else {"rtol": tolerance[0], "atol": tolerance[1]}
+    torch.testing.assert_close(found, expected, equal_nan=True, **options)
+
+
+# ------------------------------------------------------------------ gradients
+
+
+def check_gradients(batch: Sequence[Program], put: Put, execute: Execute) -> None:
+    """Compare the gradients of all floating inputs, computed in one step, with torch's.
+
+    A call that torch itself cannot differentiate is left out, and one of no elements.
+
+    Args:
+        batch: The programs.
+        put: Places a plain tensor on the mesh.
+        execute: Makes the step run: `xla_dtensor.compile` or `eagerly`.
+
+    Raises:
+        AssertionError: It names each program that raises or gives wrong gradients.
+    """
+    references = {id(program): _reference(program) for program in batch}
+
+    def run(programs: Sequence[Program]) -> list[Any]:
+        inputs, places = _shared(programs)
+        given = [leaf(put(tensor)) for tensor in inputs]
+        calls = [program.call for program in programs]
+        outputs = [references[id(program)].outputs for program in programs]  # type: ignore[union-attr]
+        cotangents = {
+            _kind(plain): put(_cotangent(plain)) for mine in outputs for plain in mine
+        }
+        kinds = list(cotangents)
+        chosen = [[kinds.index(_kind(plain)) for plain in mine] for mine in outputs]
+
+        def step(tensors: list[torch.Tensor], cotangents: list[torch.Tensor]) -> list[Any]:
+            return [
+                pulled(call, [tensors[i] for i in mine], [cotangents[i] for i in which])
+                for call, mine, which in zip(calls, places, chosen, strict=True)
+            ]
+
+        return list(execute(step)(given, list(cotangents.values())))
+
+    def check(program: Program, found: Any) -> None:
+        reference = references[id(program)]
+        assert reference is not None
+        for mine, theirs, narrow in zip(found, reference.exact, reference.single, strict=True):
+            assert (mine is None) == (theirs is None)
+            if theirs is not None:
+                # Where float32 overflows on the way, it does so in torch as well.
+                expected = torch.where(narrow.isfinite(), theirs, narrow).to(mine.dtype)
+                _assert_close(mine.cpu(), expected, program.gradients)
+
+    _check([program for program in batch if references[id(program)]], run, check)
+
+
+def pulled(
+    call: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor] | None = None,
+) -> list[torch.Tensor | None]:
+    """The gradients of the inputs that require some, none if no output depends on one.
+
+    Args:
+        call: Takes the inputs.
+        inputs: Leaves of autograd.
+        cotangents: Of the outputs that require gradients; without, distinct numbers.
+    """
+    outputs = _differentiable(call(*inputs))
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    if cotangents is None:
+        cotangents = [_cotangent(out) for out in outputs]
+    if len(outputs) != len(cotangents):
+        raise ValueError(f"{len(outputs)} outputs require gradients, in torch {len(cotangents)}")
+    if not outputs or not wanted:
+        return []
+    return list(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True))
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """The outputs that require gradients, and the inputs' gradients, from float32 and float64."""
+
+    outputs: list[torch.Tensor]
+    exact: list[torch.Tensor | None]
+    single: list[torch.Tensor | None]
+
+
+def _reference(program: Program) -> _Reference | None:
+    if not all(tensor.numel() for tensor in program.inputs):
+        return None
+    exact = [leaf(wide(tensor)) for tensor in program.inputs]
+    single = [leaf(tensor) for tensor in program.inputs]
+    if not any(tensor.requires_grad for tensor in single):
+        return None
+    try:
+        outputs = _differentiable(program.call(*single))
+        return _Reference(outputs, pulled(program.call, exact), pulled(program.call, single))
+    except RuntimeError:
+        return None
+
+
+def _differentiable(result: Any) -> list[torch.Tensor]:
+    leaves = tree_flatten(result)[0]
+    return [v for v in leaves if isinstance(v, torch.Tensor) and v.requires_grad]
+
+
+def _cotangent(out: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(-1, 1.3, out.numel(), dtype=torch.float64).reshape(out.shape).to(out.dtype)
+
+
+def _kind(out: torch.Tensor) -> tuple[Any, ...]:
+    return out.dtype, *out.shape
+
+
+# ------------------------------------------------------------------ batches
+
+
+def _shared(programs: Sequence[Program]) -> tuple[list[torch.Tensor], list[list[int]]]:
+    """All inputs without repetition, and where each program has its own.
+
+    What a program has twice is two inputs, as it would be without the others.
+    """
+    inputs: list[torch.Tensor] = []
+    places: list[list[int]] = []
+    found: dict[tuple[int, int], int] = {}
+    for program in programs:
+        mine: list[int] = []
+        for tensor in program.inputs:
+            times = sum(inputs[i] is tensor for i in mine)
+            place = found.setdefault((id(tensor), times), len(inputs))
+            if place == len(inputs):
+                inputs.append(tensor)
+            mine.append(place)
+        places.append(mine)
+    return inputs, places
+
+
+def _check(
+    batch: Sequence[Program],
+    run: Callable[[Sequence[Program]], list[Any]],
+    check: Callable[[Program, Any], None],
+) -> None:
+    faults: list[str] = []
+    for program, found in _results(batch, run, faults):
+        try:
+            check(program, found)
+        except AssertionError as error:
+            faults.append(f"{program.name}: {error}")
+    assert not faults, f"{len(faults)} of {len(batch)} programs fail\n" + "\n\n".join(faults)
+
+
+def _results(
+    batch: Sequence[Program],
+    run: Callable[[Sequence[Program]], list[Any]],
+    faults: list[str],
+) -> Iterator[tuple[Program, Any]]:
+    """Run all, by halves where that fails; the faults get those that fail alone, or only jointly."""
+    try:
+        results = run(batch)
+    except Exception as error:
+        if len(batch) == 1:
+            faults.append(f"{batch[0].name}: raises {type(error).__name__}: {error}")
+            return
+        before, half = len(faults), len(batch) // 2
+        yield from _results(batch[:half], run, faults)
+        yield from _results(batch[half:], run, faults)
+        if len(faults) == before:
+            names = ", ".join(program.name for program in batch)
+            faults.append(f"only in one step: {names}: raise {type(error).__name__}: {error}")
+        return
+    yield from zip(batch, results, strict=True)
