@@ -5,9 +5,9 @@ ops takes little longer to compile than a program of one. So a table of calls be
 batch one step, whose inputs are arguments: XLA cannot fold what it does not know::
 
     batch = [Program("exp", torch.exp, (x,)), Program("add", torch.add, (x, y)), ...]
-    check_values(batch, put, xd.compile)        one program: exp(x), x + y, ...
-    check_gradients(batch, put, xd.compile)     one program: the gradients of x, of x and y, ...
-    check_values(batch, put, eagerly)           op by op, each compiled by itself
+    check_all(batch, put, xd.compile)       one program: exp(x), the gradient of x, x + y, ...
+    check_values(batch, put, xd.compile)    one program: exp(x), x + y, ...
+    check_values(batch, put, eagerly)       op by op, each compiled by itself
 
 Invariants:
 
@@ -30,14 +30,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from xla_dtensor import DTensor
 
 __all__ = [
+    "NO_GRADIENTS",
     "Program",
     "Put",
     "Tolerance",
     "by_batches",
-    "check_gradients",
+    "check_all",
     "check_values",
     "eagerly",
-    "equals_torch",
     "leaf",
     "program_of",
     "pulled",
@@ -52,6 +52,7 @@ Execute = Callable[[Step], Callable[..., Any]]
 # (rtol, atol), both of float32; None: what torch.testing has for the dtype.
 Tolerance = tuple[float, float] | None
 BFLOAT16: Tolerance = (2e-2, 1e-2)
+NO_GRADIENTS: Tolerance = (-1.0, -1.0)  # those of the call are not determined
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
 
 
-# ------------------------------------------------------------------ values
+# ------------------------------------------------------------------ checks
 
 
 def check_values(batch: Sequence[Program], put: Put, execute: Execute) -> None:
@@ -131,27 +132,80 @@ def check_values(batch: Sequence[Program], put: Put, execute: Execute) -> None:
     def run(programs: Sequence[Program]) -> list[Any]:
         inputs, places = _shared(programs)
         given = [put(tensor) for tensor in inputs]
+        return list(execute(_values_step(programs, places))(given))
+
+    _check(batch, run, _check_values)
+
+
+def check_all(batch: Sequence[Program], put: Put, execute: Execute) -> None:
+    """Compare results and the gradients of all floating inputs, computed in one step, with torch's.
+
+    Of a call that torch itself cannot differentiate, or of no elements, only the results are.
+
+    Args:
+        batch: The programs.
+        put: Places a plain tensor on the mesh.
+        execute: Makes the step run: `xla_dtensor.compile` or `eagerly`.
+
+    Raises:
+        AssertionError: It names each program that raises or gives wrong values or gradients.
+    """
+    references = {id(program): _reference(program) for program in batch}
+
+    def run(programs: Sequence[Program]) -> list[Any]:
+        inputs, places = _shared(programs)
+        given = [leaf(put(tensor)) for tensor in inputs]
+        outputs = [references[id(program)].outputs for program in programs]
+        cotangents = {_kind(plain): plain for mine in outputs for plain in mine}
+        kinds = list(cotangents)
+        chosen = [[kinds.index(_kind(plain)) for plain in mine] for mine in outputs]
+        differentiable = [references[id(program)].exact is not None for program in programs]
         calls = [program.call for program in programs]
+        values_of = _values_step(programs, places)
 
-        def step(*tensors: torch.Tensor) -> list[Any]:
-            with torch.no_grad():
-                return [
-                    call(*(tensors[i] for i in mine))
-                    for call, mine in zip(calls, places, strict=True)
-                ]
+        def step(tensors: list[torch.Tensor], cotangents: list[torch.Tensor]) -> list[Any]:
+            values = values_of(tensors)
+            gradients = [
+                pulled(call, [tensors[i] for i in mine], [cotangents[i] for i in which])
+                if pull
+                else None
+                for call, mine, which, pull in zip(
+                    calls, places, chosen, differentiable, strict=True
+                )
+            ]
+            return list(zip(values, gradients, strict=True))
 
-        return list(execute(step)(*given))
+        made = [put(_cotangent(plain)) for plain in cotangents.values()]
+        return list(execute(step)(given, made))
 
     def check(program: Program, found: Any) -> None:
-        (program.check or equals_torch)(program, found)
+        values, gradients = found
+        _check_values(program, values)
+        _check_gradients(program, gradients, references[id(program)])
 
     _check(batch, run, check)
 
 
+def _values_step(programs: Sequence[Program], places: list[list[int]]) -> Step:
+    calls = [program.call for program in programs]
+
+    def step(tensors: list[torch.Tensor]) -> list[Any]:
+        with torch.no_grad():
+            return [
+                call(*(tensors[i] for i in mine)) for call, mine in zip(calls, places, strict=True)
+            ]
+
+    return step
+
+
+def _check_values(program: Program, found: Any) -> None:
+    (program.check or equals_torch)(program, found)
+
+
 def equals_torch(program: Program, found: Any) -> None:
     """Compare with torch's values in float64, in torch's dtypes and shapes."""
-    expected = program.call(*program.inputs)
-    exact = program.call(*map(wide, program.inputs))
+    expected = program.call(*(tensor.clone() for tensor in program.inputs))
+    exact = program.call(*(wide(tensor.clone()) for tensor in program.inputs))
     for ours, plain, value in zip(
         *(tree_flatten(v)[0] for v in (found, expected, exact)), strict=True
     ):
@@ -170,11 +224,26 @@ def within(low: float, high: float) -> Callable[[Program, Any], None]:
         expected = program.call(*program.inputs)
         for ours, plain in zip(tree_flatten(found)[0], tree_flatten(expected)[0], strict=True):
             assert (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
+            assert ours.stride() == plain.stride()
             values = ours.cpu()
             assert values.min() >= low, values
             assert values.max() <= high, values
 
     return check
+
+
+def _check_gradients(program: Program, found: Any, reference: _Reference) -> None:
+    if reference.exact is None:
+        return
+    for mine, theirs, narrow in zip(found, reference.exact, reference.single, strict=True):
+        assert (mine is None) == (theirs is None), "one of an input, which torch has, or has not"
+        if theirs is not None:
+            # Where float32 overflows on the way, it does so in torch as well.
+            expected = torch.where(narrow.isfinite(), theirs, narrow).to(mine.dtype)
+            try:
+                _assert_close(mine.cpu(), expected, program.gradients)
+            except AssertionError as error:
+                raise AssertionError(f"gradients: {error}") from None
 
 
 def _assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance) -> None:
@@ -185,53 +254,6 @@ def _assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: Tolera
 
 
 # ------------------------------------------------------------------ gradients
-
-
-def check_gradients(batch: Sequence[Program], put: Put, execute: Execute) -> None:
-    """Compare the gradients of all floating inputs, computed in one step, with torch's.
-
-    A call that torch itself cannot differentiate is left out, and one of no elements.
-
-    Args:
-        batch: The programs.
-        put: Places a plain tensor on the mesh.
-        execute: Makes the step run: `xla_dtensor.compile` or `eagerly`.
-
-    Raises:
-        AssertionError: It names each program that raises or gives wrong gradients.
-    """
-    references = {id(program): _reference(program) for program in batch}
-
-    def run(programs: Sequence[Program]) -> list[Any]:
-        inputs, places = _shared(programs)
-        given = [leaf(put(tensor)) for tensor in inputs]
-        calls = [program.call for program in programs]
-        outputs = [references[id(program)].outputs for program in programs]  # type: ignore[union-attr]
-        cotangents = {
-            _kind(plain): put(_cotangent(plain)) for mine in outputs for plain in mine
-        }
-        kinds = list(cotangents)
-        chosen = [[kinds.index(_kind(plain)) for plain in mine] for mine in outputs]
-
-        def step(tensors: list[torch.Tensor], cotangents: list[torch.Tensor]) -> list[Any]:
-            return [
-                pulled(call, [tensors[i] for i in mine], [cotangents[i] for i in which])
-                for call, mine, which in zip(calls, places, chosen, strict=True)
-            ]
-
-        return list(execute(step)(given, list(cotangents.values())))
-
-    def check(program: Program, found: Any) -> None:
-        reference = references[id(program)]
-        assert reference is not None
-        for mine, theirs, narrow in zip(found, reference.exact, reference.single, strict=True):
-            assert (mine is None) == (theirs is None)
-            if theirs is not None:
-                # Where float32 overflows on the way, it does so in torch as well.
-                expected = torch.where(narrow.isfinite(), theirs, narrow).to(mine.dtype)
-                _assert_close(mine.cpu(), expected, program.gradients)
-
-    _check([program for program in batch if references[id(program)]], run, check)
 
 
 def pulled(
@@ -259,25 +281,29 @@ def pulled(
 
 @dataclass(frozen=True)
 class _Reference:
-    """The outputs that require gradients, and the inputs' gradients, from float32 and float64."""
+    """The outputs that require gradients, and the inputs' gradients in float64 and in float32.
+
+    No gradients: torch cannot differentiate the call.
+    """
 
     outputs: list[torch.Tensor]
-    exact: list[torch.Tensor | None]
+    exact: list[torch.Tensor | None] | None
     single: list[torch.Tensor | None]
 
 
-def _reference(program: Program) -> _Reference | None:
-    if not all(tensor.numel() for tensor in program.inputs):
-        return None
+def _reference(program: Program) -> _Reference:
+    none = _Reference([], None, [])
+    if program.gradients == NO_GRADIENTS or not all(t.numel() for t in program.inputs):
+        return none
     exact = [leaf(wide(tensor)) for tensor in program.inputs]
     single = [leaf(tensor) for tensor in program.inputs]
     if not any(tensor.requires_grad for tensor in single):
-        return None
+        return none
     try:
         outputs = _differentiable(program.call(*single))
         return _Reference(outputs, pulled(program.call, exact), pulled(program.call, single))
     except RuntimeError:
-        return None
+        return none
 
 
 def _differentiable(result: Any) -> list[torch.Tensor]:
