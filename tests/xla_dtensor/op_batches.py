@@ -52,6 +52,8 @@ Execute = Callable[[Step], Callable[..., Any]]
 # (rtol, atol), both of float32; None: what torch.testing has for the dtype.
 Tolerance = tuple[float, float] | None
 BFLOAT16: Tolerance = (2e-2, 1e-2)
+# Cotangents are the first of these, which are distinct and of both signs among any few.
+LINE = torch.cos(torch.arange(16384, dtype=torch.float64)) * 1.3
 NO_GRADIENTS: Tolerance = (-1.0, -1.0)  # those of the call are not determined
 
 
@@ -66,6 +68,7 @@ class Program:
         values: The tolerance of results in float32.
         gradients: The tolerance of gradients.
         check: Raises AssertionError where results, given with the program, are wrong.
+        kind: Equal for calls of one op in one mode, "floor" or "trunc", say.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Program:
     values: Tolerance = (2e-5, 2e-6)
     gradients: Tolerance = (1e-4, 2e-5)
     check: Callable[[Program, Any], None] | None = None
+    kind: Any = None
 
 
 def program_of(name: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
@@ -90,7 +94,8 @@ def program_of(name: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         positional, named = tree_unflatten(filled, spec)
         return op(*positional, **named)
 
-    return Program(name, call, tensors)
+    modes = tuple(leaf for leaf in leaves if isinstance(leaf, str))
+    return Program(name, call, tensors, kind=(op, *modes))
 
 
 def by_batches(programs: Iterable[Program], size: int = 32) -> Any:
@@ -151,32 +156,26 @@ def check_all(batch: Sequence[Program], put: Put, execute: Execute) -> None:
         AssertionError: It names each program that raises or gives wrong values or gradients.
     """
     references = {id(program): _reference(program) for program in batch}
+    put_line = put(LINE)
 
     def run(programs: Sequence[Program]) -> list[Any]:
         inputs, places = _shared(programs)
-        given = [leaf(put(tensor)) for tensor in inputs]
-        outputs = [references[id(program)].outputs for program in programs]
-        cotangents = {_kind(plain): plain for mine in outputs for plain in mine}
-        kinds = list(cotangents)
-        chosen = [[kinds.index(_kind(plain)) for plain in mine] for mine in outputs]
-        differentiable = [references[id(program)].exact is not None for program in programs]
+        given = [put(t).requires_grad_(t.is_floating_point()) for t in inputs]
         calls = [program.call for program in programs]
+        pulls = [references[id(program)].exact is not None for program in programs]
         values_of = _values_step(programs, places)
 
-        def step(tensors: list[torch.Tensor], cotangents: list[torch.Tensor]) -> list[Any]:
-            values = values_of(tensors)
-            gradients = [
-                pulled(call, [tensors[i] for i in mine], [cotangents[i] for i in which])
-                if pull
-                else None
-                for call, mine, which, pull in zip(
-                    calls, places, chosen, differentiable, strict=True
-                )
-            ]
-            return list(zip(values, gradients, strict=True))
+        def step(tensors: list[torch.Tensor], line: torch.Tensor) -> list[Any]:
+            def cotangent(out: torch.Tensor) -> torch.Tensor:
+                return line[: out.numel()].reshape(out.shape).to(out.dtype)
 
-        made = [put(_cotangent(plain)) for plain in cotangents.values()]
-        return list(execute(step)(given, made))
+            gradients = [
+                pulled(call, [tensors[i] for i in mine], cotangent) if pull else None
+                for call, mine, pull in zip(calls, places, pulls, strict=True)
+            ]
+            return list(zip(values_of(tensors), gradients, strict=True))
+
+        return list(execute(step)(given, put_line))
 
     def check(program: Program, found: Any) -> None:
         values, gradients = found
@@ -259,64 +258,47 @@ def _assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: Tolera
 def pulled(
     call: Callable[..., Any],
     inputs: Sequence[torch.Tensor],
-    cotangents: Sequence[torch.Tensor] | None = None,
+    cotangent: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[torch.Tensor | None]:
     """The gradients of the inputs that require some, none if no output depends on one.
 
     Args:
         call: Takes the inputs.
         inputs: Leaves of autograd.
-        cotangents: Of the outputs that require gradients; without, distinct numbers.
+        cotangent: Gives that of an output: distinct numbers, of its shape and dtype.
     """
-    outputs = _differentiable(call(*inputs))
+    leaves = tree_flatten(call(*inputs))[0]
+    outputs = [v for v in leaves if isinstance(v, torch.Tensor) and v.requires_grad]
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    if cotangents is None:
-        cotangents = [_cotangent(out) for out in outputs]
-    if len(outputs) != len(cotangents):
-        raise ValueError(f"{len(outputs)} outputs require gradients, in torch {len(cotangents)}")
     if not outputs or not wanted:
         return []
+    cotangents = [cotangent(out) for out in outputs]
     return list(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True))
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """The outputs that require gradients, and the inputs' gradients in float64 and in float32.
+    """The inputs' gradients in float64 and in float32; None if torch has none of this call."""
 
-    No gradients: torch cannot differentiate the call.
-    """
-
-    outputs: list[torch.Tensor]
     exact: list[torch.Tensor | None] | None
     single: list[torch.Tensor | None]
 
 
 def _reference(program: Program) -> _Reference:
-    none = _Reference([], None, [])
     if program.gradients == NO_GRADIENTS or not all(t.numel() for t in program.inputs):
-        return none
+        return _Reference(None, [])
     exact = [leaf(wide(tensor)) for tensor in program.inputs]
     single = [leaf(tensor) for tensor in program.inputs]
-    if not any(tensor.requires_grad for tensor in single):
-        return none
     try:
-        outputs = _differentiable(program.call(*single))
-        return _Reference(outputs, pulled(program.call, exact), pulled(program.call, single))
+        return _Reference(
+            *(pulled(program.call, leaves, _part_of_line) for leaves in (exact, single))
+        )
     except RuntimeError:
-        return none
+        return _Reference(None, [])
 
 
-def _differentiable(result: Any) -> list[torch.Tensor]:
-    leaves = tree_flatten(result)[0]
-    return [v for v in leaves if isinstance(v, torch.Tensor) and v.requires_grad]
-
-
-def _cotangent(out: torch.Tensor) -> torch.Tensor:
-    return torch.linspace(-1, 1.3, out.numel(), dtype=torch.float64).reshape(out.shape).to(out.dtype)
-
-
-def _kind(out: torch.Tensor) -> tuple[Any, ...]:
-    return out.dtype, *out.shape
+def _part_of_line(out: torch.Tensor) -> torch.Tensor:
+    return LINE[: out.numel()].reshape(out.shape).to(out.dtype)
 
 
 # ------------------------------------------------------------------ batches

@@ -6,7 +6,7 @@ A test is a batch of calls, see op_batches; a failure names those that are wrong
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,47 +78,50 @@ def first_of_each(table: dict[Any, list[Case]]) -> dict[Any, list[Case]]:
 CLOSE: Tolerance = (2e-5, 5e-6)
 # The transforms' values are sums of up to 390 terms: 4e-6 is half a unit in the last place of 64.
 OF_SUMS: Tolerance = (2e-5, 4e-6)
-# Further cases of pointwise ops differ in dtypes and scalars only: no gradients of them.
-MORE = {op: cases[2:] for op, cases in POINTWISE.items()}
-FIRST = {op: cases[:2] if op in POINTWISE else cases for op, cases in CASES.items()}
 OF_OPS = [
-    *programs(FIRST, gradients=CLOSE),
-    *programs(MORE, gradients=NO_GRADIENTS),
+    *programs(CASES, gradients=CLOSE),
     *programs(STATIC),
     *programs(SPECIAL),
     *programs(FOURIER, values=OF_SUMS),
 ]
-OF_LINALG = programs(LINALG)
 OF_LAYERS = [
-    Program(name, layer.call, layer.inputs, values=(3e-5, 1e-5), gradients=(3e-5, 1e-5))
+    Program(name, layer.call, layer.inputs, (3e-5, 1e-5), (3e-5, 1e-5), kind=layer.ops)
     for name, layer in LAYERS.items()
 ]
+OF_LINALG = programs(LINALG)
 OF_FUNCTIONS = [
-    Program(
-        name,
-        call,
-        inputs,
-        values=(1e-4, 1e-5),
-        gradients=NO_GRADIENTS if name == "all of svd" else (1e-3, 1e-4),
-    )
+    Program(name, call, inputs, (1e-4, 1e-5), (1e-3, 1e-4))
     for name, (call, inputs) in FUNCTIONS.items()
 ]
 OF_RANGES = [
     replace(program_of(_name(op, 0), op, *case.args, **case.kwargs), check=within(low, high))
     for op, (case, low, high) in RANGES.items()
 ]
+# Results whose shape depends on values, or that begin with random numbers.
+ONLY_EAGER = ("linalg_lstsq 3", "linalg_lstsq 4", "lowrank")
+# XLA's partitioner (jax 0.10 to 0.12) makes an invalid program of rows that are taken by indices
+# where one mesh axis cuts the indices unevenly and the rows as well. It says so: see below.
+INVALID_IN_XLA = ("embedding 0", "embedding 2", "index.Tensor 0")
+# All of U and V have many right values, some of them free to turn.
+WITHOUT_GRADIENTS = ("all of svd",)
 
 
-def only_eager(program: Program) -> bool:
-    """Tell whether a shape of its results depends on values, or is random."""
-    return program.name in ("linalg_lstsq 3", "linalg_lstsq 4", "lowrank")
+def in_steps(given: Iterable[Program]) -> list[Program]:
+    """What can be compiled, with the gradients of the first call of each kind."""
+    seen: set[Any] = set()
+
+    def narrowed(program: Program) -> Program:
+        kind = program.kind if any(map(torch.is_floating_point, program.inputs)) else None
+        if kind is None or kind in seen or program.name in WITHOUT_GRADIENTS:
+            return replace(program, gradients=NO_GRADIENTS)
+        seen.add(kind)
+        return program
+
+    left_out = (*ONLY_EAGER, *INVALID_IN_XLA)
+    return [narrowed(program) for program in given if program.name not in left_out]
 
 
-def in_steps(given: Sequence[Program]) -> list[Program]:
-    return [program for program in given if not only_eager(program)]
-
-
-@by_batches(in_steps(OF_OPS))
+@by_batches(in_steps(OF_OPS), 40)
 def test_ops(cut: Put, batch: list[Program]) -> None:
     check_all(batch, cut, xd.compile)
 
@@ -128,8 +131,21 @@ def test_linear_algebra(cut: Put, batch: list[Program]) -> None:
     check_all(batch, cut, xd.compile)
 
 
-@by_batches(OF_LAYERS, 24)
+@by_batches(in_steps(OF_LAYERS), 24)
 def test_layers(cut: Put, batch: list[Program]) -> None:
+    check_all(batch, cut, xd.compile)
+
+
+def gradients_left_out() -> list[Program]:
+    every = [*OF_OPS, *OF_LINALG, *OF_LAYERS]
+    chosen = {p.name for p in in_steps(every) if p.gradients != NO_GRADIENTS}
+    left_out = (*chosen, *ONLY_EAGER, *INVALID_IN_XLA)
+    return [program for program in every if program.name not in left_out]
+
+
+@pytest.mark.slow
+@by_batches(gradients_left_out())
+def test_gradients_of_more_calls(cut: Put, batch: list[Program]) -> None:
     check_all(batch, cut, xd.compile)
 
 
@@ -143,7 +159,7 @@ EAGER = [
     *programs(first_of_each(FOURIER), values=OF_SUMS),
     *OF_RANGES,
     *[p for p in OF_FUNCTIONS if p.name in ("svd", "eigh", "eig", "eigvals")],
-    *{layer.ops: program for layer, program in zip(LAYERS.values(), OF_LAYERS)}.values(),
+    *{program.kind: program for program in OF_LAYERS}.values(),
 ]
 
 
@@ -153,9 +169,22 @@ def test_eager(cut: Put, batch: list[Program]) -> None:
         check_values(batch, cut, eagerly)
 
 
-@by_batches([*programs(BY_VALUES), *filter(only_eager, [*OF_LINALG, *OF_FUNCTIONS])], 40)
-def test_shapes_by_values(cut: Put, batch: list[Program]) -> None:
+BY_NAME = {program.name: program for program in [*OF_OPS, *OF_LINALG, *OF_FUNCTIONS]}
+OF_VALUES = [*programs(BY_VALUES), *(BY_NAME[name] for name in (*ONLY_EAGER, *INVALID_IN_XLA))]
+
+
+@by_batches(OF_VALUES, 40)
+def test_what_only_runs_eagerly(cut: Put, batch: list[Program]) -> None:
     check_all(batch, cut, eagerly)
+
+
+@pytest.mark.parametrize("name", INVALID_IN_XLA)
+def test_what_xla_cannot_partition_is_an_error(cut: Put, name: str) -> None:
+    """Where XLA has learned it, this fails: then the name belongs into no list of exceptions."""
+    program = BY_NAME[name]
+    step: Any = xd.compile(program.call)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="hlo verifier"):
+        step(*map(cut, program.inputs))
 
 
 # ------------------------------------------------------------------ dtypes
@@ -188,9 +217,7 @@ def changed(change: Callable[[torch.Tensor], torch.Tensor]) -> list[Program]:
     def once(tensor: torch.Tensor) -> torch.Tensor:
         return shared.setdefault(id(tensor), change(tensor))
 
-    return accepted(
-        programs({op: [cases[0].mapped(once)] for op, cases in POINTWISE.items()})
-    )
+    return accepted(programs({op: [cases[0].mapped(once)] for op, cases in POINTWISE.items()}))
 
 
 @pytest.mark.parametrize("change", OTHERS)

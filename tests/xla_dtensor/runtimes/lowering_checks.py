@@ -11,13 +11,11 @@ from torch.utils._pytree import tree_flatten
 
 from tests.xla_dtensor.runtimes.lowering_cases import Case
 from xla_dtensor import DeviceMesh, DTensor, distribute_tensor
-from xla_dtensor import compile as xla_compile
 from xla_dtensor.runtimes.jax_lowering.table import TABLE, Lowering
 
 __all__ = [
     "assert_same",
     "check_gradients",
-    "check_in_a_step",
     "check_values",
     "count_calls",
     "leaf",
@@ -103,19 +101,6 @@ def check_values(
             found = case.mapped(sharded(mesh)).run(op)
         assert calls, "the op never reached its lowering"
         assert_same(found, case.run(op), case.mapped(wide).run(op))
-
-
-def check_in_a_step(mesh: DeviceMesh, op: Any, cases: Sequence[Case]) -> None:
-    """Compare all calls as one compiled step, which XLA partitions as a whole."""
-    given = [case.mapped(sharded(mesh)) for case in cases]
-
-    def step() -> list[Any]:
-        with torch.no_grad():
-            return [case.run(op) for case in given]
-
-    found = xla_compile(step)()
-    for case, result in zip(cases, found, strict=True):
-        assert_same(result, case.run(op), case.mapped(wide).run(op))
 
 
 def check_gradients(

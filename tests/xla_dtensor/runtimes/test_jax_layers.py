@@ -80,7 +80,7 @@ def results_of(case: Layer, change: Put, put: Put) -> tuple[list[Any], list[Any]
     return outputs, [v.grad for v in inputs]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer(mesh: xd.DeviceMesh, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     case = LAYERS[name]

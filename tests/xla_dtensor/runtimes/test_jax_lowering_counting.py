@@ -10,11 +10,9 @@ import torch
 from tests.xla_dtensor.runtimes.lowering_cases_counting import (
     ALL,
     BY_VALUES,
-    STATIC,
 )
 from tests.xla_dtensor.runtimes.lowering_checks import (
     check_gradients,
-    check_in_a_step,
     check_values,
     per_op,
     sharded,
@@ -26,19 +24,13 @@ from xla_dtensor.errors import CompileError, UnsupportedOpError
 pytestmark = [pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @per_op(ALL)
 def test_values(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, op: Any) -> None:
     check_values(mesh, monkeypatch, op, ALL[op])
 
 
-@pytest.mark.sweep(2)
-@per_op(STATIC)
-def test_in_a_step(mesh: DeviceMesh, op: Any) -> None:
-    check_in_a_step(mesh, op, STATIC[op])
-
-
-@pytest.mark.sweep(3)
+@pytest.mark.slow
 @per_op(ALL)
 def test_gradients(mesh: DeviceMesh, op: Any) -> None:
     check_gradients(mesh, op, ALL[op])

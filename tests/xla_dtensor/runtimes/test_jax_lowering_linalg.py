@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from tests.xla_dtensor.runtimes.lowering_cases import f
-from tests.xla_dtensor.runtimes.lowering_cases_linalg import LINALG, positive, regular
+from tests.xla_dtensor.runtimes.lowering_cases_linalg import FUNCTIONS, LINALG, positive, regular
 from tests.xla_dtensor.runtimes.lowering_checks import (
     check_gradients,
-    check_in_a_step,
     check_values,
     leaf,
     per_op,
@@ -26,29 +24,19 @@ from xla_dtensor.report import collectives
 pytestmark = [pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @per_op(LINALG)
 def test_values(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, op: Any) -> None:
     check_values(mesh, monkeypatch, op, LINALG[op])
 
 
-@pytest.mark.sweep(2)
-@per_op(LINALG)
-def test_in_a_step(mesh: DeviceMesh, op: Any) -> None:
-    cases = [case for case in LINALG[op] if case.kwargs.get("driver") not in ("gelsd", "gelss")]
-    check_in_a_step(mesh, op, cases)
-
-
-@pytest.mark.sweep(3)
+@pytest.mark.slow
 @per_op(LINALG)
 def test_gradients(mesh: DeviceMesh, op: Any) -> None:
     check_gradients(mesh, op, LINALG[op])
 
 
-IN_STEPS = [name for name in FUNCTIONS if name != "lowrank"]
-
-
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(mesh: DeviceMesh, name: str) -> None:
     function, given = FUNCTIONS[name]
@@ -63,16 +51,6 @@ def test_functions(mesh: DeviceMesh, name: str) -> None:
         assert mine.grad is not None
         assert plain.grad is not None
         torch.testing.assert_close(mine.grad.cpu(), plain.grad.float(), rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("name", IN_STEPS)
-def test_functions_in_a_step(mesh: DeviceMesh, name: str) -> None:
-    function, given = FUNCTIONS[name]
-    ours = [sharded(mesh)(t) for t in given]
-    found = xla_compile(lambda: function(*ours))()
-    expected = function(*(t.double() for t in given)).to(found.dtype)
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_complex_matrices(mesh: DeviceMesh) -> None:
