@@ -38,9 +38,9 @@ __all__ = [
     "check_all",
     "check_values",
     "eagerly",
+    "is_differentiable",
     "leaf",
     "program_of",
-    "pulled",
     "wide",
     "within",
 ]
@@ -53,7 +53,7 @@ Execute = Callable[[Step], Callable[..., Any]]
 Tolerance = tuple[float, float] | None
 BFLOAT16: Tolerance = (2e-2, 1e-2)
 # Cotangents are the first of these, which are distinct and of both signs among any few.
-LINE = torch.cos(torch.arange(16384, dtype=torch.float64)) * 1.3
+LINE = torch.cos(torch.arange(1 << 16, dtype=torch.float64)) * 1.3
 NO_GRADIENTS: Tolerance = (-1.0, -1.0)  # those of the call are not determined
 
 
@@ -116,7 +116,11 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+    return tensor.detach().clone().requires_grad_(is_differentiable(tensor))
+
+
+def is_differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 # ------------------------------------------------------------------ checks
@@ -143,7 +147,7 @@ def check_values(batch: Sequence[Program], put: Put, execute: Execute) -> None:
 
 
 def check_all(batch: Sequence[Program], put: Put, execute: Execute) -> None:
-    """Compare results and the gradients of all floating inputs, computed in one step, with torch's.
+    """Compare results and all inputs' gradients, computed in one step, with torch's.
 
     Of a call that torch itself cannot differentiate, or of no elements, only the results are.
 
@@ -160,17 +164,14 @@ def check_all(batch: Sequence[Program], put: Put, execute: Execute) -> None:
 
     def run(programs: Sequence[Program]) -> list[Any]:
         inputs, places = _shared(programs)
-        given = [put(t).requires_grad_(t.is_floating_point()) for t in inputs]
+        given = [put(t).requires_grad_(is_differentiable(t)) for t in inputs]
         calls = [program.call for program in programs]
         pulls = [references[id(program)].exact is not None for program in programs]
         values_of = _values_step(programs, places)
 
         def step(tensors: list[torch.Tensor], line: torch.Tensor) -> list[Any]:
-            def cotangent(out: torch.Tensor) -> torch.Tensor:
-                return line[: out.numel()].reshape(out.shape).to(out.dtype)
-
             gradients = [
-                pulled(call, [tensors[i] for i in mine], cotangent) if pull else None
+                pulled(call, [tensors[i] for i in mine], line) if pull else None
                 for call, mine, pull in zip(calls, places, pulls, strict=True)
             ]
             return list(zip(values_of(tensors), gradients, strict=True))
@@ -209,11 +210,10 @@ def equals_torch(program: Program, found: Any) -> None:
         *(tree_flatten(v)[0] for v in (found, expected, exact)), strict=True
     ):
         if isinstance(plain, torch.Tensor):
-            assert isinstance(ours, DTensor)
-            assert (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
+            _assert_alike(ours, plain)
             _assert_close(ours.cpu(), value.detach().to(plain.dtype), program.values)
         else:
-            assert ours == plain
+            assert ours == plain, f"{ours}, in torch {plain}"
 
 
 def within(low: float, high: float) -> Callable[[Program, Any], None]:
@@ -222,11 +222,11 @@ def within(low: float, high: float) -> Callable[[Program, Any], None]:
     def check(program: Program, found: Any) -> None:
         expected = program.call(*program.inputs)
         for ours, plain in zip(tree_flatten(found)[0], tree_flatten(expected)[0], strict=True):
-            assert (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
-            assert ours.stride() == plain.stride()
+            _assert_alike(ours, plain)
+            assert ours.stride() == plain.stride(), f"{ours.stride()}, in torch {plain.stride()}"
             values = ours.cpu()
-            assert values.min() >= low, values
-            assert values.max() <= high, values
+            assert low <= values.min(), f"{values.min()} is below {low}"
+            assert values.max() <= high, f"{values.max()} is above {high}"
 
     return check
 
@@ -234,8 +234,10 @@ def within(low: float, high: float) -> Callable[[Program, Any], None]:
 def _check_gradients(program: Program, found: Any, reference: _Reference) -> None:
     if reference.exact is None:
         return
+    count = len(reference.exact)
+    assert len(found) == count, f"gradients: {len(found)}, in torch {count}"
     for mine, theirs, narrow in zip(found, reference.exact, reference.single, strict=True):
-        assert (mine is None) == (theirs is None), "one of an input, which torch has, or has not"
+        assert (mine is None) == (theirs is None), f"gradients: {mine}, in torch {theirs}"
         if theirs is not None:
             # Where float32 overflows on the way, it does so in torch as well.
             expected = torch.where(narrow.isfinite(), theirs, narrow).to(mine.dtype)
@@ -243,6 +245,12 @@ def _check_gradients(program: Program, found: Any, reference: _Reference) -> Non
                 _assert_close(mine.cpu(), expected, program.gradients)
             except AssertionError as error:
                 raise AssertionError(f"gradients: {error}") from None
+
+
+def _assert_alike(ours: Any, plain: torch.Tensor) -> None:
+    assert isinstance(ours, DTensor), f"{type(ours).__name__}, not a DTensor"
+    found, expected = (ours.dtype, *ours.shape), (plain.dtype, *plain.shape)
+    assert found == expected, f"{found}, in torch {expected}"
 
 
 def _assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance) -> None:
@@ -258,21 +266,23 @@ def _assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: Tolera
 def pulled(
     call: Callable[..., Any],
     inputs: Sequence[torch.Tensor],
-    cotangent: Callable[[torch.Tensor], torch.Tensor],
+    line: torch.Tensor,
 ) -> list[torch.Tensor | None]:
     """The gradients of the inputs that require some, none if no output depends on one.
 
     Args:
         call: Takes the inputs.
         inputs: Leaves of autograd.
-        cotangent: Gives that of an output: distinct numbers, of its shape and dtype.
+        line: Numbers: an output's cotangent is as many of these as it has elements.
     """
     leaves = tree_flatten(call(*inputs))[0]
     outputs = [v for v in leaves if isinstance(v, torch.Tensor) and v.requires_grad]
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     if not outputs or not wanted:
         return []
-    cotangents = [cotangent(out) for out in outputs]
+    if any(out.numel() > line.numel() for out in outputs):
+        raise ValueError(f"an output has more than {line.numel()} elements: lengthen LINE")
+    cotangents = [line[: out.numel()].reshape(out.shape).to(out.dtype) for out in outputs]
     return list(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True))
 
 
@@ -290,15 +300,9 @@ def _reference(program: Program) -> _Reference:
     exact = [leaf(wide(tensor)) for tensor in program.inputs]
     single = [leaf(tensor) for tensor in program.inputs]
     try:
-        return _Reference(
-            *(pulled(program.call, leaves, _part_of_line) for leaves in (exact, single))
-        )
+        return _Reference(*(pulled(program.call, leaves, LINE) for leaves in (exact, single)))
     except RuntimeError:
         return _Reference(None, [])
-
-
-def _part_of_line(out: torch.Tensor) -> torch.Tensor:
-    return LINE[: out.numel()].reshape(out.shape).to(out.dtype)
 
 
 # ------------------------------------------------------------------ batches
@@ -343,7 +347,7 @@ def _results(
     run: Callable[[Sequence[Program]], list[Any]],
     faults: list[str],
 ) -> Iterator[tuple[Program, Any]]:
-    """Run all, by halves where that fails; the faults get those that fail alone, or only jointly."""
+    """Run all, by halves where that fails; faults get those that fail alone, or only jointly."""
     try:
         results = run(batch)
     except Exception as error:

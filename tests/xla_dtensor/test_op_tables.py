@@ -23,6 +23,7 @@ from tests.xla_dtensor.op_batches import (
     check_all,
     check_values,
     eagerly,
+    is_differentiable,
     program_of,
     within,
 )
@@ -111,7 +112,7 @@ def in_steps(given: Iterable[Program]) -> list[Program]:
     seen: set[Any] = set()
 
     def narrowed(program: Program) -> Program:
-        kind = program.kind if any(map(torch.is_floating_point, program.inputs)) else None
+        kind = program.kind if any(map(is_differentiable, program.inputs)) else None
         if kind is None or kind in seen or program.name in WITHOUT_GRADIENTS:
             return replace(program, gradients=NO_GRADIENTS)
         seen.add(kind)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
+from tests.xla_dtensor.op_batches import leaf, wide
 from tests.xla_dtensor.runtimes.lowering_cases import Case
 from xla_dtensor import DeviceMesh, DTensor, distribute_tensor
 from xla_dtensor.runtimes.jax_lowering.table import TABLE, Lowering
@@ -35,10 +36,6 @@ def sharded(mesh: DeviceMesh) -> Callable[[torch.Tensor], DTensor]:
         return distribute_tensor(tensor, mesh, ("dp", "tp", None, None)[: tensor.ndim] or None)
 
     return put
-
-
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.dtype == torch.float32 else tensor
 
 
 def assert_same(found: Any, expected: Any, reference: Any) -> None:
@@ -74,10 +71,6 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, op: Any) -> list[Any]:
 
 def per_op(table: dict[Any, Any]) -> Any:
     return pytest.mark.parametrize("op", table, ids=lambda op: str(op).removeprefix("aten."))
-
-
-def leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
 
 
 def pulled(output: Any, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
