@@ -135,7 +135,6 @@ WHOLE = [
     *LINEAR,
     program("linear with one output", F.linear, f(2, 5, 4), f(4)),
     *MATMUL,
-    *OF_COMPLEX,
     *(made for made in OF_ATTENTION if refusal(made) is None),
     program(
         "attention without heads",
@@ -163,6 +162,15 @@ def test_values_and_gradients(mesh: DeviceMesh, batch: list[Program]) -> None:
 @by_batches(WHOLE, 26)
 def test_eager(mesh: DeviceMesh, batch: list[Program]) -> None:
     check_values(batch, lambda tensor: put(tensor, mesh), eagerly)
+
+
+def test_complex_gradients(mesh: DeviceMesh) -> None:
+    check_all(OF_COMPLEX, lambda tensor: put(tensor, mesh), eagerly)
+
+
+@pytest.mark.only_on("jax")  # torch_xla takes complex numbers apart on the host
+def test_complex_gradients_in_a_step(mesh: DeviceMesh) -> None:
+    check_all(OF_COMPLEX, lambda tensor: put(tensor, mesh), xla_compile)
 
 
 def test_what_torch_refuses_is_refused(mesh: DeviceMesh) -> None:
