@@ -8,6 +8,7 @@ faults that these rows find is tools/mutants/mutants.yaml.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,9 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
+from xla_dtensor.collectives import permute
 from xla_dtensor.report import collectives
 from xla_dtensor.runtimes import Runtime
 
@@ -317,3 +321,326 @@ def a_nan_that_one_device_has(on: On) -> Any:
     x = torch.tensor([2.0, 6.0, 10.0, torch.nan, 1.0, 3.0, 5.0, 7.0])
     x = on.put(x.reshape(2, 4), R, Shard(1))
     return x.amax(1), x.amin(1), x.max(), x.min(1).values, x.amax()
+
+
+@values()
+def a_caller_writes_to_what_was_distributed(on: On) -> Any:
+    source = torch.zeros(8)
+    x = on.put(source, Shard(0), R)
+    source.sub_(1)
+    return x.sum(), x + 1
+
+
+@values()
+def numbers_that_need_64_bits(on: On) -> Any:
+    x = on.put(torch.tensor([2**40, 2**62, -(2**40), 1] * 2), Shard(0), R)
+    return x + x, x.sum(), on.compile(lambda t: t * 3)(x)
+
+
+@values()
+def extremes_of_infinities_and_nans(on: On) -> Any:
+    rows = [[-torch.inf, -torch.inf], [1.0, torch.nan], [torch.inf, 2.0], [-torch.inf, 3.0]]
+    x = on.put(torch.tensor(rows * 2), Shard(0), R)
+    return x.amax(1), x.amin(1), x.max(1).values, x.argmax(1), x.amax()
+
+
+@values()
+def any_two_dims_of_a_diagonal(on: On) -> Any:
+    x = on.leaf(numbers(8, 4, 8), Shard(0), R)
+    (x.diagonal(0, 0, 2).pow(2).sum() + x.diagonal(1, 0, 1).sum()).backward()
+    return x.diagonal(0, 0, 2), x.diagonal(1, 0, 1), x.grad
+
+
+@values()
+def the_infinite_norm(on: On) -> Any:
+    x = on.put(numbers(8, 4), Shard(0), R)
+    return [torch.linalg.vector_norm(x, p, dim=1) for p in (torch.inf, -torch.inf, 2)]
+
+
+@values()
+def whole_numbers_are_divided(on: On) -> Any:
+    x = on.put(torch.tensor([2**62, -(2**62) + 1, 7, -7, 2**53 + 1, 6, -6, 0]), Shard(0), R)
+    return x // 3, torch.div(x, -7, rounding_mode="trunc")
+
+
+@values()
+def gelu_in_float64(on: On) -> Any:
+    x = on.leaf(numbers(8, 4), Shard(0), R)
+    F.gelu(x).sum().backward()
+    return F.gelu(x), x.grad
+
+
+@values()
+def statistics_of_batch_norm(on: On) -> Any:
+    model = on.model(nn.BatchNorm1d(3))
+    out = model(on.put(numbers(8, 3), Shard(0), R))
+    return out, model.running_mean, model.running_var
+
+
+@values()
+def the_gradient_of_kl_div(on: On) -> Any:
+    x = on.leaf(numbers(8, 4), Shard(0), R)
+    target = on.put(numbers(8, 4, start=2).softmax(1))
+    F.kl_div(x.log_softmax(1), target, reduction="batchmean").backward()
+    return x.grad
+
+
+@values()
+def weight_norm_is_trained(on: On) -> Any:
+    model = on.model(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)))
+    model(on.put(numbers(8, 4), Shard(0), R)).pow(2).sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@values()
+def lists_of_plain_and_placed_tensors(on: On) -> Any:
+    placed, plain = on.put(numbers(8), Shard(0), R), numbers(8)
+    torch._foreach_mul_([placed, plain], 2.0)
+    torch._foreach_add_([plain, placed], [placed, placed])
+    return placed, plain
+
+
+@values()
+def lists_that_are_zeroed_and_bounded(on: On) -> Any:
+    x, y, z = (on.put(numbers(8, start=n), Shard(0), R) for n in range(3))
+    torch._foreach_zero_([x])
+    return x, torch._foreach_maximum([y, z], 0.3), torch._foreach_norm([y, z], 1)
+
+
+# ---------------------------------------------------------------------- programs that are alike
+
+
+@values()
+def what_stands_where_in_alike_programs(on: On) -> Any:
+    x, y = on.put(numbers(4, 4), Shard(0), R), on.put(numbers(4, 4, start=1), Shard(0), R)
+    products = (lambda: x + x * y), (lambda: y + x * y), (lambda: x @ y @ x), (lambda: x @ y @ y)
+    return [whole(product()) for product in products]
+
+
+@values()
+def which_arguments_are_one_tensor(on: On) -> Any:
+    x, y = on.put(numbers(8), Shard(0), R), on.put(numbers(8, start=1), Shard(0), R)
+    step = on.compile(lambda a, b: (a + a * b, b + a * b))
+    return [[whole(part) for part in step(*pair)] for pair in ((x, y), (x, x), (y, x), (y, y))]
+
+
+@values()
+def a_flag_chooses_between_alike_tensors(on: On) -> Any:
+    tensors = [on.put(numbers(8, start=n), Shard(0), R) for n in range(2)]
+    chosen = 0
+    step = on.compile(lambda x: tensors[chosen] + x * tensors[0])
+    found = [whole(step(on.put(numbers(8, start=2))))]
+    chosen = 1
+    return *found, step(on.put(numbers(8, start=2)))
+
+
+# ---------------------------------------------------------------------- random numbers
+
+
+@values()
+def a_checkpoint_repeats_its_dropout(on: On) -> Any:
+    x = on.leaf(numbers(16, 16) + 2, Shard(0), R)
+    out = checkpoint(lambda t: F.dropout(t * 1.0, 0.5), x, use_reentrant=False)
+    out.sum().backward()
+    return ((out != 0) == (x.grad != 0)).all()
+
+
+@values()
+def each_call_draws_anew(on: On) -> Any:
+    step = on.compile(lambda x: (torch.rand_like(x), torch.rand_like(x)))
+    drawn = [whole(part) for _ in range(3) for part in step(on.put(numbers(8)))]
+    return len({part.sum().item() for part in drawn})
+
+
+# ---------------------------------------------------------------------- local views
+
+
+@values()
+def a_plain_bias_beside_a_view(on: On) -> Any:
+    x, bias = on.put(numbers(8, 4), Shard(0), Shard(1)), numbers(1).requires_grad_()
+    if on.mesh is None:
+        (x + bias).pow(2).sum().backward()
+        return bias.grad
+    made = xd.DTensor.from_local(x.to_local() + bias, on.mesh, [Shard(0), Shard(1)])
+    made.pow(2).sum().backward()
+    return bias.grad
+
+
+@values()
+def a_weight_in_a_sum_of_parts(on: On) -> Any:
+    x, weight = on.put(numbers(8, 4), R, Shard(1)), on.leaf(numbers(6, 4), R, Shard(1))
+    if on.mesh is None:
+        F.linear(x, weight).pow(2).sum().backward()
+        return weight.grad
+    parts = F.linear(x.to_local(), weight.to_local())
+    xd.DTensor.from_local(parts, on.mesh, [R, Partial()]).pow(2).sum().backward()
+    return weight.grad
+
+
+@values()
+def a_foreach_write_is_seen_in_a_view(on: On) -> Any:
+    x = on.put(numbers(8, 4), Shard(0), R)
+    view = x if on.mesh is None else x.to_local()
+    before = view.sum()
+    torch._foreach_add_([x], 1.0)
+    after = view * 2
+    after = after if on.mesh is None else xd.DTensor.from_local(after, on.mesh, [Shard(0), R])
+    return before * 0, after
+
+
+def view_of(mesh: xd.DeviceMesh, shards: list[torch.Tensor]) -> Any:
+    return xd.LocalView.from_shards(shards, mesh).requires_grad_()
+
+
+def shards_of(view: Any) -> list[Any]:
+    return [shard.data.tolist() for shard in view.addressable_shards()]
+
+
+@layouts()
+def the_gradient_of_a_mean_of_parts(on: On) -> Any:
+    view = view_of(on.mesh, [torch.full((2,), float(n)) for n in range(8)])
+    xd.DTensor.from_local(view, on.mesh, [Partial("avg"), Partial("avg")]).sum().backward()
+    return shards_of(view.grad), [[0.125, 0.125]] * 8
+
+
+@layouts()
+def the_gradient_of_equal_maxima(on: On) -> Any:
+    view = view_of(on.mesh, [torch.tensor([float(n % 2), float(n)]) for n in range(8)])
+    xd.DTensor.from_local(view, on.mesh, [Partial("max"), Partial("max")]).sum().backward()
+    return shards_of(view.grad), [[0.25 * (n % 2), float(n == 7)] for n in range(8)]
+
+
+@layouts()
+def shards_of_a_dim_that_two_axes_cut_unevenly(on: On) -> Any:
+    view = on.put(torch.arange(10.0), Shard(0), Shard(0)).to_local()
+    chunks = [c for half in torch.arange(10.0).chunk(2) for c in half.chunk(4)]
+    expected = [chunk.tolist() for chunk in chunks]
+    return shards_of(view), [*expected[:3], [], *expected[3:], []]
+
+
+@layouts()
+def who_has_no_source_takes_zeros(on: On) -> Any:
+    view = xd.LocalView.from_shards([torch.full((1,), n + 1.0) for n in range(8)], on.mesh)
+    moved = permute(view, "tp", [(0, 1), (1, 3)])
+    return shards_of(moved), [[0.0], [1.0], [0.0], [2.0], [0.0], [5.0], [0.0], [6.0]]
+
+
+@layouts()
+def each_device_draws_its_own(on: On) -> Any:
+    view = on.put(torch.zeros(8, 4), Shard(0), Shard(0)).to_local()
+    return len({tuple(row[0]) for row in shards_of(torch.rand_like(view))}), 8
+
+
+# ---------------------------------------------------------------------- how tensors lie
+
+
+def cuts(tensor: Any) -> tuple[Any, str]:
+    """Return what a tensor is labelled, and how it really lies."""
+    return tensor.placements, str(tensor.xla_sharding())
+
+
+@layouts()
+def a_write_keeps_how_a_tensor_lies(on: On) -> Any:
+    x = on.put(numbers(8, 8), Shard(0), Shard(1))
+    before = cuts(x)
+    x.copy_(on.put(numbers(8, 8, start=1)))
+    x.mul_(on.put(numbers(8, 8), R, Shard(0)))
+    return cuts(x), before
+
+
+@layouts()
+def an_uneven_result_is_cut(on: On) -> Any:
+    step = on.compile(lambda t: (t * 2).redistribute(placements=[R, Shard(0)]))
+    made = step(on.put(numbers(10, 6)))
+    sizes = {shard.num_bytes_on_device for shard in made.addressable_shards()}
+    return (made.placements, sizes), ((R, Shard(0)), {3 * 6 * 8})
+
+
+@layouts()
+def a_product_both_of_whose_factors_would_cut_it(on: On) -> Any:
+    rows, columns = on.put(numbers(16, 8), Shard(0), R), on.put(numbers(8, 64), Shard(1), R)
+    return [(rows @ columns).placements, (rows[:8] @ columns).placements], [
+        (Shard(1), R),
+        (Shard(1), R),
+    ]
+
+
+@layouts()
+def a_redistribute_keeps_what_is_known_of_other_axes(on: On) -> Any:
+    x = on.put(numbers(8, 8), Shard(0), Shard(1))
+    tp = on.mesh["tp"]
+    on_tp = (x * 1).redistribute(tp, [Shard(1)])
+    step = on.compile(lambda t: t.redistribute(tp, [R]) * 2)
+    step(on_tp)
+    return {each.axes for each in collectives(step.hlo(), on.mesh.value)}, {("tp",)}
+
+
+@layouts()
+def an_einsum_keeps_batch_and_heads(on: On) -> Any:
+    q, k = (on.put(numbers(4, 8, 4, 4), Shard(0), Shard(1)) for _ in range(2))
+    step = on.compile(lambda a, b: torch.einsum("bhqd,bhkd->bhqk", a, b))
+    step(q, k)
+    return kinds(step), []
+
+
+@layouts()
+def a_result_of_another_shape_under_the_same_call(on: On) -> Any:
+    x = on.put(torch.tensor([0, 1, 2, 3, 0, 0, 0, 0]), Shard(0), R)
+    first = torch.nonzero(x)
+    x.fill_(1)
+    second = torch.nonzero(x)
+    return [(tuple(t.shape), t._spec.tensor_meta.shape) for t in (first, second)], [
+        ((3, 1), (3, 1)),
+        ((8, 1), (8, 1)),
+    ]
+
+
+@layouts("torch_xla")
+def the_label_of_what_is_computed_of_a_strided_shard(on: On) -> Any:
+    placements = [_StridedShard(0, split_factor=4), Shard(0)]
+    x = on.put(torch.arange(8.0), *placements)
+    plain = on.put(torch.arange(8.0), Shard(0), Shard(0))
+    found = [(plain * 2).placements[0], (x * 2).placements[0]]
+    return [type(each) for each in found], [Shard, _StridedShard]
+
+
+@layouts("torch_xla")
+def the_gradient_of_from_local_with_a_strided_shard(on: On) -> Any:
+    placements = [_StridedShard(0, split_factor=4), Shard(0)]
+    view = on.put(torch.zeros(8), *placements).to_local().detach().requires_grad_()
+    made = xd.DTensor.from_local(view, on.mesh, placements)
+    (made * on.put(torch.arange(8.0))).redistribute(
+        placements=[Shard(0), Shard(0)]
+    ).sum().backward()
+    return shards_of(view.grad), [[float(n)] for n in (0, 2, 4, 6, 1, 3, 5, 7)]
+
+
+# ---------------------------------------------------------------------- steps that fail
+
+
+@layouts("jax")
+def a_step_that_fails_leaves_all_as_it_was(on: On) -> Any:
+    weight, host = on.leaf(numbers(8), Shard(0), R), torch.zeros(2)
+    (weight * 2).sum().backward()
+
+    def step(x: Any) -> None:
+        host.add_(1)
+        weight.grad = None
+        (weight * x).sum().backward()
+        raise ValueError("the step")
+
+    torch.manual_seed(5)
+    drawn = torch.get_rng_state()
+    with contextlib.suppress(ValueError):
+        on.compile(step)(on.put(numbers(8)))
+    grad = None if weight.grad is None else weight.grad.tolist()
+    same = torch.equal(torch.get_rng_state(), drawn)
+    return (grad, host.tolist(), same), ([2.0] * 8, [0.0, 0.0], True)
+
+
+@values()
+def a_copy_outlives_a_donated_buffer(on: On) -> Any:
+    x = on.put(numbers(8), Shard(0), R)
+    y = on.move(x, Shard(0), R)
+    step = on.compile(lambda: x.mul_(2).sum())
+    return step(), step(), x, y if on.mesh else numbers(8)
