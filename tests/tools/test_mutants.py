@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tools.mutants.__main__ import LIST, ROOT, main
 from tools.mutants.check import check
 from tools.mutants.mutant import Mutant, MutantError, read_mutants
 from tools.mutants.place import Tree, positions, replaced
-from tools.mutants.trial import Ending, Run
+from tools.mutants.trial import Copy, Ending, Run
 from tools.mutants.verdict import BROKEN, KILLED, SURVIVED, baseline_faults, judge
 
 CODE = "class A:\n    def f(self, x):\n        if x:\n            return 1\n        return 2\n"
@@ -89,6 +90,7 @@ def test_a_test_that_is_gone_is_red(tree: Path, test: str) -> None:
         ({"tests": []}, "'f' has no test"),
         ({"new": OLD}, "a new text equal to the old one"),
         ({"since": 1}, "has unknown ones: since"),
+        ({"needs": "a jax"}, "'f' needs 'a jax'. That is no package with a version"),
     ],
 )
 def test_an_entry_that_is_wrong_is_refused(tmp_path: Path, changed: dict, text: str) -> None:
@@ -112,6 +114,14 @@ def test_an_unknown_id_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "no_such_mutant were asked for. The list has none of that name" in capsys.readouterr().err
     )
+
+
+def test_what_a_mutant_needs_is_looked_for(tmp_path: Path) -> None:
+    python = Path(sys.executable)
+    copy = Copy(ROOT, tmp_path / "copy", {"jax": python, "torch_xla": python})
+    assert copy.lacks("", "none") == ""
+    assert copy.lacks("pytest>=8", "none") == ""
+    assert copy.lacks("pytest<8", "none").startswith("needs pytest<8, there is pytest ")
 
 
 def ran(*endings: tuple[str, str], status: int | None = 1) -> Run:
@@ -152,9 +162,7 @@ def test_without_a_mutant_each_named_test_has_to_pass() -> None:
 
 @pytest.mark.slow
 def test_mutants_are_found_and_survive(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    import sys
-
     name = read_mutants(LIST)[0].id
     options = ["--python-jax", sys.executable, "--json", str(tmp_path / "verdicts.json")]
     assert main([name, *options]) == 0
-    assert "1 killed, 0 SURVIVED, 0 broken" in capsys.readouterr().out
+    assert "1 killed, 0 SURVIVED, 0 broken, 0 not tried" in capsys.readouterr().out

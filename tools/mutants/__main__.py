@@ -17,7 +17,16 @@ from tools.mutants.check import check
 from tools.mutants.mutant import SUITES, Mutant, MutantError, read_mutants
 from tools.mutants.place import Tree
 from tools.mutants.trial import Copy
-from tools.mutants.verdict import BROKEN, KILLED, SURVIVED, Verdict, baseline_faults, judge
+from tools.mutants.verdict import (
+    BROKEN,
+    KILLED,
+    NOT_TRIED,
+    SURVIVED,
+    Verdict,
+    baseline_faults,
+    judge,
+    not_tried,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("mutants.yaml")
@@ -47,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked.json.parent.mkdir(parents=True, exist_ok=True)
     asked.json.write_text(json.dumps([verdict.as_data() for verdict in verdicts], indent=1) + "\n")
     counts = Counter(verdict.verdict for verdict in verdicts)
-    print(", ".join(f"{counts[name]} {name}" for name in (KILLED, SURVIVED, BROKEN)))
+    print(", ".join(f"{counts[name]} {name}" for name in (KILLED, SURVIVED, BROKEN, NOT_TRIED)))
     print("\n".join(faults))
-    return int(bool(faults) or counts[KILLED] < len(mutants))
+    return int(bool(faults or counts[SURVIVED] or counts[BROKEN]))
 
 
 def _baseline(mutants: Sequence[Mutant], copy: Copy, timeout: float) -> list[str]:
@@ -78,17 +87,24 @@ def _verdicts(mutants: Sequence[Mutant], copies: Sequence[Copy], timeout: float)
     def tried(mutant: Mutant) -> Verdict:
         copy = free.get()
         try:
-            with copy.holding(tree.place(mutant)):
-                run = copy.run(mutant.tests, mutant.runtime, timeout=timeout, stop_at_first=True)
+            found = _tried(mutant, tree, copy, timeout)
         finally:
             free.put(copy)
-        found = judge(mutant, run)
-        print(f"{found.verdict:8} {found.seconds:5.1f} s  {mutant.id}", flush=True)
-        print(f"         {found.by}\n         {found.why}", flush=True)
+        print(f"{found.verdict:9} {found.seconds:5.1f} s  {mutant.id}", flush=True)
+        print(f"          {found.by}\n          {found.why}", flush=True)
         return found
 
     with ThreadPoolExecutor(len(copies)) as pool:
         return list(pool.map(tried, mutants))
+
+
+def _tried(mutant: Mutant, tree: Tree, copy: Copy, timeout: float) -> Verdict:
+    lacking = copy.lacks(mutant.needs, mutant.runtime)
+    if lacking:
+        return not_tried(mutant, lacking)
+    with copy.holding(tree.place(mutant)):
+        run = copy.run(mutant.tests, mutant.runtime, timeout=timeout, stop_at_first=True)
+    return judge(mutant, run)
 
 
 def _chosen(mutants: Sequence[Mutant], ids: Sequence[str], suite: str) -> Sequence[Mutant]:

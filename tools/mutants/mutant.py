@@ -15,7 +15,8 @@ Example of an entry::
       new: |
         the lines with the fault
 
-`old` and `new` are whole lines. `new` may be empty: the lines are taken away.
+`old` and `new` are whole lines. `new` may be empty: the lines are taken away. One more field may be
+there: ``needs: jax<0.12``, where later versions of a package cannot show the fault.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ AREAS = (
     "aot",
 )
 _FIELDS = ("id", "what", "kind", "area", "runtime", "suite", "tests", "old", "new")
+_OPTIONAL = "needs"
+_NEED = re.compile(r"[a-z_-]+(?:[<>]=?|==)[0-9][0-9.]*")
 
 
 class MutantError(ValueError):
@@ -70,6 +73,8 @@ class Mutant:
         tests: The tests that must fail, as pytest names them.
         old: The lines as they are.
         new: The lines that bring the fault back.
+        needs: A package and its version, "jax<0.12", without which nothing can be seen; "" for
+            nothing.
     """
 
     id: str
@@ -81,6 +86,7 @@ class Mutant:
     tests: tuple[str, ...]
     old: str
     new: str
+    needs: str = ""
 
 
 def read_mutants(file: Path) -> tuple[Mutant, ...]:
@@ -105,8 +111,8 @@ def read_mutants(file: Path) -> tuple[Mutant, ...]:
 
 def _of_entry(entry: dict[str, Any], file: Path) -> Mutant:
     name = str(entry.get("id"))
-    if sorted(entry) != sorted(_FIELDS):
-        wrong = ", ".join(sorted(set(entry) ^ set(_FIELDS)))
+    wrong = ", ".join(sorted(({*entry} - {_OPTIONAL}) ^ {*_FIELDS}))
+    if wrong:
         raise MutantError(
             f"{file.name}: the entry {name!r} lacks fields, or has unknown ones: {wrong}. "
             f"Pass {', '.join(_FIELDS)}."
@@ -125,6 +131,11 @@ def _of_entry(entry: dict[str, Any], file: Path) -> Mutant:
             f"{file.name}: {name!r} has no test, no old text, or a new text equal to the old one. "
             "A mutant changes lines, and a test finds it."
         )
-    texts = {field: str(entry[field] or "") for field in _FIELDS if field != "tests"}
+    texts = {field: str(value or "") for field, value in entry.items() if field != "tests"}
+    if texts.get(_OPTIONAL) and not _NEED.fullmatch(texts[_OPTIONAL]):
+        raise MutantError(
+            f"{file.name}: {name!r} needs {texts[_OPTIONAL]!r}. That is no package with a version. "
+            "Pass one like jax<0.12."
+        )
     texts["what"] = " ".join(texts["what"].split())
     return Mutant(**texts, tests=tuple(entry["tests"]))

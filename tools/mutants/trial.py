@@ -20,6 +20,15 @@ from tools.mutants.place import Place
 
 __all__ = ["Copy", "Ending", "Run"]
 
+_ASKS_FOR_VERSION = """
+import importlib.metadata, sys
+from packaging.requirements import Requirement
+need = Requirement(sys.argv[1])
+version = importlib.metadata.version(need.name)
+if version not in need.specifier:
+    print(f"needs {need}, there is {need.name} {version}")
+"""
+
 
 @dataclass(frozen=True)
 class Ending:
@@ -71,6 +80,21 @@ class Copy:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(root / name, folder / name)
 
+    def lacks(self, need: str, runtime: str) -> str:
+        """Return what is wrong with a runtime's packages for a need; "" where it is met.
+
+        Args:
+            need: A package and its version, "jax<0.12"; "" for none.
+            runtime: "jax", "torch_xla" or "none".
+        """
+        if not need:
+            return ""
+        command = [str(self._python(runtime)), "-c", _ASKS_FOR_VERSION, need]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    def _python(self, runtime: str) -> Path:
+        return self._pythons["jax" if runtime == "none" else runtime]
+
     @contextmanager
     def holding(self, place: Place) -> Iterator[None]:
         """Hold a mutant meanwhile."""
@@ -100,8 +124,7 @@ class Copy:
         """
         record = self._folder.with_suffix(".json")
         record.unlink(missing_ok=True)
-        python = self._pythons["jax" if runtime == "none" else runtime]
-        command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        command = [str(self._python(runtime)), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         command += ["-p", "tools.mutants.recorder", *(["-x"] if stop_at_first else [])]
         command += ["--runtime", "torch_xla"] if runtime == "torch_xla" else []
         environment = {**os.environ, "MUTANT_RECORD": str(record)}

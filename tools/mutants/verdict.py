@@ -4,6 +4,7 @@
 `SURVIVED`  all named tests passed, or were skipped
 `broken`    the mutant is no such fault: the package did not import, a name is unknown, a fixture
             failed, the process ended, or time was up
+`not tried` the interpreter has another version of a package than the mutant needs
 """
 
 from __future__ import annotations
@@ -13,9 +14,18 @@ from dataclasses import asdict, dataclass
 from tools.mutants.mutant import Mutant
 from tools.mutants.trial import Run
 
-__all__ = ["BROKEN", "KILLED", "SURVIVED", "Verdict", "baseline_faults", "judge"]
+__all__ = [
+    "BROKEN",
+    "KILLED",
+    "NOT_TRIED",
+    "SURVIVED",
+    "Verdict",
+    "baseline_faults",
+    "judge",
+    "not_tried",
+]
 
-KILLED, SURVIVED, BROKEN = "killed", "SURVIVED", "broken"
+KILLED, SURVIVED, BROKEN, NOT_TRIED = "killed", "SURVIVED", "broken", "not tried"
 _OF_THE_TEXT = ("CollectError", "ImportError", "ModuleNotFoundError", "NameError", "SyntaxError")
 
 
@@ -25,7 +35,7 @@ class Verdict:
 
     Args:
         id: The mutant's.
-        verdict: `killed`, `SURVIVED` or `broken`.
+        verdict: `killed`, `SURVIVED`, `broken` or `not tried`.
         by: The test that found it, or the one that says why not.
         why: Its error, in a line.
         seconds: Wall time of the tests.
@@ -50,17 +60,17 @@ class Verdict:
 
 def judge(mutant: Mutant, run: Run) -> Verdict:
     """Judge a run of the mutant's tests."""
-    verdict, by, why = _judged(run)
-    return Verdict(
-        mutant.id,
-        verdict,
-        by,
-        why,
-        round(run.seconds, 1),
-        mutant.kind,
-        mutant.area,
-        mutant.runtime,
-    )
+    return _of(mutant, *_judged(run), run.seconds)
+
+
+def not_tried(mutant: Mutant, why: str) -> Verdict:
+    """Return the verdict on a mutant that cannot be seen here."""
+    return _of(mutant, NOT_TRIED, "", why, 0.0)
+
+
+def _of(mutant: Mutant, verdict: str, by: str, why: str, seconds: float) -> Verdict:
+    kinds = mutant.kind, mutant.area, mutant.runtime
+    return Verdict(mutant.id, verdict, by, why, round(seconds, 1), *kinds)
 
 
 def _judged(run: Run) -> tuple[str, str, str]:

@@ -52,10 +52,13 @@ def inputs_that_come_as_one_tuple() -> tuple[Any, Any]:
 
 @row
 def a_kernel_over_several_lines() -> tuple[Any, Any]:
-    kernel = '%k = f32[8]{0} custom-call(%p), custom_call_target="x", backend_config={"a":\n{"b": 1}}'
-    text = program(kernel, f"ROOT %a = f32[8]{{0}} all-reduce(%k), {TP}, to_apply=%add")
-    (one,) = collectives(text, MESH)
-    return (one.name, str(one.operands[0]), one.axes), ("a", "f32[8]", ("tp",))
+    """What is reduced of it is told by its name, which stands on its last line."""
+    kernel = (
+        '%k = f32[8]{0} custom-call(%p), custom_call_target="x", backend_config={"a":\n{"b": 1}}'
+    )
+    reduced = f"ROOT %a = f32[8]{{0}} all-reduce(%k), {TP}, to_apply=%add"
+    (one,) = collectives(program(f"{kernel}, {named('attention/splash')}", reduced), MESH)
+    return one.op_name, "jit(f)/model/attention/splash"
 
 
 @row
@@ -136,7 +139,9 @@ def frames_whose_parents_are_numbered_from_one() -> tuple[Any, Any]:
         "StackFrames\n1 {file_location_id=2 parent_frame_id=1}\n"
         "2 {file_location_id=1 parent_frame_id=2}\n"
     )
-    line = f'ROOT %a = f32[8]{{0}} all-reduce(%p), {TP}, metadata={{op_name="a/b" stack_frame_id=2}}'
+    line = (
+        f'ROOT %a = f32[8]{{0}} all-reduce(%p), {TP}, metadata={{op_name="a/b" stack_frame_id=2}}'
+    )
     text = program(line, before=tables)
     (one,) = collectives(text, MESH)
     return [str(each) for each in one.source], ["lib.py:7", "user.py:9"]
