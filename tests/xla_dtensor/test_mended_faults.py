@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
-from xla_dtensor.collectives import permute
+from xla_dtensor.collectives import permute, psum
 from xla_dtensor.report import collectives
 from xla_dtensor.runtimes import Runtime
 
@@ -467,6 +467,17 @@ def a_plain_bias_beside_a_view(on: On) -> Any:
 
 
 @values()
+def a_plain_bias_in_a_sum_over_all(on: On) -> Any:
+    x, bias = on.put(numbers(8, 4), Shard(0), Shard(1)), numbers(1).requires_grad_()
+    if on.mesh is None:
+        (x + bias).sum().backward()
+        return bias.grad
+    total = psum((x.to_local() + bias).sum(), ("dp", "tp"))
+    xd.DTensor.from_local(total, on.mesh, [R, R]).backward()
+    return bias.grad
+
+
+@values()
 def a_weight_in_a_sum_of_parts(on: On) -> Any:
     x, weight = on.put(numbers(8, 4), R, Shard(1)), on.leaf(numbers(6, 4), R, Shard(1))
     if on.mesh is None:
@@ -613,6 +624,17 @@ def the_gradient_of_from_local_with_a_strided_shard(on: On) -> Any:
         placements=[Shard(0), Shard(0)]
     ).sum().backward()
     return shards_of(view.grad), [[float(n)] for n in (0, 2, 4, 6, 1, 3, 5, 7)]
+
+
+@layouts("jax")
+def a_step_for_devices_in_another_order(on: On) -> Any:
+    import jax
+
+    step = on.compile(lambda t: t * 2)
+    step(on.put(numbers(8), Shard(0), Shard(0)))
+    devices = jax.devices()[:8][::-1]
+    given = jax.tree.leaves(step.lowered_for(devices).compile().input_shardings)
+    return [[d.id for d in each._device_assignment] for each in given], [[*range(7, -1, -1)]]
 
 
 # ---------------------------------------------------------------------- steps that fail
