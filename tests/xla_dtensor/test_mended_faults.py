@@ -352,9 +352,16 @@ def any_two_dims_of_a_diagonal(on: On) -> Any:
 
 
 @values()
+def pooling_with_a_divisor(on: On) -> Any:
+    x = on.put(numbers(2, 2, 4, 4), Shard(0), R)
+    return F.avg_pool2d(x, 2, divisor_override=3)
+
+
+@values()
 def the_infinite_norm(on: On) -> Any:
     x = on.put(numbers(8, 4), Shard(0), R)
-    return [torch.linalg.vector_norm(x, p, dim=1) for p in (torch.inf, -torch.inf, 2)]
+    norms = [torch.norm(x, torch.inf, 1), torch.norm(x, -torch.inf, (0, 1)), torch.norm(x, 2, 1)]
+    return *norms, torch.linalg.vector_norm(x, torch.inf, 1)
 
 
 @values()
@@ -377,10 +384,11 @@ def statistics_of_batch_norm(on: On) -> Any:
     return out, model.running_mean, model.running_var
 
 
-@values()
-def the_gradient_of_kl_div(on: On) -> Any:
-    x = on.leaf(numbers(8, 4), Shard(0), R)
-    target = on.put(numbers(8, 4, start=2).softmax(1))
+@values("torch_xla")
+def the_gradient_of_kl_div_of_plain_tensors(on: On) -> Any:
+    device = "cpu" if on.mesh is None else "xla"
+    x = numbers(8, 4).to(device).requires_grad_()
+    target = numbers(8, 4, start=2).softmax(1).to(device)
     F.kl_div(x.log_softmax(1), target, reduction="batchmean").backward()
     return x.grad
 
@@ -419,19 +427,19 @@ def what_stands_where_in_alike_programs(on: On) -> Any:
 
 @values()
 def which_arguments_are_one_tensor(on: On) -> Any:
-    x, y = on.put(numbers(8), Shard(0), R), on.put(numbers(8, start=1), Shard(0), R)
-    step = on.compile(lambda a, b: (a + a * b, b + a * b))
-    return [[whole(part) for part in step(*pair)] for pair in ((x, y), (x, x), (y, x), (y, y))]
+    given = {name: on.put(numbers(4, 4, start=n), Shard(0), R) for n, name in enumerate("xyz")}
+    step = on.compile(lambda a, b, c: a @ b @ c)
+    return [whole(step(*(given[name] for name in names))) for names in ("xyx", "xyy", "xxy", "xyz")]
 
 
 @values()
 def a_flag_chooses_between_alike_tensors(on: On) -> Any:
-    tensors = [on.put(numbers(8, start=n), Shard(0), R) for n in range(2)]
-    chosen = 0
-    step = on.compile(lambda x: tensors[chosen] + x * tensors[0])
-    found = [whole(step(on.put(numbers(8, start=2))))]
-    chosen = 1
-    return *found, step(on.put(numbers(8, start=2)))
+    x, y = (on.put(numbers(8, 8, start=n)) for n in range(2))
+    first = True
+    step = on.compile(lambda: (x if first else y) + x * y)
+    found = [whole(step())]
+    first = False
+    return *found, step()
 
 
 # ---------------------------------------------------------------------- random numbers
@@ -560,11 +568,14 @@ def a_write_keeps_how_a_tensor_lies(on: On) -> Any:
 
 
 @layouts()
-def an_uneven_result_is_cut(on: On) -> Any:
-    step = on.compile(lambda t: (t * 2).redistribute(placements=[R, Shard(0)]))
-    made = step(on.put(numbers(10, 6)))
-    sizes = {shard.num_bytes_on_device for shard in made.addressable_shards()}
-    return (made.placements, sizes), ((R, Shard(0)), {3 * 6 * 8})
+def an_uneven_tensor_stays_cut(on: On) -> Any:
+    x = on.put(numbers(10, 6), R, Shard(0))
+    x.mul_(2)
+    x.sum().item()
+    x.add_(1)
+    x.sum().item()
+    sizes = {shard.num_bytes_on_device for shard in x.addressable_shards()}
+    return sizes, {3 * 6 * 8}
 
 
 @layouts()
@@ -620,9 +631,7 @@ def the_gradient_of_from_local_with_a_strided_shard(on: On) -> Any:
     placements = [_StridedShard(0, split_factor=4), Shard(0)]
     view = on.put(torch.zeros(8), *placements).to_local().detach().requires_grad_()
     made = xd.DTensor.from_local(view, on.mesh, placements)
-    (made * on.put(torch.arange(8.0))).redistribute(
-        placements=[Shard(0), Shard(0)]
-    ).sum().backward()
+    (made * on.put(torch.arange(8.0), Shard(0), Shard(0))).sum().backward()
     return shards_of(view.grad), [[float(n)] for n in (0, 2, 4, 6, 1, 3, 5, 7)]
 
 
