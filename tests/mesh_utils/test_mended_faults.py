@@ -40,7 +40,7 @@ def test_row(function: Callable[[], tuple[Any, Any]]) -> None:
 @row
 def the_slow_network_is_the_outer_part_of_an_axis() -> tuple[Any, Any]:
     devices = synthetic_devices((2, 2), num_slices=2, kind="TPU v4")
-    shapes = {"ici_mesh_shape": (2, 2), "dcn_mesh_shape": (2, 1)}
+    shapes: dict[str, Any] = {"ici_mesh_shape": (2, 2), "dcn_mesh_shape": (2, 1)}
     mesh = HybridMesh(devices, axis_names=("dp", "tp"), order="row-major", **shapes)
     return (
         [mesh["dp"].device_ids.tolist(), mesh["tp"].device_ids.tolist()],

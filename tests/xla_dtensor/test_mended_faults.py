@@ -28,6 +28,7 @@ from xla_dtensor.report import collectives
 from xla_dtensor.runtimes import Runtime
 
 R = Replicate()
+foreach: Any = torch  # whose ops on lists are not public
 Row = Callable[[Any], Any]
 VALUES: list[Any] = []
 LAYOUTS: list[Any] = []
@@ -68,7 +69,7 @@ class On:
     """
 
     def __init__(self, mesh: xd.DeviceMesh | None) -> None:
-        self.mesh = mesh
+        self.mesh: Any = mesh
 
     def put(self, tensor: torch.Tensor, *placements: Any) -> Any:
         """Put a tensor on the mesh, Replicate where nothing is said."""
@@ -223,7 +224,7 @@ def gradients_add_up_over_calls(on: On) -> Any:
     found = []
     for call in range(5):
         step(on.put(numbers(8, 4, start=call)))
-        found.append(weight.grad.clone())
+        found.append(whole(weight.grad))
         if call == 2:
             weight.grad = None
     return found
@@ -352,12 +353,6 @@ def any_two_dims_of_a_diagonal(on: On) -> Any:
 
 
 @values()
-def pooling_with_a_divisor(on: On) -> Any:
-    x = on.put(numbers(2, 2, 4, 4), Shard(0), R)
-    return F.avg_pool2d(x, 2, divisor_override=3)
-
-
-@values()
 def the_infinite_norm(on: On) -> Any:
     x = on.put(numbers(8, 4), Shard(0), R)
     norms = [torch.norm(x, torch.inf, 1), torch.norm(x, -torch.inf, (0, 1)), torch.norm(x, 2, 1)]
@@ -403,16 +398,16 @@ def weight_norm_is_trained(on: On) -> Any:
 @values()
 def lists_of_plain_and_placed_tensors(on: On) -> Any:
     placed, plain = on.put(numbers(8), Shard(0), R), numbers(8)
-    torch._foreach_mul_([placed, plain], 2.0)
-    torch._foreach_add_([plain, placed], [placed, placed])
+    foreach._foreach_mul_([placed, plain], 2.0)
+    foreach._foreach_add_([plain, placed], [placed, placed])
     return placed, plain
 
 
 @values()
 def lists_that_are_zeroed_and_bounded(on: On) -> Any:
     x, y, z = (on.put(numbers(8, start=n), Shard(0), R) for n in range(3))
-    torch._foreach_zero_([x])
-    return x, torch._foreach_maximum([y, z], 0.3), torch._foreach_norm([y, z], 1)
+    foreach._foreach_zero_([x])
+    return x, foreach._foreach_maximum([y, z], 0.3), foreach._foreach_norm([y, z], 1)
 
 
 # ---------------------------------------------------------------------- programs that are alike
@@ -501,7 +496,7 @@ def a_foreach_write_is_seen_in_a_view(on: On) -> Any:
     x = on.put(numbers(8, 4), Shard(0), R)
     view = x if on.mesh is None else x.to_local()
     before = view.sum()
-    torch._foreach_add_([x], 1.0)
+    foreach._foreach_add_([x], 1.0)
     after = view * 2
     after = after if on.mesh is None else xd.DTensor.from_local(after, on.mesh, [Shard(0), R])
     return before * 0, after
@@ -610,8 +605,8 @@ def a_result_of_another_shape_under_the_same_call(on: On) -> Any:
     x = on.put(torch.tensor([0, 1, 2, 3, 0, 0, 0, 0]), Shard(0), R)
     first = torch.nonzero(x)
     x.fill_(1)
-    second = torch.nonzero(x)
-    return [(tuple(t.shape), t._spec.tensor_meta.shape) for t in (first, second)], [
+    results: Any = (first, torch.nonzero(x))
+    return [(tuple(t.shape), t._spec.tensor_meta.shape) for t in results], [
         ((3, 1), (3, 1)),
         ((8, 1), (8, 1)),
     ]

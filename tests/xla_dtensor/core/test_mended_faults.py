@@ -14,7 +14,9 @@ from mesh_utils import Mesh
 from xla_dtensor.core import Layout
 from xla_dtensor.core.local_shape import torch_indices
 from xla_dtensor.core.placements import Replicate, Shard, StridedShard
+from xla_dtensor.core.product_dims import ProductDims
 from xla_dtensor.core.product_order import Tiles, loses_order
+from xla_dtensor.core.spanning import layout_on_span
 
 ROWS: list[Callable[[], tuple[Any, Any]]] = []
 MESH = Mesh.arange((2, 4), ("dp", "tp"))
@@ -55,8 +57,6 @@ def a_strided_shard_cuts_uneven_chunks() -> tuple[Any, Any]:
 
 @row
 def a_submesh_keeps_what_is_known_of_other_axes() -> tuple[Any, Any]:
-    from xla_dtensor.core.spanning import layout_on_span
-
     on_tp = Layout.from_placements([Replicate()], 2, MESH["tp"])
     return [str(layout_on_span(on_tp, (("dp", 0),))), str(layout_on_span(on_tp))], [
         "[dp, -]",
@@ -79,11 +79,11 @@ def tiles(text: str, names: str) -> Tiles:
 
 def concerned(equation: str, *cuts: str, names: str = "abc") -> bool:
     """Tell whether a product may be wrong that is written as an einsum."""
-    from xla_dtensor.core.product_dims import ProductDims
-
     dims = ProductDims.of_equation(equation)
-    placed = [tiles(cut, names) for cut in cuts]
-    return loses_order(*placed, dims.summed, dims.batch, dims.result, num_axes=len(names))
+    left, right, result = (tiles(cut, names) for cut in cuts)
+    return loses_order(
+        left, right, result, dims.summed, dims.batch, dims.result, num_axes=len(names)
+    )
 
 
 @row
