@@ -95,8 +95,8 @@ def _parts() -> Iterator[Part]:
             f"contract-{stack.replace(',', '-')}", "STACK", CONTRACT, variables=(f"STACK={stack}",)
         )
     yield Part("dry-runs", MAIN, ("tools/dry_runs.py",))
-    for i in range(1, 5):
-        yield Part(f"mutants-{i}", MAIN, ("-m", "tools.mutants", f"--part={i}/4"))
+    for i in range(1, 7):
+        yield Part(f"mutants-{i}", MAIN, ("-m", "tools.mutants", f"--part={i}/6"))
 
 
 PARTS = tuple(_parts())

@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     try:
         mutants = _chosen(read_mutants(LIST), asked.ids, asked.suite)
+        number, parts = map(int, asked.part.split("/"))
+        mutants = mutants[number - 1 :: parts]
     except MutantError as error:
         print(error, file=sys.stderr)
         return 2
@@ -133,6 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--suite", default="all", choices=SUITES, help="contract: those that it must find"
     )
+    parser.add_argument("--part", default="1/1", help="2/6: every sixth, beginning at the second")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for a mutant's tests")
     parser.add_argument(
