@@ -55,13 +55,13 @@ class Part:
         name: the part's name.
         environment: the Makefile's name of the environment, without _VENV.
         arguments: what that environment's Python is started with.
-        variables: variables for make and for the process.
+        variables: make's variables, as NAME=value.
     """
 
     name: str
     environment: str
     arguments: tuple[str, ...]
-    variables: Mapping[str, str]
+    variables: tuple[str, ...] = ()
 
     @property
     def is_pytest(self) -> bool:
@@ -69,7 +69,9 @@ class Part:
         return self.arguments[: len(PYTEST)] == PYTEST
 
 
-def _tests(name: str, environment: str, marks: str, *arguments: str, **variables: str) -> Part:
+def _tests(
+    name: str, environment: str, marks: str, *arguments: str, variables: tuple[str, ...] = ()
+) -> Part:
     return Part(name, environment, (*PYTEST, "-m", marks, *arguments), variables)
 
 
@@ -89,9 +91,12 @@ def _parts() -> Iterator[Part]:
         )
     yield _tests("contract-2.9-0.10.2", TORCH_XLA, CONTRACT, "--runtime=jax")
     for stack in ("2.13,0.11.0", "2.15,0.11.2"):
-        yield _tests(f"contract-{stack.replace(',', '-')}", "STACK", CONTRACT, STACK=stack)
+        yield _tests(
+            f"contract-{stack.replace(',', '-')}", "STACK", CONTRACT, variables=(f"STACK={stack}",)
+        )
+    yield Part("dry-runs", MAIN, ("tools/dry_runs.py",))
     for i in range(1, 5):
-        yield Part(f"mutants-{i}", MAIN, ("-m", "tools.mutants", f"--part={i}/4"), {})
+        yield Part(f"mutants-{i}", MAIN, ("-m", "tools.mutants", f"--part={i}/4"))
 
 
 PARTS = tuple(_parts())
@@ -138,11 +143,10 @@ def store(outcomes: Mapping[str, Outcome]) -> None:
 
 def python_of(part: Part) -> str:
     """Make the part's environment and return its Python."""
-    variables = [f"{name}={value}" for name, value in part.variables.items()]
-    command = ["make", "--no-print-directory", f"environment-{part.environment}", *variables]
-    subprocess.run(command, cwd=ROOT, check=True)
+    make = ("make", "--no-print-directory", *part.variables)
+    subprocess.run([*make, f"environment-{part.environment}"], cwd=ROOT, check=True)
     folder = subprocess.run(
-        [*command[:2], f"folder-{part.environment}", *variables],
+        [*make, f"folder-{part.environment}"],
         cwd=ROOT,
         check=True,
         capture_output=True,

@@ -56,13 +56,9 @@ def test_every_way_trains_as_plain_torch(runtime: Runtime, mesh: xd.DeviceMesh, 
         assert all(row["flops"] > 0 and row["peak_bytes"] > row["temporary_bytes"] for row in rows)
         kinds = [{one["kind"] for one in row["collectives"]} for row in rows]
         assert all({"all-reduce", "all-gather"} <= each for each in kinds)
-        # The embedding's rows, and the sum of their gradients: no summand is moved by itself.
-        ours, by_hand = map(all_to_alls, rows)
+        # XLA moves the gradients of the embedding by all-to-all or all-reduce, by its version.
+        ours, by_hand = (sum(one["bytes"] for one in row["collectives"]) for row in rows)
         assert ours <= by_hand
-
-
-def all_to_alls(row: dict[str, Any]) -> int:
-    return sum(one["bytes"] for one in row["collectives"] if one["kind"] == "all-to-all")
 
 
 def test_a_wrong_loss_is_seen() -> None:

@@ -49,11 +49,13 @@ def test_both_are_told(pair: Hosts, program: str, here: str, there: str, what: s
     assert all("the same order" in text for text in (first, second))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("program", ["equal", "equal draws"])
 def test_equal_programs_run(pair: Hosts, program: str) -> None:
     assert [text for text, _ in pair.run(f"{TASKS}:told", program=program)] == ["", ""]
 
 
+@pytest.mark.thorough
 def test_what_checks_cost(pair: Hosts) -> None:
     for found in pair.run(f"{TASKS}:cost", calls=20):
         assert found["checks, off"] == found["checks, first"] == 0
@@ -61,6 +63,7 @@ def test_what_checks_cost(pair: Hosts) -> None:
         assert found["check"] < 200
 
 
+@pytest.mark.thorough
 def test_a_gather_of_one_process_ends(pair: Hosts) -> None:
     """The last test of this group: its processes are out of step afterwards."""
     (first, seconds), (second, _) = pair.run(

@@ -1,4 +1,4 @@
-"""The calls of every lowered op, which test_jax_lowering makes on sharded inputs."""
+"""The calls of ops, which test_op_tables and test_jax_lowering make on sharded inputs."""
 
 from __future__ import annotations
 
@@ -232,13 +232,21 @@ MOVING: dict[Any, list[Case]] = {
     **named("new_full", Case(A, [2, 3], 1.5), Case(ints(5, 6), [0], 1)),
 }
 PLACES = torch.tensor([[0, 2, 1], [4, 4, 3]])
+EVEN_PLACES = torch.tensor([[0, 2, 1, 4], [4, 4, 3, 0]])
 LOG_PROBABILITIES = torch.log_softmax(f(6, 5), 1)
 IMAGE = torch.log_softmax(f(2, 4, 3, 3), 1)
 # With ignore_index=-100 only: torch's backward writes outside its buffer at any other such class.
 CLASSES = torch.tensor([0, 4, 2, 1, -100, 3])
 TOTAL = torch.tensor(5.0)
 INDEXING: dict[Any, list[Case]] = {
-    **named("embedding", Case(A, PLACES), Case(A, torch.tensor(3)), Case(A, PLACES, 2)),
+    **named(
+        "embedding",
+        Case(A, PLACES),
+        Case(A, torch.tensor(3)),
+        Case(A, PLACES, 2),
+        Case(A, EVEN_PLACES),
+        Case(A, EVEN_PLACES, 2),
+    ),
     **named(
         "embedding_dense_backward",
         Case(f(2, 3, 6), PLACES, 5, -1, False),
@@ -265,6 +273,7 @@ INDEXING: dict[Any, list[Case]] = {
         Case(S, [None, PLACES, None]),
         Case(S, [PLACES[1], None, torch.tensor([0, -1, 2])]),
         Case(S, [None, PLACES[1], PLACES[0]]),
+        Case(A, [EVEN_PLACES]),
     ),
     **named(
         "index_put",

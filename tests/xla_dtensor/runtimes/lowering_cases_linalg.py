@@ -1,7 +1,8 @@
-"""The calls of the lowered ops of linear algebra, which test_jax_lowering_linalg makes."""
+"""The calls of the lowered ops of linear algebra, and functions of what these do not determine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,6 +106,51 @@ LINALG: dict[Any, list[Case]] = {
 }
 if hasattr(torch.ops.aten, "cholesky"):  # torch 2.15 no longer has it
     LINALG |= named("cholesky", Case(positive()), Case(positive(3), True))
-# These have many right results; test_jax_lowering_linalg compares what is the same for all.
+# These have many right results; FUNCTIONS are of what is the same for all.
 UP_TO_GAUGE = "_linalg_svd _linalg_eigh linalg_eig _linalg_eigvals"
 ALL = set(LINALG) | {overload(name) for name in UP_TO_GAUGE.split()}
+
+Function = Callable[..., torch.Tensor]
+
+
+def _rebuilt(x: torch.Tensor) -> torch.Tensor:
+    values, vectors = torch.linalg.eig(x)
+    return (vectors @ torch.diag_embed(values) @ torch.linalg.inv(vectors)).real
+
+
+def _of_singular_values(x: torch.Tensor) -> torch.Tensor:
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    return (u * s.exp().unsqueeze(-2)) @ vh
+
+
+def _of_eigenvalues(x: torch.Tensor) -> torch.Tensor:
+    # A bounded function of them: beside exp of a large one float32 has no digits for the others.
+    values, vectors = torch.linalg.eigh(x)
+    return (vectors * values.sin().unsqueeze(-2)) @ vectors.mH
+
+
+# Results that do not depend on signs and phases, of which there are many right ones.
+FUNCTIONS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
+    "svd": (_of_singular_values, (f(4, 6),)),
+    "svd of a batch": (_of_singular_values, (f(3, 6, 4),)),
+    "all of svd": (lambda x: torch.linalg.svd(x)[0].abs(), (f(5, 4) + 3 * torch.eye(5, 4),)),
+    "svdvals": (torch.linalg.svdvals, (f(3, 6, 4),)),
+    "eigh": (_of_eigenvalues, (positive(3),)),
+    "eigh of the upper part": (lambda x: torch.linalg.eigvalsh(x, UPLO="U"), (f(5, 5),)),
+    "eig": (_rebuilt, (f(5, 5),)),
+    "eigvals": (lambda x: torch.linalg.eigvals(x).abs().sort().values, (f(3, 4, 4),)),
+    "solve": (torch.linalg.solve, (regular(), f(5, 2))),
+    "solve for a vector": (torch.linalg.solve, (regular(3), f(3, 5))),
+    "solve from the right": (
+        lambda a, b: torch.linalg.solve(a, b, left=False),
+        (regular(3), f(3, 2, 5)),
+    ),
+    "solve with columns": (lambda a, b: torch.linalg.solve(a.mT, b), (regular(3), f(3, 5, 2))),
+    "det": (torch.linalg.det, (regular(3),)),
+    "det of columns": (lambda a: torch.linalg.det(a.mT), (f(5, 5),)),
+    "slogdet": (lambda a: torch.stack(torch.linalg.slogdet(a)), (f(3, 5, 5),)),
+    "cond": (torch.linalg.cond, (regular(3),)),
+    "matrix_rank": (torch.linalg.matrix_rank, (f(3, 6, 4),)),
+    "pinv": (torch.linalg.pinv, (f(3, 6, 4),)),
+    "lowrank": (lambda x: torch.svd_lowrank(x, q=2)[1], (f(6, 2) @ f(2, 5),)),
+}

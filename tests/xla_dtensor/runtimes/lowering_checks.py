@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
+from tests.xla_dtensor.op_batches import leaf, wide
 from tests.xla_dtensor.runtimes.lowering_cases import Case
 from xla_dtensor import DeviceMesh, DTensor, distribute_tensor
-from xla_dtensor import compile as xla_compile
 from xla_dtensor.runtimes.jax_lowering.table import TABLE, Lowering
 
 __all__ = [
     "assert_same",
     "check_gradients",
-    "check_in_a_step",
     "check_values",
     "count_calls",
     "leaf",
@@ -37,10 +36,6 @@ def sharded(mesh: DeviceMesh) -> Callable[[torch.Tensor], DTensor]:
         return distribute_tensor(tensor, mesh, ("dp", "tp", None, None)[: tensor.ndim] or None)
 
     return put
-
-
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.dtype == torch.float32 else tensor
 
 
 def assert_same(found: Any, expected: Any, reference: Any) -> None:
@@ -78,10 +73,6 @@ def per_op(table: dict[Any, Any]) -> Any:
     return pytest.mark.parametrize("op", table, ids=lambda op: str(op).removeprefix("aten."))
 
 
-def leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
-
-
 def pulled(output: Any, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Send a cotangent of distinct numbers back through every differentiable output."""
     outputs = [
@@ -103,19 +94,6 @@ def check_values(
             found = case.mapped(sharded(mesh)).run(op)
         assert calls, "the op never reached its lowering"
         assert_same(found, case.run(op), case.mapped(wide).run(op))
-
-
-def check_in_a_step(mesh: DeviceMesh, op: Any, cases: Sequence[Case]) -> None:
-    """Compare all calls as one compiled step, which XLA partitions as a whole."""
-    given = [case.mapped(sharded(mesh)) for case in cases]
-
-    def step() -> list[Any]:
-        with torch.no_grad():
-            return [case.run(op) for case in given]
-
-    found = xla_compile(step)()
-    for case, result in zip(cases, found, strict=True):
-        assert_same(result, case.run(op), case.mapped(wide).run(op))
 
 
 def check_gradients(

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._pytree import tree_flatten
 
 import xla_dtensor as xd
+from tests.xla_dtensor.op_batches import Program, check_all, check_values, eagerly
 from tests.xla_dtensor.runtimes.layer_cases import (
     BAG,
     IMAGE,
@@ -80,6 +81,7 @@ def results_of(case: Layer, change: Put, put: Put) -> tuple[list[Any], list[Any]
     return outputs, [v.grad for v in inputs]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer(mesh: xd.DeviceMesh, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     case = LAYERS[name]
@@ -202,22 +204,31 @@ def test_batch_norm_sends_its_statistics(mesh: xd.DeviceMesh) -> None:
     assert set(sent) == {OVER_DP}
 
 
+# Sums of up to 650 terms of either sign.
+CUT_ANYWHERE = [
+    Program(name, call, inputs, values=(3e-5, 1e-4), gradients=(3e-5, 2e-4))
+    for name, call, inputs in (
+        ("maxima", lambda x: F.max_pool2d(x, 3, 2, 1), (X,)),
+        ("averages", lambda x: F.avg_pool2d(x, 2, 2, ceil_mode=True), (X,)),
+        ("convolution", lambda x, w: F.conv2d(x, w, None, 2, 1), (X, W)),
+        ("groups", lambda x, w: F.conv2d(x, w[:, :2], None, 2, 1, 1, 4), (X, W)),
+        (
+            "transposed",
+            lambda x, w: F.conv_transpose2d(x, w.mT.transpose(0, 1), None, 2, 1, 1),
+            (X, W),
+        ),
+    )
+]
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x, w: F.max_pool2d(x, 3, 2, 1),
-        lambda x, w: F.avg_pool2d(x, 2, 2, ceil_mode=True),
-        lambda x, w: F.conv2d(x, w, None, 2, 1),
-        lambda x, w: F.conv2d(x, w[:, :2], None, 2, 1, 1, 4),
-        lambda x, w: F.conv_transpose2d(x, w.mT.transpose(0, 1), None, 2, 1, 1),
-    ],
-)
-def test_images_may_be_cut_anywhere(
-    mesh: xd.DeviceMesh, call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], dim: int
-) -> None:
+def test_images_may_be_cut_anywhere(mesh: xd.DeviceMesh, dim: int) -> None:
     """XLA's partitioner moves borders of images between devices, or more; values stay right."""
-    step_of(lambda x, w: call(x, w) + 0 * w.sum(), mesh, (X, (R, Shard(dim))), (W, (R, R)))
+
+    def put(tensor: torch.Tensor) -> torch.Tensor:
+        return xd.distribute_tensor(tensor, mesh, [R, Shard(dim) if tensor is X else R])
+
+    check_all(CUT_ANYWHERE, put, xd.compile)
 
 
 # ------------------------------------------------------------------ corners
@@ -257,28 +268,32 @@ def test_whole_numbers(mesh: xd.DeviceMesh) -> None:
     assert found.cpu().equal(F.interpolate(bytes_, scale_factor=2))
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: F.conv2d(x, x[:, :, :3, :3], None, 1, 1),
-        lambda x: F.avg_pool2d(x, 3, 2) ** 2,
-        lambda x: F.max_pool2d(x, 3, 2) ** 2,
-        lambda x: F.interpolate(x, scale_factor=1.5, mode="bilinear") ** 2,
-        lambda x: F.adaptive_avg_pool2d(x, 4) ** 2,
-        lambda x: F.batch_norm(x, None, None, training=True) ** 3,
-    ],
-)
-def test_second_derivatives(
-    mesh: xd.DeviceMesh, call: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    def penalty(x: torch.Tensor) -> torch.Tensor:
-        (first,) = torch.autograd.grad(call(x).square().mean(), x, create_graph=True)
-        return torch.autograd.grad(first.square().sum(), x)[0]
+TWICE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "convolution": lambda x: F.conv2d(x, x[:, :, :3, :3], None, 1, 1),
+    "averages": lambda x: F.avg_pool2d(x, 3, 2) ** 2,
+    "maxima": lambda x: F.max_pool2d(x, 3, 2) ** 2,
+    "resizing": lambda x: F.interpolate(x, scale_factor=1.5, mode="bilinear") ** 2,
+    "adaptive averages": lambda x: F.adaptive_avg_pool2d(x, 4) ** 2,
+    "batch norm": lambda x: F.batch_norm(x, None, None, training=True) ** 3,
+}
+
+
+@pytest.mark.parametrize("execute", [xd.compile, eagerly], ids=["compiled", "eager"])
+def test_second_derivatives(mesh: xd.DeviceMesh, execute: Any) -> None:
+    def penalty(
+        call: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        def computed(x: torch.Tensor) -> torch.Tensor:
+            x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                (first,) = torch.autograd.grad(call(x).square().mean(), x, create_graph=True)
+                return torch.autograd.grad(first.square().sum(), x)[0]
+
+        return computed
 
     plain = IMAGE[:, :, :6, :6].double()
-    ours = penalty(on_mesh(mesh, plain).requires_grad_())
-    expected = penalty(plain.clone().requires_grad_())
-    torch.testing.assert_close(ours.cpu(), expected)
+    batch = [Program(name, penalty(call), (plain,), values=None) for name, call in TWICE.items()]
+    check_values(batch, lambda tensor: on_mesh(mesh, tensor), execute)
 
 
 def test_bfloat16(mesh: xd.DeviceMesh) -> None:

@@ -10,11 +10,9 @@ import torch
 from tests.xla_dtensor.runtimes.lowering_cases_counting import (
     ALL,
     BY_VALUES,
-    STATIC,
 )
 from tests.xla_dtensor.runtimes.lowering_checks import (
     check_gradients,
-    check_in_a_step,
     check_values,
     per_op,
     sharded,
@@ -26,16 +24,13 @@ from xla_dtensor.errors import CompileError, UnsupportedOpError
 pytestmark = [pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]
 
 
+@pytest.mark.thorough
 @per_op(ALL)
 def test_values(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, op: Any) -> None:
     check_values(mesh, monkeypatch, op, ALL[op])
 
 
-@per_op(STATIC)
-def test_in_a_step(mesh: DeviceMesh, op: Any) -> None:
-    check_in_a_step(mesh, op, STATIC[op])
-
-
+@pytest.mark.thorough
 @per_op(ALL)
 def test_gradients(mesh: DeviceMesh, op: Any) -> None:
     check_gradients(mesh, op, ALL[op])

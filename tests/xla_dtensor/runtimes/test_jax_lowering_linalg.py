@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from tests.xla_dtensor.runtimes.lowering_cases import f
-from tests.xla_dtensor.runtimes.lowering_cases_linalg import LINALG, positive, regular
+from tests.xla_dtensor.runtimes.lowering_cases_linalg import FUNCTIONS, LINALG, positive, regular
 from tests.xla_dtensor.runtimes.lowering_checks import (
     check_gradients,
-    check_in_a_step,
     check_values,
     leaf,
     per_op,
@@ -26,69 +24,19 @@ from xla_dtensor.report import collectives
 pytestmark = [pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]
 
 
+@pytest.mark.thorough
 @per_op(LINALG)
 def test_values(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, op: Any) -> None:
     check_values(mesh, monkeypatch, op, LINALG[op])
 
 
-@per_op(LINALG)
-def test_in_a_step(mesh: DeviceMesh, op: Any) -> None:
-    cases = [case for case in LINALG[op] if case.kwargs.get("driver") not in ("gelsd", "gelss")]
-    check_in_a_step(mesh, op, cases)
-
-
+@pytest.mark.thorough
 @per_op(LINALG)
 def test_gradients(mesh: DeviceMesh, op: Any) -> None:
     check_gradients(mesh, op, LINALG[op])
 
 
-Function = Callable[..., torch.Tensor]
-
-
-def _rebuilt(x: torch.Tensor) -> torch.Tensor:
-    values, vectors = torch.linalg.eig(x)
-    return (vectors @ torch.diag_embed(values) @ torch.linalg.inv(vectors)).real
-
-
-def _of_singular_values(x: torch.Tensor) -> torch.Tensor:
-    u, s, vh = torch.linalg.svd(x, full_matrices=False)
-    return (u * s.exp().unsqueeze(-2)) @ vh
-
-
-def _of_eigenvalues(x: torch.Tensor) -> torch.Tensor:
-    # A bounded function of them: beside exp of a large one float32 has no digits for the others.
-    values, vectors = torch.linalg.eigh(x)
-    return (vectors * values.sin().unsqueeze(-2)) @ vectors.mH
-
-
-# Results that do not depend on signs and phases, of which there are many right ones.
-FUNCTIONS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
-    "svd": (_of_singular_values, (f(4, 6),)),
-    "svd of a batch": (_of_singular_values, (f(3, 6, 4),)),
-    "all of svd": (lambda x: torch.linalg.svd(x)[0].abs(), (f(5, 4) + 3 * torch.eye(5, 4),)),
-    "svdvals": (torch.linalg.svdvals, (f(3, 6, 4),)),
-    "eigh": (_of_eigenvalues, (positive(3),)),
-    "eigh of the upper part": (lambda x: torch.linalg.eigvalsh(x, UPLO="U"), (f(5, 5),)),
-    "eig": (_rebuilt, (f(5, 5),)),
-    "eigvals": (lambda x: torch.linalg.eigvals(x).abs().sort().values, (f(3, 4, 4),)),
-    "solve": (torch.linalg.solve, (regular(), f(5, 2))),
-    "solve for a vector": (torch.linalg.solve, (regular(3), f(3, 5))),
-    "solve from the right": (
-        lambda a, b: torch.linalg.solve(a, b, left=False),
-        (regular(3), f(3, 2, 5)),
-    ),
-    "solve with columns": (lambda a, b: torch.linalg.solve(a.mT, b), (regular(3), f(3, 5, 2))),
-    "det": (torch.linalg.det, (regular(3),)),
-    "det of columns": (lambda a: torch.linalg.det(a.mT), (f(5, 5),)),
-    "slogdet": (lambda a: torch.stack(torch.linalg.slogdet(a)), (f(3, 5, 5),)),
-    "cond": (torch.linalg.cond, (regular(3),)),
-    "matrix_rank": (torch.linalg.matrix_rank, (f(3, 6, 4),)),
-    "pinv": (torch.linalg.pinv, (f(3, 6, 4),)),
-    "lowrank": (lambda x: torch.svd_lowrank(x, q=2)[1], (f(6, 2) @ f(2, 5),)),
-}
-IN_STEPS = [name for name in FUNCTIONS if name != "lowrank"]
-
-
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(mesh: DeviceMesh, name: str) -> None:
     function, given = FUNCTIONS[name]
@@ -103,15 +51,6 @@ def test_functions(mesh: DeviceMesh, name: str) -> None:
         assert mine.grad is not None
         assert plain.grad is not None
         torch.testing.assert_close(mine.grad.cpu(), plain.grad.float(), rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", IN_STEPS)
-def test_functions_in_a_step(mesh: DeviceMesh, name: str) -> None:
-    function, given = FUNCTIONS[name]
-    ours = [sharded(mesh)(t) for t in given]
-    found = xla_compile(lambda: function(*ours))()
-    expected = function(*(t.double() for t in given)).to(found.dtype)
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_complex_matrices(mesh: DeviceMesh) -> None:

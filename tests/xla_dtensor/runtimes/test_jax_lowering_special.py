@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.xla_dtensor.runtimes.lowering_cases_special import ALL, FOURIER
+from tests.xla_dtensor.runtimes.lowering_cases_special import ALL
 from tests.xla_dtensor.runtimes.lowering_checks import (
     assert_same,
     check_gradients,
-    check_in_a_step,
     check_values,
     per_op,
     sharded,
@@ -21,16 +20,13 @@ from xla_dtensor import DeviceMesh
 pytestmark = [pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]
 
 
+@pytest.mark.thorough
 @per_op(ALL)
 def test_values(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, op: Any) -> None:
     check_values(mesh, monkeypatch, op, ALL[op])
 
 
-@per_op(FOURIER)
-def test_in_a_step(mesh: DeviceMesh, op: Any) -> None:
-    check_in_a_step(mesh, op, FOURIER[op])
-
-
+@pytest.mark.thorough
 @per_op(ALL)
 def test_gradients(mesh: DeviceMesh, op: Any) -> None:
     check_gradients(mesh, op, ALL[op])

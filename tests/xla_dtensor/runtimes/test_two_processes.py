@@ -12,7 +12,11 @@ from torch import nn
 from tests.xla_dtensor.runtimes.process_pair import answers_of
 
 # One worker: the fixture starts processes, once for all.
-pytestmark = [pytest.mark.only_on("jax"), pytest.mark.xdist_group("pair")]
+pytestmark = [
+    pytest.mark.only_on("jax"),
+    pytest.mark.thorough,
+    pytest.mark.xdist_group("pair"),
+]
 
 PROGRAM = Path(__file__).with_name("two_processes.py")
 

@@ -10,7 +10,11 @@ import pytest
 from tests.xla_dtensor.runtimes.process_pair import answers_of
 
 # One worker: the fixture starts processes, once for all.
-pytestmark = [pytest.mark.only_on("jax"), pytest.mark.xdist_group("pair core")]
+pytestmark = [
+    pytest.mark.only_on("jax"),
+    pytest.mark.thorough,
+    pytest.mark.xdist_group("pair core"),
+]
 
 PROGRAM = Path(__file__).with_name("two_processes_core.py")
 CHECKS = (

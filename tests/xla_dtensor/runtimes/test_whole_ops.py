@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.xla_dtensor.op_batches import Program, by_batches, check_all, check_values, eagerly
 from xla_dtensor import DeviceMesh, distribute_tensor
 from xla_dtensor import compile as xla_compile
 from xla_dtensor.report import collectives
@@ -32,56 +33,28 @@ def put(tensor: torch.Tensor, mesh: DeviceMesh, *spec: str | None) -> Any:
     return distribute_tensor(tensor, mesh, spec or ("dp", *(None,) * (tensor.ndim - 1)))
 
 
-def both(mesh: DeviceMesh, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None:
-    """Compare values and gradients with torch in float64."""
-    exact = [t.double().requires_grad_() for t in inputs]
-    ours = [put(t, mesh).requires_grad_() for t in inputs]
-    expected, found = function(*exact), function(*ours)
-    torch.testing.assert_close(
-        found.detach().cpu(), expected.detach().float(), rtol=1e-5, atol=1e-5
-    )
-    cotangent = torch.linspace(-1, 1, expected.numel()).reshape(expected.shape)
-    expected.backward(cotangent.double())
-    found.backward(distribute_tensor(cotangent, mesh))
-    for mine, theirs in zip(ours, exact, strict=True):
-        assert theirs.grad is not None
-        torch.testing.assert_close(mine.grad.cpu(), theirs.grad.float(), rtol=1e-5, atol=2e-5)
-
-
 # ------------------------------------------------------------------ values and gradients
 
-
-@pytest.mark.parametrize("x_shape", [(4,), (5, 4), (3, 5, 4), (2, 3, 5, 4)], ids=str)
-@pytest.mark.parametrize("bias", [True, False])
-def test_linear(mesh: DeviceMesh, x_shape: tuple[int, ...], bias: bool) -> None:
-    both(mesh, F.linear, f(*x_shape), f(6, 4), *([f(6)] if bias else []))
+CLOSE, CLOSE_GRADIENTS = (1e-5, 1e-5), (1e-5, 2e-5)
 
 
-def test_linear_with_one_output(mesh: DeviceMesh) -> None:
-    both(mesh, F.linear, f(2, 5, 4), f(4))
+def program(name: str, call: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Program:
+    return Program(name, call, inputs, CLOSE, CLOSE_GRADIENTS)
 
 
+LINEAR = [
+    program(f"linear {shape} {bias}", F.linear, f(*shape), f(6, 4), *([f(6)] if bias else []))
+    for shape in ((4,), (5, 4), (3, 5, 4), (2, 3, 5, 4))
+    for bias in (True, False)
+]
 LEFT = [(4,), (5, 4), (3, 5, 4), (2, 3, 5, 4)]
 RIGHT = [(4,), (4, 6), (3, 4, 6), (2, 3, 4, 6)]
 BROADCAST = [((1, 5, 4), (3, 4, 6)), ((3, 5, 4), (1, 4, 6)), ((2, 1, 5, 4), (3, 4, 6))]
-
-
-@pytest.mark.parametrize(("a", "b"), [*itertools.product(LEFT, RIGHT), *BROADCAST], ids=str)
-def test_matmul(mesh: DeviceMesh, a: tuple[int, ...], b: tuple[int, ...]) -> None:
-    both(mesh, torch.matmul, f(*a), f(*b))
-
-
-def conjugating(mesh: DeviceMesh, function: Callable[..., Any], *inputs: torch.Tensor) -> None:
-    """Compare gradients of complex inputs: one without its conjugate is wrong, not an error."""
-    theirs = [t.clone().requires_grad_() for t in inputs]
-    ours = [put(t, mesh).requires_grad_() for t in inputs]
-    for given in (theirs, ours):
-        made = torch.view_as_real(function(*given))
-        (made[..., 0] + made[..., 1].square()).sum().backward()
-    for mine, plain in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.grad.cpu(), plain.grad, rtol=1e-4, atol=1e-4)
-
-
+MATMUL = [
+    program(f"matmul {a} {b}", torch.matmul, f(*a), f(*b))
+    for a, b in (*itertools.product(LEFT, RIGHT), *BROADCAST)
+]
+# A gradient without the conjugate of the other factor is wrong, not an error.
 COMPLEX: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "matmul": (torch.matmul, [(5, 4), (4, 6)]),
     "matmul of batches": (torch.matmul, [(3, 5, 4), (3, 4, 6)]),
@@ -97,12 +70,26 @@ COMPLEX: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMPLEX)
-def test_complex_gradients(mesh: DeviceMesh, name: str) -> None:
-    function, shapes = COMPLEX[name]
-    conjugating(mesh, function, *(torch.complex(f(*shape), f(*shape)) for shape in shapes))
+def parts_squared(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Real numbers in which the real and the imaginary part count differently."""
+
+    def call(*inputs: torch.Tensor) -> torch.Tensor:
+        made = torch.view_as_real(function(*inputs))
+        return made[..., 0] + made[..., 1].square()
+
+    return call
 
 
+OF_COMPLEX = [
+    Program(
+        f"complex {name}",
+        parts_squared(function),
+        tuple(torch.complex(f(*shape), f(*shape)) for shape in shapes),
+        (1e-4, 1e-4),
+        (1e-4, 1e-4),
+    )
+    for name, (function, shapes) in COMPLEX.items()
+]
 CAUSAL_MASK = torch.ones(5, 7, dtype=torch.bool).tril()
 ATTENTION: dict[str, tuple[int, int, dict[str, Any]]] = {
     "plain": (4, 7, {}),
@@ -120,33 +107,78 @@ ATTENTION: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ATTENTION)
-def test_attention(mesh: DeviceMesh, name: str) -> None:
+def attention(name: str) -> Program:
     heads, length, options = ATTENTION[name]
 
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         given = dict(options)
         mask = given.get("attn_mask")
         if mask is not None and mask.is_floating_point():
             given["attn_mask"] = mask.to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, **given)
 
-    inputs = f(2, 4, 5, 8), f(2, heads, length, 8), f(2, heads, length, 8)
+    rest = f(2, heads, length, 8), f(2, heads, length, 8)
+    return program(f"attention, {name}", call, f(2, 4, 5, 8), *rest)
+
+
+def refusal(made: Program) -> str | None:
+    """What torch says to the call; torch 2.15 takes no mask beside is_causal."""
     try:
-        attention(*inputs)
-    except RuntimeError as error:  # torch 2.15 takes no mask beside is_causal
-        with pytest.raises(RuntimeError, match=str(error)[:40]):
-            attention(*(put(t, mesh) for t in inputs))
-        return
-    both(mesh, attention, *inputs)
+        made.call(*made.inputs)
+    except RuntimeError as error:
+        return str(error)[:40]
+    return None
 
 
-def test_attention_without_heads(mesh: DeviceMesh) -> None:
-    both(mesh, F.scaled_dot_product_attention, f(2, 5, 8), f(2, 7, 8), f(2, 7, 8))
+OF_ATTENTION = [attention(name) for name in ATTENTION]
+WHOLE = [
+    *LINEAR,
+    program("linear with one output", F.linear, f(2, 5, 4), f(4)),
+    *MATMUL,
+    *(made for made in OF_ATTENTION if refusal(made) is None),
+    program(
+        "attention without heads",
+        F.scaled_dot_product_attention,
+        f(2, 5, 8),
+        f(2, 7, 8),
+        f(2, 7, 8),
+    ),
+    program(
+        "attention, a learned mask",
+        F.scaled_dot_product_attention,
+        f(2, 4, 5, 8),
+        f(2, 4, 7, 8),
+        f(2, 4, 7, 8),
+        f(5, 7),
+    ),
+]
 
 
-def test_a_mask_can_be_learned(mesh: DeviceMesh) -> None:
-    both(mesh, F.scaled_dot_product_attention, f(2, 4, 5, 8), f(2, 4, 7, 8), f(2, 4, 7, 8), f(5, 7))
+@by_batches(WHOLE, 26)
+def test_values_and_gradients(mesh: DeviceMesh, batch: list[Program]) -> None:
+    check_all(batch, lambda tensor: put(tensor, mesh), xla_compile)
+
+
+@by_batches(WHOLE, 26)
+def test_eager(mesh: DeviceMesh, batch: list[Program]) -> None:
+    check_values(batch, lambda tensor: put(tensor, mesh), eagerly)
+
+
+def test_complex_gradients(mesh: DeviceMesh) -> None:
+    check_all(OF_COMPLEX, lambda tensor: put(tensor, mesh), eagerly)
+
+
+@pytest.mark.only_on("jax")  # torch_xla takes complex numbers apart on the host
+def test_complex_gradients_in_a_step(mesh: DeviceMesh) -> None:
+    check_all(OF_COMPLEX, lambda tensor: put(tensor, mesh), xla_compile)
+
+
+def test_what_torch_refuses_is_refused(mesh: DeviceMesh) -> None:
+    for made in OF_ATTENTION:
+        message = refusal(made)
+        if message is not None:
+            with pytest.raises(RuntimeError, match=message):
+                made.call(*(put(t, mesh) for t in made.inputs))
 
 
 def test_attention_with_dropout_runs_and_drops(mesh: DeviceMesh) -> None:

@@ -1,0 +1,672 @@
+"""Faults that this library once had: small programs that must give what PyTorch gives.
+
+A row is a function of `On`, the place where it runs. It runs twice, on plain CPU torch and on the
+mesh, and returns tensors, which are compared in float64. Rows of `LAYOUTS` return what a user reads
+of layouts instead (placements, shardings, bytes, collectives) with what it must be. The list of the
+faults that these rows find is tools/mutants/mutants.yaml.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import xla_dtensor as xd
+from xla_dtensor.collectives import permute, psum
+from xla_dtensor.report import collectives
+from xla_dtensor.runtimes import Runtime
+
+R = Replicate()
+foreach: Any = torch  # whose ops on lists are not public
+Row = Callable[[Any], Any]
+VALUES: list[Any] = []
+LAYOUTS: list[Any] = []
+
+
+def numbers(*shape: int, start: float = 0.0) -> torch.Tensor:
+    """Return numbers without symmetry, between -1 and 1."""
+    return torch.sin(torch.arange(1, 1 + torch.Size(shape).numel()) * 0.7 + start).reshape(shape)
+
+
+def values(*only: str) -> Callable[[Row], Row]:
+    """Register a row of values; on some runtimes only where they are named."""
+
+    def register(row: Row) -> Row:
+        marks = [pytest.mark.only_on(*only)] if only else []
+        VALUES.append(pytest.param(row, id=row.__name__, marks=marks))
+        return row
+
+    return register
+
+
+def layouts(*only: str) -> Callable[[Row], Row]:
+    """Register a row of layouts."""
+
+    def register(row: Row) -> Row:
+        marks = [pytest.mark.only_on(*only)] if only else []
+        LAYOUTS.append(pytest.param(row, id=row.__name__, marks=marks))
+        return row
+
+    return register
+
+
+class On:
+    """Plain CPU torch, or a mesh of (dp=2, tp=4).
+
+    Args:
+        mesh: The mesh; None for plain torch.
+    """
+
+    def __init__(self, mesh: xd.DeviceMesh | None) -> None:
+        self.mesh: Any = mesh
+
+    def put(self, tensor: torch.Tensor, *placements: Any) -> Any:
+        """Put a tensor on the mesh, Replicate where nothing is said."""
+        if self.mesh is None:
+            return tensor.detach().clone()
+        return xd.distribute_tensor(tensor.detach(), self.mesh, placements or (R, R))
+
+    def leaf(self, tensor: torch.Tensor, *placements: Any) -> Any:
+        """The same, with a gradient."""
+        return self.put(tensor, *placements).requires_grad_()
+
+    def compile(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile a step."""
+        return step if self.mesh is None else xd.compile(step)
+
+    def model(self, module: nn.Module) -> Any:
+        """Put a module's parameters and buffers on the mesh."""
+        return module if self.mesh is None else xd.distribute_module(module, self.mesh)
+
+    def move(self, tensor: Any, *placements: Any) -> Any:
+        """Redistribute."""
+        return tensor if self.mesh is None else tensor.redistribute(self.mesh, placements)
+
+
+@pytest.fixture(autouse=True)
+def _in_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def whole(value: Any) -> Any:
+    """Return the value of a result on the host."""
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("row", VALUES)
+def test_value(mesh: xd.DeviceMesh, row: Row) -> None:
+    results = []
+    for place in (None, mesh):
+        torch.manual_seed(3)
+        results.append([whole(leaf) for leaf in tree_leaves(row(On(place)))])
+    expected, found = results
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("row", LAYOUTS)
+def test_layout(mesh: xd.DeviceMesh, runtime: Runtime, row: Row) -> None:
+    found, expected = row(On(mesh))
+    assert found == expected
+
+
+def kinds(step: Any) -> list[str]:
+    """Return the kinds of a program's collectives, sorted."""
+    return sorted(each.kind for each in collectives(step.hlo()))
+
+
+# ---------------------------------------------------------------------- compiled steps
+
+
+@values()
+def a_number_of_a_closure_changes(on: On) -> Any:
+    scale = 2.0
+    step = on.compile(lambda x: x * scale)
+    first = step(on.put(numbers(8)))
+    scale = 3.0
+    return first, step(on.put(numbers(8)))
+
+
+@values()
+def a_host_tensor_is_written_between_calls(on: On) -> Any:
+    weight = numbers(8)
+    step = on.compile(lambda x: x * weight)
+    first = step(on.put(numbers(8)))
+    weight.add_(1)
+    return first, step(on.put(numbers(8)))
+
+
+@values()
+def numbers_are_drawn_on_the_host(on: On) -> Any:
+    step = on.compile(lambda x: x + torch.randn(8))
+    return [step(on.put(numbers(8))) for _ in range(3)]
+
+
+@values()
+def a_step_assigns_an_attribute(on: On) -> Any:
+    class Trainer:
+        hidden = on.put(numbers(8))
+
+        def step(self, x: Any) -> Any:
+            self.hidden = self.hidden * 0.5 + x
+            return self.hidden.sum()
+
+    trainer = Trainer()
+    step = on.compile(trainer.step)
+    return [step(on.put(numbers(8, start=n))) for n in range(4)], trainer.hidden
+
+
+@values()
+def an_argument_is_also_found_by_name(on: On) -> Any:
+    state, other = on.put(numbers(8)), on.put(numbers(8, start=1))
+    step = on.compile(lambda x: (state.add_(1) * 2 + x) * x)
+    return step(other), step(state), state, step(other)
+
+
+@values()
+def an_optimizers_momentum_changes(on: On) -> Any:
+    weight = on.leaf(numbers(8, 4), Shard(0), R)
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+
+    def step() -> Any:
+        optimizer.zero_grad()
+        (weight**2).sum().backward()
+        optimizer.step()
+
+    step = on.compile(step)
+    for momentum in (0.9, 0.9, 0.5, 0.5, 0.1):
+        optimizer.param_groups[0]["momentum"] = momentum
+        step()
+    return weight
+
+
+@values()
+def an_optimizers_state_is_loaded(on: On) -> Any:
+    weight = on.leaf(numbers(8, 4), Shard(0), R)
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+
+    def step() -> Any:
+        optimizer.zero_grad()
+        (weight**2).sum().backward()
+        optimizer.step()
+
+    step = on.compile(step)
+    for _ in range(3):
+        step()
+    state = copy.deepcopy(optimizer.state_dict())
+    for _ in range(2):
+        step()
+    optimizer.load_state_dict(state)
+    step()
+    return weight
+
+
+@values()
+def gradients_add_up_over_calls(on: On) -> Any:
+    weight = on.leaf(numbers(8, 4), Shard(0), R)
+
+    def step(x: Any) -> None:
+        (weight * x).sum().backward()
+
+    step = on.compile(step)
+    found = []
+    for call in range(5):
+        step(on.put(numbers(8, 4, start=call)))
+        found.append(whole(weight.grad))
+        if call == 2:
+            weight.grad = None
+    return found
+
+
+@values()
+def a_parameter_is_unfrozen(on: On) -> Any:
+    model = on.model(nn.Linear(4, 4))
+    model.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Any) -> None:
+        optimizer.zero_grad()
+        (model(x) ** 2).sum().backward()
+        optimizer.step()
+
+    step = on.compile(step)
+    for call in range(4):
+        step(on.put(numbers(8, 4), Shard(0), R))
+        if call == 1:
+            model.weight.requires_grad_(True)
+    return model.weight, model.bias
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+@values("jax")
+def complex_linear(on: On) -> Any:
+    x = on.leaf(torch.polar(numbers(8, 4), numbers(8, 4)))
+    weight = on.leaf(torch.polar(numbers(6, 4), numbers(6, 4) + 2), Shard(0), R)
+    F.linear(x, weight).abs().sum().backward()
+    return x.grad, weight.grad
+
+
+@values("jax")
+def complex_matmul(on: On) -> Any:
+    a = on.leaf(torch.polar(numbers(2, 8, 4), numbers(2, 8, 4)), R, Shard(1))
+    b = on.leaf(torch.polar(numbers(2, 4, 6), numbers(2, 4, 6) + 2))
+    (a @ b).abs().sum().backward()
+    (a @ b[0]).abs().sum().backward()
+    return a.grad, b.grad
+
+
+@values()
+def the_gradient_of_solve(on: On) -> Any:
+    matrix = on.leaf(numbers(4, 4) + 3 * torch.eye(4))
+    right = on.leaf(numbers(4, 2))
+    torch.linalg.solve(matrix, right).pow(2).sum().backward()
+    return matrix.grad, right.grad
+
+
+@values()
+def attention_of_a_row_that_sees_nothing(on: On) -> Any:
+    q, k, v = (on.leaf(numbers(2, 4, 6, 8, start=n), Shard(0), Shard(1)) for n in range(3))
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    mask[2] = False
+    added = torch.zeros(6, 6).masked_fill(~mask, -torch.inf)
+    outs = [F.scaled_dot_product_attention(q, k, v, on.put(each)) for each in (mask, added)]
+    (outs[0] + outs[1]).pow(2).sum().backward()
+    return outs, q.grad, k.grad, v.grad
+
+
+# ---------------------------------------------------------------------- writes and reads
+
+
+@values()
+def two_slices_are_written(on: On) -> Any:
+    def write(x: Any) -> Any:
+        y = x.clone()
+        y[1:3] = y[:2] * 2
+        y[:1] = 5.0
+        y[:, 4:8] += y[:, :4]
+        return y
+
+    x = on.put(numbers(4, 20), Shard(0), Shard(1))
+    return write(x), on.compile(write)(x)
+
+
+@values()
+def one_element_is_taken_by_a_step(on: On) -> Any:
+    x = on.put(numbers(8, 16), R, Shard(0))
+    return [on.compile(lambda t, n=n: t[n : n + 1 : 3] * 2)(x) for n in (2, 5, 7)]
+
+
+@values()
+def rows_are_added_by_index(on: On) -> Any:
+    x, rows = on.put(numbers(8, 16), Shard(0), R), torch.tensor([3, 3, 0])
+    add = on.compile(lambda t: t.index_add(0, on.put(rows), t[:3] * 3))
+    return add(x), x.index_add(0, on.put(rows), x[:3] * 3)
+
+
+@values()
+def a_nan_that_one_device_has(on: On) -> Any:
+    x = torch.tensor([2.0, 6.0, 10.0, torch.nan, 1.0, 3.0, 5.0, 7.0])
+    x = on.put(x.reshape(2, 4), R, Shard(1))
+    return x.amax(1), x.amin(1), x.max(), x.min(1).values, x.amax()
+
+
+@values()
+def a_caller_writes_to_what_was_distributed(on: On) -> Any:
+    source = torch.zeros(8)
+    x = on.put(source, Shard(0), R)
+    source.sub_(1)
+    return x.sum(), x + 1
+
+
+@values()
+def numbers_that_need_64_bits(on: On) -> Any:
+    x = on.put(torch.tensor([2**40, 2**62, -(2**40), 1] * 2), Shard(0), R)
+    return x + x, x.sum(), on.compile(lambda t: t * 3)(x)
+
+
+@values()
+def extremes_of_infinities_and_nans(on: On) -> Any:
+    rows = [[-torch.inf, -torch.inf], [1.0, torch.nan], [torch.inf, 2.0], [-torch.inf, 3.0]]
+    x = on.put(torch.tensor(rows * 2), Shard(0), R)
+    return x.amax(1), x.amin(1), x.max(1).values, x.argmax(1), x.amax()
+
+
+@values()
+def any_two_dims_of_a_diagonal(on: On) -> Any:
+    x = on.leaf(numbers(8, 4, 8), Shard(0), R)
+    (x.diagonal(0, 0, 2).pow(2).sum() + x.diagonal(1, 0, 1).sum()).backward()
+    return x.diagonal(0, 0, 2), x.diagonal(1, 0, 1), x.grad
+
+
+@values()
+def the_infinite_norm(on: On) -> Any:
+    x = on.put(numbers(8, 4), Shard(0), R)
+    norms = [torch.norm(x, torch.inf, 1), torch.norm(x, -torch.inf, (0, 1)), torch.norm(x, 2, 1)]
+    return *norms, torch.linalg.vector_norm(x, torch.inf, 1)
+
+
+@values()
+def whole_numbers_are_divided(on: On) -> Any:
+    x = on.put(torch.tensor([2**62, -(2**62) + 1, 7, -7, 2**53 + 1, 6, -6, 0]), Shard(0), R)
+    return x // 3, torch.div(x, -7, rounding_mode="trunc")
+
+
+@values()
+def gelu_in_float64(on: On) -> Any:
+    x = on.leaf(numbers(8, 4), Shard(0), R)
+    F.gelu(x).sum().backward()
+    return F.gelu(x), x.grad
+
+
+@values()
+def statistics_of_batch_norm(on: On) -> Any:
+    model = on.model(nn.BatchNorm1d(3))
+    out = model(on.put(numbers(8, 3), Shard(0), R))
+    return out, model.running_mean, model.running_var
+
+
+@values("torch_xla")
+def the_gradient_of_kl_div_of_plain_tensors(on: On) -> Any:
+    device = "cpu" if on.mesh is None else "xla"
+    x = numbers(8, 4).to(device).requires_grad_()
+    target = numbers(8, 4, start=2).softmax(1).to(device)
+    F.kl_div(x.log_softmax(1), target, reduction="batchmean").backward()
+    return x.grad
+
+
+@values()
+def weight_norm_is_trained(on: On) -> Any:
+    model = on.model(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)))
+    model(on.put(numbers(8, 4), Shard(0), R)).pow(2).sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@values()
+def lists_of_plain_and_placed_tensors(on: On) -> Any:
+    placed, plain = on.put(numbers(8), Shard(0), R), numbers(8)
+    foreach._foreach_mul_([placed, plain], 2.0)
+    foreach._foreach_add_([plain, placed], [placed, placed])
+    return placed, plain
+
+
+@values()
+def lists_that_are_zeroed_and_bounded(on: On) -> Any:
+    x, y, z = (on.put(numbers(8, start=n), Shard(0), R) for n in range(3))
+    foreach._foreach_zero_([x])
+    return x, foreach._foreach_maximum([y, z], 0.3), foreach._foreach_norm([y, z], 1)
+
+
+# ---------------------------------------------------------------------- programs that are alike
+
+
+@values()
+def what_stands_where_in_alike_programs(on: On) -> Any:
+    x, y = on.put(numbers(4, 4), Shard(0), R), on.put(numbers(4, 4, start=1), Shard(0), R)
+    products = (lambda: x + x * y), (lambda: y + x * y), (lambda: x @ y @ x), (lambda: x @ y @ y)
+    return [whole(product()) for product in products]
+
+
+@values()
+def which_arguments_are_one_tensor(on: On) -> Any:
+    given = {name: on.put(numbers(4, 4, start=n), Shard(0), R) for n, name in enumerate("xyz")}
+    step = on.compile(lambda a, b, c: a @ b @ c)
+    return [whole(step(*(given[name] for name in names))) for names in ("xyx", "xyy", "xxy", "xyz")]
+
+
+@values()
+def a_flag_chooses_between_alike_tensors(on: On) -> Any:
+    x, y = (on.put(numbers(8, 8, start=n)) for n in range(2))
+    first = True
+    step = on.compile(lambda: (x if first else y) + x * y)
+    found = [whole(step())]
+    first = False
+    return *found, step()
+
+
+# ---------------------------------------------------------------------- random numbers
+
+
+@values()
+def a_checkpoint_repeats_its_dropout(on: On) -> Any:
+    x = on.leaf(numbers(16, 16) + 2, Shard(0), R)
+    out = checkpoint(lambda t: F.dropout(t * 1.0, 0.5), x, use_reentrant=False)
+    out.sum().backward()
+    return ((out != 0) == (x.grad != 0)).all()
+
+
+@values()
+def each_call_draws_anew(on: On) -> Any:
+    step = on.compile(lambda x: (torch.rand_like(x), torch.rand_like(x)))
+    drawn = [whole(part) for _ in range(3) for part in step(on.put(numbers(8)))]
+    return len({part.sum().item() for part in drawn})
+
+
+# ---------------------------------------------------------------------- local views
+
+
+@values()
+def a_plain_bias_beside_a_view(on: On) -> Any:
+    x, bias = on.put(numbers(8, 4), Shard(0), Shard(1)), numbers(1).requires_grad_()
+    if on.mesh is None:
+        (x + bias).pow(2).sum().backward()
+        return bias.grad
+    made = xd.DTensor.from_local(x.to_local() + bias, on.mesh, [Shard(0), Shard(1)])
+    made.pow(2).sum().backward()
+    return bias.grad
+
+
+@values()
+def a_plain_bias_in_a_sum_over_all(on: On) -> Any:
+    x, bias = on.put(numbers(8, 4), Shard(0), Shard(1)), numbers(1).requires_grad_()
+    if on.mesh is None:
+        (x + bias).sum().backward()
+        return bias.grad
+    total = psum((x.to_local() + bias).sum(), ("dp", "tp"))
+    xd.DTensor.from_local(total, on.mesh, [R, R]).backward()
+    return bias.grad
+
+
+@values()
+def a_weight_in_a_sum_of_parts(on: On) -> Any:
+    x, weight = on.put(numbers(8, 4), R, Shard(1)), on.leaf(numbers(6, 4), R, Shard(1))
+    if on.mesh is None:
+        F.linear(x, weight).pow(2).sum().backward()
+        return weight.grad
+    parts = F.linear(x.to_local(), weight.to_local())
+    xd.DTensor.from_local(parts, on.mesh, [R, Partial()]).pow(2).sum().backward()
+    return weight.grad
+
+
+@values()
+def a_foreach_write_is_seen_in_a_view(on: On) -> Any:
+    x = on.put(numbers(8, 4), Shard(0), R)
+    view = x if on.mesh is None else x.to_local()
+    before = view.sum()
+    foreach._foreach_add_([x], 1.0)
+    after = view * 2
+    after = after if on.mesh is None else xd.DTensor.from_local(after, on.mesh, [Shard(0), R])
+    return before * 0, after
+
+
+def view_of(mesh: xd.DeviceMesh, shards: list[torch.Tensor]) -> Any:
+    return xd.LocalView.from_shards(shards, mesh).requires_grad_()
+
+
+def shards_of(view: Any) -> list[Any]:
+    return [shard.data.tolist() for shard in view.addressable_shards()]
+
+
+@layouts()
+def the_gradient_of_a_mean_of_parts(on: On) -> Any:
+    view = view_of(on.mesh, [torch.full((2,), float(n)) for n in range(8)])
+    xd.DTensor.from_local(view, on.mesh, [Partial("avg"), Partial("avg")]).sum().backward()
+    return shards_of(view.grad), [[0.125, 0.125]] * 8
+
+
+@layouts()
+def the_gradient_of_equal_maxima(on: On) -> Any:
+    view = view_of(on.mesh, [torch.tensor([float(n % 2), float(n)]) for n in range(8)])
+    xd.DTensor.from_local(view, on.mesh, [Partial("max"), Partial("max")]).sum().backward()
+    return shards_of(view.grad), [[0.25 * (n % 2), float(n == 7)] for n in range(8)]
+
+
+@layouts()
+def shards_of_a_dim_that_two_axes_cut_unevenly(on: On) -> Any:
+    view = on.put(torch.arange(10.0), Shard(0), Shard(0)).to_local()
+    chunks = [c for half in torch.arange(10.0).chunk(2) for c in half.chunk(4)]
+    expected = [chunk.tolist() for chunk in chunks]
+    return shards_of(view), [*expected[:3], [], *expected[3:], []]
+
+
+@layouts()
+def who_has_no_source_takes_zeros(on: On) -> Any:
+    view = xd.LocalView.from_shards([torch.full((1,), n + 1.0) for n in range(8)], on.mesh)
+    moved = permute(view, "tp", [(0, 1), (1, 3)])
+    return shards_of(moved), [[0.0], [1.0], [0.0], [2.0], [0.0], [5.0], [0.0], [6.0]]
+
+
+@layouts()
+def each_device_draws_its_own(on: On) -> Any:
+    view = on.put(torch.zeros(8, 4), Shard(0), Shard(0)).to_local()
+    return len({tuple(row[0]) for row in shards_of(torch.rand_like(view))}), 8
+
+
+# ---------------------------------------------------------------------- how tensors lie
+
+
+def cuts(tensor: Any) -> tuple[Any, str]:
+    """Return what a tensor is labelled, and how it really lies."""
+    return tensor.placements, str(tensor.xla_sharding())
+
+
+@layouts()
+def a_write_keeps_how_a_tensor_lies(on: On) -> Any:
+    x = on.put(numbers(8, 8), Shard(0), Shard(1))
+    before = cuts(x)
+    x.copy_(on.put(numbers(8, 8, start=1)))
+    x.mul_(on.put(numbers(8, 8), R, Shard(0)))
+    return cuts(x), before
+
+
+@layouts()
+def an_uneven_tensor_stays_cut(on: On) -> Any:
+    x = on.put(numbers(10, 6), R, Shard(0))
+    x.mul_(2)
+    x.sum().item()
+    x.add_(1)
+    x.sum().item()
+    sizes = {shard.num_bytes_on_device for shard in x.addressable_shards()}
+    return sizes, {3 * 6 * 8}
+
+
+@layouts()
+def a_product_both_of_whose_factors_would_cut_it(on: On) -> Any:
+    rows, columns = on.put(numbers(16, 8), Shard(0), R), on.put(numbers(8, 64), Shard(1), R)
+    return [(rows @ columns).placements, (rows[:8] @ columns).placements], [
+        (Shard(1), R),
+        (Shard(1), R),
+    ]
+
+
+@layouts()
+def a_redistribute_keeps_what_is_known_of_other_axes(on: On) -> Any:
+    x = on.put(numbers(8, 8), Shard(0), Shard(1))
+    tp = on.mesh["tp"]
+    on_tp = (x * 1).redistribute(tp, [Shard(1)])
+    step = on.compile(lambda t: t.redistribute(tp, [R]) * 2)
+    step(on_tp)
+    return {each.axes for each in collectives(step.hlo(), on.mesh.value)}, {("tp",)}
+
+
+@layouts()
+def an_einsum_keeps_batch_and_heads(on: On) -> Any:
+    q, k = (on.put(numbers(4, 8, 4, 4), Shard(0), Shard(1)) for _ in range(2))
+    step = on.compile(lambda a, b: torch.einsum("bhqd,bhkd->bhqk", a, b))
+    step(q, k)
+    return kinds(step), []
+
+
+@layouts()
+def a_result_of_another_shape_under_the_same_call(on: On) -> Any:
+    x = on.put(torch.tensor([0, 1, 2, 3, 0, 0, 0, 0]), Shard(0), R)
+    first = torch.nonzero(x)
+    x.fill_(1)
+    results: Any = (first, torch.nonzero(x))
+    return [(tuple(t.shape), t._spec.tensor_meta.shape) for t in results], [
+        ((3, 1), (3, 1)),
+        ((8, 1), (8, 1)),
+    ]
+
+
+@layouts("torch_xla")
+def the_label_of_what_is_computed_of_a_strided_shard(on: On) -> Any:
+    placements = [_StridedShard(0, split_factor=4), Shard(0)]
+    x = on.put(torch.arange(8.0), *placements)
+    plain = on.put(torch.arange(8.0), Shard(0), Shard(0))
+    found = [(plain * 2).placements[0], (x * 2).placements[0]]
+    return [type(each) for each in found], [Shard, _StridedShard]
+
+
+@layouts("torch_xla")
+def the_gradient_of_from_local_with_a_strided_shard(on: On) -> Any:
+    placements = [_StridedShard(0, split_factor=4), Shard(0)]
+    view = on.put(torch.zeros(8), *placements).to_local().detach().requires_grad_()
+    made = xd.DTensor.from_local(view, on.mesh, placements)
+    (made * on.put(torch.arange(8.0), Shard(0), Shard(0))).sum().backward()
+    return shards_of(view.grad), [[float(n)] for n in (0, 2, 4, 6, 1, 3, 5, 7)]
+
+
+@layouts("jax")
+def a_step_for_devices_in_another_order(on: On) -> Any:
+    import jax
+
+    step = on.compile(lambda t: t * 2)
+    step(on.put(numbers(8), Shard(0), Shard(0)))
+    devices = jax.devices()[:8][::-1]
+    given = jax.tree.leaves(step.lowered_for(devices).compile().input_shardings)
+    return [[d.id for d in each._device_assignment] for each in given], [[*range(7, -1, -1)]]
+
+
+# ---------------------------------------------------------------------- steps that fail
+
+
+@layouts("jax")
+def a_step_that_fails_leaves_all_as_it_was(on: On) -> Any:
+    weight, host = on.leaf(numbers(8), Shard(0), R), torch.zeros(2)
+    (weight * 2).sum().backward()
+
+    def step(x: Any) -> None:
+        host.add_(1)
+        weight.grad = None
+        (weight * x).sum().backward()
+        raise ValueError("the step")
+
+    torch.manual_seed(5)
+    drawn = torch.get_rng_state()
+    with contextlib.suppress(ValueError):
+        on.compile(step)(on.put(numbers(8)))
+    grad = None if weight.grad is None else weight.grad.tolist()
+    same = torch.equal(torch.get_rng_state(), drawn)
+    return (grad, host.tolist(), same), ([2.0] * 8, [0.0, 0.0], True)
+
+
+@values()
+def a_copy_outlives_a_donated_buffer(on: On) -> Any:
+    x = on.put(numbers(8), Shard(0), R)
+    y = on.move(x, Shard(0), R)
+    step = on.compile(lambda: x.mul_(2).sum())
+    return step(), step(), x, y if on.mesh else numbers(8)
