@@ -38,6 +38,7 @@ __all__ = [
     "check_all",
     "check_values",
     "eagerly",
+    "has_gradients",
     "is_differentiable",
     "leaf",
     "program_of",
@@ -284,6 +285,11 @@ def pulled(
         raise ValueError(f"an output has more than {line.numel()} elements: lengthen LINE")
     cotangents = [line[: out.numel()].reshape(out.shape).to(out.dtype) for out in outputs]
     return list(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True))
+
+
+def has_gradients(program: Program) -> bool:
+    """Tell whether torch can differentiate the call, and some output depends on an input."""
+    return bool(_reference(program).exact)
 
 
 @dataclass(frozen=True)
