@@ -160,7 +160,7 @@ def test_without_a_mutant_each_named_test_has_to_pass() -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_mutants_are_found_and_survive(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     name = read_mutants(LIST)[0].id
     options = ["--python-jax", sys.executable, "--json", str(tmp_path / "verdicts.json")]
