@@ -326,7 +326,9 @@ def test_the_stored_run_is_whole_and_without_fault() -> None:
     ran = {(row["slice"], row["jax_kind"]): len(row["cases"]) for row in found["slices"]}
     assert ran == asked
     assert all(case[3] is not None for row in found["slices"] for case in row["cases"])
-    assert found["families"] == families(found["slices"])
+    # Python 3.12 adds up floats with less rounding than the Python that stored them.
+    for stored_row, row in zip(found["families"], families(found["slices"]), strict=True):
+        assert stored_row == pytest.approx(row)
 
 
 def test_the_document_shows_what_is_stored() -> None:
