@@ -326,9 +326,12 @@ def test_the_stored_run_is_whole_and_without_fault() -> None:
     ran = {(row["slice"], row["jax_kind"]): len(row["cases"]) for row in found["slices"]}
     assert ran == asked
     assert all(case[3] is not None for row in found["slices"] for case in row["cases"])
-    # Python 3.12 adds up floats with less rounding than the Python that stored them.
-    for stored_row, row in zip(found["families"], families(found["slices"]), strict=True):
-        assert stored_row == pytest.approx(row)
+    assert rounded(found["families"]) == rounded(families(found["slices"]))
+
+
+def rounded(data: Any) -> Any:
+    """Round floats: from Python 3.12 on `sum` adds them up more exactly than before."""
+    return json.loads(json.dumps(data), parse_float=lambda text: f"{float(text):.9g}")
 
 
 def test_the_document_shows_what_is_stored() -> None:
