@@ -19,7 +19,7 @@ import xla_dtensor as xd
 from tests.xla_dtensor.residual_network import residual_network
 from xla_dtensor.report import collectives
 
-pytestmark = [pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]
+pytestmark = [pytest.mark.thorough, pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]
 STEPS = 30
 
 

@@ -15,6 +15,8 @@ import pytest
 
 from tests.hosts import free_port
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("process_starts.py")
 SAYING = ("JAX_", "RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "LOCAL_", "XLA_FLAGS", "XLA_DTENSOR_")
