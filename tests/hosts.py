@@ -31,8 +31,7 @@ from typing import Any, BinaryIO
 __all__ = ["QUICK_COMPILER", "HostError", "Hosts", "free_port"]
 
 # Halves the time that XLA:CPU takes for a small program: LLVM does not optimize it. The partitioner
-# has done its part before; the demo and the README run without it. What must be equal to the last
-# bit (random numbers, by the size of a shard) is tested in processes without it.
+# has done its part before; the demo and the README run without it.
 QUICK_COMPILER = "--xla_backend_optimization_level=0"
 
 _ROOT = Path(__file__).parents[1]

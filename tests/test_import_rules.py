@@ -43,7 +43,7 @@ TORCH_XLA_FILES = "xla_dtensor.runtimes.torch_xla_*"
 CLI_FILES = ("xla_dtensor.cli", "xla_dtensor.__main__")
 
 BELOW_CORE = ("numpy", "mesh_utils")
-CORE = (*BELOW_CORE, "xla_dtensor.core", "xla_dtensor.errors")
+CORE = (*BELOW_CORE, "xla_dtensor.core", "xla_dtensor.errors", "xla_dtensor.versions")
 REPORT = (*CORE, "xla_dtensor.report")
 RUNTIME = (*REPORT, "torch", "ml_dtypes", "xla_dtensor.nested", "xla_dtensor.runtimes")
 
@@ -62,6 +62,7 @@ RULES = (
     ),
     Rule("mesh_utils*", ("numpy", "yaml", "tpu_configs", "mesh_utils")),
     Rule("xla_dtensor.core*", (*BELOW_CORE, "xla_dtensor.core")),
+    Rule("xla_dtensor.versions", ()),  # the doctor starts without any package
     Rule("xla_dtensor.errors", (*BELOW_CORE, "xla_dtensor.core")),
     Rule("xla_dtensor.report*", REPORT, on_use=("rich",)),
     Rule(JAX_FILES, (*RUNTIME, "jax", "jaxlib", "torchax"), never=(TORCH_XLA_FILES,)),

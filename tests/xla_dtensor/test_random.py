@@ -52,8 +52,9 @@ EAGER_OPS: dict[str, Op] = {
     "rrelu": lambda x: F.rrelu(-x, training=True),
 }
 
-# What follows the draw is arithmetic, of which XLA may fuse a product and a sum, or not.
-ROUNDED = ("normal", "normal of std", "log_normal_")
+# What follows the draw is arithmetic, of which XLA may fuse a product and a sum, or not;
+# exponential_ differs only where LLVM does not optimize (tests/hosts.py).
+ROUNDED = ("normal", "normal of std", "log_normal_", "exponential_")
 
 
 def source(shape: tuple[int, ...] = (10, 7)) -> torch.Tensor:
@@ -105,7 +106,8 @@ def test_values_in_a_program_are_the_same_under_every_placement(mesh: xd.DeviceM
     expected = values(PLACEMENTS[0])
     for placements in (PLACEMENTS[3], PLACEMENTS[5]):
         for name, found, value in zip(OPS, values(placements), expected, strict=True):
-            assert torch.equal(found, value), (name, placements)
+            rounding = 1e-6 if name in ROUNDED else 0
+            torch.testing.assert_close(found, value, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.thorough

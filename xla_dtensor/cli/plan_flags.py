@@ -15,8 +15,8 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from xla_dtensor.core.versions import satisfies
 from xla_dtensor.doctor.packages import Installed, read_installed
+from xla_dtensor.versions import satisfies
 
 if TYPE_CHECKING:
     import argparse

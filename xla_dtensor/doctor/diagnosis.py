@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from xla_dtensor.core.versions import torch_support
 from xla_dtensor.doctor.findings import Finding, Situation, advice, findings
 from xla_dtensor.doctor.packages import Installed, is_importable, read_installed
 from xla_dtensor.doctor.probe import Probe, probe
+from xla_dtensor.versions import torch_support
 
 __all__ = ["BUILT_IN_RUNTIMES", "VARIABLES", "Choice", "Diagnosis", "choose", "examine"]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mesh_utils.xla_flags_tried import same_version, versions_of
-from xla_dtensor.core.versions import ANY_JAX, jax_support, release, satisfies, torch_support
-from xla_dtensor.doctor.packages import Installed
+from xla_dtensor.doctor.packages import Installed, is_importable
 from xla_dtensor.doctor.probe import Probe
+from xla_dtensor.versions import ANY_JAX, jax_support, release, satisfies, torch_support
 
 __all__ = ["EXTRAS", "Finding", "Situation", "advice", "findings"]
 
@@ -135,8 +134,13 @@ def _of_libtpu(situation: Situation) -> Iterator[Finding]:
 def _of_flags(installed: Installed) -> Iterator[Finding]:
     """Whether somebody has given this project's XLA flags to the libtpu that is here."""
     version = installed.version("libtpu")
+    if version is None or not is_importable("numpy"):
+        return
+    # The doctor itself starts without any package; mesh_utils needs numpy.
+    from mesh_utils.xla_flags_tried import same_version, versions_of
+
     known = versions_of("libtpu")
-    if version is not None and not any(same_version(version, each) for each in known):
+    if not any(same_version(version, each) for each in known):
         yield _note(
             f"the XLA flags of tpu_configs were not tried with libtpu {version}, only with "
             f"{', '.join(known)}"

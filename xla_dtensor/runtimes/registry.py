@@ -20,9 +20,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from xla_dtensor.core.versions import ANY_JAX, jax_support
 from xla_dtensor.errors import RuntimeSetupError
 from xla_dtensor.runtimes.base import Runtime
+from xla_dtensor.versions import ANY_JAX, jax_support
 
 __all__ = [
     "BUILT_IN",

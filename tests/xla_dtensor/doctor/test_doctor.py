@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from xla_dtensor.core.versions import satisfies, torch_support
 from xla_dtensor.doctor import diagnosis as doctor
 from xla_dtensor.doctor.diagnosis import BUILT_IN_RUNTIMES, Choice, choose, examine
 from xla_dtensor.doctor.findings import EXTRAS, Situation, advice, findings
 from xla_dtensor.doctor.packages import Installed, is_importable, read_installed
 from xla_dtensor.doctor.probe import Probe
 from xla_dtensor.doctor.text import to_text
+from xla_dtensor.versions import satisfies, torch_support
 
 ROOT = Path(__file__).resolve().parents[3]
 GOOD = {"torch": "2.9.1", "jax": "0.10.2", "jaxlib": "0.10.2"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xla_dtensor.core.versions import jax_support, torch_support
+from xla_dtensor.versions import jax_support, torch_support
 
 
 @pytest.mark.parametrize("version", ["0.10.0", "0.10.2", "0.11.2", "0.12.0.1", "0.12.5.dev1"])
