@@ -70,12 +70,12 @@ class SlowCompile:
     """What a set costs where a program is compiled; nothing of it where the program runs.
 
     Attributes:
-        cpu_seconds: of compiling with the set.
-        without: CPU seconds of compiling the same without it.
-        program: what was compiled, and with which libtpu.
+        seconds: of compiling with the set.
+        without: seconds of compiling the same without it.
+        program: what was compiled, with which libtpu, and on what.
     """
 
-    cpu_seconds: float
+    seconds: float
     without: float
     program: str
 

@@ -69,8 +69,8 @@ def flag_lines(job: JobConfig, asked: argparse.Namespace) -> Iterator[str]:
         slow = flag_table().sets[name].slow
         assert slow is not None
         yield (
-            f"XLA flags left out: {name}, slow to compile ({slow.program}: {slow.cpu_seconds:g} "
-            f"CPU seconds, {slow.without:g} without). --all-flags compiles what launch runs."
+            f"XLA flags left out: {name}, slow to compile ({slow.program}: {slow.seconds:g} "
+            f"seconds, {slow.without:g} without). --all-flags compiles what launch runs."
         )
     installed = _at_hand(asked.python)
     yield from check_at_hand(flagged(job, asked), installed)
