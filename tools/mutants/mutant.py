@@ -66,7 +66,7 @@ class Mutant:
         id: A short name in lower case.
         what: One or two sentences: what a user saw, or what must be noticed.
         kind: `silent_value` (wrong numbers, no error), `silent_layout` (wrong shardings,
-            placements, collectives or counts, no error), or `error`.
+            placements, collectives or counts, no error), or `error` (an error or a warning).
         area: The part of the library that it is in, one of `AREAS`.
         runtime: The runtime that the tests run on; "none" where they need no runtime.
         suite: `contract` where the contract suite must find it, `all` where the whole tests do.
