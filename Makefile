@@ -39,7 +39,7 @@ TORCH_XLA := oldest 11 13 -e .[jax,torch-xla,preflight,dev] jax==0.10.*
 NEWEST_VENV := .venv-newest
 NEWEST := newest 11 14 numpy PyYAML torch jax[tpu] codespell expecttest hypothesis pytest pytest-xdist \
 	rich tqdm transformers --alone -e .
-# A pair of torch and JAX: make test-all-part PART=contract STACK=2.13,0.11.0
+# A pair of torch and JAX, for parts of test-all: make environment-STACK STACK=2.13,0.11.0
 STACK ?= 2.13,0.11.0
 comma := ,
 STACK_VENV := .venv-stack-$(subst $(comma),-,$(STACK))
@@ -78,7 +78,7 @@ demo: $(DEMO_VENV)/$(STAMP)  ## run the demo; RUNTIME=jax (default) or torch_xla
 demo-hosts: .venv-demo-jax/$(STAMP)  ## kill a job of 4 processes, and see it go on as 2 on another mesh
 	.venv-demo-jax/bin/python -m examples.train_job_demo $(DEMO_ARGS)
 
-# DESIGN: the contract says what users may rely on, by the public API. What it leaves out has the marker
+# The contract says what users may rely on, by the public API. What it leaves out has the marker
 # `thorough`, set in a test or by what its file imports (tests/contract.py).
 PYTEST := -m pytest -n $(JOBS) --dist loadgroup
 CONTRACT := not thorough and not gpu
@@ -125,7 +125,8 @@ endif
 
 # Whether there is a TPU is told without libtpu, which looks for one for minutes, and without JAX.
 tpu-check:  ## the steps of benchmarks.step on this machine's TPUs; TPU_PYTHON=... uses an environment you have
-	@if reason=$$($(PYTHON) -m benchmarks.step_devices tpu); then $(MAKE) --no-print-directory tpu-test; \
+	@python=$(PYTHON); : $${python:=$$(tools/find_python.sh newest 11 14)}; \
+	if reason=$$($$python -m benchmarks.step_devices tpu); then $(MAKE) --no-print-directory tpu-test; \
 	else echo "tpu-check: skipped, $$reason"; fi
 
 ifdef TPU_PYTHON
