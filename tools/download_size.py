@@ -29,16 +29,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MEASURED_ON = "2026-11-21, Linux x86-64, Python 3.11"
-# Extras of this project -> what their environment in the Makefile downloads.
+MEASURED_ON = "2026-11-25, Linux x86-64"
+# Extras of this project -> what their environment in the Makefile downloads, with PyTorch's CUDA
+# build.
 MEASURED = {
-    "jax": "2.9 GB (0.4 GB with PyTorch's CPU build)",
-    "jax,dev": "3.0 GB (0.5 GB with PyTorch's CPU build)",
+    "jax": "3.1 GB",
+    "jax,dev": "3.0 GB",
+    "jax,preflight,dev": "3.5 GB",
     "torch-xla": "4.2 GB",
     "jax,torch-xla,preflight,dev": "4.6 GB",
-    "tpu": "3.1 GB (0.6 GB with PyTorch's CPU build)",
-    "cuda12,dev": "4.5 GB",
-    "cuda13,dev": "3.2 GB",
+    "tpu": "3.4 GB",
+    "cuda12,dev": "4.6 GB",
+    "cuda13,dev": "3.5 GB",
 }
 
 

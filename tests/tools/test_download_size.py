@@ -144,7 +144,7 @@ def test_every_environment_was_measured() -> None:
     for extras in MEASURED:
         assert f".[{extras}]" in makefile
         assert measured(["-e", f".[{extras}]"]).startswith(f"about {MEASURED[extras]}")
-    assert set(re.findall(r'-e "\.\[(.+?)\]"', makefile)) == set(MEASURED)
+    assert set(re.findall(r"-e \.\[(.+?)\]", makefile)) == set(MEASURED)
 
 
 @pytest.mark.parametrize(
