@@ -179,7 +179,8 @@ def config(parallelism: Any) -> Any:
     from torchtitan.models.llama3 import model_registry
     from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 
-    made = copy.deepcopy(model_registry("debugmodel").model)
+    # Its registry says no more than "a model".
+    made: Any = copy.deepcopy(model_registry("debugmodel").model)
     made.layers = made.layers[:NUM_LAYERS]
     for layer in made.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
