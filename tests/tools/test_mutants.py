@@ -124,6 +124,20 @@ def test_what_a_mutant_needs_is_looked_for(tmp_path: Path) -> None:
     assert copy.lacks("pytest<8", "none").startswith("needs pytest<8, there is pytest ")
 
 
+@pytest.mark.parametrize(("suite", "num_run"), [("contract", 1), ("all", 2)])
+def test_the_contract_has_to_find_its_mutants_itself(
+    tmp_path: Path, suite: str, num_run: int
+) -> None:
+    python = Path(sys.executable)
+    copy = Copy(ROOT, tmp_path / "copy", {"jax": python, "torch_xla": python})
+    tests = [
+        "tests/xla_dtensor/core/test_decode.py",  # public
+        "tests/tools/test_environments.py::test_none_is_nothing",
+    ]
+    run = copy.run(tests, "none", timeout=300, stop_at_first=False, suite=suite)
+    assert len({ending.test.partition("::")[0] for ending in run.endings}) == num_run
+
+
 def ran(*endings: tuple[str, str], status: int | None = 1) -> Run:
     found = tuple(
         Ending("tests/test_a.py::test_f", outcome, error, "") for outcome, error in endings
@@ -138,6 +152,7 @@ def ran(*endings: tuple[str, str], status: int | None = 1) -> Run:
         (ran(("passed", ""), ("failed", "LayoutError")), KILLED),
         (ran(("passed", ""), status=0), SURVIVED),
         (ran(("skipped", "Skipped"), status=0), SURVIVED),
+        (ran(status=5), SURVIVED),  # no test was chosen
         (ran(("failed", "NameError")), BROKEN),
         (ran(("failed", "ModuleNotFoundError")), BROKEN),
         (ran(("broken", "ValueError")), BROKEN),

@@ -1,4 +1,7 @@
-"""A compiled step gives what PyTorch gives, whatever Python changes between its calls."""
+"""What Python changes between the calls of a compiled step: the rest of the cases.
+
+The reasons for a new trace, arguments, and what is refused. The contract: test_python_changes.
+"""
 
 from __future__ import annotations
 
@@ -11,61 +14,19 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 import xla_dtensor as xd
-from tests.xla_dtensor import (
-    python_changes,
-    python_changes_effects,
-    python_changes_elsewhere,
-    python_changes_host,
-    python_changes_modules,
-)
-from tests.xla_dtensor.python_changes import CASES, NUM_CALLS, NUM_TRACES, Given
+from tests.xla_dtensor import python_changes_modules
+from tests.xla_dtensor.python_changes import CASES
+from tests.xla_dtensor.test_python_changes import MECHANISMS, called, check, names_as_they_were
 from xla_dtensor.errors import ArgumentTypeError, CompileError, ScanError
 
-# The modules of cases register them.
-_ = python_changes_effects, python_changes_host, python_changes_modules
+_ = names_as_they_were  # a fixture of each test
 
 
-@pytest.fixture(autouse=True)
-def _names_as_they_were() -> Any:
-    """Compare in float64, and give the names of modules back their values."""
-    before = python_changes.GLOBAL, dict(python_changes.TABLE), python_changes_elsewhere.FACTOR
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-    python_changes.GLOBAL, table, python_changes_elsewhere.FACTOR = before
-    python_changes.TABLE.update(table)
-
-
-def called(case: Any, put: Any, wrap: Callable[[Any], Any]) -> tuple[list[Any], Any]:
-    """Call a case's step several times, with its changes between; return results and the step."""
-    python_changes.GLOBAL, python_changes_elsewhere.FACTOR = 2.0, 2.0
-    python_changes.TABLE.update(bias=1.0, unused=0)
-    step, change = case(put)
-    others = step.others if isinstance(step, Given) else ()
-    step = wrap(step.step if isinstance(step, Given) else step)
-    torch.manual_seed(7)
-    found = []
-    for call in range(NUM_CALLS):
-        x = put(torch.linspace(-1, 2, 32).reshape(8, 4) * (call + 1))
-        found.append([leaf.detach().cpu().clone() for leaf in tree_leaves(step(x, *others))])
-        change(call)
-    return found, step
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - set(MECHANISMS.values())))
 def test_a_step_gives_what_pytorch_gives(mesh: xd.DeviceMesh, name: str) -> None:
-    expected, _ = called(CASES[name], lambda tensor: tensor, lambda step: step)
-    after = torch.get_rng_state()
-    found, step = called(CASES[name], lambda t: xd.distribute_tensor(t, mesh), xd.compile)
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
-    assert torch.equal(torch.get_rng_state(), after)
-    if xd.get_runtime().name == "jax":
-        assert step.stats()["traces"] <= NUM_TRACES[name], step.stats()["reasons"]
+    check(name, mesh)
 
 
 @pytest.mark.only_on("jax")
@@ -98,7 +59,6 @@ REASONS = {
 }
 
 
-@pytest.mark.thorough
 @pytest.mark.only_on("jax")
 @pytest.mark.parametrize("name", REASONS)
 def test_the_reason_names_what_changed(mesh: xd.DeviceMesh, name: str) -> None:

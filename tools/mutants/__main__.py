@@ -105,7 +105,9 @@ def _tried(mutant: Mutant, tree: Tree, copy: Copy, timeout: float) -> Verdict:
     if lacking:
         return not_tried(mutant, lacking)
     with copy.holding(tree.place(mutant)):
-        run = copy.run(mutant.tests, mutant.runtime, timeout=timeout, stop_at_first=True)
+        run = copy.run(
+            mutant.tests, mutant.runtime, timeout=timeout, stop_at_first=True, suite=mutant.suite
+        )
     return judge(mutant, run)
 
 

@@ -112,7 +112,13 @@ class Copy:
             compiled.unlink()
 
     def run(
-        self, tests: Sequence[str], runtime: str, *, timeout: float, stop_at_first: bool
+        self,
+        tests: Sequence[str],
+        runtime: str,
+        *,
+        timeout: float,
+        stop_at_first: bool,
+        suite: str = "all",
     ) -> Run:
         """Run tests.
 
@@ -121,12 +127,14 @@ class Copy:
             runtime: "jax", "torch_xla" or "none".
             timeout: Seconds.
             stop_at_first: Whether the first failure ends the run.
+            suite: "contract" leaves out those of the tests that are no part of the contract.
         """
         record = self._folder.with_suffix(".json")
         record.unlink(missing_ok=True)
         command = [str(self._python(runtime)), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         command += ["-p", "tools.mutants.recorder", *(["-x"] if stop_at_first else [])]
         command += ["--runtime", "torch_xla"] if runtime == "torch_xla" else []
+        command += ["-m", "not thorough"] if suite == "contract" else []
         environment = {**os.environ, "MUTANT_RECORD": str(record)}
         environment.pop("PYTHONPATH", None)
         start = time.monotonic()

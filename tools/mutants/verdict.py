@@ -1,7 +1,7 @@
 """What a run of the named tests says of a mutant.
 
 `killed`    a named test failed in its own call, which an assertion or an error of the library did
-`SURVIVED`  all named tests passed, or were skipped
+`SURVIVED`  all named tests passed, were skipped, or are no part of the suite that must find it
 `broken`    the mutant is no such fault: the package did not import, a name is unknown, a fixture
             failed, the process ended, or time was up
 `not tried` the interpreter has another version of a package than the mutant needs
@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 KILLED, SURVIVED, BROKEN, NOT_TRIED = "killed", "SURVIVED", "broken", "not tried"
+_NO_TEST_WAS_CHOSEN = 5  # pytest's exit status
 _OF_THE_TEXT = ("CollectError", "ImportError", "ModuleNotFoundError", "NameError", "SyntaxError")
 
 
@@ -81,6 +82,8 @@ def _judged(run: Run) -> tuple[str, str, str]:
             return KILLED if is_fault else BROKEN, ending.test, why
     if run.status == 0:
         return SURVIVED, "", "all named tests passed, or were skipped"
+    if run.status == _NO_TEST_WAS_CHOSEN:
+        return SURVIVED, "", "none of the named tests is part of the contract"
     last = run.tail.strip().splitlines()[-1:] or [""]
     why = "time was up" if run.status is None else f"exit status {run.status}: {last[0]}"
     return BROKEN, "", why

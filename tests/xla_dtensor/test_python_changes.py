@@ -1,0 +1,98 @@
+"""A compiled step gives what PyTorch gives, whatever Python changes between its calls.
+
+`MECHANISMS` names a case for each way in which a step reads Python's state, or leaves something in
+it. The other cases of `python_changes`, the reasons given and what is refused: test_compile_python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+import xla_dtensor as xd
+from tests.xla_dtensor import (
+    python_changes,
+    python_changes_effects,
+    python_changes_elsewhere,
+    python_changes_host,
+    python_changes_modules,
+)
+from tests.xla_dtensor.python_changes import CASES, NUM_CALLS, NUM_TRACES, Given
+
+# The modules of cases register them.
+_ = python_changes_effects, python_changes_host, python_changes_modules
+
+MECHANISMS = {
+    "a cell of the function": "a_variable_around",
+    "a global, in a function that is called": "a_global_of_a_helper",
+    "another module's name": "a_name_of_another_module",
+    "an item of a dict": "an_item_of_a_dict",
+    "what is there and not read": "an_item_that_nobody_reads",
+    "a list": "a_function_in_a_list",
+    "a partial": "a_partial",
+    "a slot": "a_slot",
+    "__getattr__": "an_answer_to_a_name",
+    "an argument's attributes": "an_argument_that_is_an_object",
+    "a parent's method": "a_method_of_the_parent",
+    "a loop's usual bookkeeping": "trainer_loop",
+    "a module's mode": "trainer_eval",
+    "a module's hooks": "trainer_hook",
+    "requires_grad": "trainer_frozen",
+    "a hyperparameter": "trainer_rate",
+    "the optimizer itself": "the_optimizer_is_another_one",
+    "a tensor that is replaced": "a_tensor_of_the_mesh_is_replaced",
+    "a name that the step assigns": "two_names_change_places",
+    "a counter that the step keeps": "a_number_that_the_step_counts",
+    "a container that the step fills": "results_are_added_to_containers",
+    "a host tensor's values": "a_host_tensor_is_written",
+    "a NumPy array's values": "memory_of_numpy",
+    "the host's random numbers": "draws_of_all_kinds",
+}
+
+
+@pytest.fixture(autouse=True)
+def names_as_they_were() -> Any:
+    """Compare in float64, and give the names of modules back their values."""
+    before = python_changes.GLOBAL, dict(python_changes.TABLE), python_changes_elsewhere.FACTOR
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+    python_changes.GLOBAL, table, python_changes_elsewhere.FACTOR = before
+    python_changes.TABLE.update(table)
+
+
+def called(case: Any, put: Any, wrap: Callable[[Any], Any]) -> tuple[list[Any], Any]:
+    """Call a case's step several times, with its changes between; return results and the step."""
+    python_changes.GLOBAL, python_changes_elsewhere.FACTOR = 2.0, 2.0
+    python_changes.TABLE.update(bias=1.0, unused=0)
+    step, change = case(put)
+    others = step.others if isinstance(step, Given) else ()
+    step = wrap(step.step if isinstance(step, Given) else step)
+    torch.manual_seed(7)
+    found = []
+    for call in range(NUM_CALLS):
+        x = put(torch.linspace(-1, 2, 32).reshape(8, 4) * (call + 1))
+        found.append([leaf.detach().cpu().clone() for leaf in tree_leaves(step(x, *others))])
+        change(call)
+    return found, step
+
+
+def check(name: str, mesh: xd.DeviceMesh) -> None:
+    """Compare a case with PyTorch; on JAX, count its traces as well."""
+    expected, _ = called(CASES[name], lambda tensor: tensor, lambda step: step)
+    after = torch.get_rng_state()
+    found, step = called(CASES[name], lambda t: xd.distribute_tensor(t, mesh), xd.compile)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+    assert torch.equal(torch.get_rng_state(), after)
+    if xd.get_runtime().name == "jax":
+        assert step.stats()["traces"] <= NUM_TRACES[name], step.stats()["reasons"]
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_a_step_gives_what_pytorch_gives(mesh: xd.DeviceMesh, mechanism: str) -> None:
+    check(MECHANISMS[mechanism], mesh)
