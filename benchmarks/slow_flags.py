@@ -1,6 +1,6 @@
 """What sets of XLA flags for on-chip memory cost libtpu, and what they do: docs/reports/flags.md.
 
-    python -m benchmarks.slow_flags                            all: three quarters of an hour
+    python -m benchmarks.slow_flags                            all: half an hour
     python -m benchmarks.slow_flags --only llama3_8b_v5e       goes on with what is kept
     python -m benchmarks.slow_flags --evidence FOLDER --index  rewrites the page from what is kept
 
@@ -52,9 +52,7 @@ CASES = (
     Case("llama3_8b_v5e", "dense-vmem", "llama3-8b"),
     Case("llama3_8b_v6e", "dense-vmem", "llama3-8b"),
     Case("llama3_70b_tpu7x", "dense-vmem", "llama3-8b"),
-    Case("llama3_405b_v5p_4slices", "dense-vmem", "llama3-8b"),
     Case("mixtral_8x7b_v5p", "moe-vmem", "mixtral-8x7b"),
-    Case("mixtral_8x7b_v6e", "moe-vmem", "mixtral-8x7b"),
 )
 
 

@@ -1,11 +1,11 @@
 """Which extra installs on which Python, and beside what: asks the package index, installs nothing.
 
-    .venv/bin/python tools/dry_runs.py            every row of the table, some minutes
+    .venv/bin/python tools/dry_runs.py            every row of the table, a few minutes
     .venv/bin/python tools/dry_runs.py 3.14       the rows of one Python
 
-Needs pip 26 or newer, and no other Python than the one that it runs on: pip resolves for any
-version. A row that does not come out as the table says is printed, with pip's last words, and the
-exit status is 1.
+uv resolves for any version of Python, on Linux with a new glibc; pip would do so only where each
+requirement has a wheel. A row that does not come out as the table says is printed, with uv's words,
+and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-PLATFORMS = (
-    "manylinux_2_28_x86_64",
-    "manylinux_2_27_x86_64",
-    "manylinux2014_x86_64",
-    "linux_x86_64",
-)
+PLATFORM = "x86_64-manylinux_2_40"
 
 # Extra -> why there is none, by Python. Everything else has to resolve.
 REFUSED = {
@@ -87,31 +82,30 @@ def table() -> Iterator[Row]:
         yield from (Row(python, "tpu", requirement, resolves=False) for python in pythons)
 
 
-def command(row: Row, wheel: Path, folder: Path) -> list[str]:
-    """Return pip's command line for a row."""
-    platforms = [f"--platform={platform}" for platform in PLATFORMS]
-    requirements = [f"{wheel}[{row.extra}]", *([row.beside] if row.beside else [])]
-    return [
-        *(sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "-qq"),
-        *("--only-binary=:all:", f"--target={folder}", f"--python-version={row.python}"),
-        *platforms,
-        *requirements,
-    ]
+def requirements(row: Row, wheel: Path) -> str:
+    """Return what a row installs, as a file of requirements."""
+    return f"xla-dtensor[{row.extra}] @ {wheel.as_uri()}\n{row.beside}\n"
+
+
+COMMAND = (sys.executable, "-m", "uv", "pip", "compile", "-", "--quiet", "--no-header")
 
 
 def main(pythons: list[str]) -> int:
     """Try the rows; return the exit status."""
     wrong = 0
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
         build = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", f"--wheel-dir={name}"]
         subprocess.run([*build, str(ROOT)], check=True)
-        (wheel,) = folder.glob("*.whl")
+        (wheel,) = Path(name).glob("*.whl")
         for row in table():
             if pythons and row.python not in pythons:
                 continue
             done = subprocess.run(
-                command(row, wheel, folder / "target"), capture_output=True, text=True, check=False
+                [*COMMAND, f"--python-version={row.python}", f"--python-platform={PLATFORM}"],
+                input=requirements(row, wheel),
+                capture_output=True,
+                text=True,
+                check=False,
             )
             is_right = (done.returncode == 0) == row.resolves
             wrong += not is_right
