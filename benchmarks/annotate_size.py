@@ -51,7 +51,8 @@ def _on_jax(num_devices: int) -> Iterator[tuple[str, Size]]:
     layout = _layout(num_devices)
 
     def abstract(root: Mesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
-        return jax.sharding.AbstractMesh(sizes, names)
+        auto = (jax.sharding.AxisType.Auto,) * len(names)
+        return jax.sharding.AbstractMesh(sizes, names, axis_types=auto)
 
     with mock.patch.object(sharding, "_jax_mesh", abstract):
         named = sharding.named_sharding(layout.op_sharding(layout.mesh), layout.mesh, 2)

@@ -70,8 +70,8 @@ class SlowCompile:
     """What a set costs where a program is compiled; nothing of it where the program runs.
 
     Attributes:
-        seconds: of compiling with the set.
-        without: seconds of compiling the same without it.
+        seconds: CPU seconds of compiling with the set.
+        without: CPU seconds of compiling the same without it.
         program: what was compiled, with which libtpu, and on what.
     """
 

@@ -112,7 +112,7 @@ class Hosts:
             try:
                 outcomes[index] = self._ask(index, (task, arguments))
             except (OSError, EOFError, ValueError) as error:
-                outcomes[index] = (False, f"ended: {error}\n{self.last_words(index)}")
+                outcomes[index] = (None, f"ended: {error}")
 
         threads = [
             threading.Thread(target=ask, args=(i,), daemon=True) for i in range(self.processes)
@@ -128,7 +128,11 @@ class Hosts:
             raise HostError(
                 f"{task} did not end in {timeout_seconds} s in the processes {late}\n{said}"
             )
-        failed = [f"process {i}: {text}" for i, (good, text) in enumerate(outcomes) if not good]
+        failed = [
+            f"process {i}: {text}" + (f"\n{self.last_words(i)}" if good is None else "")
+            for i, (good, text) in enumerate(outcomes)
+            if not good
+        ]
         if failed:
             raise HostError("\n".join(failed))
         return [value for _, value in outcomes]

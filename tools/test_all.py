@@ -82,8 +82,8 @@ def _parts() -> Iterator[Part]:
     )
     examples = "--hypothesis-profile=thorough"
     yield _tests("contract-examples", MAIN, f"hypothesis and {CONTRACT}", examples)
-    for i in range(1, 9):
-        yield _tests(f"thorough-{i}", MAIN, THOROUGH, examples, f"--part={i}/8")
+    for i in range(1, 13):
+        yield _tests(f"thorough-{i}", MAIN, THOROUGH, examples, f"--part={i}/12")
     for i in range(1, 4):
         marks = f"on_runtime and {THOROUGH}"
         yield _tests(
@@ -96,7 +96,7 @@ def _parts() -> Iterator[Part]:
         )
     yield Part("dry-runs", MAIN, ("tools/dry_runs.py",))
     for i in range(1, 7):
-        yield Part(f"mutants-{i}", MAIN, ("-m", "tools.mutants", f"--part={i}/6"))
+        yield Part(f"mutants-{i}", MAIN, ("-m", "tools.mutants", f"--part={i}/6", "--jobs=2"))
 
 
 PARTS = tuple(_parts())

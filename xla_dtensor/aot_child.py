@@ -15,6 +15,7 @@ import shutil
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Compiles what FOLDER/request.json asks for."""
     folder = Path((sys.argv[1:] if arguments is None else arguments)[0])
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    produce(Request.from_json((folder / "request.json").read_text(encoding="utf-8")), folder)
+    request = Request.from_json((folder / "request.json").read_text(encoding="utf-8"))
+    try:
+        produce(request, folder)
+    except Exception as error:
+        vars(error).pop("__notes__", None)  # JAX says there that it left out lines
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        os._exit(1)  # what libraries say at an interpreter's end would hide the error
     return 0
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from xla_dtensor.errors import CompileError
 from xla_dtensor.host_memory import host_bytes
 
-__all__ = ["LIBTPU_ENVIRONMENT", "CompilingProcess"]
+__all__ = ["LIBTPU_ENVIRONMENT", "CompilingProcess", "python_path"]
 
 _POLL_SECONDS = 0.2
 
@@ -38,6 +38,17 @@ _UNKNOWN_FLAG = re.compile(r"Unknown command line flag '?(\w+)")
 _FOREIGN = ("XLA_", "PJRT_", "NPROC", "LIBTPU_", "TPU_")
 
 
+def python_path() -> str:
+    """Return PYTHONPATH for a process of another interpreter: where this one finds users' modules.
+
+    This interpreter's library and installed packages are no part of it. The other one has its own,
+    and may be of another version.
+    """
+    own = (sys.prefix, sys.base_prefix)
+    users = (path for path in sys.path if not any(Path(path).is_relative_to(each) for each in own))
+    return os.pathsep.join([os.getcwd(), *filter(None, users)])
+
+
 class CompilingProcess:
     """A process that compiles, from its start on.
 
@@ -50,13 +61,12 @@ class CompilingProcess:
     def __init__(self, python: str, folder: Path, environment: Mapping[str, str]) -> None:
         self._command = [python, "-m", "xla_dtensor.aot_child", str(folder)]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
-        path = os.pathsep.join(part for part in [os.getcwd(), *sys.path] if part)
         self._said = folder / "said.txt"
         self._errors = folder / "errors.txt"
         with self._said.open("wb") as said, self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
                 self._command,
-                env={**inherited, **environment, "PYTHONPATH": path},
+                env={**inherited, **environment, "PYTHONPATH": python_path()},
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=errors,

@@ -102,8 +102,8 @@ def reporting_job(job: JobConfig) -> JobConfig:
     """Return the job with the flag that lets libtpu compile some programs that do not fit.
 
     Without it libtpu says how much is too much and gives no program, so that nobody learns of what.
-    With it libtpu 0.0.42.1 gave one where inputs and results were too much, and refused it where
-    temporaries were, or a single array.
+    With it libtpu 0.0.42.1 to 0.0.46.3 gave one where inputs and results were too much, and refused
+    it where temporaries were, or a single array; 0.0.48.1 and newer refuse each.
 
     Args:
         job: The job.

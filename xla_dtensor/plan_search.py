@@ -11,6 +11,7 @@ compiled until the budget is spent. Nothing runs: memory is the compiler's, seco
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,7 @@ Outcome: TypeAlias = Literal["fits", "unknown", "not compiled", "does not fit", 
 Compile: TypeAlias = "Callable[[JobConfig, int, float], Evidence]"
 
 _LONGEST = 200
+_NAMES_AN_ERROR = re.compile(r"[\w.]+(Error|Exception): ")
 """Characters of a refusal in a table."""
 
 _STRAIGHT = 6
@@ -197,7 +199,7 @@ def is_too_large(error: CompileError) -> bool:
 
 
 def short(text: str) -> str:
-    r"""Cut a refusal to the line that says most: the last of what a compiler says.
+    r"""Cut a refusal to the line that says most: the last that names an error, or the last of all.
 
     Args:
         text: The message of a CompileError.
@@ -206,11 +208,11 @@ def short(text: str) -> str:
         One line of at most 200 characters.
 
     Example:
-        >>> short("It ended. Mend what it says last:\nTraceback\nXlaRuntimeError: out of memory")
-        'XlaRuntimeError: out of memory'
+        >>> short("It ended. Mend what it says last:\nTraceback\nJaxRuntimeError: too much\nSee E1")
+        'JaxRuntimeError: too much'
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    line = lines[-1] if lines else ""
+    line = next(filter(_NAMES_AN_ERROR.match, reversed(lines)), lines[-1] if lines else "")
     if len(lines) == 1 and ". " in line:
         line = ". ".join(line.split(". ")[1:2])
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."

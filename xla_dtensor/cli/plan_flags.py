@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from xla_dtensor.aot_process import python_path
 from xla_dtensor.doctor.packages import Installed, read_installed
-from xla_dtensor.versions import satisfies
+from xla_dtensor.versions import release, satisfies
 
 if TYPE_CHECKING:
     import argparse
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from mesh_utils import JobConfig
 
-__all__ = ["check_at_hand", "flag_lines", "flagged"]
+__all__ = ["check_at_hand", "flag_lines", "flagged", "reports_too_much"]
 
 _ASK = (
     "import json; from xla_dtensor.doctor.packages import read_installed as read; found = read(); "
@@ -69,7 +69,7 @@ def flag_lines(job: JobConfig, asked: argparse.Namespace) -> Iterator[str]:
         slow = flag_table().sets[name].slow
         assert slow is not None
         yield (
-            f"XLA flags left out: {name}, slow to compile ({slow.program}: {slow.seconds:g} "
+            f"XLA flags left out: {name}, slow to compile ({slow.program}: {slow.seconds:g} CPU "
             f"seconds, {slow.without:g} without). --all-flags compiles what launch runs."
         )
     installed = _at_hand(asked.python)
@@ -106,6 +106,21 @@ def check_at_hand(job: JobConfig, installed: Installed) -> list[str]:
     return [f"note: {note}" for note in check_taken(job.xla_flags(), job.chip, libtpu, asked)]
 
 
+def reports_too_much(python: str | None) -> bool:
+    """Tells whether libtpu gives a program that does not fit, where `reporting_job` asks for one.
+
+    From 0.0.48.1 on it refuses each, so that compiling once more is for nothing.
+
+    Args:
+        python: The interpreter that compiles; None for this.
+
+    Returns:
+        Whether it may.
+    """
+    libtpu = _at_hand(python).version("libtpu")
+    return libtpu is None or release(libtpu) < (0, 0, 48)
+
+
 def _left_out(job: JobConfig, asked: argparse.Namespace) -> list[str]:
     from mesh_utils.xla_flags import flag_table
 
@@ -118,10 +133,9 @@ def _at_hand(python: str | None) -> Installed:
     """What is installed here, or where ``--python`` is, seen as the compiling process sees it."""
     if python is None:
         return read_installed()
-    path = os.pathsep.join(part for part in [os.getcwd(), *sys.path] if part)
     done = subprocess.run(
         [python, "-c", _ASK],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         check=False,

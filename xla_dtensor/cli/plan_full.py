@@ -31,7 +31,9 @@ def add_full_options(plan: argparse.ArgumentParser) -> None:
     """
     full = plan.add_argument_group("compiling, which --quick leaves out")
     full.add_argument("--out", metavar="FOLDER", help="keep evidence and report there")
-    full.add_argument("--python", metavar="PATH", help="the interpreter that has jax and libtpu")
+    full.add_argument(
+        "--python", metavar="PATH", help="the interpreter that has jax, libtpu and this package"
+    )
     full.add_argument(
         "--time-limit", type=float, default=3600, metavar="S", help="seconds (default: %(default)g)"
     )
@@ -109,7 +111,7 @@ def compiled(job: JobConfig, asked: argparse.Namespace, per_group: int, seconds:
         CompileError: It cannot be compiled, or not in that time.
     """
     from xla_dtensor.aot import evidence_for
-    from xla_dtensor.cli.plan_flags import flagged
+    from xla_dtensor.cli.plan_flags import flagged, reports_too_much
     from xla_dtensor.errors import CompileError
     from xla_dtensor.job_variant import reporting_job
     from xla_dtensor.plan_search import is_too_large
@@ -138,7 +140,7 @@ def compiled(job: JobConfig, asked: argparse.Namespace, per_group: int, seconds:
     try:
         return evidence(to_compile, seconds)
     except CompileError as error:
-        if not is_too_large(error):
+        if not (is_too_large(error) and reports_too_much(asked.python)):
             raise
         try:  # once more, for a report of what takes the memory
             return evidence(reporting_job(to_compile), seconds - (time.monotonic() - start))
