@@ -6,8 +6,9 @@ it. The other cases of `python_changes`, the reasons given and what is refused: 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.xla_dtensor import (
     python_changes_modules,
 )
 from tests.xla_dtensor.python_changes import CASES, NUM_CALLS, NUM_TRACES, Given
+from xla_dtensor.errors import CompileError
 
 # The modules of cases register them.
 _ = python_changes_effects, python_changes_host, python_changes_modules
@@ -96,3 +98,61 @@ def check(name: str, mesh: xd.DeviceMesh) -> None:
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_a_step_gives_what_pytorch_gives(mesh: xd.DeviceMesh, mechanism: str) -> None:
     check(MECHANISMS[mechanism], mesh)
+
+
+class Pair(NamedTuple):
+    inputs: Any
+    targets: Any
+
+
+BATCHES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "dict": lambda x: {"x": x, "id": 3},
+    "list": lambda x: [x, "train"],
+    "dict of lists": lambda x: {"x": [x]},
+    "named tuple of dicts": lambda x: Pair({"x": x}, None),
+}
+
+
+def first(batch: Any) -> torch.Tensor:
+    while not isinstance(batch, torch.Tensor):
+        batch = batch["x"] if isinstance(batch, dict) else batch[0]
+    return batch
+
+
+@pytest.mark.only_on("jax")
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_batch_in_a_container_is_an_input(mesh: xd.DeviceMesh, kind: str) -> None:
+    step = xd.compile(lambda batch: first(batch) * 2)
+    for number in range(4):
+        x = torch.full((4,), float(number))
+        found = step(BATCHES[kind](xd.distribute_tensor(x, mesh)))
+        torch.testing.assert_close(found.cpu(), x * 2)
+    assert step.stats()["traces"] == 1
+
+
+@pytest.mark.only_on("jax")
+def test_a_container_that_is_an_argument_and_has_a_name(mesh: xd.DeviceMesh) -> None:
+    def of(value: float) -> dict[str, torch.Tensor]:
+        return {"x": xd.distribute_tensor(torch.full((4,), value), mesh)}
+
+    named = of(1.0)
+    step = xd.compile(lambda batch: batch["x"] + named["x"])
+    assert step(named).cpu()[0] == 2
+    assert step(of(3.0)).cpu()[0] == 4
+    named["x"] = of(5.0)["x"]
+    assert [step(each).cpu()[0].item() for each in (named, of(3.0))] == [10, 8]
+
+
+@pytest.mark.only_on("jax")
+def test_code_that_would_count_and_does_not_run(mesh: xd.DeviceMesh) -> None:
+    numbers, is_logged = itertools.count(), False
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * next(numbers) if is_logged else x
+
+    compiled = xd.compile(step)
+    assert compiled(xd.distribute_tensor(torch.ones(4), mesh)).cpu()[0] == 1
+    assert next(numbers) == 0
+    is_logged = True
+    with pytest.raises(CompileError, match="made before the call, a count"):
+        compiled(xd.distribute_tensor(torch.ones(4), mesh))

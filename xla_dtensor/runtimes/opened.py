@@ -19,9 +19,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import MappingKey, register_pytree_node, tree_leaves, tree_map
+from torch.utils._pytree import (
+    MappingKey,
+    register_pytree_node,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+)
 
-__all__ = ["close_all", "held_by_opened", "open_all"]
+__all__ = ["close_all", "held_by_opened", "open_all", "opened_containers"]
 
 
 @dataclasses.dataclass
@@ -98,6 +104,14 @@ def held_by_opened(tree: Any) -> list[Any]:
             found += [value, getattr(value, "__dict__", None), getattr(value, "data", None)]
             found += held_by_opened(list(fields.values()))
     return [each for each in found if each is not None]
+
+
+def opened_containers(tree: Any) -> list[Any]:
+    """Return the dicts, lists and other containers that a pytree is made of."""
+    inside, spec = tree_flatten(tree, is_leaf=lambda value: value is not tree)
+    if spec.is_leaf():
+        return []
+    return [tree, *(each for value in inside for each in opened_containers(value))]
 
 
 def _opened(value: Any) -> Any:

@@ -8,6 +8,7 @@ that takes from it may not have run.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -41,8 +42,10 @@ class Iterators:
                 raise _refusal(each)
 
 
-def _place(iterator: Iterator[Any]) -> int | None:
-    """Return a number that changes where an iterator moves; None if there is none."""
+def _place(iterator: Iterator[Any]) -> int | str | None:
+    """Return what changes where an iterator moves; None if there is nothing that tells."""
+    if isinstance(iterator, itertools.count):
+        return repr(iterator)  # with the next number
     yielded = getattr(iterator, "_num_yielded", None)  # of a DataLoader
     if isinstance(yielded, int):
         return yielded

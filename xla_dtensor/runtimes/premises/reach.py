@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.runtimes.host_work.python_random import is_python_random
-from xla_dtensor.runtimes.opened import held_by_opened
+from xla_dtensor.runtimes.opened import held_by_opened, opened_containers
 from xla_dtensor.runtimes.premises.arguments import Arguments, Given, bound
 from xla_dtensor.runtimes.premises.chains import CallRead, Chain
 from xla_dtensor.runtimes.premises.frames import Frame, given_to
@@ -114,14 +114,19 @@ class Reach(Lookups):
                 the fields of those that are opened.
             kwargs: The same, by name.
         """
-        reach = cls()
-        held = held_by_opened((args, kwargs))
-        reach.keep(*held)
-        reach.given.update(map(id, held))
         given = Arguments([[value] for value in args], {k: [v] for k, v in kwargs.items()})
-        reach._call(function, given)
-        reach._finish()
-        return reach
+        held = [*held_by_opened((args, kwargs)), *opened_containers((args, kwargs))]
+        while True:
+            reach = cls()
+            reach.keep(*held)
+            reach.given.update(map(id, held))
+            reach._call(function, given)
+            reach._finish()
+            # What is found by name as well has to hold there.
+            named = reach.given & {id(value) for table in reach.tables for value in table.found}
+            if not named:
+                return reach
+            held = [each for each in held if id(each) not in named]
 
     def functions(self) -> list[types.FunctionType]:
         """Return the functions that were gone into."""
