@@ -25,7 +25,7 @@ import yaml
 
 from mesh_utils import JobConfig
 from xla_dtensor.report.compile_report import CompileReport
-from xla_dtensor.report.report_markdown import markdown_table
+from xla_dtensor.report.quantities import bytes_text
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reports" / "flags.md"
@@ -153,17 +153,15 @@ def _rows(evidence: Path) -> Iterator[str]:
 
 def _differences(evidence: Path) -> Iterator[str]:
     for case, (without, with_set), _ in _kept(evidence):
-        yield f"## {case.job}: without {case.flag_set}, and with it"
+        changes = without.diff(with_set)
+        yield f"## {case.job}, {case.model}: without {case.flag_set}, and with it"
         yield ""
-        tables = dict(without.diff(with_set).tables())
-        wanted = [title for title in tables if title.startswith(("Memory", "Communication"))]
-        for title in wanted:
-            yield f"{title}:"
-            yield ""
-            yield from markdown_table(tables[title])
-            yield ""
-        if not wanted:
-            yield "Memory and communication are the same."
+        titles = "Memory of one device", "Communication of one step, per device"
+        for title, rows in zip(titles, (changes.memory, changes.collectives), strict=True):
+            yield f"| {title} | without | with |"
+            yield "| --- | ---: | ---: |"
+            for row in rows:
+                yield f"| {row.what} | {bytes_text(row.before)} | {bytes_text(row.after)} |"
             yield ""
 
 

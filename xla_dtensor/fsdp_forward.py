@@ -71,6 +71,14 @@ class Group:
         for owner in self.parameters:
             owner.went_back = self._went_back
 
+    def adopt(self) -> None:
+        """Take the parameters that the modules have been given since the last forward."""
+        for owner in [*self.parameters]:
+            for other in owner.adopt():
+                other.went_back = self._went_back
+                self.parameters.append(other)
+        self.parameters = [owner for owner in self.parameters if owner.places]
+
     def gather(self) -> None:
         """Lend the gathered parameters to the modules."""
         for owner in self.parameters:
@@ -94,6 +102,7 @@ class Group:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Prepare parameters and inputs; a forward pre-hook."""
+        self.adopt()
         stack = contextlib.ExitStack()
         per_device = not self.settings.sync or self._on_own_views(args, kwargs)
         unreduced = per_device and torch.is_grad_enabled()

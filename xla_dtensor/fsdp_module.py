@@ -201,6 +201,7 @@ class FSDPModule(TorchFSDPModule):
     def unshard(self, async_op: bool = False) -> Any:
         """Gather this module's parameters, until :meth:`reshard` or the end of a backward."""
         for group in self._groups(recurse=False):
+            group.adopt()
             group.gather()
             group.kept = True
         return _Handle() if async_op else None

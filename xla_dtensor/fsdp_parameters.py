@@ -112,6 +112,47 @@ class ShardedParameter:
         tensor: Any = self.parameter
         return tensor._spec
 
+    def adopt(self) -> list[ShardedParameter]:
+        """Take what the modules have been given in its place, by assign=True or by tying.
+
+        Returns:
+            Another one for each parameter that some of its places were given alone.
+
+        Raises:
+            DistributeError: A parameter that does not lie on its mesh.
+        """
+        given: dict[int, nn.Parameter] = {}
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module, name in self.places:
+            now = module._parameters.get(name)
+            if now is not None:
+                now = self.parameter if now is self.gathered else now
+                given[id(now)] = now
+                places.setdefault(id(now), []).append((module, name))
+        if places == {id(self.parameter): self.places}:
+            return []
+        for key, parameter in given.items():
+            self._check_lies_alike(parameter, *places[key][0])
+        self.gathered, self.places = None, []
+        others: list[ShardedParameter] = []
+        for key, parameter in given.items():
+            if not self.places:
+                self.parameter, self.places = parameter, places[key]
+            else:
+                others.append(ShardedParameter(places[key], parameter, self.settings, self.inner))
+        return others
+
+    def _check_lies_alike(self, parameter: Any, module: nn.Module, name: str) -> None:
+        mesh = self.state.mesh
+        if getattr(getattr(parameter, "_spec", None), "mesh", None) == mesh:
+            return
+        raise DistributeError(
+            f"{type(module).__name__}.{name}, which fully_shard manages, was given a parameter of "
+            f"shape={tuple(parameter.shape)} that does not lie on {mesh_text(mesh.value)}. Its "
+            "gradient and the optimizer's state would lie elsewhere. Load without assign=True, or "
+            f"pass distribute_tensor(tensor, mesh, {list(self.state.placements)}) of it."
+        )
+
     def lend(self, make: Callable[[], torch.Tensor]) -> None:
         """Let the modules see a gathered form in place of the parameter."""
         if self.gathered is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -353,6 +354,92 @@ def test_divide_factor(dp: xd.DeviceMesh, plain: Model) -> None:
     reference(batch()[0]).square().mean().backward()
     assert reference.first.weight.grad is not None
     torch.testing.assert_close(model.first.weight.grad.cpu(), reference.first.weight.grad * 2)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(x))
+
+
+def load_assigned(model: Any, with_state: dict[str, torch.Tensor]) -> None:
+    """Load with assign=True: each name gets a Parameter of its own."""
+    lies = {
+        k: (v.device_mesh, v.placements) if isinstance(v, xd.DTensor) else None
+        for k, v in model.state_dict().items()
+    }
+    made = {
+        k: nn.Parameter(v.clone() if lies[k] is None else xd.distribute_tensor(v, *lies[k]))
+        for k, v in with_state.items()
+    }
+    model.load_state_dict(made, assign=True)
+
+
+def tie(model: Tied) -> None:
+    model.embedding.weight = model.head.weight
+
+
+def untie(model: Tied) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach() * 2)
+
+
+REPLACED = {
+    "loaded": lambda model: load_assigned(model, {k: torch.ones(16, 8) for k in TIED_NAMES}),
+    "tied": tie,
+    "untied": lambda model: (tie(model), untie(model)),
+}
+TIED_NAMES = ("embedding.weight", "head.weight")
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("how", REPLACED)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_parameters_that_are_assigned_afterwards(
+    dp: xd.DeviceMesh, how: str, compiled: bool, grouped: bool
+) -> None:
+    """What the modules have now is used and trained, before a step and after one."""
+    torch.manual_seed(0)
+    reference = Tied()
+    model: Any = copy.deepcopy(reference)
+    if grouped:
+        xd.fully_shard([model.embedding, model.head], mesh=dp)
+    xd.fully_shard(model, mesh=dp)
+    tokens = torch.arange(16)
+
+    def gradients(of: Any) -> torch.Tensor:
+        of.zero_grad()
+        loss = of(tokens).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    step: Any = xd.compile(gradients) if compiled else gradients
+    half = {k: v.detach() * 0.5 for k, v in reference.state_dict().items()}
+    for change in (lambda _: None, REPLACED[how], partial(load_assigned, with_state=half)):
+        change(model)
+        change(reference)
+        torch.testing.assert_close(step(model).cpu(), gradients(reference))
+        for mine, its in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor().cpu(), its.grad)
+            assert mine.placements == (Shard(0),)
+
+
+def test_a_parameter_that_is_assigned_has_to_lie_on_the_mesh(dp: xd.DeviceMesh) -> None:
+    model: Any = xd.fully_shard(Tied(), mesh=dp)
+    before = model.head.weight
+    model.head.weight = nn.Parameter(torch.ones(16, 8))
+    with pytest.raises(
+        DistributeError, match=r"Linear\.weight, which fully_shard manages, was given"
+    ):
+        model(torch.arange(8))
+    model.head.weight = before
+    model(torch.arange(8))
+    del model.embedding.weight  # what reparametrizations do
+    model.embedding.weight = before
+    assert model(torch.arange(8)).shape == (8, 16)
 
 
 def test_refusals(dp: xd.DeviceMesh, mesh: xd.DeviceMesh, plain: Model) -> None:
