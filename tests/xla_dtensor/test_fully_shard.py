@@ -368,14 +368,12 @@ class Tied(nn.Module):
 
 def load_assigned(model: Any, with_state: dict[str, torch.Tensor]) -> None:
     """Load with assign=True: each name gets a Parameter of its own."""
-    lies = {
-        k: (v.device_mesh, v.placements) if isinstance(v, xd.DTensor) else None
-        for k, v in model.state_dict().items()
-    }
-    made = {
-        k: nn.Parameter(v.clone() if lies[k] is None else xd.distribute_tensor(v, *lies[k]))
-        for k, v in with_state.items()
-    }
+    made: dict[str, torch.Tensor] = {}
+    for name, old in model.state_dict().items():
+        new = with_state[name].clone()
+        if isinstance(old, xd.DTensor):
+            new = xd.distribute_tensor(new, old.device_mesh, old.placements)
+        made[name] = nn.Parameter(new)
     model.load_state_dict(made, assign=True)
 
 
