@@ -162,12 +162,9 @@ Written by `python -m benchmarks.preflight`. Each report is what
 was compiled by libtpu on a machine with two cores and no TPU; nothing ran on one. Times of a step
 are modelled.
 
-Time and memory are of the command that compiled it; other work ran on the machine beside the last
-two. That of 405B was made before a step took its layers' state as stacks. All were made with libtpu
-0.0.42.1, and those of v5p with two flags that no job has there any more, since later libtpu refuse
-them ([jobs.md](../jobs.md#xla-flags)). "Attributed" is the share of all bytes sent that carries a
-mesh axis and a line of PyTorch source;
-"unread" counts the parts of the program that the reader did not understand.
+Time and memory are of the command that compiled it, with libtpu 0.0.50.1, while other work ran on
+the machine. "Attributed" is the share of all bytes sent that carries a mesh axis and a line of
+PyTorch source; "unread" counts the parts of the program that the reader did not understand.
 
 {table}
 """

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import xla_dtensor as xd
@@ -156,3 +157,46 @@ def test_code_that_would_count_and_does_not_run(mesh: xd.DeviceMesh) -> None:
     is_logged = True
     with pytest.raises(CompileError, match="made before the call, a count"):
         compiled(xd.distribute_tensor(torch.ones(4), mesh))
+
+
+class Momentum(torch.optim.Optimizer):
+    """An optimizer of the user's own, which counts its steps on the host."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["step"], state["mean"] = torch.zeros(()), torch.zeros_like(parameter)
+                state["step"] += 1
+                state["mean"].mul_(0.9).add_(parameter.grad)
+                parameter.sub_(state["mean"] / (1 + state["step"]), alpha=group["lr"])
+
+
+@pytest.mark.only_on("jax")
+def test_an_optimizer_of_the_users_own_is_traced_twice(mesh: xd.DeviceMesh) -> None:
+    weights = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    weights[1] = nn.Parameter(xd.distribute_tensor(weights[1].detach(), mesh))
+    plain, compiled = map(training, weights)
+    compiled = xd.compile(compiled)
+    for _ in range(4):
+        x = torch.linspace(-1, 1, 4)
+        torch.testing.assert_close(compiled(xd.distribute_tensor(x, mesh)).cpu(), plain(x))
+    assert compiled.stats()["traces"] == 2
+
+
+def training(weight: nn.Parameter) -> Any:
+    optimizer = Momentum([weight])
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = (weight @ x).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step

@@ -84,7 +84,7 @@ class Watch:
 
         self.inputs.settle()
         by_name = {id(each.found): each.moving for each in moving}
-        self.premises.settle(reads, by_name)
+        self.premises.settle(reads, {**self.inputs.lifted(), **by_name})
         self.answers = trace.answers
 
 

@@ -74,6 +74,7 @@ class OptimizerInputs:
         self._state: list[tuple[torch.optim.Optimizer, Any, Any, list[Any]]] = []
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._lifted: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -132,6 +133,10 @@ class OptimizerInputs:
         states = (of for o in self.optimizers.values() for of in o.state.values())
         return [v for of in states for v in of.values() if isinstance(v, torch.Tensor)]
 
+    def lifted(self) -> dict[int, torch.Tensor]:
+        """Return what state was put on the device, by the ids of the host's tensors."""
+        return {id(old): new for old, new in self._lifted}
+
     def check_settings_unchanged(self) -> None:
         """Raise when the traced step itself changed a lent number (a scheduler in the step)."""
         for (_, name), (group, value) in self._seen.items():
@@ -173,6 +178,7 @@ class OptimizerInputs:
             for name, value in state.items():
                 if type(value) is torch.Tensor:
                     state[name] = self._lift_tensor(value)
+                    self._lifted.append((value, state[name]))
         for group in optimizer.param_groups:
             for name, value in list(group.items()):
                 if type(value) is torch.Tensor and value.numel() == 1:  # Schedulers fill it.

@@ -103,14 +103,15 @@ class Premises:
     def settle(
         self,
         reads: Callable[[Any], bool],
-        instead: Mapping[int, Moving] = MappingProxyType({}),
+        instead: Mapping[int, Moving | torch.Tensor] = MappingProxyType({}),
     ) -> None:
         """End the trace.
 
         Args:
             reads: Tells whether the program reads a tensor that is older than the trace; of a NumPy
                 array, whether it reads its elements anew on every call.
-            instead: What is read by name, by the ids of the tensors that were found there.
+            instead: What is read by name, or took a tensor's place for good, by the ids of the
+                tensors that were found there.
         """
         self._judge = Judge(reads, self._holds_the_same)
 
