@@ -116,8 +116,8 @@ def test_values_in_a_program_are_the_same_under_every_placement(mesh: xd.DeviceM
 def test_factories_draw_the_same_under_every_placement(
     mesh: xd.DeviceMesh, placements: list[Any], shape: tuple[int, ...]
 ) -> None:
-    # Normal numbers are made by logarithms and roots, which the quick compiler of the tests rounds by
-    # the size of a shard. By XLA's usual compiler all bits were equal.
+    # Normal numbers are made by logarithms and roots, which the quick compiler of the tests rounds
+    # by the size of a shard. By XLA's usual compiler all bits were equal.
     for make, rounding in ((xd.rand, 0.0), (xd.randn, 2.4e-7)):
         whole = []
         for lies in (PLACEMENTS[0], placements):

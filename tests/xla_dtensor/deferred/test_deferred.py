@@ -261,8 +261,8 @@ def test_uneven_and_large(
         init = INITS[name]
         xd.materialize(model, seed=2, init=lambda m, init=init: init(m.weight))
         made.append(model.weight.cpu())
-    # The quick compiler of the tests takes logarithms and roots by the size of a shard: 2 or 3 of 63
-    # values were one unit in the last place off. By XLA's usual compiler all bits were equal.
+    # The quick compiler of the tests takes logarithms and roots by the size of a shard: 2 or 3 of
+    # 63 values were one unit in the last place off. By XLA's usual compiler all bits were equal.
     rounding = 2.4e-7 if name in ("exponential", "trunc") else 0.0
     for other in made[1:]:
         torch.testing.assert_close(made[0], other, rtol=rounding, atol=0.0)
