@@ -103,9 +103,9 @@ def test_a_wrong_plan_is_refused_and_the_same_gather_asked_for_is_not(mesh: xd.D
     found = found_by(lambda: wrong(x))
     # The weight, and the hidden activations of two rows of devices.
     assert [one.bytes for one in found] == [16 * 32 * 4, 4 * 32 * 4]
-    assert {(one.kind, one.axes, one.origin.module) for one in found} == {
-        ("all-gather", ("tp",), "down")
-    }
+    assert {(one.kind, one.axes) for one in found} == {("all-gather", ("tp",))}
+    # XLA of JAX 0.12 names what it gathers by who made it, an older one by who takes it.
+    assert [one.origin.module for one in found] in (["down", "down"], ["down", "Mlp"])
     asked = xd.compile(made(mesh, COLUMNS_TWICE, hidden=True))
     assert found_by(lambda: asked(x)) == []
 
@@ -144,7 +144,7 @@ def test_fully_shard_asks_for_its_gathers(mesh: xd.DeviceMesh) -> None:
     flat = xd.init_device_mesh("xla", (8,), mesh_dim_names=("fsdp",))
     for layer in model:
         xd.fully_shard(layer, mesh=flat)
-    x = xd.distribute_tensor(torch.ones(8, 16), flat, [Shard(0)])
+    x = xd.distribute_tensor(torch.ones(16, 16), flat, [Shard(0)])
     step = xd.compile(training(model))
     assert found_by(lambda: step(x), below_bytes=8) == []
     # The same sharding without fully_shard: nobody asks, and XLA gathers or sums as it likes.

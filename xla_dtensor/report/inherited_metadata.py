@@ -59,7 +59,11 @@ def told_metadata(
         The fields of its own metadata; else those of its fusion or its start; else those of a
         neighbour of either; none if nobody says anything.
     """
-    fields = parse_fields(instruction.attributes.get("metadata", ""))
+    own = parse_fields(instruction.attributes.get("metadata", ""))
+    # From JAX 0.12 on, what moves an input of the program is named by that input alone.
+    fields = own
+    if _is_inputs_name(own.get("op_name", "")):
+        fields = Neighbours(computation).metadata_of_user(instruction, module)
     caller, calling = runs.caller, module.computations.get(runs.calling)
     is_within = caller is not None and caller.opcode in ("fusion", "async-start")
     if not fields and caller is not None and is_within:
@@ -67,7 +71,11 @@ def told_metadata(
     fields = fields or Neighbours(computation).metadata(instruction)
     if not fields and caller is not None and is_within and calling is not None:
         fields = Neighbours(calling).metadata(caller)
-    return fields
+    return fields or own
+
+
+def _is_inputs_name(name: str) -> bool:
+    return name.endswith("]") and "/" not in name
 
 
 class Neighbours:
@@ -95,6 +103,28 @@ class Neighbours:
                 found = self._nearest(instruction, follow, may_move)
                 if found:
                     return found
+        return {}
+
+    def metadata_of_user(self, instruction: Instruction, module: HloModule) -> dict[str, str]:
+        """Finds the metadata of who uses an instruction; of a fusion the op in it that does.
+
+        Args:
+            instruction: one of the computation.
+            module: the module.
+
+        Returns:
+            The fields, as `parse_fields`; none if no fusion uses it.
+        """
+        for user in self._users_of(instruction):
+            inside = module.computations.get(user.attributes.get("calls", "").lstrip("%"))
+            if user.opcode != "fusion" or inside is None:
+                continue
+            place = str(user.operand_names.index(instruction.name))
+            for parameter in inside.instructions.values():
+                if parameter.opcode == "parameter" and parameter.operands == (place,):
+                    found = Neighbours(inside).metadata(parameter)
+                    if found:
+                        return found
         return {}
 
     def _nearest(

@@ -40,6 +40,30 @@ def test_a_slice_says_something_where_nobody_else_does() -> None:
     assert only_name(text) == "jit(f)/model/layers/while/body/dynamic_slice"
 
 
+# XLA of JAX 0.12 names what moves an input by that input. In the fusion a product takes it.
+OF_AN_INPUT = f"""HloModule m
+%fused (a: f32[4,4], b: f32[4,4]) -> f32[4,4] {{
+  %a = f32[4,4]{{1,0}} parameter(0)
+  %b = f32[4,4]{{1,0}} parameter(1)
+  %product = f32[4,4]{{1,0}} dot(%a, %b), {named("up/dot_general")}
+  ROOT %positive = f32[4,4]{{1,0}} maximum(%product, %product), {named("max")}
+}}
+ENTRY %main (p: f32[2,4], x: f32[4,4]) -> f32[4,4] {{
+  %p = f32[2,4]{{1,0}} parameter(0), metadata={{op_name="state_in[0]"}}
+  %x = f32[4,4]{{1,0}} parameter(1), metadata={{op_name="arguments_in[0]"}}
+  %whole = f32[4,4]{{1,0}} all-gather(%p), dimensions={{0}}, {GROUPS}, \
+metadata={{op_name="state_in[0]"}}
+  ROOT %fusion = f32[4,4]{{1,0}} fusion(%x, %whole), kind=kOutput, calls=%fused, {named("max")}
+}}
+"""
+
+
+def test_what_moves_an_input_is_for_the_op_that_uses_it_in_a_fusion() -> None:
+    assert only_name(OF_AN_INPUT) == "jit(f)/model/up/dot_general"
+    alone = OF_AN_INPUT.replace("%x, %whole", "%x, %x").replace("ROOT %fusion", "%fusion")
+    assert only_name(alone.replace("  %whole", "  ROOT %whole")) == "state_in[0]"
+
+
 # The transfer runs beside the product of another module, from which only its semaphores lead on.
 BESIDE = f"""HloModule m
 %start (a: f32[2,4]) -> (f32[2,4], f32[4,4], u32[]) {{
