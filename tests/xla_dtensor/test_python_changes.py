@@ -7,13 +7,15 @@ it. The other cases of `python_changes`, the reasons given and what is refused: 
 from __future__ import annotations
 
 import itertools
+from collections import UserDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 import xla_dtensor as xd
 from tests.xla_dtensor import (
@@ -129,6 +131,77 @@ def test_a_batch_in_a_container_is_an_input(mesh: xd.DeviceMesh, kind: str) -> N
         found = step(BATCHES[kind](xd.distribute_tensor(x, mesh)))
         torch.testing.assert_close(found.cpu(), x * 2)
     assert step.stats()["traces"] == 1
+
+
+@dataclass
+class Batch:
+    x: Any
+    loss: Any = None
+
+
+def pops(batch: Any) -> Any:
+    labels = batch.pop("labels")
+    return batch["x"] * labels
+
+
+def adds(batch: Any) -> Any:
+    batch["loss"], batch["x"] = batch["x"].sum(), batch["x"] + 1
+    return batch["loss"]
+
+
+def appends(batch: Any) -> Any:
+    batch.append({"mean": batch[0].mean()})
+    return batch.pop(0)
+
+
+def fills(batch: Any) -> Any:
+    batch.append(batch[0] * 2)
+    return batch[0]
+
+
+def sets(batch: Any) -> Any:
+    batch.loss = batch.x.mean()
+    return batch.x
+
+
+def adds_inside(batch: Any) -> Any:
+    batch["inner"][0]["y"] = batch["x"] * 2
+    del batch["x"]
+    return batch["inner"][0]["y"]
+
+
+WRITERS: dict[str, tuple[Callable[[Any], Any], Callable[[torch.Tensor], Any]]] = {
+    "a dict loses": (pops, lambda x: {"x": x, "labels": x + 1}),
+    "a dict gets": (adds, lambda x: {"x": x}),
+    "a UserDict loses": (pops, lambda x: UserDict(x=x, labels=x + 1)),
+    "a list gets and loses": (appends, lambda x: [x, x * 2]),
+    "a deque gets": (fills, lambda x: deque([x], maxlen=1)),
+    "an attribute is set": (sets, Batch),
+    "inside of others": (adds_inside, lambda x: {"x": x, "inner": ({"z": x},)}),
+}
+
+
+@pytest.mark.parametrize("how", WRITERS)
+def test_what_a_step_does_to_a_container_that_it_is_given(mesh: xd.DeviceMesh, how: str) -> None:
+    step, pack = WRITERS[how]
+    compiled = xd.compile(step)
+    for number in range(3):
+        x = torch.full((4,), float(number))
+        theirs, mine = pack(x), pack(xd.distribute_tensor(x, mesh))
+        results = step(theirs), compiled(mine)
+        expected = tree_flatten(plain((results[0], theirs)))
+        found = tree_flatten(plain((results[1], mine)))
+        assert found[1] == expected[1]
+        torch.testing.assert_close([each.cpu() for each in found[0]], expected[0])
+    if xd.get_runtime().name == "jax":
+        assert compiled.stats()["traces"] == 1
+
+
+def plain(value: Any) -> Any:
+    """Take objects apart that are no pytrees."""
+    if isinstance(value, Batch | UserDict):
+        return dict(vars(value).get("data", vars(value)))
+    return tuple(map(plain, value)) if isinstance(value, tuple) else value
 
 
 @pytest.mark.only_on("jax")

@@ -114,7 +114,12 @@ class JaxCompiledStep(CompiledStep):
             program = self._last = self._program_of(call)
             compare_run(self._step, program)
             self._tokens = num_tokens(call.leaves)
-            return program.run(call.storages(), call.leaves)
+            outputs = program.run(call.storages(), call.leaves)
+        if not program.writes.paths:
+            return outputs
+        result, contents = outputs
+        program.writes.do((args, kwargs), contents)
+        return result
 
     def _check(self, program: Program, leaves: Sequence[Any]) -> None:
         def asked() -> tuple[AskedFor, ...]:
@@ -300,6 +305,7 @@ class JaxCompiledStep(CompiledStep):
             moving=found.moving,
             effects=found.effects,
             aliases=found.aliases,
+            writes=found.writes,
         )
 
     def _pinned_lasting(

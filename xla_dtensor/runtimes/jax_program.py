@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from mesh_utils import MeshError, find_chip
+from xla_dtensor.runtimes.argument_containers import Writes
 from xla_dtensor.runtimes.jax_aliases import Aliases
 from xla_dtensor.runtimes.jax_effects import RunEffects
 from xla_dtensor.runtimes.jax_gradients import GradientEffects
@@ -55,6 +56,7 @@ class Program:
         moving: Tensors that are read by name.
         effects: What is assigned in Python after each run.
         aliases: The arguments that the step also finds by name.
+        writes: The containers among the arguments that it writes to.
         last_call: The number of the last call that it has served.
     """
 
@@ -78,6 +80,7 @@ class Program:
     moving: list[MovingTensor] = field(default_factory=list)
     effects: RunEffects = field(default_factory=lambda: RunEffects([], {}))
     aliases: Aliases = field(default_factory=Aliases)
+    writes: Writes = field(default_factory=Writes)
     last_call: int = 0
     _has_run: bool = False
     _found: list[torch.Tensor] = field(default_factory=list)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from xla_dtensor.runtimes.argument_containers import Containers, Writes
 from xla_dtensor.runtimes.host_work import HostTape
 from xla_dtensor.runtimes.host_work.iterators import Iterators
 from xla_dtensor.runtimes.host_work.python_random import PythonRandom
@@ -93,6 +94,7 @@ class TracedStep:
         gradients: What it did to parameters' gradients.
         effects: What Python assigned.
         aliases: The arguments that it also finds by name.
+        writes: The containers among the arguments that it writes to.
         lasting: What it made and left behind.
         written: Positions of the arguments that it wrote to.
         tree: How its results nest.
@@ -110,6 +112,7 @@ class TracedStep:
     gradients: GradientEffects = field(init=False)
     effects: RunEffects = field(init=False)
     aliases: Aliases = field(init=False)
+    writes: Writes = field(init=False)
     lasting: list[Storage] = field(init=False)
     written: list[int] = field(init=False)
     tree: TreeSpec = field(init=False)
@@ -165,9 +168,13 @@ def traced_step(
         with bound(tensors, arrays, trace), watching(watch, tape), naming_modules(jax.named_scope):
             given = list(replaced(call.leaves, tensors))
             args, kwargs = close_all(tree_unflatten(given, call.tree))
-            out_leaves, found.tree = tree_flatten(open_all(step(*args, **kwargs)))
+            containers = Containers.of((args, kwargs), call.given)
+            result = step(*args, **kwargs)
+            found.writes, contents = containers.written()
+            outputs = (result, contents) if contents else result
+            out_leaves, found.tree = tree_flatten(open_all(outputs))
             found.static, results, found.pinned = split_outputs(out_leaves)
-            del out_leaves, args, kwargs
+            del out_leaves, args, kwargs, containers, result, contents, outputs
             found.written, written = written_arguments(call.leaves, tensors, arrays)
             refuse_writes_to_host(trace)
         watch.inputs.check_settings_unchanged()

@@ -19,6 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.errors import CompileError
+from xla_dtensor.runtimes.argument_containers import Containers
 from xla_dtensor.runtimes.base import CompiledStep
 from xla_dtensor.runtimes.premises import Premises
 from xla_dtensor.runtimes.step_clock import StepClock, num_tokens
@@ -80,14 +81,20 @@ class TorchXlaStep(CompiledStep):
         sync()  # What was computed before belongs to another program.
         compiled_before = _num_compilations()
         self._tokens = num_tokens(pytree.tree_leaves((args, kwargs)))
-        args, kwargs = pytree.tree_map(_on_devices, (args, kwargs))
+        given = args, kwargs
+        args, kwargs = pytree.tree_map(_on_devices, given)
+        leaves = pytree.tree_leaves((args, kwargs))
+        containers = Containers.of((args, kwargs), given)
         if self._premises is None or self._premises.broken() is not None:
             self._premises = Premises.of_now(self._step)
             self._digests.clear()
         with _graph_name(self._graph_name):
             result = self._traced(args, kwargs)
-            with self._own_program(), synced_as(self._digest(signature, (args, kwargs), result)):
+            writes, contents = containers.written()
+            digest = self._digest(signature, leaves, (result, contents))
+            with self._own_program(), synced_as(digest):
                 sync()
+        writes.do(given, contents)
         self._note(signature, _num_compilations() - compiled_before)
         self._after_program()
         return result
