@@ -29,7 +29,7 @@ def test_the_session_prints_what_the_document_shows() -> None:
 def test_the_tested_version_is_the_one_named() -> None:
     version = importlib.metadata.version("torchtitan")
     assert f"| {version} (September 2026) | **tested here** |" in TEXT
-    assert f'"torchtitan=={version}"' in (ROOT / "Makefile").read_text()
+    assert f"torchtitan=={version}" in (ROOT / "Makefile").read_text()
 
 
 def test_every_refusal_quotes_a_message_that_a_test_raises() -> None:
