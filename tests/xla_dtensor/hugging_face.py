@@ -188,6 +188,12 @@ class Trained:
     traces: int
 
 
+def steps_in_float64(name: str, steps: int) -> Trained:
+    """Do the same as :func:`steps_beside_pytorch` in float64, in a process of its own."""
+    torch.set_default_dtype(torch.float64)
+    return steps_beside_pytorch(name, steps)
+
+
 def steps_beside_pytorch(name: str, steps: int) -> Trained:
     """Train one of `MODELS` in a compiled step on a (2, 4) mesh, and its twin in plain PyTorch.
 

@@ -141,10 +141,6 @@ def on_four_axes(runtime: Runtime, drawn: int) -> None:
     assert done.stdout.endswith(f"{drawn + 3} programs\n")
 
 
-def test_on_four_axes(runtime: Runtime) -> None:
-    on_four_axes(runtime, drawn=2)
-
-
 @pytest.mark.thorough
 def test_many_on_four_axes(runtime: Runtime) -> None:
     on_four_axes(runtime, drawn=200)

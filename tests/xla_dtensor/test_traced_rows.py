@@ -200,6 +200,7 @@ def test_as_many_layers_as_a_row_has_elements(mesh: xd.DeviceMesh) -> None:
     check_program(mesh, ["counters", "of fewer dims", "update"], DIM)
 
 
+@pytest.mark.thorough
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -246,6 +247,7 @@ def test_a_step_has_as_many_equations_for_any_depth(mesh: xd.DeviceMesh, name: s
     assert trains_on_lists(mesh, OPTIMIZERS[name])
 
 
+@pytest.mark.thorough
 def test_an_optimizer_that_goes_one_by_one_has_more(mesh: xd.DeviceMesh) -> None:
     assert not trains_on_lists(mesh, lambda p: torch.optim.AdamW(p, foreach=False))
 
