@@ -29,7 +29,8 @@ from xla_dtensor.report.compile_report import CompileReport
 from xla_dtensor.report.evidence import Evidence
 from xla_dtensor.report.quantities import bytes_text, seconds_text
 
-REPORTS = Path(__file__).parents[1] / "docs" / "reports"
+ROOT = Path(__file__).resolve().parents[1]
+REPORTS = ROOT / "docs" / "reports"
 FILES = ("report.md", "report.json", "report.html")
 
 
@@ -116,6 +117,9 @@ def store(evidence: Path, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_report(CompileReport.of(Evidence.load(evidence)), folder)
+    for name in FILES:  # where this checkout lies is nobody's business
+        text = (folder / name).read_text(encoding="utf-8")
+        (folder / name).write_text(text.replace(f"{ROOT}/", ""), encoding="utf-8")
     shutil.copyfile(evidence / "seconds.txt", folder / "seconds.txt")
 
 

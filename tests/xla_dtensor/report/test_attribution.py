@@ -66,7 +66,7 @@ SITE = "/venv/lib/python3.11/site-packages"
 @pytest.mark.parametrize(
     "file",
     [
-        "/work/main/xla_dtensor/runtimes/jax_lowering/matmul.py",
+        "/home/user/project/xla_dtensor/runtimes/jax_lowering/matmul.py",
         "/elsewhere/checkout/xla_dtensor/dispatch.py",
         f"{SITE}/xla_dtensor/dtensor.py",
         f"{SITE}/torch/_ops.py",
@@ -88,8 +88,8 @@ def test_lines_of_frameworks_are_skipped(file: str) -> None:
         "train.py",
         f"{SITE}/transformers/models/llama.py",
         "/home/torch/train.py",
-        "/work/main/tests/xla_dtensor/test_training.py",
-        "/work/main/xla_dtensor/models/llama.py",
+        "/home/user/project/tests/xla_dtensor/test_training.py",
+        "/home/user/project/xla_dtensor/models/llama.py",
         f"{SITE}/xla_dtensor/models/llama.py",
     ],
 )
