@@ -132,18 +132,19 @@ def test_gradients_of_any_of_many_layouts(
     check_gradients(cube, *drawn, compiled)
 
 
-def on_four_axes(runtime: Runtime, drawn: int) -> None:
+def on_four_axes(runtime: Runtime, drawn: int, seed: int) -> None:
     """Run programs on 16 devices, in a process of their own."""
     name = "tests.xla_dtensor.product_programs"
-    command = [sys.executable, "-m", name, runtime.name, str(drawn)]
+    command = [sys.executable, "-m", name, runtime.name, str(drawn), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.endswith(f"{drawn + 3} programs\n")
 
 
 @pytest.mark.thorough
-def test_many_on_four_axes(runtime: Runtime) -> None:
-    on_four_axes(runtime, drawn=200)
+@pytest.mark.parametrize("seed", range(4))
+def test_many_on_four_axes(runtime: Runtime, seed: int) -> None:
+    on_four_axes(runtime, drawn=50, seed=seed)
 
 
 @pytest.mark.only_on("torch_xla")
