@@ -126,7 +126,10 @@ EXPLAINED: tuple[Explanation, ...] = (
     ),
     Explanation(
         "a number added to a pending sum",
-        lambda d: _theirs(d) and bool(_ops(d) & {"rsqrt", "div", "shift"}),
+        lambda d: (
+            (_theirs(d) and bool(_ops(d) & {"rsqrt", "div", "shift"}))
+            or (d.kind == "label" and _on(d, "rsqrt", "div", "shift") and "Pavg" in d.detail)
+        ),
         ("jax 2.15",),
     ),
     Explanation(
