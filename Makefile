@@ -2,7 +2,7 @@
 # `make help` lists the targets.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts test test-torch-xla test-all test-newest lint format typecheck gpu-check gpu-test \
+.PHONY: help setup demo demo-hosts test test-torch-xla test-all test-newest fuzz lint format typecheck gpu-check gpu-test \
 	tpu-check tpu-test bench clean clean-venvs
 
 # The Python to make environments with; without it the newest or oldest one that runs is looked for.
@@ -15,6 +15,7 @@ BENCHMARKS ?= translate dispatch annotate step
 JOBS ?= 2
 PYTEST_ARGS ?=
 TEST_ALL_ARGS ?=
+FUZZ_ARGS ?=
 # More options for pip, e.g. PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu", which
 # takes PyTorch's small CPU build instead of the CUDA build that Linux gets otherwise.
 PIP_ARGS ?=
@@ -91,6 +92,11 @@ test-torch-xla: environment-TORCH_XLA  ## the contract of the torch_xla runtime,
 
 test-all:  ## all tests, on all stacks, in parts; goes on where it was stopped. Takes hours
 	@tools/test_all.py $(TEST_ALL_ARGS)
+
+# Draws programs that were not drawn before: their seeds begin at the clock.
+SECONDS ?= 600
+fuzz: environment-MAIN  ## judge new random programs on the JAX runtime; SECONDS=600
+	$(MAIN_VENV)/bin/python -m tests.drawn.run --programs new --seconds $(SECONDS) $(FUZZ_ARGS)
 
 # Its outcome says what the next release of torch or JAX breaks; it is nobody's verdict.
 test-newest: environment-NEWEST  ## the contract on the newest torch and JAX of the index, whatever they are

@@ -1,0 +1,321 @@
+"""Whether a program on DTensors gives what it has to: plain torch in float64 is the judge.
+
+What is allowed is measured, not chosen. The program runs on plain tensors as it is, in float64,
+and in float64 with inputs that are off by one unit in the last place of their own dtype. A value
+of ours may be off by four times the larger of what torch's own rounding changes (the first against
+the second) and what that noise changes (the third against the second)::
+
+    exact 1.00000, torch in bfloat16 1.0078, with noise 0.9990   ->   within 4 * 0.0078 of exact
+
+Integers and bools have to be equal to plain torch's, but for elements that noise changes: where
+`round` or `argmax` stands on an edge, any of the values seen is right. An error has to be of the
+class that torch raises; and where torch raises none, it has to be one of this project's (refused).
+
+| verdict | |
+|---|---|
+| right | |
+| refused | an error of this project's says that it cannot be done |
+| wrong | another value, shape, dtype, or whether it has a gradient |
+| silent | plain torch raises, and this does not |
+| unclear | an error that is not this project's; or of another class than plain torch's |
+| unjudged | noise changes everything: no value would be wrong |
+| abort, hang | the process ended, or did not come back (`tests.drawn.run` sees those) |
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.drawn.programs import PLAIN_WORDS, WIDE, Leaf, Program, Result, run, widened
+
+__all__ = ["KINDS", "Expected", "Verdict", "difference", "expected_of", "judge"]
+
+# From worst to best.
+KINDS = ("abort", "hang", "wrong", "silent", "unclear", "refused", "unjudged", "right")
+TIMES = 4.0
+_NUM_NOISES = 3
+_LENGTH = 200
+_TOO_NOISY = 0.2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a program.
+
+    Attributes:
+        kind: one of `KINDS`.
+        note: the first difference, or the error.
+        line: the line of the program that it is about, if one is known.
+    """
+
+    kind: str
+    note: str = ""
+    line: int | None = None
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What plain torch gives.
+
+    Attributes:
+        plain: in the dtypes that stand there.
+        wide: in float64; the first exactly, the others each with other noise on the inputs.
+    """
+
+    plain: Result
+    wide: tuple[Result, ...] = ()
+
+
+def expected_of(program: Program) -> Expected:
+    """Run a program on plain tensors."""
+    plain = _on_plain(program, [leaf.value for leaf in program.leaves])
+    if plain.error is not None:
+        return Expected(plain)
+    lines, values = widened(program)
+    runs = [values, *(_with_noise(program.leaves, values, i) for i in range(_NUM_NOISES))]
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # what integers become
+    try:
+        wide = [_on_plain(program, run, lines) for run in runs]
+    finally:
+        torch.set_default_dtype(default)
+    return Expected(plain, tuple(result for result in wide if result.error is None))
+
+
+def _on_plain(
+    program: Program, values: Sequence[torch.Tensor], lines: Sequence[str] | None = None
+) -> Result:
+    arguments = [
+        value.clone().requires_grad_(leaf.requires_grad)
+        for leaf, value in zip(program.leaves, values, strict=True)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return run(program, arguments, PLAIN_WORDS, lines=lines)
+
+
+def _with_noise(
+    leaves: Sequence[Leaf], values: Sequence[torch.Tensor], seed: int
+) -> list[torch.Tensor]:
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    noisy = []
+    for leaf, value in zip(leaves, values, strict=True):
+        if leaf.value.is_floating_point() or leaf.value.is_complex():
+            sign = torch.randint(0, 2, value.shape, generator=generator).double() * 2 - 1
+            value = value * (1 + torch.finfo(leaf.value.dtype).eps * sign)
+        noisy.append(value)
+    return noisy
+
+
+def judge(program: Program, expected: Expected, found: Result) -> Verdict:
+    """Compare what DTensors gave with what plain torch gives.
+
+    Args:
+        program: What was run.
+        expected: Of `expected_of`.
+        found: What DTensors gave, fetched to the host.
+    """
+    if expected.plain.error is not None:
+        return _judge_error(expected.plain, found)
+    if found.error is not None:
+        kind = "refused" if _is_refusal(found.error) else "unclear"
+        return Verdict(kind, error_text(found.error), found.line)
+    noisy = False
+    for name in program.results:
+        others = [result.values[name] for result in expected.wide]
+        told = difference(
+            found.values[name],
+            expected.plain.values[name],
+            others,
+            requires_grad=not program.compiled,
+        )
+        if told == "noise":
+            noisy = True
+        elif told:
+            return Verdict("wrong", f"{name}: {told}", _line_of(program, name))
+    return Verdict("unjudged" if noisy else "right")
+
+
+def _judge_error(plain: Result, found: Result) -> Verdict:
+    assert plain.error is not None
+    expected = f"plain torch: {error_text(plain.error)}"
+    if found.error is not None:
+        if isinstance(found.error, type(plain.error)):
+            return Verdict("right")
+        return Verdict("unclear", f"{error_text(found.error)}; {expected}", plain.line)
+    floats = [
+        v for v in found.values.values() if isinstance(v, torch.Tensor) and v.is_floating_point()
+    ]
+    is_poison = isinstance(plain.error, IndexError) and any(
+        v.isnan().all() and v.numel() for v in floats
+    )
+    return Verdict("right") if is_poison else Verdict("silent", expected, plain.line)
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether an error, or one behind it, is this project's."""
+    from xla_dtensor.core import LayoutError
+    from xla_dtensor.errors import XlaDTensorError
+
+    while error is not None:
+        if isinstance(error, XlaDTensorError | LayoutError):
+            return True
+        error = error.__cause__
+    return False
+
+
+def error_text(error: BaseException) -> str:
+    """Class and first sentence of an error, and where in this project it was raised."""
+    text = re.sub(r"\s+", " ", str(error))[:_LENGTH]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "xla_dtensor" in f.filename]
+    place = f" at {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {text}{place}"
+
+
+def _line_of(program: Program, name: str) -> int | None:
+    for number, line in enumerate(program.lines):
+        targets = line.partition(" = ")[0]
+        if name in re.findall(r"\w+", targets) and " = " in line:
+            return number
+    return None
+
+
+# ------------------------------------------------------------------ one value
+
+
+def difference(
+    found: Any, plain: Any, others: Sequence[Any], *, requires_grad: bool = True
+) -> str | None:
+    """Compare one result.
+
+    Args:
+        found: Ours.
+        plain: Plain torch's.
+        others: Plain torch's in float64, the first without noise. Empty: float64 says nothing.
+        requires_grad: Compare whether it has a gradient. What a compiled step gives has none.
+
+    Returns:
+        What differs; "noise" where everything would be right; None where it is right.
+
+    Example:
+        >>> difference(torch.tensor([1, 2]), torch.tensor([1, 3]), [])
+        '1 of 2 values, such as 2, not 3'
+    """
+    if found is None and isinstance(plain, torch.Tensor) and not plain.any():
+        return None  # no gradient is one of zeros
+    if plain is None and isinstance(found, torch.Tensor) and not found.any():
+        return None
+    if not isinstance(plain, torch.Tensor) or not isinstance(found, torch.Tensor):
+        return _difference_of_numbers(found, plain, others)
+    if found.shape != plain.shape:
+        return f"shape {tuple(found.shape)}, not {tuple(plain.shape)}"
+    if found.dtype != plain.dtype:
+        return f"{found.dtype}, not {plain.dtype}"
+    if requires_grad and found.requires_grad != plain.requires_grad:
+        return f"requires_grad={found.requires_grad}, not {plain.requires_grad}"
+    if not plain.numel():
+        return None
+    mine, theirs = _wide(found), _wide(plain)
+    wide = (plain.shape, WIDE.get(plain.dtype, plain.dtype))  # else float64 takes another way
+    seen = [_wide(o) for o in others if isinstance(o, torch.Tensor) and (o.shape, o.dtype) == wide]
+    if not (plain.is_floating_point() or plain.is_complex()):
+        right = mine == theirs
+        for other in seen:
+            right |= mine == other
+        return None if bool(right.all()) else _first(mine, theirs, right)
+    allowed = _allowed(theirs, seen, torch.finfo(plain.dtype).eps)
+    right = _near(mine, theirs, allowed)
+    for other in seen:
+        right |= _near(mine, other, allowed)
+    if not bool(right.all()):
+        return _first(mine, theirs, right) + _how_far(mine, theirs, right, allowed, plain.dtype)
+    sizes = theirs.abs().nan_to_num(0, 0, 0)
+    is_noise = bool((allowed > TIMES * _TOO_NOISY * sizes.clamp_min(1e-30)).all())
+    return "noise" if is_noise and bool(sizes.any()) else None
+
+
+def _allowed(plain: torch.Tensor, others: Sequence[torch.Tensor], eps: float) -> torch.Tensor:
+    """How far each element may be off: four times what rounding, noise, or both are seen to change.
+
+    What one element shows may be luck, so nine of ten elements speak for all of them.
+    """
+    rounding = eps * plain.abs().nan_to_num(0, 0, 0)
+    if not others:
+        return TIMES * rounding
+    exact, errors = others[0], [(plain - others[0]).abs()]
+    errors += [(other - exact).abs() for other in others[1:]]
+    error = torch.stack([e.nan_to_num(0, 0, 0) for e in errors]).amax(0)
+    usual = torch.quantile(error.reshape(-1)[: 1 << 20], 0.9)
+    return TIMES * torch.maximum(torch.maximum(error, usual), rounding)
+
+
+def _near(found: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    if found.is_complex():
+        # Which of the two parts of an infinite or undefined number is nan, C leaves open.
+        same |= ~found.isfinite() & ~expected.isfinite()
+    return same | ((found - expected).abs() <= allowed)
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    value = value.detach().resolve_conj().resolve_neg()
+    if value.is_complex():
+        return value.to(torch.complex128)
+    return value.to(torch.float64) if value.is_floating_point() else value
+
+
+def _difference_of_numbers(found: Any, plain: Any, others: Sequence[Any]) -> str | None:
+    if isinstance(found, torch.Tensor) or isinstance(plain, torch.Tensor):
+        kinds = [type(value).__name__ for value in (found, plain)]
+        return f"a {kinds[0]}, not a {kinds[1]}"
+    if type(found) is not type(plain):
+        return f"{found!r}, not {plain!r}"
+    if isinstance(plain, bool | int):
+        return None if found in (plain, *others) else f"{found!r}, not {plain!r}"
+    if plain is None:
+        return None
+    dtype = torch.complex64 if isinstance(plain, complex) else torch.float32
+    tensors = [torch.tensor(value, dtype=dtype) for value in (found, plain, *others)]
+    return difference(tensors[0], tensors[1], tensors[2:])
+
+
+def _first(found: torch.Tensor, plain: torch.Tensor, right: torch.Tensor) -> str:
+    off = (~right).reshape(-1).nonzero().reshape(-1)
+    mine, theirs = (value.reshape(-1)[off[0]].item() for value in (found, plain))
+    return f"{len(off)} of {found.numel()} values, such as {_number(mine)}, not {_number(theirs)}"
+
+
+def _how_far(
+    found: torch.Tensor,
+    plain: torch.Tensor,
+    right: torch.Tensor,
+    allowed: torch.Tensor,
+    dtype: torch.dtype,
+) -> str:
+    """The largest error in units of the last place, and what is allowed there."""
+    size = plain.abs().clamp_min(torch.finfo(dtype).tiny) * torch.finfo(dtype).eps
+    error = (
+        ((found - plain).abs() / size)
+        .masked_fill(right, 0)
+        .nan_to_num(inf := float("inf"), inf, inf)
+    )
+    at = int(error.reshape(-1).argmax())
+    return f" ({error.reshape(-1)[at]:.3g} ulp, {(allowed / size).reshape(-1)[at]:.3g} allowed)"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.7g}" if isinstance(value, float) else str(value)
+
+
+def worst(verdicts: Sequence[Verdict], kind: Callable[[Verdict], str] = lambda v: v.kind) -> str:
+    """The worst kind that occurs."""
+    kinds = {kind(verdict) for verdict in verdicts}
+    return next((k for k in KINDS if k in kinds), "right")

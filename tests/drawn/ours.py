@@ -1,0 +1,109 @@
+"""Programs on DTensors, on one of the runtimes."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from tests.drawn.programs import PLAIN_WORDS, Mesh, Program, Result, run
+
+__all__ = ["DEVICES", "run_on_mesh", "start"]
+
+DEVICES = 8
+
+
+def start(runtime: str) -> None:
+    """Start a runtime with 8 virtual CPU devices."""
+    os.environ.setdefault("NPROC", "64")
+    os.environ |= {"JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU"}
+    import xla_dtensor
+
+    xla_dtensor.get_runtime(runtime, num_cpu_devices=DEVICES)
+    mesh_of(Mesh((DEVICES,)))  # the root: all devices in their order
+
+
+@cache
+def mesh_of(mesh: Mesh) -> Any:
+    """The device mesh of a program. torch_xla takes all devices: its mesh has as many axes."""
+    import mesh_utils
+    import xla_dtensor
+
+    if xla_dtensor.get_runtime().name == "torch_xla" and math.prod(mesh.shape) != DEVICES:
+        mesh = replace(mesh, shape={1: (8,), 2: (2, 4)}[len(mesh.shape)])
+    if mesh.order is None:
+        return xla_dtensor.init_device_mesh("xla", mesh.shape, mesh_dim_names=mesh.names)
+    return xla_dtensor.DeviceMesh(mesh_utils.Mesh(mesh.order, mesh.shape, mesh.names))
+
+
+def placements_of(tokens: tuple[str, ...]) -> list[Placement]:
+    """Placements of their short names.
+
+    Example:
+        >>> placements_of(("S1", "R"))
+        [Shard(dim=1), Replicate()]
+    """
+    return [Replicate() if token == "R" else Shard(int(token[1:])) for token in tokens]
+
+
+def run_on_mesh(program: Program) -> Result:
+    """Run a program on DTensors, eagerly or as a compiled step."""
+    import xla_dtensor
+
+    mesh = mesh_of(program.mesh)
+
+    def redistribute(tensor: Any, *tokens: str) -> Any:
+        if not isinstance(tensor, xla_dtensor.DTensor):
+            return tensor.clone()
+        return tensor.redistribute(placements=placements_of(tokens)).clone()
+
+    def whole(tensor: Any) -> Any:
+        return (
+            tensor.full_tensor().clone()
+            if isinstance(tensor, xla_dtensor.DTensor)
+            else tensor.clone()
+        )
+
+    def parts(tensor: Any) -> Any:
+        if not isinstance(tensor, xla_dtensor.DTensor):
+            return tensor.clone()
+        lying = [Replicate() if p.is_partial() else p for p in tensor.placements]
+        tensor = tensor.redistribute(placements=lying)
+        back = xla_dtensor.DTensor.from_local(
+            tensor.to_local(), mesh, lying, shape=tensor.shape, stride=tensor.stride()
+        )
+        return back.clone()
+
+    words = {**PLAIN_WORDS, "redistribute": redistribute, "whole": whole, "parts": parts}
+    try:
+        arguments = []
+        for leaf in program.leaves:
+            value: Any = leaf.value.clone()
+            if leaf.placements is not None:
+                value = xla_dtensor.distribute_tensor(value, mesh, placements_of(leaf.placements))
+            arguments.append(value.requires_grad_(leaf.requires_grad))
+    except Exception as error:
+        return Result(error=error)
+    execute = xla_dtensor.compile if program.compiled else (lambda function: function)
+    return run(program, arguments, words, execute=execute, fetch=_fetched)
+
+
+def _fetched(values: list[Any]) -> list[Any]:
+    """The results on the host. torch_xla computes them in one program, not in one each."""
+    import xla_dtensor
+
+    whole = [value.detach() if isinstance(value, torch.Tensor) else value for value in values]
+    whole = [v.full_tensor() if isinstance(v, xla_dtensor.DTensor) else v for v in whole]
+    if xla_dtensor.get_runtime().name == "torch_xla":
+        xla_dtensor.get_runtime().synchronize()
+    return [
+        found.cpu().clone().requires_grad_(value.requires_grad)
+        if isinstance(found, torch.Tensor)
+        else found
+        for found, value in zip(whole, values, strict=True)
+    ]
