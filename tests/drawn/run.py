@@ -6,8 +6,8 @@
     python -m tests.drawn.run --source ../old --programs 0:100     another tree's library
 
 A job is the name of a program: ``program/17``, or ``call/torch.add/float32/int64/0``. Each is noted
-in build/drawn/, in a file named after the commit of the library that is judged and the runtime. A
-run takes up where the last one ended. A job that ends its process, or does not come back, is noted
+in build/drawn/, in a file named after the commit of the library that is judged, the runtime, and
+what draws and judges. A run takes up where the last one ended. A job that ends its process, or does not come back, is noted
 by the parent: "abort", "hang".
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import hashlib
 import json
 import os
 import resource
@@ -230,7 +231,10 @@ def main() -> int:
         return 0
     source = asked.source.resolve()
     commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=10"], cwd=source, capture_output=True, text=True
+        ["git", "describe", "--always", "--dirty", "--abbrev=10"],
+        cwd=source,
+        capture_output=True,
+        text=True,
     ).stdout.strip()
     jobs: list[str] = []
     if asked.programs:
@@ -243,7 +247,8 @@ def main() -> int:
     if asked.part:
         part, parts = map(int, asked.part.split("/"))
         jobs = jobs[part - 1 :: parts]
-    name = f"{commit}-{asked.runtime}{'-' + asked.part.replace('/', 'of') if asked.part else ''}"
+    name = f"{commit}-{asked.runtime}-{_own_state()}"
+    name += f"-{asked.part.replace('/', 'of')}" if asked.part else ""
     notes = asked.notes or ROOT / "build" / "drawn" / f"{name}.jsonl"
     rows = judge_all(jobs, asked.runtime, notes, source, time.monotonic() + asked.seconds)
     order = ("unjudged", "refused", "unclear", "silent", "wrong", "hang", "abort")
@@ -258,6 +263,13 @@ def main() -> int:
     if len(rows) < len(jobs) and asked.programs != "new":
         print(f"{len(jobs) - len(rows)} are left. Call again to go on.")
     return int(any(row["kind"] in ("wrong", "silent", "abort", "hang") for row in rows.values()))
+
+
+def _own_state() -> str:
+    """A word that changes with what draws and judges: a seed means another program then."""
+    files = sorted(f for f in Path(__file__).parent.iterdir() if f.suffix in (".py", ".yaml"))
+    text = b"".join(f.read_bytes() for f in files if not f.name.startswith(("test_", "run")))
+    return hashlib.sha256(text).hexdigest()[:6]
 
 
 def _arguments() -> argparse.Namespace:
