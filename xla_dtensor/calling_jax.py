@@ -58,6 +58,7 @@ from xla_dtensor.errors import (
 )
 from xla_dtensor.placement_checks import checked_placements
 from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.whole_autograd import refuse_second
 
 __all__ = ["call_jax"]
 
@@ -326,7 +327,6 @@ class _Run(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         program: _Program = ctx.program
         given = [None if g is None else getattr(g, "_local_tensor", g) for g in grads]
@@ -335,4 +335,4 @@ class _Run(torch.autograd.Function):
             None if payload is None else DTensor._wrapping(payload, program.mesh, labels)
             for payload, labels in zip(found, program.in_labels, strict=True)
         ]
-        return (None, None, *made)
+        return (None, None, *refuse_second("call_jax", *made))

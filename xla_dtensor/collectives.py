@@ -38,6 +38,7 @@ from xla_dtensor.device_mesh import mesh_text
 from xla_dtensor.dynamo_calls import one_call
 from xla_dtensor.errors import ManualRegionError
 from xla_dtensor.per_device import PerDeviceTensor
+from xla_dtensor.runtimes.whole_autograd import OneResult
 
 __all__ = [
     "all_gather",
@@ -253,7 +254,7 @@ def _summed(grad: Any, axes: tuple[Axis, ...]) -> Any:
     return _Sum.apply(grad, over) if over else grad
 
 
-class _Sum(torch.autograd.Function):
+class _Sum(OneResult):
     @staticmethod
     def forward(ctx: Any, x: Any, axes: Any) -> Any:
         # Of n equal members each contributes the whole gradient.
@@ -268,7 +269,7 @@ class _Sum(torch.autograd.Function):
         return total._labelled(ctx.differ), None
 
 
-class _Extreme(torch.autograd.Function):
+class _Extreme(OneResult):
     @staticmethod
     def forward(ctx: Any, x: Any, axes: Any, op: str) -> Any:
         result = _collective("all_reduce", x, axes, op=op)
@@ -284,7 +285,7 @@ class _Extreme(torch.autograd.Function):
         return _summed(grad, ctx.axes) * share, None, None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(OneResult):
     @staticmethod
     def forward(ctx: Any, x: Any, axes: Any, dim: int) -> Any:
         ctx.options = (axes, dim)
@@ -305,7 +306,7 @@ def _own_block(x: Any, axes: tuple[Axis, ...], dim: int) -> Any:
     return x.index_select(dim, start + torch.arange(size))
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(OneResult):
     @staticmethod
     def forward(ctx: Any, x: Any, axes: Any, dim: int) -> Any:
         ctx.options = (axes, dim)
@@ -320,7 +321,7 @@ class _Scatter(torch.autograd.Function):
         return whole._labelled(ctx.differ), None, None
 
 
-class _AllToAll(torch.autograd.Function):
+class _AllToAll(OneResult):
     @staticmethod
     def forward(ctx: Any, x: Any, axes: Any, split_dim: int, concat_dim: int) -> Any:
         ctx.options = (axes, concat_dim, split_dim)
@@ -331,7 +332,7 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grad, *ctx.options), None, None, None
 
 
-class _Permute(torch.autograd.Function):
+class _Permute(OneResult):
     @staticmethod
     def forward(ctx: Any, x: Any, axes: Any, pairs: tuple[tuple[int, int], ...]) -> Any:
         ctx.options = (axes, tuple((to, of) for of, to in pairs))

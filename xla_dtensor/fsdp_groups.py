@@ -35,6 +35,7 @@ from xla_dtensor.nested import map_nested
 from xla_dtensor.placement_checks import checked_placements
 from xla_dtensor.propagation import legal_placements, propagate
 from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.whole_autograd import OneResult
 from xla_dtensor.written import makes_results, written_targets
 
 __all__ = ["GroupDTensor", "as_view", "from_group_view", "grouped", "is_of_groups"]
@@ -209,17 +210,17 @@ def _wrapped(view: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Any:
 # ---------------------------------------------------------------------- to and from LocalViews
 
 
-class _OfView(torch.autograd.Function):
+class _OfView(OneResult):
     @staticmethod
     def forward(ctx: Any, view: LocalView, mesh: DeviceMesh, placements: Any) -> Any:
         return _made(view.detach(), mesh, placements)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return _view_of_gradient(grad), None, None
+        return (as_view(grad) if isinstance(grad, GroupDTensor) else grad), None, None
 
 
-class _AsView(torch.autograd.Function):
+class _AsView(OneResult):
     @staticmethod
     def forward(ctx: Any, tensor: GroupDTensor) -> Any:
         ctx.mesh, ctx.placements = tensor._spec.mesh, tensor._spec.placements
@@ -228,11 +229,7 @@ class _AsView(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         placements = tuple(Replicate() if p.is_partial() else p for p in ctx.placements)
-        return _made(grad, ctx.mesh, placements)
-
-
-def _view_of_gradient(grad: Any) -> Any:
-    return grad._local_tensor if isinstance(grad, GroupDTensor) else grad
+        return _OfView.apply(grad, ctx.mesh, placements)
 
 
 def as_view(tensor: Any) -> Any:

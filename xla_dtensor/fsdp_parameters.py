@@ -41,6 +41,7 @@ from xla_dtensor.local_spread import spread_payload
 from xla_dtensor.local_view import LocalView
 from xla_dtensor.runtimes import functional_ops
 from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.whole_autograd import OneResult, refuse_second
 
 __all__ = ["Settings", "ShardedParameter", "lent_unreduced", "shard_parameter"]
 
@@ -242,7 +243,7 @@ class ShardedParameter:
         return DTensor._wrapping(payload, state.mesh, state.placements, known=state.known)
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(OneResult):
     @staticmethod
     def forward(ctx: Any, parameter: Any, owner: ShardedParameter) -> torch.Tensor:
         ctx.owner = owner
@@ -253,7 +254,8 @@ class _Gather(torch.autograd.Function):
         owner: ShardedParameter = ctx.owner
         owner.went_back()
         total = owner.sharded_gradient(getattr(grad, "_local_tensor", grad))
-        return _with_pending(total, owner), None
+        total = _with_pending(total, owner)
+        return (*refuse_second("the parameters of fully_shard", total), None)
 
 
 def _with_pending(total: DTensor, owner: ShardedParameter) -> DTensor:
@@ -286,7 +288,7 @@ def lent_unreduced(owner: ShardedParameter, reduce: bool) -> torch.Tensor:
     return view if owner.inner is None else grouped(view, owner.inner, owner.inner_placements())
 
 
-class _LendUnreduced(torch.autograd.Function):
+class _LendUnreduced(OneResult):
     @staticmethod
     def forward(ctx: Any, parameter: Any, owner: ShardedParameter, reduce: bool) -> LocalView:
         ctx.owner, ctx.reduce = owner, reduce
@@ -306,7 +308,8 @@ class _LendUnreduced(torch.autograd.Function):
             grad = grad.to(owner.settings.reduce_dtype)
         total = grad if owner.pending is None else owner.pending + grad
         owner.pending = None if ctx.reduce else total
-        return owner.sharded_gradient(_mean(total)) if ctx.reduce else None, None, None
+        found = owner.sharded_gradient(_mean(total)) if ctx.reduce else None
+        return (*refuse_second("the parameters of fully_shard", found), None, None)
 
 
 def shard_parameter(

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from xla_dtensor.errors import ArgumentTypeError
 from xla_dtensor.runtimes.linear_loss_ops import linear_loss, linear_loss_backward
 from xla_dtensor.runtimes.registry import current_runtime
-from xla_dtensor.runtimes.whole_autograd import below, save
+from xla_dtensor.runtimes.whole_autograd import OneResult, below, refuse_second, save
 
 __all__ = ["linear_cross_entropy"]
 
@@ -143,7 +143,7 @@ def _check(input: Any, weight: Any, target: Any, reduction: str, chunks: int | N
         refuse("A chunk has at least one class.", "Pass 1 to the number of classes, or None.")
 
 
-class _LinearLoss(torch.autograd.Function):
+class _LinearLoss(OneResult):
     @staticmethod
     def forward(ctx: Any, input: Any, weight: Any, target: Any, bias: Any, *options: Any) -> Any:
         losses, log_sum = below(linear_loss, input, weight, target, bias, *options)
@@ -152,11 +152,9 @@ class _LinearLoss(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
-        input, weight, target, bias, log_sum = ctx.saved_tensors
-        saved = (input, weight, target, bias, log_sum)
-        of_input, of_weight, of_bias = below(linear_loss_backward, grad, *saved, *ctx.options)
+        found = below(linear_loss_backward, grad, *ctx.saved_tensors, *ctx.options)
+        of_input, of_weight, of_bias = refuse_second("linear_cross_entropy", *found)
         to_input, to_weight, _, to_bias, *_ = ctx.needs_input_grad
         return (
             of_input if to_input else None,

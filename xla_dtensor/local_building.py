@@ -27,10 +27,12 @@ from xla_dtensor.local_spread import same_on_all
 from xla_dtensor.local_view import LocalView
 from xla_dtensor.off_mesh import is_off_mesh
 from xla_dtensor.placement_checks import checked_placements
+from xla_dtensor.redistribution import as_plain
 from xla_dtensor.runtimes import functional_ops
 from xla_dtensor.runtimes.functional_local import plain_like
 from xla_dtensor.runtimes.functional_ops import is_traced
 from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.whole_autograd import OneResult
 
 if TYPE_CHECKING:
     from xla_dtensor.dtensor import DTensor
@@ -114,7 +116,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return not hasattr(tensor, "_local_tensor") and not getattr(tensor, "_is_per_device", False)
 
 
-class _PlainReplicated(torch.autograd.Function):
+class _PlainReplicated(OneResult):
     """A plain tensor, one value, as a DTensor that no axis of the mesh cuts."""
 
     @staticmethod
@@ -139,11 +141,25 @@ class _PlainReplicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        payload = grad.redistribute(ctx.mesh, ctx.placements)._local_tensor
-        if ctx.on_host is None:
-            return plain_like(payload, *ctx.saved_tensors), None, None
-        runtime = get_runtime()
-        return (runtime.to_host(payload) if ctx.on_host else runtime.to_plain(payload)), None, None
+        moved = grad.redistribute(ctx.mesh, ctx.placements)
+        if ctx.on_host is False:
+            return as_plain(moved), None, None
+        return _OnHost.apply(moved, *ctx.saved_tensors), None, None
+
+
+class _OnHost(OneResult):
+    """The gradient of a host tensor: what the devices have of it, on the host."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, like: torch.Tensor | None = None) -> torch.Tensor:
+        ctx.mesh, ctx.placements = tensor._spec.mesh, tensor._spec.placements
+        payload = tensor._local_tensor
+        return get_runtime().to_host(payload) if like is None else plain_like(payload, like)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        made = _PlainReplicated.apply(grad, ctx.mesh, ctx.placements)
+        return (made, None)[: ctx.num_inputs]
 
 
 def _known_of(payload: torch.Tensor, mesh: DeviceMesh) -> Known:

@@ -34,6 +34,7 @@ from xla_dtensor.local_view import LocalView
 from xla_dtensor.off_mesh import empty_local, is_off_mesh
 from xla_dtensor.runtimes import functional_ops
 from xla_dtensor.runtimes.functional_local import crossed_in, crossed_out, run_local_op
+from xla_dtensor.runtimes.whole_autograd import OneResult
 from xla_dtensor.strided_labels import same_placements
 from xla_dtensor.written_bases import tell_known
 
@@ -154,7 +155,7 @@ def _constrained(payload: torch.Tensor, layout: Layout, known: Known) -> torch.T
     return functional_ops.constrain(payload, layout_on_span(layout, known))
 
 
-class _ToLocal(torch.autograd.Function):
+class _ToLocal(OneResult):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, grad_placements: Any) -> Any:
         ctx.at, ctx.mesh = _border_of(tensor), tensor._spec.mesh
@@ -193,7 +194,7 @@ class _ToLocal(torch.autograd.Function):
         return _FromLocal.apply(grad, ctx.mesh, tuple(placements), at, None), None
 
 
-class _FromLocal(torch.autograd.Function):
+class _FromLocal(OneResult):
     @staticmethod
     def forward(
         ctx: Any, view: LocalView, mesh: DeviceMesh, placements: Any, at: Border, for_grad: Any

@@ -21,6 +21,7 @@ from xla_dtensor.runtimes.functional_local import (
 )
 from xla_dtensor.runtimes.functional_ops import is_traced
 from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.whole_autograd import OneResult, refuse_second
 
 __all__ = ["as_gradient", "same_on_all", "spread_payload"]
 
@@ -81,7 +82,7 @@ def same_on_all(tensor: torch.Tensor, region: ManualRegion) -> torch.Tensor:
     return _SameOnAll.apply(tensor, region)  # pyright: ignore[reportReturnType]
 
 
-class _SameOnAll(torch.autograd.Function):
+class _SameOnAll(OneResult):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, region: ManualRegion) -> Any:
         from xla_dtensor.local_view import LocalView
@@ -103,5 +104,7 @@ class _SameOnAll(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         if ctx.on_host is None:
             whole, (like,) = _whole_gradient(grad), ctx.saved_tensors
-            return gather_everywhere(whole._payload, like, ctx.region), None
-        return gathered(grad, ctx.on_host), None
+            found = gather_everywhere(whole._payload, like, ctx.region)
+        else:
+            found = gathered(grad, ctx.on_host)
+        return (*refuse_second("a plain tensor beside local tensors", found), None)

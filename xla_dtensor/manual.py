@@ -35,6 +35,7 @@ from xla_dtensor.manual_tensor import ManualTensor
 from xla_dtensor.placement_checks import torch_placements
 from xla_dtensor.redistribution import as_plain
 from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.whole_autograd import OneResult
 
 __all__ = ["enter_region", "leave_region"]
 
@@ -165,7 +166,7 @@ def _payload(tensor: Any) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-class _Enter(torch.autograd.Function):
+class _Enter(OneResult):
     @staticmethod
     def forward(ctx: Any, tensor: Any, layout: Layout, region: ManualRegion) -> Any:
         ctx.border, ctx.plain = (layout, region), not isinstance(tensor, DTensor)
@@ -181,7 +182,7 @@ class _Enter(torch.autograd.Function):
         return (as_plain(whole) if ctx.plain else whole), None, None
 
 
-class _Leave(torch.autograd.Function):
+class _Leave(OneResult):
     @staticmethod
     def forward(
         ctx: Any, tensor: Any, layout: Layout, region: ManualRegion, share: bool = True

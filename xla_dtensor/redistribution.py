@@ -24,6 +24,7 @@ from xla_dtensor.off_mesh import empty_local, is_off_mesh
 from xla_dtensor.placement_checks import checked_placements
 from xla_dtensor.runtimes import functional_ops
 from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.whole_autograd import OneResult
 
 if TYPE_CHECKING:
     from xla_dtensor.dtensor import DTensor
@@ -74,7 +75,7 @@ def _check_same_devices(before: DeviceMesh, after: DeviceMesh) -> None:
         )
 
 
-class _Redistribute(torch.autograd.Function):
+class _Redistribute(OneResult):
     @staticmethod
     def forward(
         ctx: Any, source: DTensor, mesh: DeviceMesh, placements: Any, dtype: Any
@@ -109,8 +110,8 @@ def _summed_up(grad: DTensor, arrives: Layout, leaves: Layout) -> DTensor:
         leaves: How the gradient will lie.
     """
     whole = frozenset(dim for dim, cuts in enumerate(arrives.dims) if not cuts)
-    if len(whole) == arrives.ndim or arrives.dims == leaves.dims:
-        return grad
+    if len(whole) == arrives.ndim or arrives.dims == leaves.dims or torch.is_grad_enabled():
+        return grad  # in grad mode it is differentiated once more, and this is below autograd
     told = Layout(arrives.mesh, arrives.dims, (), whole)
     payload = get_runtime().summed_up(grad._local_tensor, told)
     return grad if payload is grad._local_tensor else new_dtensor(type(grad), payload, grad._spec)
@@ -130,7 +131,7 @@ def as_plain(tensor: DTensor, grad_placements: Sequence[Any] | None = None) -> t
     return _ToPlain.apply(tensor, placements)  # pyright: ignore[reportReturnType]
 
 
-class _ToPlain(torch.autograd.Function):
+class _ToPlain(OneResult):
     @staticmethod
     def forward(ctx: Any, source: DTensor, grad_placements: Any) -> torch.Tensor:
         ctx.state = source._spec.moved(source._spec.mesh, grad_placements)
@@ -138,7 +139,22 @@ class _ToPlain(torch.autograd.Function):
         return functional_ops.to_plain(source._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        payload = functional_ops.constrain(grad, ctx.state.span_layout)
-        state = state_of(payload, ctx.state.mesh, ctx.state.placements, ctx.state.known)
-        return new_dtensor(ctx.kind, payload, state), None
+    def backward(ctx: Any, grad: Any) -> Any:
+        if hasattr(grad, "_spec"):  # of a sum of the plain tensor and a DTensor
+            return grad.redistribute(ctx.state.mesh, ctx.state.placements), None
+        return _FromPlain.apply(grad, ctx.state, ctx.kind), None
+
+
+class _FromPlain(OneResult):
+    """The way back of `_ToPlain`: a plain tensor of the runtime as a DTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, plain: torch.Tensor, state: Any, kind: Any) -> DTensor:
+        ctx.placements = state.placements
+        payload = functional_ops.constrain(plain, state.span_layout)
+        made = state_of(payload, state.mesh, state.placements, state.known)
+        return new_dtensor(kind, payload, made)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _ToPlain.apply(grad, ctx.placements), None, None

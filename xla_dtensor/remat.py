@@ -8,6 +8,7 @@ import torch
 
 from xla_dtensor.errors import ArgumentTypeError
 from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.whole_autograd import OneResult
 
 __all__ = ["checkpoint_name"]
 
@@ -44,7 +45,7 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
     return _Named.apply(x, name)  # pyright: ignore[reportReturnType]
 
 
-class _Named(torch.autograd.Function):
+class _Named(OneResult):
     @staticmethod
     def forward(ctx: Any, x: Any, name: str) -> Any:
         payload = getattr(x, "_local_tensor", x)
@@ -52,5 +53,5 @@ class _Named(torch.autograd.Function):
         return made if payload is x else x.rewrapped(made)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad, None

@@ -42,6 +42,7 @@ from xla_dtensor.runtimes.jax_trace import active_trace
 from xla_dtensor.runtimes.jax_traced_stacks import traced_stack, wrapped_rows
 from xla_dtensor.runtimes.jax_watch import see_modules
 from xla_dtensor.runtimes.layers import Layers
+from xla_dtensor.runtimes.whole_autograd import refuse_second
 
 __all__ = ["run"]
 
@@ -191,7 +192,6 @@ class _Scan(torch.autograd.Function):
         return results
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         plan: Plan = ctx.plan
         saved = ctx.saved_tensors
@@ -204,7 +204,7 @@ class _Scan(torch.autograd.Function):
             program = _program("backward", plan, loop)
             with frames_of(ctx.origin, "backward"):
                 found = program(given, kept, layers, shared, plan.trace.consts)
-            return (None, *_wrapped(plan, *found))
+            return (None, *refuse_second("scan_layers", *_wrapped(plan, *found)))
 
 
 def _save(ctx: Any, *tensors: torch.Tensor) -> None:

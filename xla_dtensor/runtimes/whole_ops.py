@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.runtimes.attention_choice import is_lean, where_heads_lie
-from xla_dtensor.runtimes.whole_autograd import below, save
+from xla_dtensor.runtimes.whole_autograd import OneResult, below, contract, save, saved
 from xla_dtensor.runtimes.whole_einsum import einsum
 
 __all__ = ["WHOLE_OPS", "register"]
@@ -86,16 +86,15 @@ def register() -> None:
         kernels.impl(name, kernel, _KEY)
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(OneResult):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
         save(ctx, x, weight)
         return below(aten.linear.default, x, weight, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
-        x, weight = ctx.saved_tensors
+        x, weight = saved(ctx)
         to_x, to_weight, to_bias = ctx.needs_input_grad
         if weight.ndim == 1:
             grad_x = grad.unsqueeze(-1) * weight.conj() if to_x else None
@@ -103,7 +102,7 @@ class _Linear(torch.autograd.Function):
             grad_weight = products.sum(list(range(x.ndim - 1))) if to_weight else None
         else:
             grad_x = torch.matmul(grad, weight.conj()) if to_x else None
-            grad_weight = below(_weight_grad, grad, x.conj()) if to_weight else None
+            grad_weight = contract(grad, x.conj()) if to_weight else None
         grad_bias = grad.sum(list(range(x.ndim - 1))) if to_bias and x.ndim > 1 else None
         if to_bias and x.ndim == 1:
             grad_bias = grad
@@ -114,16 +113,15 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
     return _Linear.apply(x, weight, bias)
 
 
-class _Matmul(torch.autograd.Function):
+class _Matmul(OneResult):
     @staticmethod
     def forward(ctx: Any, a: Any, b: Any) -> Any:
         save(ctx, a, b)
         return below(aten.matmul.default, a, b)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
-        a, b = ctx.saved_tensors
+        a, b = saved(ctx)
         # Vectors are matrices with one row or column; matmul only hides it.
         matrix_a = a.unsqueeze(0) if a.ndim == 1 else a
         matrix_b = b.unsqueeze(1) if b.ndim == 1 else b
@@ -134,7 +132,7 @@ class _Matmul(torch.autograd.Function):
             grad_a = torch.matmul(grad, matrix_b.mH).sum_to_size(matrix_a.shape).view(a.shape)
         if ctx.needs_input_grad[1]:
             if matrix_b.ndim == 2 and matrix_a.ndim > 2:
-                grad_b = below(_weight_grad, matrix_a.conj(), grad).view(b.shape)
+                grad_b = contract(matrix_a.conj(), grad).view(b.shape)
             else:
                 product = torch.matmul(matrix_a.mH, grad)
                 grad_b = product.sum_to_size(matrix_b.shape).view(b.shape)
@@ -145,7 +143,7 @@ def _matmul(a: Any, b: Any) -> Any:
     return _Matmul.apply(a, b)
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(OneResult):
     @staticmethod
     def forward(
         ctx: Any, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: Any, gqa: bool
@@ -165,26 +163,33 @@ class _Attention(torch.autograd.Function):
         )
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
-        q, k, v, mask = ctx.saved_tensors
-        grads = below(_attention_grad, grad, q, k, v, mask, *ctx.options)
+        q, k, v, mask = saved(ctx)
+        if torch.is_grad_enabled():
+            grads = _attention_grad_by_parts(grad, q, k, v, mask, *ctx.options)
+        else:
+            grads = below(_attention_grad, grad, q, k, v, mask, *ctx.options)
         needed = [g if n else None for g, n in zip(grads, ctx.needs_input_grad, strict=False)]
         return (*needed, None, None, None, None)
 
 
-class _LeanAttention(torch.autograd.Function):
+class _LeanAttention(OneResult):
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: Any) -> Any:
         ctx.options = (is_causal, scale, where_heads_lie(q, k, v))
+        ctx.gqa = q.shape[:-2] != k.shape[:-2]
         output, log_sum = below(_lean, q, k, v, mask, *ctx.options)
         save(ctx, q, k, v, mask, output, log_sum)
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
-        grads = below(_lean_grad, grad, *ctx.saved_tensors, *ctx.options)
+        q, k, v, mask, output, log_sum = saved(ctx)
+        if torch.is_grad_enabled():
+            is_causal, scale, _ = ctx.options
+            grads = _attention_grad_by_parts(grad, q, k, v, mask, is_causal, scale, ctx.gqa)
+        else:
+            grads = below(_lean_grad, grad, q, k, v, mask, output, log_sum, *ctx.options)
         needed = [g if n else None for g, n in zip(grads, ctx.needs_input_grad, strict=False)]
         return (*needed, None, None, None)
 
@@ -255,6 +260,15 @@ def _attention_by_parts(
         scores = scores + mask
     weights = torch.dropout(torch.softmax(scores, -1), dropout_p, True)
     return torch.matmul(weights, v)
+
+
+def _attention_grad_by_parts(
+    grad: Any, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: Any, gqa: bool
+) -> Any:
+    """The gradients of attention, in ops that can be differentiated again."""
+    q, k, v = (tensor.view_as(tensor).requires_grad_() for tensor in (q, k, v))
+    output = _attention_by_parts(q, k, v, mask, 0.0, is_causal, scale, gqa)
+    return torch.autograd.grad(output, (q, k, v), grad, create_graph=True)
 
 
 WHOLE_OPS = frozenset(

@@ -42,6 +42,7 @@ from xla_dtensor.errors import (
 from xla_dtensor.manual_tensor import ManualTensor
 from xla_dtensor.placement_checks import torch_placements
 from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.whole_autograd import OneResult
 from xla_dtensor.spmd.mesh import as_mesh
 from xla_dtensor.spmd.sharded_tensor import XLAShardedTensor, wrap_plain, wrapped_tensor
 
@@ -113,7 +114,7 @@ def mark_sharding_with_gradients(
     return result
 
 
-class MarkShardingFunction(torch.autograd.Function):
+class MarkShardingFunction(OneResult):
     """The autograd function behind :func:`mark_sharding_with_gradients`."""
 
     @staticmethod
@@ -129,7 +130,7 @@ class MarkShardingFunction(torch.autograd.Function):
         return _Constrain.apply(grad, ctx.layout), None, None
 
 
-class _Constrain(torch.autograd.Function):
+class _Constrain(OneResult):
     @staticmethod
     def forward(ctx: Any, t: Any, layout: Layout) -> Any:
         ctx.layout = layout

@@ -17,6 +17,7 @@ from xla_dtensor.errors import ArgumentTypeError
 from xla_dtensor.propagation import legal_placements, propagate
 from xla_dtensor.runtimes import whole_ops as whole_ops  # defines torch.ops.xla_dtensor
 from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.whole_autograd import OneResult
 
 __all__ = [
     "EinsumLinear",
@@ -29,7 +30,7 @@ _linear = torch.ops.aten.linear.default
 _weight_grad = torch.ops.xla_dtensor.linear_weight_grad.default
 
 
-class XLAPatchedLinear(torch.autograd.Function):
+class XLAPatchedLinear(OneResult):
     """``input @ weight.T + bias``, forward and backward, without flattening any dim.
 
     Takes DTensors or the runtime's plain tensors: ``XLAPatchedLinear.apply(input, weight, bias)``.
@@ -48,6 +49,8 @@ class XLAPatchedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         """Compute the gradients that are needed."""
         input, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _gradients_by_parts(ctx, grad, input, weight)
         to_input, to_weight, to_bias = (*ctx.needs_input_grad, False)[:3]
         grads = (
             _whole(_linear, grad, weight.mH, None) if to_input else None,
@@ -59,6 +62,14 @@ class XLAPatchedLinear(torch.autograd.Function):
         return tuple(
             g if g is None else g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)
         )
+
+
+def _gradients_by_parts(ctx: Any, grad: Any, input: Any, weight: Any) -> Any:
+    """The gradients in ops that can be differentiated again."""
+    rows, outputs = input.conj().reshape(-1, input.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    found = (torch.matmul(grad, weight.conj()), torch.matmul(outputs.mT, rows), outputs.sum(0))
+    needed = zip(found, ctx.dtypes, ctx.needs_input_grad, strict=False)
+    return tuple(value.to(dtype) if wanted else None for value, dtype, wanted in needed)
 
 
 def _autocast(tensor: Any) -> Any:
