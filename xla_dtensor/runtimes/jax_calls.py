@@ -67,6 +67,7 @@ class Call:
         self.given = (args, kwargs)
         self.leaves, self.tree = tree_flatten(open_all((args, kwargs)))
         self.tensors: list[JaxTensor | None] = []
+        self.views: Container[int] = ()
 
     @classmethod
     def of(
@@ -84,9 +85,15 @@ class Call:
         kept = tuple(None if i in unread else each for i, each in enumerate(args))
         return cls(kept, {name: None if name in unread else v for name, v in kwargs.items()})
 
-    def bind(self) -> None:
-        """Find the payloads; plain tensors are put on the devices."""
-        self.tensors = [_payload(leaf) for leaf in self.leaves]
+    def bind(self, views: Container[int] = ()) -> None:
+        """Find the payloads; plain tensors are put on the devices.
+
+        Args:
+            views: The places of arguments that stay views of their base, which the program takes
+                in their stead. Other views are cut out first, so that a program fits any row.
+        """
+        self.views = views
+        self.tensors = [_payload(leaf, i in views) for i, leaf in enumerate(self.leaves)]
 
     def storages(self) -> list[Storage]:
         """Return the storages of the tensors among the leaves."""
@@ -139,6 +146,7 @@ class Call:
                 getattr(leaf, "_uneven", None),
                 leaf.requires_grad,
                 _grad(leaf),
+                _geometry(tensor) if place in self.views else None,
             )
         if isinstance(leaf, np.ndarray):
             raise ArgumentTypeError(
@@ -208,11 +216,17 @@ def _has_hash(value: Any) -> bool:
     return True
 
 
-def _payload(leaf: Any) -> JaxTensor | None:
+def _geometry(tensor: JaxTensor) -> Any:
+    """Return what tells a view from other views of one base."""
+    kinds = tuple(step.read.__code__ for step in tensor._steps)
+    return tensor.stride(), tensor.storage_offset(), kinds
+
+
+def _payload(leaf: Any, stays_view: bool) -> JaxTensor | None:
     refuse_manual(leaf, "called with", "before the call")
     tensor = inner(leaf)
     if tensor is not None:
-        if tensor._steps:
+        if tensor._steps and not (stays_view and tensor._storage.manual is None):
             made = Storage(tensor.raw(), manual=tensor._storage.manual)
             return JaxTensor(made, shape=tuple(tensor.shape), stride=tensor.stride())
         return tensor

@@ -63,7 +63,7 @@ from xla_dtensor.runtimes.jax_slots import (
     stacked_types,
 )
 from xla_dtensor.runtimes.jax_step_trace import Before, TracedStep, traced_step
-from xla_dtensor.runtimes.jax_step_values import is_without_values
+from xla_dtensor.runtimes.jax_step_values import ViewsWritten, is_without_values
 from xla_dtensor.runtimes.jax_tensor import Storage
 from xla_dtensor.runtimes.jax_trace import refuse_nesting
 from xla_dtensor.runtimes.optimizer_inputs import RATE
@@ -93,6 +93,7 @@ class JaxCompiledStep(CompiledStep):
         self._lent_names = {RATE}
         self._executables = Executables()
         self._unread = unread_arguments(step)
+        self._views: frozenset[int] = frozenset()  # see Call.bind
         self._names: set[Any] = set()  # that were seen to be given other tensors
         self._clock = StepClock()
         self._tokens: int | None = None
@@ -110,7 +111,7 @@ class JaxCompiledStep(CompiledStep):
         if any(map(is_without_values, call.leaves)) and not self._runtime.is_abstract:
             return self._step(*args, **kwargs)
         with x64():
-            call.bind()
+            call.bind(self._views)
             program = self._last = self._program_of(call)
             compare_run(self._step, program)
             self._tokens = num_tokens(call.leaves)
@@ -241,14 +242,22 @@ class JaxCompiledStep(CompiledStep):
         """Trace and compile; on an error leave everything as it was."""
         self._clock.interrupt()
         before = Before.of(self._step, call)
+        again = False
         try:
             known = self._lent_names, self._kept.made, self._names
             found = traced_step(self._step, call, before, *known)
             program = self._finish(found)
             self._check(program, call.leaves)
+        except ViewsWritten as found_views:
+            before.restore()
+            self._views |= found_views.places
+            again = True
         except BaseException:
             before.restore()
             raise
+        if again:  # with these arguments as views of their bases
+            call.bind(self._views)
+            return self._compiled(reason, call, call.key())
         self._note(reason)
         place = self._kept.place(key, program, before.python.gradients)
         named = {id(found.lasting[number]) for number in found.effects.wraps}

@@ -175,7 +175,7 @@ def traced_step(
             out_leaves, found.tree = tree_flatten(open_all(outputs))
             found.static, results, found.pinned = split_outputs(out_leaves)
             del out_leaves, args, kwargs, containers, result, contents, outputs
-            found.written, written = written_arguments(call.leaves, tensors, arrays)
+            found.written, written = written_arguments(call.leaves, tensors, arrays, trace)
             refuse_writes_to_host(trace)
         watch.inputs.check_settings_unchanged()
         before.random.refuse_draws()

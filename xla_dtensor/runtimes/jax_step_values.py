@@ -20,6 +20,7 @@ from xla_dtensor.runtimes.jax_trace import Trace, active_trace
 __all__ = [
     "Delivered",
     "Static",
+    "ViewsWritten",
     "bound",
     "inner",
     "is_without_values",
@@ -68,14 +69,16 @@ def bound(
 ) -> Iterator[None]:
     """Let the arguments' storages hold tracers for the time of the trace."""
     storages = [t._storage for t in tensors if t is not None]
-    before = [s.array for s in storages]
+    before = {s: s.array for s in storages}
     for storage, array in zip(storages, arrays, strict=True):
-        trace.adopt_argument(storage)
-        storage.array = array
+        if storage.array is before[storage]:  # the first of several arguments that have it
+            trace.adopt_argument(storage)
+            storage.array = array
+    trace.arguments = {id(t) for t in tensors if t is not None}
     try:
         yield
     finally:
-        for storage, array in zip(storages, before, strict=True):
+        for storage, array in before.items():
             storage.array = array
 
 
@@ -90,23 +93,56 @@ def replaced(leaves: Sequence[Any], tensors: Sequence[JaxTensor | None]) -> Iter
             yield tensor
 
 
+class ViewsWritten(Exception):
+    """A step wrote to an argument that is a view, or to the base of one.
+
+    Args:
+        places: Those of the views among the leaves.
+    """
+
+    def __init__(self, places: Sequence[int]) -> None:
+        super().__init__(places)
+        self.places = frozenset(places)
+
+
 def written_arguments(
-    leaves: Sequence[Any], tensors: Sequence[JaxTensor | None], arrays: Sequence[jax.Array]
+    leaves: Sequence[Any],
+    tensors: Sequence[JaxTensor | None],
+    arrays: Sequence[jax.Array],
+    trace: Trace,
 ) -> tuple[list[int], list[jax.Array]]:
-    """Return which arguments the step wrote to, by position among the tensors, and their values."""
+    """Return which arguments the step wrote to, by position among the tensors, and their values.
+
+    Raises:
+        ViewsWritten: A view and its base have to be one input, and are two.
+    """
     positions: list[int] = []
     values: list[jax.Array] = []
-    pairs = [(leaf, t) for leaf, t in zip(leaves, tensors, strict=True) if t is not None]
-    for position, ((leaf, tensor), array) in enumerate(zip(pairs, arrays, strict=True)):
+    pairs = enumerate(zip(leaves, tensors, strict=True))
+    rows = [(i, leaf, t) for i, (leaf, t) in pairs if t is not None]
+    first: dict[Storage, jax.Array] = {}
+    for (_, _, tensor), array in zip(rows, arrays, strict=True):
+        first.setdefault(tensor._storage, array)
+    written = {storage for storage, array in first.items() if storage.array is not array}
+    # Views that were cut out of their base, before the step, by its storage.
+    views_of = {i: (inner(leaf), t) for i, leaf, t in rows}
+    copies = {i: v for i, (v, t) in views_of.items() if v is not None and v is not t}
+    changed = written | set(trace.state)
+    views = [i for i, view in copies.items() if view._storage in changed]
+    views += [i for i, _, t in rows if i in copies and t._storage in written]
+    if views:
+        raise ViewsWritten(views)
+    for position, (_, leaf, tensor) in enumerate(rows):
         storage = tensor._storage
-        if storage.array is array:
+        if storage not in written:
             continue
         if inner(leaf) is not tensor:
             raise CompileError(
                 f"A compiled step wrote in place to an argument of shape={tuple(leaf.shape)} that "
-                "is a view or a plain CPU tensor. The program works on a copy of it, and the write "
-                "would be lost. Pass a DTensor that is no view, or write to argument.clone()."
+                "is a plain CPU tensor. The program works on a copy of it, and the write would be "
+                "lost. Pass a DTensor, or write to argument.clone()."
             )
+        written.discard(storage)
         positions.append(position)
         values.append(place(storage.read(), storage.sharding))
     return positions, values

@@ -64,6 +64,7 @@ class Trace:
         # In the order in which they were made: programs must come out alike in every process.
         self._created: weakref.WeakKeyDictionary[Storage, None] = weakref.WeakKeyDictionary()
         self._arguments: dict[Storage, None] = {}
+        self.arguments: set[int] = set()  # the ids of their tensors
         self._single: weakref.WeakSet[Storage] = weakref.WeakSet()
         self._given: weakref.WeakKeyDictionary[Storage, tuple[Stack, int, Any]] = (
             weakref.WeakKeyDictionary()
@@ -134,6 +135,16 @@ class Trace:
         """Treat `storage`, which stands for an argument, as made by the step."""
         self._created[storage] = None
         self._arguments[storage] = None
+
+    def refuse_new_shape(self, tensor: Any) -> None:
+        """Raise for an argument that becomes its own view: the caller's would keep its shape."""
+        if id(tensor) in self.arguments:
+            raise CompileError(
+                f"A compiled step changed the shape of an argument of shape={tuple(tensor.shape)} "
+                "in place (t_, unsqueeze_, squeeze_, transpose_). The program runs without the "
+                "caller's tensor, which would keep its shape. Use the op that returns a view, or "
+                "return the result."
+            )
 
     def keep_single(self, storages: Iterable[Storage]) -> None:
         """Let storages not become rows of a stack: who made them compares their arrays later."""
