@@ -57,6 +57,13 @@ IN_PLACE = (
     *("add_", "sub_", "mul_", "div_", "copy_", "pow_", "remainder_", "eq_", "maximum", "clamp_"),
     *("logical_or_", "fmod_", "lt_", "bitwise_and_", "floor_divide_"),
 )
+CASTS = {
+    "byte": torch.uint8,
+    "char": torch.int8,
+    "short": torch.int16,
+    "int": torch.int32,
+    "long": torch.int64,
+}
 NUMBERS = ("2", "-3", "0", "0.5", "-1.5", "True", "1j", "1e-3", "7", "255")
 
 
@@ -110,6 +117,9 @@ def _op(draw: Draw) -> bool:
     if found is None:
         return False
     call, names = found
+    made = CASTS.get(call.name)
+    if made is not None and not _has_a_value_in(draw.value(names[id(call.source)]), made):
+        return False
     text = call.text(lambda t: names[id(t)])
     if draw.chance.random() < BAD_SHARE:
         return draw.propose(_bad(draw, call, names) or text, is_bad=True)
@@ -343,7 +353,16 @@ def _cast(draw: Draw) -> bool:
     if name is None:
         return False
     dtype = draw.chance.choices(ops.DTYPES, DTYPE_WEIGHTS)[0]
-    return draw.propose(f"{name}.to({dtype})")
+    return _has_a_value_in(draw.value(name), dtype) and draw.propose(f"{name}.to({dtype})")
+
+
+def _has_a_value_in(value: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether C++ says what a cast gives: an integer that does not fit a float's value is open."""
+    is_open = value.is_floating_point() or value.is_complex()
+    if not is_open or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        return True
+    real, limits = torch.view_as_real(value) if value.is_complex() else value, torch.iinfo(dtype)
+    return bool((real.isfinite() & (real > limits.min - 1) & (real < limits.max + 1)).all())
 
 
 REDUCTIONS = ("sum", "mean", "any", "all", "amax", "prod", "std", "argmax", "logsumexp", "nansum")

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from tests.drawn import ops
 from tests.drawn.programs import PLAIN_WORDS, WIDE, Leaf, Program, Result, run, widened
 
 __all__ = ["KINDS", "Expected", "Verdict", "difference", "expected_of", "judge"]
@@ -128,7 +129,7 @@ def judge(program: Program, expected: Expected, found: Result) -> Verdict:
     if found.error is not None:
         kind = "refused" if _is_refusal(found.error) else "unclear"
         return Verdict(kind, error_text(found.error), found.line)
-    noisy = False
+    noisy, floor = False, _floor(program)
     for name in program.results:
         others = [result.values[name] for result in expected.wide]
         told = difference(
@@ -136,6 +137,7 @@ def judge(program: Program, expected: Expected, found: Result) -> Verdict:
             expected.plain.values[name],
             others,
             requires_grad=not program.compiled,
+            floor=floor,
         )
         if told == "noise":
             noisy = True
@@ -191,8 +193,19 @@ def _line_of(program: Program, name: str) -> int | None:
 # ------------------------------------------------------------------ one value
 
 
+def _floor(program: Program) -> float:
+    """How far off torch's own float64 is for the ops of a program, relative to the value."""
+    text = "\n".join(program.lines)
+    return max([0.0, *(size for name, size in ops.listed()["inexact"].items() if name in text)])
+
+
 def difference(
-    found: Any, plain: Any, others: Sequence[Any], *, requires_grad: bool = True
+    found: Any,
+    plain: Any,
+    others: Sequence[Any],
+    *,
+    requires_grad: bool = True,
+    floor: float = 0.0,
 ) -> str | None:
     """Compare one result.
 
@@ -201,6 +214,7 @@ def difference(
         plain: Plain torch's.
         others: Plain torch's in float64, the first without noise. Empty: float64 says nothing.
         requires_grad: Compare whether it has a gradient. What a compiled step gives has none.
+        floor: A relative error that is always allowed: that of plain torch's own float64.
 
     Returns:
         What differs; "noise" where everything would be right; None where it is right.
@@ -231,7 +245,7 @@ def difference(
         for other in seen:
             right |= mine == other
         return None if bool(right.all()) else _first(mine, theirs, right)
-    allowed = _allowed(theirs, seen, torch.finfo(plain.dtype).eps)
+    allowed = _allowed(theirs, seen, max(2 * torch.finfo(plain.dtype).eps, floor))
     right = _near(mine, theirs, allowed)
     for other in seen:
         right |= _near(mine, other, allowed)
@@ -242,12 +256,13 @@ def difference(
     return "noise" if is_noise and bool(sizes.any()) else None
 
 
-def _allowed(plain: torch.Tensor, others: Sequence[torch.Tensor], eps: float) -> torch.Tensor:
+def _allowed(plain: torch.Tensor, others: Sequence[torch.Tensor], least: float) -> torch.Tensor:
     """How far each element may be off: four times what rounding, noise, or both are seen to change.
 
-    What one element shows may be luck, so nine of ten elements speak for all of them.
+    What one element shows may be luck: nine of ten elements speak for all of them, and two units in
+    the last place are always taken for noise.
     """
-    rounding = eps * plain.abs().nan_to_num(0, 0, 0)
+    rounding = least * plain.abs().nan_to_num(0, 0, 0)
     if not others:
         return TIMES * rounding
     exact, errors = others[0], [(plain - others[0]).abs()]
