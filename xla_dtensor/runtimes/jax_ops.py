@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from xla_dtensor.errors import CompileError, UnsupportedOpError
+from xla_dtensor.errors import CompileError, UnsupportedOpError, WriteError
 from xla_dtensor.nested import map_nested
 from xla_dtensor.runtimes import (
     functional_ops,
@@ -198,7 +198,9 @@ def _all_jax(result: Any, given: Any) -> Any:
 def _run_inplace_view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``t_``, ``squeeze_``, ...: the tensor becomes its own view."""
     functional, _ = _functional_variant(func)
-    target = args[0]
+    target, trace = args[0], active_trace()
+    if trace is not None:
+        trace.refuse_new_shape(target)
     if functional is None or jax_views.view_rule(functional) is None:
         raise UnsupportedOpError(
             f"The op {func} changes the shape of a tensor of the JAX runtime in place. It has no "
@@ -222,6 +224,7 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             f"The op {func} writes to a tensor of the JAX runtime. It has no functional form that "
             "could be lowered to XLA. Use the op that returns its result instead."
         )
+    _refuse_overlap(func, [given[name] for name in written if name in given])
     if writes_to_a_list(func):
         write_foreach(functional, args, kwargs, write)
         return None if not func._schema.returns else args[0]
@@ -248,6 +251,25 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return targets[0] if len(targets) == 1 else tuple(targets)
 
 
+# They write one value to all elements, so it does not matter which of them share a place.
+_FILLS = {"aten::fill_", "aten::zero_"}
+
+
+def _refuse_overlap(func: Any, targets: Sequence[Any]) -> None:
+    """Raise where elements of a target share one place: their values would overwrite each other."""
+    for target in targets:
+        if (
+            isinstance(target, JaxTensor)
+            and torch._debug_has_internal_overlap(target) == 1  # pyright: ignore
+            and func._schema.name not in _FILLS
+        ):
+            raise WriteError(
+                f"{func} was to write to an expanded tensor of shape={tuple(target.shape)}. Its "
+                "elements share places, and their values would overwrite each other in no fixed "
+                "order. Call .clone() before writing."
+            )
+
+
 def _write_all(targets: Sequence[Any], results: Sequence[Any]) -> None:
     for target, result in zip(targets, results, strict=True):
         write(target, result)
@@ -263,8 +285,14 @@ def write(target: torch.Tensor, result: torch.Tensor) -> None:
             refuse_write_to_host(target)
         target.copy_(result.host() if isinstance(result, JaxTensor) else result)
         return
-    value = as_array(result).astype(jax_dtype(target.dtype))
-    target.set_value(jnp.broadcast_to(value, tuple(target.shape)))
+    value = jnp.asarray(as_array(result)).astype(jax_dtype(target.dtype))
+    shape = tuple(target.shape)
+    if value.shape != shape and np.broadcast_shapes(value.shape, shape) != shape:
+        raise WriteError(
+            f"A result of shape={value.shape} was to be written to a tensor of shape={shape}. An "
+            "op in place cannot make its tensor larger. Use the op that returns its result instead."
+        )
+    target.set_value(jnp.broadcast_to(value, shape))
 
 
 _decomposing: set[Any] = set()

@@ -65,7 +65,7 @@ def _to_copy(
     x: JaxTensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any
 ) -> Any:
     if device is not None and torch.device(device).type == "meta":
-        return torch.empty_like(x, dtype=dtype or x.dtype, device="meta")
+        return torch.empty_strided(x.shape, x.stride(), dtype=dtype or x.dtype, device="meta")
     meta = output_meta(aten._to_copy.default, (x,), {"dtype": dtype, **kwargs})
     value = jnp.array(x.raw(), dtype=jax_dtype(dtype or x.dtype), copy=True)
     storage = Storage(value, manual=x._storage.manual)

@@ -68,11 +68,23 @@ def _permute(x: JaxTensor, meta: Meta, dims: Sequence[int]) -> ViewStep:
 
 
 def _expand(x: JaxTensor, meta: Meta, *_: Any, **__: Any) -> ViewStep:
+    shape = (1,) * (len(meta.shape) - x.ndim) + tuple(x.shape)
+    repeated = tuple(
+        dim for dim, (own, size) in enumerate(zip(shape, meta.shape, strict=True)) if own != size
+    )
+
     def write(base: Array, new: Array) -> Array:
-        raise RuntimeError(
-            "A write went to an expanded tensor, in which several elements share one place. Their "
-            "values would overwrite each other in no fixed order. Call .clone() before writing."
-        )
+        if not repeated:
+            return new.reshape(base.shape)
+        # Elements that share one place have the value of those that were written to. If several
+        # were, they are alike: `refuse_overlap` has let nothing else through.
+        old = jnp.broadcast_to(base, new.shape)
+        changed = ~((new == old) | ((new != new) & (old != old)))
+        for dim in repeated:
+            first = jnp.argmax(changed, axis=dim, keepdims=True)
+            new = jnp.take_along_axis(new, first, axis=dim)
+            changed = jnp.any(changed, axis=dim, keepdims=True)
+        return new.reshape(base.shape)
 
     return ViewStep(lambda base: jnp.broadcast_to(base, meta.shape), write)
 

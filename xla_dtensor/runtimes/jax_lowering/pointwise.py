@@ -17,7 +17,7 @@ import torch
 from jax import lax
 from jax.scipy import special
 
-from xla_dtensor.runtimes.jax_convert import jax_dtype
+from xla_dtensor.runtimes.jax_convert import jax_dtype, torch_dtype
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
 __all__: list[str] = []
@@ -31,21 +31,20 @@ def _is_array(value: Any) -> bool:
 
 
 def _compute_dtype(dtype: Any) -> Any:
-    return jnp.float32 if dtype in _HALF else dtype
+    return jnp.dtype(jnp.float32) if dtype in _HALF else dtype
 
 
 def _common(args: tuple[Any, ...]) -> Any:
     """The dtype in which torch compares: dimensioned tensors decide over 0-dim ones and numbers."""
-    arrays = [a for a in args if _is_array(a)]
-    top = [a for a in arrays if a.ndim] or arrays
-    dtype = jnp.result_type(*[a.dtype for a in top])
-    for value in args:
-        kind = value.dtype.kind if _is_array(value) else {bool: "b", int: "i"}.get(type(value), "f")
-        if kind == "f" and dtype.kind in "biu":
-            return jnp.dtype(jnp.float32) if not _is_array(value) else value.dtype
-        if kind == "i" and dtype.kind == "b":
-            return jnp.dtype(jnp.int64)
-    return dtype
+    kinds: list[Any] = [
+        torch.empty((1,) * min(a.ndim, 1), dtype=torch_dtype(a.dtype), device="meta")
+        if _is_array(a)
+        else a
+        for a in args
+    ]
+    if len(kinds) == 1:
+        return jax_dtype(kinds[0].dtype)
+    return jax_dtype(torch.result_type(*kinds))
 
 
 def _cast(value: Any, dtype: Any) -> Any:
@@ -139,7 +138,7 @@ _register(
         "fmin": jnp.fmin,
         "atan2": jnp.arctan2,
         "copysign.Tensor copysign.Scalar": jnp.copysign,
-        "heaviside": jnp.heaviside,
+        "heaviside": lambda x, y: jnp.where(x == 0, y, (x > 0).astype(y.dtype)),
         "fmod.Tensor fmod.Scalar": jnp.fmod,
         "remainder.Tensor remainder.Scalar": jnp.remainder,
         "hypot": jnp.hypot,
@@ -152,8 +151,8 @@ _register(
         "gcd": jnp.gcd,
         "lcm": jnp.lcm,
         "nextafter": jnp.nextafter,
-        "sigmoid_backward": lambda g, y: g * y * (1 - y),
-        "tanh_backward": lambda g, y: g * (1 - y * y),
+        "sigmoid_backward": lambda g, y: g * jnp.conj(y * (1 - y)),
+        "tanh_backward": lambda g, y: g * jnp.conj(1 - y * y),
         "silu_backward": lambda g, x: _silu_backward(g, x),
         "lerp.Tensor lerp.Scalar": lambda a, b, w: jnp.where(
             jnp.abs(w) < 0.5, a + w * (b - a), b - (b - a) * (1 - w)
@@ -210,7 +209,7 @@ def _digamma(x: Any) -> Any:
 
 def _silu_backward(grad: Any, x: Any) -> Any:
     s = jax.nn.sigmoid(x)
-    return grad * s * (1 + x * (1 - s))
+    return grad * jnp.conj(s * (1 + x * (1 - s)))
 
 
 def _is_one(alpha: Any) -> bool:

@@ -30,8 +30,10 @@ def _axes(x: jax.Array, dim: Any) -> tuple[int, ...]:
 
 
 def _wide(x: jax.Array, meta: Any) -> jax.Array:
-    """`x` in the dtype to accumulate in."""
+    """`x` in the dtype to accumulate in: that of the result, but complex numbers stay complex."""
     dtype = jax_dtype(meta.dtype)
+    if jnp.iscomplexobj(x):
+        return x.astype(jnp.promote_types(x.dtype, dtype))
     return x.astype(jnp.float32 if dtype in (jnp.bfloat16, jnp.float16) else dtype)
 
 
@@ -130,15 +132,16 @@ def _var(x: Any, dim: Any = None, *, correction: Any = 1, keepdim: bool = False,
         count *= x.shape[axis]
     wide = _wide(x, meta)
     centred = wide - jnp.mean(wide, axis=axes, keepdims=True)
-    divisor = count - (1 if correction is None else correction)
-    return jnp.sum(centred * centred, axis=axes, keepdims=keepdim) / divisor
+    divisor = max(count - (1 if correction is None else correction), 0)
+    squares = jnp.real(centred * jnp.conj(centred))
+    return jnp.sum(squares, axis=axes, keepdims=keepdim) / divisor
 
 
 @lower(aten.linalg_vector_norm.default, wants_meta=True)
 def _vector_norm(
     x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, meta: Any
 ) -> Any:
-    wide, axes = jnp.abs(_wide(x, meta)), _axes(x, dim)
+    wide, axes = _wide(jnp.abs(x), meta), _axes(x, dim)
     if ord == 2:
         return jnp.sqrt(jnp.sum(wide * wide, axis=axes, keepdims=keepdim))
     if ord in (float("inf"), float("-inf")):

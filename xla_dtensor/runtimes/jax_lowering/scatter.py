@@ -61,6 +61,8 @@ def _reduced(x: Any, points: Sequence[Any], values: Any, reduce: str, include_se
     kind = x.dtype
     if kind in (jnp.bfloat16, jnp.float16):
         x, values = x.astype(jnp.float32), values.astype(jnp.float32)
+    elif kind == jnp.bool_:
+        x, values = x.astype(jnp.int32), values.astype(jnp.int32)
     counts = None
     if reduce == "mean" or not include_self:
         head = x.shape[: len(points)]

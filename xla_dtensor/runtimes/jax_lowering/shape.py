@@ -45,12 +45,12 @@ def _repeat(x: Any, repeats: Any) -> Any:
 
 @lower(aten.flip.default)
 def _flip(x: Any, dims: Any) -> Any:
-    return jnp.flip(x, tuple(dims))
+    return jnp.flip(x, tuple(dims)) if x.ndim else x
 
 
 @lower(aten.roll.default)
 def _roll(x: Any, shifts: Any, dims: Any = ()) -> Any:
-    if not dims:
+    if not dims or not x.ndim:
         return jnp.roll(x.ravel(), shifts[0]).reshape(x.shape)
     return jnp.roll(x, tuple(shifts), tuple(dims))
 
