@@ -319,6 +319,9 @@ class _Run(torch.autograd.Function):
             needed and (t.is_floating_point() or t.is_complex())
             for needed, t in zip(ctx.needs_input_grad[2:], inputs, strict=True)
         )
+        ctx.inputs = [
+            t for t, needed in zip(inputs, ctx.needs_input_grad[2:], strict=True) if needed
+        ]
         results, ctx.pull = program.program.run_for_grad(payloads, ctx.wanted)
         outputs = program.wrapped(results)
         ctx.mark_non_differentiable(
@@ -335,4 +338,4 @@ class _Run(torch.autograd.Function):
             None if payload is None else DTensor._wrapping(payload, program.mesh, labels)
             for payload, labels in zip(found, program.in_labels, strict=True)
         ]
-        return (None, None, *refuse_second("call_jax", *made))
+        return (None, None, *refuse_second("call_jax", ctx.inputs, *made))

@@ -255,7 +255,7 @@ class _Gather(OneResult):
         owner.went_back()
         total = owner.sharded_gradient(getattr(grad, "_local_tensor", grad))
         total = _with_pending(total, owner)
-        return (*refuse_second("the parameters of fully_shard", total), None)
+        return (*refuse_second("the parameters of fully_shard", [owner.parameter], total), None)
 
 
 def _with_pending(total: DTensor, owner: ShardedParameter) -> DTensor:
@@ -309,7 +309,11 @@ class _LendUnreduced(OneResult):
         total = grad if owner.pending is None else owner.pending + grad
         owner.pending = None if ctx.reduce else total
         found = owner.sharded_gradient(_mean(total)) if ctx.reduce else None
-        return (*refuse_second("the parameters of fully_shard", found), None, None)
+        return (
+            *refuse_second("the parameters of fully_shard", [owner.parameter], found),
+            None,
+            None,
+        )
 
 
 def shard_parameter(

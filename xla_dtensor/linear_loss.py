@@ -154,7 +154,8 @@ class _LinearLoss(OneResult):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         found = below(linear_loss_backward, grad, *ctx.saved_tensors, *ctx.options)
-        of_input, of_weight, of_bias = refuse_second("linear_cross_entropy", *found)
+        inputs = ctx.saved_tensors[:4]
+        of_input, of_weight, of_bias = refuse_second("linear_cross_entropy", inputs, *found)
         to_input, to_weight, _, to_bias, *_ = ctx.needs_input_grad
         return (
             of_input if to_input else None,

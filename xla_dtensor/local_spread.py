@@ -88,6 +88,7 @@ class _SameOnAll(OneResult):
         from xla_dtensor.local_view import LocalView
 
         runtime = get_runtime()
+        ctx.inputs = [tensor]
         if is_traced(tensor):
             ctx.on_host, ctx.region = None, region
             ctx.save_for_backward(tensor)
@@ -107,4 +108,4 @@ class _SameOnAll(OneResult):
             found = gather_everywhere(whole._payload, like, ctx.region)
         else:
             found = gathered(grad, ctx.on_host)
-        return (*refuse_second("a plain tensor beside local tensors", found), None)
+        return (*refuse_second("a plain tensor beside local tensors", ctx.inputs, found), None)

@@ -41,7 +41,7 @@ __all__ = ["KINDS", "Expected", "Verdict", "difference", "expected_of", "judge"]
 # From worst to best.
 KINDS = ("abort", "hang", "wrong", "silent", "unclear", "refused", "unjudged", "right")
 TIMES = 4.0
-_NUM_NOISES = 3
+_NUM_NOISES = 5
 _LENGTH = 200
 _TOO_NOISY = 0.2
 

@@ -641,6 +641,108 @@ def a_step_for_devices_in_another_order(on: On) -> Any:
     return [[d.id for d in each._device_assignment] for each in given], [[*range(7, -1, -1)]]
 
 
+# ---------------------------------------------------------------------- what drawn programs found
+
+
+def complex_numbers(*shape: int) -> torch.Tensor:
+    return torch.complex(numbers(*shape), numbers(*shape, start=2.0))
+
+
+@values("jax")
+def sizes_of_complex_numbers(on: On) -> Any:
+    """The imaginary part was dropped where the result is real."""
+    z = on.put(complex_numbers(8), Shard(0), R)
+    norms = [torch.linalg.vector_norm(z, p) for p in (2, 1, float("inf"), 0)]
+    return *norms, torch.var(z), torch.std(z), F.normalize(z, dim=0), torch.dist(z, z * 2)
+
+
+@values("jax")
+def gradients_of_complex_functions(on: On) -> Any:
+    z = on.leaf(complex_numbers(8), Shard(0), R)
+    value = (torch.tanh(z) * torch.sigmoid(z)).abs().sum()
+    return torch.autograd.grad(value, z)
+
+
+@values("jax")
+def numbers_are_complex(on: On) -> Any:
+    x = on.put(complex_numbers(8), Shard(0), R)
+    return x == 1j, x.real != 1j, x.clone().copy_(on.put(torch.tensor(2.0))), x.clone().fill_(1j)
+
+
+@values()
+def a_number_is_turned_round(on: On) -> Any:
+    x = on.put(torch.tensor(3.0))
+    return x.flip(0), x.roll(1), x.flip(-1)
+
+
+@values("jax")
+def the_largest_of_bools_by_index(on: On) -> Any:
+    x, index = on.put(torch.tensor([True, False, False, True])), torch.tensor([0, 1, 1, 3])
+    rows = on.put(torch.tensor([False, True, False, True])), on.put(index)
+    return [torch.scatter_reduce(x, 0, rows[1], rows[0], how) for how in ("amax", "amin")]
+
+
+@values("jax")
+def a_step_function_of_nan(on: On) -> Any:
+    x = on.put(torch.tensor([float("nan"), -1.0, 0.0, 2.0]), Shard(0), R)
+    return torch.heaviside(x, on.put(torch.tensor(float("nan")))), torch.heaviside(x, x + 1)
+
+
+@values("jax")
+def half_precision_is_divided_and_cut(on: On) -> Any:
+    x = on.put(numbers(8).bfloat16() * 9, Shard(0), R)
+    return torch.div(x, x + 2, rounding_mode="trunc").double()
+
+
+@values("jax")
+def writes_to_expanded_tensors(on: On) -> Any:
+    """Elements that share no place, or get one value, may be written to."""
+    x, y = on.put(numbers(4, 2), Shard(0), R), on.put(numbers(1, 4), R, Shard(1))
+    x.expand(-1, -1).mul_(2)
+    x.expand(1, 4, 2)[:, 1:].add_(1)
+    y.expand(3, 4)[1, :2].fill_(7)
+    return x, y
+
+
+@values("jax")
+def an_argument_and_a_view_of_it(on: On) -> Any:
+    """The step had a copy of the view, which did not follow."""
+    x = on.put(numbers(4, 2), Shard(0), R)
+    row, turned = x[1:3], x.t()
+    first = on.compile(lambda a, b: (a.add_(1), b * 1)[1])
+    second = on.compile(lambda a, b: (b.mul_(2), a * 1)[1])
+    alone = on.compile(lambda b: b.sub_(3).sum())
+    return first(x, row), first(x, row), second(x, turned), alone(row), x, row, turned
+
+
+@values("jax")
+def rows_of_one_tensor_are_read(on: On) -> Any:
+    x, step = on.put(numbers(4, 2), Shard(0), R), on.compile(lambda a, b: a * b)
+    return [step(x[i], x[i + 1]) for i in range(3)]
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    with pytest.raises(RuntimeError) as error:
+        call()
+    return str(error.value)[:60]
+
+
+@layouts("jax")
+def writes_that_torch_refuses(on: On) -> Any:
+    x, y = on.put(numbers(1, 4)), on.put(numbers(3, 4))
+    step = on.compile(lambda a: a.t_() * 1)
+    found = [
+        error_of(lambda: x.expand(3, 4).add_(y)),
+        error_of(lambda: x.clamp_min_(y)),
+        error_of(lambda: step(y)),
+    ]
+    return found, [
+        "aten.add_.Tensor was to write to an expanded tensor of shape",
+        "aten.clamp_min_.Tensor was called on DTensors: output with s",
+        "A compiled step changed the shape of an argument of shape=(3",
+    ]
+
+
 # ---------------------------------------------------------------------- steps that fail
 
 

@@ -42,7 +42,7 @@ from xla_dtensor.runtimes.jax_trace import active_trace
 from xla_dtensor.runtimes.jax_traced_stacks import traced_stack, wrapped_rows
 from xla_dtensor.runtimes.jax_watch import see_modules
 from xla_dtensor.runtimes.layers import Layers
-from xla_dtensor.runtimes.whole_autograd import refuse_second
+from xla_dtensor.runtimes.whole_autograd import refuse_second, save, saved
 
 __all__ = ["run"]
 
@@ -187,32 +187,29 @@ class _Scan(torch.autograd.Function):
             ctx.set_materialize_grads(False)
             ctx.plan, ctx.n_inputs, ctx.origin = plan, len(tensors), frames_here()
             # Saved as tensors, so that autograd frees them, and a checkpoint around keeps none.
-            _save(ctx, *tensors, *(JaxTensor(Storage(a)) for a in kept))
+            save(ctx, *tensors, *(JaxTensor(Storage(a)) for a in kept))
         ctx.mark_non_differentiable(*(r for r in results if not _inexact_tensor(r)))
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         plan: Plan = ctx.plan
-        saved = ctx.saved_tensors
+        kept_tensors = saved(ctx)
         with x64():
-            _, shared, layers = _arrays(plan, saved[: ctx.n_inputs])
-            kept = [tensor.raw() for tensor in saved[ctx.n_inputs :]]
+            _, shared, layers = _arrays(plan, kept_tensors[: ctx.n_inputs])
+            kept = [tensor.raw() for tensor in kept_tensors[ctx.n_inputs :]]
             given = [_incoming(grads[i], plan.forms.carry[i]) for i in plan.trace.grad_of]
             in_step = active_trace() is not None
             loop = backward_loop(plan) if in_step else backward_loop_of_rows(plan)
             program = _program("backward", plan, loop)
             with frames_of(ctx.origin, "backward"):
                 found = program(given, kept, layers, shared, plan.trace.consts)
-            return (None, *refuse_second("scan_layers", *_wrapped(plan, *found)))
-
-
-def _save(ctx: Any, *tensors: torch.Tensor) -> None:
-    # As in whole_ops: under saved-tensor hooks torch 2.9 loses the hooks of a leaf that is saved.
-    hooks = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-    if hooks._top_saved_tensors_default_hooks(True) is not None:
-        tensors = tuple(t.detach() if t.is_leaf else t for t in tensors)
-    ctx.save_for_backward(*tensors)
+            return (
+                None,
+                *refuse_second(
+                    "scan_layers", kept_tensors[: ctx.n_inputs], *_wrapped(plan, *found)
+                ),
+            )
 
 
 _NO_RNG = np.zeros(2, np.uint32)

@@ -12,7 +12,7 @@ What has no such formula says so where the second derivative is asked for (`refu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -84,12 +84,12 @@ def saved(ctx: Any) -> Any:
 
 
 class _NoSecond(torch.autograd.Function):
-    """Tensors as they are, whose derivative is refused."""
+    """Tensors as they are, whose derivative with respect to the inputs is refused."""
 
     @staticmethod
-    def forward(ctx: Any, what: str, _recorded: Any, *tensors: Any) -> Any:
+    def forward(ctx: Any, what: str, number: int, *tensors: Any) -> Any:
         ctx.what = what
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        return tuple(tensor.view_as(tensor) for tensor in tensors[number:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -100,18 +100,19 @@ class _NoSecond(torch.autograd.Function):
         )
 
 
-def refuse_second(what: str, *gradients: Any) -> Any:
+def refuse_second(what: str, inputs: Sequence[Any], *gradients: Any) -> Any:
     """Return gradients that raise when they are differentiated: their derivative is not known.
 
     Args:
         what: What the backward is of, for the message.
-        *gradients: What it has computed; None where it is not needed.
+        inputs: What the gradients depend on: the inputs of the forward.
+        *gradients: What the backward has computed; None where it is not needed.
     """
     if not torch.is_grad_enabled():
         return gradients
     places = [i for i, gradient in enumerate(gradients) if gradient is not None]
-    recorded = torch.empty(0, requires_grad=True, device="cpu")
-    marked = _NoSecond.apply(what, recorded, *(gradients[i] for i in places))
+    known = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+    marked = _NoSecond.apply(what, len(known), *known, *(gradients[i] for i in places))
     results = [None] * len(gradients)
     for i, gradient in zip(places, marked, strict=True):  # pyright: ignore[reportArgumentType]
         results[i] = gradient
