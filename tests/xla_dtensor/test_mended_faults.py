@@ -721,6 +721,30 @@ def rows_of_one_tensor_are_read(on: On) -> Any:
     return [step(x[i], x[i + 1]) for i in range(3)]
 
 
+@values("jax")
+def numbers_that_a_step_returns(on: On) -> Any:
+    """They were objects of the trace."""
+    x, step = (
+        on.put(numbers(8), Shard(0), R),
+        on.compile(lambda t: (t.sum().item(), t[0].item() * 2)),
+    )
+    found = [step(x), step(x * 3)]
+    assert all(type(number) is float for pair in found for number in pair)
+    return torch.tensor(found)
+
+
+@values("jax")
+def bools_are_added_by_index(on: On) -> Any:
+    x, index = on.put(torch.tensor([False, False, True])), on.put(torch.tensor([0, 0, 2]))
+    return x.index_put((index,), on.put(torch.tensor([True, True, False])), accumulate=True)
+
+
+@values("jax")
+def a_step_takes_one_number_of_a_larger_tensor(on: On) -> Any:
+    x, step = on.put(numbers(8), Shard(0), R), on.compile(lambda t: t * torch.arange(34)[3::17][:1])
+    return step(x), step(x)
+
+
 def error_of(call: Callable[[], Any]) -> str:
     with pytest.raises(RuntimeError) as error:
         call()
@@ -735,11 +759,15 @@ def writes_that_torch_refuses(on: On) -> Any:
         error_of(lambda: x.expand(3, 4).add_(y)),
         error_of(lambda: x.clamp_min_(y)),
         error_of(lambda: step(y)),
+        error_of(lambda: torch.heaviside(x, x.float())),
+        error_of(lambda: on.compile(torch.tensor_split)(y, on.put(torch.tensor([1])))),
     ]
     return found, [
         "aten.add_.Tensor was to write to an expanded tensor of shape",
         "aten.clamp_min_.Tensor was called on DTensors: output with s",
         "A compiled step changed the shape of an argument of shape=(3",
+        "heaviside was called on tensors of float64 and float32. PyTo",
+        "A tensor's value was read by an op that takes a tensor of th",
     ]
 
 

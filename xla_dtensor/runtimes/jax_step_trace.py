@@ -31,7 +31,7 @@ from xla_dtensor.runtimes.jax_slots import row_type
 from xla_dtensor.runtimes.jax_stacks import all_rows
 from xla_dtensor.runtimes.jax_step_values import bound, replaced, split_outputs, written_arguments
 from xla_dtensor.runtimes.jax_tensor import Storage
-from xla_dtensor.runtimes.jax_trace import Trace
+from xla_dtensor.runtimes.jax_trace import Trace, refusing_reads
 from xla_dtensor.runtimes.jax_traced_stacks import gather, placed_values
 from xla_dtensor.runtimes.jax_watch import Watch, watching
 from xla_dtensor.runtimes.module_names import naming_modules
@@ -169,7 +169,8 @@ def traced_step(
             given = list(replaced(call.leaves, tensors))
             args, kwargs = close_all(tree_unflatten(given, call.tree))
             containers = Containers.of((args, kwargs), call.given)
-            result = step(*args, **kwargs)
+            with refusing_reads():
+                result = step(*args, **kwargs)
             found.writes, contents = containers.written()
             outputs = (result, contents) if contents else result
             out_leaves, found.tree = tree_flatten(open_all(outputs))

@@ -13,9 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.errors import CompileError
 from xla_dtensor.runtimes.jax_manual import ManualAxes, stacked_sharding, wrapped
-from xla_dtensor.runtimes.jax_placing import place
+from xla_dtensor.runtimes.jax_placing import host_value, place
+from xla_dtensor.runtimes.jax_scalar import unwrap_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
-from xla_dtensor.runtimes.jax_trace import Trace, active_trace
+from xla_dtensor.runtimes.jax_trace import Trace, active_trace, is_tracer
 
 __all__ = [
     "Delivered",
@@ -161,6 +162,12 @@ def split_outputs(
     pinned: list[NamedSharding | None] = []
     for leaf in leaves:
         tensor = inner(leaf)
+        number = unwrap_number(leaf)
+        if tensor is None and is_tracer(number):  # what item() gave
+            arrays.append(number)
+            static.append(lambda array: host_value(array).item())
+            pinned.append(None)
+            continue
         if tensor is None:
             static.append(_from_host(leaf))
             continue

@@ -46,6 +46,7 @@ __all__ = [
     "note_write",
     "refuse_read",
     "refuse_write_to_host",
+    "refusing_reads",
 ]
 
 _active: Trace | None = None
@@ -262,6 +263,21 @@ def refuse_read(what: str) -> NoReturn:
         "its tensors have no values yet, and Python cannot branch on them. Return the tensor from "
         "the step and read it outside, or use torch.where instead of `if`." + _user_line()
     )
+
+
+# What torch's C++ says where it looks into the memory of a tensor that has none.
+_NO_MEMORY = "its data is not allocated yet"
+
+
+@contextlib.contextmanager
+def refusing_reads() -> Iterator[None]:
+    """Turn torch's own error for a value that it cannot read into ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _NO_MEMORY not in str(error):
+            raise
+        refuse_read("read by an op that takes a tensor of the host there, such as tensor_split,")
 
 
 def refuse_write_to_host(target: Any) -> None:

@@ -314,5 +314,6 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return tensor.view(torch.uint8)
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not reshape(-1): of a single number that keeps the stride it had in a larger tensor.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -28,6 +28,10 @@ def put_points(
     """
     if not points[0].size:
         return x
+    if x.dtype == jnp.bool_ and accumulate:  # the sum of bools is whether one of them is true
+        numbers = x.astype(jnp.int32)
+        found = put_points(numbers, points, values, accumulate, from_the_end=from_the_end)
+        return found.astype(jnp.bool_)
     rest = x.shape[len(points) :]
     shape = [size for size in points[0].shape if size > 1]
     if not shape or any(size % jax_devices.device_count() for size in shape):

@@ -138,7 +138,6 @@ _register(
         "fmin": jnp.fmin,
         "atan2": jnp.arctan2,
         "copysign.Tensor copysign.Scalar": jnp.copysign,
-        "heaviside": lambda x, y: jnp.where(x == 0, y, (x > 0).astype(y.dtype)),
         "fmod.Tensor fmod.Scalar": jnp.fmod,
         "remainder.Tensor remainder.Scalar": jnp.remainder,
         "hypot": jnp.hypot,
@@ -177,6 +176,16 @@ _register(
         "logical_not": jnp.logical_not,
     },
 )
+
+
+@lower(aten.heaviside.default)
+def _heaviside(x: Any, y: Any) -> Any:
+    if x.dtype != y.dtype:
+        raise RuntimeError(
+            f"heaviside was called on tensors of {x.dtype} and {y.dtype}. PyTorch has it for two "
+            "tensors of one dtype. Cast one of them."
+        )
+    return jnp.where(x == 0, y, (x > 0).astype(y.dtype))
 
 
 def _pow(x: Any, y: Any) -> Any:

@@ -136,7 +136,9 @@ def _lstsq(a: Any, b: Any, rcond: float | None = None, *, driver: str | None = N
     u, values, vh = linalg.svd(a, full_matrices=False)
     eps = jnp.finfo(values.dtype).eps
     rtol = eps * max(rows, columns) if rcond is None else (rcond if rcond >= 0 else eps)
-    tolerance = 0.0 if driver == "gels" else rtol * jnp.max(values, axis=-1, keepdims=True)
+    tolerance = (
+        0.0 if driver == "gels" else rtol * jnp.max(values, axis=-1, keepdims=True, initial=0)
+    )
     is_kept = values > tolerance
     inverted = _inverted(values, tolerance).astype(a.dtype)
     found = _product(adjoint(vh), inverted[..., :, None] * _product(adjoint(u), b))
