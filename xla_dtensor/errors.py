@@ -16,6 +16,7 @@ __all__ = [
     "DistributeError",
     "FeedMismatchError",
     "ImplicitRedistributionError",
+    "IndexRangeError",
     "LocalViewError",
     "ManualRegionError",
     "MeshRankError",
@@ -87,6 +88,10 @@ class ProgramMismatchError(XlaDTensorError, RuntimeError):
 
 class RngStateError(XlaDTensorError, ValueError):
     """A named random state is unknown, or would be added twice."""
+
+
+class IndexRangeError(XlaDTensorError, IndexError, RuntimeError):
+    """An index or a dim that a tensor lacks. torch raises an IndexError or a RuntimeError."""
 
 
 class WriteError(XlaDTensorError, RuntimeError):

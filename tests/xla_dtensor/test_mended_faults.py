@@ -760,6 +760,7 @@ def writes_that_torch_refuses(on: On) -> Any:
         error_of(lambda: x.clamp_min_(y)),
         error_of(lambda: step(y)),
         error_of(lambda: torch.heaviside(x, x.float())),
+        error_of(lambda: y @ y.float().mT),
         error_of(lambda: on.compile(torch.tensor_split)(y, on.put(torch.tensor([1])))),
     ]
     return found, [
@@ -767,6 +768,7 @@ def writes_that_torch_refuses(on: On) -> Any:
         "aten.clamp_min_.Tensor was called on DTensors: output with s",
         "A compiled step changed the shape of an argument of shape=(3",
         "heaviside was called on tensors of float64 and float32. PyTo",
+        "A product of tensors of float64 and float32 was asked for. P",
         "A tensor's value was read by an op that takes a tensor of th",
     ]
 

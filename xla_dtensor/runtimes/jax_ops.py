@@ -11,6 +11,7 @@ Every functional result is held to what torch's meta device says of it (``jax_me
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from xla_dtensor.runtimes import (
     jax_views,
 )
 from xla_dtensor.runtimes.foreach import is_foreach, writes_to_a_list
+from xla_dtensor.runtimes.index_bounds import BOUNDS, check_bounds
 from xla_dtensor.runtimes.jax_composed import COMPOSED
 from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch, x64
 from xla_dtensor.runtimes.jax_foreach import (
@@ -38,9 +40,10 @@ from xla_dtensor.runtimes.jax_foreach import (
 from xla_dtensor.runtimes.jax_host_inputs import admitted, with_values
 from xla_dtensor.runtimes.jax_lowering import find_lowering
 from xla_dtensor.runtimes.jax_meta import Meta, output_meta, raise_torchs_error
+from xla_dtensor.runtimes.jax_placing import host_value
 from xla_dtensor.runtimes.jax_scalar import unwrap_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
-from xla_dtensor.runtimes.jax_trace import active_trace, refuse_write_to_host
+from xla_dtensor.runtimes.jax_trace import active_trace, is_tracer, refuse_write_to_host
 
 __all__ = ["as_array", "run_op", "write"]
 
@@ -94,6 +97,8 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if func in BOUNDS:
+        check_bounds(func, args, kwargs, _extremes)
     lowering = find_lowering(func)
     if lowering is None:
         return _decompose(func, args, kwargs)
@@ -111,6 +116,26 @@ def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             raise_torchs_error(func, args, kwargs)
         raise
     return _wrapped(func, result, meta)
+
+
+def _extremes(index: Any, ignored: int | None) -> tuple[int, int] | None:
+    """Return the smallest and the largest index; None while a step is traced."""
+    if not isinstance(index, JaxTensor):
+        values = index if ignored is None else index[index != ignored]
+        return (int(values.min()), int(values.max())) if values.numel() else None
+    array = index.raw() if index._storage.manual is not None else index.value()
+    if is_tracer(array):
+        return None
+    low, high = host_value(_low_and_high(array, ignored)).tolist()
+    return None if low > high else (low, high)
+
+
+@partial(jax.jit, static_argnums=1)
+def _low_and_high(array: jax.Array, ignored: int | None) -> jax.Array:
+    limits = jnp.iinfo(array.dtype)
+    low = array if ignored is None else jnp.where(array == ignored, limits.max, array)
+    high = array if ignored is None else jnp.where(array == ignored, limits.min, array)
+    return jnp.stack([jnp.min(low), jnp.max(high)])
 
 
 def as_array(value: Any) -> Any:

@@ -104,7 +104,10 @@ def _advanced(indices: Any) -> tuple[Any, ...]:
 
 @lower(aten.index.Tensor)
 def _index(x: Any, indices: Any) -> Any:
-    return x[_advanced(indices)]
+    places = _advanced(indices)
+    if any(isinstance(i, jax.Array) and i.dtype != jnp.bool_ for i in places):
+        return x.at[places].get(mode="fill")
+    return x[places]
 
 
 @lower(aten.index_put.default)
@@ -166,6 +169,8 @@ def _nll_loss(log_probs: Any, target: Any, weight: Any, reduction: int, ignore_i
     axis = 1 if log_probs.ndim > 1 else 0
     rows = _row_weights(log_probs, target, weight, ignore_index)
     chosen = jnp.sum(jnp.where(_picked(log_probs.shape, target), log_probs, 0), axis=axis)
+    is_class = (target >= 0) & (target < log_probs.shape[axis]) | (target == ignore_index)
+    chosen = jnp.where(is_class, chosen, jnp.nan)
     losses, total = -chosen * rows, jnp.sum(rows)
     if reduction == 0:
         return losses, jnp.zeros((), log_probs.dtype)

@@ -37,6 +37,11 @@ def precision() -> lax.Precision:
 
 
 def _matmul(a: Any, b: Any) -> Any:
+    if a.dtype != b.dtype:
+        raise RuntimeError(
+            f"A product of tensors of {a.dtype} and {b.dtype} was asked for. PyTorch multiplies "
+            "matrices of one dtype. Cast one of them."
+        )
     if a.dtype.kind in "biu":
         return jnp.matmul(a, b).astype(a.dtype)
     return jnp.matmul(a, b, precision=precision())

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from xla_dtensor.errors import IndexRangeError
 from xla_dtensor.runtimes.jax_convert import jax_dtype
 from xla_dtensor.runtimes.jax_lowering.extremes import largest, smallest
 from xla_dtensor.runtimes.jax_lowering.table import lower
@@ -26,6 +27,12 @@ def _axes(x: jax.Array, dim: Any) -> tuple[int, ...]:
     if dim is None or (isinstance(dim, Sequence) and not dim):
         return tuple(range(x.ndim))
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    most = max(x.ndim, 1)
+    if any(not -most <= d < most for d in dims):
+        raise IndexRangeError(
+            f"A reduction was asked for along dim={dim} of a tensor of shape={x.shape}. It has the "
+            f"dims {-most} to {most - 1}. Pass one of these."
+        )
     return tuple(d % max(x.ndim, 1) for d in dims) if x.ndim else ()
 
 

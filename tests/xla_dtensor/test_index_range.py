@@ -1,0 +1,88 @@
+"""An index that a tensor does not have raises, as in PyTorch; in a compiled step it gives NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import Replicate, Shard
+
+import xla_dtensor as xd
+from xla_dtensor.errors import IndexRangeError
+
+pytestmark = pytest.mark.only_on("jax")
+R = Replicate()
+ONE = torch.tensor(1.0)
+Call = Callable[[Any, Any], Any]
+
+# Name -> (call of a tensor of 8 rows and 3 columns, and of two indices; those that are taken).
+CALLS: dict[str, tuple[Call, tuple[int, int]]] = {
+    "x[i]": (lambda x, i: x[i], (-8, 7)),
+    "x[:, i]": (lambda x, i: x[:, i], (-3, 2)),
+    "index_put": (lambda x, i: x.index_put((i,), ONE), (-8, 7)),
+    "index_select": (lambda x, i: x.index_select(0, i), (0, 7)),
+    "gather": (lambda x, i: x.gather(0, i[:, None]), (0, 7)),
+    "scatter": (lambda x, i: x.scatter(0, i[:, None], 1.0), (0, 7)),
+    "scatter_add": (lambda x, i: x.scatter_add(1, i[:, None], x), (0, 2)),
+    "scatter_reduce": (lambda x, i: x.scatter_reduce(0, i[:, None], x, "amax"), (0, 7)),
+    "index_add": (lambda x, i: x.index_add(0, i, x[:2]), (0, 7)),
+    "index_copy": (lambda x, i: x.index_copy(0, i, x[:2]), (0, 7)),
+    "index_fill": (lambda x, i: x.index_fill(0, i, 1.0), (-8, 7)),
+    "take": (lambda x, i: x.take(i), (-24, 23)),
+    "put": (lambda x, i: x.put(i, x[0, :2]), (-24, 23)),
+    "embedding": (lambda x, i: F.embedding(i, x), (0, 7)),
+    "cross_entropy": (lambda x, i: F.cross_entropy(x[:2], i), (0, 2)),
+}
+
+
+def table(mesh: xd.DeviceMesh | None) -> Any:
+    x = torch.sin(torch.arange(24.0)).reshape(8, 3)
+    return x if mesh is None else xd.distribute_tensor(x, mesh, [Shard(0), R])
+
+
+def on_mesh(index: torch.Tensor, mesh: xd.DeviceMesh) -> Any:
+    return xd.distribute_tensor(index, mesh, [R, R])
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["host", "mesh"])
+@pytest.mark.parametrize("name", CALLS)
+def test_range(name: str, on_host: bool, mesh: xd.DeviceMesh) -> None:
+    call, (low, high) = CALLS[name]
+    put = (lambda i: i) if on_host and name != "embedding" else (lambda i: on_mesh(i, mesh))
+    ends = torch.tensor([low, high])
+    found: Any = call(table(mesh), put(ends))
+    torch.testing.assert_close(found.full_tensor().cpu(), call(table(None), ends))
+    for wrong in (low - 1, high + 1):
+        index = torch.tensor([low, wrong])
+        with pytest.raises(IndexRangeError, match=f"the index {wrong} for ") as error:
+            call(table(mesh), put(index))
+        with pytest.raises((IndexError, RuntimeError)) as right:
+            call(table(None), index)
+        assert isinstance(error.value, type(right.value))
+
+
+def test_what_means_no_index(mesh: xd.DeviceMesh) -> None:
+    target = torch.tensor([-100, 2])
+    found: Any = F.cross_entropy(table(mesh)[:2], on_mesh(target, mesh))
+    right = F.cross_entropy(table(None)[:2], target)
+    torch.testing.assert_close(found.full_tensor().cpu(), right)
+    nothing = on_mesh(torch.zeros(0, dtype=torch.int64), mesh)
+    assert table(mesh)[nothing].shape == (0, 3)
+
+
+def test_a_compiled_step_gives_nan(mesh: xd.DeviceMesh) -> None:
+    step: Any = xd.compile(lambda x, i, t: (x[i], F.embedding(i, x), F.cross_entropy(x[:2], t)))
+    index, target = torch.tensor([7, 8]), torch.tensor([0, 3])
+    rows, embedded, loss = step(table(mesh), on_mesh(index, mesh), on_mesh(target, mesh))
+    for value in (rows, embedded):
+        assert torch.equal(value.full_tensor().cpu()[0], table(None)[7])
+        assert value.full_tensor().cpu()[1].isnan().all()
+    assert loss.full_tensor().cpu().isnan()
+
+
+def test_a_dim_that_there_is_not(mesh: xd.DeviceMesh) -> None:
+    with pytest.raises(IndexRangeError, match=r"along dim=4 of a tensor of shape=\(8, 3\)"):
+        table(mesh).softmax(4)
