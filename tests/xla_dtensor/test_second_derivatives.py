@@ -73,7 +73,8 @@ def attention_by_parts(x: Any, w: Any) -> Any:
 
 def derivatives(function: Function, x: Any, w: Any) -> list[Any]:
     """Those of the first three orders, of both arguments."""
-    found, value = [], function(x, w).sum()
+    found: list[Any] = []
+    value: Any = function(x, w).sum()
     for order in range(3):
         grads = torch.autograd.grad(value, (x, w), create_graph=order < 2)
         found += grads
