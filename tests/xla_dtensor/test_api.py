@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import xla_dtensor as xd
-from xla_dtensor.errors import DistributeError
+from xla_dtensor.errors import DistributeError, UnsupportedOpError
 from xla_dtensor.runtimes import Runtime
 
 DTYPES = [
@@ -21,7 +21,7 @@ DTYPES = [
     torch.float16,
     torch.bfloat16,
     torch.complex64,
-    torch.complex128,
+    pytest.param(torch.complex128, marks=pytest.mark.only_on("jax")),
     torch.int64,
     torch.int32,
     torch.int16,
@@ -192,6 +192,15 @@ def test_dtypes(mesh: xd.DeviceMesh, dtype: torch.dtype) -> None:
     assert_same(d, x)
     assert bytes_per_device(d) == {x.nbytes // 2}
     assert_same(torch.cat([d, d]), torch.cat([x, x]))
+
+
+@pytest.mark.only_on("torch_xla")
+def test_complex128_is_refused(mesh: xd.DeviceMesh) -> None:
+    with pytest.raises(UnsupportedOpError, match=r"^A tensor with dtype=torch\.complex128 and"):
+        xd.distribute_tensor(torch.zeros(8, dtype=torch.complex128), mesh)
+    real = xd.distribute_tensor(torch.zeros(8, dtype=torch.float64), mesh)
+    with pytest.raises(UnsupportedOpError, match="Use complex64, or the JAX runtime"):
+        torch.complex(real, real)
 
 
 def test_integers_beyond_32_bits(mesh: xd.DeviceMesh) -> None:

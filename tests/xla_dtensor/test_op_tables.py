@@ -129,17 +129,17 @@ def in_steps(given: Iterable[Program]) -> list[Program]:
     return [narrowed(program) for program in given if program.name not in left_out]
 
 
-@by_batches(in_steps(OF_OPS), 40)
+@by_batches(in_steps(OF_OPS), 128)
 def test_ops(cut: Put, batch: list[Program]) -> None:
     check_all(batch, cut, xd.compile)
 
 
-@by_batches(in_steps([*OF_LINALG, *OF_FUNCTIONS]), 24)
+@by_batches(in_steps([*OF_LINALG, *OF_FUNCTIONS]), 72)
 def test_linear_algebra(cut: Put, batch: list[Program]) -> None:
     check_all(batch, cut, xd.compile)
 
 
-@by_batches(in_steps(OF_LAYERS), 24)
+@by_batches(in_steps(OF_LAYERS), 72)
 def test_layers(cut: Put, batch: list[Program]) -> None:
     check_all(batch, cut, xd.compile)
 
@@ -154,7 +154,7 @@ def gradients_left_out() -> list[Program]:
 
 
 @pytest.mark.thorough
-@by_batches(gradients_left_out())
+@by_batches(gradients_left_out(), 128)
 def test_gradients_of_more_calls(cut: Put, batch: list[Program]) -> None:
     check_all(batch, cut, xd.compile)
 
@@ -166,7 +166,7 @@ def test_every_kind_that_torch_differentiates_is_in_a_step() -> None:
     assert [program.name for program in more if has_gradients(program)] == []
 
 
-@by_batches(OF_RANGES)
+@by_batches(OF_RANGES, 128)
 def test_random_numbers(cut: Put, batch: list[Program]) -> None:
     check_values(batch, cut, xd.compile)
 
@@ -190,7 +190,7 @@ BY_NAME = {program.name: program for program in EVERY}
 OF_VALUES = [*programs(BY_VALUES), *(BY_NAME[name] for name in (*ONLY_EAGER, *INVALID_IN_XLA))]
 
 
-@by_batches(OF_VALUES, 40)
+@by_batches(OF_VALUES, 128)
 def test_what_only_runs_eagerly(cut: Put, batch: list[Program]) -> None:
     check_all(batch, cut, eagerly)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.errors import DistributeError, XlaDTensorError
+from xla_dtensor.errors import DistributeError, UnsupportedOpError, XlaDTensorError
 from xla_dtensor.nested import leaves
 from xla_dtensor.runtimes.torch_xla_bases import annotate_bases_again, write_to_sources
 from xla_dtensor.runtimes.torch_xla_corrections import correction
@@ -64,6 +64,12 @@ def is_payload(tensor: object) -> bool:
 
 def to_payload(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` inside the functional wrapper; itself if it is there already."""
+    if tensor.dtype is torch.complex128:
+        raise UnsupportedOpError(
+            f"A tensor with dtype=torch.complex128 and shape={tuple(tensor.shape)} was asked for "
+            "on torch_xla, which silently loses the imaginary part of such numbers. Use complex64, "
+            "or the JAX runtime."
+        )
     payload = tensor if _is_functional(tensor) else _to_functional(tensor)
     remember(payload)
     return payload
