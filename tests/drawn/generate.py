@@ -37,7 +37,7 @@ from tests.drawn import ops
 from tests.drawn.draw import Draw, tuple_text
 from tests.drawn.programs import PLAIN_WORDS, Leaf, Mesh, Program, run
 
-__all__ = ["generate", "generate_call"]
+__all__ = ["generate", "generate_call", "generate_refused"]
 
 SHAPES = ((8,), (2, 4), (4, 2), (2, 2, 2), (8, 1), (2, 2, 2, 1), (1,), (2, 3), (3,))
 SHAPE_WEIGHTS = (4, 8, 3, 4, 2, 2, 1, 2, 1)
@@ -520,6 +520,31 @@ def generate_call(
                 draw.mesh, tuple(draw.leaves), tuple(draw.lines), tuple(draw.results), compiled
             )
     return None
+
+
+@_quietly
+def generate_refused(name: str, number: int, seed: int = 0) -> Program | None:
+    """Draw a call that plain torch refuses.
+
+    Args:
+        name: Of the op in op_db.
+        number: Which of the calls that op_db says are refused.
+        seed: Decides the mesh and how the tensors lie.
+
+    Returns:
+        A program; None where op_db has no such call, or plain torch takes it.
+    """
+    chance = random.Random(f"refused {name} {number} {seed}")
+    calls = ops.refused_calls_of(name)
+    if number >= len(calls):
+        return None
+    draw = Draw(chance, _mesh(chance))
+    names = {id(t): draw.leaf(t, may_be_plain=False) for t in calls[number].tensors}
+    draw.propose(calls[number].text(lambda t: names[id(t)]), is_bad=True)
+    if not draw.ended:
+        return None
+    compiled = chance.random() < 0.5
+    return Program(draw.mesh, tuple(draw.leaves), tuple(draw.lines), tuple(draw.results), compiled)
 
 
 def _differentiate(draw: Draw) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "drawn_ops",
     "find_op",
     "function_of",
+    "refused_calls_of",
     "written",
 ]
 
@@ -234,6 +235,29 @@ def calls_of(name: str, dtype: torch.dtype, variant: int = 0) -> tuple[Call, ...
             if _is_suitable(call):
                 found.append(call)
     except Exception:  # some entries cannot make samples of every dtype that they claim
+        pass
+    return tuple(found)
+
+
+@lru_cache(200)
+def refused_calls_of(name: str) -> tuple[Call, ...]:
+    """The calls of an op that PyTorch's table says are refused: wrong shapes, dtypes, dims.
+
+    Args:
+        name: Of the op in op_db.
+    """
+    entry = find_op(name)
+    if entry.error_inputs_func is None:
+        return ()
+    torch.manual_seed(0)
+    found: list[Call] = []
+    try:
+        for wrong in entry.error_inputs("cpu"):
+            sample = wrong.sample_input
+            call = Call(name, sample.input, tuple(sample.args), dict(sample.kwargs))
+            if _is_suitable(call):
+                found.append(call)
+    except Exception:  # some need a GPU for one of them
         pass
     return tuple(found)
 

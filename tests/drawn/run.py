@@ -5,10 +5,11 @@
     python -m tests.drawn.run --runtime torch_xla --calls all
     python -m tests.drawn.run --source ../old --programs 0:100     another tree's library
 
-A job is the name of a program: ``program/17``, or ``call/torch.add/float32/int64/0``. Each is noted
-in build/drawn/, in a file named after the commit of the library that is judged, the runtime, and
-what draws and judges. A run takes up where the last one ended. A job that ends its process, or does
-not come back, is noted by the parent: "abort", "hang".
+A job is the name of a program: ``program/17``, ``call/add/float32/int64/0``, or ``refused/add/3``,
+one of the calls that op_db says PyTorch refuses. Each is noted in build/drawn/, in a file named
+after the commit of the library that is judged, the runtime, and what draws and judges. A run takes
+up where the last one ended. A job that ends its process, or does not come back, is noted by the parent:
+"abort", "hang".
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ def program_of(job: str) -> Any:
     """The program that a job names; None where op_db has no such call."""
     import torch
 
-    from tests.drawn.generate import generate, generate_call
+    from tests.drawn.generate import generate, generate_call, generate_refused
 
     kind, *rest = job.split("/")
     if kind == "program":
         return generate(int(rest[0]))
+    if kind == "refused":
+        return generate_refused(rest[0], int(rest[1]))
     name, first, second, seed = rest
     other = getattr(torch, second) if second != "-" else None
     return generate_call(name, getattr(torch, first), int(seed), other)
@@ -66,6 +69,14 @@ def call_jobs(seed: int) -> Iterator[str]:
                 for second in ops.DTYPES:
                     if second != dtype:
                         yield f"call/{name}/{_short(dtype)}/{_short(second)}/{seed}"
+
+
+def refused_jobs() -> Iterator[str]:
+    """Each call that op_db says is refused."""
+    from tests.drawn import ops
+
+    for name in ops.drawn_ops():
+        yield from (f"refused/{name}/{i}" for i in range(len(ops.refused_calls_of(name))))
 
 
 def _short(dtype: Any) -> str:
@@ -244,6 +255,8 @@ def main() -> int:
         jobs += [f"program/{seed}" for seed in range(int(first), int(last or int(first) + 1))]
     if asked.calls:
         jobs += [job for job in call_jobs(asked.seed) if asked.calls in ("all", job.split("/")[1])]
+    if asked.refused:
+        jobs += [job for job in refused_jobs() if asked.refused in ("all", job.split("/")[1])]
     if asked.part:
         part, parts = map(int, asked.part.split("/"))
         jobs = jobs[part - 1 :: parts]
@@ -279,6 +292,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--runtime", default="jax", choices=("jax", "torch_xla"))
     parser.add_argument("--programs", help="seeds, such as 0:1000; one seed; new")
     parser.add_argument("--calls", help="all, or the name of an op of op_db")
+    parser.add_argument("--refused", help="all, or the name of an op of op_db")
     parser.add_argument("--seed", type=int, default=0, help="of calls")
     parser.add_argument("--part", help="3/8: every eighth job, beginning with the third")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.drawn import ops
-from tests.drawn.generate import generate, generate_call
+from tests.drawn.generate import generate, generate_call, generate_refused
 from tests.drawn.judge import Verdict, difference, expected_of, judge
 from tests.drawn.minimize import minimized, without_line
 from tests.drawn.programs import PLAIN_WORDS, Leaf, Mesh, Program, Result, run
@@ -171,6 +171,13 @@ def test_a_call_in_two_dtypes() -> None:
         torch.int64,
     ]
     assert generate_call("bitwise_not", torch.float32, 0) is None
+
+
+def test_a_call_that_torch_refuses() -> None:
+    drawn = generate_refused("cat", 0)
+    assert drawn is not None
+    assert expected_of(drawn).plain.error is not None
+    assert generate_refused("cat", 99) is None
 
 
 @pytest.mark.thorough
