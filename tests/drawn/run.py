@@ -8,8 +8,8 @@
 A job is the name of a program: ``program/17``, ``call/add/float32/int64/0``, or ``refused/add/3``,
 one of the calls that op_db says PyTorch refuses. Each is noted in build/drawn/, in a file named
 after the commit of the library that is judged, the runtime, and what draws and judges. A run takes
-up where the last one ended. A job that ends its process, or does not come back, is noted by the parent:
-"abort", "hang".
+up where the last one ended. A job that ends its process, or does not come back, is noted by the
+parent: "abort", "hang".
 """
 
 from __future__ import annotations
