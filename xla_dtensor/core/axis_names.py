@@ -111,7 +111,10 @@ def _spec_entry(dim: int, entries: Dim, is_open: bool) -> SpecEntry:
             "and open. "
             "A spec leaves a whole dim open or none of it. Read dims and open_dims instead."
         )
-    return OPEN if is_open else _axes(dim, entries, "The partition spec") or None
+    if is_open:
+        return OPEN
+    axes = _axes(dim, entries, "The partition spec")
+    return None if axes == () else axes  # axis number 0 is false
 
 
 def _axes(dim: int, entries: Dim, asked: str) -> Axis | tuple[Axis, ...]:

@@ -75,7 +75,7 @@ def shuffled_iota(draw: st.DrawFn, count: int, group: str) -> NDArray[np.int64]:
 
 @st.composite
 def meshes(draw: st.DrawFn, group: str, *, large: bool = False) -> Mesh:
-    """Meshes of 1 to 4 axes: up to 8 devices, or larger ones."""
+    """Meshes of 1 to 4 axes, with names and without: up to 8 devices, or larger ones."""
     shapes = LARGE_SHAPES if large else SMALL_SHAPES
     if group == "size-1 axes":
         shapes = tuple(shape for shape in shapes if 1 in shape)
@@ -83,7 +83,7 @@ def meshes(draw: st.DrawFn, group: str, *, large: bool = False) -> Mesh:
         shapes = tuple(shape for shape in shapes if len(shape) > 1)
     shape = draw(st.sampled_from(shapes))
     ids = shuffled_iota(draw, math.prod(shape), group)
-    return Mesh(ids, shape, AXES[-len(shape) :])
+    return Mesh(ids, shape, AXES[-len(shape) :] if draw(st.booleans()) else None)
 
 
 @st.composite

@@ -68,11 +68,16 @@ def jax_sharding(layout: Layout) -> NamedSharding:
     """JAX's sharding for a layout of whole axes."""
     mesh = layout.mesh
     devices = np.array(jax.devices(), dtype=object)[mesh.device_ids]
-    entries = (
-        PartitionSpec.UNCONSTRAINED if entry is OPEN else entry
-        for entry in layout.to_partition_spec()
-    )
-    return NamedSharding(jax.sharding.Mesh(devices, mesh.axis_names), PartitionSpec(*entries))
+
+    def entry_of_jax(entry: Any) -> Any:
+        if entry is OPEN:
+            return PartitionSpec.UNCONSTRAINED
+        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        return tuple(map(str, axes)) or None
+
+    entries = map(entry_of_jax, layout.to_partition_spec())
+    names = tuple(map(str, mesh.axis_names))  # JAX has no axes without a name
+    return NamedSharding(jax.sharding.Mesh(devices, names), PartitionSpec(*entries))
 
 
 @pytest.mark.parametrize("group", GROUPS)

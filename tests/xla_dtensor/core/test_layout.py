@@ -129,9 +129,10 @@ def test_other_forms_come_back(group: str, data: st.DataObject) -> None:
     layout = Layout(mesh, data.draw(axis_orders(mesh, group)))
     spec, aliases = layout.to_partition_spec(), layout.alias_placements
     assert Layout.from_partition_spec(spec, mesh) == layout
-    assert Layout.from_aliases(aliases, mesh) == layout
     assert Layout.from_partition_spec(spec, mesh).to_partition_spec() == spec
-    assert Layout.from_aliases(aliases, mesh).alias_placements == aliases
+    if isinstance(mesh.axis_names[0], str):  # aliases are names
+        assert Layout.from_aliases(aliases, mesh) == layout
+        assert Layout.from_aliases(aliases, mesh).alias_placements == aliases
     assert Layout.parse(layout.text(), mesh) == layout
     assert hash(Layout.parse(str(layout), mesh)) == hash(layout)
     if 1 not in mesh.mesh_shape:
