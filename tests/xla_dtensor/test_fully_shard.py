@@ -169,7 +169,11 @@ def test_mixed_precision(dp: xd.DeviceMesh, plain: Model) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
     )
-    model = sharded(plain, dp, mp_policy=policy)
+    inner = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model: Any = copy.deepcopy(plain)
+    for linear in (model.first, model.second):
+        xd.fully_shard(linear, mesh=dp, mp_policy=inner)
+    xd.fully_shard(model, mesh=dp, mp_policy=policy)
     seen = watch(model)
     out = model(batch()[0])
     out.square().sum().backward()

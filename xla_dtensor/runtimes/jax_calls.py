@@ -250,6 +250,7 @@ _TENSOR_FACTS = (
     "sizes",
     "requires_grad",
     "grad",
+    "view",
 )
 
 

@@ -43,7 +43,7 @@ from xla_dtensor.runtimes.jax_meta import Meta, output_meta, raise_torchs_error
 from xla_dtensor.runtimes.jax_placing import host_value
 from xla_dtensor.runtimes.jax_scalar import unwrap_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
-from xla_dtensor.runtimes.jax_trace import active_trace, is_tracer, refuse_write_to_host
+from xla_dtensor.runtimes.jax_trace import active_trace, refuse_write_to_host
 
 __all__ = ["as_array", "run_op", "write"]
 
@@ -124,9 +124,9 @@ def _extremes(index: Any, ignored: int | None) -> tuple[int, int] | None:
     if not isinstance(index, JaxTensor):
         values = index if ignored is None else index[index != ignored]
         return (int(values.min()), int(values.max())) if values.numel() else None
-    array = index.raw() if index._storage.manual is not None else index.value()
-    if is_tracer(array):
+    if active_trace() is not None:
         return None
+    array = index.raw() if index._storage.manual is not None else index.value()
     low, high = host_value(_low_and_high(array, ignored)).tolist()
     return None if low > high else (low, high)
 
@@ -290,8 +290,8 @@ def _refuse_overlap(func: Any, targets: Sequence[Any]) -> None:
             and func._schema.name not in _FILLS
         ):
             raise WriteError(
-                f"{func} was to write to an expanded tensor of shape={tuple(target.shape)}. Its "
-                "elements share places, and their values would overwrite each other in no fixed "
+                f"{func} was to write to an expanded tensor of shape={tuple(target.shape)}. "
+                "Several elements share one place, and would overwrite each other in no fixed "
                 "order. Call .clone() before writing."
             )
 

@@ -36,12 +36,16 @@ def precision() -> lax.Precision:
     return _PRECISION[torch.get_float32_matmul_precision()]
 
 
-def _matmul(a: Any, b: Any) -> Any:
+def _check_dtypes(a: Any, b: Any) -> None:
     if a.dtype != b.dtype:
         raise RuntimeError(
             f"A product of tensors of {a.dtype} and {b.dtype} was asked for. PyTorch multiplies "
             "matrices of one dtype. Cast one of them."
         )
+
+
+def _matmul(a: Any, b: Any) -> Any:
+    _check_dtypes(a, b)
     if a.dtype.kind in "biu":
         return jnp.matmul(a, b).astype(a.dtype)
     return jnp.matmul(a, b, precision=precision())
@@ -74,6 +78,7 @@ def _addbmm(bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
 
 @lower(aten.linear.default)
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    _check_dtypes(x, weight)
     y = lax.dot_general(
         x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())), precision=precision()
     )
