@@ -20,6 +20,7 @@ from xla_dtensor.destinations import check_destinations
 from xla_dtensor.device_mesh import DeviceMesh
 from xla_dtensor.errors import ArgumentTypeError
 from xla_dtensor.explaining_labels import note_op
+from xla_dtensor.fused_optimizers import FUSED
 from xla_dtensor.global_state import GlobalState
 from xla_dtensor.known_axes import Known, joint_mesh, split
 from xla_dtensor.loss_ops import state_of_loss_op, with_state_of_logits
@@ -127,6 +128,9 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     Returns:
         What PyTorch returns, with DTensors in place of tensors.
     """
+    composed = FUSED.get(func)
+    if composed is not None:
+        return composed(*args, **kwargs)
     key: list[Any] = [func]
     found: list[Any] = []
     plain: list[Any] = []

@@ -745,6 +745,33 @@ def a_step_takes_one_number_of_a_larger_tensor(on: On) -> Any:
     return step(x), step(x)
 
 
+@values("jax")
+def fused_optimizers(on: On) -> Any:
+    """fused=True is what transformers' Trainer asks for."""
+    makers: list[Callable[[Any], Any]] = [
+        lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+        lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2), fused=True, amsgrad=True),
+        lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, fused=True),
+        lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
+    ]
+    found = []
+    for compile_ in (lambda step: step, on.compile):
+        leaves = [on.leaf(numbers(4, 2, start=float(i)), Shard(0), R) for i in range(len(makers))]
+        optimizers = [make([leaf]) for make, leaf in zip(makers, leaves, strict=True)]
+
+        def step(leaves: Any = leaves, optimizers: Any = optimizers) -> None:
+            for leaf, optimizer in zip(leaves, optimizers, strict=True):
+                optimizer.zero_grad()
+                (leaf**3).sum().backward()
+                optimizer.step()
+
+        run = compile_(step)
+        for _ in range(3):
+            run()
+        found += leaves
+    return found
+
+
 def error_of(call: Callable[[], Any]) -> str:
     with pytest.raises(RuntimeError) as error:
         call()

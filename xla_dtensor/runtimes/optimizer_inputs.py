@@ -193,6 +193,8 @@ class OptimizerInputs:
 
     def _choose_form(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         states = [optimizer.state.get(p, {}) for p in group["params"]]
+        if group.get("fused"):  # XLA fuses what the other forms do
+            self._lend(group, "fused", False)
         if not any(states):
             # It makes its counters on the host now, where they are Python's numbers. The form for
             # counters on a device would write the lent rate to them.
