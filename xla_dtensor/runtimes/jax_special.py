@@ -60,6 +60,19 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
     return target
 
 
+@_special(aten._has_same_storage_numel.default)
+def _has_same_storage_numel(x: torch.Tensor, other: torch.Tensor) -> bool:
+    return x.numel() == other.numel()  # forward mode asks whether a tangent may lie as its primal
+
+
+@_special(aten.eye.m_out)
+def _eye_out(n: int, m: int, *, out: torch.Tensor) -> torch.Tensor:
+    from xla_dtensor.runtimes.jax_ops import write
+
+    write(out, torch.eye(n, m, dtype=out.dtype, device="cpu"))
+    return out
+
+
 @_special(aten._to_copy.default)
 def _to_copy(
     x: JaxTensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any

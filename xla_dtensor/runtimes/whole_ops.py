@@ -99,7 +99,8 @@ class _Linear(OneResult):
         if weight.ndim == 1:
             grad_x = grad.unsqueeze(-1) * weight.conj() if to_x else None
             products = grad.unsqueeze(-1) * x.conj()
-            grad_weight = products.sum(list(range(x.ndim - 1))) if to_weight else None
+            leading = list(range(x.ndim - 1))  # sum over no dims is one over all
+            grad_weight = (products.sum(leading) if leading else products) if to_weight else None
         else:
             grad_x = torch.matmul(grad, weight.conj()) if to_x else None
             grad_weight = contract(grad, x.conj()) if to_weight else None

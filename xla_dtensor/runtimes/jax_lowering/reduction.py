@@ -118,12 +118,17 @@ def _argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
 
 @lower(aten.any.default, aten.any.dim, aten.any.dims, aten._is_any_true.default)
 def _any(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    return jnp.any(x, axis=_axes(x, dim), keepdims=keepdim)
+    return jnp.any(x, axis=_axes_of_truth(x, dim), keepdims=keepdim)
 
 
 @lower(aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default)
 def _all(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    return jnp.all(x, axis=_axes(x, dim), keepdims=keepdim)
+    return jnp.all(x, axis=_axes_of_truth(x, dim), keepdims=keepdim)
+
+
+def _axes_of_truth(x: Any, dim: Any) -> tuple[int, ...]:
+    """To any and all, no dims are no dims; to sum and the like they are all dims."""
+    return () if isinstance(dim, Sequence) and not dim else _axes(x, dim)
 
 
 @lower(aten.logsumexp.default)
