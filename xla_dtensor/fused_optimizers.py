@@ -47,71 +47,35 @@ def _number(rate: Any) -> float:
     return rate.item() if isinstance(rate, torch.Tensor) else rate
 
 
-def _adam(decoupled: bool) -> Callable[..., None]:
+def _on_lists(form: Callable[..., None], **fixed: Any) -> Callable[..., None]:
+    """The fused op that computes what one of torch's functions on lists does.
+
+    Args:
+        form: Takes parameters, gradients, lists of state and the counts of steps.
+        **fixed: What the fused op has no argument for.
+    """
+
     def run(
         params: Any,
         grads: Any,
-        exp_avgs: Any,
-        exp_avg_sqs: Any,
-        max_exp_avg_sqs: Any,
-        state_steps: Any,
-        *,
+        *states: Any,
         grad_scale: Any = None,
         found_inf: Any = None,
         **options: Any,
     ) -> None:
-        def update(grads: list[Any]) -> None:
-            foreach._foreach_sub_(state_steps, 1)
-            options["lr"] = _number(options["lr"])
-            _multi_tensor_adam(
-                list(params),
-                grads,
-                list(exp_avgs),
-                list(exp_avg_sqs),
-                list(max_exp_avg_sqs),
-                list(state_steps),
-                None,
-                None,
-                has_complex=any(param.is_complex() for param in params),
-                capturable=False,
-                differentiable=False,
-                decoupled_weight_decay=decoupled,
-                **options,
-            )
+        *others, steps = map(list, states)
+        options["lr"] = _number(options["lr"])
+        has_complex = any(param.is_complex() for param in params)
 
-        written = [*params, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs]
+        def update(grads: list[Any]) -> None:
+            foreach._foreach_sub_(steps, 1)
+            given = (list(params), grads, *others, steps, None, None)
+            form(*given, has_complex=has_complex, differentiable=False, **fixed, **options)
+
+        written = [*params, *(tensor for tensors in others for tensor in tensors)]
         _guarded(update, written, grads, grad_scale, found_inf)
 
     return run
-
-
-def _adagrad(
-    params: Any,
-    grads: Any,
-    state_sums: Any,
-    state_steps: Any,
-    *,
-    grad_scale: Any = None,
-    found_inf: Any = None,
-    **options: Any,
-) -> None:
-    def update(grads: list[Any]) -> None:
-        foreach._foreach_sub_(state_steps, 1)
-        options["lr"] = _number(options["lr"])
-        _multi_tensor_adagrad(
-            list(params),
-            grads,
-            list(state_sums),
-            list(state_steps),
-            None,
-            None,
-            has_sparse_grad=False,
-            differentiable=False,
-            has_complex=any(param.is_complex() for param in params),
-            **options,
-        )
-
-    _guarded(update, [*params, *state_sums], grads, grad_scale, found_inf)
 
 
 def _sgd(
@@ -151,9 +115,15 @@ def _sgd(
 FUSED: dict[Any, Callable[..., None]] = {
     getattr(packet, overload): run
     for packet, run in (
-        (aten._fused_adam_, _adam(decoupled=False)),
-        (aten._fused_adamw_, _adam(decoupled=True)),
-        (aten._fused_adagrad_, _adagrad),
+        (
+            aten._fused_adam_,
+            _on_lists(_multi_tensor_adam, capturable=False, decoupled_weight_decay=False),
+        ),
+        (
+            aten._fused_adamw_,
+            _on_lists(_multi_tensor_adam, capturable=False, decoupled_weight_decay=True),
+        ),
+        (aten._fused_adagrad_, _on_lists(_multi_tensor_adagrad, has_sparse_grad=False)),
         (aten._fused_sgd_, _sgd),
     )
     for overload in packet.overloads()

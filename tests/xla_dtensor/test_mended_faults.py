@@ -797,6 +797,23 @@ def an_identity_is_written(on: On) -> Any:
     return nn.init.eye_(on.put(numbers(4, 3), Shard(0), R))
 
 
+@values("jax")
+def scaled_gradients_of_fused_optimizers(on: On) -> Any:
+    """What GradScaler tells them: a scale, and whether a gradient was infinite."""
+    found = []
+    for is_infinite in (0.0, 1.0):
+        leaf = on.leaf(numbers(4, 2), Shard(0), R)
+        optimizer: Any = torch.optim.AdamW([leaf], lr=1e-2, fused=True)
+        for step in range(2):
+            optimizer.grad_scale = on.put(torch.tensor(8.0, dtype=torch.float32))
+            optimizer.found_inf = on.put(torch.tensor(step * is_infinite, dtype=torch.float32))
+            optimizer.zero_grad()
+            (8 * leaf**3).sum().backward()
+            optimizer.step()
+        found += [leaf, *(optimizer.state[leaf][name] for name in ("step", "exp_avg"))]
+    return found
+
+
 def error_of(call: Callable[[], Any]) -> str:
     with pytest.raises(RuntimeError) as error:
         call()
