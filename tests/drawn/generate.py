@@ -362,7 +362,8 @@ def _has_a_value_in(value: torch.Tensor, dtype: torch.dtype) -> bool:
     if not is_open or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         return True
     real, limits = torch.view_as_real(value) if value.is_complex() else value, torch.iinfo(dtype)
-    return bool((real.isfinite() & (real > limits.min - 1) & (real < limits.max + 1)).all())
+    first, end = float(limits.min) - 1, float(limits.max) + 1  # of int64 no Python int compares
+    return bool((real.isfinite() & (real > first) & (real < end)).all())
 
 
 REDUCTIONS = ("sum", "mean", "any", "all", "amax", "prod", "std", "argmax", "logsumexp", "nansum")

@@ -25,6 +25,7 @@ from tests.xla_dtensor.product_programs import (
     attention,
     check_gradients,
     gathered,
+    heads,
     random,
 )
 from xla_dtensor.runtimes import Runtime
@@ -88,6 +89,13 @@ def test_the_attention_that_was_found_wrong(cube: xd.DeviceMesh, compiled: bool)
         [Shard(1), Shard(0), Shard(0)],
     ]
     check_gradients(cube, attention, placements, compiled)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_keys_that_were_found_wrong(cube: xd.DeviceMesh, compiled: bool) -> None:
+    """On the JAX runtime: XLA cut the products of a step otherwise than was expected."""
+    placements = [[Shard(2), Shard(2), Shard(1)], [R, R, R], [R, Shard(1), R]]
+    check_gradients(cube, heads, placements, compiled)
 
 
 def test_the_gradient_that_was_found_wrong(cube: xd.DeviceMesh) -> None:

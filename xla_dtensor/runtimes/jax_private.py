@@ -30,6 +30,7 @@ from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage] - an alias now
     Jaxpr,
 )
+from jaxlib import xla_client
 
 __all__ = [
     "Cluster",
@@ -52,6 +53,7 @@ __all__ = [
     "open_jaxpr",
     "partial_evaluation",
     "present_cluster",
+    "through_hlo",
     "trace_of",
     "with_constants",
 ]
@@ -164,6 +166,22 @@ def executable_inputs(compiled: Any, count: int) -> list[int]:
     """
     kept = getattr(compiled._executable, "_kept_var_idx", None)
     return list(range(count)) if kept is None else sorted(kept)
+
+
+def through_hlo(module: Any) -> str:
+    """Return a lowered program as XLA reads it: translated to HLO, and back to StableHLO.
+
+    Shardy's attributes come back as attributes of custom calls, see
+    :mod:`xla_dtensor.runtimes.jax_propagation`.
+
+    Args:
+        module: The operation of an MLIR module.
+    """
+    translate = xla_client._xla.mlir  # pyright: ignore[reportPrivateImportUsage]
+    hlo = translate.mlir_module_to_xla_computation(
+        str(module), use_tuple_args=False, return_tuple=False
+    )
+    return translate.xla_computation_to_mlir_module(hlo)
 
 
 # ------------------------------------------------------------------ frames and names of equations

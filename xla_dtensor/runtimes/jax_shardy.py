@@ -193,7 +193,7 @@ def _sharding(value: Any) -> Any:
             return _of_function(op, number)
         name = _REGION_IN if op.operation.name in _COMPUTATIONS else _PER_VALUE
         return _at(op, name, number)
-    op = value.owner
+    op = value.owner.operation  # the view of a named computation has another `name`
     if op.name in _CONSTRAINTS:
         return op.attributes["sharding"]
     name = _REGION_OUT if op.name in _COMPUTATIONS else _PER_VALUE

@@ -285,3 +285,13 @@ def test_present_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMPI_MCA_orte_hnp_uri", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
     assert jax_private.present_cluster() is None
+
+
+def test_through_hlo() -> None:
+    """A public way back from HLO to StableHLO; ``compiler_ir("hlo")`` is the way there."""
+    import jax
+
+    lowered: Any = jax.jit(lambda x: (x.T @ x) + 1).lower(jax.numpy.ones((4, 3)))
+    text = jax_private.through_hlo(lowered.compiler_ir("stablehlo").operation)
+    assert "stablehlo.dot" in text
+    assert "stablehlo.add" in text
