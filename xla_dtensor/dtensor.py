@@ -338,6 +338,40 @@ class DTensor(TorchDTensor):
         whole = self.full_tensor().detach()
         return whole if is_off_mesh(self._spec.mesh) else get_runtime().to_host(whole)
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`torch.Tensor.to`; to the mesh's own device type it stays where it is."""
+        kind = self._spec.mesh.device_type
+        if args and isinstance(args[0], (str, torch.device)):
+            names = ("device", "dtype", "non_blocking", "copy")
+            args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == kind:
+            kwargs = {**kwargs, "device": None}
+        return super().to(*args, **kwargs)
+
+    def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:
+        """Return a plain CPU tensor of `data`, of this tensor's dtype where none is given."""
+        options = {"dtype": self.dtype, **{k: v for k, v in options.items() if v is not None}}
+        return torch.tensor(data, **options)
+
+    def data_ptr(self) -> int:
+        """Return the address of the whole value on the host: a copy, kept while the tensor lives.
+
+        For what reads memory, such as safetensors. What is written there is lost.
+        """
+        return self._on_host().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory that :meth:`data_ptr` points to."""
+        return self._on_host().untyped_storage()
+
+    def _on_host(self) -> torch.Tensor:
+        version, copy = getattr(self, "_host_copy", (None, None))
+        if copy is None or version != self._version:
+            copy = self.cpu().contiguous()
+            self._host_copy = self._version, copy
+        return copy
+
     def numpy(self, *, force: bool = False) -> Any:
         """Return the whole value as a NumPy array."""
         return self.cpu().numpy(force=force)
@@ -359,7 +393,9 @@ class DTensor(TorchDTensor):
             raise DistributeError(
                 f"A {type(source).__name__} was assigned to .data of {self!r}. A DTensor's data "
                 "has to say how it lies on the mesh. Assign distribute_tensor(value, mesh, "
-                "placements)."
+                "placements). Where module.cpu() does that, call "
+                "torch.__future__.set_overwrite_module_params_on_conversion(True) first: the "
+                "module gets plain parameters, new objects, in place of DTensors."
             )
         torch.Tensor.data.__set__(self, source)  # pyright: ignore
         self._local_tensor, self._spec = source._local_tensor, source._spec

@@ -12,6 +12,8 @@ torch.distributed.tensor.DTensor        from_local
 torch.distributed.tensor._random        manual_seed, is_rng_supported_mesh
 torch.distributed.tensor.parallel       loss_parallel
 torch.distributed.fsdp                  fully_shard
+torch.distributed._state_dict_utils     what StateDictOptions(full_state_dict=True) asks for
+                                        (see :mod:`xla_dtensor.state_dicts`)
 torch.distributed                       init_device_mesh; get_rank, get_world_size (of a
                                         mesh axis, see :mod:`xla_dtensor.axis_groups`)
 torch.distributed._functional_          the collectives, for LocalViews (see
@@ -44,7 +46,7 @@ import torch.distributed.tensor._random as torch_random
 import torch.distributed.tensor.parallel as torch_parallel
 
 from mesh_utils import Mesh
-from xla_dtensor import api, axis_groups, factories, functional_collectives, rng
+from xla_dtensor import api, axis_groups, factories, functional_collectives, rng, state_dicts
 from xla_dtensor.axis_groups import AxisGroup, allow_groups
 from xla_dtensor.device_mesh import DeviceMesh, init_device_mesh
 from xla_dtensor.dtensor import DTensor
@@ -89,6 +91,8 @@ def install() -> None:
         _replace(getattr(torch_random, name), getattr(rng, name))
     _replace(torch_fsdp.fully_shard, fully_shard)
     _put(torch_parallel.loss_parallel, _both(torch_parallel.loss_parallel, loss_parallel))
+    for original, ours in state_dicts.replacements():
+        _put(original, ours)
     for name, ours in functional_collectives.BY_NAME.items():
         original = getattr(torch_collectives, name)
         _put(original, _routed_by_first(LocalView, original, ours))

@@ -182,7 +182,7 @@ def _is_internal_call() -> bool:
         # To make a parameter of a DTensor is no op, nor is the first gradient of a backward pass.
         if module == "torch.nn.parameter" or module.startswith("torch.autograd"):
             return True
-        if module not in _PASSED_ON_BY:
+        if module not in _PASSED_ON_BY and frame.f_code is not DTensor.to.__code__:
             return frame.f_code.co_filename.startswith(_PACKAGE)
         frame = frame.f_back
     return False

@@ -354,9 +354,13 @@ class _Everything:
         return True
 
 
-def _autocast_off() -> contextlib.AbstractContextManager[Any]:
-    on = torch.is_autocast_enabled("cpu")
-    return torch.autocast("cpu", enabled=False) if on else contextlib.nullcontext()
+@contextlib.contextmanager
+def _autocast_off() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device_type in ("cpu", "xla"):
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
 
 
 # ---------------------------------------------------------------------- refusals

@@ -1,7 +1,8 @@
-"""Ops as other ops on JaxTensors, where that depends on how a tensor is strided.
+"""Ops as other ops on JaxTensors.
 
-torch's own kernels factor the transpose of a matrix that lies row by row, and its formulas of the
-gradients count on the factors being those. A lowering sees no strides; these rules do.
+Some depend on how a tensor is strided: torch's own kernels factor the transpose of a matrix that
+lies row by row, and its formulas of the gradients count on the factors being those. A lowering sees
+no strides; these rules do. The others are whole layers and steps that torch calls as one op.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtimes.jax_lowering.factorizations import raise_if_failed
@@ -131,3 +133,110 @@ def _resize_as_(x: JaxTensor, template: torch.Tensor, *, memory_format: Any = No
 
 SPECIAL[aten.resize_.default] = _resize_
 SPECIAL[aten.resize_as_.default] = _resize_as_
+
+
+# ------------------------------------------------------------------ gradient scaling
+
+
+def _check_and_unscale(
+    grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    """``GradScaler.unscale_``: `found_inf` is 1 after a gradient with a NaN or an infinity."""
+    finite = torch.stack([grad.isfinite().all() for grad in grads]).all()
+    found_inf.copy_(torch.where(finite, found_inf, 1.0))
+    for grad in grads:
+        grad.mul_(inv_scale)
+
+
+SPECIAL[aten._amp_foreach_non_finite_check_and_unscale_.default] = _check_and_unscale
+
+# ------------------------------------------------------------------ eval's fast path
+
+
+@_composed(aten._native_multi_head_attention.default)
+def _multi_head_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    embed_dim: int,
+    num_head: int,
+    qkv_weight: Any,
+    qkv_bias: Any,
+    proj_weight: Any,
+    proj_bias: Any,
+    mask: Any = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> Any:
+    """What ``nn.MultiheadAttention`` calls in eval, without gradients.
+
+    `mask` says with True, or -inf, what is left out: (queries, keys) for a `mask_type` of 0,
+    (batch, keys) for 1, (batch, heads, queries, keys) for 2.
+    """
+    q, k, v = (
+        F.linear(x, weight, bias).unflatten(-1, (num_head, -1)).transpose(1, 2)
+        for x, weight, bias in zip(
+            (query, key, value), qkv_weight.chunk(3), qkv_bias.chunk(3), strict=True
+        )
+    )
+    if mask is not None and mask_type == 1:
+        mask = mask[:, None, None, :]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(mask, float("-inf"))
+    if not need_weights:
+        mixed, weights = F.scaled_dot_product_attention(q, k, v, mask), None
+    else:
+        scores = q @ k.mT / (embed_dim // num_head) ** 0.5
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+        mixed = weights @ v
+        weights = weights.mean(1) if average_attn_weights else weights
+    return F.linear(mixed.transpose(1, 2).flatten(2), proj_weight, proj_bias), weights
+
+
+@_composed(aten._transformer_encoder_layer_fwd.default)
+def _encoder_layer(
+    src: Any,
+    embed_dim: int,
+    num_heads: int,
+    qkv_weight: Any,
+    qkv_bias: Any,
+    proj_weight: Any,
+    proj_bias: Any,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    norm_weight_1: Any,
+    norm_bias_1: Any,
+    norm_weight_2: Any,
+    norm_bias_2: Any,
+    ffn_weight_1: Any,
+    ffn_bias_1: Any,
+    ffn_weight_2: Any,
+    ffn_bias_2: Any,
+    mask: Any = None,
+    mask_type: int | None = None,
+) -> Any:
+    """What ``nn.TransformerEncoderLayer`` calls in eval, without gradients: the layer as one op."""
+    act = F.gelu if use_gelu else F.relu
+
+    def attended(x: Any) -> Any:
+        weights = (qkv_weight, qkv_bias, proj_weight, proj_bias)
+        return aten._native_multi_head_attention.default(
+            x, x, x, embed_dim, num_heads, *weights, mask, False, True, mask_type
+        )[0]
+
+    def fed(x: Any) -> Any:
+        return F.linear(act(F.linear(x, ffn_weight_1, ffn_bias_1)), ffn_weight_2, ffn_bias_2)
+
+    def first(x: Any) -> Any:
+        return F.layer_norm(x, (embed_dim,), norm_weight_1, norm_bias_1, eps)
+
+    def second(x: Any) -> Any:
+        return F.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
+
+    if norm_first:
+        x = src + attended(first(src))
+        return x + fed(second(x))
+    x = first(src + attended(src))
+    return second(x + fed(x))

@@ -23,6 +23,7 @@ from xla_dtensor.core import Layout, ManualRegion, OpSharding
 from xla_dtensor.errors import DistributeError, RuntimeSetupError
 from xla_dtensor.runtimes import (
     jax_annotate,
+    jax_autocast,
     jax_devices,
     jax_generator,
     jax_manual,
@@ -87,6 +88,7 @@ class JaxRuntime(Runtime):
         package = Path(__file__).parents[1]
         leave_out_frames_of(Path(torch.__file__).parent, package, but=package / "models")
         whole_ops.register()
+        jax_autocast.register()
         self._roots: dict[tuple[int, ...], Mesh] = {}
         jax_generator.start()
         follow_torch_seed(self.manual_seed)

@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding
 from torch._C import DispatchKey, DispatchKeySet
 from torch.distributed.tensor import DTensor
 
-from xla_dtensor.runtimes import jax_trace
+from xla_dtensor.runtimes import jax_autocast, jax_trace
 from xla_dtensor.runtimes.dynamo_frames import runs_as_it_is
 from xla_dtensor.runtimes.jax_convert import torch_dtype, torch_from_numpy, x64
 from xla_dtensor.runtimes.jax_placing import constrained, host_value, place, unpadded
@@ -44,9 +44,12 @@ if TYPE_CHECKING:
 __all__ = ["EXTRA_KEYS", "JaxTensor", "Storage", "ViewStep", "read_through", "write_through"]
 
 # AutogradPrivateUse3 lets whole ops be caught without touching ordinary CPU tensors; naming a
-# second backend drops the autocast key of the first, so that one is named again.
-EXTRA_KEYS = DispatchKeySet(DispatchKey.AutogradPrivateUse3) | DispatchKeySet(
-    DispatchKey.AutocastCPU
+# second backend drops the autocast key of the first, so that one is named again. AutocastXLA is
+# for `torch.autocast(mesh.device_type)`.
+EXTRA_KEYS = (
+    DispatchKeySet(DispatchKey.AutogradPrivateUse3)
+    | DispatchKeySet(DispatchKey.AutocastCPU)
+    | jax_autocast.KEY
 )
 
 

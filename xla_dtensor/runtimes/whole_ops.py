@@ -82,8 +82,19 @@ def register() -> None:
         ("matmul", _matmul),
         ("scaled_dot_product_attention", _attention),
         ("einsum", einsum),
+        ("lstm.input", _lstm),
     ):
         kernels.impl(name, kernel, _KEY)
+
+
+def _lstm(*args: Any) -> Any:
+    """torch's LSTM of its own ops, not of oneDNN, which reads the memory of CPU tensors."""
+    before = torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        return aten.lstm.input.decompose(*args)
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 class _Linear(OneResult):
