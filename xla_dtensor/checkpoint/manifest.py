@@ -15,6 +15,9 @@ A tensor's *chunk* is one block of it, on disk as ``torch.save`` writes it; its 
 bytes of its values, which begin at "data start" within the file. A plain value is one chunk without
 offset and shape. "path" leads to the value in the nested state; "of_process" and "copies" mark
 values of which each process saved its own.
+
+A manifest is data, and may be another's: what it claims is checked when it is read. Its files lie
+in its folder, its pieces in its files, and those of a tensor are all of it, each element once.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
 from xla_dtensor.errors import CheckpointError
 
@@ -172,8 +176,17 @@ class Manifest:
                 )
             entries = {name: Entry.from_json(e) for name, e in known["entries"].items()}
             numbers = int(known["step"]), str(known["save_id"]), int(known["processes"])
-            return cls(*numbers, known["files"], entries)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            files = {str(name): int(size) for name, size in known["files"].items()}
+            _check_claims(files, entries)
+            return cls(*numbers, files, entries)
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            OverflowError,
+        ) as error:
             raise CheckpointError(
                 f"The manifest {path} was to be read. It is damaged or of another kind: {error}. "
                 "Load another step, see checkpoint.steps."
@@ -182,6 +195,36 @@ class Manifest:
 
 def _canonical(known: Any) -> bytes:
     return json.dumps(known, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _check_claims(files: Mapping[str, int], entries: Mapping[str, Entry]) -> None:
+    """Check what others may have written: that each piece is in a file of the folder, and whole.
+
+    Raises:
+        ValueError: It is not.
+    """
+    for file in files:
+        if file in ("", ".", "..") or any(sign in file for sign in "/\\\0"):
+            raise ValueError(f"it names the file {file!r}, which is not in the checkpoint's folder")
+    for name, entry in entries.items():
+        if entry.shape is None:
+            if len(entry.chunks) != 1:
+                raise ValueError(f"the value {name!r} has {len(entry.chunks)} pieces, not one")
+            sizes = [entry.chunks[0].length]
+        else:
+            dtype = getattr(torch, str(entry.dtype), None)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{name!r} has dtype={entry.dtype!r}")
+            if not is_covered(entry.shape, entry.chunks):
+                raise ValueError(
+                    f"the pieces of {name!r} are not all of shape={entry.shape}, each element once"
+                )
+            sizes = [math.prod(chunk.shape) * dtype.itemsize for chunk in entry.chunks]
+        for chunk, size in zip(entry.chunks, sizes, strict=True):
+            if chunk.file not in files:
+                raise ValueError(f"a piece of {name!r} is in {chunk.file!r}, no file of its own")
+            if not 0 <= chunk.data_start <= chunk.data_start + size <= files[chunk.file]:
+                raise ValueError(f"a piece of {name!r} goes beyond the end of {chunk.file!r}")
 
 
 def own_name(name: str, process: int) -> str:
@@ -206,21 +249,29 @@ def check_covered(name: str, shape: Sequence[int], chunks: Iterable[Chunk]) -> N
         CheckpointError: Elements are missing, or there twice.
     """
     pieces = list(chunks)
-    starts = np.array([c.offset for c in pieces], dtype=np.int64).reshape(len(pieces), len(shape))
-    sizes = np.array([c.shape for c in pieces], dtype=np.int64).reshape(len(pieces), len(shape))
-    stops = starts + sizes
-    good = bool(pieces) and bool((starts >= 0).all()) and bool((stops <= np.array(shape)).all())
-    if good and math.prod(shape):
-        # On the grid of all borders, each cell has to be in one chunk.
-        borders = [np.unique([0, n, *starts[:, d], *stops[:, d]]) for d, n in enumerate(shape)]
-        count = np.zeros([len(b) - 1 for b in borders], dtype=np.int32)
-        for start, stop in zip(starts, stops, strict=True):
-            ends = zip(borders, start, stop, strict=True)
-            count[tuple(slice(*np.searchsorted(b, (i, j))) for b, i, j in ends)] += 1
-        good = bool((count == 1).all())
-    if not good:
+    if not is_covered(shape, pieces):
         raise CheckpointError(
             f"The tensor {name!r} of shape={tuple(shape)} was to be saved. The {len(pieces)} "
             "pieces that the processes wrote are not the whole of it, each element once. Save the "
             "same state, on the same mesh, in every process."
         )
+
+
+def is_covered(shape: Sequence[int], pieces: Sequence[Chunk]) -> bool:
+    """Tell whether every element of a tensor is in one of its pieces, and in one only."""
+    if any(n < 0 for n in shape) or not pieces:
+        return False
+    starts = np.array([c.offset for c in pieces], dtype=np.int64).reshape(len(pieces), len(shape))
+    sizes = np.array([c.shape for c in pieces], dtype=np.int64).reshape(len(pieces), len(shape))
+    stops = starts + sizes
+    if not ((starts >= 0).all() and (sizes >= 0).all() and (stops <= np.array(shape)).all()):
+        return False
+    if not math.prod(shape):
+        return True
+    # On the grid of all borders, each cell has to be in one chunk.
+    borders = [np.unique([0, n, *starts[:, d], *stops[:, d]]) for d, n in enumerate(shape)]
+    count = np.zeros([len(b) - 1 for b in borders], dtype=np.int32)
+    for start, stop in zip(starts, stops, strict=True):
+        ends = zip(borders, start, stop, strict=True)
+        count[tuple(slice(*np.searchsorted(b, (i, j))) for b, i, j in ends)] += 1
+    return bool((count == 1).all())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -98,6 +99,7 @@ class Reader:
         chunk = entry.chunks[0]
         data = bytearray(chunk.length)
         self._fill(name, chunk, memoryview(data))
+        _refuse_compressed(data, self._text(chunk))
         try:
             return torch.load(io.BytesIO(data), weights_only=True)
         except pickle.UnpicklingError as error:
@@ -193,6 +195,20 @@ class Reader:
             while len(self._files) > _MOST_FILES:
                 self._files.popitem(last=False)[1].close()
         return found
+
+
+def _refuse_compressed(data: bytearray, path: str) -> None:
+    """torch.save compresses nothing; what is compressed may be of any size when it is read."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as records:
+            compressed = [r for r in records.infolist() if r.compress_type != zipfile.ZIP_STORED]
+    except zipfile.BadZipFile:
+        return  # torch.load says what it is
+    if compressed:
+        raise CheckpointError(
+            f"A value in the file {path} was to be loaded. Its record {compressed[0].filename!r} "
+            "is compressed, which torch.save never does. Load another step, see checkpoint.steps."
+        )
 
 
 def _read_some(file: Any, target: memoryview) -> int:

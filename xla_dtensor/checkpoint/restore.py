@@ -80,6 +80,11 @@ class Restore:
         show: bool,
     ) -> None:
         self._storage, self._state, self._strict = storage, state, strict
+        if isinstance(only, str):
+            raise CheckpointError(
+                f"A checkpoint was to be loaded with only={only!r}. It takes a list of patterns of "
+                f"names. Pass only=[{only!r}], or [{only + '.*'!r}] for all that is below it."
+            )
         self._only, self._convert = only, convert
         self._exchange, self._show = exchange, show
 
@@ -135,6 +140,13 @@ class Restore:
         } - ({GENERATORS} - wanted)
         wanted -= {GENERATORS} - saved
         missing, unknown = sorted(wanted - saved), sorted(saved - wanted)
+        for pattern in self._only or ():
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in (*leaves, *manifest.entries)):
+                raise CheckpointError(
+                    f"A state was to be loaded from {self._storage.text(folder)} with "
+                    f"only={list(self._only or ())}. No name is like {pattern!r}; there are "
+                    f"{_few(sorted(manifest.entries))}. Pass patterns of names as these."
+                )
         if self._strict and (missing or unknown):
             raise CheckpointError(
                 f"A state was to be loaded from {self._storage.text(folder)}. "

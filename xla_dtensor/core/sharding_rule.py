@@ -199,12 +199,33 @@ def _compiled(pattern: str) -> tuple[re.Pattern[str], bool]:
             "between single dots, of letters, digits, '_', '-' and '*', or '**' alone. Pass such a "
             "path, or 're:' and a regular expression."
         )
-    return re.compile("".join(map(_component, components))), True
+    return re.compile(_regular_expression(components)), True
+
+
+# In both, what stands between two stars is looked for once, at its first place, which leaves most
+# for the rest: `(?>...)` does not come back to it. Without that `*a*a*a*a` takes minutes on a name.
+
+
+def _regular_expression(components: Sequence[str]) -> str:
+    runs: list[str] = [""]
+    for component in components:
+        if component == "**":
+            runs.append("")
+        else:
+            runs[-1] += _component(component)
+    first, *rest = runs
+    if not rest:
+        return first
+    any_component = r"(?:[^.]+\.)"
+    between = "".join(f"(?>{any_component}*?{run})" for run in rest[:-1] if run)
+    return f"{first}{between}{any_component}*{rest[-1]}"
 
 
 def _component(component: str) -> str:
-    if component == "**":
-        return r"(?:[^.]+\.)*"
     if component == "*":
         return r"[^.]+\."
-    return "[^.]*".join(map(re.escape, component.split("*"))) + r"\."
+    first, *rest = map(re.escape, component.split("*"))
+    if not rest:
+        return first + r"\."
+    between = "".join(f"(?>[^.]*?{part})" for part in rest[:-1])
+    return rf"{first}{between}[^.]*{rest[-1]}\."

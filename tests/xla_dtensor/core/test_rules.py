@@ -20,14 +20,12 @@ from xla_dtensor.core.sharding_rule import STYLES
 MESH = Mesh.arange((2, 4), ("fsdp", "tp"))
 LAYERS = {f"layers.{i}.mlp.{n}.weight": (16, 8) for i in range(3) for n in ("up", "gate")}
 
-names = st.text("ab1_", min_size=1, max_size=3)
-paths = st.lists(names, max_size=4).map(".".join)
+names = st.text("ab", min_size=1, max_size=5)
+paths = st.lists(names, max_size=5).map(".".join)
 globs = st.lists(
-    st.one_of(
-        st.text("ab1_*", min_size=1, max_size=3).filter(lambda c: "**" not in c), st.just("**")
-    )
+    st.one_of(st.text("ab*", min_size=1, max_size=5).filter(lambda c: "**" not in c), st.just("**"))
     | st.just("*"),
-    max_size=4,
+    max_size=5,
 ).map(".".join)
 
 
@@ -48,6 +46,17 @@ def components(path: str) -> list[str]:
 def test_globs_match_component_by_component(pattern: str, path: str) -> None:
     expected = oracle(components(pattern), components(path))
     assert ShardingRule(pattern, None).matches(path) == expected
+
+
+LONG = ["*a" * 20 + "b", "**.a." * 20 + "b", "**.*a*a*a*a*b.**.*a*a*b"]
+
+
+@pytest.mark.parametrize("pattern", LONG)
+def test_globs_do_not_search_without_end(pattern: str) -> None:
+    """Each of them took longer than anybody waits; they do not match."""
+    rule = ShardingRule(pattern, ())
+    for path in ("a" * 80, ".".join(["a" * 40] * 40), ".".join(["a"] * 80)):
+        assert not rule.matches(path)
 
 
 @given(path=paths, data=st.data())
