@@ -22,6 +22,7 @@ steps. End the step with ``optimizer.zero_grad()`` to drop them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,7 @@ def compile(step: Callable[..., Any]) -> CompiledStep:
         and the reason of each trace).
 
     Raises:
-        ArgumentTypeError: `step` cannot be called.
+        ArgumentTypeError: `step` cannot be called, or is a generator function or a coroutine.
         CompileError: On a call, when the step needs a tensor's value while it is traced.
 
     Example:
@@ -57,5 +58,12 @@ def compile(step: Callable[..., Any]) -> CompiledStep:
         raise ArgumentTypeError(
             f"compile was called with an object of type={type(step).__name__}. A step is a "
             "function that is called with its inputs. Pass a function, or a module."
+        )
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    if any(is_of_kind(step) for is_of_kind in kinds):
+        raise ArgumentTypeError(
+            f"compile was called with {step!r}, a generator function or a coroutine. Its body runs "
+            "after the call, piece by piece, and a step is one program. Pass a function that "
+            "returns its results."
         )
     return get_runtime().compile(step)

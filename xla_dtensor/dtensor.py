@@ -25,7 +25,7 @@ annotations are made only by distribute_tensor, redistribute and tensors made li
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -359,9 +359,11 @@ class DTensor(TorchDTensor):
 
         For what reads memory, such as safetensors. What is written there is lost.
         """
+        if not get_runtime().is_payload(self._local_tensor):  # a fake tensor of torch.compile's
+            return super().data_ptr()
         return self._on_host().data_ptr()
 
-    def untyped_storage(self) -> torch.UntypedStorage:
+    def storage(self) -> Any:
         """Return the memory that :meth:`data_ptr` points to."""
         return self._on_host().untyped_storage()
 
@@ -375,6 +377,12 @@ class DTensor(TorchDTensor):
     def numpy(self, *, force: bool = False) -> Any:
         """Return the whole value as a NumPy array."""
         return self.cpu().numpy(force=force)
+
+    def __array_wrap__(self, array: Any, *_: Any) -> NoReturn:
+        raise DistributeError(
+            f"A NumPy array was combined with {self!r}. NumPy computes on the host, and its result "
+            "would be no DTensor. Pass torch.from_numpy(array), or take x.numpy()."
+        )
 
     def tolist(self) -> Any:
         """Return the whole value as nested lists."""

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mesh_utils import Mesh
 from xla_dtensor.device_mesh import as_device_mesh, current_mesh, mesh_text
@@ -35,6 +36,8 @@ __all__ = ["FSDPModule", "fully_shard"]
 
 _STATE = "_xla_dtensor_group"
 _classes: dict[type, type] = {}
+# The parameters that DTensors were made of; a tied module may still have one.
+_originals = WeakIdKeyDictionary()
 
 
 def fully_shard(
@@ -79,6 +82,7 @@ def fully_shard(
     """
     modules = [module] if isinstance(module, nn.Module) else module
     _check_modules(modules)
+    _check_reshard(reshard_after_forward)
     settings = Settings(
         _mesh(mesh if dp_mesh_dims is None else data_parallel_part(mesh, dp_mesh_dims)),
         reshard_after_forward=reshard_after_forward is None or bool(reshard_after_forward),
@@ -104,6 +108,17 @@ def fully_shard(
             _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
         each.__class__ = _classes[kind]
     return module
+
+
+def _check_reshard(reshard_after_forward: Any) -> None:
+    if isinstance(reshard_after_forward, bool | None):
+        return
+    if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1:
+        raise ArgumentTypeError(
+            f"fully_shard was called with reshard_after_forward={reshard_after_forward!r}. It says "
+            "whether the backward gathers parameters again. Pass True, False, None, or the number "
+            "of devices of a smaller group, which counts as True here."
+        )
 
 
 def _check_modules(modules: Any) -> None:
@@ -161,11 +176,19 @@ def _sharded(
                 found[id(parameter)] = parameter
     owners: list[ShardedParameter] = []
     for key, parameter in found.items():
+        if parameter in _originals:
+            name = ", ".join(name for _, name in places[key])
+            raise DistributeError(
+                f"fully_shard was called on a module whose parameter {name!r} is tied with one of "
+                "a module that it was called on before. The two would be parameters of their own. "
+                "Call it once for both, fully_shard([one, other]), or on a module that has both."
+            )
         asked = None if shard_placement_fn is None else shard_placement_fn(parameter)
         made, inner = shard_parameter(parameter, settings, getattr(asked, "dim", None))
         owner = ShardedParameter(places[key], made, settings, inner)
         owner.take_back()
         owners.append(owner)
+        _originals[parameter] = True
     return owners
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
-from xla_dtensor.errors import DistributeError
+from xla_dtensor.errors import ArgumentTypeError, DistributeError
 from xla_dtensor.runtimes import Runtime
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -283,3 +284,53 @@ def test_attention_in_eval_gives_its_weights(mesh: xd.DeviceMesh, average: bool)
         wanted = plain(x, x, x, average_attn_weights=average)
     for one, two in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.cpu(), two, rtol=0, atol=1e-6)
+
+
+# ------------------------------------------------------------------ what would be lost in silence
+
+
+def _generator(x: Any) -> Iterator[Any]:
+    yield x * 2
+
+
+async def _coroutine(x: Any) -> Any:
+    return x * 2
+
+
+@pytest.mark.parametrize("step", [_generator, _coroutine])
+def test_steps_that_run_after_the_call(step: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"a generator function or a coroutine\. .* Pass a"):
+        xd.compile(step)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "x"])
+def test_reshard_after_forward(mesh: xd.DeviceMesh, value: Any) -> None:
+    with pytest.raises(
+        ArgumentTypeError, match=f"reshard_after_forward={value!r}. It says whether"
+    ):
+        xd.fully_shard(nn.Linear(8, 8), mesh=mesh["dp"], reshard_after_forward=value)
+
+
+def test_weights_that_are_tied_over_two_groups(mesh: xd.DeviceMesh) -> None:
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    other.weight = one.weight
+    xd.fully_shard(one, mesh=mesh["dp"])
+    with pytest.raises(
+        DistributeError, match=r"parameter 'weight' is tied .* Call it once for both"
+    ):
+        xd.fully_shard(other, mesh=mesh["dp"])
+    both = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    both[1].weight = both[0].weight
+    xd.fully_shard(both, mesh=mesh["dp"])
+    assert both[0].weight is both[1].weight
+
+
+def test_numpy_arrays_beside_dtensors(mesh: xd.DeviceMesh) -> None:
+    x, array = placed(torch.ones(8, 6), mesh), np.ones(6, "f")
+    for combine in (lambda: x + array, lambda: np.add(x, array)):
+        with pytest.raises(
+            DistributeError, match=r"NumPy array was combined .* Pass torch\.from_n"
+        ):
+            combine()
+    assert (x + torch.from_numpy(array)).shape == (8, 6)
+    assert np.asarray(x.cpu()).shape == (8, 6)

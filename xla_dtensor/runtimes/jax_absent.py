@@ -189,10 +189,10 @@ class AbsentStep(JaxCompiledStep):
             CompileError: It makes new state on every call.
         """
         for _ in range(_MOST_TRACES):
-            before = len(self._reasons)
+            before = self._traces
             self(*args, **kwargs)
             program = self._called()
-            if len(self._reasons) == before or program.stale() is None:
+            if self._traces == before or program.stale() is None:
                 assert isinstance(program, AbsentProgram)
                 return program
         raise CompileError(

@@ -29,6 +29,7 @@ import logging
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,7 @@ __all__ = ["JaxCompiledStep"]
 
 logger = logging.getLogger("xla_dtensor")
 _RETRACES_BEFORE_WARNING = 3
+_MOST_REASONS = 100
 # Traces, and the storages that programs write to, are one process's; threads wait for each other.
 _one_at_a_time = threading.RLock()
 
@@ -89,7 +91,7 @@ class JaxCompiledStep(CompiledStep):
         self._kept = KeptPrograms()
         self._last: Program | None = None
         self._calls = 0
-        self._reasons: list[str] = []
+        self._traces, self._reasons = 0, deque[str](maxlen=_MOST_REASONS)
         self._lent_names = {RATE}
         self._executables = Executables()
         self._unread = unread_arguments(step)
@@ -198,7 +200,7 @@ class JaxCompiledStep(CompiledStep):
     def stats(self) -> Mapping[str, Any]:
         return {
             "calls": self._calls,
-            "traces": len(self._reasons),
+            "traces": self._traces,
             "reasons": tuple(self._reasons),
             "loaded": self._executables.taken,
         }
@@ -224,15 +226,17 @@ class JaxCompiledStep(CompiledStep):
         program = self._compiled(why, call, key)
         program.last_call = self._calls
         self._kept.let_go(program)
+        self._executables.keep(self._kept.executables())
         return program
 
     def _note(self, reason: str) -> None:
+        self._traces += 1
         self._reasons.append(reason)
-        if len(self._reasons) > _RETRACES_BEFORE_WARNING:
+        if self._traces > _RETRACES_BEFORE_WARNING:
             logger.warning(
                 "Step %s is traced for the %dth time: %s.",
                 getattr(self._step, "__name__", self._step),
-                len(self._reasons),
+                self._traces,
                 reason,
             )
 

@@ -20,7 +20,7 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ __all__ = ["Executables"]
 
 _INDEX = "index.json"
 _FORMAT = 1
+_MOST_UNUSED = 4
 
 
 class Executables:
@@ -68,12 +69,23 @@ class Executables:
         self._compiled[digest] = executable
         return executable
 
+    def keep(self, used: Iterable[Any]) -> None:
+        """Let go of programs that are not among `used`, but for the last few.
+
+        A trace that is made anew often gives the program of the trace before, so those stay.
+        """
+        kept = {id(executable) for executable in used}
+        for digest in list(self._compiled)[:-_MOST_UNUSED]:
+            if id(self._compiled[digest]) not in kept:
+                del self._compiled[digest]
+                self._maybe_cached.pop(digest, None)
+
     def add(self, lowered: Any, executable: Any) -> None:
         """Take in a program that was compiled elsewhere."""
         self._compiled[_digest(lowered)] = executable
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all programs compiled so far.
+        """Write the programs that the step keeps.
 
         Raises:
             CompileError: There is none yet, or the devices' compiler cannot write its programs.

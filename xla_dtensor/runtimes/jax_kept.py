@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,6 +90,10 @@ class KeptPrograms:
         used = {key: max(p.last_call for p in kept) for key, kept in self._programs.items() if kept}
         latest = sorted(used, key=used.__getitem__)[-_MOST_KEYS:]
         self._programs = {key: self._programs[key] for key in latest}
+
+    def executables(self) -> Iterator[Any]:
+        """Yield what the programs run."""
+        return (program.executable for kept in self._programs.values() for program in kept)
 
     def _makes_new_state(
         self,

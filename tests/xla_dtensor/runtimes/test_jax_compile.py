@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -360,3 +361,24 @@ def test_a_plain_tensor_argument_is_an_input(mesh: DeviceMesh) -> None:
     assert step(torch.full((4,), 2.0)).cpu().tolist() == [2.0] * 4
     assert step(torch.full((4,), 3.0)).cpu().tolist() == [3.0] * 4
     assert step.stats()["traces"] == 1
+
+
+def test_programs_that_no_call_fits_are_let_go(tmp_path: Path, mesh: DeviceMesh) -> None:
+    """A number in a closure that changes on every call; what is kept can be saved and loaded."""
+    x = distribute_tensor(torch.ones(8), mesh, ("dp",))
+    setting = {"factor": 0.0}
+
+    def step(x: Any) -> Any:
+        return x * setting["factor"]
+
+    compiled: Any = xla_compile(step)
+    for number in range(12):
+        setting["factor"] = float(number)
+        assert compiled(x).full_tensor().cpu()[0].item() == number
+    assert compiled.stats()["traces"] == 12
+    assert len(compiled._executables._compiled) <= 8
+    compiled.save(tmp_path / "programs")
+    other: Any = xla_compile(step)
+    other.load(tmp_path / "programs")
+    assert other(x).full_tensor().cpu()[0].item() == 11
+    assert other.stats()["loaded"] == 1
