@@ -86,3 +86,63 @@ def test_a_compiled_step_gives_nan(mesh: xd.DeviceMesh) -> None:
 def test_a_dim_that_there_is_not(mesh: xd.DeviceMesh) -> None:
     with pytest.raises(IndexRangeError, match=r"along dim=4 of a tensor of shape=\(8, 3\)"):
         table(mesh).softmax(4)
+
+
+W = torch.ones(4, 3)
+# What decides is a value: calls that are taken, and those that are not with what is said.
+VALUES: dict[str, tuple[Call, Any, Any, str]] = {
+    "one_hot": (lambda x, v: F.one_hot(v, 5), [0, 4], [0, 5], "the index 5 for num_classes=5"),
+    "one_hot below 0": (lambda x, v: F.one_hot(v, 5), [0, 4], [-1, 4], "the index -1 for num_cl"),
+    "// a tensor": (lambda x, v: v // v.flip(0), [2, -1], [2, 0], "cannot be divided by 0"),
+    "% a tensor": (lambda x, v: v % v.flip(0), [2, -1], [2, 0], "cannot be divided by 0"),
+    "fmod": (lambda x, v: torch.fmod(v, v.flip(0)), [2, -1], [2, 0], "cannot be divided by 0"),
+    "trunc": (
+        lambda x, v: torch.div(v, v.flip(0), rounding_mode="trunc"),
+        [2, -1],
+        [2, 0],
+        "cannot be divided by 0",
+    ),
+    "masked_scatter": (
+        lambda x, v: x.masked_scatter((v > 0)[:1], x[0]),
+        [0, 1],
+        [1, 1],
+        "the number of places 24 for a source of 3 values",
+    ),
+    "multinomial": (
+        lambda x, v: torch.multinomial(v.float(), 1) * 0,
+        [1, 2],
+        [1, -2],
+        "the weight -2.0 for a draw",
+    ),
+    "bernoulli": (
+        lambda x, v: torch.bernoulli(v.float()),
+        [0, 1],
+        [0, 2],
+        "the probability 2.0 for a draw",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values(name: str, mesh: xd.DeviceMesh) -> None:
+    call, right, wrong, text = VALUES[name]
+    found: Any = call(table(mesh), on_mesh(torch.tensor(right), mesh))
+    torch.testing.assert_close(found.full_tensor().cpu(), call(table(None), torch.tensor(right)))
+    with pytest.raises(IndexRangeError, match=text) as error:
+        call(table(mesh), on_mesh(torch.tensor(wrong), mesh))
+    with pytest.raises((IndexError, RuntimeError)) as expected:
+        call(table(None), torch.tensor(wrong))
+    assert isinstance(error.value, type(expected.value))
+
+
+def test_numbers(mesh: xd.DeviceMesh) -> None:
+    x = table(mesh)
+    assert (x // 0).full_tensor().cpu().isinf().any()
+    with pytest.raises(IndexRangeError, match="Whole numbers cannot be divided by 0"):
+        _ = on_mesh(torch.arange(3), mesh) // 0
+    for k in (0, 9):
+        with pytest.raises(IndexRangeError, match=f"the number k {k} for dim 0 of size 8"):
+            x.kthvalue(k, 0)
+    targets = on_mesh(torch.tensor([0, 4]), mesh)
+    with pytest.raises(IndexRangeError, match="the index 4 for 4 classes"):
+        xd.linear_cross_entropy(x[:2], W, targets)

@@ -1,10 +1,11 @@
-"""Indices out of range raise, as in PyTorch, wherever their values are known.
+"""Indices and other numbers out of range raise, as in PyTorch, wherever their values are known.
 
 XLA has no error for an index that a tensor does not have: it takes the nearest row, or writes
 nothing. So the ops that take indices are listed here with the range of each::
 
     x[torch.tensor([8])]     of 8 rows: IndexError, from the host tensor's values
     x[indices]               on the mesh, eagerly: one reduction on the devices, then the same
+    x // y                   whole numbers, with a zero in y: the same
     xd.compile(...)          there are no values yet: what is read is NaN
 
 Invariants:
@@ -15,6 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.errors import IndexRangeError
+from xla_dtensor.runtimes.linear_loss_ops import linear_loss
 
 __all__ = ["BOUNDS", "Bound", "check_bounds"]
 
@@ -30,7 +33,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Bound:
-    """The range of one tensor of indices.
+    """The range of one tensor of indices, or of other numbers.
 
     Attributes:
         index: the tensor.
@@ -38,13 +41,19 @@ class Bound:
         high: the first one that is not.
         where: what is indexed, for the message.
         ignored: a value that means no index.
+        what: what the numbers are, for the message.
+        rule: what is allowed, for the message; None: the range.
+        of: what is computed of the tensor and looked at, where its values are known.
     """
 
     index: Any
-    low: int
-    high: int
+    low: float
+    high: float
     where: str
     ignored: int | None = None
+    what: str = "index"
+    rule: str | None = None
+    of: Callable[[Any], Any] | None = None
 
 
 def _of_dims(x: Any, indices: Any, *_: Any, **__: Any) -> Iterator[Bound]:
@@ -89,6 +98,58 @@ def _one_hot(x: Any, num_classes: int = -1) -> Iterator[Bound]:
         yield Bound(x, 0, num_classes, f"num_classes={num_classes}")
 
 
+def _linear_loss(
+    x: Any, weight: Any, target: Any, bias: Any, ignore_index: int, *_: Any
+) -> Iterator[Bound]:
+    number = weight.shape[0]
+    yield Bound(target, 0, number, f"{number} classes", ignore_index)
+
+
+def _kth(x: Any, k: int, dim: int = -1, *_: Any, **__: Any) -> Iterator[Bound]:
+    size = x.shape[dim] if x.ndim else 1
+    where = f"dim {dim} of size {size}"
+    yield Bound(torch.tensor(int(k), device="cpu"), 1, size + 1, where, what="number k")
+
+
+def _masked(x: Any, mask: Any, source: Any) -> Iterator[Bound]:
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    rule = "It has to have as many values as the mask has True"
+    where, what = f"a source of {source.numel()} values", "number of places"
+
+    def count(mask: Any) -> Any:
+        return mask.expand(shape).sum()
+
+    yield Bound(mask, 0, source.numel() + 1, where, what=what, rule=rule, of=count)
+
+
+def _weights(x: Any, *_: Any, **__: Any) -> Iterator[Bound]:
+    rule = "Weights are finite and not negative"
+    yield Bound(x, 0, math.inf, "a draw", what="weight", rule=rule)
+
+
+def _probabilities(x: Any, *_: Any, **__: Any) -> Iterator[Bound]:
+    rule = "Probabilities go from 0 to 1"
+    yield Bound(x, 0, math.nextafter(1, 2), "a draw", what="probability", rule=rule)
+
+
+def _divisor(x: Any, y: Any, *_: Any, rounding_mode: str | None = "floor") -> Iterator[Bound]:
+    """Floats are divided by 0; whole numbers are not, but by what gives a float (``x / y``)."""
+    if rounding_mode is not None and _is_whole(x) and _is_whole(y):
+        divisor = y if isinstance(y, torch.Tensor) else torch.tensor(y, device="cpu")
+        rule, what = "Whole numbers cannot be divided by 0", "number of zeros"
+        yield Bound(divisor, 0, 1, "whole numbers", what=what, rule=rule, of=_zeros)
+
+
+def _is_whole(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not (value.is_floating_point() or value.is_complex())
+    return not isinstance(value, float | complex)
+
+
+def _zeros(value: Any) -> Any:
+    return (value == 0).to(torch.int8)
+
+
 BOUNDS: dict[Any, Callable[..., Iterator[Bound]]] = {
     aten.index.Tensor: _of_dims,
     aten.index_put.default: _of_dims,
@@ -98,6 +159,24 @@ BOUNDS: dict[Any, Callable[..., Iterator[Bound]]] = {
     aten.nll_loss_forward.default: _classes,
     aten.nll_loss2d_forward.default: _classes,
     aten.one_hot.default: _one_hot,
+    linear_loss: _linear_loss,
+    aten.kthvalue.default: _kth,
+    aten.masked_scatter.default: _masked,
+    aten.multinomial.default: _weights,
+    aten.bernoulli.default: _probabilities,
+    **dict.fromkeys(
+        (
+            aten.floor_divide.default,
+            aten.remainder.Tensor,
+            aten.remainder.Scalar,
+            aten.remainder.Scalar_Tensor,
+            aten.fmod.Tensor,
+            aten.fmod.Scalar,
+        ),
+        _divisor,
+    ),
+    aten.div.Tensor_mode: _divisor,
+    aten.div.Scalar_mode: _divisor,
     aten.index_fill.int_Scalar: _along(from_the_end=True),
     aten.index_fill.int_Tensor: _along(from_the_end=True),
     **dict.fromkeys(
@@ -120,7 +199,10 @@ BOUNDS: dict[Any, Callable[..., Iterator[Bound]]] = {
 
 
 def check_bounds(
-    func: Any, args: Any, kwargs: Any, extremes: Callable[[Any, int | None], tuple[int, int] | None]
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    extremes: Callable[[Bound], tuple[float, float] | None],
 ) -> None:
     """Raise where an op of `BOUNDS` has an index out of range.
 
@@ -128,8 +210,8 @@ def check_bounds(
         func: The op.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        extremes: Gives the smallest and the largest number of a tensor, without those that are
-            ignored; None where there is none, or where it is not known yet.
+        extremes: Gives the smallest and the largest number of a bound's tensor, without those that
+            are ignored; None where there is none, or where it is not known yet.
 
     Raises:
         IndexRangeError: An IndexError and a RuntimeError: torch raises either, by op.
@@ -137,11 +219,12 @@ def check_bounds(
     if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateImportUsage]
         return
     for bound in BOUNDS[func](*args, **kwargs):
-        found = extremes(bound.index, bound.ignored) if bound.index.numel() else None
+        found = extremes(bound) if bound.index.numel() else None
         if found is None or (bound.low <= found[0] and found[1] < bound.high):
             continue
-        wrong = found[0] if found[0] < bound.low else found[1]
+        wrong = found[1] if found[0] >= bound.low else found[0]
+        rule = bound.rule or f"It goes from {bound.low} to {bound.high - 1} there"
         raise IndexRangeError(
-            f"{func.name().partition('.')[0]} was called with the index {wrong} for {bound.where}. "
-            f"Indices go from {bound.low} to {bound.high - 1} there. Pass an index in this range."
+            f"{func.name().partition('.')[0]} was called with the {bound.what} {wrong} for "
+            f"{bound.where}. {rule}. Pass what is in this range."
         )

@@ -30,7 +30,7 @@ from xla_dtensor.runtimes import (
     jax_views,
 )
 from xla_dtensor.runtimes.foreach import is_foreach, writes_to_a_list
-from xla_dtensor.runtimes.index_bounds import BOUNDS, check_bounds
+from xla_dtensor.runtimes.index_bounds import BOUNDS, Bound, check_bounds
 from xla_dtensor.runtimes.jax_composed import COMPOSED
 from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch, x64
 from xla_dtensor.runtimes.jax_foreach import (
@@ -119,13 +119,15 @@ def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return _wrapped(func, result, meta)
 
 
-def _extremes(index: Any, ignored: int | None) -> tuple[int, int] | None:
-    """Return the smallest and the largest index; None while a step is traced."""
+def _extremes(bound: Bound) -> tuple[float, float] | None:
+    """Return the smallest and the largest number; None while a step is traced."""
+    index, ignored = bound.index, bound.ignored
+    if isinstance(index, JaxTensor) and active_trace() is not None:
+        return None
+    index = index if bound.of is None else bound.of(index)
     if not isinstance(index, JaxTensor):
         values = index if ignored is None else index[index != ignored]
-        return (int(values.min()), int(values.max())) if values.numel() else None
-    if active_trace() is not None:
-        return None
+        return (values.min().item(), values.max().item()) if values.numel() else None
     array = index.raw() if index._storage.manual is not None else index.value()
     low, high = host_value(_low_and_high(array, ignored)).tolist()
     return None if low > high else (low, high)
@@ -133,9 +135,11 @@ def _extremes(index: Any, ignored: int | None) -> tuple[int, int] | None:
 
 @partial(jax.jit, static_argnums=1)
 def _low_and_high(array: jax.Array, ignored: int | None) -> jax.Array:
+    if ignored is None:
+        return jnp.stack([jnp.min(array), jnp.max(array)])
     limits = jnp.iinfo(array.dtype)
-    low = array if ignored is None else jnp.where(array == ignored, limits.max, array)
-    high = array if ignored is None else jnp.where(array == ignored, limits.min, array)
+    low = jnp.where(array == ignored, limits.max, array)
+    high = jnp.where(array == ignored, limits.min, array)
     return jnp.stack([jnp.min(low), jnp.max(high)])
 
 

@@ -83,6 +83,7 @@ def register() -> None:
         ("scaled_dot_product_attention", _attention),
         ("einsum", einsum),
         ("lstm.input", _lstm),
+        ("one_hot", _one_hot),
     ):
         kernels.impl(name, kernel, _KEY)
 
@@ -95,6 +96,13 @@ def _lstm(*args: Any) -> Any:
         return aten.lstm.input.decompose(*args)
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+def _one_hot(index: Any, num_classes: int = -1) -> Any:
+    """As one op, whose range is looked at; torch compares with all classes instead."""
+    if num_classes == -1:
+        num_classes = int(index.max().item()) + 1
+    return below(aten.one_hot.default, index, num_classes)
 
 
 class _Linear(OneResult):
