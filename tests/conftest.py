@@ -98,7 +98,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _long_files(items: list[pytest.Item]) -> set[Path]:
     """The files whose tests, not they themselves, are dealt to parts: each takes long."""
-    return {item.path for item in items if item.path.name == "test_against_pytorch.py"}
+    names = ("test_against_pytorch.py", "test_product_order.py")
+    return {item.path for item in items if item.path.name in names}
 
 
 @pytest.fixture(scope="module", autouse=True)
