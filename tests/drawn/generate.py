@@ -95,8 +95,19 @@ def _call(draw: Draw, names_of_ops: Sequence[str]) -> tuple[ops.Call, dict[int, 
         there = None
         if chance.random() < (0.3 if is_index else 0.8):
             there = draw.pick(lambda t, s=tensor: (t.shape, t.dtype) == (s.shape, s.dtype))
+        if call.name.endswith(("batch_norm", "instance_norm")) and there in names.values():
+            there = None  # not one tensor as running mean and variance: the last write is open
         names[id(tensor)] = there or draw.leaf(tensor, may_be_plain=tensor is not call.source)
     return call, names
+
+
+def _is_written_in_no_order(target: torch.Tensor) -> bool:
+    """Whether elements share a place, as in windows of unfold: the last write is open in torch."""
+    places = torch.zeros(target.shape, dtype=torch.int64)
+    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        steps = torch.arange(size) * stride
+        places += steps.reshape([-1 if d == dim else 1 for d in range(target.dim())])
+    return places.unique().numel() < target.numel()
 
 
 def _dtype(draw: Draw, name: str) -> torch.dtype | None:
@@ -146,6 +157,8 @@ def _op_in_place(draw: Draw) -> bool:
         return False
     call, names = found
     target = names[id(call.source)]
+    if _is_written_in_no_order(draw.value(target)):
+        return False
     if draw.value(target).is_leaf:  # a leaf that requires grad cannot be written to
         copy = draw.name()
         draw.lines.append(f"{copy} = {target}.clone()")
@@ -280,7 +293,7 @@ def _write(draw: Draw) -> bool:
         return False
     if not isinstance(shown, torch.Tensor):
         target, shown = f"{target}[0]", shown[0] if len(shown) else None
-    if not isinstance(shown, torch.Tensor):
+    if not isinstance(shown, torch.Tensor) or _is_written_in_no_order(shown):
         return False
     fitting = draw.pick(lambda t: t.shape in (shown.shape, shown.shape[1:], shown.shape[-1:]))
     number = chance.choice(NUMBERS)

@@ -11,8 +11,9 @@ What is looked for is found again by a number, which travels as an attribute of 
 the programs of the tests no product is cut otherwise than in what XLA says of itself
 (``tests/xla_dtensor/runtimes/test_jax_propagation.py``; docs/decisions/product_order.md).
 
-A program with a manual computation (``shard_map``) goes into propagation as it is, since its way
-back is not open to Python: there the cuts are those of a program that means the same.
+A program with a manual computation (``shard_map``), or with a call of a library that has several
+results (factorizations), goes into propagation as it is, since its way back is not open to Python:
+there the cuts are those of a program that means the same.
 """
 
 from __future__ import annotations
@@ -80,10 +81,16 @@ def propagated(module: Any) -> Any:
     Args:
         module: The operation of an MLIR module; its context is the current one. It is not changed.
     """
-    has_manual = any(op.name == "sdy.manual_computation" for op in operations(module))
-    copy = module.clone() if has_manual else _as_xla_reads(module)
+    is_one_way = any(map(_is_one_way, operations(module)))
+    copy = module.clone() if is_one_way else _as_xla_reads(module)
     PassManager.parse(f"builtin.module({_PROPAGATION})").run(copy)
     return copy
+
+
+def _is_one_way(op: Any) -> bool:
+    """Tell whether an operation comes back from HLO in a form that Shardy's import refuses."""
+    is_call = op.name == "stablehlo.custom_call"
+    return op.name == "sdy.manual_computation" or (is_call and len(op.results) > 1)
 
 
 def _as_xla_reads(module: Any) -> Any:

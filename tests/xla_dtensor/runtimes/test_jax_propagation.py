@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+import xla_dtensor as xd
 
 pytestmark = [pytest.mark.usefixtures("runtime"), pytest.mark.only_on("jax")]
 
@@ -44,3 +48,23 @@ def test_numbers_are_taken_away_again() -> None:
         assert {number_of(op) for op in operations(copy)} == {0, 1, None}
         unnumber(products)
     assert str(module) == before
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: torch.linalg.svd(x @ x.mT)[1],
+        lambda x: torch.linalg.qr(x @ x)[1],
+        lambda x: torch.linalg.eigvals(x @ x).abs(),
+        lambda x: torch.linalg.lu_factor(x @ x)[0],
+        lambda x: torch.sort(x @ x)[0],
+    ],
+    ids=["svd", "qr", "eigvals", "lu", "sort"],
+)
+def test_programs_that_call_a_library(step: Any) -> None:
+    """A call with several results does not come back from HLO as Shardy takes it."""
+    cube = xd.init_device_mesh("xla", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    value = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = xd.distribute_tensor(value, cube, [Shard(0), Shard(1), Replicate()])
+    found: Any = xd.compile(step)(x)
+    torch.testing.assert_close(found.full_tensor().cpu().sort().values, step(value).sort().values)
