@@ -11,13 +11,14 @@ What is looked for is found again by a number, which travels as an attribute of 
 the programs of the tests no product is cut otherwise than in what XLA says of itself
 (``tests/xla_dtensor/runtimes/test_jax_propagation.py``; docs/decisions/product_order.md).
 
-A program with a manual computation (``shard_map``), or with a call of a library that has several
-results (factorizations), goes into propagation as it is, since its way back is not open to Python:
-there the cuts are those of a program that means the same.
+A program with a manual computation (``shard_map``) goes into propagation as it is, since its way
+back is not open to Python, and so does one that comes back with tuples: there the cuts are those of
+a program that means the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ _PROPAGATION = (
 )
 _FRONTEND = "mhlo.frontend_attributes"
 _NUMBER = "xla_dtensor.number"
+_CALL = "stablehlo.custom_call"
 
 
 def operations(op: Any) -> Iterator[Any]:
@@ -81,24 +83,27 @@ def propagated(module: Any) -> Any:
     Args:
         module: The operation of an MLIR module; its context is the current one. It is not changed.
     """
-    is_one_way = any(map(_is_one_way, operations(module)))
-    copy = module.clone() if is_one_way else _as_xla_reads(module)
+    has_manual = any(op.name == "sdy.manual_computation" for op in operations(module))
+    if not has_manual:
+        with contextlib.suppress(ir.MLIRError):  # it has tuples
+            return _propagated(_as_xla_reads(module))
+    return _propagated(module.clone())
+
+
+def _propagated(copy: Any) -> Any:
     PassManager.parse(f"builtin.module({_PROPAGATION})").run(copy)
     return copy
-
-
-def _is_one_way(op: Any) -> bool:
-    """Tell whether an operation comes back from HLO in a form that Shardy's import refuses."""
-    is_call = op.name == "stablehlo.custom_call"
-    return op.name == "sdy.manual_computation" or (is_call and len(op.results) > 1)
 
 
 def _as_xla_reads(module: Any) -> Any:
     """Return the program after HLO, with Shardy's attributes and constraints as they were."""
     copy = ir.Module.parse(through_hlo(module)).operation
+    for op in list(operations(copy)):
+        if op.name == _CALL and len(op.results) == 1 and str(op.result.type).startswith("tuple<"):
+            _with_results(op)
     PassManager.parse("builtin.module(xla-sdy-round-trip-import-shardy-attrs)").run(copy)
     for op in list(operations(copy)):
-        if op.name == "stablehlo.custom_call" and _target(op) == "Sharding":
+        if op.name == _CALL and _target(op) == "Sharding":
             shardings: Sequence[Any] = sdy.TensorShardingPerValueAttr(
                 op.attributes["sdy.sharding"]
             ).shardings
@@ -107,6 +112,23 @@ def _as_xla_reads(module: Any) -> Any:
             op.result.replace_all_uses_with(constraint.result)
             op.erase()
     return copy
+
+
+def _with_results(call: Any) -> None:
+    """Give a call of a library its results back in place of one tuple, which Shardy refuses."""
+    kind = ir.TupleType(call.result.type)
+    types = [kind.get_type(i) for i in range(kind.num_types)]
+    attributes = {name: call.attributes[name] for name in call.attributes}
+    with ir.InsertionPoint(call):
+        made = ir.Operation.create(
+            _CALL, results=types, operands=list(call.operands), attributes=attributes
+        )
+    for use in list(call.result.uses):
+        element = use.owner.operation
+        number = ir.IntegerAttr(element.attributes["index"]).value
+        element.result.replace_all_uses_with(made.results[number])
+        element.erase()
+    call.erase()
 
 
 def _target(custom_call: Any) -> str:
