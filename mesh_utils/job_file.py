@@ -91,7 +91,7 @@ def read_yaml(text: str, source: str) -> object:
 
     try:
         return yaml.load(text, _strict_loader())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         problem = " ".join(str(error).split())
         raise JobError(
             f"Job file {source!r} was read. It is no YAML: {problem}. "

@@ -10,6 +10,8 @@ from mesh_utils.mesh_input import as_integer
 from mesh_utils.slice_table import Shape3, Wrap3
 from mesh_utils.topology_name import shape_text
 
+_MOST = 1 << 20  # of slices, hosts or chips: far more than were ever built
+
 
 @dataclass(frozen=True)
 class Links:
@@ -165,6 +167,11 @@ def read_count(
         raise TopologyError(
             f"Topology {name!r} was asked for with {what}={given if named is None else named!r}. "
             f"That is no positive integer. Pass {what}=1 or more."
+        )
+    if found is not None and found > _MOST:
+        raise TopologyError(
+            f"Topology {name!r} was asked for with {what}={found}. There are not so many. Pass "
+            f"{what}={_MOST} or less."
         )
     return found or 1
 

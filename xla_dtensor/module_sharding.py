@@ -153,7 +153,7 @@ def load_rules(rules: Any) -> ShardingRules:
     path = Path(rules)
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise RulesError(
             f"Sharding rules were to be read from {str(path)!r}. That failed: {error}. Pass the "
             "path of a YAML file, or the rules as a dict."

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mesh_utils import JobConfig, JobError, MeshError
+from mesh_utils.job_file import read_yaml
 
 AXES = {"dp": {"dcn": -1}, "fsdp": {"ici": -1}, "tp": {"ici": 4}}
 
@@ -48,6 +53,7 @@ ROWS: dict[str, tuple[Mapping[str, Any], str]] = {
         r"num_slices=2. The name says 4",
     ),
     "no slices": ({"num_slices": 0}, r"num_slices=0.*Pass num_slices=1 or more"),
+    "too many": ({"num_slices": 10**30}, r"num_slices=10*\. There are not so many\. Pass num_sl"),
     "slices in words": ({"num_slices": "two"}, r"num_slices='two'"),
     "wrap in letters": ({"wrap": "xy"}, r"wrap='xy'.*Write such as wrap: \[true, true, false\]"),
     "wrap that the slice has not": (
@@ -195,6 +201,7 @@ def test_no_mapping(data: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("[" * 5000, r"It is no YAML: maximum recursion depth"),
         ("name: [", r"It is no YAML: .*line 1.*Correct that line; docs/jobs.md"),
         ("name: a\nname: b\n", r"It is no YAML: .*the key 'name' is there twice.*line 2"),
         ("axes: {tp: {ici: 4, ici: 8}}", r"the key 'ici' is there twice"),
@@ -219,3 +226,29 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(JobError, match=r"It cannot be read: .*Pass a readable text file"):
         JobConfig.load(binary)
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    """Each place in a job's data, as its container and its key."""
+    pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+    nested = [inner for _, inner in pairs if isinstance(inner, (dict, list))]
+    return [(value, key) for key, _ in pairs] + [
+        found for each in nested for found in _places(each)
+    ]
+
+
+@given(
+    name=st.sampled_from(["llama3_70b_v5p", "mixtral_8x7b_v6e", "llama3_8b_v5e_4slices"]),
+    place=st.integers(0, 10**6),
+    other=st.sampled_from(
+        [None, -1, 0, 3, 10**30, 1.5, "", "x", "..", [], [1], ["a", None], {}, {1: 2}, True, "2x2"]
+    ),
+)
+def test_a_changed_job_is_parsed_or_refused(name: str, place: int, other: Any) -> None:
+    text = (files("tpu_configs") / "jobs" / f"{name}.yaml").read_text(encoding="utf-8")
+    data: Any = read_yaml(text, name)
+    places = _places(data)
+    container, key = places[place % len(places)]
+    container[key] = other
+    with contextlib.suppress(MeshError):
+        JobConfig.parse(data)

@@ -423,11 +423,13 @@ def test_yaml_round_trip(tmp_path: Path) -> None:
         ("a: [tp]\na: [dp]\n", "the key 'a' is there twice"),
         ("a: [tp\n", r"rules\.yaml'. That failed: .*while parsing.*Pass the path of a YAML file"),
         ("", "the rules are of type=NoneType"),
+        ("[" * 5000, "That failed: maximum recursion depth"),
+        ("\xff", "That failed: 'utf-8' codec can't decode"),
     ],
 )
 def test_bad_yaml(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "rules.yaml"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(RulesError, match=f"(?s){message}"):
         load_rules(path)
 
