@@ -108,7 +108,7 @@ def read_header(file: Path) -> dict[str, FileTensor]:
 
 def _tensor(file: Path, name: str, entry: Any, base: int) -> tuple[FileTensor, int]:
     try:
-        dtype, shape = entry["dtype"], tuple(map(int, entry["shape"]))
+        dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
         first, last = map(int, entry["data_offsets"])
     except (TypeError, KeyError, ValueError):
         raise _damaged(file, f"Its header says of {name!r}: {entry!r}") from None
