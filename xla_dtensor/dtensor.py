@@ -368,11 +368,12 @@ class DTensor(TorchDTensor):
         return self._on_host().untyped_storage()
 
     def _on_host(self) -> torch.Tensor:
-        version, copy = getattr(self, "_host_copy", (None, None))
-        if copy is None or version != self._version:
-            copy = self.cpu().contiguous()
-            self._host_copy = self._version, copy
-        return copy
+        # Read anew each time: a compiled step writes without a trace in the tensor's version. The
+        # copy is the same one while its bytes are, so that no address is freed under a reader.
+        now, kept = self.cpu().contiguous(), getattr(self, "_host_copy", None)
+        if kept is None or not torch.equal(_bytes(kept), _bytes(now)):
+            self._host_copy = kept = now
+        return kept
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the whole value as a NumPy array."""
@@ -442,3 +443,7 @@ class DTensor(TorchDTensor):
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return checkpoint_hooks.get_tensor_shard(self, index)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -110,6 +110,13 @@ def test_safetensors(mesh: xd.DeviceMesh, tmp_path: Path) -> None:
     save_file(state, tmp_path / "model.safetensors")  # not what was read before
     found = load_file(tmp_path / "model.safetensors")["0.weight"]
     weight = model().state_dict()["0.weight"]
+    # A compiled step's later calls leave the tensor's version as it is.
+    double: Any = xd.compile(lambda: mine[0].weight.detach().mul_(2))
+    for number in range(3):
+        double()
+        save_file(state, tmp_path / "model.safetensors")
+        again = load_file(tmp_path / "model.safetensors")["0.weight"]
+        torch.testing.assert_close(again, weight * 2 ** (number + 2), rtol=0, atol=0)
     torch.testing.assert_close(found, weight * 2, rtol=0, atol=0)
 
 
