@@ -81,7 +81,9 @@ demo-hosts: .venv-demo-jax/$(STAMP)  ## kill a job of 4 processes, and see it go
 
 # The contract says what users may rely on, by the public API. What it leaves out has the marker
 # `thorough`, set in a test or by what its file imports (tests/contract.py).
-PYTEST := -m pytest -n $(JOBS) --dist loadgroup
+#
+# A worker that has crashed is not replaced: pytest-xdist's groups wait for it for ever.
+PYTEST := -m pytest -n $(JOBS) --dist loadgroup --max-worker-restart=0
 CONTRACT := not thorough and not gpu
 test: environment-MAIN  ## the contract: what a change has to pass, in ten minutes on two cores
 	$(MAIN_VENV)/bin/python $(PYTEST) -m "$(CONTRACT)" $(PYTEST_ARGS)

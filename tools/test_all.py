@@ -42,7 +42,8 @@ FOLDER = ROOT / ".test-all"
 LIMIT_SECONDS = 15 * 60
 NUM_SLOWEST = 25
 
-PYTEST = ("-m", "pytest", "-n", "2", "--dist", "loadgroup")
+# A worker that has crashed is not replaced: pytest-xdist's groups wait for it for ever.
+PYTEST = ("-m", "pytest", "-n", "2", "--dist", "loadgroup", "--max-worker-restart=0")
 MAIN, TORCH_XLA = "MAIN", "TORCH_XLA"
 CONTRACT, THOROUGH = "not thorough and not gpu", "thorough and not gpu"
 

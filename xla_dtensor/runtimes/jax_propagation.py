@@ -12,13 +12,12 @@ the programs of the tests no product is cut otherwise than in what XLA says of i
 (``tests/xla_dtensor/runtimes/test_jax_propagation.py``; docs/decisions/product_order.md).
 
 A program with a manual computation (``shard_map``) goes into propagation as it is, since its way
-back is not open to Python, and so does one that comes back with tuples: there the cuts are those of
-a program that means the same.
+back is not open to Python: there the cuts are those of a program that means the same. Another one
+that cannot be read back is refused, since its products could be put on the wrong devices.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 from jax.extend.mlir.passmanager import PassManager
 
+from xla_dtensor.errors import CompileError
 from xla_dtensor.runtimes.jax_private import through_hlo
 
 __all__ = ["number_of", "numbered", "operations", "propagated", "unnumber"]
@@ -82,36 +82,44 @@ def propagated(module: Any) -> Any:
 
     Args:
         module: The operation of an MLIR module; its context is the current one. It is not changed.
+
+    Raises:
+        CompileError: Shardy cannot read what came back from HLO.
     """
     has_manual = any(op.name == "sdy.manual_computation" for op in operations(module))
-    if not has_manual:
-        with contextlib.suppress(ir.MLIRError):  # it has tuples
-            return _propagated(_as_xla_reads(module))
-    return _propagated(module.clone())
-
-
-def _propagated(copy: Any) -> Any:
-    PassManager.parse(f"builtin.module({_PROPAGATION})").run(copy)
+    try:
+        copy = module.clone() if has_manual else _as_xla_reads(module)
+        PassManager.parse(f"builtin.module({_PROPAGATION})").run(copy)
+    except ir.MLIRError as error:
+        raise CompileError(
+            "A program for a mesh of several axes was about to be compiled. How XLA will cut its "
+            f"products could not be found, since Shardy cannot read it: {error} Compile what is "
+            "named there in a step of its own, or on a mesh of one axis."
+        ) from error
     return copy
 
 
 def _as_xla_reads(module: Any) -> Any:
     """Return the program after HLO, with Shardy's attributes and constraints as they were."""
+    # Only what is replaced is held while operations are erased: the name of an erased one is read
+    # from memory that is no longer its own.
     copy = ir.Module.parse(through_hlo(module)).operation
-    for op in list(operations(copy)):
-        if op.name == _CALL and len(op.results) == 1 and str(op.result.type).startswith("tuple<"):
-            _with_results(op)
+    for call in [op for op in operations(copy) if op.name == _CALL and _gives_tuple(op)]:
+        _with_results(call)
     PassManager.parse("builtin.module(xla-sdy-round-trip-import-shardy-attrs)").run(copy)
-    for op in list(operations(copy)):
-        if op.name == _CALL and _target(op) == "Sharding":
-            shardings: Sequence[Any] = sdy.TensorShardingPerValueAttr(
-                op.attributes["sdy.sharding"]
-            ).shardings
-            with ir.InsertionPoint(op):
-                constraint = sdy.ShardingConstraintOp(op.operands[0], shardings[0])
-            op.result.replace_all_uses_with(constraint.result)
-            op.erase()
+    for call in [op for op in operations(copy) if op.name == _CALL and _target(op) == "Sharding"]:
+        shardings: Sequence[Any] = sdy.TensorShardingPerValueAttr(
+            call.attributes["sdy.sharding"]
+        ).shardings
+        with ir.InsertionPoint(call):
+            constraint = sdy.ShardingConstraintOp(call.operands[0], shardings[0])
+        call.result.replace_all_uses_with(constraint.result)
+        call.erase()
     return copy
+
+
+def _gives_tuple(call: Any) -> bool:
+    return len(call.results) == 1 and str(call.result.type).startswith("tuple<")
 
 
 def _with_results(call: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import xla_dtensor as xd
+from xla_dtensor.errors import CompileError
 
 pytestmark = [pytest.mark.usefixtures("runtime"), pytest.mark.only_on("jax")]
 
@@ -68,3 +69,22 @@ def test_programs_that_call_a_library(step: Any) -> None:
     x = xd.distribute_tensor(value, cube, [Shard(0), Shard(1), Replicate()])
     found: Any = xd.compile(step)(x)
     torch.testing.assert_close(found.full_tensor().cpu().sort().values, step(value).sort().values)
+
+
+def test_what_shardy_cannot_read_is_refused() -> None:
+    import jax
+    from jax.extend.mlir import ir
+
+    from xla_dtensor.runtimes.jax_propagation import propagated
+
+    lowered: Any = jax.jit(lambda x: x).lower(1.0)
+    with lowered.compiler_ir("stablehlo").context, ir.Location.unknown():
+        module = ir.Module.parse(
+            """func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> {
+                 %0 = stablehlo.tuple %x : tuple<tensor<4xf32>>
+                 %1 = stablehlo.custom_call @library(%0) : (tuple<tensor<4xf32>>) -> tensor<4xf32>
+                 return %1 : tensor<4xf32>
+               }"""
+        )
+        with pytest.raises(CompileError, match=r"(?s)could not be found, .* of its own"):
+            propagated(module.operation)
