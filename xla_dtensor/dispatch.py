@@ -34,6 +34,7 @@ from xla_dtensor.product_factors import agreeing_factors, has_factors, may_disag
 from xla_dtensor.product_pins import pin_products
 from xla_dtensor.propagation import legal_placements, propagate
 from xla_dtensor.runtimes import functional_ops
+from xla_dtensor.runtimes.op_meta import Meta, output_meta, raise_torchs_error
 from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.strict import constrain_output, constrain_written
 from xla_dtensor.written import (
@@ -272,11 +273,9 @@ def _fits(state: Any, result: Any) -> bool:
         if not isinstance(state, GlobalState):
             return False
         meta: Any = state.tensor_meta
-        return (
-            result.shape == meta.shape
-            and result.dtype == meta.dtype
-            and result.stride() == meta.stride
-        )
+        if result.shape != meta.shape or result.dtype != meta.dtype:
+            return False
+        return not get_runtime().has_strides or result.stride() == meta.stride
     if isinstance(result, (list, tuple)):
         same = isinstance(state, list) and len(state) == len(result)
         return same and all(map(_fits, state, result))
@@ -290,7 +289,14 @@ def _answer(
     mesh = found[0]._spec.mesh
     joint = joint_mesh(mesh, [tensor._spec for tensor in found])
     states = _states(propagate(func, args, kwargs, joint), result, mesh, joint)
-    if get_runtime().pins_products:
+    runtime = get_runtime()
+    if not runtime.has_strides:
+        meta = output_meta(func, args, kwargs)
+        # Which kernel of attention is taken, and so what is refused, depends on the device.
+        if meta is None and "attention" not in func._schema.name:
+            raise_torchs_error(func, args, kwargs)
+        states = _with_strides(states, meta)
+    if runtime.pins_products:
         pin_products(states, func, found)
     return note_op(states, func, found)
 
@@ -307,6 +313,15 @@ def _states(placements: Any, result: Any, mesh: DeviceMesh, joint: DeviceMesh) -
         return state_of(result, mesh, legal)
     own, known = split(legal, joint, mesh)
     return state_of(result, mesh, own, known)
+
+
+def _with_strides(states: Any, meta: Any) -> Any:
+    """Return the states with torch's strides: by them torch tells a copy from a view."""
+    if isinstance(states, list) and isinstance(meta, list | tuple) and len(states) == len(meta):
+        return [_with_strides(*pair) for pair in zip(states, meta, strict=True)]
+    if isinstance(states, GlobalState) and isinstance(meta, Meta):
+        return states.with_stride(meta.stride)
+    return states
 
 
 def _labelled(cls: Any, traits: _Traits, result: Any, state: Any, enforced: bool) -> Any:
@@ -343,10 +358,11 @@ def new_dtensor(
     """Return a DTensor over `payload`, the runtime's tensor for the whole value."""
     device, extra = payload.device, get_runtime().extra_dispatch_keys
     keys = {} if extra is None or device.type == "meta" else {"_extra_dispatch_keys": extra}
+    meta: Any = state.tensor_meta
     self = _make(
         cls,
         payload.shape,
-        strides=payload.stride(),
+        strides=meta.stride,
         storage_offset=payload.storage_offset(),
         dtype=payload.dtype,
         layout=payload.layout,

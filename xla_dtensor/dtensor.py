@@ -48,6 +48,7 @@ from xla_dtensor.redistribution import as_plain, redistributed
 from xla_dtensor.runtimes import functional_ops
 from xla_dtensor.runtimes.base import AddressableShard
 from xla_dtensor.runtimes.dynamo_frames import runs_as_it_is
+from xla_dtensor.runtimes.op_meta import output_meta
 from xla_dtensor.runtimes.registry import get_runtime
 
 __all__ = ["DTensor", "GlobalState"]
@@ -84,9 +85,12 @@ class DTensor(TorchDTensor):
         placements: tuple[Any, ...],
         requires_grad: bool = False,
         known: Known = (),
+        stride: tuple[int, ...] | None = None,
     ) -> DTensor:
-        """Wrap `payload`, the runtime's tensor for the whole value."""
+        """Wrap `payload`, the runtime's tensor for the whole value, which may have no strides."""
         state = state_of(payload, mesh, placements, known)
+        if stride is not None and not get_runtime().has_strides:
+            state = state.with_stride(stride)
         return new_dtensor(cls, payload, state, requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -118,7 +122,8 @@ class DTensor(TorchDTensor):
         view = next(o for o in overloads if [a.name for a in o._schema.arguments] == taken)
         mesh, placements = self._spec.mesh, propagate(view, args, kwargs, self._spec.mesh)
         payload = functional_ops.reshaped(view, self._local_tensor, args, kwargs)
-        changed = DTensor._wrapping(payload, mesh, placements)
+        stride = output_meta(view, args, kwargs).stride
+        changed = DTensor._wrapping(payload, mesh, placements, stride=stride)
         self._local_tensor = payload
         torch.Tensor.data.__set__(self, changed)  # pyright: ignore
         self._spec = changed._spec
@@ -427,7 +432,7 @@ class DTensor(TorchDTensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, state: Any, size: Any, stride: Any) -> DTensor:
-        return dynamo.unflatten(DTensor, inner, state)
+        return dynamo.unflatten(DTensor, inner, state, stride)
 
     def __coerce_tangent_metadata__(self) -> Any:
         return dynamo.coerced_tangent(self)

@@ -107,7 +107,9 @@ def flatten(tensor: DTensor) -> tuple[list[str], Any]:
     return ["_local_tensor"], FlatState(spec, tensor.requires_grad)
 
 
-def unflatten(kind: type[DTensor], inner: dict[str, Any], state: Any) -> DTensor:
+def unflatten(
+    kind: type[DTensor], inner: dict[str, Any], state: Any, stride: Sequence[int]
+) -> DTensor:
     """Put together what :func:`flatten` took apart."""
     if isinstance(state, FlatState):
         mesh, placements, requires_grad = state.mesh, state.placements, state.requires_grad
@@ -115,7 +117,8 @@ def unflatten(kind: type[DTensor], inner: dict[str, Any], state: Any) -> DTensor
     else:
         mesh, placements, requires_grad = real_mesh(inner["device_mesh"]), state[0], state[3]
         known = getattr(state, "known", ())
-    return kind._wrapping(inner["_local_tensor"], mesh, placements, requires_grad, known)
+    payload = inner["_local_tensor"]
+    return kind._wrapping(payload, mesh, placements, requires_grad, known, tuple(stride))
 
 
 def whole(placements: Sequence[Any]) -> Placements:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from xla_dtensor.core import Layout
 from xla_dtensor.core.spanning import layout_on_span
@@ -49,6 +49,16 @@ class GlobalState(DTensorSpec):
         meta: Any = self.tensor_meta
         state = GlobalState(mesh, placements, tensor_meta=meta)
         state.known = known_beside(mesh, [self])
+        return state
+
+    def with_stride(self, stride: tuple[int, ...]) -> GlobalState:
+        """Return the state of the same tensor with another stride, as torch tells views by it."""
+        meta: Any = self.tensor_meta
+        if stride == meta.stride:
+            return self
+        meta = TensorMeta(meta.shape, stride, meta.dtype)
+        state = GlobalState(self.mesh, self.placements, tensor_meta=meta)
+        state.known = self.known
         return state
 
     def token(self) -> object:

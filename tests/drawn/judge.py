@@ -35,6 +35,7 @@ import torch
 
 from tests.drawn import ops
 from tests.drawn.programs import PLAIN_WORDS, WIDE, Leaf, Program, Result, run, widened
+from tests.drawn.training import PLAIN_TRAINING_WORDS
 
 __all__ = ["KINDS", "Expected", "Verdict", "difference", "expected_of", "judge"]
 
@@ -80,7 +81,8 @@ def expected_of(program: Program) -> Expected:
     if plain.error is not None:
         return Expected(plain)
     lines, values = widened(program)
-    runs = [values, *(_with_noise(program.leaves, values, i) for i in range(_NUM_NOISES))]
+    least = torch.finfo(torch.bfloat16).eps if _is_narrow(program) else 0.0
+    runs = [values, *(_with_noise(program.leaves, values, i, least) for i in range(_NUM_NOISES))]
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # what integers become
     try:
@@ -99,11 +101,16 @@ def _on_plain(
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return run(program, arguments, PLAIN_WORDS, lines=lines)
+        return run(program, arguments, {**PLAIN_WORDS, **PLAIN_TRAINING_WORDS}, lines=lines)
+
+
+def _is_narrow(program: Program) -> bool:
+    """Whether a training casts to bfloat16 inside: its own noise is as large as that."""
+    return any("'context': narrow" in line for line in program.lines)
 
 
 def _with_noise(
-    leaves: Sequence[Leaf], values: Sequence[torch.Tensor], seed: int
+    leaves: Sequence[Leaf], values: Sequence[torch.Tensor], seed: int, least: float
 ) -> list[torch.Tensor]:
     generator = torch.Generator()
     generator.manual_seed(seed)
@@ -111,7 +118,7 @@ def _with_noise(
     for leaf, value in zip(leaves, values, strict=True):
         if leaf.value.is_floating_point() or leaf.value.is_complex():
             sign = torch.randint(0, 2, value.shape, generator=generator).double() * 2 - 1
-            value = value * (1 + torch.finfo(leaf.value.dtype).eps * sign)
+            value = value * (1 + max(least, torch.finfo(leaf.value.dtype).eps) * sign)
         noisy.append(value)
     return noisy
 

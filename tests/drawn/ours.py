@@ -54,6 +54,7 @@ def placements_of(tokens: tuple[str, ...]) -> list[Placement]:
 def run_on_mesh(program: Program) -> Result:
     """Run a program on DTensors, eagerly or as a compiled step."""
     import xla_dtensor
+    from tests.drawn.ours_training import training_words
 
     mesh = mesh_of(program.mesh)
 
@@ -80,6 +81,7 @@ def run_on_mesh(program: Program) -> Result:
         return back.clone()
 
     words = {**PLAIN_WORDS, "redistribute": redistribute, "whole": whole, "parts": parts}
+    words |= training_words(mesh)
     try:
         arguments = []
         for leaf in program.leaves:

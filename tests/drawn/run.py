@@ -5,11 +5,11 @@
     python -m tests.drawn.run --runtime torch_xla --calls all
     python -m tests.drawn.run --source ../old --programs 0:100     another tree's library
 
-A job is the name of a program: ``program/17``, ``call/add/float32/int64/0``, or ``refused/add/3``,
-one of the calls that op_db says PyTorch refuses. Each is noted in build/drawn/, in a file named
-after the commit of the library that is judged, the runtime, and what draws and judges. A run takes
-up where the last one ended. A job that ends its process, or does not come back, is noted by the
-parent: "abort", "hang".
+A job is the name of a program: ``program/17``, ``training/17``, ``call/add/float32/int64/0``, or
+``refused/add/3``, one of the calls that op_db says PyTorch refuses. Each is noted in build/drawn/,
+in a file named after the commit of the library that is judged, the runtime, and what draws and
+judges. A run takes up where the last one ended. A job that ends its process, or does not come back,
+is noted by the parent: "abort", "hang".
 """
 
 from __future__ import annotations
@@ -44,10 +44,13 @@ def program_of(job: str) -> Any:
     import torch
 
     from tests.drawn.generate import generate, generate_call, generate_refused
+    from tests.drawn.training import generate_training
 
     kind, *rest = job.split("/")
     if kind == "program":
         return generate(int(rest[0]))
+    if kind == "training":
+        return generate_training(int(rest[0]))
     if kind == "refused":
         return generate_refused(rest[0], int(rest[1]))
     name, first, second, seed = rest
@@ -248,13 +251,12 @@ def main() -> int:
         text=True,
     ).stdout.strip()
     jobs: list[str] = []
-    if asked.programs:
-        now = int(time.time())
-        seeds = f"{now}:{now + MOST_NEW}" if asked.programs == "new" else asked.programs
-        first, _, last = seeds.partition(":")
-        jobs += [f"program/{seed}" for seed in range(int(first), int(last or int(first) + 1))]
+    jobs += [f"program/{seed}" for seed in _seeds(asked.programs)]
+    jobs += [f"training/{seed}" for seed in _seeds(asked.trainings)]
     if asked.calls:
-        jobs += [job for job in call_jobs(asked.seed) if asked.calls in ("all", job.split("/")[1])]
+        jobs += [
+            job for job in call_jobs(asked.seed) if asked.calls in ("all", *job.split("/")[1:4])
+        ]
     if asked.refused:
         jobs += [job for job in refused_jobs() if asked.refused in ("all", job.split("/")[1])]
     if asked.part:
@@ -273,9 +275,17 @@ def main() -> int:
             if asked.show:
                 print("    " + row["program"].replace("\n", "\n    "))
     print(summary(list(rows.values())))
-    if len(rows) < len(jobs) and asked.programs != "new":
+    if len(rows) < len(jobs) and "new" not in (asked.programs, asked.trainings):
         print(f"{len(jobs) - len(rows)} are left. Call again to go on.")
     return int(any(row["kind"] in ("wrong", "silent", "abort", "hang") for row in rows.values()))
+
+
+def _seeds(asked: str | None) -> range:
+    if asked is None:
+        return range(0)
+    now = int(time.time())
+    first, _, last = (f"{now}:{now + MOST_NEW}" if asked == "new" else asked).partition(":")
+    return range(int(first), int(last or int(first) + 1))
 
 
 def _own_state() -> str:
@@ -291,7 +301,8 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--runtime", default="jax", choices=("jax", "torch_xla"))
     parser.add_argument("--programs", help="seeds, such as 0:1000; one seed; new")
-    parser.add_argument("--calls", help="all, or the name of an op of op_db")
+    parser.add_argument("--trainings", help="seeds of whole trainings")
+    parser.add_argument("--calls", help="all, the name of an op of op_db, or a dtype")
     parser.add_argument("--refused", help="all, or the name of an op of op_db")
     parser.add_argument("--seed", type=int, default=0, help="of calls")
     parser.add_argument("--part", help="3/8: every eighth job, beginning with the third")

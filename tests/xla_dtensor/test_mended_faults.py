@@ -871,3 +871,143 @@ def a_copy_outlives_a_donated_buffer(on: On) -> Any:
     y = on.move(x, Shard(0), R)
     step = on.compile(lambda: x.mul_(2).sum())
     return step(), step(), x, y if on.mesh else numbers(8)
+
+
+# ---------------------------------------------------------------------- dtypes and strides
+
+
+@values()
+def operands_of_two_dtypes(on: On) -> Any:
+    small, signed = torch.tensor([3, 250, 7]), torch.tensor([-2, 3, 1])
+    byte, char = on.put(small.to(torch.uint8)), on.put(signed.to(torch.int8))
+    long, number = on.put(signed * 2**40), on.put(numbers(3).float())
+    mask = on.put(torch.tensor([True, False, True]))
+    float64 = on.put(numbers(3))
+    added = number.clone()
+    added.mul_(float64)
+    return [
+        torch.maximum(byte, char),
+        byte + char,
+        byte < char,
+        mask | long,
+        byte & long,
+        torch.remainder(long, number),
+        torch.where(mask, long, number),
+        torch.where(mask, number, float64),
+        long.clamp(min=0.5),
+        torch.addcmul(float64, char, long, value=0.5),
+        torch.lerp(number, number.double().float(), 0.25),
+        added,
+    ]
+
+
+@values()
+def sums_of_small_integers(on: On) -> Any:
+    x = on.put(torch.tensor([100, 100, 100], dtype=torch.int8))
+    return [x.cumsum(0), x.sum(), x.prod(), x.all(), on.put(torch.ones(3).bool()).cumsum(0)]
+
+
+@values()
+def half_precision_keeps_its_dtype(on: On) -> Any:
+    x = on.put(torch.tensor([1.0, -2.0, 0.5], dtype=torch.bfloat16))
+    return [torch.atan2(x, x + 1), torch.hypot(x, x)]
+
+
+@values()
+def integers_are_shifted(on: On) -> Any:
+    x = on.put(torch.tensor([2**62 + 1, -(2**62) - 1, 7, -7, 2**40 + 3]))
+    n = on.put(torch.tensor([1, 1, 2, 63, 64]))
+    small = on.put(torch.tensor([5, -100, 7], dtype=torch.int8))
+    written = x.clone()
+    written.bitwise_right_shift_(n)
+    return [x >> n, x >> 1, x >> 63, small >> 3, small % 3, 3 // (small + 3), written, small << 2]
+
+
+@values()
+def copies_of_views_are_copies(on: On) -> Any:
+    found = []
+    copies: list[Callable[[Any], Any]] = [
+        lambda x: x.t().contiguous(),
+        lambda x: x.t().flatten(),
+        lambda x: x.t().reshape(-1),
+        lambda x: x.movedim(0, 1).flatten(),
+        lambda x: (x.t() + 1).contiguous(),
+        lambda x: x.expand(3, 2, 4).reshape(6, 4),
+        lambda x: x.flatten(),  # a view
+        lambda x: x.t().reshape(4, 2, 1),  # a view
+    ]
+    for copied in copies:
+        x = on.put(numbers(2, 4), R, Shard(1))
+        found += [x, copied(x).zero_()]
+    return found
+
+
+@values()
+def strides_are_those_of_torch(on: On) -> Any:
+    x = on.put(numbers(2, 4, 3), R, Shard(1))
+    turned = x.transpose(0, 2)
+    changed = x.clone()
+    changed.transpose_(0, 1)
+    made = [turned, turned + 1, turned.clone(), turned.contiguous(), changed, turned.unsqueeze(1)]
+    return [torch.tensor(value.stride()) for value in made]
+
+
+@values()
+def logits_are_clamped(on: On) -> Any:
+    return torch.logit(on.put(torch.tensor([0.0, 0.1, 0.4, 1.0])), 0.1)
+
+
+@values()
+def distances_of_any_order(on: On) -> Any:
+    x, y = on.put(numbers(2, 4), R, Shard(1)), on.put(numbers(2, 4, start=1.0))
+    return [torch.dist(x, y, p) for p in (0, 1, 2, 3, float("inf"), float("-inf"))]
+
+
+@values()
+def rows_are_copied_to_all_rows(on: On) -> Any:
+    found = []
+    shapes: list[Any] = [((8,), (4, 8)), ((1, 8), (4, 8)), ((1,), (8,)), ((), (8,)), ((5,), (3, 5))]
+    for shape, target in shapes:
+        for lying in ((R, R), (R, Shard(len(target) - 1)), (Shard(0), R)):
+            source = on.put(numbers(*shape), R, Shard(len(shape) - 1) if shape else R)
+            found.append(on.put(numbers(*target), *lying).copy_(source))
+    return found
+
+
+@values()
+def writes_to_empty_slices(on: On) -> Any:
+    x, empty = on.put(numbers(1), R, Shard(0)), on.put(numbers(8, 4), R, Shard(0))
+    x[1:] = x
+    empty[8:].mul_(2)
+    empty[:, 4:].copy_(x)
+    return [x, empty, empty[8:].fill_(1).add_(x)]
+
+
+@values()
+def large_powers_of_integers(on: On) -> Any:
+    x = on.put(torch.tensor([3, 64, 117, 0, -5, 1], dtype=torch.int32))
+    e = on.put(torch.tensor([64, 117, 4097, 0, 101, 2**30], dtype=torch.int32))
+    written = x.clone().pow_(e)
+    return [x**e, x**64, 3**e, x.to(torch.int8) ** 100, x.long() ** 63, written]
+
+
+@values()
+def values_written_by_strides(on: On) -> Any:
+    x, small = on.put(numbers(3, 3)), on.put(torch.arange(4, dtype=torch.int8).reshape(2, 2))
+    return [torch.as_strided_scatter(x, small, (2, 2), (3, 1), 1), x]
+
+
+@values()
+def an_index_on_the_host_is_out_of_range(on: On) -> Any:
+    x = on.put(numbers(3, 4), R, Shard(0))
+    with pytest.raises(IndexError):
+        x[:, torch.tensor([0, 4])]
+    with pytest.raises(IndexError):
+        x[torch.tensor([-4])] = 1.0
+    return x[torch.tensor([-3, 2])]
+
+
+@values()
+def a_view_that_torch_refuses(on: On) -> Any:
+    x = on.put(numbers(2, 4))
+    return torch.tensor(len(error_of(lambda: x.t().view(8))) > 0)

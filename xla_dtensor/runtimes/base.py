@@ -81,6 +81,9 @@ class Runtime(ABC):
     # cut before XLA cuts it (``product_pins``).
     pins_products: ClassVar[bool] = False
 
+    # Whether payloads have torch's strides. Where they have none, dispatch asks torch for them.
+    has_strides: ClassVar[bool] = True
+
     @property
     def tells_factors(self) -> bool:
         """Whether factors of a product are told to agree by their labels (``product_factors``)."""

@@ -8,6 +8,8 @@ nothing. So the ops that take indices are listed here with the range of each::
     x // y                   whole numbers, with a zero in y: the same
     xd.compile(...)          there are no values yet: what is read is NaN
 
+On torch_xla only what is on the host is looked at: to read a value there runs all that is pending.
+
 Invariants:
 
 * What PyTorch takes is taken: negative indices where it does, `ignore_index`, empty indices.
@@ -26,7 +28,7 @@ import torch
 from xla_dtensor.errors import IndexRangeError
 from xla_dtensor.runtimes.linear_loss_ops import linear_loss
 
-__all__ = ["BOUNDS", "Bound", "check_bounds"]
+__all__ = ["BOUNDS", "Bound", "check_bounds", "host_extremes"]
 
 aten = torch.ops.aten
 
@@ -196,6 +198,13 @@ BOUNDS: dict[Any, Callable[..., Iterator[Bound]]] = {
         _along(),
     ),
 }
+
+
+def host_extremes(bound: Bound) -> tuple[float, float] | None:
+    """Return the smallest and the largest number of a host tensor, without what is ignored."""
+    values = bound.index if bound.of is None else bound.of(bound.index)
+    values = values if bound.ignored is None else values[values != bound.ignored]
+    return (values.min().item(), values.max().item()) if values.numel() else None
 
 
 def check_bounds(

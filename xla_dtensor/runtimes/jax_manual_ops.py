@@ -23,10 +23,10 @@ from xla_dtensor.runtimes.jax_host_inputs import host_input
 from xla_dtensor.runtimes.jax_lowering import random
 from xla_dtensor.runtimes.jax_lowering.table import Lowering
 from xla_dtensor.runtimes.jax_manual import ManualAxes, axes_of, mapped
-from xla_dtensor.runtimes.jax_meta import of_tensor
 from xla_dtensor.runtimes.jax_scalar import unwrap_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, ViewStep, read_through, write_through
 from xla_dtensor.runtimes.jax_trace import active_trace
+from xla_dtensor.runtimes.op_meta import of_tensor
 
 __all__ = ["keyed", "read_steps", "run_lowering", "write"]
 

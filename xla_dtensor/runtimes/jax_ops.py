@@ -5,7 +5,7 @@
 3. *Mutating* ops, known from their schema: the functional op, then a write through the views.
 4. *Functional* ops: our own lowering, else torch's decomposition into ops that have one.
 
-Every functional result is held to what torch's meta device says of it (``jax_meta``).
+Every functional result is held to what torch's meta device says of it (``op_meta``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from xla_dtensor.runtimes import (
     jax_views,
 )
 from xla_dtensor.runtimes.foreach import is_foreach, writes_to_a_list
-from xla_dtensor.runtimes.index_bounds import BOUNDS, Bound, check_bounds
+from xla_dtensor.runtimes.index_bounds import BOUNDS, Bound, check_bounds, host_extremes
 from xla_dtensor.runtimes.jax_composed import COMPOSED
 from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch, x64
 from xla_dtensor.runtimes.jax_foreach import (
@@ -39,11 +39,11 @@ from xla_dtensor.runtimes.jax_foreach import (
 )
 from xla_dtensor.runtimes.jax_host_inputs import admitted, with_values
 from xla_dtensor.runtimes.jax_lowering import find_lowering
-from xla_dtensor.runtimes.jax_meta import Meta, output_meta, raise_torchs_error
 from xla_dtensor.runtimes.jax_placing import host_value
 from xla_dtensor.runtimes.jax_scalar import unwrap_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
 from xla_dtensor.runtimes.jax_trace import active_trace, refuse_write_to_host
+from xla_dtensor.runtimes.op_meta import Meta, output_meta, raise_torchs_error
 
 __all__ = ["as_array", "run_op", "write"]
 
@@ -124,10 +124,9 @@ def _extremes(bound: Bound) -> tuple[float, float] | None:
     index, ignored = bound.index, bound.ignored
     if isinstance(index, JaxTensor) and active_trace() is not None:
         return None
-    index = index if bound.of is None else bound.of(index)
     if not isinstance(index, JaxTensor):
-        values = index if ignored is None else index[index != ignored]
-        return (values.min().item(), values.max().item()) if values.numel() else None
+        return host_extremes(bound)
+    index = index if bound.of is None else bound.of(index)
     array = index.raw() if index._storage.manual is not None else index.value()
     low, high = host_value(_low_and_high(array, ignored)).tolist()
     return None if low > high else (low, high)

@@ -10,13 +10,13 @@ import torch
 
 from xla_dtensor.runtimes.jax_convert import jax_dtype
 from xla_dtensor.runtimes.jax_manual import refuse_value
-from xla_dtensor.runtimes.jax_meta import output_meta
 from xla_dtensor.runtimes.jax_number_rows import number_of_row
 from xla_dtensor.runtimes.jax_placing import host_value
 from xla_dtensor.runtimes.jax_scalar import sym_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
 from xla_dtensor.runtimes.jax_trace import active_trace, is_tracer, refuse_read
 from xla_dtensor.runtimes.jax_traced_stacks import row_of
+from xla_dtensor.runtimes.op_meta import output_meta
 
 __all__ = ["SPECIAL"]
 

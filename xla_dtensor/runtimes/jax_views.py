@@ -20,9 +20,9 @@ import torch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtimes import jax_manual_ops
 from xla_dtensor.runtimes.jax_lowering.slices import cut, write_index, write_slice
-from xla_dtensor.runtimes.jax_meta import Meta, output_meta, raise_torchs_error
 from xla_dtensor.runtimes.jax_scalar import unwrap_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, ViewStep
+from xla_dtensor.runtimes.op_meta import Meta, output_meta, raise_torchs_error
 
 __all__ = ["view_rule"]
 

@@ -1,6 +1,7 @@
 """Ops that torch_xla 2.9 computes wrongly, in silence, said with ops that it computes right.
 
-Integer division goes through float32, so that ``2**40 // 3`` is 10,923 off.
+Integer division goes through float32, so that ``2**40 // 3`` is 10,923 off. A shift to the right
+rounds to zero, and is 0 by a tensor. Of an exponent only the last six bits are read.
 
 Extrema are in `torch_xla_corrections_extrema`, writes by index in `torch_xla_corrections_writes`,
 other calls in `torch_xla_corrections_calls`.
@@ -37,6 +38,9 @@ _DIVISIONS_IN_PLACE = {
     aten.div_.Tensor_mode,
     aten.div_.Scalar_mode,
 }
+_POWERS = {aten.pow, aten.pow_}
+_SHIFTS = {aten.bitwise_right_shift, aten.__rshift__}
+_SHIFTS_IN_PLACE = {aten.bitwise_right_shift_, aten.__irshift__}
 
 
 def correction(
@@ -54,6 +58,10 @@ def correction(
     if func in _DIVISIONS or func in _DIVISIONS_IN_PLACE:
         in_place = func in _DIVISIONS_IN_PLACE
         return _integer_division(in_place, *args, **kwargs)
+    if func.overloadpacket in _SHIFTS | _SHIFTS_IN_PLACE and "out" not in kwargs:
+        return _right_shift(func.overloadpacket in _SHIFTS_IN_PLACE, *args)
+    if func.overloadpacket in _POWERS and "out" not in kwargs:
+        return _integer_power(func.overloadpacket is aten.pow_, *args)
     if func in WHOLE_OPS:
         return whole_op(func, args, kwargs)
     return write_correction(func, args, kwargs) or call_correction(func, args, kwargs)
@@ -62,19 +70,22 @@ def correction(
 def may_be_corrected(func: Any) -> bool:
     """Tell whether :func:`correction` has something to say of an aten op, for some arguments."""
     divisions = func in _DIVISIONS or func in _DIVISIONS_IN_PLACE
+    integers = _SHIFTS | _SHIFTS_IN_PLACE | _POWERS
+    divisions = divisions or func.overloadpacket in integers
     whole = func in WHOLE_OPS and func.namespace == "aten"
     listed = divisions or func in EXTREMA or whole
     return listed or has_write_rule(func) or has_call_rule(func)
 
 
 def _integer_division(
-    in_place: bool, a: torch.Tensor, b: Any, rounding_mode: str | None = "floor"
+    in_place: bool, first: Any, b: Any, rounding_mode: str | None = "floor"
 ) -> Callable[[], torch.Tensor] | None:
-    dtype = torch.result_type(a, b)
+    dtype = torch.result_type(first, b)
     if dtype.is_floating_point or dtype.is_complex or rounding_mode is None:
         return None
 
     def divide() -> torch.Tensor:
+        a = first if isinstance(first, torch.Tensor) else torch.full_like(b, first)
         # By the remainder that is nearer to zero: a - rest cannot overflow.
         rest = torch.fmod(a, b)
         quotient = _exact_quotient(a - rest, b, dtype)
@@ -83,6 +94,54 @@ def _integer_division(
         return assign(a, quotient) if in_place else quotient
 
     return divide
+
+
+def _right_shift(in_place: bool, first: Any, second: Any) -> Callable[[], torch.Tensor]:
+    """A division by a power of two, rounded down; torch takes what is no bit for all of them."""
+
+    def shift() -> torch.Tensor:
+        like = first if isinstance(first, torch.Tensor) else second
+        dtype = torch.result_type(first, second)
+        a, bits = (
+            value.to(torch.int64)
+            if isinstance(value, torch.Tensor)
+            else torch.full_like(like, value, dtype=torch.int64)
+            for value in (first, second)
+        )
+        number = torch.iinfo(dtype).bits
+        by_some = (bits >= 0) & (bits < min(number, 63))
+        divisor = torch.ones_like(bits) << torch.where(by_some, bits, 0)
+        divide = _integer_division(False, a, divisor)
+        assert divide is not None
+        result = torch.where(by_some, divide(), -(a < 0).to(torch.int64)).to(dtype)
+        return assign(first, result) if in_place else result
+
+    return shift
+
+
+def _integer_power(in_place: bool, base: Any, exponent: Any) -> Callable[[], torch.Tensor] | None:
+    """Take an exponent six bits at a time: of x**64, x**4096 and so on up to the 63rd power."""
+    dtype = torch.result_type(base, exponent)
+    is_whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    if not is_whole or (not isinstance(exponent, torch.Tensor) and exponent < 64):
+        return None
+    like = base if isinstance(base, torch.Tensor) else exponent
+
+    def power() -> torch.Tensor:
+        x, rest = (
+            value.to(dtype)
+            if isinstance(value, torch.Tensor)
+            else torch.full_like(like, value, dtype=dtype)
+            for value in (base, exponent)
+        )
+        negative, result = torch.pow(x, rest), torch.ones_like(x)
+        for bits in range(0, torch.iinfo(dtype).bits - 1, 6):
+            result = result * torch.pow(x, torch.clamp(rest >> bits, min=0) & 63)
+            x = torch.pow(torch.pow(x, torch.full_like(x, 32)), torch.full_like(x, 2))
+        result = torch.where(rest < 0, negative, result)
+        return assign(base, result) if in_place else result
+
+    return power
 
 
 def _exact_quotient(a: torch.Tensor, b: Any, dtype: torch.dtype) -> torch.Tensor:

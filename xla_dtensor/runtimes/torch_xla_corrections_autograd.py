@@ -20,7 +20,7 @@ import torch
 
 from xla_dtensor.errors import UnsupportedOpError
 
-__all__ = ["is_overlapping", "read_places", "register"]
+__all__ = ["is_overlapping", "places_of", "read_places", "register"]
 
 aten = torch.ops.aten
 # By name: this module is also imported on newer torch, which has no `qr` any more.
@@ -75,6 +75,8 @@ def _as_strided(
         if is_overlapping(size, stride):
             return read_places(x, size, stride, offset)
         return _AsStrided.apply(x, size, stride, offset)  # pyright: ignore[reportReturnType]
+    if not x.is_contiguous():
+        raise _no_storage(size, stride)
     with torch._C._AutoDispatchBelowAutograd():
         return aten.as_strided.default(x, size, stride, offset)
 
@@ -82,7 +84,7 @@ def _as_strided(
 class _AsStrided(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, size: Any, stride: Any, offset: Any) -> torch.Tensor:
-        ctx.shape, ctx.places = x.shape, _places(x, size, stride, offset)
+        ctx.shape, ctx.places = x.shape, places_of(x, size, stride, offset)
         with torch._C._AutoDispatchBelowAutograd():
             return aten.as_strided.default(x, size, stride, offset)
 
@@ -119,23 +121,32 @@ def read_places(
     Raises:
         UnsupportedOpError: It would show places outside `x`.
     """
-    places = _places(x, size, stride, offset)
+    places = places_of(x, size, stride, offset)
     flat = x.reshape(-1)
     return flat.index_select(0, places.reshape(-1).to(x.device)).reshape(tuple(size))
 
 
-def _places(
+def places_of(
     x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None
 ) -> torch.Tensor:
+    """Return where in `x`, row by row, the places of ``as_strided`` are, on the host.
+
+    Raises:
+        UnsupportedOpError: Some are outside `x`, or `x` is a view.
+    """
     start = int(x.storage_offset())
     places = torch.zeros((), dtype=torch.int64) + (start if offset is None else offset)
     for extent, step in zip(size, stride, strict=True):
         places = places.unsqueeze(-1) + torch.arange(extent) * step
     inside = places.numel() == 0 or int(places.max()) < x.numel()
     if start or not x.is_contiguous() or not inside:
-        raise UnsupportedOpError(
-            f"as_strided was called with size={tuple(size)}, stride={tuple(stride)} on a view. The "
-            "torch_xla runtime has no storage to read beyond the view. Call it on the tensor that "
-            "the view is of, or write it with slices."
-        )
+        raise _no_storage(size, stride)
     return places
+
+
+def _no_storage(size: Sequence[int], stride: Sequence[int]) -> UnsupportedOpError:
+    return UnsupportedOpError(
+        f"as_strided was called with size={tuple(size)}, stride={tuple(stride)} on a view. The "
+        "torch_xla runtime has no storage to read beyond the view. Call it on the tensor that "
+        "the view is of, or write it with slices."
+    )

@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.runtimes.torch_xla_corrections_autograd import is_overlapping, read_places
+from xla_dtensor.runtimes.torch_xla_corrections_autograd import (
+    is_overlapping,
+    places_of,
+    read_places,
+)
 from xla_dtensor.runtimes.torch_xla_corrections_convolution import (
     convolution,
     convolution_backward,
@@ -151,6 +155,19 @@ def _as_strided_copy(*args: Any, **kwargs: Any) -> Callable[[], torch.Tensor]:
     return lambda: read_places(*args, **kwargs)
 
 
+def _as_strided_scatter(
+    x: torch.Tensor,
+    src: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int | None = None,
+) -> Callable[[], torch.Tensor]:
+    """torch_xla writes what it can as one slice, and fails to compile the rest."""
+    places = places_of(x, size, stride, offset).to(x.device)
+    written = x.reshape(-1).index_put((places,), src.to(x.dtype))
+    return lambda: written.reshape(x.shape)
+
+
 def _norm(
     x: torch.Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
 ) -> Callable[[], torch.Tensor] | None:
@@ -164,6 +181,11 @@ def _norm(
         return extreme_value(p > 0, sizes, list(dims), keepdim)
 
     return extremum
+
+
+def _dist(x: torch.Tensor, y: torch.Tensor, p: Any = 2) -> Callable[[], torch.Tensor] | None:
+    """The infinite norm of a difference, which torch_xla takes for a finite one as well."""
+    return _norm(x - y, p) if math.isinf(p) else None
 
 
 def _is_scaled(func: Any, *args: Any, **kwargs: Any) -> bool:
@@ -220,6 +242,20 @@ def _batch_norm(
     return norm
 
 
+def _remainder(func: Any, x: Any, y: Any) -> Callable[[], torch.Tensor] | None:
+    """torch_xla takes the dtype of an int8 for that of a uint8, which XLA refuses."""
+    tensors = [value for value in (x, y) if isinstance(value, torch.Tensor)]
+    if torch.int8 not in {tensor.dtype for tensor in tensors}:
+        return None
+    wide = [v.to(torch.int32) if isinstance(v, torch.Tensor) else v for v in (x, y)]
+    return lambda: func(*wide).to(torch.int8)
+
+
+def _logit(x: torch.Tensor, eps: float | None = None) -> Callable[[], torch.Tensor] | None:
+    """torch_xla does not clamp."""
+    return None if eps is None else lambda: torch.logit(x.clamp(eps, 1 - eps))
+
+
 def _not_training(*args: Any, **_: Any) -> bool:
     """Its kernel needs the batch's own statistics, which there are only in training."""
     return not args[7]
@@ -236,13 +272,17 @@ _REWRITTEN: dict[Any, Callable[..., Callable[[], Any] | None]] = {
     ),
     aten.linalg_vector_norm: _norm,
     aten.norm: _norm,
+    aten.dist: _dist,
     aten.all: _truth(torch.all),
     aten.any: _truth(torch.any),
     aten.count_nonzero: _count_nonzero,
     aten.as_strided: _as_strided,
     aten.as_strided_copy: _as_strided_copy,
+    aten.as_strided_scatter: _as_strided_scatter,
     aten.convolution: convolution,
     aten.convolution_backward: convolution_backward,
+    aten.logit: _logit,
+    aten.remainder: functools.partial(_remainder, torch.remainder),
     aten.masked_scatter: lambda *args: _masked_scatter(False, *args),
     aten.masked_scatter_: lambda *args: _masked_scatter(True, *args),
 }
@@ -265,6 +305,7 @@ _ON_HOST: dict[Any, Callable[..., bool]] = {
         (
             aten._embedding_bag,
             aten._embedding_bag_backward,
+            aten._embedding_bag_forward_only,
             aten._linalg_slogdet,
             aten._unsafe_masked_index,
             aten._unsafe_masked_index_put_accumulate,

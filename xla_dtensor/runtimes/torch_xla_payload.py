@@ -25,8 +25,11 @@ import torch
 
 from xla_dtensor.errors import DistributeError, UnsupportedOpError, XlaDTensorError
 from xla_dtensor.nested import leaves
+from xla_dtensor.runtimes.functional_ops import functional_form
+from xla_dtensor.runtimes.index_bounds import BOUNDS, Bound, check_bounds, host_extremes
 from xla_dtensor.runtimes.torch_xla_bases import annotate_bases_again, write_to_sources
 from xla_dtensor.runtimes.torch_xla_corrections import correction
+from xla_dtensor.runtimes.torch_xla_corrections_dtypes import in_torchs_dtypes
 from xla_dtensor.runtimes.torch_xla_corrections_recovery import recovered
 from xla_dtensor.runtimes.torch_xla_program_keys import remember
 from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
@@ -134,9 +137,12 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
                 _copy(to, of)
             return None
         written = _written(func, args, kwargs)
+        if written and _writes_nothing(func, written):
+            return args[0]
         plain = next((value for value in written if _is_foreign(value)), None)
         if plain is not None:
             return _run_plain(func, args, kwargs, plain.device)
+        _check_bounds(func, args, kwargs)
         given, args = args, [_operand(value) for value in args]
         kwargs = {name: _operand(value) for name, value in kwargs.items()}
         result = _result(_run(func, args, kwargs))
@@ -149,6 +155,22 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return result
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_FUNCTIONALIZE, excluded)
+
+
+def _check_bounds(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise where an index on the host is out of range; a payload's values are not known."""
+    functional = _functional(func)
+    if functional in BOUNDS:
+        check_bounds(functional, args, kwargs, _extremes)
+
+
+def _extremes(bound: Bound) -> tuple[float, float] | None:
+    return None if bound.index.device.type == "xla" else host_extremes(bound)
+
+
+@cache
+def _functional(func: Any) -> Any:
+    return functional_form(func) if func._schema.is_mutable else func
 
 
 @cache
@@ -165,7 +187,7 @@ def _write_statistics(given: Sequence[Any], payloads: Sequence[Any]) -> None:
 
 def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     try:
-        return _run_once(func, args, kwargs)
+        return in_torchs_dtypes(func, args, kwargs, _run_once)
     except XlaDTensorError:
         raise
     except (RuntimeError, IndexError, ValueError) as error:
@@ -192,12 +214,21 @@ def _run_plain(
     return func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
 
 
+def _writes_nothing(func: Any, written: Sequence[torch.Tensor]) -> bool:
+    """Tell whether an op only writes to empty tensors: XLA may divide by their sizes."""
+    only_writes = len(func._schema.returns) == 1 and not _reshapes(func)
+    return only_writes and all(value.numel() == 0 for value in written)
+
+
 def _copy(to: torch.Tensor, of: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if to.numel() == 0:
+        return to
     if to.device.type != "xla":
         return to.copy_(of, non_blocking)
     sharding = _xlac()._get_xla_op_sharding(to)
     if of.device.type == "xla":
-        to.copy_(to_payload(of))
+        # Expanded first: copy_ would give `to` the sharding of a source of another rank or size.
+        to.copy_(to_payload(of) if of.shape == to.shape else to_payload(of).expand(to.shape))
         if sharding is not None:
             _xlac()._xla_annotate_custom_sharding(to, sharding)
     else:

@@ -86,6 +86,7 @@ class TorchXlaRuntime(Runtime):
     torch_device: ClassVar[Any] = DEVICE
     extra_dispatch_keys: ClassVar[Any] = EXTRA_KEYS
     pins_products: ClassVar[bool] = True
+    has_strides: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -188,7 +188,7 @@ class XLAShardedTensor(DTensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, state: Any, size: Any, stride: Any) -> DTensor:
-        return dynamo.unflatten(XLAShardedTensor, inner, state)
+        return dynamo.unflatten(XLAShardedTensor, inner, state, stride)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         text = super().__repr__(tensor_contents=tensor_contents)

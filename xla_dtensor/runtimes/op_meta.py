@@ -1,8 +1,9 @@
 """What torch says an op returns: shape, stride, offset and dtype, asked of torch's meta device.
 
-Each lowering is held to this answer. A result of another dtype is cast (JAX promotes by other
-rules than torch), one of another shape is an error: a lowering that is wrong in shape must never
-be broadcast into a plausible value. Answers are cached per op and argument description.
+Both runtimes are held to this answer. On JAX a result of another dtype is cast (JAX promotes by
+other rules than torch), one of another shape is an error: a lowering that is wrong in shape must
+never be broadcast into a plausible value. On torch_xla operands are promoted as torch would, and
+its tensors, which have no strides, get torch's. Answers are cached per op and argument description.
 """
 
 from __future__ import annotations
