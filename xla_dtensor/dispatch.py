@@ -319,9 +319,10 @@ def _with_strides(states: Any, meta: Any) -> Any:
     """Return the states with torch's strides: by them torch tells a copy from a view."""
     if isinstance(states, list) and isinstance(meta, list | tuple) and len(states) == len(meta):
         return [_with_strides(*pair) for pair in zip(states, meta, strict=True)]
-    if isinstance(states, GlobalState) and isinstance(meta, Meta):
-        return states.with_stride(meta.stride)
-    return states
+    if not isinstance(states, GlobalState) or not isinstance(meta, Meta):
+        return states
+    # nansum(dim=()) has another shape on the meta device than anywhere else.
+    return states.with_stride(meta.stride) if len(meta.shape) == len(states.shape) else states
 
 
 def _labelled(cls: Any, traits: _Traits, result: Any, state: Any, enforced: bool) -> Any:

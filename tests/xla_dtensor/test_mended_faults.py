@@ -998,6 +998,20 @@ def values_written_by_strides(on: On) -> Any:
 
 
 @values()
+def what_is_no_number_or_infinite(on: On) -> Any:
+    z = on.put(
+        torch.complex(torch.tensor([1.0, float("nan"), 0.0]), numbers(3)).to(torch.complex64)
+    )
+    flags, small = (
+        on.put(torch.tensor([True, False])),
+        on.put(torch.tensor([-128, 0]).to(torch.int8)),
+    )
+    empty = on.put(torch.zeros(0, 3))
+    found = [torch.isnan(z), torch.isneginf(flags), torch.isneginf(small), torch.isposinf(small)]
+    return [*found, torch.roll(empty, (1, 2), (0, 1)), *torch.linalg.lu(on.put(numbers(2, 3, 5)))]
+
+
+@values()
 def an_index_on_the_host_is_out_of_range(on: On) -> Any:
     x = on.put(numbers(3, 4), R, Shard(0))
     with pytest.raises(IndexError):

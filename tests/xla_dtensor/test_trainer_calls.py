@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,6 +170,29 @@ def test_whole_state_dicts(mesh: xd.DeviceMesh, how: str, more: dict[str, Any]) 
 def under_autocast(layer: Any, x: Any, device_type: str) -> Any:
     with torch.autocast(device_type, dtype=torch.bfloat16):
         return layer(x) @ x.mT, F.softmax(x, -1)
+
+
+BESIDE_TORCH_XLA = """
+import sys, torch, xla_dtensor as xd
+if sys.argv[1] == "before":
+    import torch_xla
+xd.get_runtime("jax", num_cpu_devices=8)
+if sys.argv[1] == "after":
+    import torch_xla.core.xla_model
+x = xd.distribute_tensor(torch.ones(8, 8), xd.init_device_mesh("xla", (8,)))
+with torch.autocast("xla", dtype=torch.bfloat16):
+    print("dtypes", (x @ x).dtype, (x + x).dtype)
+"""
+
+
+@pytest.mark.only_on("jax")
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not there")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_autocast_where_torch_xla_is_imported_as_well(when: str) -> None:
+    """Both register kernels for autocast; a second fallback would end the process."""
+    command = [sys.executable, "-c", BESIDE_TORCH_XLA, when]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert "dtypes torch.bfloat16 torch.float32" in done.stdout, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

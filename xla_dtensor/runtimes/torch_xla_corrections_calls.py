@@ -256,6 +256,26 @@ def _logit(x: torch.Tensor, eps: float | None = None) -> Callable[[], torch.Tens
     return None if eps is None else lambda: torch.logit(x.clamp(eps, 1 - eps))
 
 
+def _is_nan(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """XLA asks real numbers alone."""
+    return (lambda: torch.isnan(x.real) | torch.isnan(x.imag)) if x.is_complex() else None
+
+
+def _is_an_infinity(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """torch_xla takes the smallest whole number for an infinity."""
+    whole = not x.is_floating_point()
+    return (lambda: torch.zeros_like(x, dtype=torch.bool)) if whole else None
+
+
+def _roll(x: torch.Tensor, *_: Any, **__: Any) -> Callable[[], torch.Tensor] | None:
+    """torch_xla divides by the size, which ends the process."""
+    return (lambda: x.clone()) if x.numel() == 0 else None
+
+
+def _is_complex_or_batched(x: torch.Tensor, *_: Any, **__: Any) -> bool:
+    return x.is_complex() or _is_batched(x)
+
+
 def _not_training(*args: Any, **_: Any) -> bool:
     """Its kernel needs the batch's own statistics, which there are only in training."""
     return not args[7]
@@ -281,7 +301,11 @@ _REWRITTEN: dict[Any, Callable[..., Callable[[], Any] | None]] = {
     aten.as_strided_scatter: _as_strided_scatter,
     aten.convolution: convolution,
     aten.convolution_backward: convolution_backward,
+    aten.isnan: _is_nan,
+    aten.isneginf: _is_an_infinity,
+    aten.isposinf: _is_an_infinity,
     aten.logit: _logit,
+    aten.roll: _roll,
     aten.remainder: functools.partial(_remainder, torch.remainder),
     aten.masked_scatter: lambda *args: _masked_scatter(False, *args),
     aten.masked_scatter_: lambda *args: _masked_scatter(True, *args),
@@ -312,6 +336,8 @@ _ON_HOST: dict[Any, Callable[..., bool]] = {
             aten.adaptive_max_pool2d,
             aten.adaptive_max_pool2d_backward,
             aten.linalg_inv_ex,
+            aten.linalg_lu,
+            aten.linalg_lu_factor_ex,
             aten.masked_select,
             aten.max_unpool2d,
             aten.max_unpool3d,
@@ -339,6 +365,6 @@ _ON_HOST: dict[Any, Callable[..., bool]] = {
         )
     },
     **dict.fromkeys((aten._pdist_forward, aten._pdist_backward), _is_infinite),
-    aten._linalg_svd: _is_batched,
+    aten._linalg_svd: _is_complex_or_batched,
     aten.abs: _is_complex,
 }
