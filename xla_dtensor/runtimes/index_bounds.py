@@ -44,7 +44,7 @@ class Bound:
         where: what is indexed, for the message.
         ignored: a value that means no index.
         what: what the numbers are, for the message.
-        rule: what is allowed, for the message; None: the range.
+        rule: what to pass, for the message; None: the range.
         of: what is computed of the tensor and looked at, where its values are known.
     """
 
@@ -115,7 +115,7 @@ def _kth(x: Any, k: int, dim: int = -1, *_: Any, **__: Any) -> Iterator[Bound]:
 
 def _masked(x: Any, mask: Any, source: Any) -> Iterator[Bound]:
     shape = torch.broadcast_shapes(x.shape, mask.shape)
-    rule = "It has to have as many values as the mask has True"
+    rule = "Pass as many values as the mask has True, or more"
     where, what = f"a source of {source.numel()} values", "number of places"
 
     def count(mask: Any) -> Any:
@@ -125,12 +125,12 @@ def _masked(x: Any, mask: Any, source: Any) -> Iterator[Bound]:
 
 
 def _weights(x: Any, *_: Any, **__: Any) -> Iterator[Bound]:
-    rule = "Weights are finite and not negative"
+    rule = "Pass weights that are finite and not negative"
     yield Bound(x, 0, math.inf, "a draw", what="weight", rule=rule)
 
 
 def _probabilities(x: Any, *_: Any, **__: Any) -> Iterator[Bound]:
-    rule = "Probabilities go from 0 to 1"
+    rule = "Pass probabilities from 0 to 1"
     yield Bound(x, 0, math.nextafter(1, 2), "a draw", what="probability", rule=rule)
 
 
@@ -138,7 +138,7 @@ def _divisor(x: Any, y: Any, *_: Any, rounding_mode: str | None = "floor") -> It
     """Floats are divided by 0; whole numbers are not, but by what gives a float (``x / y``)."""
     if rounding_mode is not None and _is_whole(x) and _is_whole(y):
         divisor = y if isinstance(y, torch.Tensor) else torch.tensor(y, device="cpu")
-        rule, what = "Whole numbers cannot be divided by 0", "number of zeros"
+        rule, what = "Whole numbers cannot be divided by 0: divide floats", "number of zeros"
         yield Bound(divisor, 0, 1, "whole numbers", what=what, rule=rule, of=_zeros)
 
 
@@ -232,8 +232,8 @@ def check_bounds(
         if found is None or (bound.low <= found[0] and found[1] < bound.high):
             continue
         wrong = found[1] if found[0] >= bound.low else found[0]
-        rule = bound.rule or f"It goes from {bound.low} to {bound.high - 1} there"
+        limits = f"It goes from {bound.low} to {bound.high - 1} there. Pass what is in this range"
         raise IndexRangeError(
             f"{func.name().partition('.')[0]} was called with the {bound.what} {wrong} for "
-            f"{bound.where}. {rule}. Pass what is in this range."
+            f"{bound.where}. {bound.rule or limits}."
         )
