@@ -53,6 +53,8 @@ CASES: dict[str, tuple[Make, Make]] = {
     "adadelta": (lambda p: optim.Adadelta(p, lr=1e-1), decaying),
     "rprop": (lambda p: optim.Rprop(p, lr=1e-2), decaying),
     "radam": (lambda p: optim.RAdam(p, lr=1e-2), decaying),
+    "asgd": (lambda p: optim.ASGD(p, lr=1e-2, t0=2.0), decaying),
+    "asgd, foreach": (lambda p: optim.ASGD(p, lr=1e-2, t0=2.0, foreach=True), decaying),
 }
 # RAdam branches on the number of steps; compiled it takes PyTorch's capturable form, which computes
 # its corrections in float32 where the other takes Python's floats.
@@ -195,6 +197,12 @@ def test_a_setting_changed_inside_the_step_is_refused(mesh: xd.DeviceMesh) -> No
 def test_an_optimizer_that_reads_a_counter_is_refused(
     mesh: xd.DeviceMesh, runtime: Runtime
 ) -> None:
-    """ASGD makes tensors out of numbers that Python computes from its step count."""
+    """One of its own, which makes a number of the rate that it is lent."""
+
+    class Reader(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            float(self.param_groups[0]["lr"])
+            return super().step(closure)
+
     with pytest.raises(CompileError, match="turned into a Python number"):
-        trained(mesh, lambda p: optim.ASGD(p, lr=1e-2), decaying)
+        trained(mesh, lambda p: Reader(p, lr=1e-2), decaying)

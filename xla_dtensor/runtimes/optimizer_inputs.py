@@ -37,7 +37,9 @@ RATE = "lr"
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _DEVICES = "_get_capturable_supported_devices"
 # Whose default form branches on the number of steps done; the capturable one computes both ways.
-_BRANCH_ON_COUNTERS = (torch.optim.RAdam,)
+_BRANCH_ON_COUNTERS = (torch.optim.RAdam, torch.optim.ASGD)
+# Which make a tensor of the rate at their first step, on the host, beside their counters.
+_KEEP_THE_RATE = (torch.optim.ASGD,)
 
 
 class OptimizerInputs:
@@ -185,7 +187,7 @@ class OptimizerInputs:
                     self._lend(group, name, self._tensor(group, name))
             for name in sorted(self._lent_names & group.keys()):
                 value = group[name]
-                if _is_lendable(value):
+                if _is_lendable(value) and not (name == RATE and _keeps_rate(optimizer, group)):
                     number = self._number(group, name)
                     self._seen.setdefault((id(group), name), (group, value))
                     self._lend(group, name, number)
@@ -280,6 +282,12 @@ def _may_take_lists(group: Mapping[str, Any], states: Sequence[Mapping[str, Any]
     tensors = any(isinstance(v, torch.Tensor) for v in group.values())
     first_on_device = group.get("capturable") and not all(states)
     return not (chosen or group.get("differentiable") or tensors or first_on_device)
+
+
+def _keeps_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Tell whether an optimizer is about to make state of its rate: this trace is of that one."""
+    states = [optimizer.state.get(p) for p in group["params"]]
+    return isinstance(optimizer, _KEEP_THE_RATE) and not all(states)
 
 
 def _is_lendable(value: Any) -> bool:
