@@ -18,7 +18,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 from xla_dtensor.destinations import check_destinations
 from xla_dtensor.device_mesh import DeviceMesh
-from xla_dtensor.errors import ArgumentTypeError
+from xla_dtensor.errors import ArgumentTypeError, UnsupportedOpError
 from xla_dtensor.explaining_labels import note_op
 from xla_dtensor.fused_optimizers import FUSED
 from xla_dtensor.global_state import GlobalState
@@ -60,6 +60,8 @@ _MADE_LIKE = frozenset(
         aten.randint_like.low_dtype,
     }
 )
+# Which read or write a tensor by its storage, beyond it where it is a view of a larger one.
+_BY_STORAGE = frozenset({aten.as_strided.default, aten.as_strided_scatter.default})
 # What tells ops apart by its value. 1, 1.0 and True are equal, so the type goes with it.
 _VALUES = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout})
 _answers: dict[Any, Any] = {}
@@ -82,6 +84,7 @@ class _Traits:
         ignores_floats: How its outputs lie does not depend on the value of a float, which may be
             another in each step of a training.
         has_factors: It is a product of two tensors.
+        by_storage: It goes by the storage of its first argument.
     """
 
     writes: bool
@@ -93,6 +96,7 @@ class _Traits:
     uncounted: bool
     ignores_floats: bool
     has_factors: bool
+    by_storage: bool
 
 
 _traits: dict[Any, _Traits] = {}
@@ -113,6 +117,7 @@ def _traits_of(func: Any) -> _Traits:
         uncounted=schema.is_mutable and schema.name.startswith("aten::_foreach_"),
         ignores_floats=schema.is_mutable or torch.Tag.pointwise in func.tags,
         has_factors=has_factors(func),
+        by_storage=func in _BY_STORAGE,
     )
     return _traits.setdefault(func, traits)
 
@@ -150,6 +155,8 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         check_destinations(func, args, kwargs, key)
     mesh, runtime = found[0]._spec.mesh, get_runtime()
     has_values = runtime.is_payload(found[0]._local_tensor)
+    if traits.by_storage and not runtime.has_strides:
+        _refuse_part(args[0])
     if traits.has_factors and may_disagree(mesh, runtime, has_values):
         payloads = tuple(agreeing_factors(func, args, payloads))
     if not has_values:
@@ -202,6 +209,18 @@ def _read(cls: Any, values: Any, key: list[Any], found: list[Any], plain: list[A
             key.append(value if kind in _VALUES else _described(value, plain))
             payloads.append(value)
     return payloads
+
+
+def _refuse_part(tensor: torch.Tensor) -> None:
+    """Raise where a tensor is no whole storage, row by row: such a runtime has nothing else."""
+    base = tensor._base
+    if tensor.is_contiguous() and (base is None or base.numel() == tensor.numel()):
+        return
+    raise UnsupportedOpError(
+        f"as_strided was called on a view of shape={tuple(tensor.shape)}, "
+        f"stride={tensor.stride()}. This runtime has no storage to read beyond the view. Call it "
+        "on the tensor that the view is of, or on view.contiguous(), or write it with slices."
+    )
 
 
 def _is_ours(value: Any) -> bool:

@@ -997,6 +997,15 @@ def values_written_by_strides(on: On) -> Any:
     return [torch.as_strided_scatter(x, small, (2, 2), (3, 1), 1), x]
 
 
+@layouts("torch_xla")
+def a_part_has_no_storage(on: On) -> Any:
+    x = on.put(numbers(4, 4))
+    parts = [x[1:], x.t(), on.leaf(numbers(4, 4)).chunk(2)[1]]
+    found = [error_of(lambda part=part: part.as_strided((2, 2), (2, 1))) for part in parts]
+    found.append(error_of(lambda: torch.as_strided_scatter(x[1:], x[:2, :2], (2, 2), (2, 1))))
+    return [text[:34] for text in found], ["as_strided was called on a view of"] * 4
+
+
 @values()
 def what_is_no_number_or_infinite(on: On) -> Any:
     z = on.put(

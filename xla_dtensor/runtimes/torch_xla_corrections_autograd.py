@@ -75,8 +75,6 @@ def _as_strided(
         if is_overlapping(size, stride):
             return read_places(x, size, stride, offset)
         return _AsStrided.apply(x, size, stride, offset)  # pyright: ignore[reportReturnType]
-    if not x.is_contiguous():
-        raise _no_storage(size, stride)
     with torch._C._AutoDispatchBelowAutograd():
         return aten.as_strided.default(x, size, stride, offset)
 

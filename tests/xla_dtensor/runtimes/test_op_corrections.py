@@ -252,7 +252,7 @@ def test_overlapping_as_strided(check: Check) -> None:
 @pytest.mark.only_on("torch_xla")
 def test_as_strided_past_a_view_is_refused(mesh: DeviceMesh) -> None:
     view = distribute_tensor(f(8), mesh, [Replicate(), Replicate()])[4:]
-    with pytest.raises(UnsupportedOpError, match=r"size=\(4, 2\), stride=\(1, 1\) on a view"):
+    with pytest.raises(UnsupportedOpError, match=r"on a view of shape=\(4,\)"):
         torch.as_strided(view, (4, 2), (1, 1), 0)
 
 
