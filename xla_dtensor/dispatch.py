@@ -18,7 +18,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 from xla_dtensor.destinations import check_destinations
 from xla_dtensor.device_mesh import DeviceMesh
-from xla_dtensor.errors import ArgumentTypeError, UnsupportedOpError
+from xla_dtensor.errors import ArgumentTypeError
 from xla_dtensor.explaining_labels import note_op
 from xla_dtensor.fused_optimizers import FUSED
 from xla_dtensor.global_state import GlobalState
@@ -34,6 +34,7 @@ from xla_dtensor.product_factors import agreeing_factors, has_factors, may_disag
 from xla_dtensor.product_pins import pin_products
 from xla_dtensor.propagation import legal_placements, propagate
 from xla_dtensor.runtimes import functional_ops
+from xla_dtensor.runtimes.index_bounds import refuse_part
 from xla_dtensor.runtimes.op_meta import Meta, output_meta, raise_torchs_error
 from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.strict import constrain_output, constrain_written
@@ -156,7 +157,7 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     mesh, runtime = found[0]._spec.mesh, get_runtime()
     has_values = runtime.is_payload(found[0]._local_tensor)
     if traits.by_storage and not runtime.has_strides:
-        _refuse_part(args[0])
+        refuse_part(args[0])
     if traits.has_factors and may_disagree(mesh, runtime, has_values):
         payloads = tuple(agreeing_factors(func, args, payloads))
     if not has_values:
@@ -209,18 +210,6 @@ def _read(cls: Any, values: Any, key: list[Any], found: list[Any], plain: list[A
             key.append(value if kind in _VALUES else _described(value, plain))
             payloads.append(value)
     return payloads
-
-
-def _refuse_part(tensor: torch.Tensor) -> None:
-    """Raise where a tensor is no whole storage, row by row: such a runtime has nothing else."""
-    base = tensor._base
-    if tensor.is_contiguous() and (base is None or base.numel() == tensor.numel()):
-        return
-    raise UnsupportedOpError(
-        f"as_strided was called on a view of shape={tuple(tensor.shape)}, "
-        f"stride={tensor.stride()}. This runtime has no storage to read beyond the view. Call it "
-        "on the tensor that the view is of, or on view.contiguous(), or write it with slices."
-    )
 
 
 def _is_ours(value: Any) -> bool:

@@ -48,7 +48,7 @@ import torch.distributed.tensor.parallel as torch_parallel
 from mesh_utils import Mesh
 from xla_dtensor import api, axis_groups, factories, functional_collectives, rng, state_dicts
 from xla_dtensor.axis_groups import AxisGroup, allow_groups
-from xla_dtensor.device_mesh import DeviceMesh, init_device_mesh
+from xla_dtensor.device_mesh import init_device_mesh
 from xla_dtensor.dtensor import DTensor
 from xla_dtensor.fsdp_module import fully_shard
 from xla_dtensor.local_view import LocalView
@@ -190,13 +190,15 @@ def _is_for_xla(signature: inspect.Signature, args: Any, kwargs: Any) -> bool:
     given = (*args, *kwargs.values())
     if "device_type" in signature.parameters:
         return "xla" in (given[:1] if args else (kwargs.get("device_type"),))
-    # torch.compile does not ask a tensor whether it is a mesh.
+    # torch.compile does not ask a tensor whether it is a mesh, and in torch 2.13 takes a mesh to be
+    # of none of several types at once.
     others = [v for v in given if not isinstance(v, torch.Tensor)]
-    meshes = [v for v in others if isinstance(v, (torch_device_mesh.DeviceMesh, Mesh))]
+    if any(isinstance(v, Mesh) for v in others):
+        return True
+    meshes = [v for v in others if isinstance(v, torch_device_mesh.DeviceMesh)]
     if not meshes:
         try:
             meshes = [torch_device_mesh._mesh_resources.get_current_mesh()]
         except RuntimeError:  # torch says so itself: no mesh was given, and none is open
             return False
-    mesh = meshes[0]
-    return isinstance(mesh, (DeviceMesh, Mesh)) or mesh.device_type == "xla"
+    return meshes[0].device_type == "xla"

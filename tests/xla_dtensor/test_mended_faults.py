@@ -997,13 +997,21 @@ def values_written_by_strides(on: On) -> Any:
     return [torch.as_strided_scatter(x, small, (2, 2), (3, 1), 1), x]
 
 
+@values()
+def sizes_that_values_decide(on: On) -> Any:
+    x, counts = on.put(numbers(3, 4)), on.put(torch.tensor([2, 0, 3]))
+    rows = x.repeat_interleave(counts, 0)
+    return [rows, counts.repeat_interleave(counts), counts.nonzero(), x[x > 0], counts.bincount()]
+
+
 @layouts("torch_xla")
 def a_part_has_no_storage(on: On) -> Any:
     x = on.put(numbers(4, 4))
     parts = [x[1:], x.t(), on.leaf(numbers(4, 4)).chunk(2)[1]]
     found = [error_of(lambda part=part: part.as_strided((2, 2), (2, 1))) for part in parts]
     found.append(error_of(lambda: torch.as_strided_scatter(x[1:], x[:2, :2], (2, 2), (2, 1))))
-    return [text[:34] for text in found], ["as_strided was called on a view of"] * 4
+    found += [error_of(lambda p=part: p.as_strided((2, 2), (1, 1), 0)) for part in parts]
+    return [text[:34] for text in found], ["as_strided was called on a view of"] * 7
 
 
 @values()

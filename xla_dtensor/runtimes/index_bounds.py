@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.errors import IndexRangeError
+from xla_dtensor.errors import IndexRangeError, UnsupportedOpError
 from xla_dtensor.runtimes.linear_loss_ops import linear_loss
 
-__all__ = ["BOUNDS", "Bound", "check_bounds", "host_extremes"]
+__all__ = ["BOUNDS", "Bound", "check_bounds", "host_extremes", "refuse_part"]
 
 aten = torch.ops.aten
 
@@ -237,3 +237,21 @@ def check_bounds(
             f"{func.name().partition('.')[0]} was called with the {bound.what} {wrong} for "
             f"{bound.where}. {bound.rule or limits}."
         )
+
+
+def refuse_part(tensor: torch.Tensor) -> None:
+    """Raise where ``as_strided`` would have to read the storage around a part of a tensor.
+
+    A runtime whose tensors have no strides has no such storage.
+
+    Raises:
+        UnsupportedOpError: `tensor` is not the whole of what it is a view of, row by row.
+    """
+    base = tensor._base
+    if tensor.is_contiguous() and (base is None or base.numel() == tensor.numel()):
+        return
+    raise UnsupportedOpError(
+        f"as_strided was called on a view of shape={tuple(tensor.shape)}, "
+        f"stride={tensor.stride()}. This runtime has no storage to read beyond the view. Call it "
+        "on the tensor that the view is of, or on view.contiguous(), or write it with slices."
+    )

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.runtimes.index_bounds import refuse_part
 
 __all__ = ["is_overlapping", "places_of", "read_places", "register"]
 
@@ -130,21 +131,16 @@ def places_of(
     """Return where in `x`, row by row, the places of ``as_strided`` are, on the host.
 
     Raises:
-        UnsupportedOpError: Some are outside `x`, or `x` is a view.
+        UnsupportedOpError: Some are outside `x`, or `x` is a part of another tensor.
     """
-    start = int(x.storage_offset())
-    places = torch.zeros((), dtype=torch.int64) + (start if offset is None else offset)
+    refuse_part(x)
+    places = torch.zeros((), dtype=torch.int64) + (offset or 0)
     for extent, step in zip(size, stride, strict=True):
         places = places.unsqueeze(-1) + torch.arange(extent) * step
-    inside = places.numel() == 0 or int(places.max()) < x.numel()
-    if start or not x.is_contiguous() or not inside:
-        raise _no_storage(size, stride)
+    if places.numel() and int(places.max()) >= x.numel():
+        raise UnsupportedOpError(
+            f"as_strided was called with size={tuple(size)}, stride={tuple(stride)} and "
+            f"storage_offset={offset or 0}, which reach place {int(places.max())} of the "
+            f"{x.numel()} places of a tensor of shape={tuple(x.shape)}. Pass smaller ones."
+        )
     return places
-
-
-def _no_storage(size: Sequence[int], stride: Sequence[int]) -> UnsupportedOpError:
-    return UnsupportedOpError(
-        f"as_strided was called with size={tuple(size)}, stride={tuple(stride)} on a view. The "
-        "torch_xla runtime has no storage to read beyond the view. Call it on the tensor that "
-        "the view is of, or write it with slices."
-    )
