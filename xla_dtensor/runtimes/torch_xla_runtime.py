@@ -33,6 +33,7 @@ from xla_dtensor.runtimes.torch_seed import follow_torch_seed
 from xla_dtensor.runtimes.torch_xla_annotations import Annotations
 from xla_dtensor.runtimes.torch_xla_corrections import may_be_corrected
 from xla_dtensor.runtimes.torch_xla_corrections_autograd import register as register_composites
+from xla_dtensor.runtimes.torch_xla_corrections_strided import register as register_strided
 from xla_dtensor.runtimes.torch_xla_device_module import register_device_module
 from xla_dtensor.runtimes.torch_xla_dynamo_bridge import correct_bridge
 from xla_dtensor.runtimes.torch_xla_generator import TorchXlaGenerator
@@ -100,6 +101,7 @@ class TorchXlaRuntime(Runtime):
         correct_program_keys()
         correct_reads()
         register_composites()
+        register_strided()
         register_whole_ops()
         self._torch_xla = importlib.import_module("torch_xla")
         self._xlac = self._torch_xla._XLAC
