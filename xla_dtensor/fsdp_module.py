@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
@@ -96,6 +97,7 @@ def fully_shard(
     policy = mp_policy or MixedPrecisionPolicy()
     settings.param_dtype, settings.reduce_dtype = policy.param_dtype, policy.reduce_dtype
     owners = _sharded(modules, settings, shard_placement_fn, ignored_params or set())
+    _move_buffers(modules)
     group = Group(owners, settings, policy.output_dtype, policy.cast_forward_inputs)
     for each in modules:
         each.__dict__[_STATE] = group
@@ -108,6 +110,15 @@ def fully_shard(
             _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
         each.__class__ = _classes[kind]
     return module
+
+
+def _move_buffers(modules: Sequence[nn.Module]) -> None:
+    """Put buffers beside the gathered parameters, as torch's fully_shard does."""
+    device = get_runtime().torch_device
+    for owner in (each for module in modules for each in module.modules()):
+        for name, buffer in owner._buffers.items():
+            if type(buffer) is torch.Tensor and buffer.device.type == "cpu":
+                owner._buffers[name] = buffer.to(device)
 
 
 def _check_reshard(reshard_after_forward: Any) -> None:

@@ -444,6 +444,38 @@ def test_a_parameter_that_is_assigned_has_to_lie_on_the_mesh(dp: xd.DeviceMesh) 
     assert model(torch.arange(8)).shape == (8, 16)
 
 
+class WithBuffer(nn.Module):
+    """Parameters and a buffer meet in all kinds of ops; the buffer is written."""
+
+    shift: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.register_buffer("shift", torch.arange(8.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, shift = self.inner.weight, self.shift.clone()
+        mixed = torch.mv(weight, shift) + weight @ shift + F.linear(shift, weight)
+        rows = torch.cat([weight, shift[None]]).mean(0) + torch.where(weight > 0, weight, shift)[0]
+        self.shift.mul_(0.5)
+        return self.inner(x) * (mixed + rows).sin() + torch.dot(weight[0], shift)
+
+
+def test_buffers_meet_gathered_parameters(dp: xd.DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = WithBuffer()
+    ours, x = xd.fully_shard(copy.deepcopy(plain), mesh=dp), torch.randn(16, 8)
+    for _ in range(2):
+        results = [model(x).square().mean() for model in (plain, ours)]
+        for loss in results:
+            loss.backward()
+        torch.testing.assert_close(results[1].detach().cpu(), results[0].detach())
+    for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor().cpu(), other.grad, msg=name)
+    torch.testing.assert_close(ours.shift.cpu(), plain.shift)
+
+
 def test_refusals(dp: xd.DeviceMesh, mesh: xd.DeviceMesh, plain: Model) -> None:
     model = sharded(plain, dp)
     with pytest.raises(DistributeError, match="called on before"):
