@@ -997,6 +997,15 @@ def values_written_by_strides(on: On) -> Any:
     return [torch.as_strided_scatter(x, small, (2, 2), (3, 1), 1), x]
 
 
+@values("torch_xla")
+def a_clone_cut_unevenly_is_computed_on_the_host(on: On) -> Any:
+    x = on.leaf(numbers(5, 5) + 3, Shard(0), Shard(1))
+    y = x.clone()
+    y.polygamma_(1)
+    (grad,) = torch.autograd.grad((y * on.put(numbers(5, 5))).sum(), x)
+    return y, grad, x
+
+
 @values()
 def sizes_that_values_decide(on: On) -> Any:
     x, counts = on.put(numbers(3, 4)), on.put(torch.tensor([2, 0, 3]))

@@ -17,6 +17,7 @@ import torch
 
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.nested import leaves, map_nested
+from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.runtimes.torch_xla_corrections_points import assign
 from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
 
@@ -62,7 +63,8 @@ def run_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in copies:
-            copies[id(value)] = value.cpu() if value.device.type == "xla" else value
+            runtime = get_runtime()
+            copies[id(value)] = runtime.to_host(value) if runtime.is_payload(value) else value.cpu()
         return copies[id(value)]
 
     host_args, host_kwargs = map_nested(to_host, (tuple(args), dict(kwargs)))

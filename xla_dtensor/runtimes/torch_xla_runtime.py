@@ -361,6 +361,10 @@ class TorchXlaRuntime(Runtime):
         self._manual.check_global(*args, *kwargs.values())
         if self._started.wraps_all:
             refuse_unwrapped(func, args, kwargs)
+        if func is torch.ops.aten.clone.default and args[0] in self._uneven:
+            # A clone shares its source's values, and the first that is read on the host takes away
+            # how the other one's are cut: the next program would not fit them.
+            func, kwargs = torch.ops.aten._to_copy.default, {"dtype": args[0].dtype, **kwargs}
         result = run_op(func, args, kwargs)
         if func is torch.ops.aten.detach.default:
             self._annotations.follow(args[0], result)

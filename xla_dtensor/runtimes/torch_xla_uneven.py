@@ -43,6 +43,9 @@ class UnevenPayloads:
             self._asked.pop(payload, None)
         return payload
 
+    def __contains__(self, payload: object) -> bool:
+        return bool(self._asked) and payload in self._asked
+
     def follow(self, source: object, result: object) -> None:
         """Remember `result` as lying like `source`, of which it is an alias."""
         sharding = self._asked.get(source) if self._asked else None
