@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
@@ -126,6 +126,9 @@ def test_any_programs_give_torchs_values(
     read: str,
     of_users: bool,
 ) -> None:
+    # A sync runs what it does not say; which of users' own tensors live, nobody can ask
+    # (docs/decisions/program_keys.md, "Limits"): two of these programs may be taken for one.
+    assume(not (of_users and read == "sync"))
     tensors = [plain(t) if of_users else t for t in given_tensors.values()]
     for steps in programs:
         expected = value_of(steps, [host.double() for host in hosts.values()])
