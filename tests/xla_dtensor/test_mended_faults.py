@@ -997,6 +997,31 @@ def values_written_by_strides(on: On) -> Any:
     return [torch.as_strided_scatter(x, small, (2, 2), (3, 1), 1), x]
 
 
+@values()
+def a_reduction_over_no_dims_is_one_over_all(on: On) -> Any:
+    x = on.put(numbers(4, 6), Shard(0), R)
+    plain = [torch.sum, torch.mean, torch.std, torch.var, torch.amax, torch.amin]
+    found = [op(x, dim=(), keepdim=keepdim) for op in plain for keepdim in (False, True)]
+    found += [torch.linalg.vector_norm(x, dim=()), *torch.var_mean(x, dim=(), keepdim=True)]
+    return [*found, torch.logsumexp(x, (), True), x.long().sum(dim=())]
+
+
+@layouts("jax")
+def whole_numbers_have_no_deviation(on: On) -> Any:
+    whole = on.put(torch.arange(4))
+    calls = [lambda: whole.std(), lambda: torch.var(whole, dim=0)]
+    return [error_of(call) for call in calls], [
+        "std and var only support floating point and complex dtypes"
+    ] * 2
+
+
+@layouts("torch_xla")
+def what_torch_xla_asserts_is_an_error(on: On) -> Any:
+    return error_of(lambda: on.put(numbers(2, 2, 2)).t_())[:28], "t_ expects a tensor with <= 2"[
+        :28
+    ]
+
+
 @values("torch_xla")
 def a_clone_cut_unevenly_is_computed_on_the_host(on: On) -> Any:
     x = on.leaf(numbers(5, 5) + 3, Shard(0), Shard(1))

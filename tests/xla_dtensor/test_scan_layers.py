@@ -277,6 +277,7 @@ def test_the_program_is_two_loops_of_local_shapes_whatever_the_depth(mesh: xd.De
     assert re.search(r"f32\[5,4,4\]", long)  # the stack of `wide`, cut over tp and dp
 
 
+@pytest.mark.thorough
 @pytest.mark.only_on("jax")
 def test_what_is_kept_is_what_takes_memory(mesh: xd.DeviceMesh) -> None:
     def memory(remat: Any) -> int:

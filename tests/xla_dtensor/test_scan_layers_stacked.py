@@ -305,6 +305,7 @@ def test_nothing_is_stacked_in_the_program(mesh: xd.DeviceMesh, runtime: Runtime
     assert not re.search(r"f32\[5,\S+ concatenate\(", step.hlo())
 
 
+@pytest.mark.thorough
 def test_memory_is_held_once(mesh: xd.DeviceMesh) -> None:
     """Reading every parameter takes the stacks apart and keeps neither form beside the other."""
     import gc
@@ -328,6 +329,7 @@ def test_memory_is_held_once(mesh: xd.DeviceMesh) -> None:
     assert held() <= before
 
 
+@pytest.mark.thorough
 def test_a_report_names_stacks_by_their_layers(mesh: xd.DeviceMesh) -> None:
     net = placed(scanned(model()), mesh)
     step: Any = xd.compile(trainer(net, OPTIMIZERS["adamw"](net)))

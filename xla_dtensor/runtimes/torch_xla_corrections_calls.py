@@ -26,7 +26,7 @@ from xla_dtensor.runtimes.torch_xla_corrections_extrema import extreme_value
 from xla_dtensor.runtimes.torch_xla_corrections_host import has_manual, run_on_host
 from xla_dtensor.runtimes.torch_xla_corrections_recovery import decomposed
 
-__all__ = ["call_correction", "has_call_rule"]
+__all__ = ["call_correction", "has_call_rule", "over_all_dims"]
 
 aten = torch.ops.aten
 _LAST_TWO = (-2, -1)
@@ -55,7 +55,29 @@ def call_correction(
 def has_call_rule(func: Any) -> bool:
     """Tell whether :func:`call_correction` has something to say of an op, for some arguments."""
     packet = func.overloadpacket
-    return packet in _REWRITTEN or packet in _DECOMPOSED or packet in _ON_HOST
+    return packet in (*_REDUCTIONS, *_REWRITTEN, *_DECOMPOSED, *_ON_HOST)
+
+
+def over_all_dims(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return a reduction's arguments with all dims named where none is, which means all in PyTorch.
+
+    torch_xla reduces none then.
+
+    Args:
+        func: An ``OpOverload``, of a reduction or not.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+    if func.overloadpacket not in _REDUCTIONS:
+        return args, kwargs
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    if given.get("dim") not in ([], ()) or args[0].ndim == 0:
+        return args, kwargs
+    given |= {"dim": list(range(args[0].ndim))}
+    return args[:1], {name: value for name, value in given.items() if name != names[0]}
 
 
 def _always(*_: Any, **__: Any) -> bool:
@@ -281,6 +303,21 @@ def _not_training(*args: Any, **_: Any) -> bool:
     return not args[7]
 
 
+_REDUCTIONS = frozenset(
+    {
+        aten.amax,
+        aten.amin,
+        aten.linalg_vector_norm,
+        aten.logsumexp,
+        aten.mean,
+        aten.norm,
+        aten.std,
+        aten.std_mean,
+        aten.sum,
+        aten.var,
+        aten.var_mean,
+    }
+)
 _REWRITTEN: dict[Any, Callable[..., Callable[[], Any] | None]] = {
     aten.diagonal: _diagonal,
     aten.diagonal_copy: _diagonal_copy,

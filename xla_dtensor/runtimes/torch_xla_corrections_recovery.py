@@ -50,8 +50,9 @@ def recovered(
         meta = _on_meta(func, args, kwargs)
     except NotImplementedError:
         meta = None
-    except Exception:
-        raise error from None
+    except Exception as torchs:
+        # Some of what PyTorch checks is asserted there.
+        raise (RuntimeError(str(torchs)) if isinstance(error, AssertionError) else error) from None
     if not func._schema.is_mutable:
         # torch_xla's errors are of many types.
         with contextlib.suppress(Exception):

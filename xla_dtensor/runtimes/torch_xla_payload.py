@@ -29,6 +29,7 @@ from xla_dtensor.runtimes.functional_ops import functional_form
 from xla_dtensor.runtimes.index_bounds import BOUNDS, Bound, check_bounds, host_extremes
 from xla_dtensor.runtimes.torch_xla_bases import annotate_bases_again, write_to_sources
 from xla_dtensor.runtimes.torch_xla_corrections import correction
+from xla_dtensor.runtimes.torch_xla_corrections_calls import over_all_dims
 from xla_dtensor.runtimes.torch_xla_corrections_dtypes import in_torchs_dtypes
 from xla_dtensor.runtimes.torch_xla_corrections_recovery import recovered
 from xla_dtensor.runtimes.torch_xla_program_keys import remember
@@ -186,11 +187,12 @@ def _write_statistics(given: Sequence[Any], payloads: Sequence[Any]) -> None:
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    args, kwargs = over_all_dims(func, args, kwargs)
     try:
         return in_torchs_dtypes(func, args, kwargs, _run_once)
     except XlaDTensorError:
         raise
-    except (RuntimeError, IndexError, ValueError) as error:
+    except (RuntimeError, IndexError, ValueError, AssertionError) as error:
         return recovered(func, args, kwargs, error, _run_once)
 
 

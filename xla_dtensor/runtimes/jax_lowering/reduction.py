@@ -138,6 +138,9 @@ def _logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
 
 @lower(aten.var.correction, wants_meta=True)
 def _var(x: Any, dim: Any = None, *, correction: Any = 1, keepdim: bool = False, meta: Any) -> Any:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        # torch's kernels say so; its meta device takes any dtype.
+        raise NotImplementedError("std and var only support floating point and complex dtypes")
     axes = _axes(x, dim)
     count = 1
     for axis in axes:

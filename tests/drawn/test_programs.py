@@ -1,0 +1,26 @@
+"""Programs of fixed seeds are right, or refused by name; `make fuzz` and test-all draw others."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.drawn.judge import expected_of, judge
+from tests.drawn.ours import run_on_mesh
+from tests.drawn.run import program_of
+from xla_dtensor.runtimes import Runtime
+
+# "unjudged": plain torch's own error is larger than what could be told from a wrong value.
+FINE = {"right", "refused", "unjudged"}
+BATCH = 4
+
+
+@pytest.mark.usefixtures("mesh")
+@pytest.mark.parametrize("batch", range(6))
+def test_drawn_programs(runtime: Runtime, batch: int) -> None:
+    bad = []
+    for seed in range(10_000 + BATCH * batch, 10_000 + BATCH * (batch + 1)):
+        program = program_of(f"program/{seed}")
+        verdict = judge(program, expected_of(program), run_on_mesh(program))
+        if verdict.kind not in FINE:
+            bad.append(f"program/{seed} on {runtime.name}: {verdict.kind}: {verdict.note}")
+    assert not bad
