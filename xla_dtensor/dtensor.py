@@ -122,7 +122,8 @@ class DTensor(TorchDTensor):
         view = next(o for o in overloads if [a.name for a in o._schema.arguments] == taken)
         mesh, placements = self._spec.mesh, propagate(view, args, kwargs, self._spec.mesh)
         payload = functional_ops.reshaped(view, self._local_tensor, args, kwargs)
-        stride = output_meta(view, args, kwargs).stride
+        meta = None if get_runtime().has_strides else output_meta(view, args, kwargs)
+        stride = None if meta is None else meta.stride
         changed = DTensor._wrapping(payload, mesh, placements, stride=stride)
         self._local_tensor = payload
         torch.Tensor.data.__set__(self, changed)  # pyright: ignore

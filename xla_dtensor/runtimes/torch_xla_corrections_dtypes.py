@@ -99,7 +99,8 @@ def _computed_in(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: torch.dtype
 ) -> torch.dtype | None:
     """Return the dtype that operands are to be cast to; None if they are fine."""
-    operands = [value for _, value in _operands(func, args, kwargs)]
+    named = _named(func, args, kwargs)
+    operands = [value for name, value in named if _is_operand(name, value)]
     tensors = [value for value in operands if isinstance(value, torch.Tensor)]
     if result == torch.bool:
         if len(operands) != 2:
@@ -110,32 +111,26 @@ def _computed_in(
     return None if all(tensor.dtype == result for tensor in tensors) else result
 
 
-def _operands(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return what an op computes with: its tensors, and the numbers in the place of one."""
+def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     names = [argument.name for argument in func._schema.arguments]
-    given = [*zip(names, args, strict=False), *kwargs.items()]
-    return [
-        (name, value)
-        for name, value in given
-        if (isinstance(value, torch.Tensor) and name not in _NO_OPERANDS)
-        or (isinstance(value, bool | int | float | complex) and name in _NUMBERS)
-    ]
+    return [*zip(names, args, strict=False), *kwargs.items()]
+
+
+def _is_operand(name: str, value: Any) -> bool:
+    """Tell whether an op computes with an argument: a tensor, or a number in the place of one."""
+    if isinstance(value, torch.Tensor):
+        return name not in _NO_OPERANDS
+    return isinstance(value, bool | int | float | complex) and name in _NUMBERS
 
 
 def _cast(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    names = {name for name, _ in _operands(func, args, kwargs)}
-
-    def cast(name: str, value: Any) -> Any:
-        is_operand = isinstance(value, torch.Tensor) and name in names
-        return value.to(dtype) if is_operand else value
-
-    taken = [argument.name for argument in func._schema.arguments]
-    return (
-        tuple(cast(name, value) for name, value in zip(taken, args, strict=False)),
-        {name: cast(name, value) for name, value in kwargs.items()},
-    )
+    cast = [
+        (name, _widened(value, dtype) if _is_operand(name, value) else value)
+        for name, value in _named(func, args, kwargs)
+    ]
+    return tuple(value for _, value in cast[: len(args)]), dict(cast[len(args) :])
 
 
 # ------------------------------------------------------------------ results
