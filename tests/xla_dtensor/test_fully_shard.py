@@ -455,7 +455,8 @@ class WithBuffer(nn.Module):
         self.register_buffer("shift", torch.arange(8.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, shift = self.inner.weight, self.shift.clone()
+        weight: Any = self.inner.weight
+        shift = self.shift.clone()
         mixed = torch.mv(weight, shift) + weight @ shift + F.linear(shift, weight)
         rows = torch.cat([weight, shift[None]]).mean(0) + torch.where(weight > 0, weight, shift)[0]
         self.shift.mul_(0.5)
