@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.drawn.judge import expected_of, judge
 from tests.drawn.ours import run_on_mesh
@@ -12,11 +13,17 @@ from xla_dtensor.runtimes import Runtime
 # "unjudged": plain torch's own error is larger than what could be told from a wrong value.
 FINE = {"right", "refused", "unjudged"}
 BATCH = 4
+# A seed means another program where torch has other ops: these are the contracts' two.
+TORCH = {"jax": "2.15.", "torch_xla": "2.9."}
 
 
+# What casts complex numbers to real ones warns, as in PyTorch.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("mesh")
 @pytest.mark.parametrize("batch", range(6))
 def test_drawn_programs(runtime: Runtime, batch: int) -> None:
+    if not torch.__version__.startswith(TORCH[runtime.name]):
+        pytest.skip(f"on {runtime.name} these are programs of torch {TORCH[runtime.name]}*")
     bad = []
     for seed in range(10_000 + BATCH * batch, 10_000 + BATCH * (batch + 1)):
         program = program_of(f"program/{seed}")
