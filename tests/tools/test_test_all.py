@@ -45,6 +45,7 @@ def test_a_test_that_ran_nowhere_is_a_hole(tmp_path: Path) -> None:
         CASE.format(name="one", time=1, inner=""),
         CASE.format(name="two", time=0, inner=SKIPPED),
         CASE.format(name="three", time=0, inner=SKIPPED),
+        '<testcase classname="" name="tests.test_a" time="0">' + SKIPPED + "</testcase>",
     )
     second = write(tmp_path / "b.xml", CASE.format(name="two", time=3, inner=""))
     tests = runner.read_tests([first, second])

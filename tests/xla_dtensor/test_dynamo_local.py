@@ -187,11 +187,11 @@ def test_collectives(mesh: xd.DeviceMesh, backend: str) -> None:
     check(function, plain, backend, [put(mesh, values, S0, S1)], [values])
 
 
+# torch_xla's own back end runs graphs with host tensors op by op, with a warning.
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_plain_parameter_gets_the_sum_of_its_gradients(
     mesh: xd.DeviceMesh, backend: str, runtime: Runtime
 ) -> None:
-    if backend == "openxla":
-        pytest.skip("torch_xla's back end runs graphs with host tensors op by op, with a warning")
     values, weight = torch.randn(8, 4), torch.randn(4, 4)
 
     def function(x: Any, w: Any) -> Any:
