@@ -1,4 +1,4 @@
-"""Programs of fixed seeds are right, or refused by name; `make fuzz` and test-all draw others."""
+"""Programs of fixed seeds are right, or refused by name; `make fuzz` draws others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Read a slice, and write into one, in words that XLA's partitioner gets right on a sharded dim.
 
-It is wrong in silence, in JAX 0.10 and 0.12, by GSPMD and Shardy (docs/decisions/strided.md):
+It is wrong in silence, in JAX 0.10 and 0.12, by GSPMD and Shardy (docs/decisions/strided_slices.md
+has the figures):
 
 * in chains of scatters: in ``a.at[1:3].set(b).at[0].set(5)`` the second write zeroes rows of the
   first. A write is a pad and a select instead.
