@@ -107,3 +107,18 @@ def test_an_unknown_part_is_an_error(
 ) -> None:
     assert run_in(monkeypatch, tmp_path, "--only", "nonsense") == 2
     assert "There is no part nonsense." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"), [("this machine has no Python 3.14", 0), ("needs what is not here", 1)]
+)
+def test_only_what_the_machine_lacks_may_be_skipped_everywhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reason: str, status: int
+) -> None:
+    tests = runner.Part("tests", "MAIN", runner.PYTEST)
+    inner = SKIPPED.replace("needs what is not here", reason)
+    write(tmp_path / "tests.xml", CASE.format(name="one", time=0, inner=inner))
+    monkeypatch.setattr(runner, "PARTS", (tests,))
+    monkeypatch.setattr(runner, "run", lambda *_: runner.Outcome("passed", 1, 1, tree))
+    tree = runner.tree_state()
+    assert run_in(monkeypatch, tmp_path) == status
