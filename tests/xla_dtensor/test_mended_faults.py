@@ -695,6 +695,20 @@ def half_precision_is_divided_and_cut(on: On) -> Any:
 
 
 @values("jax")
+def products_with_factors_are_rounded_once(on: On) -> Any:
+    """In half precision, where the product itself is exact."""
+    a, b, c = (on.put(torch.arange(n, n + 16.0).view(4, 4) % 5) for n in range(3))
+    results = []
+    for dtype in (torch.bfloat16, torch.float16):
+        c, a, b = (t.to(dtype) for t in (c, a, b))
+        for beta, alpha in ((-4.775, 2.03), (0, 2.03), (1, 0.3)):
+            factors = {"beta": beta, "alpha": alpha}
+            results.append(torch.addmm(c, a, b, **factors))
+            results.append(torch.baddbmm(c[None], a[None], b[None], **factors))
+    return [result.double() for result in results]
+
+
+@values("jax")
 def writes_to_expanded_tensors(on: On) -> Any:
     """Elements that share no place, or get one value, may be written to."""
     x, y = on.put(numbers(4, 2), Shard(0), R), on.put(numbers(1, 4), R, Shard(1))

@@ -62,12 +62,25 @@ def _addmm(bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
 
 
 def _combined(bias: Any, product: Any, beta: Any, alpha: Any) -> Any:
-    if product.dtype.kind in "biu":  # torch rounds the factors first, too
+    """Return ``beta * bias + alpha * product``, rounded once."""
+    dtype = product.dtype
+    if dtype.kind in "biu":  # torch rounds the factors first, too
         alpha, beta = int(alpha), int(beta)
-    product = product if isinstance(alpha, (int, float)) and alpha == 1 else product * alpha
-    if isinstance(beta, (int, float)) and beta == 0:
-        return product
-    return product + (bias if isinstance(beta, (int, float)) and beta == 1 else bias * beta)
+    if not (_is_number(alpha, 1) and _is_number(beta, 1)):
+        # Only here: the product keeps its dtype where XLA sums it over devices.
+        product, bias = (_widened(value) for value in (product, bias))
+    product = product if _is_number(alpha, 1) else product * alpha
+    if _is_number(beta, 0):
+        return product.astype(dtype)
+    return (product + (bias if _is_number(beta, 1) else bias * beta)).astype(dtype)
+
+
+def _is_number(value: Any, number: int) -> bool:
+    return isinstance(value, (int, float)) and value == number
+
+
+def _widened(value: Any) -> Any:
+    return value.astype(jnp.float32) if value.dtype in (jnp.bfloat16, jnp.float16) else value
 
 
 @lower(aten.addbmm.default)
