@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from xla_dtensor.runtimes import get_runtime as get_runtime
     from xla_dtensor.runtimes import installed_runtimes as installed_runtimes
     from xla_dtensor.runtimes.attention_choice import attention_kernel as attention_kernel
+    from xla_dtensor.runtimes.value_checks import check_values as check_values
     from xla_dtensor.scanned_layers import ScannedLayers as ScannedLayers
     from xla_dtensor.scanned_layers import scan_layers as scan_layers
     from xla_dtensor.shard_position import (
@@ -107,6 +108,7 @@ _WHERE = {
     "attention_kernel": "xla_dtensor.runtimes.attention_choice",
     "call_jax": "xla_dtensor.calling_jax",
     "check_same_program": "xla_dtensor.program_check",
+    "check_values": "xla_dtensor.runtimes.value_checks",
     "checkpoint_name": "xla_dtensor.remat",
     "comm_counts": "xla_dtensor.live_counts",
     "compile": "xla_dtensor.compiled_step",
@@ -170,6 +172,7 @@ __all__ = [
     "attention_kernel",
     "call_jax",
     "check_same_program",
+    "check_values",
     "checkpoint_name",
     "comm_counts",
     "compile",

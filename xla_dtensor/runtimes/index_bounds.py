@@ -6,7 +6,8 @@ nothing. So the ops that take indices are listed here with the range of each::
     x[torch.tensor([8])]     of 8 rows: IndexError, from the host tensor's values
     x[indices]               on the mesh, eagerly: one reduction on the devices, then the same
     x // y                   whole numbers, with a zero in y: the same
-    xd.compile(...)          there are no values yet: what is read is NaN
+    xd.compile(...)          there are no values yet: what is read or written is NaN, and the call
+                             raises under xd.check_values() (``value_checks``)
 
 On torch_xla only what is on the host is looked at: to read a value there runs all that is pending.
 
@@ -28,7 +29,7 @@ import torch
 from xla_dtensor.errors import IndexRangeError, UnsupportedOpError
 from xla_dtensor.runtimes.linear_loss_ops import linear_loss
 
-__all__ = ["BOUNDS", "Bound", "check_bounds", "host_extremes", "refuse_part"]
+__all__ = ["BOUNDS", "Bound", "check_bounds", "host_extremes", "name_of", "refuse_part"]
 
 aten = torch.ops.aten
 
@@ -56,6 +57,18 @@ class Bound:
     what: str = "index"
     rule: str | None = None
     of: Callable[[Any], Any] | None = None
+
+    def complaint(self, op: str, wrong: Any) -> str:
+        """Return the message for a number that is out of range.
+
+        Args:
+            op: The op's name.
+            wrong: The number.
+        """
+        limits = f"It goes from {self.low} to {self.high - 1} there. Pass what is in this range"
+        return (
+            f"{op} was called with the {self.what} {wrong} for {self.where}. {self.rule or limits}."
+        )
 
 
 def _of_dims(x: Any, indices: Any, *_: Any, **__: Any) -> Iterator[Bound]:
@@ -156,6 +169,8 @@ BOUNDS: dict[Any, Callable[..., Iterator[Bound]]] = {
     aten.index.Tensor: _of_dims,
     aten.index_put.default: _of_dims,
     aten.embedding.default: _rows,
+    aten._embedding_bag.default: _rows,
+    aten._embedding_bag_forward_only.default: _rows,
     aten.take.default: _flat,
     aten.put.default: _flat,
     aten.nll_loss_forward.default: _classes,
@@ -232,11 +247,12 @@ def check_bounds(
         if found is None or (bound.low <= found[0] and found[1] < bound.high):
             continue
         wrong = found[1] if found[0] >= bound.low else found[0]
-        limits = f"It goes from {bound.low} to {bound.high - 1} there. Pass what is in this range"
-        raise IndexRangeError(
-            f"{func.name().partition('.')[0]} was called with the {bound.what} {wrong} for "
-            f"{bound.where}. {bound.rule or limits}."
-        )
+        raise IndexRangeError(bound.complaint(name_of(func), wrong))
+
+
+def name_of(func: Any) -> str:
+    """Return an op's name without its overload, as in ``aten::index``."""
+    return func.name().partition(".")[0]
 
 
 def refuse_part(tensor: torch.Tensor) -> None:

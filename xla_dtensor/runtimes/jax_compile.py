@@ -319,6 +319,7 @@ class JaxCompiledStep(CompiledStep):
             effects=found.effects,
             aliases=found.aliases,
             writes=found.writes,
+            flags=found.flags,
         )
 
     def _pinned_lasting(

@@ -30,7 +30,13 @@ from xla_dtensor.runtimes import (
     jax_views,
 )
 from xla_dtensor.runtimes.foreach import is_foreach, writes_to_a_list
-from xla_dtensor.runtimes.index_bounds import BOUNDS, Bound, check_bounds, host_extremes
+from xla_dtensor.runtimes.index_bounds import (
+    BOUNDS,
+    Bound,
+    check_bounds,
+    host_extremes,
+    name_of,
+)
 from xla_dtensor.runtimes.jax_composed import COMPOSED
 from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch, x64
 from xla_dtensor.runtimes.jax_foreach import (
@@ -43,7 +49,9 @@ from xla_dtensor.runtimes.jax_placing import host_value
 from xla_dtensor.runtimes.jax_scalar import unwrap_number
 from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
 from xla_dtensor.runtimes.jax_trace import active_trace, refuse_write_to_host
+from xla_dtensor.runtimes.jax_value_checks import flag
 from xla_dtensor.runtimes.op_meta import Meta, output_meta, raise_torchs_error
+from xla_dtensor.runtimes.value_checks import are_checked
 
 __all__ = ["as_array", "run_op", "write"]
 
@@ -99,7 +107,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     # The ops that one of them is composed of have other ranges, and its own was looked at.
     if func in BOUNDS and _decomposing.isdisjoint(BOUNDS):
-        check_bounds(func, args, kwargs, _extremes)
+        check_bounds(func, args, kwargs, partial(_extremes, func))
     lowering = find_lowering(func)
     if lowering is None:
         return _decompose(func, args, kwargs)
@@ -119,16 +127,21 @@ def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return _wrapped(func, result, meta)
 
 
-def _extremes(bound: Bound) -> tuple[float, float] | None:
+def _extremes(func: Any, bound: Bound) -> tuple[float, float] | None:
     """Return the smallest and the largest number; None while a step is traced."""
-    index, ignored = bound.index, bound.ignored
-    if isinstance(index, JaxTensor) and active_trace() is not None:
-        return None
+    index = bound.index
     if not isinstance(index, JaxTensor):
         return host_extremes(bound)
+    is_traced = active_trace() is not None
+    if is_traced and not are_checked():
+        return None
     index = index if bound.of is None else bound.of(index)
     array = index.raw() if index._storage.manual is not None else index.value()
-    low, high = host_value(_low_and_high(array, ignored)).tolist()
+    extremes = _low_and_high(array, bound.ignored)
+    if is_traced:
+        flag(bound, name_of(func), extremes)
+        return None
+    low, high = host_value(extremes).tolist()
     return None if low > high else (low, high)
 
 

@@ -24,6 +24,7 @@ from xla_dtensor.runtimes.jax_slots import Slot, Slots
 from xla_dtensor.runtimes.jax_stacks import give_stack, stack_of
 from xla_dtensor.runtimes.jax_step_values import Delivered
 from xla_dtensor.runtimes.jax_tensor import Storage
+from xla_dtensor.runtimes.jax_value_checks import Flags, raise_flagged
 from xla_dtensor.runtimes.jax_watch import Watch
 from xla_dtensor.runtimes.opened import close_all
 from xla_dtensor.runtimes.premises import Change
@@ -57,6 +58,7 @@ class Program:
         effects: What is assigned in Python after each run.
         aliases: The arguments that the step also finds by name.
         writes: The containers among the arguments that it writes to.
+        flags: What the first results say of the step's checks; None without checks.
         last_call: The number of the last call that it has served.
     """
 
@@ -81,6 +83,7 @@ class Program:
     effects: RunEffects = field(default_factory=lambda: RunEffects([], {}))
     aliases: Aliases = field(default_factory=Aliases)
     writes: Writes = field(default_factory=Writes)
+    flags: Flags | None = None
     last_call: int = 0
     _has_run: bool = False
     _found: list[torch.Tensor] = field(default_factory=list)
@@ -152,6 +155,9 @@ class Program:
             _give(array, [self.state[place] for place in slot])
         self._leave(lasting, leaves)
         self.gradients.repeat()
+        if self.flags is not None:
+            raise_flagged(self.flags, results[: self.flags.count])
+            results = results[self.flags.count :]
         return self._outputs(iter(results))
 
     def _leave(self, arrays: Sequence[jax.Array], leaves: Sequence[Any]) -> None:

@@ -33,6 +33,7 @@ from xla_dtensor.runtimes.jax_step_values import bound, replaced, split_outputs,
 from xla_dtensor.runtimes.jax_tensor import Storage
 from xla_dtensor.runtimes.jax_trace import Trace, refusing_reads
 from xla_dtensor.runtimes.jax_traced_stacks import gather, placed_values
+from xla_dtensor.runtimes.jax_value_checks import Flags, with_flags
 from xla_dtensor.runtimes.jax_watch import Watch, watching
 from xla_dtensor.runtimes.module_names import naming_modules
 from xla_dtensor.runtimes.opened import close_all, open_all
@@ -42,6 +43,7 @@ from xla_dtensor.runtimes.premises.effects import Effect
 from xla_dtensor.runtimes.premises.modules import Modules
 from xla_dtensor.runtimes.premises.reach import Reach
 from xla_dtensor.runtimes.python_state import PythonState
+from xla_dtensor.runtimes.value_checks import are_checked
 
 __all__ = ["Before", "TracedStep", "traced_step"]
 
@@ -100,6 +102,7 @@ class TracedStep:
         tree: How its results nest.
         static: Of each result how to wrap it.
         pinned: Of each result how it has to lie.
+        flags: What its first results say of its checks; None without checks.
     """
 
     trace: Trace
@@ -118,6 +121,7 @@ class TracedStep:
     tree: TreeSpec = field(init=False)
     static: list[Any] = field(init=False)
     pinned: list[Any] = field(init=False)
+    flags: Flags | None = None
 
     def alone(self) -> set[Storage]:
         """Return the storages that are no rows of stacks: they get other values between runs."""
@@ -205,6 +209,9 @@ def traced_step(
     found.aliases = Aliases.of((each.found for each in seen), found.arguments)
     watch.settle(trace, tape, found.moving, found.aliases)
     found.program = traced_program(closed, [storage for storage, _, _ in rows], trace)
+    if are_checked():
+        found.program, found.flags = with_flags(found.program)
+        found.pinned = [*[None] * found.flags.count, *found.pinned]
     found.host = _host_part(trace.host)
     return found
 

@@ -1,7 +1,8 @@
 """Gathers, scatters, embeddings, and the losses that pick one class per row.
 
 torch refuses an index out of range; a compiled program cannot. Here such an index gives NaN (or
-the smallest integer) rather than the clamped neighbour that JAX would return by default.
+the smallest integer) rather than the clamped neighbour that JAX would return by default, and
+writes NaN; negative ones are out of range where torch refuses them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from jax import lax
 
 from xla_dtensor.runtimes.jax_lowering.host_values import read_on_host
-from xla_dtensor.runtimes.jax_lowering.points import put_points, put_points_along
+from xla_dtensor.runtimes.jax_lowering.points import or_poison, put_points, put_points_along
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
 __all__: list[str] = []
@@ -50,7 +51,12 @@ def _embedding_backward(
 
 @lower(aten.index_select.default)
 def _index_select(x: Any, dim: int, index: Any) -> Any:
-    return jnp.take(x, index, axis=dim, mode="fill") if x.ndim else x
+    return jnp.take(x, _from_start(index, x.shape[dim]), axis=dim, mode="fill") if x.ndim else x
+
+
+def _from_start(index: Any, size: int) -> Any:
+    """Return indices of which the negative ones are out of range, like those beyond the end."""
+    return jnp.where(index < 0, size, index)
 
 
 @lower(aten.gather.default)
@@ -60,6 +66,7 @@ def _gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     cut = tuple(
         slice(None) if d == dim % max(x.ndim, 1) else slice(0, n) for d, n in enumerate(index.shape)
     )
+    index = _from_start(index, x.shape[dim])
     return jnp.take_along_axis(x[cut], index, axis=dim, mode="fill")
 
 
@@ -71,6 +78,7 @@ def _scattered(x: Any, dim: int, index: Any, values: Any, accumulate: bool) -> A
         return x + values if accumulate else values
     points = [lax.broadcasted_iota(index.dtype, index.shape, d) for d in range(index.ndim)]
     points[dim % x.ndim] = index
+    points, values = or_poison(x, points, values, from_the_end=False)
     return put_points(x, points, values, accumulate)
 
 
@@ -135,7 +143,27 @@ def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> A
 @lower(aten.put.default)
 def _put(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     flat = x.reshape(-1)
-    return put_points(flat, [index.reshape(-1)], source.reshape(-1), accumulate).reshape(x.shape)
+    points, values = or_poison(flat, [index.reshape(-1)], source.reshape(-1))
+    return put_points(flat, points, values, accumulate).reshape(x.shape)
+
+
+@lower(aten.index_copy.default)
+def _index_copy(x: Any, dim: int, index: Any, source: Any) -> Any:
+    if not x.ndim:
+        return source.reshape(())
+    values = jnp.moveaxis(jnp.atleast_1d(source), dim, 0)
+    points = [index.reshape(-1)]
+    return put_points_along(x, [dim], points, values, accumulate=False, from_the_end=False)
+
+
+@lower(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+def _index_fill(x: Any, dim: int, index: Any, value: Any) -> Any:
+    index, value = index.reshape(-1), jnp.asarray(value)
+    if not x.ndim:
+        return value.astype(x.dtype) if index.size else x
+    rest = [size for d, size in enumerate(x.shape) if d != dim % x.ndim]
+    values = jnp.broadcast_to(value, (*index.shape, *rest))
+    return put_points_along(x, [dim], [index], values, accumulate=False)
 
 
 @lower(aten.index_add.default)
@@ -144,7 +172,8 @@ def _index_add(x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> 
         return x + (jnp.sum(source) * alpha).astype(x.dtype)
     source = (source * alpha).reshape(*x.shape[: dim % x.ndim], -1, *x.shape[dim % x.ndim + 1 :])
     values = jnp.moveaxis(source, dim, 0)
-    return put_points_along(x, [dim], [index.reshape(-1)], values, accumulate=True)
+    points = [index.reshape(-1)]
+    return put_points_along(x, [dim], points, values, accumulate=True, from_the_end=False)
 
 
 # ------------------------------------------------------------------ class-picking losses

@@ -8,6 +8,7 @@ last one again, or by adding zero to it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,31 @@ import jax.numpy as jnp
 
 from xla_dtensor.runtimes import jax_devices
 
-__all__ = ["put_points", "put_points_along"]
+__all__ = ["or_poison", "put_points", "put_points_along"]
+
+
+def or_poison(
+    x: Any, points: Sequence[Any], values: Any, *, from_the_end: bool = True
+) -> tuple[list[Any], Any]:
+    """Return points and values of which those beyond `x` write NaN to its first rows.
+
+    Of whole numbers, which have no NaN, they write nothing.
+
+    Args:
+        x: What is written to.
+        points: Indices along its first dims, of one shape.
+        values: What is written, of that shape and the other dims' after it.
+        from_the_end: Whether negative indices count from there.
+    """
+    sizes = x.shape[: len(points)]
+    inside = [
+        (p >= (-n if from_the_end else 0)) & (p < n) for p, n in zip(points, sizes, strict=True)
+    ]
+    is_right = functools.reduce(jnp.logical_and, inside)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return [jnp.where(is_right, p, n) for p, n in zip(points, sizes, strict=True)], values
+    rows = is_right.reshape(*is_right.shape, *[1] * (x.ndim - len(points)))
+    return [jnp.where(is_right, p, 0) for p in points], jnp.where(rows, values, jnp.nan)
 
 
 def put_points(
@@ -49,9 +74,19 @@ def put_points(
 
 
 def put_points_along(
-    x: Any, dims: Sequence[int], points: Sequence[Any], values: Any, accumulate: bool
+    x: Any,
+    dims: Sequence[int],
+    points: Sequence[Any],
+    values: Any,
+    accumulate: bool,
+    *,
+    from_the_end: bool = True,
 ) -> Any:
-    """As :func:`put_points`, with indices along any `dims`; `values` as if these came first."""
+    """As :func:`put_points` after :func:`or_poison`, with indices along any `dims`.
+
+    `values` are as if these dims came first.
+    """
     front = range(len(dims))
-    written = put_points(jnp.moveaxis(x, dims, front), points, values, accumulate)
-    return jnp.moveaxis(written, front, dims)
+    x = jnp.moveaxis(x, dims, front)
+    points, values = or_poison(x, points, values, from_the_end=from_the_end)
+    return jnp.moveaxis(put_points(x, points, values, accumulate), front, dims)

@@ -92,7 +92,8 @@ def _sample_dirichlet(x: Any, generator: Any = None) -> Any:
 
 @lower(aten.bernoulli.default)
 def _bernoulli(x: Any, *, generator: Any = None) -> Any:
-    return jax.random.bernoulli(next_key(generator), x).astype(x.dtype)
+    drawn = jax.random.bernoulli(next_key(generator), x).astype(x.dtype)
+    return jnp.where((x >= 0) & (x <= 1), drawn, jnp.nan)
 
 
 @lower(aten.bernoulli.p, aten.bernoulli.Tensor)

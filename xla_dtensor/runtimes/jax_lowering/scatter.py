@@ -12,6 +12,7 @@ from jax import lax
 
 from xla_dtensor.runtimes import jax_devices
 from xla_dtensor.runtimes.jax_lowering.extremes import ordered, unordered
+from xla_dtensor.runtimes.jax_lowering.points import or_poison
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
 __all__ = ["identity", "reduce_points"]
@@ -58,6 +59,7 @@ def reduce_points(x: Any, points: Sequence[Any], values: Any, reduce: str) -> An
 
 def _reduced(x: Any, points: Sequence[Any], values: Any, reduce: str, include_self: bool) -> Any:
     shape = points[0].shape
+    points, values = or_poison(x, points, values, from_the_end=False)
     kind = x.dtype
     if kind in (jnp.bfloat16, jnp.float16):
         x, values = x.astype(jnp.float32), values.astype(jnp.float32)
