@@ -105,6 +105,11 @@ class Program:
         peak = chip.peak("bf16")
         return None if peak is None else peak * len(devices) / chip.devices_per_chip
 
+    @property
+    def num_flags(self) -> int:
+        """How many of the program's results are none of the step's."""
+        return 0 if self.flags is None else self.flags.count
+
     def stale(self) -> Change | None:
         """Return why the program does not fit what Python holds now; None if it fits."""
         if self.again is not None:
@@ -157,8 +162,7 @@ class Program:
         self.gradients.repeat()
         if self.flags is not None:
             raise_flagged(self.flags, results[: self.flags.count])
-            results = results[self.flags.count :]
-        return self._outputs(iter(results))
+        return self._outputs(iter(results[self.num_flags :]))
 
     def _leave(self, arrays: Sequence[jax.Array], leaves: Sequence[Any]) -> None:
         """Leave behind what the step makes: in the trace's tensors, later in new ones."""
