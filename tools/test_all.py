@@ -45,10 +45,12 @@ NUM_SLOWEST = 25
 # A worker that has crashed is not replaced: pytest-xdist's groups wait for it for ever.
 PYTEST = ("-m", "pytest", "-n", "2", "--dist", "loadgroup", "--max-worker-restart=0")
 MAIN, TORCH_XLA = "MAIN", "TORCH_XLA"
-# Tests that need torch 2.9, or both runtimes installed, and are of no runtime or of JAX's.
+# Tests that need torch 2.9, both runtimes installed, or a libtpu that gives programs that do not
+# fit, and are of no runtime or of JAX's.
 OF_BOTH = tuple(
     f"tests/xla_dtensor/{name}.py"
     for name in (
+        "cli/test_plan_full",
         "runtimes/test_jax_lowering_linalg",
         "runtimes/test_starting",
         "runtimes/test_torch_own",
