@@ -166,7 +166,8 @@ class AbsentProgram(Program):
         types = jax.eval_shape(
             self.blueprint.program_of(self.blueprint.jaxpr), *self.blueprint.inputs
         )
-        return self._outputs(jnp.zeros(each.shape, each.dtype) for each in types[0][self.num_flags :])
+        results = types[0][self.num_flags :]
+        return self._outputs(jnp.zeros(each.shape, each.dtype) for each in results)
 
 
 class AbsentStep(JaxCompiledStep):

@@ -184,7 +184,9 @@ def _check_not_late(asked_devices: int | None, dump_dir: Path | None) -> None:
             "get_runtime('torch_xla'), or torch_xla.runtime.use_spmd(), before the first XLA "
             "tensor and before torch_xla.device()."
         )
-    if _xlac()._xla_runtime_is_initialized() and (asked_devices or dump_dir):
+    if not _xlac()._xla_runtime_is_initialized():
+        return
+    if dump_dir or asked_devices not in (None, _xlac()._xla_num_global_devices()):
         raise RuntimeSetupError(
             f"num_cpu_devices={asked_devices} and dump_hlo={dump_dir and str(dump_dir)!r} were "
             "asked for, but torch_xla's client already runs. It reads them when it starts. Call "

@@ -8,6 +8,7 @@ Making the first mesh starts the runtime; on JAX it may cover some of the device
 
 from __future__ import annotations
 
+import sys
 from ast import literal_eval
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -227,7 +228,7 @@ _global_mesh: Mesh | None = None
 
 
 def set_global_mesh(mesh: Mesh) -> None:
-    """Set the mesh that functions take when none is passed.
+    """Set the mesh that functions take when none is passed, those of torch_xla's own module too.
 
     Example:
         >>> set_global_mesh(get_1d_mesh("data"))
@@ -236,6 +237,9 @@ def set_global_mesh(mesh: Mesh) -> None:
     """
     global _global_mesh
     _global_mesh = mesh
+    its_own = sys.modules.get("torch_xla.distributed.spmd")
+    if its_own is not None:  # FSDPv2 asks there
+        its_own.set_global_mesh(mesh)
 
 
 def get_global_mesh() -> Mesh | None:

@@ -755,12 +755,30 @@ def test_start_from_the_environment() -> None:
     assert result.stdout.split() == ["16.0", "4", "True", "False"]
 
 
+def test_a_client_that_has_the_devices_that_are_asked_for() -> None:
+    result = child(
+        """
+        import torch_xla.runtime as xr
+        xr.use_spmd()
+        print(xr.global_runtime_device_count())
+        from xla_dtensor.runtimes.registry import get_runtime
+        print(len(get_runtime("torch_xla").device_ids()))
+        """,
+        PJRT_DEVICE="CPU",
+        CPU_NUM_DEVICES="4",
+        NPROC="64",
+        XLA_DTENSOR_CPU_DEVICES="4",
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["4", "4"]
+
+
 def test_refused_settings(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     # Settings are looked at before anything is touched, so a running torch_xla does no harm.
     with pytest.raises(RuntimeSetupError, match="no number of devices"):
         start(0, None)
     with pytest.raises(RuntimeSetupError, match="client already runs"):
-        start(8, None)
+        start(4, None)
     with monkeypatch.context() as patch:
         patch.setenv("PJRT_DEVICE", "TPU")
         with pytest.raises(RuntimeSetupError, match="Set PJRT_DEVICE=CPU"):

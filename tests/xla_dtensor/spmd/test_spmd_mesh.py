@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import re
 from collections import OrderedDict
@@ -130,6 +131,16 @@ def test_jax_runs_on_some_devices(runtime: Runtime) -> None:
 
 
 # ---------------------------------------------------------------- the global mesh
+
+
+@pytest.mark.only_on("torch_xla")
+def test_torch_xlas_own_module_has_the_global_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its FSDPv2 asks there."""
+    its_own = importlib.import_module("torch_xla.distributed.spmd")
+    monkeypatch.setattr("torch_xla.distributed.spmd.xla_sharding._GLOBAL_MESH", None)
+    mesh = xs.Mesh(range(8), (8, 1), ("fsdp", "model"))
+    xs.set_global_mesh(mesh)
+    assert its_own.get_global_mesh() is mesh
 
 
 def test_the_global_mesh() -> None:
