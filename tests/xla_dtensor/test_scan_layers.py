@@ -291,6 +291,7 @@ def test_what_is_kept_is_what_takes_memory(mesh: xd.DeviceMesh) -> None:
 
 
 @pytest.mark.only_on("jax")
+@pytest.mark.thorough
 def test_offloading_where_the_device_can(mesh: xd.DeviceMesh) -> None:
     net = placed(scanned(model(), "offload:hidden"), mesh)
     close(train(net, lambda t: on(mesh, t), compiled=True), by_plain_torch("block"))

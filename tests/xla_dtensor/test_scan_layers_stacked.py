@@ -184,6 +184,7 @@ BETWEEN = (
 )
 
 
+@pytest.mark.thorough
 def test_what_happens_between_steps_is_seen(mesh: xd.DeviceMesh) -> None:
     plain = model()
     net = placed(scanned(plain), mesh)
@@ -214,6 +215,7 @@ def test_a_view_and_an_alias_follow(mesh: xd.DeviceMesh) -> None:
     assert not host(weight)[:4].any()
 
 
+@pytest.mark.thorough
 def test_two_steps_share_the_layers(mesh: xd.DeviceMesh) -> None:
     """One trains and one evaluates: both want the same stacks."""
     plain = model()
@@ -254,6 +256,7 @@ def test_gradients_that_add_up_over_calls(mesh: xd.DeviceMesh, kept: bool) -> No
         torch.testing.assert_close(host(ours.grad), theirs.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make", [functools.partial(Block, hidden=10), LowRank], ids=["uneven", "frozen"]
 )

@@ -263,6 +263,7 @@ def test_whoever_imports_torch_xla_changes_nothing_of_it(
 # ---------------------------------------------------------------------- what else may happen
 
 
+@pytest.mark.thorough
 def test_gradients_add_up_over_microbatches(mesh: xd.DeviceMesh) -> None:
     plain = model()
     net = placed(scanned(plain), mesh)
