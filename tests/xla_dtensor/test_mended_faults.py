@@ -695,6 +695,30 @@ def half_precision_is_divided_and_cut(on: On) -> Any:
 
 
 @values("jax")
+def what_goes_into_a_number_goes_into_it_exactly(on: On) -> Any:
+    """41 / 41 was less than 1 in float32, and its floor 0."""
+    results: list[Any] = []
+    for dtype, n in ((torch.float32, 41.0), (torch.float64, 49.0), (torch.float32, 7.0)):
+        x = on.put((torch.arange(1.0, 513.0) * n).to(dtype), Shard(0), Shard(0))
+        rows, number = x.view(64, 8), x[0] * 0 + n
+        for divide in (lambda x: x, on.compile):
+            step = divide(
+                lambda x, rows, number, n=n: [
+                    (x / n).floor(),
+                    torch.div(x, n, rounding_mode="trunc"),
+                    torch.div(x.bfloat16(), n, rounding_mode="trunc").to(x.dtype),
+                    (x / number).floor(),
+                    (rows / number.expand(64, 1)).floor(),
+                    (rows / number.view(1)).floor(),
+                    (rows * 0 + n).mean(1),
+                    x.clone().div_(n).floor(),
+                ]
+            )
+            results += step(x, rows, number)
+    return results
+
+
+@values("jax")
 def products_with_factors_are_rounded_once(on: On) -> Any:
     """In half precision, where the product itself is exact."""
     a, b, c = (on.put(torch.arange(n, n + 16.0).view(4, 4) % 5) for n in range(3))

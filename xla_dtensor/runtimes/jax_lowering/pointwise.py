@@ -20,7 +20,7 @@ from jax.scipy import special
 from xla_dtensor.runtimes.jax_convert import jax_dtype, torch_dtype
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
-__all__: list[str] = []
+__all__ = ["quotient"]
 
 aten = torch.ops.aten
 _HALF = (jnp.bfloat16, jnp.float16)
@@ -130,7 +130,6 @@ _register(
         "special_i1": special.i1,
         "square": lambda x: x * x,
         "mul.Tensor mul.Scalar": jnp.multiply,
-        "div.Tensor div.Scalar": jnp.divide,
         "pow.Tensor_Tensor pow.Tensor_Scalar pow.Scalar": lambda x, y: _pow(x, y),
         "maximum": jnp.maximum,
         "minimum": jnp.minimum,
@@ -262,20 +261,42 @@ def _bitwise_not(x: Any) -> Any:
     return jnp.invert(x)
 
 
-@lower(aten.div.Tensor_mode, aten.div.Scalar_mode, wants_meta=True)
-def _div_mode(x: Any, y: Any, *, rounding_mode: str | None = None, meta: Any) -> Any:
+def quotient(x: Any, y: Any) -> Any:
+    """Return x / y, rounded once, where y is a number or is broadcast.
+
+    XLA does not divide by what is broadcast: it multiplies with 1 / y, so that 41 / 41 may be less
+    than 1 and its floor 0. A divisor that depends on each element it leaves alone.
+    """
+    if isinstance(y, (int, float)) and abs(math.frexp(y)[0]) == 0.5:
+        return x / y  # a power of two, of which 1 / y is exact
+    return x / jnp.where(jnp.isnan(x), x, y)
+
+
+@lower(
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.div.Tensor_mode,
+    aten.div.Scalar_mode,
+    wants_meta=True,
+)
+def _div(x: Any, y: Any, *, rounding_mode: str | None = None, meta: Any) -> Any:
     dtype = _compute_dtype(jax_dtype(meta.dtype))
-    x, y = _cast(x, dtype), _cast(y, dtype)
+    # Rounding to half precision hides what multiplying with 1 / y does; cutting off does not.
+    is_hidden = dtype != jax_dtype(meta.dtype) and rounding_mode is None
+    is_whole = jnp.shape(y) == tuple(meta.shape) and jnp.ndim(y)
+    divide = jnp.divide if is_whole or is_hidden or dtype.kind != "f" else quotient
+    x = _cast(x, dtype)
+    y = y if isinstance(y, (int, float)) and divide is quotient else _cast(y, dtype)
     if rounding_mode is None:
-        return x / y
+        return divide(x, y)
     if rounding_mode == "floor":
         return jnp.floor_divide(x, y)
-    return lax.div(*jnp.broadcast_arrays(x, y)) if dtype.kind in "iu" else jnp.trunc(x / y)
+    return lax.div(*jnp.broadcast_arrays(x, y)) if dtype.kind in "iu" else jnp.trunc(divide(x, y))
 
 
 @lower(aten.floor_divide.default, wants_meta=True)
 def _floor_divide(x: Any, y: Any, *, meta: Any) -> Any:
-    return _div_mode(x, y, rounding_mode="floor", meta=meta)
+    return _div(x, y, rounding_mode="floor", meta=meta)
 
 
 @lower(aten.addcmul.default, wants_meta=True)

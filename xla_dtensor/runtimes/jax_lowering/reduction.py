@@ -5,6 +5,7 @@ Half-precision sums accumulate in float32, as torch's kernels do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax import lax
 from xla_dtensor.errors import IndexRangeError
 from xla_dtensor.runtimes.jax_convert import jax_dtype
 from xla_dtensor.runtimes.jax_lowering.extremes import largest, smallest
+from xla_dtensor.runtimes.jax_lowering.pointwise import quotient
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
 __all__: list[str] = []
@@ -51,7 +53,11 @@ def _sum(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, m
 
 @lower(aten.mean.default, aten.mean.dim, wants_meta=True)
 def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, meta: Any) -> Any:
-    return jnp.mean(_wide(x, meta), axis=_axes(x, dim), keepdims=keepdim)
+    axes, wide = _axes(x, dim), _wide(x, meta)
+    if wide.dtype != jax_dtype(meta.dtype) or jnp.iscomplexobj(wide):
+        return jnp.mean(wide, axis=axes, keepdims=keepdim)
+    count = math.prod(x.shape[d] for d in axes)
+    return quotient(jnp.sum(wide, axis=axes, keepdims=keepdim), count)
 
 
 @lower(aten.prod.default, wants_meta=True)
