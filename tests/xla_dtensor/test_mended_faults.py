@@ -710,6 +710,7 @@ def what_goes_into_a_number_goes_into_it_exactly(on: On) -> Any:
                     (x / number).floor(),
                     (rows / number.expand(64, 1)).floor(),
                     (rows / number.view(1)).floor(),
+                    (rows / number.view(1).expand(64, 8).clone()).floor(),
                     (rows * 0 + n).mean(1),
                     x.clone().div_(n).floor(),
                 ]

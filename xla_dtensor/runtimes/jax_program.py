@@ -24,7 +24,7 @@ from xla_dtensor.runtimes.jax_slots import Slot, Slots
 from xla_dtensor.runtimes.jax_stacks import give_stack, stack_of
 from xla_dtensor.runtimes.jax_step_values import Delivered
 from xla_dtensor.runtimes.jax_tensor import Storage
-from xla_dtensor.runtimes.jax_value_checks import Flags, raise_flagged
+from xla_dtensor.runtimes.jax_value_checks import raise_flagged
 from xla_dtensor.runtimes.jax_watch import Watch
 from xla_dtensor.runtimes.opened import close_all
 from xla_dtensor.runtimes.premises import Change
@@ -83,7 +83,7 @@ class Program:
     effects: RunEffects = field(default_factory=lambda: RunEffects([], {}))
     aliases: Aliases = field(default_factory=Aliases)
     writes: Writes = field(default_factory=Writes)
-    flags: Flags | None = None
+    flags: jax.tree_util.PyTreeDef | None = None
     last_call: int = 0
     _has_run: bool = False
     _found: list[torch.Tensor] = field(default_factory=list)
@@ -108,7 +108,7 @@ class Program:
     @property
     def num_flags(self) -> int:
         """How many of the program's results are none of the step's."""
-        return 0 if self.flags is None else self.flags.count
+        return 0 if self.flags is None else self.flags.num_leaves
 
     def stale(self) -> Change | None:
         """Return why the program does not fit what Python holds now; None if it fits."""
@@ -161,7 +161,7 @@ class Program:
         self._leave(lasting, leaves)
         self.gradients.repeat()
         if self.flags is not None:
-            raise_flagged(self.flags, results[: self.flags.count])
+            raise_flagged(self.flags, results)
         return self._outputs(iter(results[self.num_flags :]))
 
     def _leave(self, arrays: Sequence[jax.Array], leaves: Sequence[Any]) -> None:

@@ -33,7 +33,7 @@ from xla_dtensor.runtimes.jax_step_values import bound, replaced, split_outputs,
 from xla_dtensor.runtimes.jax_tensor import Storage
 from xla_dtensor.runtimes.jax_trace import Trace, refusing_reads
 from xla_dtensor.runtimes.jax_traced_stacks import gather, placed_values
-from xla_dtensor.runtimes.jax_value_checks import Flags, with_flags
+from xla_dtensor.runtimes.jax_value_checks import with_flags
 from xla_dtensor.runtimes.jax_watch import Watch, watching
 from xla_dtensor.runtimes.module_names import naming_modules
 from xla_dtensor.runtimes.opened import close_all, open_all
@@ -121,7 +121,7 @@ class TracedStep:
     tree: TreeSpec = field(init=False)
     static: list[Any] = field(init=False)
     pinned: list[Any] = field(init=False)
-    flags: Flags | None = None
+    flags: jax.tree_util.PyTreeDef | None = None
 
     def alone(self) -> set[Storage]:
         """Return the storages that are no rows of stacks: they get other values between runs."""
@@ -211,7 +211,7 @@ def traced_step(
     found.program = traced_program(closed, [storage for storage, _, _ in rows], trace)
     if are_checked():
         found.program, found.flags = with_flags(found.program)
-        found.pinned = [*[None] * found.flags.count, *found.pinned]
+        found.pinned = [*[None] * found.flags.num_leaves, *found.pinned]
     found.host = _host_part(trace.host)
     return found
 

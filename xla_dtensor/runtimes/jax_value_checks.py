@@ -15,14 +15,14 @@ import re
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import torch
 from jax.experimental import checkify
-from jax.tree_util import tree_flatten, tree_unflatten
+from jax.tree_util import PyTreeDef, tree_flatten, tree_unflatten
 
 from xla_dtensor.errors import IndexRangeError
 from xla_dtensor.runtimes.index_bounds import Bound
@@ -30,7 +30,7 @@ from xla_dtensor.runtimes.jax_constants import TracedProgram
 from xla_dtensor.runtimes.jax_placing import host_value
 from xla_dtensor.runtimes.jax_private import constants_of, inputs_only
 
-__all__ = ["Flags", "flag", "raise_flagged", "with_flags"]
+__all__ = ["flag", "raise_flagged", "with_flags"]
 
 # What checkify writes around a message: with local tensors one line per device, and always an end.
 _ON_DEVICE, _FAILED = re.compile(r"^at mapped index [\d, ]+: "), " (`check` failed)"
@@ -39,21 +39,6 @@ _NOT_OF_USERS = (
     *(f"{Path(module.__file__ or '').parent}/" for module in (torch, jax)),
     *(f"{_OURS}/", contextlib.__file__, "<"),
 )
-
-
-class Flags(NamedTuple):
-    """What the first results of a program say of its checks.
-
-    Attributes:
-        tree: how they nest.
-    """
-
-    tree: Any
-
-    @property
-    def count(self) -> int:
-        """How many results they are."""
-        return self.tree.num_leaves
 
 
 def flag(bound: Bound, name: str, extremes: Any) -> None:
@@ -74,12 +59,12 @@ def flag(bound: Bound, name: str, extremes: Any) -> None:
     checkify.check(is_right, f"{text} The op is that of {_line_of_user()}.", wrong=wrong)
 
 
-def with_flags(program: TracedProgram) -> tuple[TracedProgram, Flags]:
-    """Return a trace with the flags of its checks as its first results."""
+def with_flags(program: TracedProgram) -> tuple[TracedProgram, PyTreeDef]:
+    """Return a trace with the flags of its checks as its first results, and how those nest."""
     checked = checkify.checkify(
         lambda *inputs: jax.core.eval_jaxpr(program.jaxpr, (), *inputs), checkify.user_checks
     )
-    trees: list[Any] = []
+    trees: list[PyTreeDef] = []
 
     def flagged(*inputs: Any) -> list[Any]:
         error, results = checked(*inputs)
@@ -93,16 +78,20 @@ def with_flags(program: TracedProgram) -> tuple[TracedProgram, Flags]:
     )
     more = constants_of(closed)
     owners, constants = [*[None] * len(more), *program.owners], [*more, *program.constants]
-    return TracedProgram(inputs_only(closed), owners, constants), Flags(trees[0])
+    return TracedProgram(inputs_only(closed), owners, constants), trees[0]
 
 
-def raise_flagged(flags: Flags, results: Sequence[jax.Array]) -> None:
+def raise_flagged(flags: PyTreeDef, results: Sequence[jax.Array]) -> None:
     """Raise where a check of a run has failed.
+
+    Args:
+        flags: How the flags nest.
+        results: The program's results, flags first.
 
     Raises:
         IndexRangeError: The first one that failed.
     """
-    error = tree_unflatten(flags.tree, [host_value(array) for array in results])
+    error = tree_unflatten(flags, [host_value(array) for array in results[: flags.num_leaves]])
     text = error.get()
     if text is not None:
         raise IndexRangeError(_ON_DEVICE.sub("", text.splitlines()[0]).removesuffix(_FAILED))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -118,6 +118,27 @@ class Annotations:
         # the attribute that its partitioner insists on.
         self.annotate(payload, OpSharding.replicated())
         self._of.pop(payload, None)
+
+    def correct_fsdp_v2(self) -> None:
+        """Let torch_xla's FSDPv2 shard parameters that nobody marked.
+
+        It leaves out those that say how they lie, and one that a `sync()` or a second `.to("xla")`
+        has met says "{replicated}".
+        """
+        name = "torch_xla.experimental.spmd_fully_sharded_data_parallel"
+        wrapper = importlib.import_module(name).SpmdFullyShardedDataParallel
+        its_own = wrapper.__init__
+
+        @wraps(its_own)
+        def init(self_: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(module, torch.nn.Module):
+                for parameter in module.to("xla").parameters():
+                    text = _xlac()._get_xla_sharding_spec(parameter)
+                    if text == "{replicated}" and parameter not in self._of:
+                        _xlac()._xla_clear_sharding(parameter)
+            its_own(self_, module, *args, **kwargs)
+
+        wrapper.__init__ = init
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a payload over the storage of a plain device tensor: writes to one reach both."""

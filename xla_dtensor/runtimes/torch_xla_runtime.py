@@ -113,6 +113,7 @@ class TorchXlaRuntime(Runtime):
         self._annotations = Annotations(
             self._uneven, self._manual.check_global, self._started.wraps_all
         )
+        self._annotations.correct_fsdp_v2()
         self._local = LocalViews(self._op_sharding_for, self.known_sharding, self._manual)
         self._rng = TorchXlaGenerator()
         follow_torch_seed(self.manual_seed)

@@ -201,13 +201,15 @@ def test_on_jax_after_the_replacements(
 
 
 FSDP_V2 = """
-import numpy as np, torch, torch_xla, torch_xla.runtime as xr
+import sys, numpy as np, torch, torch_xla, torch_xla.runtime as xr
 import xla_dtensor.spmd as xs
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
-xr.use_spmd()
+if sys.argv[1] == "the user":
+    xr.use_spmd()
 mesh = xs.Mesh(np.arange(8), (8, 1), ("fsdp", "model"))
 model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 4)).to("xla")
+torch_xla.sync()
 model = SpmdFullyShardedDataParallel(model, mesh=mesh)
 x = torch.ones(16, 16).to("xla").requires_grad_()
 xs.mark_sharding(x, mesh, ("fsdp", None))
@@ -220,12 +222,14 @@ for name, parameter in model.named_parameters():
 @pytest.mark.on_runtime
 @pytest.mark.only_on("torch_xla")
 @pytest.mark.thorough
-def test_fsdp_v2_takes_our_mesh() -> None:
-    # Not this session's XLA_DISABLE_FUNCTIONALIZATION, under which torch_xla forgets to shard it.
+@pytest.mark.parametrize("starter", ["the user", "we"])
+def test_fsdp_v2_takes_our_mesh(starter: str) -> None:
+    # Not this session's XLA_DISABLE_FUNCTIONALIZATION, which we would set.
     env = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
     env |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "PYTHONPATH": str(ROOT)}
+    env["XLA_DTENSOR_RUNTIME"] = "torch_xla"
     done = subprocess.run(
-        [sys.executable, "-c", FSDP_V2],
+        [sys.executable, "-c", FSDP_V2, starter],
         env=env,
         capture_output=True,
         text=True,

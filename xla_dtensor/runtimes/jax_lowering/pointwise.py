@@ -262,10 +262,10 @@ def _bitwise_not(x: Any) -> Any:
 
 
 def quotient(x: Any, y: Any) -> Any:
-    """Return x / y, rounded once, where y is a number or is broadcast.
+    """Return x / y, rounded once.
 
-    XLA does not divide by what is broadcast: it multiplies with 1 / y, so that 41 / 41 may be less
-    than 1 and its floor 0. A divisor that depends on each element it leaves alone.
+    XLA does not divide by a number or by what is broadcast, here or anywhere before: it multiplies
+    with 1 / y, so that 41 / 41 may be less than 1 and its floor 0. What depends on x it leaves alone.
     """
     if isinstance(y, (int, float)) and abs(math.frexp(y)[0]) == 0.5:
         return x / y  # a power of two, of which 1 / y is exact
@@ -283,8 +283,7 @@ def _div(x: Any, y: Any, *, rounding_mode: str | None = None, meta: Any) -> Any:
     dtype = _compute_dtype(jax_dtype(meta.dtype))
     # Rounding to half precision hides what multiplying with 1 / y does; cutting off does not.
     is_hidden = dtype != jax_dtype(meta.dtype) and rounding_mode is None
-    is_whole = jnp.shape(y) == tuple(meta.shape) and jnp.ndim(y)
-    divide = jnp.divide if is_whole or is_hidden or dtype.kind != "f" else quotient
+    divide = jnp.divide if is_hidden or dtype.kind != "f" else quotient
     x = _cast(x, dtype)
     y = y if isinstance(y, (int, float)) and divide is quotient else _cast(y, dtype)
     if rounding_mode is None:
