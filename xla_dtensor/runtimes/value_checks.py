@@ -6,7 +6,7 @@ numbers have no NaN. Here each op of ``index_bounds`` gets a flag, an output of 
 call raises once the step has run::
 
     with xd.check_values():
-        step(x, i)      IndexRangeError: aten::index was called with the index 8 for dim 0 of size 8.
+        step(x, i)    IndexRangeError: aten::index was called with the index 8 for dim 0 of size 8.
 
 Invariants:
 

@@ -265,7 +265,8 @@ def quotient(x: Any, y: Any) -> Any:
     """Return x / y, rounded once.
 
     XLA does not divide by a number or by what is broadcast, here or anywhere before: it multiplies
-    with 1 / y, so that 41 / 41 may be less than 1 and its floor 0. What depends on x it leaves alone.
+    with 1 / y, so that 41 / 41 may be less than 1 and its floor 0. A divisor that depends on x it
+    leaves alone.
     """
     if isinstance(y, (int, float)) and abs(math.frexp(y)[0]) == 0.5:
         return x / y  # a power of two, of which 1 / y is exact
