@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.errors import WriteError
 from xla_dtensor.nested import map_nested
+from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.written import refuse_overlap
 
 __all__ = ["check_destinations"]
 
@@ -40,7 +42,8 @@ def check_destinations(
         key: What tells this call apart from others, shapes and dtypes included.
 
     Raises:
-        WriteError: The result has another shape, or a dtype that PyTorch does not cast.
+        WriteError: The result has another shape, or a dtype that PyTorch does not cast; or the
+            destination is an expanded tensor.
     """
     try:
         whole = tuple(key)
@@ -56,6 +59,8 @@ def check_destinations(
 
 
 def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    # torch_xla adds up what is written to elements that share a place.
+    refuse_overlap(func, args, kwargs, fills=get_runtime().has_strides)
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return
     outs = {a.name: kwargs[a.name] for a in func._schema.arguments if a.is_out and a.name in kwargs}

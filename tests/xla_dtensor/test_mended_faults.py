@@ -694,7 +694,7 @@ def half_precision_is_divided_and_cut(on: On) -> Any:
     return torch.div(x, x + 2, rounding_mode="trunc").double()
 
 
-@values("jax")
+@values()
 def what_goes_into_a_number_goes_into_it_exactly(on: On) -> Any:
     """41 / 41 was less than 1 in float32, and its floor 0."""
     results: list[Any] = []
@@ -707,11 +707,14 @@ def what_goes_into_a_number_goes_into_it_exactly(on: On) -> Any:
                     (x / n).floor(),
                     torch.div(x, n, rounding_mode="trunc"),
                     torch.div(x.bfloat16(), n, rounding_mode="trunc").to(x.dtype),
+                    (x.bfloat16() // n).to(x.dtype),
                     (x / number).floor(),
                     (rows / number.expand(64, 1)).floor(),
                     (rows / number.view(1)).floor(),
                     (rows / number.view(1).expand(64, 8).clone()).floor(),
+                    torch.addcdiv(rows * 0, rows, number.view(1).expand(64, 8)).floor(),
                     (rows * 0 + n).mean(1),
+                    torch.histc(x, 30, n, 31 * n),
                     x.clone().div_(n).floor(),
                 ]
             )
@@ -859,12 +862,29 @@ def error_of(call: Callable[[], Any]) -> str:
     return str(error.value)[:60]
 
 
+@layouts()
+def writes_to_an_expanded_tensor(on: On) -> Any:
+    """torch_xla added up what was written to one place."""
+    row, rows, index = on.put(numbers(4)), on.put(numbers(2, 4)), on.put(torch.tensor([0, 1]))
+    writes = {
+        "aten.add_.Tensor": lambda x: x.add_(1),
+        "aten.copy_.default": lambda x: x.copy_(row),
+        "aten.index_put_.default": lambda x: x.index_put_((index,), rows),
+        "aten.index_fill_.int_Scalar": lambda x: x.index_fill_(0, index, 1.0),
+        "aten.scatter_.src": lambda x: x.scatter_(0, index[:, None], rows),
+        "aten.masked_fill_.Scalar": lambda x: x.masked_fill_(rows[:1] > 0, 1.0),
+    }
+    found = [error_of(lambda write=write: write(row.expand(3, 4))) for write in writes.values()]
+    return [f[:45] for f in found], [
+        f"{op} was to write to an expanded tensor"[:45] for op in writes
+    ]
+
+
 @layouts("jax")
 def writes_that_torch_refuses(on: On) -> Any:
     x, y = on.put(numbers(1, 4)), on.put(numbers(3, 4))
     step = on.compile(lambda a: a.t_() * 1)
     found = [
-        error_of(lambda: x.expand(3, 4).add_(y)),
         bool(error_of(lambda: x.clamp_min_(y))),  # torch 2.15 says so itself
         error_of(lambda: step(y)),
         error_of(lambda: torch.heaviside(x, x.float())),
@@ -872,7 +892,6 @@ def writes_that_torch_refuses(on: On) -> Any:
         error_of(lambda: on.compile(torch.tensor_split)(y, on.put(torch.tensor([1])))),
     ]
     return found, [
-        "aten.add_.Tensor was to write to an expanded tensor of shape",
         True,
         "A compiled step changed the shape of an argument of shape=(3",
         "heaviside was called on tensors of float64 and float32. PyTo",
@@ -1065,8 +1084,16 @@ def a_clone_cut_unevenly_is_computed_on_the_host(on: On) -> Any:
     x = on.leaf(numbers(5, 5) + 3, Shard(0), Shard(1))
     y = x.clone()
     y.polygamma_(1)
-    (grad,) = torch.autograd.grad((y * on.put(numbers(5, 5))).sum(), x)
-    return y, grad, x
+    (grad,) = torch.autograd.grad((y * on.put(numbers(5, 5))).sum(), x, create_graph=True)
+    penalty = (grad * grad).sum()  # reads the clone of the clone that y was
+    return y, grad, *torch.autograd.grad(penalty, x), x
+
+
+@values("torch_xla")
+def one_hot_of_what_is_cut_unevenly(on: On) -> Any:
+    """XLA ended the process."""
+    classes = on.put(torch.tensor([1, 2, 0]), R, Shard(0))
+    return [torch.nn.functional.one_hot(classes, number) for number in (8, -1)]
 
 
 @values()

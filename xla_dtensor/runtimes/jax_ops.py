@@ -52,6 +52,7 @@ from xla_dtensor.runtimes.jax_trace import active_trace, refuse_write_to_host
 from xla_dtensor.runtimes.jax_value_checks import flag
 from xla_dtensor.runtimes.op_meta import Meta, output_meta, raise_torchs_error
 from xla_dtensor.runtimes.value_checks import are_checked
+from xla_dtensor.written import refuse_overlap
 
 __all__ = ["as_array", "run_op", "write"]
 
@@ -266,7 +267,7 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             f"The op {func} writes to a tensor of the JAX runtime. It has no functional form that "
             "could be lowered to XLA. Use the op that returns its result instead."
         )
-    _refuse_overlap(func, [given[name] for name in written if name in given])
+    refuse_overlap(func, args, kwargs)
     if writes_to_a_list(func):
         write_foreach(functional, args, kwargs, write)
         return None if not func._schema.returns else args[0]
@@ -291,25 +292,6 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if not func._schema.returns:
         return None
     return targets[0] if len(targets) == 1 else tuple(targets)
-
-
-# They write one value to all elements, so it does not matter which of them share a place.
-_FILLS = {"aten::fill_", "aten::zero_"}
-
-
-def _refuse_overlap(func: Any, targets: Sequence[Any]) -> None:
-    """Raise where elements of a target share one place: their values would overwrite each other."""
-    for target in targets:
-        if (
-            isinstance(target, JaxTensor)
-            and torch._debug_has_internal_overlap(target) == 1  # pyright: ignore
-            and func._schema.name not in _FILLS
-        ):
-            raise WriteError(
-                f"{func} was to write to an expanded tensor of shape={tuple(target.shape)}. "
-                "Several elements share one place, and would overwrite each other in no fixed "
-                "order. Call .clone() before writing."
-            )
 
 
 def _write_all(targets: Sequence[Any], results: Sequence[Any]) -> None:

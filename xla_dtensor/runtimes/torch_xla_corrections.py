@@ -1,7 +1,8 @@
 """Ops that torch_xla 2.9 computes wrongly, in silence, said with ops that it computes right.
 
-Integer division goes through float32, so that ``2**40 // 3`` is 10,923 off. A shift to the right
-rounds to zero, and is 0 by a tensor. Of an exponent only the last six bits are read.
+Integer division goes through float32, so that ``2**40 // 3`` is 10,923 off; a quotient in half
+precision is rounded before it is cut off. A shift to the right rounds to zero, and is 0 by a
+tensor. Of an exponent only the last six bits are read.
 
 Extrema are in `torch_xla_corrections_extrema`, writes by index in `torch_xla_corrections_writes`,
 other calls in `torch_xla_corrections_calls`.
@@ -57,7 +58,7 @@ def correction(
         return EXTREMA[func](*args, **kwargs)
     if func in _DIVISIONS or func in _DIVISIONS_IN_PLACE:
         in_place = func in _DIVISIONS_IN_PLACE
-        return _integer_division(in_place, *args, **kwargs)
+        return _rounded_division(in_place, *args, **kwargs)
     if func.overloadpacket in _SHIFTS | _SHIFTS_IN_PLACE and "out" not in kwargs:
         return _right_shift(func.overloadpacket in _SHIFTS_IN_PLACE, *args)
     if func.overloadpacket in _POWERS and "out" not in kwargs:
@@ -77,20 +78,24 @@ def may_be_corrected(func: Any) -> bool:
     return listed or has_write_rule(func) or has_call_rule(func)
 
 
-def _integer_division(
+def _rounded_division(
     in_place: bool, first: Any, b: Any, rounding_mode: str | None = "floor"
 ) -> Callable[[], torch.Tensor] | None:
     dtype = torch.result_type(first, b)
-    if dtype.is_floating_point or dtype.is_complex or rounding_mode is None:
+    if rounding_mode is None or dtype in (torch.float32, torch.float64) or dtype.is_complex:
         return None
 
     def divide() -> torch.Tensor:
         a = first if isinstance(first, torch.Tensor) else torch.full_like(b, first)
-        # By the remainder that is nearer to zero: a - rest cannot overflow.
-        rest = torch.fmod(a, b)
-        quotient = _exact_quotient(a - rest, b, dtype)
-        if rounding_mode == "floor":
-            quotient = quotient - ((rest != 0) & ((rest < 0) != (b < 0))).to(dtype)
+        if dtype.is_floating_point:
+            wide = b.float() if isinstance(b, torch.Tensor) else b
+            quotient = torch.div(a.float(), wide, rounding_mode=rounding_mode).to(dtype)
+        else:
+            # By the remainder that is nearer to zero: a - rest cannot overflow.
+            rest = torch.fmod(a, b)
+            quotient = _exact_quotient(a - rest, b, dtype)
+            if rounding_mode == "floor":
+                quotient = quotient - ((rest != 0) & ((rest < 0) != (b < 0))).to(dtype)
         return assign(a, quotient) if in_place else quotient
 
     return divide
@@ -111,7 +116,7 @@ def _right_shift(in_place: bool, first: Any, second: Any) -> Callable[[], torch.
         number = torch.iinfo(dtype).bits
         by_some = (bits >= 0) & (bits < min(number, 63))
         divisor = torch.ones_like(bits) << torch.where(by_some, bits, 0)
-        divide = _integer_division(False, a, divisor)
+        divide = _rounded_division(False, a, divisor)
         assert divide is not None
         result = torch.where(by_some, divide(), -(a < 0).to(torch.int64)).to(dtype)
         return assign(first, result) if in_place else result

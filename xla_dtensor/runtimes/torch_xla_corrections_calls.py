@@ -294,6 +294,18 @@ def _roll(x: torch.Tensor, *_: Any, **__: Any) -> Callable[[], torch.Tensor] | N
     return (lambda: x.clone()) if x.numel() == 0 else None
 
 
+def _one_hot(x: torch.Tensor, num_classes: int = -1) -> Callable[[], torch.Tensor] | None:
+    """torch_xla scatters; where that is cut unevenly the process ends."""
+    if x.numel() == 0 or num_classes == 0:
+        return None  # which raises, or has nothing to cut
+
+    def compare() -> torch.Tensor:
+        number = int(x.max()) + 1 if num_classes == -1 else num_classes
+        return (x.unsqueeze(-1) == torch.arange(number, device=x.device)).to(torch.int64)
+
+    return compare
+
+
 def _is_complex_or_batched(x: torch.Tensor, *_: Any, **__: Any) -> bool:
     return x.is_complex() or _is_batched(x)
 
@@ -339,6 +351,7 @@ _REWRITTEN: dict[Any, Callable[..., Callable[[], Any] | None]] = {
     aten.convolution: convolution,
     aten.convolution_backward: convolution_backward,
     aten.isnan: _is_nan,
+    aten.one_hot: _one_hot,
     aten.isneginf: _is_an_infinity,
     aten.isposinf: _is_an_infinity,
     aten.logit: _logit,

@@ -32,6 +32,7 @@ from xla_dtensor.runtimes.torch_xla_corrections import correction
 from xla_dtensor.runtimes.torch_xla_corrections_calls import over_all_dims
 from xla_dtensor.runtimes.torch_xla_corrections_dtypes import in_torchs_dtypes
 from xla_dtensor.runtimes.torch_xla_corrections_recovery import recovered
+from xla_dtensor.runtimes.torch_xla_poison import poison
 from xla_dtensor.runtimes.torch_xla_program_keys import remember
 from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
 
@@ -144,9 +145,12 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if plain is not None:
             return _run_plain(func, args, kwargs, plain.device)
         _check_bounds(func, args, kwargs)
-        given, args = args, [_operand(value) for value in args]
+        given, given_kwargs = args, kwargs
+        args = [_operand(value) for value in args]
         kwargs = {name: _operand(value) for name, value in kwargs.items()}
         result = _result(_run(func, args, kwargs))
+        if _functional(func) in BOUNDS and "out" not in kwargs:
+            result = poison(_functional(func), given, given_kwargs, result)
         if func is torch.ops.aten.native_batch_norm.default:
             _write_statistics(given, args)
         payloads = [value for value in written if _is_functional(value)]

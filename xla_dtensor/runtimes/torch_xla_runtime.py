@@ -65,6 +65,8 @@ from xla_dtensor.runtimes.torch_xla_whole_ops import register as register_whole_
 
 __all__ = ["TorchXlaRuntime"]
 
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+
 
 @runs_as_it_is
 class TorchXlaRuntime(Runtime):
@@ -191,7 +193,9 @@ class TorchXlaRuntime(Runtime):
 
     def constrain(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
         self._manual.check_global(payload)
-        sharding = self._op_sharding_for(payload.shape, layout)
+        return self._annotated_copy(payload, self._op_sharding_for(payload.shape, layout))
+
+    def _annotated_copy(self, payload: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
         with functionalization():
             # A clone shares its source's graph node. mark_sharding would annotate that one (and
             # with it the source); this call makes a new node, for every dtype.
@@ -362,11 +366,11 @@ class TorchXlaRuntime(Runtime):
         self._manual.check_global(*args, *kwargs.values())
         if self._started.wraps_all:
             refuse_unwrapped(func, args, kwargs)
-        if func is torch.ops.aten.clone.default and args[0] in self._uneven:
-            # A clone shares its source's values, and the first that is read on the host takes away
-            # how the other one's are cut: the next program would not fit them.
-            func, kwargs = torch.ops.aten._to_copy.default, {"dtype": args[0].dtype, **kwargs}
         result = run_op(func, args, kwargs)
+        if func in _COPIES and args[0] in self._uneven and result.dtype == args[0].dtype:
+            # It shares its source's node. The first that is read on the host says there that it
+            # lies replicated, and no later program would fit the other one's shards.
+            result = self._annotated_copy(result, self._uneven.of(args[0]))
         if func is torch.ops.aten.detach.default:
             self._annotations.follow(args[0], result)
         return result

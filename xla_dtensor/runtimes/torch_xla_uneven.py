@@ -46,6 +46,10 @@ class UnevenPayloads:
     def __contains__(self, payload: object) -> bool:
         return bool(self._asked) and payload in self._asked
 
+    def of(self, payload: torch.Tensor) -> OpSharding:
+        """Return how a payload that is noted was asked to be cut."""
+        return self._asked[payload]
+
     def follow(self, source: object, result: object) -> None:
         """Remember `result` as lying like `source`, of which it is an alias."""
         sharding = self._asked.get(source) if self._asked else None

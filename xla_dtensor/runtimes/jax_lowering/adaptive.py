@@ -12,6 +12,7 @@ from jax import lax
 
 from xla_dtensor.runtimes.jax_lowering.as_one import as_one
 from xla_dtensor.runtimes.jax_lowering.planes import add_on_planes, flat_index
+from xla_dtensor.runtimes.jax_lowering.pointwise import quotient
 from xla_dtensor.runtimes.jax_lowering.pooling import larger, lowest
 from xla_dtensor.runtimes.jax_lowering.table import lower
 from xla_dtensor.runtimes.jax_lowering.taps import Taps, apply_taps
@@ -114,7 +115,7 @@ def _starts(sample: Any, size: int, kernel: int, outputs: int) -> Any:
     room = size - kernel
     if outputs == 1:
         return jnp.full((*sample.shape, 1), room, jnp.int32)
-    step = jnp.asarray(room, sample.dtype) / (outputs - 1)
+    step = quotient(jnp.asarray(room, sample.dtype), outputs - 1)
     place = jnp.arange(outputs, dtype=sample.dtype)
     starts = ((place + sample[..., None]) * step).astype(jnp.int32)
     starts = starts - (sample * step).astype(jnp.int32)[..., None]

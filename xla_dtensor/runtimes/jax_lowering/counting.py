@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from xla_dtensor.runtimes.jax_lowering.pointwise import quotient
 from xla_dtensor.runtimes.jax_lowering.scatter import reduce_points
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
@@ -78,7 +79,7 @@ def _histc(x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
     flat = x.reshape(-1)
     low, high = _range_of(flat, min, max, margin=1)
     wide = flat.astype(jnp.promote_types(flat.dtype, jnp.float32))
-    found = jnp.floor((wide - low) * bins / (high - low)).astype(jnp.int64)
+    found = jnp.floor(quotient((wide - low) * bins, high - low)).astype(jnp.int64)
     found = jnp.where((wide >= low) & (wide <= high), jnp.clip(found, 0, bins - 1), bins)
     return reduce_points(jnp.zeros(bins, x.dtype), [found], jnp.ones_like(flat), "sum")
 

@@ -19,6 +19,7 @@ from jax import lax
 from xla_dtensor.runtimes.jax_lowering.as_one import as_one
 from xla_dtensor.runtimes.jax_lowering.derivative import lower_derivative
 from xla_dtensor.runtimes.jax_lowering.points import put_points
+from xla_dtensor.runtimes.jax_lowering.pointwise import quotient
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
 __all__: list[str] = []
@@ -49,7 +50,7 @@ def _reflected(position: Any, size: int, align: bool) -> Any:
     if span == 0:
         return jnp.zeros_like(position)
     distance = jnp.where(position < low, low - position, position - low)
-    flips = lax.stop_gradient(jnp.floor(distance / span))
+    flips = lax.stop_gradient(jnp.floor(quotient(distance, span)))
     rest = distance - flips * span
     return jnp.where(flips % 2 == 0, rest + low, span - rest + low)
 

@@ -310,7 +310,7 @@ def _addcmul(x: Any, a: Any, b: Any, *, value: Any = 1, meta: Any) -> Any:
 def _addcdiv(x: Any, a: Any, b: Any, *, value: Any = 1, meta: Any) -> Any:
     dtype = _compute_dtype(jax_dtype(meta.dtype))
     x, a, b = (_cast(v, dtype) for v in (x, a, b))
-    return x + _scaled(a / b, value, dtype)
+    return x + _scaled(quotient(a, b), value, dtype)
 
 
 @lower(aten.clamp.default, aten.clamp.Tensor, wants_meta=True)
