@@ -56,6 +56,7 @@ from typing import SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
+from mesh_utils.argument_types import argument_types
 from mesh_utils.assignment_input import Weights, read_weights, settle_shapes
 from mesh_utils.assignment_places import mesh_chips, placed_rows
 from mesh_utils.assignment_reasons import describe, slow_crossings
@@ -225,6 +226,7 @@ def mesh_score(
     return sum(moved) / seconds if seconds else math.inf
 
 
+@argument_types
 def assign(
     topology: Topology,
     mesh_shape: Iterable[SupportsIndex],

@@ -17,6 +17,7 @@ from typing import Any, SupportsIndex, TypeAlias, cast
 
 import numpy as np
 
+from mesh_utils.argument_types import argument_types
 from mesh_utils.errors import MeshError
 from mesh_utils.mesh_input import as_integer
 
@@ -93,6 +94,7 @@ def read_devices(devices: Iterable[object]) -> tuple[Device, ...]:
     return found
 
 
+@argument_types
 def synthetic_devices(
     slice_shape: Sequence[SupportsIndex],
     num_slices: int = 1,

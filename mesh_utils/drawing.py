@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from mesh_utils.argument_types import argument_types
 from mesh_utils.drawing_labels import LabelArray, chip_labels
 from mesh_utils.drawing_links import LinkFlags, axis_links
 from mesh_utils.drawing_png import png_of_scene
@@ -129,6 +130,7 @@ class Drawing:
         return lines
 
 
+@argument_types
 def draw_mesh(topology: Topology, mesh: Mesh, network: Network | None = None) -> Drawing:
     """Draws a mesh.
 

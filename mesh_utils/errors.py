@@ -20,6 +20,10 @@ class AxisError(MeshError):
     """An axis that a mesh does not have, or that was named twice."""
 
 
+class ArgumentTypeError(MeshError, TypeError):
+    """An object of another type than the function declares."""
+
+
 class TopologyError(MeshError):
     """A topology that cannot be, that there is not, or of which too little is known."""
 

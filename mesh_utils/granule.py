@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Literal, TypeAlias, cast
 
+from mesh_utils.argument_types import argument_types
 from mesh_utils.device import Device, read_devices
 from mesh_utils.errors import MeshError
 from mesh_utils.mesh_input import as_integer
@@ -25,6 +26,7 @@ for devices of the same granule."""
 _CHOICES = "Pass 'slice', 'process', a number of devices, or a function of a Device."
 
 
+@argument_types
 def granules(
     devices: Iterable[object], granule: Granule = "slice"
 ) -> tuple[tuple[Device, ...], ...]:
@@ -106,7 +108,9 @@ def _keys(devices: list[Device], granule: Granule) -> list[Hashable]:
             f"{_asked(granule)}, with {len(devices)} devices. There is no such granule. {_CHOICES}"
         )
     if size < 1 or len(devices) % size:
-        nearest = max(n for n in range(1, max(size, 1) + 1) if len(devices) % n == 0)
+        nearest = max(
+            n for n in range(1, min(max(size, 1), len(devices)) + 1) if len(devices) % n == 0
+        )
         raise MeshError(
             f"{_asked(granule)}, with {len(devices)} devices. "
             f"They are no whole number of granules of {size}. "

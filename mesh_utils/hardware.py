@@ -20,6 +20,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+from mesh_utils.argument_types import argument_types
 from mesh_utils.errors import MeshError
 from mesh_utils.figure import Figure
 from mesh_utils.hardware_file import hardware_names, read_hardware_file
@@ -197,6 +198,7 @@ def chips() -> tuple[Chip, ...]:
     return tuple(sorted(found, key=_age))
 
 
+@argument_types
 def find_chip(name: str) -> Chip:
     """Finds a chip by any of its names.
 

@@ -41,6 +41,7 @@ from typing import SupportsIndex, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from mesh_utils.argument_types import argument_types
 from mesh_utils.assignment_orders import DeviceArray, DeviceOrder, arrange
 from mesh_utils.device import Device
 from mesh_utils.device_ids import describe_device_ids, read_device_ids
@@ -50,6 +51,7 @@ from mesh_utils.mesh import Mesh
 from mesh_utils.mesh_input import Axis, as_integer, read_axis_names
 
 
+@argument_types
 class HybridMesh(Mesh):
     """Devices of several granules along named axes; an immutable, hashable value.
 

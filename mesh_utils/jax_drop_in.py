@@ -23,6 +23,7 @@ from typing import Any, Literal, SupportsIndex, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from mesh_utils.argument_types import argument_types
 from mesh_utils.assignment import Assignment, assign
 from mesh_utils.assignment_input import Weights
 from mesh_utils.device import read_devices
@@ -37,6 +38,7 @@ Strategy: TypeAlias = Literal["search", "jax"]
 ObjectArray: TypeAlias = NDArray[np.object_]
 
 
+@argument_types
 def create_device_mesh(
     mesh_shape: Sequence[SupportsIndex],
     devices: Iterable[object] | Topology | None = None,
@@ -103,6 +105,7 @@ def create_device_mesh(
     return _placed(found, given)
 
 
+@argument_types
 def create_hybrid_device_mesh(
     mesh_shape: Sequence[SupportsIndex],
     dcn_mesh_shape: Sequence[SupportsIndex],

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, SupportsIndex, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mesh_utils.argument_types import argument_types
 from mesh_utils.axes import AxisMapping, AxisSelection, NamedAxes
 from mesh_utils.device_ids import describe_device_ids, read_asked_ids, read_device_ids
 from mesh_utils.errors import AxisError, MeshError
@@ -33,6 +34,7 @@ from mesh_utils.order import Digit, axis_digits
 from mesh_utils.position_table import PositionTable
 
 
+@argument_types
 class Mesh(NamedAxes):
     """Devices arranged along named axes; an immutable, hashable value.
 

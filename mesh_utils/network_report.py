@@ -18,6 +18,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import ArrayLike
 
+from mesh_utils.argument_types import argument_types
 from mesh_utils.mesh import Mesh
 from mesh_utils.mesh_input import Axis
 from mesh_utils.mesh_spans import IntArray, axis_groups, find_span, mesh_places
@@ -98,6 +99,7 @@ class AxisReport:
         return f"{self.axis}={self.size} on {where}: {what}"
 
 
+@argument_types
 def axis_reports(
     topology: Topology,
     mesh: Mesh | ArrayLike,
@@ -119,12 +121,13 @@ def axis_reports(
         MeshError: ids that are not in the topology, a wrap that is not known, or groups with more
             members in one slice than in another.
     """
-    ids = mesh.device_ids if isinstance(mesh, Mesh) else np.asarray(mesh, np.int64)
-    names = tuple(mesh.axis_names if isinstance(mesh, Mesh) else (axis_names or range(ids.ndim)))
+    if not isinstance(mesh, Mesh):
+        mesh = Mesh(mesh, np.shape(mesh), axis_names)
     links = Network.of(topology) if network is None else network
-    places = mesh_places(topology, ids)
+    places = mesh_places(topology, mesh.device_ids)
     return tuple(
-        _report(links, name, axis_groups(places, number)) for number, name in enumerate(names)
+        _report(links, name, axis_groups(places, number))
+        for number, name in enumerate(mesh.axis_names)
     )
 
 

@@ -11,11 +11,15 @@ through 4. Digits nest: with the strides in ascending order, each is a multiple 
 the size before it, so digit (size, stride) of a position p is (p // stride) % size.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mesh_utils.argument_types import argument_types
 
 Digit: TypeAlias = tuple[int, int]
 """(size, stride): `size` values, `stride` apart."""
@@ -23,6 +27,7 @@ Digit: TypeAlias = tuple[int, int]
 IntArray: TypeAlias = NDArray[np.int64]
 
 
+@argument_types
 def mixed_radix(positions: NDArray[np.integer]) -> tuple[Digit, ...] | None:
     """Writes a walk as nested digits, where it is one.
 
@@ -53,6 +58,7 @@ def mixed_radix(positions: NDArray[np.integer]) -> tuple[Digit, ...] | None:
     return digits if are_nested(digits) else None
 
 
+@argument_types
 def mixed_radix_positions(digits: Iterable[Digit]) -> IntArray:
     """Walks digits: the inverse of `mixed_radix`.
 

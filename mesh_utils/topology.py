@@ -44,6 +44,7 @@ from typing import SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
+from mesh_utils.argument_types import argument_types
 from mesh_utils.device import Coords, Device
 from mesh_utils.errors import TopologyError
 from mesh_utils.granule import Granule, granules
@@ -89,6 +90,7 @@ class Topology:
     _places: Places | None = field(default=None, repr=False)
 
     @classmethod
+    @argument_types
     def parse(
         cls,
         name: str,

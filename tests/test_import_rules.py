@@ -43,9 +43,16 @@ TORCH_XLA_FILES = "xla_dtensor.runtimes.torch_xla_*"
 CLI_FILES = ("xla_dtensor.cli", "xla_dtensor.__main__")
 
 BELOW_CORE = ("numpy", "mesh_utils")
-CORE = (*BELOW_CORE, "xla_dtensor.core", "xla_dtensor.errors", "xla_dtensor.versions")
+CORE = (
+    *BELOW_CORE,
+    *("xla_dtensor.argument_types", "xla_dtensor.core"),
+    *("xla_dtensor.errors", "xla_dtensor.versions"),
+)
 REPORT = (*CORE, "xla_dtensor.report")
-RUNTIME = (*REPORT, "torch", "ml_dtypes", "xla_dtensor.nested", "xla_dtensor.runtimes")
+RUNTIME = (
+    *(*REPORT, "torch", "ml_dtypes"),
+    *("xla_dtensor.nested", "xla_dtensor.runtimes", "xla_dtensor.written"),
+)
 
 # The first rule whose pattern matches a module's name holds for it.
 RULES = (
@@ -60,10 +67,12 @@ RULES = (
         ("mesh_utils.drawing*", "mesh_utils.errors"),
         on_use=("matplotlib",),
     ),
+    Rule("mesh_utils.argument_types", ("mesh_utils.errors",), on_use=("typeguard",)),
     Rule("mesh_utils*", ("numpy", "yaml", "tpu_configs", "mesh_utils")),
     Rule("xla_dtensor.core*", (*BELOW_CORE, "xla_dtensor.core")),
     Rule("xla_dtensor.versions", ()),  # the doctor starts without any package
     Rule("xla_dtensor.errors", (*BELOW_CORE, "xla_dtensor.core")),
+    Rule("xla_dtensor.argument_types", ("mesh_utils.argument_types", "xla_dtensor.errors")),
     Rule("xla_dtensor.report*", REPORT, on_use=("rich",)),
     Rule(JAX_FILES, (*RUNTIME, "jax", "jaxlib", "torchax"), never=(TORCH_XLA_FILES,)),
     Rule(TORCH_XLA_FILES, (*RUNTIME, "torch_xla"), never=(JAX_FILES,)),

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from xla_dtensor import dynamo
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.core import Layout, layout_of_op_sharding
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh, current_mesh, mesh_text
 from xla_dtensor.dtensor import DTensor
@@ -107,6 +108,7 @@ def _already_distributed(tensor: DTensor, mesh: DeviceMesh, placements: tuple[An
     )
 
 
+@argument_types
 def distribute_module(
     module: nn.Module,
     device_mesh: Any = None,

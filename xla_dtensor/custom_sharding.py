@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Placement
 
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.core import Layout
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh, mesh_text
 from xla_dtensor.dtensor import DTensor
@@ -25,6 +26,7 @@ from xla_dtensor.placement_checks import checked_placements
 __all__ = ["custom_shard"]
 
 
+@argument_types
 def custom_shard(
     func: Callable[..., Any] | None = None,
     device_mesh: Any = None,

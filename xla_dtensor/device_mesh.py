@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mesh_utils import Mesh
 from mesh_utils.mesh_input import read_mesh_shape
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.axis_groups import axis_group
 from xla_dtensor.errors import ArgumentTypeError, DistributeError, MeshRankError
 from xla_dtensor.mesh_reshaping import Merged, flattened, submesh, unflattened
@@ -38,6 +39,7 @@ from xla_dtensor.runtimes.registry import get_runtime
 __all__ = ["DeviceMesh", "as_device_mesh", "current_mesh", "init_device_mesh", "mesh_text"]
 
 
+@argument_types
 class DeviceMesh(TorchDeviceMesh):
     """A device mesh of type "xla".
 
@@ -86,6 +88,7 @@ class DeviceMesh(TorchDeviceMesh):
         warn_of_one_rank(self.value, axis, tuple(devices), mesh_text(self.value))
         return coordinate[axis]
 
+    @argument_types
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
         if names == self.value.axis_names:
@@ -199,6 +202,7 @@ def current_mesh(what: str) -> DeviceMesh:
         ) from None
 
 
+@argument_types
 def init_device_mesh(
     device_type: str,
     mesh_shape: Sequence[int],

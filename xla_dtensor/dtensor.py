@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Replicate
 
 from xla_dtensor import checkpoint_hooks, dynamo
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.comm_debug import module_hooks, warn_if_communication_is_counted
 from xla_dtensor.core import Layout, OpSharding, local_shape
 from xla_dtensor.device_mesh import DeviceMesh, mesh_text
@@ -288,12 +289,13 @@ class DTensor(TorchDTensor):
         from xla_dtensor.local_crossing import to_view
 
         mesh = self._spec.mesh
-        checked = grad_placements and checked_placements(
-            "to_local", grad_placements, mesh, self.ndim, partial=True
-        )
-        return to_view(self, checked or self._gradient_placements)
+        if grad_placements is None:
+            return to_view(self, self._gradient_placements)
+        checked = checked_placements("to_local", grad_placements, mesh, self.ndim, partial=True)
+        return to_view(self, checked)
 
     @staticmethod
+    @argument_types
     def from_local(
         local_tensor: torch.Tensor,
         device_mesh: Any = None,

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 from mesh_utils import Mesh
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.asking import last_mesh
 from xla_dtensor.device_mesh import as_device_mesh
 from xla_dtensor.errors import (
@@ -29,6 +30,7 @@ __all__ = ["ExplicitRedistributionContext"]
 logger = logging.getLogger("xla_dtensor")
 
 
+@argument_types
 class ExplicitRedistributionContext:
     """In this context, a compiled step may communicate only what was asked for.
 

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from mesh_utils import Mesh
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.core import Layout
 from xla_dtensor.device_mesh import as_device_mesh, current_mesh
 from xla_dtensor.dtensor import DTensor
@@ -29,6 +30,7 @@ from xla_dtensor.runtimes.registry import get_runtime
 __all__ = ["empty", "full", "ones", "rand", "randn", "zeros"]
 
 
+@argument_types
 def ones(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -64,6 +66,7 @@ def ones(
     return _made("ones", size, 1, dtype, layout, requires_grad, device_mesh, placements)
 
 
+@argument_types
 def zeros(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -76,6 +79,7 @@ def zeros(
     return _made("zeros", size, 0, dtype, layout, requires_grad, device_mesh, placements)
 
 
+@argument_types
 def empty(
     *size: Any,
     dtype: torch.dtype | None = None,
@@ -88,9 +92,10 @@ def empty(
     return _made("empty", size, 0, dtype, layout, requires_grad, device_mesh, placements)
 
 
+@argument_types
 def full(
     size: Any,
-    fill_value: Any,
+    fill_value: complex,
     *mesh_and_placements: Any,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
@@ -116,6 +121,7 @@ def full(
     return _made("full", given, fill_value, dtype, layout, requires_grad, device_mesh, placements)
 
 
+@argument_types
 def rand(
     *size: Any,
     requires_grad: bool = False,
@@ -128,6 +134,7 @@ def rand(
     return _made("rand", size, "uniform", dtype, layout, requires_grad, device_mesh, placements)
 
 
+@argument_types
 def randn(
     *size: Any,
     requires_grad: bool = False,

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mesh_utils import Mesh
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.device_mesh import as_device_mesh, current_mesh, mesh_text
 from xla_dtensor.errors import ArgumentTypeError, DistributeError, UnsupportedOpError
 from xla_dtensor.fsdp_forward import Group
@@ -41,8 +42,9 @@ _classes: dict[type, type] = {}
 _originals = WeakIdKeyDictionary()
 
 
+@argument_types
 def fully_shard(
-    module: Any,
+    module: nn.Module | Sequence[nn.Module],
     *,
     mesh: Any = None,
     reshard_after_forward: bool | int | None = None,

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional as F
 
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.errors import ArgumentTypeError
 from xla_dtensor.runtimes.linear_loss_ops import linear_loss, linear_loss_backward
 from xla_dtensor.runtimes.registry import current_runtime
@@ -26,6 +27,7 @@ _COLUMNS = 8192
 _MOST_CHUNKS = 4
 
 
+@argument_types
 def linear_cross_entropy(
     input: torch.Tensor,
     linear_weight: torch.Tensor,
@@ -71,7 +73,7 @@ def linear_cross_entropy(
         >>> round(xd.linear_cross_entropy(x, weight, target).item(), 4)  # log(16)
         2.7726
     """
-    _check(input, linear_weight, target, reduction, chunks)
+    _check(input, linear_weight, target, linear_bias, reduction, chunks)
     tensors = (input, linear_weight, target, linear_bias)
     if not _is_on_jax(tensors):
         return _plain(*tensors, reduction, ignore_index, label_smoothing)
@@ -123,7 +125,9 @@ def _plain(
     return found.reshape(target.shape) if reduction == "none" else found
 
 
-def _check(input: Any, weight: Any, target: Any, reduction: str, chunks: int | None) -> None:
+def _check(
+    input: Any, weight: Any, target: Any, bias: Any, reduction: str, chunks: int | None
+) -> None:
     def refuse(why: str, instead: str) -> None:
         raise ArgumentTypeError(
             f"linear_cross_entropy was called with input={tuple(input.shape)}, "
@@ -137,6 +141,8 @@ def _check(input: Any, weight: Any, target: Any, reduction: str, chunks: int | N
         refuse("Targets are classes here.", "Pass integers, or use cross_entropy on the logits.")
     if tuple(target.shape) != tuple(input.shape[:-1]):
         refuse("There is one target for each row of the input.", "Pass a target of that shape.")
+    if bias is not None and tuple(bias.shape) != tuple(weight.shape[:1]):
+        refuse("There is one bias for each class.", f"Pass a bias of {weight.shape[0]} numbers.")
     if reduction not in ("none", "mean", "sum"):
         refuse("There is no such reduction.", "Pass 'none', 'mean' or 'sum'.")
     if chunks is not None and not 1 <= chunks <= max(1, weight.shape[0]):

@@ -26,6 +26,7 @@ from torch import nn
 
 from mesh_utils import Mesh
 from xla_dtensor.api import distribute_tensor
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.core import Layout
 from xla_dtensor.core.errors import RulesError
 from xla_dtensor.core.rules import ShardingPlan, ShardingRules, TensorFacts
@@ -41,6 +42,7 @@ __all__ = ["load_rules", "shard_module", "sharding_plan"]
 _MARK = "_shard_module_applied"
 
 
+@argument_types
 def shard_module(
     model: nn.Module,
     mesh: Any,
@@ -91,6 +93,7 @@ def shard_module(
     return model
 
 
+@argument_types
 def sharding_plan(
     model: nn.Module,
     mesh: Any,

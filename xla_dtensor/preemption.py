@@ -32,6 +32,7 @@ from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.errors import RuntimeSetupError
 
 __all__ = ["EXIT_STATUS", "Preemption"]
@@ -42,6 +43,7 @@ EXIT_STATUS = 75
 _DEFAULT = ("SIGTERM", "SIGUSR1")
 
 
+@argument_types
 class Preemption:
     """Says when to save and end, at the same step in all processes of the job.
 

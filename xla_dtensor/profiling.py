@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager
 
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.runtimes.registry import get_runtime
 
 __all__ = ["profile"]
 
 
+@argument_types
 def profile(folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
     """Return a context that records what runs inside, for TensorBoard, XProf or Perfetto.
 

@@ -27,6 +27,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from torch.distributed.tensor import _random as torch_random
 
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.device_mesh import as_device_mesh, mesh_text
 from xla_dtensor.errors import MeshRankError
 from xla_dtensor.rng_trackers import OffsetBasedRNGTracker, RNGStatesTracker
@@ -58,6 +59,7 @@ def is_rng_supported_mesh(device_mesh: Any) -> bool:
     return True
 
 
+@argument_types
 def manual_seed(seed: int, device_mesh: Any) -> None:
     """Seed the generator of a mesh, and with it torch's others, as ``torch.manual_seed`` does.
 

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.equal_blocks import check_equal, holding, tensors_of
 from xla_dtensor.errors import ArgumentTypeError, ScanError
 from xla_dtensor.runtimes.layers import Layers
@@ -35,6 +36,7 @@ from xla_dtensor.runtimes.remat import AS_SEEN, Remat
 __all__ = ["ScannedLayers", "scan_layers"]
 
 
+@argument_types
 def scan_layers(
     layers: Iterable[nn.Module], remat: Any = "full", *, ignore: Sequence[str] = ()
 ) -> ScannedLayers:

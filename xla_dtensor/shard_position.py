@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.core import Layout, local_shape
 from xla_dtensor.device_mesh import as_device_mesh
 from xla_dtensor.errors import ArgumentTypeError
@@ -13,6 +14,7 @@ from xla_dtensor.placement_checks import checked_placements
 __all__ = ["compute_local_shape_and_global_offset"]
 
 
+@argument_types
 def compute_local_shape_and_global_offset(
     global_shape: Sequence[int], mesh: Any, placements: Sequence[Any] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from mesh_utils import Mesh
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.core import Layout, OpSharding
 from xla_dtensor.device_mesh import as_device_mesh
 from xla_dtensor.dtensor import DTensor
@@ -30,6 +31,7 @@ from xla_dtensor.runtimes.registry import get_runtime
 __all__ = ["sharding_picture", "visualize_sharding"]
 
 
+@argument_types
 def visualize_sharding(
     sharding: Any,
     header: str = "",

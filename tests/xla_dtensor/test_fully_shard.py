@@ -86,7 +86,13 @@ def compare(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), msg=name)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        pytest.param(False, marks=pytest.mark.thorough, id="eager"),
+        pytest.param(True, id="compiled"),
+    ],
+)
 def test_training(dp: xd.DeviceMesh, plain: Model, compiled: bool) -> None:
     model, reference = sharded(plain, dp), copy.deepcopy(plain)
     assert {xd.FSDPModule, TorchFSDPModule, Model} <= set(type(model).__mro__)

@@ -42,7 +42,7 @@ def test_in_place_and_whole_numbers(mesh: xd.DeviceMesh) -> None:
     x, index = table(mesh), on_mesh(torch.tensor([7, 8]), mesh)
     x[index] = 1.0
     assert x.full_tensor().cpu().isnan().all()
-    numbers = xd.distribute_tensor(torch.arange(8), mesh, ("dp",))
+    numbers: Any = xd.distribute_tensor(torch.arange(8), mesh, ("dp",))
     assert numbers[index].full_tensor().cpu().tolist() == [7, torch.iinfo(torch.int64).min]
     assert (numbers > 2)[index].full_tensor().cpu().tolist() == [True, False]
     assert numbers.index_fill(0, index, 9).full_tensor().cpu().tolist() == [*range(7), 9]

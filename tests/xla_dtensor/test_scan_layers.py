@@ -133,6 +133,7 @@ def test_a_tuple_goes_from_layer_to_layer(mesh: xd.DeviceMesh) -> None:
     torch.testing.assert_close(layers[0].wide.weight.grad.cpu(), plain[0].wide.weight.grad)
 
 
+@pytest.mark.thorough
 def test_autocast(mesh: xd.DeviceMesh, runtime: Runtime) -> None:
     kind = torch.device(runtime.torch_device).type
 

@@ -360,6 +360,7 @@ def test_another_thread_reads_other_weights_during_a_trace(mesh: xd.DeviceMesh) 
     assert not torch.equal(read[0], before)
 
 
+@pytest.mark.thorough
 def test_a_step_that_fails_leaves_stacks_as_they_were(mesh: xd.DeviceMesh) -> None:
     plain = model()
     net = placed(scanned(plain), mesh)
@@ -481,6 +482,7 @@ class Outer(nn.Module):
         return through(self.inner, x + torch.tanh(self.first(x)))
 
 
+@pytest.mark.thorough
 def test_layers_in_layers(mesh: xd.DeviceMesh) -> None:
     plain = model(Outer)
     net = copy.deepcopy(plain)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.checkpoint.exchange import Exchange
 from xla_dtensor.checkpoint.folders import folder_of, read_manifest, whole_steps
 from xla_dtensor.checkpoint.generators import GENERATORS, Generators
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 
+@argument_types
 def save(
     folder: str | os.PathLike[str],
     state: Mapping[str, Any],
@@ -67,6 +69,7 @@ def save(
     return _prepared(folder, state, step, keep, rng, progress, timeout_seconds, copied=False).run()
 
 
+@argument_types
 def async_save(
     folder: str | os.PathLike[str],
     state: Mapping[str, Any],
@@ -106,6 +109,7 @@ def async_save(
     return start_pending(prepared.run)
 
 
+@argument_types
 def load(
     folder: str | os.PathLike[str],
     state: Mapping[str, Any],
@@ -155,6 +159,7 @@ def load(
     ).run(step)
 
 
+@argument_types
 def steps(folder: str | os.PathLike[str]) -> list[int]:
     """Return the steps of which there is a whole checkpoint, in ascending order.
 
@@ -167,6 +172,7 @@ def steps(folder: str | os.PathLike[str]) -> list[int]:
     return whole_steps(open_storage(folder))
 
 
+@argument_types
 def latest(folder: str | os.PathLike[str]) -> int | None:
     """Return the newest step of which there is a whole checkpoint.
 
@@ -180,6 +186,7 @@ def latest(folder: str | os.PathLike[str]) -> int | None:
     return found[-1] if found else None
 
 
+@argument_types
 def verify(
     folder: str | os.PathLike[str], *, step: int | None = None, progress: bool = False
 ) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.huggingface import load, save
 from xla_dtensor.huggingface.load import LoadedWeights
 from xla_dtensor.huggingface.names import Names
@@ -26,6 +27,7 @@ from xla_dtensor.huggingface.names import Names
 __all__ = ["LoadedWeights", "load_hf", "save_hf"]
 
 
+@argument_types
 def load_hf(
     path: str | os.PathLike[str],
     module: nn.Module,
@@ -82,6 +84,7 @@ def load_hf(
     return load.load(path, module, names, dtype, strict, progress)
 
 
+@argument_types
 def save_hf(
     path: str | os.PathLike[str],
     module: nn.Module,

@@ -61,6 +61,7 @@ from functools import lru_cache
 from math import prod
 
 from mesh_utils import Axis, Mesh
+from mesh_utils.argument_types import argument_types
 from xla_dtensor.core.axis_names import (
     AliasEntry,
     SpecEntry,
@@ -90,6 +91,7 @@ _CACHE_SIZE = 4096
 _NONE_OPEN: frozenset[int] = frozenset()
 
 
+@argument_types
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Layout:
     """How a tensor lies on a mesh. Frozen, hashable; normalised when it is made.

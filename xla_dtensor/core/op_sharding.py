@@ -64,6 +64,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_utils import Digit
+from mesh_utils.argument_types import argument_types
 from xla_dtensor.core.digits import Walk, iota_form, place_in_walk, remaining_walk, walk_size
 from xla_dtensor.core.errors import OpShardingError
 from xla_dtensor.core.op_sharding_canonical import canonical_fields
@@ -72,6 +73,7 @@ from xla_dtensor.core.op_sharding_text import parse_text, to_text
 from xla_dtensor.core.op_sharding_tiles import require_extents, tile_of_partition, tiles_of_shape
 
 
+@argument_types
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class OpSharding:
     """How XLA lays one tensor out over the partitions. Frozen; equal when the meaning is equal.

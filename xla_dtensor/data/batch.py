@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mesh_utils import Mesh
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.core import Layout
 from xla_dtensor.data.check import compare_feeds, digest
 from xla_dtensor.data.exchange import Exchange, exchange_name
@@ -32,7 +34,7 @@ from xla_dtensor.runtimes.registry import get_runtime
 
 __all__ = ["Leaf", "Whole", "layout_of_leaf", "resolve_leaf", "shard_batch", "sharded_leaf"]
 
-Whole = bool | Collection[int]
+Whole = bool | Sequence[int] | Set[int]
 """Along which dims each process passes the whole extent: all, none, or the dims."""
 
 # Per mesh, so that processes outside of it need not count along.
@@ -57,6 +59,7 @@ class Leaf:
     whole: tuple[int, ...]
 
 
+@argument_types
 def shard_batch(
     batch: Any,
     mesh: Any = None,
@@ -192,7 +195,8 @@ def resolve_leaf(
 def _whole_dims(whole: Whole, ndim: int) -> tuple[int, ...]:
     if isinstance(whole, bool):
         return tuple(range(ndim)) if whole else ()
-    return tuple(dim for dim in range(ndim) if dim in whole or dim - ndim in whole)
+    dims = tuple(map(operator.index, whole))
+    return tuple(dim for dim in range(ndim) if dim in dims or dim - ndim in dims)
 
 
 def _inferred(

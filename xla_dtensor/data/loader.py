@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.data.batch import Whole
 from xla_dtensor.data.feed import Check, Feed, Position
 from xla_dtensor.data.loader_state import read_state, written_state
@@ -32,6 +33,7 @@ _DROP: LastBatch = "drop"
 _serials: dict[Any, itertools.count[int]] = {}
 
 
+@argument_types
 class ShardedLoader:
     """Gives global DTensors, of which each process reads and holds its own part only.
 

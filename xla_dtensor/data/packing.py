@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.data.state import begin, state_after
 from xla_dtensor.errors import DataError
 
@@ -49,7 +50,7 @@ class _Packing:
         """Return the batch; `pattern` is a sequence with its fields."""
         shape = (len(self.rows), self.length)
         result = {
-            name: values.new_full((*shape, *values.shape[1:]), _pad_of(pad_value, name))
+            name: _padding(name, (*shape, *values.shape[1:]), values.dtype, pad_value)
             for name, values in pattern.items()
         }
         segments = torch.zeros(shape, dtype=torch.int32)
@@ -66,12 +67,13 @@ class _Packing:
         return result | dict(zip(_OWN_FIELDS, (segments, positions), strict=True))
 
 
+@argument_types
 def pack_sequences(
     sequences: Iterable[Any],
     rows: int,
     length: int,
     *,
-    pad_value: Any = 0,
+    pad_value: complex | Mapping[str, complex] = 0,
     too_long: TooLong = "error",
 ) -> tuple[Fields, list[Any]]:
     """Pack sequences into one batch, each into the first row that has room.
@@ -112,6 +114,7 @@ def pack_sequences(
     return packing.batch(pattern, pad_value), left
 
 
+@argument_types
 class PackedBatches:
     """Packs the sequences that a loader gives into batches of one shape, and keeps its place.
 
@@ -141,7 +144,7 @@ class PackedBatches:
         length: int,
         *,
         lookahead: int = 16,
-        pad_value: Any = 0,
+        pad_value: complex | Mapping[str, complex] = 0,
         too_long: TooLong = "error",
     ) -> None:
         self.loader, self.rows, self.length = loader, rows, length
@@ -201,7 +204,13 @@ class PackedBatches:
 def _pieces(sequence: Any, length: int, too_long: TooLong) -> Iterator[Fields]:
     """A sequence as fields, in as many pieces as it is to have."""
     fields = dict(sequence) if isinstance(sequence, Mapping) else {"tokens": sequence}
-    fields = {name: torch.as_tensor(values) for name, values in fields.items()}
+    try:
+        fields = {name: torch.as_tensor(values) for name, values in fields.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"A sequence of type {type(sequence).__name__} was to be packed. PyTorch makes no "
+            f"tensor of it: {error}. Pass a tensor, or a dict of such."
+        ) from error
     sizes = {name: tuple(values.shape[:1]) for name, values in fields.items()}
     if len(set(sizes.values())) != 1 or () in sizes.values() or set(sizes) & set(_OWN_FIELDS):
         raise DataError(
@@ -234,6 +243,17 @@ def _check_fields(fields: Fields, pattern: Fields) -> None:
 
 def _length_of(fields: Fields) -> int:
     return int(next(iter(fields.values())).shape[0])
+
+
+def _padding(name: str, shape: tuple[int, ...], dtype: torch.dtype, pad_value: Any) -> torch.Tensor:
+    pad = _pad_of(pad_value, name)
+    try:
+        return torch.full(shape, pad, dtype=dtype)
+    except (TypeError, RuntimeError) as error:
+        raise DataError(
+            f"The field {name!r} of {dtype} was to be filled up with pad_value={pad!r}. It has no "
+            "such number. Pass one of that dtype."
+        ) from error
 
 
 def _pad_of(pad_value: Any, name: str) -> Any:

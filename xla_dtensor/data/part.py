@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from mesh_utils import Mesh
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.core import Layout
 from xla_dtensor.data.exchange import own_process, process_of_device
 from xla_dtensor.device_mesh import as_device_mesh, current_mesh, mesh_text
@@ -91,6 +92,7 @@ def _own_slice(runs: tuple[Run, ...], part: slice) -> slice:
     return slice(0, 0)
 
 
+@argument_types
 def process_part(
     global_shape: Sequence[int], mesh: Any = None, placements: Any = None
 ) -> ProcessPart:

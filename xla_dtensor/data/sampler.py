@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, Literal
 
 import numpy as np
 from torch.utils.data import Sampler
 
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.data.order import shuffled
 from xla_dtensor.data.rows import rows_part, rows_placements
 from xla_dtensor.device_mesh import as_device_mesh, current_mesh
@@ -27,6 +29,7 @@ def check_last(function: str, last: str) -> None:
         )
 
 
+@argument_types
 class ShardedSampler(Sampler[list[int]]):
     """A batch sampler for data sets with `len` and `[i]`; pass it as ``batch_sampler=``.
 
@@ -68,6 +71,11 @@ class ShardedSampler(Sampler[list[int]]):
     ) -> None:
         check_last("ShardedSampler", last)
         self.length = data if isinstance(data, int) else len(data)
+        if self.length < 0 or operator.index(batch_size) < 1:
+            raise DataError(
+                f"ShardedSampler was called with batch_size={batch_size} for {self.length} "
+                "samples. A batch has a row or more. Pass positive numbers."
+            )
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
         self.last: LastBatch = last
         device_mesh = current_mesh("ShardedSampler") if mesh is None else as_device_mesh(mesh)

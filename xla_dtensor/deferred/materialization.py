@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 
 from mesh_utils import Mesh
 from xla_dtensor.api import distribute_tensor
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.core import Layout
 from xla_dtensor.deferred.device import DeviceMaker
 from xla_dtensor.deferred.draws import Maker
@@ -36,6 +37,7 @@ from xla_dtensor.runtimes.registry import get_runtime
 __all__ = ["materialize"]
 
 
+@argument_types
 def materialize(
     module: nn.Module,
     mesh: Any = None,

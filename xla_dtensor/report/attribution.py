@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.report.stack_frames import SourceLine
 
 __all__ = ["PHASES", "Origin", "Phase", "origin_of", "user_line"]
@@ -91,6 +92,7 @@ class Origin:
         return ", ".join(part for part in told if part)
 
 
+@argument_types
 def origin_of(op_name: str | None, source: Sequence[SourceLine] = ()) -> Origin:
     """Reads whose an instruction is.
 

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_utils import Mesh
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.report.call_graph import computation_runs
 from xla_dtensor.report.collective import Collective
 from xla_dtensor.report.collective_reader import DCN_TARGET, OPCODES, SPREAD, CollectiveReader
@@ -31,6 +32,7 @@ from xla_dtensor.report.program_axes import ProgramAxes
 _START = 'custom_call_target="AsyncCollectiveStart"'
 
 
+@argument_types
 def collectives(
     hlo_text: str,
     mesh: Mesh | None = None,
@@ -73,6 +75,7 @@ def collectives(
     )
 
 
+@argument_types
 def num_partitions(hlo_text: str) -> int:
     """Reads how many devices run the program together.
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_utils import Mesh
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.report.call_graph import computation_runs
 from xla_dtensor.report.collective import Collective
 from xla_dtensor.report.collective_reader import CollectiveReader
@@ -51,6 +52,7 @@ class HloReading:
     unread: tuple[Unread, ...]
 
 
+@argument_types
 def read_hlo(
     hlo_text: str,
     mesh: Mesh | None = None,

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mesh_utils import Axis
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.report.collective import Collective, CollectiveKind
 
 
@@ -27,6 +28,7 @@ class CollectiveSummary:
     at_least: bool = False
 
 
+@argument_types
 def summarize(collectives: Iterable[Collective]) -> tuple[CollectiveSummary, ...]:
     """Sums collectives by kind and axes.
 

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, TypeAlias
 
 from mesh_utils import Axis
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.report.collective_lines import CollectiveLine, starred
 from xla_dtensor.report.compile_report import CompileReport
 from xla_dtensor.report.errors import ReportError
@@ -39,6 +40,7 @@ _HELD = ("parameter", "frozen parameter", "buffer", "gradient", "optimizer state
 """The roles that are the user's: counters and random states differ between a trace and a job."""
 
 
+@argument_types
 @dataclass(frozen=True, slots=True)
 class Tolerances:
     """By which share of the prediction each quantity may differ.

@@ -52,7 +52,7 @@ from xla_dtensor.runtimes.jax_trace import active_trace, refuse_write_to_host
 from xla_dtensor.runtimes.jax_value_checks import flag
 from xla_dtensor.runtimes.op_meta import Meta, output_meta, raise_torchs_error
 from xla_dtensor.runtimes.value_checks import are_checked
-from xla_dtensor.written import refuse_overlap
+from xla_dtensor.written import refuse_overlap, written_arguments
 
 __all__ = ["as_array", "run_op", "write"]
 
@@ -259,9 +259,7 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     functional, prefix = _functional_variant(func)
     names = [a.name for a in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    written = [
-        a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
-    ]
+    written = written_arguments(func)
     if functional is None:
         raise UnsupportedOpError(
             f"The op {func} writes to a tensor of the JAX runtime. It has no functional form that "

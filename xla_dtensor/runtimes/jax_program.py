@@ -83,7 +83,7 @@ class Program:
     effects: RunEffects = field(default_factory=lambda: RunEffects([], {}))
     aliases: Aliases = field(default_factory=Aliases)
     writes: Writes = field(default_factory=Writes)
-    flags: jax.tree_util.PyTreeDef | None = None
+    flags: Any = None
     last_call: int = 0
     _has_run: bool = False
     _found: list[torch.Tensor] = field(default_factory=list)

@@ -121,7 +121,7 @@ class TracedStep:
     tree: TreeSpec = field(init=False)
     static: list[Any] = field(init=False)
     pinned: list[Any] = field(init=False)
-    flags: jax.tree_util.PyTreeDef | None = None
+    flags: Any = None
 
     def alone(self) -> set[Storage]:
         """Return the storages that are no rows of stacks: they get other values between runs."""

@@ -22,7 +22,7 @@ import jax.core
 import jax.numpy as jnp
 import torch
 from jax.experimental import checkify
-from jax.tree_util import PyTreeDef, tree_flatten, tree_unflatten
+from jax.tree_util import tree_flatten, tree_unflatten
 
 from xla_dtensor.errors import IndexRangeError
 from xla_dtensor.runtimes.index_bounds import Bound
@@ -59,12 +59,12 @@ def flag(bound: Bound, name: str, extremes: Any) -> None:
     checkify.check(is_right, f"{text} The op is that of {_line_of_user()}.", wrong=wrong)
 
 
-def with_flags(program: TracedProgram) -> tuple[TracedProgram, PyTreeDef]:
+def with_flags(program: TracedProgram) -> tuple[TracedProgram, Any]:
     """Return a trace with the flags of its checks as its first results, and how those nest."""
     checked = checkify.checkify(
         lambda *inputs: jax.core.eval_jaxpr(program.jaxpr, (), *inputs), checkify.user_checks
     )
-    trees: list[PyTreeDef] = []
+    trees: list[Any] = []
 
     def flagged(*inputs: Any) -> list[Any]:
         error, results = checked(*inputs)
@@ -81,11 +81,11 @@ def with_flags(program: TracedProgram) -> tuple[TracedProgram, PyTreeDef]:
     return TracedProgram(inputs_only(closed), owners, constants), trees[0]
 
 
-def raise_flagged(flags: PyTreeDef, results: Sequence[jax.Array]) -> None:
+def raise_flagged(flags: Any, results: Sequence[jax.Array]) -> None:
     """Raise where a check of a run has failed.
 
     Args:
-        flags: How the flags nest.
+        flags: How the flags nest: a PyTreeDef.
         results: The program's results, flags first.
 
     Raises:

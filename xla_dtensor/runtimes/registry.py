@@ -20,6 +20,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.errors import RuntimeSetupError
 from xla_dtensor.runtimes.base import Runtime
 from xla_dtensor.versions import ANY_JAX, jax_support
@@ -89,6 +90,7 @@ def current_runtime() -> Runtime | None:
     return _current
 
 
+@argument_types
 def get_runtime(name: str | None = None, **options: Any) -> Runtime:
     """Return the runtime of this process, starting it on the first call.
 

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.asking import asking
 from xla_dtensor.core import Layout
 from xla_dtensor.device_mesh import as_device_mesh
@@ -56,6 +57,7 @@ __all__ = [
 ]
 
 
+@argument_types
 def mark_sharding(t: torch.Tensor, mesh: Any, partition_spec: Sequence[Any]) -> XLAShardedTensor:
     """Tell XLA how a tensor is to lie, in place.
 
@@ -93,6 +95,7 @@ def mark_sharding(t: torch.Tensor, mesh: Any, partition_spec: Sequence[Any]) -> 
     return _moved_in_place(t, layout)
 
 
+@argument_types
 def mark_sharding_with_gradients(
     t: torch.Tensor, mesh: Any, partition_spec: Sequence[Any]
 ) -> torch.Tensor:
@@ -159,6 +162,7 @@ def annotate_custom_sharding(
     return wrap_plain(t, layout)
 
 
+@argument_types
 def clear_sharding(t: torch.Tensor) -> torch.Tensor:
     """Take back an annotation, in place; the tensor becomes replicated.
 

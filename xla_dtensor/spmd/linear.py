@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.dtensor import DTensor
 from xla_dtensor.errors import ArgumentTypeError
 from xla_dtensor.propagation import legal_placements, propagate
@@ -103,6 +104,7 @@ def xla_patched_nn_linear_forward(m: nn.Linear, input: torch.Tensor) -> torch.Te
     return result
 
 
+@argument_types
 class EinsumLinear(nn.Linear):
     """An ``nn.Linear`` that runs through :class:`XLAPatchedLinear`."""
 
@@ -111,6 +113,7 @@ class EinsumLinear(nn.Linear):
         return xla_patched_nn_linear_forward(self, input)
 
 
+@argument_types
 def apply_xla_patch_to_nn_linear(module: nn.Module) -> nn.Module:
     """Make every ``nn.Linear`` below a module an :class:`EinsumLinear`, in place.
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mesh_utils import Axis
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.manual import enter_region, leave_region
 from xla_dtensor.manual_tensor import ManualTensor
 from xla_dtensor.spmd.mesh import as_mesh
@@ -22,6 +23,7 @@ from xla_dtensor.spmd.sharded_tensor import XLAShardedTensor, wrap_as_sharded_te
 __all__ = ["disable_manual_sharding", "enable_manual_sharding"]
 
 
+@argument_types
 def enable_manual_sharding(
     t: torch.Tensor,
     partition_spec: Sequence[Any],
@@ -62,6 +64,7 @@ def enable_manual_sharding(
     return enter_region(t, partition_spec, as_mesh(mesh, "enable_manual_sharding"), manual_axes)
 
 
+@argument_types
 def disable_manual_sharding(
     t: torch.Tensor,
     partition_spec: Sequence[Any],

@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from mesh_utils import HybridMesh as HybridMeshValue
 from mesh_utils import Mesh as MeshValue
 from mesh_utils import read_devices
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.core import Layout, OpSharding
 from xla_dtensor.device_mesh import as_device_mesh, mesh_text
 from xla_dtensor.errors import DistributeError
@@ -31,6 +32,7 @@ __all__ = ["HybridMesh", "Mesh", "as_mesh", "get_1d_mesh", "get_global_mesh", "s
 Names = Sequence[str] | None
 
 
+@argument_types
 class Mesh:
     """Devices arranged along axes.
 
@@ -155,6 +157,7 @@ class Mesh:
         return f"{type(self).__name__}({mesh_text(self._value)})"
 
 
+@argument_types
 class HybridMesh(Mesh):
     """Devices on two networks: the fast one inside a granule, the DCN between granules.
 

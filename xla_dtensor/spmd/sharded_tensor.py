@@ -17,6 +17,7 @@ import torch
 
 from mesh_utils import Mesh as MeshValue
 from xla_dtensor import dynamo
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.core import Layout, OpSharding, layout_of_op_sharding
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh
 from xla_dtensor.dtensor import DTensor
@@ -285,6 +286,7 @@ def wrap_plain(tensor: torch.Tensor, layout: Layout) -> XLAShardedTensor:
     return wrapped
 
 
+@argument_types
 def wrap_as_sharded_tensor(
     t: torch.Tensor, mesh_shape: Any = None, partition_spec: Any = None
 ) -> XLAShardedTensor:

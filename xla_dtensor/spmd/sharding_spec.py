@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.core import Layout
 from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.spmd.annotate import mark_sharding
@@ -15,6 +16,7 @@ from xla_dtensor.spmd.mesh import as_mesh
 __all__ = ["ShardingSpec"]
 
 
+@argument_types
 @dataclass
 class ShardingSpec:
     """How the tensors of a data loader are to lie.

@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from xla_dtensor.argument_types import argument_types
 from xla_dtensor.core import OpSharding
 from xla_dtensor.dtensor import DTensor
+from xla_dtensor.errors import ArgumentTypeError
 from xla_dtensor.runtimes.registry import get_runtime
 
 __all__ = ["visualize_sharding", "visualize_tensor_sharding"]
@@ -30,6 +32,7 @@ __all__ = ["visualize_sharding", "visualize_tensor_sharding"]
 _COLORS = ("blue", "green", "magenta", "cyan", "yellow", "red", "white", "bright_black")
 
 
+@argument_types
 def visualize_sharding(
     sharding: str,
     use_color: bool = True,
@@ -60,6 +63,7 @@ def visualize_sharding(
     return shown
 
 
+@argument_types
 def visualize_tensor_sharding(t: torch.Tensor, **kwargs: Any) -> Any:
     """Print a picture of how a tensor lies, read from the runtime.
 
@@ -71,6 +75,11 @@ def visualize_tensor_sharding(t: torch.Tensor, **kwargs: Any) -> Any:
         As :func:`visualize_sharding`.
     """
     payload = t._local_tensor if isinstance(t, DTensor) else t
+    if not get_runtime().is_payload(payload):
+        raise ArgumentTypeError(
+            f"visualize_tensor_sharding was called with a tensor of shape={tuple(t.shape)} on the "
+            "host. It lies on no mesh. Pass what mark_sharding or distribute_tensor returned."
+        )
     return visualize_sharding(str(get_runtime().op_sharding(payload)), **kwargs)
 
 
