@@ -171,7 +171,7 @@ def create_hybrid_device_mesh(
     )
     if not process_is_granule:
         for line in found.warnings:
-            python_warnings.warn(line, UserWarning, stacklevel=2)
+            python_warnings.warn(line, UserWarning, stacklevel=3)  # past argument_types
     return _placed(found, given)
 
 

@@ -223,7 +223,7 @@ def _hook(
             f"Deprecating {name} that takes two arguments ({what}, device_mesh), please use "
             f"{name} that takes in (module, {what}, device_mesh) instead!",
             FutureWarning,
-            stacklevel=3,
+            stacklevel=4,  # past argument_types
         )
         return lambda module, value: function(value, mesh)
     raise DistributeError(
