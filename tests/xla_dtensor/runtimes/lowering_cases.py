@@ -293,6 +293,16 @@ INDEXING: dict[Any, list[Case]] = {
         Case(S, -1, PLACES[0], S, alpha=0.5),
         Case(f(), 0, PLACES[0, :1], f()),
     ),
+    **named(
+        "index_copy",
+        Case(A, 0, PLACES[0], f(3, 6)),
+        Case(S, -1, torch.tensor([2, 0]), f(*S.shape[:2], 2)),
+        Case(f(), 0, PLACES[0, :1], f()),
+    ),
+    **named(
+        "index_fill.int_Scalar", Case(A, 1, torch.tensor([-1, 2]), 1.5), Case(S, 0, PLACES[0], 2)
+    ),
+    **named("index_fill.int_Tensor", Case(A, 0, torch.tensor([0, 4]), f())),
     **named("one_hot", Case(PLACES, 6)),
     **named(
         "nll_loss_forward",
