@@ -38,7 +38,7 @@ from xla_dtensor.device_mesh import mesh_text
 from xla_dtensor.dynamo_calls import one_call
 from xla_dtensor.errors import ManualRegionError
 from xla_dtensor.per_device import PerDeviceTensor
-from xla_dtensor.runtimes.whole_autograd import OneResult
+from xla_dtensor.runtimes.whole_autograd import LinearResult, OneResult
 
 __all__ = [
     "all_gather",
@@ -254,7 +254,7 @@ def _summed(grad: Any, axes: tuple[Axis, ...]) -> Any:
     return _Sum.apply(grad, over) if over else grad
 
 
-class _Sum(OneResult):
+class _Sum(LinearResult):
     @staticmethod
     def forward(ctx: Any, x: Any, axes: Any) -> Any:
         # Of n equal members each contributes the whole gradient.
@@ -285,7 +285,7 @@ class _Extreme(OneResult):
         return _summed(grad, ctx.axes) * share, None, None
 
 
-class _Gather(OneResult):
+class _Gather(LinearResult):
     @staticmethod
     def forward(ctx: Any, x: Any, axes: Any, dim: int) -> Any:
         ctx.options = (axes, dim)
@@ -306,7 +306,7 @@ def _own_block(x: Any, axes: tuple[Axis, ...], dim: int) -> Any:
     return x.index_select(dim, start + torch.arange(size))
 
 
-class _Scatter(OneResult):
+class _Scatter(LinearResult):
     @staticmethod
     def forward(ctx: Any, x: Any, axes: Any, dim: int) -> Any:
         ctx.options = (axes, dim)
@@ -321,7 +321,7 @@ class _Scatter(OneResult):
         return whole._labelled(ctx.differ), None, None
 
 
-class _AllToAll(OneResult):
+class _AllToAll(LinearResult):
     @staticmethod
     def forward(ctx: Any, x: Any, axes: Any, split_dim: int, concat_dim: int) -> Any:
         ctx.options = (axes, concat_dim, split_dim)
@@ -332,7 +332,7 @@ class _AllToAll(OneResult):
         return _AllToAll.apply(grad, *ctx.options), None, None, None
 
 
-class _Permute(OneResult):
+class _Permute(LinearResult):
     @staticmethod
     def forward(ctx: Any, x: Any, axes: Any, pairs: tuple[tuple[int, int], ...]) -> Any:
         ctx.options = (axes, tuple((to, of) for of, to in pairs))

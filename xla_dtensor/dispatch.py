@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
-from xla_dtensor.destinations import check_destinations
+from xla_dtensor.call_checks import check_call, is_checked
 from xla_dtensor.device_mesh import DeviceMesh
 from xla_dtensor.errors import ArgumentTypeError
 from xla_dtensor.explaining_labels import note_op
@@ -98,6 +98,7 @@ class _Traits:
     ignores_floats: bool
     has_factors: bool
     by_storage: bool
+    checked: bool
 
 
 _traits: dict[Any, _Traits] = {}
@@ -119,6 +120,7 @@ def _traits_of(func: Any) -> _Traits:
         ignores_floats=schema.is_mutable or torch.Tag.pointwise in func.tags,
         has_factors=has_factors(func),
         by_storage=func in _BY_STORAGE,
+        checked=is_checked(func),
     )
     return _traits.setdefault(func, traits)
 
@@ -152,8 +154,8 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     traits = _traits.get(func) or _traits_of(func)
     if traits.ignores_floats:
         key = [part for part in key if type(part) is not float]
-    if traits.writes:
-        check_destinations(func, args, kwargs, key)
+    if traits.checked:
+        check_call(func, args, kwargs, key)
     mesh, runtime = found[0]._spec.mesh, get_runtime()
     has_values = runtime.is_payload(found[0]._local_tensor)
     if traits.by_storage and not runtime.has_strides:

@@ -32,7 +32,7 @@ from xla_dtensor.runtimes import functional_ops
 from xla_dtensor.runtimes.functional_local import plain_like
 from xla_dtensor.runtimes.functional_ops import is_traced
 from xla_dtensor.runtimes.registry import get_runtime
-from xla_dtensor.runtimes.whole_autograd import OneResult
+from xla_dtensor.runtimes.whole_autograd import LinearResult, OneResult
 
 if TYPE_CHECKING:
     from xla_dtensor.dtensor import DTensor
@@ -116,7 +116,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return not hasattr(tensor, "_local_tensor") and not getattr(tensor, "_is_per_device", False)
 
 
-class _PlainReplicated(OneResult):
+class _PlainReplicated(LinearResult):
     """A plain tensor, one value, as a DTensor that no axis of the mesh cuts."""
 
     @staticmethod

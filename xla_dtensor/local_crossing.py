@@ -25,7 +25,7 @@ from xla_dtensor.core import Layout
 from xla_dtensor.core.spanning import layout_on_span
 from xla_dtensor.device_mesh import DeviceMesh, mesh_text
 from xla_dtensor.dispatch import new_dtensor, state_of
-from xla_dtensor.errors import DistributeError, LocalViewError
+from xla_dtensor.errors import DistributeError, LocalViewError, UnsupportedOpError
 from xla_dtensor.known_axes import Known
 from xla_dtensor.local_border import Border, border
 from xla_dtensor.local_link import Link
@@ -34,7 +34,8 @@ from xla_dtensor.local_view import LocalView
 from xla_dtensor.off_mesh import empty_local, is_off_mesh
 from xla_dtensor.runtimes import functional_ops
 from xla_dtensor.runtimes.functional_local import crossed_in, crossed_out, run_local_op
-from xla_dtensor.runtimes.whole_autograd import OneResult
+from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.whole_autograd import LinearResult, has_tangent
 from xla_dtensor.strided_labels import same_placements
 from xla_dtensor.written_bases import tell_known
 
@@ -51,9 +52,14 @@ def to_view(tensor: DTensor, grad_placements: Sequence[Any] | None) -> LocalView
     if is_off_mesh(tensor._spec.mesh):
         empty: Any = empty_local(tensor.shape, tensor.dtype)
         return empty
-    if tensor.requires_grad and torch.is_grad_enabled():
+    if _is_differentiated(tensor):
         return _ToLocal.apply(tensor, grad_placements)  # pyright: ignore[reportReturnType]
     return _linked(tensor)
+
+
+def _is_differentiated(tensor: torch.Tensor) -> bool:
+    is_recorded = tensor.requires_grad and torch.is_grad_enabled()
+    return is_recorded or has_tangent(tensor)
 
 
 def _linked(tensor: DTensor) -> LocalView:
@@ -104,7 +110,7 @@ def from_view(
             "to take the first device's."
         )
     same = _first_along(view, differ)
-    if same.requires_grad and torch.is_grad_enabled():
+    if _is_differentiated(same):
         same = _reduced_first(same, layout.partial)
     return _FromLocal.apply(same, mesh, placements, at, grad_placements)  # pyright: ignore
 
@@ -155,7 +161,7 @@ def _constrained(payload: torch.Tensor, layout: Layout, known: Known) -> torch.T
     return functional_ops.constrain(payload, layout_on_span(layout, known))
 
 
-class _ToLocal(OneResult):
+class _ToLocal(LinearResult):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, grad_placements: Any) -> Any:
         ctx.at, ctx.mesh = _border_of(tensor), tensor._spec.mesh
@@ -193,8 +199,21 @@ class _ToLocal(OneResult):
         grad = _first_along(grad, differ)
         return _FromLocal.apply(grad, ctx.mesh, tuple(placements), at, None), None
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        if get_runtime().name == "torch_xla":
+            raise UnsupportedOpError(
+                "A forward derivative (forward_ad, jvp) was asked for through to_local() on "
+                "torch_xla, which runs some derivatives of local tensors on no device. Take it in "
+                "reverse mode, of the DTensor, or on the JAX runtime."
+            )
+        tangent, placements = tangents[0], ctx.forward_placements
+        if not same_placements(tangent._spec.placements, placements):
+            tangent = tangent.redistribute(ctx.mesh, placements)
+        return _ToLocal.apply(tangent, ctx.placements)
 
-class _FromLocal(OneResult):
+
+class _FromLocal(LinearResult):
     @staticmethod
     def forward(
         ctx: Any, view: LocalView, mesh: DeviceMesh, placements: Any, at: Border, for_grad: Any

@@ -21,7 +21,7 @@ from xla_dtensor.runtimes.functional_local import (
 )
 from xla_dtensor.runtimes.functional_ops import is_traced
 from xla_dtensor.runtimes.registry import get_runtime
-from xla_dtensor.runtimes.whole_autograd import OneResult, refuse_second
+from xla_dtensor.runtimes.whole_autograd import LinearResult, refuse_second
 
 __all__ = ["as_gradient", "same_on_all", "spread_payload"]
 
@@ -82,7 +82,7 @@ def same_on_all(tensor: torch.Tensor, region: ManualRegion) -> torch.Tensor:
     return _SameOnAll.apply(tensor, region)  # pyright: ignore[reportReturnType]
 
 
-class _SameOnAll(OneResult):
+class _SameOnAll(LinearResult):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, region: ManualRegion) -> Any:
         from xla_dtensor.local_view import LocalView

@@ -65,7 +65,7 @@ from xla_dtensor.runtimes import functional_local
 from xla_dtensor.runtimes.base import AddressableShard
 from xla_dtensor.runtimes.functional_ops import is_traced
 from xla_dtensor.runtimes.registry import get_runtime
-from xla_dtensor.runtimes.whole_autograd import OneResult
+from xla_dtensor.runtimes.whole_autograd import LinearResult
 from xla_dtensor.written import makes_results, written_targets, written_values
 
 __all__ = ["LocalView"]
@@ -387,7 +387,7 @@ def _is_view(func: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
-class _Labelled(OneResult):
+class _Labelled(LinearResult):
     @staticmethod
     def forward(ctx: Any, view: Any, varying: frozenset[Axis]) -> Any:
         return LocalView(

@@ -35,7 +35,7 @@ from xla_dtensor.manual_tensor import ManualTensor
 from xla_dtensor.placement_checks import torch_placements
 from xla_dtensor.redistribution import as_plain
 from xla_dtensor.runtimes.registry import get_runtime
-from xla_dtensor.runtimes.whole_autograd import OneResult
+from xla_dtensor.runtimes.whole_autograd import LinearResult
 
 __all__ = ["enter_region", "leave_region"]
 
@@ -166,7 +166,7 @@ def _payload(tensor: Any) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-class _Enter(OneResult):
+class _Enter(LinearResult):
     @staticmethod
     def forward(ctx: Any, tensor: Any, layout: Layout, region: ManualRegion) -> Any:
         ctx.border, ctx.plain = (layout, region), not isinstance(tensor, DTensor)
@@ -182,7 +182,7 @@ class _Enter(OneResult):
         return (as_plain(whole) if ctx.plain else whole), None, None
 
 
-class _Leave(OneResult):
+class _Leave(LinearResult):
     @staticmethod
     def forward(
         ctx: Any, tensor: Any, layout: Layout, region: ManualRegion, share: bool = True

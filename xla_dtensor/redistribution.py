@@ -24,7 +24,7 @@ from xla_dtensor.off_mesh import empty_local, is_off_mesh
 from xla_dtensor.placement_checks import checked_placements
 from xla_dtensor.runtimes import functional_ops
 from xla_dtensor.runtimes.registry import get_runtime
-from xla_dtensor.runtimes.whole_autograd import OneResult
+from xla_dtensor.runtimes.whole_autograd import LinearResult
 
 if TYPE_CHECKING:
     from xla_dtensor.dtensor import DTensor
@@ -75,7 +75,7 @@ def _check_same_devices(before: DeviceMesh, after: DeviceMesh) -> None:
         )
 
 
-class _Redistribute(OneResult):
+class _Redistribute(LinearResult):
     @staticmethod
     def forward(
         ctx: Any, source: DTensor, mesh: DeviceMesh, placements: Any, dtype: Any
@@ -131,7 +131,7 @@ def as_plain(tensor: DTensor, grad_placements: Sequence[Any] | None = None) -> t
     return _ToPlain.apply(tensor, placements)  # pyright: ignore[reportReturnType]
 
 
-class _ToPlain(OneResult):
+class _ToPlain(LinearResult):
     @staticmethod
     def forward(ctx: Any, source: DTensor, grad_placements: Any) -> torch.Tensor:
         ctx.state = source._spec.moved(source._spec.mesh, grad_placements)
@@ -145,7 +145,7 @@ class _ToPlain(OneResult):
         return _FromPlain.apply(grad, ctx.state, ctx.kind), None
 
 
-class _FromPlain(OneResult):
+class _FromPlain(LinearResult):
     """The way back of `_ToPlain`: a plain tensor of the runtime as a DTensor."""
 
     @staticmethod

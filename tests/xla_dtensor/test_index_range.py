@@ -35,6 +35,19 @@ CALLS: dict[str, tuple[Call, tuple[int, int]]] = {
     "put": (lambda x, i: x.put(i, x[0, :2]), (-24, 23)),
     "embedding": (lambda x, i: F.embedding(i, x), (0, 7)),
     "cross_entropy": (lambda x, i: F.cross_entropy(x[:2], i), (0, 2)),
+    "max_unpool2d": (
+        lambda x, i: F.max_unpool2d(x[None, :1, :2], i[None, None], [2, 2], output_size=(2, 4)),
+        (0, 7),
+    ),
+    # What has no dims is one row.
+    "index_select, 0-d": (lambda x, i: x[0, 0].index_select(0, i[1:]), (0, 0)),
+    "gather, 0-d": (lambda x, i: x[0, 0].gather(0, i[1]), (0, 0)),
+    "scatter, 0-d": (lambda x, i: x[0, 0].scatter(0, i[1], 1.0), (0, 0)),
+    "scatter_add, 0-d": (lambda x, i: x[0, 0].scatter_add(0, i[1], x[0, 1]), (0, 0)),
+    "scatter_reduce, 0-d": (lambda x, i: x[0, 0].scatter_reduce(0, i[1], x[1, 1], "amax"), (0, 0)),
+    "index_add, 0-d": (lambda x, i: x[0, 0].index_add(0, i[1:], x[0, 1]), (0, 0)),
+    "index_copy, 0-d": (lambda x, i: x[0, 0].index_copy(0, i[1:], x[0, 1:2]), (0, 0)),
+    "index_fill, 0-d": (lambda x, i: x[0, 0].index_fill(0, i[1:], 1.0), (-1, 0)),
 }
 
 

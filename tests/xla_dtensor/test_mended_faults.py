@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_leaves
@@ -820,6 +821,87 @@ def forward_mode(on: On) -> Any:
     w = on.put(numbers(2, 2))
     call = lambda v: torch.tanh(v @ w).softmax(-1)  # noqa: E731
     return torch.func.jvp(call, (x,), (t,))
+
+
+@values()
+def forward_mode_of_whole_ops(on: On) -> Any:
+    """Those with a gradient of their own, and what moves a tensor."""
+    x, t = on.put(numbers(8, 4), Shard(0), R), on.put(numbers(8, 4, start=1.0), R, Shard(1))
+    w = on.put(numbers(4, 4), R, Shard(0))
+    found: list[Any] = []
+    with forward_ad.dual_level():
+        dual: Any = forward_ad.make_dual(x, t)
+        found += [F.linear(dual, w, w[0]), dual @ w, torch.einsum("ij,kj->ik", dual, w)]
+        found += [on.move(dual, Shard(1), R) * 1, dual if on.mesh is None else dual.full_tensor()]
+        rows = dual[None]
+        scores = torch.softmax(rows @ rows.mT * 4**-0.5, -1)
+        found.append(
+            scores @ rows
+            if on.mesh is None  # torch's own kernel has no forward derivative on a CPU
+            else F.scaled_dot_product_attention(rows, rows, rows)
+        )
+        return [forward_ad.unpack_dual(value).tangent for value in found]
+
+
+@values("jax")
+def forward_mode_of_local_tensors(on: On) -> Any:
+    x, t = on.put(numbers(8, 4), Shard(0), R), on.put(numbers(8, 4, start=1.0), R, Shard(1))
+    with forward_ad.dual_level():
+        dual: Any = forward_ad.make_dual(x, t)
+        if on.mesh is not None:
+            view = dual.to_local(grad_placements=[Shard(0), Partial()]) / 4
+            dual = xd.DTensor.from_local(view, on.mesh, [Shard(0), Partial()])
+        return forward_ad.unpack_dual(dual * 1).tangent
+
+
+@values()
+def calls_that_torch_refuses_and_xla_takes(on: On) -> Any:
+    """Numbers that a dtype does not hold, the difference of bools, shapes that do not fit."""
+    x = on.put(numbers(8), Shard(0), R)
+    mask = x > 0
+    small = on.put(torch.ones(4, 1, 5, dtype=torch.int8))
+    wide = on.put(torch.ones(4, 5, dtype=torch.int8))
+    calls: list[Callable[[], Any]] = [
+        lambda: x.clone().fill_(1j),
+        lambda: small.clone().fill_(300),
+        lambda: x.masked_fill(mask, 1j),
+        lambda: x.index_fill(0, on.put(torch.tensor([1])), 1j),
+        lambda: x.clamp(min=1j),
+        lambda: torch.full_like(x, 1j),
+        lambda: mask - x,
+        lambda: mask - 1,
+        lambda: -mask,
+        lambda: small.clone().ge_(wide),
+        lambda: x.as_strided((2, 2), (1, 2), storage_offset=7),
+    ]
+    found = []
+    for call in calls:
+        try:
+            found.append(torch.tensor(float(call().sum())))
+        except RuntimeError:
+            found.append(torch.tensor(-1.0))
+    return found
+
+
+@values()
+def numbers_in_place_of_tensors(on: On) -> Any:
+    x = on.put(numbers(4, 2), Shard(0), R)
+    written = x.clone()
+    written.copy_(3)  # pyright: ignore[reportArgumentType]
+    step = on.compile(lambda v: torch.copysign(v, -3))
+    return written, torch.copysign(x, -3), step(x)
+
+
+@values()
+def norms_of_complex_numbers(on: On) -> Any:
+    x = on.put(torch.complex(numbers(4, 2), numbers(4, 2, start=2.0)).to(torch.complex64))
+    found = [torch.norm(x), torch.norm(x, 2, 0, True), torch.norm(x[0, 0], 2, 0, True)]
+    return [(value.dtype == torch.float32, (value * 100).round()) for value in found]
+
+
+@values()
+def a_threshold_in_float64(on: On) -> Any:
+    return F.threshold(on.put(numbers(8)), 0.123456789012, 1.200932029667416)
 
 
 @values("jax")

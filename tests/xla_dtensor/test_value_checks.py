@@ -20,7 +20,7 @@ ENDS = {name: torch.tensor(ends) for name, (_, ends) in CALLS.items()}
 
 
 def every_call(x: Any, indices: Any) -> Any:
-    return {name: call(x, indices[name]) for name, (call, _) in CALLS.items()}
+    return {name: CALLS[name][0](x, index) for name, index in indices.items()}
 
 
 def every_value(x: Any, values: Any) -> Any:
@@ -48,7 +48,7 @@ def test_what_is_written_and_read_is_nan(mesh: xd.DeviceMesh) -> None:
         for name, value in step(table(mesh), given(wrong, mesh)).items():
             is_nan = value.full_tensor().cpu().isnan()
             assert is_nan.any(), name
-            assert name == "cross_entropy" or not is_nan.all(), name
+            assert value.ndim == 0 or not is_nan.all(), name
     assert step.stats()["traces"] == 1
 
 

@@ -120,6 +120,11 @@ def _linear_loss(
     yield Bound(target, 0, number, f"{number} classes", ignore_index)
 
 
+def _volume(x: Any, indices: Any, output_size: Any, *_: Any) -> Iterator[Bound]:
+    size = math.prod(output_size)
+    yield Bound(indices, 0, size, f"output_size={tuple(output_size)} of {size} elements")
+
+
 def _kth(x: Any, k: int, dim: int = -1, *_: Any, **__: Any) -> Iterator[Bound]:
     size = x.shape[dim] if x.ndim else 1
     where = f"dim {dim} of size {size}"
@@ -177,6 +182,8 @@ BOUNDS: dict[Any, Callable[..., Iterator[Bound]]] = {
     aten.nll_loss2d_forward.default: _classes,
     aten.one_hot.default: _one_hot,
     linear_loss: _linear_loss,
+    aten.max_unpool2d.default: _volume,
+    aten.max_unpool3d.default: _volume,
     aten.kthvalue.default: _kth,
     aten.masked_scatter.default: _masked,
     aten.multinomial.default: _weights,

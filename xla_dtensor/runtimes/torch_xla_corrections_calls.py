@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtimes.torch_xla_corrections_autograd import (
     is_overlapping,
     places_of,
@@ -169,6 +170,13 @@ def _as_strided(
     x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> Callable[[], torch.Tensor] | None:
     """Read places that overlap one by one; PyTorch lets nobody write to such a view either."""
+    last = (offset or 0) + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if 0 not in size and last >= x.numel():
+        raise UnsupportedOpError(
+            f"as_strided was called with size={tuple(size)}, stride={tuple(stride)}, "
+            f"storage_offset={offset} on a tensor of {x.numel()} elements. Element {last} is "
+            "beyond its end. Pass sizes and strides that stay within it."
+        )
     overlapping = is_overlapping(size, stride)
     return (lambda: read_places(x, size, stride, offset)) if overlapping else None
 
@@ -190,11 +198,11 @@ def _as_strided_scatter(
     return lambda: written.reshape(x.shape)
 
 
-def _norm(
+def _vector_norm(
     x: torch.Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
 ) -> Callable[[], torch.Tensor] | None:
     """torch_xla takes the infinite norm for a finite one."""
-    if p is None or not math.isinf(p):
+    if not math.isinf(p):
         return None
     dims = [dim] if isinstance(dim, int) else dim or list(range(x.ndim))
 
@@ -205,9 +213,19 @@ def _norm(
     return extremum
 
 
+def _norm(
+    x: torch.Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
+) -> Callable[[], torch.Tensor] | None:
+    """torch_xla adds up the squares of complex numbers, not of their sizes."""
+    p = 2 if p is None else p
+    if not x.is_complex() or math.isinf(p):
+        return _vector_norm(x, p, dim, keepdim, **kwargs)
+    return lambda: decomposed(aten.linalg_vector_norm.default, (x, p, dim, keepdim), kwargs)
+
+
 def _dist(x: torch.Tensor, y: torch.Tensor, p: Any = 2) -> Callable[[], torch.Tensor] | None:
     """The infinite norm of a difference, which torch_xla takes for a finite one as well."""
-    return _norm(x - y, p) if math.isinf(p) else None
+    return _vector_norm(x - y, p) if math.isinf(p) else None
 
 
 def _is_scaled(func: Any, *args: Any, **kwargs: Any) -> bool:
@@ -339,7 +357,7 @@ _REWRITTEN: dict[Any, Callable[..., Callable[[], Any] | None]] = {
     aten._native_batch_norm_legit: functools.partial(
         _batch_norm, aten._native_batch_norm_legit.default
     ),
-    aten.linalg_vector_norm: _norm,
+    aten.linalg_vector_norm: _vector_norm,
     aten.norm: _norm,
     aten.dist: _dist,
     aten.all: _truth(torch.all),
@@ -370,6 +388,7 @@ _DECOMPOSED: dict[Any, Callable[..., bool]] = {
     # torch_xla's constants have the precision of float32.
     aten.gelu: _is_double,
     aten.gelu_backward: _is_double,
+    aten.threshold: _is_double,
     aten.nll_loss_forward: _is_unbatched,
     aten.nll_loss_backward: _is_unbatched_backward,
     aten.native_batch_norm_backward: _not_training,

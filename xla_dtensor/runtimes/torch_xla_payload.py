@@ -226,7 +226,8 @@ def _writes_nothing(func: Any, written: Sequence[torch.Tensor]) -> bool:
     return only_writes and all(value.numel() == 0 for value in written)
 
 
-def _copy(to: torch.Tensor, of: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+def _copy(to: torch.Tensor, of: Any, non_blocking: bool = False) -> torch.Tensor:
+    of = of if isinstance(of, torch.Tensor) else torch.tensor(of)
     if to.numel() == 0:
         return to
     if to.device.type != "xla":

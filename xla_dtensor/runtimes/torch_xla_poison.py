@@ -90,8 +90,8 @@ def _spread(functional: Any, args: Sequence[Any], is_right: torch.Tensor) -> tor
     if functional is aten.embedding.default:
         return is_right.unsqueeze(-1)
     ndim = args[0].ndim
-    if functional is aten.index_select.default and ndim:
-        return is_right.reshape(-1, *[1] * (ndim - 1 - args[1] % ndim))
+    if functional is aten.index_select.default:
+        return is_right.reshape((-1, *[1] * (ndim - 1 - args[1] % ndim)) if ndim else ())
     if functional is aten.index.Tensor:
         places = [place for place, index in enumerate(args[1]) if index is not None]
         side_by_side = places == list(range(places[0], places[-1] + 1))

@@ -41,7 +41,8 @@ def correct_reads() -> None:
 
 
 def _values(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors as they are on the host."""
+    """Return tensors as they are on the host; a number that stands for one comes as a number."""
+    tensors = [t if isinstance(t, torch.Tensor) else torch.tensor(t) for t in tensors]
     on_devices = [tensor for tensor in tensors if _is_on_devices(tensor)]
     xlac = importlib.import_module("torch_xla")._XLAC
     read = iter(xlac._xla_get_cpu_tensors(on_devices) if on_devices else [])

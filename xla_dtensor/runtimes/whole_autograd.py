@@ -8,6 +8,10 @@ written in ops that torch can differentiate. Kernels below autograd cannot be. S
 
 What has no such formula says so where the second derivative is asked for (`refuse_second`). torch's
 ``once_differentiable`` does not, if the gradient that comes in is a constant: it loses the rest.
+
+In forward mode a Function that is linear in its first argument (`LinearResult`) moves the tangent
+as it moves the value. The others ask `has_tangent` before, and take ops of torch that know their
+derivative.
 """
 
 from __future__ import annotations
@@ -17,10 +21,21 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from xla_dtensor.errors import UnsupportedOpError
 
-__all__ = ["Contract", "OneResult", "below", "contract", "refuse_second", "save", "saved"]
+__all__ = [
+    "Contract",
+    "LinearResult",
+    "OneResult",
+    "below",
+    "contract",
+    "has_tangent",
+    "refuse_second",
+    "save",
+    "saved",
+]
 
 
 class OneResult(torch.autograd.Function):
@@ -32,8 +47,35 @@ class OneResult(torch.autograd.Function):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.forward = staticmethod(_keeps_undefined(cls.forward))
-        cls.backward = staticmethod(_passes_undefined(cls.backward))
+        if "forward" in cls.__dict__:
+            cls.forward = staticmethod(_keeps_undefined(cls.forward))
+            cls.backward = staticmethod(_passes_undefined(cls.backward))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Refuse: the tangent of the result is not known."""
+        raise UnsupportedOpError(
+            f"A forward derivative (forward_ad, jvp) was asked for through "
+            f"{ctx._forward_cls.__name__}, which knows its gradient alone. Take the derivative in "
+            "reverse mode (torch.autograd.grad, backward), or write this part with ops of torch."
+        )
+
+
+class LinearResult(OneResult):
+    """A Function that is linear in its first argument, and takes no other tensor."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Return the tangent of the result."""
+        return ctx._forward_cls.apply(tangents[0], *ctx.others)
+
+
+def has_tangent(*tensors: Any) -> bool:
+    """Whether forward mode is on, and one of the tensors carries a tangent."""
+    return forward_ad._current_level >= 0 and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
+        for tensor in tensors
+    )
 
 
 def _keeps_undefined(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,6 +83,8 @@ def _keeps_undefined(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(ctx: Any, *args: Any) -> Any:
         ctx.set_materialize_grads(False)
         ctx.num_inputs = len(args)
+        if issubclass(ctx._forward_cls, LinearResult):
+            ctx.others = args[1:]
         return forward(ctx, *args)
 
     return run
@@ -140,6 +184,8 @@ class Contract(OneResult):
 
 def contract(a: Any, b: Any) -> Any:
     """`Contract`, recorded only where it is differentiated."""
+    if has_tangent(a, b):
+        return torch.matmul(a.flatten(0, -2).mT, b.flatten(0, -2))
     if torch.is_grad_enabled():
         return Contract.apply(a, b)
     return below(torch.ops.xla_dtensor.linear_weight_grad.default, a, b)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.runtimes.attention_choice import is_lean, where_heads_lie
-from xla_dtensor.runtimes.whole_autograd import OneResult, below, contract, save, saved
+from xla_dtensor.runtimes.whole_autograd import OneResult, below, contract, has_tangent, save, saved
 from xla_dtensor.runtimes.whole_einsum import einsum
 
 __all__ = ["WHOLE_OPS", "register"]
@@ -130,6 +130,8 @@ class _Linear(OneResult):
 
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    if has_tangent(x, weight, bias):
+        return aten.linear.default.decompose(x, weight, bias)
     return _Linear.apply(x, weight, bias)
 
 
@@ -160,6 +162,8 @@ class _Matmul(OneResult):
 
 
 def _matmul(a: Any, b: Any) -> Any:
+    if has_tangent(a, b):
+        return aten.matmul.default.decompose(a, b)
     return _Matmul.apply(a, b)
 
 
@@ -235,7 +239,8 @@ def _attention(
             )
     if attn_mask is not None and is_causal and _REFUSAL is not None:
         raise RuntimeError(_REFUSAL)
-    if dropout_p > 0.0 or (attn_mask is not None and attn_mask.requires_grad):
+    is_mask_needed = attn_mask is not None and attn_mask.requires_grad
+    if dropout_p > 0.0 or is_mask_needed or has_tangent(query, key, value, attn_mask):
         return _attention_by_parts(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )

@@ -43,7 +43,7 @@ from xla_dtensor.errors import (
 from xla_dtensor.manual_tensor import ManualTensor
 from xla_dtensor.placement_checks import torch_placements
 from xla_dtensor.runtimes.registry import get_runtime
-from xla_dtensor.runtimes.whole_autograd import OneResult
+from xla_dtensor.runtimes.whole_autograd import LinearResult
 from xla_dtensor.spmd.mesh import as_mesh
 from xla_dtensor.spmd.sharded_tensor import XLAShardedTensor, wrap_plain, wrapped_tensor
 
@@ -117,7 +117,7 @@ def mark_sharding_with_gradients(
     return result
 
 
-class MarkShardingFunction(OneResult):
+class MarkShardingFunction(LinearResult):
     """The autograd function behind :func:`mark_sharding_with_gradients`."""
 
     @staticmethod
@@ -133,7 +133,7 @@ class MarkShardingFunction(OneResult):
         return _Constrain.apply(grad, ctx.layout), None, None
 
 
-class _Constrain(OneResult):
+class _Constrain(LinearResult):
     @staticmethod
     def forward(ctx: Any, t: Any, layout: Layout) -> Any:
         ctx.layout = layout

@@ -27,7 +27,7 @@ from xla_dtensor.placement_checks import torch_placements
 from xla_dtensor.redistribution import as_plain
 from xla_dtensor.runtimes.base import AddressableShard
 from xla_dtensor.runtimes.registry import get_runtime
-from xla_dtensor.runtimes.whole_autograd import OneResult
+from xla_dtensor.runtimes.whole_autograd import LinearResult
 from xla_dtensor.spmd.mesh import candidate_meshes
 from xla_dtensor.spmd.sharding_type import ShardingType, sharding_type_of
 
@@ -327,7 +327,7 @@ def wrap_if_sharded(x: Any) -> Any:
     return wrap_as_sharded_tensor(x)
 
 
-class _Wrap(OneResult):
+class _Wrap(LinearResult):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Any:
         return XLAShardedTensor(get_runtime().alias(tensor), mesh, placements)

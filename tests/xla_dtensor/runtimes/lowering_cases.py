@@ -294,6 +294,22 @@ INDEXING: dict[Any, list[Case]] = {
         Case(f(), 0, PLACES[0, :1], f()),
     ),
     **named(
+        "max_unpool2d",
+        Case(
+            f(8, 2, 2), (torch.arange(4) * 5 % 12).reshape(1, 2, 2).expand(8, 2, 2).clone(), [3, 4]
+        ),
+    ),
+    **named(
+        "max_unpool3d",
+        Case(
+            f(2, 1, 2, 2),
+            torch.tensor([7, 0, 3, 11] * 2).reshape(2, 1, 2, 2),
+            [2, 2, 3],
+            [1, 1, 1],
+            [0, 0, 0],
+        ),
+    ),
+    **named(
         "index_copy",
         Case(A, 0, PLACES[0], f(3, 6)),
         Case(S, -1, torch.tensor([2, 0]), f(*S.shape[:2], 2)),

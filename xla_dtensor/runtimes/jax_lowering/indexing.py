@@ -7,6 +7,7 @@ writes NaN; negative ones are out of range where torch refuses them.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -15,7 +16,12 @@ import torch
 from jax import lax
 
 from xla_dtensor.runtimes.jax_lowering.host_values import read_on_host
-from xla_dtensor.runtimes.jax_lowering.points import or_poison, put_points, put_points_along
+from xla_dtensor.runtimes.jax_lowering.points import (
+    on_rows,
+    or_poison,
+    put_points,
+    put_points_along,
+)
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
 __all__: list[str] = []
@@ -51,7 +57,9 @@ def _embedding_backward(
 
 @lower(aten.index_select.default)
 def _index_select(x: Any, dim: int, index: Any) -> Any:
-    return jnp.take(x, _from_start(index, x.shape[dim]), axis=dim, mode="fill") if x.ndim else x
+    if not x.ndim:
+        return _index_select(x[None], 0, index.reshape(-1)).reshape(())
+    return jnp.take(x, _from_start(index, x.shape[dim]), axis=dim, mode="fill")
 
 
 def _from_start(index: Any, size: int) -> Any:
@@ -61,10 +69,12 @@ def _from_start(index: Any, size: int) -> Any:
 
 @lower(aten.gather.default)
 def _gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
-    if not x.ndim or not index.size:
-        return jnp.broadcast_to(x, index.shape) if index.size else jnp.zeros(index.shape, x.dtype)
+    if not index.size:
+        return jnp.zeros(index.shape, x.dtype)
+    if not x.ndim:
+        return _gather(x[None], 0, index.reshape(-1)).reshape(index.shape)
     cut = tuple(
-        slice(None) if d == dim % max(x.ndim, 1) else slice(0, n) for d, n in enumerate(index.shape)
+        slice(None) if d == dim % x.ndim else slice(0, n) for d, n in enumerate(index.shape)
     )
     index = _from_start(index, x.shape[dim])
     return jnp.take_along_axis(x[cut], index, axis=dim, mode="fill")
@@ -73,9 +83,6 @@ def _gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
 def _scattered(x: Any, dim: int, index: Any, values: Any, accumulate: bool) -> Any:
     if not index.size:
         return x
-    if not x.ndim:
-        values = values.reshape(()).astype(x.dtype)
-        return x + values if accumulate else values
     points = [lax.broadcasted_iota(index.dtype, index.shape, d) for d in range(index.ndim)]
     points[dim % x.ndim] = index
     points, values = or_poison(x, points, values, from_the_end=False)
@@ -83,17 +90,20 @@ def _scattered(x: Any, dim: int, index: Any, values: Any, accumulate: bool) -> A
 
 
 @lower(aten.scatter.src)
+@on_rows
 def _scatter_src(x: Any, dim: int, index: Any, src: Any) -> Any:
     return _scattered(x, dim, index, src[tuple(map(slice, index.shape))], accumulate=False)
 
 
 @lower(aten.scatter.value)
+@on_rows
 def _scatter_value(x: Any, dim: int, index: Any, value: Any) -> Any:
     values = jnp.broadcast_to(jnp.asarray(value), index.shape)
     return _scattered(x, dim, index, values, accumulate=False)
 
 
 @lower(aten.scatter_add.default)
+@on_rows
 def _scatter_add(x: Any, dim: int, index: Any, src: Any) -> Any:
     return _scattered(x, dim, index, src[tuple(map(slice, index.shape))], accumulate=True)
 
@@ -148,32 +158,38 @@ def _put(x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
 
 
 @lower(aten.index_copy.default)
+@on_rows
 def _index_copy(x: Any, dim: int, index: Any, source: Any) -> Any:
-    if not x.ndim:
-        return source.reshape(())
     values = jnp.moveaxis(jnp.atleast_1d(source), dim, 0)
     points = [index.reshape(-1)]
     return put_points_along(x, [dim], points, values, accumulate=False, from_the_end=False)
 
 
 @lower(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+@on_rows
 def _index_fill(x: Any, dim: int, index: Any, value: Any) -> Any:
-    index, value = index.reshape(-1), jnp.asarray(value)
-    if not x.ndim:
-        return value.astype(x.dtype) if index.size else x
+    index, value = index.reshape(-1), jnp.asarray(value).reshape(())
     rest = [size for d, size in enumerate(x.shape) if d != dim % x.ndim]
     values = jnp.broadcast_to(value, (*index.shape, *rest))
     return put_points_along(x, [dim], [index], values, accumulate=False)
 
 
 @lower(aten.index_add.default)
+@on_rows
 def _index_add(x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
-    if not x.ndim:
-        return x + (jnp.sum(source) * alpha).astype(x.dtype)
     source = (source * alpha).reshape(*x.shape[: dim % x.ndim], -1, *x.shape[dim % x.ndim + 1 :])
     values = jnp.moveaxis(source, dim, 0)
     points = [index.reshape(-1)]
     return put_points_along(x, [dim], points, values, accumulate=True, from_the_end=False)
+
+
+@lower(aten.max_unpool2d.default, aten.max_unpool3d.default)
+def _max_unpool(x: Any, indices: Any, output_size: Any, *_: Any) -> Any:
+    lead = x.shape[: -len(output_size)]
+    volume = jnp.zeros((*lead, math.prod(output_size)), x.dtype)
+    places, values = indices.reshape(*lead, -1), x.reshape(*lead, -1)
+    found = _scattered(volume, -1, places, values, accumulate=False)
+    return found.reshape(*lead, *output_size)
 
 
 # ------------------------------------------------------------------ class-picking losses

@@ -10,14 +10,27 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from xla_dtensor.runtimes import jax_devices
 
-__all__ = ["or_poison", "put_points", "put_points_along"]
+__all__ = ["on_rows", "or_poison", "put_points", "put_points_along"]
+
+
+def on_rows(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a lowering of (x, dim, index, ...) that writes to `x` one row where `x` has no dims."""
+
+    @functools.wraps(lowering)
+    def run(x: Any, dim: int, index: Any, *others: Any, **options: Any) -> Any:
+        if x.ndim:
+            return lowering(x, dim, index, *others, **options)
+        others = tuple(other.reshape(-1) if hasattr(other, "ndim") else other for other in others)
+        return lowering(x[None], 0, index.reshape(-1), *others, **options)[0]
+
+    return run
 
 
 def or_poison(

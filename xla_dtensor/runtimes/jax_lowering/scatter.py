@@ -12,7 +12,7 @@ from jax import lax
 
 from xla_dtensor.runtimes import jax_devices
 from xla_dtensor.runtimes.jax_lowering.extremes import ordered, unordered
-from xla_dtensor.runtimes.jax_lowering.points import or_poison
+from xla_dtensor.runtimes.jax_lowering.points import on_rows, or_poison
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
 __all__ = ["identity", "reduce_points"]
@@ -82,16 +82,12 @@ def _reduced(x: Any, points: Sequence[Any], values: Any, reduce: str, include_se
 
 
 @lower(aten.scatter_reduce.two)
+@on_rows
 def _scatter_reduce(
     x: Any, dim: int, index: Any, src: Any, reduce: str, *, include_self: bool = True
 ) -> Any:
     if not index.size:
         return x
-    if not x.ndim:
-        flat = _scatter_reduce(
-            x[None], 0, index.reshape(-1), src.reshape(-1), reduce, include_self=include_self
-        )
-        return flat[0]
     index = index.reshape((-1,) if not index.ndim else index.shape)
     src = src.reshape((-1,) if not src.ndim else src.shape)
     points = [lax.broadcasted_iota(index.dtype, index.shape, d) for d in range(index.ndim)]
@@ -101,14 +97,10 @@ def _scatter_reduce(
 
 
 @lower(aten.index_reduce.default)
+@on_rows
 def _index_reduce(
     x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
 ) -> Any:
-    if not x.ndim:
-        flat = _index_reduce(
-            x[None], 0, index.reshape(-1), source.reshape(-1), reduce, include_self=include_self
-        )
-        return flat[0]
     source = jnp.moveaxis(source.reshape((-1,) if not source.ndim else source.shape), dim, 0)
     moved = jnp.moveaxis(x, dim, 0)
     found = _reduced(moved, [index.reshape(-1)], source, reduce, include_self)

@@ -1,9 +1,14 @@
-"""Can the destinations of a write hold its result? Asked of PyTorch, on stand-ins.
+"""Does PyTorch take a call? Asked of PyTorch itself, on stand-ins.
+
+XLA takes calls that PyTorch refuses::
+
+    x.fill_(300)        of int8; and 1j written to float32: a number that the dtype does not hold
+    mask - x            of bools
+    x.add_(wider)       whose result does not fit its destination
 
 In-place ops and ops with ``out=`` keep their destination: the object, its shape, dtype and
-placements. A result that does not fit is an error. PyTorch raises as well where it would have to
-cast or broadcast, and makes ``out`` another shape, with a warning, where that does not fit: here
-that is an error too, because ``out`` lies on the mesh as it was told to.
+placements. PyTorch makes ``out`` another shape, with a warning, where that does not fit: here that
+is an error too, because ``out`` lies on the mesh as it was told to.
 
 Each description of arguments is asked about once.
 """
@@ -17,33 +22,50 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from xla_dtensor.errors import WriteError
+from xla_dtensor.errors import UnsupportedOpError, WriteError
 from xla_dtensor.nested import map_nested
 from xla_dtensor.runtimes.registry import get_runtime
-from xla_dtensor.written import refuse_overlap
+from xla_dtensor.written import refuse_overlap, written_values
 
-__all__ = ["check_destinations"]
+__all__ = ["check_call", "is_checked"]
 
+aten = torch.ops.aten
+# Ops that write to nothing, of which PyTorch refuses some bools and numbers.
+_CHECKED = {
+    *(aten.sub, aten.rsub, aten.neg, aten.clamp, aten.masked_fill, aten.index_fill, aten.scatter),
+    *(aten.full_like, aten.new_full),
+}
 # What PyTorch raises of a destination; a stand-in may raise other things that do not matter.
-_REFUSALS = ("can't be cast to", "doesn't match the broadcast shape")
+_OF_RESULTS = ("can't be cast to", "doesn't match the broadcast shape")
+_OF_ARGUMENTS = (
+    "without overflow",
+    "a bool tensor is not supported",
+    "Converting complex Scalar",
+)
 _checked: set[Any] = set()
 _CHECKED_LIMIT = 50_000
 
 
-def check_destinations(
+def is_checked(func: Any) -> bool:
+    """Whether calls of an op have to be checked."""
+    return func._schema.is_mutable or func.overloadpacket in _CHECKED
+
+
+def check_call(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Sequence[Any]
 ) -> None:
-    """Raise when an op that writes has a result that its destinations cannot hold.
+    """Raise where PyTorch does not take a call that XLA would.
 
     Args:
-        func: An ``OpOverload`` whose schema is mutable.
+        func: An ``OpOverload``.
         args: Its arguments.
         kwargs: Its keyword arguments.
         key: What tells this call apart from others, shapes and dtypes included.
 
     Raises:
-        WriteError: The result has another shape, or a dtype that PyTorch does not cast; or the
-            destination is an expanded tensor.
+        WriteError: The result of an op that writes has another shape, or a dtype that PyTorch does
+            not cast; or the destination is an expanded tensor, or does not hold a number.
+        UnsupportedOpError: Another op does not take these dtypes, or this number.
     """
     try:
         whole = tuple(key)
@@ -59,8 +81,9 @@ def check_destinations(
 
 
 def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    # torch_xla adds up what is written to elements that share a place.
-    refuse_overlap(func, args, kwargs, fills=get_runtime().has_strides)
+    if func._schema.is_mutable:
+        # torch_xla adds up what is written to elements that share a place.
+        refuse_overlap(func, args, kwargs, fills=get_runtime().has_strides)
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return
     outs = {a.name: kwargs[a.name] for a in func._schema.arguments if a.is_out and a.name in kwargs}
@@ -71,14 +94,26 @@ def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         # An empty destination takes any shape without a warning.
         empty = map_nested(lambda v, make=stand_in: _emptied(make(v)), outs)
         error = _error_of(func, found[0], {**found[1], **empty})
-        if error is not None and any(refusal in str(error) for refusal in _REFUSALS):
+        text = str(error)
+        if any(refusal in text for refusal in _OF_RESULTS):
             raise WriteError(
                 f"{func} was called on DTensors: {error}. An op that writes keeps the shape and "
                 "dtype of its destination. Use the op that returns its result, or cast first."
             )
+        if any(refusal in text for refusal in _OF_ARGUMENTS):
+            kind = WriteError if func._schema.is_mutable else UnsupportedOpError
+            raise kind(
+                f"{func} was called on DTensors of dtypes that do not go with it: {error}. Plain "
+                "PyTorch refuses it too. Convert the tensor first, or pass a number that its dtype "
+                "holds."
+            )
         if error is None and stand_in is _on_meta:
             for name, given in outs.items():
-                _check_shapes(func, name, given, empty[name])
+                _check_shapes(func, f"{name}=", given, empty[name])
+            if not outs and torch.Tag.inplace_view not in func.tags:
+                after = written_values(func, *found) if func._schema.is_mutable else []
+                before = written_values(func, args, kwargs) if after else []
+                _check_shapes(func, "a destination", before, after)
 
 
 def _error_of(func: Any, args: Any, kwargs: Any) -> Exception | None:
@@ -99,7 +134,7 @@ def _check_shapes(func: Any, name: str, given: Any, after: Any) -> None:
             _check_shapes(func, name, one, other)
     elif isinstance(given, torch.Tensor) and given.shape != after.shape:
         raise WriteError(
-            f"{func} was called with {name}= of shape={tuple(given.shape)}, and its result has "
+            f"{func} was called with {name} of shape={tuple(given.shape)}, and its result has "
             f"shape={tuple(after.shape)}. A destination lies on the mesh as it was told to, and "
             "keeps its shape. Pass one of the result's shape, or use the result without out=."
         )
