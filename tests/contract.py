@@ -38,7 +38,7 @@ __all__ = [
 
 PACKAGES = ("xla_dtensor", "mesh_utils", "tpu_configs")
 WITHOUT_TORCH = ("mesh_utils", "tpu_configs", "xla_dtensor.core", "xla_dtensor.report")
-THOROUGH_FOLDERS = ("benchmarks", "differential", "examples", "tools", "torchtitan")
+THOROUGH_FOLDERS = ("benchmarks", "examples", "pytorch_dtensor", "tools", "torchtitan")
 PUBLIC = frozenset(
     {
         "xla_dtensor",

@@ -143,7 +143,9 @@ class Draw:
         except Exception as error:
             keep = is_bad or self.chance.random() < REFUSED_SHARE
             if type(error) in _CLASSES and keep:
-                self.lines.append(text if is_statement else f"{self.name()} = {text}")
+                name = "" if is_statement else self.name()
+                self.lines.append(text if is_statement else f"{name} = {text}")
+                self.results += [name] if name else []  # here it has a value: poison
                 self.ended = True
                 return True
             return False

@@ -16,7 +16,7 @@ Line makers, with how often each is drawn:
 | `_mixed` | a pointwise op of two dtypes, or of a tensor and a number |
 | `_cast` | another dtype |
 | `_reduction` | a sum, a mean and the like, over any dims, none among them |
-| `_reshard` | redistribute, full_tensor, to_local and from_local; a gradient that is undefined |
+| `_reshard` | redistribute, full_tensor, to_local and from_local, also with a reduction pending |
 
 Now and then an index is out of range, a dim is one that a tensor does not have, or an argument of
 the program is a view of another one.
@@ -406,8 +406,27 @@ def _reshard(draw: Draw) -> bool:
         return draw.propose(f"whole({name})")
     if way < 0.35:
         return draw.propose(f"parts({name})")
+    if way < 0.5:
+        return _pending(draw, name)
+    shape, sizes = draw.value(name).shape, draw.mesh.shape
+    if len(sizes) == 2 and shape and shape[0] % 8 == 0 and draw.chance.random() < 0.2:
+        return draw.propose(f"redistribute({name}, '_S0:{sizes[1]}', 'S0')")
     lying = ", ".join(map(repr, draw.placements(draw.value(name).shape)))
     return draw.propose(f"redistribute({name}, {lying})")
+
+
+def _pending(draw: Draw, name: str) -> bool:
+    """A tensor of which each device has a part, or a copy: a reduction is pending."""
+    value = draw.value(name)
+    if value.dtype == torch.bool:
+        return False
+    kinds = {"sum", "avg", "max", "min"}
+    if value.is_complex():
+        kinds -= {"max", "min"}
+    elif not value.is_floating_point():
+        kinds -= {"sum", "avg"}
+    axis = draw.chance.randrange(len(draw.mesh.shape))
+    return draw.propose(f"pending({name}, {draw.chance.choice(sorted(kinds))!r}, {axis})")
 
 
 MAKERS: tuple[tuple[Callable[[Draw], bool], int], ...] = (

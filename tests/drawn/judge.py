@@ -9,7 +9,7 @@ the second) and what that noise changes (the third against the second)::
 
 Integers and bools have to be equal to plain torch's, but for elements that noise changes: where
 `round` or `argmax` stands on an edge, any of the values seen is right. An error has to be of the
-class that torch raises; and where torch raises none, it has to be one of this project's (refused).
+class that torch raises, or one of this project's (refused). An index out of range may give NaN.
 
 | verdict | |
 |---|---|
@@ -45,6 +45,7 @@ TIMES = 4.0
 _NUM_NOISES = 5
 _LENGTH = 200
 _TOO_NOISY = 0.2
+_OUT_OF_RANGE = re.compile("out of (bounds|range)|invalid max index")
 
 
 @dataclass(frozen=True)
@@ -159,13 +160,13 @@ def _judge_error(plain: Result, found: Result) -> Verdict:
     if found.error is not None:
         if isinstance(found.error, type(plain.error)):
             return Verdict("right")
-        return Verdict("unclear", f"{error_text(found.error)}; {expected}", plain.line)
+        kind = "refused" if _is_refusal(found.error) else "unclear"
+        return Verdict(kind, f"{error_text(found.error)}; {expected}", plain.line)
     floats = [
         v for v in found.values.values() if isinstance(v, torch.Tensor) and v.is_floating_point()
     ]
-    is_poison = isinstance(plain.error, IndexError) and any(
-        v.isnan().all() and v.numel() for v in floats
-    )
+    is_of_index = isinstance(plain.error, IndexError) or _OUT_OF_RANGE.search(str(plain.error))
+    is_poison = is_of_index and any(v.isnan().any() for v in floats)
     return Verdict("right") if is_poison else Verdict("silent", expected, plain.line)
 
 

@@ -9,7 +9,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.drawn.programs import PLAIN_WORDS, Mesh, Program, Result, run
 
@@ -42,13 +43,20 @@ def mesh_of(mesh: Mesh) -> Any:
 
 
 def placements_of(tokens: tuple[str, ...]) -> list[Placement]:
-    """Placements of their short names.
+    """Placements of their short names: "R", "S1", "_S0:4" (a strided shard).
 
     Example:
         >>> placements_of(("S1", "R"))
         [Shard(dim=1), Replicate()]
     """
-    return [Replicate() if token == "R" else Shard(int(token[1:])) for token in tokens]
+    return [_placement(token) for token in tokens]
+
+
+def _placement(token: str) -> Placement:
+    if token.startswith("_S"):
+        dim, factor = token[2:].split(":")
+        return _StridedShard(int(dim), split_factor=int(factor))
+    return Replicate() if token == "R" else Shard(int(token[1:]))
 
 
 def run_on_mesh(program: Program) -> Result:
@@ -80,7 +88,21 @@ def run_on_mesh(program: Program) -> Result:
         )
         return back.clone()
 
+    def pending(tensor: Any, kind: str, axis: int) -> Any:
+        if not isinstance(tensor, xla_dtensor.DTensor):
+            return tensor.clone()
+        lying = [Replicate() if p.is_partial() else p for p in tensor.placements]
+        lying[axis] = Replicate()
+        back = [*lying[:axis], Partial(), *lying[axis + 1 :]]
+        local = tensor.redistribute(placements=lying).to_local(grad_placements=back)
+        local = local / mesh.size(axis) if kind == "sum" else local.clone()
+        lying[axis] = Partial(kind)
+        return xla_dtensor.DTensor.from_local(
+            local, mesh, lying, shape=tensor.shape, stride=tensor.stride()
+        )
+
     words = {**PLAIN_WORDS, "redistribute": redistribute, "whole": whole, "parts": parts}
+    words["pending"] = pending
     words |= training_words(mesh)
     try:
         arguments = []

@@ -17,8 +17,8 @@ Invariants:
 
 * All that decides the result stands in the text and in the tensors: no clock, no random op, no
   order of a set.
-* A line that only DTensors know (`redistribute`, `whole`, `parts`) gives a copy of what it takes,
-  on every side. So a later write changes the same tensors everywhere.
+* A line that only DTensors know (`redistribute`, `whole`, `parts`, `pending`) gives a copy of what
+  it takes, on every side. So a later write changes the same tensors everywhere.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def tangent(value: torch.Tensor) -> torch.Tensor | None:
     return forward_ad.unpack_dual(value).tangent
 
 
-def _copy(tensor: torch.Tensor, *_placements: str) -> torch.Tensor:
+def _copy(tensor: torch.Tensor, *_placements: str | int) -> torch.Tensor:
     return tensor.clone()
 
 
@@ -258,6 +258,7 @@ PLAIN_WORDS: dict[str, Any] = {
     "redistribute": _copy,
     "whole": _copy,
     "parts": _copy,
+    "pending": _copy,
 }
 
 

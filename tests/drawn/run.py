@@ -3,6 +3,7 @@
     make fuzz SECONDS=600
     python -m tests.drawn.run --runtime jax --programs 0:1000 --seconds 600
     python -m tests.drawn.run --runtime torch_xla --calls all
+    python -m tests.drawn.run --runtime jax --calls all --table docs/op_table_jax.md
     python -m tests.drawn.run --source ../old --programs 0:100     another tree's library
 
 A job is the name of a program: ``program/17``, ``training/17``, ``call/add/float32/int64/0``, or
@@ -23,7 +24,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +278,19 @@ def main() -> int:
     print(summary(list(rows.values())))
     if len(rows) < len(jobs) and "new" not in (asked.programs, asked.trainings):
         print(f"{len(jobs) - len(rows)} are left. Call again to go on.")
+    if asked.table is not None:
+        asked.table.write_text(_page(asked.runtime, rows), encoding="utf-8")
     return int(any(row["kind"] in ("wrong", "silent", "abort", "hang") for row in rows.values()))
+
+
+def _page(runtime: str, rows: Mapping[str, dict[str, Any]]) -> str:
+    import torch
+
+    from tests.drawn import ops
+    from tests.drawn.tables import page
+
+    calls = [row for job, row in rows.items() if job.startswith("call/")]
+    return page(runtime, calls, ops.listed()["excluded"], torch.__version__)
 
 
 def _seeds(asked: str | None) -> range:
@@ -291,7 +304,9 @@ def _seeds(asked: str | None) -> range:
 def _own_state() -> str:
     """A word that changes with what draws and judges: a seed means another program then."""
     files = sorted(f for f in Path(__file__).parent.iterdir() if f.suffix in (".py", ".yaml"))
-    text = b"".join(f.read_bytes() for f in files if not f.name.startswith(("test_", "run")))
+    text = b"".join(
+        f.read_bytes() for f in files if not f.name.startswith(("test_", "run", "tables"))
+    )
     return hashlib.sha256(text).hexdigest()[:6]
 
 
@@ -311,6 +326,7 @@ def _arguments() -> argparse.Namespace:
         "--source", type=Path, default=ROOT, help="the tree whose library is judged"
     )
     parser.add_argument("--notes", type=Path, help="the file of rows")
+    parser.add_argument("--table", type=Path, help="write the page of the calls, as docs/ has it")
     parser.add_argument("--show", action="store_true", help="print programs, and what is refused")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()

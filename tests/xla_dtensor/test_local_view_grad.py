@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from xla_dtensor import DeviceMesh, DTensor, LocalView, distribute_tensor
 from xla_dtensor.collectives import (
@@ -381,3 +382,20 @@ def test_the_gradient_of_from_local_lies_as_asked(mesh: DeviceMesh) -> None:
     grads = [shard.data for shard in view.grad.addressable_shards()]  # pyright: ignore
     assert torch.equal(grads[0], rows[:4])
     assert torch.equal(grads[-1], rows[4:])
+
+
+def test_a_strided_gradient_of_from_local(mesh: DeviceMesh) -> None:
+    """Rows cut by dp and then tp get back their own gradient from a tensor cut the other way."""
+    x = put(mesh, Shard(0), Shard(0), value=torch.zeros(8, 2))
+    made: Any = DTensor.from_local(x.to_local(), mesh, [Shard(0), Shard(0)])
+    weight = torch.arange(16.0).reshape(8, 2)
+    made.backward(distribute_tensor(weight, mesh, [_StridedShard(0, split_factor=4), Shard(0)]))
+    assert torch.equal(x.grad.cpu(), weight)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_equal_parts_of_an_extreme_share_its_gradient(mesh: DeviceMesh, op: str) -> None:
+    x = put(mesh, Replicate(), Shard(0), value=torch.ones(8))
+    parts = x.to_local(grad_placements=[Partial(), Shard(0)]) * 2
+    DTensor.from_local(parts, mesh, [Partial(op), Shard(0)]).sum().backward()
+    assert torch.equal(x.grad.cpu(), torch.full((8,), 2.0))

@@ -55,8 +55,8 @@ def main() -> None:
 
     torch.set_num_threads(1)
     mesh = gloo_mesh(int(rest[0]), int(rest[1])) if kind == "gloo" else xla_mesh(*rest)
-    from tests.differential.counting import GlooCounting, XlaCounting
-    from tests.differential.recipes import RECIPES, run
+    from tests.pytorch_dtensor.counting import GlooCounting, XlaCounting
+    from tests.pytorch_dtensor.recipes import RECIPES, run
 
     logger, lines = logging.getLogger("xla_dtensor"), Lines()
     logger.addHandler(lines)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.differential.recipes import RECIPES, WORLD
+from tests.pytorch_dtensor.recipes import RECIPES, WORLD
 from xla_dtensor.runtimes import Runtime
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ SAME = [name for name in RECIPES if name not in RAISES and name not in ANNOUNCED
 def started(*arguments: str) -> subprocess.Popen[str]:
     variables = {key: v for key, v in os.environ.items() if key != "XLA_FLAGS"}
     variables["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, "-m", "tests.differential.recipes_child", *arguments]
+    command = [sys.executable, "-m", "tests.pytorch_dtensor.recipes_child", *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -65,7 +65,6 @@ def ours(runtime: Runtime) -> dict[str, Any]:
     return outcomes(started("xla", runtime.name))
 
 
-@pytest.mark.thorough
 class TestRecipes:
     def test_gloo_runs_them_all(self, gloo: list[dict[str, Any]]) -> None:
         assert [(n, o["message"]) for rank in gloo for n, o in rank.items() if "error" in o] == []
