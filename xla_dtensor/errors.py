@@ -7,6 +7,8 @@ refused, what to pass instead.
 
 from __future__ import annotations
 
+from mesh_utils import MeshError
+
 __all__ = [
     "AlreadyAnnotatedError",
     "ArgumentTypeError",
@@ -17,6 +19,7 @@ __all__ = [
     "FeedMismatchError",
     "ImplicitRedistributionError",
     "IndexRangeError",
+    "InvalidMeshError",
     "LocalViewError",
     "ManualRegionError",
     "MeshRankError",
@@ -52,6 +55,10 @@ class DataError(DistributeError):
 
 class FeedMismatchError(XlaDTensorError, RuntimeError):
     """Processes of a job fed what cannot be parts of one global batch."""
+
+
+class InvalidMeshError(MeshError, DistributeError, AssertionError):
+    """Of these arguments no mesh can be made. torch_xla asserts it, so it is that error too."""
 
 
 class RedistributeError(DistributeError, RuntimeError):

@@ -13,6 +13,8 @@ are replaced as docs/coming_from.md lists. XLAShardedTensors are DTensors, so ``
 ``redistribute``, ``xla_dtensor.compile`` and the reports work on them.
 """
 
+import sys
+
 from xla_dtensor.spmd.annotate import (
     MarkShardingFunction,
     annotate_custom_sharding,
@@ -36,6 +38,7 @@ from xla_dtensor.spmd.manual_sharding import disable_manual_sharding, enable_man
 from xla_dtensor.spmd.mesh import (
     HybridMesh,
     Mesh,
+    convert_to_xla_mesh,
     get_1d_mesh,
     get_global_mesh,
     set_global_mesh,
@@ -66,6 +69,7 @@ __all__ = [
     "apply_xla_patch_to_nn_linear",
     "auto_policy",
     "clear_sharding",
+    "convert_to_xla_mesh",
     "disable_manual_sharding",
     "enable_manual_sharding",
     "get_1d_mesh",
@@ -81,4 +85,8 @@ __all__ = [
     "xla_distribute_module",
     "xla_distribute_tensor",
     "xla_patched_nn_linear_forward",
+    "xla_sharding",
 ]
+
+# torch_xla has some of these names in a submodule only, which scripts reach by this name.
+xla_sharding = sys.modules[__name__]

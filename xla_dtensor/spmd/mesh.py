@@ -20,14 +20,22 @@ from numpy.typing import ArrayLike, NDArray
 
 from mesh_utils import HybridMesh as HybridMeshValue
 from mesh_utils import Mesh as MeshValue
-from mesh_utils import read_devices
+from mesh_utils import MeshError, read_devices
 from xla_dtensor.argument_types import argument_types
 from xla_dtensor.core import Layout, OpSharding
 from xla_dtensor.device_mesh import as_device_mesh, mesh_text
-from xla_dtensor.errors import DistributeError
+from xla_dtensor.errors import DistributeError, InvalidMeshError
 from xla_dtensor.runtimes.registry import get_runtime
 
-__all__ = ["HybridMesh", "Mesh", "as_mesh", "get_1d_mesh", "get_global_mesh", "set_global_mesh"]
+__all__ = [
+    "HybridMesh",
+    "Mesh",
+    "as_mesh",
+    "convert_to_xla_mesh",
+    "get_1d_mesh",
+    "get_global_mesh",
+    "set_global_mesh",
+]
 
 Names = Sequence[str] | None
 
@@ -42,8 +50,8 @@ class Mesh:
         axis_names: A name for each axis; None leaves them unnamed, to be given by number.
 
     Raises:
-        MeshError: Of these no mesh can be made.
-        DistributeError: The runtime has no such devices, or cannot run on some of them only.
+        InvalidMeshError: Of these no mesh can be made; the runtime has no such devices, or cannot
+            run on some of them only.
 
     Example:
         >>> mesh = Mesh(range(8), (4, 2), ("x", "y"))
@@ -56,7 +64,11 @@ class Mesh:
     def __init__(
         self, device_ids: ArrayLike | range, mesh_shape: Sequence[int], axis_names: Names = None
     ) -> None:
-        self._set(MeshValue(device_ids, mesh_shape, axis_names), axis_names)
+        try:
+            self._set(MeshValue(device_ids, mesh_shape, axis_names), axis_names)
+        except (MeshError, DistributeError) as error:
+            rule = _broken_rule(device_ids, mesh_shape, axis_names)
+            raise InvalidMeshError(f"{error} {rule}".strip()) from None
 
     def _set(self, value: MeshValue, axis_names: Names) -> None:
         get_runtime().root(value)
@@ -155,6 +167,49 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({mesh_text(self._value)})"
+
+
+def _broken_rule(device_ids: Any, mesh_shape: Any, axis_names: Any) -> str:
+    """Return the first rule of torch_xla's that a mesh breaks, as scripts look for it."""
+    try:
+        ids, names = np.asarray(device_ids).reshape(-1), list(axis_names or ())
+        size, num_devices = prod(mesh_shape), len(get_runtime().device_ids())
+        rules = (
+            (
+                not names or len(names) == len(mesh_shape),
+                f"Number of axis names ({len(names)}) must match mesh dimensions "
+                f"({len(mesh_shape)}).",
+            ),
+            (len(set(names)) == len(names), "Axis names must be unique."),
+            (len(ids) == size, f"Number of device IDs ({len(ids)}) must match mesh size ({size})."),
+            (len(set(ids.tolist())) == len(ids), "Device IDs must be unique."),
+            (max(ids, default=0) < size, f"Device IDs must be less than mesh size ({size})."),
+            (
+                len(ids) == num_devices,
+                f"Number of device IDs ({len(ids)}) must match the global number of devices "
+                f"({num_devices}).",
+            ),
+        )
+        return next((text for is_kept, text in rules if not is_kept), "")
+    except (TypeError, ValueError):  # what these are has been said
+        return ""
+
+
+def convert_to_xla_mesh(dt_mesh: Any) -> Mesh:
+    """Return the Mesh of a DeviceMesh, PyTorch's or this library's.
+
+    Args:
+        dt_mesh: The DeviceMesh.
+
+    Raises:
+        InvalidMeshError: The runtime cannot run on these devices only.
+
+    Example:
+        >>> import xla_dtensor as xd
+        >>> convert_to_xla_mesh(xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp")))
+        Mesh((dp=2, tp=4))
+    """
+    return Mesh(dt_mesh.mesh.reshape(-1), tuple(dt_mesh.mesh.shape), dt_mesh.mesh_dim_names)
 
 
 @argument_types

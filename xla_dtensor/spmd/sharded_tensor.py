@@ -242,7 +242,8 @@ def _xla_shard(
     copies = 1
     for size in sharding.tile_dims[len(shape) :]:
         copies *= size
-    return XLAShard(data, list(shard.index), name, place % copies)
+    indices = [slice(part.start, part.stop, 1) for part in shard.index]
+    return XLAShard(data, indices, name, place % copies)
 
 
 def _partition(root: MeshValue, device_id: int) -> int:

@@ -17,7 +17,7 @@ import xla_dtensor as xd
 import xla_dtensor.spmd as xs
 from mesh_utils import MeshError
 from xla_dtensor.core import LayoutError, OpSharding
-from xla_dtensor.errors import ArgumentTypeError, DistributeError
+from xla_dtensor.errors import ArgumentTypeError, DistributeError, InvalidMeshError
 from xla_dtensor.runtimes import Runtime
 from xla_dtensor.spmd.mesh import as_mesh
 
@@ -264,3 +264,35 @@ def test_torch_xla_takes_the_native_object(runtime: Runtime) -> None:
 def test_elsewhere_the_native_object_is_ours(runtime: Runtime) -> None:
     mesh = xs.Mesh(range(8), (4, 2), ("x", "y"))
     assert mesh.get_op_sharding(("x", None)) == mesh.op_sharding(("x", None))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ((range(8), (2, 4), ("a", "b", "c")), r"axis names \(3\) must match mesh dimensions \(2\)"),
+        ((range(8), (2, 4), ("a", "a")), "Axis names must be unique"),
+        ((range(8), (4, 4)), r"device IDs \(8\) must match mesh size \(16\)"),
+        (([0] * 8, (2, 4)), "Device IDs must be unique"),
+        ((range(9, 17), (2, 4)), r"Device IDs must be less than mesh size \(8\)"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_what_torch_xla_asserts(arguments: Any, rule: str) -> None:
+    with pytest.raises(InvalidMeshError, match=rule) as error:
+        xs.Mesh(*arguments)
+    assert isinstance(error.value, AssertionError)
+    assert isinstance(error.value, MeshError)
+
+
+def test_the_mesh_of_a_device_mesh(dp_tp: xs.Mesh) -> None:
+    device_mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+    assert xs.convert_to_xla_mesh(device_mesh) == dp_tp
+    assert xs.xla_sharding.convert_to_xla_mesh is xs.convert_to_xla_mesh
+
+
+def test_indices_have_a_step(dp_tp: xs.Mesh) -> None:
+    marked = xs.mark_sharding(torch.ones(8, 4), dp_tp, ("dp", None))
+    shards: Any = marked.local_shards
+    assert {str(shard.indices[0]) for shard in shards} == {
+        "slice(0, 4, 1)",
+        "slice(4, 8, 1)",
+    }
