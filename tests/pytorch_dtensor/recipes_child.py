@@ -1,4 +1,4 @@
-"""Runs the recipes in a process of its own: ``recipes_child gloo RANK PORT`` or ``... xla``.
+"""Runs the recipes in a process of its own: ``recipes_child gloo RANK FILE`` or ``... xla``.
 
 Prints one line of JSON: the outcome of each recipe, and what was logged meanwhile.
 """
@@ -26,13 +26,11 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def gloo_mesh(rank: int, port: int) -> Any:
+def gloo_mesh(rank: int, file: str) -> Any:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD
-    )
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD)
     return init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
 
 
@@ -54,7 +52,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    mesh = gloo_mesh(int(rest[0]), int(rest[1])) if kind == "gloo" else xla_mesh(*rest)
+    mesh = gloo_mesh(int(rest[0]), rest[1]) if kind == "gloo" else xla_mesh(*rest)
     from tests.pytorch_dtensor.counting import GlooCounting, XlaCounting
     from tests.pytorch_dtensor.recipes import RECIPES, run
 

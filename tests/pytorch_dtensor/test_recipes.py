@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -51,12 +50,10 @@ def outcomes(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def gloo() -> list[dict[str, Any]]:
-    """The outcomes of each of the 4 ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    ranks = [started("gloo", str(rank), port) for rank in range(WORLD)]
+def gloo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The outcomes of each of the 4 ranks. They meet in a file: a free port may be taken since."""
+    file = str(tmp_path_factory.mktemp("gloo") / "store")
+    ranks = [started("gloo", str(rank), file) for rank in range(WORLD)]
     return [outcomes(rank) for rank in ranks]
 
 
