@@ -89,7 +89,7 @@ def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     outs = {a.name: kwargs[a.name] for a in func._schema.arguments if a.is_out and a.name in kwargs}
     # PyTorch's meta kernels know of shapes, and cast where those for values refuse. An op may raise
     # anything on values that are not its own: such errors say nothing.
-    for stand_in in (_on_meta, _small):
+    for stand_in in (_on_meta, _small) if func._schema.is_mutable else (_small,):
         found = map_nested(stand_in, (tuple(args), dict(kwargs)))
         # An empty destination takes any shape without a warning.
         empty = map_nested(lambda v, make=stand_in: _emptied(make(v)), outs)
@@ -111,8 +111,7 @@ def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             for name, given in outs.items():
                 _check_shapes(func, f"{name}=", given, empty[name])
             if not outs and torch.Tag.inplace_view not in func.tags:
-                after = written_values(func, *found) if func._schema.is_mutable else []
-                before = written_values(func, args, kwargs) if after else []
+                before, after = written_values(func, args, kwargs), written_values(func, *found)
                 _check_shapes(func, "a destination", before, after)
 
 

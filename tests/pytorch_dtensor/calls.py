@@ -5,7 +5,7 @@ axis (among them pending sums, maxima and strided shards), even and uneven sizes
 
     mesh (2, 4)   sum   float64 (8, 6) S0,Psum    params (1, False)
 
-`python -m tests.pytorch_dtensor.calls NUMBER` runs them on PyTorch's side, as rank 0 of 8 in a
+`python -m tests.pytorch_dtensor.calls` runs them on PyTorch's side, as rank 0 of 8 in a
 process group that does nothing: placements are right then, values are not. With torch 2.13 and
 newer all ranks run in one process (LocalTensorMode), which `MISTAKES` need: calls of which PyTorch
 gives another value than plain torch.
@@ -18,7 +18,6 @@ import json
 import math
 import random
 import signal
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 __all__ = ["MISTAKES", "Call", "Side", "calls", "tokens_of"]
 
 WORLD = 8
+NUM_CALLS = 10  # of each op
 LONGEST_SECONDS = 2.0  # of processor time
 MESHES: tuple[tuple[int, ...], ...] = ((8,), (2, 4), (2, 2, 2))
 
@@ -156,15 +156,11 @@ class Call:
         return OPS[self.name][1](*inputs)
 
 
-def calls(number: int) -> Iterator[Call]:
-    """Draw calls: `number` of each op.
-
-    Args:
-        number: The first ones are the same for every number.
-    """
+def calls() -> Iterator[Call]:
+    """Draw calls of each op, the same ones every time."""
     for name, (shapes, _) in OPS.items():
         chance = random.Random(name)
-        for _ in range(number):
+        for _ in range(NUM_CALLS):
             mesh_shape = chance.choice(MESHES)
             # What is 6 elsewhere is 5 now and then: no number of devices divides it.
             uneven = chance.random() < 0.3
@@ -366,7 +362,7 @@ def main() -> None:
     signal.signal(signal.SIGVTALRM, _stop)
     side = _pytorch()
     found: dict[str, Any] = {
-        "placements": [_placements_or_error(side, call) for call in calls(int(sys.argv[1]))],
+        "placements": [_placements_or_error(side, call) for call in calls()],
         "wrong": {},
     }
     try:

@@ -25,7 +25,6 @@ from xla_dtensor.runtimes import Runtime
 
 ROOT = Path(__file__).parents[2]
 SEMANTICS = ROOT / "docs" / "semantics.md"
-NUM_CALLS = 10  # of each op
 IS_TODAYS_TORCH = Version(torch.__version__) >= Version("2.13")
 PENDING = ("Pavg", "Pmax") if IS_TODAYS_TORCH else ("Psum", "Pavg", "Pmax")
 MATMULS = ("mm", "linear", "linear bias", "linear 3d", "bmm")
@@ -51,7 +50,7 @@ def pytorchs() -> dict[str, Any]:
     """What PyTorch gives."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_LOGS": "-all"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.pytorch_dtensor.calls", str(NUM_CALLS)],
+        [sys.executable, "-m", "tests.pytorch_dtensor.calls"],
         cwd=ROOT,
         env=variables,
         capture_output=True,
@@ -72,7 +71,7 @@ def differences(side: Side) -> tuple[list[str], collections.Counter[str]]:
     """The calls that differ without a reason, and how many have which."""
     unexplained: list[str] = []
     reasons: collections.Counter[str] = collections.Counter()
-    for call, words in zip(calls(NUM_CALLS), pytorchs()["placements"], strict=True):
+    for call, words in zip(calls(), pytorchs()["placements"], strict=True):
         if words == ["?"]:
             continue
         found = side.run(call)
