@@ -15,6 +15,11 @@ What is set, and why:
 * ``NPROC``, only while the client starts, and only with more virtual devices than cores: the
   client makes that many threads, and a collective needs one per device.
 * ``XLA_FLAGS``, only where the HLO was asked for.
+* ``torch.autograd.set_multithreading_enabled(False)``, for the thread that starts the runtime: the
+  backward pass of XLA tensors runs in the thread that asks for it. Where host tensors take part,
+  PyTorch runs it in two, one of which reads values while the other records ops; torch_xla guards
+  neither, and a tensor that a read was about to replace fails with "Check failed:
+  data()->tensor_data".
 """
 
 from __future__ import annotations
@@ -99,6 +104,7 @@ def start(
     with _enough_threads(asked_devices):
         _xlac()._init_computation_client()
     _check_started(asked_devices)
+    torch.autograd.set_multithreading_enabled(False)
     return Started(settings, dump_dir, wraps_all)
 
 

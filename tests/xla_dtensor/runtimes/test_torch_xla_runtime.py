@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,16 @@ def test_devices(runtime: Runtime) -> None:
     assert described["platform"] == "CPU"
     assert described["torch_xla"].startswith("2.9")
     assert "CPU_NUM_DEVICES=8" in described["settings"]
+
+
+def test_backward_runs_in_the_thread_that_asks_for_it(runtime: Runtime) -> None:
+    threads: list[int] = []
+    x = runtime.put(torch.ones(4), layout("[-]")).requires_grad_()
+    host = torch.ones(4, requires_grad=True)
+    for tensor in (x, host):
+        tensor.register_hook(lambda _: threads.append(threading.get_ident()))
+    (x * 2 + host.to(x.device)).sum().backward()
+    assert threads == [threading.get_ident()] * 2
 
 
 def test_root_is_the_plain_count(runtime: Runtime) -> None:
