@@ -29,6 +29,7 @@ __all__ = [
     "RedistributeError",
     "RngStateError",
     "RuntimeSetupError",
+    "ShardDimError",
     "ShardingDroppedError",
     "UnsupportedOpError",
     "WeightsError",
@@ -61,8 +62,12 @@ class InvalidMeshError(MeshError, DistributeError, AssertionError):
     """Of these arguments no mesh can be made. torch_xla asserts it, so it is that error too."""
 
 
-class RedistributeError(DistributeError, RuntimeError):
-    """Wrong target of a redistribute. A RuntimeError too, which is what torch raises."""
+class RedistributeError(DistributeError, NotImplementedError):
+    """Wrong target of a redistribute: torch's RuntimeError, and torch_xla's NotImplementedError."""
+
+
+class ShardDimError(DistributeError, IndexError):
+    """A tensor is to be sharded along a dim that it does not have."""
 
 
 class AlreadyAnnotatedError(DistributeError, RuntimeError):

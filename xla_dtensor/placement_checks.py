@@ -10,7 +10,7 @@ from torch.distributed.tensor import Placement, Replicate
 
 from xla_dtensor.core import Layout
 from xla_dtensor.device_mesh import DeviceMesh, mesh_text
-from xla_dtensor.errors import DistributeError
+from xla_dtensor.errors import DistributeError, ShardDimError
 
 __all__ = ["checked_placements"]
 
@@ -90,7 +90,7 @@ def _checked(
     if dim is None:
         return placement
     if not -ndim <= dim < ndim:
-        raise DistributeError(
+        raise ShardDimError(
             f"{function} was called with {placement!r} {where} for a tensor with {ndim} dims. The "
             f"dim {dim} does not exist. Pass a dim from {-ndim} to {ndim - 1}."
             if ndim

@@ -102,6 +102,25 @@ def test_a_dim_that_there_is_not(mesh: xd.DeviceMesh) -> None:
 
 
 W = torch.ones(4, 3)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [torch.tensor([1, 2]), (slice(None), torch.tensor([1, 2])), torch.arange(8) < 2],
+    ids=["rows", "columns", "mask"],
+)
+def test_values_of_another_shape(mesh: xd.DeviceMesh, index: Any) -> None:
+    for x in (table(mesh), table(None)):
+        with pytest.raises(RuntimeError, match="shape"):
+            x[index] = W
+    if isinstance(index, torch.Tensor):
+        x = table(mesh)
+        with pytest.raises(RuntimeError, match="shape"):
+            x[on_mesh(index, mesh)] = W
+        with pytest.raises(IndexError, match="whole number"):
+            x[index.float()]
+
+
 # What decides is a value: calls that are taken, and those that are not with what is said.
 VALUES: dict[str, tuple[Call, Any, Any, str]] = {
     "one_hot": (lambda x, v: F.one_hot(v, 5), [0, 4], [0, 5], "the index 5 for num_classes=5"),
@@ -132,6 +151,12 @@ VALUES: dict[str, tuple[Call, Any, Any, str]] = {
         [0, 1],
         [0, 2],
         "the probability 2.0 for a draw",
+    ),
+    "binary_cross_entropy": (
+        lambda x, v: F.binary_cross_entropy(v.float(), v.float().sigmoid()),
+        [0, 1],
+        [0, 2],
+        "the probability 2.0 for a loss",
     ),
 }
 

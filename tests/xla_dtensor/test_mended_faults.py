@@ -1223,3 +1223,30 @@ def an_index_on_the_host_is_out_of_range(on: On) -> Any:
 def a_view_that_torch_refuses(on: On) -> Any:
     x = on.put(numbers(2, 4))
     return torch.tensor(len(error_of(lambda: x.t().view(8))) > 0)
+
+
+@values()
+def log_ndtr_near_5(on: On) -> Any:
+    """JAX's has few digits there."""
+    x = on.put(torch.linspace(-12, 12, 49).reshape(7, 7), R, Shard(0))
+    return torch.special.log_ndtr(x)
+
+
+@values("jax")
+def the_branch_of_a_logarithm(on: On) -> Any:
+    """The imaginary part may be beyond pi."""
+    z = on.put(torch.complex(numbers(7, 3), numbers(7, 3, start=1.0)) * 9, R, Shard(0))
+    one = on.put(torch.complex(torch.tensor(4.0), torch.tensor(9.0)))
+    return torch.logaddexp(z, one), torch.logcumsumexp(z, 0), torch.logcumsumexp(one, 0)
+
+
+@layouts("jax")
+def an_axis_moves_to_another_dim_of_a_mesh_of_six(on: On) -> Any:
+    """jaxlib 0.11.2 and 0.12 ended the process."""
+    mesh = xd.init_device_mesh("xla", (2, 3), mesh_dim_names=("a", "b"))
+    x = xd.distribute_tensor(numbers(6, 12), mesh, [Shard(1), Shard(1)])
+    for target in ([Shard(0), Shard(1)], [Shard(1), Shard(0)]):
+        moved: Any = xd.compile(lambda x, to=target: x.redistribute(placements=to))(x)
+        torch.testing.assert_close(moved.full_tensor().cpu(), numbers(6, 12))
+        assert list(moved.placements) == target
+    return 0, 0

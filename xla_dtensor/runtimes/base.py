@@ -84,6 +84,9 @@ class Runtime(ABC):
     # Whether payloads have torch's strides. Where they have none, dispatch asks torch for them.
     has_strides: ClassVar[bool] = True
 
+    # Whether torch_xla wraps each plain tensor, because the process called use_spmd() itself.
+    wraps_plain_tensors: bool = False
+
     @property
     def tells_factors(self) -> bool:
         """Whether factors of a product are told to agree by their labels (``product_factors``)."""

@@ -26,12 +26,13 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.errors import IndexRangeError, UnsupportedOpError
+from xla_dtensor.errors import IndexRangeError, UnsupportedOpError, WriteError
 from xla_dtensor.runtimes.linear_loss_ops import linear_loss
 
 __all__ = ["BOUNDS", "Bound", "check_bounds", "host_extremes", "name_of", "refuse_part"]
 
 aten = torch.ops.aten
+_MASKS = (torch.bool, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,47 @@ def _of_dims(x: Any, indices: Any, *_: Any, **__: Any) -> Iterator[Bound]:
     for index in indices:
         if index is None:
             dim += 1
-        elif index.dtype in (torch.bool, torch.uint8):
+        elif index.dtype in _MASKS:
             dim += index.ndim
+        elif index.is_floating_point() or index.is_complex():
+            raise IndexRangeError(
+                f"A tensor was indexed with one of dtype={index.dtype}. An index is a whole "
+                "number, or a mask of bools. Pass index.long()."
+            )
         else:
             size = x.shape[dim]
             yield Bound(index, -size, size, f"dim {dim} of size {size}")
             dim += 1
+
+
+def _of_written(x: Any, indices: Any, values: Any, *_: Any, **__: Any) -> Iterator[Bound]:
+    """x[i, j] = values: they are of the shape that x[i, j] has, or are expanded to it."""
+    yield from _of_dims(x, indices)
+    places = [place for place, index in enumerate(indices) if index is not None]
+    if not any(indices[place].dtype in _MASKS for place in places):
+        points = torch.broadcast_shapes(*(indices[place].shape for place in places))
+        shape = [size for dim, size in enumerate(x.shape) if dim not in places]
+        # The points' dims stand where the indices do, or first where these are apart.
+        at = places[0] if places[-1] - places[0] + 1 == len(places) else 0
+        shape[at:at] = points
+        ends = zip(reversed(values.shape), reversed(shape), strict=False)
+        if values.ndim > len(shape) or any(size not in (1, whole) for size, whole in ends):
+            raise WriteError(
+                f"Values of shape={tuple(values.shape)} were written to x[indices], which has "
+                f"shape={tuple(shape)}. Pass values of that shape, or ones that expand to it."
+            )
+    elif len(places) == 1:
+        mask = indices[places[0]]
+        behind = x.ndim - mask.ndim - places[0]
+        number = values.shape[-1 - behind] if values.ndim > behind else 1
+        if number != 1:
+            rule, what = "Pass as many values as the mask has True", "number of places"
+            where = f"values of shape={tuple(values.shape)}"
+            yield Bound(mask, number, number + 1, where, what=what, rule=rule, of=_count)
+
+
+def _count(mask: Any) -> Any:
+    return (mask != 0).sum()
 
 
 def _along(from_the_end: bool = False) -> Callable[..., Iterator[Bound]]:
@@ -147,9 +183,12 @@ def _weights(x: Any, *_: Any, **__: Any) -> Iterator[Bound]:
     yield Bound(x, 0, math.inf, "a draw", what="weight", rule=rule)
 
 
-def _probabilities(x: Any, *_: Any, **__: Any) -> Iterator[Bound]:
-    rule = "Pass probabilities from 0 to 1"
-    yield Bound(x, 0, math.nextafter(1, 2), "a draw", what="probability", rule=rule)
+def _probabilities(where: str) -> Callable[..., Iterator[Bound]]:
+    def bounds(x: Any, *_: Any, **__: Any) -> Iterator[Bound]:
+        rule = "Pass probabilities from 0 to 1"
+        yield Bound(x, 0, math.nextafter(1, 2), where, what="probability", rule=rule)
+
+    return bounds
 
 
 def _divisor(x: Any, y: Any, *_: Any, rounding_mode: str | None = "floor") -> Iterator[Bound]:
@@ -172,7 +211,7 @@ def _zeros(value: Any) -> Any:
 
 BOUNDS: dict[Any, Callable[..., Iterator[Bound]]] = {
     aten.index.Tensor: _of_dims,
-    aten.index_put.default: _of_dims,
+    aten.index_put.default: _of_written,
     aten.embedding.default: _rows,
     aten._embedding_bag.default: _rows,
     aten._embedding_bag_forward_only.default: _rows,
@@ -187,7 +226,8 @@ BOUNDS: dict[Any, Callable[..., Iterator[Bound]]] = {
     aten.kthvalue.default: _kth,
     aten.masked_scatter.default: _masked,
     aten.multinomial.default: _weights,
-    aten.bernoulli.default: _probabilities,
+    aten.bernoulli.default: _probabilities("a draw"),
+    aten.binary_cross_entropy.default: _probabilities("a loss"),
     **dict.fromkeys(
         (
             aten.floor_divide.default,

@@ -4,6 +4,9 @@ Starting it fixes what can only be fixed once: the number of virtual CPU devices
 size of XLA's thread pool. With more virtual devices than cores, XLA:CPU's collectives can starve
 that pool and stop for ever; ``NPROC`` is therefore raised while the client is made, on CPU only,
 only if the user has not set it, and is taken away again so that child processes do not inherit it.
+So is the flag that switches XLA's third form of shardings off, for the jaxlibs that end the process
+(also with libtpu's compiler) where an axis moves from a dim to another and a coprime one stays, as
+from [-, (a, b)] to [a, b] on a (2, 3) mesh: "Check failed: sliced.has_value()".
 """
 
 from __future__ import annotations
@@ -54,6 +57,8 @@ from xla_dtensor.runtimes.torch_seed import follow_torch_seed
 __all__ = ["JaxRuntime"]
 
 _THREADS_ON_CPU = "64"
+_THIRD_FORM = "xla_enable_hlo_sharding_v3"
+_WRONG_WITH_IT = ("0.11.", "0.12.")  # 0.10.2 has no such flag and is right; newer ones: unknown
 _CPU_DEVICES = "XLA_DTENSOR_CPU_DEVICES"
 
 
@@ -404,16 +409,21 @@ def _start_jax(num_cpu_devices: int | None) -> dict[str, str]:
     if num_cpu_devices:
         jax.config.update("jax_num_cpu_devices", num_cpu_devices)
         settings["jax_num_cpu_devices"] = str(num_cpu_devices)
-    added = "NPROC" not in os.environ and _may_use_cpu()
-    if added:
-        os.environ["NPROC"] = _THREADS_ON_CPU
-        settings["NPROC while starting"] = _THREADS_ON_CPU
+    added: dict[str, str] = {}
+    if "NPROC" not in os.environ and _may_use_cpu():
+        added["NPROC"] = _THREADS_ON_CPU
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.__version__.startswith(_WRONG_WITH_IT) and _THIRD_FORM not in flags:
+        added["XLA_FLAGS"] = f"{flags} --{_THIRD_FORM}=false".strip()
+    before = dict(os.environ)
+    os.environ.update(added)
     try:
         jax.devices()
     finally:
-        if added:
-            del os.environ["NPROC"]
-    return settings
+        for name in added:
+            os.environ.pop(name)
+            os.environ.update({name: before[name]} if name in before else {})
+    return settings | {f"{name} while starting": value for name, value in added.items()}
 
 
 def _keep_programs(asked: str | os.PathLike[str] | bool | None) -> dict[str, str]:

@@ -46,6 +46,8 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "rshift": lambda a, b: a >> b,
     "and_": lambda a, b: a & b,
     "or_": lambda a, b: a | b,
+    "sym_and": lambda a, b: a & b,
+    "sym_or": lambda a, b: a | b,
     "bitwise_and": lambda a, b: a & b,
     "bitwise_or": lambda a, b: a | b,
     "bitwise_xor": lambda a, b: a ^ b,

@@ -51,8 +51,9 @@ def recovered(
     except NotImplementedError:
         meta = None
     except Exception as torchs:
-        # Some of what PyTorch checks is asserted there.
-        raise (RuntimeError(str(torchs)) if isinstance(error, AssertionError) else error) from None
+        # Some of what PyTorch checks is asserted there; and torch_xla's classes are often others.
+        kind = RuntimeError if isinstance(torchs, AssertionError) else type(torchs)
+        raise (error if isinstance(error, kind) else kind(str(torchs))) from None
     if not func._schema.is_mutable:
         # torch_xla's errors are of many types.
         with contextlib.suppress(Exception):

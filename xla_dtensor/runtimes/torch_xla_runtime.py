@@ -98,6 +98,7 @@ class TorchXlaRuntime(Runtime):
         compile_cache: str | os.PathLike[str] | bool | None = None,
     ) -> None:
         self._started = start(num_cpu_devices, dump_hlo, compile_cache)
+        self.wraps_plain_tensors = self._started.wraps_all
         register_device_module()
         correct_bridge()
         correct_program_keys()
@@ -113,7 +114,7 @@ class TorchXlaRuntime(Runtime):
         self._uneven = UnevenPayloads()
         self._manual = ManualRegions(self.root, self._op_sharding_for)
         self._annotations = Annotations(
-            self._uneven, self._manual.check_global, self._started.wraps_all
+            self._uneven, self._manual.check_global, self.wraps_plain_tensors
         )
         self._annotations.correct_fsdp_v2()
         self._local = LocalViews(self._op_sharding_for, self.known_sharding, self._manual)
@@ -273,7 +274,7 @@ class TorchXlaRuntime(Runtime):
         self._manual.check_global(payload)
         with functionalization():
             plain = payload.detach()
-            return plain if self._started.wraps_all else to_plain(plain)
+            return plain if self.wraps_plain_tensors else to_plain(plain)
 
     def enter_manual(
         self, payload: torch.Tensor, layout: Layout, region: ManualRegion
@@ -364,7 +365,7 @@ class TorchXlaRuntime(Runtime):
 
     def run_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self._manual.check_global(*args, *kwargs.values())
-        if self._started.wraps_all:
+        if self.wraps_plain_tensors:
             refuse_unwrapped(func, args, kwargs)
         result = run_op(func, args, kwargs)
         if func in _COPIES and args[0] in self._uneven and result.dtype == args[0].dtype:

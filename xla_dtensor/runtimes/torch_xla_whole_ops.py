@@ -76,9 +76,7 @@ def _unwrapped_run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     named = {k: _unwrapped(v) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     with torch._C._AutoDispatchBelowAutograd():
         result = function(*plain, **named)
-    if isinstance(result, torch.Tensor):
-        return _to_functional(result)
-    return tuple(map(_to_functional, result))
+    return _wrapped(result) if isinstance(result, torch.Tensor) else tuple(map(_wrapped, result))
 
 
 def _einsum(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -86,7 +84,12 @@ def _einsum(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     wrapped = _is_functional(a) or _is_functional(b)
     with torch._C._AutoDispatchBelowAutograd():
         product = torch.einsum(equation, _unwrapped(a), _unwrapped(b))
-    return _to_functional(product) if wrapped else product
+    return _wrapped(product) if wrapped else product
+
+
+def _wrapped(tensor: torch.Tensor) -> torch.Tensor:
+    # What torch_xla's kernels return is wrapped where the process called use_spmd() itself.
+    return tensor if _is_functional(tensor) else _to_functional(tensor)
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,12 @@ from xla_dtensor.placement_checks import torch_placements
 from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.runtimes.whole_autograd import LinearResult
 from xla_dtensor.spmd.mesh import as_mesh
-from xla_dtensor.spmd.sharded_tensor import XLAShardedTensor, wrap_plain, wrapped_tensor
+from xla_dtensor.spmd.sharded_tensor import (
+    XLAShardedTensor,
+    take_plain_tensors,
+    wrap_plain,
+    wrapped_tensor,
+)
 
 __all__ = [
     "MarkShardingFunction",
@@ -248,6 +253,7 @@ def _annotated(t: DTensor, layout: Layout) -> XLAShardedTensor:
     meta = t._spec.tensor_meta
     t._spec = GlobalState(as_device_mesh(layout.mesh), torch_placements(layout), tensor_meta=meta)
     t.__class__ = XLAShardedTensor
+    take_plain_tensors()
     return t  # pyright: ignore[reportReturnType]
 
 

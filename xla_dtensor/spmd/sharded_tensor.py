@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import EllipsisType
 from typing import Any
 
@@ -22,6 +23,7 @@ from xla_dtensor.core import Layout, OpSharding, layout_of_op_sharding
 from xla_dtensor.device_mesh import DeviceMesh, as_device_mesh
 from xla_dtensor.dtensor import DTensor
 from xla_dtensor.errors import DistributeError
+from xla_dtensor.nested import map_nested
 from xla_dtensor.pickling import load_dtensor, reduce_dtensor
 from xla_dtensor.placement_checks import torch_placements
 from xla_dtensor.redistribution import as_plain
@@ -34,6 +36,7 @@ from xla_dtensor.spmd.sharding_type import ShardingType, sharding_type_of
 __all__ = [
     "XLAShard",
     "XLAShardedTensor",
+    "take_plain_tensors",
     "unwrap_sharded_tensor",
     "wrap_as_sharded_tensor",
     "wrap_if_sharded",
@@ -278,6 +281,7 @@ def _check_on_devices(function: str, t: torch.Tensor) -> None:
 
 def wrap_plain(tensor: torch.Tensor, layout: Layout) -> XLAShardedTensor:
     """Wrap a plain tensor of the runtime, whose history the wrapper shares; no op is run."""
+    take_plain_tensors()
     mesh, placements = as_device_mesh(layout.mesh), torch_placements(layout)
     if tensor.requires_grad and torch.is_grad_enabled():
         wrapped: Any = _Wrap.apply(tensor, mesh, placements)
@@ -326,6 +330,37 @@ def wrap_if_sharded(x: Any) -> Any:
     if not runtime.is_payload(x) or runtime.known_sharding(x) is None:
         return x
     return wrap_as_sharded_tensor(x)
+
+
+@cache
+def take_plain_tensors() -> None:
+    """Let ops take a plain tensor beside a sharded one where the process called use_spmd() itself.
+
+    torch_xla wraps each plain tensor there, and would wrap what an op with one of them returns. So
+    the plain one becomes an XLAShardedTensor before the op, which its gradient passes through. A
+    plain tensor that is written to stays one, and the op is refused.
+    """
+    if get_runtime().wraps_plain_tensors:
+        method: Any = classmethod(_beside_plain_tensors)
+        XLAShardedTensor.__torch_function__ = method
+
+
+def _beside_plain_tensors(
+    cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+) -> Any:
+    name = getattr(func, "__name__", "")
+    writes = (name.endswith("_") and not name.endswith("__")) or "out" in (kwargs or {})
+    differentiates = name in ("backward", "grad")  # with respect to the very tensors
+    with torch._C.DisableTorchFunctionSubclass():
+        if not writes and not differentiates:
+            args, kwargs = map_nested(_wrapped_if_plain, (tuple(args), kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _wrapped_if_plain(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return value
+    return wrap_as_sharded_tensor(value) if get_runtime().is_payload(value) else value
 
 
 class _Wrap(LinearResult):

@@ -6,11 +6,11 @@ installed the picture is a rich table, else plain text::
 
     >>> _ = visualize_sharding("{devices=[2,1,4]<=[8] last_tile_dim_replicate}", use_color=False)
     ... # doctest: +SKIP
-    +-----------------+
-    | CPU 0, 1, 2, 3  |
-    +-----------------+
-    | CPU 4, 5, 6, 7  |
-    +-----------------+
+    +------------------+
+    | CPU [0, 1, 2, 3] |
+    +------------------+
+    | CPU [4, 5, 6, 7] |
+    +------------------+
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from xla_dtensor.runtimes.registry import get_runtime
 __all__ = ["visualize_sharding", "visualize_tensor_sharding"]
 
 _COLORS = ("blue", "green", "magenta", "cyan", "yellow", "red", "white", "bright_black")
+_LONG_RUN = 8
 
 
 @argument_types
@@ -46,7 +47,7 @@ def visualize_sharding(
         sharding: XLA's text, with an iota or a list of devices; "" is replicated.
         use_color: Whether cells are coloured, where the terminal can.
         scale: Height of a cell, in units of three lines.
-        min_width: Least width of a cell, in characters.
+        min_width: Least width of a cell, in characters, where the picture is not too wide then.
         max_width: Width of the whole picture, in characters.
 
     Returns:
@@ -58,8 +59,11 @@ def visualize_sharding(
     parsed = OpSharding.parse(sharding or "{replicated}")
     platform, shown = _platform(), None
     for title, cells in _pictures(parsed):
-        texts = [[_cell(platform, devices) for devices in row] for row in cells]
-        shown = _print(title, texts, use_color, scale, min_width, max_width)
+        is_shared = parsed.device is None and (not parsed.is_tiled or len(cells[0][0]) > 1)
+        texts = [[_cell(platform, tile, is_shared=is_shared) for tile in row] for row in cells]
+        columns = len(texts[0])
+        width = min_width if columns * (min_width + 1) < max_width else 0
+        shown = _print(title, texts, use_color, scale, width, max_width)
     return shown
 
 
@@ -90,8 +94,8 @@ def _platform() -> str:
 def _pictures(sharding: OpSharding) -> Iterator[tuple[str, list[list[list[int]]]]]:
     """Yield a title and a grid of device lists for each pair of last dims."""
     if not sharding.is_tiled:
-        everywhere = [sharding.device] if sharding.device is not None else None
-        yield "", [[list(get_runtime().device_ids()) if everywhere is None else everywhere]]
+        everywhere = list(get_runtime().device_ids())
+        yield "", [[everywhere if sharding.device is None else [sharding.device]]]
         return
     ndim = sharding.tensor_ndim or 0
     tiles = sharding.tile_assignment.reshape(*sharding.tile_dims[:ndim], -1)
@@ -102,16 +106,15 @@ def _pictures(sharding: OpSharding) -> Iterator[tuple[str, list[list[list[int]]]
         yield at if tiles[place].size < tiles.size else "", tiles[place].tolist()
 
 
-def _cell(platform: str, devices: list[int]) -> str:
-    runs: list[str] = []
-    start = 0
-    for end in range(1, len(devices) + 1):
-        if end == len(devices) or devices[end] != devices[end - 1] + 1:
-            long = end - start > 4
-            first, last = devices[start], devices[end - 1]
-            runs += [f"{first}-{last}"] if long else [str(d) for d in devices[start:end]]
-            start = end
-    return f"{platform} {', '.join(runs)}"
+def _cell(platform: str, devices: list[int], *, is_shared: bool) -> str:
+    """The text of a tile, as torch_xla words it; but for long runs of devices."""
+    if not is_shared:
+        return f"{platform} {devices[0]}"
+    runs = np.split(devices, np.flatnonzero(np.diff(devices) != 1) + 1)
+    texts = (
+        f"{run[0]}-{run[-1]}" if len(run) > _LONG_RUN else ", ".join(map(str, run)) for run in runs
+    )
+    return f"{platform} [{', '.join(texts)}]"
 
 
 def _print(
@@ -124,6 +127,7 @@ def _print(
 ) -> Any:
     lines = max(int(3 * scale), 1)
     try:
+        import rich.box
         import rich.console
         import rich.table
     except ImportError:
@@ -133,13 +137,18 @@ def _print(
     console = rich.console.Console(width=max_width)
     use_color = use_color and console.color_system is not None
     table = rich.table.Table(
-        title=title or None, show_header=False, show_lines=not use_color, padding=0, pad_edge=False
+        title=title or None,
+        show_header=False,
+        show_lines=not use_color,
+        padding=0,
+        pad_edge=False,
+        box=None if use_color else rich.box.SQUARE,
     )
     for _ in texts[0]:
-        table.add_column(min_width=min_width, justify="center", vertical="middle")
+        table.add_column(min_width=min_width, justify="center")
     for i, row in enumerate(texts):
         above = "\n" * ((lines - 1) // 2)
-        cells = [f"{above}{text}{above}" for text in row]
+        cells = [f"{above} {text} {above}" for text in row]
         if use_color:
             colors = (_COLORS[(i * len(row) + j) % len(_COLORS)] for j in range(len(row)))
             cells = [f"[on {c}]{t}[/]" for c, t in zip(colors, cells, strict=True)]

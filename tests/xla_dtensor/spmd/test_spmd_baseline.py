@@ -272,7 +272,7 @@ def test_silent_k_mixing_gives_sharded_tensors(marked: Any, plain: Plain, order:
 
 @needs_torch_xla
 def test_silent_k_mixing_where_the_script_called_use_spmd(run_child: Callable[..., Any]) -> None:
-    """There torch_xla wraps all plain tensors, and would wrap the result: an error names it."""
+    """There torch_xla wraps all plain tensors, and would wrap the result of an op with one."""
     status, out, errors = run_child(
         "import torch_xla.runtime as xr; xr.use_spmd()\n"
         "import torch, xla_dtensor.spmd as xs\n"
@@ -283,15 +283,19 @@ def test_silent_k_mixing_where_the_script_called_use_spmd(run_child: Callable[..
         "y = torch.ones(8, 4).to('xla')\n"
         "assert (x + y).cpu().sum() == 528, 'plain with plain'\n"
         "assert w.local_shards[0].data.shape == (4, 4)\n"
+        "y.requires_grad_()\n"
+        "z = torch.nn.functional.linear(y * w, torch.ones(3, 4).to('xla'))\n"
+        "assert isinstance(z, xs.XLAShardedTensor), type(z)\n"
+        "z.sum().backward()\n"
+        "assert torch.equal(y.grad.cpu(), x.cpu() * 3)\n"
+        "print('mixed', (w + y).global_tensor.cpu().sum().item())\n"
         "try:\n"
-        "    z = w + y\n"
-        "    assert isinstance(z, xs.XLAShardedTensor), type(z)\n"
-        "    print('mixed', z.global_tensor.cpu().sum().item())\n"
+        "    torch.ones(8, 4).to('xla').add_(w)\n"
         "except DistributeError as error:\n"
         "    print('refused', '.global_tensor' in str(error))\n"
     )
     assert status == 0, errors
-    assert out.strip() in ("mixed 528.0", "refused True")
+    assert out.split() == ["mixed", "528.0", "refused", "True"]
 
 
 def test_k_a_write_through_a_view(mesh: xd.DeviceMesh, dp_tp: xs.Mesh) -> None:

@@ -13,6 +13,10 @@ import xla_dtensor.spmd as xs
 from xla_dtensor.core import OpShardingError
 from xla_dtensor.runtimes import Runtime
 
+EVERYWHERE = """\
++------------------------------+
+| CPU [0, 1, 2, 3, 4, 5, 6, 7] |
++------------------------------+"""
 PARTIAL = "{devices=[2,1,4]<=[8] last_tile_dim_replicate}"
 
 
@@ -34,11 +38,11 @@ def no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             PARTIAL,
             """\
-+----------------+
-| CPU 0, 1, 2, 3 |
-+----------------+
-| CPU 4, 5, 6, 7 |
-+----------------+""",
++------------------+
+| CPU [0, 1, 2, 3] |
++------------------+
+| CPU [4, 5, 6, 7] |
++------------------+""",
         ),
         (
             "{devices=[2,4]<=[4,2]T(1,0)}",
@@ -52,18 +56,18 @@ def no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "{devices=[4,2]0,4,1,5,2,6,3,7 last_tile_dim_replicate}",
             """\
-+----------+
-| CPU 0, 4 |
-+----------+
-| CPU 1, 5 |
-+----------+
-| CPU 2, 6 |
-+----------+
-| CPU 3, 7 |
-+----------+""",
++------------+
+| CPU [0, 4] |
++------------+
+| CPU [1, 5] |
++------------+
+| CPU [2, 6] |
++------------+
+| CPU [3, 7] |
++------------+""",
         ),
-        ("", "+---------+\n| CPU 0-7 |\n+---------+"),
-        ("{replicated}", "+---------+\n| CPU 0-7 |\n+---------+"),
+        ("", EVERYWHERE),
+        ("{replicated}", EVERYWHERE),
         ("{maximal device=3}", "+---------+\n|  CPU 3  |\n+---------+"),
     ],
 )
@@ -98,12 +102,26 @@ def test_with_rich(runtime: Runtime, capsys: pytest.CaptureFixture[str]) -> None
     assert (table.row_count, len(table.columns)) == (2, 1)
     lines = capsys.readouterr().out.splitlines()
     assert [line.strip("│| ") for line in lines if "CPU" in line] == [
-        "CPU 0, 1, 2, 3",
-        "CPU 4, 5, 6, 7",
+        "CPU [0, 1, 2, 3]",
+        "CPU [4, 5, 6, 7]",
     ]
     flat = xs.visualize_sharding("{devices=[2,4]<=[8]}", use_color=False, scale=0.1, min_width=12)
     assert [column.min_width for column in flat.columns] == [12] * 4
     assert len(capsys.readouterr().out.splitlines()) < len(lines)
+
+
+def test_wide_pictures(runtime: Runtime, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    xs.visualize_sharding("{devices=[1,8]<=[8]}", use_color=False)
+    xs.visualize_sharding("{devices=[1,8]<=[8]}", use_color=False, max_width=90)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "CPU" in line]
+    assert [(line.strip()[0], line.strip()[-1], line.count("CPU")) for line in lines] == [
+        ("│", "│", 8)
+    ] * 2
+    xs.visualize_sharding(
+        f"{{devices=[1,2,9]{','.join(map(str, range(18)))} last_tile_dim_replicate}}"
+    )
+    assert "CPU [0-8]" in capsys.readouterr().out
 
 
 def test_with_colours(
@@ -125,7 +143,7 @@ def test_a_tensor(mesh: xd.DeviceMesh, dp_tp: xs.Mesh) -> None:
     assert xs.visualize_tensor_sharding(marked) == expected
     assert xs.visualize_tensor_sharding(plain, use_color=False) == expected
     whole = xd.distribute_tensor(torch.ones(8), mesh, None)
-    assert "CPU 0-7" in xs.visualize_tensor_sharding(whole)
+    assert xs.visualize_tensor_sharding(whole) == EVERYWHERE
 
 
 def test_what_is_no_sharding(runtime: Runtime) -> None:

@@ -20,7 +20,7 @@ from jax.scipy import special
 from xla_dtensor.runtimes.jax_convert import jax_dtype, torch_dtype
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
-__all__ = ["quotient"]
+__all__ = ["log_add_exp", "quotient"]
 
 aten = torch.ops.aten
 _HALF = (jnp.bfloat16, jnp.float16)
@@ -140,7 +140,7 @@ _register(
         "fmod.Tensor fmod.Scalar": jnp.fmod,
         "remainder.Tensor remainder.Scalar": jnp.remainder,
         "hypot": jnp.hypot,
-        "logaddexp": jnp.logaddexp,
+        "logaddexp": lambda x, y: log_add_exp(x, y),
         "bitwise_and.Tensor bitwise_and.Scalar": jnp.bitwise_and,
         "bitwise_or.Tensor bitwise_or.Scalar": jnp.bitwise_or,
         "bitwise_xor.Tensor bitwise_xor.Scalar": jnp.bitwise_xor,
@@ -259,6 +259,20 @@ def _abs(x: Any) -> Any:
 @lower(aten.bitwise_not.default)
 def _bitwise_not(x: Any) -> Any:
     return jnp.invert(x)
+
+
+def log_add_exp(x: Any, y: Any) -> Any:
+    """log(exp(x) + exp(y)); of complex numbers with the imaginary part that torch's kernel gives.
+
+    That is near the one of the larger number, and may be beyond pi: another branch than JAX's.
+    """
+    if x.dtype.kind != "c":
+        return jnp.logaddexp(x, y)
+    low, high = jnp.where(x.real < y.real, x, y), jnp.where(x.real >= y.real, x, y)
+    is_edge = ~jnp.isfinite(low.real) & (low.real == high.real)
+    edge = jnp.where(low.real < 0, low, jnp.log(jnp.exp(low) + jnp.exp(high)))
+    found = jnp.where(is_edge, edge, high + jnp.log1p(jnp.exp(low - high)))
+    return jnp.where(jnp.isnan(x) | jnp.isnan(y), complex("nan+nanj"), found)
 
 
 def quotient(x: Any, y: Any) -> Any:

@@ -17,7 +17,7 @@ from jax import lax
 from xla_dtensor.errors import IndexRangeError
 from xla_dtensor.runtimes.jax_convert import jax_dtype
 from xla_dtensor.runtimes.jax_lowering.extremes import largest, smallest
-from xla_dtensor.runtimes.jax_lowering.pointwise import quotient
+from xla_dtensor.runtimes.jax_lowering.pointwise import log_add_exp, quotient
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
 __all__: list[str] = []
@@ -184,7 +184,18 @@ def _cumprod(x: Any, dim: int, *, dtype: Any = None, meta: Any) -> Any:
 
 @lower(aten.logcumsumexp.default)
 def _logcumsumexp(x: Any, dim: int) -> Any:
-    return lax.cumlogsumexp(x, axis=dim % x.ndim) if x.ndim else x
+    if not x.ndim or not x.size:
+        return x
+    if x.dtype.kind != "c":
+        return lax.cumlogsumexp(x, axis=dim % x.ndim)
+    rows = jnp.moveaxis(x, dim, 0)
+
+    def add(total: Any, row: Any) -> tuple[Any, Any]:
+        total = log_add_exp(total, row)
+        return total, total
+
+    _, totals = lax.scan(add, rows[0], rows[1:])
+    return jnp.moveaxis(jnp.concatenate([rows[:1], totals]), 0, dim)
 
 
 @lower(aten._softmax.default)

@@ -19,7 +19,6 @@ aten = torch.ops.aten
 elementwise("special_i0e")(special.i0e)
 elementwise("special_i1e")(special.i1e)
 elementwise("special_ndtri")(special.ndtri)
-elementwise("special_log_ndtr")(special.log_ndtr)
 
 
 @elementwise("special_zeta", "special_zeta.self_scalar", "special_zeta.other_scalar")
@@ -37,6 +36,14 @@ def _erfcx(x: Any) -> Any:
     at = 1 / (2 * far * far)
     series = 1 - at * (1 - 3 * at * (1 - 5 * at * (1 - 7 * at)))
     return jnp.where(x > 8, series / (far * math.sqrt(math.pi)), special.erfcx(x))
+
+
+@elementwise("special_log_ndtr")
+def _log_ndtr(x: Any) -> Any:
+    # JAX's takes the logarithm of what is all but 1 up to x = 5, where few of its digits are left.
+    low, high = jnp.where(x < -1, x, -1), jnp.where(x < -1, -1, x)
+    tail = jnp.log(_erfcx(-low * math.sqrt(0.5)) / 2) - low * low / 2
+    return jnp.where(x < -1, tail, jnp.log1p(-special.erfc(high * math.sqrt(0.5)) / 2))
 
 
 @elementwise("igamma")
