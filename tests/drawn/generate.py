@@ -95,7 +95,8 @@ def _call(draw: Draw, names_of_ops: Sequence[str]) -> tuple[ops.Call, dict[int, 
         there = None
         if chance.random() < (0.3 if is_index else 0.8):
             there = draw.pick(lambda t, s=tensor: (t.shape, t.dtype) == (s.shape, s.dtype))
-        if call.name.endswith(("batch_norm", "instance_norm")) and there in names.values():
+        is_norm = "batch_norm" in call.name or "instance_norm" in call.name
+        if is_norm and there in names.values():
             there = None  # not one tensor as running mean and variance: the last write is open
         names[id(tensor)] = there or draw.leaf(tensor, may_be_plain=tensor is not call.source)
     return call, names
@@ -339,7 +340,7 @@ def _mixed(draw: Draw) -> bool:
     if first in NUMBERS and name not in ("pow", "sub", "rsub", "add", "mul", "div"):
         first, second = second, first
     if chance.random() < 0.2:
-        first = f"torch.where({left} == {left}.clone().fill_(1), {left}, {right})"
+        first = f"torch.where({left} == {left}.clone().fill_(7), {left}, {right})"
         return draw.propose(first)
     options = ""
     if name == "div" and chance.random() < 0.5:

@@ -9,7 +9,8 @@ the second) and what that noise changes (the third against the second)::
 
 Integers and bools have to be equal to plain torch's, but for elements that noise changes: where
 `round` or `argmax` stands on an edge, any of the values seen is right. An error has to be of the
-class that torch raises, or one of this project's (refused). An index out of range may give NaN.
+class that torch raises, or one of this project's (refused). An index out of range may give NaN;
+what has no NaN is judged in another way (`tests.drawn.ours`).
 
 | verdict | |
 |---|---|
@@ -37,7 +38,16 @@ from tests.drawn import ops
 from tests.drawn.programs import PLAIN_WORDS, WIDE, Leaf, Program, Result, run, widened
 from tests.drawn.training import PLAIN_TRAINING_WORDS
 
-__all__ = ["KINDS", "Expected", "Verdict", "difference", "expected_of", "judge"]
+__all__ = [
+    "KINDS",
+    "Expected",
+    "Verdict",
+    "difference",
+    "expected_of",
+    "has_nan",
+    "is_of_index",
+    "judge",
+]
 
 # From worst to best.
 KINDS = ("abort", "hang", "wrong", "silent", "unclear", "refused", "unjudged", "right")
@@ -45,7 +55,7 @@ TIMES = 4.0
 _NUM_NOISES = 5
 _LENGTH = 200
 _TOO_NOISY = 0.2
-_OUT_OF_RANGE = re.compile("out of (bounds|range)|invalid max index")
+_OUT_OF_RANGE = re.compile("out of (bounds|range)|invalid max index|must be non-negative")
 
 
 @dataclass(frozen=True)
@@ -162,12 +172,23 @@ def _judge_error(plain: Result, found: Result) -> Verdict:
             return Verdict("right")
         kind = "refused" if _is_refusal(found.error) else "unclear"
         return Verdict(kind, f"{error_text(found.error)}; {expected}", plain.line)
-    floats = [
-        v for v in found.values.values() if isinstance(v, torch.Tensor) and v.is_floating_point()
-    ]
-    is_of_index = isinstance(plain.error, IndexError) or _OUT_OF_RANGE.search(str(plain.error))
-    is_poison = is_of_index and any(v.isnan().any() for v in floats)
+    is_poison = is_of_index(plain.error) and any(bool(v.isnan().any()) for v in _inexact(found))
     return Verdict("right") if is_poison else Verdict("silent", expected, plain.line)
+
+
+def is_of_index(error: BaseException | None) -> bool:
+    """Whether plain torch's error is about an index out of range."""
+    return isinstance(error, IndexError) or bool(_OUT_OF_RANGE.search(str(error)))
+
+
+def has_nan(found: Result) -> bool:
+    """Whether a result is of a dtype that has NaN."""
+    return bool(_inexact(found))
+
+
+def _inexact(found: Result) -> list[torch.Tensor]:
+    tensors = [value for value in found.values.values() if isinstance(value, torch.Tensor)]
+    return [value for value in tensors if value.is_floating_point() or value.is_complex()]
 
 
 def _is_refusal(error: BaseException | None) -> bool:

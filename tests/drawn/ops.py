@@ -91,6 +91,13 @@ _SAME_FOR_ALL: dict[str, Callable[[Any], Any]] = {
     "linalg.qr": lambda r: r[0] @ r[1] if r[0].numel() else r[1].abs(),
     "qr": lambda r: r[0] @ r[1],
     "geqrf": lambda r: r[0].triu().abs(),
+    # What is left where the matrix has no factor, or no inverse.
+    **dict.fromkeys(
+        ("linalg.cholesky_ex", "linalg.inv_ex"),
+        lambda r: (r[0].masked_fill((r[1] != 0)[..., None, None], 0), r[1]),
+    ),
+    # The statistics' dtype is the CPU kernel's own; CUDA's is another.
+    "native_layer_norm": lambda r: r[0],
     # Which of equal numbers an index means is left open.
     "mode": lambda r: r[0],
     "topk": lambda r: r[0],

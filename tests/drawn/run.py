@@ -100,8 +100,8 @@ def child(runtime: str, notes: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from tests.drawn.judge import Verdict, expected_of, judge
-    from tests.drawn.ours import run_on_mesh, start
+    from tests.drawn.judge import expected_of
+    from tests.drawn.ours import start, verdict_of
 
     start(runtime)
     with notes.open("a", encoding="utf-8") as file:
@@ -120,7 +120,7 @@ def child(runtime: str, notes: Path) -> None:
                 continue
             expected = expected_of(program)
             note({"started": job, "program": str(program)})
-            verdict: Verdict = judge(program, expected, run_on_mesh(program))
+            verdict = verdict_of(program, expected)
             row = {
                 "job": job,
                 "kind": verdict.kind,

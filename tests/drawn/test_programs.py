@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.drawn.judge import expected_of, judge
-from tests.drawn.ours import run_on_mesh
+from tests.drawn.judge import expected_of
+from tests.drawn.ours import verdict_of
 from tests.drawn.run import program_of
 from xla_dtensor.runtimes import Runtime
 
@@ -27,7 +27,7 @@ def test_drawn_programs(runtime: Runtime, batch: int) -> None:
     bad = []
     for seed in range(10_000 + BATCH * batch, 10_000 + BATCH * (batch + 1)):
         program = program_of(f"program/{seed}")
-        verdict = judge(program, expected_of(program), run_on_mesh(program))
+        verdict = verdict_of(program, expected_of(program))
         if verdict.kind not in FINE:
             bad.append(f"program/{seed} on {runtime.name}: {verdict.kind}: {verdict.note}")
     assert not bad
