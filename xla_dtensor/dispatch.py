@@ -102,6 +102,8 @@ class _Traits:
 
 
 _traits: dict[Any, _Traits] = {}
+# What these refuse depends on the device: which kernel of attention there is, targets of uint8.
+_KERNELS_DIFFER = ("attention", "nll_loss")
 
 
 def _traits_of(func: Any) -> _Traits:
@@ -302,8 +304,7 @@ def _answer(
     runtime = get_runtime()
     if not runtime.has_strides:
         meta = output_meta(func, args, kwargs)
-        # Which kernel of attention is taken, and so what is refused, depends on the device.
-        if meta is None and "attention" not in func._schema.name:
+        if meta is None and not any(part in func._schema.name for part in _KERNELS_DIFFER):
             raise_torchs_error(func, args, kwargs)
         states = _with_strides(states, meta)
     if runtime.pins_products:

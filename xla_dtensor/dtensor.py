@@ -347,7 +347,10 @@ class DTensor(TorchDTensor):
         return whole if is_off_mesh(self._spec.mesh) else get_runtime().to_host(whole)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`torch.Tensor.to`; to the mesh's own device type it stays where it is."""
+        """As :meth:`torch.Tensor.to`; to the mesh's own device type it stays where it is.
+
+        To the CPU, from a mesh of other devices: the whole value, as a plain tensor.
+        """
         kind = self._spec.mesh.device_type
         if args and isinstance(args[0], (str, torch.device)):
             names = ("device", "dtype", "non_blocking", "copy")
@@ -355,6 +358,8 @@ class DTensor(TorchDTensor):
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == kind:
             kwargs = {**kwargs, "device": None}
+        elif device is not None and torch.device(device).type == "cpu" != self.device.type:
+            return self.full_tensor().to(*args, **kwargs)
         return super().to(*args, **kwargs)
 
     def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:

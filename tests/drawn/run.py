@@ -69,7 +69,10 @@ def call_jobs(seed: int) -> Iterator[str]:
             if not calls:
                 continue
             yield f"call/{name}/{_short(dtype)}/-/{seed}"
-            if any(len(call.tensors) == 2 and call.tensors[1].dtype == dtype for call in calls):
+            mixed = name not in ops.listed()["one_dtype"]
+            if mixed and any(
+                len(call.tensors) == 2 and call.tensors[1].dtype == dtype for call in calls
+            ):
                 for second in ops.DTYPES:
                     if second != dtype:
                         yield f"call/{name}/{_short(dtype)}/{_short(second)}/{seed}"

@@ -1250,3 +1250,80 @@ def an_axis_moves_to_another_dim_of_a_mesh_of_six(on: On) -> Any:
         torch.testing.assert_close(moved.full_tensor().cpu(), numbers(6, 12))
         assert list(moved.placements) == target
     return 0, 0
+
+
+@values()
+def writes_through_strides_with_gaps(on: On) -> Any:
+    """torch_xla wrote the places one after the other."""
+    new, whole = on.put(numbers(2, 2)), [on.put(numbers(16), R, Shard(0)) for _ in range(4)]
+    whole[0].as_strided((2, 2), (1, 8)).copy_(new)
+    whole[1].as_strided((16,), (1,)).as_strided((2, 2), (8, 1)).mul_(new)
+    shown = whole[2].as_strided((2, 2), (2, 5), 3)
+    shown.add_(new)
+    x = on.leaf(numbers(3, 3), Shard(1), Shard(1))
+    part = on.put(numbers(2, 2), Shard(0), Shard(0))
+    scattered = torch.as_strided_scatter(x, part, (2, 2), (1, 4), 1)
+    (grad,) = torch.autograd.grad((scattered * on.put(numbers(3, 3))).sum(), x)
+    return [*whole, shown, scattered, grad]
+
+
+@values()
+def dtypes_that_are_found_from_both(on: On) -> Any:
+    small, bytes_ = (
+        on.put(torch.tensor([-100, 100, 7]).to(torch.int8)),
+        on.put(torch.tensor([200, 3, 255]).to(torch.uint8)),
+    )
+    half, brain = on.put(numbers(3, 1).half()), on.put(numbers(3).bfloat16())
+    whole = on.put(torch.tensor(3, dtype=torch.int32))
+    two = torch.ldexp(whole, on.put(torch.tensor(3.0).bfloat16()))
+    return [small.__rsub__(bytes_), torch.clamp_max(half, brain), whole.cumsum(0), two]
+
+
+@values()
+def bools_where_floats_are_asked(on: On) -> Any:
+    flags, x = on.put(torch.tensor([True, False, True])), on.leaf(numbers(3))
+    (grad,) = torch.autograd.grad(torch.fmax(x, flags).sum(), x)
+    targets = on.put(torch.tensor([0, 2, 1]).to(torch.uint8))
+    loss = F.cross_entropy(on.put(numbers(3, 3)), targets)
+    return [torch.isnan(flags), torch.sgn(flags), grad, loss]
+
+
+@values()
+def norms_of_differences(on: On) -> Any:
+    far = torch.dist(
+        on.put((numbers(50) * 90).half()), on.put((numbers(50, start=2.0) * 90).half())
+    )
+    z = on.put(torch.complex(numbers(3), numbers(3, start=1.0)).to(torch.complex64))
+    return far.float().round(), torch.dist(z, z * 2j).double().round(decimals=5)
+
+
+@values()
+def logarithms_in_float64(on: On) -> Any:
+    x = on.put(numbers(20) ** 2 + 0.5, R, Shard(0))
+    return torch.log10(x), torch.log2(x)
+
+
+@values()
+def tangents_of_views(on: On) -> Any:
+    """torch_xla had no storage to make them in."""
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(on.put(numbers(2, 3)), on.put(numbers(2, 3, start=1.0)))
+        z = torch.complex(numbers(3), numbers(3, start=1.0)).to(torch.complex64)
+        bent = torch.tanh(forward_ad.make_dual(on.put(z), on.put(z * 1j)))
+        found = [forward_ad.unpack_dual(value).tangent for value in (x.t() * 2, x.t(), bent)]
+    return [*found[:2], torch.view_as_real(found[2].cpu()).double().round(decimals=4)]
+
+
+@values("torch_xla")
+def bytes_between_pixels_are_rounded(on: On) -> Any:
+    image = on.put((torch.arange(96) * 7 % 251).reshape(2, 3, 4, 4).to(torch.uint8))
+    return F.interpolate(image, scale_factor=1.7, mode="bilinear", align_corners=True)
+
+
+@values("torch_xla")
+def a_tensor_on_the_cpu(on: On) -> Any:
+    x = on.leaf(numbers(4, 5), Shard(0)) if on.mesh is None else on.leaf(numbers(4, 5), Shard(0), R)
+    there = x.to("cpu", torch.float32)
+    assert type(there) is torch.Tensor
+    there.sum().backward()
+    return there, x.grad

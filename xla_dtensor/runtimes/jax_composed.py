@@ -93,6 +93,11 @@ def _slogdet(matrix: torch.Tensor) -> Any:
     return sign * diagonal.sgn().prod(-1), diagonal.abs().log().sum(-1), factors, pivots
 
 
+@_composed(aten.ldexp.Tensor)
+def _ldexp(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return x * torch.pow(2.0, other)  # torch's decomposition takes the 2.0 for a float32
+
+
 # ------------------------------------------------------------------ strides
 
 

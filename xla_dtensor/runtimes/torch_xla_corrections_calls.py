@@ -27,10 +27,11 @@ from xla_dtensor.runtimes.torch_xla_corrections_extrema import extreme_value
 from xla_dtensor.runtimes.torch_xla_corrections_host import has_manual, run_on_host
 from xla_dtensor.runtimes.torch_xla_corrections_recovery import decomposed
 
-__all__ = ["call_correction", "has_call_rule", "over_all_dims"]
+__all__ = ["call_correction", "has_call_rule", "told_in_full"]
 
 aten = torch.ops.aten
 _LAST_TWO = (-2, -1)
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def call_correction(
@@ -59,18 +60,22 @@ def has_call_rule(func: Any) -> bool:
     return any(packet in table for table in (_REDUCTIONS, _REWRITTEN, _DECOMPOSED, _ON_HOST))
 
 
-def over_all_dims(
+def told_in_full(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return a reduction's arguments with all dims named where none is, which means all in PyTorch.
+    """Return arguments as torch_xla has to be told them.
 
-    torch_xla reduces none then.
+    All dims of a reduction where none is named, which means all in PyTorch: torch_xla reduces none
+    then. Targets of a loss that are int64.
 
     Args:
-        func: An ``OpOverload``, of a reduction or not.
+        func: An ``OpOverload``.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
     """
+    if func.overloadpacket in _LOSSES:
+        at = [argument.name for argument in func._schema.arguments].index("target")
+        return [*args[:at], args[at].to(torch.int64), *args[at + 1 :]], kwargs
     if func.overloadpacket not in _REDUCTIONS:
         return args, kwargs
     names = [argument.name for argument in func._schema.arguments]
@@ -192,10 +197,19 @@ def _as_strided_scatter(
     stride: Sequence[int],
     offset: int | None = None,
 ) -> Callable[[], torch.Tensor]:
-    """torch_xla writes what it can as one slice, and fails to compile the rest."""
-    places = places_of(x, size, stride, offset).to(x.device)
-    written = x.reshape(-1).index_put((places,), src.to(x.dtype))
-    return lambda: written.reshape(x.shape)
+    """torch_xla writes what it can as one slice, and fails to compile the rest.
+
+    As a read: XLA ends the process where a scatter's values are cut unevenly.
+    """
+    places = places_of(x, size, stride, offset).reshape(-1)
+    numbers = torch.full((x.numel(),), -1).index_put((places,), torch.arange(places.numel()))
+
+    def scatter() -> torch.Tensor:
+        number = numbers.to(x.device)
+        values = src.to(x.dtype).reshape(-1)[number.clamp(min=0)]
+        return torch.where(number >= 0, values, x.reshape(-1)).reshape(x.shape)
+
+    return scatter
 
 
 def _vector_norm(
@@ -224,8 +238,52 @@ def _norm(
 
 
 def _dist(x: torch.Tensor, y: torch.Tensor, p: Any = 2) -> Callable[[], torch.Tensor] | None:
-    """The infinite norm of a difference, which torch_xla takes for a finite one as well."""
-    return _vector_norm(x - y, p) if math.isinf(p) else None
+    """The norm of a difference, of which torch_xla gets what :func:`_norm` says wrong as well."""
+    if math.isinf(p):
+        return _vector_norm(x - y, p)
+
+    def norm() -> torch.Tensor:
+        found = decomposed(aten.linalg_vector_norm.default, (x - y, p), {})
+        return found.to(torch.result_type(x, y).to_real())
+
+    dtype = torch.result_type(x, y)
+    # A square of half precision may be infinite where the norm is not.
+    return norm if dtype.is_complex or dtype in _HALF else None
+
+
+def _logarithm(base: float) -> Callable[..., Callable[[], torch.Tensor] | None]:
+    """torch_xla's constants have the precision of float32."""
+
+    def rule(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        return (lambda: torch.log(x) / math.log(base)) if x.dtype == torch.float64 else None
+
+    return rule
+
+
+def _zeros_with_the_meta_of(
+    x: torch.Tensor, other: torch.Tensor, *, self_num_batch_dims: int = 0
+) -> Callable[[], torch.Tensor]:
+    """PyTorch makes a storage, and torch_xla has none."""
+    return lambda: x.new_zeros([*x.shape[:self_num_batch_dims], *other.shape])
+
+
+def _conjugated(slope: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """torch_xla forgets to conjugate the derivative of complex numbers."""
+
+    def rule(grad: torch.Tensor, y: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        return (lambda: grad * slope(y).conj().resolve_conj()) if y.is_complex() else None
+
+    return rule
+
+
+def _sign(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """XLA has none of bools."""
+    return (lambda: x.clone()) if x.dtype == torch.bool else None
+
+
+def _is_bytes(x: torch.Tensor, *_: Any, **__: Any) -> bool:
+    """torch_xla cuts off what PyTorch rounds."""
+    return x.dtype == torch.uint8
 
 
 def _is_scaled(func: Any, *args: Any, **kwargs: Any) -> bool:
@@ -298,7 +356,9 @@ def _logit(x: torch.Tensor, eps: float | None = None) -> Callable[[], torch.Tens
 
 def _is_nan(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
     """XLA asks real numbers alone."""
-    return (lambda: torch.isnan(x.real) | torch.isnan(x.imag)) if x.is_complex() else None
+    if x.is_complex():
+        return lambda: torch.isnan(x.real) | torch.isnan(x.imag)
+    return None if x.is_floating_point() else lambda: torch.zeros_like(x, dtype=torch.bool)
 
 
 def _is_an_infinity(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
@@ -328,11 +388,19 @@ def _is_complex_or_batched(x: torch.Tensor, *_: Any, **__: Any) -> bool:
     return x.is_complex() or _is_batched(x)
 
 
-def _not_training(*args: Any, **_: Any) -> bool:
-    """Its kernel needs the batch's own statistics, which there are only in training."""
-    return not args[7]
+def _has_other_statistics(*args: Any, **_: Any) -> bool:
+    """Its kernel needs the batch's own statistics, as in training, and in the input's dtype."""
+    return not args[7] or args[1].dtype in _HALF
 
 
+_LOSSES = frozenset(
+    {
+        aten.nll_loss_forward,
+        aten.nll_loss_backward,
+        aten.nll_loss2d_forward,
+        aten.nll_loss2d_backward,
+    }
+)
 _REDUCTIONS = frozenset(
     {
         aten.amax,
@@ -369,6 +437,13 @@ _REWRITTEN: dict[Any, Callable[..., Callable[[], Any] | None]] = {
     aten.convolution: convolution,
     aten.convolution_backward: convolution_backward,
     aten.isnan: _is_nan,
+    aten._new_zeros_with_same_feature_meta: _zeros_with_the_meta_of,
+    aten.tanh_backward: _conjugated(lambda y: 1 - y * y),
+    aten.sigmoid_backward: _conjugated(lambda y: y * (1 - y)),
+    aten.log10: _logarithm(10),
+    aten.log2: _logarithm(2),
+    aten.sgn: _sign,
+    aten.sign: _sign,
     aten.one_hot: _one_hot,
     aten.isneginf: _is_an_infinity,
     aten.isposinf: _is_an_infinity,
@@ -391,7 +466,7 @@ _DECOMPOSED: dict[Any, Callable[..., bool]] = {
     aten.threshold: _is_double,
     aten.nll_loss_forward: _is_unbatched,
     aten.nll_loss_backward: _is_unbatched_backward,
-    aten.native_batch_norm_backward: _not_training,
+    aten.native_batch_norm_backward: _has_other_statistics,
 }
 _ON_HOST: dict[Any, Callable[..., bool]] = {
     **dict.fromkeys(
@@ -429,10 +504,12 @@ _ON_HOST: dict[Any, Callable[..., bool]] = {
         for packet in (
             aten.upsample_nearest2d,
             aten.upsample_nearest2d_backward,
-            aten.upsample_bilinear2d,
             aten.upsample_bilinear2d_backward,
         )
     },
+    aten.upsample_bilinear2d: lambda *args, **kwargs: (
+        _is_bytes(*args) or _is_scaled(aten.upsample_bilinear2d.default, *args, **kwargs)
+    ),
     **dict.fromkeys((aten._pdist_forward, aten._pdist_backward), _is_infinite),
     aten._linalg_svd: _is_complex_or_batched,
     aten.abs: _is_complex,

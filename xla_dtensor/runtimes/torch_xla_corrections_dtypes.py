@@ -35,7 +35,9 @@ Run = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 _WIDE = frozenset({torch.float32, torch.float64})
 _NO_OPERANDS = frozenset({"condition", "mask"})
 _NUMBERS = frozenset({"self", "other"})
-_ELEMENTWISE = frozenset({aten.floor_divide, aten.masked_fill, aten.where})
+_ELEMENTWISE = frozenset(
+    {aten._cdist_forward, aten.floor_divide, aten.masked_fill, aten.rsub, aten.where}
+)
 
 
 def in_torchs_dtypes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], run: Run) -> Any:

@@ -6,8 +6,13 @@ these, in silence, where the dim is cut (docs/decisions/strided_slices.md)::
     x[::2] = y                 of 12 rows on 4 devices: values of y in the gaps too
     (x[::2] * w).sum()         the same in x.grad
 
-A new dim is padded behind each element instead, and merged with the dim. This happens in the kernel
-that functionalization calls for the base of a view: above it nobody knows that one is written.
+A new dim is padded behind each element instead, and merged with the dim. torch_xla takes a view of
+``as_strided`` with gaps for one without::
+
+    x.as_strided((2, 2), (1, 8)).copy_(y)    of 16 numbers: writes the first four
+
+There the places are read, or selected, one by one. This happens in the kernels that
+functionalization calls for the base of a view: above them nobody knows that one is written.
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ aten = torch.ops.aten
 @cache
 def register() -> torch.library.Library:
     """Install the kernels; calling it again does nothing."""
+    as_strided_copy = torch.library.get_kernel("aten::as_strided_copy", "XLA")
+    as_strided_scatter = torch.library.get_kernel("aten::as_strided_scatter", "XLA")
     cut = torch.library.get_kernel("aten::slice_copy.Tensor", "XLA")
     write = torch.library.get_kernel("aten::slice_scatter", "XLA")
 
@@ -66,14 +73,46 @@ def register() -> torch.library.Library:
     ) -> torch.Tensor:
         return aten.slice_scatter(grad.new_zeros(sizes), grad, dim, start, end, step)
 
+    def read(keys: Any, x: Any, size: Any, stride: Any, offset: int | None = None) -> Any:
+        places = _places_with_gaps(x, size, stride, offset)
+        if places is None:
+            return as_strided_copy.call_boxed(keys, x, size, stride, offset)
+        rows = aten.index_select(aten.view_copy(x, [x.numel()]), 0, places.to(x.device))
+        return aten.view_copy(rows, size)
+
+    def scatter(
+        keys: Any, x: Any, new: Any, size: Any, stride: Any, offset: int | None = None
+    ) -> Any:
+        places = _places_with_gaps(x, size, stride, offset)
+        if places is None:
+            return as_strided_scatter.call_boxed(keys, x, new, size, stride, offset)
+        numbers = torch.full((x.numel(),), -1).index_put((places,), torch.arange(len(places)))
+        is_written = (numbers >= 0).to(x.device)
+        flat = aten.view_copy(new.to(x.dtype), [len(places)])
+        values = aten.index_select(flat, 0, numbers.clamp(min=0).to(x.device))
+        found = aten.where(is_written, values, aten.view_copy(x, [x.numel()]))
+        return aten.view_copy(found, x.shape)
+
     kernels = torch.library.Library("aten", "IMPL")
     for name, kernel in [
+        ("as_strided_copy", read),
+        ("as_strided_scatter", scatter),
         ("slice_copy.Tensor", slice_copy),
         ("slice_scatter", slice_scatter),
         ("slice_backward", slice_backward),
     ]:
         kernels.impl(name, kernel, "XLA", with_keyset=True)
     return kernels
+
+
+def _places_with_gaps(x: Any, size: Any, stride: Any, offset: int | None) -> torch.Tensor | None:
+    """Return the places of a view of `x` that is not one row of places; None where it is."""
+    if 0 in size or list(stride) == list(torch.empty(size, device="meta").stride()):
+        return None
+    places = torch.zeros((), dtype=torch.int64) + (offset or 0)
+    for extent, step in zip(size, stride, strict=True):
+        places = places.unsqueeze(-1) + torch.arange(extent) * step
+    return places.reshape(-1)
 
 
 def _spread(x: torch.Tensor, dim: int, start: int, step: int, size: int) -> torch.Tensor:

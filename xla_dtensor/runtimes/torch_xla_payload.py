@@ -29,7 +29,7 @@ from xla_dtensor.runtimes.functional_ops import functional_form
 from xla_dtensor.runtimes.index_bounds import BOUNDS, Bound, check_bounds, host_extremes
 from xla_dtensor.runtimes.torch_xla_bases import annotate_bases_again, write_to_sources
 from xla_dtensor.runtimes.torch_xla_corrections import correction
-from xla_dtensor.runtimes.torch_xla_corrections_calls import over_all_dims
+from xla_dtensor.runtimes.torch_xla_corrections_calls import told_in_full
 from xla_dtensor.runtimes.torch_xla_corrections_dtypes import in_torchs_dtypes
 from xla_dtensor.runtimes.torch_xla_corrections_recovery import recovered
 from xla_dtensor.runtimes.torch_xla_poison import poison
@@ -191,9 +191,19 @@ def _write_statistics(given: Sequence[Any], payloads: Sequence[Any]) -> None:
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    args, kwargs = over_all_dims(func, args, kwargs)
+    args, kwargs = told_in_full(func, args, kwargs)
     try:
-        return in_torchs_dtypes(func, args, kwargs, _run_once)
+        # Operands are cast first: the ways round an error give what they are given.
+        return in_torchs_dtypes(func, args, kwargs, _run_or_recover)
+    except XlaDTensorError:
+        raise
+    except (RuntimeError, IndexError, ValueError, AssertionError) as error:
+        return recovered(func, args, kwargs, error, _run_once)
+
+
+def _run_or_recover(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    try:
+        return _run_once(func, args, kwargs)
     except XlaDTensorError:
         raise
     except (RuntimeError, IndexError, ValueError, AssertionError) as error:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtimes import whole_ops as whole_ops  # defines torch.ops.xla_dtensor
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
@@ -38,7 +39,7 @@ def precision() -> lax.Precision:
 
 def _check_dtypes(a: Any, b: Any) -> None:
     if a.dtype != b.dtype:
-        raise RuntimeError(
+        raise UnsupportedOpError(
             f"A product of tensors of {a.dtype} and {b.dtype} was asked for. PyTorch multiplies "
             "matrices of one dtype. Cast one of them."
         )
