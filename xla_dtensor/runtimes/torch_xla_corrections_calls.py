@@ -16,7 +16,6 @@ import torch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtimes.torch_xla_corrections_autograd import (
     is_overlapping,
-    places_of,
     read_places,
 )
 from xla_dtensor.runtimes.torch_xla_corrections_convolution import (
@@ -186,30 +185,13 @@ def _as_strided(
     return (lambda: read_places(x, size, stride, offset)) if overlapping else None
 
 
-def _as_strided_copy(*args: Any, **kwargs: Any) -> Callable[[], torch.Tensor]:
-    return lambda: read_places(*args, **kwargs)
-
-
 def _as_strided_scatter(
-    x: torch.Tensor,
-    src: torch.Tensor,
-    size: Sequence[int],
-    stride: Sequence[int],
-    offset: int | None = None,
-) -> Callable[[], torch.Tensor]:
-    """torch_xla writes what it can as one slice, and fails to compile the rest.
-
-    As a read: XLA ends the process where a scatter's values are cut unevenly.
-    """
-    places = places_of(x, size, stride, offset).reshape(-1)
-    numbers = torch.full((x.numel(),), -1).index_put((places,), torch.arange(places.numel()))
-
-    def scatter() -> torch.Tensor:
-        number = numbers.to(x.device)
-        values = src.to(x.dtype).reshape(-1)[number.clamp(min=0)]
-        return torch.where(number >= 0, values, x.reshape(-1)).reshape(x.shape)
-
-    return scatter
+    x: torch.Tensor, src: torch.Tensor, *where: Any
+) -> Callable[[], torch.Tensor] | None:
+    """torch_xla does not cast what is written."""
+    if src.dtype == x.dtype:
+        return None
+    return lambda: torch.as_strided_scatter(x, src.to(x.dtype), *where)
 
 
 def _vector_norm(
@@ -432,7 +414,6 @@ _REWRITTEN: dict[Any, Callable[..., Callable[[], Any] | None]] = {
     aten.any: _truth(torch.any),
     aten.count_nonzero: _count_nonzero,
     aten.as_strided: _as_strided,
-    aten.as_strided_copy: _as_strided_copy,
     aten.as_strided_scatter: _as_strided_scatter,
     aten.convolution: convolution,
     aten.convolution_backward: convolution_backward,

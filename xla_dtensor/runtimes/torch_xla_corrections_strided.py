@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.runtimes.torch_xla_corrections_autograd import places_of
+
 __all__ = ["register"]
 
 aten = torch.ops.aten
@@ -109,10 +111,7 @@ def _places_with_gaps(x: Any, size: Any, stride: Any, offset: int | None) -> tor
     """Return the places of a view of `x` that is not one row of places; None where it is."""
     if 0 in size or list(stride) == list(torch.empty(size, device="meta").stride()):
         return None
-    places = torch.zeros((), dtype=torch.int64) + (offset or 0)
-    for extent, step in zip(size, stride, strict=True):
-        places = places.unsqueeze(-1) + torch.arange(extent) * step
-    return places.reshape(-1)
+    return places_of(x, size, stride, offset).reshape(-1)
 
 
 def _spread(x: torch.Tensor, dim: int, start: int, step: int, size: int) -> torch.Tensor:
