@@ -99,6 +99,8 @@ _SAME_FOR_ALL: dict[str, Callable[[Any], Any]] = {
     # The statistics' dtype is the CPU kernel's own; CUDA's is another.
     "native_layer_norm": lambda r: r[0],
     "native_batch_norm": lambda r: r[0],
+    "_native_batch_norm_legit": lambda r: r[0],
+    "_batch_norm_with_update": lambda r: r[0],
     # Which of equal numbers an index means is left open.
     "mode": lambda r: r[0],
     "topk": lambda r: r[0],

@@ -1327,3 +1327,21 @@ def a_tensor_on_the_cpu(on: On) -> Any:
     assert type(there) is torch.Tensor
     there.sum().backward()
     return there, x.grad
+
+
+@values("jax")
+def limits_beyond_the_dtype(on: On) -> Any:
+    """A limit that all values keep was an OverflowError; PyTorch 2.9 refuses it."""
+    small = on.put(torch.tensor([0, 1, 255]).to(torch.uint8))
+    with pytest.raises(RuntimeError):
+        small.clamp_min(300)
+    return [] if torch.__version__ < "2.15" else [small.clamp(-1, 300), F.hardtanh(small)]
+
+
+@layouts("jax")
+def a_part_is_scattered_into_at_a_place_of_the_whole(on: On) -> Any:
+    """What is written lies outside of the part; it was written into it."""
+    x, new = on.put(numbers(2, 3, 3)), on.put(numbers(2, 2))
+    with pytest.raises(NotImplementedError, match="on a part of a tensor"):
+        torch.as_strided_scatter(x[1], new, (2, 2), (1, 2), 1)
+    return 0, 0

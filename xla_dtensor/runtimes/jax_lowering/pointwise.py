@@ -17,6 +17,7 @@ import torch
 from jax import lax
 from jax.scipy import special
 
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtimes.jax_convert import jax_dtype, torch_dtype
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
@@ -330,9 +331,25 @@ def _addcdiv(x: Any, a: Any, b: Any, *, value: Any = 1, meta: Any) -> Any:
 @lower(aten.clamp.default, aten.clamp.Tensor, wants_meta=True)
 def _clamp(x: Any, min: Any = None, max: Any = None, *, meta: Any) -> Any:
     dtype = jax_dtype(meta.dtype)
-    x = _cast(x, dtype)
+    x, min, max = _cast(x, dtype), _limit("min", min, dtype), _limit("max", max, dtype)
     x = x if min is None else jnp.maximum(x, _cast(min, dtype))
     return x if max is None else jnp.minimum(x, _cast(max, dtype))
+
+
+def _limit(name: str, number: Any, dtype: Any) -> Any:
+    """Return a limit that a whole number's dtype holds; None where all of its values keep it."""
+    if not isinstance(number, int) or dtype.kind not in "iu":
+        return number
+    least, most = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+    if least <= number <= most:
+        return number
+    if (number < least) == (name == "min"):
+        return None
+    raise UnsupportedOpError(
+        f"clamp was called with {name}={number} on a tensor of dtype={dtype}. No {dtype} keeps "
+        f"that limit, which PyTorch refuses as well. Pass a number from {least} to {most}, or "
+        "convert the tensor first."
+    )
 
 
 @lower(aten.clamp_min.default, aten.clamp_min.Tensor, wants_meta=True)
