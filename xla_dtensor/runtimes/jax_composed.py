@@ -109,8 +109,8 @@ def _as_strided_scatter(
         raise UnsupportedOpError(
             f"as_strided_scatter was called with storage_offset={storage_offset} on a part of a "
             f"tensor, which begins at {x.storage_offset()} of it. PyTorch counts from the "
-            "beginning of the whole, so that little of what is written is in the part. Leave storage_offset "
-            "out, or call it on the whole."
+            "beginning of the whole, so that little of what is written is in the part. Leave "
+            "storage_offset out, or call it on the whole."
         )
     result = x.clone()
     aten.as_strided.default(result, size, stride, storage_offset).copy_(source)
