@@ -55,7 +55,9 @@ TIMES = 4.0
 _NUM_NOISES = 5
 _LENGTH = 200
 _TOO_NOISY = 0.2
-_OUT_OF_RANGE = re.compile("out of (bounds|range)|invalid max index|must be non-negative")
+_OUT_OF_RANGE = re.compile(
+    "out of (bounds|range)|invalid max index|must be non-negative|between 0 and 1"
+)
 
 
 @dataclass(frozen=True)

@@ -1310,8 +1310,10 @@ def tangents_of_views(on: On) -> Any:
         x = forward_ad.make_dual(on.put(numbers(2, 3)), on.put(numbers(2, 3, start=1.0)))
         z = torch.complex(numbers(3), numbers(3, start=1.0)).to(torch.complex64)
         bent = torch.tanh(forward_ad.make_dual(on.put(z), on.put(z * 1j)))
-        found = [forward_ad.unpack_dual(value).tangent for value in (x.t() * 2, x.t(), bent)]
-    return [*found[:2], torch.view_as_real(found[2].cpu()).double().round(decimals=4)]
+        strided = x.as_strided((2, 2), (3, 1))
+        views = (x.t() * 2, x.t(), strided, bent)
+        found = [forward_ad.unpack_dual(value).tangent for value in views]
+    return [*found[:3], torch.view_as_real(found[3].cpu()).double().round(decimals=4)]
 
 
 @values("torch_xla")
@@ -1345,3 +1347,29 @@ def a_part_is_scattered_into_at_a_place_of_the_whole(on: On) -> Any:
     with pytest.raises(NotImplementedError, match="on a part of a tensor"):
         torch.as_strided_scatter(x[1], new, (2, 2), (1, 2), 1)
     return 0, 0
+
+
+@values()
+def parts_of_complex_numbers(on: On) -> Any:
+    """On torch_xla what was written to them was lost, and compiled steps were refused."""
+    z = on.put(
+        torch.complex(numbers(4, 3), numbers(4, 3, start=1.0)).to(torch.complex64), Shard(0), R
+    )
+    y = z.clone()
+    torch.view_as_real(y).mul_(2)
+    y.real.add_(1)
+    y.imag[0] = 3
+    flat = on.put(numbers(4, 2).float(), Shard(0), R)
+    torch.view_as_complex(flat).mul_(2j)
+    step = on.compile(lambda z: (torch.view_as_real(z), z.imag, z.abs()))
+    return [value.double().round(decimals=5) for value in (y.real, y.imag, flat, *step(z))]
+
+
+@values()
+def pointwise_ops_of_two_floats_in_a_step(on: On) -> Any:
+    special = torch.tensor([1.0, -2.0, 0.0, -0.0, float("nan"), float("inf"), 1e200])
+    x, y = on.put(special.repeat(7)), on.put(special.repeat_interleave(7), R, Shard(0))
+    ops = (torch.copysign, torch.fmin, torch.fmax, torch.hypot, torch.logaddexp, torch.logaddexp2)
+    step = on.compile(lambda x, y: [op(x, y) for op in ops])
+    found = [*step(x, y), torch.special.xlog1py(x, y), torch.copysign(x, -0.0)]
+    return [*found, 1 / found[0], 1 / found[-1]]  # zeros have signs

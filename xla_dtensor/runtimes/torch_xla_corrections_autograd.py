@@ -20,6 +20,7 @@ import torch
 
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtimes.index_bounds import refuse_part
+from xla_dtensor.runtimes.whole_autograd import LinearResult
 
 __all__ = ["is_overlapping", "places_of", "read_places", "register"]
 
@@ -80,7 +81,7 @@ def _as_strided(
         return aten.as_strided.default(x, size, stride, offset)
 
 
-class _AsStrided(torch.autograd.Function):
+class _AsStrided(LinearResult):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, size: Any, stride: Any, offset: Any) -> torch.Tensor:
         ctx.shape, ctx.places = x.shape, places_of(x, size, stride, offset)
@@ -88,8 +89,7 @@ class _AsStrided(torch.autograd.Function):
             return aten.as_strided.default(x, size, stride, offset)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (grad,) = grads
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         zeros = grad.new_zeros(ctx.shape.numel())
         places = ctx.places.reshape(-1).to(grad.device)
         return zeros.index_add(0, places, grad.reshape(-1)).reshape(ctx.shape), None, None, None

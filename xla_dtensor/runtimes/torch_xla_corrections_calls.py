@@ -24,6 +24,7 @@ from xla_dtensor.runtimes.torch_xla_corrections_convolution import (
 )
 from xla_dtensor.runtimes.torch_xla_corrections_extrema import extreme_value
 from xla_dtensor.runtimes.torch_xla_corrections_host import has_manual, run_on_host
+from xla_dtensor.runtimes.torch_xla_corrections_pointwise import POINTWISE
 from xla_dtensor.runtimes.torch_xla_corrections_recovery import decomposed
 
 __all__ = ["call_correction", "has_call_rule", "told_in_full"]
@@ -233,34 +234,11 @@ def _dist(x: torch.Tensor, y: torch.Tensor, p: Any = 2) -> Callable[[], torch.Te
     return norm if dtype.is_complex or dtype in _HALF else None
 
 
-def _logarithm(base: float) -> Callable[..., Callable[[], torch.Tensor] | None]:
-    """torch_xla's constants have the precision of float32."""
-
-    def rule(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        return (lambda: torch.log(x) / math.log(base)) if x.dtype == torch.float64 else None
-
-    return rule
-
-
 def _zeros_with_the_meta_of(
     x: torch.Tensor, other: torch.Tensor, *, self_num_batch_dims: int = 0
 ) -> Callable[[], torch.Tensor]:
     """PyTorch makes a storage, and torch_xla has none."""
     return lambda: x.new_zeros([*x.shape[:self_num_batch_dims], *other.shape])
-
-
-def _conjugated(slope: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """torch_xla forgets to conjugate the derivative of complex numbers."""
-
-    def rule(grad: torch.Tensor, y: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        return (lambda: grad * slope(y).conj().resolve_conj()) if y.is_complex() else None
-
-    return rule
-
-
-def _sign(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """XLA has none of bools."""
-    return (lambda: x.clone()) if x.dtype == torch.bool else None
 
 
 def _is_bytes(x: torch.Tensor, *_: Any, **__: Any) -> bool:
@@ -276,11 +254,6 @@ def _is_scaled(func: Any, *args: Any, **kwargs: Any) -> bool:
 
 def _is_infinite(_: torch.Tensor, *args: Any, **__: Any) -> bool:
     return any(isinstance(p, float) and math.isinf(p) for p in args)
-
-
-def _is_complex(x: torch.Tensor, *_: Any, **__: Any) -> bool:
-    """torch_xla says that the absolute value of a complex number is one."""
-    return x.is_complex()
 
 
 def _is_unbatched(x: torch.Tensor, *_: Any, **__: Any) -> bool:
@@ -320,33 +293,6 @@ def _batch_norm(
         return result
 
     return norm
-
-
-def _remainder(func: Any, x: Any, y: Any) -> Callable[[], torch.Tensor] | None:
-    """torch_xla takes the dtype of an int8 for that of a uint8, which XLA refuses."""
-    tensors = [value for value in (x, y) if isinstance(value, torch.Tensor)]
-    if torch.int8 not in {tensor.dtype for tensor in tensors}:
-        return None
-    wide = [v.to(torch.int32) if isinstance(v, torch.Tensor) else v for v in (x, y)]
-    return lambda: func(*wide).to(torch.int8)
-
-
-def _logit(x: torch.Tensor, eps: float | None = None) -> Callable[[], torch.Tensor] | None:
-    """torch_xla does not clamp."""
-    return None if eps is None else lambda: torch.logit(x.clamp(eps, 1 - eps))
-
-
-def _is_nan(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """XLA asks real numbers alone."""
-    if x.is_complex():
-        return lambda: torch.isnan(x.real) | torch.isnan(x.imag)
-    return None if x.is_floating_point() else lambda: torch.zeros_like(x, dtype=torch.bool)
-
-
-def _is_an_infinity(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """torch_xla takes the smallest whole number for an infinity."""
-    whole = not x.is_floating_point()
-    return (lambda: torch.zeros_like(x, dtype=torch.bool)) if whole else None
 
 
 def _roll(x: torch.Tensor, *_: Any, **__: Any) -> Callable[[], torch.Tensor] | None:
@@ -417,20 +363,10 @@ _REWRITTEN: dict[Any, Callable[..., Callable[[], Any] | None]] = {
     aten.as_strided_scatter: _as_strided_scatter,
     aten.convolution: convolution,
     aten.convolution_backward: convolution_backward,
-    aten.isnan: _is_nan,
     aten._new_zeros_with_same_feature_meta: _zeros_with_the_meta_of,
-    aten.tanh_backward: _conjugated(lambda y: 1 - y * y),
-    aten.sigmoid_backward: _conjugated(lambda y: y * (1 - y)),
-    aten.log10: _logarithm(10),
-    aten.log2: _logarithm(2),
-    aten.sgn: _sign,
-    aten.sign: _sign,
+    **POINTWISE,
     aten.one_hot: _one_hot,
-    aten.isneginf: _is_an_infinity,
-    aten.isposinf: _is_an_infinity,
-    aten.logit: _logit,
     aten.roll: _roll,
-    aten.remainder: functools.partial(_remainder, torch.remainder),
     aten.masked_scatter: lambda *args: _masked_scatter(False, *args),
     aten.masked_scatter_: lambda *args: _masked_scatter(True, *args),
 }
@@ -441,6 +377,9 @@ _DECOMPOSED: dict[Any, Callable[..., bool]] = {
     aten.native_group_norm: _always,
     aten.native_group_norm_backward: _always,
     aten.elu_backward: _always,
+    # torch_xla asks the host.
+    aten.logaddexp: _always,
+    aten.special_xlog1py: _always,
     # torch_xla's constants have the precision of float32.
     aten.gelu: _is_double,
     aten.gelu_backward: _is_double,
@@ -467,7 +406,6 @@ _ON_HOST: dict[Any, Callable[..., bool]] = {
             aten.max_unpool2d,
             aten.max_unpool3d,
             aten.nonzero,
-            aten.view_as_real,
         ),
         _always,
     ),
@@ -493,5 +431,4 @@ _ON_HOST: dict[Any, Callable[..., bool]] = {
     ),
     **dict.fromkeys((aten._pdist_forward, aten._pdist_backward), _is_infinite),
     aten._linalg_svd: _is_complex_or_batched,
-    aten.abs: _is_complex,
 }

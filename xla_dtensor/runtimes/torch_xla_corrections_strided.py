@@ -34,6 +34,7 @@ def register() -> torch.library.Library:
     """Install the kernels; calling it again does nothing."""
     as_strided_copy = torch.library.get_kernel("aten::as_strided_copy", "XLA")
     as_strided_scatter = torch.library.get_kernel("aten::as_strided_scatter", "XLA")
+    parts_of = torch.library.get_kernel("aten::view_as_real_copy", "XLA")
     cut = torch.library.get_kernel("aten::slice_copy.Tensor", "XLA")
     write = torch.library.get_kernel("aten::slice_scatter", "XLA")
 
@@ -95,10 +96,16 @@ def register() -> torch.library.Library:
         found = aten.where(is_written, values, aten.view_copy(x, [x.numel()]))
         return aten.view_copy(found, x.shape)
 
+    def real_and_imaginary(keys: Any, x: torch.Tensor) -> torch.Tensor:
+        # The layout of torch_xla's result has a dim too few, which is noticed if it is read itself.
+        parts = parts_of.call_boxed(keys, x)
+        return aten.stack([aten.select_copy(parts, -1, part) for part in (0, 1)], -1)
+
     kernels = torch.library.Library("aten", "IMPL")
     for name, kernel in [
         ("as_strided_copy", read),
         ("as_strided_scatter", scatter),
+        ("view_as_real_copy", real_and_imaginary),
         ("slice_copy.Tensor", slice_copy),
         ("slice_scatter", slice_scatter),
         ("slice_backward", slice_backward),
