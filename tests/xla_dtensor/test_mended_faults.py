@@ -1373,3 +1373,12 @@ def pointwise_ops_of_two_floats_in_a_step(on: On) -> Any:
     step = on.compile(lambda x, y: [op(x, y) for op in ops])
     found = [*step(x, y), torch.special.xlog1py(x, y), torch.copysign(x, -0.0)]
     return [*found, 1 / found[0], 1 / found[-1]]  # zeros have signs
+
+
+@values()
+def places_to_split_at_on_the_mesh(on: On) -> Any:
+    """torch read the memory of that tensor."""
+    x, places = on.leaf(numbers(5, 4), R, Shard(0)), on.put(torch.tensor([1, 3]))
+    parts = torch.tensor_split(x, places, 0)
+    weighed = [part.sum() * (number + 1) for number, part in enumerate(parts)]
+    return [*parts, *torch.autograd.grad(sum(weighed), x)]

@@ -84,8 +84,14 @@ def register() -> None:
         ("einsum", einsum),
         ("lstm.input", _lstm),
         ("one_hot", _one_hot),
+        ("tensor_split.tensor_indices_or_sections", _tensor_split),
     ):
         kernels.impl(name, kernel, _KEY)
+
+
+def _tensor_split(x: torch.Tensor, places: torch.Tensor, dim: int = 0) -> Any:
+    """torch reads the memory of the tensor that says where to split."""
+    return torch.tensor_split(x, places.tolist(), dim)
 
 
 def _lstm(*args: Any) -> Any:
