@@ -277,7 +277,7 @@ def refusing_reads() -> Iterator[None]:
     except RuntimeError as error:
         if _NO_MEMORY not in str(error):
             raise
-        refuse_read("read by an op that takes a tensor of the host there, such as tensor_split,")
+        refuse_read("read by an op that takes a tensor of the host there")
 
 
 def refuse_write_to_host(target: Any) -> None:

@@ -32,9 +32,6 @@ aten = torch.ops.aten
 @cache
 def register() -> torch.library.Library:
     """Install the kernels; calling it again does nothing."""
-    as_strided_copy = torch.library.get_kernel("aten::as_strided_copy", "XLA")
-    as_strided_scatter = torch.library.get_kernel("aten::as_strided_scatter", "XLA")
-    parts_of = torch.library.get_kernel("aten::view_as_real_copy", "XLA")
     cut = torch.library.get_kernel("aten::slice_copy.Tensor", "XLA")
     write = torch.library.get_kernel("aten::slice_scatter", "XLA")
 
@@ -76,6 +73,22 @@ def register() -> torch.library.Library:
     ) -> torch.Tensor:
         return aten.slice_scatter(grad.new_zeros(sizes), grad, dim, start, end, step)
 
+    kernels = torch.library.Library("aten", "IMPL")
+    for name, kernel in [
+        *_kernels_of_other_views(),
+        ("slice_copy.Tensor", slice_copy),
+        ("slice_scatter", slice_scatter),
+        ("slice_backward", slice_backward),
+    ]:
+        kernels.impl(name, kernel, "XLA", with_keyset=True)
+    return kernels
+
+
+def _kernels_of_other_views() -> list[tuple[str, Any]]:
+    as_strided_copy = torch.library.get_kernel("aten::as_strided_copy", "XLA")
+    as_strided_scatter = torch.library.get_kernel("aten::as_strided_scatter", "XLA")
+    parts_of = torch.library.get_kernel("aten::view_as_real_copy", "XLA")
+
     def read(keys: Any, x: Any, size: Any, stride: Any, offset: int | None = None) -> Any:
         places = _places_with_gaps(x, size, stride, offset)
         if places is None:
@@ -101,17 +114,11 @@ def register() -> torch.library.Library:
         parts = parts_of.call_boxed(keys, x)
         return aten.stack([aten.select_copy(parts, -1, part) for part in (0, 1)], -1)
 
-    kernels = torch.library.Library("aten", "IMPL")
-    for name, kernel in [
+    return [
         ("as_strided_copy", read),
         ("as_strided_scatter", scatter),
         ("view_as_real_copy", real_and_imaginary),
-        ("slice_copy.Tensor", slice_copy),
-        ("slice_scatter", slice_scatter),
-        ("slice_backward", slice_backward),
-    ]:
-        kernels.impl(name, kernel, "XLA", with_keyset=True)
-    return kernels
+    ]
 
 
 def _places_with_gaps(x: Any, size: Any, stride: Any, offset: int | None) -> torch.Tensor | None:
