@@ -1312,7 +1312,7 @@ def tangents_of_views(on: On) -> Any:
         bent = torch.tanh(forward_ad.make_dual(on.put(z), on.put(z * 1j)))
         strided = x.as_strided((2, 2), (3, 1))
         views = (x.t() * 2, x.t(), strided, bent)
-        found = [forward_ad.unpack_dual(value).tangent for value in views]
+        found: list[Any] = [forward_ad.unpack_dual(value).tangent for value in views]
     return [*found[:3], torch.view_as_real(found[3].cpu()).double().round(decimals=4)]
 
 
@@ -1380,5 +1380,5 @@ def places_to_split_at_on_the_mesh(on: On) -> Any:
     """torch read the memory of that tensor."""
     x, places = on.leaf(numbers(5, 4), R, Shard(0)), on.put(torch.tensor([1, 3]))
     parts = torch.tensor_split(x, places, 0)
-    weighed = [part.sum() * (number + 1) for number, part in enumerate(parts)]
-    return [*parts, *torch.autograd.grad(sum(weighed), x)]
+    weighed = torch.stack([part.sum() * (number + 1) for number, part in enumerate(parts)])
+    return [*parts, *torch.autograd.grad(weighed.sum(), x)]
