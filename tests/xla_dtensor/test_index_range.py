@@ -35,6 +35,8 @@ CALLS: dict[str, tuple[Call, tuple[int, int]]] = {
     "put": (lambda x, i: x.put(i, x[0, :2]), (-24, 23)),
     "embedding": (lambda x, i: F.embedding(i, x), (0, 7)),
     "cross_entropy": (lambda x, i: F.cross_entropy(x[:2], i), (0, 2)),
+    "multi_margin_loss": (lambda x, i: F.multi_margin_loss(x[:2], i), (0, 2)),
+    "multilabel_margin_loss": (lambda x, i: F.multilabel_margin_loss(x[0, :2], i), (-1, 1)),
     "max_unpool2d": (
         lambda x, i: F.max_unpool2d(x[None, :1, :2], i[None, None], [2, 2], output_size=(2, 4)),
         (0, 7),

@@ -1382,3 +1382,16 @@ def places_to_split_at_on_the_mesh(on: On) -> Any:
     parts = torch.tensor_split(x, places, 0)
     weighed = torch.stack([part.sum() * (number + 1) for number, part in enumerate(parts)])
     return [*parts, *torch.autograd.grad(weighed.sum(), x)]
+
+
+@values()
+def a_tangent_that_torch_makes_of_nothing(on: On) -> Any:
+    """Zeros without memory, which ended the process in a compiled step on JAX."""
+
+    def step(x: Any, y: Any, tangent: Any) -> Any:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(y, tangent)
+            return forward_ad.unpack_dual(torch.addr(x, dual, dual, beta=0.0, alpha=0.5)).tangent
+
+    given = (on.put(numbers(3, 3)), on.put(numbers(3)), on.put(numbers(3, start=1.0)))
+    return step(*given), on.compile(step)(*given)

@@ -144,6 +144,14 @@ def _classes(
     yield Bound(target, 0, number, f"{number} classes", ignore_index)
 
 
+def _classes_of_margins(least: int) -> Callable[..., Iterator[Bound]]:
+    def bounds(x: Any, target: Any, *_: Any, **__: Any) -> Iterator[Bound]:
+        number = x.shape[-1] if x.ndim else 1
+        yield Bound(target, least, number, f"{number} classes")
+
+    return bounds
+
+
 def _one_hot(x: Any, num_classes: int = -1) -> Iterator[Bound]:
     if num_classes >= 0:
         yield Bound(x, 0, num_classes, f"num_classes={num_classes}")
@@ -219,6 +227,8 @@ BOUNDS: dict[Any, Callable[..., Iterator[Bound]]] = {
     aten.put.default: _flat,
     aten.nll_loss_forward.default: _classes,
     aten.nll_loss2d_forward.default: _classes,
+    aten.multi_margin_loss.default: _classes_of_margins(0),
+    aten.multilabel_margin_loss_forward.default: _classes_of_margins(-1),
     aten.one_hot.default: _one_hot,
     linear_loss: _linear_loss,
     aten.max_unpool2d.default: _volume,

@@ -43,6 +43,8 @@ __all__ = ["DRAWS", "HostTape", "is_host", "memory_key"]
 DRAWS = torch.Tag.nondeterministic_seeded
 _OPEN_SHAPES = torch.Tag.dynamic_output_shape
 _lift = torch.ops.aten.lift_fresh.default
+_efficient_zeros = torch.ops.aten._efficientzerotensor.default
+_zeros = torch.ops.aten.zeros.default
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -93,6 +95,8 @@ class HostTape:
         Returns:
             What the op returns.
         """
+        if func is _efficient_zeros:
+            func = _zeros  # the other kind has no memory, and ends the process below its own key
         tensors = [v for v in leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         if not isinstance(func, torch._ops.OpOverload) or not all(map(is_host, tensors)):
             return func(*args, **kwargs)

@@ -44,6 +44,7 @@ def _multi_margin_loss(
     if weight is not None:
         each = each * jnp.take(weight, classes, mode="fill")[:, None]
     losses = jnp.sum(each, axis=1) / scores.shape[1]
+    losses = jnp.where(jnp.any(right, axis=1), losses, jnp.nan)  # there is no such class
     return _reduced(losses.reshape(target.shape), reduction)
 
 
@@ -64,7 +65,8 @@ def _multilabel_margin_loss(x: Any, target: Any, reduction: int) -> Any:
     lack = 1 - chosen[..., None] + scores[:, None, :]
     counted = (lack > 0) & listed[..., None] & ~is_target[:, None, :]
     losses = jnp.sum(jnp.where(counted, lack, 0), axis=(1, 2)) / scores.shape[1]
-    losses = losses.reshape(x.shape[: max(x.ndim - 1, 0)])
+    is_no_class = jnp.any((classes < -1) | (classes >= scores.shape[1]), axis=1)
+    losses = jnp.where(is_no_class, jnp.nan, losses).reshape(x.shape[: max(x.ndim - 1, 0)])
     return _reduced(losses, reduction), is_target.astype(x.dtype).reshape(target.shape)
 
 
