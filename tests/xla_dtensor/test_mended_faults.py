@@ -1395,3 +1395,27 @@ def a_tangent_that_torch_makes_of_nothing(on: On) -> Any:
 
     given = (on.put(numbers(3, 3)), on.put(numbers(3)), on.put(numbers(3, start=1.0)))
     return step(*given), on.compile(step)(*given)
+
+
+@values()
+def writes_to_windows(on: On) -> Any:
+    """On torch_xla what is in no window became 0."""
+    x, y = on.put(numbers(8, 5), Shard(1), Shard(0)), on.put(numbers(8), Shard(0), R)
+    z, w = on.put(numbers(2, 7)), on.put(numbers(4, 9))
+    x.unfold(1, 2, 2)[0] = 0
+    y.unfold(0, 3, 3).mul_(3)
+    z.unfold(1, 2, 5)[:, 1] = 4
+    w.unfold(1, 1, 3).add_(1)
+    return x, y, z, w, w.unfold(0, 2, 2)
+
+
+@values("torch_xla")
+def where_an_extreme_norm_is(on: On) -> Any:
+    z = on.put(torch.complex(numbers(3, 5), numbers(3, 5, start=1.0)).to(torch.complex64))
+    z.requires_grad_()
+    norms = [torch.linalg.vector_norm(z, ord=order) for order in (float("inf"), -float("inf"))]
+    grads = [torch.autograd.grad(norm, z)[0] for norm in norms]
+    half = on.put((numbers(9) * 8).bfloat16())
+    return [torch.view_as_real(grad).double().round(decimals=5) for grad in grads], F.logsigmoid(
+        half
+    )

@@ -24,7 +24,7 @@ from xla_dtensor.runtimes.torch_xla_corrections_convolution import (
 )
 from xla_dtensor.runtimes.torch_xla_corrections_extrema import extreme_value
 from xla_dtensor.runtimes.torch_xla_corrections_host import has_manual, run_on_host
-from xla_dtensor.runtimes.torch_xla_corrections_pointwise import POINTWISE
+from xla_dtensor.runtimes.torch_xla_corrections_pointwise import POINTWISE, size_of
 from xla_dtensor.runtimes.torch_xla_corrections_recovery import decomposed
 
 __all__ = ["call_correction", "has_call_rule", "told_in_full"]
@@ -151,6 +151,29 @@ def _masked_scatter(
     return scatter
 
 
+def _unfold(x: torch.Tensor, dim: int, size: int, step: int) -> Callable[[], torch.Tensor] | None:
+    """Windows apart from each other as a view of another kind.
+
+    PyTorch's functionalization writes zeros to what is in none of the windows.
+    """
+    if not x.ndim or step < size:
+        return None  # a view that overlaps is not written to
+    dim = dim % x.ndim
+    number = (x.shape[dim] - size) // step + 1
+    if number * step > x.shape[dim]:
+        if not x.is_contiguous():
+            return None
+        shape, stride = list(x.shape), list(x.stride())
+        shape[dim], stride[dim] = number, stride[dim] * step
+        return lambda: x.as_strided([*shape, size], [*stride, x.stride(dim)])
+
+    def windows() -> torch.Tensor:
+        rows = x.narrow(dim, 0, number * step).unflatten(dim, (number, step))
+        return rows.narrow(dim + 1, 0, size).movedim(dim + 1, -1)
+
+    return windows
+
+
 def _truth(func: Any) -> Callable[..., Callable[[], Any] | None]:
     """torch_xla reduces numbers where PyTorch reduces what is true of them; XLA refuses that."""
 
@@ -204,7 +227,7 @@ def _vector_norm(
     dims = [dim] if isinstance(dim, int) else dim or list(range(x.ndim))
 
     def extremum() -> torch.Tensor:
-        sizes = x.to(kwargs.get("dtype") or x.dtype).abs()
+        sizes = size_of(x.to(kwargs.get("dtype") or x.dtype))
         return extreme_value(p > 0, sizes, list(dims), keepdim)
 
     return extremum
@@ -361,6 +384,7 @@ _REWRITTEN: dict[Any, Callable[..., Callable[[], Any] | None]] = {
     aten.count_nonzero: _count_nonzero,
     aten.as_strided: _as_strided,
     aten.as_strided_scatter: _as_strided_scatter,
+    aten.unfold: _unfold,
     aten.convolution: convolution,
     aten.convolution_backward: convolution_backward,
     aten._new_zeros_with_same_feature_meta: _zeros_with_the_meta_of,
@@ -378,6 +402,7 @@ _DECOMPOSED: dict[Any, Callable[..., bool]] = {
     aten.native_group_norm_backward: _always,
     aten.elu_backward: _always,
     # torch_xla asks the host.
+    aten.log_sigmoid_forward: lambda x: x.dtype in _HALF,
     aten.logaddexp: lambda *args: not any(x.is_complex() for x in args),
     aten.special_xlog1py: _always,
     # torch_xla's constants have the precision of float32.

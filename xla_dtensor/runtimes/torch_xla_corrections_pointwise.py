@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["POINTWISE"]
+__all__ = ["POINTWISE", "size_of"]
 
 aten = torch.ops.aten
 Rule = Callable[..., Callable[[], torch.Tensor] | None]
@@ -78,13 +78,20 @@ def _length(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where((a == math.inf) | (b == math.inf), math.inf, length)
 
 
+def size_of(x: torch.Tensor) -> torch.Tensor:
+    """Return the absolute values of a payload; torch_xla says that those of complex ones are so.
+
+    The gradient of an extreme norm goes to the elements that equal it: they are found as here.
+    """
+    return _length(x.real, x.imag) if x.is_complex() else x.abs()
+
+
 def _hypot(a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: _length(a, b)
 
 
 def _abs(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """torch_xla says that the absolute value of a complex number is one."""
-    return (lambda: _length(x.real, x.imag)) if x.is_complex() else None
+    return (lambda: size_of(x)) if x.is_complex() else None
 
 
 def _copysign(x: torch.Tensor, sign: Any) -> Callable[[], torch.Tensor]:
