@@ -33,7 +33,7 @@ aten = torch.ops.aten
 # Ops that write to nothing, of which PyTorch refuses some bools and numbers.
 _CHECKED = {
     *(aten.sub, aten.rsub, aten.neg, aten.clamp, aten.masked_fill, aten.index_fill, aten.scatter),
-    *(aten.full_like, aten.new_full),
+    *(aten.full_like, aten.heaviside, aten.new_full),
 }
 # What PyTorch raises of a destination; a stand-in may raise other things that do not matter.
 _OF_RESULTS = ("can't be cast to", "doesn't match the broadcast shape")
@@ -41,6 +41,7 @@ _OF_ARGUMENTS = (
     "without overflow",
     "a bool tensor is not supported",
     "Converting complex Scalar",
+    "for tensors with different dtypes",
 )
 _checked: set[Any] = set()
 _CHECKED_LIMIT = 50_000
@@ -103,7 +104,7 @@ def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if any(refusal in text for refusal in _OF_ARGUMENTS):
             kind = WriteError if func._schema.is_mutable else UnsupportedOpError
             raise kind(
-                f"{func} was called on DTensors of dtypes that do not go with it: {error}. Plain "
+                f"{func} was called on DTensors of dtypes that do not go with it: {text.rstrip('.')}. Plain "
                 "PyTorch refuses it too. Convert the tensor first, or pass a number that its dtype "
                 "holds."
             )

@@ -976,7 +976,7 @@ def writes_that_torch_refuses(on: On) -> Any:
     return found, [
         True,
         "A compiled step changed the shape of an argument of shape=(3",
-        "heaviside was called on tensors of float64 and float32. PyTo",
+        "aten.heaviside.default was called on DTensors of dtypes that",
         "A product of tensors of float64 and float32 was asked for. P",
         "A tensor's value was read on the host while a step was trace",
     ]

@@ -180,11 +180,6 @@ _register(
 
 @lower(aten.heaviside.default)
 def _heaviside(x: Any, y: Any) -> Any:
-    if x.dtype != y.dtype:
-        raise RuntimeError(
-            f"heaviside was called on tensors of {x.dtype} and {y.dtype}. PyTorch has it for two "
-            "tensors of one dtype. Cast one of them."
-        )
     return jnp.where(x == 0, y, (x > 0).astype(y.dtype))
 
 
