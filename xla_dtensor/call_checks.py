@@ -104,9 +104,9 @@ def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if any(refusal in text for refusal in _OF_ARGUMENTS):
             kind = WriteError if func._schema.is_mutable else UnsupportedOpError
             raise kind(
-                f"{func} was called on DTensors of dtypes that do not go with it: {text.rstrip('.')}. Plain "
-                "PyTorch refuses it too. Convert the tensor first, or pass a number that its dtype "
-                "holds."
+                f"{func} was called on DTensors of dtypes that do not go with it: "
+                f"{text.rstrip('.')}. Plain PyTorch refuses it too. Convert the tensor first, or "
+                "pass a number that its dtype holds."
             )
         if error is None and stand_in is _on_meta:
             for name, given in outs.items():
