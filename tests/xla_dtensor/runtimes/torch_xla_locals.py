@@ -212,6 +212,7 @@ OPS: Mapping[str, Function] = {
     "views": lambda x: x.view(4, 2, 8).transpose(0, 2).reshape(8, 8)[1:5].squeeze().t(),
     "expand": lambda x: x[2].flatten().unsqueeze(0).expand(3, 8),
     "diagonal": lambda x: x.diagonal() + x.diag() + x.trace(),
+    "windows": lambda x: x.unfold(0, 2, 2) * 2,
     "movedim": lambda x: x.view(2, 4, 8).movedim(0, 2).unbind(0)[3],
     "cat": lambda x: torch.cat([x, x * 2, TABLE], 1),
     "stack": lambda x: torch.stack([x, TABLE]).roll(1, 0).flip(1),
@@ -272,7 +273,7 @@ GRADIENTS = (
 )
 REFUSED: Mapping[str, Function] = {
     "as_strided": lambda x: x.as_strided((4, 4), (1, 2)),
-    "unfold": lambda x: x.unfold(0, 2, 2),
+    "overlapping windows": lambda x: x.unfold(0, 3, 2),
     "qr": lambda x: torch.linalg.qr(x)[0],
     "cholesky": lambda x: torch.linalg.cholesky(x),
     "solve": lambda x: torch.linalg.solve(x, TABLE),
