@@ -358,7 +358,9 @@ class DTensor(TorchDTensor):
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == kind:
             kwargs = {**kwargs, "device": None}
-        elif device is not None and torch.device(device).type == "cpu" != self.device.type:
+        elif (
+            self.device.type != "cpu" and device is not None and torch.device(device).type == "cpu"
+        ):
             return self.full_tensor().to(*args, **kwargs)
         return super().to(*args, **kwargs)
 

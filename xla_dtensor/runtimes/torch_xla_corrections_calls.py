@@ -401,8 +401,8 @@ _DECOMPOSED: dict[Any, Callable[..., bool]] = {
     aten.native_group_norm: _always,
     aten.native_group_norm_backward: _always,
     aten.elu_backward: _always,
-    # torch_xla asks the host.
     aten.log_sigmoid_forward: lambda x: x.dtype in _HALF,
+    # torch_xla asks the host.
     aten.logaddexp: lambda *args: not any(x.is_complex() for x in args),
     aten.special_xlog1py: _always,
     # torch_xla's constants have the precision of float32.

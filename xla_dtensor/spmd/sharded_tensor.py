@@ -348,13 +348,16 @@ def take_plain_tensors() -> None:
 def _beside_plain_tensors(
     cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:
-    name = getattr(func, "__name__", "")
-    writes = (name.endswith("_") and not name.endswith("__")) or "out" in (kwargs or {})
-    differentiates = name in ("backward", "grad")  # with respect to the very tensors
+    name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
+    # __setitem__, __iadd__ and the like write to their first argument too.
+    writes = name.endswith("_") if name[-2:] != "__" else name.startswith(("__set", "__i"))
     with torch._C.DisableTorchFunctionSubclass():
-        if not writes and not differentiates:
-            args, kwargs = map_nested(_wrapped_if_plain, (tuple(args), kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        if name in ("backward", "grad"):  # with respect to the very tensors
+            return func(*args, **kwargs)
+        written = args[:1] if writes else ()
+        read = map_nested(_wrapped_if_plain, tuple(args[len(written) :]))
+        out = {"out": kwargs.pop("out")} if "out" in kwargs else {}
+        return func(*written, *read, **map_nested(_wrapped_if_plain, kwargs), **out)
 
 
 def _wrapped_if_plain(value: Any) -> Any:
