@@ -5,10 +5,11 @@
     make test-all TEST_ALL_ARGS="--only thorough-3 mutants-1"
     python tools/test_all.py --list
 
-A part is a selection of tests in one environment of the Makefile, or a set of mutants. What came of
-it is kept in .test-all/, under the state of the tree that it ran on. At the end all parts are
-printed, with the slowest tests and the tests that were skipped in every environment: those are a
-hole, and red, but for tests of what "this machine has no" instance of, by their own words.
+A part is a selection of tests in one environment of the Makefile, a set of mutants, or programs of
+seeds that were never drawn before, which continuous integration leaves out. What came of it is kept
+in .test-all/, under the state of the tree that it ran on. At the end all parts are printed, with
+the slowest tests and the tests that were skipped in every environment: those are a hole, and red,
+but for tests of what "this machine has no" instance of, by their own words.
 
 Continuous integration has time for some parts only, and begins at another one each day:
 
@@ -110,6 +111,12 @@ def _parts() -> Iterator[Part]:
             f"contract-{stack.replace(',', '-')}", "STACK", CONTRACT, variables=(f"STACK={stack}",)
         )
     yield Part("dry-runs", MAIN, ("tools/dry_runs.py",))
+    # Seeds that nobody has drawn before: what they find is real, and may be older than the change at hand.
+    new = ("-m", "tests.drawn.run", "--show")
+    yield Part("new-programs", MAIN, (*new, "--programs", "new", "--seconds=600"))
+    yield Part("new-trainings", MAIN, (*new, "--trainings", "new", "--seconds=300"))
+    on_torch_xla = ("--runtime=torch_xla", "--programs", "new", "--seconds=300")
+    yield Part("new-programs-torch-xla", TORCH_XLA, (*new, *on_torch_xla))
     for i in range(1, 7):
         yield Part(f"mutants-{i}", MAIN, ("-m", "tools.mutants", f"--part={i}/6", "--jobs=2"))
 

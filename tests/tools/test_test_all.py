@@ -27,6 +27,13 @@ def test_parts_have_names_of_their_own() -> None:
     assert {"contract", "contract-torch-xla", "contract-2.9-0.10.2", "mutants-1"} <= set(names)
 
 
+def test_continuous_integration_draws_no_new_seeds() -> None:
+    names = [part.name for part in runner.PARTS if "new" in part.arguments]
+    text = (ROOT / ".ci" / "run").read_text()
+    assert names
+    assert all(name in text for name in names)
+
+
 @pytest.mark.parametrize("part", runner.PARTS, ids=lambda part: part.name)
 def test_the_makefile_knows_each_environment(part: runner.Part) -> None:
     done = subprocess.run(
