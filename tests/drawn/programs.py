@@ -267,6 +267,8 @@ PLAIN_WORDS: dict[str, Any] = {
 _NARROW = re.compile(r"torch\.(float32|bfloat16|float16)\b")
 _NARROW_COMPLEX = re.compile(r"torch\.complex64\b")
 _METHODS = re.compile(r"\.(float|half|bfloat16)\(")
+_DOUBLE = re.compile(r"torch\.(float64|complex128)\b|\.double\(")
+_SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 
 def widened(program: Program) -> tuple[list[str], list[torch.Tensor]]:
@@ -278,6 +280,21 @@ def widened(program: Program) -> tuple[list[str], list[torch.Tensor]]:
     return lines, [
         leaf.value.to(WIDE.get(leaf.value.dtype, leaf.value.dtype)) for leaf in program.leaves
     ]
+
+
+def has_double(program: Program) -> bool:
+    """Whether a value of it may be float64 or complex128."""
+    texts = "\n".join(program.lines)
+    return bool(_DOUBLE.search(texts)) or any(x.value.dtype in _SINGLE for x in program.leaves)
+
+
+def narrowed(program: Program) -> tuple[list[str], list[torch.Tensor]]:
+    """The program in float32 where it is float64: its lines and its leaves."""
+    lines = []
+    for line in program.lines:
+        line = line.replace("torch.complex128", "torch.complex64").replace(".double(", ".float(")
+        lines.append(line.replace("torch.float64", "torch.float32"))
+    return lines, [x.value.to(_SINGLE.get(x.value.dtype, x.value.dtype)) for x in program.leaves]
 
 
 def without_layout(program: Program) -> Program:

@@ -1,4 +1,4 @@
-"""Slices with a step: reads, gradients and writes, on dims that are cut (strided_slices.md)."""
+"""Slices of dims that are cut: by a step, and such that leave shards alone (strided_slices.md)."""
 
 from __future__ import annotations
 
@@ -68,3 +68,34 @@ def test_what_was_wrong(mesh: xd.DeviceMesh, runtime: Runtime, case: Any) -> Non
 def test_drawn_slices(mesh: xd.DeviceMesh, runtime: Runtime, seed: int) -> None:
     for number in range(8):
         check(mesh, runtime.name == "jax" and number % 2 == 0, drawn(8 * seed + number))
+
+
+SHORTER = {
+    "slice": lambda x: [x[:-1], x],
+    "base_first": lambda x: [x, x[:-1]],
+    "select": lambda x: [x[0], x],
+    "split": lambda x: [*x.split((len(x) - 1, 1)), x],
+    "unsafe_split": lambda x: [*torch.unsafe_split_with_sizes(x, (len(x) - 1, 1)), x],
+    "unbind": lambda x: [x.unbind()[0], x],
+}
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("name", SHORTER)
+def test_slices_that_leave_shards_as_they_are(
+    mesh: xd.DeviceMesh, name: str, is_compiled: bool
+) -> None:
+    """Both are gathered in one program: XLA took the one for the other, and failed."""
+
+    def step(x: Any) -> list[Any]:
+        parts = SHORTER[name](x)
+        whole = [p.redistribute(placements=(R, R)) for p in parts if isinstance(p, xd.DTensor)]
+        return whole or parts
+
+    for rows in (5, 16):
+        x = torch.arange(3.0 * rows).reshape(rows, 3)
+        sharded = xd.distribute_tensor(x, mesh, (S0, S0))
+        found = (xd.compile(step) if is_compiled else step)(sharded)
+        found = [each.full_tensor() for each in found]
+        for one, other in zip(found, step(x), strict=True):
+            assert torch.equal(one.cpu(), other)

@@ -208,6 +208,22 @@ def _run_size(runs: Sequence[Run]) -> int:
     return sum(stop - start for start, stop in runs)
 
 
+def may_leave_shards(size: int, count: int, n_devices: int) -> bool:
+    """Whether the first rows of a tensor may be the same shards as all of it, on each device.
+
+    Args:
+        size: Rows of the tensor.
+        count: Rows of the slice, from row 0.
+        n_devices: Of the mesh. A dim is cut into a divisor of them.
+
+    Example:
+        >>> may_leave_shards(1024, 1023, 8), may_leave_shards(1024, 512, 8)  # 128 and 128, or 64
+        (True, False)
+    """
+    tiles = (n for n in range(2, n_devices + 1) if n_devices % n == 0)
+    return 0 < count < size and any(-(-count // n) == -(-size // n) for n in tiles)
+
+
 def _check(layout: Layout, global_shape: Sequence[int], coordinate: Sequence[int]) -> None:
     if len(global_shape) != layout.ndim:
         raise LayoutError(

@@ -106,7 +106,7 @@ def _select(x: JaxTensor, meta: Meta, dim: int, index: Any) -> ViewStep:
         )
     number %= x.shape[dim]
     return ViewStep(
-        lambda base: jax.lax.index_in_dim(base, number, dim, keepdims=False),
+        lambda base: jax.lax.squeeze(cut(base, dim, number, number + 1), [dim]),
         lambda base, new: write_index(base, new, dim, number),
     )
 

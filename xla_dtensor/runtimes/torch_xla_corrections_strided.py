@@ -13,15 +13,21 @@ A new dim is padded behind each element instead, and merged with the dim. torch_
 
 There the places are read, or selected, one by one. This happens in the kernels that
 functionalization calls for the base of a view: above them nobody knows that one is written.
+
+Slices that leave every shard as it is fail where both tensors are gathered, as in
+jax_lowering/slices.py. They get a barrier, which the partitioner does not take for its operand.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
+import torch_xla
 
+from xla_dtensor.core.local_shape import may_leave_shards
 from xla_dtensor.runtimes.torch_xla_corrections_autograd import places_of
 
 __all__ = ["register"]
@@ -30,22 +36,13 @@ aten = torch.ops.aten
 
 
 @cache
-def register() -> torch.library.Library:
-    """Install the kernels; calling it again does nothing."""
-    cut = torch.library.get_kernel("aten::slice_copy.Tensor", "XLA")
-    write = torch.library.get_kernel("aten::slice_scatter", "XLA")
+def register(n_devices: int) -> torch.library.Library:
+    """Install the kernels; calling it again does nothing.
 
-    def slice_copy(
-        keys: Any,
-        x: torch.Tensor,
-        dim: int = 0,
-        start: int | None = None,
-        end: int | None = None,
-        step: int = 1,
-    ) -> torch.Tensor:
-        # torch_xla's result writes to x what is written to it, by a pad between elements.
-        result = cut.call_boxed(keys, x, dim, start, end, step)
-        return result if step == 1 else aten.clone(result)
+    Args:
+        n_devices: Among which XLA's own partitioner cuts tensors; 1 where it is libtpu's.
+    """
+    write = torch.library.get_kernel("aten::slice_scatter", "XLA")
 
     def slice_scatter(
         keys: Any,
@@ -76,12 +73,54 @@ def register() -> torch.library.Library:
     kernels = torch.library.Library("aten", "IMPL")
     for name, kernel in [
         *_kernels_of_other_views(),
-        ("slice_copy.Tensor", slice_copy),
+        *((name, _kernel_of_slices(name, first, n_devices)) for name, first in _FIRST_ROWS.items()),
         ("slice_scatter", slice_scatter),
         ("slice_backward", slice_backward),
     ]:
         kernels.impl(name, kernel, "XLA", with_keyset=True)
     return kernels
+
+
+def _rows_of_slice(
+    x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> tuple[int, int]:
+    first, last, _ = slice(start, end, step).indices(x.shape[dim])
+    return dim, last if first == 0 and step == 1 else 0
+
+
+_FIRST_ROWS: dict[str, Callable[..., tuple[int, int]]] = {
+    "slice_copy.Tensor": _rows_of_slice,
+    "select_copy.int": lambda x, dim, index: (dim, int(index % x.shape[dim] == 0)),
+    "split_copy.Tensor": lambda x, size, dim=0: (dim, size),
+    "split_with_sizes_copy": lambda x, sizes, dim=0: (dim, sizes[0] if sizes else 0),
+    "unsafe_split.Tensor": lambda x, size, dim=0: (dim, size),
+    "unsafe_split_with_sizes": lambda x, sizes, dim=0: (dim, sizes[0] if sizes else 0),
+    "unbind_copy.int": lambda x, dim=0: (dim, 1),
+}
+"""By kernel: the dim that it cuts, and how many rows its first result has, from row 0; else 0."""
+
+
+def _kernel_of_slices(name: str, first_rows: Callable[..., tuple[int, int]], n_devices: int) -> Any:
+    cut = torch.library.get_kernel(f"aten::{name}", "XLA")
+
+    def kernel(keys: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        results = cut.call_boxed(keys, x, *args, **kwargs)
+        dim, count = first_rows(x, *args, **kwargs)
+        if not may_leave_shards(x.shape[dim], count, n_devices):
+            # torch_xla's result writes to x what is written to it, with a step by a pad.
+            is_slice_by_step = name == "slice_copy.Tensor" and count == 0
+            return aten.clone(results) if is_slice_by_step else results
+        if isinstance(results, torch.Tensor):
+            return _apart(results)
+        return [_apart(results[0]), *results[1:]]
+
+    return kernel
+
+
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    copied = aten.clone(x)
+    torch_xla._XLAC._xla_optimization_barrier_([copied])
+    return copied
 
 
 def _kernels_of_other_views() -> list[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from xla_dtensor.runtimes.jax_trace import active_trace
 
-__all__ = ["whole"]
+__all__ = ["mesh_of_program", "whole"]
 
 
 def whole(x: Any, rest: int) -> Any:
@@ -28,7 +28,7 @@ def whole(x: Any, rest: int) -> Any:
         rest: How many dims may stay cut, in whichever way.
     """
     if isinstance(x, Tracer):
-        mesh = _mesh_of_program()
+        mesh = mesh_of_program()
         if mesh is None:
             return x
         spec = (*[PartitionSpec.UNCONSTRAINED] * rest, *[None] * (x.ndim - rest))
@@ -39,7 +39,7 @@ def whole(x: Any, rest: int) -> Any:
     return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:rest])))
 
 
-def _mesh_of_program() -> Mesh | None:
+def mesh_of_program() -> Mesh | None:
     """A mesh of the devices that the step which is traced will run on; None if nothing tells."""
     trace = active_trace()
     axis_types = jax.sharding.get_abstract_mesh().axis_types or ()

@@ -9,6 +9,11 @@ has the figures):
   results that are cut have values in the gaps. A new dim is padded behind each element instead,
   and merged with the dim.
 * in a slice that takes one element by a step. It is taken without one.
+
+It fails where a slice leaves every shard as it is, as 1024 rows on 8 devices and their first 1023
+(128 on each), and both are gathered: the partitioner has one name for the two shards, and takes
+the one that was gathered first for the other. A constraint that asks for nothing is a copy to it,
+which has a name of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +23,11 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from xla_dtensor.core.local_shape import may_leave_shards
+from xla_dtensor.runtimes.jax_lowering.images import mesh_of_program
 
 __all__ = ["cut", "spread", "write_index", "write_slice"]
 
@@ -26,7 +36,12 @@ def cut(base: Any, dim: int, start: int, stop: int, step: int = 1) -> Any:
     """Return ``base[start:stop:step]`` along a dim."""
     if stop - start <= step:
         stop, step = min(stop, start + 1), 1
-    return lax.slice_in_dim(base, start, stop, step, dim)
+    result = lax.slice_in_dim(base, start, stop, step, dim)
+    mesh = mesh_of_program() if start == 0 and step == 1 and isinstance(base, Tracer) else None
+    if mesh is None or not may_leave_shards(base.shape[dim], stop, mesh.size):
+        return result
+    is_open = NamedSharding(mesh, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * base.ndim))
+    return lax.with_sharding_constraint(result, is_open)
 
 
 def spread(new: Any, shape: Sequence[int], dim: int, start: int, step: int = 1) -> Any:
