@@ -3,6 +3,7 @@
 XLA takes calls that PyTorch refuses::
 
     x.fill_(300)        of int8; and 1j written to float32: a number that the dtype does not hold
+    x ** -1             of whole numbers
     mask - x            of bools
     x.add_(wider)       whose result does not fit its destination
 
@@ -33,7 +34,7 @@ aten = torch.ops.aten
 # Ops that write to nothing, of which PyTorch refuses some bools and numbers.
 _CHECKED = {
     *(aten.sub, aten.rsub, aten.neg, aten.clamp, aten.masked_fill, aten.index_fill, aten.scatter),
-    *(aten.full_like, aten.heaviside, aten.new_full),
+    *(aten.full_like, aten.heaviside, aten.new_full, aten.pow),
 }
 # What PyTorch raises of a destination; a stand-in may raise other things that do not matter.
 _OF_RESULTS = ("can't be cast to", "doesn't match the broadcast shape")
@@ -42,6 +43,7 @@ _OF_ARGUMENTS = (
     "a bool tensor is not supported",
     "Converting complex Scalar",
     "for tensors with different dtypes",
+    "negative integer powers",
 )
 _checked: set[Any] = set()
 _CHECKED_LIMIT = 50_000

@@ -82,7 +82,7 @@ class _Redistribute(LinearResult):
     ) -> DTensor:
         ctx.source, ctx.dtype, ctx.original = source._spec, dtype, source.dtype
         moved = source._spec.moved(mesh, placements)
-        ctx.moved = moved.span_layout
+        ctx.moved, ctx.kind = moved.span_layout, type(source)
         with asking(mesh, placements_on(source._spec, mesh), placements):
             payload = functional_ops.constrain(source._local_tensor, moved.span_layout)
         state = state_of(payload, mesh, placements, moved.known)
@@ -93,8 +93,11 @@ class _Redistribute(LinearResult):
         # A gradient has a value, so what was pending in the forward is whole in the backward.
         placements = ctx.source.placements
         target = tuple(Replicate() if p.is_partial() else p for p in placements)
+        state = ctx.source.moved(ctx.source.mesh, target)
+        if not hasattr(grad, "_spec"):  # PyTorch makes a plain one of a view that was written to
+            grad = _FromPlain.apply(grad, state, ctx.kind)
         grad = grad if ctx.dtype is None else grad.to(ctx.dtype)
-        grad = _summed_up(grad, ctx.moved, ctx.source.moved(ctx.source.mesh, target).span_layout)
+        grad = _summed_up(grad, ctx.moved, state.span_layout)
         return grad.redistribute(ctx.source.mesh, target).to(ctx.original), None, None, None
 
 

@@ -76,10 +76,10 @@ def verdict_of(program: Program, expected: Expected) -> Verdict:
     if verdict.kind == "silent" and is_of_index(expected.plain.error):
         line = "" if verdict.line is None else program.lines[verdict.line]
         # A write in range to the same row hides the NaN.
-        if has_nan(found) and not _WRITES.search(line):
+        if has_nan(found, line) and not _WRITES.search(line):
             return verdict
         if xla_dtensor.get_runtime().name == "torch_xla":
-            return verdict if has_nan(found) else replace(verdict, kind="unjudged")
+            return verdict if has_nan(found, line) else replace(verdict, kind="unjudged")
         with xla_dtensor.check_values():
             return judge(program, expected, run_on_mesh(program))
     return verdict

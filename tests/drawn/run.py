@@ -4,6 +4,7 @@
     python -m tests.drawn.run --runtime jax --programs 0:1000 --seconds 600
     python -m tests.drawn.run --runtime torch_xla --calls all
     python -m tests.drawn.run --runtime jax --calls all --table docs/op_table_jax.md
+    python -m tests.drawn.run --runtime jax --calls all --dtypes float32 int64     not in pairs
     python -m tests.drawn.run --source ../old --programs 0:100     another tree's library
 
 A job is the name of a program: ``program/17``, ``training/17``, ``call/add/float32/int64/0``, or
@@ -261,6 +262,9 @@ def main() -> int:
         jobs += [
             job for job in call_jobs(asked.seed) if asked.calls in ("all", *job.split("/")[1:4])
         ]
+        if asked.dtypes:
+            alone = {(dtype, "-") for dtype in asked.dtypes}
+            jobs = [job for job in jobs if (*job.split("/")[2:4],) in alone]
     if asked.refused:
         jobs += [job for job in refused_jobs() if asked.refused in ("all", job.split("/")[1])]
     if asked.part:
@@ -282,18 +286,19 @@ def main() -> int:
     if len(rows) < len(jobs) and "new" not in (asked.programs, asked.trainings):
         print(f"{len(jobs) - len(rows)} are left. Call again to go on.")
     if asked.table is not None:
-        asked.table.write_text(_page(asked.runtime, rows), encoding="utf-8")
+        asked.table.write_text(_page(asked, rows), encoding="utf-8")
     return int(any(row["kind"] in ("wrong", "silent", "abort", "hang") for row in rows.values()))
 
 
-def _page(runtime: str, rows: Mapping[str, dict[str, Any]]) -> str:
+def _page(asked: argparse.Namespace, rows: Mapping[str, dict[str, Any]]) -> str:
     import torch
 
     from tests.drawn import ops
     from tests.drawn.tables import page
 
     calls = [row for job, row in rows.items() if job.startswith("call/")]
-    return page(runtime, calls, ops.listed()["excluded"], torch.__version__)
+    which = f" --dtypes {' '.join(asked.dtypes)}" if asked.dtypes else ""
+    return page(asked.runtime, calls, ops.listed()["excluded"], torch.__version__, which)
 
 
 def _seeds(asked: str | None) -> range:
@@ -321,6 +326,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--programs", help="seeds, such as 0:1000; one seed; new")
     parser.add_argument("--trainings", help="seeds of whole trainings")
     parser.add_argument("--calls", help="all, the name of an op of op_db, or a dtype")
+    parser.add_argument("--dtypes", nargs="+", help="of calls: each alone; else all, and in pairs")
     parser.add_argument("--refused", help="all, or the name of an op of op_db")
     parser.add_argument("--seed", type=int, default=0, help="of calls")
     parser.add_argument("--part", help="3/8: every eighth job, beginning with the third")

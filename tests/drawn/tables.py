@@ -16,12 +16,12 @@ __all__ = ["page"]
 
 _HEAD = """# Ops on DTensors: the {runtime} runtime
 
-Each op of PyTorch's own test table (`torch.testing`'s `op_db`, here of torch {torch}) in each dtype
-that it takes, and each op of two tensors in each pair of dtypes: {calls} calls with its sample
-inputs, on random meshes of 8 CPU devices, under random placements, eager or compiled, most with
-gradients. Plain torch in float64 is the judge. Made by
+Each op of PyTorch's own test table (`torch.testing`'s `op_db`, here of torch {torch}) in {dtypes}:
+{calls} calls with its sample inputs, on random meshes of 8 CPU devices, under random placements,
+eager or compiled, most with gradients. Plain torch in float64 is the judge. Made by
 
-    python -m tests.drawn.run --runtime {runtime} --calls all --table docs/op_table_{runtime}.md
+    python -m tests.drawn.run --runtime {runtime} --calls all{which} \\
+        --table docs/op_table_{runtime}.md
 
 and `--calls NAME --show` prints the calls of one op. {counts}.
 
@@ -39,6 +39,7 @@ def page(
     rows: Sequence[Mapping[str, Any]],
     excluded: Mapping[str, Sequence[str]],
     torch_version: str,
+    which: str = "",
 ) -> str:
     """Return the page.
 
@@ -47,6 +48,7 @@ def page(
         rows: What `tests.drawn.run` noted of calls.
         excluded: The names of the ops that are not drawn, by reason.
         torch_version: Which torch judged.
+        which: The rest of the command, " --dtypes ..." where not all calls were judged.
     """
     by_op: dict[str, list[Mapping[str, Any]]] = collections.defaultdict(list)
     for row in rows:
@@ -55,7 +57,19 @@ def page(
     kinds = collections.Counter(_kind(row) for found in by_op.values() for row in found)
     total = sum(kinds.values())
     counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
-    head = _HEAD.format(runtime=runtime, torch=torch_version, calls=f"{total:,}", counts=counts)
+    dtypes = (
+        which.removeprefix(" --dtypes ").replace(" ", ", ")
+        if which
+        else ("each dtype that it takes, and each op of two tensors in each pair of dtypes")
+    )
+    head = _HEAD.format(
+        dtypes=dtypes,
+        which=which,
+        runtime=runtime,
+        torch=torch_version,
+        calls=f"{total:,}",
+        counts=counts,
+    )
     lines = [_row(op, found) for op, found in sorted(by_op.items())]
     lines += ["", "## Not drawn", "", "| reason | ops |", "|---|---|"]
     lines += [f"| {reason} | {', '.join(sorted(names))} |" for reason, names in excluded.items()]

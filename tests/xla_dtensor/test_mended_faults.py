@@ -1419,3 +1419,95 @@ def where_an_extreme_norm_is(on: On) -> Any:
     return [torch.view_as_real(grad).double().round(decimals=5) for grad in grads], F.logsigmoid(
         half
     )
+
+
+@values()
+def signs_of_nan(on: On) -> Any:
+    """They are 0 in PyTorch, NaN in XLA."""
+    x = on.put(torch.tensor([float("nan"), -2.0, 0.0, 3.0]))
+    return torch.sign(x), torch.sgn(x), x.clone().sign_(), torch.sign(x.bfloat16())
+
+
+@values()
+def numbers_that_a_dtype_does_not_hold(on: On) -> Any:
+    """They wrap around in PyTorch; on JAX an OverflowError came out."""
+    x, y = on.put(torch.tensor([253, 1, 7], dtype=torch.uint8)), on.put(torch.arange(3).char())
+    return x == -3, x - (-3), torch.sub(x, x, alpha=-3), x > -3, y - 200
+
+
+@values()
+def zeros_without_memory_as_a_gradient(on: On) -> Any:
+    """The gradient of a view that is written to, differentiated again: a plain tensor arrived."""
+    x, w = on.put(numbers(4) - 0.1).requires_grad_(), on.put(numbers(4, start=2.0))
+    y = (x.redistribute(placements=[Shard(0), R]) if isinstance(x, xd.DTensor) else x * 1).clone()
+    y.unsqueeze(0).abs_()
+    (grad,) = torch.autograd.grad((y * w).sum() + (x.mean() * x).sum(), x, create_graph=True)
+    return grad, *torch.autograd.grad(grad.square().sum(), x)
+
+
+@values()
+def diagonals_of_whole_numbers(on: On) -> Any:
+    """Cut in the dims of the diagonal XLA's all-reduce on CPU has no "or" of these."""
+    x = on.put(torch.arange(15).reshape(3, 5), Shard(1), Shard(0))
+    y = on.put(torch.arange(50, dtype=torch.int8).reshape(5, 2, 5), R, Shard(2))
+    y.diagonal(1, 0, 2).fill_(-1)
+    empty = on.put(torch.zeros(0, 3))
+    written = torch.diagonal_scatter(empty, empty.diagonal())
+    return x.diagonal(1), torch.diag(x, -1), y, torch.diagonal_copy(y, 0, 0, 2), written
+
+
+@values()
+def sums_over_nothing(on: On) -> Any:
+    x, y = on.put(torch.zeros(5, 0)), on.put(torch.zeros(0, dtype=torch.uint8))
+    return x.cumsum(1), x.cumprod(1), y.cumsum(0), torch.cumsum(x, 0, dtype=torch.float64)
+
+
+@values()
+def precise_in_float64(on: On) -> Any:
+    """torch_xla has eps in float32, and XLA loses digits of log1p."""
+    x = on.put(numbers(4, 3, 5), Shard(0), R).requires_grad_()
+    mean, variance = on.put(torch.zeros(3)), on.put(torch.ones(3))
+    y = F.batch_norm(x, mean, variance, training=True, momentum=0.5, eps=0.6)
+    (grad,) = torch.autograd.grad(y.pow(3).sum(), x)
+    small = on.put(torch.tensor([1e-9, 3e-4, -1e-7, 0.3, -0.9999]))
+    scaled = torch.log1p(small) / small, torch.atanh(small) / small
+    return y, mean, variance, grad, *(each * 1e3 for each in scaled)
+
+
+@values()
+def quotients_of_complex_numbers(on: On) -> Any:
+    """On torch_xla they were real in local views, and ended the process behind these."""
+    x = on.put(torch.complex(numbers(4, 2), numbers(4, 2, start=1.0)).to(torch.complex64))
+    local = x.to_local() if isinstance(x, xd.DTensor) else x
+    parts = [local / 4, local / (2 + 1j), 1 / local, local / local]
+    if isinstance(x, xd.DTensor):
+        parts = [xd.DTensor.from_local(part, x.device_mesh, [R, R]) for part in parts]
+    whole = [torch.view_as_real(part.resolve_conj()).double().round(decimals=5) for part in parts]
+    return *whole, torch.tensor(torch.allclose(x, x * 1))
+
+
+@values()
+def places_of_a_pooled_maximum(on: On) -> Any:
+    """On torch_xla they were int32 under the name of int64, and failed where they were cast."""
+    x = on.put(numbers(1, 2, 6))
+    _, places = F.max_pool1d(x, 3, padding=1, ceil_mode=True, return_indices=True)
+    return places, places + 0.5, places == 1e-3
+
+
+@values()
+def dtypes_of_a_local_view(on: On) -> Any:
+    """On torch_xla an op took the dtype of one operand."""
+    signed, unsigned = numbers(3, 4).mul(9).to(torch.int8), numbers(3, 4).mul(9).abs()
+    given = [on.put(each, Shard(1), R) for each in (signed, unsigned.to(torch.uint8))]
+    x, y = [each.to_local() if isinstance(each, xd.DTensor) else each for each in given]
+    parts = [
+        torch.maximum(x, y),
+        x + y,
+        x < y,
+        x.cumsum(0),
+        x.clamp(min=0.5),
+        torch.where(x < y, x, y),
+    ]
+    mesh = given[0].device_mesh if isinstance(given[0], xd.DTensor) else None
+    lying = [Shard(1), R]
+    return [part if mesh is None else xd.DTensor.from_local(part, mesh, lying) for part in parts]

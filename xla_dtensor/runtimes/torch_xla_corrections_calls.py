@@ -18,6 +18,7 @@ from xla_dtensor.runtimes.torch_xla_corrections_autograd import (
     is_overlapping,
     read_places,
 )
+from xla_dtensor.runtimes.torch_xla_corrections_batch_norm import batch_norm, has_other_statistics
 from xla_dtensor.runtimes.torch_xla_corrections_convolution import (
     convolution,
     convolution_backward,
@@ -113,6 +114,8 @@ def _diagonal_copy(
 def _diagonal_scatter(
     x: torch.Tensor, src: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> Callable[[], torch.Tensor] | None:
+    if x.numel() == 0:
+        return lambda: x.clone()  # XLA divides by its sizes
     if _diagonal(x, offset, dim1, dim2) is None:
         return None
 
@@ -264,11 +267,6 @@ def _zeros_with_the_meta_of(
     return lambda: x.new_zeros([*x.shape[:self_num_batch_dims], *other.shape])
 
 
-def _is_bytes(x: torch.Tensor, *_: Any, **__: Any) -> bool:
-    """torch_xla cuts off what PyTorch rounds."""
-    return x.dtype == torch.uint8
-
-
 def _is_scaled(func: Any, *args: Any, **kwargs: Any) -> bool:
     """torch_xla goes by the sizes alone, and forgets the scales that PyTorch goes by."""
     given = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
@@ -292,35 +290,24 @@ def _is_batched(x: torch.Tensor, *_: Any, **__: Any) -> bool:
     return x.ndim != 2 or x.numel() == 0
 
 
-def _batch_norm(
-    func: Any,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    variance: torch.Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Callable[[], Any] | None:
-    """torch_xla forgets that the running variance is the unbiased one."""
-    if not training or variance is None or x.numel() == 0:
-        return None
-
-    def norm() -> Any:
-        old = variance.clone()
-        result = func(x, weight, bias, mean, variance, training, momentum, eps)
-        number = x.numel() // x.shape[1]
-        unbiased = (result[2].square().reciprocal() - eps) * (number / max(number - 1, 1))
-        variance.copy_((1 - momentum) * old + momentum * unbiased)
-        return result
-
-    return norm
+def _of_nothing(
+    x: torch.Tensor, *_: Any, dtype: torch.dtype | None = None, **__: Any
+) -> Callable[[], torch.Tensor] | None:
+    """XLA has no window over a dim without elements; a roll divides by its size."""
+    return (lambda: x.to(dtype or x.dtype).clone()) if x.numel() == 0 else None
 
 
-def _roll(x: torch.Tensor, *_: Any, **__: Any) -> Callable[[], torch.Tensor] | None:
-    """torch_xla divides by the size, which ends the process."""
-    return (lambda: x.clone()) if x.numel() == 0 else None
+def _pool_with_indices(func: Any) -> Callable[..., Callable[[], Any]]:
+    """torch_xla says int64 of indices that are int32 in XLA, which fails where they are cast."""
+
+    def rule(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+        def pool() -> Any:
+            values, indices = func(*args, **kwargs)
+            return values, indices + torch.zeros_like(indices)
+
+        return pool
+
+    return rule
 
 
 def _one_hot(x: torch.Tensor, num_classes: int = -1) -> Callable[[], torch.Tensor] | None:
@@ -337,11 +324,6 @@ def _one_hot(x: torch.Tensor, num_classes: int = -1) -> Callable[[], torch.Tenso
 
 def _is_complex_or_batched(x: torch.Tensor, *_: Any, **__: Any) -> bool:
     return x.is_complex() or _is_batched(x)
-
-
-def _has_other_statistics(*args: Any, **_: Any) -> bool:
-    """Its kernel needs the batch's own statistics, as in training, and in the input's dtype."""
-    return not args[7] or args[1].dtype in _HALF
 
 
 _LOSSES = frozenset(
@@ -372,9 +354,9 @@ _REWRITTEN: dict[Any, Callable[..., Callable[[], Any] | None]] = {
     aten.diagonal_copy: _diagonal_copy,
     aten.diagonal_scatter: _diagonal_scatter,
     aten.diagonal_backward: _diagonal_backward,
-    aten.native_batch_norm: functools.partial(_batch_norm, aten.native_batch_norm.default),
+    aten.native_batch_norm: functools.partial(batch_norm, aten.native_batch_norm.default),
     aten._native_batch_norm_legit: functools.partial(
-        _batch_norm, aten._native_batch_norm_legit.default
+        batch_norm, aten._native_batch_norm_legit.default
     ),
     aten.linalg_vector_norm: _vector_norm,
     aten.norm: _norm,
@@ -390,7 +372,12 @@ _REWRITTEN: dict[Any, Callable[..., Callable[[], Any] | None]] = {
     aten._new_zeros_with_same_feature_meta: _zeros_with_the_meta_of,
     **POINTWISE,
     aten.one_hot: _one_hot,
-    aten.roll: _roll,
+    aten.roll: _of_nothing,
+    aten.cumsum: _of_nothing,
+    aten.cumprod: _of_nothing,
+    aten.logcumsumexp: _of_nothing,
+    aten.max_pool2d_with_indices: _pool_with_indices(aten.max_pool2d_with_indices.default),
+    aten.max_pool3d_with_indices: _pool_with_indices(aten.max_pool3d_with_indices.default),
     aten.masked_scatter: lambda *args: _masked_scatter(False, *args),
     aten.masked_scatter_: lambda *args: _masked_scatter(True, *args),
 }
@@ -411,7 +398,7 @@ _DECOMPOSED: dict[Any, Callable[..., bool]] = {
     aten.threshold: _is_double,
     aten.nll_loss_forward: _is_unbatched,
     aten.nll_loss_backward: _is_unbatched_backward,
-    aten.native_batch_norm_backward: _has_other_statistics,
+    aten.native_batch_norm_backward: has_other_statistics,
 }
 _ON_HOST: dict[Any, Callable[..., bool]] = {
     **dict.fromkeys(
@@ -448,11 +435,16 @@ _ON_HOST: dict[Any, Callable[..., bool]] = {
         for packet in (
             aten.upsample_nearest2d,
             aten.upsample_nearest2d_backward,
-            aten.upsample_bilinear2d_backward,
         )
     },
-    aten.upsample_bilinear2d: lambda *args, **kwargs: (
-        _is_bytes(*args) or _is_scaled(aten.upsample_bilinear2d.default, *args, **kwargs)
+    aten.upsample_bilinear2d_backward: lambda grad, *args, **kwargs: (
+        grad.dtype == torch.float64
+        or _is_scaled(aten.upsample_bilinear2d_backward.default, grad, *args, **kwargs)
+    ),
+    aten.upsample_bilinear2d: lambda x, *args, **kwargs: (
+        # Bytes it cuts off where PyTorch rounds, and its scales have the precision of float32.
+        x.dtype in (torch.uint8, torch.float64)
+        or _is_scaled(aten.upsample_bilinear2d.default, x, *args, **kwargs)
     ),
     **dict.fromkeys((aten._pdist_forward, aten._pdist_backward), _is_infinite),
     aten._linalg_svd: _is_complex_or_batched,

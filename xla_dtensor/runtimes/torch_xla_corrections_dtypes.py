@@ -85,6 +85,7 @@ def _run_elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     meta = None if functional is None else output_meta(functional, args, kwargs)
     if not isinstance(meta, Meta):
         return run(func, args, kwargs)
+    args, kwargs = _within(functional, args, kwargs)
     dtype = _computed_in(functional, args, kwargs, meta.dtype)
     if dtype is None:
         result = run(func, args, kwargs)
@@ -95,6 +96,26 @@ def _run_elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     if dtype == args[0].dtype:
         return run(func, (args[0], *given[0][1:]), given[1])
     return assign(args[0], run(functional, *given).to(args[0].dtype))
+
+
+def _within(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return arguments whose whole numbers are those of the tensors' dtype: -3 is 253 of uint8."""
+    named = _named(func, args, kwargs)
+    operands = [value for name, value in named if _is_operand(name, value)]
+    if len(operands) != 2 or not any(type(value) is int for value in operands):
+        return args, kwargs
+    dtype = torch.result_type(*operands)
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        return args, kwargs
+
+    def within(name: str, value: Any) -> Any:
+        is_number = type(value) is int and _is_operand(name, value)
+        return int(torch.tensor(value).to(dtype)) if is_number else value
+
+    held = [(name, within(name, value)) for name, value in named]
+    return tuple(value for _, value in held[: len(args)]), dict(held[len(args) :])
 
 
 def _computed_in(

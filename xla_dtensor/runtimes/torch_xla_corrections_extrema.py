@@ -31,7 +31,18 @@ def _extremum(
 
 
 def extreme_value(largest: bool, x: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
-    """Return the largest or smallest values along `dims`, infinities and NaNs as PyTorch has it."""
+    """Return the largest or smallest values along `dims`, infinities and NaNs as PyTorch has it.
+
+    Raises:
+        IndexError: There is no such dim.
+    """
+    number = max(x.ndim, 1)
+    for dim in dims:
+        if not -number <= dim < number:
+            raise IndexError(
+                "Dimension out of range (expected to be in range of "
+                f"[{-number}, {number - 1}], but got {dim})"
+            )
     if x.ndim == 0:
         return x.clone()
     found = (aten.amax if largest else aten.amin).default(x, dims, keepdim)
@@ -44,9 +55,9 @@ def extreme_value(largest: bool, x: torch.Tensor, dims: list[int], keepdim: bool
 
 
 def _place(largest: bool, x: torch.Tensor, dim: int, keepdim: bool) -> torch.Tensor:
+    extremum = extreme_value(largest, x, [dim], True)
     if x.ndim == 0:
         return torch.zeros_like(x, dtype=torch.int64)
-    extremum = extreme_value(largest, x, [dim], True)
     stands = (x == extremum) | ((x != x) & (extremum != extremum))
     size = x.shape[dim]
     places = torch.where(stands, _counted(x, dim), size)

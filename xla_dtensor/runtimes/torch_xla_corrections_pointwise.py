@@ -37,8 +37,11 @@ def _conjugated(slope: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _sign(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """XLA has none of bools."""
-    return (lambda: x.clone()) if x.dtype == torch.bool else None
+    """XLA has none of bools, and its sign of NaN is NaN; PyTorch's is 0."""
+    if x.dtype == torch.bool:
+        return lambda: x.clone()
+    found = aten.sign.default
+    return (lambda: found(x).masked_fill(x != x, 0)) if x.is_floating_point() else None
 
 
 def _logit(x: torch.Tensor, eps: float | None = None) -> Callable[[], torch.Tensor] | None:
@@ -51,6 +54,30 @@ def _is_nan(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
     if x.is_complex():
         return lambda: torch.isnan(x.real) | torch.isnan(x.imag)
     return None if x.is_floating_point() else lambda: torch.zeros_like(x, dtype=torch.bool)
+
+
+def _is_close(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    rtol: float = 1e-05,
+    atol: float = 1e-08,
+    equal_nan: bool = False,
+) -> Callable[[], torch.Tensor] | None:
+    """torch_xla has no parts of complex numbers as a view, which PyTorch asks for."""
+    if not a.is_complex():
+        return None
+
+    def close() -> torch.Tensor:
+        off = size_of(a - b)
+        near = (a == b) | ((off <= atol + size_of(b * rtol)) & torch.isfinite(off))
+        return near | (torch.isnan(a) & torch.isnan(b)) if equal_nan else near
+
+    return close
+
+
+def _all_close(*args: Any, **kwargs: Any) -> Callable[[], Any] | None:
+    close = _is_close(*args, **kwargs)
+    return None if close is None else lambda: bool(close().all())
 
 
 def _is_an_infinity(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
@@ -94,6 +121,29 @@ def _abs(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
     return (lambda: size_of(x)) if x.is_complex() else None
 
 
+def _quotient(a: Any, b: Any) -> Callable[[], torch.Tensor] | None:
+    """torch_xla says that a quotient of complex numbers is real."""
+    tensors = [value for value in (a, b) if isinstance(value, torch.Tensor)]
+    dtype = torch.result_type(a, b)
+    if not dtype.is_complex:
+        return None
+
+    def divide() -> torch.Tensor:
+        top, below = (
+            value.to(dtype)
+            if isinstance(value, torch.Tensor)
+            else torch.full_like(tensors[0], value, dtype=dtype)
+            for value in (a, b)
+        )
+        # Scaled, since a square may overflow where the quotient does not.
+        scale = torch.maximum(below.real.abs(), below.imag.abs()).reciprocal()
+        real, imag = below.real * scale, below.imag * scale
+        inverse = (scale / (real * real + imag * imag)).to(dtype)
+        return top * (below * scale.to(dtype)).conj().resolve_conj() * inverse
+
+    return divide
+
+
 def _copysign(x: torch.Tensor, sign: Any) -> Callable[[], torch.Tensor]:
     def copy() -> torch.Tensor:
         if not isinstance(sign, torch.Tensor):
@@ -106,6 +156,24 @@ def _copysign(x: torch.Tensor, sign: Any) -> Callable[[], torch.Tensor]:
 
 def _exp2(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
     return (lambda: torch.pow(2.0, x)) if x.is_floating_point() else None
+
+
+def _log1p(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """XLA's loses digits in float64 where x is small: it takes log(1 + x) from 1e-4 on."""
+    if x.dtype != torch.float64:
+        return None
+
+    def log() -> torch.Tensor:
+        found = aten.log1p.default(x)
+        better = found - (torch.expm1(found) - x) / (1 + x)  # a step of Newton's
+        return torch.where(x.abs() < 0.5, better, found)
+
+    return log
+
+
+def _atanh(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    log = _log1p(2 * x.abs() / (1 - x.abs())) if x.dtype == torch.float64 else None
+    return None if log is None else lambda: torch.sign(x) * log() / 2
 
 
 def _logaddexp2(a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -128,15 +196,20 @@ def _fmax(a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 POINTWISE: dict[Any, Rule] = {
     aten.abs: _abs,
+    aten.allclose: _all_close,
+    aten.atanh: _atanh,
     aten.copysign: _copysign,
+    aten.div: _quotient,
     aten.exp2: _exp2,
     aten.fmax: _fmax,
     aten.fmin: _fmin,
     aten.hypot: _hypot,
+    aten.isclose: _is_close,
     aten.isnan: _is_nan,
     aten.isneginf: _is_an_infinity,
     aten.isposinf: _is_an_infinity,
     aten.log10: _logarithm(10),
+    aten.log1p: _log1p,
     aten.log2: _logarithm(2),
     aten.logit: _logit,
     aten.logaddexp2: _logaddexp2,

@@ -53,7 +53,7 @@ def recovered(
     except Exception as torchs:
         # Some of what PyTorch checks is asserted there; and torch_xla's classes are often others.
         kind = RuntimeError if isinstance(torchs, AssertionError) else type(torchs)
-        raise (error if isinstance(error, kind) else kind(str(torchs))) from None
+        raise (error if isinstance(error, kind | IndexError) else kind(str(torchs))) from None
     if not func._schema.is_mutable:
         # torch_xla's errors are of many types.
         with contextlib.suppress(Exception):

@@ -72,7 +72,7 @@ def register(n_devices: int) -> torch.library.Library:
 
     kernels = torch.library.Library("aten", "IMPL")
     for name, kernel in [
-        *_kernels_of_other_views(),
+        *_kernels_of_other_views(n_devices),
         *((name, _kernel_of_slices(name, first, n_devices)) for name, first in _FIRST_ROWS.items()),
         ("slice_scatter", slice_scatter),
         ("slice_backward", slice_backward),
@@ -123,9 +123,10 @@ def _apart(x: torch.Tensor) -> torch.Tensor:
     return copied
 
 
-def _kernels_of_other_views() -> list[tuple[str, Any]]:
+def _kernels_of_other_views(n_devices: int) -> list[tuple[str, Any]]:
     as_strided_copy = torch.library.get_kernel("aten::as_strided_copy", "XLA")
     as_strided_scatter = torch.library.get_kernel("aten::as_strided_scatter", "XLA")
+    diagonal_of = torch.library.get_kernel("aten::diagonal_copy", "XLA")
     parts_of = torch.library.get_kernel("aten::view_as_real_copy", "XLA")
 
     def read(keys: Any, x: Any, size: Any, stride: Any, offset: int | None = None) -> Any:
@@ -148,6 +149,18 @@ def _kernels_of_other_views() -> list[tuple[str, Any]]:
         found = aten.where(is_written, values, aten.view_copy(x, [x.numel()]))
         return aten.view_copy(found, x.shape)
 
+    def diagonal(keys: Any, x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+        is_whole = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+        if n_devices == 1 or not is_whole or not x.numel():
+            return diagonal_of.call_boxed(keys, x, offset, dim1, dim2)
+        # Cut among devices it is an all-reduce by "or", which XLA has none of for whole numbers.
+        dims = [dim for dim in range(x.ndim) if dim not in (dim1 % x.ndim, dim2 % x.ndim)]
+        rows, columns = x.shape[dim1], x.shape[dim2]
+        last = aten.permute_copy(x, [*dims, dim1 % x.ndim, dim2 % x.ndim])
+        flat = aten.view_copy(last, [*last.shape[:-2], rows * columns])
+        places = torch.arange(rows * columns).reshape(rows, columns).diagonal(offset)
+        return aten.index_select(flat, -1, places.contiguous().to(x.device))
+
     def real_and_imaginary(keys: Any, x: torch.Tensor) -> torch.Tensor:
         # The layout of torch_xla's result has a dim too few, which is noticed if it is read itself.
         parts = parts_of.call_boxed(keys, x)
@@ -156,6 +169,7 @@ def _kernels_of_other_views() -> list[tuple[str, Any]]:
     return [
         ("as_strided_copy", read),
         ("as_strided_scatter", scatter),
+        ("diagonal_copy", diagonal),
         ("view_as_real_copy", real_and_imaginary),
     ]
 

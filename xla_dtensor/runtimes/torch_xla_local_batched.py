@@ -24,6 +24,7 @@ from torch._functorch.predispatch import lazy_load_decompositions
 from xla_dtensor.nested import leaves, map_nested
 from xla_dtensor.runtimes.foreach import run_foreach
 from xla_dtensor.runtimes.torch_xla_corrections import correction
+from xla_dtensor.runtimes.torch_xla_corrections_dtypes import in_torchs_dtypes
 from xla_dtensor.runtimes.torch_xla_local_composed import COMPOSED, PARTIAL_REGIONS
 from xla_dtensor.runtimes.torch_xla_local_payload import LocalPayload, annotate_stack
 from xla_dtensor.runtimes.torch_xla_payload import to_payload
@@ -144,6 +145,10 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return results
     if func in COMPOSED:
         return COMPOSED[func](*args, **kwargs)
+    return in_torchs_dtypes(func, args, kwargs, _run_once)
+
+
+def _run_once(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     corrected: Callable[[], Any] | None = correction(func, args, kwargs)
     return func(*args, **kwargs) if corrected is None else corrected()
 

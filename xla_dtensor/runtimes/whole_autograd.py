@@ -93,7 +93,9 @@ def _keeps_undefined(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _passes_undefined(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def run(ctx: Any, grad: Any) -> Any:
-        return (None,) * ctx.num_inputs if grad is None else backward(ctx, grad)
+        # Of a view that was written to PyTorch makes zeros without memory, which are plain ones.
+        is_undefined = grad is None or grad._is_zerotensor()
+        return (None,) * ctx.num_inputs if is_undefined else backward(ctx, grad)
 
     return run
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 from jax.scipy import special
@@ -51,6 +52,8 @@ def _common(args: tuple[Any, ...]) -> Any:
 def _cast(value: Any, dtype: Any) -> Any:
     if _is_array(value):
         return value if value.dtype == dtype else value.astype(dtype)
+    if isinstance(value, int) and jnp.issubdtype(dtype, jnp.integer):
+        return jnp.asarray(np.asarray(value).astype(dtype))  # -3 is 253 of uint8
     return jnp.asarray(value, dtype) if isinstance(value, (int, float, complex)) else value
 
 
@@ -204,7 +207,9 @@ def _int_power(x: Any, n: Any) -> Any:
 
 
 def _sign(x: Any) -> Any:
-    return x if x.dtype.kind == "b" else jnp.sign(x)
+    if x.dtype.kind == "b":
+        return x
+    return jnp.where(x != x, 0, jnp.sign(x)) if x.dtype.kind != "c" else jnp.sign(x)
 
 
 def _digamma(x: Any) -> Any:
