@@ -135,8 +135,12 @@ def expected_of(program: Program) -> Expected:
             _on_plain(program, short, short_lines),
             _on_plain(program, again, lines, torch.float64),
         ]
-    sound = [tuple(r for r in runs if r.error is None) for runs in (wide, noisy)]
-    return Expected(plain, *sound, tuple(single) if all(r.error is None for r in single) else ())
+    can_tell = all(result.error is None for result in single)
+    return Expected(plain, _sound(wide), _sound(noisy), tuple(single) if can_tell else ())
+
+
+def _sound(results: Sequence[Result]) -> tuple[Result, ...]:
+    return tuple(result for result in results if result.error is None)
 
 
 def _on_plain(

@@ -1,6 +1,6 @@
 """Batch norm, of which torch_xla 2.9 forgets that the running variance is the unbiased one.
 
-In float64 XLA takes eps in the precision of float32, so there it is said with ops that it is made of.
+In float64 XLA takes eps in the precision of float32: there it is made of other ops.
 """
 
 from __future__ import annotations
