@@ -20,12 +20,12 @@ jax_lowering/slices.py. They get a barrier, which the partitioner does not take 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
-import torch_xla
 
 from xla_dtensor.core.local_shape import may_leave_shards
 from xla_dtensor.runtimes.torch_xla_corrections_autograd import places_of
@@ -119,7 +119,7 @@ def _kernel_of_slices(name: str, first_rows: Callable[..., tuple[int, int]], n_d
 
 def _apart(x: torch.Tensor) -> torch.Tensor:
     copied = aten.clone(x)
-    torch_xla._XLAC._xla_optimization_barrier_([copied])
+    importlib.import_module("torch_xla")._XLAC._xla_optimization_barrier_([copied])
     return copied
 
 
