@@ -273,8 +273,9 @@ def _is_scaled(func: Any, *args: Any, **kwargs: Any) -> bool:
     return any(given.get(name) is not None for name in ("scales", "scales_h", "scales_w"))
 
 
-def _is_infinite(_: torch.Tensor, *args: Any, **__: Any) -> bool:
-    return any(isinstance(p, float) and math.isinf(p) for p in args)
+def _has_another_power(_: torch.Tensor, *args: Any, **__: Any) -> bool:
+    """torch_xla takes a root where PyTorch takes the largest, or counts."""
+    return any(isinstance(p, float) and (math.isinf(p) or p == 0) for p in args)
 
 
 def _is_unbatched(x: torch.Tensor, *_: Any, **__: Any) -> bool:
@@ -446,6 +447,6 @@ _ON_HOST: dict[Any, Callable[..., bool]] = {
         x.dtype in (torch.uint8, torch.float64)
         or _is_scaled(aten.upsample_bilinear2d.default, x, *args, **kwargs)
     ),
-    **dict.fromkeys((aten._pdist_forward, aten._pdist_backward), _is_infinite),
+    **dict.fromkeys((aten._pdist_forward, aten._pdist_backward), _has_another_power),
     aten._linalg_svd: _is_complex_or_batched,
 }
