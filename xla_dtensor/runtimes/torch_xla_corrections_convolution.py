@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from mesh_utils import Mesh
-from xla_dtensor.core import Layout, OpSharding
+from xla_dtensor.core import Layout
 from xla_dtensor.runtimes.torch_xla_corrections_host import has_manual
-from xla_dtensor.runtimes.torch_xla_sharding import to_annotation
+from xla_dtensor.runtimes.torch_xla_corrections_points import annotated, whole
 
 __all__ = ["convolution", "convolution_backward"]
 
@@ -37,7 +37,7 @@ def convolution(
         return None
 
     def convolve() -> torch.Tensor:
-        return _cut(aten.convolution.default(_cut(x), _whole(weight), *options))
+        return _cut(aten.convolution.default(_cut(x), whole(weight), *options))
 
     return convolve
 
@@ -59,17 +59,17 @@ def convolution_backward(
 
     def run(place: Callable[..., torch.Tensor], *asked: bool) -> Any:
         return aten.convolution_backward.default(
-            place(grad), place(x), _whole(weight), bias_sizes, *described, groups, list(asked)
+            place(grad), place(x), whole(weight), bias_sizes, *described, groups, list(asked)
         )
 
     def backward() -> Sequence[torch.Tensor | None]:
         to_x, to_weight, to_bias = mask
         apart = groups > 1 and to_weight
         by_batch = run(_cut, to_x, to_weight and not apart, to_bias)
-        grad_weight = run(_whole, False, True, False)[1] if apart else by_batch[1]
+        grad_weight = run(whole, False, True, False)[1] if apart else by_batch[1]
         return (
             _cut(by_batch[0]) if to_x else None,
-            _whole(grad_weight) if to_weight else None,
+            whole(grad_weight) if to_weight else None,
             by_batch[2] if to_bias else None,
         )
 
@@ -81,23 +81,10 @@ def _cut(tensor: torch.Tensor) -> torch.Tensor:
     num_devices = _xlac()._xla_num_global_devices()
     tiles = math.gcd(tensor.shape[0], num_devices)
     if tiles == 1:
-        return _whole(tensor)
+        return whole(tensor)
     mesh = Mesh.arange((tiles, num_devices // tiles), ("batch", "rest"))
     layout = Layout.from_partition_spec(("batch",), mesh, tensor_ndim=tensor.ndim)
-    return _told(tensor, layout.op_sharding())
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return _told(tensor, OpSharding.replicated())
-
-
-def _told(tensor: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
-    if tensor.numel() == 0:
-        return tensor
-    # A node of its own, as in the runtime's `constrain`.
-    told = tensor.clone()
-    _xlac()._xla_annotate_custom_sharding(told, to_annotation(sharding))
-    return told
+    return annotated(tensor, layout.op_sharding())
 
 
 def _xlac() -> Any:

@@ -18,7 +18,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["assign", "evenly", "into_front", "put_points", "round_up"]
+from xla_dtensor.core import OpSharding
+from xla_dtensor.runtimes.torch_xla_sharding import to_annotation
+
+__all__ = ["annotated", "assign", "evenly", "into_front", "put_points", "round_up", "whole"]
 
 
 def _xlac() -> Any:
@@ -42,6 +45,20 @@ def assign(to: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if sharding is not None:
         _xlac()._xla_annotate_custom_sharding(to, sharding)
     return to
+
+
+def annotated(tensor: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
+    """Return `tensor`, annotated; its own node in the graph, as in the runtime's `constrain`."""
+    if tensor.numel() == 0:
+        return tensor
+    result = tensor.clone()
+    _xlac()._xla_annotate_custom_sharding(result, to_annotation(sharding))
+    return result
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, whole on every device."""
+    return annotated(tensor, OpSharding.replicated())
 
 
 def put_points(

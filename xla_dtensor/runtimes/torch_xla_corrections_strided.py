@@ -120,7 +120,9 @@ def _kernel_of_slices(name: str, first_rows: Callable[..., tuple[int, int]], n_d
 def _apart(x: torch.Tensor) -> torch.Tensor:
     copied = aten.clone(x)
     importlib.import_module("torch_xla")._XLAC._xla_optimization_barrier_([copied])
-    return copied
+    # What comes out of a barrier is part of a tuple. Ops that look at the shape of its node
+    # (index_select) would end the process; a view has a node of its own.
+    return aten.view_copy(copied, list(copied.shape))
 
 
 def _kernels_of_other_views(n_devices: int) -> list[tuple[str, Any]]:

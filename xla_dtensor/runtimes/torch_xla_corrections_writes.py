@@ -1,6 +1,10 @@
 """Which aten ops write by index, and the points that each writes.
 
-An op whose indices have only sizes that all devices divide is left to torch_xla.
+A write along a dim with an index of the tensor's rank (scatter) is wrong in torch_xla 2.9's XLA,
+and so is such a read (gather), also with even sizes, where index or values are cut over axes that
+cut the tensor otherwise: some points are left out, or start from the reduction's identity. So index
+and values are whole on every device there. Of the other writes, those whose indices have only sizes
+that all devices divide are left to torch_xla.
 """
 
 from __future__ import annotations
@@ -10,12 +14,14 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.runtimes.torch_xla_corrections_host import has_manual
 from xla_dtensor.runtimes.torch_xla_corrections_points import (
     assign,
     evenly,
     into_front,
     put_points,
     round_up,
+    whole,
 )
 
 __all__ = ["has_write_rule", "write_correction"]
@@ -85,22 +91,32 @@ def _scatter_points(
     reduce: str,
     include_self: bool = True,
 ) -> Replacement:
-    if x.ndim == 0 or index.ndim == 0 or index.numel() == 0 or evenly(index.shape):
+    if x.ndim == 0 or index.ndim == 0 or index.numel() == 0 or has_manual(x, index):
         return None
     dim %= x.ndim
 
     def write() -> torch.Tensor:
         values = src if isinstance(src, torch.Tensor) else x.new_full((), src).expand(index.shape)
         values = values[tuple(slice(size) for size in index.shape)]
+        places, values = whole(index), whole(values)
         if reduce not in ("", "sum") or not include_self:
-            result = _scatter_with_spare(x, dim, index, values, reduce, include_self)
+            result = _scatter_with_spare(x, dim, places, values, reduce, include_self)
             return assign(x, result) if in_place else result
         points = [
-            index if at == dim else _places(index, at, size) for at, size in enumerate(index.shape)
+            places if at == dim else _places(places, at, size)
+            for at, size in enumerate(index.shape)
         ]
         return put_points(x, points, values, reduce == "sum", in_place)
 
     return write
+
+
+def _gather(
+    x: torch.Tensor, dim: int, index: torch.Tensor, sparse_grad: bool = False
+) -> Replacement:
+    if x.ndim == 0 or index.ndim == 0 or has_manual(x, index):
+        return None
+    return lambda: aten.gather(x, dim, whole(index))
 
 
 def _places(index: torch.Tensor, dim: int, size: int) -> torch.Tensor:
@@ -295,5 +311,6 @@ _RULES: dict[Any, Callable[..., Replacement]] = {
     aten.put: _put,
     aten.put_: _put,
     aten.embedding_dense_backward: _embedding_backward,
+    aten.gather: _gather,
 }
-_WITHOUT_FORMS = {aten.embedding_dense_backward}
+_WITHOUT_FORMS = {aten.embedding_dense_backward, aten.gather}
