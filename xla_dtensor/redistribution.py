@@ -154,7 +154,11 @@ class _FromPlain(LinearResult):
     @staticmethod
     def forward(ctx: Any, plain: torch.Tensor, state: Any, kind: Any) -> DTensor:
         ctx.placements = state.placements
-        payload = functional_ops.constrain(plain, state.span_layout)
+        # Where no gradient arrives PyTorch makes zeros itself, on the host.
+        runtime = get_runtime()
+        is_host = type(plain) is torch.Tensor and not runtime.is_payload(plain)
+        place = runtime.put if is_host else functional_ops.constrain
+        payload = place(plain, state.span_layout)
         made = state_of(payload, state.mesh, state.placements, state.known)
         return new_dtensor(kind, payload, made)
 

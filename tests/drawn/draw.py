@@ -163,6 +163,8 @@ class Draw:
             return None
         if sum(t.numel() for t in found) > MOST_NUMBERS or not ops.is_whole(found):
             return None
+        if any(map(_has_denormals, found)):
+            return None
         names = [self.name() for _ in found]
         for name, tensor in zip(names, found, strict=True):
             self.scope[name] = tensor
@@ -170,3 +172,11 @@ class Draw:
         if isinstance(value, torch.Tensor):
             return f"{names[0]} = {text}"
         return f"{', '.join(names)}{',' if len(names) == 1 else ''} = tensors({text})"
+
+
+def _has_denormals(value: torch.Tensor) -> bool:
+    """Whether some numbers are below the smallest normal one: XLA takes these for zero."""
+    if not (value.is_floating_point() or value.is_complex()):
+        return False
+    sizes = (torch.view_as_real(value) if value.is_complex() else value).detach().abs()
+    return bool(((sizes > 0) & (sizes < torch.finfo(sizes.dtype).tiny)).any())

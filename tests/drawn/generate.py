@@ -57,6 +57,7 @@ IN_PLACE = (
     *("add_", "sub_", "mul_", "div_", "copy_", "pow_", "remainder_", "eq_", "maximum", "clamp_"),
     *("logical_or_", "fmod_", "lt_", "bitwise_and_", "floor_divide_"),
 )
+_OF_SORTED = ("bucketize", "searchsorted")
 CASTS = {
     "byte": torch.uint8,
     "char": torch.int8,
@@ -96,8 +97,10 @@ def _call(draw: Draw, names_of_ops: Sequence[str]) -> tuple[ops.Call, dict[int, 
         if chance.random() < (0.3 if is_index else 0.8):
             there = draw.pick(lambda t, s=tensor: (t.shape, t.dtype) == (s.shape, s.dtype))
         is_norm = "batch_norm" in call.name or "instance_norm" in call.name
-        if is_norm and there in names.values():
+        if (is_norm or "masked_scatter" in call.name) and there in names.values():
             there = None  # not one tensor as running mean and variance: the last write is open
+        if call.name in _OF_SORTED and there is not None:
+            there = None  # what a search among numbers without order finds is open
         names[id(tensor)] = there or draw.leaf(tensor, may_be_plain=tensor is not call.source)
     return call, names
 
@@ -296,7 +299,10 @@ def _write(draw: Draw) -> bool:
         target, shown = f"{target}[0]", shown[0] if len(shown) else None
     if not isinstance(shown, torch.Tensor) or _is_written_in_no_order(shown):
         return False
-    fitting = draw.pick(lambda t: t.shape in (shown.shape, shown.shape[1:], shown.shape[-1:]))
+    fits = (shown.shape, shown.shape[1:], shown.shape[-1:])
+    # PyTorch gives whole numbers that are written from what has a gradient a graph, and no use.
+    has_graph = shown.is_floating_point() or shown.is_complex()
+    fitting = draw.pick(lambda t: t.shape in fits and (has_graph or not t.requires_grad))
     number = chance.choice(NUMBERS)
     operand = fitting if fitting is not None and chance.random() < 0.6 else number
     index = _index_text(draw, name) if draw.value(name).dim() else "[...]"

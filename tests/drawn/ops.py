@@ -86,6 +86,7 @@ def _product(u: torch.Tensor, s: torch.Tensor, vh: torch.Tensor) -> torch.Tensor
 # Where the result is one of many right ones: what is the same for all of them.
 _SAME_FOR_ALL: dict[str, Callable[[Any], Any]] = {
     "linalg.eigh": lambda r: (r[0], (r[1] * r[0].unsqueeze(-2)) @ r[1].mH),
+    "linalg.eig": lambda r: (r[0], (r[1] * r[0].unsqueeze(-2)) @ torch.linalg.inv(r[1])),
     "linalg.svd": lambda r: (r[1], _product(r[0], r[1], r[2])),
     "svd": lambda r: (r[1], _product(r[0], r[1], r[2].mH)),
     "linalg.qr": lambda r: r[0] @ r[1] if r[0].numel() else r[1].abs(),
@@ -94,7 +95,7 @@ _SAME_FOR_ALL: dict[str, Callable[[Any], Any]] = {
     # What is left where the matrix has no factor, or no inverse.
     **dict.fromkeys(
         ("linalg.cholesky_ex", "linalg.inv_ex"),
-        lambda r: (r[0].masked_fill((r[1] != 0)[..., None, None], 0), r[1]),
+        lambda r: (r[0].detach().masked_fill((r[1] != 0)[..., None, None], 0), r[1]),
     ),
     # The statistics' dtype is the CPU kernel's own; CUDA's is another.
     "native_layer_norm": lambda r: r[0],

@@ -98,6 +98,16 @@ def test_a_compiled_step_gives_nan(mesh: xd.DeviceMesh) -> None:
     assert loss.full_tensor().cpu().isnan()
 
 
+def test_sums_that_a_compiled_step_does_not_know_give_nan(mesh: xd.DeviceMesh) -> None:
+    for name in ("repeat_interleave", "segment_reduce"):
+        call, right, wrong, _ = VALUES[name]
+        step: Any = xd.compile(call)
+        found = step(table(mesh), on_mesh(torch.tensor(right), mesh)).full_tensor().cpu()
+        torch.testing.assert_close(found, call(table(None), torch.tensor(right)))
+        found = step(table(mesh), on_mesh(torch.tensor(wrong), mesh))
+        assert found.full_tensor().cpu().isnan().all(), name
+
+
 def test_a_dim_that_there_is_not(mesh: xd.DeviceMesh) -> None:
     with pytest.raises(IndexRangeError, match=r"along dim=4 of a tensor of shape=\(8, 3\)"):
         table(mesh).softmax(4)
@@ -141,6 +151,24 @@ VALUES: dict[str, tuple[Call, Any, Any, str]] = {
         [0, 1],
         [1, 1],
         "the number of places 24 for a source of 3 values",
+    ),
+    "repeat_interleave": (
+        lambda x, v: x[:2].repeat_interleave(v, 0, output_size=3),
+        [1, 2],
+        [1, 3],
+        "the sum of repeats 4 for output_size=3. Pass their sum",
+    ),
+    "segment_reduce": (
+        lambda x, v: torch.segment_reduce(x, "max", lengths=v),
+        [6, 2],
+        [6, 1],
+        "the sum of lengths 7 for dim 0 of size 8",
+    ),
+    "sorter": (
+        lambda x, v: torch.searchsorted(torch.zeros_like(v), v * 0, sorter=v),
+        [0, 1],
+        [0, 2],
+        "the place in sorter 2 for boundaries of size 2",
     ),
     "multinomial": (
         lambda x, v: torch.multinomial(v.float(), 1) * 0,

@@ -1511,3 +1511,25 @@ def dtypes_of_a_local_view(on: On) -> Any:
     mesh = given[0].device_mesh if isinstance(given[0], xd.DTensor) else None
     lying = [Shard(1), R]
     return [part if mesh is None else xd.DTensor.from_local(part, mesh, lying) for part in parts]
+
+
+@values()
+def zeros_of_the_host_as_a_gradient(on: On) -> Any:
+    """A compiled step ended in an AssertionError: the second derivative of a write is zero."""
+
+    def second(x: Any, y: Any) -> Any:
+        moved = on.move(x * 1, Shard(0), R)
+        moved.transpose(-1, -1).abs_()
+        grad = torch.autograd.grad((moved * y).sum() + x.mean(), x, create_graph=True)[0]
+        loss = (grad * grad).sum() + (x * x).sum()
+        return torch.autograd.grad(loss, x)
+
+    x, y = on.leaf(numbers(2, 3)), on.put(numbers(2, 3, start=1.0))
+    return second(x, y), on.compile(second)(x, y)
+
+
+@values()
+def a_cut_row_and_a_split_dim(on: On) -> Any:
+    """Shardy ended the process: a dim of one row that is cut, and a reshape of one behind it."""
+    x = on.put(numbers(1, 1, 6, 6), Shard(1), Shard(3))
+    return on.compile(lambda x: F.pixel_unshuffle(x, 3))(x)

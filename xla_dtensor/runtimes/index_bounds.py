@@ -207,6 +207,37 @@ def _divisor(x: Any, y: Any, *_: Any, rounding_mode: str | None = "floor") -> It
         yield Bound(divisor, 0, 1, "whole numbers", what=what, rule=rule, of=_zeros)
 
 
+def _repeats(repeats: Any, output_size: int | None = None) -> Iterator[Bound]:
+    if output_size is not None:
+        rule, what = "Pass their sum as output_size", "sum of repeats"
+        where = f"output_size={output_size}"
+        yield Bound(repeats, output_size, output_size + 1, where, what=what, rule=rule, of=_sum)
+
+
+def _lengths(
+    data: Any, *_: Any, lengths: Any = None, axis: int = 0, unsafe: bool = False, **__: Any
+) -> Iterator[Bound]:
+    if lengths is not None and not unsafe:
+        size = data.shape[axis]
+        rule, what = "Pass lengths that sum up to the dim's size", "sum of lengths"
+        where = f"dim {axis} of size {size}"
+        yield Bound(lengths, size, size + 1, where, what=what, rule=rule, of=_sum_of_last)
+
+
+def _sorter(boundaries: Any, *_: Any, sorter: Any = None, **__: Any) -> Iterator[Bound]:
+    if sorter is not None:
+        size = boundaries.shape[-1]
+        yield Bound(sorter, 0, size, f"boundaries of size {size}", what="place in sorter")
+
+
+def _sum(value: Any) -> Any:
+    return value.sum()
+
+
+def _sum_of_last(value: Any) -> Any:
+    return value.sum(-1)
+
+
 def _is_whole(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return not (value.is_floating_point() or value.is_complex())
@@ -235,6 +266,10 @@ BOUNDS: dict[Any, Callable[..., Iterator[Bound]]] = {
     aten.max_unpool3d.default: _volume,
     aten.kthvalue.default: _kth,
     aten.masked_scatter.default: _masked,
+    aten.repeat_interleave.Tensor: _repeats,
+    aten.segment_reduce.default: _lengths,
+    aten.searchsorted.Tensor: _sorter,
+    aten.searchsorted.Scalar: _sorter,
     aten.multinomial.default: _weights,
     aten.bernoulli.default: _probabilities("a draw"),
     aten.binary_cross_entropy.default: _probabilities("a loss"),

@@ -60,11 +60,27 @@ def padded(value: jax.Array, sharding: NamedSharding | None) -> jax.Array:
     return jnp.pad(value, [(0, t - s) for t, s in zip(target, value.shape, strict=True)])
 
 
-def unpadded(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return the logical part of a padded array."""
+def unpadded(
+    array: jax.Array, shape: tuple[int, ...], sharding: NamedSharding | None = None
+) -> jax.Array:
+    """Return the logical part of a padded array.
+
+    Args:
+        array: The padded array.
+        shape: The logical shape.
+        sharding: How `array` lies, if that is known.
+    """
     if tuple(array.shape) == shape:
         return array
-    return jax.lax.slice(array, (0,) * len(shape), shape)
+    result = jax.lax.slice(array, (0,) * len(shape), shape)
+    single = [size == 1 < whole for size, whole in zip(shape, array.shape, strict=True)]
+    if sharding is None or not any(single) or not isinstance(array, jax.core.Tracer):
+        return result
+    # One row lies on one device, and is made whole: Shardy 0.10 and 0.12 end the process where
+    # dims behind one that it says to be cut are split by a reshape.
+    spec = [None if is_one else PartitionSpec.UNCONSTRAINED for is_one in single]
+    where = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return jax.lax.with_sharding_constraint(result, where)
 
 
 @lru_cache(maxsize=4096)

@@ -119,7 +119,7 @@ class Storage:
     def read(self) -> jax.Array:
         """Return the logical value."""
         jax_trace.note_read(self)
-        value = unpadded(jax_trace.array_read(self), self.shape)
+        value = unpadded(jax_trace.array_read(self), self.shape, self.sharding)
         return value if self.constraint is None else constrained(value, self.constraint)
 
     def write(self, value: jax.Array) -> None:

@@ -95,4 +95,7 @@ def _repeat_interleave(repeats: Any, *, output_size: int | None = None) -> Any:
     if output_size is None:
         return _on_host(aten.repeat_interleave.Tensor, (repeats,), {})
     ends = jnp.cumsum(repeats)
-    return jnp.searchsorted(ends, jnp.arange(output_size), side="right")
+    places = jnp.searchsorted(ends, jnp.arange(output_size), side="right")
+    # Of another sum: places that there are not, whose rows are NaN.
+    is_sum = jnp.sum(repeats) == output_size
+    return jnp.where(is_sum, places, repeats.shape[0])

@@ -74,6 +74,9 @@ def _segment_reduce(
     # A negative place would count from the end, and one at the end is dropped.
     points = _points(jnp.where(segments < 0, count, segments))
     found = reduce_points(base, points, data, _REDUCE[reduce])
+    if lengths is not None and not unsafe:
+        is_sum = jnp.all(borders[..., -1] == data.shape[axis])
+        found = jnp.where(is_sum, found, jnp.nan)
     if reduce != "mean":
         return found
     sizes = _beside(jnp.diff(borders, axis=-1), found.ndim).astype(found.dtype)
