@@ -228,6 +228,7 @@ MOVING: dict[Any, list[Case]] = {
     **named("copy", Case(A, B), Case(A, f(6)), Case(A, ints(5, 6))),
     **named("zeros_like ones_like", Case(A), Case(A, dtype=torch.int64), Case(ints(5, 6))),
     **named("full_like", Case(A, 2.5), Case(ints(5, 6), 3), Case(A, 2, dtype=torch.int64)),
+    **named("_new_zeros_with_same_feature_meta", Case(A, B[:2])),
     **named("new_zeros new_ones", Case(A, [2, 3]), Case(A, [], dtype=torch.bool)),
     **named("new_full", Case(A, [2, 3], 1.5), Case(ints(5, 6), [0], 1)),
 }

@@ -58,6 +58,12 @@ SCATTERING: dict[Any, list[Case]] = {
         Case(A, 0, index(0, 6, high=5), f(5, 6), "sum"),
     ),
     **named(
+        "scatter.reduce",
+        *(Case(A, 0, index(4, 6, high=5), f(5, 6), reduce=r) for r in ("add", "multiply")),
+        Case(ints(5, 6), 1, PLACES, ints(5, 6), reduce="multiply"),
+    ),
+    **named("scatter.value_reduce", Case(A, 0, index(4, 6, high=5), 2.5, reduce="multiply")),
+    **named(
         "index_reduce",
         *(Case(A, 0, TIES, f(4, 6), r, include_self=i) for r, i in REDUCES),
         *(Case(S, -1, TIES, f(5, 6, 4), r, include_self=i) for r, i in REDUCES),

@@ -106,6 +106,9 @@ LINALG: dict[Any, list[Case]] = {
 }
 if hasattr(torch.ops.aten, "cholesky"):  # torch 2.15 no longer has it
     LINALG |= named("cholesky", Case(positive()), Case(positive(3), True))
+if hasattr(torch.ops.aten, "linalg_polar"):  # torch 2.15 has both
+    LINALG |= named("linalg_polar", Case(ONE), Case(TALL), Case(MANY))
+    LINALG |= named("linalg_matrix_sqrth", Case(positive()), Case(positive(3)))
 # These have many right results; FUNCTIONS are of what is the same for all.
 UP_TO_GAUGE = "_linalg_svd _linalg_eigh linalg_eig _linalg_eigvals"
 ALL = set(LINALG) | {overload(name) for name in UP_TO_GAUGE.split()}

@@ -31,6 +31,12 @@ def _zeros(*_: Any, meta: Any, **__: Any) -> Any:
     return _filled(0, meta)
 
 
+@lower(aten._new_zeros_with_same_feature_meta.default)
+def _zeros_for_tangent(x: Any, other: Any, *, self_num_batch_dims: int = 0) -> Any:
+    """Zeros that a tangent is written to, in parts: of the primal's shape."""
+    return jnp.zeros(x.shape[:self_num_batch_dims] + other.shape, x.dtype)
+
+
 @lower(aten.ones_like.default, aten.new_ones.default, wants_meta=True)
 def _ones(*_: Any, meta: Any, **__: Any) -> Any:
     return _filled(1, meta)

@@ -57,6 +57,9 @@ def reduce_points(x: Any, points: Sequence[Any], values: Any, reduce: str) -> An
     return getattr(x.at[tuple(flat)], _METHODS[reduce])(values, mode="drop")
 
 
+_BY = {"add": "sum", "multiply": "prod"}
+
+
 def _reduced(x: Any, points: Sequence[Any], values: Any, reduce: str, include_self: bool) -> Any:
     shape = points[0].shape
     points, values = or_poison(x, points, values, from_the_end=False)
@@ -94,6 +97,18 @@ def _scatter_reduce(
     points[dim % x.ndim] = index
     values = src[tuple(map(slice, index.shape))]
     return _reduced(x, points, values, reduce, include_self)
+
+
+@lower(aten.scatter.reduce)
+def _scatter_by(x: Any, dim: int, index: Any, src: Any, *, reduce: str) -> Any:
+    """The older form of scatter_reduce; its ``reduce`` is "add" or "multiply"."""
+    return _scatter_reduce(x, dim, index, src, _BY[reduce])
+
+
+@lower(aten.scatter.value_reduce)
+def _scatter_value_by(x: Any, dim: int, index: Any, value: Any, *, reduce: str) -> Any:
+    src = jnp.full(index.shape, value, x.dtype)
+    return _scatter_reduce(x, dim, index, src, _BY[reduce])
 
 
 @lower(aten.index_reduce.default)

@@ -149,3 +149,18 @@ def _lstsq(a: Any, b: Any, rcond: float | None = None, *, driver: str | None = N
     shown = jnp.zeros((0,), values.dtype) if driver in ("gels", "gelsy") else values
     rank = jnp.zeros((0,), jnp.int64) if driver == "gels" else rank
     return (found[..., 0] if is_vector else found), residuals, rank, shown
+
+
+if hasattr(aten, "linalg_polar"):  # torch 2.15 has both
+
+    @lower(aten.linalg_polar.default)
+    def _polar(x: Any) -> Any:
+        """An orthogonal matrix, and a positive one that it is multiplied by."""
+        u, sizes, vh = linalg.svd(x, full_matrices=False)
+        return _product(u, vh), _product(adjoint(vh) * sizes[..., None, :].astype(x.dtype), vh)
+
+    @lower(aten.linalg_matrix_sqrth.default)
+    def _square_root(x: Any) -> Any:
+        vectors, values = linalg.eigh(x, symmetrize_input=False)
+        roots = jnp.sqrt(values)[..., None, :].astype(x.dtype)
+        return _product(vectors * roots, adjoint(vectors))
