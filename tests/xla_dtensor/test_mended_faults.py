@@ -1533,3 +1533,22 @@ def a_cut_row_and_a_split_dim(on: On) -> Any:
     """Shardy ended the process: a dim of one row that is cut, and a reshape of one behind it."""
     x = on.put(numbers(1, 1, 6, 6), Shard(1), Shard(3))
     return on.compile(lambda x: F.pixel_unshuffle(x, 3))(x)
+
+
+@values("jax")
+def complex_numbers_as_bools(on: On) -> Any:
+    """Those without a real part were False: in casts, masks, any and all along a dim."""
+    x = on.put(torch.tensor([[1j, 1], [0, 2j]]))
+    written = on.put(torch.zeros(2, 2, dtype=torch.bool))
+    written.copy_(x)
+    return x.bool(), x.all(0), x.any(1), torch.where(x.bool(), 1, 0), written
+
+
+@values("torch_xla")
+def gradients_at_a_border(on: On) -> Any:
+    """What is clamped had a gradient at the border itself; that of logsigmoid of halves was none."""
+    x, half = on.leaf(torch.tensor([-3.0, 0.0, 3.0, 6.0])), on.leaf(numbers(20).bfloat16())
+    y = F.relu6(x) * 2 + F.hardsigmoid(x) * 3
+    grad = torch.autograd.grad(y.sum(), x)[0]
+    of_half = torch.autograd.grad((F.logsigmoid(half) * 2).sum(), half)[0]
+    return grad.float().double(), of_half.double().round(decimals=1)

@@ -16,7 +16,7 @@ import torch
 
 from xla_dtensor.errors import UnsupportedOpError
 
-__all__ = ["jax_dtype", "numpy_from_torch", "torch_dtype", "torch_from_numpy", "x64"]
+__all__ = ["in_dtype", "jax_dtype", "numpy_from_torch", "torch_dtype", "torch_from_numpy", "x64"]
 
 _TORCH_TO_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.bool: np.dtype(np.bool_),
@@ -54,6 +54,16 @@ _numpy: Any = torch._C.TensorBase.numpy  # pyright: ignore[reportAttributeAccess
 def x64() -> AbstractContextManager[Any]:
     """Return a context in which JAX keeps 64-bit types."""
     return jax.enable_x64(True)
+
+
+def in_dtype(array: jax.Array, dtype: Any) -> jax.Array:
+    """Return an array in another dtype, by PyTorch's rules for complex numbers.
+
+    As a bool one is whether it is not 0, as a real number its real part.
+    """
+    if array.dtype.kind == "c" and np.dtype(dtype).kind != "c":
+        array = array != 0 if np.dtype(dtype).kind == "b" else array.real
+    return array.astype(dtype)
 
 
 def jax_dtype(dtype: torch.dtype) -> np.dtype[Any]:

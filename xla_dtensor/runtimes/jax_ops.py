@@ -38,7 +38,7 @@ from xla_dtensor.runtimes.index_bounds import (
     name_of,
 )
 from xla_dtensor.runtimes.jax_composed import COMPOSED
-from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch, x64
+from xla_dtensor.runtimes.jax_convert import in_dtype, jax_dtype, numpy_from_torch, x64
 from xla_dtensor.runtimes.jax_foreach import (
     run_foreach_on_rows,
     write_foreach,
@@ -307,7 +307,7 @@ def write(target: torch.Tensor, result: torch.Tensor) -> None:
             refuse_write_to_host(target)
         target.copy_(result.host() if isinstance(result, JaxTensor) else result)
         return
-    value = jnp.asarray(as_array(result)).astype(jax_dtype(target.dtype))
+    value = in_dtype(jnp.asarray(as_array(result)), jax_dtype(target.dtype))
     shape = tuple(target.shape)
     if value.shape != shape and np.broadcast_shapes(value.shape, shape) != shape:
         raise WriteError(

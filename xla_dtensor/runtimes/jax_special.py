@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import torch
 
-from xla_dtensor.runtimes.jax_convert import jax_dtype
+from xla_dtensor.runtimes.jax_convert import in_dtype, jax_dtype
 from xla_dtensor.runtimes.jax_manual import refuse_value
 from xla_dtensor.runtimes.jax_number_rows import number_of_row
 from xla_dtensor.runtimes.jax_placing import host_value
@@ -80,7 +80,7 @@ def _to_copy(
     if device is not None and torch.device(device).type == "meta":
         return torch.empty_strided(x.shape, x.stride(), dtype=dtype or x.dtype, device="meta")
     meta = output_meta(aten._to_copy.default, (x,), {"dtype": dtype, **kwargs})
-    value = jnp.array(x.raw(), dtype=jax_dtype(dtype or x.dtype), copy=True)
+    value = jnp.array(in_dtype(x.raw(), jax_dtype(dtype or x.dtype)), copy=True)
     storage = Storage(value, manual=x._storage.manual)
     return JaxTensor(storage, shape=x.shape, stride=meta.stride, dtype=dtype or x.dtype)
 

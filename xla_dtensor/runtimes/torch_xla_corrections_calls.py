@@ -389,14 +389,20 @@ _DECOMPOSED: dict[Any, Callable[..., bool]] = {
     aten.native_group_norm: _always,
     aten.native_group_norm_backward: _always,
     aten.elu_backward: _always,
+    # Both: PyTorch's and torch_xla's hand other numbers from one to the other.
     aten.log_sigmoid_forward: lambda x: x.dtype in _HALF,
+    aten.log_sigmoid_backward: lambda grad, x, buffer: x.dtype in _HALF,
     # torch_xla asks the host.
     aten.logaddexp: lambda *args: not any(x.is_complex() for x in args),
     aten.special_xlog1py: _always,
     # torch_xla's constants have the precision of float32.
+    # At a border torch_xla lets a gradient through, and PyTorch does not.
+    aten.hardsigmoid_backward: _always,
+    aten.hardtanh_backward: _always,
     aten.gelu: _is_double,
     aten.gelu_backward: _is_double,
     aten.threshold: _is_double,
+    aten.threshold_backward: _is_double,
     aten.nll_loss_forward: _is_unbatched,
     aten.nll_loss_backward: _is_unbatched_backward,
     aten.native_batch_norm_backward: has_other_statistics,

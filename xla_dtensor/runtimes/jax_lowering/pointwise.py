@@ -19,7 +19,7 @@ from jax import lax
 from jax.scipy import special
 
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.runtimes.jax_convert import jax_dtype, torch_dtype
+from xla_dtensor.runtimes.jax_convert import in_dtype, jax_dtype, torch_dtype
 from xla_dtensor.runtimes.jax_lowering.table import lower
 
 __all__ = ["log_add_exp", "quotient"]
@@ -51,7 +51,7 @@ def _common(args: tuple[Any, ...]) -> Any:
 
 def _cast(value: Any, dtype: Any) -> Any:
     if _is_array(value):
-        return value if value.dtype == dtype else value.astype(dtype)
+        return value if value.dtype == dtype else in_dtype(value, dtype)
     if isinstance(value, int) and jnp.issubdtype(dtype, jnp.integer):
         return jnp.asarray(np.asarray(value).astype(dtype))  # -3 is 253 of uint8
     return jnp.asarray(value, dtype) if isinstance(value, (int, float, complex)) else value

@@ -124,12 +124,12 @@ def _argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
 
 @lower(aten.any.default, aten.any.dim, aten.any.dims, aten._is_any_true.default)
 def _any(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    return jnp.any(x, axis=_axes_of_truth(x, dim), keepdims=keepdim)
+    return jnp.any(x != 0, axis=_axes_of_truth(x, dim), keepdims=keepdim)
 
 
 @lower(aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default)
 def _all(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    return jnp.all(x, axis=_axes_of_truth(x, dim), keepdims=keepdim)
+    return jnp.all(x != 0, axis=_axes_of_truth(x, dim), keepdims=keepdim)
 
 
 def _axes_of_truth(x: Any, dim: Any) -> tuple[int, ...]:
