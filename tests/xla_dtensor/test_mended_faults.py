@@ -1546,7 +1546,7 @@ def complex_numbers_as_bools(on: On) -> Any:
 
 @values("torch_xla")
 def gradients_at_a_border(on: On) -> Any:
-    """What is clamped had a gradient at the border itself; that of logsigmoid of halves was none."""
+    """What is clamped had one at the border itself; that of logsigmoid of halves was none."""
     x, half = on.leaf(torch.tensor([-3.0, 0.0, 3.0, 6.0])), on.leaf(numbers(20).bfloat16())
     y = F.relu6(x) * 2 + F.hardsigmoid(x) * 3
     grad = torch.autograd.grad(y.sum(), x)[0]

@@ -38,8 +38,9 @@ def drawn(seed: int) -> Case:
     """Draw a case."""
     rng = random.Random(seed)
     dim, sizes = rng.randrange(2), rng.choice([(8, 8), (16, 8), (10, 6)])
-    cuts = ["".join(rng.choices(".01", k=3)) for _ in range(3)]
-    return rng.choice(list(OPS)), dim, sizes, rng.choice([1, sizes[dim], sizes[dim]]), *cuts
+    first, second, third = ("".join(rng.choices(".01", k=3)) for _ in range(3))
+    count = rng.choice([1, sizes[dim], sizes[dim]])
+    return rng.choice(list(OPS)), dim, sizes, count, first, second, third
 
 
 def check(case: Case) -> None:
