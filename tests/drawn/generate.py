@@ -97,9 +97,9 @@ def _call(draw: Draw, names_of_ops: Sequence[str]) -> tuple[ops.Call, dict[int, 
         if chance.random() < (0.3 if is_index else 0.8):
             there = draw.pick(lambda t, s=tensor: (t.shape, t.dtype) == (s.shape, s.dtype))
         is_norm = "batch_norm" in call.name or "instance_norm" in call.name
-        if (is_norm or "masked_scatter" in call.name) and there in names.values():
-            there = None  # not one tensor as running mean and variance: the last write is open
-        if call.name in _OF_SORTED and there is not None:
+        if (is_norm or call.name == "masked_scatter") and there in names.values():
+            there = None  # not one tensor as two that are written or read meanwhile: that is open
+        if call.name in _OF_SORTED:
             there = None  # what a search among numbers without order finds is open
         names[id(tensor)] = there or draw.leaf(tensor, may_be_plain=tensor is not call.source)
     return call, names

@@ -18,7 +18,7 @@ import torch
 
 from xla_dtensor.errors import CompileError, ManualRegionError, UnsupportedOpError
 from xla_dtensor.nested import leaves, map_nested
-from xla_dtensor.runtimes.jax_convert import jax_dtype, numpy_from_torch
+from xla_dtensor.runtimes.jax_convert import in_dtype, jax_dtype, numpy_from_torch
 from xla_dtensor.runtimes.jax_host_inputs import host_input
 from xla_dtensor.runtimes.jax_lowering import random
 from xla_dtensor.runtimes.jax_lowering.table import Lowering
@@ -218,7 +218,7 @@ def write(target: torch.Tensor, result: torch.Tensor) -> None:
     keys = _key_of_steps(steps)
 
     def on_tile(base: Any, new: Any) -> Any:
-        return write_through(steps, base, jnp.broadcast_to(new.astype(dtype), shape))
+        return write_through(steps, base, jnp.broadcast_to(in_dtype(new, dtype), shape))
 
     # `given` holds what the target shows; below its views lies the whole tile.
     arrays = [target._storage.read(), given.arrays[1]]

@@ -395,10 +395,10 @@ _DECOMPOSED: dict[Any, Callable[..., bool]] = {
     # torch_xla asks the host.
     aten.logaddexp: lambda *args: not any(x.is_complex() for x in args),
     aten.special_xlog1py: _always,
-    # torch_xla's constants have the precision of float32.
     # At a border torch_xla lets a gradient through, and PyTorch does not.
     aten.hardsigmoid_backward: _always,
     aten.hardtanh_backward: _always,
+    # torch_xla's constants have the precision of float32.
     aten.gelu: _is_double,
     aten.gelu_backward: _is_double,
     aten.threshold: _is_double,
