@@ -6,6 +6,7 @@ XLA takes calls that PyTorch refuses::
     x ** -1             of whole numbers
     mask - x            of bools
     x.add_(wider)       whose result does not fit its destination
+    maximum(x, y)       of complex numbers
 
 In-place ops and ops with ``out=`` keep their destination: the object, its shape, dtype and
 placements. PyTorch makes ``out`` another shape, with a warning, where that does not fit: here that
@@ -35,6 +36,7 @@ aten = torch.ops.aten
 _CHECKED = {
     *(aten.sub, aten.rsub, aten.neg, aten.clamp, aten.masked_fill, aten.index_fill, aten.scatter),
     *(aten.full_like, aten.heaviside, aten.new_full, aten.pow),
+    *(aten.maximum, aten.minimum, aten.fmax, aten.fmin),
 }
 # What PyTorch raises of a destination; a stand-in may raise other things that do not matter.
 _OF_RESULTS = ("can't be cast to", "doesn't match the broadcast shape")
@@ -103,6 +105,8 @@ def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
                 f"{func} was called on DTensors: {error}. An op that writes keeps the shape and "
                 "dtype of its destination. Use the op that returns its result, or cast first."
             )
+        if "not implemented for complex" in text:
+            raise error or TypeError(text)
         if any(refusal in text for refusal in _OF_ARGUMENTS):
             kind = WriteError if func._schema.is_mutable else UnsupportedOpError
             raise kind(

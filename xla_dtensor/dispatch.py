@@ -37,6 +37,7 @@ from xla_dtensor.runtimes import functional_ops
 from xla_dtensor.runtimes.index_bounds import refuse_part
 from xla_dtensor.runtimes.op_meta import Meta, output_meta, raise_torchs_error
 from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.strided_factors import FACTORED
 from xla_dtensor.strict import constrain_output, constrain_written
 from xla_dtensor.written import (
     makes_results,
@@ -62,7 +63,9 @@ _MADE_LIKE = frozenset(
     }
 )
 # Which read or write a tensor by its storage, beyond it where it is a view of a larger one.
-_BY_STORAGE = frozenset({aten.as_strided.default, aten.as_strided_scatter.default})
+_BY_STORAGE = frozenset(
+    {aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default}
+)
 # What tells ops apart by its value. 1, 1.0 and True are equal, so the type goes with it.
 _VALUES = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout})
 _answers: dict[Any, Any] = {}
@@ -86,6 +89,7 @@ class _Traits:
             another in each step of a training.
         has_factors: It is a product of two tensors.
         by_storage: It goes by the storage of its first argument.
+        by_strides: Its results depend on the strides of its first argument.
     """
 
     writes: bool
@@ -98,12 +102,13 @@ class _Traits:
     ignores_floats: bool
     has_factors: bool
     by_storage: bool
+    by_strides: bool
     checked: bool
 
 
 _traits: dict[Any, _Traits] = {}
 # What these refuse depends on the device: which kernel of attention there is, targets of uint8.
-_KERNELS_DIFFER = ("attention", "nll_loss")
+_KERNELS_DIFFER = ("attention", "nll_loss", "view_copy")
 
 
 def _traits_of(func: Any) -> _Traits:
@@ -122,6 +127,7 @@ def _traits_of(func: Any) -> _Traits:
         ignores_floats=schema.is_mutable or torch.Tag.pointwise in func.tags,
         has_factors=has_factors(func),
         by_storage=func in _BY_STORAGE,
+        by_strides=func in FACTORED,
         checked=is_checked(func),
     )
     return _traits.setdefault(func, traits)
@@ -162,6 +168,8 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     has_values = runtime.is_payload(found[0]._local_tensor)
     if traits.by_storage and not runtime.has_strides:
         refuse_part(args[0])
+    if traits.by_strides and not runtime.has_strides:
+        return FACTORED[func](*args, **kwargs)
     if traits.has_factors and may_disagree(mesh, runtime, has_values):
         payloads = tuple(agreeing_factors(func, args, payloads))
     if not has_values:

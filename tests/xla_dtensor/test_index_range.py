@@ -188,6 +188,18 @@ VALUES: dict[str, tuple[Call, Any, Any, str]] = {
         [0, 2],
         "the probability 2.0 for a loss",
     ),
+    "target of binary_cross_entropy": (
+        lambda x, v: F.binary_cross_entropy(v.float().sigmoid(), v.float()),
+        [0, 1],
+        [0, 2],
+        "the probability 2.0 for a loss",
+    ),
+    "offsets of embedding_bag": (
+        lambda x, v: F.embedding_bag((v * 0).repeat(2), x, v),
+        [0, 4],
+        [0, 9],
+        "the offset 9 for an input of 4 indices",
+    ),
 }
 
 

@@ -1552,3 +1552,83 @@ def gradients_at_a_border(on: On) -> Any:
     grad = torch.autograd.grad(y.sum(), x)[0]
     of_half = torch.autograd.grad((F.logsigmoid(half) * 2).sum(), half)[0]
     return grad.float().double(), of_half.double().round(decimals=1)
+
+
+@values()
+def second_derivatives_of_solves(on: On) -> Any:
+    a, b = numbers(4, 4) + 2 * torch.eye(4), numbers(4, 2, start=1.0)
+    x = on.leaf(a)
+    found = [*torch.autograd.grad(torch.linalg.det(x.mT), x)]
+    for op in (torch.linalg.solve, lambda a, b: torch.linalg.slogdet(a.mT)[1]):
+        x, y = on.leaf(a, R, Shard(0)), on.leaf(b)
+        (first,) = torch.autograd.grad((op(x, y) ** 2).sum(), x, create_graph=True)
+        found += [first, *torch.autograd.grad((first**2).sum(), x)]
+    return found
+
+
+@values("jax")
+def what_is_compared_is_computed_once(on: On) -> Any:
+    def count(a: Any, b: Any, at: Any, zeros: Any) -> Any:
+        x = b[:, None] * 0.6 + 0.2 * torch.outer(b, a)
+        least = zeros.scatter_reduce(1, at, x, "amin", include_self=False).gather(1, at)
+        norm = torch.linalg.vector_norm(x, float("inf"), dim=0)
+        tops = [x.amax(1, keepdim=True), x.max(), norm]
+        return [(x == least).any(1)] + [((x == y) | (-x == y)).any() for y in tops]
+
+    a, b, at = numbers(10).float() * 8, numbers(5).float() * 8, torch.arange(10) % 5
+    zeros = on.put(torch.zeros(5, 5).float())
+    return on.compile(count)(on.put(a), on.put(b), on.put(at.expand(5, 10)), zeros)
+
+
+@values("jax")
+def powers_of_a_complex_zero(on: On) -> Any:
+    x, y = torch.tensor([0j, 0j, 2 + 1j]), torch.tensor([1 - 7j, 0.5 + 3j, 0j])
+    return on.put(x).pow(on.put(y))
+
+
+@values()
+def what_torch_says_of_wrong_calls(on: On) -> Any:
+    calls: list[Callable[[], Any]] = [
+        lambda: on.put(numbers(2, 3)).argsort(dim=-7),
+        lambda: on.put(torch.empty(1, 0)).amax(-1),
+        lambda: torch.maximum(on.put(torch.ones(2) * 1j), on.put(torch.ones(2) * 1j)),
+    ]
+    kinds = []
+    for call in calls:
+        try:
+            call()
+        except (IndexError, TypeError, RuntimeError) as error:
+            kinds.append(type(error))
+    return torch.tensor([kinds.count(kind) for kind in (IndexError, TypeError, RuntimeError)])
+
+
+@values()
+def joined_along_a_dim_that_nothing_has(on: On) -> Any:
+    nothing = on.put(torch.empty(0))
+    return [
+        torch.cat([nothing, nothing], dim=6),
+        torch.view_copy(on.put(numbers(5, 5, 5)).transpose(0, 1), (25, 5)),
+        on.put(torch.empty(0, 5))[torch.tensor([], dtype=torch.int64)],
+    ]
+
+
+@values()
+def logarithms_in_place(on: On) -> Any:
+    x = numbers(3, 4).abs() + 0.1
+    return [on.put(x).log10_(), on.put(x).log2_(), on.put(torch.tensor([-0.0, 3.0])).sign_()]
+
+
+@values()
+def gradients_through_a_mask(on: On) -> Any:
+    x = on.leaf(numbers(10, 7), Shard(0), Shard(1))
+    (g,) = torch.autograd.grad((x[x > 0] ** 2).sum() + (x[x[:, 0] > 0] ** 3).sum(), x)
+    y = on.put(numbers(10, 7))
+    y[y[:, 1] > 0] = on.put(numbers(7, start=2.0))
+    return g, y
+
+
+@values()
+def an_index_that_is_cut_unevenly(on: On) -> Any:
+    at = on.put(torch.tensor([[2, 0], [3, 2]]), Shard(1), Shard(0))
+    rows = on.put(numbers(5, 5), Shard(1), R)
+    return F.embedding(at, rows, padding_idx=2), rows[at], rows.index_select(1, at[0])

@@ -191,10 +191,17 @@ def _weights(x: Any, *_: Any, **__: Any) -> Iterator[Bound]:
     yield Bound(x, 0, math.inf, "a draw", what="weight", rule=rule)
 
 
-def _probabilities(where: str) -> Callable[..., Iterator[Bound]]:
-    def bounds(x: Any, *_: Any, **__: Any) -> Iterator[Bound]:
+def _bags(weight: Any, indices: Any, offsets: Any, *_: Any, **__: Any) -> Iterator[Bound]:
+    yield from _rows(weight, indices)
+    count = indices.shape[0]
+    yield Bound(offsets, 0, count + 1, f"an input of {count} indices", what="offset")
+
+
+def _probabilities(where: str, tensors: int = 1) -> Callable[..., Iterator[Bound]]:
+    def bounds(*args: Any, **_: Any) -> Iterator[Bound]:
         rule = "Pass probabilities from 0 to 1"
-        yield Bound(x, 0, math.nextafter(1, 2), where, what="probability", rule=rule)
+        for x in args[:tensors]:
+            yield Bound(x, 0, math.nextafter(1, 2), where, what="probability", rule=rule)
 
     return bounds
 
@@ -252,8 +259,8 @@ BOUNDS: dict[Any, Callable[..., Iterator[Bound]]] = {
     aten.index.Tensor: _of_dims,
     aten.index_put.default: _of_written,
     aten.embedding.default: _rows,
-    aten._embedding_bag.default: _rows,
-    aten._embedding_bag_forward_only.default: _rows,
+    aten._embedding_bag.default: _bags,
+    aten._embedding_bag_forward_only.default: _bags,
     aten.take.default: _flat,
     aten.put.default: _flat,
     aten.nll_loss_forward.default: _classes,
@@ -272,7 +279,7 @@ BOUNDS: dict[Any, Callable[..., Iterator[Bound]]] = {
     aten.searchsorted.Scalar: _sorter,
     aten.multinomial.default: _weights,
     aten.bernoulli.default: _probabilities("a draw"),
-    aten.binary_cross_entropy.default: _probabilities("a loss"),
+    aten.binary_cross_entropy.default: _probabilities("a loss", tensors=2),
     **dict.fromkeys(
         (
             aten.floor_divide.default,

@@ -1,8 +1,7 @@
 """Ops as other ops on JaxTensors.
 
-Some depend on how a tensor is strided: torch's own kernels factor the transpose of a matrix that
-lies row by row, and its formulas of the gradients count on the factors being those. A lowering sees
-no strides; these rules do. The others are whole layers and steps that torch calls as one op.
+Some depend on how a tensor is strided: a lowering sees no strides; these rules do. The others are
+whole layers and steps that torch calls as one op.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtimes.jax_lowering.factorizations import raise_if_failed
 from xla_dtensor.runtimes.jax_special import SPECIAL
 from xla_dtensor.runtimes.jax_tensor import JaxTensor
+from xla_dtensor.runtimes.strided_factors import FACTORED
 
 __all__ = ["COMPOSED"]
 
 aten = torch.ops.aten
-COMPOSED: dict[Any, Callable[..., Any]] = {}
+COMPOSED: dict[Any, Callable[..., Any]] = {**FACTORED}
 
 
 def _composed(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -33,64 +33,25 @@ def _composed(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-# ------------------------------------------------------------------ linear systems
-
-
-def _solve_turns() -> bool:
-    """Tell whether torch's solve factors the transpose: 2.9's does, 2.15's does not."""
-    matrix = torch.tensor([[2.0, 1.0], [0.0, 2.0]], device="cpu")
-    factors: Any = aten._linalg_solve_ex.default(matrix, torch.ones(2, 1, device="cpu"))[1]
-    return factors[0, 1].item() == 0
-
-
-_SOLVE_TURNS = _solve_turns()
-
-
-def _is_row_by_row(matrix: torch.Tensor) -> bool:
-    return matrix.is_contiguous() and not matrix.is_complex()
-
-
-def _factors(matrix: torch.Tensor, *, turned: bool) -> Any:
-    return aten.linalg_lu_factor_ex.default(matrix.mT if turned else matrix)
-
-
 @_composed(aten._linalg_check_errors.default)
 def _check_errors(info: JaxTensor, api_name: str, *, is_matrix: bool) -> None:
     raise_if_failed(info.raw(), api_name, is_matrix)
 
 
-@_composed(aten._linalg_solve_ex.default)
-def _solve_ex(
-    matrix: torch.Tensor, other: torch.Tensor, *, left: bool = True, check_errors: bool = False
-) -> Any:
-    turned = _SOLVE_TURNS and _is_row_by_row(matrix)
-    factors, pivots, info = _factors(matrix, turned=turned)
-    if check_errors:
-        aten._linalg_check_errors.default(info, "torch.linalg.solve_ex", is_matrix=matrix.ndim == 2)
-    is_vector = other.ndim == 1 or other.shape == matrix.shape[:-1]
-    columns = other.unsqueeze(-1) if is_vector else other
-    found = aten.linalg_lu_solve.default(factors, pivots, columns, left=left, adjoint=turned)
-    return (found.squeeze(-1) if is_vector else found), factors, pivots, info
+@_composed(aten.binary_cross_entropy.default)
+def _binary_cross_entropy(
+    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = 1
+) -> torch.Tensor:
+    from torch._decomp import decomposition_table
+
+    # In a compiled step nobody has looked at its values.
+    right = torch.where((target >= 0) & (target <= 1), target, torch.nan)
+    return decomposition_table[aten.binary_cross_entropy.default](x, right, weight, reduction)
 
 
-def _sign_and_diagonal(matrix: torch.Tensor) -> tuple[Any, Any, Any, Any]:
-    factors, pivots, _ = _factors(matrix, turned=_is_row_by_row(matrix))
-    places = torch.arange(1, matrix.shape[-1] + 1, dtype=pivots.dtype)
-    exchanges = (pivots != places).sum(-1)
-    sign = (1 - 2 * (exchanges % 2)).to(matrix.dtype)
-    return sign, factors.diagonal(0, -2, -1), factors, pivots
-
-
-@_composed(aten._linalg_det.default)
-def _det(matrix: torch.Tensor) -> Any:
-    sign, diagonal, factors, pivots = _sign_and_diagonal(matrix)
-    return sign * diagonal.prod(-1), factors, pivots
-
-
-@_composed(aten._linalg_slogdet.default)
-def _slogdet(matrix: torch.Tensor) -> Any:
-    sign, diagonal, factors, pivots = _sign_and_diagonal(matrix)
-    return sign * diagonal.sgn().prod(-1), diagonal.abs().log().sum(-1), factors, pivots
+@_composed(aten.view_copy.default)
+def _view_copy(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    return x.reshape(size).clone()  # also where no view has this shape
 
 
 @_composed(aten.ldexp.Tensor)

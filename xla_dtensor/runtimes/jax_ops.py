@@ -37,6 +37,7 @@ from xla_dtensor.runtimes.index_bounds import (
     host_extremes,
     name_of,
 )
+from xla_dtensor.runtimes.jax_compared import COMPARED, read_once
 from xla_dtensor.runtimes.jax_composed import COMPOSED
 from xla_dtensor.runtimes.jax_convert import in_dtype, jax_dtype, numpy_from_torch, x64
 from xla_dtensor.runtimes.jax_foreach import (
@@ -112,6 +113,9 @@ def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     lowering = find_lowering(func)
     if lowering is None:
         return _decompose(func, args, kwargs)
+    trace = active_trace()
+    if trace is not None and func in COMPARED:
+        read_once(trace, args)
     meta = output_meta(func, args, kwargs)
     axes = jax_manual.axes_of(args, kwargs)
     if axes is not None:
@@ -122,8 +126,7 @@ def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     try:
         result = lowering(*array_args, **array_kwargs, **options)
     except (TypeError, ValueError, AttributeError):  # JAX's, or a lowering's that wants the meta
-        if meta is None:
-            raise_torchs_error(func, args, kwargs)
+        raise_torchs_error(func, args, kwargs)
         raise
     return _wrapped(func, result, meta)
 

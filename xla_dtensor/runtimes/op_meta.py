@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._pytree import tree_map
 
-__all__ = ["Meta", "of_tensor", "output_meta", "raise_torchs_error"]
+__all__ = ["Meta", "hosts_error", "of_tensor", "output_meta", "raise_torchs_error"]
 
 _CACHE: dict[Any, Any] = {}
 _CACHE_LIMIT = 50_000
@@ -75,10 +75,39 @@ def raise_torchs_error(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         _called(func, args, kwargs)
     except (NotImplementedError, DynamicOutputShapeException):
         return
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:
         # Of the meta device itself, which has no values: repeat_interleave, Tensor.item().
         if "meta tensor" not in str(error):
-            raise error from None
+            of_host = hosts_error(func, args, kwargs)
+            raise of_host if isinstance(of_host, IndexError) else error from None
+        return
+    # Some meta kernels do not look at the dim that they are told (sort).
+    of_host = hosts_error(func, args, kwargs)
+    if isinstance(of_host, IndexError) and "Dimension out of range" in str(of_host):
+        raise of_host
+
+
+def hosts_error(func: Any, args: Any, kwargs: Any) -> Exception | None:
+    """Return what the host's kernel raises on tensors of as many dims, of one element each.
+
+    Args:
+        func: An ``OpOverload``.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+
+    def stand_in(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.ones([min(size, 1) for size in value.shape], dtype=value.dtype)
+        return 0.5 if isinstance(value, torch.SymFloat) else value
+
+    given, named = tree_map(stand_in, (tuple(args), dict(kwargs)))
+    try:
+        with torch.no_grad():
+            func(*given, **named)
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        return error
+    return None
 
 
 def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

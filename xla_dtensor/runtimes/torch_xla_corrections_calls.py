@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.runtimes.functional_ops import functional_form
 from xla_dtensor.runtimes.torch_xla_corrections_autograd import (
     is_overlapping,
     read_places,
@@ -25,6 +26,7 @@ from xla_dtensor.runtimes.torch_xla_corrections_convolution import (
 )
 from xla_dtensor.runtimes.torch_xla_corrections_extrema import extreme_value
 from xla_dtensor.runtimes.torch_xla_corrections_host import has_manual, run_on_host
+from xla_dtensor.runtimes.torch_xla_corrections_points import assign
 from xla_dtensor.runtimes.torch_xla_corrections_pointwise import POINTWISE, size_of
 from xla_dtensor.runtimes.torch_xla_corrections_recovery import decomposed
 
@@ -52,7 +54,14 @@ def call_correction(
         return lambda: decomposed(func, args, kwargs)
     if packet in _ON_HOST and _ON_HOST[packet](*args, **kwargs):
         return None if has_manual(args, kwargs) else lambda: run_on_host(func, args, kwargs)
-    return None
+    functional = _functional(func)
+    found = None if functional is None else call_correction(functional, args, kwargs)
+    return None if found is None else lambda: assign(args[0], found())
+
+
+@functools.cache
+def _functional(func: Any) -> Any:
+    return functional_form(func) if func._schema.is_mutable else None
 
 
 def has_call_rule(func: Any) -> bool:

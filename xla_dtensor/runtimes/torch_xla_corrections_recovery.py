@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.nested import map_nested
+from xla_dtensor.runtimes.op_meta import hosts_error
 from xla_dtensor.runtimes.torch_xla_corrections_host import has_manual, run_on_host
 
 __all__ = ["decomposed", "recovered"]
@@ -53,6 +54,9 @@ def recovered(
     except Exception as torchs:
         # Some of what PyTorch checks is asserted there; and torch_xla's classes are often others.
         kind = RuntimeError if isinstance(torchs, AssertionError) else type(torchs)
+        of_host = hosts_error(func, args, kwargs)
+        if isinstance(of_host, IndexError):
+            raise of_host from None
         raise (error if isinstance(error, kind | IndexError) else kind(str(torchs))) from None
     if not func._schema.is_mutable:
         # torch_xla's errors are of many types.
@@ -62,7 +66,7 @@ def recovered(
             return decomposed(func, args, kwargs)
     try:
         return run_on_host(func, args, kwargs)
-    except UnsupportedOpError:
+    except (UnsupportedOpError, IndexError):
         raise
     except Exception:
         raise UnsupportedOpError(

@@ -3,7 +3,8 @@
 A write along a dim with an index of the tensor's rank (scatter) is wrong in torch_xla 2.9's XLA,
 and so is such a read (gather), also with even sizes, where index or values are cut over axes that
 cut the tensor otherwise: some points are left out, or start from the reduction's identity. So index
-and values are whole on every device there. Of the other writes, those whose indices have only sizes
+and values are whole on every device there, and so are the indices of other reads where the devices
+do not divide them. Of the other writes, those whose indices have only sizes
 that all devices divide are left to torch_xla.
 """
 
@@ -28,6 +29,7 @@ __all__ = ["has_write_rule", "write_correction"]
 
 aten = torch.ops.aten
 Replacement = Callable[[], torch.Tensor] | None
+_MASKS = (torch.bool, torch.uint8)
 
 
 def has_write_rule(func: Any) -> bool:
@@ -119,6 +121,32 @@ def _gather(
     return lambda: aten.gather(x, dim, whole(index))
 
 
+def _index(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Replacement:
+    given = [index for index in indices if index is not None]
+    if not given or any(index.dtype in _MASKS for index in given) or has_manual(x, *given):
+        return None
+    shape = torch.broadcast_shapes(*(index.shape for index in given))
+    if x.numel() == 0 or 0 in shape:
+        # torch_xla leaves other dims out.
+        meta: Any = aten.index(x.to("meta"), [i if i is None else i.to("meta") for i in indices])
+        return lambda: x.new_zeros(meta.shape)
+    if evenly(shape):
+        return None
+    return lambda: aten.index(x, [i if i is None else whole(i) for i in indices])
+
+
+def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Replacement:
+    if x.ndim == 0 or index.numel() == 0 or evenly(index.shape) or has_manual(x, index):
+        return None
+    return lambda: aten.index_select(x, dim, whole(index))
+
+
+def _embedding(weight: torch.Tensor, indices: torch.Tensor, *args: Any) -> Replacement:
+    if indices.numel() == 0 or evenly(indices.shape) or has_manual(weight, indices):
+        return None
+    return lambda: aten.embedding(weight, whole(indices), *args)
+
+
 def _places(index: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     shape = [1] * index.ndim
     shape[dim] = size
@@ -160,7 +188,7 @@ def _index_put(
     accumulate: bool = False,
 ) -> Replacement:
     given = [index for index in indices if index is not None]
-    if any(index.dtype in (torch.bool, torch.uint8) for index in given):
+    if any(index.dtype in _MASKS for index in given):
         return _index_put_mask(in_place, x, indices, values, accumulate)
     shape = torch.broadcast_shapes(*(index.shape for index in given))
     if not given or 0 in shape or evenly(shape):
@@ -186,17 +214,41 @@ def _index_put_mask(
     values: torch.Tensor,
     accumulate: bool,
 ) -> Replacement:
-    """Say a mask as what it is: as indices, it would have to be read first."""
+    """Say a mask as what it is where it can be: as indices, it has to be read first."""
     *before, mask = indices
     fills = values.numel() == 1 and not accumulate
-    if mask is None or mask.dtype != torch.bool or not fills or any(i is not None for i in before):
+    is_mask = (
+        mask is not None
+        and mask.dtype == torch.bool
+        and not any(index is not None for index in before)
+    )
+    if any(index is not None and index.ndim == 0 for index in indices):
         return None
+    if mask is None or not is_mask or not fills:
+        return lambda: _put_read(in_place, x, indices, values, accumulate)
     if x.shape[len(before) : len(before) + mask.ndim] != mask.shape:
         return None
     after = x.ndim - len(before) - mask.ndim
     spread = mask.reshape(*mask.shape, *[1] * after)
     fill = x.masked_fill_ if in_place else x.masked_fill
     return lambda: fill(spread, values.reshape(()))
+
+
+def _put_read(
+    in_place: bool,
+    x: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool,
+) -> torch.Tensor:
+    """Write through masks whose places are read: as many as there are cannot be cut unevenly."""
+    places: list[torch.Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype in _MASKS
+        places += aten.nonzero(index).unbind(1) if is_mask else [index]
+    write = _index_put(in_place, x, places, values, accumulate)
+    put = aten.index_put_ if in_place else aten.index_put
+    return put(x, places, values, accumulate) if write is None else write()
 
 
 def _index_add(
@@ -311,6 +363,17 @@ _RULES: dict[Any, Callable[..., Replacement]] = {
     aten.put: _put,
     aten.put_: _put,
     aten.embedding_dense_backward: _embedding_backward,
+    aten.embedding: _embedding,
     aten.gather: _gather,
+    aten.index: _index,
+    aten.index_select: _index_select,
 }
-_WITHOUT_FORMS = {aten.embedding_dense_backward, aten.gather}
+_WITHOUT_FORMS = frozenset(
+    {
+        aten.embedding,
+        aten.embedding_dense_backward,
+        aten.gather,
+        aten.index,
+        aten.index_select,
+    }
+)

@@ -186,8 +186,15 @@ def _reshapes(func: Any) -> bool:
 def _write_statistics(given: Sequence[Any], payloads: Sequence[Any]) -> None:
     """Write batch norm's running statistics into host tensors; its schema does not tell of them."""
     for host, payload in zip(given[3:5], payloads[3:5], strict=True):
-        if _is_foreign(host):
-            host.copy_(payload.to(host.device))
+        if not _is_foreign(host):
+            continue
+        if not _xlac()._get_allow_execution():
+            raise UnsupportedOpError(
+                f"Batch norm was called inside a compiled step with running statistics of "
+                f"shape={tuple(host.shape)} on the host. The program does not write to the host. "
+                "Put them on the mesh first: distribute_module, or distribute_tensor for each."
+            )
+        host.copy_(payload.to(host.device))
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

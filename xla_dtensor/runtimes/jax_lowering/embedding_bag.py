@@ -74,6 +74,8 @@ def _embedding_bag(
         result = _total(bags, jnp.where(kept[:, None], rows, 0), count)
         if mode == _MEAN:
             result = result / jnp.maximum(sizes, 1)[:, None]
+    is_right = jnp.all((offsets >= 0) & (offsets <= indices.shape[0]))
+    result = jnp.where(is_right, result, jnp.nan)
     sizes = jnp.pad(sizes, (0, int(include_last_offset)))
     return result.astype(weight.dtype), bags, sizes, largest
 

@@ -188,7 +188,10 @@ def _heaviside(x: Any, y: Any) -> Any:
 
 def _pow(x: Any, y: Any) -> Any:
     if x.dtype.kind not in "iu":
-        return jnp.logical_or(x, ~y) if x.dtype.kind == "b" else jnp.power(x, y)
+        found = jnp.logical_or(x, ~y) if x.dtype.kind == "b" else jnp.power(x, y)
+        if found.dtype.kind != "c":
+            return found
+        return jnp.where((x == 0) & (jnp.real(y) > 0), 0, found)  # it is exp(y * log(0)) otherwise
     # torch rounds 1 / x**n to an integer; jnp.power leaves it undefined.
     inverse = jnp.where(x == 1, 1, jnp.where(x == -1, 1 - 2 * (y & 1), 0)).astype(x.dtype)
     return jnp.where(y < 0, inverse, _int_power(x, y))

@@ -26,11 +26,11 @@ def _reshape(x: Any, size: Any, *, meta: Any) -> Any:
     return x.reshape(meta.shape)
 
 
-@lower(aten.cat.default, wants_meta=True)
-def _cat(tensors: Any, dim: int = 0, *, meta: Any) -> Any:
+@lower(aten.cat.default)
+def _cat(tensors: Any, dim: int = 0) -> Any:
     # torch skips empty 1-D tensors whatever the shape of the others.
-    kept = [t for t in tensors if t.shape != (0,)] or list(tensors)
-    return jnp.concatenate(kept, axis=dim)
+    kept = [t for t in tensors if t.shape != (0,)]
+    return jnp.concatenate(kept, axis=dim) if kept else jnp.zeros(0, tensors[0].dtype)
 
 
 @lower(aten.stack.default)

@@ -1,0 +1,57 @@
+"""What an op's result is compared with lies in memory once, in a compiled step.
+
+PyTorch finds the gradient of a largest element by comparing::
+
+    top = x.amax(1, keepdim=True)        x = a * b + c, computed in the step
+    grad_x = grad * (x == top)           every element that is the largest
+
+XLA may compute `x` twice, once fused into the reduction and once into the comparison, and round
+a * b in one of them only. Then no element is equal to the largest, and the gradient is zero or NaN,
+in silence. Such an op reads its operand through an ``optimization_barrier``, and so does whatever
+reads the operand later.
+
+Invariant: values do not change, and neither do storages that are older than the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from xla_dtensor.runtimes.jax_tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.jax_trace import Trace, is_tracer
+
+__all__ = ["COMPARED", "read_once"]
+
+aten = torch.ops.aten
+COMPARED = frozenset(
+    {
+        *(aten.amax.default, aten.amin.default, aten.aminmax.default),
+        *(aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default),
+        *(aten.linalg_vector_norm.default, aten._cdist_forward.default),
+        *(aten._pdist_forward.default, aten.scatter_reduce.two, aten.index_reduce.default),
+    }
+)
+"""Ops whose gradient PyTorch finds by comparing their operands with their result."""
+
+
+def read_once(trace: Trace, args: Sequence[Any]) -> None:
+    """Let tensors that a step computes be computed once, for all that reads them from now on.
+
+    Args:
+        trace: The step's.
+        args: The arguments of an op, JaxTensors among them.
+    """
+    for value in args:
+        if isinstance(value, JaxTensor) and trace.owns(value._storage):
+            _settle(value._storage)
+
+
+def _settle(storage: Storage) -> None:
+    array = storage.array
+    if is_tracer(array) and jnp.issubdtype(array.dtype, jnp.inexact):
+        storage.array = lax.optimization_barrier(array)
