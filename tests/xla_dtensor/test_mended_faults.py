@@ -1567,20 +1567,6 @@ def second_derivatives_of_solves(on: On) -> Any:
 
 
 @values("jax")
-def what_is_compared_is_computed_once(on: On) -> Any:
-    def count(a: Any, b: Any, at: Any, zeros: Any) -> Any:
-        x = b[:, None] * 0.6 + 0.2 * torch.outer(b, a)
-        least = zeros.scatter_reduce(1, at, x, "amin", include_self=False).gather(1, at)
-        norm = torch.linalg.vector_norm(x, float("inf"), dim=0)
-        tops = [x.amax(1, keepdim=True), x.max(), norm]
-        return [(x == least).any(1)] + [((x == y) | (-x == y)).any() for y in tops]
-
-    a, b, at = numbers(10).float() * 8, numbers(5).float() * 8, torch.arange(10) % 5
-    zeros = on.put(torch.zeros(5, 5).float())
-    return on.compile(count)(on.put(a), on.put(b), on.put(at.expand(5, 10)), zeros)
-
-
-@values("jax")
 def powers_of_a_complex_zero(on: On) -> Any:
     x, y = torch.tensor([0j, 0j, 2 + 1j]), torch.tensor([1 - 7j, 0.5 + 3j, 0j])
     return on.put(x).pow(on.put(y))

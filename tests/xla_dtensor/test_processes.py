@@ -115,3 +115,19 @@ def test_stacks_of_layers_come_apart_in_one_process_alone(hosts: Callable[..., H
             torch.testing.assert_close(
                 torch.tensor(found["parameters"][name]), parameter.detach(), rtol=1e-4, atol=2e-5
             )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("kind", "count"), [("program", 40), ("training", 6)])
+def test_judged_programs_on_two_processes(
+    hosts: Callable[..., Hosts], kind: str, count: int
+) -> None:
+    both: list[Any] = hosts(2, 4).run(
+        "tests.xla_dtensor.host_tasks_judged:judged",
+        kind=kind,
+        first=7000,
+        count=count,
+        timeout_seconds=280,
+    )
+    assert both[0] == both[1]
+    assert [row for row in both[0] if row[1] not in ("right", "refused", "unjudged")] == []
