@@ -587,11 +587,18 @@ def generate_refused(name: str, number: int, seed: int = 0) -> Program | None:
     return Program(draw.mesh, tuple(draw.leaves), tuple(draw.lines), tuple(draw.results), compiled)
 
 
+def _has_graph(value: torch.Tensor) -> bool:
+    try:
+        return value.requires_grad and not value.is_leaf
+    except RuntimeError:  # one of several views, of whose base another part was written to
+        return False
+
+
 def _differentiate(draw: Draw) -> None:
     """Add lines for the gradients of some of the results, now and then those of second order."""
     chance = draw.chance
     results = [n for n in draw.results if draw.is_tensor(n)]
-    results = [n for n in results if draw.value(n).requires_grad and not draw.value(n).is_leaf]
+    results = [n for n in results if _has_graph(draw.value(n))]
     leaves = [leaf.name for leaf in draw.leaves if leaf.requires_grad]
     if not results or not leaves or chance.random() < 0.2:
         return
