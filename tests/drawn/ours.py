@@ -42,7 +42,9 @@ def mesh_of(mesh: Mesh) -> Any:
         mesh = replace(mesh, shape={1: (8,), 2: (2, 4)}[len(mesh.shape)])
     if mesh.order is None:
         return xla_dtensor.init_device_mesh("xla", mesh.shape, mesh_dim_names=mesh.names)
-    return xla_dtensor.DeviceMesh(mesh_utils.Mesh(mesh.order, mesh.shape, mesh.names))
+    ids = xla_dtensor.get_runtime().device_ids()  # of several processes not 0 to 7
+    order = [ids[place] for place in mesh.order]
+    return xla_dtensor.DeviceMesh(mesh_utils.Mesh(order, mesh.shape, mesh.names))
 
 
 def placements_of(tokens: tuple[str, ...]) -> list[Placement]:

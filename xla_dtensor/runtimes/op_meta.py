@@ -9,6 +9,7 @@ its tensors, which have no strides, get torch's. Answers are cached per op and a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -44,7 +45,8 @@ def output_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         (nonzero, masked_select, ops without a meta kernel).
     """
     try:
-        key = (func, _key(args), _key(kwargs))
+        reads = _reads_floats(func)
+        key = (func, _key(args, reads), _key(kwargs, reads))
         if key in _CACHE:
             return _CACHE[key]
     except TypeError:
@@ -55,15 +57,23 @@ def output_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     return answer
 
 
-def _key(value: Any) -> Any:
+@cache
+def _reads_floats(func: Any) -> bool:
+    """Whether the answer may depend on a float's value, which an optimizer changes each step."""
+    return torch.Tag.pointwise not in func.tags
+
+
+def _key(value: Any, reads_floats: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return ("tensor", of_tensor(value))
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return type(value)
+    if isinstance(value, float) and not reads_floats:
+        return float
     if isinstance(value, (tuple, list)):
-        return (type(value), tuple(_key(v) for v in value))
+        return (type(value), tuple(_key(v, reads_floats) for v in value))
     if isinstance(value, Mapping):
-        return tuple((k, _key(v)) for k, v in value.items())
+        return tuple((k, _key(v, reads_floats)) for k, v in value.items())
     # bool, int and float compare equal across types but mean different dtypes.
     hash(value)
     return (type(value), value)
