@@ -10,6 +10,8 @@ a * b in one of them only. Then no element is equal to the largest, and the grad
 in silence. Such an op reads its operand through an ``optimization_barrier``, and so does whatever
 reads the operand later.
 
+XLA:CPU of JAX before 0.11.2 drops barriers before it fuses, and stays wrong.
+
 Invariant: values do not change, and neither do storages that are older than the step.
 """
 

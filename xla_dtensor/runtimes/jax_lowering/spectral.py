@@ -162,5 +162,5 @@ if hasattr(aten, "linalg_polar"):  # torch 2.15 has both
     @lower(aten.linalg_matrix_sqrth.default)
     def _square_root(x: Any) -> Any:
         vectors, values = linalg.eigh(x, symmetrize_input=False)
-        roots = jnp.sqrt(values)[..., None, :].astype(x.dtype)
+        roots = jnp.sqrt(jnp.maximum(values, 0))[..., None, :].astype(x.dtype)
         return _product(vectors * roots, adjoint(vectors))
