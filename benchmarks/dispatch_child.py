@@ -25,19 +25,24 @@ from benchmarks.timing import Work, interleaved
 
 _NUM_DEVICES = 8
 _ROWS, _COLUMNS, _FEATURES = 16, 64, 32
+_PLACES = [3, 1, 4, 1, 5, 9, 2, 6]
 _untyped: Any = torch  # some of its names are private to it
 _PROFILED_CALLS = 2000
 _PROFILED_LINES = 25
 
-Op = Callable[[Any, Any], Any]
+Op = Callable[[Any, Any, Any], Any]
 _TORCH_OPS: dict[str, Op] = {
-    "add": lambda x, w: x + x,
-    "mul": lambda x, w: x * 2.5,
-    "linear": lambda x, w: functional.linear(x, w),
-    "view": lambda x, w: x.view(_ROWS, 8, 8),
-    "softmax": lambda x, w: x.softmax(-1),
-    "add_": lambda x, w: x.add_(x),
-    "foreach_add": lambda x, w: _untyped._foreach_add([x, w], 1),
+    "add": lambda x, w, i: x + x,
+    "mul": lambda x, w, i: x * 2.5,
+    "linear": lambda x, w, i: functional.linear(x, w),
+    "view": lambda x, w, i: x.view(_ROWS, 8, 8),
+    "softmax": lambda x, w, i: x.softmax(-1),
+    "add_": lambda x, w, i: x.add_(x),
+    "foreach_add": lambda x, w, i: _untyped._foreach_add([x, w], 1),
+    "index_list": lambda x, w, i: x[_PLACES],
+    "index": lambda x, w, i: x[i],
+    "index_put_": lambda x, w, i: x.index_put_((i,), x[0]),
+    "embedding": lambda x, w, i: functional.embedding(i, x),
 }
 
 
@@ -67,42 +72,48 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(row), flush=True)
 
 
-def _distributed(runtime: str) -> tuple[Any, Any]:
+def _distributed(runtime: str) -> tuple[Any, Any, Any]:
     import xla_dtensor as xd
 
     xd.get_runtime(runtime, num_cpu_devices=_NUM_DEVICES)
     mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
     x = xd.distribute_tensor(torch.ones(_ROWS, _COLUMNS), mesh, [Shard(0), Replicate()])
     w = xd.distribute_tensor(torch.ones(_FEATURES, _COLUMNS), mesh, [Replicate(), Shard(0)])
-    return x, w
+    i = xd.distribute_tensor(torch.tensor(_PLACES), mesh, [Replicate(), Replicate()])
+    return x, w, i
 
 
-def _jax_variants(x: Any, w: Any) -> Mapping[str, Any]:
+def _jax_variants(x: Any, w: Any, i: Any) -> Mapping[str, Any]:
     jnp = importlib.import_module("jax.numpy")
     softmax = importlib.import_module("jax.nn").softmax
-    bare = (x._local_tensor, w._local_tensor)
+    bare = (x._local_tensor, w._local_tensor, i._local_tensor)
     arrays = tuple(tensor.value() for tensor in bare)
     ops: dict[str, Op] = {
-        "add": lambda a, b: jnp.add(a, a),
-        "mul": lambda a, b: jnp.multiply(a, 2.5),
-        "linear": lambda a, b: jnp.dot(a, b.T),
-        "view": lambda a, b: jnp.reshape(a, (_ROWS, 8, 8)),
-        "softmax": lambda a, b: softmax(a, -1),
+        "add": lambda a, b, i: jnp.add(a, a),
+        "mul": lambda a, b, i: jnp.multiply(a, 2.5),
+        "linear": lambda a, b, i: jnp.dot(a, b.T),
+        "view": lambda a, b, i: jnp.reshape(a, (_ROWS, 8, 8)),
+        "softmax": lambda a, b, i: softmax(a, -1),
         # An array is never written to.
-        "add_": lambda a, b: jnp.add(a, a),
-        "foreach_add": lambda a, b: [jnp.add(a, 1), jnp.add(b, 1)],
+        "add_": lambda a, b, i: jnp.add(a, a),
+        "foreach_add": lambda a, b, i: [jnp.add(a, 1), jnp.add(b, 1)],
+        "index_list": lambda a, b, i: a[jnp.asarray(_PLACES)],
+        "index": lambda a, b, i: a[i],
+        "index_put_": lambda a, b, i: a.at[i].set(a[0]),
+        "embedding": lambda a, b, i: jnp.take(a, i, axis=0),
     }
     return {"bare": (_TORCH_OPS, bare), "native": (ops, arrays)}
 
 
-def _torch_xla_variants(x: Any, w: Any) -> Mapping[str, Any]:
+def _torch_xla_variants(x: Any, w: Any, i: Any) -> Mapping[str, Any]:
     spmd = importlib.import_module("torch_xla.distributed.spmd")
     mesh = spmd.Mesh(list(range(_NUM_DEVICES)), (2, 4), ("dp", "tp"))
     marked = (
         spmd.mark_sharding(torch.ones(_ROWS, _COLUMNS).to("xla"), mesh, ("dp", None)),
         spmd.mark_sharding(torch.ones(_FEATURES, _COLUMNS).to("xla"), mesh, ("tp", None)),
+        spmd.mark_sharding(torch.tensor(_PLACES).to("xla"), mesh, (None,)),
     )
-    bare = (x._local_tensor, w._local_tensor)
+    bare = (x._local_tensor, w._local_tensor, i._local_tensor)
     return {"bare": (_TORCH_OPS, bare), "native": (_TORCH_OPS, marked)}
 
 
@@ -123,9 +134,9 @@ def _works(
     return works, failed
 
 
-def _bound(op: Op, operands: tuple[Any, Any]) -> Callable[[], object]:
-    x, w = operands
-    return lambda: op(x, w)
+def _bound(op: Op, operands: tuple[Any, Any, Any]) -> Callable[[], object]:
+    x, w, i = operands
+    return lambda: op(x, w, i)
 
 
 def _wait() -> None:
@@ -134,7 +145,7 @@ def _wait() -> None:
     get_runtime().synchronize()
 
 
-def _profile(op: Op, operands: tuple[Any, Any]) -> str:
+def _profile(op: Op, operands: tuple[Any, Any, Any]) -> str:
     call = _bound(op, operands)
     call()
     profile = cProfile.Profile()

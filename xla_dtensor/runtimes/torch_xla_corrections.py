@@ -13,10 +13,12 @@ Whole ops, whose sharded dims it would flatten, are in `torch_xla_whole_ops`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 
+from xla_dtensor.runtimes.functional_ops import functional_form
 from xla_dtensor.runtimes.torch_xla_corrections_calls import call_correction, has_call_rule
 from xla_dtensor.runtimes.torch_xla_corrections_extrema import EXTREMA
 from xla_dtensor.runtimes.torch_xla_corrections_points import assign
@@ -54,6 +56,8 @@ def correction(
         args: Its positional arguments, payloads in place.
         kwargs: Its keyword arguments.
     """
+    if not _is_listed(func):
+        return None
     if func in EXTREMA:
         return EXTREMA[func](*args, **kwargs)
     if func in _DIVISIONS or func in _DIVISIONS_IN_PLACE:
@@ -76,6 +80,14 @@ def may_be_corrected(func: Any) -> bool:
     whole = func in WHOLE_OPS and func.namespace == "aten"
     listed = divisions or func in EXTREMA or whole
     return listed or has_write_rule(func) or has_call_rule(func)
+
+
+@cache
+def _is_listed(func: Any) -> bool:
+    """Whether an op, or the op that returns what it writes, is in one of the tables."""
+    functional = functional_form(func) if func._schema.is_mutable else None
+    listed = func in WHOLE_OPS or may_be_corrected(func)
+    return listed or (functional is not None and may_be_corrected(functional))
 
 
 def _rounded_division(

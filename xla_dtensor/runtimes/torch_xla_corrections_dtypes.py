@@ -59,13 +59,12 @@ def in_torchs_dtypes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 def _is_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Tell whether nothing can be promoted: all tensors are of one dtype, which is a wide one."""
-    dtypes: set[torch.dtype] = set()
-    for value in leaves((tuple(args), dict(kwargs))):
-        if isinstance(value, torch.Tensor):
-            dtypes.add(value.dtype)
-        elif isinstance(value, complex):
-            return False
-    return len(dtypes) == 1 and dtypes <= _WIDE
+    given = (*args, *kwargs.values())
+    if any(isinstance(value, (list, tuple)) for value in given):
+        given = tuple(leaves(given))
+    dtypes = {value.dtype for value in given if isinstance(value, torch.Tensor)}
+    is_complex = any(isinstance(value, complex) for value in given)
+    return len(dtypes) == 1 and dtypes <= _WIDE and not is_complex
 
 
 @cache

@@ -125,7 +125,8 @@ def _index(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Replaceme
     given = [index for index in indices if index is not None]
     if not given or any(index.dtype in _MASKS for index in given) or has_manual(x, *given):
         return None
-    shape = torch.broadcast_shapes(*(index.shape for index in given))
+    shapes = [index.shape for index in given]
+    shape = shapes[0] if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
     if x.numel() == 0 or 0 in shape:
         # torch_xla leaves other dims out.
         meta: Any = aten.index(x.to("meta"), [i if i is None else i.to("meta") for i in indices])
