@@ -14,9 +14,10 @@ Mesh (dp=2, tp=4), an 8 x 6 matrix, FSDP over tensor parallelism. PyTorch writes
 rows outside and dp's inside, though dp is the first mesh axis, with a strided placement:
 
     placements      [_StridedShard(0, split_factor=4), Shard(0)]
-    dims            (("tp", "dp"), ())          rows: 4 pieces by tp, each in 2 by dp; columns:
-    whole text            [tp.dp, -] partition spec  (("tp", "dp"), None) OpSharding
-    {devices=[8,1]<=[2,4]T(1,0)} device (dp=1, tp=2) has row 5               (2 * 2 + 1)
+    dims            (("tp", "dp"), ())             rows: 4 pieces by tp, each in 2 by dp
+    text            [tp.dp, -]
+    partition spec  (("tp", "dp"), None)
+    OpSharding      {devices=[8,1]<=[2,4]T(1,0)}   device (dp=1, tp=2) has row 2 * 2 + 1
 
     >>> from xla_dtensor.core.placements import Shard, StridedShard
     >>> mesh = Mesh.arange((2, 4), ("dp", "tp"))
