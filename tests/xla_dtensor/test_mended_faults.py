@@ -1619,3 +1619,15 @@ def an_index_that_is_cut_unevenly(on: On) -> Any:
     at = on.put(torch.tensor([[2, 0], [3, 2]]), Shard(1), Shard(0))
     rows = on.put(numbers(5, 5), Shard(1), R)
     return F.embedding(at, rows, padding_idx=2), rows[at], rows.index_select(1, at[0])
+
+
+@values()
+def writes_through_strides_of_what_has_a_graph(on: On) -> Any:
+    leaf = on.leaf(numbers(16), Shard(0), R)
+    a, b, c, d = (leaf * factor for factor in (1.0, 2.0, 3.0, 4.0))
+    a.reshape(4, 4).fill_diagonal_(3)
+    b.as_strided((2, 2), (2, 1))[0] = 0
+    c.as_strided((2, 3), (4, 2), 1).neg_()
+    d.view(2, 8).fill_diagonal_(2)
+    loss = (a * b).sum() + (b * c * d).sum()
+    return loss, *torch.autograd.grad(loss, leaf)

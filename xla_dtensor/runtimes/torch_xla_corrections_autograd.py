@@ -20,7 +20,6 @@ import torch
 
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtimes.index_bounds import refuse_part
-from xla_dtensor.runtimes.whole_autograd import LinearResult
 
 __all__ = ["is_overlapping", "places_of", "read_places", "register"]
 
@@ -76,23 +75,28 @@ def _as_strided(
     if x.requires_grad and torch.is_grad_enabled():
         if is_overlapping(size, stride):
             return read_places(x, size, stride, offset)
-        return _AsStrided.apply(x, size, stride, offset)  # pyright: ignore[reportReturnType]
+        return _nested_view(x, size, stride, offset or 0)
     with torch._C._AutoDispatchBelowAutograd():
         return aten.as_strided.default(x, size, stride, offset)
 
 
-class _AsStrided(LinearResult):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, size: Any, stride: Any, offset: Any) -> torch.Tensor:
-        ctx.shape, ctx.places = x.shape, places_of(x, size, stride, offset)
-        with torch._C._AutoDispatchBelowAutograd():
-            return aten.as_strided.default(x, size, stride, offset)
+def _nested_view(
+    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """Return ``as_strided`` as views of views: autograd knows these, and they can be written to.
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        zeros = grad.new_zeros(ctx.shape.numel())
-        places = ctx.places.reshape(-1).to(grad.device)
-        return zeros.index_add(0, places, grad.reshape(-1)).reshape(ctx.shape), None, None, None
+    From the widest step to the narrowest, the last dim is cut into windows, one step apart::
+
+        size (2, 3), stride (8, 2), of 16 numbers     windows of 5, 8 apart; of these 1, 2 apart
+    """
+    places_of(x, size, stride, offset)  # raises where they are not in `x`
+    order = sorted((d for d in range(len(size)) if size[d] > 1), key=lambda d: -stride[d])
+    view = x.view(-1)[offset:]
+    for at, dim in enumerate(order):
+        width = 1 + sum((size[d] - 1) * stride[d] for d in order[at + 1 :])
+        view = view[..., : (size[dim] - 1) * stride[dim] + width].unfold(-1, width, stride[dim])
+    places = [order.index(dim) for dim in range(len(size)) if size[dim] > 1]
+    return view[..., 0].permute(places).view(tuple(size))
 
 
 def is_overlapping(size: Sequence[int], stride: Sequence[int]) -> bool:
