@@ -1627,7 +1627,7 @@ def writes_through_strides_of_what_has_a_graph(on: On) -> Any:
     a, b, c, d = (leaf * factor for factor in (1.0, 2.0, 3.0, 4.0))
     a.reshape(4, 4).fill_diagonal_(3)
     b.as_strided((2, 2), (2, 1))[0] = 0
-    c.as_strided((2, 3), (4, 2), 1).neg_()
+    c.as_strided((2, 3), (6, 2), 1).neg_()
     d.view(2, 8).fill_diagonal_(2)
     loss = (a * b).sum() + (b * c * d).sum()
     return loss, *torch.autograd.grad(loss, leaf)
