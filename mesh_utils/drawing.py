@@ -1,4 +1,4 @@
-"""Drawing: a mesh on its chips, as text, SVG or PNG.
+"""Drawing: a mesh on its chips, as text or SVG.
 
     >>> from mesh_utils import Topology, assign
     >>> found = assign(Topology.parse("v5e:4x4"), (4, 4), axis_names=("fsdp", "tp"))
@@ -26,7 +26,6 @@ from pathlib import Path
 from mesh_utils.argument_types import argument_types
 from mesh_utils.drawing_labels import LabelArray, chip_labels
 from mesh_utils.drawing_links import LinkFlags, axis_links
-from mesh_utils.drawing_png import png_of_scene
 from mesh_utils.drawing_scene import Scene, make_scene
 from mesh_utils.drawing_svg import svg_of_scene
 from mesh_utils.drawing_text import text_of_chips
@@ -37,7 +36,6 @@ from mesh_utils.network import Network
 from mesh_utils.network_report import AxisReport, axis_reports
 from mesh_utils.topology import Topology
 
-FORMATS = (".svg", ".png")
 """How the name of a drawing can end."""
 
 
@@ -103,18 +101,15 @@ class Drawing:
         """Writes the picture to a file.
 
         Args:
-            path: the file; it ends in .svg or .png. PNG needs matplotlib.
+            path: the file; it ends in .svg.
 
         Raises:
-            MeshError: another ending, or matplotlib is missing.
+            MeshError: another ending.
             OSError: the file cannot be written.
         """
         file = Path(path)
         check_format(file)
-        if file.suffix.lower() == ".png":
-            png_of_scene(self.scene, file)
-        else:
-            file.write_text(self.svg(), encoding="utf-8")
+        file.write_text(self.svg(), encoding="utf-8")
 
     def _notes(self) -> list[str]:
         names = ", ".join(str(axis) for axis in self.mesh.axis_names)
@@ -161,12 +156,12 @@ def check_format(path: Path) -> None:
         path: the file.
 
     Raises:
-        MeshError: it ends neither in .svg nor in .png.
+        MeshError: it does not end in .svg.
     """
-    if path.suffix.lower() not in FORMATS:
+    if path.suffix.lower() != ".svg":
         raise MeshError(
-            f"A drawing was asked for as {str(path)!r}. Drawings are SVG or PNG, and the end of "
-            "the name says which. Pass a name that ends in .svg or .png."
+            f"A drawing was asked for as {str(path)!r}. Drawings are SVG, which other programs "
+            "turn into PNG. Pass a name that ends in .svg."
         )
 
 

@@ -1,4 +1,4 @@
-"""A mesh as a picture, in boxes, lines and words: what drawing_svg.py and drawing_png.py write.
+"""A mesh as a picture, in boxes, lines and words: what drawing_svg.py writes.
 
 Chips are squares, x to the right and y downwards, the planes of z beside and below each other. A
 link is one line for each axis that uses it, side by side, or a thin grey one if none does:

@@ -62,11 +62,6 @@ RULES = (
         ("numpy", "yaml", "tpu_configs", "mesh_utils"),
         on_use=("jax.experimental.mesh_utils",),
     ),
-    Rule(
-        "mesh_utils.drawing_png",
-        ("mesh_utils.drawing*", "mesh_utils.errors"),
-        on_use=("matplotlib",),
-    ),
     Rule("mesh_utils.argument_types", ("mesh_utils.errors",), on_use=("typeguard",)),
     Rule("mesh_utils*", ("numpy", "yaml", "tpu_configs", "mesh_utils")),
     Rule("xla_dtensor.core*", (*BELOW_CORE, "xla_dtensor.core")),

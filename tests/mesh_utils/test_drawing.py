@@ -10,8 +10,6 @@ import doctest
 import importlib
 import itertools
 import re
-import sys
-import types
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
@@ -22,12 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import Drawing, Mesh, MeshError, Network, Topology, assign, draw_mesh
-from mesh_utils.drawing_colours import AXIS_COLOURS
 from mesh_utils.drawing_links import axis_links, bisection_links, link_ends, slice_links
 from mesh_utils.mesh_spans import axis_groups, mesh_places
 from tests.mesh_utils.link_simulation import Chip, Torus
 
-MODULES = ("", "_colours", "_labels", "_links", "_png", "_scene", "_svg", "_text")
+MODULES = ("", "_colours", "_labels", "_links", "_scene", "_svg", "_text")
 SVG = "{http://www.w3.org/2000/svg}"
 Link = frozenset[Chip]
 
@@ -344,54 +341,11 @@ def test_save_svg(tmp_path: Path) -> None:
     assert (tmp_path / "mesh.svg").read_text(encoding="utf-8") == small().svg()
 
 
-@pytest.mark.parametrize("name", ["mesh.pdf", "mesh", "svg"])
+@pytest.mark.parametrize("name", ["mesh.pdf", "mesh.png", "mesh", "svg"])
 def test_other_formats_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(MeshError, match=r"Drawings are SVG or PNG.*Pass a name that ends in \.svg"):
+    with pytest.raises(MeshError, match=r"Drawings are SVG, .*Pass a name that ends in \.svg"):
         small().save(tmp_path / name)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_png_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MeshError, match=r"needs the package matplotlib.*Install matplotlib, or"):
-        small().save(tmp_path / "mesh.png")
-
-
-def test_png_asks_matplotlib_for_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a stand-in that records what it is asked to draw."""
-    asked: list[tuple[str, tuple[object, ...], dict[str, object]]] = []
-
-    class Recorder:
-        def __init__(self, *values: object, **named: object) -> None:
-            asked.append(("new", values, named))
-
-        def __getattr__(self, name: str) -> object:
-            def call(*values: object, **named: object) -> object:
-                asked.append((name, values, named))
-                return Recorder() if name == "add_axes" else None
-
-            return call
-
-    for name, attribute in (("figure", "Figure"), ("patches", "Rectangle")):
-        module = types.ModuleType(f"matplotlib.{name}")
-        setattr(module, attribute, Recorder)
-        monkeypatch.setitem(sys.modules, f"matplotlib.{name}", module)
-    monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))
-    drawing = small()
-    drawing.save(tmp_path / "mesh.png")
-    counts = Counter(name for name, _, _ in asked)
-    assert counts["add_patch"] == 4
-    texts = [values[2] for name, values, _ in asked if name == "text"]
-    assert texts[:4] == [cell.label for cell in drawing.scene.cells]
-    assert texts[4:] == [words.text for words in drawing.scene.words]
-    plotted = [(values, named) for name, values, named in asked if name == "plot"]
-    assert [named["color"] for _, named in plotted] == list(AXIS_COLOURS[:2])
-    lengths = [len(values[0]) for values, _ in plotted]  # pyright: ignore[reportArgumentType]
-    assert lengths == [9, 9]  # two links each and the legend, with gaps
-    assert asked[-1][0] == "savefig"
-    assert asked[-1][1] == (tmp_path / "mesh.png",)
 
 
 @pytest.mark.parametrize("module", MODULES)

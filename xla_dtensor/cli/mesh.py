@@ -58,7 +58,7 @@ def add_mesh(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         default="search",
         help="which mesh to explain and draw (default: %(default)s)",
     )
-    mesh.add_argument("--draw", metavar="FILE", help="draw it to a file: .svg, or .png")
+    mesh.add_argument("--draw", metavar="FILE", help="draw it to a file that ends in .svg")
     mesh.add_argument("--json", action="store_true", help="print JSON, with the device ids")
     mesh.set_defaults(command=run_or_refuse(_mesh))
 

@@ -20,7 +20,6 @@ EXTRAS = {
     "torch-xla": "runtime torch_xla on CPU, with torch 2.9",
     "torch-xla-tpu": "runtime torch_xla on TPU, with torch 2.9",
     "preflight": "compile for TPU pods on a machine without TPU",
-    "plot": "PNG pictures of meshes",
 }
 _TORCH_OF_TORCH_XLA = (2, 9)
 
