@@ -37,7 +37,6 @@ EXTRAS = (
     "cuda13",
     "torch-xla",
     "torch-xla-tpu",
-    "plot",
     "dev",
 )
 # What people have beside this project.
