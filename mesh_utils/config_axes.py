@@ -20,7 +20,7 @@ from mesh_utils.mesh_input import as_integer
 from mesh_utils.network import Network
 from mesh_utils.topology import Topology
 
-_KEYS = ("ici", "dcn", "weight")
+_AXIS_KEYS = ("ici", "dcn", "weight")
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,10 @@ def _read_axis(name: object, entry: object, asked: str) -> JobAxis:
         )
     given = cast("Mapping[object, object]", entry)
     for key in given:
-        if key not in _KEYS:
+        if key not in _AXIS_KEYS:
             raise JobError(
                 f"{asked} was read with {key!r} for axis {name!r}. An axis has no such key. "
-                f"Write {nearest(key, _KEYS)}."
+                f"Write {nearest(key, _AXIS_KEYS)}."
             )
     sizes = [_read_size(given.get(key, 1), key, name, asked) for key in ("ici", "dcn")]
     return JobAxis(name, sizes[0], sizes[1], _read_weight(given.get("weight"), name, asked))

@@ -24,7 +24,7 @@ from mesh_utils.mesh_input import as_integer
 GRACE_SECONDS = 120
 """How long a process may take to save and end, where a job does not say."""
 
-_KEYS = ("command", "image", "env", "compile_cache", "grace_seconds")
+_RUN_KEYS = ("command", "image", "env", "compile_cache", "grace_seconds")
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ def read_run(data: object, asked: str) -> Run:
         )
     given = cast("Mapping[object, object]", data)
     for key in given:
-        if key not in _KEYS:
+        if key not in _RUN_KEYS:
             raise JobError(
                 f"{asked} was read with {key!r} under run. There is no such key. "
-                f"Write {nearest(key, _KEYS)}."
+                f"Write {nearest(key, _RUN_KEYS)}."
             )
     image, cache = given.get("image"), given.get("compile_cache")
     return Run(

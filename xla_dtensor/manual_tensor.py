@@ -58,7 +58,7 @@ class ManualTensor(PerDeviceTensor):
         region = _one_region(func, args, kwargs)
         if func in _READS or _leaves_device(func, kwargs):
             refuse_read(func, region)
-        payload_args, payload_kwargs = map_nested(_payload, (tuple(args), kwargs))
+        payload_args, payload_kwargs = map_nested(_payload_of, (tuple(args), kwargs))
         result = get_runtime().run_manual_op(func, payload_args, payload_kwargs)
         if torch.Tag.inplace_view in func.tags:
             return args[0]._reshaped_in_place()
@@ -114,7 +114,7 @@ def refuse_read(what: Any, region: ManualRegion) -> NoReturn:
     )
 
 
-def _payload(value: Any) -> Any:
+def _payload_of(value: Any) -> Any:
     return value._payload if isinstance(value, ManualTensor) else value
 
 

@@ -37,9 +37,9 @@ def _lines(plans: Plans, strategy: str, drawing: Drawing) -> Iterator[str]:
     unit = "GB/s" if has_rate else "links"
     yield f"modelled, not measured: bus bandwidth per device in {unit} (% of the bound)"
     header = ("", "lies on", *COLLECTIVES, "permute")
-    rows = [header, *_rows("search", plans.search)]
+    rows = [header, *_rows_of_plan("search", plans.search)]
     if not isinstance(plans.jax, str):
-        rows += _rows("JAX", plans.jax)
+        rows += _rows_of_plan("JAX", plans.jax)
     yield from table(rows)
     if isinstance(plans.jax, str):
         yield f"  {plans.jax}"
@@ -64,7 +64,7 @@ def _reasons(plans: Plans, strategy: str) -> Iterator[str]:
     yield f"the search's mesh: {plans.found.reasons[0]}"
 
 
-def _rows(whose: str, plan: Plan) -> Iterator[tuple[str, ...]]:
+def _rows_of_plan(whose: str, plan: Plan) -> Iterator[tuple[str, ...]]:
     score = "" if math.isinf(plan.score) else f"score {plan.score:.3g} links"
     yield (whose, score, *("" for _ in COLLECTIVES), "")
     for report in plan.reports:

@@ -127,7 +127,7 @@ def compiled(job: JobConfig, asked: argparse.Namespace, per_group: int, seconds:
             to_compile,
             keywords=keywords,
             title=f"{job.name}: {asked.model or job.model}{where}",
-            command=_command(job, asked, per_group),
+            command=_launch_command(job, asked, per_group),
             cache=not asked.no_cache,
             python=asked.python,
             time_limit_seconds=left,
@@ -199,7 +199,7 @@ def _keywords(job: JobConfig, asked: argparse.Namespace, per_group: int) -> dict
     return keywords | batch | dtypes
 
 
-def _command(job: JobConfig, asked: argparse.Namespace, per_group: int) -> str:
+def _launch_command(job: JobConfig, asked: argparse.Namespace, per_group: int) -> str:
     words = ["python", "-m", "xla_dtensor", "plan", asked.job]
     usual = {
         "model": None,

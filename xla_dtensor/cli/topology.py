@@ -92,7 +92,7 @@ def topology_facts(topology: Topology) -> dict[str, Any]:
         "usable_hbm_per_device": _figure(chip.figure("usable_hbm_per_device")),
         "hbm_bandwidth": _figure(chip.figure("hbm_bandwidth")),
         "peak_flops": {name: _figure(each) for name, each in chip.peak_flops.items()},
-        "names": _names(topology, chip),
+        "names": _names_of_chip(topology, chip),
         "nearest": _nearest(topology, chip),
         "assumptions": list(topology.assumptions),
     }
@@ -120,7 +120,7 @@ def _ici(topology: Topology, chip: Chip) -> dict[str, Any]:
     return facts
 
 
-def _names(topology: Topology, chip: Chip) -> dict[str, Any]:
+def _names_of_chip(topology: Topology, chip: Chip) -> dict[str, Any]:
     from mesh_utils.topology_name import shape_text
 
     shape = shape_text(topology.shape, chip.torus_rank)

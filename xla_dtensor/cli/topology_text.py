@@ -21,10 +21,12 @@ def topology_text(facts: dict[str, Any]) -> str:
     """
     what = "NVLink domains" if facts["torus_rank"] == 0 else "slices"
     several = "" if facts["slices"] == 1 else f", {facts['slices']} {what}"
-    return "\n".join([f"{facts['name']}: {facts['title']}{several}", *table(list(_rows(facts)))])
+    return "\n".join(
+        [f"{facts['name']}: {facts['title']}{several}", *table(list(_rows_of_facts(facts)))]
+    )
 
 
-def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _rows_of_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     is_gpu = facts["torus_rank"] == 0
     chip = "GPU" if is_gpu else "chip"
     shape = " x ".join(map(str, facts["shape"]))
@@ -43,7 +45,7 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "HBM bandwidth", f"{_speed(facts['hbm_bandwidth'])} per {chip}"
     for dtype, figure in facts["peak_flops"].items():
         yield f"peak {dtype}", _peak(figure, facts["chips"], chip)
-    yield from _names(facts["names"], facts["slices"])
+    yield from _lines_of_names(facts["names"], facts["slices"])
     if facts["nearest"]:
         yield "nearest slices", ", ".join(facts["nearest"])
     for line in facts["assumptions"]:
@@ -77,7 +79,7 @@ def _switch(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "NVLink", f"{_plain(ici['links_per_chip'])} links to a switch, {speed}"
 
 
-def _names(names: dict[str, Any], slices: int) -> Iterator[tuple[str, str]]:
+def _lines_of_names(names: dict[str, Any], slices: int) -> Iterator[tuple[str, str]]:
     if names["gke_topology"] is None:
         return
     several = "" if slices == 1 else f", {slices} of them"

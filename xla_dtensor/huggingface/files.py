@@ -56,7 +56,7 @@ class WeightFiles:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.tensors: dict[str, FileTensor] = _tensors(self.path)
+        self.tensors: dict[str, FileTensor] = _tensors_of_file(self.path)
         self.bytes_read = 0
         self._open: dict[Path, int] = {}
 
@@ -186,7 +186,7 @@ def _read_exactly(fd: int, data: memoryview, start: int, file: Path) -> None:
 # ---------------------------------------------------------------------- which files
 
 
-def _tensors(path: Path) -> dict[str, FileTensor]:
+def _tensors_of_file(path: Path) -> dict[str, FileTensor]:
     if path.is_dir():
         indices = [path / INDEX_NAME, *sorted(path.glob("*.safetensors.index.json"))]
         index = next((file for file in indices if file.is_file()), None)

@@ -78,7 +78,7 @@ def load(
             for source in sources:
                 if strict:
                     _check_tied(files, source)
-                give_values(source.slot, source.dtype, _reader(files, source.pieces))
+                give_values(source.slot, source.dtype, _piece_reader(files, source.pieces))
                 count = sum(files.tensors[piece.key].num_bytes for piece in source.pieces)
                 advance(count)
                 freed.after(count)
@@ -192,7 +192,9 @@ def _near(name: str, candidates: Sequence[str]) -> str:
 # ---------------------------------------------------------------------- values
 
 
-def _reader(files: WeightFiles, pieces: Sequence[Piece]) -> Callable[[Index, torch.Tensor], Any]:
+def _piece_reader(
+    files: WeightFiles, pieces: Sequence[Piece]
+) -> Callable[[Index, torch.Tensor], Any]:
     """Return a function that fills a tensor with a part of what the pieces make up."""
 
     def read(index: Index, out: torch.Tensor) -> None:
@@ -215,8 +217,8 @@ def _check_tied(files: WeightFiles, source: _Source) -> None:
         for window in windows(extents_of(index), stored.itemsize, _COMPARED):
             part = shifted(window, index)
             first, second = (torch.empty(extents_of(part), dtype=stored) for _ in range(2))
-            _reader(files, source.pieces)(part, first)
-            _reader(files, other)(part, second)
+            _piece_reader(files, source.pieces)(part, first)
+            _piece_reader(files, other)(part, second)
             if not torch.equal(first, second):
                 raise WeightsError(
                     f"The tied tensor {' = '.join(source.slot.names)} was to be loaded. The files "

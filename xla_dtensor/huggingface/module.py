@@ -73,7 +73,7 @@ def slots_of(module: nn.Module) -> list[Slot]:
             "tensors are those of a torch.nn.Module. Pass a module."
         )
     found: dict[int, Slot] = {}
-    for name, holder, key, tensor, kept in _tensors(module):
+    for name, holder, key, tensor, kept in _tensors_of_module(module):
         if kept:
             slot = found.setdefault(id(tensor), Slot([], tensor))
             if name not in slot.names:
@@ -84,10 +84,10 @@ def slots_of(module: nn.Module) -> list[Slot]:
 
 def dropped_names(module: nn.Module) -> set[str]:
     """Return the names of buffers that a state dict does not have."""
-    return {name for name, _, _, _, kept in _tensors(module) if not kept}
+    return {name for name, _, _, _, kept in _tensors_of_module(module) if not kept}
 
 
-def _tensors(
+def _tensors_of_module(
     module: nn.Module,
 ) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor, bool]]:
     """(name, dict, key, tensor, whether a state dict has it), of tied tensors each place."""

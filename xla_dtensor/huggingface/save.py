@@ -36,7 +36,7 @@ def save(
     slots = slots_of(module)
     text = config_text(module, config, dtype)
     rules = NameRules(names, model_type_of(module, config))
-    tensors = [tensor for slot in slots for tensor in _written(slot, rules, dtype)]
+    tensors = [tensor for slot in slots for tensor in _written_tensors(slot, rules, dtype)]
     files = files_for(tensors, bytes_of(max_shard_bytes))
     team = Team(slot.tensor for slot in slots)
     texts = {} if text is None else {"config.json": text}
@@ -44,7 +44,9 @@ def save(
     return tuple(file.name for file in files)
 
 
-def _written(slot: Slot, rules: NameRules, dtype: torch.dtype | None) -> Iterator[WrittenTensor]:
+def _written_tensors(
+    slot: Slot, rules: NameRules, dtype: torch.dtype | None
+) -> Iterator[WrittenTensor]:
     name, tensor = slot.names[0], slot.tensor
     if not _has_values(tensor):
         raise WeightsError(
@@ -53,14 +55,14 @@ def _written(slot: Slot, rules: NameRules, dtype: torch.dtype | None) -> Iterato
         )
     target = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
     for piece in rules.pieces(name, tuple(tensor.shape)):
-        yield WrittenTensor(piece.key, piece.shape, target, _reader(tensor, piece, target))
+        yield WrittenTensor(piece.key, piece.shape, target, _tensor_reader(tensor, piece, target))
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
     return not getattr(tensor, "_local_tensor", tensor).is_meta
 
 
-def _reader(
+def _tensor_reader(
     tensor: torch.Tensor, piece: Piece, dtype: torch.dtype
 ) -> Callable[[Index, bool], torch.Tensor | None]:
     def read(part: Index, wanted: bool) -> torch.Tensor | None:

@@ -46,7 +46,7 @@ def write_files(
             the folder is still there then.
     """
     _check_agreed(folder, files, team)
-    error = _written(folder, files, team, progress)
+    error = _write_files(folder, files, team, progress)
     failed = team.numbers(int(error is not None))
     if not any(failed) and team.index == 0:
         try:
@@ -81,7 +81,7 @@ def _own(files: Sequence[FilePlan], team: Team) -> list[FilePlan]:
     return list(files[team.index :: team.count])
 
 
-def _written(
+def _write_files(
     folder: Path, files: Sequence[FilePlan], team: Team, progress: bool
 ) -> Exception | None:
     """Write this process's files under names that no reader looks for; return what failed.

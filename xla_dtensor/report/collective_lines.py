@@ -30,7 +30,7 @@ NetworkName: TypeAlias = Literal["ICI", "DCN", "-"]
 
 _RENDEZVOUS = "_xla_host_transfer_rendezvous"
 _TRANSFER = "_xla_megascale_transfer_type"
-_NUMBER = re.compile(r"(?<=[./])\d+(?=[./ ]|$)")
+_COUNTER = re.compile(r"(?<=[./])\d+(?=[./ ]|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def starred(name: str) -> str:
         >>> starred("layers.12.wq.weight exp_avg"), starred("Llama/layers.0/attention")
         ('layers.*.wq.weight exp_avg', 'Llama/layers.*/attention')
     """
-    return _NUMBER.sub("*", name)
+    return _COUNTER.sub("*", name)
 
 
 def _paired(collectives: Iterable[Collective]) -> list[tuple[Collective, str, int]]:

@@ -22,8 +22,8 @@ from xla_dtensor.report.mesh_axes import AxisNames, group_axes, pair_axes
 _RANGE = r"[0-9]{1,9}(?::[0-9]{1,9})?"
 _RANGES = rf"{_RANGE}(?:,{_RANGE})*"
 _PRODUCT = re.compile(rf"\{{({_RANGES})\}}x\{{({_RANGES})\}}")
-_PAIR = re.compile(r"([0-9]{1,15})->([0-9]{1,15})")
-_LIST = re.compile(r"\{([0-9]{1,15}(?:,[0-9]{1,15})*)\}")
+_DEVICE_PAIR = re.compile(r"([0-9]{1,15})->([0-9]{1,15})")
+_DEVICE_LIST = re.compile(r"\{([0-9]{1,15}(?:,[0-9]{1,15})*)\}")
 
 
 class Granules:
@@ -77,8 +77,8 @@ def transfer_axes(target: str, mesh: Mesh, granules: Granules | None) -> AxisNam
     products = _PRODUCT.findall(target)
     if products:
         return None if granules is None else _product_axes(products, mesh, granules)
-    pairs = _PAIR.findall(target)
-    rows = pairs or [group.split(",") for group in _LIST.findall(target)]
+    pairs = _DEVICE_PAIR.findall(target)
+    rows = pairs or [group.split(",") for group in _DEVICE_LIST.findall(target)]
     if not rows or len({len(row) for row in rows}) != 1:
         return None
     places = _places(np.array(rows, np.int64), mesh)

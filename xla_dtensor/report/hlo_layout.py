@@ -39,14 +39,14 @@ __all__ = [
 DEVICE_SPACE, HOST_SPACE = 0, 5
 
 _COMMENT = re.compile(r"/\*.*?\*/")
-_ARRAY = re.compile(r"[a-z]\w*\[[^\]]*\](?:\{([^{}]*)\})?")
+_ARRAY_WITH_LAYOUT = re.compile(r"[a-z]\w*\[[^\]]*\](?:\{([^{}]*)\})?")
 _TILES = re.compile(r"(?<![A-Z*#])T((?:\([0-9,*]*\))+)")
 _TILE = re.compile(r"\(([0-9,*]*)\)")
 _SPACE = re.compile(r"(?<![A-Z])S\(([0-9]{1,9})\)")
-_BITS = re.compile(r"(?<![A-Z])E\(([0-9]{1,9})\)")
+_BITS_OF_LAYOUT = re.compile(r"(?<![A-Z])E\(([0-9]{1,9})\)")
 _TAIL = re.compile(r"(?<![A-Z])L\(([0-9]{1,9})\)")
 _PREFIX = re.compile(r"(?<![A-Z])M\(([0-9]{1,9})\)")
-_NUMBER = re.compile(r"[0-9]{1,9}")
+_DIM_NUMBER = re.compile(r"[0-9]{1,9}")
 _HEADER, _ALIASES = "entry_computation_layout={", "input_output_alias={"
 _ALIAS = re.compile(r"\{([0-9]{0,9})[0-9, ]*\}: \(([0-9]{1,9}), \{([0-9]{0,9})[0-9, ]*\}")
 
@@ -128,7 +128,7 @@ def parse_laid_shape(text: str) -> LaidShape:
         >>> parse_laid_shape("(f32[]{:T(128)}, s32[4])")[0].padded_bytes
         512
     """
-    layouts = (match[1] or "" for match in _ARRAY.finditer(_COMMENT.sub("", text)))
+    layouts = (match[1] or "" for match in _ARRAY_WITH_LAYOUT.finditer(_COMMENT.sub("", text)))
     return _laid(parse_shape(text), layouts)
 
 
@@ -182,7 +182,7 @@ def entry_layouts(hlo_text: str) -> EntryLayouts | None:
     if start < 0:
         return None
     text = header[start + len(_HEADER) :]
-    given, arrow, result = text[: _closing(text)].partition("->")
+    given, arrow, result = text[: _closing_brace(text)].partition("->")
     if not arrow:
         raise HloError(
             f"The program's first line has the layout {given[:80]!r}. It names no result. "
@@ -219,7 +219,7 @@ def entry_aliases(hlo_text: str) -> dict[int, int]:
     if start < 0:
         return {}
     text = header[start + len(_ALIASES) :]
-    found = _ALIAS.findall(text[: _closing(text)])
+    found = _ALIAS.findall(text[: _closing_brace(text)])
     return {int(output or 0): int(place or given) for output, given, place in found}
 
 
@@ -245,9 +245,9 @@ def _laid(shape: Shape, layouts: Iterator[str]) -> LaidShape:
     text = next(layouts, "")
     order, _, properties = text.partition(":")
     tiles = _TILES.search(properties)
-    bits, space = _BITS.search(properties), _SPACE.search(properties)
+    bits, space = _BITS_OF_LAYOUT.search(properties), _SPACE.search(properties)
     tail, prefix = _TAIL.search(properties), _PREFIX.search(properties)
-    minor_to_major = tuple(int(dim) for dim in _NUMBER.findall(order))
+    minor_to_major = tuple(int(dim) for dim in _DIM_NUMBER.findall(order))
     if minor_to_major and sorted(minor_to_major) != list(range(len(shape.dims))):
         raise HloError(
             f"The shape {shape} was given with the layout {text[:80]!r}. It does not order the "
@@ -266,10 +266,10 @@ def _laid(shape: Shape, layouts: Iterator[str]) -> LaidShape:
 
 def _tile(text: str) -> tuple[int, ...]:
     sizes = (size for size in text.split(",") if size)
-    return tuple(int(size) if _NUMBER.fullmatch(size) else 0 for size in sizes)
+    return tuple(int(size) if _DIM_NUMBER.fullmatch(size) else 0 for size in sizes)
 
 
-def _closing(text: str) -> int:
+def _closing_brace(text: str) -> int:
     """The place of the brace that closes one opened before the text."""
     depth = 1
     for place, letter in enumerate(text):

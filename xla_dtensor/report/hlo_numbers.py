@@ -12,7 +12,7 @@ MOST_DEVICES = 1 << 22
 """Devices of a program. The largest machine that libtpu takes has 2^18; a number beyond this is no
 program's, and making its groups would take the memory of the machine that reads the report."""
 
-_NUMBER = re.compile(r"-?[0-9]{1,18}")
+_SIGNED_NUMBER = re.compile(r"-?[0-9]{1,18}")
 
 
 def read_number(text: str | None, otherwise: int = 0) -> int:
@@ -29,7 +29,7 @@ def read_number(text: str | None, otherwise: int = 0) -> int:
         >>> read_number("12"), read_number("twelve"), read_number(None)
         (12, 0, 0)
     """
-    found = None if text is None else _NUMBER.fullmatch(text.strip())
+    found = None if text is None else _SIGNED_NUMBER.fullmatch(text.strip())
     return otherwise if found is None else int(found[0])
 
 

@@ -16,7 +16,7 @@ __all__ = ["AxisUse", "axis_uses"]
 
 _SHARD = re.compile(r"(_StridedShard|Shard|S)\((?:dim=)?(-?\d+)(?:,.*)?\)")
 _COPY = re.compile(r"(?:Replicate\(\)|R)")
-_SUM = re.compile(r"(?:_?Partial\(.*\)|P(?:\(.*\))?)")
+_PARTIAL = re.compile(r"(?:_?Partial\(.*\)|P(?:\(.*\))?)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def axis_uses(text: str | None, mesh: Sequence[MeshAxis], ndim: int) -> tuple[Ax
             if not -ndim <= dim < ndim:
                 return None
             uses.append(AxisUse(name, size, place, dim % ndim, shard[1].startswith("_")))
-        elif _COPY.fullmatch(word) or _SUM.fullmatch(word):
+        elif _COPY.fullmatch(word) or _PARTIAL.fullmatch(word):
             is_partial = _COPY.fullmatch(word) is None
             uses.append(AxisUse(name, size, place, None, is_partial=is_partial))
         else:

@@ -31,11 +31,11 @@ def unstack_layers(stack: Any) -> list[Any]:
     return unstack_p.bind(stack)
 
 
-def _stacked(*arrays: Any) -> Any:
+def _stacked_layers(*arrays: Any) -> Any:
     return jnp.stack(arrays)
 
 
-def _unstacked(stack: Any) -> list[Any]:
+def _unstacked_layers(stack: Any) -> list[Any]:
     return [jax.lax.index_in_dim(stack, i, 0, keepdims=False) for i in range(stack.shape[0])]
 
 
@@ -47,9 +47,9 @@ def _unstacked_types(stack: Any) -> list[Any]:
     return [stack.update(shape=stack.shape[1:], weak_type=False)] * stack.shape[0]
 
 
-stack_p.def_impl(_stacked)
-unstack_p.def_impl(_unstacked)
+stack_p.def_impl(_stacked_layers)
+unstack_p.def_impl(_unstacked_layers)
 stack_p.def_abstract_eval(_stacked_type)
 unstack_p.def_abstract_eval(_unstacked_types)
-mlir.register_lowering(stack_p, mlir.lower_fun(_stacked, multiple_results=False))
-mlir.register_lowering(unstack_p, mlir.lower_fun(_unstacked, multiple_results=True))
+mlir.register_lowering(stack_p, mlir.lower_fun(_stacked_layers, multiple_results=False))
+mlir.register_lowering(unstack_p, mlir.lower_fun(_unstacked_layers, multiple_results=True))

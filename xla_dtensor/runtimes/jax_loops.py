@@ -59,7 +59,7 @@ class Plan:
         return [_place_of(form) for form in self.given]
 
 
-def _stacks(plan: Plan, columns: Sequence[Any]) -> list[Any]:
+def _stacks_of_columns(plan: Plan, columns: Sequence[Any]) -> list[Any]:
     return [
         pinned_stack(stack_layers(column), form.sharding) if isinstance(column, list) else column
         for column, form in zip(columns, plan.forms.layer, strict=True)
@@ -79,7 +79,7 @@ def forward_loop(plan: Plan) -> Callable[..., Any]:
             return (_placed(results[:-1], places), results[-1]), (saved, kept_carry, kept_rng)
 
         start = (_placed([strong(c) for c in carry], places), rng)
-        (outputs, rng), kept = counted_scan(body, start, _stacks(plan, columns))
+        (outputs, rng), kept = counted_scan(body, start, _stacks_of_columns(plan, columns))
         return outputs, rng, jax.tree.leaves(kept)
 
     return forward
@@ -115,7 +115,7 @@ def backward_loop(plan: Plan) -> Callable[..., Any]:
             return (_placed(found[: ends[0]], places), sums), found[ends[0] : ends[1]]
 
         sums = [jnp.zeros(f.aval().shape, f.aval().dtype) for f in shared_forms]
-        stacks, grads = _stacks(plan, columns), _placed(grads, places)
+        stacks, grads = _stacks_of_columns(plan, columns), _placed(grads, places)
         (grads, sums), by_layer = counted_scan(body, (grads, sums), (stacks, kept), reverse=True)
         forms = [f for f, w in zip(plan.forms.layer, wanted.layer, strict=True) if w]
         return (

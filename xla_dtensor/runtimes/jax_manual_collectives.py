@@ -132,7 +132,7 @@ def _all_to_all(
     return lambda x: lax.all_to_all(x, names, split_dim, concat_dim, tiled=True)
 
 
-def _permute(
+def _permute_tiles(
     known: ManualAxes,
     names: tuple[str, ...],
     sizes: Sequence[int],
@@ -168,5 +168,5 @@ _COLLECTIVES: dict[str, Callable[..., Tile]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
-    "permute": _permute,
+    "permute": _permute_tiles,
 }

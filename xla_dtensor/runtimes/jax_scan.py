@@ -207,7 +207,7 @@ class _Scan(torch.autograd.Function):
             return (
                 None,
                 *refuse_second(
-                    "scan_layers", kept_tensors[: ctx.n_inputs], *_wrapped(plan, *found)
+                    "scan_layers", kept_tensors[: ctx.n_inputs], *_wrapped_inputs(plan, *found)
                 ),
             )
 
@@ -255,7 +255,7 @@ def _incoming(grad: torch.Tensor | None, form: Form) -> Any:
     return strong(payload.value().astype(jax_dtype(form.dtype)))
 
 
-def _wrapped(plan: Plan, carry: Any, shared: Any, layers: Any) -> list[Any]:
+def _wrapped_inputs(plan: Plan, carry: Any, shared: Any, layers: Any) -> list[Any]:
     """Return a gradient or None for each input of the Function, in their order."""
     forms, wanted = plan.forms, plan.wanted
 

@@ -27,7 +27,7 @@ from xla_dtensor.runtimes.jax_private import inputs_only, partial_evaluation
 
 __all__ = ["SplitBlock", "names_in", "split"]
 
-Policy = Callable[..., Any]
+SavePolicy = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class SplitBlock:
         return str(programs[0]), str(programs[1]), self.used, shardings
 
 
-def split(trace: BlockTrace, n_inputs: int, policy: Policy) -> SplitBlock:
+def split(trace: BlockTrace, n_inputs: int, policy: SavePolicy) -> SplitBlock:
     """Cut a block in two.
 
     Args:
@@ -101,7 +101,7 @@ def names_in(trace: BlockTrace) -> set[str]:
     return {eqn.params["name"] for eqn in _equations(trace.jaxpr) if eqn.primitive.name == "name"}
 
 
-def _recomputing_random(policy: Policy) -> Policy:
+def _recomputing_random(policy: SavePolicy) -> SavePolicy:
     def saveable(prim: Any, *avals: Any, **params: Any) -> Any:
         # Keys are no arrays that torch could hold; made from the state again they are the same.
         return False if prim.name.startswith("random_") else policy(prim, *avals, **params)

@@ -113,7 +113,7 @@ def traced_stack(storages: Sequence[Storage]) -> TracedStack | None:
         return None
     if trace.recomputation is not None or not all(_may_be_row(s, trace) for s in storages):
         return None
-    return TracedStack(_stacked(storages), storages, first.sharding)
+    return TracedStack(_stacked_storages(storages), storages, first.sharding)
 
 
 def _stack_if_rows(storages: Sequence[Storage]) -> TracedStack | None:
@@ -231,6 +231,6 @@ def _may_be_row(storage: Storage, trace: Trace) -> bool:
     )
 
 
-def _stacked(storages: Sequence[Storage]) -> Any:
+def _stacked_storages(storages: Sequence[Storage]) -> Any:
     stack = stack_layers([storage.array for storage in storages])
     return pinned_stack(stack, storages[0].sharding)

@@ -115,7 +115,7 @@ def opened_containers(tree: Any) -> list[Any]:
 
 
 def _opened(value: Any) -> Any:
-    if not _is_object(value):
+    if not _may_be_opened(value):
         return value
     fields = _fields(value)
     inside = open_all(fields)
@@ -131,7 +131,7 @@ def _closed(value: Any) -> Any:
     return _filled(value.template, dict(zip(value.names, values, strict=True)))
 
 
-def _is_object(value: Any) -> bool:
+def _may_be_opened(value: Any) -> bool:
     is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
     return is_instance or isinstance(value, UserDict)
 

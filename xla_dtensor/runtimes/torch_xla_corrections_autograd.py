@@ -51,7 +51,7 @@ def register() -> None:
     kernels = torch.library.Library("aten", "IMPL")
     _registrations.append(kernels)
     table: dict[Any, Callable[..., Any]] = {
-        aten.as_strided.default: _as_strided,
+        aten.as_strided.default: _differentiable_as_strided,
         aten.as_strided_copy.default: read_places,
     }
     composites = [attrgetter(name)(aten) for name in _COMPOSITES]
@@ -69,7 +69,7 @@ def _taken_apart(op: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: op.decompose(*args, **kwargs)
 
 
-def _as_strided(
+def _differentiable_as_strided(
     x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> torch.Tensor:
     if x.requires_grad and torch.is_grad_enabled():

@@ -24,7 +24,7 @@ from xla_dtensor.runtimes.torch_xla_corrections_host import has_manual, run_on_h
 __all__ = ["decomposed", "recovered"]
 
 # What torch_xla says where a compiled step reads a value: there is no way around that.
-_READS = "Unexpected execution happens inside the compiled function"
+_READ_IN_STEP = "Unexpected execution happens inside the compiled function"
 Run = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 
@@ -45,7 +45,7 @@ def recovered(
         UnsupportedOpError: PyTorch accepts it, and the host cannot run it either, or must not,
             because a step is being compiled.
     """
-    if has_manual(args, kwargs) or _READS in str(error):
+    if has_manual(args, kwargs) or _READ_IN_STEP in str(error):
         raise error
     try:
         meta = _on_meta(func, args, kwargs)

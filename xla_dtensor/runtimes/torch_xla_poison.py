@@ -50,7 +50,7 @@ def poison(functional: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
         return result
     is_right = functools.reduce(operator.and_, map(_in_range, bounds))
     if functional in _READS and not _has_masks(args[1]):
-        is_right = _spread(functional, args, is_right)
+        is_right = _spread_over_reads(functional, args, is_right)
     else:
         is_right = is_right.all()
     is_written = first is args[0]
@@ -85,7 +85,9 @@ def _has_masks(indices: Any) -> bool:
     )
 
 
-def _spread(functional: Any, args: Sequence[Any], is_right: torch.Tensor) -> torch.Tensor:
+def _spread_over_reads(
+    functional: Any, args: Sequence[Any], is_right: torch.Tensor
+) -> torch.Tensor:
     """Return what is right of the indices as what is right of the values read by them."""
     if functional is aten.embedding.default:
         return is_right.unsqueeze(-1)

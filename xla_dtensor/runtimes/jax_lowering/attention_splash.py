@@ -28,7 +28,7 @@ _BLOCKS = (512, 256, 128)
 _WIDEST_HEAD = 256
 
 
-def _block(length: int) -> int | None:
+def _block_size(length: int) -> int | None:
     return next((block for block in _BLOCKS if length % block == 0), None)
 
 
@@ -47,7 +47,7 @@ def fits(q: Any, k: Any, v: Any, mask: Any) -> bool:
         return False
     dims = {q.shape[-1], v.shape[-1]}
     return (
-        None not in (_block(q.shape[-2]), _block(k.shape[-2]))
+        None not in (_block_size(q.shape[-2]), _block_size(k.shape[-2]))
         and all(dim % _LANES == 0 and dim <= _WIDEST_HEAD for dim in dims)
         and q.shape[1] % k.shape[1] == 0
         and q.shape[0] == k.shape[0]
@@ -132,7 +132,7 @@ def _splash(is_causal: bool, queries: int, keys: int, interpret: bool) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    a, b = _block(queries), _block(keys)
+    a, b = _block_size(queries), _block_size(keys)
     assert a is not None
     assert b is not None
     sizes = kernels.BlockSizes(

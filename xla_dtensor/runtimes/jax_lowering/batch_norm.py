@@ -21,7 +21,7 @@ __all__: list[str] = []
 aten = torch.ops.aten
 
 
-def _wide(x: Any) -> Any:
+def _in_float32(x: Any) -> Any:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -35,13 +35,13 @@ def _dims(x: Any) -> tuple[int, ...]:
 
 
 def _normalized(x: Any, mean: Any, rstd: Any, weight: Any, bias: Any) -> Any:
-    y = (_wide(x) - _across(mean, x)) * _across(rstd, x)
+    y = (_in_float32(x) - _across(mean, x)) * _across(rstd, x)
     y = y if weight is None else y * _across(weight, x)
     return (y if bias is None else y + _across(bias, x)).astype(x.dtype)
 
 
 def _statistics(x: Any) -> tuple[Any, Any]:
-    wide = _wide(x)
+    wide = _in_float32(x)
     mean = jnp.mean(wide, _dims(x))
     centred = wide - _across(mean, x)
     return mean, jnp.mean(centred * centred, _dims(x))
@@ -64,7 +64,7 @@ def _functional(
     eps: float,
 ) -> Any:
     if not training:
-        mean, rstd = _wide(running_mean), lax.rsqrt(_wide(running_var) + eps)
+        mean, rstd = _in_float32(running_mean), lax.rsqrt(_in_float32(running_var) + eps)
         y = _normalized(x, mean, rstd, weight, bias)
         return y, mean, rstd, running_mean, running_var
     mean, var = _statistics(x)
@@ -115,10 +115,10 @@ def _backward(
     eps: float,
     output_mask: Any,
 ) -> Any:
-    mean = _wide(save_mean if train else running_mean)
-    rstd = _wide(save_invstd) if train else lax.rsqrt(_wide(running_var) + eps)
-    grad, count = _wide(grad), math.prod(x.shape[d] for d in _dims(x))
-    normal = (_wide(x) - _across(mean, x)) * _across(rstd, x)
+    mean = _in_float32(save_mean if train else running_mean)
+    rstd = _in_float32(save_invstd) if train else lax.rsqrt(_in_float32(running_var) + eps)
+    grad, count = _in_float32(grad), math.prod(x.shape[d] for d in _dims(x))
+    normal = (_in_float32(x) - _across(mean, x)) * _across(rstd, x)
     to_bias = jnp.sum(grad, _dims(x))
     to_weight = jnp.sum(grad * normal, _dims(x))
     scale = rstd if weight is None else rstd * weight

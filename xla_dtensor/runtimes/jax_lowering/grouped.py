@@ -35,16 +35,16 @@ def _grouped_mm(
     if bias is not None:
         raise NotImplementedError("a grouped product with a bias")
     dtype = a.dtype if out_dtype is None else jax_dtype(out_dtype)
-    return _product(a, b, offs).astype(dtype)
+    return _grouped_product(a, b, offs).astype(dtype)
 
 
-def _product(a: Any, b: Any, offs: Any) -> Any:
+def _grouped_product(a: Any, b: Any, offs: Any) -> Any:
     wide = jnp.promote_types(a.dtype, jnp.float32)
     options: dict[str, Any] = {"precision": precision(), "preferred_element_type": wide}
     if a.ndim == 3 and b.ndim == 3:
         return jnp.einsum("gmk,gkn->gmn", a, b, **options)
     if a.ndim == 3:  # Groups of columns are groups of rows of the transposed product.
-        return _product(b.mT, a.mT, offs).mT
+        return _grouped_product(b.mT, a.mT, offs).mT
     sizes = jnp.diff(offs, prepend=jnp.zeros((), offs.dtype)).astype(jnp.int32)
     numbers = _ROWS if b.ndim == 3 else _CONTRACTED
     return lax.ragged_dot_general(a, b, sizes, numbers, **options)

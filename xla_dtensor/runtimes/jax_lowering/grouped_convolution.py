@@ -45,7 +45,7 @@ def grouped(
     ]
     steps = [s if n > 1 else 1 for s, n in zip(stride, sizes, strict=True)]  # as `slices.cut`
     total: Any = None
-    for place, starts in _elements(weight, dilation):
+    for place, starts in _elements_of_weight(weight, dilation):
         ends = [b + s * (n - 1) + 1 for b, s, n in zip(starts, steps, sizes, strict=True)]
         shifted = lax.slice(x, (0, 0, 0, *starts), (*x.shape[:3], *ends), (1, 1, 1, *steps))
         part = _product("ngc{0},goc->ngo{0}", ndim, shifted, weight[(..., *place)])
@@ -80,7 +80,7 @@ def grouped_transpose(
     spread = [(n - 1) * s + 1 for n, _, s, _ in dims]
     lengths = [m + d * (k - 1) for m, (_, k, _, d) in zip(spread, dims, strict=True)]
     total: Any = None
-    for place, starts in _elements(weight, dilation):
+    for place, starts in _elements_of_weight(weight, dilation):
         part = _product("ngc{0},gco->ngo{0}", ndim, x, weight[(..., *place)])
         pads = [
             (b, length - b - m, s - 1)
@@ -103,7 +103,9 @@ def _merged(x: Any) -> Any:
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
 
 
-def _elements(weight: Any, dilation: Sizes) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _elements_of_weight(
+    weight: Any, dilation: Sizes
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Each element of the kernel, and where it lies on the image."""
     for place in itertools.product(*map(range, weight.shape[3:])):
         yield place, tuple(k * d for k, d in zip(place, dilation, strict=True))

@@ -48,7 +48,9 @@ def _named(name: str) -> tuple[str, str, str]:
     return name, f"{name}.x_scalar", f"{name}.n_scalar"
 
 
-def _register(name: str, first: Callable[[Array], Array], step: Callable[..., Array]) -> None:
+def _register_recurrence(
+    name: str, first: Callable[[Array], Array], step: Callable[..., Array]
+) -> None:
     def polynomial(x: Array, n: Array) -> Array:
         x, n = _orders(x, n)
         return _recurrence(n, first(x), step, x)
@@ -56,10 +58,10 @@ def _register(name: str, first: Callable[[Array], Array], step: Callable[..., Ar
     elementwise(*_named(f"special_{name}"))(polynomial)
 
 
-_register(
+_register_recurrence(
     "legendre_polynomial_p", lambda x: x, lambda k, x, q, p: ((2 * k + 1) * x * q - k * p) / (k + 1)
 )
-_register(
+_register_recurrence(
     "laguerre_polynomial_l",
     lambda x: 1 - x,
     lambda k, x, q, p: ((2 * k + (1 - x)) * q - k * p) / (k + 1),
@@ -87,7 +89,7 @@ elementwise(*_named("special_hermite_polynomial_he"))(_hermite(1))
 # ------------------------------------------------------------------ Chebyshev's
 
 
-def _sign(n: Array) -> Array:
+def _sign_of_power(n: Array) -> Array:
     return jnp.where(n % 2 == 0, 1, -1)
 
 
@@ -105,28 +107,36 @@ def _by_angle_u(x: Array, n: Array) -> Array:
 def _by_angle_v(x: Array, n: Array) -> Array:
     angle = jnp.arccos(x)
     inside = jnp.cos((n + 0.5) * angle) / jnp.cos(angle / 2)
-    return jnp.where(jnp.sin(angle / 2) != 1, inside, _sign(n) * (2 * n + 1))
+    return jnp.where(jnp.sin(angle / 2) != 1, inside, _sign_of_power(n) * (2 * n + 1))
 
 
 def _by_angle_w(x: Array, n: Array) -> Array:
     angle = jnp.arccos(x)
     inside = jnp.sin((n + 0.5) * angle) / jnp.sin(angle / 2)
-    return jnp.where(jnp.cos(angle / 2) != 1, inside, jnp.where(x > 0, 2 * n + 1, _sign(n)))
+    return jnp.where(
+        jnp.cos(angle / 2) != 1, inside, jnp.where(x > 0, 2 * n + 1, _sign_of_power(n))
+    )
 
 
 # Of each kind: the polynomial of order 1, those at 1 and at -1, by the angle, and from which order
 # on torch goes by the angle, for the plain and for the shifted polynomials.
 _CHEBYSHEV: dict[str, tuple[Any, Any, Any, Any, tuple[int, int]]] = {
-    "t": (lambda x: x, lambda n: 1, _sign, _by_angle_t, (6, 6)),
-    "u": (lambda x: x + x, lambda n: n + 1, lambda n: _sign(n) * (n + 1), _by_angle_u, (8, 6)),
+    "t": (lambda x: x, lambda n: 1, _sign_of_power, _by_angle_t, (6, 6)),
+    "u": (
+        lambda x: x + x,
+        lambda n: n + 1,
+        lambda n: _sign_of_power(n) * (n + 1),
+        _by_angle_u,
+        (8, 6),
+    ),
     "v": (
         lambda x: x + x - 1,
         lambda n: 1,
-        lambda n: _sign(n) * (2 * n + 1),
+        lambda n: _sign_of_power(n) * (2 * n + 1),
         _by_angle_v,
         (8, 6),
     ),
-    "w": (lambda x: x + x + 1, lambda n: 2 * n + 1, _sign, _by_angle_w, (8, 4)),
+    "w": (lambda x: x + x + 1, lambda n: 2 * n + 1, _sign_of_power, _by_angle_w, (8, 4)),
 }
 
 

@@ -52,7 +52,7 @@ def _nearest_exact(size: int, outputs: int, align: bool, factor: float | None, d
     return _one(np.floor(np.maximum(positions, 0) + dtype(0.5)), size)
 
 
-def _linear(size: int, outputs: int, align: bool, factor: float | None, dtype: Any) -> Taps:
+def _linear_taps(size: int, outputs: int, align: bool, factor: float | None, dtype: Any) -> Taps:
     if size == outputs:
         return _one(np.arange(size), size)
     positions = np.maximum(_positions(size, outputs, align, factor, dtype), 0)
@@ -70,7 +70,7 @@ def _cubic_weight(distance: Any, a: float) -> Any:
     return np.where(d <= 1, near, np.where(d < 2, far, 0))
 
 
-def _cubic(size: int, outputs: int, align: bool, factor: float | None, dtype: Any) -> Taps:
+def _cubic_taps(size: int, outputs: int, align: bool, factor: float | None, dtype: Any) -> Taps:
     positions = _positions(size, outputs, align, factor, dtype)
     first = np.minimum(np.floor(positions), size - 1)
     part = np.clip(positions - first, 0, 1)
@@ -138,9 +138,9 @@ def _lower_resize(name: str, make: Maker, aligns: bool) -> None:
 for _dims in (1, 2, 3):
     _lower_resize(f"upsample_nearest{_dims}d", _nearest, False)
     _lower_resize(f"_upsample_nearest_exact{_dims}d", _nearest_exact, False)
-_lower_resize("upsample_linear1d", _linear, True)
-_lower_resize("upsample_bilinear2d", _linear, True)
-_lower_resize("upsample_trilinear3d", _linear, True)
-_lower_resize("upsample_bicubic2d", _cubic, True)
+_lower_resize("upsample_linear1d", _linear_taps, True)
+_lower_resize("upsample_bilinear2d", _linear_taps, True)
+_lower_resize("upsample_trilinear3d", _linear_taps, True)
+_lower_resize("upsample_bicubic2d", _cubic_taps, True)
 _lower_resize("_upsample_bilinear2d_aa", _linear_aa, True)
 _lower_resize("_upsample_bicubic2d_aa", _cubic_aa, True)

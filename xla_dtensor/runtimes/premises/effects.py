@@ -26,7 +26,7 @@ from xla_dtensor.runtimes.premises.values import ABSENT
 
 __all__ = ["Effect", "Effects"]
 
-_TABLES = ("_parameters", "_buffers", "_modules")
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Effects:
 
     def attribute(self, owner: Any, name: str) -> None:
         """Note that an object's attribute is assigned to."""
-        self._owner(owner).names.setdefault(name, _attribute(owner, name))
+        self._owner(owner).names.setdefault(name, _attribute_of_owner(owner, name))
 
     def variable(self, holder: CellType | dict[str, Any], name: str) -> None:
         """Note that a global, or a variable of a function around, is assigned to."""
@@ -110,7 +110,7 @@ class Effects:
 
 def _effects_on(owner: _Owner) -> Iterator[Effect]:
     holds = type(owner.object) in (dict, CellType)
-    look_up, assign = (_variable, _set_variable) if holds else (_attribute, setattr)
+    look_up, assign = (_variable, _set_variable) if holds else (_attribute_of_owner, setattr)
     for name, before in owner.names.items():
         now = look_up(owner.object, name)
         if now is not before and now is not ABSENT:
@@ -131,10 +131,10 @@ def _begins_with(owner: _Owner) -> bool:
     return len(owner.object) >= len(owner.contents) and all(now is was for now, was in pairs)
 
 
-def _attribute(owner: Any, name: str) -> Any:
+def _attribute_of_owner(owner: Any, name: str) -> Any:
     own = getattr(owner, "__dict__", {})
     is_module = isinstance(owner, torch.nn.Module)
-    for table in (own, *(own.get(kind, {}) for kind in _TABLES if is_module)):
+    for table in (own, *(own.get(kind, {}) for kind in _REGISTRIES if is_module)):
         if name in table:
             return table[name]
     if not hasattr(type(owner), "__slots__"):

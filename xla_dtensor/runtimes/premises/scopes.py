@@ -94,11 +94,11 @@ def assigned_names(body: Iterable[ast.AST]) -> tuple[frozenset[str], dict[str, s
         elif isinstance(node, ast.Nonlocal):
             elsewhere.update(dict.fromkeys(node.names, CELL))
         else:
-            names.update(_assigned(node))
+            names.update(_assigned_names(node))
     return frozenset(names), elsewhere
 
 
-def _assigned(node: ast.AST) -> Iterator[str]:
+def _assigned_names(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
         yield node.id
     elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
