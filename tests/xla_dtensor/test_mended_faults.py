@@ -1631,3 +1631,22 @@ def writes_through_strides_of_what_has_a_graph(on: On) -> Any:
     d.view(2, 8).fill_diagonal_(2)
     loss = (a * b).sum() + (b * c * d).sum()
     return loss, *torch.autograd.grad(loss, leaf)
+
+
+@values()
+def what_is_copied_into_copies_of_views(on: On) -> Any:
+    x = on.put(numbers(4, 4), Shard(0), R)
+    copies = [x.clone() for _ in range(4)]
+    torch.select_copy(copies[0], 0, 1).copy_(on.put(numbers(4)))
+    torch.unbind_copy(copies[1])[2].copy_(on.put(numbers(4)))
+    torch.view_copy(copies[2], (2, 8)).copy_(on.put(numbers(2, 8)))
+    torch.diagonal_copy(copies[3]).copy_(on.put(numbers(4)))
+    return copies
+
+
+@values()
+def writes_over_nan_through_an_expanded_tensor(on: On) -> Any:
+    x, y = on.put(torch.full((6,), torch.nan), Shard(0), R), on.put(torch.tensor([torch.nan]))
+    x.expand_as(x).zero_()
+    y.expand(1, 1).fill_(3)
+    return x, y

@@ -7,11 +7,13 @@ whole layers and steps that torch calls as one op.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map
 
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtimes.jax_lowering.factorizations import raise_if_failed
@@ -47,6 +49,20 @@ def _binary_cross_entropy(
     # In a compiled step nobody has looked at its values.
     right = torch.where((target >= 0) & (target <= 1), target, torch.nan)
     return decomposition_table[aten.binary_cross_entropy.default](x, right, weight, reduction)
+
+
+def _copy_of(view: Any, *args: Any, **kwargs: Any) -> Any:
+    return tree_map(torch.clone, view(*args, **kwargs))
+
+
+for _name in (
+    *("alias", "detach", "diagonal", "permute", "select", "slice", "split", "split_with_sizes"),
+    *("squeeze", "t", "transpose", "view_as_complex", "view_as_real"),
+):
+    for _overload in getattr(aten, f"{_name}_copy").overloads():
+        if not _overload.endswith("out"):
+            _view = getattr(getattr(aten, _name), _overload)
+            COMPOSED[getattr(getattr(aten, f"{_name}_copy"), _overload)] = partial(_copy_of, _view)
 
 
 @_composed(aten.view_copy.default)

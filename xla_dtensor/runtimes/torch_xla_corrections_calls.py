@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtimes.functional_ops import functional_form
@@ -113,11 +114,29 @@ def _diagonal(
     return lambda: torch.diagonal(x.movedim((dim1, dim2), _LAST_TWO), offset, *_LAST_TWO)
 
 
+def _apart(func: Any) -> Callable[..., Callable[[], Any]]:
+    """What torch_xla returns is a view: ``copy_`` into it would write to the tensor."""
+
+    def rule(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+        return lambda: tree_map(torch.clone, func(*args, **kwargs))
+
+    return rule
+
+
+def _expand(
+    x: torch.Tensor, size: Sequence[int], *, implicit: bool = False
+) -> Callable[[], torch.Tensor] | None:
+    """What is written to it is found by differences, which are NaN where there was one."""
+    new = len(size) - x.ndim
+    sizes = [x.shape[at - new] if n == -1 else n for at, n in enumerate(size)]
+    return (lambda: x.view(sizes)) if math.prod(sizes) == x.numel() else None
+
+
 def _diagonal_copy(
     x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> Callable[[], torch.Tensor] | None:
     view = _diagonal(x, offset, dim1, dim2)
-    return None if view is None else lambda: view().clone()
+    return lambda: (aten.diagonal_copy(x, offset, dim1, dim2) if view is None else view()).clone()
 
 
 def _diagonal_scatter(
@@ -359,9 +378,15 @@ _REDUCTIONS = frozenset(
         aten.var_mean,
     }
 )
+_COPIES_OF_VIEWS = (
+    *(aten.alias_copy, aten.detach_copy, aten.permute_copy, aten.select_copy, aten.squeeze_copy),
+    *(aten.t_copy, aten.transpose_copy, aten.unbind_copy, aten.unsqueeze_copy, aten.view_copy),
+)
 _REWRITTEN: dict[Any, Callable[..., Callable[[], Any] | None]] = {
     aten.diagonal: _diagonal,
     aten.diagonal_copy: _diagonal_copy,
+    aten.expand: _expand,
+    **{packet: _apart(packet) for packet in _COPIES_OF_VIEWS},
     aten.diagonal_scatter: _diagonal_scatter,
     aten.diagonal_backward: _diagonal_backward,
     aten.native_batch_norm: functools.partial(batch_norm, aten.native_batch_norm.default),
