@@ -17,6 +17,7 @@ Invariant: values do not change, and neither do storages that are older than the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,24 +31,27 @@ from xla_dtensor.runtimes.jax_trace import Trace, is_tracer
 __all__ = ["COMPARED", "read_once"]
 
 aten = torch.ops.aten
+_NORMS = (aten.linalg_vector_norm.default, aten._cdist_forward.default, aten._pdist_forward.default)
 COMPARED = frozenset(
     {
         *(aten.amax.default, aten.amin.default, aten.aminmax.default),
         *(aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default),
-        *(aten.linalg_vector_norm.default, aten._cdist_forward.default),
-        *(aten._pdist_forward.default, aten.scatter_reduce.two, aten.index_reduce.default),
+        *(aten.scatter_reduce.two, aten.index_reduce.default, *_NORMS),
     }
 )
 """Ops whose gradient PyTorch finds by comparing their operands with their result."""
 
 
-def read_once(trace: Trace, args: Sequence[Any]) -> None:
+def read_once(trace: Trace, func: Any, args: Sequence[Any]) -> None:
     """Let tensors that a step computes be computed once, for all that reads them from now on.
 
     Args:
         trace: The step's.
-        args: The arguments of an op, JaxTensors among them.
+        func: One of `COMPARED`. Of the norms only infinite ones compare.
+        args: Its arguments, JaxTensors among them.
     """
+    if func in _NORMS and not any(isinstance(n, float) and math.isinf(n) for n in args):
+        return
     for value in args:
         if isinstance(value, JaxTensor) and trace.owns(value._storage):
             _settle(value._storage)

@@ -115,7 +115,7 @@ def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         return _decompose(func, args, kwargs)
     trace = active_trace()
     if trace is not None and func in COMPARED:
-        read_once(trace, args)
+        read_once(trace, func, args)
     meta = output_meta(func, args, kwargs)
     axes = jax_manual.axes_of(args, kwargs)
     if axes is not None:
