@@ -6,7 +6,7 @@ XLA takes calls that PyTorch refuses::
     x ** -1             of whole numbers
     mask - x            of bools
     x.add_(wider)       whose result does not fit its destination
-    maximum(x, y)       of complex numbers
+    maximum(x, y)       of complex numbers, and x.abs_()
 
 In-place ops and ops with ``out=`` keep their destination: the object, its shape, dtype and
 placements. PyTorch makes ``out`` another shape, with a warning, where that does not fit: here that
@@ -47,6 +47,7 @@ _OF_ARGUMENTS = (
     "for tensors with different dtypes",
     "negative integer powers",
 )
+_OF_COMPLEX = ("not implemented for complex", "not supported for complex")
 _checked: set[Any] = set()
 _CHECKED_LIMIT = 50_000
 
@@ -105,8 +106,8 @@ def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
                 f"{func} was called on DTensors: {error}. An op that writes keeps the shape and "
                 "dtype of its destination. Use the op that returns its result, or cast first."
             )
-        if "not implemented for complex" in text:
-            raise error or TypeError(text)
+        if error is not None and any(refusal in text for refusal in _OF_COMPLEX):
+            raise error
         if any(refusal in text for refusal in _OF_ARGUMENTS):
             kind = WriteError if func._schema.is_mutable else UnsupportedOpError
             raise kind(

@@ -1579,6 +1579,7 @@ def what_torch_says_of_wrong_calls(on: On) -> Any:
         lambda: on.put(numbers(2, 3)).argsort(dim=-7),
         lambda: on.put(torch.empty(1, 0)).amax(-1),
         lambda: torch.maximum(on.put(z), on.put(z)),
+        lambda: on.put(z).abs_(),
     ]
     kinds = []
     for call in calls:
