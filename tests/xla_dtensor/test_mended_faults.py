@@ -1639,7 +1639,8 @@ def what_is_copied_into_copies_of_views(on: On) -> Any:
     x = on.put(numbers(4, 4), Shard(0), R)
     copies = [x.clone() for _ in range(4)]
     torch.select_copy(copies[0], 0, 1).copy_(on.put(numbers(4)))
-    torch.unbind_copy(copies[1])[2].copy_(on.put(numbers(4)))
+    parts: Any = torch.unbind_copy(copies[1])
+    parts[2].copy_(on.put(numbers(4)))
     torch.view_copy(copies[2], (2, 8)).copy_(on.put(numbers(2, 8)))
     torch.diagonal_copy(copies[3]).copy_(on.put(numbers(4)))
     return copies
