@@ -36,8 +36,6 @@ from mesh_utils.network import Network
 from mesh_utils.network_report import AxisReport, axis_reports
 from mesh_utils.topology import Topology
 
-"""How the name of a drawing can end."""
-
 
 @dataclass(frozen=True, eq=False)
 class Drawing:

@@ -17,15 +17,14 @@ Each description of arguments is asked about once.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.errors import UnsupportedOpError, WriteError
 from xla_dtensor.nested import map_nested
+from xla_dtensor.runtimes.op_meta import error_of, small
 from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.written import refuse_overlap, written_values
 
@@ -95,11 +94,11 @@ def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     outs = {a.name: kwargs[a.name] for a in func._schema.arguments if a.is_out and a.name in kwargs}
     # PyTorch's meta kernels know of shapes, and cast where those for values refuse. An op may raise
     # anything on values that are not its own: such errors say nothing.
-    for stand_in in (_on_meta, _small) if func._schema.is_mutable else (_small,):
+    for stand_in in (_on_meta, small) if func._schema.is_mutable else (small,):
         found = map_nested(stand_in, (tuple(args), dict(kwargs)))
         # An empty destination takes any shape without a warning.
         empty = map_nested(lambda v, make=stand_in: _emptied(make(v)), outs)
-        error = _error_of(func, found[0], {**found[1], **empty})
+        error = error_of(func, found[0], {**found[1], **empty})
         text = str(error)
         if any(refusal in text for refusal in _OF_RESULTS):
             raise WriteError(
@@ -123,18 +122,6 @@ def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
                 _check_shapes(func, "a destination", before, after)
 
 
-def _error_of(func: Any, args: Any, kwargs: Any) -> Exception | None:
-    try:
-        with _disable_current_modes(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            func(*args, **kwargs)
-    except Exception as error:
-        # With its traceback it would keep every frame up to here alive, and itself among them: a
-        # cycle, whose collection would clear the gradients that some frame refers to.
-        return error.with_traceback(None)
-    return None
-
-
 def _check_shapes(func: Any, name: str, given: Any, after: Any) -> None:
     if isinstance(given, (list, tuple)):
         for one, other in zip(given, after, strict=True):
@@ -151,12 +138,6 @@ def _on_meta(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-
-def _small(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.ones([min(size, 1) for size in value.shape], dtype=value.dtype)
 
 
 def _emptied(value: Any) -> Any:

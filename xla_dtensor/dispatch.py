@@ -35,7 +35,7 @@ from xla_dtensor.product_pins import pin_products
 from xla_dtensor.propagation import legal_placements, propagate
 from xla_dtensor.runtimes import functional_ops
 from xla_dtensor.runtimes.index_bounds import refuse_part
-from xla_dtensor.runtimes.op_meta import Meta, output_meta, raise_torchs_error
+from xla_dtensor.runtimes.op_meta import Meta, ignores_floats, output_meta, raise_torchs_error
 from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.runtimes.strided_factors import FACTORED
 from xla_dtensor.strict import constrain_output, constrain_written
@@ -124,7 +124,7 @@ def _traits_of(func: Any) -> _Traits:
         views=not schema.is_mutable and any(r.alias_info is not None for r in schema.returns),
         made_like=func in _MADE_LIKE,
         uncounted=schema.is_mutable and schema.name.startswith("aten::_foreach_"),
-        ignores_floats=schema.is_mutable or torch.Tag.pointwise in func.tags,
+        ignores_floats=ignores_floats(func),
         has_factors=has_factors(func),
         by_storage=func in _BY_STORAGE,
         by_strides=func in FACTORED,

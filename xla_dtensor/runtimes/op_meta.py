@@ -8,15 +8,26 @@ its tensors, which have no strides, get torch's. Answers are cached per op and a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-__all__ = ["Meta", "hosts_error", "of_tensor", "output_meta", "raise_torchs_error"]
+__all__ = [
+    "Meta",
+    "error_of",
+    "hosts_error",
+    "ignores_floats",
+    "of_tensor",
+    "output_meta",
+    "raise_torchs_error",
+    "small",
+]
 
 _CACHE: dict[Any, Any] = {}
 _CACHE_LIMIT = 50_000
@@ -45,8 +56,8 @@ def output_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         (nonzero, masked_select, ops without a meta kernel).
     """
     try:
-        reads = _reads_floats(func)
-        key = (func, _key(args, reads), _key(kwargs, reads))
+        by_value = not ignores_floats(func)
+        key = (func, _key(args, by_value), _key(kwargs, by_value))
         if key in _CACHE:
             return _CACHE[key]
     except TypeError:
@@ -58,22 +69,22 @@ def output_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 
 @cache
-def _reads_floats(func: Any) -> bool:
-    """Whether the answer may depend on a float's value, which an optimizer changes each step."""
-    return torch.Tag.pointwise not in func.tags
+def ignores_floats(func: Any) -> bool:
+    """Whether what an op returns lies alike for every float: an optimizer's are new each step."""
+    return func._schema.is_mutable or torch.Tag.pointwise in func.tags
 
 
-def _key(value: Any, reads_floats: bool) -> Any:
+def _key(value: Any, by_value: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return ("tensor", of_tensor(value))
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return type(value)
-    if isinstance(value, float) and not reads_floats:
+    if isinstance(value, float) and not by_value:
         return float
     if isinstance(value, (tuple, list)):
-        return (type(value), tuple(_key(v, reads_floats) for v in value))
+        return (type(value), tuple(_key(v, by_value) for v in value))
     if isinstance(value, Mapping):
-        return tuple((k, _key(v, reads_floats)) for k, v in value.items())
+        return tuple((k, _key(v, by_value)) for k, v in value.items())
     # bool, int and float compare equal across types but mean different dtypes.
     hash(value)
     return (type(value), value)
@@ -105,18 +116,27 @@ def hosts_error(func: Any, args: Any, kwargs: Any) -> Exception | None:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
     """
+    given, named = tree_map(small, (tuple(args), dict(kwargs)))
+    return error_of(func, given, named)
 
-    def stand_in(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return torch.ones([min(size, 1) for size in value.shape], dtype=value.dtype)
-        return 0.5 if isinstance(value, torch.SymFloat) else value
 
-    given, named = tree_map(stand_in, (tuple(args), dict(kwargs)))
+def small(value: Any) -> Any:
+    """Return a stand-in of at most one element for a tensor; for a computed number, one."""
+    if isinstance(value, torch.Tensor):
+        return torch.ones([min(size, 1) for size in value.shape], dtype=value.dtype)
+    return 0.5 if isinstance(value, torch.SymFloat) else value
+
+
+def error_of(func: Any, args: Any, kwargs: Any) -> Exception | None:
+    """Return what an op raises on stand-ins; None where it takes them."""
     try:
-        with torch.no_grad():
-            func(*given, **named)
-    except (RuntimeError, IndexError, TypeError, ValueError) as error:
-        return error
+        with _disable_current_modes(), warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            func(*args, **kwargs)
+    except Exception as error:
+        # With its traceback it would keep every frame up to here alive, and itself among them: a
+        # cycle, whose collection would clear the gradients that some frame refers to.
+        return error.with_traceback(None)
     return None
 
 

@@ -114,7 +114,7 @@ def _diagonal(
     return lambda: torch.diagonal(x.movedim((dim1, dim2), _LAST_TWO), offset, *_LAST_TWO)
 
 
-def _apart(func: Any) -> Callable[..., Callable[[], Any]]:
+def _copied(func: Any) -> Callable[..., Callable[[], Any]]:
     """What torch_xla returns is a view: ``copy_`` into it would write to the tensor."""
 
     def rule(*args: Any, **kwargs: Any) -> Callable[[], Any]:
@@ -386,7 +386,7 @@ _REWRITTEN: dict[Any, Callable[..., Callable[[], Any] | None]] = {
     aten.diagonal: _diagonal,
     aten.diagonal_copy: _diagonal_copy,
     aten.expand: _expand,
-    **{packet: _apart(packet) for packet in _COPIES_OF_VIEWS},
+    **{packet: _copied(packet) for packet in _COPIES_OF_VIEWS},
     aten.diagonal_scatter: _diagonal_scatter,
     aten.diagonal_backward: _diagonal_backward,
     aten.native_batch_norm: functools.partial(batch_norm, aten.native_batch_norm.default),
