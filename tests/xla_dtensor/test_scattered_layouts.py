@@ -1,4 +1,4 @@
-"""gather and scatter of tensors, indices and values that are cut over different axes."""
+"""Reads and writes by index of operands that are cut over different axes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
+from torch.nn import functional as F
 
 import xla_dtensor as xd
 
@@ -18,6 +19,8 @@ OPS: dict[str, Callable[[Any, int, Any, Any], Any]] = {
     "sum": lambda x, dim, index, values: x.scatter_add(dim, index, values),
     "amin": lambda x, dim, index, values: x.scatter_reduce(dim, index, values, "amin"),
     "rows": lambda x, dim, index, values: x.index_select(dim, index[0]),
+    "embedding": lambda x, dim, index, values: F.embedding(index % len(x), x),
+    "index": lambda x, dim, index, values: x[index % len(x), values.argsort(dim) % x.shape[1]],
 }
 # Wrong on torch_xla before: by op, the dim, sizes, how many points along the dim, and the dims
 # that axes a, b, c of size 2 cut, of the tensor, the index and the values ("." is none).

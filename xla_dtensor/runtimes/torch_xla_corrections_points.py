@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from xla_dtensor.core import OpSharding
-from xla_dtensor.runtimes.torch_xla_sharding import to_annotation
+from xla_dtensor.runtimes.torch_xla_sharding import parse_annotation, to_annotation
+from xla_dtensor.runtimes.torch_xla_uneven import cut_unevenly
 
-__all__ = ["annotated", "assign", "evenly", "into_front", "put_points", "round_up", "whole"]
+__all__ = ["annotated", "assign", "cut_evenly", "evenly", "into_front", "put_points", "round_up", "whole"]
 
 
 def _xlac() -> Any:
@@ -36,6 +37,14 @@ def round_up(size: int) -> int:
 def evenly(shape: Sequence[int]) -> bool:
     """Tell whether XLA can only cut `shape` evenly; of a single point it may make a dim."""
     return len(shape) > 0 and all(size == round_up(size) for size in shape)
+
+
+def cut_evenly(tensor: torch.Tensor) -> bool:
+    """Tell whether `tensor` is known to be cut evenly: by its sizes, or by its annotation."""
+    if evenly(tensor.shape):
+        return True
+    annotation = _xlac()._get_xla_sharding_spec(tensor) if tensor.numel() else ""
+    return bool(annotation) and not cut_unevenly(tensor, parse_annotation(annotation))
 
 
 def assign(to: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,8 @@
 A write along a dim with an index of the tensor's rank (scatter) is wrong in torch_xla 2.9's XLA,
 and so is such a read (gather), also with even sizes, where index or values are cut over axes that
 cut the tensor otherwise: some points are left out, or start from the reduction's identity. So index
-and values are whole on every device there, and so are the indices of other reads where the devices
-do not divide them. Of the other writes, those whose indices have only sizes
+and values are whole on every device there, and so are the indices of other reads that may be cut
+unevenly. Of the other writes, those whose indices have only sizes
 that all devices divide are left to torch_xla.
 """
 
@@ -18,6 +18,7 @@ import torch
 from xla_dtensor.runtimes.torch_xla_corrections_host import has_manual
 from xla_dtensor.runtimes.torch_xla_corrections_points import (
     assign,
+    cut_evenly,
     evenly,
     into_front,
     put_points,
@@ -131,19 +132,19 @@ def _index(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Replaceme
         # torch_xla leaves other dims out.
         meta: Any = aten.index(x.to("meta"), [i if i is None else i.to("meta") for i in indices])
         return lambda: x.new_zeros(meta.shape)
-    if evenly(shape):
+    if evenly(shape) or all(cut_evenly(index) for index in given):
         return None
     return lambda: aten.index(x, [i if i is None else whole(i) for i in indices])
 
 
 def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Replacement:
-    if x.ndim == 0 or index.numel() == 0 or evenly(index.shape) or has_manual(x, index):
+    if x.ndim == 0 or index.numel() == 0 or cut_evenly(index) or has_manual(x, index):
         return None
     return lambda: aten.index_select(x, dim, whole(index))
 
 
 def _embedding(weight: torch.Tensor, indices: torch.Tensor, *args: Any) -> Replacement:
-    if indices.numel() == 0 or evenly(indices.shape) or has_manual(weight, indices):
+    if indices.numel() == 0 or cut_evenly(indices) or has_manual(weight, indices):
         return None
     return lambda: aten.embedding(weight, whole(indices), *args)
 
