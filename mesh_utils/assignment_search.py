@@ -24,6 +24,7 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +32,8 @@ from numpy.typing import NDArray
 from mesh_utils.assignment_table import SpanTable, divisors
 from mesh_utils.span import Shape3, Span
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
+FloatArray: TypeAlias = NDArray[np.float64]
+IntArray: TypeAlias = NDArray[np.int64]
 Nesting = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """For x, y and z the axes that take more than one chip of it, from the innermost out."""
 

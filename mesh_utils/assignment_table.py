@@ -7,14 +7,15 @@ has few thousands of them. Their times are computed at once, by Network, and the
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mesh_utils.network import Collective, Network
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
+FloatArray: TypeAlias = NDArray[np.float64]
+IntArray: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)

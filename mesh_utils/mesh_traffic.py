@@ -21,6 +21,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -36,7 +37,7 @@ from mesh_utils.topology import Topology
 
 __all__ = ["MeshTraffic", "TrafficSeconds", "part_groups"]
 
-IntArray = NDArray[np.int64]
+IntArray: TypeAlias = NDArray[np.int64]
 
 _PART = re.compile(r"(.*):\((\d+)\)(\d+)", re.DOTALL)
 _Key = tuple[int, bytes]

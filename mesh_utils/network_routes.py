@@ -17,6 +17,7 @@ attention and pipelines live on it, and here the ORDER within a group matters.
 """
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +26,8 @@ from mesh_utils.lattice import Box, canonical, shortest_ways
 from mesh_utils.network import Network
 from mesh_utils.span import span_groups
 
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
+IntArray: TypeAlias = NDArray[np.int64]
+FloatArray: TypeAlias = NDArray[np.float64]
 
 _CHUNK = 4096
 """Messages that are routed at a time: memory stays below 30 MB."""

@@ -158,7 +158,7 @@ def _definitions(code: ast.Module) -> Iterator[tuple[str, str]]:
             names = [node.target.id]
         else:
             names = []
-        yield from ((name, ast.unparse(node)) for name in names if name != "__all__")
+        yield from ((name, ast.unparse(node)) for name in names if name not in ("__all__", "_"))
 
 
 def _reached(start: str, after: Mapping[str, set[str]]) -> set[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -18,15 +18,10 @@ from xla_dtensor.core import OpSharding
 from xla_dtensor.runtimes.torch_xla_bases import note_alias, note_base, note_source
 from xla_dtensor.runtimes.torch_xla_payload import functionalization, to_payload
 from xla_dtensor.runtimes.torch_xla_program_keys import remember
-from xla_dtensor.runtimes.torch_xla_sharding import parse_annotation, to_annotation
+from xla_dtensor.runtimes.torch_xla_sharding import parse_annotation, to_annotation, xlac
 from xla_dtensor.runtimes.torch_xla_uneven import UnevenPayloads
 
 __all__ = ["Annotations"]
-
-
-@lru_cache(1)
-def _xlac() -> Any:
-    return importlib.import_module("torch_xla")._XLAC
 
 
 class Annotations:
@@ -85,31 +80,31 @@ class Annotations:
         if payload.numel() == 0:
             return
         with functionalization():
-            finished = not _xlac()._check_tensor_need_materialization([payload])[0]
-            found = _xlac()._get_xla_sharding_spec(payload) if finished else None
+            finished = not xlac()._check_tensor_need_materialization([payload])[0]
+            found = xlac()._get_xla_sharding_spec(payload) if finished else None
             if found and parse_annotation(found) == sharding:
                 return
             if found == "":
                 # Straight from the host: cut now, so that the whole need not fit on each device.
-                _xlac()._xla_mark_sharding(payload, to_annotation(sharding))
+                xlac()._xla_mark_sharding(payload, to_annotation(sharding))
             else:
                 if not finished:
                     # A pending value does not take a second one, such as after a clearing.
-                    _xlac()._xla_clear_sharding(payload)
+                    xlac()._xla_clear_sharding(payload)
                 # A node of its own. mark_sharding would annotate what this is a clone of as well.
-                _xlac()._xla_annotate_custom_sharding(payload, to_annotation(sharding))
+                xlac()._xla_annotate_custom_sharding(payload, to_annotation(sharding))
 
     def annotate_written(self, base: torch.Tensor, sharding: OpSharding) -> None:
         """Tell XLA how a payload is to lie that was written to through a view, if nothing does."""
         with functionalization():
-            told = base.numel() == 0 or _xlac()._get_xla_op_sharding(base) is not None
+            told = base.numel() == 0 or xlac()._get_xla_op_sharding(base) is not None
         if not told:
             self.annotate_view(base, sharding)
 
     def is_told(self, payload: torch.Tensor) -> bool:
         """Tell whether a payload, or its value, carries an annotation."""
         with functionalization():
-            told = _xlac()._get_xla_op_sharding(payload) is not None
+            told = xlac()._get_xla_op_sharding(payload) is not None
         return told or payload in self._of
 
     def clear(self, payload: torch.Tensor) -> None:
@@ -133,9 +128,9 @@ class Annotations:
         def init(self_: Any, module: Any, *args: Any, **kwargs: Any) -> None:
             if isinstance(module, torch.nn.Module):
                 for parameter in module.to("xla").parameters():
-                    text = _xlac()._get_xla_sharding_spec(parameter)
+                    text = xlac()._get_xla_sharding_spec(parameter)
                     if text == "{replicated}" and parameter not in self._of:
-                        _xlac()._xla_clear_sharding(parameter)
+                        xlac()._xla_clear_sharding(parameter)
             its_own(self_, module, *args, **kwargs)
 
         wrapper.__init__ = init

@@ -11,12 +11,13 @@ plain tensor is given the payload's new value.
 
 from __future__ import annotations
 
-import importlib
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+from xla_dtensor.runtimes.torch_xla_sharding import xlac
 
 __all__ = [
     "annotate_bases_again",
@@ -28,10 +29,6 @@ __all__ = [
 
 # Of each storage the living payloads over it, by their id, and what each was told last.
 _bases: dict[int, dict[int, tuple[weakref.ref[torch.Tensor], Any]]] = {}
-
-
-def _xlac() -> Any:
-    return importlib.import_module("torch_xla")._XLAC
 
 
 def _storage(payload: torch.Tensor) -> int:
@@ -82,10 +79,10 @@ def annotate_bases_again(written: Iterable[torch.Tensor], *, reshaped: bool = Fa
             if (
                 base is None
                 or (base is view and reshaped)
-                or _xlac()._get_xla_op_sharding(base) is not None
+                or xlac()._get_xla_op_sharding(base) is not None
             ):
                 continue
-            _xlac()._xla_annotate_custom_sharding(base, annotation)
+            xlac()._xla_annotate_custom_sharding(base, annotation)
 
 
 _sources: dict[int, tuple[torch.Tensor, weakref.ref[torch.Tensor], Any]] = {}
@@ -116,4 +113,4 @@ def write_to_sources(written: Iterable[torch.Tensor]) -> None:
         if base is not None and plain is not None:
             torch._sync(base)  # pyright: ignore[reportPrivateImportUsage]
             value = torch._from_functional_tensor(base)  # pyright: ignore
-            _xlac()._replace_xla_tensor(plain, value)
+            xlac()._replace_xla_tensor(plain, value)

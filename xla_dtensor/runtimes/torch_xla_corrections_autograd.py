@@ -21,7 +21,7 @@ import torch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.runtimes.index_bounds import refuse_part
 
-__all__ = ["is_overlapping", "places_of", "read_places", "register"]
+__all__ = ["is_overlapping", "places_of", "read_places", "register_composites"]
 
 aten = torch.ops.aten
 # By name: this module is also imported on newer torch, which has no `qr` any more.
@@ -44,7 +44,7 @@ _COMPOSITES = (
 _registrations: list[torch.library.Library] = []
 
 
-def register() -> None:
+def register_composites() -> None:
     """Install the kernels; calling it again does nothing."""
     if _registrations:
         return

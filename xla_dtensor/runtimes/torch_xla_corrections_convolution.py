@@ -9,7 +9,6 @@ computed whole on every device.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from mesh_utils import Mesh
 from xla_dtensor.core import Layout
 from xla_dtensor.runtimes.torch_xla_corrections_host import has_manual
 from xla_dtensor.runtimes.torch_xla_corrections_points import annotated, whole
+from xla_dtensor.runtimes.torch_xla_sharding import xlac
 
 __all__ = ["convolution", "convolution_backward"]
 
@@ -78,14 +78,10 @@ def convolution_backward(
 
 def _cut(tensor: torch.Tensor) -> torch.Tensor:
     """Cut dim 0 over as many devices as divide it."""
-    num_devices = _xlac()._xla_num_global_devices()
+    num_devices = xlac()._xla_num_global_devices()
     tiles = math.gcd(tensor.shape[0], num_devices)
     if tiles == 1:
         return whole(tensor)
     mesh = Mesh.arange((tiles, num_devices // tiles), ("batch", "rest"))
     layout = Layout.from_partition_spec(("batch",), mesh, tensor_ndim=tensor.ndim)
     return annotated(tensor, layout.op_sharding())
-
-
-def _xlac() -> Any:
-    return importlib.import_module("torch_xla")._XLAC

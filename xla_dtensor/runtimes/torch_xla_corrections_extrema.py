@@ -19,7 +19,7 @@ import torch
 __all__ = ["EXTREMA", "extreme_value"]
 
 aten = torch.ops.aten
-Replacement = Callable[[], Any] | None
+Replacement = Callable[[], torch.Tensor] | None
 
 
 def _extremum(

@@ -11,27 +11,34 @@ be, and padded to such a size: by writing the last one again, or by adding zero 
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from xla_dtensor.core import OpSharding
-from xla_dtensor.runtimes.torch_xla_sharding import parse_annotation, to_annotation
-from xla_dtensor.runtimes.torch_xla_uneven import cut_unevenly
+from xla_dtensor.runtimes.torch_xla_sharding import (
+    cut_unevenly,
+    parse_annotation,
+    to_annotation,
+    xlac,
+)
 
-__all__ = ["annotated", "assign", "cut_evenly", "evenly", "into_front", "put_points", "round_up", "whole"]
-
-
-def _xlac() -> Any:
-    return importlib.import_module("torch_xla")._XLAC
+__all__ = [
+    "annotated",
+    "assign",
+    "cut_evenly",
+    "evenly",
+    "into_front",
+    "put_points",
+    "round_up",
+    "whole",
+]
 
 
 def round_up(size: int) -> int:
     """Return the next size that all devices divide."""
-    return size + -size % _xlac()._xla_num_global_devices()
+    return size + -size % xlac()._xla_num_global_devices()
 
 
 def evenly(shape: Sequence[int]) -> bool:
@@ -43,16 +50,16 @@ def cut_evenly(tensor: torch.Tensor) -> bool:
     """Tell whether `tensor` is known to be cut evenly: by its sizes, or by its annotation."""
     if evenly(tensor.shape):
         return True
-    annotation = _xlac()._get_xla_sharding_spec(tensor) if tensor.numel() else ""
+    annotation = xlac()._get_xla_sharding_spec(tensor) if tensor.numel() else ""
     return bool(annotation) and not cut_unevenly(tensor, parse_annotation(annotation))
 
 
 def assign(to: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Copy `value` into `to`, which keeps its sharding: `copy_` alone takes that of the source."""
-    sharding = _xlac()._get_xla_op_sharding(to)
+    sharding = xlac()._get_xla_op_sharding(to)
     to.copy_(value)
     if sharding is not None:
-        _xlac()._xla_annotate_custom_sharding(to, sharding)
+        xlac()._xla_annotate_custom_sharding(to, sharding)
     return to
 
 
@@ -61,7 +68,7 @@ def annotated(tensor: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
     if tensor.numel() == 0:
         return tensor
     result = tensor.clone()
-    _xlac()._xla_annotate_custom_sharding(result, to_annotation(sharding))
+    xlac()._xla_annotate_custom_sharding(result, to_annotation(sharding))
     return result
 
 

@@ -30,13 +30,13 @@ import torch
 from xla_dtensor.core.local_shape import may_leave_shards
 from xla_dtensor.runtimes.torch_xla_corrections_autograd import places_of
 
-__all__ = ["register"]
+__all__ = ["register_strided"]
 
 aten = torch.ops.aten
 
 
 @cache
-def register(n_devices: int) -> torch.library.Library:
+def register_strided(n_devices: int) -> torch.library.Library:
     """Install the kernels; calling it again does nothing.
 
     Args:

@@ -8,12 +8,13 @@ wrong in silence.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
+
+from xla_dtensor.runtimes.torch_xla_sharding import xlac
 
 __all__ = ["register_device_module"]
 
@@ -27,10 +28,6 @@ def register_device_module() -> None:
     module.__dict__.update({function.__name__: function for function in functions})
     module.__dict__["_initialized"] = True
     torch._register_device_module("xla", module)
-
-
-def _xlac() -> Any:
-    return importlib.import_module("torch_xla")._XLAC
 
 
 def is_available() -> bool:
@@ -56,11 +53,11 @@ def device(_: Any) -> Iterator[None]:
 
 def get_rng_state(_: Any = None) -> torch.Tensor:
     """Return the state of the devices' random number generator."""
-    seed = _xlac()._xla_get_rng_seed("")
+    seed = xlac()._xla_get_rng_seed("")
     # An unsigned number, in a tensor of signed ones.
     return torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
 
 
 def set_rng_state(state: torch.Tensor, _: Any = None) -> None:
     """Put the devices' random number generator into a state that `get_rng_state` returned."""
-    _xlac()._xla_set_rng_seed(int(state) % 2**64, "")
+    xlac()._xla_set_rng_seed(int(state) % 2**64, "")

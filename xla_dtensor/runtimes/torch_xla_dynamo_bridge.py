@@ -15,8 +15,12 @@ import torch
 
 from xla_dtensor.errors import CompileError
 from xla_dtensor.runtimes.torch_xla_dynamo_stacks import on_stacks
-from xla_dtensor.runtimes.torch_xla_sharding import parse_annotation, to_annotation
-from xla_dtensor.runtimes.torch_xla_uneven import cut_unevenly
+from xla_dtensor.runtimes.torch_xla_sharding import (
+    cut_unevenly,
+    parse_annotation,
+    to_annotation,
+    xlac,
+)
 
 __all__ = ["correct_bridge"]
 
@@ -30,7 +34,7 @@ def correct_bridge() -> None:
 
     def extract_with_copies(model: Any, known: Any) -> Any:
         importlib.import_module("torch_xla").sync(reset_scope=False)
-        _xlac()._xla_wait_device_ops([])
+        xlac()._xla_wait_device_ops([])
         given = model.xla_args
         model.xla_args = tuple(map(_with_own_data, given))
         try:
@@ -62,10 +66,6 @@ def _take_locals(bridge: Any) -> None:
     names.extract_compiled_graph = extract_whole
 
 
-def _xlac() -> Any:
-    return importlib.import_module("torch_xla")._XLAC
-
-
 def _with_own_data(value: Any) -> Any:
     """Return a tensor with the same values and sharding, and device data of its own.
 
@@ -74,7 +74,7 @@ def _with_own_data(value: Any) -> Any:
     """
     if not isinstance(value, torch.Tensor) or value.device.type != "xla" or not value.numel():
         return value
-    sharding = parse_annotation(_xlac()._get_xla_sharding_spec(value) or "")
+    sharding = parse_annotation(xlac()._get_xla_sharding_spec(value) or "")
     if sharding.is_tiled and cut_unevenly(value, sharding):
         raise CompileError(
             f"A graph with an input of shape={tuple(value.shape)}, cut unevenly by {sharding}, was "
@@ -84,5 +84,5 @@ def _with_own_data(value: Any) -> Any:
     with torch.no_grad():
         copied = value.detach().clone()
     # A clone is the same node of the graph; this makes a new one.
-    _xlac()._xla_annotate_custom_sharding(copied, to_annotation(sharding))
+    xlac()._xla_annotate_custom_sharding(copied, to_annotation(sharding))
     return copied

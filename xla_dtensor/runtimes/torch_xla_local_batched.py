@@ -28,7 +28,7 @@ from xla_dtensor.runtimes.torch_xla_corrections_dtypes import in_torchs_dtypes
 from xla_dtensor.runtimes.torch_xla_local_composed import COMPOSED, PARTIAL_REGIONS
 from xla_dtensor.runtimes.torch_xla_local_payload import LocalPayload, annotate_stack
 from xla_dtensor.runtimes.torch_xla_payload import to_payload
-from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
+from xla_dtensor.runtimes.torch_xla_sharding import DEVICE, xlac
 
 __all__ = ["draws_numbers", "is_batched", "run_batched"]
 
@@ -57,11 +57,6 @@ _BATCHED = frozenset(
 _TAG = torch.Tag
 _functorch: Any = importlib.import_module("torch._C._functorch")
 _FOREACH = "_foreach_"
-
-
-@lru_cache(1)
-def _xlac() -> Any:
-    return importlib.import_module("torch_xla")._XLAC
 
 
 @lru_cache(4096)
@@ -175,7 +170,7 @@ def _stacked(value: torch.Tensor, level: int, size: int) -> torch.Tensor:
 @contextmanager
 def _layer(size: int) -> Iterator[int]:
     """Run the body in a new layer of vmap, without gradients, fallbacks or reading."""
-    allowed = _xlac()._get_allow_execution()
+    allowed = xlac()._get_allow_execution()
     fallback = _functorch._is_vmap_fallback_enabled()
     excluded = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in _KEYS]
     for key in _KEYS:
@@ -185,11 +180,11 @@ def _layer(size: int) -> Iterator[int]:
             lazy_load_decompositions()
             level = _functorch._vmap_increment_nesting(size, "different")
             _functorch._set_vmap_fallback_enabled(False)
-            _xlac()._set_allow_execution(False)
+            xlac()._set_allow_execution(False)
             try:
                 yield level
             finally:
-                _xlac()._set_allow_execution(allowed)
+                xlac()._set_allow_execution(allowed)
                 _functorch._set_vmap_fallback_enabled(fallback)
                 _functorch._vmap_decrement_nesting()
     finally:

@@ -10,10 +10,8 @@ is (16, 4, 2), with the dim of tp in front (4, 16, 2), annotated as [tp, dp, -].
 
 from __future__ import annotations
 
-import importlib
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,14 +27,9 @@ from xla_dtensor.runtimes.torch_xla_local_payload import (
 )
 from xla_dtensor.runtimes.torch_xla_manual_nodes import entered, left
 from xla_dtensor.runtimes.torch_xla_payload import functionalization
-from xla_dtensor.runtimes.torch_xla_sharding import to_annotation
+from xla_dtensor.runtimes.torch_xla_sharding import to_annotation, xlac
 
 __all__ = ["enter", "leave"]
-
-
-@lru_cache(1)
-def _xlac() -> Any:
-    return importlib.import_module("torch_xla")._XLAC
 
 
 def enter(
@@ -70,7 +63,7 @@ def enter(
         return LocalPayload(leave_tile(entered(payload, sharding), region), region)
     with functionalization():
         stack = _cut(payload, layout, region).clone()
-        _xlac()._xla_annotate_custom_sharding(stack, to_annotation(inner))
+        xlac()._xla_annotate_custom_sharding(stack, to_annotation(inner))
     return LocalPayload(stack, region)
 
 

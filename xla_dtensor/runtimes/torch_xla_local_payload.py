@@ -11,7 +11,6 @@ tensor and back (`enter_tile`, `leave_tile`), by which nothing moves.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -25,7 +24,7 @@ from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.runtimes.torch_xla_manual_nodes import ManualPayload, entered, left, marked
 from xla_dtensor.runtimes.torch_xla_payload import functionalization, to_payload, to_plain
 from xla_dtensor.runtimes.torch_xla_program_keys import remember
-from xla_dtensor.runtimes.torch_xla_sharding import to_annotation
+from xla_dtensor.runtimes.torch_xla_sharding import to_annotation, xlac
 
 __all__ = [
     "Known",
@@ -39,11 +38,6 @@ __all__ = [
 aten = torch.ops.aten
 Known: TypeAlias = tuple[tuple[Axis, int], ...]
 _MAX_RANK = 5  # of annotations that torch_xla can be told at once
-
-
-@lru_cache(1)
-def _xlac() -> Any:
-    return importlib.import_module("torch_xla")._XLAC
 
 
 class LocalPayload(torch.Tensor):
@@ -105,7 +99,7 @@ def annotate_stack(local: LocalPayload) -> None:
     stack, region = local._stack, local._region
     if region.is_whole and stack.numel():
         annotation = to_annotation(_flat_sharding(region, stack.ndim))
-        _xlac()._xla_annotate_custom_sharding(stack, annotation)
+        xlac()._xla_annotate_custom_sharding(stack, annotation)
 
 
 def cuts_of(local: LocalPayload, without: Sequence[int] = ()) -> Known:

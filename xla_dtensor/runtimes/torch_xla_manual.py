@@ -27,10 +27,8 @@ the process; so does reading a manual tensor. Hence the invariants:
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -48,17 +46,13 @@ from xla_dtensor.runtimes.torch_xla_manual_nodes import (
     marked,
 )
 from xla_dtensor.runtimes.torch_xla_payload import functionalization, put_host, run_op, to_payload
+from xla_dtensor.runtimes.torch_xla_sharding import xlac
 
 __all__ = ["ManualRegions"]
 
 _EXECUTED = "Unexpected execution"
 _aten = torch.ops.aten
 _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
-
-
-@lru_cache(1)
-def _xlac() -> Any:
-    return importlib.import_module("torch_xla")._XLAC
 
 
 class ManualRegions:
@@ -192,7 +186,7 @@ def _as_manual(value: Any) -> Any:
         return _copied(value)
     with functionalization():
         payload = to_payload(value)
-        if _xlac()._check_tensor_need_materialization([payload])[0]:
+        if xlac()._check_tensor_need_materialization([payload])[0]:
             return marked(payload)
     return entered(payload, OpSharding.replicated())
 
@@ -240,8 +234,8 @@ def _check_writes_manual(func: Any, args: Sequence[Any], kwargs: Mapping[str, An
 @contextmanager
 def _no_execution(func: Any) -> Iterator[None]:
     """Make an error of an op that would run the program so far, to go on with its values."""
-    before = _xlac()._get_allow_execution()
-    _xlac()._set_allow_execution(False)
+    before = xlac()._get_allow_execution()
+    xlac()._set_allow_execution(False)
     try:
         yield
     except RuntimeError as error:
@@ -253,4 +247,4 @@ def _no_execution(func: Any) -> Iterator[None]:
             "the region first, or use other ops."
         ) from error
     finally:
-        _xlac()._set_allow_execution(before)
+        xlac()._set_allow_execution(before)

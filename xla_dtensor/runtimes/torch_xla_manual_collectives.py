@@ -21,7 +21,6 @@ Devices that differ along other axes only do the same side by side: those axes s
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, reduce
 from typing import Any
@@ -33,18 +32,13 @@ from xla_dtensor.core import Layout, OpSharding
 from xla_dtensor.errors import DistributeError, UnsupportedOpError
 from xla_dtensor.runtimes.torch_xla_manual_nodes import entered, fresh, left
 from xla_dtensor.runtimes.torch_xla_payload import functionalization, to_payload, to_plain
-from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
+from xla_dtensor.runtimes.torch_xla_sharding import DEVICE, xlac
 
 __all__ = ["run_collective"]
 
 # torch_xla gives its own all-reduces and reduce-scatters this channel too.
 _CHANNEL = 1
 _REDUCTIONS = ("sum", "max", "min")
-
-
-@lru_cache(1)
-def _xlac() -> Any:
-    return importlib.import_module("torch_xla")._XLAC
 
 
 def run_collective(
@@ -90,7 +84,7 @@ def _all_reduce(manual: torch.Tensor, mesh: Mesh, axes: tuple[Axis, ...], op: st
     groups = _groups(mesh, axes)
     if manual.numel() == 0 or len(groups[0]) == 1:
         return manual.clone()
-    return to_payload(_xlac()._xla_spmd_all_reduce(op, to_plain(manual), 1.0, groups))
+    return to_payload(xlac()._xla_spmd_all_reduce(op, to_plain(manual), 1.0, groups))
 
 
 def _all_gather(manual: torch.Tensor, mesh: Mesh, axes: tuple[Axis, ...], dim: int) -> torch.Tensor:
@@ -102,7 +96,7 @@ def _all_gather(manual: torch.Tensor, mesh: Mesh, axes: tuple[Axis, ...], dim: i
     if manual.numel() == 0:
         return fresh(_resized(manual.shape, dim, n * manual.shape[dim]), manual.dtype)
     tile = to_plain(manual)
-    return to_payload(_xlac()._xla_all_gather(tile, dim, n, groups, False, _CHANNEL, True))
+    return to_payload(xlac()._xla_all_gather(tile, dim, n, groups, False, _CHANNEL, True))
 
 
 def _reduce_scatter(
@@ -116,7 +110,7 @@ def _reduce_scatter(
     if manual.numel() == 0:
         return fresh(_resized(manual.shape, dim, manual.shape[dim] // n), manual.dtype)
     tile = to_plain(manual)
-    return to_payload(_xlac()._xla_spmd_reduce_scatter("sum", tile, 1.0, dim, n, groups))
+    return to_payload(xlac()._xla_spmd_reduce_scatter("sum", tile, 1.0, dim, n, groups))
 
 
 def _all_to_all(

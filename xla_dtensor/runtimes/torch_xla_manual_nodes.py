@@ -10,7 +10,6 @@ or a traceback can show them: printing one as a tensor reads it, which aborts th
 
 from __future__ import annotations
 
-import importlib
 from functools import lru_cache
 from typing import Any, cast
 
@@ -18,17 +17,12 @@ import torch
 
 from xla_dtensor.core import OpSharding
 from xla_dtensor.runtimes.torch_xla_payload import functionalization, to_payload, to_plain
-from xla_dtensor.runtimes.torch_xla_sharding import DEVICE, to_annotation
+from xla_dtensor.runtimes.torch_xla_sharding import DEVICE, to_annotation, xlac
 
 __all__ = ["ManualPayload", "entered", "fresh", "is_plain", "left", "marked"]
 
 _MANUAL = 4
 _is_functional = torch._is_functional_tensor  # pyright: ignore[reportPrivateImportUsage]
-
-
-@lru_cache(1)
-def _xlac() -> Any:
-    return importlib.import_module("torch_xla")._XLAC
 
 
 class ManualPayload(torch.Tensor):
@@ -44,7 +38,7 @@ class ManualPayload(torch.Tensor):
             return True
         try:
             with functionalization():
-                return not _xlac()._check_tensor_need_materialization([self])[0]
+                return not xlac()._check_tensor_need_materialization([self])[0]
         except RuntimeError:  # Neither value nor program, after an op that failed half way.
             return True
 
@@ -54,7 +48,7 @@ class ManualPayload(torch.Tensor):
 
 @lru_cache(1)
 def _manual_annotation() -> Any:
-    return _xlac().OpSharding([], [], [], _MANUAL)
+    return xlac().OpSharding([], [], [], _MANUAL)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -64,7 +58,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def _current_program() -> int:
     """The number of syncs so far."""
-    return _xlac()._xla_counter_value("MarkStep") or 0
+    return xlac()._xla_counter_value("MarkStep") or 0
 
 
 def _as_payload(value: torch.Tensor) -> ManualPayload:
@@ -78,7 +72,7 @@ def _as_payload(value: torch.Tensor) -> ManualPayload:
 
 def marked(value: torch.Tensor) -> ManualPayload:
     """Label an unfinished value as manual, in place, and return it as a manual payload."""
-    _xlac()._mark_manual_sharding(value, _manual_annotation())
+    xlac()._mark_manual_sharding(value, _manual_annotation())
     return _as_payload(value)
 
 
@@ -100,8 +94,8 @@ def entered(payload: torch.Tensor, sharding: OpSharding) -> ManualPayload:
     with functionalization():
         # A node of its own to annotate: a clone shares its source's until it is annotated.
         placed = to_plain(to_payload(payload).clone())
-        _xlac()._xla_annotate_custom_sharding(placed, to_annotation(sharding))
-        return _as_payload(_xlac()._spmd_full_to_shard_shape(placed))
+        xlac()._xla_annotate_custom_sharding(placed, to_annotation(sharding))
+        return _as_payload(xlac()._spmd_full_to_shard_shape(placed))
 
 
 def left(manual: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
@@ -116,6 +110,6 @@ def left(manual: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
         if manual.numel() == 0:
             return to_payload(torch.zeros(full, dtype=manual.dtype, device=DEVICE))
         tile, annotation = to_plain(manual), to_annotation(sharding)
-        _xlac()._mark_manual_sharding(tile, _manual_annotation())
-        data = _xlac()._spmd_shard_to_full_shape(tile, annotation, full, manual.dtype)
+        xlac()._mark_manual_sharding(tile, _manual_annotation())
+        data = xlac()._spmd_shard_to_full_shape(tile, annotation, full, manual.dtype)
         return to_payload(data)

@@ -15,7 +15,6 @@ source; `run_op` puts it back.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -34,7 +33,7 @@ from xla_dtensor.runtimes.torch_xla_corrections_dtypes import in_torchs_dtypes
 from xla_dtensor.runtimes.torch_xla_corrections_recovery import recovered
 from xla_dtensor.runtimes.torch_xla_poison import poison
 from xla_dtensor.runtimes.torch_xla_program_keys import remember
-from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
+from xla_dtensor.runtimes.torch_xla_sharding import DEVICE, xlac
 
 __all__ = [
     "functionalization",
@@ -52,10 +51,6 @@ _is_functional = torch._is_functional_tensor  # pyright: ignore[reportPrivateImp
 _to_functional = torch._to_functional_tensor  # pyright: ignore[reportPrivateImportUsage]
 _from_functional = torch._from_functional_tensor  # pyright: ignore[reportPrivateImportUsage]
 _sync_functional = torch._sync  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _xlac() -> Any:
-    return importlib.import_module("torch_xla")._XLAC
 
 
 def is_payload(tensor: object) -> bool:
@@ -106,7 +101,7 @@ def put_host(tensor: torch.Tensor, annotation: Any) -> torch.Tensor:
     # .to() copies, so that the caller may go on writing into the tensor.
     data = host.to(DEVICE)
     if annotation is not None:
-        _xlac()._xla_mark_sharding(data, annotation)
+        xlac()._xla_mark_sharding(data, annotation)
     return to_payload(data)
 
 
@@ -188,7 +183,7 @@ def _write_statistics(given: Sequence[Any], payloads: Sequence[Any]) -> None:
     for host, payload in zip(given[3:5], payloads[3:5], strict=True):
         if not _is_foreign(host):
             continue
-        if not _xlac()._get_allow_execution():
+        if not xlac()._get_allow_execution():
             raise UnsupportedOpError(
                 f"Batch norm was called inside a compiled step with running statistics of "
                 f"shape={tuple(host.shape)} on the host. The program does not write to the host. "
@@ -249,12 +244,12 @@ def _copy(to: torch.Tensor, of: Any, non_blocking: bool = False) -> torch.Tensor
         return to
     if to.device.type != "xla":
         return to.copy_(of, non_blocking)
-    sharding = _xlac()._get_xla_op_sharding(to)
+    sharding = xlac()._get_xla_op_sharding(to)
     if of.device.type == "xla":
         # Expanded first: copy_ would give `to` the sharding of a source of another rank or size.
         to.copy_(to_payload(of) if of.shape == to.shape else to_payload(of).expand(to.shape))
         if sharding is not None:
-            _xlac()._xla_annotate_custom_sharding(to, sharding)
+            xlac()._xla_annotate_custom_sharding(to, sharding)
     else:
         host = of.to(to.dtype).expand(to.shape)
         to.copy_(to_payload(host.to(DEVICE)) if sharding is None else put_host(host, sharding))

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import itertools
 import os
 import threading
@@ -39,6 +38,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from xla_dtensor.runtimes.torch_xla_sharding import xlac
 
 __all__ = ["correct_program_keys", "digest_of_all", "keyed", "remember", "synced_as"]
 
@@ -60,13 +61,13 @@ _here = threading.local()
 
 def correct_program_keys() -> None:
     """Correct torch_xla's keys; calling it again does nothing."""
-    xlac = _xlac()
-    if hasattr(xlac._xla_step_marker, "__wrapped__"):
+    library = xlac()
+    if hasattr(library._xla_step_marker, "__wrapped__"):
         return
     for name in _OF_THEIR_TENSORS:
-        setattr(xlac, name, _running(getattr(xlac, name), _digest))
+        setattr(library, name, _running(getattr(library, name), _digest))
     for name in _OF_ALL_TENSORS:
-        setattr(xlac, name, _running(getattr(xlac, name), _digest_of_sync))
+        setattr(library, name, _running(getattr(library, name), _digest_of_sync))
 
 
 def remember(payload: torch.Tensor) -> None:
@@ -101,7 +102,7 @@ def synced_as(digest: str) -> Iterator[None]:
 def keyed(digest: str) -> Iterator[None]:
     """Let a digest be part of the keys of programs that this thread runs in the body."""
     global _keyed_by
-    if _keyed_by == threading.get_ident() or _xlac()._xla_get_auto_sharding():
+    if _keyed_by == threading.get_ident() or xlac()._xla_get_auto_sharding():
         yield
         return
     with _lock:
@@ -114,10 +115,6 @@ def keyed(digest: str) -> Iterator[None]:
             os.environ[_VARIABLE], _keyed_by = before, None
 
 
-def _xlac() -> Any:
-    return importlib.import_module("torch_xla")._XLAC
-
-
 def _digest(tensors: Sequence[torch.Tensor], *_: Any, **__: Any) -> str:
     """Return a digest of the program that computes these tensors, "" where there is none to run."""
     try:
@@ -127,8 +124,8 @@ def _digest(tensors: Sequence[torch.Tensor], *_: Any, **__: Any) -> str:
         with keyed(""):
             # The program of a sync may still be on its way, its results have no memory yet. To
             # write HLO over them crashes; to ask for the hash waits for them as the program will.
-            _xlac()._get_graph_hash(pending)
-        program = _xlac()._get_xla_tensors_hlo_proto(pending)
+            xlac()._get_graph_hash(pending)
+        program = xlac()._get_xla_tensors_hlo_proto(pending)
     except RuntimeError:
         return ""  # It cannot be compiled either, which torch_xla will say.
     return hashlib.blake2b(program, digest_size=8).hexdigest()
@@ -141,8 +138,8 @@ def _pending(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     if not tensors:
         return []
-    needed = _xlac()._check_tensor_need_materialization(list(tensors))
-    by_id = {_xlac()._xla_get_tensor_id(t): t for t in itertools.compress(tensors, needed)}
+    needed = xlac()._check_tensor_need_materialization(list(tensors))
+    by_id = {xlac()._xla_get_tensor_id(t): t for t in itertools.compress(tensors, needed)}
     return [by_id[number] for number in sorted(by_id)]
 
 

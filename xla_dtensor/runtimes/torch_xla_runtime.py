@@ -32,8 +32,8 @@ from xla_dtensor.runtimes.rng_state import pack_state, unpack_state
 from xla_dtensor.runtimes.torch_seed import follow_torch_seed
 from xla_dtensor.runtimes.torch_xla_annotations import Annotations
 from xla_dtensor.runtimes.torch_xla_corrections import may_be_corrected
-from xla_dtensor.runtimes.torch_xla_corrections_autograd import register as register_composites
-from xla_dtensor.runtimes.torch_xla_corrections_strided import register as register_strided
+from xla_dtensor.runtimes.torch_xla_corrections_autograd import register_composites
+from xla_dtensor.runtimes.torch_xla_corrections_strided import register_strided
 from xla_dtensor.runtimes.torch_xla_device_module import register_device_module
 from xla_dtensor.runtimes.torch_xla_dynamo_bridge import correct_bridge
 from xla_dtensor.runtimes.torch_xla_generator import TorchXlaGenerator
@@ -60,8 +60,7 @@ from xla_dtensor.runtimes.torch_xla_shards import check_shards, padded_shard, sh
 from xla_dtensor.runtimes.torch_xla_start import start
 from xla_dtensor.runtimes.torch_xla_step import TorchXlaStep
 from xla_dtensor.runtimes.torch_xla_uneven import UnevenPayloads
-from xla_dtensor.runtimes.torch_xla_whole_ops import EXTRA_KEYS
-from xla_dtensor.runtimes.torch_xla_whole_ops import register as register_whole_ops
+from xla_dtensor.runtimes.torch_xla_whole_ops import EXTRA_KEYS, register_whole_ops
 
 __all__ = ["TorchXlaRuntime"]
 

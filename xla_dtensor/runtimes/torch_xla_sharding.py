@@ -20,7 +20,14 @@ import torch
 from xla_dtensor.core import OpSharding
 from xla_dtensor.errors import DistributeError
 
-__all__ = ["DEVICE", "execution_allowed", "input_sharding", "parse_annotation", "to_annotation"]
+__all__ = [
+    "DEVICE",
+    "execution_allowed",
+    "input_sharding",
+    "parse_annotation",
+    "to_annotation",
+    "xlac",
+]
 
 DEVICE = torch.device("xla:0")
 
@@ -28,7 +35,9 @@ _REPLICATED, _TILED, _PARTIAL = 0, 3, 5
 _MAX_LISTED_RANK = 5
 
 
-def _xlac() -> Any:
+@lru_cache(1)
+def xlac() -> Any:
+    """Return torch_xla's own C++ module, which is imported on the first call."""
     return importlib.import_module("torch_xla")._XLAC
 
 
@@ -53,7 +62,7 @@ def to_annotation(op_sharding: OpSharding) -> Any:
     """
     sharding = op_sharding.canonical()
     if sharding.kind == "replicated":
-        return _xlac().OpSharding([], [], [], _REPLICATED)
+        return xlac().OpSharding([], [], [], _REPLICATED)
     if not sharding.is_tiled or set(sharding.subgroup_types) - {"replicated"}:
         raise DistributeError(
             f"The sharding {sharding} was asked for on torch_xla. It can only tile a tensor, with "
@@ -77,11 +86,11 @@ def input_sharding(tensor: torch.Tensor, sharding: OpSharding, minibatch: bool) 
     """
     sharding = sharding.canonical()
     lists = ([], [], [], _REPLICATED) if sharding.kind == "replicated" else _lists(sharding)
-    return _xlac().XlaShardingSpec(tensor, *lists, minibatch)
+    return xlac().XlaShardingSpec(tensor, *lists, minibatch)
 
 
 def _listed_annotation(sharding: OpSharding) -> Any:
-    return _xlac().OpSharding(*_lists(sharding))
+    return xlac().OpSharding(*_lists(sharding))
 
 
 def _lists(sharding: OpSharding) -> tuple[Any, Any, Any, int]:
@@ -107,26 +116,31 @@ def _reshaped_annotation(sharding: OpSharding) -> Any:
     assignment = sharding.tile_assignment.reshape(*cut, *copies)
     small = torch.zeros(cut).to(DEVICE)
     listed = OpSharding.from_assignment(assignment, sharding.subgroup_types)
-    _xlac()._xla_mark_sharding(small, to_annotation(listed))
+    xlac()._xla_mark_sharding(small, to_annotation(listed))
     with execution_allowed():
         shaped = (small + 0).reshape(tiles)
-        _xlac()._xla_sync_multi([shaped], [])
-    found = parse_annotation(_xlac()._get_xla_sharding_spec(shaped))
+        xlac()._xla_sync_multi([shaped], [])
+    found = parse_annotation(xlac()._get_xla_sharding_spec(shaped))
     if found != sharding:
         raise DistributeError(
             f"The sharding {sharding} was asked for on torch_xla. Its partitioner made {found} of "
             f"it, and torch_xla 2.9 cannot be told otherwise for {len(tiles)} dims. Reshape the "
             f"tensor to {_MAX_LISTED_RANK} dims, or shard fewer."
         )
-    return _xlac()._get_xla_op_sharding(shaped)
+    return xlac()._get_xla_op_sharding(shaped)
+
+
+def cut_unevenly(payload: torch.Tensor, sharding: OpSharding) -> bool:
+    """Tell whether `sharding` cuts a dim of `payload` into tiles that do not fill it."""
+    return any(extent % sharding.num_tiles(dim) for dim, extent in enumerate(payload.shape))
 
 
 @contextmanager
 def execution_allowed() -> Iterator[None]:
     """Let the body run a program of its own, also while a step is traced as one program."""
-    before = _xlac()._get_allow_execution()
-    _xlac()._set_allow_execution(True)
+    before = xlac()._get_allow_execution()
+    xlac()._set_allow_execution(True)
     try:
         yield
     finally:
-        _xlac()._set_allow_execution(before)
+        xlac()._set_allow_execution(before)

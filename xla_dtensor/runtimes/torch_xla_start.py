@@ -38,6 +38,7 @@ import torch
 
 from xla_dtensor.errors import RuntimeSetupError
 from xla_dtensor.runtimes.compile_cache import cache_folder
+from xla_dtensor.runtimes.torch_xla_sharding import xlac
 
 __all__ = ["CPU_DEVICES_VARIABLE", "DUMP_VARIABLE", "STEP_GRAPH_NAME", "Started", "start"]
 
@@ -102,7 +103,7 @@ def start(
     settings |= _keep_programs(compile_cache)
     _enable_spmd()
     with _enough_threads(asked_devices):
-        _xlac()._init_computation_client()
+        xlac()._init_computation_client()
     _check_started(asked_devices)
     torch.autograd.set_multithreading_enabled(False)
     return Started(settings, dump_dir, wraps_all)
@@ -114,10 +115,6 @@ def _keep_programs(asked: str | os.PathLike[str] | bool | None) -> dict[str, str
         return {}
     importlib.import_module("torch_xla.runtime").initialize_cache(str(folder))
     return {"compile cache": str(folder)}
-
-
-def _xlac() -> Any:
-    return importlib.import_module("torch_xla")._XLAC
 
 
 def _check_torch() -> None:
@@ -183,16 +180,16 @@ def _check_functionalization() -> None:
 def _check_not_late(asked_devices: int | None, dump_dir: Path | None) -> None:
     if sys.modules.get("torch_xla") is None:
         return
-    if _xlac()._xla_get_spmd_config_is_locked() and not _is_spmd():
+    if xlac()._xla_get_spmd_config_is_locked() and not _is_spmd():
         raise RuntimeSetupError(
             "Runtime 'torch_xla' was asked for after an XLA tensor or device had been made without "
             "SPMD. torch_xla cannot change over any more: it would crash. Call "
             "get_runtime('torch_xla'), or torch_xla.runtime.use_spmd(), before the first XLA "
             "tensor and before torch_xla.device()."
         )
-    if not _xlac()._xla_runtime_is_initialized():
+    if not xlac()._xla_runtime_is_initialized():
         return
-    if dump_dir or asked_devices not in (None, _xlac()._xla_num_global_devices()):
+    if dump_dir or asked_devices not in (None, xlac()._xla_num_global_devices()):
         raise RuntimeSetupError(
             f"num_cpu_devices={asked_devices} and dump_hlo={dump_dir and str(dump_dir)!r} were "
             "asked for, but torch_xla's client already runs. It reads them when it starts. Call "
@@ -217,14 +214,14 @@ def _enable_spmd() -> None:
 
 
 def _check_started(asked_devices: int | None) -> None:
-    probe = _xlac()._get_xla_tensor_debug_info(torch.empty(0, device="xla"))
+    probe = xlac()._get_xla_tensor_debug_info(torch.empty(0, device="xla"))
     if "Device: SPMD:0" not in probe:
         raise RuntimeSetupError(
             "Runtime 'torch_xla' was asked for, but this process made XLA tensors before it called "
             "use_spmd(). torch_xla then computes on one device, or crashes. Start a new process "
             "and call get_runtime('torch_xla') first."
         )
-    found = _xlac()._xla_num_global_devices()
+    found = xlac()._xla_num_global_devices()
     if asked_devices not in (None, found):
         raise RuntimeSetupError(
             f"num_cpu_devices={asked_devices} was asked for, but torch_xla has {found} devices. "

@@ -24,7 +24,7 @@ from xla_dtensor.runtimes.base import CompiledStep
 from xla_dtensor.runtimes.premises import Premises
 from xla_dtensor.runtimes.step_clock import StepClock, num_tokens
 from xla_dtensor.runtimes.torch_xla_program_keys import digest_of_all, synced_as
-from xla_dtensor.runtimes.torch_xla_sharding import DEVICE
+from xla_dtensor.runtimes.torch_xla_sharding import DEVICE, xlac
 from xla_dtensor.runtimes.torch_xla_start import DUMP_VARIABLE, STEP_GRAPH_NAME
 from xla_dtensor.runtimes.trace_settings import trace_settings
 
@@ -37,10 +37,6 @@ _numbers = itertools.count()
 _PLAIN_VALUES = (int, float, complex, str, bytes, type(None), torch.dtype)
 
 Signature = tuple[tuple[str, str], ...]
-
-
-def _xlac() -> Any:
-    return importlib.import_module("torch_xla")._XLAC
 
 
 class TorchXlaStep(CompiledStep):
@@ -129,8 +125,8 @@ class TorchXlaStep(CompiledStep):
         return {"calls": self._calls, "traces": self._traces, "reasons": tuple(self._reasons)}
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        allowed = _xlac()._get_allow_execution()
-        _xlac()._set_allow_execution(False)
+        allowed = xlac()._get_allow_execution()
+        xlac()._set_allow_execution(False)
         try:
             return self._step(*args, **kwargs)
         except RuntimeError as error:
@@ -143,7 +139,7 @@ class TorchXlaStep(CompiledStep):
                 "and read it after the call, or use torch.where."
             ) from error
         finally:
-            _xlac()._set_allow_execution(allowed)
+            xlac()._set_allow_execution(allowed)
 
     @contextmanager
     def _own_program(self) -> Iterator[None]:
@@ -218,21 +214,21 @@ def _is_plain(leaf: Any) -> bool:
 def _tensor_id(leaf: Any) -> int | None:
     """Return torch_xla's number of a tensor, the same for all its aliases; None for others."""
     payload = getattr(leaf, "_local_tensor", leaf)
-    return _xlac()._xla_get_tensor_id(payload) if _is_plain(payload) else None
+    return xlac()._xla_get_tensor_id(payload) if _is_plain(payload) else None
 
 
 def _num_compilations() -> int:
-    return _xlac()._xla_counter_value("UncachedCompile") or 0
+    return xlac()._xla_counter_value("UncachedCompile") or 0
 
 
 @contextmanager
 def _graph_name(name: str) -> Iterator[None]:
-    before = _xlac()._get_current_graph_name()
-    _xlac()._set_current_graph_name(name)
+    before = xlac()._get_current_graph_name()
+    xlac()._set_current_graph_name(name)
     try:
         yield
     finally:
-        _xlac()._set_current_graph_name(before)
+        xlac()._set_current_graph_name(before)
 
 
 def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:

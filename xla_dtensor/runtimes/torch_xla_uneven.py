@@ -9,7 +9,6 @@ with one warning: values and shards are right, time is lost. Even dims cost noth
 
 from __future__ import annotations
 
-import importlib
 import logging
 from typing import Any
 
@@ -17,15 +16,16 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xla_dtensor.core import OpSharding
-from xla_dtensor.runtimes.torch_xla_sharding import parse_annotation, to_annotation
+from xla_dtensor.runtimes.torch_xla_sharding import (
+    cut_unevenly,
+    parse_annotation,
+    to_annotation,
+    xlac,
+)
 
-__all__ = ["UnevenPayloads", "cut_unevenly"]
+__all__ = ["UnevenPayloads"]
 
 _log = logging.getLogger(__name__)
-
-
-def _xlac() -> Any:
-    return importlib.import_module("torch_xla")._XLAC
 
 
 class UnevenPayloads:
@@ -59,13 +59,13 @@ class UnevenPayloads:
     def restore(self) -> None:
         """Cut again what finished programs returned replicated."""
         for payload, sharding in list(self._asked.items()):
-            if _xlac()._check_tensor_need_materialization([payload])[0]:
+            if xlac()._check_tensor_need_materialization([payload])[0]:
                 continue
-            found = parse_annotation(_xlac()._get_xla_sharding_spec(payload))
+            found = parse_annotation(xlac()._get_xla_sharding_spec(payload))
             if found != sharding and found == OpSharding.replicated():
                 self._warn(payload, sharding)
-                _xlac()._xla_wait_device_ops([])
-                _xlac()._xla_mark_sharding(payload, to_annotation(sharding))
+                xlac()._xla_wait_device_ops([])
+                xlac()._xla_mark_sharding(payload, to_annotation(sharding))
 
     def _warn(self, payload: torch.Tensor, sharding: OpSharding) -> None:
         if not self._warned:
@@ -80,8 +80,3 @@ class UnevenPayloads:
                 sharding,
                 tuple(even),
             )
-
-
-def cut_unevenly(payload: torch.Tensor, sharding: OpSharding) -> bool:
-    """Tell whether `sharding` cuts a dim of `payload` into tiles that do not fill it."""
-    return any(extent % sharding.num_tiles(dim) for dim, extent in enumerate(payload.shape))

@@ -19,7 +19,7 @@ from torch._C import DispatchKey, DispatchKeySet
 
 from xla_dtensor.runtimes import whole_ops
 
-__all__ = ["EXTRA_KEYS", "register", "whole_op"]
+__all__ = ["EXTRA_KEYS", "register_whole_ops", "whole_op"]
 
 # What DTensors carry. AutogradPrivateUse3 lets whole ops be caught; naming a second backend drops
 # the autocast key of the first, so that one is named again.
@@ -39,7 +39,7 @@ _sync_functional = torch._sync  # pyright: ignore[reportPrivateImportUsage]
 _registrations: list[torch.library.Library] = []
 
 
-def register() -> None:
+def register_whole_ops() -> None:
     """Install the kernels; calling it again does nothing."""
     if _registrations:
         return

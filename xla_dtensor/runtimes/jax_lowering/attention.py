@@ -79,7 +79,7 @@ def _sdpa(
     same = enable_gqa or query.shape[:-2] == key.shape[:-2]
     if same and is_lean(query, key, value):
         factor = query.shape[-1] ** -0.5 if scale is None else scale
-        return attention_lean.forward(query, key, value, attn_mask, is_causal, factor)[0]
+        return attention_lean.lean_forward(query, key, value, attn_mask, is_causal, factor)[0]
     return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa)
 
 

@@ -27,7 +27,7 @@ from jax import lax
 from xla_dtensor.runtimes.jax_counted import counted_scan
 from xla_dtensor.runtimes.jax_lowering.matmul import precision
 
-__all__ = ["BLOCK", "Scores", "backward", "forward"]
+__all__ = ["BLOCK", "Scores", "blocks_backward", "blocks_forward"]
 
 BLOCK = 512
 
@@ -91,7 +91,7 @@ def _block(tensor: Any, first: Any, block: int) -> Any:
     return lax.dynamic_slice_in_dim(tensor, first, block, axis=-2)
 
 
-def forward(q: Any, k: Any, v: Any, scores: Scores, block: int = BLOCK) -> tuple[Any, Any]:
+def blocks_forward(q: Any, k: Any, v: Any, scores: Scores, block: int = BLOCK) -> tuple[Any, Any]:
     """Return the output (..., queries, value dim), and the logarithm of the sums (..., queries).
 
     Args:
@@ -139,7 +139,7 @@ def forward(q: Any, k: Any, v: Any, scores: Scores, block: int = BLOCK) -> tuple
     return output, jnp.where(is_seen, largest + jnp.log(total), 0)
 
 
-def backward(
+def blocks_backward(
     grad: Any,
     q: Any,
     k: Any,

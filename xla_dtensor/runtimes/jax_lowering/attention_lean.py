@@ -35,12 +35,12 @@ from xla_dtensor.runtimes.jax_sharding import named_sharding
 from xla_dtensor.runtimes.layout_names import layout_names
 from xla_dtensor.runtimes.registry import get_runtime
 
-__all__ = ["backward", "forward"]
+__all__ = ["lean_backward", "lean_forward"]
 
 _WIDEST_CUDNN_HEAD = 128
 
 
-def forward(
+def lean_forward(
     q: Any,
     k: Any,
     v: Any,
@@ -65,7 +65,7 @@ def forward(
         grouped = HeadGroups(q, k)
         scores = Scores(grouped.mask(*mask), is_causal, scale)
         with jax.named_scope("blockwise_attention"):
-            output, log_sum = attention_blocks.forward(
+            output, log_sum = attention_blocks.blocks_forward(
                 grouped.query(q), grouped.key(k), grouped.key(v), scores
             )
         return grouped.flat(output, 3), grouped.flat(log_sum, 2)
@@ -82,7 +82,7 @@ def forward(
     return _by_platform((q, k, v), mask, blocks, kernels)
 
 
-def backward(
+def lean_backward(
     grad: Any,
     q: Any,
     k: Any,
@@ -98,22 +98,22 @@ def backward(
 
     Args:
         grad: The gradient of the output.
-        q: As in :func:`forward`.
-        k: As in :func:`forward`.
-        v: As in :func:`forward`.
-        mask: As in :func:`forward`.
-        output: What :func:`forward` returned.
-        log_sum: What :func:`forward` returned.
-        is_causal: As in :func:`forward`.
-        scale: As in :func:`forward`.
-        lies: As in :func:`forward`.
+        q: As in :func:`lean_forward`.
+        k: As in :func:`lean_forward`.
+        v: As in :func:`lean_forward`.
+        mask: As in :func:`lean_forward`.
+        output: What :func:`lean_forward` returned.
+        log_sum: What :func:`lean_forward` returned.
+        is_causal: As in :func:`lean_forward`.
+        scale: As in :func:`lean_forward`.
+        lies: As in :func:`lean_forward`.
     """
 
     def blocks(grad: Any, q: Any, k: Any, v: Any, output: Any, log_sum: Any, *mask: Any) -> Any:
         grouped = HeadGroups(q, k)
         scores = Scores(grouped.mask(*mask), is_causal, scale)
         with jax.named_scope("blockwise_attention_backward"):
-            grads = attention_blocks.backward(
+            grads = attention_blocks.blocks_backward(
                 grouped.query(grad),
                 grouped.query(q),
                 grouped.key(k),
@@ -202,7 +202,7 @@ def _lies(name: str) -> NamedSharding | None:
 def _sdpa_lean(
     q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None, lies: str
 ) -> Any:
-    return forward(q, k, v, mask, is_causal, _scale(q, scale), _lies(lies))
+    return lean_forward(q, k, v, mask, is_causal, _scale(q, scale), _lies(lies))
 
 
 @lower(torch.ops.xla_dtensor.sdpa_lean_backward.default)
@@ -219,4 +219,4 @@ def _sdpa_lean_backward(
     lies: str,
 ) -> Any:
     scale = _scale(q, scale)
-    return backward(grad, q, k, v, mask, output, log_sum, is_causal, scale, _lies(lies))
+    return lean_backward(grad, q, k, v, mask, output, log_sum, is_causal, scale, _lies(lies))
