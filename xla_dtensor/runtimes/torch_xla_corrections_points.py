@@ -51,7 +51,10 @@ def cut_evenly(tensor: torch.Tensor) -> bool:
     if evenly(tensor.shape):
         return True
     annotation = xlac()._get_xla_sharding_spec(tensor) if tensor.numel() else ""
-    return bool(annotation) and not cut_unevenly(tensor, parse_annotation(annotation))
+    if not annotation:
+        return False
+    sharding = parse_annotation(annotation)
+    return not (sharding.is_tiled and cut_unevenly(tensor, sharding))
 
 
 def assign(to: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
