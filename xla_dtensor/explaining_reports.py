@@ -8,7 +8,7 @@ from xla_dtensor.explaining_advice import padding_words, sharding_advice
 from xla_dtensor.report.compile_report import CompileReport
 from xla_dtensor.report.quantities import bytes_text
 from xla_dtensor.report.report_tensors import TensorLine
-from xla_dtensor.report.report_words import mesh_text
+from xla_dtensor.report.report_words import mesh_axes_text
 from xla_dtensor.report.tensor_pictures import layout_of_text, tensor_line
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def explain_in_report(report: CompileReport, name: str) -> Explanation:
     advice = [] if layout is None else sharding_advice(layout, shape, tile)
     return Explanation(
         what=f"{name} ({line.role}), {line.dtype} of shape {shape}{many}, on the mesh "
-        f"{mesh_text(report.mesh)}.",
+        f"{mesh_axes_text(report.mesh)}.",
         asked=(_asked(line),),
         real=_chosen(line),
         held=(*held, *padding_words(shape, tile)),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from xla_dtensor.report.finding import Finding
 from xla_dtensor.report.quantities import bytes_text, seconds_text
 from xla_dtensor.report.report_tables import Table, kind_words, roofline_rows
-from xla_dtensor.report.report_words import axes_text, mesh_text, verdict
+from xla_dtensor.report.report_words import axes_text, mesh_axes_text, verdict
 
 if TYPE_CHECKING:
     from xla_dtensor.report.compile_report import CompileReport
@@ -242,7 +242,7 @@ def _words(before: CompileReport, after: CompileReport) -> Iterator[tuple[str, s
 def _about(report: CompileReport) -> dict[str, str]:
     return {
         "machine": report.machine.name or report.machine.words,
-        "mesh": mesh_text(report.mesh),
+        "mesh": mesh_axes_text(report.mesh),
         "command": report.command,
         **{f"version of {name}": text for name, text in report.versions.items()},
         **{f"option {name}": text for name, text in report.options.items()},

@@ -22,7 +22,7 @@ from xla_dtensor.report.report_tables import (
     tensors_table,
 )
 from xla_dtensor.report.report_words import (
-    mesh_text,
+    mesh_axes_text,
     module_text,
     roofline_sentence,
     source_text,
@@ -83,7 +83,7 @@ def opening(report: CompileReport) -> tuple[str, ...]:
         verdict(report),
         roofline_sentence(report),
         f"Machine: {_machine(report)}.",
-        f"Mesh: {mesh_text(report.mesh)}.",
+        f"Mesh: {mesh_axes_text(report.mesh)}.",
     )
 
 

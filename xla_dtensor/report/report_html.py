@@ -27,7 +27,7 @@ from xla_dtensor.report.report_tables import (
     roofline_table,
     tensors_table,
 )
-from xla_dtensor.report.report_words import mesh_text, step_words, verdict
+from xla_dtensor.report.report_words import mesh_axes_text, step_words, verdict
 
 __all__ = ["to_html"]
 
@@ -104,7 +104,7 @@ def _cards(report: CompileReport) -> Element:
             if report.collective_bytes
             else "no device talks to another",
         ),
-        _card("Mesh", f"{report.machine.devices:,} devices", mesh_text(report.mesh)),
+        _card("Mesh", f"{report.machine.devices:,} devices", mesh_axes_text(report.mesh)),
     ]
     if model is not None:
         worst = seconds_text(model.step_seconds_no_overlap)

@@ -14,7 +14,7 @@ from xla_dtensor.report.report_machine import MeshAxis
 __all__ = [
     "axes_text",
     "base_axes",
-    "mesh_text",
+    "mesh_axes_text",
     "module_text",
     "one_line",
     "roofline_sentence",
@@ -85,7 +85,7 @@ def step_words(report: CompileReport) -> str:
     return f"{words}; bound by {model.binding}"
 
 
-def mesh_text(axes: Iterable[MeshAxis]) -> str:
+def mesh_axes_text(axes: Iterable[MeshAxis]) -> str:
     """Writes a mesh.
 
     Args:
@@ -95,7 +95,7 @@ def mesh_text(axes: Iterable[MeshAxis]) -> str:
         The axes with their sizes.
 
     Example:
-        >>> mesh_text([MeshAxis("dp", 4, 2), MeshAxis("tp", 4, 1)])
+        >>> mesh_axes_text([MeshAxis("dp", 4, 2), MeshAxis("tp", 4, 1)])
         'dp = 4 (2 over DCN x 2 on ICI), tp = 4'
     """
     return ", ".join(axis.words for axis in axes)

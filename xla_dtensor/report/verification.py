@@ -30,7 +30,7 @@ from xla_dtensor.report.errors import ReportError
 from xla_dtensor.report.report_diff import diff
 from xla_dtensor.report.report_machine import MeshAxis
 from xla_dtensor.report.report_tables import kind_words
-from xla_dtensor.report.report_words import axes_text, mesh_text
+from xla_dtensor.report.report_words import axes_text, mesh_axes_text
 
 __all__ = ["Check", "DeviceMemory", "LineChange", "Tolerances", "Verification", "verify"]
 
@@ -258,7 +258,7 @@ def verify(
         changed=changed,
         words=between.words,
         layouts=between.layouts,
-        meshes=(mesh_text(_plain(predicted)), mesh_text(_plain(actual))),
+        meshes=(mesh_axes_text(_plain(predicted)), mesh_axes_text(_plain(actual))),
         unknown=tuple(_unknown(predicted, actual, devices)),
     )
 

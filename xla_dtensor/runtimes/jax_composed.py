@@ -59,10 +59,10 @@ for _name in (
     *("alias", "detach", "diagonal", "permute", "select", "slice", "split", "split_with_sizes"),
     *("squeeze", "t", "transpose", "view_as_complex", "view_as_real"),
 ):
-    for _overload in getattr(aten, f"{_name}_copy").overloads():
-        if not _overload.endswith("out"):
-            _view = getattr(getattr(aten, _name), _overload)
-            COMPOSED[getattr(getattr(aten, f"{_name}_copy"), _overload)] = partial(_copy_of, _view)
+    for _form in getattr(aten, f"{_name}_copy").overloads():
+        if not _form.endswith("out"):
+            _view = getattr(getattr(aten, _name), _form)
+            COMPOSED[getattr(getattr(aten, f"{_name}_copy"), _form)] = partial(_copy_of, _view)
 
 
 @_composed(aten.view_copy.default)
