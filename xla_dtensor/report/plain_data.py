@@ -168,8 +168,8 @@ def _read_dataclass(kind: type[Any], data: Any, where: str) -> Any:
                 f"A report was read in which {where} has {name!r}. This version knows no such "
                 "member. Read it with the version that wrote it, or compile the step again."
             )
-    for name, field in names.items():
-        if name not in data and not _is_optional(field):
+    for name, member in names.items():
+        if name not in data and not _is_optional(member):
             raise ReportError(
                 f"A report was read in which {where} lacks {name!r}. It cannot be made without. "
                 "Pass a whole report, as CompileReport.to_json writes it."

@@ -52,8 +52,8 @@ def _asked(jaxpr: Any, around: str | None) -> Iterator[AskedFor]:
                 elements=_elements(sharding, tuple(aval.shape)),
                 element_bytes=aval.dtype.itemsize,
             )
-        for inner in _inner(eqn):
-            yield from _asked(inner, stack if around is None else around)
+        for body in _inner(eqn):
+            yield from _asked(body, stack if around is None else around)
 
 
 def _constraints(eqn: Any) -> Iterator[Any]:

@@ -52,8 +52,8 @@ def product_dtypes(jaxpr: Any) -> frozenset[str]:
     for equation in open_jaxpr(jaxpr).eqns:
         if equation.primitive.name in _PRODUCTS:
             found.add(str(equation.invars[0].aval.dtype))
-        for inner in _jaxprs(equation.params):
-            found |= product_dtypes(inner)
+        for body in _jaxprs(equation.params):
+            found |= product_dtypes(body)
     return frozenset(found)
 
 
@@ -61,12 +61,12 @@ def _of_equation(equation: Any) -> int:
     name = equation.primitive.name
     if name in _PRODUCTS:
         return _PRODUCTS[name](equation)
-    inner = [flops_of(jaxpr) for jaxpr in _jaxprs(equation.params)]
-    if not inner:
+    counts = [flops_of(jaxpr) for jaxpr in _jaxprs(equation.params)]
+    if not counts:
         return 0
     if name == "cond":
-        return max(inner)
-    return sum(inner) * _times(name, equation.params)
+        return max(counts)
+    return sum(counts) * _times(name, equation.params)
 
 
 def _times(name: str, params: dict[str, Any]) -> int:
