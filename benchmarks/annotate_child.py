@@ -228,7 +228,7 @@ def _traced_on_jax(training: Training, x: Any, mark: Mark) -> Work:
     """The trace of xla_dtensor.compile, without XLA's lowering and compilation after it."""
     import xla_dtensor as xd
 
-    jax_compile: Any = importlib.import_module("xla_dtensor.runtimes.jax_compile")
+    jax_compile: Any = importlib.import_module("xla_dtensor.runtimes.jax.compile.step")
 
     def trace() -> None:
         compiled = xd.compile(lambda a: training.step(a, a, mark))

@@ -47,7 +47,7 @@ def _layout(num_devices: int) -> Layout:
 
 def _on_jax(num_devices: int) -> Iterator[tuple[str, Size]]:
     jax: Any = importlib.import_module("jax")
-    sharding: Any = importlib.import_module("xla_dtensor.runtimes.jax_sharding")
+    sharding: Any = importlib.import_module("xla_dtensor.runtimes.jax.arrays.sharding")
     layout = _layout(num_devices)
 
     def abstract(root: Mesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
@@ -74,7 +74,7 @@ def _on_torch_xla(num_devices: int) -> Iterator[tuple[str, Size]]:
     if not runtime.is_spmd():
         runtime.use_spmd()
     spmd: Any = importlib.import_module("torch_xla.distributed.spmd")
-    sharding: Any = importlib.import_module("xla_dtensor.runtimes.torch_xla_sharding")
+    sharding: Any = importlib.import_module("xla_dtensor.runtimes.torch_xla.annotations")
     xlac: Any = importlib.import_module("torch_xla")._XLAC
     layout = _layout(num_devices)
     with mock.patch.object(runtime, "global_runtime_device_count", partial(int, num_devices)):

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.child import ON_CPU, child_rows
 from benchmarks.timing import RESULTS, store
-from xla_dtensor.aot_process import LIBTPU_ENVIRONMENT
+from xla_dtensor.plan.aot import LIBTPU_ENVIRONMENT
 
 LIBTPU = {**ON_CPU, **LIBTPU_ENVIRONMENT}
 

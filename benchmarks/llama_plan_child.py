@@ -91,7 +91,7 @@ def run(variant: str, mesh: Any, sizes: Sizes) -> Found:
         sizes: The model's.
     """
     import xla_dtensor as xd
-    from xla_dtensor.redistribution import as_plain
+    from xla_dtensor.dtensor.redistribute import as_plain
 
     by_plan, parallel_loss = VARIANTS[variant]
     expected = _on_one_device(sizes)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mesh_utils import find_chip
-from mesh_utils.slice_table import Shape3
+from mesh_utils.hardware import Shape3
 
 MAX_CHIPS = 4096
 GENERATIONS = {"v5p": ("v4",), "v5e": ("v6e",), "tpu7x": ()}

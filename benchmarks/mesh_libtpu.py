@@ -41,7 +41,7 @@ from benchmarks.mesh_libtpu_summary import (
 )
 from benchmarks.mesh_libtpu_where import digest, mesh_ids, where_axes_lie
 from benchmarks.timing import RESULTS, store
-from xla_dtensor.aot_process import LIBTPU_ENVIRONMENT
+from xla_dtensor.plan.aot import LIBTPU_ENVIRONMENT
 
 MESHES_PER_CHILD = 25 * len(STRATEGIES)
 

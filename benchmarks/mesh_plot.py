@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.mesh_summary import gain
-from mesh_utils.drawing_colours import DARK, LIGHT, UNUSED_COLOUR, axis_colour
+from mesh_utils.draw import DARK, LIGHT, UNUSED_COLOUR, axis_colour
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 56, 56

@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from xla_dtensor.cli.plan_full import write_report
+from xla_dtensor.cli.plan import write_report
 from xla_dtensor.report.compile_report import CompileReport
-from xla_dtensor.report.evidence import Evidence
-from xla_dtensor.report.quantities import bytes_text, seconds_text
+from xla_dtensor.report.report import Evidence
+from xla_dtensor.report.texts import bytes_text, seconds_text
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORTS = ROOT / "docs" / "reports"

@@ -25,7 +25,7 @@ import yaml
 
 from mesh_utils import JobConfig
 from xla_dtensor.report.compile_report import CompileReport
-from xla_dtensor.report.quantities import bytes_text
+from xla_dtensor.report.texts import bytes_text
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reports" / "flags.md"

@@ -22,10 +22,10 @@ from benchmarks.step_plan import AXES, BY_HAND, OURS
 from benchmarks.step_sizes import KINDS, sizes_of
 from benchmarks.step_torch import annotated, made, placements_of, training_step
 from mesh_utils import Mesh, Topology
-from xla_dtensor.device_mesh import as_device_mesh
-from xla_dtensor.runtimes.jax_topology import absent_devices
+from xla_dtensor.dtensor.mesh import as_device_mesh
+from xla_dtensor.plan.aot import TrainingPlan
+from xla_dtensor.runtimes.jax.absent import absent_devices
 from xla_dtensor.runtimes.registry import compile_only_runtime
-from xla_dtensor.training_plan import TrainingPlan
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 import xla_dtensor as xd
 from examples.corpus import Corpus
 from examples.language_model import LanguageModel, ModelConfig, next_token_loss
-from mesh_utils.launch_variables import job_from
+from mesh_utils.launch.variables import job_from
 from xla_dtensor import checkpoint
 from xla_dtensor.data import ShardedLoader, ShardedSampler
 

@@ -31,7 +31,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 from mesh_utils import JobConfig
-from mesh_utils.launch_local import LocalPlan, local_plan
+from mesh_utils.launch.local import LocalPlan, local_plan
 from xla_dtensor.cli.launch_local import LocalRun
 
 JOB = Path(__file__).parent / "jobs" / "language_model.yaml"

@@ -7,24 +7,32 @@ Example:
     [0, 1, 2, 3]
 """
 
-from mesh_utils.assignment import Assignment, assign
-from mesh_utils.assignment_orders import DeviceOrder, jax_order, row_major_order, search_order
-from mesh_utils.config import JobConfig
-from mesh_utils.device import Device, read_devices, synthetic_devices
-from mesh_utils.drawing import Drawing, draw_mesh
+import sys
+
+from mesh_utils.assignment import (
+    Assignment,
+    DeviceOrder,
+    assign,
+    jax_order,
+    row_major_order,
+    search_order,
+)
+from mesh_utils.devices import Device, Granule, granules, read_devices, synthetic_devices
+from mesh_utils.draw import Drawing, draw_mesh
 from mesh_utils.errors import AxisError, JobError, MeshError, TopologyError
-from mesh_utils.figure import Figure
-from mesh_utils.granule import Granule, granules
-from mesh_utils.hardware import Chip, chips, find_chip
+from mesh_utils.hardware import Chip, Figure, chips, find_chip
 from mesh_utils.hybrid import HybridMesh
-from mesh_utils.jax_drop_in import create_device_mesh, create_hybrid_device_mesh
-from mesh_utils.mesh import Mesh
-from mesh_utils.mesh_input import Axis
-from mesh_utils.network import Collective, Network
-from mesh_utils.network_report import AxisReport, axis_reports
-from mesh_utils.order import Digit, mixed_radix, mixed_radix_positions
+from mesh_utils.jax_compat import create_device_mesh, create_hybrid_device_mesh
+from mesh_utils.job import JobConfig
+from mesh_utils.mesh import Axis, Digit, Mesh, mixed_radix, mixed_radix_positions
+from mesh_utils.network import AxisReport, Collective, Network, axis_reports
 from mesh_utils.span import Span
 from mesh_utils.topology import Topology
+
+# What was pickled before these modules were merged names them so.
+sys.modules["mesh_utils.device"] = sys.modules["mesh_utils.devices"]
+for _name in ("figure", "slice_table"):
+    sys.modules[f"mesh_utils.{_name}"] = sys.modules["mesh_utils.hardware"]
 
 __all__ = [
     "Assignment",

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable
-from types import UnionType
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import GenericAlias, UnionType
 from typing import Any, TypeVar, get_args, get_origin
 
 from mesh_utils.errors import ArgumentTypeError
@@ -105,10 +106,10 @@ def explain(
         except Exception:  # a name that only a type checker imports
             continue
         if not _fits(value, declared):
-            shown = text if isinstance(text, str) else inspect.formatannotation(text)
+            names = function.__globals__
             raise error_type(
                 f"{name} was called with {parameter.name}={_short(value)}of type "
-                f"{type(value).__name__}. It is declared as {shown}. Pass that."
+                f"{type(value).__name__}. It is declared as {_shown(text, names)}. Pass that."
             ) from error
 
 
@@ -129,6 +130,25 @@ def _fits(value: Any, declared: Any) -> bool:
     except TypeCheckError:
         return False
     return True
+
+
+def _shown(text: Any, names: Mapping[str, Any]) -> str:
+    """A type as it is written, with what is behind an alias of ours."""
+
+    def spelled(found: re.Match[str]) -> str:
+        alias = names.get(found[0])
+        is_alias = isinstance(alias, UnionType | GenericAlias)
+        return _without_modules(inspect.formatannotation(alias)) if is_alias else found[0]
+
+    if not isinstance(text, str):
+        return _without_modules(inspect.formatannotation(text))
+    return re.sub(r"(?<![\w.])[A-Z]\w*", spelled, text)
+
+
+def _without_modules(text: str) -> str:
+    return re.sub(
+        r"\b(?:typing|collections\.abc|(?:mesh_utils|xla_dtensor)[\w.]*)\.(?=\w)", "", text
+    )
 
 
 def _short(value: Any) -> str:

@@ -30,9 +30,9 @@ which is a line: one link. Four chips of a square are a ring of two links:
 
 Inside an axis chips are in the order of shortest steps: 0, 1, 17, 16 is a ring. Where XLA gathers
 over all dims of an axis at once they are in rows, because it does so in rows only
-(assignment_walk.py).
+(search.py).
 
-How it is found: assignment_search.py looks at every way on a slice, from the lowest bound on, and
+How it is found: search.py looks at every way on a slice, from the lowest bound on, and
 says so (`is_exact`); with very many axes it looks at a fixed number of them.
 
 Several slices: each axis has a part across slices, the outer one, and one inside; inside, all
@@ -47,29 +47,422 @@ Invariants: every device is in the mesh once; the groups of an axis lie where it
 where `is_exact`; the score does not exceed the bound; the same question has the same answer.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import SupportsIndex
+from typing import Any, Literal, SupportsIndex, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mesh_utils.argument_types import argument_types
-from mesh_utils.assignment_input import Weights, read_weights, settle_shapes
-from mesh_utils.assignment_places import mesh_chips, placed_rows
-from mesh_utils.assignment_reasons import describe, slow_crossings
-from mesh_utils.assignment_search import SearchResult, search_spans
-from mesh_utils.assignment_table import span_table
-from mesh_utils.assignment_walk import Walk
-from mesh_utils.errors import TopologyError
-from mesh_utils.mesh import Mesh
-from mesh_utils.mesh_input import Axis, read_axis_names
-from mesh_utils.network import Network
-from mesh_utils.network_report import AxisReport, axis_reports
-from mesh_utils.span import Span
+from mesh_utils.devices import Coords, Device
+from mesh_utils.errors import AxisError, MeshError, TopologyError
+from mesh_utils.mesh import Axis, Mesh, as_integer, read_axis_names
+from mesh_utils.network import AxisReport, Network, axis_reports
+from mesh_utils.search import (
+    Found,
+    SearchResult,
+    Walk,
+    best_walk,
+    gathers_at_once,
+    host_parts,
+    host_walk,
+    search_spans,
+    span_table,
+)
+from mesh_utils.span import Shape3, Span
 from mesh_utils.topology import Topology
+
+__all__ = []
+
+
+# ----------------------------------------------------------- Reads what an assignment is asked for
+#
+# Shapes with one -1, weights by axis.
+
+Weights: TypeAlias = (
+    Sequence[float]
+    | NDArray[np.floating]
+    | Mapping[str, float]
+    | Mapping[int, float]
+    | Mapping[Axis, float]
+)
+"""Bytes that each axis gathers, in any unit: in mesh order, or by axis."""
+
+
+def settle_shapes(
+    topology: Topology,
+    mesh_shape: Iterable[SupportsIndex],
+    dcn_mesh_shape: Iterable[SupportsIndex] | None,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Reads the shapes of a mesh inside slices and across them.
+
+    Args:
+        topology: the chips.
+        mesh_shape: sizes inside a slice; one may be -1.
+        dcn_mesh_shape: sizes across slices; one may be -1; None for one slice.
+
+    Returns:
+        Both, filled.
+
+    Raises:
+        MeshError: what is no shape, or does not multiply to the devices there are.
+
+    Example:
+        >>> settle_shapes(Topology.parse("4xv5e:4x4"), (-1, 4), (-1, 1))
+        ((4, 4), (4, 1))
+    """
+    per_slice, slices = topology.devices_per_slice, topology.num_slices
+    ici = fill_shape("mesh_shape", mesh_shape, per_slice, f"devices in a slice of {topology!r}")
+    if dcn_mesh_shape is None:
+        if slices > 1:
+            raise TopologyError(
+                f"A mesh of {ici} was asked for on {slices} slices, {topology!r}. Nothing says "
+                "which axis runs across slices, over DCN. "
+                f"Pass dcn_mesh_shape={(slices, *(1,) * (len(ici) - 1))}, or create_hybrid_"
+                "device_mesh."
+            )
+        return ici, (1,) * len(ici)
+    dcn = fill_shape("dcn_mesh_shape", dcn_mesh_shape, slices, f"slices of {topology!r}")
+    if len(dcn) != len(ici):
+        raise MeshError(
+            f"A mesh was asked for with mesh_shape={ici} and dcn_mesh_shape={dcn}. They have "
+            f"{len(ici)} and {len(dcn)} axes. Pass a size for each axis in both, 1 where there is "
+            "none."
+        )
+    return ici, dcn
+
+
+def fill_shape(name: str, given: Iterable[SupportsIndex], count: int, what: str) -> tuple[int, ...]:
+    """Reads a shape, and fills in its -1.
+
+    Args:
+        name: the argument, for the message.
+        given: a size for each axis, one of which may be -1.
+        count: what they are to multiply to.
+        what: what is counted, for the message.
+
+    Returns:
+        The sizes.
+
+    Raises:
+        MeshError: sizes that are none, more than one -1, or a product that is not `count`.
+
+    Example:
+        >>> fill_shape("mesh_shape", (2, -1), 16, "devices")
+        (2, 8)
+    """
+    is_list = hasattr(given, "__iter__") and not isinstance(given, (str, bytes, Mapping))
+    read = tuple(as_integer(size) for size in given) if is_list else ()
+    sizes = tuple(0 if size is None else size for size in read)
+    if not sizes or any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+        raise MeshError(
+            f"A mesh was asked for with {name}={given!r}. That is no size of 1 or more for each "
+            "axis, of which one may be -1, for what is left. Pass such sizes, as in (-1, 4)."
+        )
+    known = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes and count % known == 0:
+        return tuple(count // known if size == -1 else size for size in sizes)
+    if known != count or -1 in sizes:
+        raise MeshError(
+            f"A mesh was asked for with {name}={sizes}, a product of {known}. There are {count} "
+            f"{what}. Pass {name}={_nearest(sizes, count)}, or others with that product."
+        )
+    return sizes
+
+
+def _nearest(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """A shape of that product, like the one given: one axis changed where that will do."""
+    plain = tuple(max(size, 1) for size in sizes)
+    for axis in range(len(plain)):
+        others = math.prod(plain) // plain[axis]
+        if count % others == 0:
+            return (*plain[:axis], count // others, *plain[axis + 1 :])
+    shape = [math.gcd(size, count) for size in plain[1:]]
+    while count % math.prod(shape):
+        shape[shape.index(max(shape))] = 1
+    return (count // math.prod(shape), *shape)
+
+
+def read_weights(weights: Weights | None, axis_names: tuple[Axis, ...]) -> tuple[float, ...]:
+    """Reads what each axis gathers.
+
+    Args:
+        weights: bytes, in any unit, by axis or in mesh order; None doubles them from axis to axis.
+        axis_names: the axes.
+
+    Returns:
+        A weight for each axis.
+
+    Raises:
+        AxisError: an axis that is not there.
+        MeshError: no weights: too many or few, negative, not finite, or all 0.
+
+    Example:
+        >>> read_weights(None, ("dp", "tp")), read_weights({"tp": 3}, ("dp", "tp"))
+        ((1.0, 2.0), (0.0, 3.0))
+    """
+    if weights is None:
+        return tuple(2.0**number for number in range(len(axis_names)))
+    if isinstance(weights, Mapping):
+        by_axis = dict(cast("Mapping[Axis, float]", weights))
+        unknown = [axis for axis in by_axis if axis not in axis_names]
+        if unknown:
+            raise AxisError(
+                f"A mesh was asked for with weights={by_axis!r}. It has no axis "
+                f"{unknown[0]!r}. Pass weights for some of {', '.join(map(str, axis_names))}."
+            )
+        values: list[object] = [by_axis.get(axis, 0.0) for axis in axis_names]
+    else:
+        given: object = weights
+        is_list = isinstance(given, (list, tuple, np.ndarray))
+        values = list(cast("Sequence[object]", given)) if is_list else []
+    numbers = [_number(value) for value in values]
+    fine = all(math.isfinite(number) and number >= 0 for number in numbers)
+    if len(numbers) != len(axis_names) or not fine or not any(numbers):
+        raise MeshError(
+            f"A mesh of {len(axis_names)} axes was asked for with weights={weights!r}. That is no "
+            "number of bytes, 0 or more, for each axis, of which one is more than 0. "
+            f"Pass such as {tuple(2.0**number for number in range(len(axis_names)))}."
+        )
+    return tuple(numbers)
+
+
+def _number(value: object) -> float:
+    """A number as a float; nan for what is none."""
+    if isinstance(value, (bool, str, bytes)):
+        return math.nan
+    try:
+        return float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        return math.nan
+
+
+# --------------------------------------------------------------------------- From spans to devices
+#
+# Which device of a topology is at which place of a mesh.
+
+IntArray: TypeAlias = NDArray[np.int64]
+
+
+def mesh_chips(
+    network: Network,
+    found: Found,
+    host: Shape3 | None,
+    rings: bool | None,
+    chip: str | None = None,
+) -> tuple[tuple[Walk, ...], tuple[IntArray, ...]]:
+    """Orders the devices of each axis.
+
+    Args:
+        network: the links.
+        found: where the axes lie.
+        host: the chips of a host that are to follow each other; None if they need not.
+        rings: whether chips may follow each other in snakes and rings; None where no gather loses
+            by it.
+        chip: the chip's name, where it is known.
+
+    Returns:
+        The walk of each axis, and x, y, z and core of its devices, [size, 4], from the first of a
+        group on; the cores of a chip follow each other.
+    """
+    walks: list[Walk] = []
+    if host is None or network.switched:
+        walks = [
+            best_walk(
+                network,
+                span,
+                not gathers_at_once(network, span, chip) if rings is None else rings,
+            )
+            for span in found.spans
+        ]
+    else:
+        parts: list[list[int]] = []
+        for dim in range(3):
+            sizes = tuple(span.sizes[dim] for span in found.spans)
+            shared = host_parts(sizes, found.nesting[dim], host[dim])
+            parts.append(shared or [1] * len(sizes))
+        walks = [
+            host_walk(network, span, (parts[0][axis], parts[1][axis], parts[2][axis]))
+            for axis, span in enumerate(found.spans)
+        ]
+    members: list[IntArray] = []
+    for walk, span in zip(walks, found.spans, strict=True):
+        chips = np.repeat(walk.members, span.cores, axis=0)
+        cores = np.tile(np.arange(span.cores), len(walk.members))
+        members.append(np.column_stack([chips, cores]).astype(np.int64))
+    return tuple(walks), tuple(members)
+
+
+def placed_rows(
+    topology: Topology,
+    members: tuple[IntArray, ...],
+    dcn: tuple[int, ...],
+    slice_order: Sequence[int] | None = None,
+) -> IntArray:
+    """Finds the device at each place of a mesh.
+
+    Args:
+        topology: the chips.
+        members: x, y, z and core of the devices of each axis, [size, 4].
+        dcn: the size of each axis across slices, which is the outer part.
+        slice_order: the slices in the order of those axes; None for ascending.
+
+    Returns:
+        For each place of the mesh the device's place in the topology's list.
+
+    Example:
+        >>> columns = np.array([[0, 0, 0, 0], [1, 0, 0, 0]])
+        >>> rows = np.array([[0, 0, 0, 0], [0, 1, 0, 0]])
+        >>> placed_rows(Topology.parse("2xv5e:2x2"), (columns, rows), (1, 2)).tolist()
+        [[0, 2, 4, 6], [1, 3, 5, 7]]
+    """
+    box = (topology.num_slices, *topology.shape, topology.devices_per_chip)
+    rows = np.zeros(box, np.int64)
+    rows[  # its place in the list, by slice, chip and core
+        (topology.slice_index, *topology.coords.T, topology.core_on_chip)
+    ] = np.arange(topology.num_devices)
+    if slice_order is not None:
+        rows = rows[list(slice_order)]
+    ici = tuple(len(each) for each in members)
+    place = np.zeros((*ici, 4), np.int64)
+    for axis, each in enumerate(members):
+        shape = [1] * len(ici)
+        shape[axis] = ici[axis]
+        place = place + each.reshape(*shape, 4)
+    x, y, z, core = np.moveaxis(place, -1, 0)
+    blocks = rows[:, x, y, z, core].reshape(*dcn, *ici)
+    pairs = zip(range(len(ici)), range(len(ici), 2 * len(ici)), strict=True)
+    outer_first = [axis for pair in pairs for axis in pair]
+    sizes = [outer * inner for outer, inner in zip(dcn, ici, strict=True)]
+    return np.ascontiguousarray(blocks.transpose(outer_first).reshape(sizes))
+
+
+# ------------------------------------------------------------ Says in words why a mesh is as it is
+
+STRATEGY_WORDS = {
+    "none": "",
+    "line": "a line, both ways",
+    "path": "a path through a block",
+    "snake": "a ring through a block",
+    "staggered ring": "a ring around a dim, row by row",
+    "ring": "a ring around a dim",
+    "whole dims": "whole dims, all at once",
+    "switch": "a switch",
+}
+"""What `Network.strategy` says, in words."""
+
+
+def describe(found: Assignment) -> tuple[str, ...]:
+    """Writes the reasons of an assignment.
+
+    Args:
+        found: the assignment.
+
+    Returns:
+        A line for the score, one for each axis, for the runner-up, for what was assumed, and the
+        warnings.
+    """
+    return (
+        _score_line(found),
+        *(_axis_line(found, axis) for axis in range(len(found.axis_names))),
+        _runner_up_line(found),
+        *(f"assumed: {line}" for line in found.topology.assumptions),
+        *found.warnings,
+    )
+
+
+def slow_crossings(found: Assignment) -> tuple[str, ...]:
+    """Warns of axes that run over DCN although axes that gather less do not.
+
+    Args:
+        found: the assignment.
+
+    Returns:
+        A line for each, with what it costs in the model.
+
+    Example:
+        >>> from mesh_utils import Topology, assign
+        >>> mesh = assign(Topology.parse("2xv5e:4x4"), (4, 4), (1, 2), axis_names=("dp", "tp"))
+        >>> print(mesh.warnings[0])
+        tp=8 runs over DCN, while dp=4 gathers less and does not: modelled 0.368 links, 2 inside a \
+slice. Give the DCN part to dp.
+    """
+    lines: list[str] = []
+    for axis, (size, outer) in enumerate(zip(found.mesh_shape, found.dcn_mesh_shape, strict=True)):
+        modest = [
+            other
+            for other, weight in enumerate(found.weights)
+            if weight < found.weights[axis]
+            and found.mesh_shape[other] > 1
+            and found.dcn_mesh_shape[other] == 1
+        ]
+        if outer == 1 or not modest:
+            continue
+        other = modest[0]
+        lines.append(
+            f"{found.axis_names[axis]}={size} runs over DCN, while {found.axis_names[other]}="
+            f"{found.mesh_shape[other]} gathers less and does not{_cost_of_crossing(found, axis)}. "
+            f"Give the DCN part to {found.axis_names[other]}."
+        )
+    return tuple(lines)
+
+
+def _cost_of_crossing(found: Assignment, axis: int) -> str:
+    if found.network.dcn_links is None:
+        return " (no figure of DCN is known)"
+    span = found.spans[axis]
+    inside = found.network.links(Span(span.sizes, span.strides, span.cores))
+    fast = "" if math.isinf(inside) else f", {inside:.3g} inside a slice"
+    return f": modelled {found.links[axis]:.3g} links{fast}"
+
+
+def _score_line(found: Assignment) -> str:
+    if math.isinf(found.score):
+        return "score: nothing moves, no axis of more than one device has a weight"
+    share = 100 * found.score / found.bound
+    ways = f"{found.choices} choice{'' if found.choices == 1 else 's'} of parts"
+    how = f"the best of {ways}" if found.is_exact else f"the best that was found among {ways}"
+    return (
+        f"score {found.score:.3g} links modelled, {share:.0f} % of the bound of "
+        f"{found.bound:.3g}: {how}"
+    )
+
+
+def _axis_line(found: Assignment, axis: int) -> str:
+    span, links = found.spans[axis], found.links[axis]
+    name = f"{found.axis_names[axis]}={found.mesh_shape[axis]}"
+    if span.num_devices == 1:
+        return f"{name}: one device, nothing moves"
+    strategy = STRATEGY_WORDS[found.network.strategy(span)]
+    if span.num_chips == 1:
+        strategy = "DCN" if span.slices > 1 else "the cores of a chip"
+    elif max(span.strides) > 1:
+        strategy += f"; {max(span.strides)} chips apart, so that groups share links"
+    count = "link" if links == 1 else "links"
+    rate = found.network.link_bytes_per_second
+    speed = "" if rate is None else f" ({links * rate / 1e9:.3g} GB/s)"
+    return f"{name} on {span}: {links:.3g} {count}{speed}, {strategy}"
+
+
+def _runner_up_line(found: Assignment) -> str:
+    other = found.runner_up
+    if other is None:
+        return "runner-up: none, every mesh of this shape has the same score"
+    changes = [
+        f"{name} has {theirs:.3g} instead of {mine:.3g}"
+        for name, mine, theirs in zip(found.axis_names, found.links, other.links, strict=True)
+        if not math.isclose(mine, theirs, rel_tol=1e-9)
+    ]
+    return f"runner-up: {other.score:.3g} links; there {', '.join(changes)}"
+
+
+# -------------------------------------------------------------------------------------- Assignment
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +537,7 @@ class Assignment:
         return mesh_score(self.mesh_shape, self.weights, self.bounds)
 
     @cached_property
-    def runner_up(self) -> "RunnerUp | None":
+    def runner_up(self) -> RunnerUp | None:
         """The best mesh of a lower score; None if all have the same."""
         if self._runner_up is None:
             return None
@@ -345,3 +738,351 @@ def search_or_refuse(
         f"hosts of {topology.chips_per_host} chips together. "
         "Pass contiguous_submeshes=False, or sizes that the sizes of a host divide."
     )
+
+
+# ------------------------------------------------------------------------ JAX's own mesh functions
+#
+# The one place that asks them.
+#
+# JAX is imported here, when it is asked, and no backend starts. Devices that JAX does not know
+# (torch_xla's, Devices, those of a Topology) are shown to it in the form that its mesh functions
+# look at.
+
+
+@dataclass(frozen=True, slots=True)
+class JaxDevice:
+    """What JAX's mesh functions ask of a device. The id is its place in the list."""
+
+    id: int
+    platform: str
+    device_kind: str
+    process_index: int
+    coords: Coords
+    core_on_chip: int
+    slice_index: int = 0
+
+
+def jax_mesh_utils(asked: str, instead: str) -> Any:
+    """Imports JAX's mesh functions.
+
+    Args:
+        asked: what needs them, for the message.
+        instead: what else to do, for the message.
+
+    Returns:
+        The module jax.experimental.mesh_utils.
+
+    Raises:
+        MeshError: JAX cannot be imported.
+    """
+    try:
+        from jax.experimental import mesh_utils
+    except ImportError as error:
+        raise MeshError(
+            f"{asked} JAX cannot be imported: {error}. Install jax, or {instead}."
+        ) from error
+    return mesh_utils
+
+
+def jax_default_devices() -> list[object]:
+    """The devices that JAX has here; this starts its backend.
+
+    Returns:
+        jax.devices().
+
+    Raises:
+        MeshError: JAX cannot be imported.
+    """
+    asked = "A mesh was asked for without devices, which are jax.devices() then."
+    jax_mesh_utils(asked, "pass devices, or a Topology")
+    return list(sys.modules["jax"].devices())  # its parent, which is there by now
+
+
+def shown_to_jax(devices: Sequence[Device]) -> list[JaxDevice]:
+    """Shows devices to JAX as they are.
+
+    Args:
+        devices: the devices.
+
+    Returns:
+        What JAX looks at; the id of each is its place in the list.
+    """
+    return [
+        JaxDevice(
+            place,
+            "gpu" if device.coords is None else "tpu",
+            device.kind,
+            device.process_index or 0,
+            device.coords or (0, 0, 0),
+            device.core_on_chip,
+            device.slice_index or 0,
+        )
+        for place, device in enumerate(devices)
+    ]
+
+
+# ------------------------------------------------------------------------------------------ Orders
+#
+# Which device of a granule gets which place in the mesh of that granule.
+#
+# An order is a function of the devices of one granule and the shape of the mesh to make of them. It
+# returns an array of that shape with each device once:
+#
+#   row_major_order    by place (x fastest, then y, z; cores of a chip before that), or by id
+#   search_order       the mesh of highest modelled score: see assignment.py
+#   jax_order          jax.experimental.mesh_utils.create_device_mesh, which folds the torus so that
+#                      neighbours on an axis are neighbours in the network, where it can
+#   your own           passed as HybridMesh(..., order=function)
+#
+# Devices reach an order in the order in which libtpu lists them, whatever order they were given in,
+# because some of JAX's rings are written for that one: host by host, in a host z, y, x, core.
+
+DeviceArray: TypeAlias = NDArray[np.object_]
+"""An array of Devices."""
+
+OrderFunction: TypeAlias = Callable[[tuple[Device, ...], tuple[int, ...]], DeviceArray]
+"""The devices of a granule and a shape, to an array of that shape with each of them once."""
+
+DeviceOrder: TypeAlias = Literal["auto", "search", "jax", "row-major"] | OrderFunction
+"""An order by name, or a function. "auto" is "search" for TPUs whose chip and wrap are known,
+"jax" for other TPUs, and "row-major" for all others."""
+
+
+def row_major_order(devices: tuple[Device, ...], shape: tuple[int, ...]) -> DeviceArray:
+    """Counts through the devices, the last axis fastest.
+
+    Devices with coordinates are counted by z, then y, x and core, slowest first: as libtpu numbers
+    the devices of a slice. All others are counted by id.
+
+    Args:
+        devices: the devices of a granule.
+        shape: the mesh to make of them, as many places as devices.
+
+    Returns:
+        The devices in that shape.
+
+    Example:
+        >>> from mesh_utils import synthetic_devices
+        >>> made = row_major_order(synthetic_devices((4, 2)), (2, 4))
+        >>> [[device.id for device in row] for row in made]
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
+    """
+    return _as_array(sorted(devices, key=_place)).reshape(shape)
+
+
+def jax_order(devices: tuple[Device, ...], shape: tuple[int, ...]) -> DeviceArray:
+    """Asks JAX, which lays axes along the dimensions of the torus.
+
+    `create_device_mesh` is called with allow_split_physical_axes=True. A sub-slice is shown to it
+    as if it began at (0, 0, 0), so that it gets the mesh of a whole slice of its size. Chips of two
+    cores whose kind is not known, as torch_xla's, are shown as TPU7x: a torus with the cores as a
+    dimension.
+
+    Args:
+        devices: the devices of a granule.
+        shape: the mesh to make of them, as many places as devices.
+
+    Returns:
+        The devices in that shape.
+
+    Raises:
+        MeshError: chips that do not fill a box, JAX is missing, or JAX refuses.
+
+    Example:
+        >>> from mesh_utils import synthetic_devices
+        >>> made = jax_order(synthetic_devices((2, 2), kind="TPU v5 lite"), (4,))
+        >>> [device.id for device in made]
+        [0, 1, 3, 2]
+    """
+    listed = tuple(sorted(devices, key=_listed))
+    shown = _shown_to_jax(listed)
+    create_device_mesh = jax_mesh_utils(
+        "order='jax' was asked for, by name or by 'auto' for TPUs.", "pass order='row-major'"
+    ).create_device_mesh
+    try:
+        made = create_device_mesh(shape, shown, allow_split_physical_axes=True)
+    except Exception as error:  # it raises five types, some by accident
+        lines = str(error).splitlines() or [""]
+        raise MeshError(
+            f"order='jax' was asked for, with {len(devices)} devices of kind {devices[0].kind!r} "
+            f"and ici_mesh_shape={shape}. "
+            f"JAX refuses them: {type(error).__name__}: {lines[0][:160]}. "
+            "Pass order='row-major', or another ici_mesh_shape."
+        ) from error
+    places = [cast("JaxDevice", device).id for device in made.reshape(-1)]
+    return _as_array([listed[place] for place in places]).reshape(made.shape)
+
+
+def search_order(
+    devices: tuple[Device, ...],
+    shape: tuple[int, ...],
+    *,
+    chip: str | None = None,
+    wrap: Sequence[bool] | None = None,
+    weights: Weights | None = None,
+) -> DeviceArray:
+    """Searches the mesh whose axes have the best links.
+
+    torch_xla's devices do not tell their chip. There, pass it:
+
+        HybridMesh(devices, ..., order=functools.partial(search_order, chip="v5e"))
+
+    Args:
+        devices: the devices of a granule.
+        shape: the mesh to make of them, as many places as devices.
+        chip: the chip, where the devices do not tell.
+        wrap: for each dim whether it wraps, where no table knows.
+        weights: bytes that each axis gathers; None doubles them from axis to axis.
+
+    Returns:
+        The devices in that shape.
+
+    Raises:
+        MeshError: chips that do not fill a box, or whose wrap is not known.
+
+    Example:
+        >>> from mesh_utils import synthetic_devices
+        >>> made = search_order(synthetic_devices((4, 4), kind="TPU v5 lite"), (4, 4))
+        >>> [device.id for device in made[0]]
+        [0, 1, 5, 4]
+    """
+    topology = Topology.from_devices(devices, granule=len(devices), chip=chip, wrap=wrap)
+    return assign(topology, shape, (1,) * len(shape), weights=weights).devices
+
+
+def arrange(
+    granules: Sequence[tuple[Device, ...]], shape: tuple[int, ...], order: DeviceOrder = "auto"
+) -> list[DeviceArray]:
+    """Lays each granule out as a mesh of its own.
+
+    Args:
+        granules: granules of one size.
+        shape: the mesh to make of each, as many places as it has devices.
+        order: how.
+
+    Returns:
+        For each granule an array of its Devices, of that shape.
+
+    Raises:
+        MeshError: there is no such order, the order refuses, or it does not return each device of
+            the granule once in that shape.
+
+    Example:
+        >>> from mesh_utils import granules
+        >>> arrange(granules(range(4), 2), (2,), "row-major")[1][0].id
+        2
+    """
+    function = _order_function(order, granules)
+    made = [function(tuple(sorted(granule, key=_listed)), shape) for granule in granules]
+    for granule, array in zip(granules, made, strict=True):
+        _refuse_other_devices(array, granule, shape, order)
+    return made
+
+
+def _shown_to_jax(devices: tuple[Device, ...]) -> list[JaxDevice]:
+    if devices[0].coords is None:  # JAX counts GPUs by id, which here is their place in the list
+        return [JaxDevice(n, "gpu", "", 0, (0, 0, 0), 0) for n in range(len(devices))]
+    chips = np.array([device.coords or () for device in devices], np.int64)
+    cores = np.array([device.core_on_chip for device in devices], np.int64)
+    origin = chips.min(axis=0)
+    chips, cores = chips - origin, cores - cores.min()
+    _refuse_holes(chips, cores, origin)
+    known = {device.kind for device in devices}
+    two_cores = int(cores.max()) == 1
+    kind = "TPU7x" if known == {"TPU"} and two_cores else devices[-1].kind
+    return [
+        JaxDevice(n, "tpu", kind, device.process_index or 0, cast("Coords", tuple(chip)), core)
+        for n, (device, chip, core) in enumerate(
+            zip(devices, chips.tolist(), cores.tolist(), strict=True)
+        )
+    ]
+
+
+def _refuse_holes(
+    chips: NDArray[np.int64], cores: NDArray[np.int64], origin: NDArray[np.int64]
+) -> None:
+    """Refuses chips, counted from the origin, that do not fill the box around them."""
+    sizes: list[int] = (chips.max(axis=0) + 1).tolist()
+    num_cores = int(cores.max()) + 1
+    counts = np.zeros((*sizes, num_cores), np.int64)
+    np.add.at(counts, (*chips.T, cores), 1)
+    wrong = np.argwhere(counts != 1)
+    if wrong.size:
+        x, y, z = (wrong[0][:3] + origin).tolist()
+        box = "x".join(map(str, sizes))
+        per_chip = "" if num_cores == 1 else f" of {num_cores} cores"
+        raise MeshError(
+            f"order='jax' was asked for, with {len(cores)} devices in a box of {box} chips"
+            f"{per_chip}. The chip at ({x}, {y}, {z}) is not there once. "
+            "Pass the devices of a whole box, or order='row-major'."
+        )
+
+
+def _order_function(order: DeviceOrder, granules: Sequence[tuple[Device, ...]]) -> OrderFunction:
+    if callable(order):
+        return order
+    if order == "auto":
+        if granules[0][0].coords is None:
+            return row_major_order
+        return search_order if _are_known(granules) else jax_order
+    named = {"search": search_order, "jax": jax_order, "row-major": row_major_order}
+    if order in named:
+        return named[order]
+    raise MeshError(
+        f"order={order!r} was asked for. There is no such order. "
+        "Pass 'auto', 'search', 'jax', 'row-major', or a function of a granule's devices and a "
+        "shape."
+    )
+
+
+def _are_known(granules: Sequence[tuple[Device, ...]]) -> bool:
+    """Whether the links of all granules are known and alike, so that they get one layout."""
+    found: set[Network] = set()
+    try:
+        for granule in granules:
+            topology = Topology.from_devices(granule, granule=len(granule))
+            if topology.chip is None or topology.wrap is None:
+                return False
+            found.add(Network.of(topology))
+    except MeshError:  # holes, say: JAX's order has a message for them
+        return False
+    return len(found) == 1
+
+
+def _refuse_other_devices(
+    made: object, granule: tuple[Device, ...], shape: tuple[int, ...], order: DeviceOrder
+) -> None:
+    name = getattr(order, "__name__", None) or repr(order)
+    asked = f"order={name} was asked for ici_mesh_shape={shape}."
+    array = cast("DeviceArray", made)
+    if not isinstance(made, np.ndarray) or array.shape != shape:
+        given: object = getattr(array, "shape", type(array).__name__)
+        raise MeshError(
+            f"{asked} For a granule of {len(granule)} devices it returned {given!r}, no array of "
+            "that shape. Let it return a numpy array of ici_mesh_shape."
+        )
+    places = cast("list[object]", array.reshape(-1).tolist())
+    if not all(isinstance(device, Device) for device in places) or set(places) != set(granule):
+        ids = f"{granule[0].id} to {granule[-1].id}"
+        raise MeshError(
+            f"{asked} What it returned for the granule with the ids {ids} is not each of its "
+            "devices once. Let it return the Devices that it gets, and no others."
+        )
+
+
+def _as_array(devices: Sequence[Device]) -> DeviceArray:
+    array = np.empty(len(devices), object)
+    array[:] = devices
+    return array
+
+
+def _place(device: Device) -> tuple[int, ...]:
+    if device.coords is None:
+        return (device.id,)
+    return (*reversed(device.coords), device.core_on_chip, device.id)
+
+
+def _listed(device: Device) -> tuple[int, ...]:
+    """The order in which libtpu lists a slice; devices without coordinates go by id."""
+    first = 0 if device.coords is None else device.process_index or 0
+    return (first, *_place(device))

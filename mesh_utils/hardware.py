@@ -7,24 +7,525 @@ None is written in Python. A figure that no source gives is None, with the reaso
     chip.hbm_bytes                      102005473280
     chip.figure("hbm").source           "Cloud TPU documentation, TPU v5p, https://docs.cloud..."
     chip.figure("hbm").others           what other sources say: (96 GB, scaling book)
-    chip.slices                         the table of real slices: see slice_table.py
+    chip.slices                         the table of real slices: see `SliceTable`
 
 Units are bytes, bytes per second, FLOP per second. "GB" is 10^9 bytes, "GiB" 2^30; "Gbit/s" is
 10^9 bits per second. Link bandwidths are one-way: a link carries as much the other way.
 """
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
+from importlib.resources import files
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from mesh_utils.argument_types import argument_types
 from mesh_utils.errors import MeshError
-from mesh_utils.figure import Figure
-from mesh_utils.hardware_file import hardware_names, read_hardware_file
-from mesh_utils.slice_table import SliceTable
+
+__all__ = []
+
+
+# ------------------------------------------------------------------------------------------ Figure
+#
+# A number and who says it.
+
+UNITS = {
+    "": 1.0,
+    "GB": 1e9,
+    "GiB": 2.0**30,
+    "GB/s": 1e9,
+    "GiB/s": 2.0**30,
+    "Gbit/s": 1e9 / 8,
+    "TFLOP/s": 1e12,
+}
+"""What a unit of the files is in bytes, bytes per second or FLOP per second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure of a hardware file.
+
+    Attributes:
+        value: in bytes, bytes per second, FLOP per second, or a count; None where not known.
+        source: who says so; "" where it is not known.
+        note: how the figure follows from what the source says.
+        reason: why it is not known; "" where it is.
+        others: the same figure from other sources, where there are any.
+
+    Example:
+        >>> Figure(95 * 2**30, "Cloud").whole
+        102005473280
+    """
+
+    value: float | None
+    source: str
+    note: str = ""
+    reason: str = ""
+    others: tuple[Figure, ...] = ()
+
+    @property
+    def whole(self) -> int | None:
+        """The value as an integer: bytes, or a count."""
+        return None if self.value is None else round(self.value)
+
+    @property
+    def is_disputed(self) -> bool:
+        """Whether another source gives another value, by more than 1 %."""
+        if self.value is None:
+            return False
+        given = [other.value for other in self.others if other.value is not None]
+        return any(abs(value - self.value) > 0.01 * abs(self.value) for value in given)
+
+    def needed(self, what: str) -> float:
+        """The value, where one cannot go on without it.
+
+        Args:
+            what: what it is of, for the message.
+
+        Returns:
+            The value.
+
+        Raises:
+            MeshError: it is not known.
+        """
+        if self.value is None:
+            raise MeshError(
+                f"{what} was asked for. It is not known: {self.reason or 'no source gives it'}. "
+                "Pass the figure yourself, or ask for what needs none."
+            )
+        return self.value
+
+
+# -------------------------------------------------------------------------------------- SliceTable
+#
+# Which slices of a chip there are, which dims of them wrap, which can be twisted.
+#
+# A slice is a box of chips joined by ICI. Not every box can be had: Cloud sells a list of shapes.
+# In a shape, a dim either ends at its last chip (a mesh) or a link leads from there to the first
+# (it wraps: a torus). libtpu accepts any box with any wrap, and devices do not tell their wrap, so
+# both are looked up here:
+#
+#     table = find_chip("v5p").slices
+#     table.is_real((4, 4, 8)), table.is_real((4, 4, 6))      True, False
+#     table.wrap((4, 4, 8))                                   (True, True, True)
+#     table.wrap((2, 2, 4))                                   (False, False, False)
+#     table.nearest((4, 4, 6))                                (4, 4, 4), (4, 4, 8), ...
+#
+# Wrap rules (wrap_rule):
+#
+#   all_if_multiples_of     every dim wraps if every dim is a multiple of wrap_size, else none does:
+#                           v4, v5p and tpu7x, whose wrap links are switches between cubes
+#   dims_of                 the dims of exactly wrap_size chips wrap: v5e and v6e, 16 of them
+#   whole_pod               the pod wraps; of smaller slices it is not known: v2 and v3
+#   switched                there is no torus: GPUs
+
+Shape3 = tuple[int, int, int]
+Wrap3 = tuple[bool, bool, bool]
+
+CUBE = 4
+"""Chips of a cube along each dim: what optical switches join to larger slices."""
+
+
+@dataclass(frozen=True)
+class SliceTable:
+    """The real slices of one chip.
+
+    Attributes:
+        shapes: the slices that a count of chips names, in ascending order of chips.
+        max_cubes: shapes of up to so many whole cubes of 4x4x4 are real too; 0 for none.
+        cubes_ascend: whether those have their dims in ascending order only.
+        wrap_rule: which dims wrap: see above.
+        wrap_size: the number in that rule.
+        pod: the shape of the pod, for "whole_pod".
+        wrap_reason: why the wrap of some slices is not known.
+        can_twist: whether slices of k x k x 2k and k x 2k x 2k chips can be twisted tori.
+        twist_reason: why one cannot say whether such a slice is twisted.
+        source: who lists the shapes.
+
+    Example:
+        >>> table = SliceTable(((2, 2, 1), (16, 16, 1)), 0, True, "dims_of", 16, source="me")
+        >>> table.is_real((16, 16, 1)), table.wrap((16, 16, 1))
+        (True, (True, True, False))
+    """
+
+    shapes: tuple[Shape3, ...]
+    max_cubes: int
+    cubes_ascend: bool
+    wrap_rule: str
+    wrap_size: int
+    pod: Shape3 | None = None
+    wrap_reason: str = ""
+    can_twist: bool = False
+    twist_reason: str = ""
+    source: str = ""
+
+    def is_real(self, shape: Shape3) -> bool:
+        """Whether there is such a slice.
+
+        Args:
+            shape: chips in x, y and z.
+
+        Returns:
+            True if it is listed, or made of whole cubes as the chip allows.
+        """
+        if self.wrap_rule == "switched":
+            return shape[1:] == (1, 1) and shape[0] <= self.shapes[0][0]
+        if shape in self.shapes:
+            return True
+        in_order = not self.cubes_ascend or tuple(sorted(shape)) == shape
+        cubes = math.prod(size // CUBE for size in shape)
+        whole = all(size % CUBE == 0 for size in shape)
+        return whole and in_order and cubes <= self.max_cubes
+
+    def wrap(self, shape: Shape3) -> Wrap3 | None:
+        """Which dims of a real slice wrap.
+
+        Args:
+            shape: chips in x, y and z.
+
+        Returns:
+            A flag per dim; None where it is not known: for some slices of v2 and v3, and for most
+            boxes that are no real slice. A dim of one or two chips never wraps.
+        """
+        if not self.is_real(shape):
+            return self.part_wrap(shape)
+        if self.wrap_rule == "all_if_multiples_of":
+            every = all(size % self.wrap_size == 0 for size in shape)
+            return (every, every, every)
+        if self.wrap_rule == "whole_pod" and max(shape) > 2:
+            return (True, True, False) if shape == self.pod else None
+        return self.part_wrap(shape) or (False, False, False)
+
+    def part_wrap(self, shape: Shape3) -> Wrap3 | None:
+        """Which dims of a box wrap, whatever slice it is part of.
+
+        Args:
+            shape: chips in x, y and z.
+
+        Returns:
+            A flag per dim, where the dims of a chip wrap by their own length (v5e, v6e) or the box
+            is too small to wrap; else None.
+
+        Example:
+            >>> table = SliceTable(((16, 16, 1),), 0, True, "dims_of", 16)
+            >>> table.part_wrap((16, 4, 1))
+            (True, False, False)
+        """
+        size = self.wrap_size
+        if self.wrap_rule == "dims_of" and max(shape) <= size and shape[2] == 1:
+            return (shape[0] == size, shape[1] == size, False)
+        return (False, False, False) if max(shape) <= 2 else None
+
+    def twists(self, shape: Shape3) -> bool:
+        """Whether a slice of that shape can be a twisted torus.
+
+        Args:
+            shape: chips in x, y and z.
+
+        Returns:
+            True for k x k x 2k and k x 2k x 2k, in any order, where the chip has twisted tori.
+        """
+        low, middle, high = sorted(shape)
+        fits = high == 2 * low and middle in (low, high)
+        return self.can_twist and fits and self.wrap(shape) == (True, True, True)
+
+    def of_chips(self, count: int) -> Shape3 | None:
+        """The slice that a number of chips stands for in Cloud's accelerator types.
+
+        Args:
+            count: chips.
+
+        Returns:
+            Its shape; None where no listed slice has so many chips.
+        """
+        found = (shape for shape in self.shapes if math.prod(shape) == count)
+        return next(found, None)
+
+    def nearest(self, shape: Shape3, count: int = 3) -> tuple[Shape3, ...]:
+        """The real slices most like a box.
+
+        Args:
+            shape: chips in x, y and z.
+            count: how many to return.
+
+        Returns:
+            Real shapes, the most alike first: the same dims in another order, then by the ratios of
+            their dims, all in ascending order.
+        """
+        ordered = sorted(shape)
+
+        def unlikeness(real: Shape3) -> tuple[float, float, Shape3]:
+            ratios = [abs(math.log2(a / b)) for a, b in zip(sorted(real), ordered, strict=True)]
+            return (sum(ratios), abs(math.log2(math.prod(real) / math.prod(shape))), real)
+
+        return tuple(sorted(_all_shapes(self), key=unlikeness)[:count])
+
+    def nearest_twisted(self, shape: Shape3) -> Shape3 | None:
+        """The slice most like a box that can be twisted.
+
+        Args:
+            shape: chips in x, y and z.
+
+        Returns:
+            Its shape; None if the chip has no twisted tori.
+        """
+        near = self.nearest(shape, len(_all_shapes(self)))
+        return next((real for real in near if self.twists(real)), None)
+
+    def nearest_counts(self, count: float) -> tuple[int, ...]:
+        """The numbers of chips next to a number that no listed slice has.
+
+        Args:
+            count: chips; not a whole number where half of one was asked for.
+
+        Returns:
+            The next smaller and the next larger, where there are such.
+        """
+        counts = sorted(math.prod(shape) for shape in self.shapes)
+        lower = [each for each in counts if each < count][-1:]
+        higher = [each for each in counts if each > count][:1]
+        return (*lower, *higher)
+
+
+@cache
+def _all_shapes(table: SliceTable) -> tuple[Shape3, ...]:
+    """The listed shapes, and those of whole cubes with their dims in ascending order."""
+    top = table.max_cubes
+    cubes = [
+        (CUBE * a, CUBE * b, CUBE * c)
+        for a in range(1, top + 1)
+        for b in range(a, top // a + 1)
+        for c in range(b, top // (a * b) + 1)
+    ]
+    return tuple(dict.fromkeys((*table.shapes, *cubes)))
+
+
+# ---------------------------------------------------------- Reads one file of tpu_configs/hardware
+#
+# A file has: name, title, platform; `sources`, the documents by a short key; `names`, `figures`,
+# `peak_flops`, `host` and `slices`, in which each entry is a mapping with `value` and `source`, or
+# `value: null` and `reason`; and maybe `unit`, `note`, and `others` with further such mappings.
+
+_FOLDER = ("tpu_configs", "hardware")
+_FIGURES = (
+    "cores_per_chip",
+    "devices_per_chip",
+    "hbm",
+    "usable_hbm_per_device",
+    "hbm_bandwidth",
+    "ici_links",
+    "ici_link_bandwidth",
+    "core_link_bandwidth",
+    "dcn_bandwidth_per_chip",
+    "torus_rank",
+    "pod_chips",
+)
+_NAMES = ("aliases", "libtpu", "device_kinds", "cloud", "cloud_counts", "gke", "machine_types")
+
+
+@dataclass(frozen=True)
+class HardwareFile:
+    """What a file says, in bytes, bytes per second and FLOP per second.
+
+    Attributes:
+        name: the chip's name here.
+        title: its name for people.
+        platform: "tpu" or "gpu".
+        names: other names by kind; () where there is none.
+        figures: the figures by name.
+        peak_flops: FLOP per second by dtype.
+        chips_per_host: chips of a host in x, y, z.
+        slices: the real slices.
+    """
+
+    name: str
+    title: str
+    platform: str
+    names: dict[str, tuple[str, ...]]
+    figures: dict[str, Figure]
+    peak_flops: dict[str, Figure]
+    chips_per_host: tuple[int, int, int]
+    slices: SliceTable
+
+
+def hardware_names() -> tuple[str, ...]:
+    """Lists the files.
+
+    Returns:
+        Their names, without ".yaml", in alphabetical order.
+
+    Example:
+        >>> "v5p" in hardware_names()
+        True
+    """
+    folder = files(_FOLDER[0]).joinpath(_FOLDER[1])
+    found = [entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml")]
+    return tuple(sorted(name.removesuffix(".yaml") for name in found))
+
+
+def read_hardware_file(name: str) -> HardwareFile:
+    """Reads a packaged file.
+
+    Args:
+        name: its name, without ".yaml".
+
+    Returns:
+        What it says.
+
+    Raises:
+        MeshError: something is missing in it or has no source.
+    """
+    text = files(_FOLDER[0]).joinpath(_FOLDER[1], f"{name}.yaml").read_text(encoding="utf-8")
+    return read_hardware(text, f"tpu_configs/hardware/{name}.yaml")
+
+
+def read_hardware(text: str, file: str) -> HardwareFile:
+    """Reads the text of a hardware file.
+
+    Args:
+        text: YAML.
+        file: its path, for messages.
+
+    Returns:
+        What it says.
+
+    Raises:
+        MeshError: something is missing in it or has no source.
+    """
+    import yaml  # it takes longer to import than all of mesh_utils
+
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    entries = _Entries(cast("Mapping[str, object]", yaml.load(text, loader)), file)
+    return HardwareFile(
+        name=str(entries.plain("name")),
+        title=str(entries.plain("title")),
+        platform=str(entries.plain("platform")),
+        names={name: entries.words("names", name) for name in _NAMES},
+        figures={name: entries.figure("figures", name) for name in _FIGURES},
+        peak_flops={
+            dtype: entries.figure("peak_flops", dtype) for dtype in entries.of("peak_flops")
+        },
+        chips_per_host=read_box(str(entries.entry("host", "chips")["value"])),
+        slices=_read_slices(entries),
+    )
+
+
+def read_box(text: str) -> tuple[int, int, int]:
+    """Reads "2x2x1", "4x4" or "8".
+
+    Args:
+        text: up to three positive integers with "x" between them.
+
+    Returns:
+        Them, with 1 for what is missing.
+
+    Raises:
+        MeshError: it is no such text.
+
+    Example:
+        >>> read_box("16x16")
+        (16, 16, 1)
+    """
+    parts = text.lower().split("x")
+    if len(parts) > 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise MeshError(
+            f"The shape {text!r} was given. It is no box of chips. "
+            "Pass up to three positive integers with 'x' between them, such as 4x4x8."
+        )
+    sizes = [int(part) for part in parts] + [1, 1]
+    return sizes[0], sizes[1], sizes[2]
+
+
+class _Entries:
+    """The entries of one file."""
+
+    def __init__(self, data: Mapping[str, object], file: str) -> None:
+        self._data = data
+        self._file = file
+        self._sources = cast("Mapping[str, str]", self.plain("sources"))
+
+    def plain(self, key: str) -> object:
+        if key not in self._data:
+            raise self._fault(key, "It is not there")
+        return self._data[key]
+
+    def of(self, group: str) -> Mapping[str, Mapping[str, object]]:
+        return cast("Mapping[str, Mapping[str, object]]", self.plain(group))
+
+    def entry(self, group: str, name: str) -> Mapping[str, object]:
+        entry = self.of(group).get(name)
+        if entry is None:
+            raise self._fault(f"{group}.{name}", "It is not there")
+        known = entry.get("value", ...) is not None
+        if known and "source" not in entry:
+            raise self._fault(f"{group}.{name}", "It names no source")
+        if not known and "reason" not in entry:
+            raise self._fault(f"{group}.{name}", "It is null without a reason")
+        for each in (entry, *cast("Sequence[Mapping[str, object]]", entry.get("others", ()))):
+            if "source" in each and each["source"] not in self._sources:
+                raise self._fault(f"{group}.{name}", f"Its source {each['source']!r} is not listed")
+        return entry
+
+    def words(self, group: str, name: str) -> tuple[str, ...]:
+        value = self.entry(group, name).get("value")
+        if value is None:
+            return ()
+        return tuple(cast("list[str]", value)) if isinstance(value, list) else (str(value),)
+
+    def figure(self, group: str, name: str) -> Figure:
+        entry = self.entry(group, name)
+        others = cast("Sequence[Mapping[str, object]]", entry.get("others", ()))
+        return self._figure(entry, tuple(self._figure(other) for other in others))
+
+    def _figure(self, entry: Mapping[str, object], others: tuple[Figure, ...] = ()) -> Figure:
+        value, unit = entry.get("value"), str(entry.get("unit", ""))
+        if unit not in UNITS:
+            raise self._fault(str(entry), f"The unit {unit!r} is not known")
+        source = entry.get("source")
+        return Figure(
+            value=None if value is None else float(cast("float", value)) * UNITS[unit],
+            source="" if source is None else self._sources[str(source)],
+            note=str(entry.get("note", "")),
+            reason=str(entry.get("reason", "")),
+            others=others,
+        )
+
+    def source(self, entry: Mapping[str, object]) -> str:
+        return self._sources[str(entry["source"])]
+
+    def _fault(self, what: str, why: str) -> MeshError:
+        return MeshError(
+            f"{what} of {self._file} was read. {why}. "
+            "Write it with a value and a listed source, or with null and a reason."
+        )
+
+
+def _read_slices(entries: _Entries) -> SliceTable:
+    shapes = entries.entry("slices", "shapes")
+    wrap, twist = entries.entry("slices", "wrap"), entries.entry("slices", "twist")
+    has_cubes = "cubes" in entries.of("slices")
+    cubes: Mapping[str, object] = entries.entry("slices", "cubes") if has_cubes else {}
+    pod = wrap.get("pod")
+    return SliceTable(
+        shapes=tuple(read_box(str(shape)) for shape in cast("list[str]", shapes["value"])),
+        max_cubes=cast("int", cubes.get("max", 0)),
+        cubes_ascend=bool(cubes.get("ascending", True)),
+        wrap_rule=str(wrap["rule"]),
+        wrap_size=cast("int", wrap.get("of", wrap.get("size", 0))),
+        pod=None if pod is None else read_box(str(pod)),
+        wrap_reason=str(wrap.get("reason", "")),
+        can_twist=twist["rule"] == "k_k_2k",
+        twist_reason=str(twist.get("reason", "")),
+        source=entries.source(shapes),
+    )
+
+
+# ---------------------------------------------------------------------------------------- Hardware
 
 
 @dataclass(frozen=True)

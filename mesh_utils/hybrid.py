@@ -29,7 +29,7 @@ Invariants (`check_valid` states them):
 - so a group of devices along any axes has equally many members in each granule that it touches,
   which XLA needs to make of it one part per slice and one between slices.
 
-How the devices of one granule are laid out in their block is an order: see assignment_orders.py.
+How the devices of one granule are laid out in their block is an order: see assignment.py.
 """
 
 import hashlib
@@ -42,13 +42,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_utils.argument_types import argument_types
-from mesh_utils.assignment_orders import DeviceArray, DeviceOrder, arrange
-from mesh_utils.device import Device
-from mesh_utils.device_ids import describe_device_ids, read_device_ids
+from mesh_utils.assignment import DeviceArray, DeviceOrder, arrange
+from mesh_utils.devices import Device, Granule, describe_granule, granules
 from mesh_utils.errors import MeshError
-from mesh_utils.granule import Granule, describe_granule, granules
-from mesh_utils.mesh import Mesh
-from mesh_utils.mesh_input import Axis, as_integer, read_axis_names
+from mesh_utils.mesh import (
+    Axis,
+    Mesh,
+    as_integer,
+    describe_device_ids,
+    read_axis_names,
+    read_device_ids,
+)
 
 
 @argument_types

@@ -16,22 +16,708 @@ order: mesh["tp", "dp"].digits() is (((4, 1),), ((2, 4),)), that is, "tp" takes 
 Splitting and merging axes keep the order, so a factored or flattened root is a root itself.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, SupportsIndex, overload
+from typing import TYPE_CHECKING, SupportsIndex, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mesh_utils.argument_types import argument_types
-from mesh_utils.axes import AxisMapping, AxisSelection, NamedAxes
-from mesh_utils.device_ids import describe_device_ids, read_asked_ids, read_device_ids
 from mesh_utils.errors import AxisError, MeshError
-from mesh_utils.mesh_input import Axis, read_axis_names, read_mesh_shape
-from mesh_utils.order import Digit, axis_digits
-from mesh_utils.position_table import PositionTable
+
+__all__ = []
+
+
+# ---------------------------------------------------------------------------- Arrays of device ids
+#
+# Reading them and writing them short.
+#
+# Nothing here is per-device in Python: the ids of 262,144 devices are read in a few milliseconds.
+
+
+def read_device_ids(
+    device_ids: ArrayLike | range, mesh_shape: tuple[int, ...]
+) -> NDArray[np.int64]:
+    """Reads the device ids of a mesh.
+
+    Args:
+        device_ids: unique non-negative integers, flat or in any shape; read in row-major order.
+        mesh_shape: the sizes of the axes.
+
+    Returns:
+        A read-only int64 copy of shape `mesh_shape`.
+
+    Raises:
+        MeshError: too few, too many, repeated, negative or non-integer ids.
+
+    Example:
+        >>> read_device_ids([3, 1, 2, 0], (2, 2)).tolist()
+        [[3, 1], [2, 0]]
+    """
+    given = _as_array(device_ids)
+    count = math.prod(mesh_shape)
+    if given.size == 0:
+        raise MeshError(
+            f"Mesh was given no device ids for mesh_shape={mesh_shape}. "
+            f"A mesh of that shape has {count} devices. Pass {count} device ids."
+        )
+    if given.size != count:
+        raise MeshError(
+            f"Mesh was given {given.size} device ids for mesh_shape={mesh_shape}. "
+            f"A mesh of that shape has {count} devices. "
+            f"Pass {count} device ids, or a mesh_shape with a product of {given.size}."
+        )
+    if given.dtype.kind not in "iu":
+        raise MeshError(
+            f"Mesh was given device_ids of dtype {given.dtype}. Device ids are integers. "
+            f"Pass {count} integers, such as range({count})."
+        )
+    _refuse_out_of_range(given)
+    ids = np.array(given, np.int64, order="C").reshape(mesh_shape)
+    _refuse_repeated(ids.reshape(-1))
+    ids.flags.writeable = False
+    return ids
+
+
+def _as_array(device_ids: ArrayLike | range) -> NDArray[np.integer]:
+    if isinstance(device_ids, range):  # numpy would read it number by number
+        return np.arange(device_ids.start, device_ids.stop, device_ids.step, dtype=np.int64)
+    try:
+        return np.asarray(device_ids)
+    except (TypeError, ValueError):
+        raise MeshError(
+            f"Mesh was given device_ids of type {type(device_ids).__name__}. "
+            "numpy cannot read them as one array. "
+            "Pass a flat sequence or an array of integers."
+        ) from None
+
+
+def _refuse_out_of_range(ids: NDArray[np.integer]) -> None:
+    lowest, highest = int(ids.min()), int(ids.max())
+    if lowest < 0 or highest > np.iinfo(np.int64).max:
+        outside = lowest if lowest < 0 else highest
+        raise MeshError(
+            f"Mesh was given device_ids with the id {outside}. "
+            "Device ids are 0 or more and fit in 64 bits with a sign. "
+            "Pass the ids by which the runtime knows its devices."
+        )
+
+
+def _refuse_repeated(ids: NDArray[np.int64]) -> None:
+    if int(ids.max()) < 16 * ids.size:  # dense ids: counting is faster than sorting
+        counts = np.bincount(ids)
+        repeated = int(counts.argmax()) if counts.max() > 1 else None
+    else:
+        ordered = np.sort(ids)
+        twice = ordered[1:][ordered[1:] == ordered[:-1]]
+        repeated = int(twice[0]) if twice.size else None
+    if repeated is not None:
+        raise MeshError(
+            f"Mesh was given device_ids with the id {repeated} more than once. "
+            "A device has one place in a mesh. "
+            f"Pass {ids.size} different ids."
+        )
+
+
+def read_asked_ids(device_id: int | Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
+    """Reads device ids that are to be looked up.
+
+    Args:
+        device_id: one id, or an array of ids of any shape.
+
+    Returns:
+        The ids, int64, of the same shape.
+
+    Raises:
+        MeshError: ids that are no integers.
+
+    Example:
+        >>> read_asked_ids(6).shape, read_asked_ids([[6]]).shape
+        ((), (1, 1))
+    """
+    given = _as_array(device_id)
+    if given.dtype.kind not in "iu" and given.size:
+        raise MeshError(
+            f"Devices were looked up with ids of dtype {given.dtype}. Device ids are integers. "
+            "Pass an integer or an array of integers."
+        )
+    return given.astype(np.int64)
+
+
+def describe_device_ids(device_ids: NDArray[np.int64]) -> str:
+    """Writes device ids in a few characters.
+
+    Args:
+        device_ids: at least one id, in any shape.
+
+    Returns:
+        A range, a short list, or the first two and the count.
+
+    Example:
+        >>> describe_device_ids(np.arange(8)), describe_device_ids(np.array([3, 1, 2, 0, 4]))
+        ('0..7', '[3, 1, ...] (5)')
+    """
+    ids = device_ids.reshape(-1)
+    first, count = int(ids[0]), ids.size
+    if count > 1 and np.array_equal(ids, np.arange(first, first + count)):
+        return f"{first}..{first + count - 1}"
+    return str(ids.tolist()) if count <= 4 else f"[{first}, {ids[1]}, ...] ({count})"
+
+
+# ------------------------ Reads the shape and the axis names of a mesh, and refuses what cannot be
+
+Axis: TypeAlias = str | int
+"""The name of a mesh axis; the axes of an unnamed mesh are named 0, 1, ..."""
+
+
+def as_integer(value: object) -> int | None:
+    """Reads a Python or numpy integer.
+
+    Args:
+        value: anything.
+
+    Returns:
+        The int; None for what is not an integer. True and False are not.
+
+    Example:
+        >>> as_integer(np.int32(3)), as_integer(3.0), as_integer(True)
+        (3, None, None)
+    """
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return None
+
+
+def read_mesh_shape(mesh_shape: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    """Reads the sizes of the axes.
+
+    Args:
+        mesh_shape: one positive integer per axis.
+
+    Returns:
+        The sizes as Python ints.
+
+    Raises:
+        MeshError: no axis, or a size that is no positive integer.
+
+    Example:
+        >>> read_mesh_shape(np.array([2, 4]))
+        (2, 4)
+    """
+    asked = f"Mesh was given mesh_shape={mesh_shape!r}."
+    try:
+        given: tuple[object, ...] = tuple(mesh_shape)
+    except TypeError:
+        raise MeshError(
+            f"{asked} A mesh shape is a sequence with one size per axis. "
+            "Pass a tuple of integers, such as (2, 4)."
+        ) from None
+    if not given:
+        raise MeshError(
+            f"{asked} A mesh has at least one axis. Pass (1,) for a mesh of one device."
+        )
+    shape = [as_integer(size) for size in given]
+    for axis, size in enumerate(shape):
+        if size is None or size < 1:
+            raise MeshError(
+                f"{asked} The size of axis {axis} is {given[axis]!r}, not a positive integer. "
+                "Pass a size of 1 or more for each axis."
+            )
+    return cast("tuple[int, ...]", tuple(shape))
+
+
+def read_axis_names(
+    axis_names: Iterable[Axis] | None, mesh_shape: tuple[int, ...]
+) -> tuple[Axis, ...]:
+    """Reads the names of the axes.
+
+    Args:
+        axis_names: a different name for each axis (a non-empty str, or an int of 0 or more), or
+            None to number the axes.
+        mesh_shape: the sizes of the axes.
+
+    Returns:
+        The names.
+
+    Raises:
+        AxisError: a name twice, a wrong number of names, or what cannot be a name.
+
+    Example:
+        >>> read_axis_names(None, (2, 4))
+        (0, 1)
+    """
+    count = len(mesh_shape)
+    if axis_names is None:
+        return tuple(range(count))
+    asked = f"Mesh was given axis_names={axis_names!r} for mesh_shape={mesh_shape}."
+    if isinstance(axis_names, (str, int)):
+        raise AxisError(
+            f"{asked} One name is not a sequence of names. Pass a tuple, such as ({axis_names!r},)."
+        )
+    names = tuple(_read_axis_name(name, asked) for name in axis_names)
+    if len(names) != count:
+        raise AxisError(
+            f"{asked} The number of names is {len(names)}, the number of axes {count}. "
+            f"Pass {count} names, or None to number the axes."
+        )
+    for position, name in enumerate(names):
+        if name in names[:position]:
+            raise AxisError(
+                f"{asked} The name {name!r} is there twice. Pass a different name for each axis."
+            )
+    return names
+
+
+def _read_axis_name(name: object, asked: str) -> Axis:
+    if isinstance(name, str) and name:
+        return str(name)
+    number = as_integer(name)
+    if number is None or number < 0:
+        raise AxisError(
+            f"{asked} {name!r} is not the name of an axis. "
+            "Pass non-empty strings, or integers of 0 or more."
+        )
+    return number
+
+
+# ------------------------------------------------------------------------ The named axes of a mesh
+#
+# Finding, splitting and merging them. No devices here.
+
+AxisSelection: TypeAlias = Axis | Sequence[Axis]
+"""One axis, or a list or tuple of axes."""
+
+_Value = TypeVar("_Value")
+# The keys of a Mapping are invariant: a dict[str, int] is no Mapping[Axis, int].
+AxisMapping: TypeAlias = Mapping[str, _Value] | Mapping[int, _Value] | Mapping[Axis, _Value]
+"""Something for each of some axes."""
+
+
+class NamedAxes:
+    """Axes in order, each with a name and a size: what Mesh builds upon.
+
+    Args:
+        mesh_shape: the size of each axis.
+        axis_names: the name of each axis, no two alike.
+
+    Example:
+        >>> axes = NamedAxes((2, 4), ("dp", "tp"))
+        >>> axes.ndim, axes.size(), axes.axes_text()
+        (2, 8, 'dp=2, tp=4')
+    """
+
+    __slots__ = ("_axis_names", "_mesh_shape")
+
+    def __init__(self, mesh_shape: tuple[int, ...], axis_names: tuple[Axis, ...]) -> None:
+        self._mesh_shape = mesh_shape
+        self._axis_names = axis_names
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The size of each axis."""
+        return self._mesh_shape
+
+    @property
+    def axis_names(self) -> tuple[Axis, ...]:
+        """The name of each axis."""
+        return self._axis_names
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self._mesh_shape)
+
+    def axes_text(self) -> str:
+        """Writes the axes with their sizes.
+
+        Returns:
+            The text.
+
+        Example:
+            >>> NamedAxes((2, 4), ("dp", "tp")).axes_text()
+            'dp=2, tp=4'
+        """
+        pairs = zip(self._axis_names, self._mesh_shape, strict=True)
+        return ", ".join(f"{name}={size}" for name, size in pairs)
+
+    def size(self, axis: Axis | None = None) -> int:
+        """Counts the devices.
+
+        Args:
+            axis: one axis, or None for the whole mesh.
+
+        Returns:
+            The size of that axis, or the product of all sizes.
+
+        Raises:
+            AxisError: there is no such axis.
+
+        Example:
+            >>> NamedAxes((2, 4), ("dp", "tp")).size("tp")
+            4
+        """
+        if axis is None:
+            return math.prod(self._mesh_shape)
+        return self._mesh_shape[self.axis_index(axis)]
+
+    def axis_index(self, axis: Axis) -> int:
+        """Finds one axis.
+
+        Args:
+            axis: its name, or, where no name is an integer, its position.
+
+        Returns:
+            Its position, from 0.
+
+        Raises:
+            AxisError: there is no such axis.
+
+        Example:
+            >>> NamedAxes((2, 4), ("dp", "tp")).axis_index("tp")
+            1
+        """
+        key = axis if isinstance(axis, str) else as_integer(axis)
+        if key is not None and key in self._axis_names:
+            return self._axis_names.index(key)
+        numbered = any(isinstance(name, int) for name in self._axis_names)
+        if isinstance(key, int) and not numbered and 0 <= key < len(self._axis_names):
+            return key
+        choices = ", ".join(map(repr, self._axis_names))
+        positions = "" if numbered else f", or a position from 0 to {len(self._axis_names) - 1}"
+        raise AxisError(
+            f"Axis {axis!r} was asked for. It is not among the axes {self.axes_text()}. "
+            f"Pass one of {choices}{positions}."
+        )
+
+    def _axis_indices(self, axes: AxisSelection) -> list[int]:
+        """The positions of one axis or several, in the order asked; AxisError if one is twice."""
+        if isinstance(axes, str) or not isinstance(axes, Sequence):
+            return [self.axis_index(axes)]
+        indices = [self.axis_index(axis) for axis in axes]
+        for place, index in enumerate(indices):
+            if index in indices[:place]:
+                raise AxisError(
+                    f"Axes {axes!r} of {self.axes_text()} were asked for. "
+                    f"Axis {self._axis_names[index]!r} is there twice. Pass each axis at most once."
+                )
+        return indices
+
+    def _fixed_coordinates(self, at: Sequence[tuple[Axis, int]]) -> dict[int, int]:
+        """Axis position to coordinate, from (axis, coordinate) pairs that leave some axis free."""
+        indices = self._axis_indices([axis for axis, _ in at])
+        for index, (_, value) in zip(indices, at, strict=True):
+            coordinate, name, size = (
+                as_integer(value),
+                self._axis_names[index],
+                self._mesh_shape[index],
+            )
+            if coordinate is None or not 0 <= coordinate < size:
+                raise MeshError(
+                    f"A slice at {name}={value!r} was asked for. Axis {name!r} has size {size}. "
+                    f"Pass an integer from 0 to {size - 1}."
+                )
+        if len(indices) == len(self._axis_names):
+            asked = ", ".join(f"{axis}={value}" for axis, value in at)
+            raise MeshError(
+                f"A slice at {asked} was asked for. It leaves none of the axes {self.axes_text()}. "
+                "Leave one axis out, or index device_ids to get one device."
+            )
+        return {index: int(value) for index, (_, value) in zip(indices, at, strict=True)}
+
+    def _factored_axes(
+        self, factors: AxisMapping[Sequence[tuple[Axis, int]]]
+    ) -> tuple[tuple[int, ...], tuple[Axis, ...]]:
+        """The shape and names after splitting axes into (name, size) parts, outer to inner."""
+        by_index = dict(zip(self._axis_indices(list(factors)), factors.values(), strict=True))
+        names: list[Axis] = []
+        sizes: list[int] = []
+        for index, (name, size) in enumerate(zip(self._axis_names, self._mesh_shape, strict=True)):
+            parts = by_index.get(index, ((name, size),))
+            _refuse_unpaired(name, parts)
+            part_sizes = tuple(part_size for _, part_size in parts)
+            if not parts or not _multiply_up(part_sizes, size):
+                raise MeshError(
+                    f"Axis {name!r} of size {size} was to be factored into sizes {part_sizes}. "
+                    f"These are not positive integers with a product of {size}. "
+                    "Pass sizes that multiply up to the size of the axis."
+                )
+            names += [part_name for part_name, _ in parts]
+            sizes += map(int, part_sizes)
+        return tuple(sizes), read_axis_names(tuple(names), tuple(sizes))
+
+    def _flattened_axes(
+        self, axes: AxisSelection, name: Axis
+    ) -> tuple[tuple[int, ...], tuple[Axis, ...]]:
+        """The shape and names after merging adjacent axes."""
+        indices = self._axis_indices(axes)
+        if not indices or indices != list(range(indices[0], indices[-1] + 1)):
+            raise AxisError(
+                f"Axes {axes!r} were to be flattened into {name!r}. "
+                f"They do not follow each other, in that order, in {self.axes_text()}. "
+                "Pass adjacent axes, or permute the mesh first with mesh[axes]."
+            )
+        before, after = indices[0], indices[-1] + 1
+        merged = math.prod(self._mesh_shape[before:after])
+        shape = (*self._mesh_shape[:before], merged, *self._mesh_shape[after:])
+        names = (*self._axis_names[:before], name, *self._axis_names[after:])
+        return shape, read_axis_names(names, shape)
+
+
+def _refuse_unpaired(name: Axis, parts: object) -> None:
+    if not isinstance(parts, (list, tuple)) or not all(
+        isinstance(part, (list, tuple)) and len(cast("tuple[object, ...]", part)) == 2
+        for part in cast("Sequence[object]", parts)
+    ):
+        raise AxisError(
+            f"Axis {name!r} was to be factored into {parts!r}. These are not (name, size) pairs. "
+            "Pass a tuple of pairs, such as (('outer', 2), ('inner', 2))."
+        )
+
+
+def _multiply_up(part_sizes: Sequence[object], size: int) -> bool:
+    sizes = [as_integer(part_size) or 0 for part_size in part_sizes]
+    return min(sizes) > 0 and math.prod(sizes) == size
+
+
+# ------------------------------------------------------------- Device orders as mixed-radix digits
+#
+# An order of n devices is often "iota, reshaped and transposed": position i of the walk is a sum of
+# digits of i times strides. Such a walk is written as (size, stride) pairs, outer to inner, and
+# takes O(number of axes) space whatever n is. Walking 0 1 2 3 4 5 6 7 column by column over a 2 x 4
+# grid:
+#
+#     0 4 1 5 2 6 3 7   =   outer digit (4, 1), inner digit (2, 4)
+#
+# The inner digit makes steps of 4 and runs through 2 values; the outer one makes steps of 1 and
+# runs through 4. Digits nest: with the strides in ascending order, each is a multiple of the stride
+# times the size before it, so digit (size, stride) of a position p is (p // stride) % size.
+
+Digit: TypeAlias = tuple[int, int]
+"""(size, stride): `size` values, `stride` apart."""
+
+IntArray: TypeAlias = NDArray[np.int64]
+
+
+@argument_types
+def mixed_radix(positions: NDArray[np.integer]) -> tuple[Digit, ...] | None:
+    """Writes a walk as nested digits, where it is one.
+
+    Args:
+        positions: the walk, 1-D, [n] integers. A permutation of 0..n-1, or part of one.
+
+    Returns:
+        The fewest (size, stride) digits, outer to inner, that give `positions`; () for [0]; None
+        when there are none (the walk starts elsewhere than at 0, repeats, goes backwards, ...).
+
+    Example:
+        >>> mixed_radix(np.array([0, 4, 1, 5, 2, 6, 3, 7]))
+        ((4, 1), (2, 4))
+        >>> mixed_radix(np.array([0, 2, 1])) is None
+        True
+    """
+    if positions.ndim != 1 or positions.size == 0 or positions[0] != 0:
+        return None
+    inner_first: list[Digit] = []
+    rest = positions.astype(np.int64, copy=False)
+    while rest.size > 1:
+        digit = _inner_digit(rest)
+        if digit is None:
+            return None
+        inner_first.append(digit)
+        rest = rest[:: digit[0]]
+    digits = tuple(reversed(inner_first))
+    return digits if are_nested(digits) else None
+
+
+@argument_types
+def mixed_radix_positions(digits: Iterable[Digit]) -> IntArray:
+    """Walks digits: the inverse of `mixed_radix`.
+
+    Args:
+        digits: (size, stride) pairs, outer to inner.
+
+    Returns:
+        The positions, [product of the sizes].
+
+    Example:
+        >>> mixed_radix_positions(((4, 1), (2, 4))).tolist()
+        [0, 4, 1, 5, 2, 6, 3, 7]
+    """
+    positions = np.zeros(1, np.int64)
+    for size, stride in digits:
+        steps = np.arange(size, dtype=np.int64) * stride
+        positions = (positions[:, None] + steps).reshape(-1)
+    return positions
+
+
+def axis_digits(positions: IntArray) -> tuple[tuple[Digit, ...], ...] | None:
+    """Writes an N-D array of positions as digits, axis by axis.
+
+    Args:
+        positions: integers of the mesh's shape; they may start anywhere.
+
+    Returns:
+        For each axis its digits, outer to inner, such that a position is the first one plus what
+        each axis adds; None when the axes do not add up so, or do not nest.
+
+    Example:
+        >>> axis_digits(np.arange(8).reshape(2, 4).T)
+        (((4, 1),), ((2, 4),))
+    """
+    first = positions[(0,) * positions.ndim]
+    digits: list[tuple[Digit, ...]] = []
+    expected = first
+    for axis in range(positions.ndim):
+        line = tuple(slice(None) if i == axis else 0 for i in range(positions.ndim))
+        walk = positions[line] - first
+        found = mixed_radix(walk)
+        if found is None:
+            return None
+        digits.append(found)
+        expected = expected[..., None] + walk
+    nested = are_nested(digit for found in digits for digit in found)
+    return tuple(digits) if nested and np.array_equal(expected, positions) else None
+
+
+def are_nested(digits: Iterable[Digit]) -> bool:
+    """Whether the digits, in any order, are digits of one number.
+
+    Args:
+        digits: (size, stride) pairs.
+
+    Returns:
+        True if no two of them overlap: each stride is a multiple of every smaller stride times its
+        size.
+
+    Example:
+        >>> are_nested([(2, 4), (4, 1)]), are_nested([(2, 3), (2, 1)])
+        (True, False)
+    """
+    span = 1
+    for size, stride in sorted(digits, key=lambda digit: digit[1]):
+        if stride <= 0 or stride % span:
+            return False
+        span = stride * size
+    return True
+
+
+def _inner_digit(walk: IntArray) -> Digit | None:
+    """The innermost digit of a walk of two or more positions, or None."""
+    stride = int(walk[1] - walk[0])
+    if stride <= 0:
+        return None
+    breaks = np.diff(walk) != stride
+    size = int(breaks.argmax()) + 1 if breaks.any() else walk.size
+    if walk.size % size:
+        return None
+    # The greedy run is right for every mixed-radix walk; the other runs must now repeat it.
+    steps = np.arange(size, dtype=np.int64) * stride
+    runs = walk.reshape(-1, size)
+    return (size, stride) if np.array_equal(runs, runs[:, :1] + steps) else None
+
+
+# ------------------------------------------------- Finds the place of device ids in a device order
+
+_DENSE = 16
+"""A table may be this many times longer than the ids in it."""
+
+
+class PositionTable:
+    """The position of each device id in one order. Built when it is first asked.
+
+    Ids are looked up in a table indexed by id where they are dense (every runtime's are), and by
+    bisection of the sorted ids otherwise.
+
+    Args:
+        ordered_ids: unique non-negative ids, [n], in their order.
+
+    Example:
+        >>> PositionTable(np.array([30, 10, 20])).find(np.array([10, 30, 99])).tolist()
+        [1, 0, -1]
+    """
+
+    __slots__ = ("_keys", "_ordered_ids", "_positions")
+
+    def __init__(self, ordered_ids: NDArray[np.int64]) -> None:
+        self._ordered_ids = ordered_ids
+        self._keys: NDArray[np.int64] | None = None  # the sorted ids, when they are not dense
+        self._positions: NDArray[np.int64] | None = None
+
+    def _build(self) -> NDArray[np.int64]:
+        ids = self._ordered_ids
+        top = int(ids.max())
+        if top < _DENSE * ids.size:
+            # One place more than the top id: it stays -1 and answers for all ids beyond.
+            positions = np.full(top + 2, -1, np.int64)
+            positions[ids] = np.arange(ids.size)
+        else:
+            positions = np.argsort(ids)
+            self._keys = ids[positions]
+        self._positions = positions  # last: another thread may be asking at the same time
+        return positions
+
+    def find(self, device_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Looks ids up.
+
+        Args:
+            device_ids: integers of any shape.
+
+        Returns:
+            Their positions, int64 of the same shape; -1 where an id is not in the order.
+        """
+        positions = self._build() if self._positions is None else self._positions
+        if self._keys is None:
+            beyond = positions.size - 1
+            outside = (device_ids < 0) | (device_ids > beyond)
+            return positions[np.where(outside, beyond, device_ids)]
+        places = np.minimum(np.searchsorted(self._keys, device_ids), self._keys.size - 1)
+        return np.where(self._keys[places] == device_ids, positions[places], -1)
+
+    def has_all(self, device_ids: NDArray[np.int64]) -> bool:
+        """Whether all ids are in the order.
+
+        Args:
+            device_ids: integers of any shape.
+
+        Returns:
+            True if none is missing.
+        """
+        return bool((self.find(device_ids) >= 0).all())
+
+    def find_all(self, device_ids: NDArray[np.int64], mesh: object) -> NDArray[np.int64]:
+        """Looks ids up that must be there.
+
+        Args:
+            device_ids: integers of any shape.
+            mesh: whose order this is; for the message.
+
+        Returns:
+            Their positions, int64 of the same shape.
+
+        Raises:
+            MeshError: some are not in the order.
+        """
+        found = self.find(device_ids)
+        missing = device_ids[found < 0]
+        if missing.size:
+            raise MeshError(
+                f"Device ids {describe_device_ids(device_ids)} were looked up in {mesh!r}. "
+                f"The first that it does not have is {missing[0]}. "
+                "Pass ids of its devices, or ask a mesh that has them."
+            )
+        return found
+
+
+# -------------------------------------------------------------------------------------------- Mesh
 
 
 @argument_types
@@ -74,7 +760,7 @@ class Mesh(NamedAxes):
         names = read_axis_names(axis_names, shape)
         self._set(read_device_ids(device_ids, shape), names, None)
 
-    def _set(self, ids: NDArray[np.int64], names: tuple[Axis, ...], root: "Mesh | None") -> None:
+    def _set(self, ids: NDArray[np.int64], names: tuple[Axis, ...], root: Mesh | None) -> None:
         super().__init__(ids.shape, names)
         self._device_ids = ids
         self._root = root
@@ -85,7 +771,7 @@ class Mesh(NamedAxes):
     @staticmethod
     def arange(
         mesh_shape: Iterable[SupportsIndex], axis_names: Iterable[Axis] | None = None
-    ) -> "Mesh":
+    ) -> Mesh:
         """Makes the mesh of the devices 0, 1, 2, ... in row-major order.
 
         Args:
@@ -112,7 +798,7 @@ class Mesh(NamedAxes):
         return self._device_ids
 
     @property
-    def root(self) -> "Mesh":
+    def root(self) -> Mesh:
         """The mesh that this one was cut out of; itself if none."""
         return self if self._root is None else self._root
 
@@ -121,7 +807,7 @@ class Mesh(NamedAxes):
         """Whether this mesh was cut out of no other."""
         return self._root is None
 
-    def __getitem__(self, axes: AxisSelection) -> "Mesh":
+    def __getitem__(self, axes: AxisSelection) -> Mesh:
         """Cuts out the submesh of some axes, at coordinate 0 of all others.
 
         Args:
@@ -145,7 +831,7 @@ class Mesh(NamedAxes):
             )
         return self._cut(kept, dict.fromkeys(set(range(self.ndim)) - set(kept), 0))
 
-    def slice(self, at: AxisMapping[int] | None = None, /, **at_names: int) -> "Mesh":
+    def slice(self, at: AxisMapping[int] | None = None, /, **at_names: int) -> Mesh:
         """Cuts out the submesh at a coordinate of some axes.
 
         Args:
@@ -219,7 +905,7 @@ class Mesh(NamedAxes):
         groups.flags.writeable = False
         return groups
 
-    def factored(self, factors: AxisMapping[Sequence[tuple[Axis, int]]]) -> "Mesh":
+    def factored(self, factors: AxisMapping[Sequence[tuple[Axis, int]]]) -> Mesh:
         """Splits axes into finer ones; the order of the devices stays.
 
         Args:
@@ -239,7 +925,7 @@ class Mesh(NamedAxes):
         """
         return self._rearranged(*self._factored_axes(factors))
 
-    def flattened(self, axes: AxisSelection, name: Axis) -> "Mesh":
+    def flattened(self, axes: AxisSelection, name: Axis) -> Mesh:
         """Merges adjacent axes into one; the order of the devices stays.
 
         Args:
@@ -258,7 +944,7 @@ class Mesh(NamedAxes):
         """
         return self._rearranged(*self._flattened_axes(axes, name))
 
-    def digits(self, root: "Mesh | None" = None) -> tuple[tuple[Digit, ...], ...] | None:
+    def digits(self, root: Mesh | None = None) -> tuple[tuple[Digit, ...], ...] | None:
         """Writes how each axis walks through the flat order of a root. Cached.
 
         Args:
@@ -286,7 +972,7 @@ class Mesh(NamedAxes):
             self._digits[key] = self._find_digits(self.root if root is None else root)
         return self._digits[key]
 
-    def positions(self, root: "Mesh | None" = None) -> NDArray[np.int64]:
+    def positions(self, root: Mesh | None = None) -> NDArray[np.int64]:
         """Finds the devices in the flat order of a root.
 
         Args:
@@ -360,14 +1046,14 @@ class Mesh(NamedAxes):
     def __repr__(self) -> str:
         return f"Mesh({self.axes_text()}, devices={describe_device_ids(self._device_ids)})"
 
-    def __deepcopy__(self, memo: object) -> "Mesh":
+    def __deepcopy__(self, memo: object) -> Mesh:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
         # Not the slots: what is cached in them need not travel.
         return _derived, (self._device_ids, self.axis_names, self._root)
 
-    def _cut(self, kept: Sequence[int], fixed: Mapping[int, int]) -> "Mesh":
+    def _cut(self, kept: Sequence[int], fixed: Mapping[int, int]) -> Mesh:
         """The submesh of the axes `kept`, in that order, at the coordinates `fixed`."""
         if list(kept) == list(range(self.ndim)):
             return self
@@ -376,11 +1062,11 @@ class Mesh(NamedAxes):
         ids = self._device_ids[index].transpose([in_mesh_order.index(axis) for axis in kept])
         return _derived(ids, tuple(self.axis_names[axis] for axis in kept), self.root)
 
-    def _rearranged(self, shape: tuple[int, ...], axis_names: tuple[Axis, ...]) -> "Mesh":
+    def _rearranged(self, shape: tuple[int, ...], axis_names: tuple[Axis, ...]) -> Mesh:
         """The same devices in the same order under other axes."""
         return _derived(self._device_ids.reshape(shape), axis_names, self._root)
 
-    def _find_digits(self, root: "Mesh") -> tuple[tuple[Digit, ...], ...] | None:
+    def _find_digits(self, root: Mesh) -> tuple[tuple[Digit, ...], ...] | None:
         positions = self.positions(root)
         if self.size() < root.size():
             # The walk of an axis is the same at every coordinate only if that of `whole` is digits.

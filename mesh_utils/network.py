@@ -43,7 +43,7 @@ Strategies of the gather family (all-gather, reduce-scatter, all-reduce), of whi
                     (XLA's N-D strategies): the sum of 2 per wrapped and 1 per other dim
 
 All-to-all goes by dims in order x, y, z along shortest paths, half each way where both ways are
-equal. Permute: see network_routes.py.
+equal. Permute: see the section on messages.
 
 A twisted torus (k x k x 2k, or k x 2k x 2k chips): the wrap link of a short dim leads to the chip
 that lies k further along each long dim. So a short dim closes to rings only for axes that also take
@@ -73,21 +73,314 @@ What it rests on, and what on hardware would show it wrong (docs/topology.md has
 Invariants: bandwidth is at least 0; it does not exceed `bound`; scaling of all strides apart, it
 depends on sizes, strides, wrap and twist only, not on names or ids; the same input gives the same
 answer bit by bit.
+
+What links carry, counted: for meshes whose axes are no spans, and for permutes.
+
+A message goes to its target by dims, x before y before z, along the shortest way; where several are
+equally short, each takes its share. Loads are in units of what one message carries, per directed
+link. This counts what the closed forms for gathers and exchanges derive, for any
+order of devices, at the cost of walking every message.
+
+A permute is one message from each member of a group to the next, the last to the first: ring
+attention and pipelines live on it, and here the ORDER within a group matters.
+
+    >>> from mesh_utils import Network, Span, Topology
+    >>> from mesh_utils.span import span_groups
+    >>> network = Network.of(Topology.parse("v5e:4x4"))
+    >>> row_major = span_groups(Span((4, 4, 1)), network.shape)
+    >>> snake = span_groups(Span((4, 4, 1), snake=True), network.shape)
+    >>> neighbour_shift(network, row_major), neighbour_shift(network, snake)
+    (Shift(max_hops=6, links=1.0), Shift(max_hops=3, links=1.0))
+
+What each axis of a mesh gets: modelled bandwidth, strategy, hops, in numbers and in words.
+
+    >>> from mesh_utils import Mesh, Topology
+    >>> topology = Topology.parse("v5e:16x16")
+    >>> mesh = Mesh.arange((32, 8), ("fsdp", "tp"))
+    >>> for axis in axis_reports(topology, mesh):
+    ...     print(axis)
+    fsdp=32 on Span(x2@8 y16): 100 GB/s modelled, 50 % of the bound (staggered ring); 9 hops
+    tp=8 on Span(x8): 50 GB/s modelled, 25 % of the bound (line); 7 hops
+
+All of it is modelled.
 """
 
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Literal, SupportsIndex, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mesh_utils.argument_types import argument_types
 from mesh_utils.errors import TopologyError
-from mesh_utils.network_bound import bound_links, chip_degree
-from mesh_utils.network_exchange import exchange_links
-from mesh_utils.network_gather import STRATEGIES, Links3, gather_links
-from mesh_utils.span import Span
-from mesh_utils.topology import Topology
+from mesh_utils.mesh import Axis, Mesh, PositionTable
+from mesh_utils.span import Shape3, Span
+from mesh_utils.topology import Box, Topology, canonical, shortest_ways
+
+__all__ = ["exchange_load", "link_loads", "neighbour_shift", "ring_links"]
+
+
+# ------------------------------------------------------------------------- What no axis can exceed
+#
+# Every link of a chip at work for it alone.
+#
+# A byte that a device receives comes through a link of its chip, and over DCN if it comes from
+# another slice. So the links into the chip that has fewest bound every collective.
+
+
+def chip_degree(shape: tuple[int, int, int], wrap: tuple[bool, bool, bool]) -> float:
+    """The links of the chip that has fewest: one at a corner.
+
+    Args:
+        shape: the chips of a slice.
+        wrap: for each dim whether it wraps.
+
+    Returns:
+        2 for each dim that wraps, 1 for each other dim of more than one chip; at least 1.
+
+    Example:
+        >>> chip_degree((8, 16, 1), (False, True, False))
+        3.0
+    """
+    ways = [2 if wraps else 1 for wraps, size in zip(wrap, shape, strict=True) if size > 1]
+    return float(sum(ways)) or 1.0
+
+
+def bound_links(
+    total: int, slices: int, degree: float, cores: int, core_links: float, dcn_links: float
+) -> float:
+    """The bound of an axis.
+
+    Args:
+        total: devices of the axis, over all slices.
+        slices: slices of it.
+        degree: links into a chip.
+        cores: devices on a chip, which share them.
+        core_links: bandwidth between those, in links.
+        dcn_links: bandwidth of a device to other slices, in links.
+
+    Returns:
+        Bus bandwidth per device in links; inf for one device.
+
+    Example:
+        >>> bound_links(8, 1, 3.0, 1, math.inf, math.inf)
+        3.0
+    """
+    if total == 1:
+        return math.inf
+    inner = total // slices
+    seconds = cores * (1 - 1 / inner) / degree  # its cores in other groups: they share the links
+    if inner % cores == 0:
+        # Its cores in one group: each byte comes once for all of them.
+        together = max((1 - cores / inner) / degree, (1 - 1 / cores) / core_links)
+        seconds = min(seconds, together)
+    seconds += (1 - 1 / slices) / inner / dcn_links
+    return (1 - 1 / total) / seconds if seconds else math.inf
+
+
+# ---------------------------------------------------------------------------------- network gather
+#
+# Bandwidth of all-gather, reduce-scatter and all-reduce inside a slice, in closed form.
+#
+# All numbers are for the chips of a box: cores, slices and bytes are added by `Network`, whose
+# text says what the strategies are. Each follows from counting, for every link, which groups use
+# it.
+#
+# With strides, t groups lie in between each other along a dim, and a link is crossed by all of them
+# that have an edge there. So what one group loads with 1, all together load with t, at worst:
+#
+#     line: the last link carries (1 - 1/k) S of a group                  t (1 - 1/k) S
+#     ring: each link carries half of that, the other half goes back      t (1 - 1/k) S / 2
+#
+# A pair at half the length of a dim that wraps (size 2, stride N/2) sends half each way: it loads
+# with t / 2.
+#
+# Staggered ring. A dim p that wraps is taken whole, in rows of s chips; a ring goes through all
+# rows of a group: it leaves out column a, snakes through the other columns of every row, and comes
+# back along column a. A step from row to row happens at two of the columns a - 1, a, a + 1. Groups
+# that lie in between each other in that other dim j differ in their column a: by 3, or by 2 where j
+# has two rows only, and so there are s // 3 (s // 2) slots that share no link; of t groups at most
+# ceil(t / slots) are in one slot.
+
+Links3: TypeAlias = tuple[tuple[int, int, int], tuple[bool, bool, bool], bool]
+"""The box of chips: its shape, which dims wrap, and whether it is a twisted torus."""
+
+FloatArray: TypeAlias = NDArray[np.float64]
+IntArray: TypeAlias = NDArray[np.int64]
+BoolArray: TypeAlias = NDArray[np.bool_]
+
+STRATEGIES = ("none", "line", "path", "snake", "staggered ring", "ring", "whole dims")
+"""What `gather_links` numbers: where two are equally fast, the later one counts."""
+
+
+def gather_links(box: Links3, sizes: IntArray, strides: IntArray) -> tuple[FloatArray, IntArray]:
+    """The best strategy for each span.
+
+    Args:
+        box: the links.
+        sizes: chips in x, y, z, [n, 3].
+        strides: the strides between them, [n, 3].
+
+    Returns:
+        Bus bandwidth per chip in links, [n], inf where there is one chip; and the number of the
+        strategy in STRATEGIES, [n].
+
+    Example:
+        >>> box = ((16, 16, 1), (True, True, False), False)
+        >>> links, strategy = gather_links(box, np.array([[16, 2, 1]]), np.array([[1, 8, 1]]))
+        >>> float(links[0]), STRATEGIES[strategy[0]]
+        (2.0, 'staggered ring')
+    """
+    active = sizes > 1
+    rings = closed_dims(box, sizes, strides)
+    dims = active.sum(axis=1)
+    # A pair half way around sends half each way.
+    pairs = rings & (sizes == 2) & ~_is_short(box)
+    load = np.where(active, strides * np.where(pairs, 0.5, 1.0), 0.0).max(axis=1)
+    with np.errstate(divide="ignore"):
+        once = np.where(dims > 0, 1 / load, 0.0)
+    even = (active & (sizes % 2 == 0)).any(axis=1)
+    one, several = dims == 1, dims > 1
+    staggered = _staggered(box, sizes, strides, rings, pairs)
+    whole = (~active | ((strides == 1) & (sizes == np.array(box[0])))).all(axis=1)
+    ways = np.where(active, np.where(rings, 2.0, 1.0), 0.0).sum(axis=1)
+    choices = np.stack(
+        [
+            np.where(dims == 0, np.inf, 0.0),
+            np.where(one, once, 0.0),
+            np.where(several, once, 0.0),
+            np.where(several & even, 2 * once, 0.0),
+            np.where(several, staggered, 0.0),
+            np.where(one, staggered, 0.0),
+            np.where(whole & several, ways, 0.0),
+        ]
+    )
+    last = len(STRATEGIES) - 1 - choices[::-1].argmax(axis=0)
+    return choices.max(axis=0), last
+
+
+def closed_dims(box: Links3, sizes: IntArray, strides: IntArray) -> BoolArray:
+    """In which dims the groups of a span are rings.
+
+    Args:
+        box: the links.
+        sizes: chips in x, y, z, [n, 3].
+        strides: the strides between them, [n, 3].
+
+    Returns:
+        Flags, [n, 3]: the span reaches around the dim, and the dim wraps; in a twisted torus a
+        short dim only together with both halves of every long one.
+    """
+    shape, wrap, twist = box
+    around = (sizes > 1) & (sizes * strides == np.array(shape))
+    closed: BoolArray = around & np.array(wrap, np.bool_)
+    if twist:
+        short = _is_short(box)
+        halves: BoolArray = (short | (around & (sizes % 2 == 0))).all(axis=1)
+        closed &= ~short | np.expand_dims(halves, 1)
+    return closed
+
+
+def _is_short(box: Links3) -> BoolArray:
+    """The short dims of a twisted torus, [3]; none of another one."""
+    shape, _, twist = box
+    return np.array([twist and size == min(shape) for size in shape])
+
+
+def _staggered(
+    box: Links3, sizes: IntArray, strides: IntArray, rings: BoolArray, pairs: BoolArray
+) -> FloatArray:
+    """The best ring that goes around one dim, [n]; 0 where there is none."""
+    best = np.zeros(len(sizes))
+    short = _is_short(box)
+    for p in range(3):
+        columns, rows = sizes[:, p], sizes.copy()
+        if short[p]:
+            # The wrap link leads to the other half of the long dims: one ring takes both halves.
+            long = int(np.flatnonzero(~short)[0])
+            columns = 2 * columns
+            rows[:, long] = rows[:, long] // 2
+        load = strides[:, p].astype(np.float64)
+        for j in range(3):
+            if j == p:
+                continue
+            slots = np.maximum(columns // np.where(rows[:, j] == 2, 2, 3), 1)
+            shared = np.ceil(strides[:, j] / slots) * np.where(pairs[:, j], 0.5, 1.0)
+            load = np.where(rows[:, j] > 1, np.maximum(load, shared), load)
+        # A ring of two chips is a pair, which sends half each way.
+        load = np.where(pairs[:, p], load / 2, load)
+        one = (sizes > 1).sum(axis=1) == 1
+        usable = rings[:, p] & ((columns > 2) | one)
+        found = np.where(pairs[:, p], 1.0, 2.0) / load
+        best = np.where(usable, np.maximum(best, found), best)
+    return best
+
+
+# ------------------------------------------ Bandwidth of all-to-all inside a slice, in closed form
+#
+# Each chip sends S / k to each of its group, by dims in the order x, y, z, along the shorter way,
+# and half each way where both are equally long. A dim of a span is then loaded as if it were alone:
+#
+#     ring of s chips     each link, one way:     S t s / 8      (s even),  S t (s^2 - 1) / 8 s
+#     line of s chips     the middle link:        S t floor(s/2) ceil(s/2) / s
+#
+# with t groups in between each other. The dims work at the same time: the slowest counts. In a
+# twisted torus shortest paths cross several dims, so that they are enumerated: every link of one
+# kind carries the same, because the torus looks alike from each of its chips.
+
+
+def exchange_links(box: Links3, sizes: IntArray, strides: IntArray) -> FloatArray:
+    """All-to-all on each span.
+
+    Args:
+        box: the links.
+        sizes: chips in x, y, z, [n, 3].
+        strides: the strides between them, [n, 3].
+
+    Returns:
+        Bus bandwidth per chip in links, [n]; inf where there is one chip.
+
+    Example:
+        >>> box = ((4, 4, 4), (True, True, True), False)
+        >>> exchange_links(box, np.array([[4, 4, 4]]), np.ones((1, 3), np.int64)).tolist()
+        [1.96875]
+    """
+    rings = closed_dims(box, sizes, strides)
+    odd = sizes % 2
+    ring = (sizes**2 - odd) / (8 * sizes)
+    line = (sizes // 2) * (sizes - sizes // 2) / sizes
+    load = np.where(sizes > 1, strides * np.where(rings, ring, line), 0.0).max(axis=1)
+    if box[2]:
+        short = np.array([size == min(box[0]) for size in box[0]])
+        whole = ((sizes == 1) | ((sizes == np.array(box[0])) & rings)).all(axis=1)
+        whole &= ((sizes > 1) & short).any(axis=1)
+        for row in np.flatnonzero(whole):
+            load[row] = _twisted_load(box, tuple((sizes[row] > 1).tolist()))
+    chips = sizes.prod(axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(chips > 1, (1 - 1 / chips) / load, np.inf)
+
+
+@lru_cache(maxsize=256)
+def _twisted_load(box: Links3, dims: tuple[bool, ...]) -> float:
+    """Load of the worst link for S = 1, where a span takes those whole dims of a twisted torus."""
+    taken = [size if used else 1 for size, used in zip(box[0], dims, strict=True)]
+    others = np.indices(taken).reshape(3, -1).T
+    steps, weights = shortest_ways(box, others)
+    ways = np.stack(
+        [np.maximum(steps, 0), np.maximum(-steps, 0)], axis=-1
+    )  # [way, chip, dim, sign]
+    loads = (weights[:, :, None, None] * ways).sum(axis=(0, 1)) / len(others)
+    return float(loads.max())
+
+
+# ----------------------------------------------------------------------------------------- Network
 
 Collective: TypeAlias = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 
@@ -98,8 +391,6 @@ COLLECTIVES: tuple[Collective, ...] = (
     "all-to-all",
 )
 """The collectives that `Network.links` models."""
-
-FloatArray: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -140,7 +431,7 @@ class Network:
         link_bytes_per_second: float | None = None,
         dcn_bytes_per_second: float | None = None,
         core_bytes_per_second: float | None = None,
-    ) -> "Network":
+    ) -> Network:
         """Makes the network of a topology.
 
         Args:
@@ -403,8 +694,441 @@ def _links(network: Network, span: Span, collective: Collective) -> float:
     if collective not in COLLECTIVES:
         raise TopologyError(
             f"The bandwidth of {collective!r} was asked for. It is no collective of this model. "
-            f"Pass one of {', '.join(COLLECTIVES)}; permute is in network_routes.py."
+            f"Pass one of {', '.join(COLLECTIVES)}; permute is `neighbour_shift`."
         )
     network.check_span(span)
     found = network.all_links([span.sizes], [span.strides], span.cores, span.slices, collective)
     return float(found[0])
+
+
+# -------------------------------------------------------------- Finds where the axes of a mesh lie
+#
+# From devices in mesh order to Spans.
+#
+# Meshes that lay axes along physical dims, split by mixed radix, in any order, have spans: JAX's,
+# HybridMesh's, those of a search. Others (random ones, say) have none, and are counted link by
+# link.
+
+
+def mesh_places(topology: Topology, device_ids: ArrayLike) -> IntArray:
+    """Looks up where the devices of a mesh are.
+
+    Args:
+        topology: the chips.
+        device_ids: the ids of the mesh, in its shape.
+
+    Returns:
+        Slice, x, y, z and core of each, [*mesh_shape, 5].
+
+    Raises:
+        MeshError: ids that are not in the topology.
+
+    Example:
+        >>> mesh_places(Topology.parse("v5e:2x2"), [[0, 1], [2, 3]])[1, 1].tolist()
+        [0, 1, 1, 0, 0]
+    """
+    ids = np.asarray(device_ids, np.int64)
+    table = PositionTable(topology.device_ids)
+    at = table.find_all(ids, topology)
+    columns = [topology.slice_index, *topology.coords.T, topology.core_on_chip]
+    return np.stack([np.asarray(column, np.int64)[at] for column in columns], axis=-1)
+
+
+def axis_groups(places: IntArray, axis: int) -> IntArray:
+    """The groups of an axis.
+
+    Args:
+        places: slice, x, y, z and core of each device of the mesh, [*mesh_shape, 5].
+        axis: which axis, counted from 0.
+
+    Returns:
+        The places of the members of each group, in the order of the axis, [groups, members, 5].
+
+    Example:
+        >>> places = mesh_places(Topology.parse("v5e:2x2"), [[0, 1], [2, 3]])
+        >>> axis_groups(places, 0)[:, :, 2].tolist()
+        [[0, 1], [0, 1]]
+    """
+    moved = np.moveaxis(places, axis, -2)
+    return moved.reshape(-1, places.shape[axis], 5)
+
+
+def find_span(network: Network, groups: IntArray) -> Span | None:
+    """Where an axis lies, if its groups are alike and lie in rows.
+
+    Args:
+        network: the links.
+        groups: the places of the members of each group, [groups, members, 5].
+
+    Returns:
+        The span, with the default order; None if there is none.
+
+    Raises:
+        TopologyError: groups that have more members in one slice than in another: XLA cannot make
+            of such an axis one part per slice and one between slices.
+
+    Example:
+        >>> topology = Topology.parse("v5e:4x4")
+        >>> places = mesh_places(topology, np.arange(16).reshape(4, 4))
+        >>> str(find_span(Network.of(topology), axis_groups(places, 1)))
+        'Span(x4)'
+    """
+    members = groups.shape[1]
+    ordered = _sorted_members(groups)
+    slices = len(np.unique(ordered[0, :, 0]))
+    if members % slices:
+        _refuse_ragged(ordered)
+    parts = ordered.reshape(len(groups), slices, members // slices, 5)
+    if (parts[..., 0] != parts[..., :1, 0]).any() or (
+        np.diff(parts[:, :, 0, 0], axis=1) <= 0
+    ).any():
+        _refuse_ragged(ordered)
+    inside = parts[..., 1:].reshape(len(groups) * slices, members // slices, 4)
+    starts = inside.min(axis=1, keepdims=True)
+    shape = inside - starts
+    if (shape != shape[0]).any():
+        return None
+    return _span_of(network, shape[0], starts[:, 0, :3], slices)
+
+
+def _span_of(network: Network, members: IntArray, starts: IntArray, slices: int) -> Span | None:
+    """The span of a group's chips, counted from its first; it tiles the box from `starts`."""
+    sizes, strides = [1, 1, 1], [1, 1, 1]
+    for dim in range(3):
+        values = np.unique(members[:, dim])
+        sizes[dim] = len(values)
+        if len(values) > 1:
+            strides[dim] = int(values[1])
+    cores = len(np.unique(members[:, 3]))
+    chips: Shape3 = (sizes[0], sizes[1], sizes[2])
+    steps: Shape3 = (strides[0], strides[1], strides[2])
+    rows = [np.arange(size) * stride for size, stride in zip(sizes, strides, strict=True)]
+    grid = np.stack(np.meshgrid(*rows, np.arange(cores), indexing="ij"), axis=-1).reshape(-1, 4)
+    if grid.shape != members.shape or (grid != members).any():
+        return None
+    block = np.array(sizes) * np.array(strides)
+    tiles = (starts % block < np.array(strides)).all()
+    if not tiles or (np.array(network.shape) % block).any():
+        return None
+    return Span(chips, steps, cores, slices)
+
+
+def _sorted_members(groups: IntArray) -> IntArray:
+    """The members of each group by slice, x, y, z, core."""
+    top = groups.reshape(-1, 5).max(axis=0) + 1
+    keys = np.ravel_multi_index(tuple(np.moveaxis(groups, -1, 0)), tuple(top.tolist()))
+    order = np.argsort(keys, axis=1)
+    return np.take_along_axis(groups, order[:, :, None], axis=1)
+
+
+def _refuse_ragged(ordered: IntArray) -> None:
+    for group in ordered:
+        numbers, counts = np.unique(group[:, 0], return_counts=True)
+        if len(set(counts.tolist())) > 1 or len(numbers) != len(np.unique(ordered[0, :, 0])):
+            break
+    else:
+        numbers, counts = np.unique(ordered[0, :, 0], return_counts=True)
+    held = ", ".join(f"{c} in slice {n}" for n, c in zip(numbers, counts, strict=True))
+    raise TopologyError(
+        f"The bandwidth of an axis over slices was asked for, a group of which has {held}. "
+        "XLA makes of an axis one part in each slice and one between them, so that groups have "
+        "equally many members in each slice that they touch. Make the mesh with HybridMesh."
+    )
+
+
+# ----------------------------------------------------------------------- What links carry, counted
+
+_CHUNK = 4096
+"""Messages that are routed at a time: memory stays below 30 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """A permute to the next member of each group.
+
+    Attributes:
+        max_hops: links that the longest message crosses.
+        links: bandwidth of each message in links, all groups at work; inf where nothing moves.
+    """
+
+    max_hops: int
+    links: float
+
+
+def link_loads(
+    network: Network, starts: IntArray, ends: IntArray, amounts: FloatArray
+) -> tuple[FloatArray, int]:
+    """Routes messages and adds up what each link carries.
+
+    Args:
+        network: the links.
+        starts: the chip that sends, [messages, 3].
+        ends: the chip that receives, [messages, 3].
+        amounts: what each carries, [messages].
+
+    Returns:
+        Loads of the directed links, [x, y, z, dim, way], by the chip that sends over the link, way
+        0 for upwards; and the links that the longest message crosses.
+
+    Example:
+        >>> from mesh_utils import Topology
+        >>> network = Network.of(Topology.parse("v5e:4x4"))
+        >>> loads, hops = link_loads(
+        ...     network, np.array([[0, 0, 0]]), np.array([[2, 0, 0]]), np.ones(1)
+        ... )
+        >>> loads[:, 0, 0, 0, 0].tolist(), hops
+        ([1.0, 1.0, 0.0, 0.0], 2)
+    """
+    box: Box = (network.shape, network.wrap, network.twist)
+    loads = np.zeros((*network.shape, 3, 2))
+    longest = 0
+    for first in range(0, len(starts), _CHUNK):
+        part = slice(first, first + _CHUNK)
+        steps, shares = shortest_ways(box, ends[part] - starts[part])
+        way, message = np.nonzero(shares)
+        counts = steps[way, message]
+        longest = max(longest, int(np.abs(counts).sum(axis=1).max(initial=0)))
+        _walk(box, loads, starts[part][message], counts, (amounts[part] * shares)[way, message])
+    return loads, longest
+
+
+def _walk(
+    box: Box, loads: FloatArray, starts: IntArray, counts: IntArray, amounts: FloatArray
+) -> None:
+    at = starts.copy()
+    for dim in range(3):
+        sign = np.sign(counts[:, dim])
+        for step in range(int(np.abs(counts[:, dim]).max(initial=0))):
+            moving = np.abs(counts[:, dim]) > step
+            place = canonical(box, at[moving])
+            way = (sign[moving] < 0).astype(np.int64)
+            x, y, z = place[:, 0], place[:, 1], place[:, 2]
+            where = np.ravel_multi_index((x, y, z, np.full_like(x, dim), way), loads.shape)
+            # A sum per link; np.add.at would take one message after the other.
+            loads += np.bincount(where, amounts[moving], loads.size).reshape(loads.shape)
+            at[moving, dim] += sign[moving]
+
+
+def neighbour_shift(network: Network, groups: IntArray) -> Shift:
+    """A permute to the next member, in all groups at once.
+
+    Args:
+        network: the links.
+        groups: the chip of each member, in the order of the axis, [groups, members, 3].
+
+    Returns:
+        Its hops and its bandwidth.
+    """
+    ends = np.roll(groups, -1, axis=1)
+    return _shift(network, groups.reshape(-1, 3), ends.reshape(-1, 3))
+
+
+def _shift(network: Network, starts: IntArray, ends: IntArray) -> Shift:
+    moved = (starts != ends).any(axis=1)
+    if not moved.any():
+        return Shift(0, float(np.inf))
+    if network.switched:
+        return Shift(1, 1.0)
+    loads, hops = link_loads(network, starts[moved], ends[moved], np.ones(int(moved.sum())))
+    return Shift(hops, 1 / float(loads.max()))
+
+
+def ring_links(network: Network, groups: IntArray) -> float:
+    """The gather family over one ring per group, in the order of the axis, half each way.
+
+    Args:
+        network: the links.
+        groups: the chip of each member, [groups, members, 3].
+
+    Returns:
+        Bus bandwidth per device in links; inf where all members of a group are on one chip.
+
+    Example:
+        >>> from mesh_utils import Topology
+        >>> from mesh_utils.span import Span, span_groups
+        >>> network = Network.of(Topology.parse("v5e:4x4"))
+        >>> ring_links(network, span_groups(Span((2, 2, 1), snake=True), network.shape))
+        2.0
+    """
+    following = np.roll(groups, -1, axis=1).reshape(-1, 3)
+    members = groups.reshape(-1, 3)
+    starts, ends = np.concatenate([members, following]), np.concatenate([following, members])
+    shift = _shift(network, starts, ends)
+    return 1.0 if network.switched else 2 * shift.links
+
+
+def exchange_load(network: Network, groups: IntArray) -> float:
+    """All-to-all in all groups at once.
+
+    Args:
+        network: the links.
+        groups: the chip of each member, [groups, members, 3].
+
+    Returns:
+        Bus bandwidth per device in links; inf where all members of a group are on one chip.
+
+    Example:
+        >>> from mesh_utils import Topology
+        >>> from mesh_utils.span import Span, span_groups
+        >>> network = Network.of(Topology.parse("v5e:4x4"))
+        >>> exchange_load(network, span_groups(Span((4, 1, 1)), network.shape))
+        0.75
+    """
+    count = groups.shape[1]
+    if network.switched:
+        return 1.0
+    starts = np.repeat(groups, count, axis=1).reshape(-1, 3)
+    ends = np.tile(groups, (1, count, 1)).reshape(-1, 3)
+    moved = (starts != ends).any(axis=1)
+    if not moved.any():
+        return float(np.inf)
+    amounts = np.full(int(moved.sum()), 1 / count)
+    loads, _ = link_loads(network, starts[moved], ends[moved], amounts)
+    return (1 - 1 / count) / float(loads.max())
+
+
+# ------------------------------------------------------------------- What each axis of a mesh gets
+
+MAX_MESSAGES = 200_000
+"""All-to-all of an axis without a span is counted up to so many messages."""
+
+
+@dataclass(frozen=True)
+class AxisReport:
+    """What one axis gets, in the model.
+
+    Attributes:
+        axis: its name.
+        size: its devices.
+        span: where it lies; None where it does not lie in rows of chips, and then gathers are
+            counted over one ring in the order of the mesh.
+        strategy: what the gather family does: see `Network.strategy`; "ring in mesh order" without
+            a span.
+        links: bus bandwidth per device in links, by collective; nan where it was not counted.
+        bound: what no axis of this size can exceed here, in links.
+        max_hops: links that the longest message of a permute to the next device crosses.
+        shift_links: bandwidth of that permute in links.
+        link_bytes_per_second: bandwidth of a link; None where not known.
+    """
+
+    axis: Axis
+    size: int
+    span: Span | None
+    strategy: str
+    links: Mapping[Collective, float]
+    bound: float
+    max_hops: int
+    shift_links: float
+    link_bytes_per_second: float | None
+
+    def bytes_per_second(self, collective: Collective = "all-gather") -> float | None:
+        """Bus bandwidth per device.
+
+        Args:
+            collective: of what.
+
+        Returns:
+            Bytes per second; None where the bandwidth of a link is not known.
+        """
+        link = self.link_bytes_per_second
+        return None if link is None else self.links[collective] * link
+
+    def fraction(self, collective: Collective = "all-gather") -> float:
+        """The share of the bound.
+
+        Args:
+            collective: of what.
+
+        Returns:
+            0 to 1; 1 for an axis of one device.
+        """
+        return 1.0 if self.size == 1 else self.links[collective] / self.bound
+
+    @property
+    def crosses_slices(self) -> bool:
+        """Whether it runs over DCN."""
+        return self.span is not None and self.span.slices > 1
+
+    def __str__(self) -> str:
+        where = "no rows of chips" if self.span is None else str(self.span)
+        rate = self.bytes_per_second()
+        speed = (
+            f"{self.links['all-gather']:.3g} links" if rate is None else f"{rate / 1e9:.3g} GB/s"
+        )
+        share = f"{100 * self.fraction():.0f} % of the bound"
+        hops = f"{self.max_hops} hop" + ("" if self.max_hops == 1 else "s")
+        what = f"{speed} modelled, {share} ({self.strategy}); {hops}"
+        return f"{self.axis}={self.size} on {where}: {what}"
+
+
+@argument_types
+def axis_reports(
+    topology: Topology,
+    mesh: Mesh | ArrayLike,
+    axis_names: Sequence[Axis] | None = None,
+    network: Network | None = None,
+) -> tuple[AxisReport, ...]:
+    """Reports on every axis of a mesh.
+
+    Args:
+        topology: its chips.
+        mesh: a Mesh or HybridMesh, or device ids in the shape of one.
+        axis_names: names of the axes of an array; None numbers them.
+        network: the links, where they are not `Network.of(topology)`.
+
+    Returns:
+        A report per axis, in mesh order.
+
+    Raises:
+        MeshError: ids that are not in the topology, a wrap that is not known, or groups with more
+            members in one slice than in another.
+    """
+    if not isinstance(mesh, Mesh):
+        mesh = Mesh(mesh, np.shape(mesh), axis_names)
+    links = Network.of(topology) if network is None else network
+    places = mesh_places(topology, mesh.device_ids)
+    return tuple(
+        _report(links, name, axis_groups(places, number))
+        for number, name in enumerate(mesh.axis_names)
+    )
+
+
+def _in_one_slice(groups: IntArray) -> IntArray:
+    """The members in the first slice: every slice has links of its own, and all are alike."""
+    there = groups[..., 0] == groups[..., 0].min()
+    touching = there.any(axis=1)
+    return groups[touching][there[touching]].reshape(int(touching.sum()), -1, 5)
+
+
+def _report(network: Network, axis: Axis, groups: IntArray) -> AxisReport:
+    size = groups.shape[1]
+    span = find_span(network, groups)
+    slices = 1 if span is None else span.slices
+    inner = _in_one_slice(groups)[..., 1:4]
+    if span is not None:
+        links: dict[Collective, float] = {
+            collective: network.links(span, collective) for collective in COLLECTIVES
+        }
+        strategy = network.strategy(span)
+    else:
+        gathered = ring_links(network, inner)
+        counted = groups.shape[0] * size * size <= MAX_MESSAGES
+        exchanged = exchange_load(network, inner) if counted else float("nan")
+        links = dict.fromkeys(COLLECTIVES, gathered)
+        links["all-to-all"] = exchanged
+        strategy = "ring in mesh order"
+    shift = neighbour_shift(network, inner)
+    rate = shift.links
+    if slices > 1:
+        rate = min(rate, network.dcn_links or 0.0)
+    return AxisReport(
+        axis=axis,
+        size=size,
+        span=span,
+        strategy=strategy,
+        links=MappingProxyType(links),
+        bound=network.bound(size, slices),
+        max_hops=shift.max_hops,
+        shift_links=rate,
+        link_bytes_per_second=network.link_bytes_per_second,
+    )

@@ -35,24 +35,450 @@ more than two chips; a twist only where the table allows one, or where it was as
 words.
 """
 
+from __future__ import annotations
+
+import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mesh_utils.argument_types import argument_types
-from mesh_utils.device import Coords, Device
-from mesh_utils.errors import TopologyError
-from mesh_utils.granule import Granule, granules
-from mesh_utils.hardware import Chip
-from mesh_utils.slice_table import Shape3, Wrap3
-from mesh_utils.topology_name import cloud_name, read_topology_name, shape_text
-from mesh_utils.topology_places import Places, devices_at, fills, synthetic_places
-from mesh_utils.topology_wrap import read_count, read_shape, settle_links
+from mesh_utils.devices import (
+    Coords,
+    Device,
+    Granule,
+    cloud_name,
+    granules,
+    read_topology_name,
+    shape_text,
+)
+from mesh_utils.errors import MeshError, TopologyError
+from mesh_utils.hardware import Chip, Shape3, Wrap3, find_chip
+from mesh_utils.mesh import as_integer
+
+__all__ = []
+
+
+# ------------------------------- Shortest ways between chips of a mesh, a torus or a twisted torus
+#
+# Chips that differ by a period are the same chip. A dim of N chips that wraps has the period N
+# along it; in a twisted torus of k x k x 2k or k x 2k x 2k chips the period of a short dim is k
+# along it and k along each long dim. The shortest way to a chip is then the shortest of the
+# differences that lead to it; there may be several, which share the traffic.
+
+IntArray: TypeAlias = NDArray[np.int64]
+Box: TypeAlias = tuple[tuple[int, int, int], tuple[bool, bool, bool], bool]
+
+
+def periods(box: Box) -> IntArray:
+    """The periods of a box of chips.
+
+    Args:
+        box: its shape, which dims wrap, and whether it is a twisted torus.
+
+    Returns:
+        One row (x, y, z) per dim that wraps.
+
+    Example:
+        >>> periods(((4, 4, 8), (True, True, True), True)).tolist()
+        [[4, 0, 4], [0, 4, 4], [0, 0, 8]]
+    """
+    shape, wrap, twist = box
+    rows: list[list[int]] = []
+    for dim in range(3):
+        if not wrap[dim]:
+            continue
+        row = [shape[dim] if other == dim else 0 for other in range(3)]
+        if twist and shape[dim] == min(shape):
+            row = [
+                shape[dim] if other == dim or shape[other] > shape[dim] else 0 for other in range(3)
+            ]
+        rows.append(row)
+    return np.array(rows, np.int64).reshape(-1, 3)
+
+
+def shortest_ways(box: Box, differences: IntArray) -> tuple[IntArray, NDArray[np.float64]]:
+    """The shortest ways to go given differences.
+
+    Args:
+        box: its shape, which dims wrap, and whether it is a twisted torus.
+        differences: target less source, x, y, z, [n, 3].
+
+    Returns:
+        Steps in x, y and z, signed, [ways, n, 3], and how much of the traffic takes each, [ways,
+        n]: 0 for those that are not shortest, and equal for those that are.
+
+    Example:
+        >>> ring = ((4, 1, 1), (True, False, False), False)
+        >>> steps, shares = shortest_ways(ring, np.array([[3, 0, 0]]))
+        >>> steps[shares > 0].tolist()
+        [[-1, 0, 0]]
+    """
+    rows = periods(box)
+    # One period each way is not enough where those of a twisted torus are combined.
+    most = 2 if box[2] else 1
+    counts = itertools.product(range(-most, most + 1), repeat=len(rows))
+    shifts = np.array([np.array(count) @ rows for count in counts], np.int64).reshape(-1, 3)
+    steps = differences[None, :, :] + shifts[:, None, :]
+    lengths = np.abs(steps).sum(axis=2)
+    shortest = lengths == lengths.min(axis=0)
+    return steps, shortest / shortest.sum(axis=0)
+
+
+def canonical(box: Box, chips: IntArray) -> IntArray:
+    """The chips of the box that coordinates outside of it mean.
+
+    Args:
+        box: its shape, which dims wrap, and whether it is a twisted torus.
+        chips: x, y, z, [..., 3]; outside of the box only in dims that wrap.
+
+    Returns:
+        Their places in the box, [..., 3].
+
+    Example:
+        >>> canonical(((4, 4, 8), (True, True, True), True), np.array([4, 0, 1])).tolist()
+        [0, 0, 5]
+    """
+    rows = periods(box)
+    found = chips.copy()
+    # The periods of short dims shift long ones too, so that those are set right last.
+    for row in rows[np.argsort([-np.count_nonzero(row) for row in rows], kind="stable")]:
+        dim = int(np.flatnonzero(row)[0]) if np.count_nonzero(row) == 1 else _own_dim(box, row)
+        found = found - (found[..., dim] // box[0][dim])[..., None] * row
+    return found
+
+
+def _own_dim(box: Box, row: IntArray) -> int:
+    """The short dim that a period belongs to: the one in which long dims do not share."""
+    used = np.flatnonzero(row)
+    return int(next(dim for dim in used if box[0][dim] == min(box[0])))
+
+
+# ------------------------------------------------------------------------------------------ Places
+#
+# Where the devices of a topology are, as arrays.
+#
+# libtpu numbers devices with the core of a chip fastest, then x, y, z; it lists them host by host.
+# The ids of several slices start at 100000 for the first, 200000 for the second; hosts (processes)
+# are numbered through.
+
+IDS_PER_SLICE = 100_000
+"""libtpu's ids of one of several slices."""
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Columns, one entry per device, in libtpu's order.
+
+    Attributes:
+        ids: the number by which the runtime knows it, [devices].
+        processes: the process that drives it, [devices]; -1 where not known.
+        slices: its slice, [devices], counted from 0.
+        coords: its chip in the box, [devices, 3].
+        cores: its number on the chip, [devices].
+        devices: the devices that were read; () for synthetic ones.
+    """
+
+    ids: NDArray[np.int64]
+    processes: NDArray[np.int64]
+    slices: NDArray[np.int64]
+    coords: NDArray[np.int64]
+    cores: NDArray[np.int64]
+    devices: tuple[Device, ...] = ()
+
+
+def synthetic_places(shape: Shape3, host: Shape3, cores: int, num_slices: int) -> Places:
+    """Places devices as libtpu does.
+
+    Args:
+        shape: chips of a slice in x, y and z.
+        host: chips of a host in x, y and z.
+        cores: devices per chip.
+        num_slices: how many slices.
+
+    Returns:
+        The places.
+
+    Example:
+        >>> synthetic_places((4, 2, 1), (2, 2, 1), 1, 1).ids.tolist()
+        [0, 1, 4, 5, 2, 3, 6, 7]
+    """
+    z, y, x, core = np.indices((*reversed(shape), cores)).reshape(4, -1)
+    hosts = [-(-size // part) for size, part in zip(shape, host, strict=True)]
+    process = x // host[0] + hosts[0] * (y // host[1] + hosts[1] * (z // host[2]))
+    order = np.argsort(process, kind="stable")  # within a host the order stays that of the ids
+    base = IDS_PER_SLICE * np.arange(1, num_slices + 1) if num_slices > 1 else np.zeros(1, np.int64)
+    slices = np.repeat(np.arange(num_slices), order.size)
+    return Places(
+        ids=(base[:, None] + order).reshape(-1).astype(np.int64),
+        processes=np.tile(process[order], num_slices) + slices * int(np.prod(hosts)),
+        slices=slices,
+        coords=np.tile(np.column_stack([x, y, z])[order], (num_slices, 1)),
+        cores=np.tile(core[order], num_slices),
+    )
+
+
+def devices_at(places: Places, kind: str, several: bool, on_torus: bool) -> tuple[Device, ...]:
+    """Makes the devices of places.
+
+    Args:
+        places: where they are.
+        kind: the name of their chip.
+        several: whether there are several slices, so that they have a slice_index.
+        on_torus: whether they have coordinates.
+
+    Returns:
+        The devices, in the same order.
+
+    Example:
+        >>> places = synthetic_places((2, 1, 1), (2, 1, 1), 1, 1)
+        >>> devices_at(places, "TPU v4", False, True)[1].coords
+        (1, 0, 0)
+    """
+    columns = (places.ids, places.processes, places.slices, places.coords, places.cores)
+    return tuple(
+        Device(
+            id=number,
+            process_index=process,
+            slice_index=index if several else None,
+            coords=(chip[0], chip[1], chip[2]) if on_torus else None,
+            core_on_chip=core,
+            kind=kind,
+        )
+        for number, process, index, chip, core in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
+    )
+
+
+def fills(places: Places, sizes: tuple[int, ...]) -> bool:
+    """Whether every place of a box has one device.
+
+    Args:
+        places: where the devices are.
+        sizes: slices, chips in x, y and z, and devices per chip.
+
+    Returns:
+        True if none is missing, none is twice, and none lies outside.
+
+    Example:
+        >>> fills(synthetic_places((2, 2, 1), (2, 2, 1), 1, 1), (1, 2, 2, 1, 1))
+        True
+    """
+    keys = np.column_stack([places.slices, places.coords, places.cores])
+    inside = bool(((keys >= 0) & (keys < np.array(sizes))).all())
+    return inside and len(np.unique(keys, axis=0)) == len(keys) == int(np.prod(sizes))
+
+
+# ------------------------------------------------------- Settles the wrap and the twist of a slice
+#
+# Said by the caller, or by the table of real slices.
+
+_MOST = 1 << 20  # of slices, hosts or chips: far more than were ever built
+
+
+@dataclass(frozen=True)
+class Links:
+    """What was settled.
+
+    Attributes:
+        wrap: for each dim whether it wraps; None where it is not known.
+        twist: whether the slice is a twisted torus.
+        is_real: whether it is a slice that can be had.
+        assumptions: what was taken without being said.
+    """
+
+    wrap: Wrap3 | None
+    twist: bool
+    is_real: bool
+    assumptions: tuple[str, ...] = ()
+
+
+def settle_links(
+    name: str,
+    chip: Chip | None,
+    shape: Shape3,
+    wrap: Sequence[bool] | None,
+    twist: bool | None,
+    allow_unreal: bool,
+) -> Links:
+    """Settles wrap and twist of a whole slice.
+
+    Args:
+        name: the topology, as it was asked for.
+        chip: the chip; None where it is not known, and then nothing is looked up.
+        shape: the chips of the slice.
+        wrap: what the caller says of the wrap.
+        twist: what the caller says of the twist.
+        allow_unreal: whether the slice may be none that can be had.
+
+    Returns:
+        What holds.
+
+    Raises:
+        TopologyError: no real slice, or not with that wrap or twist.
+    """
+    said = read_wrap(name, wrap, shape)
+    real = chip is not None and chip.slices.is_real(shape)
+    if chip is not None and not real and not allow_unreal:
+        _refuse_unreal(name, chip, shape)
+    known = chip.slices.wrap(shape) if chip is not None else None
+    if chip is not None and known is not None and said not in (None, known) and not allow_unreal:
+        raise TopologyError(
+            f"Topology {name!r} was asked for with wrap={said}. A slice of {_text(chip, shape)} of "
+            f"{chip.title} has wrap={known} ({chip.slices.source}). "
+            "Leave wrap out, or pass allow_unreal=True."
+        )
+    settled = known if said is None else said
+    assumptions: tuple[str, ...] = ()
+    if twist is None and chip is not None and chip.slices.twists(shape):
+        assumptions = (
+            f"twist=False: this slice can be a twisted torus, and {name!r} does not say",
+        )
+    if twist:
+        _refuse_twist(name, chip, shape, settled, allow_unreal)
+    return Links(settled, bool(twist), real and said in (None, known), assumptions)
+
+
+def read_wrap(name: str, wrap: Sequence[bool] | None, shape: Shape3) -> Wrap3 | None:
+    """Reads a wrap.
+
+    Args:
+        name: the topology, for the message.
+        wrap: up to three flags; dims beyond them do not wrap.
+        shape: the chips of the box; dims of one or two chips do not wrap.
+
+    Returns:
+        The flags; None for None.
+
+    Raises:
+        TopologyError: they are no flags.
+    """
+    if wrap is None:
+        return None
+    flags = tuple(wrap) if isinstance(wrap, (tuple, list)) else ()
+    if not 1 <= len(flags) <= 3 or any(flag not in (True, False) for flag in flags):
+        raise TopologyError(
+            f"Topology {name!r} was asked for with wrap={wrap!r}. That is no flag for each dim. "
+            "Pass up to three, in x, y and z, such as (True, True, False)."
+        )
+    padded = (*(bool(flag) for flag in flags), False, False)
+    return (
+        padded[0] and shape[0] > 2,
+        padded[1] and shape[1] > 2,
+        padded[2] and shape[2] > 2,
+    )
+
+
+def read_shape(name: str, given: Sequence[SupportsIndex]) -> Shape3:
+    """Reads a box of chips.
+
+    Args:
+        name: the argument, for the message.
+        given: up to three positive integers.
+
+    Returns:
+        Chips in x, y and z.
+
+    Raises:
+        TopologyError: they are no such integers.
+
+    Example:
+        >>> read_shape("shape", (4, 2))
+        (4, 2, 1)
+    """
+    is_list = isinstance(given, (tuple, list))
+    sizes = [as_integer(size) or 0 for size in given] if is_list else []
+    if not 1 <= len(sizes) <= 3 or min(sizes) < 1:
+        raise TopologyError(
+            f"A topology was asked for with {name}={given!r}. That is no box of chips. "
+            "Pass up to three positive integers: the chips in x, y and z."
+        )
+    padded = [*sizes, 1, 1]
+    return (padded[0], padded[1], padded[2])
+
+
+def read_count(
+    name: str, named: int | None, given: SupportsIndex | None, what: str = "num_slices"
+) -> int:
+    """Reads a count that may be said twice.
+
+    Args:
+        name: the topology, for the message.
+        named: what its name says; None if nothing.
+        given: what the caller says; None if nothing.
+        what: the argument, for the message.
+
+    Returns:
+        The count; 1 where nobody says.
+
+    Raises:
+        TopologyError: no positive integer, or two counts that differ.
+
+    Example:
+        >>> read_count("v5e:4x4", None, 2)
+        2
+    """
+    count = None if given is None else as_integer(given)
+    bad = given is not None and count is None
+    if named is not None and count is not None and named != count:
+        raise TopologyError(
+            f"Topology {name!r} was asked for with {what}={given}. The name says {named}. "
+            f"Pass {what} or write it in the name, not two numbers."
+        )
+    found = named if count is None else count
+    if bad or (found is not None and found < 1):
+        raise TopologyError(
+            f"Topology {name!r} was asked for with {what}={given if named is None else named!r}. "
+            f"That is no positive integer. Pass {what}=1 or more."
+        )
+    if found is not None and found > _MOST:
+        raise TopologyError(
+            f"Topology {name!r} was asked for with {what}={found}. There are not so many. Pass "
+            f"{what}={_MOST} or less."
+        )
+    return found or 1
+
+
+def _refuse_unreal(name: str, chip: Chip, shape: Shape3) -> None:
+    near = ", ".join(f"'{chip.name}:{_text(chip, real)}'" for real in chip.slices.nearest(shape))
+    raise TopologyError(
+        f"Topology {name!r} was asked for. {chip.title} has no slice of {_text(chip, shape)}. "
+        f"Pass {near}; or pass allow_unreal=True, with wrap=."
+    )
+
+
+def _refuse_twist(
+    name: str, chip: Chip | None, shape: Shape3, wrap: Wrap3 | None, allow_unreal: bool
+) -> None:
+    low, middle, high = sorted(shape)
+    if not (high == 2 * low and middle in (low, high)) or wrap not in (None, (True, True, True)):
+        near = None if chip is None else chip.slices.nearest_twisted(shape)
+        example = "'v5p:4x4x8_twisted'"
+        if chip is not None and near is not None:
+            example = f"'{chip.name}:{_text(chip, near)}_twisted'"
+        raise TopologyError(
+            f"Topology {name!r} was asked for as a twisted torus of {shape_text(shape)} with "
+            f"wrap={wrap}. Only k x k x 2k and k x 2k x 2k chips that wrap in every dim are "
+            f"twisted. Pass {example}, or twist=False."
+        )
+    if chip is not None and not chip.slices.twists(shape) and not allow_unreal:
+        raise TopologyError(
+            f"Topology {name!r} was asked for as a twisted torus. {chip.title} has no twisted "
+            "slices that are known. Pass twist=False, or allow_unreal=True."
+        )
+
+
+def _text(chip: Chip, shape: Shape3) -> str:
+    return shape_text(shape, chip.torus_rank)
+
+
+# ---------------------------------------------------------------------------------------- Topology
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,12 +525,12 @@ class Topology:
         wrap: Sequence[bool] | None = None,
         twist: bool | None = None,
         allow_unreal: bool = False,
-    ) -> "Topology":
+    ) -> Topology:
         """Makes the topology of a name.
 
         Args:
             name: "v5p-128", "v5litepod-16", "v5p:4x4x8", "v5p:4x4x8_twisted", "4xv5e:16x16",
-                "h100-64": see topology_name.py.
+                "h100-64": see devices.py.
             num_slices: how many slices, where the name does not say; 1 by default.
             wrap: for each dim whether it wraps. Needed where the table does not know: slices of v2
                 and v3 below the pod, and shapes that are no real slice.
@@ -160,7 +586,7 @@ class Topology:
         devices_per_chip: SupportsIndex = 1,
         chips_per_host: Sequence[SupportsIndex] = (2, 2, 1),
         chip: Chip | None = None,
-    ) -> "Topology":
+    ) -> Topology:
         """Makes any box of chips. Nothing is looked up, nothing has to be real.
 
         Args:
@@ -206,7 +632,7 @@ class Topology:
         slice_shape: Sequence[SupportsIndex] | None = None,
         granule: Granule = "slice",
         allow_unreal: bool = False,
-    ) -> "Topology":
+    ) -> Topology:
         """Reads the topology of devices, of JAX or torch_xla, or described ones.
 
         Devices do not tell their wrap, nor whether they are a whole slice. Devices that fill a real
@@ -237,8 +663,6 @@ class Topology:
             >>> Topology.from_devices(devices).name
             'v5e:4x4'
         """
-        from mesh_utils.topology_devices import read_topology
-
         found = read_topology(devices, chip, wrap, twist, slice_shape, granule, allow_unreal)
         return cls(
             chip=found.chip,
@@ -410,3 +834,263 @@ class Topology:
 def _clipped(host: Shape3, shape: Shape3) -> Shape3:
     x, y, z = (min(part, size) for part, size in zip(host, shape, strict=True))
     return (x, y, z)
+
+
+# ------------------------------------------------------------------- Reads a topology from devices
+#
+# Their slices, the box that each fills, the chip.
+
+
+@dataclass(frozen=True)
+class FoundTopology:
+    """What devices say, and what was settled with it.
+
+    Attributes:
+        chip: the chip; None where it is not known.
+        shape: the chips of the box that each slice fills.
+        origin: where the box of each slice begins.
+        devices_per_chip: devices per chip.
+        chips_per_host: the chips of one host.
+        links: wrap and twist.
+        places: where each device is.
+    """
+
+    chip: Chip | None
+    shape: Shape3
+    origin: tuple[Coords, ...]
+    devices_per_chip: int
+    chips_per_host: Shape3
+    links: Links
+    places: Places
+
+
+def read_topology(
+    devices: Iterable[object],
+    chip: str | Chip | None,
+    wrap: Sequence[bool] | None,
+    twist: bool | None,
+    slice_shape: Sequence[SupportsIndex] | None,
+    granule: Granule,
+    allow_unreal: bool,
+) -> FoundTopology:
+    """Reads devices; the arguments are those of `Topology.from_devices`.
+
+    Args:
+        devices: the devices.
+        chip: the chip, where they do not tell.
+        wrap: what the caller says of the wrap.
+        twist: what the caller says of the twist.
+        slice_shape: the whole slice of which they are part.
+        granule: what makes devices one slice.
+        allow_unreal: whether they may be no real slice.
+
+    Returns:
+        What was found.
+
+    Raises:
+        MeshError: devices that are no topology; see `Topology.from_devices`.
+    """
+    slices = granules(devices, granule)
+    found_chip = _chip_of(slices, chip)
+    if slices[0][0].coords is None:
+        if found_chip is not None and found_chip.torus_rank:
+            raise TopologyError(
+                f"{sum(map(len, slices))} devices of {found_chip.title} were given without coords. "
+                "A TPU's place on the torus decides its links. "
+                "Pass devices with coords, or Topology.parse a name."
+            )
+        return _switched(slices, found_chip)
+    boxes = [_box(each) for each in slices]
+    shape, per_chip = boxes[0][1], boxes[0][2]
+    for number, (_, other, cores) in enumerate(boxes):
+        if (other, cores) != (shape, per_chip):
+            raise TopologyError(
+                f"{len(slices)} slices were given. Slice {number} fills {shape_text(other)} chips "
+                f"of {cores} devices, slice 0 {shape_text(shape)} of {per_chip}: slices of one "
+                f"topology are alike. Leave devices out until each fills {shape_text(shape)}."
+            )
+    origin = tuple(box[0] for box in boxes)
+    whole = shape if slice_shape is None else read_shape("slice_shape", slice_shape)
+    asked = "devices"
+    if found_chip is not None:
+        asked = f"{found_chip.name}:{shape_text(whole, found_chip.torus_rank)}"
+    if slice_shape is not None:
+        links = _of_part(asked, found_chip, whole, shape, origin, wrap, twist, allow_unreal)
+    elif any(map(any, origin)):
+        known = found_chip.slices.part_wrap(shape) if found_chip else None
+        links = Links(read_wrap(asked, wrap, shape) or known, bool(twist), False)
+    else:
+        links = _of_whole(asked, found_chip, shape, wrap, twist, allow_unreal)
+    host = (2, 2, 1) if found_chip is None else found_chip.chips_per_host
+    x, y, z = (min(part, size) for part, size in zip(host, shape, strict=True))
+    return FoundTopology(
+        found_chip, shape, origin, per_chip, (x, y, z), links, _places(slices, origin)
+    )
+
+
+def _chip_of(slices: tuple[tuple[Device, ...], ...], chip: str | Chip | None) -> Chip | None:
+    if chip is not None:
+        return find_chip(chip) if isinstance(chip, str) else chip
+    kinds = {device.kind for each in slices for device in each}
+    if len(kinds) > 1:
+        raise TopologyError(
+            f"Devices of {len(kinds)} kinds were given: {', '.join(sorted(kinds)[:3])}. "
+            "A topology has chips of one kind. Pass devices of one kind."
+        )
+    kind = kinds.pop()
+    try:
+        return find_chip(kind)
+    except MeshError:  # torch_xla says "TPU" only, bare ids say nothing
+        return None
+
+
+def _box(devices: tuple[Device, ...]) -> tuple[Coords, Shape3, int]:
+    """Where the box of a slice begins, its chips, and devices per chip."""
+    chips = np.array([device.coords for device in devices], np.int64)
+    cores = np.array([device.core_on_chip for device in devices], np.int64)
+    low = chips.min(axis=0)
+    sizes: list[int] = (chips.max(axis=0) - low + 1).tolist()
+    per_chip = int(cores.max()) + 1
+    counts = np.zeros((*sizes, per_chip), np.int64)
+    np.add.at(counts, (*(chips - low).T, cores), 1)
+    shape: Shape3 = (sizes[0], sizes[1], sizes[2])
+    if (counts != 1).any():
+        _refuse_holes(counts, low, shape)
+    first: list[int] = low.tolist()
+    return (first[0], first[1], first[2]), shape, per_chip
+
+
+def _refuse_holes(counts: NDArray[np.int64], low: NDArray[np.int64], shape: Shape3) -> None:
+    repeated = np.argwhere(counts > 1)
+    places = repeated if repeated.size else np.argwhere(counts == 0)
+    x, y, z = (places[0][:3] + low).tolist()
+    core = int(places[0][3])
+    where = f"core {core} of the chip at ({x}, {y}, {z})"
+    if repeated.size:
+        raise TopologyError(
+            f"{counts.sum()} devices were given, {counts[tuple(places[0])]} of them at {where}. "
+            "A place has one device. Pass each device once, with its own coords and core_on_chip."
+        )
+    whole = _largest_box(counts)
+    raise TopologyError(
+        f"{counts.sum()} devices were given in a box of {shape_text(shape)} chips of "
+        f"{counts.shape[3]}. There is none at {where}, with {len(places)} places empty. "
+        f"Pass the devices of a whole box, such as {shape_text(whole)} from the first chip on."
+    )
+
+
+def _largest_box(counts: NDArray[np.int64]) -> Shape3:
+    """The largest full box that begins at the first chip; one chip where that itself is missing."""
+    full = (counts == 1).all(axis=3).astype(np.int64)
+    volume = full.cumsum(axis=0).cumsum(axis=1).cumsum(axis=2)
+    x_, y_, z_ = np.ogrid[: full.shape[0], : full.shape[1], : full.shape[2]]
+    boxes = np.where(volume == (x_ + 1) * (y_ + 1) * (z_ + 1), volume, 0)
+    x, y, z = np.unravel_index(int(boxes.argmax()), boxes.shape)
+    return (int(x) + 1, int(y) + 1, int(z) + 1)
+
+
+def _of_whole(
+    name: str,
+    chip: Chip | None,
+    shape: Shape3,
+    wrap: Sequence[bool] | None,
+    twist: bool | None,
+    allow_unreal: bool,
+) -> Links:
+    """Links of a box at the origin: that of a real slice, or a part of one."""
+    real = chip is not None and chip.slices.is_real(shape)
+    if chip is None or not real:
+        # It may be a part of a slice, so that nothing can be refused.
+        links = settle_links(name, None, shape, wrap, twist, allow_unreal=True)
+        known = chip.slices.part_wrap(shape) if chip else None
+        return Links(links.wrap or known, links.twist, False)
+    links = settle_links(name, chip, shape, wrap, twist, allow_unreal)
+    said = (
+        f"a whole slice: the devices fill {chip.name}:{shape_text(shape, chip.torus_rank)} from "
+        "(0, 0, 0), as a part of a larger slice could too",
+    )
+    return replace(links, assumptions=(*(said if wrap is None else ()), *links.assumptions))
+
+
+def _of_part(
+    name: str,
+    chip: Chip | None,
+    whole: Shape3,
+    shape: Shape3,
+    origin: tuple[Coords, ...],
+    wrap: Sequence[bool] | None,
+    twist: bool | None,
+    allow_unreal: bool,
+) -> Links:
+    """Links of a part of a slice: a dim wraps where the part reaches across all of it."""
+    for start in origin:
+        ends = [first + size for first, size in zip(start, shape, strict=True)]
+        if any(end > size for end, size in zip(ends, whole, strict=True)):
+            raise TopologyError(
+                f"Devices of {shape_text(shape)} chips from {start} on were given with "
+                f"slice_shape={whole}. They reach beyond that slice. "
+                f"Pass the shape of the slice of which they are part, {tuple(ends)} or more."
+            )
+    links = settle_links(name, chip, whole, None, twist, allow_unreal)
+    is_whole = whole == shape
+    if links.twist and not is_whole:
+        raise TopologyError(
+            f"Devices of {shape_text(shape)} chips were given as part of a twisted "
+            f"slice_shape={whole}. Its wrap links leave the part, so that it is no twisted torus. "
+            "Pass twist=False and the wrap of the part, or all devices of the slice."
+        )
+    said = read_wrap(name, wrap, shape)
+    if links.wrap is None or said is not None:
+        return Links(said, links.twist, is_whole and links.is_real, links.assumptions)
+    covered = [links.wrap[d] and shape[d] == whole[d] and shape[d] > 2 for d in range(3)]
+    wraps = (covered[0], covered[1], covered[2])
+    return Links(wraps, links.twist, is_whole and links.is_real, links.assumptions)
+
+
+def _places(slices: tuple[tuple[Device, ...], ...], origin: tuple[Coords, ...]) -> Places:
+    ordered = [
+        sorted(each, key=lambda device: (device.process_index or 0, _by_place(device)))
+        for each in slices
+    ]
+    flat = [device for each in ordered for device in each]
+    index = np.repeat(np.arange(len(slices)), [len(each) for each in ordered])
+    chips = np.array([device.coords for device in flat], np.int64)
+    return Places(
+        ids=np.array([device.id for device in flat], np.int64),
+        processes=np.array([_process(device) for device in flat], np.int64),
+        slices=index,
+        coords=chips - np.array(origin, np.int64)[index],
+        cores=np.array([device.core_on_chip for device in flat], np.int64),
+        devices=tuple(flat),
+    )
+
+
+def _by_place(device: Device) -> tuple[int, int, int, int]:
+    x, y, z = device.coords or (0, 0, 0)
+    return (z, y, x, device.core_on_chip)
+
+
+def _process(device: Device) -> int:
+    return -1 if device.process_index is None else device.process_index
+
+
+def _switched(slices: tuple[tuple[Device, ...], ...], chip: Chip | None) -> FoundTopology:
+    """GPUs and bare ids: a granule is a row of devices behind one switch."""
+    size = len(slices[0])
+    flat = [device for each in slices for device in each]
+    host = min(size, chip.chips_per_host[0]) if chip else size
+    places = Places(
+        ids=np.array([device.id for device in flat], np.int64),
+        processes=np.array([_process(device) for device in flat], np.int64),
+        slices=np.repeat(np.arange(len(slices)), size),
+        coords=np.tile(
+            np.column_stack([np.arange(size), *np.zeros((2, size))]), (len(slices), 1)
+        ).astype(np.int64),
+        cores=np.zeros(len(flat), np.int64),
+        devices=tuple(flat),
+    )
+    said = "a switch: the devices have no coords, so that those of a granule are taken to be alike"
+    unknown = () if chip is not None else (said,)
+    links = Links((False, False, False), False, chip is not None, unknown)
+    origin: tuple[Coords, ...] = ((0, 0, 0),) * len(slices)
+    return FoundTopology(chip, (size, 1, 1), origin, 1, (host, 1, 1), links, places)

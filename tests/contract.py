@@ -12,7 +12,7 @@ A test is no part of the contract, and has the marker ``thorough``, if
 
     from xla_dtensor import distribute_tensor                  public: README and docs name it
     from mesh_utils.network import LinkModel                   public: of a package without torch
-    from xla_dtensor.runtimes.jax_lowering.table import TABLE  private: the file is thorough
+    from xla_dtensor.runtimes.jax.lower.table import TABLE  private: the file is thorough
 
 So a change of what is private can break no test of the contract but by breaking what it does. The
 packages that need no torch are small libraries whose modules are all public here; their tests are
@@ -46,10 +46,10 @@ PUBLIC = frozenset(
         "xla_dtensor.cli",
         "xla_dtensor.collectives",
         "xla_dtensor.data",
-        "xla_dtensor.deferred",
-        "xla_dtensor.doctor",
+        "xla_dtensor.nn.deferred",
+        "xla_dtensor.cli.env",
         "xla_dtensor.errors",
-        "xla_dtensor.huggingface",
+        "xla_dtensor.hosts.hugging_face",
         "xla_dtensor.models",
         "xla_dtensor.runtimes",
         "xla_dtensor.runtimes.base",  # what a third party's runtime is written against

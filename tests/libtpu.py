@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from xla_dtensor.aot_process import LIBTPU_ENVIRONMENT
+from xla_dtensor.plan.aot import LIBTPU_ENVIRONMENT
 
 __all__ = ["needs_libtpu", "run_with_libtpu"]
 

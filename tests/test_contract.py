@@ -22,10 +22,10 @@ from tests.contract import PUBLIC, private_imports
         ("from tests.hosts import Hosts\nimport torch", set()),
         ("from xla_dtensor.runtimes import get_runtime, base", set()),
         ("from xla_dtensor.runtimes import registry", {"xla_dtensor.runtimes.registry"}),
-        ("def f():\n    import xla_dtensor.dispatch", {"xla_dtensor.dispatch"}),
+        ("def f():\n    import xla_dtensor.dtensor.dispatch", {"xla_dtensor.dtensor.dispatch"}),
         (
-            "from xla_dtensor.runtimes.jax_lowering.table import TABLE",
-            {"xla_dtensor.runtimes.jax_lowering.table"},
+            "from xla_dtensor.runtimes.jax.lower.table import TABLE",
+            {"xla_dtensor.runtimes.jax.lower.table"},
         ),
     ],
 )

@@ -1,8 +1,10 @@
 """Who may import whom.
 
-The layers are listed in `RULES`. Two kinds of test hold them: one reads every import statement, so
-that one inside a function or under `TYPE_CHECKING` counts too; the other imports a package in a
-fresh process and listens for what that loads. Each comes with a test that it can fail.
+Folders import those above them in tools/house.yaml, and no files import each other when they load:
+tools.house computes both. Which libraries a package may use is listed in `RULES`. Two kinds of test
+hold them: one reads every import statement, so that one inside a function or under `TYPE_CHECKING`
+counts too; the other imports a package in a fresh process and listens for what that loads. Each
+comes with a test that it can fail.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+
+from tools.house import LOAD, House, rules
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("tpu_configs", "mesh_utils", "xla_dtensor")
@@ -38,36 +42,27 @@ class Rule:
     never: tuple[str, ...] = ()
 
 
-JAX_FILES = "xla_dtensor.runtimes.jax_*"
-TORCH_XLA_FILES = "xla_dtensor.runtimes.torch_xla_*"
+JAX_FILES = "xla_dtensor.runtimes.jax"
+TORCH_XLA_FILES = "xla_dtensor.runtimes.torch_xla"
 CLI_FILES = ("xla_dtensor.cli", "xla_dtensor.__main__")
 
 BELOW_CORE = ("numpy", "mesh_utils")
-CORE = (
-    *BELOW_CORE,
-    *("xla_dtensor.argument_types", "xla_dtensor.core"),
-    *("xla_dtensor.errors", "xla_dtensor.versions"),
-)
+CORE = (*BELOW_CORE, "xla_dtensor.core", "xla_dtensor.versions")
 REPORT = (*CORE, "xla_dtensor.report")
-RUNTIME = (
-    *(*REPORT, "torch", "ml_dtypes"),
-    *("xla_dtensor.nested", "xla_dtensor.runtimes", "xla_dtensor.written"),
-)
+RUNTIME = (*REPORT, "torch", "ml_dtypes", "xla_dtensor.runtimes")
 
 # The first rule whose pattern matches a module's name holds for it.
 RULES = (
     Rule("tpu_configs*", ()),
     Rule(
-        "mesh_utils.jax_mesh_functions",
+        "mesh_utils.assignment",
         ("numpy", "yaml", "tpu_configs", "mesh_utils"),
         on_use=("jax.experimental.mesh_utils",),
     ),
     Rule("mesh_utils.argument_types", ("mesh_utils.errors",), on_use=("typeguard",)),
     Rule("mesh_utils*", ("numpy", "yaml", "tpu_configs", "mesh_utils")),
-    Rule("xla_dtensor.core*", (*BELOW_CORE, "xla_dtensor.core")),
     Rule("xla_dtensor.versions", ()),  # the doctor starts without any package
-    Rule("xla_dtensor.errors", (*BELOW_CORE, "xla_dtensor.core")),
-    Rule("xla_dtensor.argument_types", ("mesh_utils.argument_types", "xla_dtensor.errors")),
+    Rule("xla_dtensor.core*", (*BELOW_CORE, "xla_dtensor.core")),
     Rule("xla_dtensor.report*", REPORT, on_use=("rich",)),
     Rule(JAX_FILES, (*RUNTIME, "jax", "jaxlib", "torchax"), never=(TORCH_XLA_FILES,)),
     Rule(TORCH_XLA_FILES, (*RUNTIME, "torch_xla"), never=(JAX_FILES,)),
@@ -177,6 +172,13 @@ def test_layers() -> None:
     assert list(violations(ROOT)) == []
 
 
+def test_folders() -> None:
+    house = House(*rules(), ROOT)
+    assert [str(one) for one in house.down()] == []
+    assert house.needless() == []
+    assert house.circles(LOAD) == []
+
+
 def test_rules_see_the_project() -> None:
     modules = [module_name(p, ROOT) for name in PACKAGES for p in (ROOT / name).rglob("*.py")]
     assert {"mesh_utils", "xla_dtensor.core", "tpu_configs"} <= set(modules)
@@ -189,8 +191,8 @@ def test_rules_see_the_project() -> None:
         ("mesh_utils/mesh.py", "import torch"),
         ("mesh_utils/mesh.py", "import xla_dtensor"),
         ("mesh_utils/mesh.py", "def search():\n    import jax.experimental.mesh_utils"),
-        ("mesh_utils/jax_mesh_functions.py", "from jax.experimental import mesh_utils"),
-        ("mesh_utils/assignment.py", "def search():\n    from jax.experimental import mesh_utils"),
+        ("mesh_utils/assignment.py", "from jax.experimental import mesh_utils"),
+        ("mesh_utils/network.py", "def search():\n    from jax.experimental import mesh_utils"),
         ("mesh_utils/assignment.py", "def search():\n    import jax.numpy"),
         ("xla_dtensor/core/layout.py", "def late():\n    from torch import Tensor"),
         ("xla_dtensor/core/layout.py", "import yaml"),
@@ -198,22 +200,25 @@ def test_rules_see_the_project() -> None:
         ("xla_dtensor/core/layout.py", "from ..dtensor import DTensor"),
         ("xla_dtensor/core/layout.py", "from xla_dtensor import DTensor"),
         ("xla_dtensor/core/__init__.py", "from .. import api"),
-        ("xla_dtensor/report/hlo.py", "import torch"),
-        ("xla_dtensor/report/hlo.py", "from xla_dtensor.runtimes import base"),
+        ("xla_dtensor/report/reading.py", "import torch"),
+        ("xla_dtensor/report/reading.py", "from xla_dtensor.runtimes import base"),
         ("xla_dtensor/runtimes/base.py", "import jax"),
         ("xla_dtensor/runtimes/base.py", "importlib.import_module('torch_xla')"),
-        ("xla_dtensor/runtimes/registry.py", "from xla_dtensor.runtimes import jax_runtime"),
-        ("xla_dtensor/runtimes/registry.py", "from .torch_xla_runtime import TorchXlaRuntime"),
-        ("xla_dtensor/runtimes/torch_xla_runtime.py", "import jax"),
-        ("xla_dtensor/runtimes/torch_xla_runtime.py", "def late():\n    import torchax"),
-        ("xla_dtensor/runtimes/jax_runtime.py", "import torch_xla.runtime as xr"),
-        ("xla_dtensor/runtimes/jax_lowering/matmul.py", "__import__('torch_xla')"),
-        ("xla_dtensor/runtimes/jax_runtime.py", "from xla_dtensor.dtensor import DTensor"),
-        ("xla_dtensor/dtensor.py", "import jax"),
-        ("xla_dtensor/dtensor.py", "from xla_dtensor.runtimes.jax_runtime import JaxRuntime"),
-        ("xla_dtensor/dtensor.py", "from xla_dtensor import cli"),
-        ("xla_dtensor/dtensor.py", "import rich"),
-        ("xla_dtensor/cli/env.py", "import torch"),
+        ("xla_dtensor/runtimes/registry.py", "from xla_dtensor.runtimes.jax import runtime"),
+        ("xla_dtensor/runtimes/registry.py", "from .torch_xla.runtime import TorchXlaRuntime"),
+        ("xla_dtensor/runtimes/torch_xla/runtime.py", "import jax"),
+        ("xla_dtensor/runtimes/torch_xla/runtime.py", "def late():\n    import torchax"),
+        ("xla_dtensor/runtimes/jax/runtime.py", "import torch_xla.runtime as xr"),
+        ("xla_dtensor/runtimes/jax/lower/matmul.py", "__import__('torch_xla')"),
+        ("xla_dtensor/runtimes/jax/runtime.py", "from xla_dtensor.dtensor.dtensor import DTensor"),
+        ("xla_dtensor/dtensor/dtensor.py", "import jax"),
+        (
+            "xla_dtensor/dtensor/dtensor.py",
+            "from xla_dtensor.runtimes.jax.runtime import JaxRuntime",
+        ),
+        ("xla_dtensor/dtensor/dtensor.py", "from xla_dtensor import cli"),
+        ("xla_dtensor/dtensor/dtensor.py", "import rich"),
+        ("xla_dtensor/cli/subcommand.py", "import torch"),
     ],
 )
 def test_layers_can_fail(tmp_path: Path, file: str, source: str) -> None:
@@ -227,15 +232,18 @@ def test_layers_can_fail(tmp_path: Path, file: str, source: str) -> None:
     ("file", "source"),
     [
         (
-            "mesh_utils/jax_mesh_functions.py",
+            "mesh_utils/assignment.py",
             "def found():\n    from jax.experimental import mesh_utils",
         ),
         ("xla_dtensor/core/layout.py", "import functools\nfrom mesh_utils import Mesh"),
         ("xla_dtensor/core/__init__.py", "from .layout import Layout"),
-        ("xla_dtensor/runtimes/registry.py", "import_module('xla_dtensor.runtimes.jax_runtime')"),
-        ("xla_dtensor/runtimes/jax_lowering/matmul.py", "import jax.numpy as jnp, torch"),
-        ("xla_dtensor/cli/env.py", "def run():\n    import torch"),
-        ("xla_dtensor/__init__.py", "if TYPE_CHECKING:\n    from xla_dtensor.api import ones"),
+        ("xla_dtensor/runtimes/registry.py", "import_module('xla_dtensor.runtimes.jax.runtime')"),
+        ("xla_dtensor/runtimes/jax/lower/matmul.py", "import jax.numpy as jnp, torch"),
+        ("xla_dtensor/cli/subcommand.py", "def run():\n    import torch"),
+        (
+            "xla_dtensor/__init__.py",
+            "if TYPE_CHECKING:\n    from xla_dtensor.dtensor.api import ones",
+        ),
     ],
 )
 def test_layers_admit(tmp_path: Path, file: str, source: str) -> None:

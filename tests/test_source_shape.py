@@ -1,4 +1,4 @@
-"""Short files, short functions, a docstring in each module, and none of the banned names."""
+"""Files of a size, short functions, a docstring in each module, and none of the banned names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,27 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("tpu_configs", "mesh_utils", "xla_dtensor", "examples", "benchmarks", "tools")
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 1000
+MAX_FOLDER_ENTRIES = 18
 MAX_FUNCTION_LINES = 80
+# Larger for now, by how much at most. These only shrink.
+LARGE_FILES = {
+    "mesh_utils/assignment.py": 1088,
+    "mesh_utils/job.py": 1132,
+    "mesh_utils/mesh.py": 1088,
+    "mesh_utils/network.py": 1134,
+    "mesh_utils/topology.py": 1096,
+    "xla_dtensor/report/collective.py": 1064,
+    "xla_dtensor/report/findings.py": 1074,
+    "xla_dtensor/runtimes/jax/eager/ops.py": 1051,
+    "xla_dtensor/runtimes/jax/lower/conv.py": 1046,
+}
+LARGE_FOLDERS = {
+    "xla_dtensor": 19,
+    "xla_dtensor/dtensor": 21,
+    "xla_dtensor/report": 20,
+    "xla_dtensor/runtimes": 20,
+}
 UPSTREAM_NAMES = {"ShardingSpec"}  # torch_xla's, in xla_dtensor.spmd
 BANNED_FILES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
 
@@ -25,7 +44,7 @@ def function_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return lines
 
 
-def faults(path: Path) -> Iterator[str]:
+def faults(path: Path, max_lines: int = MAX_FILE_LINES) -> Iterator[str]:
     """What is wrong with the shape of one file, one line each."""
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text, str(path))
@@ -33,8 +52,8 @@ def faults(path: Path) -> Iterator[str]:
         yield f"{path.name} says nothing: name the file after what it holds"
     if not ast.get_docstring(tree):
         yield "the module has no docstring"
-    if (lines := text.count("\n")) > MAX_FILE_LINES:
-        yield f"{lines} lines: at most {MAX_FILE_LINES}"
+    if (lines := text.count("\n")) > max_lines:
+        yield f"{lines} lines: at most {max_lines}"
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name.endswith("Spec"):
             if node.name in UPSTREAM_NAMES:
@@ -49,7 +68,36 @@ def faults(path: Path) -> Iterator[str]:
 def test_shape() -> None:
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     assert len(paths) > 10
-    assert [f"{path.relative_to(ROOT)}: {fault}" for path in paths for fault in faults(path)] == []
+    names = {path: str(path.relative_to(ROOT)) for path in paths}
+    assert [
+        f"{name}: {fault}"
+        for path, name in names.items()
+        for fault in faults(path, LARGE_FILES.get(name, MAX_FILE_LINES))
+    ] == []
+
+
+def test_folders() -> None:
+    entries: dict[str, set[str]] = {}
+    for path in (
+        p for package in ("mesh_utils", "xla_dtensor") for p in (ROOT / package).rglob("*.py")
+    ):
+        name = path.relative_to(ROOT)
+        for folder, entry in zip(name.parents, [name, *name.parents], strict=False):
+            entries.setdefault(str(folder), set()).add(entry.name)
+    del entries["."]
+    assert {
+        folder: len(found)
+        for folder, found in entries.items()
+        if len(found) > LARGE_FOLDERS.get(folder, MAX_FOLDER_ENTRIES)
+    } == {}
+
+
+def test_exceptions_shrink() -> None:
+    assert {
+        name
+        for name, most in LARGE_FILES.items()
+        if not MAX_FILE_LINES < (ROOT / name).read_text(encoding="utf-8").count("\n") <= most
+    } == set()
 
 
 @pytest.mark.parametrize(
@@ -57,7 +105,7 @@ def test_shape() -> None:
     [
         ("utils.py", '"""Text."""', "says nothing"),
         ("mesh.py", "import os", "no docstring"),
-        ("mesh.py", '"""Text."""\n' + "x = 1\n" * 500, "501 lines"),
+        ("mesh.py", '"""Text."""\n' + "x = 1\n" * 1000, "1001 lines"),
         ("mesh.py", '"""Text."""\nclass MeshSpec: ...', "class MeshSpec"),
         ("mesh.py", '"""Text."""\ndef f():\n' + "    g()\n" * 80, "f has 81 lines"),
     ],

@@ -1,17 +1,17 @@
-"""Says what would go wrong if the files of today were merged as a tree places them.
+"""Says whether the files of the packages lie as the folders are meant to: who imports whom.
 
-    python -m tools.house                      the tree of tools/house_tree.yaml
-    python -m tools.house --tree other.yaml
+    python -m tools.house
 
-The tree lists folders from the ground up, and for each file to come the files of today that it is
-made of. Four things are looked for, by reading sources alone:
+`tools/house.yaml` lists folders, and a file, from the ground up; what is in none of its rows is of
+the floor of the folder around it. Three things are looked for, by reading sources alone:
 
-* files that no file of the tree takes, and files of the tree that are not there;
-* imports that point to a folder further down, those for types and inside of functions included;
-* circles of merged files, by imports at load time; then with those inside of functions as well;
-* top-level names that two files of one row define, and not by the same statement.
+* imports that point to a folder further down the list, those for types, inside of functions and by
+  ``importlib.import_module("...")`` included;
+* circles of files, by imports at load time;
+* circles of files, with those inside of functions as well.
 
-``exceptions`` of the tree are imports that may point down, each with its reason. They only shrink.
+``exceptions`` are imports that may point down, until what is said above them happens. The list only
+shrinks: one that is not needed is a fault too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import yaml
 
-__all__ = ["House", "main"]
+__all__ = ["LAZY", "LOAD", "ROOT", "TYPE", "House", "main", "rules"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("mesh_utils", "xla_dtensor")
@@ -34,7 +34,7 @@ LOAD, LAZY, TYPE = "load", "lazy", "type"
 
 @dataclass(frozen=True)
 class Import:
-    """One file of today imports another, which lies in another file of the tree.
+    """One file imports another.
 
     Attributes:
         kind: "load", "lazy" (inside of a function) or "type" (under TYPE_CHECKING).
@@ -46,51 +46,52 @@ class Import:
     source: str
     target: str
 
+    def __str__(self) -> str:
+        return f"{self.source} -> {self.target}"
+
 
 class House:
-    """A tree, beside the files of today.
+    """The files of the packages, and what is said of their folders.
 
     Args:
-        tree: What house_tree.yaml holds.
+        folders: From the ground up.
+        exceptions: Imports that may point down, as ``a.py -> b.py``.
         root: The folder of the packages.
     """
 
-    def __init__(self, tree: Mapping[str, Mapping[str, Mapping[str, Sequence[str]]]], root: Path):
-        self.root = root
-        self.folders = list(tree["folders"])
-        self.exceptions = set(tree.get("exceptions") or ())
-        self.places = {
-            file: f"{folder}/{name}"
-            for folder, rows in tree["folders"].items()
-            for name, files in rows.items()
-            for file in files
-        }
-        found = [path for package in PACKAGES for path in (root / package).rglob("*.py")]
-        self.files = sorted(str(path.relative_to(root)) for path in found)
+    def __init__(self, folders: Sequence[str], exceptions: Sequence[str], root: Path):
+        self.folders = list(folders)
+        self.exceptions = frozenset(exceptions)
+        paths = [path for package in PACKAGES for path in (root / package).rglob("*.py")]
+        self.files = sorted(str(path.relative_to(root)) for path in paths)
         self.modules = {_module(file): file for file in self.files}
-        placed = [file for file in self.files if file in self.places]
-        self.sources = {file: ast.parse((root / file).read_text("utf-8")) for file in placed}
-        self.imports = [one for file in placed for one in self._imports_of(file)]
+        self.imports = [
+            one
+            for file in self.files
+            for one in self._imports_of(file, ast.parse((root / file).read_text("utf-8")))
+        ]
 
-    def misplaced(self) -> list[str]:
-        """Return files that no row takes, and those of rows that are not there."""
-        missing = [f"{file}: in the tree, and not there" for file in self.places]
-        missing = [line for line in missing if line.partition(":")[0] not in self.files]
-        return [f"{file}: no row" for file in self.files if file not in self.places] + missing
+    def floor(self, file: str) -> int:
+        """Return the number of the folder that a file is of.
+
+        Raises:
+            KeyError: No folder of the list is around it.
+        """
+        for parent in (Path(file), *Path(file).parents):
+            if str(parent) in self.folders:
+                return self.folders.index(str(parent))
+        raise KeyError(file)
 
     def down(self) -> list[Import]:
-        """Return imports that point to a folder further down."""
-        rank = {folder: at for at, folder in enumerate(self.folders)}
+        """Return imports that point to a folder further down, and are no exceptions."""
+        return [one for one in self._pointing_down() if str(one) not in self.exceptions]
 
-        def is_down(one: Import) -> bool:
-            source, target = (self.places[f].rpartition("/")[0] for f in (one.source, one.target))
-            excepted = f"{one.source} -> {one.target}" in self.exceptions
-            return rank[source] < rank[target] and not excepted
-
-        return [one for one in self.imports if is_down(one)]
+    def needless(self) -> list[str]:
+        """Return exceptions that no import needs."""
+        return sorted(self.exceptions - {str(one) for one in self._pointing_down()})
 
     def circles(self, *kinds: str) -> list[list[str]]:
-        """Return sets of files of the tree that import each other in a circle.
+        """Return sets of files that import each other in a circle.
 
         Args:
             kinds: Of imports that count.
@@ -98,36 +99,32 @@ class House:
         after: dict[str, set[str]] = collections.defaultdict(set)
         for one in self.imports:
             if one.kind in kinds:
-                after[self.places[one.source]].add(self.places[one.target])
+                after[one.source].add(one.target)
         reached = {file: _reached(file, after) for file in list(after)}
-        found = {
+        circles = {
             tuple(sorted(b for b in reached[a] if a in reached.get(b, ())))
             for a in reached
             if a in reached[a]
         }
-        return sorted(map(list, found), key=len)
+        return sorted(map(list, circles), key=len)
 
-    def clashes(self) -> dict[str, list[str]]:
-        """Return, by file of the tree, names that two files of its row define differently."""
-        texts: dict[str, dict[str, set[str]]] = collections.defaultdict(
-            lambda: collections.defaultdict(set)
-        )
-        for file, code in self.sources.items():
-            for name, text in _definitions(code):
-                texts[self.places[file]][name].add(text)
-        clashing = {
-            place: sorted(name for name, different in names.items() if len(different) > 1)
-            for place, names in texts.items()
-        }
-        return {place: names for place, names in sorted(clashing.items()) if names}
+    def _pointing_down(self) -> list[Import]:
+        return [one for one in self.imports if self.floor(one.source) < self.floor(one.target)]
 
-    def _imports_of(self, file: str) -> Iterator[Import]:
-        for kind, name in _imported(self.sources[file], LOAD):
+    def _imports_of(self, file: str, code: ast.Module) -> Iterator[Import]:
+        for kind, name in _imported(code, LOAD):
             while name and name not in self.modules:
                 name = name.rpartition(".")[0]
             target = self.modules.get(name)
-            if target in self.places and self.places[target] != self.places[file]:
+            if target is not None and target != file:
                 yield Import(kind, file, target)
+
+
+def rules() -> tuple[list[str], list[str]]:
+    """Return the folders and the exceptions of house.yaml."""
+    text = (ROOT / "tools" / "house.yaml").read_text("utf-8")
+    data: Mapping[str, list[str]] = yaml.safe_load(text)
+    return data["folders"], data["exceptions"]
 
 
 def _module(file: str) -> str:
@@ -145,20 +142,13 @@ def _imported(node: ast.AST, kind: str) -> Iterator[tuple[str, str]]:
             yield from ((within, alias.name) for alias in child.names)
         if isinstance(child, ast.ImportFrom) and child.module:
             yield from ((within, f"{child.module}.{alias.name}") for alias in child.names)
+        if isinstance(child, ast.Call) and ast.unparse(child.func).endswith("import_module"):
+            yield from ((within, a.value) for a in child.args if _is_text(a))  # type: ignore
         yield from _imported(child, within)
 
 
-def _definitions(code: ast.Module) -> Iterator[tuple[str, str]]:
-    for node in code.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names = [node.name]
-        elif isinstance(node, ast.Assign):
-            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names = [node.target.id]
-        else:
-            names = []
-        yield from ((name, ast.unparse(node)) for name in names if name not in ("__all__", "_"))
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def _reached(start: str, after: Mapping[str, set[str]]) -> set[str]:
@@ -172,19 +162,16 @@ def _reached(start: str, after: Mapping[str, set[str]]) -> set[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what is wrong with a tree; 1 where something is."""
+    """Print what is wrong with the folders; 1 where something is."""
     parser = argparse.ArgumentParser(prog="python -m tools.house", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--tree", type=Path, default=ROOT / "tools" / "house_tree.yaml")
-    asked = parser.parse_args(arguments)
-    house = House(yaml.safe_load(asked.tree.read_text("utf-8")), ROOT)
-    down = [f"{one.kind} {one.source} -> {one.target}" for one in house.down()]
+    parser.parse_args(arguments)
+    house = House(*rules(), ROOT)
     parts = {
-        "files out of place": house.misplaced(),
-        "imports that point down": down,
+        "imports that point down": [f"{one.kind} {one}" for one in house.down()],
+        "exceptions that nothing needs": house.needless(),
         "circles at load time": [" ".join(files) for files in house.circles(LOAD)],
         "circles, lazy imports included": [" ".join(f) for f in house.circles(LOAD, LAZY)],
-        "names that clash": [f"{file}: {' '.join(n)}" for file, n in house.clashes().items()],
     }
     for title, lines in parts.items():
         print(f"{title}: {len(lines) or 'none'}", *(f"    {line}" for line in lines), sep="\n")

@@ -52,11 +52,11 @@ OF_BOTH = tuple(
     f"tests/xla_dtensor/{name}.py"
     for name in (
         "cli/test_plan_full",
-        "runtimes/test_jax_lowering_linalg",
+        "runtimes/jax/test_jax_lowering_linalg",
         "runtimes/test_starting",
         "runtimes/test_torch_own",
         "spmd/test_spmd_baseline",
-        "test_process_start",
+        "hosts/test_process_start",
     )
 )
 CONTRACT, THOROUGH = "not thorough and not gpu", "thorough and not gpu"

@@ -32,10 +32,9 @@ from typing import Any
 import yaml
 
 from mesh_utils import JobConfig, chips
-from mesh_utils.job_file import job_names
-from mesh_utils.xla_flags import COMPILERS, default_sets, flag_table, flags_for
-from mesh_utils.xla_flags_tried import digest
-from xla_dtensor.aot_process import LIBTPU_ENVIRONMENT
+from mesh_utils.job import job_names
+from mesh_utils.xla_flags import COMPILERS, default_sets, digest, flag_table, flags_for
+from xla_dtensor.plan.aot import LIBTPU_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tpu_configs" / "xla_flags_tried.yaml"
@@ -47,7 +46,7 @@ VERSIONS = "import importlib.metadata as m; print(*[m.version(p) for p in ('jax'
 START_JAX = "import jax; jax.devices()"
 UNKNOWN = re.compile(r"Unknown command line flag '?(\w+)|Unknown flags? in XLA_FLAGS: (?:--)?(\w+)")
 HEAD = """\
-# Who took which XLA flags: mesh_utils/xla_flags_tried.py says how to read this.
+# Who took which XLA flags: mesh_utils/xla_flags.py says how to read this.
 # Made by python -m tools.try_xla_flags; not to be edited.
 """
 

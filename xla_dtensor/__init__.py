@@ -20,135 +20,137 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from xla_dtensor.old_names import find_as
+
 if TYPE_CHECKING:
     from mesh_utils import Mesh as Mesh
-    from xla_dtensor.aot import compile_for as compile_for
-    from xla_dtensor.api import distribute_module as distribute_module
-    from xla_dtensor.api import distribute_tensor as distribute_tensor
-    from xla_dtensor.calling_jax import call_jax as call_jax
-    from xla_dtensor.compiled_step import compile as compile
     from xla_dtensor.core import Layout as Layout
     from xla_dtensor.core import OpSharding as OpSharding
-    from xla_dtensor.custom_sharding import custom_shard as custom_shard
-    from xla_dtensor.data import MpDeviceLoader as MpDeviceLoader
-    from xla_dtensor.data import PackedBatches as PackedBatches
-    from xla_dtensor.data import ProcessPart as ProcessPart
-    from xla_dtensor.data import ShardedLoader as ShardedLoader
-    from xla_dtensor.data import ShardedSampler as ShardedSampler
-    from xla_dtensor.data import pack_sequences as pack_sequences
-    from xla_dtensor.data import process_part as process_part
-    from xla_dtensor.data import shard_batch as shard_batch
-    from xla_dtensor.deferred.materialization import materialize as materialize
-    from xla_dtensor.device_mesh import DeviceMesh as DeviceMesh
-    from xla_dtensor.device_mesh import init_device_mesh as init_device_mesh
-    from xla_dtensor.dtensor import DTensor as DTensor
-    from xla_dtensor.explaining import explain as explain
-    from xla_dtensor.explicit_redistribution import (
+    from xla_dtensor.debug.explain import comm_counts as comm_counts
+    from xla_dtensor.debug.explain import explain as explain
+    from xla_dtensor.debug.explain import profile as profile
+    from xla_dtensor.debug.explicit import (
         ExplicitRedistributionContext as ExplicitRedistributionContext,
     )
-    from xla_dtensor.factories import empty as empty
-    from xla_dtensor.factories import full as full
-    from xla_dtensor.factories import ones as ones
-    from xla_dtensor.factories import rand as rand
-    from xla_dtensor.factories import randn as randn
-    from xla_dtensor.factories import zeros as zeros
-    from xla_dtensor.fsdp_module import FSDPModule as FSDPModule
-    from xla_dtensor.fsdp_module import fully_shard as fully_shard
-    from xla_dtensor.installation import install as install
-    from xla_dtensor.installation import uninstall as uninstall
-    from xla_dtensor.job_meshes import job_mesh as job_mesh
-    from xla_dtensor.linear_loss import linear_cross_entropy as linear_cross_entropy
-    from xla_dtensor.live_counts import comm_counts as comm_counts
-    from xla_dtensor.live_report import report_of as report_of
-    from xla_dtensor.local_view import LocalView as LocalView
-    from xla_dtensor.modes import implicit_replication as implicit_replication
-    from xla_dtensor.modes import loss_parallel as loss_parallel
-    from xla_dtensor.modes import strict_placements as strict_placements
-    from xla_dtensor.module_sharding import shard_module as shard_module
-    from xla_dtensor.module_sharding import sharding_plan as sharding_plan
-    from xla_dtensor.preemption import Preemption as Preemption
-    from xla_dtensor.processes import ProcessInfo as ProcessInfo
-    from xla_dtensor.processes import init_distributed as init_distributed
-    from xla_dtensor.profiling import profile as profile
-    from xla_dtensor.program_check import check_same_program as check_same_program
-    from xla_dtensor.program_check import program_checks as program_checks
-    from xla_dtensor.remat import checkpoint_name as checkpoint_name
-    from xla_dtensor.rng import is_rng_supported_mesh as is_rng_supported_mesh
-    from xla_dtensor.rng import manual_seed as manual_seed
-    from xla_dtensor.runtimes import get_runtime as get_runtime
-    from xla_dtensor.runtimes import installed_runtimes as installed_runtimes
-    from xla_dtensor.runtimes.attention_choice import attention_kernel as attention_kernel
-    from xla_dtensor.runtimes.value_checks import check_values as check_values
-    from xla_dtensor.scanned_layers import ScannedLayers as ScannedLayers
-    from xla_dtensor.scanned_layers import scan_layers as scan_layers
-    from xla_dtensor.shard_position import (
+    from xla_dtensor.debug.visualize import visualize_sharding as visualize_sharding
+    from xla_dtensor.dtensor.api import (
         compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
     )
-    from xla_dtensor.skip_dispatch import SkipDTensorDispatch as SkipDTensorDispatch
-    from xla_dtensor.visualizing import visualize_sharding as visualize_sharding
+    from xla_dtensor.dtensor.api import distribute_module as distribute_module
+    from xla_dtensor.dtensor.api import distribute_tensor as distribute_tensor
+    from xla_dtensor.dtensor.call_jax import call_jax as call_jax
+    from xla_dtensor.dtensor.custom import SkipDTensorDispatch as SkipDTensorDispatch
+    from xla_dtensor.dtensor.custom import custom_shard as custom_shard
+    from xla_dtensor.dtensor.dtensor import DTensor as DTensor
+    from xla_dtensor.dtensor.dtensor import empty as empty
+    from xla_dtensor.dtensor.dtensor import full as full
+    from xla_dtensor.dtensor.dtensor import ones as ones
+    from xla_dtensor.dtensor.dtensor import rand as rand
+    from xla_dtensor.dtensor.dtensor import randn as randn
+    from xla_dtensor.dtensor.dtensor import zeros as zeros
+    from xla_dtensor.dtensor.local import LocalView as LocalView
+    from xla_dtensor.dtensor.mesh import DeviceMesh as DeviceMesh
+    from xla_dtensor.dtensor.mesh import init_device_mesh as init_device_mesh
+    from xla_dtensor.dtensor.modes import implicit_replication as implicit_replication
+    from xla_dtensor.dtensor.modes import loss_parallel as loss_parallel
+    from xla_dtensor.dtensor.modes import strict_placements as strict_placements
+    from xla_dtensor.dtensor.random import is_rng_supported_mesh as is_rng_supported_mesh
+    from xla_dtensor.dtensor.random import manual_seed as manual_seed
+    from xla_dtensor.hosts.data import MpDeviceLoader as MpDeviceLoader
+    from xla_dtensor.hosts.data import PackedBatches as PackedBatches
+    from xla_dtensor.hosts.data import ProcessPart as ProcessPart
+    from xla_dtensor.hosts.data import ShardedLoader as ShardedLoader
+    from xla_dtensor.hosts.data import ShardedSampler as ShardedSampler
+    from xla_dtensor.hosts.data import pack_sequences as pack_sequences
+    from xla_dtensor.hosts.data import process_part as process_part
+    from xla_dtensor.hosts.data import shard_batch as shard_batch
+    from xla_dtensor.hosts.preemption import Preemption as Preemption
+    from xla_dtensor.hosts.preemption import check_same_program as check_same_program
+    from xla_dtensor.hosts.preemption import program_checks as program_checks
+    from xla_dtensor.hosts.processes import ProcessInfo as ProcessInfo
+    from xla_dtensor.hosts.processes import init_distributed as init_distributed
+    from xla_dtensor.nn.compile import compile as compile
+    from xla_dtensor.nn.deferred.materialization import materialize as materialize
+    from xla_dtensor.nn.fsdp import FSDPModule as FSDPModule
+    from xla_dtensor.nn.fsdp import fully_shard as fully_shard
+    from xla_dtensor.nn.install import install as install
+    from xla_dtensor.nn.install import uninstall as uninstall
+    from xla_dtensor.nn.loss import linear_cross_entropy as linear_cross_entropy
+    from xla_dtensor.nn.scan import ScannedLayers as ScannedLayers
+    from xla_dtensor.nn.scan import checkpoint_name as checkpoint_name
+    from xla_dtensor.nn.scan import scan_layers as scan_layers
+    from xla_dtensor.nn.shard_module import shard_module as shard_module
+    from xla_dtensor.nn.shard_module import sharding_plan as sharding_plan
+    from xla_dtensor.plan.aot import compile_for as compile_for
+    from xla_dtensor.plan.live import report_of as report_of
+    from xla_dtensor.plan.search import job_mesh as job_mesh
+    from xla_dtensor.runtimes import get_runtime as get_runtime
+    from xla_dtensor.runtimes import installed_runtimes as installed_runtimes
+    from xla_dtensor.runtimes.bounds import check_values as check_values
+    from xla_dtensor.runtimes.whole_ops import attention_kernel as attention_kernel
 
 _WHERE = {
-    "DTensor": "xla_dtensor.dtensor",
-    "DeviceMesh": "xla_dtensor.device_mesh",
-    "ExplicitRedistributionContext": "xla_dtensor.explicit_redistribution",
-    "FSDPModule": "xla_dtensor.fsdp_module",
+    "DTensor": "xla_dtensor.dtensor.dtensor",
+    "DeviceMesh": "xla_dtensor.dtensor.mesh",
+    "ExplicitRedistributionContext": "xla_dtensor.debug.explicit",
+    "FSDPModule": "xla_dtensor.nn.fsdp",
     "Layout": "xla_dtensor.core",
-    "LocalView": "xla_dtensor.local_view",
+    "LocalView": "xla_dtensor.dtensor.local",
     "Mesh": "mesh_utils",
-    "MpDeviceLoader": "xla_dtensor.data",
+    "MpDeviceLoader": "xla_dtensor.hosts.data",
     "OpSharding": "xla_dtensor.core",
-    "PackedBatches": "xla_dtensor.data",
-    "Preemption": "xla_dtensor.preemption",
-    "ProcessInfo": "xla_dtensor.processes",
-    "ProcessPart": "xla_dtensor.data",
-    "ScannedLayers": "xla_dtensor.scanned_layers",
-    "ShardedLoader": "xla_dtensor.data",
-    "ShardedSampler": "xla_dtensor.data",
-    "SkipDTensorDispatch": "xla_dtensor.skip_dispatch",
-    "attention_kernel": "xla_dtensor.runtimes.attention_choice",
-    "call_jax": "xla_dtensor.calling_jax",
-    "check_same_program": "xla_dtensor.program_check",
-    "check_values": "xla_dtensor.runtimes.value_checks",
-    "checkpoint_name": "xla_dtensor.remat",
-    "comm_counts": "xla_dtensor.live_counts",
-    "compile": "xla_dtensor.compiled_step",
-    "compile_for": "xla_dtensor.aot",
-    "compute_local_shape_and_global_offset": "xla_dtensor.shard_position",
-    "custom_shard": "xla_dtensor.custom_sharding",
-    "distribute_module": "xla_dtensor.api",
-    "distribute_tensor": "xla_dtensor.api",
-    "empty": "xla_dtensor.factories",
-    "explain": "xla_dtensor.explaining",
-    "full": "xla_dtensor.factories",
-    "fully_shard": "xla_dtensor.fsdp_module",
+    "PackedBatches": "xla_dtensor.hosts.data",
+    "Preemption": "xla_dtensor.hosts.preemption",
+    "ProcessInfo": "xla_dtensor.hosts.processes",
+    "ProcessPart": "xla_dtensor.hosts.data",
+    "ScannedLayers": "xla_dtensor.nn.scan",
+    "ShardedLoader": "xla_dtensor.hosts.data",
+    "ShardedSampler": "xla_dtensor.hosts.data",
+    "SkipDTensorDispatch": "xla_dtensor.dtensor.custom",
+    "attention_kernel": "xla_dtensor.runtimes.whole_ops",
+    "call_jax": "xla_dtensor.dtensor.call_jax",
+    "check_same_program": "xla_dtensor.hosts.preemption",
+    "check_values": "xla_dtensor.runtimes.bounds",
+    "checkpoint_name": "xla_dtensor.nn.scan",
+    "comm_counts": "xla_dtensor.debug.explain",
+    "compile": "xla_dtensor.nn.compile",
+    "compile_for": "xla_dtensor.plan.aot",
+    "compute_local_shape_and_global_offset": "xla_dtensor.dtensor.api",
+    "custom_shard": "xla_dtensor.dtensor.custom",
+    "distribute_module": "xla_dtensor.dtensor.api",
+    "distribute_tensor": "xla_dtensor.dtensor.api",
+    "empty": "xla_dtensor.dtensor.dtensor",
+    "explain": "xla_dtensor.debug.explain",
+    "full": "xla_dtensor.dtensor.dtensor",
+    "fully_shard": "xla_dtensor.nn.fsdp",
     "get_runtime": "xla_dtensor.runtimes",
-    "implicit_replication": "xla_dtensor.modes",
-    "init_device_mesh": "xla_dtensor.device_mesh",
-    "init_distributed": "xla_dtensor.processes",
-    "install": "xla_dtensor.installation",
+    "implicit_replication": "xla_dtensor.dtensor.modes",
+    "init_device_mesh": "xla_dtensor.dtensor.mesh",
+    "init_distributed": "xla_dtensor.hosts.processes",
+    "install": "xla_dtensor.nn.install",
     "installed_runtimes": "xla_dtensor.runtimes",
-    "is_rng_supported_mesh": "xla_dtensor.rng",
-    "job_mesh": "xla_dtensor.job_meshes",
-    "linear_cross_entropy": "xla_dtensor.linear_loss",
-    "loss_parallel": "xla_dtensor.modes",
-    "manual_seed": "xla_dtensor.rng",
-    "materialize": "xla_dtensor.deferred",
-    "ones": "xla_dtensor.factories",
-    "pack_sequences": "xla_dtensor.data",
-    "process_part": "xla_dtensor.data",
-    "profile": "xla_dtensor.profiling",
-    "program_checks": "xla_dtensor.program_check",
-    "rand": "xla_dtensor.factories",
-    "randn": "xla_dtensor.factories",
-    "report_of": "xla_dtensor.live_report",
-    "scan_layers": "xla_dtensor.scanned_layers",
-    "shard_batch": "xla_dtensor.data",
-    "shard_module": "xla_dtensor.module_sharding",
-    "sharding_plan": "xla_dtensor.module_sharding",
-    "strict_placements": "xla_dtensor.modes",
-    "uninstall": "xla_dtensor.installation",
-    "visualize_sharding": "xla_dtensor.visualizing",
-    "zeros": "xla_dtensor.factories",
+    "is_rng_supported_mesh": "xla_dtensor.dtensor.random",
+    "job_mesh": "xla_dtensor.plan.search",
+    "linear_cross_entropy": "xla_dtensor.nn.loss",
+    "loss_parallel": "xla_dtensor.dtensor.modes",
+    "manual_seed": "xla_dtensor.dtensor.random",
+    "materialize": "xla_dtensor.nn.deferred",
+    "ones": "xla_dtensor.dtensor.dtensor",
+    "pack_sequences": "xla_dtensor.hosts.data",
+    "process_part": "xla_dtensor.hosts.data",
+    "profile": "xla_dtensor.debug.explain",
+    "program_checks": "xla_dtensor.hosts.preemption",
+    "rand": "xla_dtensor.dtensor.dtensor",
+    "randn": "xla_dtensor.dtensor.dtensor",
+    "report_of": "xla_dtensor.plan.live",
+    "scan_layers": "xla_dtensor.nn.scan",
+    "shard_batch": "xla_dtensor.hosts.data",
+    "shard_module": "xla_dtensor.nn.shard_module",
+    "sharding_plan": "xla_dtensor.nn.shard_module",
+    "strict_placements": "xla_dtensor.dtensor.modes",
+    "uninstall": "xla_dtensor.nn.install",
+    "visualize_sharding": "xla_dtensor.debug.visualize",
+    "zeros": "xla_dtensor.dtensor.dtensor",
 }
 
 __all__ = [
@@ -215,6 +217,15 @@ __all__ = [
     "zeros",
 ]
 __version__ = "0.1.0.dev0"
+
+# What was pickled before these modules were merged.
+find_as(
+    {
+        "xla_dtensor.device_mesh": "xla_dtensor.dtensor.mesh",
+        "xla_dtensor.pickling": "xla_dtensor.dtensor.dtensor",
+        "xla_dtensor.spmd.sharding_spec": "xla_dtensor.spmd.annotate",
+    }
+)
 
 
 def __getattr__(name: str) -> Any:

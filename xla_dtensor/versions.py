@@ -8,19 +8,94 @@ override. JAX is bounded on both sides: parts of it that are used here are priva
 release has changed some of them. ``XLA_DTENSOR_ANY_JAX=1`` lets a newer one through, for trying it.
 """
 
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = [
     "ANY_JAX",
-    "SUPPORTED_JAX",
-    "SUPPORTED_TORCH",
-    "Support",
+    "PACKAGE_FOLDER",
+    "Installed",
+    "is_importable",
     "jax_support",
+    "read_installed",
     "release",
     "satisfies",
     "torch_support",
 ]
+
+# Where this package is installed.
+PACKAGE_FOLDER = Path(__file__).parent
+
+
+# --------------------------------------------------- What is installed, read from package metadata
+#
+# Nothing is imported, so nothing can crash.
+
+PACKAGES = ("xla-dtensor", "numpy", "torch", "jax", "jaxlib", "torch_xla", "libtpu")
+
+
+@dataclass(frozen=True)
+class Installed:
+    """Versions, and what the installed packages ask for.
+
+    Args:
+        versions: Package to version; None where it is not installed.
+        libtpu_pins: "jax" and "torch_xla" to the libtpu that their TPU extra asks for, such as
+            "==0.0.42.*", as far as they are installed and say so.
+    """
+
+    versions: Mapping[str, str | None]
+    libtpu_pins: Mapping[str, str]
+
+    def version(self, package: str) -> str | None:
+        """The version of a package; None where it is not installed."""
+        return self.versions.get(package)
+
+
+def read_installed() -> Installed:
+    """Reads the metadata of `PACKAGES`. Unreadable metadata counts as not installed."""
+    pins = {package: _libtpu_pin(package) for package in ("jax", "torch_xla")}
+    return Installed(
+        {package: _version(package) for package in PACKAGES},
+        {package: pin for package, pin in pins.items() if pin},
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        # A damaged installation can lack the line: the version is then None, whatever its type.
+        return importlib.metadata.version(package) or None
+    except Exception:
+        return None
+
+
+def _libtpu_pin(package: str) -> str | None:
+    try:
+        requirements = importlib.metadata.requires(package) or []
+    except Exception:
+        return None
+    for requirement in requirements:
+        name, _, marker = requirement.partition(";")
+        if re.match(r"libtpu\b", name) and re.search(r"""extra\s*==\s*['"]tpu['"]""", marker):
+            return name.removeprefix("libtpu").strip(" ()")
+    return None
+
+
+def is_importable(module: str) -> bool:
+    """Whether Python finds a top-level module, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+# --------------------------------------------------- Which versions of torch and JAX are supported
 
 ANY_JAX = "XLA_DTENSOR_ANY_JAX"
 """The environment variable that turns "this JAX is too new" from an error into a note."""

@@ -20,7 +20,7 @@ from examples.corpus import Corpus
 from examples.train_job import Record, Windows, digest
 from examples.train_job_demo import JOB, OTHER_AXES, Outcome, check, show_table
 from mesh_utils import JobConfig
-from mesh_utils.launch_local import local_plan
+from mesh_utils.launch.local import local_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from mesh_utils import JobConfig
-from mesh_utils.launch_variables import JOB, job_text
+from mesh_utils.launch.variables import JOB, job_text
 
 WORDS = ["python", "train.py", "--steps", "10"]
 IMAGE = "us-docker.pkg.dev/project/repository/train:1"

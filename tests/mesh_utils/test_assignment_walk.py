@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import Network, Span, Topology, assign
-from mesh_utils.assignment_walk import best_walk, gathers_at_once
-from mesh_utils.network_routes import neighbour_shift
+from mesh_utils.network import neighbour_shift
+from mesh_utils.search import best_walk, gathers_at_once
 from mesh_utils.span import span_groups
 
 SLICES = [

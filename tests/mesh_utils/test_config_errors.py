@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import JobConfig, JobError, MeshError
-from mesh_utils.job_file import read_yaml
+from mesh_utils.job import read_yaml
 
 AXES = {"dp": {"dcn": -1}, "fsdp": {"ici": -1}, "tp": {"ici": 4}}
 

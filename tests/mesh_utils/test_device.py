@@ -1,7 +1,5 @@
 """Device: what is read from JAX, torch_xla and bare ids; synthetic slices; every message."""
 
-import doctest
-import importlib
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -246,9 +244,3 @@ def test_messages(ask: Callable[[], object], message: str) -> None:
     with pytest.raises(MeshError) as caught:
         ask()
     assert str(caught.value) == message
-
-
-def test_examples_in_the_docstrings_of_device() -> None:
-    result = doctest.testmod(importlib.import_module("mesh_utils.device"))
-    assert result.failed == 0
-    assert result.attempted > 0

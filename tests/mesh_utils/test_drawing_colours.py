@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from mesh_utils.drawing_colours import AXIS_COLOURS, DARK, LIGHT, UNUSED_COLOUR
+from mesh_utils.draw import AXIS_COLOURS, DARK, LIGHT, UNUSED_COLOUR
 
 _SIGHTS = {  # Machado, Oliveira and Fernandes 2009, severity 1: protan, deutan, tritan
     "full": "1 0 0 0 1 0 0 0 1",

@@ -1,7 +1,5 @@
 """Granules: by slice, process, size or function; every message."""
 
-import doctest
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -148,9 +146,3 @@ def test_keys_without_an_order() -> None:
 def test_keys_of_no_set() -> None:
     with pytest.raises(MeshError, match=r"It gives \[0\] for device 0, which cannot be the key"):
         granules(range(4), lambda device: [device.id])  # type: ignore[arg-type,return-value]
-
-
-def test_examples_in_the_docstrings_of_granule() -> None:
-    result = doctest.testmod(importlib.import_module("mesh_utils.granule"))
-    assert result.failed == 0
-    assert result.attempted > 0

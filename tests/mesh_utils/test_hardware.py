@@ -9,8 +9,7 @@ from importlib.resources import files
 import pytest
 
 from mesh_utils import MeshError, chips, find_chip
-from mesh_utils.figure import Figure
-from mesh_utils.hardware_file import hardware_names, read_box, read_hardware, read_hardware_file
+from mesh_utils.hardware import Figure, hardware_names, read_box, read_hardware, read_hardware_file
 
 TEXT = files("tpu_configs").joinpath("hardware", "v5p.yaml").read_text(encoding="utf-8")
 

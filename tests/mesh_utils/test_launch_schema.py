@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from mesh_utils import JobError
-from mesh_utils.job_file import job_names
+from mesh_utils.job import job_names
 from mesh_utils.launch import render
-from mesh_utils.launch_schema import check_jobset
+from mesh_utils.launch.schema import check_jobset
 from tests.mesh_utils.launch_stand_ins import AWKWARD, IMAGE, WORDS, job
 
 OPTIONS = {"namespace": "team", "queue": "multislice-queue", "max_restarts": "3"}

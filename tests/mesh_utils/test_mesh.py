@@ -1,8 +1,6 @@
 """Mesh: its value, its submeshes, its groups, finer and coarser axes."""
 
 import copy
-import doctest
-import importlib
 import itertools
 import math
 import os
@@ -386,14 +384,3 @@ def test_a_mesh_of_262144_devices_is_vectorised() -> None:
     assert pickle.loads(pickle.dumps(mesh)) == mesh
     mesh.check_valid()
     assert time.process_time() - start < 0.5
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["", ".axes", ".device_ids", ".errors", ".mesh", ".mesh_input", ".order", ".position_table"],
-)
-def test_examples_in_docstrings(name: str) -> None:
-    module = importlib.import_module("mesh_utils" + name)
-    result = doctest.testmod(module)
-    assert result.failed == 0
-    assert result.attempted > 0

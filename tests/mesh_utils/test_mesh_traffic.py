@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mesh_utils import AxisError, Mesh, Network, Span, Topology, TopologyError, assign
-from mesh_utils.mesh_traffic import MeshTraffic, TrafficSeconds, part_groups
+from mesh_utils.traffic import MeshTraffic, TrafficSeconds, part_groups
 
 V5E = Topology.parse("v5e:16x16")  # 50 GB/s a link, one way; wraps
 GB = 1e9

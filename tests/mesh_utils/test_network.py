@@ -19,9 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import Network, Span, Topology, TopologyError
-from mesh_utils.network import COLLECTIVES
-from mesh_utils.network_exchange import exchange_links
-from mesh_utils.network_gather import STRATEGIES, gather_links
+from mesh_utils.network import COLLECTIVES, STRATEGIES, exchange_links, gather_links
 from tests.mesh_utils import link_simulation as simulation
 from tests.mesh_utils.link_simulation import Chip, Torus
 

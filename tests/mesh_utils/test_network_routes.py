@@ -21,10 +21,16 @@ from mesh_utils import (
     jax_order,
     synthetic_devices,
 )
-from mesh_utils.lattice import canonical, periods, shortest_ways
-from mesh_utils.mesh_spans import axis_groups, find_span, mesh_places
-from mesh_utils.network_routes import exchange_load, neighbour_shift, ring_links
+from mesh_utils.network import (
+    axis_groups,
+    exchange_load,
+    find_span,
+    mesh_places,
+    neighbour_shift,
+    ring_links,
+)
 from mesh_utils.span import span_groups, span_members
+from mesh_utils.topology import canonical, periods, shortest_ways
 from tests.mesh_utils import link_simulation as simulation
 from tests.mesh_utils.link_simulation import Chip, Torus
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import Digit, mixed_radix, mixed_radix_positions
-from mesh_utils.order import are_nested, axis_digits
+from mesh_utils.mesh import are_nested, axis_digits
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=5).filter(lambda s: math.prod(s) <= 600)
 

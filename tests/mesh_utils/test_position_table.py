@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh_utils import MeshError
-from mesh_utils.position_table import PositionTable
+from mesh_utils.mesh import PositionTable
 
 IDS = st.one_of(st.integers(0, 40), st.integers(0, 2**63 - 1))
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from mesh_utils import chips, find_chip
-from mesh_utils.slice_table import Shape3, SliceTable
+from mesh_utils.hardware import Shape3, SliceTable
 
 ALL = (True, True, True)
 NONE = (False, False, False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import pickle
 import random
 from dataclasses import replace
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 
 from mesh_utils import Device, Topology, chips, find_chip, synthetic_devices
-from mesh_utils.topology_name import cloud_name
+from mesh_utils.devices import cloud_name
 
 ALL = (True, True, True)
 NONE = (False, False, False)
@@ -336,11 +334,3 @@ MODULES = [
     *("hardware_file", "figure", "span", "lattice", "network", "network_gather", "network_bound"),
     *("network_exchange", "network_routes", "network_report", "mesh_spans"),
 ]
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_examples_run(module: str) -> None:
-    found = importlib.import_module(f"mesh_utils.{module}")
-    result = doctest.testmod(found, optionflags=doctest.ELLIPSIS)
-    assert result.failed == 0
-    assert result.attempted > 0

@@ -10,7 +10,7 @@ import pytest
 
 from mesh_utils import Mesh, Network, Span, Topology, assign, axis_reports, find_chip
 from mesh_utils.assignment import mesh_score
-from mesh_utils.jax_drop_in import create_device_mesh
+from mesh_utils.jax_compat import create_device_mesh
 from tests.documents import ROOT, blocks
 
 TEXT = (ROOT / "docs" / "topology.md").read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from mesh_utils import JobConfig, JobError, chips, find_chip
-from mesh_utils.job_file import job_names
+from mesh_utils.job import job_names
 from mesh_utils.xla_flags import (
     FlagTable,
     UnsafeFlags,
@@ -28,7 +28,7 @@ from mesh_utils.xla_flags import (
     flags_for,
 )
 from tests.libtpu import needs_libtpu
-from xla_dtensor.aot_process import LIBTPU_ENVIRONMENT
+from xla_dtensor.plan.aot import LIBTPU_ENVIRONMENT
 
 TPUS = [chip.name for chip in chips() if chip.platform == "tpu"]
 GPUS = [chip.name for chip in chips() if chip.platform == "gpu"]

@@ -9,14 +9,16 @@ from importlib.metadata import version
 import pytest
 import yaml
 
-from mesh_utils import JobConfig, JobError, xla_flags_tried
+from mesh_utils import JobConfig, JobError
+from mesh_utils import xla_flags as xla_flags_tried
 from mesh_utils.launch import flag_notes, render
-from mesh_utils.launch_variables import job_from, job_text
-from mesh_utils.xla_flags import flag_table, flags_for
-from mesh_utils.xla_flags_tried import (
+from mesh_utils.launch.variables import job_from, job_text
+from mesh_utils.xla_flags import (
     Trial,
     check_taken,
     digest,
+    flag_table,
+    flags_for,
     same_version,
     trials,
     tried_text,

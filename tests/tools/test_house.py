@@ -3,66 +3,61 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from tools.house import LAZY, LOAD, ROOT, House
+from tools.house import LAZY, LOAD, TYPE, House
 
 FILES = {
-    "a": "SIZE = 1\n\n\ndef same():\n    return 1\n",
-    "b": "from xla_dtensor.a import SIZE\n\n\ndef same():\n    return 1\n",
-    "c": "SIZE = 2\n\n\ndef later():\n    from xla_dtensor import d\n\n    return d\n",
-    "d": "import xla_dtensor.c\n",
+    "low/a": "SIZE = 1\n",
+    "low/c": "def later():\n    from xla_dtensor.high import d\n\n    return d\n",
+    "high/b": "from xla_dtensor.low.a import SIZE\n",
+    "high/inner/d": "import xla_dtensor.low.c\n",
 }
+FOLDERS = ["xla_dtensor/low", "xla_dtensor/high"]
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     for name, text in FILES.items():
         file = tmp_path / "xla_dtensor" / f"{name}.py"
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(exist_ok=True, parents=True)
         file.write_text(text, encoding="utf-8")
     return tmp_path
 
 
-def house(root: Path, **rows: list[str]) -> House:
-    """A tree of one file in each of the folders low and high."""
-    named = {
-        folder: {"file.py": [f"xla_dtensor/{stem}.py" for stem in stems]}
-        for folder, stems in rows.items()
-    }
-    tree: dict[str, Any] = {"folders": named}
-    return House(tree, root)
+def test_a_folder_in_no_row_is_of_the_one_around_it(root: Path) -> None:
+    house = House(FOLDERS, [], root)
+    assert house.floor("xla_dtensor/high/inner/d.py") == 1
+    with pytest.raises(KeyError):
+        house.floor("xla_dtensor/x.py")
 
 
-def test_places(root: Path) -> None:
-    assert house(root, low=["a", "gone"], high=["b", "c"]).misplaced() == [
-        "xla_dtensor/d.py: no row",
-        "xla_dtensor/gone.py: in the tree, and not there",
-    ]
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("from xla_dtensor.high.b import SIZE", LOAD),
+        ("def later():\n    import xla_dtensor.high.b", LAZY),
+        ("def later():\n    return importlib.import_module('xla_dtensor.high.b')", LAZY),
+        ("if TYPE_CHECKING:\n    from xla_dtensor.high.b import SIZE", TYPE),
+    ],
+)
+def test_imports_that_point_down(root: Path, text: str, kind: str) -> None:
+    assert House(FOLDERS, [], root).down() == []
+    (root / "xla_dtensor/low/a.py").write_text(text, encoding="utf-8")
+    (down,) = House(FOLDERS, [], root).down()
+    assert (down.kind, str(down)) == (kind, "xla_dtensor/low/a.py -> xla_dtensor/high/b.py")
+    assert House(FOLDERS, [str(down)], root).down() == []
 
 
-def test_imports_that_point_down(root: Path) -> None:
-    assert house(root, low=["a", "c"], high=["b", "d"]).down()[0].kind == LAZY
-    (down,) = house(root, low=["b"], high=["a", "c", "d"]).down()
-    assert (down.kind, down.target) == (LOAD, "xla_dtensor/a.py")
+def test_exceptions_shrink(root: Path) -> None:
+    exception = "xla_dtensor/low/a.py -> xla_dtensor/high/b.py"
+    assert House(FOLDERS, [exception], root).needless() == [exception]
 
 
 def test_circles(root: Path) -> None:
-    tree = house(root, low=["a", "c"], high=["b", "d"])
-    assert tree.circles(LOAD) == []
-    assert tree.circles(LOAD, LAZY) == [["high/file.py", "low/file.py"]]
-
-
-def test_names(root: Path) -> None:
-    assert house(root, low=["a", "b"], high=["c", "d"]).clashes() == {}
-    assert house(root, low=["a", "c"], high=["b", "d"]).clashes() == {"low/file.py": ["SIZE"]}
-
-
-def test_the_tree_places_every_file_and_has_no_circle() -> None:
-    tree = yaml.safe_load((ROOT / "tools" / "house_tree.yaml").read_text("utf-8"))
-    found = House(tree, ROOT)
-    assert found.misplaced() == []
-    assert found.circles(LOAD) == []
+    later = "def later():\n    from xla_dtensor.high.inner import d\n\n    return d\n"
+    (root / "xla_dtensor/low/c.py").write_text(later, encoding="utf-8")
+    house = House(FOLDERS, [], root)
+    assert house.circles(LOAD) == []
+    assert house.circles(LOAD, LAZY) == [["xla_dtensor/high/inner/d.py", "xla_dtensor/low/c.py"]]

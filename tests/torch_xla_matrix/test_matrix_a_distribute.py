@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import xla_dtensor as xd
 import xla_dtensor.spmd as xs
-from xla_dtensor.device_mesh import as_device_mesh
+from xla_dtensor.dtensor.mesh import as_device_mesh
 from xla_dtensor.errors import DistributeError
 from xla_dtensor.runtimes import Runtime
 

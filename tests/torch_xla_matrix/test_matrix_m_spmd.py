@@ -86,7 +86,7 @@ def test_silent_segmentation_fault_where_torch_xla_started_without_spmd(
     )
     assert status == 1, (status, errors)  # and not -11
     last = errors.strip().splitlines()[-1]
-    assert last.startswith("xla_dtensor.errors.RuntimeSetupError: Runtime 'torch_xla'")
+    assert last.startswith("xla_dtensor.core.errors.RuntimeSetupError: Runtime 'torch_xla'")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="jax is not installed here")
@@ -98,7 +98,7 @@ def test_jax_started_with_fewer_devices(run_child: Callable[..., Any]) -> None:
         XLA_DTENSOR_RUNTIME="jax",
     )
     assert status == 1, (status, errors)
-    assert "xla_dtensor.errors.RuntimeSetupError" in errors.strip().splitlines()[-1]
+    assert "xla_dtensor.core.errors.RuntimeSetupError" in errors.strip().splitlines()[-1]
 
 
 # ---------------------------------------------------------------- O. HybridMesh

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from mesh_utils import JobConfig, Network, create_hybrid_device_mesh
-from mesh_utils.job_file import job_names
-from xla_dtensor.core.rules_file import read_rules
+from mesh_utils.job import job_names
+from xla_dtensor.core.rules import read_rules
 
 FOLDER = Path(__file__).resolve().parents[2] / "tpu_configs" / "jobs"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))

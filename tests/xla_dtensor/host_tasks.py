@@ -65,7 +65,7 @@ def scanned_steps(reader: int) -> dict[str, Any]:
     """Train scanned layers; between two steps one process alone reads what it holds of a layer."""
     import jax
 
-    from tests.xla_dtensor.scanned_blocks import batch, model, on, placed, scanned, trainer
+    from tests.xla_dtensor.nn.scanned_blocks import batch, model, on, placed, scanned, trainer
 
     mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
     net = placed(scanned(model()), mesh)

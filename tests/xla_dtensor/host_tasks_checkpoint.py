@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import xla_dtensor as xd
 from xla_dtensor import checkpoint
-from xla_dtensor.checkpoint import storage
 from xla_dtensor.errors import CheckpointError
+from xla_dtensor.hosts.checkpoint import storage
 
 __all__ = [
     "check_rows",

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from xla_dtensor.checkpoint import storage
+from xla_dtensor.hosts.checkpoint import storage
 
 __all__ = ["FullDisk", "Points", "PowerCut", "PowerLoss", "slow"]
 

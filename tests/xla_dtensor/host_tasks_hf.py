@@ -14,13 +14,12 @@ import torch
 
 import xla_dtensor as xd
 from xla_dtensor import errors as xd_errors
-from xla_dtensor.checkpoint.hugging_face import load_hf, save_hf
-from xla_dtensor.host_memory import host_bytes
-from xla_dtensor.huggingface import save, write
-from xla_dtensor.huggingface.format import header_bytes
-from xla_dtensor.model_sizes import ModelSizes
-from xla_dtensor.models.llama import Llama
-from xla_dtensor.models.mixtral import Mixtral
+from xla_dtensor.core.dtypes import host_bytes
+from xla_dtensor.hosts.checkpoint.hugging_face import load_hf, save_hf
+from xla_dtensor.hosts.hugging_face import save, write
+from xla_dtensor.hosts.hugging_face.format import header_bytes
+from xla_dtensor.models.decoder import Llama, Mixtral
+from xla_dtensor.plan.model_sizes import ModelSizes
 
 __all__ = [
     "RULES",

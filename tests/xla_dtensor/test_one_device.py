@@ -13,9 +13,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 import xla_dtensor as xd
 from mesh_utils import Mesh
+from tests.xla_dtensor.nn.scanned_blocks import Block
 from tests.xla_dtensor.residual_network import residual_network
-from tests.xla_dtensor.scanned_blocks import Block
-from xla_dtensor.device_mesh import as_device_mesh
+from xla_dtensor.dtensor.mesh import as_device_mesh
 from xla_dtensor.runtimes import Runtime
 
 pytestmark = pytest.mark.only_on("jax")  # torch_xla's programs run on all devices

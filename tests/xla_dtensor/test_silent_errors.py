@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import xla_dtensor as xd
-from xla_dtensor.device_mesh import as_device_mesh
+from xla_dtensor.dtensor.mesh import as_device_mesh
 from xla_dtensor.errors import DistributeError
 from xla_dtensor.runtimes import Runtime
 

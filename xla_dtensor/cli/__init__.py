@@ -13,13 +13,11 @@ import argparse
 from collections.abc import Sequence
 
 from xla_dtensor import __version__
-from xla_dtensor.cli.diff import add_diff
-from xla_dtensor.cli.env import add_env
 from xla_dtensor.cli.launch import add_launch
-from xla_dtensor.cli.mesh import add_mesh
+from xla_dtensor.cli.mesh import add_mesh, add_topology
 from xla_dtensor.cli.plan import add_plan
-from xla_dtensor.cli.report import add_report
-from xla_dtensor.cli.topology import add_topology
+from xla_dtensor.cli.report import add_diff, add_report
+from xla_dtensor.cli.subcommand import add_env
 
 __all__ = ["main"]
 

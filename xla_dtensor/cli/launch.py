@@ -13,10 +13,10 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from xla_dtensor.cli.refusal import run_or_refuse
+from xla_dtensor.cli.subcommand import run_or_refuse
 
 if TYPE_CHECKING:
-    from mesh_utils.config import JobConfig
+    from mesh_utils.job import JobConfig
 
 __all__ = ["add_launch"]
 
@@ -124,7 +124,7 @@ def _run(asked: argparse.Namespace) -> int:
 
 
 def _launch(asked: argparse.Namespace) -> int:
-    from mesh_utils.config import JobConfig
+    from mesh_utils.job import JobConfig
     from mesh_utils.launch import flag_notes, render
 
     with warnings.catch_warnings(record=True) as found:
@@ -165,9 +165,9 @@ def _launch_here(asked: argparse.Namespace, job: JobConfig) -> int:
     from pathlib import Path
 
     from mesh_utils.errors import JobError
-    from mesh_utils.job_file import read_yaml
-    from mesh_utils.launch_local import local_plan
-    from mesh_utils.launch_text import dns_name
+    from mesh_utils.job import read_yaml
+    from mesh_utils.launch.local import local_plan
+    from mesh_utils.launch.text import dns_name
     from xla_dtensor.cli.launch_local import LocalRun, local_environment
 
     if asked.launcher or asked.image or asked.option:

@@ -36,11 +36,11 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from mesh_utils.config import JobConfig
+from mesh_utils.job import JobConfig
 from mesh_utils.launch import work_environment
-from mesh_utils.launch_local import LocalPlan
-from mesh_utils.launch_variables import COMPILE_CACHE, LOCAL_AXES, axes_text
-from mesh_utils.launch_work import PREEMPTED
+from mesh_utils.launch.local import LocalPlan
+from mesh_utils.launch.variables import COMPILE_CACHE, LOCAL_AXES, axes_text
+from mesh_utils.launch.work import PREEMPTED
 
 __all__ = ["LocalRun", "local_environment"]
 
@@ -70,7 +70,7 @@ def local_environment(
         JobError: Variables that a launcher refuses.
 
     Example:
-        >>> from mesh_utils.launch_local import local_plan
+        >>> from mesh_utils.launch.local import local_plan
         >>> job = JobConfig.load("llama3_70b_v5p_2slices")
         >>> there = local_environment(job, local_plan(job, 4, 2), 3, "127.0.0.1:8476", {})
         >>> there["JAX_PROCESS_ID"], there["JAX_PARTITION_INDEX"], there["XLA_DTENSOR_LOCAL_AXES"]

@@ -14,9 +14,8 @@ import subprocess
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from xla_dtensor.aot_process import python_path
-from xla_dtensor.doctor.packages import Installed, read_installed
-from xla_dtensor.versions import release, satisfies
+from xla_dtensor.plan.aot import python_path
+from xla_dtensor.versions import Installed, read_installed, release, satisfies
 
 if TYPE_CHECKING:
     import argparse
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["check_at_hand", "flag_lines", "flagged", "reports_too_much"]
 
 _ASK = (
-    "import json; from xla_dtensor.doctor.packages import read_installed as read; found = read(); "
+    "import json; from xla_dtensor.versions import read_installed as read; found = read(); "
     "print(json.dumps([dict(found.versions), dict(found.libtpu_pins)]))"
 )
 
@@ -45,7 +44,7 @@ def flagged(job: JobConfig, asked: argparse.Namespace) -> JobConfig:
     Raises:
         JobError: It does not take a set of ``--without-flags``.
     """
-    from xla_dtensor.job_variant import without_flags
+    from xla_dtensor.plan.search import without_flags
 
     return without_flags(job, [*dict.fromkeys([*asked.without_flags, *_left_out(job, asked)])])
 
@@ -90,7 +89,7 @@ def check_at_hand(job: JobConfig, installed: Installed) -> list[str]:
         JobError: It does not.
     """
     from mesh_utils.errors import JobError
-    from mesh_utils.xla_flags_tried import check_taken
+    from mesh_utils.xla_flags import check_taken
 
     libtpu, jax = installed.version("libtpu"), installed.version("jax")
     pin = installed.libtpu_pins.get("jax")

@@ -1,29 +1,46 @@
-"""What ``plan --quick`` prints: an estimate, a sweep, a slice or a batch, as text or for JSON."""
+"""What ``plan --quick`` prints: an estimate, a sweep, a slice or a batch, as text or for JSON.
+
+What ``plan`` prints of meshes, slices or batches that it compiled, as text or for JSON.
+
+``plan JOB --sweep``, ``--smallest``, ``--max-batch``: what was ranked, confirmed by compiling.
+
+One program after the other, until ``--budget`` seconds are spent; what libtpu refuses is a row of
+the table. The report of what was found goes to ``--out``.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from xla_dtensor.cli.table import gigabytes_per_second, json_number, table
-from xla_dtensor.core.sharding_plan import folded
+from xla_dtensor.cli.subcommand import gigabytes_per_second, json_number, table
+from xla_dtensor.core.rules import folded
 
 if TYPE_CHECKING:
     from mesh_utils import JobConfig
-    from xla_dtensor.quick.batch import Batch
-    from xla_dtensor.quick.estimate import QuickEstimate, QuickTensor
-    from xla_dtensor.quick.sweep import QuickCase, SweptMesh
+    from xla_dtensor.plan.quick.batch import Batch
+    from xla_dtensor.plan.quick.estimate import QuickEstimate, QuickTensor
+    from xla_dtensor.plan.quick.sweep import QuickCase, SweptMesh
+    from xla_dtensor.plan.search import Budget, Compile, Trial
+    from xla_dtensor.report.report import Evidence
 
 __all__ = [
     "batch_data",
     "batch_text",
     "estimate_data",
     "estimate_text",
+    "search",
     "smallest_data",
     "smallest_text",
     "sweep_data",
     "sweep_text",
 ]
+
+
+# ------------------------------------------------------------------------ What plan --quick prints
 
 SCHEMA = 1
 _SHOWN = 5
@@ -386,3 +403,202 @@ def batch_data(case: QuickCase, found: tuple[int, QuickEstimate] | None) -> dict
         "sequences_at_most": case.batch(count).sequences if count else 0,
         "lower_bound_bytes": None if found is None else found[1].lower_bound_bytes,
     }
+
+
+# -------------------------------------------------------------------------------- plan search text
+
+_HEADER = (
+    "",
+    "sequences",
+    "comm. by the rules",
+    "step, compiled",
+    "no overlap",
+    "memory",
+    "compiled in",
+    "",
+)
+
+
+def search_text(
+    case: QuickCase, trials: Sequence[Trial], found: Trial | None, spent: float, budget: float
+) -> str:
+    """Write a table of what was tried.
+
+    Args:
+        case: The job.
+        trials: What was tried.
+        found: The answer; None if nothing fits.
+        spent: Seconds.
+        budget: Seconds that might have been spent.
+
+    Returns:
+        Lines.
+    """
+    count = sum(trial.report is not None for trial in trials)
+    lines = [
+        "",
+        f"{count} compiled by libtpu in {spent:.0f} s of {budget:.0f} s. Memory is the compiler's; "
+        "seconds of a step are modelled,",
+        'from the rules before compiling, from the compiled program after it: "step" if all '
+        "overlaps, then if nothing does.",
+        "",
+        *table([_HEADER, *(_row(trial, case) for trial in trials)]),
+        "",
+        _answer(case, found, trials),
+    ]
+    return "\n".join(lines)
+
+
+def _row(trial: Trial, case: QuickCase) -> tuple[str, ...]:
+    report, estimate = trial.report, trial.estimate
+    roofline = None if report is None else report.roofline
+    if report is not None:
+        memory = size_text(report.memory.total_bytes)
+    else:
+        memory = "" if estimate is None else f"> {size_text(estimate.lower_bound_bytes)}"
+    return (
+        _name(trial, case),
+        f"{_sequences(trial):,}" if estimate is not None else "",
+        f"{sum(trial.modelled.values()):.3g} s" if trial.modelled else "-",
+        "-" if roofline is None else f"{roofline.step_seconds:.3g} s",
+        "-" if roofline is None else f"{roofline.step_seconds_no_overlap:.3g} s",
+        memory,
+        f"{trial.seconds:.0f} s" if trial.seconds else "-",
+        trial.outcome if trial.refused is None else f"{trial.outcome}: {trial.refused}",
+    )
+
+
+def _name(trial: Trial, case: QuickCase) -> str:
+    axes = " ".join(map(str, trial.job.axes))
+    same = trial.job.accelerator == case.job.accelerator
+    return axes if same else f"{trial.job.topology().name} {axes}"
+
+
+def _sequences(trial: Trial) -> int:
+    from xla_dtensor.plan.quick.batch import batch_of
+
+    return trial.per_group * batch_of(trial.job, sequence=_ANY).groups
+
+
+_ANY = 1 << 30
+"""Tokens: a length that every axis divides."""
+
+
+def _answer(case: QuickCase, found: Trial | None, trials: Sequence[Trial]) -> str:
+    if found is None:
+        tried = any(trial.report is not None or trial.seconds for trial in trials)
+        return "Nothing that was compiled fits." if tried else "Nothing was compiled."
+    room = None if found.report is None else found.report.memory.spare_bytes
+    left = "" if room is None else f", {size_text(room)} to spare"
+    each = f"{found.per_group:,} sequences per part of the batch"
+    return f"found: {_name(found, case)}, {each}{left}."
+
+
+def search_data(
+    case: QuickCase, trials: Sequence[Trial], found: Trial | None, spent: float
+) -> dict[str, Any]:
+    """Gather it for JSON.
+
+    Args:
+        case: The job.
+        trials: What was tried.
+        found: The answer; None if nothing fits.
+        spent: Seconds.
+
+    Returns:
+        Numbers and text; bytes are those of one device.
+    """
+    return {
+        "schema": SCHEMA,
+        "job": case.job.name,
+        "seconds": spent,
+        "found": None if found is None else trials.index(found),
+        "trials": [_trial_data(trial) for trial in trials],
+    }
+
+
+def _trial_data(trial: Trial) -> dict[str, Any]:
+    report, estimate = trial.report, trial.estimate
+    roofline = None if report is None else report.roofline
+    memory = None if report is None else report.memory
+    return {
+        "topology": trial.job.topology().name,
+        "axes": {axis.name: axis.size for axis in trial.job.axes},
+        "sequences_per_group": trial.per_group,
+        "outcome": trial.outcome,
+        "refused": trial.refused,
+        "modelled_seconds": trial.modelled,
+        "lower_bound_bytes": None if estimate is None else estimate.lower_bound_bytes,
+        "compiled": None
+        if report is None or memory is None
+        else {
+            "total_bytes": memory.total_bytes,
+            "capacity_bytes": memory.capacity_bytes,
+            "step_seconds": None if roofline is None else roofline.step_seconds,
+            "step_seconds_no_overlap": (
+                None if roofline is None else roofline.step_seconds_no_overlap
+            ),
+            "binding": None if roofline is None else roofline.binding,
+            "findings": [each.code for each in report.findings],
+        },
+        "compile_seconds": trial.seconds,
+    }
+
+
+# ------------------------------------------------------- plan JOB --sweep, --smallest, --max-batch
+
+
+def search(case: QuickCase, asked: argparse.Namespace) -> bool:
+    """Compiles what was asked about, prints the table, and writes the report of what was found.
+
+    Args:
+        case: The job.
+        asked: The arguments.
+
+    Returns:
+        Whether something fits.
+
+    Raises:
+        JobError: A pattern, chip, or optimizer that there is not.
+    """
+    from xla_dtensor.cli.plan import compiled, keep
+    from xla_dtensor.plan.search import Budget
+
+    def compile(job: JobConfig, per_group: int, seconds: float) -> Evidence:
+        return compiled(job, asked, per_group, min(seconds, asked.time_limit))
+
+    budget = Budget(asked.budget)
+    trials = _trials(case, asked, compile, budget)
+    found = _found(trials, asked)
+    spent = budget.seconds - budget.left
+    if asked.json:
+        print(json.dumps(search_data(case, trials, found, spent), indent=1))
+    else:
+        print(search_text(case, trials, found, spent, budget.seconds))
+    if found is not None and found.evidence is not None and found.report is not None:
+        keep(found.evidence, found.report, asked.out)
+    elif asked.out is not None:
+        print(f"nothing is written to {asked.out}: nothing fits", file=sys.stderr)
+    return found is not None
+
+
+def _trials(
+    case: QuickCase, asked: argparse.Namespace, compile: Compile, budget: Budget
+) -> tuple[Trial, ...]:
+    from xla_dtensor.plan import search as plan_search
+
+    if asked.sweep is not None:
+        return plan_search.compiled_sweep(
+            case, asked.sweep, compile, budget=budget, best=asked.best
+        )
+    if asked.smallest is not None:
+        return plan_search.compiled_smallest(case, asked.smallest, compile, budget=budget)
+    return plan_search.compiled_batch(case, compile, budget=budget)
+
+
+def _found(trials: tuple[Trial, ...], asked: argparse.Namespace) -> Trial | None:
+    """The answer: the first mesh, the only slice, or the largest batch that fits."""
+    fitting = [trial for trial in trials if trial.outcome in ("fits", "unknown")]
+    if asked.max_batch:
+        return max(fitting, key=lambda trial: trial.per_group, default=None)
+    return next(iter(fitting), None)

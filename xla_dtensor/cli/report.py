@@ -3,16 +3,187 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xla_dtensor.cli.report_status import STATUSES, fits_status, status_or_refusal
-from xla_dtensor.cli.report_verify import add_verify, verify
+from xla_dtensor.cli.subcommand import REFUSED
 
 if TYPE_CHECKING:
     from xla_dtensor.report.compile_report import CompileReport
+    from xla_dtensor.report.verification import Tolerances
 
-__all__ = ["add_report", "add_report_outputs", "write_report"]
+__all__ = ["add_diff", "add_report"]
+
+
+# -------------------------------------------------- What the commands about reports have in common
+#
+# How they refuse, and their exit statuses.
+
+DOES_NOT_FIT = 1
+
+STATUSES = "Exit status 0 if it fits or nobody knows, 1 if it does not fit, 2 for what is refused."
+"""What the exit statuses mean, for the help."""
+
+
+def fits_status(fits: bool | None) -> int:
+    """The exit status of a report.
+
+    Args:
+        fits: Whether the step fits; None if nobody knows.
+
+    Returns:
+        1 if it does not fit, else 0.
+
+    Example:
+        >>> fits_status(True), fits_status(None), fits_status(False)
+        (0, 0, 1)
+    """
+    return DOES_NOT_FIT if fits is False else 0
+
+
+def status_or_refusal(
+    command: Callable[[argparse.Namespace], int],
+) -> Callable[[argparse.Namespace], int]:
+    """Makes a command say in words what it refuses, without a traceback.
+
+    Args:
+        command: What to do, returning the exit status.
+
+    Returns:
+        The same; 2 after a refusal.
+    """
+
+    def run(asked: argparse.Namespace) -> int:
+        from mesh_utils.errors import MeshError
+        from xla_dtensor.report.errors import EvidenceError, HloError, ReportError
+
+        try:
+            return command(asked)
+        except (MeshError, EvidenceError, HloError, ReportError) as error:
+            print(f"error: {error}", file=sys.stderr)
+        except (OSError, UnicodeDecodeError) as error:
+            name = getattr(error, "filename", None)
+            why = getattr(error, "strerror", None) or error
+            print(
+                f"error: The file {str(name)!r} was asked for. The system says: {why}. "
+                "Pass a path that can be opened.",
+                file=sys.stderr,
+            )
+        return REFUSED
+
+    return run
+
+
+# -------------------------------------------------------- python -m xla_dtensor diff a.json b.json
+#
+# What differs between two reports.
+
+
+def add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command ``diff``.
+
+    Args:
+        commands: The commands of the parser.
+    """
+    diff = commands.add_parser(
+        "diff",
+        help="say what differs between two reports: memory, communication, time, findings",
+        description=(
+            "Compares two reports of compiled steps, as Markdown. No device, no torch and no jax "
+            f"is needed. Of the second report: {STATUSES[0].lower()}{STATUSES[1:]}"
+        ),
+    )
+    for name in ("before", "after"):
+        diff.add_argument(
+            name, metavar=name.upper(), help="a report as JSON, or a folder of evidence"
+        )
+    diff.set_defaults(command=status_or_refusal(_diff))
+
+
+def _diff(asked: argparse.Namespace) -> int:
+    from xla_dtensor.report.compile_report import CompileReport
+
+    before, after = (CompileReport.load(path) for path in (asked.before, asked.after))
+    print(before.diff(after).to_markdown().removesuffix("\n"))
+    return fits_status(after.fits)
+
+
+# --------------------------------------------- python -m xla_dtensor report A.json --verify B.json
+#
+# Was it what the prediction said?
+
+
+def add_verify(command: argparse.ArgumentParser) -> None:
+    """Adds the options that hold a report against another.
+
+    Args:
+        command: The command.
+    """
+    command.add_argument(
+        "--verify",
+        metavar="JOB",
+        help="hold the report against that of a job that ran (JSON, or a folder of evidence), and "
+        "print what differs; exit status 0 if it is as predicted, else 1",
+    )
+    command.add_argument(
+        "--tolerance",
+        metavar="NAME=SHARE",
+        action="append",
+        default=[],
+        help="with --verify: by which share a quantity may differ, such as total=0.1; names are "
+        "state, total, temporaries, communication, flops, peak",
+    )
+
+
+def verify(asked: argparse.Namespace) -> int:
+    """Prints what a job does against what was predicted.
+
+    Args:
+        asked: The arguments.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ReportError: A file that is no report, or a tolerance that is none.
+        OSError: A file that cannot be read.
+    """
+    from xla_dtensor.report.compile_report import CompileReport
+    from xla_dtensor.report.verification import verdict_text
+
+    predicted, job = (CompileReport.load(path) for path in (asked.evidence, asked.verify))
+    outcome = predicted.verify(job, tolerances=_tolerances(asked.tolerance))
+    print(verdict_text(outcome) if asked.quiet else outcome.to_markdown().removesuffix("\n"))
+    return outcome.status
+
+
+def _tolerances(texts: list[str]) -> Tolerances:
+    from dataclasses import fields
+
+    from xla_dtensor.report.errors import ReportError
+    from xla_dtensor.report.verification import Tolerances
+
+    names = [field.name for field in fields(Tolerances)]
+    given: dict[str, float] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            share = float(value)
+        except ValueError:
+            share = None
+        if name not in names or share is None:
+            raise ReportError(
+                f"A report was to be verified with --tolerance {text!r}. That is no name and "
+                f"share. Pass one of {', '.join(names)}, an equals sign and a share, as in "
+                "total=0.1."
+            )
+        given[name] = share
+    return Tolerances(**given)
+
+
+# --------------------------------------- python -m xla_dtensor report evidence/ --html report.html
 
 
 def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,7 +234,7 @@ def write_report(report: CompileReport, asked: argparse.Namespace) -> int:
     Raises:
         OSError: A file that cannot be written.
     """
-    from xla_dtensor.report.report_words import verdict
+    from xla_dtensor.report.render import verdict
 
     if asked.json is not None:
         Path(asked.json).write_text(report.to_json() + "\n", encoding="utf-8")

@@ -11,15 +11,21 @@ Example:
     '{devices=[2,4]<=[8]}'
 """
 
-from xla_dtensor.core.axis_names import OPEN
-from xla_dtensor.core.decode import layout_of_op_sharding
-from xla_dtensor.core.entries import AxisPart, Gap
 from xla_dtensor.core.errors import LayoutError, OpShardingError
-from xla_dtensor.core.layout import Layout
+from xla_dtensor.core.layout import OPEN, Layout
 from xla_dtensor.core.local_shape import LocalShape, local_shape, torch_indices
-from xla_dtensor.core.manual_region import ManualRegion
 from xla_dtensor.core.op_sharding import OpSharding
-from xla_dtensor.core.placements import Partial, PlacementRecord, Replicate, Shard, StridedShard
+from xla_dtensor.core.placements import (
+    AxisPart,
+    Gap,
+    Partial,
+    PlacementRecord,
+    Replicate,
+    Shard,
+    StridedShard,
+)
+from xla_dtensor.core.spanning import ManualRegion
+from xla_dtensor.core.translate import layout_of_op_sharding
 
 __all__ = [
     "OPEN",

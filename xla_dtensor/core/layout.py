@@ -56,37 +56,481 @@ Invariants (`check_valid`)
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
+from typing import Final, TypeAlias, cast
 
-from mesh_utils import Axis, Mesh
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh_utils import Axis, AxisError, Digit, Mesh, mixed_radix_positions
 from mesh_utils.argument_types import argument_types
-from xla_dtensor.core.axis_names import (
-    AliasEntry,
-    SpecEntry,
-    aliases_of_dims,
-    read_aliases,
-    read_partition_spec,
-    spec_of_dims,
-)
-from xla_dtensor.core.cut_order import cuts_of_placements, placements_of_cuts
-from xla_dtensor.core.encode import op_sharding_of_dims
-from xla_dtensor.core.entries import (
+from xla_dtensor.core.errors import LayoutError
+from xla_dtensor.core.op_sharding import OpSharding, remaining_walk, walk_part
+from xla_dtensor.core.placements import (
+    AxisPart,
     Dim,
+    Entry,
     Gap,
+    PlacementRecord,
     axis_sizes,
     check_entries,
+    cuts,
+    cuts_of_placements,
+    describe_axes,
     entry_axis,
     entry_size,
     normal_dim,
+    placements_of_cuts,
+    read_placements,
     with_whole_axes,
 )
-from xla_dtensor.core.errors import LayoutError
-from xla_dtensor.core.layout_text import parse_text, to_text
-from xla_dtensor.core.op_sharding import OpSharding
-from xla_dtensor.core.placements import PlacementRecord, read_placements
+
+__all__ = []
+
+
+# ---------------------------------------------------------------- Partition specs and alias tuples
+#
+# The axis names of each tensor dim.
+#
+#     partition spec    ("dp", None, ("ep", "tp"))    torch_xla also takes axis positions: (0, None,
+#     (1, 2)) aliases           ("dp", "None", ("ep", "tp"))  names only
+#
+# Both list axes from the outermost cut to the innermost one. A spec may leave a dim open (JAX's
+# UNCONSTRAINED): the compiler then chooses.
+
+
+class _Open:
+    """Marks a dim that the compiler may cut as it likes; one object, prints as JAX's does."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "UNCONSTRAINED"
+
+    def __reduce__(self) -> str:
+        return "OPEN"
+
+
+OPEN: Final = _Open()
+
+SpecEntry: TypeAlias = Axis | tuple[Axis, ...] | _Open | None
+AliasEntry: TypeAlias = str | int | tuple[Axis, ...]
+
+
+def read_partition_spec(
+    spec: Iterable[object], mesh: Mesh, tensor_ndim: int | None
+) -> tuple[tuple[Dim, ...], frozenset[int]]:
+    """Reads a partition spec.
+
+    Args:
+        spec: Per dim None, an axis, a tuple of axes, or a marker that prints as UNCONSTRAINED.
+        mesh: The mesh; its axes may be given by name or position.
+        tensor_ndim: Rank of the tensor, or None: the spec's length. Missing trailing dims are not
+            cut.
+
+    Returns:
+        (entries per dim, open dims).
+
+    Raises:
+        LayoutError: An entry of another kind, an unknown axis, or more entries than dims.
+    """
+    if isinstance(spec, str):
+        raise _spec_error(
+            spec, "A string is one entry, not a spec", "a tuple with one entry per dim"
+        )
+    if getattr(spec, "unreduced", None):
+        raise _spec_error(spec, "Its unreduced axes are pending sums", "placements with Partial")
+    entries = tuple(spec)
+    if tensor_ndim is not None and len(entries) > tensor_ndim:
+        raise _spec_error(
+            spec,
+            f"It has {len(entries)} entries for a tensor of rank {tensor_ndim}",
+            "at most one entry per dim",
+        )
+    dims = [_read_spec_entry(entry, dim, spec, mesh) for dim, entry in enumerate(entries)]
+    missing = 0 if tensor_ndim is None else tensor_ndim - len(entries)
+    open_dims = frozenset(
+        dim for dim, entry in enumerate(entries) if repr(entry) == "UNCONSTRAINED"
+    )
+    return (*dims, *((),) * missing), open_dims
+
+
+def _read_spec_entry(entry: object, dim: int, spec: object, mesh: Mesh) -> Dim:
+    if entry is None or repr(entry) == "UNCONSTRAINED":
+        return ()
+    axes = cast(Sequence[object], entry) if isinstance(entry, (tuple, list)) else (entry,)
+    return tuple([_read_axis(axis, dim, spec, mesh) for axis in axes])
+
+
+def _read_axis(axis: object, dim: int, spec: object, mesh: Mesh) -> Axis:
+    try:
+        return mesh.axis_names[mesh.axis_index(cast(Axis, axis))]
+    except AxisError:
+        raise _spec_error(
+            spec,
+            f"Entry {axis!r} for dim {dim} is no axis of the mesh with {describe_axes(mesh)}",
+            f"None, one of {', '.join(map(repr, mesh.axis_names))}, or a tuple of them",
+        ) from None
+
+
+def _spec_error(spec: object, reason: str, instead: str) -> LayoutError:
+    return LayoutError(f"partition_spec={spec!r} was asked for. {reason}. Pass {instead}.")
+
+
+def spec_of_dims(dims: Sequence[Dim], open_dims: frozenset[int]) -> tuple[SpecEntry, ...]:
+    """The partition spec of a layout's dims.
+
+    Raises:
+        LayoutError: A dim is cut by part of an axis or has a gap, or is cut and open.
+    """
+    return tuple(_spec_entry(dim, entries, dim in open_dims) for dim, entries in enumerate(dims))
+
+
+def _spec_entry(dim: int, entries: Dim, is_open: bool) -> SpecEntry:
+    if is_open and entries:
+        raise LayoutError(
+            f"The partition spec of a layout was asked for whose dim {dim} is cut by {entries!r} "
+            "and open. "
+            "A spec leaves a whole dim open or none of it. Read dims and open_dims instead."
+        )
+    if is_open:
+        return OPEN
+    axes = _axes(dim, entries, "The partition spec")
+    return None if axes == () else axes  # axis number 0 is false
+
+
+def _axes(dim: int, entries: Dim, asked: str) -> Axis | tuple[Axis, ...]:
+    """The axes of a dim: one bare, several as a tuple."""
+    axes: list[Axis] = []
+    for entry in entries:
+        if isinstance(entry, (AxisPart, Gap)):
+            raise LayoutError(
+                f"{asked} of a layout was asked for whose dim {dim} is cut by {entries!r}. "
+                "It can name whole axes only. Use placements, or Layout.factored() where only "
+                "parts are in the way."
+            )
+        axes.append(entry)
+    return axes[0] if len(axes) == 1 else tuple(axes)
+
+
+def read_aliases(aliases: Sequence[object], mesh: Mesh, tensor_ndim: int | None) -> tuple[Dim, ...]:
+    """Reads alias placements: per tensor dim "None", None, an axis name, or a tuple of names.
+
+    Raises:
+        LayoutError: Not a tuple, one entry per dim, of names of axes.
+    """
+    if not isinstance(aliases, tuple):
+        raise _alias_error(aliases, f"A {type(aliases).__name__} is not read as aliases", mesh)
+    if tensor_ndim is not None and len(aliases) != tensor_ndim:
+        raise _alias_error(
+            aliases, f"It has {len(aliases)} entries for a tensor of rank {tensor_ndim}", mesh
+        )
+    return tuple(_read_alias(entry, aliases, mesh) for entry in aliases)
+
+
+def _read_alias(entry: object, aliases: object, mesh: Mesh) -> Dim:
+    if entry is None or entry == "None":
+        return ()
+    names = cast(tuple[object, ...], entry) if isinstance(entry, tuple) else (entry,)
+    for name in names:
+        if not isinstance(name, str):
+            raise _alias_error(
+                aliases,
+                f"{name!r}, of type {type(name).__name__}, is not the name of an axis",
+                mesh,
+            )
+        if name not in mesh.axis_names:
+            raise _alias_error(
+                aliases, f"{name!r} is no axis of the mesh with {describe_axes(mesh)}", mesh
+            )
+    return tuple(name for name in names if isinstance(name, str))
+
+
+def _alias_error(aliases: object, reason: str, mesh: Mesh) -> LayoutError:
+    names = ", ".join(map(repr, mesh.axis_names))
+    return LayoutError(
+        f"placements={aliases!r} were asked for as aliases. {reason}. "
+        f'Pass a tuple with one entry per tensor dim: "None", one of {names}, or a tuple of them.'
+    )
+
+
+def aliases_of_dims(dims: Sequence[Dim]) -> tuple[AliasEntry, ...]:
+    """The aliases of a layout's dims.
+
+    Raises:
+        LayoutError: A dim is cut by part of an axis, or has a gap.
+    """
+    found = (_axes(dim, entries, "The alias tuple") for dim, entries in enumerate(dims))
+    return tuple("None" if axes == () else axes for axes in found)
+
+
+# ---------------------------------------------------------------------------- Layout -> OpSharding
+#
+# From cuts by mesh axes to tiles of the root's partitions.
+#
+# A mesh knows how each of its axes walks through the root's flat order (`Mesh.digits`). Where that
+# walk has digits, so has each dim, and the OpSharding is written from them in O(rank). Where the
+# mesh's order, or a part of an axis, has none, the tile assignment is worked out as an array and
+# listed.
+
+
+def op_sharding_of_dims(dims: Sequence[Dim], mesh: Mesh, root: Mesh) -> OpSharding:
+    """The OpSharding of a layout's dims, relative to a root mesh.
+
+    Args:
+        dims: Entries per tensor dim.
+        mesh: Their mesh.
+        root: The mesh whose flat order numbers the partitions.
+
+    Returns:
+        The canonical OpSharding over all of `root`; axes of the root that cut nothing hold copies.
+
+    Raises:
+        LayoutError: A gap lies outside a cut, or the mesh has only some of the root's devices.
+        MeshError: The mesh has devices that the root lacks.
+    """
+    sizes = axis_sizes(mesh)
+    dims = tuple(cuts(dim, sizes) for dim in dims)
+    _refuse_gaps(dims, mesh)
+    if not any(dims):
+        return OpSharding.replicated()
+    walks = mesh.digits(root)
+    if walks is not None:
+        tiles = _dim_digits(dims, dict(zip(mesh.axis_names, walks, strict=True)))
+        if tiles is not None:
+            return OpSharding.from_digits(tiles, root.size())
+    return _listed(dims, mesh, root)
+
+
+def _refuse_gaps(dims: Sequence[Dim], mesh: Mesh) -> None:
+    for dim, entries in enumerate(dims):
+        for entry in entries:
+            if isinstance(entry, Gap):
+                raise LayoutError(
+                    f"The OpSharding of a layout was asked for whose dim {dim} is cut by "
+                    f"{entries!r} on {mesh!r}. "
+                    f"No mesh axis makes the {entry.size}-fold cut outside, so its shards are no "
+                    "tiles. "
+                    "Pass a split_factor that is the product of the sizes of later axes on that "
+                    "dim."
+                )
+
+
+def _dim_digits(
+    dims: Sequence[Dim], walks: dict[Axis, tuple[Digit, ...]]
+) -> list[list[Digit]] | None:
+    """The root's digits that each dim takes; None where part of an axis is no whole digits."""
+    result: list[list[Digit]] = []
+    for entries in dims:
+        taken: list[Digit] = []
+        for entry in entries:
+            if isinstance(entry, AxisPart):
+                part = walk_part(walks[entry.axis], entry.size, entry.inner)
+                if part is None:
+                    return None
+                taken += part
+            elif not isinstance(entry, Gap):
+                taken += walks[entry]
+        result.append(taken)
+    return result
+
+
+def _listed(dims: Sequence[Dim], mesh: Mesh, root: Mesh) -> OpSharding:
+    """The OpSharding with the tile assignment worked out, device by device."""
+    finest, order = _finest_axes(dims, mesh)
+    used = {place for places in order for place in places}
+    copies = [place for place in range(len(finest)) if place not in used]
+    positions = _positions_in_root(mesh, root)
+    by_axis = positions.reshape(*finest, -1)
+    walked = by_axis.transpose(
+        *(place for places in order for place in places), *copies, len(finest)
+    )
+    tiles = tuple(prod(finest[place] for place in places) for places in order)
+    return OpSharding.from_assignment(walked.reshape(*tiles, -1), ("replicated",))
+
+
+def _finest_axes(dims: Sequence[Dim], mesh: Mesh) -> tuple[list[int], list[list[int]]]:
+    """The mesh with each axis split where it is cut: (sizes, per dim the places of its cuts)."""
+    sizes = axis_sizes(mesh)
+    finest: list[int] = []
+    first: dict[Axis, int] = {}
+    parts = {
+        axis: [e for entries in dims for e in entries if isinstance(e, AxisPart) and e.axis == axis]
+        for axis in sizes
+    }
+    for axis, size in sizes.items():
+        first[axis] = len(finest)
+        finest += [part.size for part in parts[axis]] or [size]
+    order: list[list[int]] = []
+    for entries in dims:
+        places: list[int] = []
+        for entry in entries:
+            if isinstance(entry, AxisPart):
+                places.append(first[entry.axis] + parts[entry.axis].index(entry))
+            elif not isinstance(entry, Gap):
+                places.append(first[entry])
+        order.append(places)
+    return finest, order
+
+
+def _positions_in_root(mesh: Mesh, root: Mesh) -> NDArray[np.int64]:
+    """Positions in the root: shape (mesh shape..., copies), each of the root's once.
+
+    A submesh stands for all the submeshes beside it: the copies are the rest of its own root.
+    """
+    if mesh.size() == root.size():
+        return mesh.positions(root)[..., None]
+    own = mesh.root
+    walks = mesh.digits()
+    if own.size() == root.size() and walks is not None:
+        walk = [digit for walk in walks for digit in walk]
+        rest = remaining_walk(walk, own.size())
+        if rest is not None:
+            places = mixed_radix_positions([*walk, *rest])
+            return own.positions(root).reshape(-1)[places].reshape(*mesh.mesh_shape, -1)
+    raise LayoutError(
+        f"An OpSharding on {mesh!r} was asked for, in a program over {root!r}. "
+        f"The mesh has {mesh.size()} of the program's {root.size()} devices, and is no submesh of "
+        "all of them. "
+        "Pass a mesh over all devices, or one cut out of it by axis names."
+    )
+
+
+# ----------------------------------------------------------- The short text of a layout, both ways
+#
+# `[dp.tp, -, -?] sum(ep)`.
+#
+#     dp.tp       cut by dp, and inside that by tp
+#     -           not cut
+#     ?           open: the compiler may cut it further
+#     tp/2%2      part of an axis: the digit coordinate // 2 % 2
+#     ~4          a gap: a 4-fold cut that no axis has made
+#     sum(ep)     pending reduction over ep
+#
+# Names that are no words stand in double quotes.
+
+_TEXT = re.compile(
+    r"\s*\[(?P<dims>(?:[^\]\"]|\"(?:[^\"\\]|\\.)*\")*)\]\s*(?P<partial>.*)", re.DOTALL
+)
+_NAME = r"(?P<name>\w+|\"(?:[^\"\\]|\\.)*\")"
+_ENTRY = re.compile(rf"~(?P<gap>\d+)|{_NAME}(?:(?:/(?P<inner>\d+))?%(?P<size>\d+))?")
+_PARTIAL = re.compile(rf"\s*(?P<op>\w+)\({_NAME}\)\s*")
+
+
+def to_text(
+    dims: Sequence[Dim], partial: Sequence[tuple[Axis, str]], open_dims: frozenset[int]
+) -> str:
+    """The text of a layout's parts."""
+    shown = ", ".join(
+        (".".join(map(_entry_text, entries)) or "-") + ("?" if dim in open_dims else "")
+        for dim, entries in enumerate(dims)
+    )
+    return " ".join([f"[{shown}]", *(f"{op}({_name_text(axis)})" for axis, op in partial)])
+
+
+def _name_text(axis: Axis) -> str:
+    name = str(axis)
+    return name if re.fullmatch(r"\w+", name) else json.dumps(name, ensure_ascii=False)
+
+
+def _entry_text(entry: Entry) -> str:
+    if isinstance(entry, Gap):
+        return f"~{entry.size}"
+    if isinstance(entry, AxisPart):
+        inner = f"/{entry.inner}" if entry.inner > 1 else ""
+        return f"{_name_text(entry.axis)}{inner}%{entry.size}"
+    return _name_text(entry)
+
+
+def parse_text(
+    text: str, mesh: Mesh
+) -> tuple[tuple[Dim, ...], tuple[tuple[Axis, str], ...], frozenset[int]]:
+    """Reads the text of a layout on a mesh.
+
+    Returns:
+        (entries per dim, (axis, reduce op) pairs, open dims).
+
+    Raises:
+        LayoutError: The text has another form, or names an axis that the mesh lacks.
+    """
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise _refusal(text, "It has no [...] with one entry per tensor dim", mesh)
+    dims: list[Dim] = []
+    open_dims: set[int] = set()
+    for dim, piece in enumerate(_split(match["dims"], ",")):
+        entries = piece.strip()
+        if entries.endswith("?"):
+            open_dims.add(dim)
+            entries = entries[:-1].rstrip()
+        dims.append(() if entries == "-" else _read_entries(entries, text, mesh))
+    return tuple(dims), _read_partial(match["partial"], text, mesh), frozenset(open_dims)
+
+
+def _read_entries(entries: str, text: str, mesh: Mesh) -> Dim:
+    return tuple(_read_entry(entry.strip(), text, mesh) for entry in _split(entries, ".") or [""])
+
+
+def _read_entry(entry: str, text: str, mesh: Mesh) -> Entry:
+    match = _ENTRY.fullmatch(entry)
+    if match is None:
+        raise _refusal(text, f"{entry!r} is no axis, part of an axis, gap or '-'", mesh)
+    if match["gap"]:
+        return Gap(int(match["gap"]))
+    axis = _read_name(match["name"], text, mesh)
+    if match["size"] is None:
+        return axis
+    return AxisPart(axis, int(match["size"]), int(match["inner"] or 1))
+
+
+def _read_partial(rest: str, text: str, mesh: Mesh) -> tuple[tuple[Axis, str], ...]:
+    partial: list[tuple[Axis, str]] = []
+    position = 0
+    while position < len(rest):
+        match = _PARTIAL.match(rest, position)
+        if match is None:
+            raise _refusal(text, f"{rest[position:]!r} is no reduction such as sum(axis)", mesh)
+        partial.append((_read_name(match["name"], text, mesh), match["op"]))
+        position = match.end()
+    return tuple(partial)
+
+
+def _read_name(name: str, text: str, mesh: Mesh) -> Axis:
+    wanted = json.loads(name) if name.startswith('"') else name
+    for axis in mesh.axis_names:
+        if str(axis) == wanted:
+            return axis
+    raise _refusal(text, f"{wanted!r} is no axis of the mesh with {describe_axes(mesh)}", mesh)
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Splits at a separator outside of double quotes; an empty text has no pieces."""
+    if not text.strip():
+        return []
+    pieces = re.split(rf"({re.escape(separator)}|\"(?:[^\"\\]|\\.)*\")", text)
+    result = [""]
+    for piece in pieces:
+        if piece == separator:
+            result.append("")
+        else:
+            result[-1] += piece
+    return result
+
+
+def _refusal(text: str, reason: str, mesh: Mesh) -> LayoutError:
+    example = ", ".join(_name_text(axis) for axis in mesh.axis_names[:2])
+    return LayoutError(
+        f"The layout text {text!r} was to be read. {reason}. "
+        f"Pass one entry per tensor dim, e.g. '[{example}, -]'."
+    )
+
+
+# ------------------------------------------------------------------------------------------ Layout
 
 _CACHE_SIZE = 4096
 _NONE_OPEN: frozenset[int] = frozenset()
@@ -331,7 +775,7 @@ class Layout:
         return _made(mesh, dims, self.partial, self.open_dims)
 
     def text(self) -> str:
-        """Short text, e.g. "[dp.tp, -, -?] sum(ep)"; see `layout_text`."""
+        """Short text, e.g. "[dp.tp, -, -?] sum(ep)"; :meth:`parse` reads it."""
         return to_text(self.dims, self.partial, self.open_dims)
 
     def check_valid(self) -> None:

@@ -33,10 +33,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_utils import Axis
-from xla_dtensor.core.entries import AxisPart, Dim, Gap, axis_sizes, cuts, describe_axes
 from xla_dtensor.core.errors import LayoutError
 from xla_dtensor.core.layout import Layout
-from xla_dtensor.core.placements import PlacementRecord, Shard, StridedShard
+from xla_dtensor.core.placements import (
+    AxisPart,
+    Dim,
+    Gap,
+    PlacementRecord,
+    Shard,
+    StridedShard,
+    axis_sizes,
+    cuts,
+    describe_axes,
+)
 
 Rule: TypeAlias = Literal["xla", "torch"]
 

@@ -15,18 +15,123 @@ walks the devices alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 
 from mesh_utils import Axis, Mesh
-from mesh_utils.order import Digit
+from mesh_utils.mesh import Digit
 from xla_dtensor.core.errors import LayoutError
 from xla_dtensor.core.layout import Layout
-from xla_dtensor.core.manual_region import ManualRegion
+from xla_dtensor.core.placements import entry_axis
 
-__all__ = ["layout_on_span", "mesh_of_walks", "region_of", "spanning_mesh"]
+__all__ = ["ManualRegion", "joint_mesh", "layout_on_span", "region_of", "spanning_mesh"]
+
+
+# ------------------------------------------------------------------------------------ ManualRegion
+#
+# The mesh axes along which a program is written per device.
+#
+# Outside a manual region a tensor is global and XLA decides what each device does. Inside one, a
+# tensor is what ONE device has: shapes are those of its tile, and nothing is communicated but by
+# the collectives that the program calls. A region may cover all axes of the mesh or some of them;
+# along the others its tensors stay global.
+#
+#     mesh (dp=2, tp=4), x of shape (16, 8) as [dp, tp]
+#     region over (dp, tp): a tensor of shape (8, 2), one per device
+#     region over (tp,):    a tensor of shape (16, 2), one per coordinate of tp; dp is XLA's
+#
+# Invariants: the axes are whole axes of the mesh, in its order, at least one.
+
+
+@dataclass(frozen=True)
+class ManualRegion:
+    """Axes of a mesh along which tensors are per device.
+
+    Args:
+        mesh: The mesh.
+        axes: Some of its axes, by name, in mesh order; :meth:`over` makes them so.
+
+    Example:
+        >>> region = ManualRegion.over(Mesh.arange((2, 4), ("dp", "tp")), ["tp"])
+        >>> region.axes, region.sizes
+        (('tp',), (4,))
+    """
+
+    mesh: Mesh
+    axes: tuple[Axis, ...]
+
+    @classmethod
+    def over(cls, mesh: Mesh, axes: Iterable[Axis] | None = None) -> ManualRegion:
+        """Make the region over some axes of a mesh, or over all.
+
+        Args:
+            mesh: The mesh.
+            axes: Names or positions, in any order; None for all.
+
+        Raises:
+            LayoutError: No axis, or one twice.
+            AxisError: An unknown axis.
+        """
+        if axes is None:
+            return cls(mesh, tuple(mesh.axis_names))
+        asked = tuple(axes)
+        indices = sorted({mesh.axis_index(axis) for axis in asked})
+        if len(indices) != len(asked) or not asked:
+            raise LayoutError(
+                f"A manual region over axes={asked} was asked for on a mesh ({mesh.axes_text()}). "
+                "It needs at least one axis, and each only once. Pass some of the mesh's axes, or "
+                "None for all."
+            )
+        return cls(mesh, tuple(mesh.axis_names[index] for index in indices))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The size of each manual axis."""
+        return tuple(self.mesh.size(axis) for axis in self.axes)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every axis of the mesh is manual; axes of size 1 do not count."""
+        return prod(self.sizes) == self.mesh.size()
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raise when tensors of this layout cannot cross the border of the region.
+
+        Raises:
+            LayoutError: The layout shards over an axis that is not manual, or is no tiling.
+        """
+        used = {entry_axis(entry) for dim in layout.dims for entry in dim}
+        foreign = [axis for axis in used if axis is not None and axis not in self.axes]
+        if layout.mesh != self.mesh or foreign:
+            raise LayoutError(
+                f"The layout {layout} was given for a manual region over the axes {self.axes}. At "
+                "its border only manual axes may be named, on the region's own mesh. Leave "
+                f"{foreign or 'the other mesh'} out of the partition spec."
+            )
+        layout.op_sharding()
+
+    def copied_axes(self, layout: Layout) -> tuple[Axis, ...]:
+        """Return the manual axes along which a tensor of this layout is copied."""
+        used = {entry_axis(entry) for dim in layout.dims for entry in dim}
+        return tuple(axis for axis in self.axes if axis not in used)
+
+    def tile_shape(self, layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape inside the region of a global `shape`, padding included.
+
+        Example:
+            >>> mesh = Mesh.arange((2, 4), ("dp", "tp"))
+            >>> region = ManualRegion.over(mesh)
+            >>> region.tile_shape(Layout.from_partition_spec(("tp", None), mesh), (10, 6))
+            (3, 6)
+        """
+        return layout.op_sharding().shape_per_tile(shape)
+
+
+# ---------------------------------------------------------------------------------------- spanning
 
 
 @lru_cache(maxsize=1024)
@@ -143,3 +248,53 @@ def layout_on_span(layout: Layout, known: tuple[tuple[object, int], ...] = ()) -
     unknown = any(span.size(axis) > 1 for axis in span.axis_names if axis not in said)
     open_dims = {dim for dim, cuts in enumerate(dims) if unknown and not cuts}
     return Layout(span, tuple(dims), layout.partial, frozenset(open_dims))
+
+
+# -------------------------------------------------------------------------------------- joint mesh
+#
+# One mesh of the axes of two, where these were cut out of the same devices in different ways.
+#
+# A program may split one row of devices twice, and take an axis from each::
+#
+#     world (8)  ->  (batch=2, tp=4)["tp"]             splits the inner four
+#                ->  (replicate=1, fsdp=2, tp=4)["fsdp"]    splits the outer two
+#     joint_mesh of both                               (fsdp=2, tp=4)
+#
+# The axes must walk through the devices independently of each other.
+
+
+@lru_cache(maxsize=1024)
+def joint_mesh(outer: Mesh, inner: Mesh) -> Mesh | None:
+    """Return the mesh with the axes of both.
+
+    Args:
+        outer: A mesh.
+        inner: Another one over the same devices.
+
+    Returns:
+        A mesh with the axes of `outer`, then those of `inner`. Where one mesh has all of them it is
+        that one's submesh, in its order. None where there is none: an axis of the same name, axes
+        that are not independent, or other devices.
+
+    Example:
+        >>> world = Mesh.arange((8,), ("world",))
+        >>> batch = world.factored({"world": (("batch", 2), ("tp", 4))})
+        >>> dense = world.factored({"world": (("fsdp", 2), ("tp", 4))})
+        >>> joint_mesh(dense["fsdp"], batch["tp"])
+        Mesh(fsdp=2, tp=4, devices=0..7)
+        >>> joint_mesh(dense["fsdp"], batch["batch"]) is None
+        True
+    """
+    names = {*outer.axis_names, *inner.axis_names}
+    if len(names) < outer.ndim + inner.ndim:
+        return None
+    span = spanning_mesh(outer)
+    if spanning_mesh(inner) == span:
+        return span[tuple(axis for axis in span.axis_names if axis in names)]
+    if {*span.device_ids.flat} != {*inner.root.device_ids.flat}:
+        return None
+    walks = (outer.digits(span), inner.digits(span))
+    if walks[0] is None or walks[1] is None:
+        return None
+    found = mesh_of_walks(span, (*outer.axis_names, *inner.axis_names), (*walks[0], *walks[1]))
+    return None if found is None else found[(*outer.axis_names, *inner.axis_names)]

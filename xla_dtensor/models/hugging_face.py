@@ -25,9 +25,8 @@ from torch import Tensor, nn
 
 from mesh_utils import JobConfig
 from mesh_utils.errors import JobError
-from xla_dtensor.models.adamw import AdamW
-from xla_dtensor.models.training import CLIP, Step, Training
-from xla_dtensor.quick.batch import batch_of
+from xla_dtensor.models.training import CLIP, AdamW, Step, Training
+from xla_dtensor.plan.quick.batch import batch_of
 
 __all__ = ["make", "make_hugging_face"]
 

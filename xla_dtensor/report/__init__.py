@@ -6,23 +6,25 @@ Example:
     no collectives
 """
 
-from xla_dtensor.report.attribution import Origin, origin_of
-from xla_dtensor.report.collective import COLLECTIVE_KINDS, Collective, CollectiveKind
-from xla_dtensor.report.collective_lines import CollectiveLine
+from xla_dtensor.report.collective import (
+    COLLECTIVE_KINDS,
+    Collective,
+    CollectiveKind,
+    CollectiveSummary,
+    ReplicaGroups,
+    summarize,
+)
 from xla_dtensor.report.compile_report import Attribution, CompileReport
 from xla_dtensor.report.errors import EvidenceError, HloError, ReportError
-from xla_dtensor.report.evidence import CompilerMemory, Evidence, Held, Role
-from xla_dtensor.report.finding import Finding
+from xla_dtensor.report.finding import CollectiveLine, Finding, Origin, origin_of
 from xla_dtensor.report.findings import findings
-from xla_dtensor.report.hlo import collectives, num_partitions
-from xla_dtensor.report.hlo_reading import HloReading, read_hlo
-from xla_dtensor.report.hlo_shape import ArrayShape
+from xla_dtensor.report.hlo import SourceLine
+from xla_dtensor.report.hlo_text import ArrayShape
 from xla_dtensor.report.memory import MemoryPart, MemoryReport, memory_report
+from xla_dtensor.report.reading import HloReading, collectives, num_partitions, read_hlo
 from xla_dtensor.report.render import render_collectives
-from xla_dtensor.report.replica_groups import ReplicaGroups
+from xla_dtensor.report.report import CompilerMemory, Evidence, Held, Role
 from xla_dtensor.report.roofline import Roofline, roofline
-from xla_dtensor.report.stack_frames import SourceLine
-from xla_dtensor.report.summary import CollectiveSummary, summarize
 from xla_dtensor.report.verification import DeviceMemory, Tolerances, Verification, verify
 
 __all__ = [

@@ -1,12 +1,565 @@
-"""Collective: one communication of a compiled program, as a value."""
+"""Collectives of a compiled program: over which mesh axes, how often, how many bytes.
 
+Replica groups that XLA prints as axes of a mesh it made up.
+
+    mesh['x'=2,'y'=4] {'y'}                             {0,1,2,3} {4,5,6,7}
+    mesh['x'=2,'y'=4] {'x'}                             {0,4} {1,5} {2,6} {3,7}
+    mesh['x'=2,'y'=4] {'y':(2)2}                        {0,1} {2,3} {4,5} {6,7}
+    mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'y'}   {0,2} {1,3}
+
+The device ids, where printed, are the mesh's devices in its flat order: 0, 1, 2, ... reshaped to
+[2,2] and transposed.
+
+'y':(2)2 is a part of axis 'y': the part of size 2 that has a part of size 2 outside it. This is how
+XLA and Shardy write a part of an axis, and how `Collective.axes` does.
+
+Example:
+    >>> parse_mesh_axis_groups("mesh['x'=2,'y'=2]{'x'}").tolist()
+    [[0, 2], [1, 3]]
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, TypeAlias, get_args
 
-from mesh_utils import Axis
-from xla_dtensor.report.hlo_shape import ArrayShape
-from xla_dtensor.report.replica_groups import ReplicaGroups
-from xla_dtensor.report.stack_frames import SourceLine
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh_utils import Axis, Mesh, mixed_radix
+from xla_dtensor.core.argument_types import argument_types
+from xla_dtensor.report.errors import HloError
+from xla_dtensor.report.hlo import (
+    Computation,
+    HloModule,
+    Instruction,
+    Runs,
+    SourceLine,
+    split_commas,
+    told_metadata,
+    unquoted,
+)
+from xla_dtensor.report.hlo_text import ArrayShape, Shape, arrays, checked_devices, read_number
+
+__all__ = []
+
+
+# -------------------------------- Replica groups that XLA prints as a reshaped and transposed iota
+#
+# `[2,4]<=[8]` is iota(8) as 2 groups of 4: {0,1,2,3} {4,5,6,7}. `[4,2]<=[2,4]T(1,0)` is iota(8) as
+# (2, 4), transposed, as 4 groups of 2: {0,4} {1,5} {2,6} {3,7}.
+
+_LIST = r"[0-9]{1,12}(?:,[0-9]{1,12})*"
+_IOTA = re.compile(rf"\[({_LIST})\]<=\[({_LIST})\](?:T\(({_LIST})\))?")
+_MOST_DIMS = 32
+"""What NumPy takes; XLA writes few."""
+
+
+def parse_iota(text: str) -> NDArray[np.int64] | None:
+    """Reads an iota array.
+
+    Args:
+        text: without spaces.
+
+    Returns:
+        The array, in the shape that stands before `<=`; None for text in another syntax.
+
+    Raises:
+        HloError: shapes of different sizes, or T(...) that is no permutation.
+
+    Example:
+        >>> parse_iota("[4,2]<=[2,4]T(1,0)").tolist()
+        [[0, 4], [1, 5], [2, 6], [3, 7]]
+    """
+    match = _IOTA.fullmatch(text)
+    if match is None:
+        return None
+    shape, dims, perm = (tuple(map(int, re.findall(r"\d+", part or ""))) for part in match.groups())
+    if math.prod(shape) != math.prod(dims):
+        raise HloError(f"{text} was given. {shape} and {dims} differ in size. Give equal sizes.")
+    if perm and sorted(perm) != list(range(len(dims))):
+        raise HloError(f"{text} was given. T{perm} is no permutation of {len(dims)} dims. Fix it.")
+    if max(len(shape), len(dims)) > _MOST_DIMS:
+        raise HloError(f"{text[:80]} was given. It has over {_MOST_DIMS} dims. Give fewer.")
+    checked_devices(math.prod(dims), text)
+    devices = np.arange(math.prod(dims), dtype=np.int64).reshape(dims)
+    return devices.transpose(perm or None).reshape(shape)
+
+
+# -------------------------------------------- Which axes of a mesh the groups of a collective span
+#
+# A group's members are places in the program's device order, that is, in `mesh.device_ids.flat`. On
+# a mesh (dp=2, tp=4):
+#
+#   {0,1,2,3} {4,5,6,7}        ("tp",)
+#   {0,4} {1,5} {2,6} {3,7}    ("dp",)
+#   {0,1,2,3,4,5,6,7}          ("dp", "tp")
+#   {0,1} {2,3} {4,5} {6,7}    ("tp:(2)2",)     a part of tp: of size 2, with a size of 2 outside it
+#   {0,2} {1,3} {4,6} {5,7}    ("tp:(1)2",)     the outer part of tp
+#   {0} {1} ... {7}            ()               nobody to talk to
+#   {0,5} {1,4} {2,7} {3,6}    None             along no axes
+#
+# Parts are written as XLA and Shardy do. The order of the members does not matter; axes come in the
+# order of the mesh.
+
+AxisNames: TypeAlias = tuple[Axis, ...]
+
+
+def group_axes(groups: NDArray[np.integer], mesh: Mesh) -> AxisNames | None:
+    """Names the axes that groups span.
+
+    Args:
+        groups: [number of groups, group size] places in `mesh.device_ids.flat`.
+        mesh: the mesh.
+
+    Returns:
+        The axes and parts of axes of which these are exactly the groups; None if there are none.
+
+    Example:
+        >>> mesh = Mesh.arange((2, 4), ("dp", "tp"))
+        >>> group_axes(np.arange(8).reshape(2, 4), mesh)
+        ('tp',)
+    """
+    if not np.array_equal(np.sort(groups, axis=None), np.arange(mesh.size())):
+        return None
+    coordinates = np.unravel_index(groups, mesh.mesh_shape)
+    names: list[Axis] = []
+    span = 1
+    for axis, size, along in zip(mesh.axis_names, mesh.mesh_shape, coordinates, strict=True):
+        digits = _digits(along)
+        if digits is None:
+            return None
+        names += [_name(axis, size, *digit) for digit in digits]
+        span *= math.prod(digit_size for digit_size, _ in digits)
+    # As many members as coordinates, no two alike: they are all the coordinates there are.
+    return tuple(names) if span == groups.shape[1] else None
+
+
+def pair_axes(pairs: NDArray[np.integer], mesh: Mesh) -> AxisNames:
+    """Names the axes along which something moves.
+
+    Args:
+        pairs: [number of pairs, 2] places in `mesh.device_ids.flat`, from and to.
+        mesh: the mesh.
+
+    Returns:
+        The axes on which the coordinates of a pair differ, for any pair; whole axes.
+
+    Example:
+        >>> pair_axes(np.array([[0, 1], [1, 0]]), Mesh.arange((2, 4), ("dp", "tp")))
+        ('tp',)
+    """
+    coordinates = np.unravel_index(pairs.reshape(-1, 2), mesh.mesh_shape)
+    return tuple(
+        axis
+        for axis, along in zip(mesh.axis_names, coordinates, strict=True)
+        if (along[:, 0] != along[:, 1]).any()
+    )
+
+
+def _digits(along: NDArray[np.integer]) -> tuple[tuple[int, int], ...] | None:
+    """The (size, stride) digits of an axis that vary within the groups, the same in all of them."""
+    values = np.unique(along[0])
+    digits = mixed_radix(values - values[0])
+    if digits is None:
+        return None
+    fixed = along.copy()
+    for digit_size, stride in digits:
+        fixed -= (along // stride) % digit_size * stride
+    return digits if (fixed == fixed[:, :1]).all() else None
+
+
+def _name(axis: Axis, axis_size: int, size: int, stride: int) -> Axis:
+    return axis if size == axis_size else f"{axis}:({axis_size // (size * stride)}){size}"
+
+
+# ---------------------------------------------------------------------------------------- granules
+#
+# Groups of a program that runs on several slices, as places in the whole mesh.
+#
+# XLA compiles one program per slice. Its replica groups number the devices of one slice, in the
+# order of the mesh, and all slices run it alike; `local_to_mesh` unfolds them. What goes between
+# slices (over DCN) is printed as send and recv with a target, in one of three forms:
+#
+#   "{1,2}x{0:15}"                 slices 1 and 2 (from 1), their devices 0 to 15 each with its own
+#   {{100000,200000},{...}}        groups of device ids
+#   {{100000->200000},{...}}       pairs of device ids
+
+_RANGE = r"[0-9]{1,9}(?::[0-9]{1,9})?"
+_RANGES = rf"{_RANGE}(?:,{_RANGE})*"
+_PRODUCT = re.compile(rf"\{{({_RANGES})\}}x\{{({_RANGES})\}}")
+_DEVICE_PAIR = re.compile(r"([0-9]{1,15})->([0-9]{1,15})")
+_DEVICE_LIST = re.compile(r"\{([0-9]{1,15}(?:,[0-9]{1,15})*)\}")
+
+
+class Granules:
+    """The slices of a mesh.
+
+    Args:
+        granule_of: the slice of each device, in the order of `mesh.device_ids.flat`: [devices].
+
+    Raises:
+        HloError: slices of different sizes.
+
+    Example:
+        >>> Granules([0, 0, 1, 1]).local_to_mesh(np.array([[0, 1]])).tolist()
+        [[0, 1], [2, 3]]
+    """
+
+    def __init__(self, granule_of: Sequence[int] | NDArray[np.integer]) -> None:
+        keys = np.asarray(granule_of).reshape(-1)
+        names, counts = np.unique(keys, return_counts=True)
+        if np.unique(counts).size != 1:
+            raise HloError(
+                f"Granules of {counts.tolist()} devices were given. A program over several runs "
+                "alike on each. Pass granules of one size."
+            )
+        # Row g: the places of granule g's devices, in the order of the mesh.
+        self.places: NDArray[np.int64] = np.stack([np.flatnonzero(keys == name) for name in names])
+
+    def local_to_mesh(self, local: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Unfolds what one slice does to what all slices do.
+
+        Args:
+            local: [rows, n] places in one slice.
+
+        Returns:
+            [slices * rows, n] places in the mesh.
+        """
+        return self.places[:, local].reshape(-1, local.shape[-1])
+
+
+def transfer_axes(target: str, mesh: Mesh, granules: Granules | None) -> AxisNames | None:
+    """Names the axes along which a transfer between slices goes.
+
+    Args:
+        target: as XLA prints it.
+        mesh: the mesh over all slices; its device ids are those of the runtime.
+        granules: its slices.
+
+    Returns:
+        The axes, or parts of axes; None if they cannot be told.
+    """
+    products = _PRODUCT.findall(target)
+    if products:
+        return None if granules is None else _product_axes(products, mesh, granules)
+    pairs = _DEVICE_PAIR.findall(target)
+    rows = pairs or [group.split(",") for group in _DEVICE_LIST.findall(target)]
+    if not rows or len({len(row) for row in rows}) != 1:
+        return None
+    places = _places(np.array(rows, np.int64), mesh)
+    if places is None:
+        return None
+    return pair_axes(places, mesh) if pairs else group_axes(places, mesh)
+
+
+def _product_axes(
+    products: list[tuple[str, str]], mesh: Mesh, granules: Granules
+) -> AxisNames | None:
+    groups: list[NDArray[np.int64]] = []
+    for slices, devices in products:
+        rows, columns = _ranges(slices, granules), _ranges(devices, granules)
+        if rows is None or columns is None:
+            return None
+        rows = rows - 1
+        inside = rows.min() >= 0 and rows.max() < granules.places.shape[0]
+        if not inside or columns.max() >= granules.places.shape[1]:
+            return None
+        groups.append(granules.places[np.ix_(rows, columns)].T)
+    return group_axes(np.concatenate(groups), mesh) if _same_width(groups) else None
+
+
+def _same_width(groups: list[NDArray[np.int64]]) -> bool:
+    return len({group.shape[1] for group in groups}) == 1
+
+
+def _ranges(text: str, granules: Granules) -> NDArray[np.int64] | None:
+    """Integers of a list such as 0:3,7, where 0:3 ends with 3; None for more than there can be."""
+    ends = [[int(end) for end in part.split(":")] for part in text.split(",")]
+    if any(not 0 <= part[-1] - part[0] <= granules.places.size for part in ends):
+        return None
+    return np.concatenate([np.arange(part[0], part[-1] + 1) for part in ends])
+
+
+def _places(ids: NDArray[np.int64], mesh: Mesh) -> NDArray[np.int64] | None:
+    """The places of device ids in the mesh; None if it has not all of them."""
+    order = np.argsort(mesh.device_ids, axis=None)
+    found = np.searchsorted(mesh.device_ids.reshape(-1), ids, sorter=order)
+    places = order[np.minimum(found, order.size - 1)]
+    return places if np.array_equal(mesh.device_ids.reshape(-1)[places], ids) else None
+
+
+# ------------------------------------- Replica groups that XLA prints as axes of a mesh it made up
+
+_GROUPS = re.compile(r"mesh\[([^\]]*)\](?:,device_ids=\((.*)\))?\{(.*)\}")
+_MAXIMAL = re.compile(r"maximal_mesh\[device_id=([0-9]{1,12})\]\{\}")
+_AXIS = re.compile(r"('[^']*'|[^'=,]+)=([0-9]{1,12})")
+_REF = re.compile(r"('[^']*'|[^':,]+)(?::\(([0-9]{1,12})\)([0-9]{1,12}))?")
+_MOST_AXES = 24
+"""What NumPy can take apart, with parts; XLA makes up few."""
+
+_ORDER = re.compile(r"\[([0-9]{1,12}(?:,[0-9]{1,12})*)\]T\([0-9,]{1,80}\)")
+
+_Part = tuple[str, int]  # axis, and the size of what is outside the part
+
+
+def parse_mesh_axis_groups(text: str) -> NDArray[np.int64] | None:
+    """Reads groups that are axes of a mesh.
+
+    Args:
+        text: the groups, without spaces.
+
+    Returns:
+        The members, int64 [number of groups, group size]; None for text in another syntax.
+
+    Raises:
+        HloError: axes that the mesh does not have.
+    """
+    if maximal := _MAXIMAL.fullmatch(text):
+        return np.array([[int(maximal[1])]], np.int64)
+    match = _GROUPS.fullmatch(text)
+    if match is None:
+        return None
+    sizes = _axis_sizes(match[1])
+    refs = [_axis_ref(ref, sizes) for ref in match[3].split(",") if ref]
+    parts = _parts(sizes, refs)
+    wanted = [(name, pre) for name, pre, size in refs if size > 1]
+    if len(set(wanted)) != len(wanted) or any(
+        parts.get((name, pre)) != size for name, pre, size in refs if size > 1
+    ):
+        raise HloError(f"{match[3]} was asked for. Its axes overlap. Name each part once.")
+    return _along(_devices(match[2], tuple(sizes.values())), parts, wanted)
+
+
+def _along(
+    devices: NDArray[np.int64], parts: dict[_Part, int], wanted: list[_Part]
+) -> NDArray[np.int64]:
+    keys = list(parts)
+    members = [keys.index(part) for part in wanted]
+    others = [index for index in range(len(keys)) if index not in members]
+    group_size = math.prod(parts[part] for part in wanted)
+    grid = devices.reshape(tuple(parts.values()))
+    return grid.transpose(*others, *members).reshape(-1, group_size)
+
+
+def _parts(sizes: dict[str, int], refs: list[tuple[str, int, int]]) -> dict[_Part, int]:
+    """The sizes of the parts that the refs cut the axes into, outer to inner."""
+    parts: dict[_Part, int] = {}
+    for axis, axis_size in sizes.items():
+        cuts = {1, axis_size}
+        for name, pre, size in refs:
+            cuts |= {pre, pre * size} if name == axis else set()
+        for outer, inner in pairwise(sorted(cuts)):
+            if inner % outer or axis_size % inner:
+                raise HloError(f"{axis} is cut. Its parts do not divide {axis_size}. Cut it so.")
+            parts[axis, outer] = inner // outer
+    return parts
+
+
+def _axis_ref(ref: str, sizes: dict[str, int]) -> tuple[str, int, int]:
+    match = _REF.fullmatch(ref)
+    if match is None or match[1] not in sizes:
+        names = ", ".join(sizes)
+        raise HloError(f"{ref} was asked for. The mesh has no axis {ref}. Name one of {names}.")
+    pre, size = int(match[2] or 1), int(match[3] or sizes[match[1]])
+    if not pre or not size:
+        raise HloError(f"{ref} was asked for. A part of an axis has size 1 or more. Name such.")
+    return match[1], pre, size
+
+
+def _axis_sizes(axes: str) -> dict[str, int]:
+    matches = [_AXIS.fullmatch(axis) for axis in axes.split(",")]
+    sizes = {match[1]: int(match[2]) for match in matches if match}
+    if len(sizes) != len(matches) or 0 in sizes.values():
+        raise HloError(f"[{axes}] was given. It is no list of 'name'=size. Name each axis once.")
+    if len(sizes) > _MOST_AXES:
+        raise HloError(f"[{axes[:80]}] was given. It has over {_MOST_AXES} axes. Give fewer.")
+    checked_devices(math.prod(sizes.values()), axes)
+    return sizes
+
+
+def _devices(text: str | None, shape: tuple[int, ...]) -> NDArray[np.int64]:
+    if text is None:
+        return np.arange(math.prod(shape), dtype=np.int64)
+    order = _ORDER.fullmatch(text)
+    if order is not None:  # [2,4]T(1,0): what parse_iota reads behind "<="
+        text = f"[{math.prod(map(int, order[1].split(',')))}]<={text}"
+    iota = parse_iota(text)
+    listed = [read_number(number, -1) for number in re.findall(r"[0-9]+", text)]
+    ids = np.array(listed, np.int64) if iota is None else iota.reshape(-1)
+    if ids.size != math.prod(shape):
+        raise HloError(f"{text} was given. A mesh of {shape} has {ids.size} ids. Give each one.")
+    return ids
+
+
+# ---------------------------------------------------------------------------------- Replica groups
+#
+# Which devices take part in a collective together.
+#
+# HLO prints them in four ways, all of which give the same value here:
+#
+#     {{0,2},{1,3}}                  each group with its members
+#     {}                             one group of all devices
+#     [2,2]<=[2,2]T(1,0)             iota(4) as (2, 2), transposed, as 2 groups of 2: {0,2} {1,3}
+#     mesh['x'=2,'y'=2] {'x'}        along axes of a mesh that XLA made up: {0,2} {1,3}
+#
+# The numbers are places in the program's device order (partition ids), not ids of hardware.
+
+_GROUP = r"\{[0-9]{1,12}(?:,[0-9]{1,12})*\}"
+_EXPLICIT = re.compile(rf"\{{{_GROUP}(?:,{_GROUP})*\}}")
+
+
+class ReplicaGroups:
+    """The groups of one collective; an immutable value, equal if the same groups in the same order.
+
+    Args:
+        groups: the members of each group; no group at all means one group of all devices.
+
+    Raises:
+        HloError: an empty group, or a device that is in two groups or negative.
+
+    Example:
+        >>> groups = ReplicaGroups.parse("[2,2]<=[2,2]T(1,0)")
+        >>> groups.groups, groups == ReplicaGroups([[0, 2], [1, 3]])
+        (((0, 2), (1, 3)), True)
+    """
+
+    __slots__ = ("_members", "_sizes")
+
+    def __init__(self, groups: Iterable[Sequence[int]] | NDArray[np.integer]) -> None:
+        if isinstance(groups, np.ndarray) and groups.ndim == 2:
+            array: NDArray[np.int64] = np.array(groups, np.int64)
+            members = array.reshape(-1)
+            sizes = (int(array.shape[1]),) * int(array.shape[0])
+        else:
+            listed = [np.asarray(group, np.int64).reshape(-1) for group in groups]
+            members = np.concatenate(listed or [np.zeros(0, np.int64)])
+            sizes = tuple(group.size for group in listed)
+        self._members: NDArray[np.int64] = members
+        self._sizes: tuple[int, ...] = sizes
+        self._members.flags.writeable = False
+        self.check_valid()
+
+    def check_valid(self) -> None:
+        """Checks that no group is empty and that no device is in two groups or negative.
+
+        Raises:
+            HloError: if not.
+        """
+        members = self._members
+        if 0 in self._sizes:
+            raise _malformed(str(self.groups), "A group is empty")
+        if members.size and (members.min() < 0 or np.unique(members).size != members.size):
+            raise _malformed(str(self.groups), "A device is in two groups or is negative")
+
+    @classmethod
+    def parse(cls, text: str) -> ReplicaGroups:
+        """Reads groups as HLO prints them, in any of its syntaxes.
+
+        Args:
+            text: what stands after `replica_groups=`.
+
+        Returns:
+            The groups.
+
+        Raises:
+            HloError: text that is in none of the syntaxes, or groups that cannot be.
+
+        Example:
+            >>> ReplicaGroups.parse("mesh['x'=2,'y'=2] {'y'}").groups
+            ((0, 1), (2, 3))
+        """
+        try:
+            return cls(_parse(re.sub(r"\s+", "", text)))
+        except HloError as error:
+            reason = str(error).split(". ")
+            raise _malformed(text, reason[1] if len(reason) > 1 else str(error)) from None
+
+    @property
+    def is_all_devices(self) -> bool:
+        """Whether these are the empty groups `{}`: one group of all devices."""
+        return not self._sizes
+
+    @property
+    def num_groups(self) -> int:
+        """The number of groups; 1 for `{}`."""
+        return len(self._sizes) or 1
+
+    @property
+    def group_size(self) -> int | None:
+        """The number of devices in each group; None if they differ, and for `{}`."""
+        return self._sizes[0] if len(set(self._sizes)) == 1 else None
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The members of each group; () for `{}`."""
+        parts = np.split(self._members, np.cumsum(self._sizes)[:-1]) if self._sizes else []
+        return tuple(tuple(part.tolist()) for part in parts)
+
+    def array(self, num_devices: int | None = None) -> NDArray[np.int64] | None:
+        """Gives the groups as an array.
+
+        Args:
+            num_devices: how many devices `{}` stands for.
+
+        Returns:
+            int64 [number of groups, group size]; None if the sizes differ, and for `{}` if
+            `num_devices` is None.
+
+        Example:
+            >>> ReplicaGroups.parse("{}").array(3).tolist()
+            [[0, 1, 2]]
+        """
+        if self.is_all_devices:
+            return None if num_devices is None else np.arange(num_devices)[None]
+        size = self.group_size
+        return None if size is None else self._members.reshape(-1, size)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ReplicaGroups):
+            return NotImplemented
+        return self._sizes == other._sizes and np.array_equal(self._members, other._members)
+
+    def __hash__(self) -> int:
+        return hash((self._sizes, self._members.tobytes()))
+
+    def __repr__(self) -> str:
+        if self.is_all_devices:
+            return "ReplicaGroups(all devices)"
+        size = self.group_size
+        first = ", ".join(map(str, self._members[: min(self._sizes[0], 6)].tolist()))
+        more = ", ..." if self._sizes[0] > 6 else ""
+        sizes = "different sizes" if size is None else f"{size}"
+        return f"ReplicaGroups({self.num_groups} of {sizes}, [{first}{more}], ...)"
+
+
+def _parse(text: str) -> Iterable[Sequence[int]] | NDArray[np.int64]:
+    """The groups in text without spaces."""
+    if text == "{}":
+        return []
+    if _EXPLICIT.fullmatch(text):
+        return [list(map(int, group.split(","))) for group in text[2:-2].split("},{")]
+    iota = parse_iota(text)
+    if iota is not None and iota.ndim == 2:
+        return iota
+    along_axes = parse_mesh_axis_groups(text)
+    if along_axes is None:
+        raise _malformed(text, "They are in none of XLA's syntaxes")
+    return along_axes
+
+
+def _malformed(text: str, why: str) -> HloError:
+    return HloError(
+        f"The replica groups {text[:80]!r} were given. {why}. "
+        "Pass them as XLA prints them: {{0,1},{2,3}}, {}, [2,2]<=[4] or mesh['x'=2,'y'=2] {'x'}."
+    )
+
+
+# -------------------------------------------------------------------------------------- Collective
 
 CollectiveKind: TypeAlias = Literal[
     "all-reduce",
@@ -102,3 +655,410 @@ class Collective:
     def source_line(self) -> int | None:
         """The number of the innermost source line, or None."""
         return self.source[0].line if self.source else None
+
+
+# ----------------------------------------------------------------------------------- device groups
+#
+# Replica groups as groups of devices, by XLA's four rules of what their numbers mean.
+#
+# A program runs as replica_count x num_partitions devices; device r * num_partitions + p is
+# partition p of replica r. SPMD programs have one replica.
+#
+#     channel_id   use_global_device_ids    the numbers are      who talks
+#     no           -                        replicas             the same partition of each replica
+#     yes          true                     devices              those devices
+#     yes          false                    replicas             all partitions of those replicas
+#     yes          (the opcode has none)    partitions           those partitions of each replica
+
+# These take use_global_device_ids; all others mean partitions when they have a channel.
+_TAKES_GLOBAL_IDS = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
+
+
+def device_groups(
+    groups: ReplicaGroups,
+    kind: str,
+    has_channel: bool,
+    use_global_device_ids: bool,
+    replica_count: int,
+    num_partitions: int,
+) -> NDArray[np.int64] | None:
+    """Writes groups with device numbers.
+
+    Args:
+        groups: as printed.
+        kind: the kind of the collective.
+        has_channel: whether it has a channel_id.
+        use_global_device_ids: as printed.
+        replica_count: of the module.
+        num_partitions: of the module.
+
+    Returns:
+        Devices [number of groups, group size]; None for groups of different sizes, or with numbers
+        that the program does not have.
+
+    Example:
+        >>> pairs = ReplicaGroups.parse("{{0,1},{2,3}}")
+        >>> device_groups(pairs, "all-gather", True, True, 1, 4).tolist()
+        [[0, 1], [2, 3]]
+        >>> device_groups(ReplicaGroups.parse("{}"), "all-reduce", False, False, 1, 2).tolist()
+        [[0], [1]]
+    """
+    devices = np.arange(replica_count * num_partitions).reshape(replica_count, num_partitions)
+    if has_channel and use_global_device_ids:
+        return _take(devices.reshape(-1, 1), groups)
+    if has_channel and kind not in _TAKES_GLOBAL_IDS:
+        return _take(devices.T, groups)
+    if not has_channel:
+        return _take(devices, groups)
+    found = _take(np.arange(replica_count)[:, None], groups)
+    return None if found is None else devices[found].reshape(found.shape[0], -1)
+
+
+def _take(table: NDArray[np.int64], groups: ReplicaGroups) -> NDArray[np.int64] | None:
+    """Replaces each number by a row of the table; each column makes groups of its own."""
+    members = groups.array(table.shape[0])
+    if members is None or members.max(initial=0) >= table.shape[0]:
+        return None
+    return np.moveaxis(table[members], -1, 0).reshape(-1, members.shape[1])
+
+
+# --------------------------------------------------- The mesh axes of each collective of a program
+#
+# Where the program runs on one slice, the places in its replica groups are places in the mesh.
+# Where it runs on several, they are places within a slice, and the slices must be given to name the
+# axes.
+
+
+@dataclass(frozen=True)
+class ProgramAxes:
+    """Names mesh axes for one module.
+
+    Args:
+        mesh: the mesh whose axes are wanted, over all devices of the program. Its root (or itself)
+            gives the device order.
+        replica_count: of the module.
+        num_partitions: of the module.
+        granules: the slices, if the program runs on several and they are known.
+    """
+
+    mesh: Mesh
+    replica_count: int
+    num_partitions: int
+    granules: Granules | None
+
+    @classmethod
+    def of(
+        cls, module: HloModule, mesh: Mesh, granules: Sequence[int] | NDArray[np.integer] | None
+    ) -> ProgramAxes:
+        """Makes one, checking that the mesh can be the program's.
+
+        Args:
+            module: the module.
+            mesh: a root mesh, or a mesh cut out of one; then the axes are those of `mesh` if it has
+                all devices of the root, else those of the root.
+            granules: the slice of each device, in the order of `mesh.root.device_ids.flat`.
+
+        Returns:
+            The namer.
+
+        Raises:
+            HloError: a mesh, or slices, of another size than the program.
+        """
+        whole = mesh if mesh.size() == mesh.root.size() else mesh.root
+        size = module.replica_count * module.num_partitions
+        if whole.size() % size:
+            raise HloError(
+                f"The axes of {whole!r} were asked for a program of {size} devices. "
+                f"{whole.size()} devices do not run it. Pass the mesh it was compiled for."
+            )
+        slices = None if granules is None else Granules(granules)
+        if slices is not None and slices.places.size != whole.size():
+            raise HloError(
+                f"Granules of {slices.places.size} devices were given for {whole!r}. Each device "
+                f"has one. Pass {whole.size()} granules, in the order of mesh.device_ids.flat."
+            )
+        return cls(whole, module.replica_count, module.num_partitions, slices)
+
+    def of_groups(
+        self, groups: ReplicaGroups, kind: str, channel_id: int | None, global_ids: bool
+    ) -> AxisNames | None:
+        """Names the axes of a collective with groups.
+
+        Args:
+            groups: as printed.
+            kind: of the collective.
+            channel_id: as printed.
+            global_ids: its use_global_device_ids.
+
+        Returns:
+            The axes; None if the groups follow none.
+        """
+        local = device_groups(
+            groups,
+            kind,
+            channel_id is not None,
+            global_ids,
+            self.replica_count,
+            self.num_partitions,
+        )
+        if local is not None and local.shape[1] == 1:
+            return ()
+        places = None if local is None else self._places(local)
+        return None if places is None else group_axes(places, self.mesh)
+
+    def of_pairs(self, pairs: Sequence[tuple[int, int]]) -> AxisNames | None:
+        """Names the axes along which a permute moves.
+
+        Args:
+            pairs: from and to, as printed.
+
+        Returns:
+            The axes; None if the pairs have devices that the program has not.
+        """
+        local = np.array(pairs, np.int64).reshape(-1, 2)
+        if local.max(initial=0) >= self.replica_count * self.num_partitions:
+            return None
+        places = self._places(local)
+        return None if places is None else pair_axes(places, self.mesh)
+
+    def of_target(self, target: str) -> AxisNames | None:
+        """Names the axes of a transfer between slices.
+
+        Args:
+            target: as printed.
+
+        Returns:
+            The axes; None if they cannot be told.
+        """
+        return transfer_axes(target, self.mesh, self.granules)
+
+    def _places(self, local: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Places in mesh.device_ids.flat of places in the program."""
+        if self.replica_count * self.num_partitions < self.mesh.size():
+            if self.granules is None or local.max(initial=0) >= self.granules.places.shape[1]:
+                return None
+            local = self.granules.local_to_mesh(local)
+        if self.mesh.is_root:
+            return local
+        place_of = np.empty(self.mesh.size(), np.int64)
+        place_of[self.mesh.positions().reshape(-1)] = np.arange(self.mesh.size())
+        return place_of[local]
+
+
+# ----------------------------- One collective instruction of an HLO module, read into a Collective
+
+OPCODES: dict[str, CollectiveKind] = {
+    **{kind: kind for kind in COLLECTIVE_KINDS},
+    **{f"{kind}-start": kind for kind in COLLECTIVE_KINDS},
+}
+"""The opcodes of collectives; a done says nothing that its start does not."""
+
+SPREAD = '"async_collective_fusion_config"'
+"""What XLA for TPU prints on each part of a collective spread over fusions."""
+
+DCN_TARGET = "_xla_megascale_target"
+"""The frontend attribute that says which slices a send or recv is for."""
+
+_P2P_PAIRS = "_xla_send_recv_source_target_pairs"
+_PAIRS = re.compile(r"\{([0-9]+),([0-9]+)\}")
+_PAIR = r"\{[0-9]{1,12},[0-9]{1,12}\}"
+_ALL_PAIRS = re.compile(rf"\{{(?:{_PAIR}(?:,{_PAIR})*)?\}}")
+
+
+class CollectiveReader:
+    """Reads one collective instruction.
+
+    Args:
+        module: the module.
+        computation: the computation in which it stands.
+        instruction: one whose opcode is in OPCODES.
+        runs: how the computation runs.
+        namer: names its mesh axes; None leaves them out.
+    """
+
+    def __init__(
+        self,
+        module: HloModule,
+        computation: Computation,
+        instruction: Instruction,
+        runs: Runs,
+        namer: ProgramAxes | None,
+    ) -> None:
+        self.module = module
+        self.computation = computation
+        self.instruction = instruction
+        self.attributes = instruction.attributes
+        self.runs = runs
+        self.namer = namer
+        self.kind: CollectiveKind = OPCODES[instruction.opcode]
+        self.is_scatter = _is_all_reduce_scatter(self.kind, computation, runs.caller)
+        channel = self.attributes.get("channel_id")
+        self.channel_id = None if channel is None else read_number(channel)
+        self.global_ids = self.attributes.get("use_global_device_ids") == "true"
+        self.frontend = _frontend_attributes(self.attributes.get("frontend_attributes", ""))
+
+    def collective(self) -> Collective:
+        """Reads it.
+
+        Returns:
+            The instruction as a value.
+
+        Raises:
+            HloError: shapes, groups or pairs that cannot be read.
+        """
+        groups = self.attributes.get("replica_groups")
+        replica_groups = None if groups is None else ReplicaGroups.parse(groups)
+        pairs = self._pairs()
+        op_name, source = self._metadata()
+        return Collective(
+            kind="reduce-scatter" if self.is_scatter else self.kind,
+            name=self.instruction.name,
+            computation=self.computation.name,
+            operands=self._operands(),
+            results=self._results(),
+            replica_groups=replica_groups,
+            source_target_pairs=pairs,
+            channel_id=self.channel_id,
+            use_global_device_ids=self.global_ids,
+            axes=self._axes(replica_groups, pairs),
+            op_name=op_name,
+            source=source,
+            is_async=self._is_async(),
+            in_loop=self.runs.in_loop,
+            executions=self.runs.times,
+            frontend_attributes=self.frontend,
+        )
+
+    def _is_async(self) -> bool:
+        caller = self.runs.caller
+        wrapped = caller is not None and caller.opcode == "async-start"
+        is_start = self.instruction.opcode.endswith("-start")
+        return is_start or wrapped or SPREAD in self.instruction.rest
+
+    def _operands(self) -> tuple[ArrayShape, ...]:
+        if self.kind == "recv":
+            return ()
+        shapes = self.computation.operand_shapes(self.instruction)
+        return arrays(shapes[:1] if self.kind in ("ragged-all-to-all", "send") else shapes)
+
+    def _results(self) -> tuple[ArrayShape, ...]:
+        shape = self.instruction.shape
+        root = self.computation.root
+        if self.kind == "send":
+            return ()
+        if self.kind == "recv":
+            return arrays(shape[0] if isinstance(shape, tuple) and shape else shape)
+        if self.is_scatter and root is not None:
+            return arrays(root.shape)
+        if self.instruction.opcode.endswith("-start"):
+            return arrays(_started_result(self.kind, shape))
+        return arrays(shape)
+
+    def _pairs(self) -> tuple[tuple[int, int], ...]:
+        text = self.attributes.get("source_target_pairs") or dict(self.frontend).get(_P2P_PAIRS)
+        if text is None:
+            return ()
+        compact = re.sub(r"\s+", "", text)
+        if not _ALL_PAIRS.fullmatch(compact):
+            raise HloError(
+                f"The source-target pairs {text[:80]!r} were given. They are no list of pairs. "
+                "Pass them as XLA prints them: {{0,1},{1,0}}."
+            )
+        return tuple((int(source), int(target)) for source, target in _PAIRS.findall(compact))
+
+    def _axes(
+        self, groups: ReplicaGroups | None, pairs: tuple[tuple[int, int], ...]
+    ) -> tuple[Axis, ...] | None:
+        target = dict(self.frontend).get(DCN_TARGET)
+        if self.namer is None:
+            return None
+        if target is not None:
+            return self.namer.of_target(target)
+        if pairs or self.kind == "collective-permute":
+            return self.namer.of_pairs(pairs)
+        if groups is None:
+            return None
+        return self.namer.of_groups(groups, self.kind, self.channel_id, self.global_ids)
+
+    def _metadata(self) -> tuple[str | None, tuple[SourceLine, ...]]:
+        fields = told_metadata(self.module, self.computation, self.instruction, self.runs)
+        return fields.get("op_name"), self.module.frames.source(fields)
+
+
+def _is_all_reduce_scatter(
+    kind: CollectiveKind, computation: Computation, caller: Instruction | None
+) -> bool:
+    fused = caller is not None and caller.opcode == "fusion"
+    return kind == "all-reduce" and fused and computation.name.startswith("all-reduce-scatter")
+
+
+def _started_result(kind: CollectiveKind, shape: Shape) -> Shape:
+    """The result within what a start gives: (operands, results, contexts...).
+
+    An all-reduce-start gives its results alone, unless it is a wrapped computation.
+    """
+    if not isinstance(shape, tuple) or len(shape) < 2:
+        return shape
+    if kind == "all-reduce" and not isinstance(shape[0], tuple):
+        return shape
+    return shape[1]
+
+
+def _frontend_attributes(text: str) -> tuple[tuple[str, str], ...]:
+    pairs = (part.partition("=") for part in split_commas(text.strip()[1:-1]))
+    return tuple((name, unquoted(value)) for name, _, value in pairs)
+
+
+# -------------------------------------- The collectives of a program, summed by kind and mesh axes
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveSummary:
+    """All collectives of one kind over the same axes.
+
+    Attributes:
+        kind: the kind.
+        axes: the mesh axes; () for no communication, None for mixed or unknown.
+        count: how often they run in one run of the program.
+        bytes_per_device: their payload (`Collective.payload_bytes`) in all those runs. Not the
+            bytes on the wire, which depend on the algorithm.
+        at_least: whether a loop of unknown trip count makes both a lower bound: it counts once.
+    """
+
+    kind: CollectiveKind
+    axes: tuple[Axis, ...] | None
+    count: int
+    bytes_per_device: int
+    at_least: bool = False
+
+
+@argument_types
+def summarize(collectives: Iterable[Collective]) -> tuple[CollectiveSummary, ...]:
+    """Sums collectives by kind and axes.
+
+    Args:
+        collectives: as `collectives()` lists them.
+
+    Returns:
+        The sums, the most bytes first.
+
+    Example:
+        >>> summarize([])
+        ()
+    """
+    rows: dict[tuple[CollectiveKind, tuple[Axis, ...] | None], CollectiveSummary] = {}
+    for item in collectives:
+        key = item.kind, item.axes
+        row = rows.get(key, CollectiveSummary(*key, 0, 0))
+        times = 1 if item.executions is None else item.executions
+        rows[key] = CollectiveSummary(
+            *key,
+            row.count + times,
+            row.bytes_per_device + times * item.payload_bytes,
+            row.at_least or item.executions is None,
+        )
+    return tuple(sorted(rows.values(), key=_order))
+
+
+def _order(row: CollectiveSummary) -> tuple[int, str, bool, list[str]]:
+    return -row.bytes_per_device, row.kind, row.axes is None, [str(axis) for axis in row.axes or ()]

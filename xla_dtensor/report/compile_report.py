@@ -14,28 +14,40 @@ apart: only `roofline`, and findings that name it, rest on a model of the machin
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from xla_dtensor.report.collective import Collective
-from xla_dtensor.report.collective_lines import CollectiveLine, collective_lines
-from xla_dtensor.report.evidence import Evidence
-from xla_dtensor.report.finding import Finding
+from xla_dtensor.report.errors import ReportError
+from xla_dtensor.report.finding import CollectiveLine, Finding, collective_lines
 from xla_dtensor.report.findings import findings
-from xla_dtensor.report.hlo_module import HloModule
-from xla_dtensor.report.hlo_reading import read_hlo
+from xla_dtensor.report.hlo import HloModule
 from xla_dtensor.report.memory import MemoryReport, memory_report
-from xla_dtensor.report.report_machine import Machine, MeshAxis, machine_of, mesh_axes
-from xla_dtensor.report.report_tensors import TensorLine, tensor_lines
+from xla_dtensor.report.reading import read_hlo
+from xla_dtensor.report.report import (
+    Evidence,
+    Machine,
+    MeshAxis,
+    TensorLine,
+    from_plain,
+    json_schema,
+    machine_of,
+    mesh_axes,
+    tensor_lines,
+    to_plain,
+)
 from xla_dtensor.report.roofline import Roofline, roofline, why_no_roofline
 
 if TYPE_CHECKING:
-    from xla_dtensor.report.report_diff import ReportDiff
-    from xla_dtensor.report.verification import Tolerances, Verification
+    from xla_dtensor.report.verification import ReportDiff, Tolerances, Verification
 
-__all__ = ["Attribution", "CompileReport"]
+__all__ = ["SCHEMA", "Attribution", "CompileReport", "schema"]
+
+
+# ----------------------------------------------------------------------------------- CompileReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +187,6 @@ class CompileReport:
             EvidenceError: a folder that is no evidence.
             OSError: a file that cannot be opened.
         """
-        from xla_dtensor.report.report_json import from_json
-
         if os.path.isdir(path):
             return cls.of(Evidence.load(path))
         with open(path, encoding="utf-8") as file:
@@ -193,9 +203,7 @@ class CompileReport:
         return self.attribution.total_bytes
 
     def to_json(self) -> str:
-        """Writes it as JSON: see report_json.py."""
-        from xla_dtensor.report.report_json import to_json
-
+        """Writes it as JSON, which :meth:`from_json` reads."""
         return to_json(self)
 
     @classmethod
@@ -211,19 +219,17 @@ class CompileReport:
         Raises:
             ReportError: text that is no report, or one of a newer schema.
         """
-        from xla_dtensor.report.report_json import from_json
-
         return from_json(text)
 
     def to_markdown(self) -> str:
         """Writes it as Markdown, which reads well in a terminal too."""
-        from xla_dtensor.report.report_markdown import to_markdown
+        from xla_dtensor.report.render import to_markdown
 
         return to_markdown(self)
 
     def to_html(self) -> str:
         """Writes it as one HTML file that needs nothing from outside."""
-        from xla_dtensor.report.report_html import to_html
+        from xla_dtensor.report.page import to_html
 
         return to_html(self)
 
@@ -237,7 +243,7 @@ class CompileReport:
         Returns:
             Lines.
         """
-        from xla_dtensor.report.report_terminal import render
+        from xla_dtensor.report.render import render
 
         return render(self, width, colour=colour)
 
@@ -250,7 +256,7 @@ class CompileReport:
         Returns:
             What differs, from this one to the other.
         """
-        from xla_dtensor.report.report_diff import diff
+        from xla_dtensor.report.verification import diff
 
         return diff(self, other)
 
@@ -278,7 +284,7 @@ class CompileReport:
 
             return verify(self, job, tolerances=tolerances)
         # By name: a report is made and read without torch, and only a job that runs has it.
-        live = importlib.import_module("xla_dtensor.live_verification")
+        live = importlib.import_module("xla_dtensor.plan.live")
         return live.verify(self, job, *given, tolerances=tolerances, title=title)
 
 
@@ -315,3 +321,122 @@ def _doubts(lines: tuple[CollectiveLine, ...]) -> tuple[str, ...]:
         f"{unknown} {what} in a loop of which the program does not say how often it runs; "
         "counted once, so that its bytes are a lower bound.",
     )
+
+
+# -------------------------------------------------------- A report as JSON, with a numbered schema
+#
+#     {
+#      "format": "xla_dtensor compile report",
+#      "schema": 1,
+#      "summary": {"fits": true, "total_bytes": ..., "step_seconds": ..., ...},
+#      "report": {"title": ..., "machine": {...}, "mesh": [...], "memory": {...}, ...}
+#     }
+#
+# "report" holds the fields of CompileReport under their names, and those of the dataclasses in it:
+# report.py says how each type is written, `schema()` gives a JSON Schema of the whole. Bytes are
+# those of one device, seconds are seconds. "summary" repeats, for programs that want nothing else,
+# what properties compute; it is not read back.
+#
+# SCHEMA grows whenever a reader of the old one would misread, or could not read, what is written.
+# Files of older schemas are read where that is possible; those of newer ones are refused.
+
+FORMAT = "xla_dtensor compile report"
+SCHEMA = 1
+
+
+def to_json(report: CompileReport) -> str:
+    """Writes a report.
+
+    Args:
+        report: the report.
+
+    Returns:
+        The JSON, without a line break at the end.
+    """
+    data = {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "summary": to_plain(_summary(report)),
+        "report": to_plain(report),
+    }
+    return json.dumps(data, indent=1, allow_nan=False)
+
+
+def from_json(text: str) -> CompileReport:
+    """Reads a report, exactly as it was.
+
+    Args:
+        text: what `to_json` wrote.
+
+    Returns:
+        The report.
+
+    Raises:
+        ReportError: text that is no report, or one of a newer schema.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ReportError(
+            f"A report was read from text that is no JSON: {error}. Nothing can be read of it. "
+            "Pass a file that CompileReport.to_json wrote."
+        ) from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ReportError(
+            f"A report was read from JSON whose format is not {FORMAT!r}. It is something else. "
+            "Pass a file that CompileReport.to_json wrote."
+        )
+    number = data.get("schema")
+    if not isinstance(number, int) or number > SCHEMA or number < 1:
+        raise ReportError(
+            f"A report was read of schema={number}. This version reads schemas 1 to {SCHEMA}. "
+            "Install the version of xla_dtensor that wrote it, or a newer one."
+        )
+    return from_plain(CompileReport, data.get("report"))
+
+
+def schema() -> dict[str, Any]:
+    """Describes the JSON of a report.
+
+    Returns:
+        A JSON Schema, draft 2020-12.
+
+    Example:
+        >>> schema()["properties"]["schema"]
+        {'const': 1}
+    """
+    report = json_schema(CompileReport)
+    definitions = report.pop("$defs")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": FORMAT,
+        "type": "object",
+        "properties": {
+            "format": {"const": FORMAT},
+            "schema": {"const": SCHEMA},
+            "summary": {"type": "object"},
+            "report": report,
+        },
+        "required": ["format", "schema", "report"],
+        "$defs": definitions,
+    }
+
+
+def _summary(report: CompileReport) -> dict[str, Any]:
+    """What is computed from the fields, for programs that do not want to compute it."""
+    model = report.roofline
+    return {
+        "fits": report.fits,
+        "total_bytes": report.memory.total_bytes,
+        "capacity_bytes": report.memory.capacity_bytes,
+        "spare_bytes": report.memory.spare_bytes,
+        "collective_bytes_per_device": report.collective_bytes,
+        "attributed_share": report.attribution.share,
+        "modelled_step_seconds": None if model is None else model.step_seconds,
+        "modelled_mfu": None if model is None else model.mfu,
+        "modelled_binding": None if model is None else model.binding,
+        "findings": {
+            severity: sum(one.severity == severity for one in report.findings)
+            for severity in ("error", "warning", "note")
+        },
+    }

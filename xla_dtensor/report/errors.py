@@ -35,7 +35,7 @@ class ReportError(ValueError):
 
     Example:
         >>> from xla_dtensor.report import ReportError
-        >>> from xla_dtensor.report.report_json import from_json
+        >>> from xla_dtensor.report.compile_report import from_json
         >>> try:
         ...     from_json("{}")
         ... except ReportError as error:

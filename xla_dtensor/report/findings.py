@@ -22,22 +22,980 @@ a note): where the numbers that decide come from stands beside them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from xla_dtensor.report.collective_lines import CollectiveLine
-from xla_dtensor.report.evidence import Evidence
-from xla_dtensor.report.finding import SEVERITIES, Finding, Severity
-from xla_dtensor.report.finding_rematerialization import rematerialization_findings
-from xla_dtensor.report.finding_state import state_findings
-from xla_dtensor.report.finding_traffic import traffic_findings
-from xla_dtensor.report.hlo_reading import HloReading, read_hlo
-from xla_dtensor.report.roofline import Roofline
+from mesh_utils import Axis, Mesh
+from xla_dtensor.report.collective import DCN_TARGET, Collective
+from xla_dtensor.report.errors import HloError
+from xla_dtensor.report.finding import (
+    SEVERITIES,
+    CollectiveLine,
+    Finding,
+    Origin,
+    origin_of,
+    starred,
+)
+from xla_dtensor.report.hlo import Computation, HloModule, Instruction, StackFrames, parse_fields
+from xla_dtensor.report.hlo_text import ArrayShape, arrays
+from xla_dtensor.report.memory import axis_dims, free_axes, is_sharded_over, is_vocabulary, shards
+from xla_dtensor.report.reading import HloReading, read_hlo
+from xla_dtensor.report.report import Evidence, Held
+from xla_dtensor.report.roofline import Roofline, axes_text
+from xla_dtensor.report.texts import bytes_text, seconds_text
 
 if TYPE_CHECKING:
+    from xla_dtensor.report.hlo_text import ArrayShape
     from xla_dtensor.report.memory import MemoryReport
 
-__all__ = ["SEVERITIES", "Finding", "Severity", "findings"]
+__all__ = ["findings"]
+
+
+# ------------------------------------ Findings about axes of the mesh that do nothing for the step
+#
+# Devices that compute the same.
+#
+# An axis earns its devices by cutting something that is computed: the batch, the sequence, or
+# weights that stay cut (tensor and expert parallelism). Two kinds of plans waste them:
+#
+# - the axis cuts nothing that goes into the step, and nothing is sent over it: all its devices hold
+#   and compute the same;
+# - the axis cuts weights, which are gathered for use (FSDP), but not the batch: its devices gather
+#   the same weights for the same tokens. Memory is saved, and no time.
+
+_WEIGHTS = ("parameter", "frozen parameter")
+
+
+def axis_findings(
+    evidence: Evidence, collectives: Iterable[Collective], gathered: Iterable[str]
+) -> Iterator[Finding]:
+    """Finds axes whose devices compute the same.
+
+    Args:
+        evidence: what the compiled step left behind.
+        collectives: those of its program.
+        gathered: the axes over which weights are gathered for use.
+
+    Yields:
+        The findings; none where the evidence does not say what goes in and how it lies.
+    """
+    inputs = [one for one in evidence.held if one.role == "argument" and one.shape]
+    laid = {id(one): axis_dims(one, evidence.mesh) for one in evidence.held}
+    if not inputs or any(laid[id(one)] is None for one in inputs):
+        return
+    cut = {
+        axis
+        for one in evidence.held
+        for axis, dim in (laid[id(one)] or {}).items()
+        if dim is not None
+    }
+    of_inputs = batch_axes(evidence)
+    collectives = tuple(collectives)
+    talking = {axis for each in collectives for axis in _names(each)}
+    # Products that are summed over an axis are shared by its devices: tensor parallelism.
+    summed = {axis for each in collectives if _sums(each) for axis in _names(each)}
+    fsdp = set(gathered) - summed
+    for axis, size in zip(evidence.mesh.axis_names, evidence.mesh.mesh_shape, strict=True):
+        name = str(axis)
+        if size == 1 or name in of_inputs:
+            continue
+        if name not in cut and name not in talking and "mixed" not in talking:
+            yield Finding(
+                "warning",
+                "axis-idle",
+                f"Axis {name} cuts nothing: its {size} devices compute the same",
+                "Neither the step's inputs nor its state are sharded over it, and nothing is sent "
+                f"over it; 1 in {size} of these devices would do.",
+                f"Shard the batch over {name}, or the weights, or give its devices to another "
+                "axis.",
+            )
+        elif name in fsdp:
+            yield Finding(
+                "warning",
+                "batch-replicated",
+                f"The batch is whole on all {size} devices of axis {name}",
+                f"Weights are gathered over {name} for use, and each of its devices then computes "
+                f"the same with them: {size} times the compute.",
+                f"Shard the inputs of the step over {name} too: their batch, or their sequence.",
+            )
+
+
+def _names(item: Collective) -> set[str]:
+    axes = ("mixed",) if item.axes is None else item.axes
+    return {str(axis).partition(":")[0] for axis in axes}
+
+
+def _sums(item: Collective) -> bool:
+    """Whether it sums arrays, and not only numbers of statistics, in the forward."""
+    if item.kind not in ("all-reduce", "reduce-scatter"):
+        return False
+    is_array = any(sum(dim > 1 for dim in array.dims) > 1 for array in item.results)
+    return is_array and origin_of(item.op_name, item.source).phase == "forward"
+
+
+def batch_axes(evidence: Evidence, dim: int | None = None) -> set[str]:
+    """Lists the axes that cut what the step is given.
+
+    Args:
+        evidence: what the compiled step left behind.
+        dim: that they cut; None for any.
+
+    Returns:
+        Their names.
+
+    Example:
+        >>> from xla_dtensor.report.report import Held
+        >>> tokens = Held("tokens", "argument", (8, 64), "s32", (4, 64), "[dp, -]")
+        >>> batch_axes(Evidence("t", "HloModule m", Mesh([0, 1], (2,), ("dp",)), held=(tokens,)))
+        {'dp'}
+    """
+    found: set[str] = set()
+    for one in evidence.held:
+        if one.role == "argument":
+            dims = axis_dims(one, evidence.mesh) or {}
+            found |= {
+                axis for axis, at in dims.items() if at is not None and (dim is None or at == dim)
+            }
+    return found
+
+
+# --------------------------------------------------------- Findings about gathers inside attention
+#
+# Attention needs all keys and values of a sequence, of the heads that a device has. So of a
+# sequence that is cut over an axis (context parallelism) keys and values are gathered there, one
+# array each, or both as one; with heads cut over an axis (tensor parallelism) nothing is but, where
+# the residual is cut as well, the input, once. What is more than that is not needed:
+#
+# - queries, scores or results gathered over the sequence's axis;
+# - anything of the batch gathered over an axis that cuts it;
+# - queries, keys, values or results gathered over the axis of the heads: each of its devices then
+#   computes the heads of all. Where the axis has more devices than there are heads of keys, each
+#   has a part of one, and keys and values are gathered along their last dim: that is right.
+#
+# Counted are the arrays of at least SMALL_GATHER_BYTES that are gathered in the forward of one
+# attention module, as often as each other.
+
+SMALL_GATHER_BYTES = 1 << 20
+"""Tables of positions, masks and statistics of a softmax are smaller, and cost little."""
+
+_KEYS_AND_VALUES = 2
+"""Arrays that may be gathered; over the axis of the heads that is the input, or parts of heads."""
+
+_HEADED_DIMS = 4
+"""Dims of queries, keys and values whose heads have a dim of their own."""
+
+_ATTENTION = re.compile(r"att(?:entio)?n", re.IGNORECASE)
+
+
+def is_attention(module: str | None) -> bool:
+    """Whether a module is attention, or a part of it, by its name.
+
+    Args:
+        module: its path.
+
+    Returns:
+        True for "layers.*.self_attn.q_proj".
+    """
+    return module is not None and _ATTENTION.search(module) is not None
+
+
+def attention_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[Finding]:
+    """Finds gathers inside attention that it does not need.
+
+    Args:
+        evidence: what the compiled step left behind.
+        moves: its collectives; of those of attention, gathers of activations are looked at.
+
+    Yields:
+        The findings.
+    """
+    batch, sequence = batch_axes(evidence, 0), batch_axes(evidence, 1)
+    places: dict[tuple[str, str, int], list[tuple[Move, ArrayShape]]] = {}
+    for move in moves:
+        large = [one for one in move.activations if one.bytes >= SMALL_GATHER_BYTES]
+        if not move.is_gather or move.origin.phase != "forward" or not large or not move.axes:
+            continue
+        module = move.origin.module
+        if module is None or not is_attention(module):
+            continue
+        # A loop that XLA has peeled has some of its collectives a second time, run less often.
+        key = _block(module), axes_text(move.axes), move.times
+        places.setdefault(key, []).extend((move, one) for one in large)
+    said: set[tuple[str, str]] = set()
+    for (block, axes, _), gathered in places.items():
+        names = {str(axis) for axis in gathered[0][0].axes or ()}
+        allowed = _KEYS_AND_VALUES
+        if names & batch or (not names <= sequence and any(_joins_heads(*one) for one in gathered)):
+            allowed = 0
+        if len(gathered) > allowed and (block, axes) not in said:
+            said.add((block, axes))
+            yield _finding(block, axes, gathered, _why(names, batch, sequence))
+
+
+def _block(module: str) -> str:
+    """The attention itself, of which q_proj and others are parts."""
+    parts = module.split(".")
+    first = next(place for place, part in enumerate(parts) if _ATTENTION.search(part))
+    return ".".join(parts[: first + 1])
+
+
+def _joins_heads(move: Move, array: ArrayShape) -> bool:
+    """Whether heads become more by it: a dim other than the last of an array that has heads."""
+    if len(array.dims) < _HEADED_DIMS:
+        return False
+    at = move.collective.results.index(array)
+    operands = move.collective.operands
+    if at >= len(operands) or len(operands[at].dims) != len(array.dims):
+        return False
+    pairs = zip(operands[at].dims, array.dims, strict=True)
+    grown = [dim for dim, (small, large) in enumerate(pairs) if small != large]
+    return bool(grown) and grown[0] != len(array.dims) - 1
+
+
+def _why(names: set[str], batch: set[str], sequence: set[str]) -> tuple[str, str]:
+    if names & batch:
+        return (
+            "the batch is cut over that axis, and no sequence needs another one's values",
+            "Keep the batch sharded: look for a placement that asks for it whole, or an op without "
+            "a rule for that dim.",
+        )
+    if names <= sequence:
+        return (
+            "of a cut sequence only keys and values are needed whole, an array each",
+            "Gather keys and values only, where the heads are fewest: queries and results stay cut "
+            "as the sequence is.",
+        )
+    return (
+        "heads are cut over that axis, so that each device needs its own only",
+        "Keep the heads sharded from the projections to the output projection: look for a "
+        "placement, a reshape or an attention kernel that asks for them whole.",
+    )
+
+
+def _finding(
+    block: str, axes: str, gathered: list[tuple[Move, ArrayShape]], why: tuple[str, str]
+) -> Finding:
+    arrays = ", ".join(str(one) for _, one in gathered[:3])
+    more = len(gathered) - 3
+    size = sum(one.bytes for _, one in gathered)
+    return Finding(
+        "warning",
+        "attention-gathered",
+        f"Attention gathers {'an array' if len(gathered) == 1 else f'{len(gathered)} arrays'} over "
+        f"axis {axes} in {block}",
+        f"{arrays}{f' and {more} more' if more > 0 else ''}: {bytes_text(size)} on each device, "
+        f"{gathered[0][0].times} times a step; {why[0]}.",
+        why[1],
+        gathered[-1][0].origin,
+    )
+
+
+# ------------------------------------------------- What a collective moves, as far as findings ask
+#
+# Weights or activations, over which axes.
+#
+# Weights are told by their shapes: each dim of an array divides one of the weight's, in any order,
+# and in a loop one layer of those that are stacked.
+
+_PART = re.compile(r":\(\d+\)\d+$")
+
+
+@dataclass(frozen=True)
+class Move:
+    """A collective and what it moves.
+
+    Attributes:
+        collective: the instruction.
+        origin: whose it is.
+        axes: the axes that it spans, of parts the whole; None if it follows none.
+        activations: what comes out and is no weight.
+    """
+
+    collective: Collective
+    origin: Origin
+    axes: tuple[Axis, ...] | None
+    activations: tuple[ArrayShape, ...]
+
+    @property
+    def times(self) -> int:
+        """How often it runs in a step, at least."""
+        return 1 if self.collective.executions is None else self.collective.executions
+
+    @property
+    def is_gather(self) -> bool:
+        """Whether it is an all-gather."""
+        return self.collective.kind == "all-gather"
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether it gathers weights and nothing else."""
+        return self.is_gather and not self.activations
+
+
+def moves_of(collectives: Iterable[Collective], held: Iterable[Held]) -> tuple[Move, ...]:
+    """Says of each collective what it moves.
+
+    Args:
+        collectives: those of a program.
+        held: what lives outside the program.
+
+    Returns:
+        One move for each collective, in their order.
+    """
+    weights = [one for one in held if one.role in _WEIGHTS]
+    return tuple(
+        Move(
+            item,
+            origin_of(item.op_name, item.source),
+            _whole(item.axes),
+            tuple(array for array in item.results if weight_of(array, weights, item) is None),
+        )
+        for item in collectives
+    )
+
+
+def are_weights(arrays: Iterable[ArrayShape], weights: list[Held], item: Collective) -> bool:
+    """Whether all arrays can be weights. Where nobody says what the weights are, they can.
+
+    Args:
+        arrays: operands or results.
+        weights: the weights.
+        item: the collective whose they are.
+    """
+    return not weights or all(weight_of(array, weights, item) is not None for array in arrays)
+
+
+def weight_of(array: ArrayShape, weights: Iterable[Held], item: Collective) -> Held | None:
+    """Finds a weight that an array can be, whole or in shards, transposed or not.
+
+    Args:
+        array: operand or result.
+        weights: the weights.
+        item: the collective whose it is.
+
+    Returns:
+        The first that it can be; None if it can be none.
+    """
+    dims = sorted(dim for dim in array.dims if dim > 1)
+    for one in weights:
+        shapes = [one.shape, *([one.shape[1:]] if _is_stacked(one, item) else [])]
+        for shape in shapes:
+            whole = sorted(dim for dim in shape if dim > 1)
+            if len(whole) == len(dims) and all(
+                large % small == 0 for small, large in zip(dims, whole, strict=True)
+            ):
+                return one
+    return None
+
+
+def largest_weight(item: Collective, weights: list[Held]) -> int:
+    """Returns the bytes of the largest weight, vocabulary matrices aside where there are others.
+
+    Args:
+        item: a collective; in a loop, of weights that are stacked layer by layer one layer's count.
+        weights: the weights.
+    """
+    layers = [one for one in weights if not is_vocabulary(one)] or weights
+    return max(
+        one.global_bytes // one.layers // (one.shape[0] if _is_stacked(one, item) else 1)
+        for one in layers
+    )
+
+
+def _is_stacked(held: Held, item: Collective) -> bool:
+    layers = held.shape[0] if len(held.shape) > 1 else 0
+    return item.in_loop and bool(layers) and layers == item.executions
+
+
+def _whole(axes: tuple[Axis, ...] | None) -> tuple[Axis, ...] | None:
+    """The axes of which some are parts."""
+    if axes is None:
+        return None
+    return tuple(dict.fromkeys(_PART.sub("", x) if isinstance(x, str) else x for x in axes))
+
+
+# -------------------------------------------------------------------------- Findings about experts
+#
+# Weights that are gathered where the tokens should travel.
+#
+# Experts that are cut over an axis of their own stay where they are; tokens go to them and come
+# back (all-to-all). An axis that gathers other weights too is FSDP's, and may gather experts as
+# well.
+
+_EXPERT_DIMS = 3
+"""Experts are stacked: (experts, in, out)."""
+
+
+def expert_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[Finding]:
+    """Finds experts that are gathered over the axis that cuts them.
+
+    Args:
+        evidence: what the compiled step left behind.
+        moves: its collectives.
+
+    Yields:
+        One finding for each axis.
+    """
+    weights = [one for one in evidence.held if one.role in ("parameter", "frozen parameter")]
+    experts = [one for one in weights if len(one.shape) == _EXPERT_DIMS]
+    cut = {axis: one for one in experts for axis in _expert_axes(one, evidence)}
+    if not cut:
+        return
+    others = [one for one in weights if len(one.shape) < _EXPERT_DIMS]
+    found: dict[str, list[tuple[Move, Held]]] = {}
+    fsdp: set[str] = set()
+    for move in moves:
+        if not move.is_gather or not move.axes:
+            continue
+        axes = {str(axis) for axis in move.axes}
+        for array in move.collective.results:
+            if weight_of(array, others, move.collective) is not None:
+                fsdp |= axes
+                continue
+            one = weight_of(array, experts, move.collective)
+            if one is not None and move.origin.phase == "forward":
+                for axis in axes & set(_expert_axes(one, evidence)):
+                    found.setdefault(axis, []).append((move, one))
+    for axis, gathers in found.items():
+        if axis in fsdp:
+            continue
+        move, one = gathers[0]
+        size = sum(m.collective.result_bytes * m.times for m, _ in gathers)
+        yield Finding(
+            "warning",
+            "experts-gathered",
+            f"Experts are gathered over axis {axis}, which cuts them: {starred(one.name)}",
+            f"{bytes_text(size)} a step in the forward on each device, which then computes all "
+            "experts for its tokens.",
+            f"Let the tokens travel: pin what arrives at the experts as they are cut over {axis} "
+            "(an all-to-all there and one back), and leave the experts where they are.",
+            move.origin,
+        )
+
+
+def _expert_axes(one: Held, evidence: Evidence) -> list[str]:
+    dims = axis_dims(one, evidence.mesh) or {}
+    return [axis for axis, dim in dims.items() if dim == 0]
+
+
+# -------------------------------------------------- Findings of involuntary full rematerialization
+#
+# An array gathered whole to shard it otherwise.
+#
+# XLA's partitioner knows ways from many shardings to many others. Where it knows none it gathers
+# the whole array on every device, and each takes its part. It says so in its log:
+#
+#     [spmd] Involuntary full rematerialization. The compiler cannot go from sharding {...} to {...}
+#     efficiently for HLO operation %add = bf16[...] add(...), metadata={op_name="..."}
+#
+# and it shows in the program, log or no log: an all-gather whose result goes into a dynamic-slice
+# at a place that depends on the device (partition-id), and nowhere else.
+
+"""Index arrays and scalars are gathered and cut again in right programs; they cost nothing."""
+
+MOST = 5
+"""Findings of this kind: one reason often makes many."""
+
+_LOG = re.compile(
+    r"Involuntary full rematerialization\.[^\n]*?from sharding (\{.*?\}) to (\{.*?\}) "
+    r"(?:efficiently )?for HLO operation:? %?([\w.\-]+)([^\n]*)"
+)
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_GATHERS = ("all-gather", "all-gather-done")
+_COPIES = ("bitcast", "copy", "reshape", "convert", "transpose")
+_REACH = 32
+"""Instructions that a place is followed back through: indices are short sums and products."""
+
+_FIX = (
+    "Give the array one layout on both sides: shard what produces it as what uses it needs it, or "
+    "put a redistribute through a layout between the two (first one dim, then the other)."
+)
+
+
+def rematerialization_findings(evidence: Evidence) -> Iterator[Finding]:
+    """Finds arrays that are gathered whole to be sharded otherwise.
+
+    Args:
+        evidence: what the compiled step left behind; the compiler's log, if any, in
+            `attributes["compiler_log"]`.
+
+    Yields:
+        The findings: those of the log if it has some, else those of the program.
+    """
+    logged = list(_logged(evidence.attributes.get("compiler_log", "")))
+    if logged:
+        yield from logged[:MOST]
+        return
+    try:
+        module = HloModule.parse(evidence.hlo_text)
+    except HloError:
+        return
+    found = (
+        each
+        for computation in module.computations.values()
+        for each in _shown(computation, module.frames)
+    )
+    for _, each in zip(range(MOST), found, strict=False):
+        yield each
+
+
+def _logged(log: str) -> Iterator[Finding]:
+    seen: set[tuple[str, ...]] = set()
+    for match in _LOG.finditer(log):
+        name = _OP_NAME.search(match[4])
+        key = match[1], match[2], name[1] if name else match[3]
+        if key in seen:
+            continue
+        seen.add(key)
+        yield Finding(
+            "warning",
+            "full-rematerialization",
+            f"XLA gathers {match[3]} whole on every device to shard it otherwise",
+            f"From {match[1]} to {match[2]}, as its log says.",
+            _FIX,
+            origin_of(name[1]) if name else None,
+        )
+
+
+def _shown(computation: Computation, frames: StackFrames) -> Iterator[Finding]:
+    table = computation.instructions
+    gathers = [one for one in table.values() if one.opcode in _GATHERS]
+    if not gathers:
+        return
+    for gather in gathers:
+        try:
+            size = max((array.bytes for array in arrays(gather.shape)), default=0)
+        except HloError:
+            continue
+        if size >= SMALL_GATHER_BYTES and _is_cut(gather, computation):
+            fields = parse_fields(gather.attributes.get("metadata", ""))
+            yield Finding(
+                "warning",
+                "full-rematerialization",
+                f"An array is gathered whole on every device, and each keeps a part: {gather.name}",
+                f"{bytes_text(size)}: {gather.shape_text.split('{')[0]}.",
+                _FIX,
+                origin_of(fields.get("op_name"), frames.source(fields)),
+            )
+
+
+def _is_cut(gather: Instruction, computation: Computation) -> bool:
+    """Whether all that uses it cuts the device's part out of it."""
+    followed, seen = [gather], {gather.name}
+    cuts = 0
+    while followed:
+        current = followed.pop()
+        for user in computation.users.get(current.name, ()):
+            if user.name in seen:
+                continue
+            seen.add(user.name)
+            if user.opcode in _COPIES:
+                followed.append(user)
+            elif _cuts(user, current, computation):
+                cuts += 1
+            else:
+                return False
+    return cuts > 0
+
+
+def _cuts(user: Instruction, array: Instruction, computation: Computation) -> bool:
+    """Whether an instruction is a dynamic-slice of the array, at a place of the device's own."""
+    is_slice = user.opcode == "dynamic-slice"
+    is_fused = user.opcode == "fusion" and "dynamic-slice" in user.name
+    if not (is_slice or is_fused):
+        return False
+    places = [name for name in user.operand_names if name != array.name]
+    seen: set[str] = set()
+    while places and len(seen) < _REACH:
+        name = places.pop()
+        source = computation.instructions.get(name)
+        if source is None or name in seen:
+            continue
+        seen.add(name)
+        if source.opcode == "partition-id" or "partition-id" in source.rest:
+            return True
+        places += source.operand_names
+    return False
+
+
+# -------------------------------------------------------------- Findings about what lies in memory
+#
+# Does it fit, what is held whole, what XLA chose otherwise.
+#
+# Whether a tensor should be sharded is judged by the plan itself: next to the others of its kind. A
+# plan that keeps all parameters whole (plain data parallelism) is as right as one that shards all
+# of them, as long as it fits; one that shards all but the vocabulary matrix has forgotten one.
+
+CAUSES = 3
+"""The largest causes of a program that does not fit: more would bury the one to change."""
+
+FEWER_SHARDS = 4
+"""A tensor with so many times fewer shards than most of the plan's bytes have is left unsharded. A
+factor of 2 can be a dim that an axis does not divide, or a second axis that only some use."""
+
+SMALL_SHARE = 0.005
+"""Of the usable HBM. What takes less, with its gradient and optimizer state, is not worth a
+change: norms and biases are held whole in right plans."""
+
+SMALL_BYTES = 16 * 2**20
+"""The same where the size of the HBM is not known."""
+
+LARGE_STATE = 0.25
+"""Of the usable HBM. Where everything is held whole, from here on sharding it pays."""
+"""Findings of one kind; those of more tensors are summed up in the last."""
+
+_STATE = ("parameter", "frozen parameter", "gradient", "optimizer state")
+
+
+def state_findings(evidence: Evidence, memory: MemoryReport | None) -> Iterator[Finding]:
+    """Finds what is the matter with what lies in memory.
+
+    Args:
+        evidence: what the compiled step left behind.
+        memory: its memory report; None if there is none.
+
+    Yields:
+        The findings.
+    """
+    if memory is not None and memory.fits is False:
+        yield _does_not_fit(memory, evidence)
+    capacity = None if memory is None else memory.capacity_bytes
+    yield from _unsharded(evidence, capacity)
+    yield from _differing(evidence.held)
+    ones = [str(axis) for axis in evidence.mesh.axis_names if evidence.mesh.size(axis) == 1]
+    if ones and evidence.mesh.size() > 1:
+        names, verb = ", ".join(ones), "has" if len(ones) == 1 else "have"
+        yield Finding(
+            "note",
+            "axis-of-size-1",
+            f"Mesh axis {names} {verb} size 1",
+            "Nothing is sharded over it, and placements that name it do nothing.",
+            "Give it a size, or leave it out of the mesh.",
+        )
+
+
+# ------------------------------------------------------------------------- does it fit
+
+
+def _does_not_fit(memory: MemoryReport, evidence: Evidence) -> Finding:
+    causes = memory.causes[:CAUSES]
+    told = " ".join(f"({place}) {cause.text}" for place, cause in enumerate(causes, 1))
+    needed, there = memory.total_bytes, memory.capacity_bytes or 0
+    return Finding(
+        "error",
+        "does-not-fit",
+        f"The step does not fit: {bytes_text(needed - there)} too much on each device",
+        f"It needs {bytes_text(needed)} of {bytes_text(there)}. The largest causes: {told}",
+        _room(causes[0].kind if causes else "", evidence),
+    )
+
+
+def _room(cause: str, evidence: Evidence) -> str:
+    if cause == "temporaries":
+        return (
+            "Keep less for the backward: scan_layers(remat='full') or torch's checkpoint; or give "
+            "each device a smaller batch, or shard the sequence over an axis."
+        )
+    if cause == "program":
+        return "Run equal layers as a loop: scan_layers."
+    state = [one for one in evidence.held if one.role in _STATE]
+    if _typical_shards(state) < evidence.mesh.size():
+        return (
+            "Shard the state over more devices (fully_shard over every axis), or take more chips."
+        )
+    return "Take more chips, optimizer state of fewer bytes, or gradients in bfloat16."
+
+
+# ------------------------------------------------------------------------- held whole
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A parameter with its gradient and its optimizer state: they are sharded alike."""
+
+    held: tuple[Held, ...]
+
+    @property
+    def first(self) -> Held:
+        return self.held[0]
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(one.device_bytes for one in self.held)
+
+    @property
+    def least_sharded(self) -> Held:
+        return min(self.held, key=lambda one: (shards(one), -one.device_bytes))
+
+
+def _unsharded(evidence: Evidence, capacity: int | None) -> Iterator[Finding]:
+    state = [one for one in evidence.held if one.role in _STATE and one.device_bytes]
+    whole = _optimizer_finding(state, evidence.mesh, capacity)
+    if whole is not None:
+        yield whole
+        state = [one for one in state if one.role != "optimizer state"]
+    groups: dict[str, list[Held]] = {}
+    for one in state:
+        groups.setdefault(one.name.split(" ")[0], []).append(one)
+    typical = _typical_shards(state)
+    least = SMALL_BYTES if capacity is None else SMALL_SHARE * capacity
+    if typical == 1:
+        yield from _all_whole(evidence, state, capacity)
+        return
+    found: dict[str, list[_Group]] = {}
+    for name, held in groups.items():
+        group = _Group(tuple(held))
+        worst = group.least_sharded
+        axes = free_axes(worst, evidence.mesh)
+        few = shards(worst) * FEWER_SHARDS <= typical
+        if few and axes and group.device_bytes >= least:
+            found.setdefault(starred(name), []).append(group)
+    ranked = sorted(found.items(), key=lambda item: -sum(one.device_bytes for one in item[1]))
+    for name, alike in islice(ranked, MOST):
+        yield _unsharded_finding(name, alike, typical, evidence.mesh)
+
+
+def _optimizer_finding(state: list[Held], mesh: Mesh, capacity: int | None) -> Finding | None:
+    """Moments that lie otherwise than their parameters, most of them: made before sharding."""
+    moments = [one for one in state if one.role == "optimizer state"]
+    parameters = {one.name: one for one in state if one.role == "parameter"}
+    owned = [(one, parameters.get(one.name.split(" ")[0])) for one in moments]
+    less = [
+        one
+        for one, owner in owned
+        if owner is not None
+        and one.shape == owner.shape
+        and shards(one) * FEWER_SHARDS <= shards(owner)
+    ]
+    size = sum(one.device_bytes for one in less)
+    least = SMALL_BYTES if capacity is None else SMALL_SHARE * capacity
+    # Of a few tensors the finding about each says more.
+    if size < max(least, sum(one.device_bytes for one in moments) / 2) or mesh.size() == 1:
+        return None
+    typical = _typical_shards(parameters.values())
+    should = sum(one.global_bytes for one in less) // typical
+    number = sum(one.layers for one in less)
+    return Finding(
+        "warning",
+        "optimizer-state-unsharded",
+        "The optimizer's state is sharded less than the parameters",
+        f"{number} arrays take {bytes_text(size)} on each device; sharded as their parameters, "
+        f"in {typical}, they would take {bytes_text(should)}.",
+        "Make the optimizer of the sharded parameters: after shard_module, fully_shard or loading, "
+        "not before.",
+    )
+
+
+def _unsharded_finding(name: str, alike: list[_Group], typical: int, mesh: Mesh) -> Finding:
+    worst = alike[0].least_sharded
+    size = sum(group.device_bytes for group in alike)
+    axes = ", ".join(free_axes(worst, mesh))
+    number = sum(group.first.layers for group in alike)
+    count = "" if number == 1 else f"{number} of them; "
+    vocabulary = is_vocabulary(alike[0].first)
+    parts = shards(worst)
+    saved = size - size * parts / typical
+    return Finding(
+        "warning",
+        "vocabulary-unsharded" if vocabulary else "tensor-unsharded",
+        f"The {'vocabulary matrix' if vocabulary else worst.role} {name} is "
+        + ("whole on every device" if parts == 1 else f"in {parts} shards only"),
+        f"{count}{bytes_text(size)} on each device with gradients and optimizer state, where most "
+        f"of the state has {typical} shards; as many would save {bytes_text(saved)}.",
+        f"Shard a dim of it over {axes}: shape {tuple(worst.shape)} can be divided."
+        + (" With loss_parallel its logits stay sharded too." if vocabulary else ""),
+    )
+
+
+def _all_whole(evidence: Evidence, state: list[Held], capacity: int | None) -> Iterator[Finding]:
+    """Plain data parallelism is right until its state fills the memory."""
+    size = sum(one.device_bytes for one in state)
+    if capacity is None or evidence.mesh.size() == 1 or size < LARGE_STATE * capacity:
+        return
+    largest = max(state, key=lambda one: one.device_bytes)
+    yield Finding(
+        "warning",
+        "state-unsharded",
+        "Parameters, gradients and optimizer state are whole on every device",
+        f"They take {bytes_text(size)} of {bytes_text(capacity)}; the largest is {largest.name} "
+        f"with {bytes_text(largest.device_bytes)}.",
+        "Shard them: fully_shard, or a plan that shards each parameter over the data axis.",
+    )
+
+
+def _typical_shards(state: Iterable[Held]) -> int:
+    """The number of shards that half of the bytes have at least."""
+    ranked = sorted(((shards(one), one.global_bytes) for one in state), reverse=True)
+    half, seen = sum(size for _, size in ranked) / 2, 0
+    for parts, size in ranked:
+        seen += size
+        if seen >= half:
+            return parts
+    return 1
+
+
+# ------------------------------------------------------------------------- asked and chosen
+
+
+def _differing(held: Iterable[Held]) -> Iterator[Finding]:
+    found: dict[tuple[str, str, str], list[Held]] = {}
+    for one in held:
+        asked, chosen = _words(one.requested), _words(one.chosen)
+        if asked and chosen and asked != chosen:
+            found.setdefault((starred(one.name), asked, chosen), []).append(one)
+    ranked = sorted(found.items(), key=lambda item: -sum(one.device_bytes for one in item[1]))
+    for (name, asked, chosen), alike in ranked[:MOST]:
+        size = sum(one.device_bytes for one in alike)
+        number = sum(one.layers for one in alike)
+        more = f" ({number} of them)" if number > 1 else ""
+        rest = len(ranked) - MOST
+        last = f" {rest} more differ." if rest > 0 and name == ranked[MOST - 1][0][0] else ""
+        yield Finding(
+            "warning",
+            "sharding-differs",
+            f"{name} is laid out otherwise than asked{more}",
+            f"Asked for: {asked}. XLA chose: {chosen}, {bytes_text(size)} on each device.{last}",
+            "Ask for what XLA chose, or pin it in the step with redistribute.",
+        )
+
+
+def _words(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+# ----------------------------------------------------- Findings about what devices send each other
+#
+# What is right depends on what moves. Weights may be gathered (FSDP), and gradients may be reduced
+# over any network, since both can hide behind compute; activations of one layer are waited for. So
+# each rule first asks what a collective moves:
+#
+# - over DCN in the forward: activations, unless it is a gather of a weight or a point-to-point send
+#   (a pipeline);
+# - a gather in the forward whose result has no weight's shape: activations. It is right where the
+#   weights of the next product are sharded over the same axis and stay so (Megatron with a sharded
+#   sequence); inside attention the finding above judges.
+
+SMALL_MESSAGE_BYTES = 64 * 1024
+"""Losses, norms and counters are reduced over every axis in right plans: they are a few bytes."""
+
+LARGE_GATHER = 2
+"""A gathered activation is worth a finding from so many times the largest weight of a layer on: it
+then moves more than the weights themselves would."""
+
+_TRANSFER = "_xla_megascale_transfer_type"
+
+
+def traffic_findings(
+    evidence: Evidence, reading: HloReading, roofline: Roofline | None
+) -> Iterator[Finding]:
+    """Finds collectives that should not be, or not there.
+
+    Args:
+        evidence: what the compiled step left behind.
+        reading: the collectives of its program.
+        roofline: the modelled times; None if there are none.
+
+    Yields:
+        The findings.
+    """
+    moves = moves_of(reading.collectives, evidence.held)
+    weights = [one for one in evidence.held if one.role in _WEIGHTS]
+    gathered = gathering_axes(moves) if weights else frozenset[str]()
+    yield from _over_dcn(moves, weights, roofline)
+    if weights:
+        yield from _gathered_activations(moves, weights, gathered, evidence.mesh)
+        yield from attention_findings(evidence, moves)
+        yield from expert_findings(evidence, moves)
+    yield from axis_findings(evidence, reading.collectives, gathered)
+
+
+# ------------------------------------------------------------------------- DCN
+
+
+def _over_dcn(
+    moves: Sequence[Move], weights: list[Held], roofline: Roofline | None
+) -> Iterator[Finding]:
+    found: dict[str, list[Move]] = {}
+    for move in moves:
+        item = move.collective
+        attributes = dict(item.frontend_attributes)
+        if item.kind != "send" or DCN_TARGET not in attributes or move.origin.phase != "forward":
+            continue
+        transfer = attributes.get(_TRANSFER, "ONE_TO_ONE")
+        moves_weight = transfer == "ALL_GATHER" and are_weights(item.operands, weights, item)
+        if transfer == "ONE_TO_ONE" or moves_weight or item.operand_bytes < SMALL_MESSAGE_BYTES:
+            continue
+        found.setdefault(axes_text(move.axes), []).append(move)
+    for axes, slow in found.items():
+        times = sum(move.times for move in slow)
+        size = sum(move.times * move.collective.operand_bytes for move in slow)
+        modelled = "" if roofline is None else f"; DCN {seconds_text(roofline.dcn_seconds)} a step"
+        yield Finding(
+            "warning",
+            "tensor-parallel-over-dcn",
+            f"Activations cross slices over axis {axes}, and the forward waits for them",
+            f"{times} transfers a step in the forward alone, {bytes_text(size)} from each device"
+            + (f"{modelled} (modelled)." if modelled else "."),
+            f"Keep axis {axes} inside a slice, and put a data axis across slices: its gradients "
+            "are reduced once a step, and nothing waits for them.",
+            slow[0].origin,
+        )
+
+
+# ------------------------------------------------------------------------- gathers
+
+
+def gathering_axes(moves: Iterable[Move]) -> frozenset[str]:
+    """Lists the axes over which weights are gathered for use, as FSDP does.
+
+    Args:
+        moves: the collectives.
+
+    Returns:
+        Their names.
+    """
+    found = (move.axes or () for move in moves if move.gathers_weights)
+    return frozenset(str(axis) for axes in found for axis in axes)
+
+
+def _gathered_activations(
+    moves: Sequence[Move], weights: list[Held], gathered: frozenset[str], mesh: Mesh
+) -> Iterator[Finding]:
+    found: dict[tuple[str, str | None], list[tuple[Move, int]]] = {}
+    for move in moves:
+        item, axes = move.collective, [str(axis) for axis in move.axes or ()]
+        if not move.is_gather or move.origin.phase != "forward" or not axes:
+            continue
+        if is_attention(move.origin.module):
+            continue
+        # Megatron: the weights of the next product are sharded over the axis, and stay so.
+        kept = not gathered.intersection(axes) and any(
+            is_sharded_over(one, axis, mesh) for one in weights for axis in axes
+        )
+        size = max((array.bytes for array in move.activations), default=0)
+        if not kept and size >= LARGE_GATHER * largest_weight(item, weights) > 0:
+            found.setdefault((axes_text(move.axes), move.origin.module), []).append((move, size))
+    for (axes, module), gathers in found.items():
+        move, size = gathers[0]
+        array = max(move.collective.results, key=lambda each: each.bytes)
+        yield Finding(
+            "warning",
+            "activation-gathered",
+            f"An activation is gathered over axis {axes}"
+            + ("" if module is None else f" in {module}"),
+            f"{array}, {bytes_text(size)} on each device, {sum(m.times for m, _ in gathers)} times "
+            "a step; no weight is sharded over that axis there, so its devices then compute the "
+            "same.",
+            f"Keep it sharded over {axes} through this module: look for a placement that asks for "
+            "it whole, or for an op without a rule for that dim.",
+            move.origin,
+        )
+
+
+# ---------------------------------------------------------------------------------------- findings
 
 _SHOWN = 3
 

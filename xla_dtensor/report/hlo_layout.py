@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from xla_dtensor.report.errors import HloError
-from xla_dtensor.report.hlo_module import split_commas
-from xla_dtensor.report.hlo_shape import ArrayShape, Shape, element_bytes, parse_shape
+from xla_dtensor.report.hlo import split_commas
+from xla_dtensor.report.hlo_text import ArrayShape, Shape, element_bytes, parse_shape
 
 __all__ = [
     "DEVICE_SPACE",

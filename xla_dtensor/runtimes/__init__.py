@@ -1,7 +1,7 @@
 """Runtimes: how a global tensor, its sharding and its ops reach XLA.
 
 ``base`` holds the interface, ``registry`` finds and starts a runtime by name. The two runtimes
-themselves (``jax_runtime``, ``torch_xla_runtime``) are imported only when they are started: this
+themselves (``runtime``, ``runtime``) are imported only when they are started: this
 package is the only place in the library where jax or torch_xla may be imported.
 """
 

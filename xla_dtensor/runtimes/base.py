@@ -17,20 +17,131 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.runtimes.compiled import CompiledStep
+from mesh_utils import Mesh
+from xla_dtensor.core.errors import CompileError, UnsupportedOpError
+from xla_dtensor.report.report import Evidence
 
 if TYPE_CHECKING:
     from mesh_utils import Axis, Mesh
     from xla_dtensor.core import Layout, ManualRegion, OpSharding
-    from xla_dtensor.runtimes.layers import Layers
-    from xla_dtensor.runtimes.remat import Remat
+    from xla_dtensor.runtimes.whole_ops import Remat
 
-__all__ = ["AddressableShard", "CompiledStep", "Runtime"]
+__all__ = ["AddressableShard", "CompiledStep", "Layers", "Runtime"]
+
+
+# ------------------------------------------------------------------ What a runtime makes of a step
+#
+# Something to call, and to ask about its programs.
+
+
+class CompiledStep(ABC):
+    """A Python step that runs as one XLA program. Call it like the function it was made from.
+
+    Attributes:
+        _step: The function.
+    """
+
+    _step: Callable[..., Any]
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Be a method where a class has it, as the function itself would be."""
+        return self if instance is None else MethodType(self, instance)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy what holds the step: a copy has the function and makes programs of its own."""
+        return _compiled_again, (self._step,)
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step, tracing and compiling it first where needed."""
+
+    @abstractmethod
+    def hlo(self) -> str:
+        """Return the partitioned, optimised HLO text of the program used last."""
+
+    @abstractmethod
+    def stats(self) -> Mapping[str, Any]:
+        """Return counts: calls, traces, and the reason of each trace."""
+
+    @abstractmethod
+    def metrics(self, tokens_per_step: int | None = None) -> Mapping[str, float | None]:
+        """Return how fast the step goes, over its last 100 calls.
+
+        Args:
+            tokens_per_step: Tokens per call; by default the size of the largest tensor of integers
+                among the arguments.
+
+        Returns:
+            "step_seconds", the median time from one call to the next; "tokens_per_second";
+            "flops_per_step" and "flops_per_second", the floating-point operations of matrix
+            products and convolutions on all devices together; "mfu", the latter as a fraction of
+            what the devices can do in bfloat16. None for what is not known (yet).
+
+        Raises:
+            CompileError: The step was not called yet.
+        """
+
+    def evidence(
+        self, mesh: Mesh, models: Sequence[torch.nn.Module] = (), **facts: Any
+    ) -> Evidence:
+        """Return what the program used last leaves behind, for a report.
+
+        Args:
+            mesh: The mesh to name axes of; its root lists the program's devices.
+            models: Modules, by whose paths tensors are named where the runtime can tell them.
+            **facts: What else the evidence says, ``title`` among it.
+
+        Returns:
+            The evidence: the program's text, and what else this runtime knows of it.
+
+        Raises:
+            CompileError: The step was not called yet.
+        """
+        return Evidence(hlo_text=self.hlo(), mesh=mesh.root, **facts)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the programs compiled so far to a file, for `load` in another process.
+
+        Args:
+            path: The file; one that is there is replaced.
+
+        Raises:
+            CompileError: There is no program yet, or this runtime cannot write programs.
+        """
+        raise CompileError(
+            f"A compiled step was asked to save its programs to path={os.fspath(path)!r}. "
+            f"{type(self).__name__} cannot write them. Use the runtime's compile cache instead."
+        )
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Read programs that `save` wrote; a call whose trace is one of theirs is not compiled.
+
+        Load only files that you trust: they contain code.
+
+        Args:
+            path: The file.
+
+        Raises:
+            CompileError: It is no such file, or was written on other devices.
+        """
+        raise CompileError(
+            f"A compiled step was asked to load programs from path={os.fspath(path)!r}. "
+            f"{type(self).__name__} cannot read them. Use the runtime's compile cache instead."
+        )
+
+
+def _compiled_again(step: Callable[..., Any]) -> Any:
+    from xla_dtensor.runtimes.registry import get_runtime
+
+    return get_runtime().compile(step)
+
+
+# --------------------------------------------------------------------------- The runtime interface
 
 
 @dataclass(frozen=True)
@@ -74,11 +185,11 @@ class Runtime(ABC):
         """Name what is computed inside, where programs carry names; scopes nest."""
         return nullcontext()
 
-    # Whether tensors have no values, because their devices are not here (``jax_absent``).
+    # Whether tensors have no values, because their devices are not here (``absent``).
     is_abstract: ClassVar[bool] = False
 
     # Whether products are pinned to their labels, because nobody can look at how a program will be
-    # cut before XLA cuts it (``product_pins``).
+    # cut before XLA cuts it (``products``).
     pins_products: ClassVar[bool] = False
 
     # Whether payloads have torch's strides. Where they have none, dispatch asks torch for them.
@@ -89,7 +200,7 @@ class Runtime(ABC):
 
     @property
     def tells_factors(self) -> bool:
-        """Whether factors of a product are told to agree by their labels (``product_factors``)."""
+        """Whether factors of a product are told to agree by their labels (``products``)."""
         return self.pins_products
 
     def profile(self, folder: str | os.PathLike[str]) -> AbstractContextManager[None]:
@@ -450,3 +561,25 @@ def _missing(runtime: Runtime, what: str) -> UnsupportedOpError:
         f"The runtime {runtime.name!r} was asked for {what}. It does not have them. Use another "
         "runtime, or implement the methods of xla_dtensor.runtimes.base."
     )
+
+
+# ----------------------------------------------- Equal layers that a runtime is to run as one loop
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What there is to run.
+
+    Args:
+        call: Runs one block on lists of carry and shared tensors; returns a list.
+        swapped: A context in which the block has the given tensors for its own.
+        tensors: Each layer's parameters and buffers, all in the same order.
+        names: What errors call the tensors of a layer.
+        modules: All modules of all layers.
+    """
+
+    call: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
+    swapped: Callable[[Sequence[Any]], AbstractContextManager[None]]
+    tensors: Sequence[Sequence[torch.Tensor]]
+    names: Sequence[str]
+    modules: Sequence[torch.nn.Module]

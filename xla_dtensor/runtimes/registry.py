@@ -18,20 +18,72 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from xla_dtensor.argument_types import argument_types
-from xla_dtensor.errors import RuntimeSetupError
+from xla_dtensor.core.argument_types import argument_types
+from xla_dtensor.core.errors import RuntimeSetupError
 from xla_dtensor.runtimes.base import Runtime
 from xla_dtensor.versions import ANY_JAX, jax_support
 
 __all__ = [
     "BUILT_IN",
+    "cache_folder",
     "compile_only_runtime",
     "current_runtime",
     "get_runtime",
     "installed_runtimes",
 ]
+
+
+# ------------------------ Where compiled programs are kept between processes, and whether they are
+#
+# Compiling a pod's step takes minutes, and every restart of a job repeats it. XLA can write what it
+# compiled to a folder and find it again by the program, the compiler's version and its options.
+# That is on by default on TPUs and GPUs. It is off on CPUs, where a program is compiled for the
+# very processor: a folder on a shared disk would hand it to machines that lack its instructions.
+#
+# =====================================  =======================================================
+# ``get_runtime(..., compile_cache=x)``  meaning
+# =====================================  =======================================================
+# a folder                               kept there
+# True                                   kept in the default folder, on any device
+# False                                  not kept
+# None (default)                         as ``XLA_DTENSOR_COMPILE_CACHE`` says (a folder, 1 or
+#                                        0), else True on TPUs and GPUs, False on CPUs
+# =====================================  =======================================================
+#
+# The default folder is ``~/.cache/xla_dtensor``, or ``$XDG_CACHE_HOME/xla_dtensor``.
+
+CACHE_VARIABLE = "XLA_DTENSOR_COMPILE_CACHE"
+
+
+def cache_folder(asked: str | os.PathLike[str] | bool | None, *, on_cpu: bool) -> Path | None:
+    """Return the folder for compiled programs; None where they are not to be kept.
+
+    Args:
+        asked: The argument `compile_cache`.
+        on_cpu: Whether the devices are CPUs.
+
+    Example:
+        >>> cache_folder("/tmp/programs", on_cpu=True).name
+        'programs'
+    """
+    if asked is None:
+        asked = os.environ.get(CACHE_VARIABLE) or None
+    if asked in (None, "0", "1"):
+        asked = (not on_cpu) if asked is None else asked == "1"
+    if isinstance(asked, bool):
+        return _default_folder() if asked else None
+    return Path(asked).expanduser()  # pyright: ignore[reportArgumentType]
+
+
+def _default_folder() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "xla_dtensor"
+
+
+# --------------------------------------------- Find, choose and start the one runtime of a process
 
 ENVIRONMENT_VARIABLE = "XLA_DTENSOR_RUNTIME"
 ENTRY_POINT_GROUP = "xla_dtensor.runtimes"
@@ -47,17 +99,17 @@ class _BuiltIn:
 
 BUILT_IN = {
     "jax": _BuiltIn(
-        "xla_dtensor.runtimes.jax_runtime", "JaxRuntime", ("jax",), "pip install 'xla-dtensor[jax]'"
+        "xla_dtensor.runtimes.jax.runtime", "JaxRuntime", ("jax",), "pip install 'xla-dtensor[jax]'"
     ),
     "torch_xla": _BuiltIn(
-        "xla_dtensor.runtimes.torch_xla_runtime",
+        "xla_dtensor.runtimes.torch_xla.runtime",
         "TorchXlaRuntime",
         ("torch_xla",),
         "pip install 'xla-dtensor[torch-xla]'",
     ),
 }
 
-_COMPILE_ONLY = "xla_dtensor.runtimes.jax_absent"
+_COMPILE_ONLY = "xla_dtensor.runtimes.jax.absent"
 
 _log = logging.getLogger("xla_dtensor")
 _current: Runtime | None = None
@@ -125,7 +177,7 @@ def compile_only_runtime(topology: Any) -> Any:
         topology: The machine: a :class:`mesh_utils.Topology`, or devices of JAX.
 
     Returns:
-        The runtime, from then on the process's: an ``AbsentRuntime`` of ``jax_absent``.
+        The runtime, from then on the process's: an ``AbsentRuntime`` of ``absent``.
 
     Raises:
         RuntimeSetupError: A runtime runs already.

@@ -10,7 +10,7 @@ part. Records that differ raise in both, naming both::
                                             process 1: "step train, (train.py:40)", digest b7
 
 A record is dropped at the check after the next, when all have read it. Which checks there are is
-said by `how_checked`; see :mod:`xla_dtensor.program_check`.
+said by `how_checked`; see :mod:`xla_dtensor.hosts.preemption`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
-from xla_dtensor.errors import ProgramMismatchError, RuntimeSetupError
+from xla_dtensor.core.errors import ProgramMismatchError, RuntimeSetupError
+from xla_dtensor.versions import PACKAGE_FOLDER
 
 __all__ = ["Checks", "checks", "how_checked", "start_checks", "user_line"]
 
@@ -40,7 +40,7 @@ _SLICE_SECONDS = 2.0  # between looks whether the other has ended
 _LONGEST_TEXT = 4_000_000
 _PREFIX = "xla_dtensor/program"
 _LIBRARIES = tuple(
-    f"{Path(__file__).parents[1]}{os.sep}" if name == "xla_dtensor" else f"{os.sep}{name}{os.sep}"
+    f"{PACKAGE_FOLDER}{os.sep}" if name == "xla_dtensor" else f"{os.sep}{name}{os.sep}"
     for name in ("xla_dtensor", "torch", "jax", "contextlib")
 )
 
@@ -48,7 +48,7 @@ _MODELS = f"{os.sep}xla_dtensor{os.sep}models{os.sep}"
 
 
 class Store(Protocol):
-    """What keeps the records: ``KeyValueStore`` of ``jax_store``."""
+    """What keeps the records: ``KeyValueStore`` of ``store``."""
 
     index: int
     count: int

@@ -14,15 +14,569 @@ backward, which hands on the logarithm of the softmax's sums.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import wraps
+from string import ascii_letters
+from typing import Any, Literal, get_args
 
 import torch
+from torch.autograd import forward_ad
 
-from xla_dtensor.runtimes.attention_choice import is_lean, where_heads_lie
-from xla_dtensor.runtimes.whole_autograd import OneResult, below, contract, has_tangent, save, saved
-from xla_dtensor.runtimes.whole_einsum import einsum
+from xla_dtensor.core import Layout
+from xla_dtensor.core.errors import ArgumentTypeError, ScanError, UnsupportedOpError
+from xla_dtensor.core.spanning import layout_on_span
+from xla_dtensor.runtimes.functional import name_of
+from xla_dtensor.runtimes.registry import current_runtime
+from xla_dtensor.runtimes.state import register_setting
 
-__all__ = ["WHOLE_OPS", "register"]
+__all__ = [
+    "AS_SEEN",
+    "WHOLE_OPS",
+    "LinearResult",
+    "OneResult",
+    "Remat",
+    "attention_kernel",
+    "below",
+    "has_tangent",
+    "is_foreach",
+    "is_lean",
+    "linear_loss",
+    "linear_loss_backward",
+    "num_places",
+    "refuse_second",
+    "register",
+    "run_foreach",
+    "save",
+    "saved",
+    "where_heads_lie",
+    "writes_to_a_list",
+]
+
+
+# ------------------------------------------------------------------------ Which attention is taken
+#
+# All scores at once, or a kernel that never holds them.
+#
+# All scores of one head are queries x keys numbers, in float32: 4 MiB at length 1024, 256 MiB at
+# 8192, for every head and sequence on the device. From length 1024 on they are left out
+# (``attention``); below, two matrix products and a softmax are faster.
+
+AttentionKernel = Literal["auto", "plain", "lean"]
+_LEAN_FROM = 1024 * 1024
+_chosen: ContextVar[AttentionKernel] = ContextVar("attention_kernel", default="auto")
+register_setting("attention_kernel", _chosen.get)
+
+
+@contextmanager
+def attention_kernel(name: AttentionKernel) -> Iterator[None]:
+    """Choose how ``scaled_dot_product_attention`` is computed, on the JAX runtime.
+
+    Args:
+        name: "lean": never hold the scores of all queries and keys (TPU: Pallas splash attention;
+            NVIDIA GPU: cuDNN; elsewhere, and where those do not fit: blocks of 512 keys). "plain":
+            hold them. "auto", as it is outside: "lean" where queries x keys are at least 1024 x
+            1024. A compiled step is traced anew under another choice. With dropout, and with a
+            mask that needs a gradient, it is "plain" whatever is chosen; so it is on torch_xla.
+
+    Yields:
+        None. The choice before it is back afterwards.
+
+    Raises:
+        ArgumentTypeError: Another name.
+
+    Example:
+        >>> import torch, xla_dtensor as xd
+        >>> mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+        >>> q = xd.distribute_tensor(torch.randn(2, 4, 16, 8), mesh, ("dp", "tp", None, None))
+        >>> with xd.attention_kernel("lean"):
+        ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        >>> out.shape
+        torch.Size([2, 4, 16, 8])
+    """
+    if name not in get_args(AttentionKernel):
+        raise ArgumentTypeError(
+            f"attention_kernel was called with name={name!r}. It chooses whether all scores are "
+            "held at once. Pass 'auto', 'plain' or 'lean'."
+        )
+    token = _chosen.set(name)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def is_lean(q: Any, k: Any, v: Any) -> bool:
+    """Tell whether this attention is computed without holding all scores.
+
+    Args:
+        q: (..., query heads, queries, dim), anything with a shape.
+        k: (..., key heads, keys, dim).
+        v: (..., key heads, keys, value dim).
+    """
+    chosen = _chosen.get()
+    runtime = current_runtime()
+    if chosen == "plain" or runtime is None or not runtime.has_loops:
+        return False
+    if not (len(q.shape) == len(k.shape) == len(v.shape) >= 2 and k.shape[:-1] == v.shape[:-1]):
+        return False
+    if tuple(q.shape[:-3]) != tuple(k.shape[:-3]):
+        return False
+    if 0 in (*q.shape, *k.shape) or (len(q.shape) > 2 and q.shape[-3] % k.shape[-3]):
+        return False
+    return chosen == "lean" or q.shape[-2] * k.shape[-2] >= _LEAN_FROM
+
+
+def where_heads_lie(q: Any, k: Any, v: Any) -> str:
+    """Return the name of a layout that cuts batch and heads as all three labels do.
+
+    Args:
+        q: (batch, query heads, queries, dim).
+        k: (batch, key heads, keys, dim).
+        v: (batch, key heads, keys, value dim).
+
+    Returns:
+        A name of ``functional``, or "" where the labels say nothing: no DTensors, other ranks,
+        different meshes, or no dim that all three have cut evenly by the same axes.
+    """
+    layouts = [_layout(tensor) for tensor in (q, k, v)]
+    first = layouts[0]
+    if first is None or any(one is None or one.mesh != first.mesh for one in layouts):
+        return ""
+    dims: list[Any] = [(), (), (), ()]
+    for dim in (0, 1):
+        alike = all(one is not None and one.dims[dim] == first.dims[dim] for one in layouts)
+        if alike and all(tensor.shape[dim] % first.num_shards(dim) == 0 for tensor in (q, k, v)):
+            dims[dim] = first.dims[dim]
+    if not any(dims) and first.mesh.size() > 1:
+        return ""
+    return name_of(Layout(first.mesh, tuple(dims)))
+
+
+def _layout(tensor: Any) -> Layout | None:
+    spec = getattr(tensor, "_spec", None)
+    if spec is None or tensor.ndim != 4:
+        return None
+    layout = Layout.from_placements(spec.placements, 4, spec.mesh.value)
+    return layout_on_span(layout, spec.known)
+
+
+# ---------------------------------------------------------------------------------- _foreach_* ops
+#
+# The ordinary op, once per tensor of the lists.
+#
+# torch's optimizers call these with lists of parameters. Lists are dealt out one element per call,
+# everything else is the same in each call.
+
+_PREFIX = "aten::_foreach_"
+# torch.<name> where it is not the op's own name.
+_NAMES: dict[str, Callable[..., Any]] = {
+    "norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
+    "copy": lambda x, source, *_: source.to(x.dtype),
+    "zero": torch.zeros_like,
+    "maximum": lambda x, other: _bounded(torch.maximum, torch.clamp_min, x, other),
+    "minimum": lambda x, other: _bounded(torch.minimum, torch.clamp_max, x, other),
+}
+
+
+def _bounded(by_tensor: Any, by_number: Any, x: torch.Tensor, other: Any) -> torch.Tensor:
+    return (by_tensor if isinstance(other, torch.Tensor) else by_number)(x, other)
+
+
+def is_foreach(func: Any) -> bool:
+    """Tell whether `func` is a functional foreach op."""
+    return func._schema.name.startswith(_PREFIX) and not func._schema.is_mutable
+
+
+def writes_to_a_list(func: Any) -> bool:
+    """Tell whether `func` is a foreach op that writes to its first argument."""
+    name = func._schema.name
+    return func._schema.is_mutable and name.startswith(_PREFIX) and name.endswith("_")
+
+
+def num_places(args: Sequence[Any]) -> int:
+    """Return how long the lists are that a foreach op is given; its first argument may be none."""
+    return next(len(value) for value in args if isinstance(value, (list, tuple)))
+
+
+def run_foreach(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Run a functional foreach op tensor by tensor.
+
+    Args:
+        func: An ``OpOverload`` of the ``_foreach_`` family.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        One result per tensor.
+    """
+    name = func._schema.name.removeprefix(_PREFIX)
+    single = _NAMES.get(name) or getattr(torch, name)
+    if name in ("addcmul", "addcdiv") and len(args) > 3:
+        args, kwargs = args[:3], {**kwargs, "value": args[3]}
+    values = kwargs.get("value")
+    if isinstance(values, torch.Tensor):
+        kwargs = {**kwargs, "value": values.tolist()}
+
+    def dealt(value: Any, i: int) -> Any:
+        return value[i] if isinstance(value, (list, tuple)) else value
+
+    keyword = {"scalars": "value", "scalar": "value"} if name in ("addcmul", "addcdiv") else {}
+    return [
+        single(
+            *(dealt(a, i) for a in args),
+            **{keyword.get(k, k): dealt(v, i) for k, v in kwargs.items()},
+        )
+        for i in range(num_places(args))
+    ]
+
+
+# ------------------------------------------------------------- The ops behind linear_cross_entropy
+#
+# A loss for each token, and its gradients.
+#
+# ``log_sum`` is the logarithm of the sum of the exponentials of a token's logits. It and the inputs
+# are all that the backward needs; the logits themselves are computed again, chunk by chunk.
+
+_linear_loss = torch.library.Library("xla_dtensor", "FRAGMENT")
+_linear_loss.define(
+    "linear_loss(Tensor input, Tensor weight, Tensor target, Tensor? bias, int ignore_index, "
+    "float label_smoothing, int chunks) -> (Tensor, Tensor)"
+)
+_linear_loss.define(
+    "linear_loss_backward(Tensor grad, Tensor input, Tensor weight, Tensor target, Tensor? bias, "
+    "Tensor log_sum, int ignore_index, float label_smoothing, int chunks) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(_linear_loss, "linear_loss", "Meta")
+def _(input: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.promote_types(input.dtype, torch.float32)
+    one, other = (torch.empty(input.shape[:-1], dtype=wide, device="meta") for _ in range(2))
+    return one, other
+
+
+@torch.library.impl(_linear_loss, "linear_loss_backward", "Meta")
+def _(_: Any, input: Any, weight: Any, *__: Any) -> tuple[torch.Tensor, ...]:
+    shapes = (input.shape, weight.shape, weight.shape[:1])
+    dtypes = (input.dtype, weight.dtype, weight.dtype)
+    return tuple(
+        torch.empty(shape, dtype=dtype, device="meta")
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+
+
+linear_loss = torch.ops.xla_dtensor.linear_loss.default
+linear_loss_backward = torch.ops.xla_dtensor.linear_loss_backward.default
+
+
+# ---------------------------------------------------------------------------------- whole autograd
+#
+# What the differentiable kernels of whole ops share, and one that has no name in aten.
+#
+# A backward that is differentiated once more (``create_graph=True``) runs in grad mode, and has to
+# be written in ops that torch can differentiate. Kernels below autograd cannot be. So a backward
+# asks::
+#
+#     torch.is_grad_enabled()    False, as a rule: the fused kernel, below autograd
+#                                True: the same formula in differentiable ops
+#
+# What has no such formula says so where the second derivative is asked for (`refuse_second`).
+# torch's ``once_differentiable`` does not, if the gradient that comes in is a constant: it loses
+# the rest.
+#
+# In forward mode a Function that is linear in its first argument (`LinearResult`) moves the tangent
+# as it moves the value. The others ask `has_tangent` before, and take ops of torch that know their
+# derivative.
+
+
+class OneResult(torch.autograd.Function):
+    """A Function with one result. If the gradient of that is undefined, so are those of its inputs.
+
+    torch calls a gradient undefined that a Function gave as None; it stands for zeros. By default
+    torch makes zeros of it before it calls a backward, and these are plain ones on no mesh.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "forward" in cls.__dict__:
+            cls.forward = staticmethod(_keeps_undefined(cls.forward))
+            cls.backward = staticmethod(_passes_undefined(cls.backward))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Refuse: the tangent of the result is not known."""
+        raise UnsupportedOpError(
+            f"A forward derivative (forward_ad, jvp) was asked for through "
+            f"{ctx._forward_cls.__name__}, which knows its gradient alone. Take the derivative in "
+            "reverse mode (torch.autograd.grad, backward), or write this part with ops of torch."
+        )
+
+
+class LinearResult(OneResult):
+    """A Function that is linear in its first argument, and takes no other tensor."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Return the tangent of the result."""
+        return ctx._forward_cls.apply(tangents[0], *ctx.others)
+
+
+def has_tangent(*tensors: Any) -> bool:
+    """Whether forward mode is on, and one of the tensors carries a tangent."""
+    return forward_ad._current_level >= 0 and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
+        for tensor in tensors
+    )
+
+
+def _keeps_undefined(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(ctx: Any, *args: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.num_inputs = len(args)
+        if issubclass(ctx._forward_cls, LinearResult):
+            ctx.others = args[1:]
+        return forward(ctx, *args)
+
+    return run
+
+
+def _passes_undefined(backward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(backward)
+    def run(ctx: Any, grad: Any) -> Any:
+        # Of a view that was written to PyTorch makes zeros without memory, which are plain ones.
+        is_undefined = grad is None or grad._is_zerotensor()
+        return (None,) * ctx.num_inputs if is_undefined else backward(ctx, grad)
+
+    return run
+
+
+def below(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an op below autograd."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return func(*args, **kwargs)
+
+
+def save(ctx: Any, *tensors: Any) -> None:
+    """Save tensors for the backward, which reads them by `saved`."""
+    # Under saved-tensor hooks (checkpoint), torch 2.9 loses the gradient hooks of a leaf that a
+    # Function saves. A detached alias does, unless the backward is differentiated itself.
+    hooks = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    ctx.is_detached = False
+    if hooks._top_saved_tensors_default_hooks(True) is not None:
+        ctx.is_detached = any(t is not None and t.is_leaf and t.requires_grad for t in tensors)
+        tensors = tuple(t.detach() if t is not None and t.is_leaf else t for t in tensors)
+    ctx.save_for_backward(*tensors)
+
+
+def saved(ctx: Any) -> Any:
+    """The tensors that `save` has saved."""
+    if torch.is_grad_enabled() and ctx.is_detached:
+        raise UnsupportedOpError(
+            "A second derivative was asked for (create_graph=True) of an op on a parameter inside "
+            "of torch.utils.checkpoint. The parameter is saved there without its graph. Take the "
+            "gradients of this part without checkpoint."
+        )
+    return ctx.saved_tensors
+
+
+class _NoSecond(torch.autograd.Function):
+    """Tensors as they are, whose derivative with respect to the inputs is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, what: str, number: int, *tensors: Any) -> Any:
+        ctx.what = what
+        return tuple(tensor.view_as(tensor) for tensor in tensors[number:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise UnsupportedOpError(
+            f"A second derivative of {ctx.what} was asked for. Its backward is a program of its "
+            "own that is not differentiated. Leave create_graph=True away, or write this part with "
+            "ops of torch."
+        )
+
+
+def refuse_second(what: str, inputs: Sequence[Any], *gradients: Any) -> Any:
+    """Return gradients that raise when they are differentiated: their derivative is not known.
+
+    Args:
+        what: What the backward is of, for the message.
+        inputs: What the gradients depend on: the inputs of the forward.
+        *gradients: What the backward has computed; None where it is not needed.
+    """
+    if not torch.is_grad_enabled():
+        return gradients
+    places = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    known = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+    marked = _NoSecond.apply(what, len(known), *known, *(gradients[i] for i in places))
+    results = [None] * len(gradients)
+    for i, gradient in zip(places, marked, strict=True):  # pyright: ignore[reportArgumentType]
+        results[i] = gradient
+    return tuple(results)
+
+
+class Contract(OneResult):
+    """``...m,...n->mn``: the product of two tensors over all of their dims but the last."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Any, b: Any) -> Any:
+        """Compute the product."""
+        save(ctx, a, b)
+        return below(torch.ops.xla_dtensor.linear_weight_grad.default, a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        """Compute the gradients that are needed."""
+        a, b = saved(ctx)
+        to_a, to_b = ctx.needs_input_grad
+        grad_a = torch.matmul(b.conj(), grad.mT) if to_a else None
+        grad_b = torch.matmul(a.conj(), grad) if to_b else None
+        return grad_a, grad_b
+
+
+def contract(a: Any, b: Any) -> Any:
+    """`Contract`, recorded only where it is differentiated."""
+    if has_tangent(a, b):
+        return torch.matmul(a.flatten(0, -2).mT, b.flatten(0, -2))
+    if torch.is_grad_enabled():
+        return Contract.apply(a, b)
+    return below(torch.ops.xla_dtensor.linear_weight_grad.default, a, b)
+
+
+# ------------------------------------------------------------------------------------ whole einsum
+#
+# Einsum of two tensors as one matmul, with no sharded dims flattened together.
+#
+# torch's own kernel reshapes the operands to three dims: batch and head dims become one, and XLA
+# can no longer keep both sharded. Where one operand has at most one dim of its own, permuting and
+# broadcasting is enough::
+#
+#     bhqd,bhkd->bhqk     a [b, h, q, d]    @  b [b, h, d, k]
+#     bsd,dhk->bshk       swapped: the operand with one dim of its own goes to the right
+#     bshd,de->bshe       a [b, s, h, d]    @  b [d, e]
+#     bshk,hkd->bsd       a [b, s, (h k)]   @  b [(h k), d]     contracted dims become one
+#     bsm,bsn->mn         a gradient of a weight: nothing but the contracted dims is there
+#
+# What does not fit (diagonals, sums of one operand, no dim to contract) is left to torch's kernel.
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Product:
+    """An einsum as a matmul: the left operand's dims, then the right one's, then the result's."""
+
+    swapped: bool
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    contracted: int
+    batch: int
+    broadcast_dims: int
+    result: tuple[int, ...]
+
+
+def einsum(equation: str, tensors: Sequence[Any], *, path: Any = None) -> Any:
+    """Run one einsum; the kernel that :mod:`xla_dtensor.runtimes.whole_ops` registers.
+
+    Args:
+        equation: As in ``torch.einsum``.
+        tensors: The operands.
+        path: The order of contractions of more than two.
+
+    Returns:
+        The result, with its autograd history.
+    """
+    product = _product(equation, tensors) if len(tensors) == 2 else None
+    if product is None:
+        return aten.einsum.default.decompose(equation, tensors, path=path)
+    a, b = reversed(tensors) if product.swapped else tensors
+    a, b = a.permute(product.left), b.permute(product.right)
+    if product.contracted == a.ndim - 1 > 1:
+        # Several of them may be sharded; none are flattened.
+        found: Any = Contract.apply(a.movedim(0, -1), b)
+        return found.permute(product.result)
+    if product.contracted > 1:
+        a = a.flatten(-product.contracted)
+        b = b.flatten(product.batch, product.batch + product.contracted - 1)
+    for _ in range(product.broadcast_dims):
+        b = b.unsqueeze(product.batch)
+    return torch.matmul(a, b).permute(product.result)
+
+
+def _product(equation: str, tensors: Sequence[Any]) -> _Product | None:
+    terms = _terms(equation.replace(" ", ""), [tensor.ndim for tensor in tensors])
+    if terms is None or not _fit(*terms, tensors):
+        return None
+    a, b, out = terms
+    batch = [letter for letter in a if letter in b and letter in out]
+    contracted = [letter for letter in a if letter in b and letter not in out]
+    own_a = [letter for letter in a if letter not in b]
+    own_b = [letter for letter in b if letter not in a]
+    if not contracted or not own_a or not own_b or min(len(own_a), len(own_b)) != 1:
+        return None
+    swapped = len(own_b) > 1
+    if swapped:
+        a, b, own_a, own_b = b, a, own_b, own_a
+    made = [*batch, *own_a, *own_b]
+    return _Product(
+        swapped=swapped,
+        left=tuple(a.index(letter) for letter in (*batch, *own_a, *contracted)),
+        right=tuple(b.index(letter) for letter in (*batch, *contracted, *own_b)),
+        contracted=len(contracted),
+        batch=len(batch),
+        broadcast_dims=len(own_a) - 1 if batch else 0,
+        result=tuple(made.index(letter) for letter in out),
+    )
+
+
+def _terms(equation: str, ndims: Sequence[int]) -> tuple[str, str, str] | None:
+    """The letters of both operands and of the result, an ellipsis and a missing result written out.
+
+    An ellipsis has to stand for as many dims in both operands.
+    """
+    inputs, arrow, out = equation.partition("->")
+    a, comma, b = inputs.partition(",")
+    if not comma or "," in b:
+        return None
+    if "..." in equation:
+        hidden = {ndim - len(each) + 3 for ndim, each in zip(ndims, (a, b), strict=True)}
+        if not ("..." in a and "..." in b and len(hidden) == 1):
+            return None
+        free = [letter for letter in ascii_letters if letter not in equation]
+        spelled = "".join(free[: max(hidden.pop(), 0)])
+        if not arrow:
+            # torch puts an ellipsis first.
+            out = spelled + _implied((a + b).replace(".", ""))
+        a, b, out = (each.replace("...", spelled) for each in (a, b, out))
+    elif not arrow:
+        out = _implied(a + b)
+    return (a, b, out) if (a + b + out).isalpha() else None
+
+
+def _implied(letters: str) -> str:
+    """torch's result where none is written: the letters that occur once, capitals first."""
+    return "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+
+
+def _fit(a: str, b: str, out: str, tensors: Sequence[Any]) -> bool:
+    """Whether each letter stands for one dim, of one size, and none is summed in one operand."""
+    if any(len(set(letters)) != len(letters) for letters in (a, b, out)):
+        return False
+    if [len(a), len(b)] != [tensor.ndim for tensor in tensors]:
+        return False
+    sizes = dict(zip(a, tensors[0].shape, strict=True))
+    same = all(
+        sizes.get(letter, size) == size for letter, size in zip(b, tensors[1].shape, strict=True)
+    )
+    return same and set(a) ^ set(b) <= set(out) <= set(a) | set(b)
+
+
+# --------------------------------------------------------- Keep linear, matmul and attention whole
 
 _KEY = "AutogradPrivateUse3"
 _definitions = torch.library.Library("xla_dtensor", "DEF")
@@ -61,7 +615,6 @@ def _(grad: Any, query: Any, key: Any, value: Any, *_: Any) -> Any:
 
 
 _registrations: list[torch.library.Library] = []
-aten = torch.ops.aten
 _weight_grad = torch.ops.xla_dtensor.linear_weight_grad.default
 _attention_grad = torch.ops.xla_dtensor.sdpa_backward.default
 _lean = torch.ops.xla_dtensor.sdpa_lean.default
@@ -313,3 +866,75 @@ WHOLE_OPS = frozenset(
         _lean_grad,
     }
 )
+
+
+# ------------------------------------------------------------------------------------------- remat
+#
+# What a backward pass keeps of the forward pass, and what it computes again.
+
+KINDS = ("none", "full", "dots", "dots_no_batch")
+_WITH_NAMES = ("save", "offload")
+
+# Ops that stay whole on a mesh, and what torch makes of them elsewhere: policies that list ops
+# name those.
+_ATTENTION = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+AS_SEEN: dict[Any, tuple[Any, ...]] = {
+    aten.linear.default: (aten.mm.default, aten.addmm.default),
+    aten.matmul.default: (aten.mm.default, aten.bmm.default),
+    aten.scaled_dot_product_attention.default: _ATTENTION,
+    torch.ops.xla_dtensor.sdpa_lean.default: (
+        aten.scaled_dot_product_attention.default,
+        *_ATTENTION,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Remat:
+    """A choice of what to keep.
+
+    Args:
+        kind: One of :data:`KINDS`, "save", "offload" or "selective".
+        names: The names behind "save:" and "offload:".
+        contexts: A ``context_fn`` as ``torch.utils.checkpoint.checkpoint`` takes it.
+        text: How the user wrote it.
+    """
+
+    kind: str
+    names: tuple[str, ...] = ()
+    contexts: Callable[[], Any] | None = None
+    text: str = ""
+
+    @classmethod
+    def of(cls, value: Any) -> Remat:
+        """Read what a user wrote.
+
+        Raises:
+            ScanError: Not a known text.
+            ArgumentTypeError: Neither a text nor a function.
+
+        Example:
+            >>> Remat.of("save:scores, mlp").names
+            ('scores', 'mlp')
+        """
+        if callable(value):
+            return cls("selective", contexts=value, text=getattr(value, "__name__", repr(value)))
+        if not isinstance(value, str):
+            raise ArgumentTypeError(
+                f"remat={value!r} is of type={type(value).__name__}. What to keep is said by a "
+                "name, or by a context_fn of torch.utils.checkpoint. Pass 'none', 'full', 'dots', "
+                "'save:NAME', 'offload:NAME' or such a function."
+            )
+        kind, colon, rest = value.partition(":")
+        names = tuple(name.strip() for name in rest.split(",") if name.strip())
+        if (kind in KINDS and not colon) or (kind in _WITH_NAMES and names):
+            return cls(kind, names, text=value)
+        raise ScanError(
+            f"remat={value!r} was passed. It is none of {', '.join(map(repr, KINDS))}, nor 'save:' "
+            "or 'offload:' with names. Pass one of these; names are those that the block gives "
+            "with xd.checkpoint_name."
+        )

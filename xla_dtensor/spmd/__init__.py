@@ -16,28 +16,27 @@ are replaced as docs/coming_from.md lists. XLAShardedTensors are DTensors, so ``
 import sys
 
 from xla_dtensor.spmd.annotate import (
+    EinsumLinear,
     MarkShardingFunction,
+    ShardingSpec,
+    XLAPatchedLinear,
     annotate_custom_sharding,
+    apply_backward_optimization_barrier,
+    apply_xla_patch_to_nn_linear,
+    auto_policy,
     clear_sharding,
+    disable_manual_sharding,
+    enable_manual_sharding,
     mark_sharding,
     mark_sharding_with_gradients,
-)
-from xla_dtensor.spmd.barrier import apply_backward_optimization_barrier
-from xla_dtensor.spmd.distribute import (
-    auto_policy,
     xla_distribute_module,
     xla_distribute_tensor,
-)
-from xla_dtensor.spmd.linear import (
-    EinsumLinear,
-    XLAPatchedLinear,
-    apply_xla_patch_to_nn_linear,
     xla_patched_nn_linear_forward,
 )
-from xla_dtensor.spmd.manual_sharding import disable_manual_sharding, enable_manual_sharding
 from xla_dtensor.spmd.mesh import (
     HybridMesh,
     Mesh,
+    ShardingType,
     convert_to_xla_mesh,
     get_1d_mesh,
     get_global_mesh,
@@ -47,12 +46,11 @@ from xla_dtensor.spmd.sharded_tensor import (
     XLAShard,
     XLAShardedTensor,
     unwrap_sharded_tensor,
+    visualize_sharding,
+    visualize_tensor_sharding,
     wrap_as_sharded_tensor,
     wrap_if_sharded,
 )
-from xla_dtensor.spmd.sharding_spec import ShardingSpec
-from xla_dtensor.spmd.sharding_type import ShardingType
-from xla_dtensor.spmd.visualize import visualize_sharding, visualize_tensor_sharding
 
 __all__ = [
     "EinsumLinear",

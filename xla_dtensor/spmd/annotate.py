@@ -23,43 +23,61 @@ the second annotation without a word; here that is the same error everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from xla_dtensor.argument_types import argument_types
-from xla_dtensor.asking import asking
+from mesh_utils import Axis
 from xla_dtensor.core import Layout
-from xla_dtensor.device_mesh import as_device_mesh
-from xla_dtensor.dtensor import DTensor, GlobalState
-from xla_dtensor.errors import (
+from xla_dtensor.core.argument_types import argument_types
+from xla_dtensor.core.errors import (
     AlreadyAnnotatedError,
     ArgumentTypeError,
     DistributeError,
     ManualRegionError,
 )
-from xla_dtensor.manual_tensor import ManualTensor
-from xla_dtensor.placement_checks import torch_placements
+from xla_dtensor.dtensor.api import distribute_module, distribute_tensor, refuse_auto_policy
+from xla_dtensor.dtensor.dtensor import DTensor, GlobalState
+from xla_dtensor.dtensor.labels import legal_placements, propagate
+from xla_dtensor.dtensor.manual import ManualTensor, enter_region, leave_region
+from xla_dtensor.dtensor.mesh import as_device_mesh
+from xla_dtensor.dtensor.redistribute import asking, torch_placements
 from xla_dtensor.runtimes.registry import get_runtime
-from xla_dtensor.runtimes.whole_autograd import LinearResult
+from xla_dtensor.runtimes.whole_ops import LinearResult, OneResult
 from xla_dtensor.spmd.mesh import as_mesh
 from xla_dtensor.spmd.sharded_tensor import (
     XLAShardedTensor,
     take_plain_tensors,
+    wrap_as_sharded_tensor,
     wrap_plain,
     wrapped_tensor,
 )
 
 __all__ = [
+    "EinsumLinear",
     "MarkShardingFunction",
+    "ShardingSpec",
+    "XLAPatchedLinear",
     "annotate_custom_sharding",
+    "apply_backward_optimization_barrier",
+    "apply_xla_patch_to_nn_linear",
+    "auto_policy",
     "clear_sharding",
+    "disable_manual_sharding",
+    "enable_manual_sharding",
     "mark_sharding",
     "mark_sharding_with_gradients",
-    "partition_layout",
+    "xla_distribute_module",
+    "xla_distribute_tensor",
+    "xla_patched_nn_linear_forward",
 ]
+
+
+# -------------------------------------------------------------------- mark_sharding and its family
 
 
 @argument_types
@@ -335,3 +353,323 @@ def _on_devices(t: torch.Tensor, layout: Layout) -> torch.Tensor:
     if isinstance(t, torch.nn.Parameter):
         return torch.nn.Parameter(made, t.requires_grad)
     return made.requires_grad_(t.requires_grad)
+
+
+# ------------------------------------------------------------- apply_backward_optimization_barrier
+#
+# Keep XLA from fusing a module's backward with others.
+
+
+def apply_backward_optimization_barrier(m: nn.Module) -> None:
+    """Put a barrier behind the backward pass of a module.
+
+    XLA then neither fuses nor moves work across it, so that the gradients of all layers are not
+    held at once, waiting for one large reduction.
+
+    Args:
+        m: The module; a full backward hook is registered on it.
+    """
+
+    def barrier(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        runtime = get_runtime()
+        grads = [p.grad for p in module.parameters() if p.grad is not None]
+        tensors = [*grads, *(g for g in grad_input if isinstance(g, torch.Tensor))]
+        payloads = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+        payloads = [t for t in payloads if runtime.is_payload(t)]
+        if payloads:
+            runtime.barrier(payloads)
+
+    m.register_full_backward_hook(barrier)
+
+
+# ------------------------------------------------- xla_distribute_tensor and xla_distribute_module
+#
+# torch_xla's names for the DTensor functions.
+
+
+def xla_distribute_tensor(
+    tensor: torch.Tensor, device_mesh: Any, placements: Sequence[Any] | None = None
+) -> XLAShardedTensor:
+    """Put a tensor on the mesh; :func:`xla_dtensor.distribute_tensor`, whose arguments it takes.
+
+    Returns:
+        An XLAShardedTensor. `tensor` stays as it is.
+
+    Raises:
+        DistributeError: Wrong mesh or placements.
+    """
+    return wrap_as_sharded_tensor(distribute_tensor(tensor, device_mesh, placements))
+
+
+def xla_distribute_module(
+    module: nn.Module,
+    device_mesh: Any = None,
+    partition_fn: Callable[[str, nn.Module, Any], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """Put a module's parameters on the mesh; :func:`xla_dtensor.distribute_module`.
+
+    Raises:
+        UnsupportedOpError: `partition_fn` is :func:`auto_policy`.
+    """
+    return distribute_module(module, device_mesh, partition_fn, input_fn, output_fn)
+
+
+def auto_policy(mod_name: str, mod: nn.Module, mesh: Any) -> None:
+    """Refused: see the message."""
+    refuse_auto_policy()
+
+
+# ------------------------------------------------------------------------------------------ linear
+#
+# nn.Linear as one einsum, so that sharded batch and sequence dims are never flattened together.
+#
+# On the JAX runtime every linear is whole already, and the patch changes nothing there. On
+# torch_xla an ``nn.Linear`` flattens all dims but the last, and with them their shardings: patch
+# the module with :func:`apply_xla_patch_to_nn_linear`.
+
+_linear = torch.ops.aten.linear.default
+_weight_grad = torch.ops.xla_dtensor.linear_weight_grad.default
+
+
+class XLAPatchedLinear(OneResult):
+    """``input @ weight.T + bias``, forward and backward, without flattening any dim.
+
+    Takes DTensors or the runtime's plain tensors: ``XLAPatchedLinear.apply(input, weight, bias)``.
+    Under autocast it computes in autocast's dtype, as ``nn.Linear`` does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Any, weight: Any, bias: Any = None) -> Any:
+        """Compute the output."""
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in (input, weight, bias))
+        given = [_autocast(t) for t in (input, weight, bias)]
+        ctx.save_for_backward(*given[:2])
+        return _whole(_linear, *given)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        """Compute the gradients that are needed."""
+        input, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _gradients_by_parts(ctx, grad, input, weight)
+        to_input, to_weight, to_bias = (*ctx.needs_input_grad, False)[:3]
+        grads = (
+            _whole(_linear, grad, weight.mH, None) if to_input else None,
+            _whole(_weight_grad, grad, input.conj()) if to_weight else None,
+            grad.sum(list(range(grad.ndim - 1))) if to_bias and grad.ndim > 1 else None,
+        )
+        if to_bias and grad.ndim == 1:
+            grads = (*grads[:2], grad)
+        return tuple(
+            g if g is None else g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)
+        )
+
+
+def _gradients_by_parts(ctx: Any, grad: Any, input: Any, weight: Any) -> Any:
+    """The gradients in ops that can be differentiated again."""
+    rows, outputs = input.conj().reshape(-1, input.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    found = (torch.matmul(grad, weight.conj()), torch.matmul(outputs.mT, rows), outputs.sum(0))
+    needed = zip(found, ctx.dtypes, ctx.needs_input_grad, strict=False)
+    return tuple(value.to(dtype) if wanted else None for value, dtype, wanted in needed)
+
+
+def _autocast(tensor: Any) -> Any:
+    if tensor is None or not torch.is_autocast_enabled(tensor.device.type):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+
+def _whole(func: Any, *args: Any) -> Any:
+    """Run a whole op below autograd, on DTensors or on plain tensors of the runtime."""
+    runtime = get_runtime()
+    first = next((t for t in args if isinstance(t, DTensor)), None)
+    payloads = tuple(t._local_tensor if isinstance(t, DTensor) else t for t in args)
+    if not any(isinstance(t, torch.Tensor) and runtime.is_payload(t) for t in payloads):
+        raise ArgumentTypeError(
+            f"XLAPatchedLinear was called with tensors of shapes "
+            f"{[tuple(t.shape) for t in args if t is not None]} on the host. It keeps shardings, "
+            "and these have none. Use torch.nn.functional.linear, or mark_sharding first."
+        )
+    result = runtime.run_op(func, payloads, {})
+    if first is None:
+        return runtime.to_plain(result)
+    mesh = first._spec.mesh
+    placements = propagate(func, args, {}, mesh)
+    return type(first)._wrapping(result, mesh, legal_placements(placements, result.ndim, mesh))
+
+
+def xla_patched_nn_linear_forward(m: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """Run a linear layer through :class:`XLAPatchedLinear`."""
+    result: Any = XLAPatchedLinear.apply(input, m.weight, m.bias)
+    return result
+
+
+@argument_types
+class EinsumLinear(nn.Linear):
+    """An ``nn.Linear`` that runs through :class:`XLAPatchedLinear`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``input @ weight.T + bias``."""
+        return xla_patched_nn_linear_forward(self, input)
+
+
+@argument_types
+def apply_xla_patch_to_nn_linear(module: nn.Module) -> nn.Module:
+    """Make every ``nn.Linear`` below a module an :class:`EinsumLinear`, in place.
+
+    Args:
+        module: The module. Its layers' parameters stay the same objects.
+
+    Returns:
+        The same module.
+
+    Example:
+        >>> apply_xla_patch_to_nn_linear(nn.Sequential(nn.Linear(2, 3)))
+        Sequential(
+          (0): EinsumLinear(in_features=2, out_features=3, bias=True)
+        )
+    """
+    for child in module.modules():
+        if type(child) is nn.Linear:
+            child.__class__ = EinsumLinear
+    return module
+
+
+# ------------------------ enable_manual_sharding and disable_manual_sharding, by torch_xla's names
+#
+# Between the two a tensor is what one device has, and nothing is communicated but by the
+# collectives of :mod:`xla_dtensor.collectives`; see :mod:`xla_dtensor.dtensor.manual`. Unlike
+# torch_xla's, gradients pass the border, and what aborts the process there (reading a manual
+# tensor, a wrong full_shape, an op on a manual and a global tensor) is an error here.
+
+
+@argument_types
+def enable_manual_sharding(
+    t: torch.Tensor,
+    partition_spec: Sequence[Any],
+    *,
+    mesh: Any = None,
+    manual_axes: Iterable[Axis] | None = None,
+) -> ManualTensor:
+    """Return each device's tile of a global tensor, to be computed with by hand.
+
+    Args:
+        t: A DTensor, a plain tensor of the runtime, or a CPU tensor without gradient. It stays as
+            it is.
+        partition_spec: Per dim an axis, a tuple of axes, or None. Along axes that it does not name
+            each device gets a copy.
+        mesh: The mesh; the global one when None.
+        manual_axes: The axes that become manual, all of them when None. Along the others tensors
+            stay global and XLA shards them (JAX runtime only).
+
+    Returns:
+        A ManualTensor of the tile's shape. A dim that the axes do not divide is padded with zeros.
+
+    Raises:
+        ManualRegionError: `t` is manual already.
+        LayoutError: A partition spec that does not fit.
+        UnsupportedOpError: Some axes only, on torch_xla.
+
+    Example:
+        >>> import torch
+        >>> from xla_dtensor.collectives import psum
+        >>> from xla_dtensor.spmd import Mesh
+        >>> mesh = Mesh(range(8), (2, 4), ("dp", "tp"))
+        >>> x = enable_manual_sharding(torch.arange(8.0), ("tp",), mesh=mesh)
+        >>> x.shape
+        torch.Size([2])
+        >>> disable_manual_sharding(psum(x, "tp"), (None,), (2,), mesh=mesh).tolist()
+        [12.0, 16.0]
+    """
+    return enter_region(t, partition_spec, as_mesh(mesh, "enable_manual_sharding"), manual_axes)
+
+
+@argument_types
+def disable_manual_sharding(
+    t: torch.Tensor,
+    partition_spec: Sequence[Any],
+    full_shape: Sequence[int],
+    *,
+    mesh: Any = None,
+) -> XLAShardedTensor:
+    """Return the global tensor whose tiles the devices have.
+
+    Args:
+        t: A ManualTensor.
+        partition_spec: Per dim an axis, a tuple of axes, or None. Along axes that it does not name
+            all devices must hold the same values; the first one's are taken.
+        full_shape: The global shape.
+        mesh: The mesh; the region's own when None.
+
+    Returns:
+        An XLAShardedTensor that lies as the partition spec says.
+
+    Raises:
+        ManualRegionError: No manual tensor, another mesh, or a wrong full_shape.
+        LayoutError: A partition spec that does not fit.
+    """
+    return wrap_as_sharded_tensor(leave_region(t, partition_spec, full_shape, mesh))
+
+
+# ------------------------------------------------------------------------------------ ShardingSpec
+#
+# A mesh and a partition spec, kept to be applied to tensors of one rank.
+
+
+@argument_types
+@dataclass
+class ShardingSpec:
+    """How the tensors of a data loader are to lie.
+
+    Args:
+        mesh: The mesh.
+        partition_spec: Per dim an axis (name or number), a tuple of axes, or None.
+        minibatch: Whether each process passes its own part of the batch. In one process both mean
+            the same.
+
+    Raises:
+        LayoutError: The partition spec does not fit the mesh.
+
+    Example:
+        >>> from xla_dtensor.spmd import Mesh
+        >>> rows = ShardingSpec(Mesh(range(8), (4, 2), ("x", "y")), ("x", None))
+        >>> rows.can_apply(torch.ones(8, 2)), rows.can_apply(torch.ones(8))
+        (True, False)
+    """
+
+    mesh: Any
+    partition_spec: tuple[Any, ...]
+    minibatch: bool | None = False
+
+    def __post_init__(self) -> None:
+        self._layout = Layout.from_partition_spec(
+            tuple(self.partition_spec), as_mesh(self.mesh, "ShardingSpec")
+        )
+
+    def can_apply(self, t: torch.Tensor) -> bool:
+        """Tell whether the spec has as many entries as `t` has dims."""
+        return t.ndim == len(self.partition_spec)
+
+    def apply(self, t: torch.Tensor) -> None:
+        """Annotate `t` in place; see :func:`xla_dtensor.spmd.mark_sharding`."""
+        mark_sharding(t, self.mesh, self.partition_spec)
+
+    def xla_spec(self, t: torch.Tensor) -> Any:
+        """Return torch_xla's own object for `t`, as its data loaders want it.
+
+        Args:
+            t: A host tensor.
+
+        Returns:
+            A ``torch_xla._XLAC.XlaShardingSpec``, None when the spec is for another rank.
+
+        Raises:
+            UnsupportedOpError: The runtime is not torch_xla, and has no such loaders.
+        """
+        if not self.can_apply(t):
+            return None
+        runtime = get_runtime()
+        sharding = self._layout.op_sharding(runtime.root(self._layout.mesh))
+        return runtime.input_sharding(t, sharding, bool(self.minibatch))

@@ -12,6 +12,7 @@ import sys
 from ast import literal_eval
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from math import prod
 from typing import Any
 
@@ -21,21 +22,26 @@ from numpy.typing import ArrayLike, NDArray
 from mesh_utils import HybridMesh as HybridMeshValue
 from mesh_utils import Mesh as MeshValue
 from mesh_utils import MeshError, read_devices
-from xla_dtensor.argument_types import argument_types
 from xla_dtensor.core import Layout, OpSharding
-from xla_dtensor.device_mesh import as_device_mesh, mesh_text
-from xla_dtensor.errors import DistributeError, InvalidMeshError
+from xla_dtensor.core.argument_types import argument_types
+from xla_dtensor.core.errors import DistributeError, InvalidMeshError
+from xla_dtensor.dtensor.mesh import as_device_mesh, mesh_text
 from xla_dtensor.runtimes.registry import get_runtime
 
 __all__ = [
     "HybridMesh",
     "Mesh",
+    "ShardingType",
     "as_mesh",
     "convert_to_xla_mesh",
     "get_1d_mesh",
     "get_global_mesh",
     "set_global_mesh",
+    "sharding_type_of",
 ]
+
+
+# -------------------------------------------------------------------------------------------- mesh
 
 Names = Sequence[str] | None
 
@@ -348,3 +354,43 @@ def as_mesh(mesh: Any, function: str) -> MeshValue:
     if len(_meshes) > _MESHES_KEPT:
         del _meshes[next(iter(_meshes))]
     return value
+
+
+# ------------------------------------------------------------------------------------ ShardingType
+#
+# XLA's kinds of sharding, with torch_xla's numbers.
+
+
+class ShardingType(IntEnum):
+    """The kinds of sharding that torch_xla tells apart."""
+
+    REPLICATED = 0
+    MAXIMAL = 1
+    TUPLE = 2
+    TILED = 3
+    MANUAL = 4
+    PARTIAL = 5
+    UNKNOWN = 6
+
+
+def sharding_type_of(op_sharding: OpSharding, num_devices: int) -> ShardingType:
+    """Return the kind of a sharding as torch_xla names it.
+
+    Args:
+        op_sharding: The sharding.
+        num_devices: Devices of the program: on a single one everything is MAXIMAL.
+
+    Example:
+        >>> sharding_type_of(OpSharding.parse("{devices=[2,1,4]<=[8] last_tile_dim_replicate}"), 8)
+        <ShardingType.PARTIAL: 5>
+    """
+    if num_devices == 1 or op_sharding.kind == "maximal":
+        return ShardingType.MAXIMAL
+    op_sharding = op_sharding.canonical()
+    if op_sharding.kind == "manual":
+        return ShardingType.MANUAL
+    if op_sharding.kind == "replicated":
+        return ShardingType.REPLICATED
+    if not op_sharding.is_tiled:
+        return ShardingType.UNKNOWN
+    return ShardingType.PARTIAL if op_sharding.subgroup_types else ShardingType.TILED

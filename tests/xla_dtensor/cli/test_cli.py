@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from xla_dtensor import __version__, cli
-from xla_dtensor.doctor import diagnosis as doctor
-from xla_dtensor.doctor.diagnosis import Choice, Diagnosis
-from xla_dtensor.doctor.packages import Installed
-from xla_dtensor.doctor.probe import Probe
+from xla_dtensor.cli import env as doctor
+from xla_dtensor.cli.env import Choice, Diagnosis, Probe
+from xla_dtensor.versions import Installed
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -93,7 +92,7 @@ def test_starts_without_any_package() -> None:
 def test_imports_nothing_heavy() -> None:
     heavy = ("numpy", "torch", "jax", "torch_xla", "torchax", "mesh_utils")
     code = (
-        "import sys; import xla_dtensor.cli, xla_dtensor.doctor, xla_dtensor.doctor.text; "
+        "import sys; import xla_dtensor.cli, xla_dtensor.cli.env, xla_dtensor.cli.env; "
         f"print([name for name in {heavy!r} if name in sys.modules])"
     )
     assert run("-c", code).stdout == "[]\n"

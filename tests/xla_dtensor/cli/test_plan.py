@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from xla_dtensor import model_sizes
 from xla_dtensor.cli import main
-from xla_dtensor.model_sizes import ModelSizes
+from xla_dtensor.plan.model_sizes import ModelSizes
 
 
 def run(*words: str) -> int:
@@ -140,8 +139,10 @@ def test_a_file_and_any_folder(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The template, copied next to a job somewhere else: as a module, and as a file."""
-    template = Path(model_sizes.__file__).parent / "models" / "own_model.py"
     pytest.importorskip("torch")
+    from xla_dtensor.models import own_model
+
+    template = Path(own_model.__file__)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
     shutil.copy(template, "my_own_plan.py")
@@ -199,8 +200,8 @@ def test_from_an_installed_package_in_any_folder(tmp_path: Path) -> None:
     for package in ("xla_dtensor", "mesh_utils", "tpu_configs"):
         shutil.copytree(root / package, site / package, ignore=shutil.ignore_patterns("__pyc*"))
     script = (
-        "import sys; from xla_dtensor.aot_request import function_of\n"
-        "from xla_dtensor.model_choice import REFERENCE\n"
+        "import sys; from xla_dtensor.plan.aot import function_of\n"
+        "from xla_dtensor.plan.search import REFERENCE\n"
         "made = function_of(REFERENCE)\n"
         "print(sys.modules[made.__module__].__file__)\n"
         "from xla_dtensor.cli import main\n"
@@ -252,6 +253,6 @@ def test_another_model_of_transformers(
     assert run("llama3_8b_v6e_8", "--model", str(config)) == 2
     assert "makes no causal language model" in capsys.readouterr().err
 
-    monkeypatch.setattr("xla_dtensor.model_choice.find_spec", lambda _: None)
+    monkeypatch.setattr("xla_dtensor.plan.search.find_spec", lambda _: None)
     assert run("llama3_8b_v6e_8", "--model", str(config)) == 2
     assert "Install transformers, or pass a module:function" in capsys.readouterr().err

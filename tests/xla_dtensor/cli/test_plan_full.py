@@ -11,18 +11,18 @@ import pytest
 
 from mesh_utils import JobConfig, JobError
 from tests.libtpu import needs_libtpu
-from xla_dtensor.aot_process import python_path
 from xla_dtensor.cli import main
 from xla_dtensor.cli.plan import add_plan
 from xla_dtensor.cli.plan_flags import check_at_hand, flag_lines, flagged, reports_too_much
-from xla_dtensor.doctor.packages import Installed
+from xla_dtensor.plan.aot import python_path
 from xla_dtensor.report import Evidence
 from xla_dtensor.report.compile_report import CompileReport
+from xla_dtensor.versions import Installed
 
 JOB = """
 name: small
 accelerator: v5e:2x2
-model: tests.xla_dtensor.aot_plans:for_job
+model: tests.xla_dtensor.plan.aot_plans:for_job
 axes:
   fsdp: {ici: 4}
 sharding:

@@ -14,7 +14,7 @@ import pytest
 
 from mesh_utils import Topology, chips
 from xla_dtensor import cli
-from xla_dtensor.cli.topology import topology_facts
+from xla_dtensor.cli.mesh import topology_facts
 
 ROOT = Path(__file__).resolve().parents[3]
 HEAVY = ("torch", "jax", "jaxlib", "torch_xla", "torchax", "matplotlib")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mesh_utils import Mesh
-from xla_dtensor.core.joint_mesh import joint_mesh
+from xla_dtensor.core.spanning import joint_mesh
 
 WORLD = Mesh(np.arange(16)[::-1], (16,), ("world",))
 

@@ -14,8 +14,7 @@ from mesh_utils import Mesh
 from xla_dtensor.core import Layout
 from xla_dtensor.core.local_shape import torch_indices
 from xla_dtensor.core.placements import Replicate, Shard, StridedShard
-from xla_dtensor.core.product_dims import ProductDims
-from xla_dtensor.core.product_order import Tiles, loses_order
+from xla_dtensor.core.product_order import ProductDims, Tiles, loses_order
 from xla_dtensor.core.spanning import layout_on_span
 
 ROWS: list[Callable[[], tuple[Any, Any]]] = []

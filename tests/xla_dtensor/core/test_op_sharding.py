@@ -27,8 +27,8 @@ from layout_strategies import (
 
 from mesh_utils import Mesh, mixed_radix_positions
 from xla_dtensor.core import Layout, OpSharding, OpShardingError
-from xla_dtensor.core.digits import iota_form, iota_walk, merged, remaining_walk, split_walk
-from xla_dtensor.core.encode import op_sharding_of_dims
+from xla_dtensor.core.layout import op_sharding_of_dims
+from xla_dtensor.core.op_sharding import iota_form, iota_walk, merged, remaining_walk, split_walk
 
 
 @st.composite

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from mesh_utils import Mesh
 from xla_dtensor.core import Layout
-from xla_dtensor.core.product_dims import Factor, ProductDims
-from xla_dtensor.core.product_order import Tiles, loses_order
+from xla_dtensor.core.product_order import Factor, ProductDims, Tiles, loses_order
 
 MESH = Mesh.arange((2, 2, 2, 4), ("a", "b", "c", "d"))
 SIZES = dict(zip("abcd", (2, 2, 2, 4), strict=True))

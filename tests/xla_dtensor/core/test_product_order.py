@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from mesh_utils import Mesh
 from xla_dtensor.core import Layout
-from xla_dtensor.core.product_dims import Pairs
-from xla_dtensor.core.product_order import Tiles, loses_order
+from xla_dtensor.core.product_order import Pairs, Tiles, loses_order
 
 MESH = Mesh.arange((2, 2, 2), ("a", "b", "c"))
 # The sum runs over dim 0 of both factors. (left, right, result), as XLA was found to be wrong.

@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 from mesh_utils import Mesh
 from xla_dtensor.core import Layout, LayoutError, local_shape
 from xla_dtensor.core.errors import RulesError
-from xla_dtensor.core.rules import ShardingRule, ShardingRules, TensorFacts, table
-from xla_dtensor.core.rules_file import read_rules, rules_as_data
-from xla_dtensor.core.sharding_rule import STYLES
+from xla_dtensor.core.rules import (
+    STYLES,
+    ShardingRule,
+    ShardingRules,
+    TensorFacts,
+    read_rules,
+    rules_as_data,
+    table,
+)
 
 MESH = Mesh.arange((2, 4), ("fsdp", "tp"))
 LAYERS = {f"layers.{i}.mlp.{n}.weight": (16, 8) for i in range(3) for n in ("up", "gate")}

@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from xla_dtensor.model_sizes import ModelSizes, model_names
 from xla_dtensor.models import decoder
-from xla_dtensor.models.decoder import frequencies
-from xla_dtensor.models.llama import Llama
-from xla_dtensor.models.mixtral import Mixtral, SparseMoE, balance
+from xla_dtensor.models.decoder import Llama, Mixtral, SparseMoE, balance, frequencies
+from xla_dtensor.plan.model_sizes import ModelSizes, model_names
 
 # What Hugging Face shows for the published weights.
 PUBLISHED = {
@@ -174,7 +172,7 @@ def test_tied_embeddings() -> None:
 
 def test_models_know_nothing_of_meshes() -> None:
     folder = Path(decoder.__file__).parent
-    ours = {"xla_dtensor.model_sizes", "xla_dtensor.models.decoder"}
+    ours = {"xla_dtensor.plan.model_sizes", "xla_dtensor.models.decoder"}
     for name in ("decoder.py", "llama.py", "mixtral.py"):
         tree = ast.parse((folder / name).read_text(encoding="utf-8"))
         found = {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

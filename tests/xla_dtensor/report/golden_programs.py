@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh_utils import Mesh, Topology, assign
-from xla_dtensor.aot_process import LIBTPU_ENVIRONMENT
+from xla_dtensor.plan.aot import LIBTPU_ENVIRONMENT
 
 __all__ = ["GOLDEN", "PROGRAMS", "Program"]
 

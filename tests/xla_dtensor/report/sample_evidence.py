@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mesh_utils import Mesh, Topology
-from xla_dtensor.report.evidence import CompilerMemory, Evidence, Held
+from xla_dtensor.report.report import CompilerMemory, Evidence, Held
 
 GOLDEN = Path(__file__).parent / "golden"
 GIB = 2**30

@@ -8,14 +8,7 @@ import pytest
 
 from mesh_utils import Mesh
 from xla_dtensor.report import collectives
-from xla_dtensor.report.asked_communication import (
-    ANY,
-    Allowance,
-    AskedFor,
-    changes_in,
-    scope_name,
-    unasked,
-)
+from xla_dtensor.report.attribution import ANY, Allowance, AskedFor, changes_in, scope_name, unasked
 
 SIZES = {"dp": 2, "tp": 4}
 GATHER = "f32[64]{0} all-gather(%p), dimensions={0},"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xla_dtensor.report.attribution import PHASES, Origin, origin_of, user_line
-from xla_dtensor.report.stack_frames import SourceLine
+from xla_dtensor.report.finding import PHASES, Origin, origin_of, user_line
+from xla_dtensor.report.hlo import SourceLine
 
 SCAN = "jit(program)/Model/layers/while/body/closed_call"
 BACK = "jit(program)/backward/Model/while/body/closed_call"
@@ -66,9 +66,9 @@ SITE = "/venv/lib/python3.11/site-packages"
 @pytest.mark.parametrize(
     "file",
     [
-        "/home/user/project/xla_dtensor/runtimes/jax_lowering/matmul.py",
-        "/elsewhere/checkout/xla_dtensor/dispatch.py",
-        f"{SITE}/xla_dtensor/dtensor.py",
+        "/home/user/project/xla_dtensor/runtimes/jax/lower/matmul.py",
+        "/elsewhere/checkout/xla_dtensor/dtensor/dispatch.py",
+        f"{SITE}/xla_dtensor/dtensor/dtensor.py",
         f"{SITE}/torch/_ops.py",
         f"{SITE}/jax/_src/pjit.py",
         "C:\\venv\\Lib\\site-packages\\torch\\nn\\functional.py",
@@ -89,8 +89,8 @@ def test_lines_of_frameworks_are_skipped(file: str) -> None:
         f"{SITE}/transformers/models/llama.py",
         "/home/torch/train.py",
         "/home/user/project/tests/xla_dtensor/test_training.py",
-        "/home/user/project/xla_dtensor/models/llama.py",
-        f"{SITE}/xla_dtensor/models/llama.py",
+        "/home/user/project/xla_dtensor/models/decoder.py",
+        f"{SITE}/xla_dtensor/models/decoder.py",
     ],
 )
 def test_lines_of_users_are_kept(file: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from mesh_utils import Mesh
 from tests.xla_dtensor.report.sample_evidence import GOLDEN
 from xla_dtensor.report import collectives
-from xla_dtensor.report.collective_lines import CollectiveLine, collective_lines, starred
+from xla_dtensor.report.finding import CollectiveLine, collective_lines, starred
 
 SUM = (
     "f32[1000]{{0}} all-reduce(%p), channel_id=1, replica_groups={groups}, "

@@ -3,12 +3,7 @@
 import pytest
 
 from mesh_utils import Mesh
-from xla_dtensor.report import (
-    CollectiveSummary,
-    collectives,
-    render_collectives,
-    summarize,
-)
+from xla_dtensor.report import CollectiveSummary, collectives, render_collectives, summarize
 
 LINES = {
     "tp": "f32[1000]{0} all-reduce(%p), channel_id=1, replica_groups=[2,4]<=[8], "

@@ -11,8 +11,8 @@ from mesh_utils import Mesh
 from tests.xla_dtensor.report.sample_evidence import GIB, WEIGHT, evidence
 from xla_dtensor.report import Evidence, EvidenceError
 from xla_dtensor.report.compile_report import CompileReport
-from xla_dtensor.report.report_machine import MeshAxis
-from xla_dtensor.report.report_markdown import markdown_text
+from xla_dtensor.report.render import markdown_text
+from xla_dtensor.report.report import MeshAxis
 
 
 @pytest.fixture(scope="module")

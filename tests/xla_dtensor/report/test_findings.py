@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from mesh_utils import Mesh, Topology, assign
-from xla_dtensor.report.evidence import CompilerMemory, Evidence, Held
 from xla_dtensor.report.finding import Finding
 from xla_dtensor.report.findings import findings
-from xla_dtensor.report.held_shards import free_axes, is_sharded_over, is_vocabulary
-from xla_dtensor.report.memory import memory_report
+from xla_dtensor.report.memory import free_axes, is_sharded_over, is_vocabulary, memory_report
+from xla_dtensor.report.report import CompilerMemory, Evidence, Held
 
 V5E = Topology.parse("v5e:4x4")
 MESH = assign(V5E, (4, 4), axis_names=("fsdp", "tp")).mesh

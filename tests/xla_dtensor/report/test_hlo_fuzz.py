@@ -12,10 +12,9 @@ import pytest
 from mesh_utils import Mesh, Topology, assign
 from tests.xla_dtensor.report.golden_programs import GOLDEN, PROGRAMS
 from xla_dtensor.report.errors import HloError
-from xla_dtensor.report.evidence import Evidence, Held
 from xla_dtensor.report.findings import findings
-from xla_dtensor.report.hlo import collectives
-from xla_dtensor.report.hlo_reading import read_hlo
+from xla_dtensor.report.reading import collectives, read_hlo
+from xla_dtensor.report.report import Evidence, Held
 from xla_dtensor.report.roofline import roofline
 
 NAMES = sorted(path.stem for path in GOLDEN.glob("*.hlo"))

@@ -18,10 +18,10 @@ from xla_dtensor.report import (
     Collective,
     collectives,
     num_partitions,
-    program_axes,
     render_collectives,
     summarize,
 )
+from xla_dtensor.report import collective as program_axes
 
 GOLDEN = Path(__file__).parent / "golden"
 DP_TP = ("dp", "tp")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xla_dtensor.report.hlo_lines import whole_lines
-from xla_dtensor.report.hlo_module import HloModule
+from xla_dtensor.report.hlo import HloModule
+from xla_dtensor.report.hlo_text import whole_lines
 
 # As libtpu 0.0.42.1 prints the splash attention kernel, shortened.
 KERNEL = """HloModule jit_f, num_partitions=4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xla_dtensor.report.hlo import collectives
+from xla_dtensor.report.reading import collectives
 
 GROUPS = "channel_id=1, replica_groups={{0,1}}, use_global_device_ids=true"
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xla_dtensor.report import HloError
-from xla_dtensor.report.hlo_module import HloModule
-from xla_dtensor.report.live_buffers import LivePeak, live_peak
+from xla_dtensor.report.hlo import HloModule
+from xla_dtensor.report.liveness import LivePeak, live_peak
 
 GOLDEN = Path(__file__).parent / "golden_memory"
 K = 1024  # f32[256] takes 1024 bytes

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from mesh_utils import Mesh
 from xla_dtensor.report import HloError, ReplicaGroups
-from xla_dtensor.report.granules import Granules, transfer_axes
-from xla_dtensor.report.mesh_axes import group_axes, pair_axes
+from xla_dtensor.report.collective import Granules, group_axes, pair_axes, transfer_axes
 
 MESH = Mesh.arange((2, 4), ("dp", "tp"))
 

@@ -10,9 +10,8 @@ import pytest
 from mesh_utils import Mesh
 from tests.xla_dtensor.report.sample_evidence import evidence
 from xla_dtensor.report import CompileReport, collectives, summarize
-from xla_dtensor.report.evidence import Evidence
-from xla_dtensor.report.module_counts import GLOBAL, CommCounts, comm_counts
-from xla_dtensor.report.module_parts import names_of, parts_of
+from xla_dtensor.report.attribution import GLOBAL, CommCounts, comm_counts, names_of, parts_of
+from xla_dtensor.report.report import Evidence
 
 COMBINED = (
     "%all = (f32[], f32[4,2]{1,0}) all-reduce(%p, %q), channel_id=1, replica_groups=[2,4]<=[8], "

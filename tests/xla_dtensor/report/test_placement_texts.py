@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from xla_dtensor.report.placement_texts import axis_uses
-from xla_dtensor.report.report_machine import MeshAxis
+from xla_dtensor.report.report import MeshAxis
+from xla_dtensor.report.texts import axis_uses
 
 MESH = (MeshAxis("dp", 2, 1), MeshAxis("tp", 4, 1))
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xla_dtensor.report import ReportError
-from xla_dtensor.report.plain_data import from_plain, json_schema, to_plain
+from xla_dtensor.report.report import from_plain, json_schema, to_plain
 
 
 @dataclass(frozen=True)

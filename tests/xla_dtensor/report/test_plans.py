@@ -11,11 +11,10 @@ import pytest
 
 from mesh_utils import Mesh
 from tests.xla_dtensor.report.golden_programs import GOLDEN, PROGRAMS
-from xla_dtensor.report.evidence import CompilerMemory, Evidence, Held
 from xla_dtensor.report.finding import Finding
 from xla_dtensor.report.findings import findings
-from xla_dtensor.report.hlo import collectives
-from xla_dtensor.report.hlo_reading import read_hlo
+from xla_dtensor.report.reading import collectives, read_hlo
+from xla_dtensor.report.report import CompilerMemory, Evidence, Held
 from xla_dtensor.report.roofline import Roofline, roofline
 
 KIB, MIB = 2**10, 2**20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xla_dtensor.report.quantities import bytes_text, seconds_text, share_text
+from xla_dtensor.report.texts import bytes_text, seconds_text, share_text
 
 
 @pytest.mark.parametrize(

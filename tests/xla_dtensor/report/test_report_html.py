@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from mesh_utils import Mesh
 from tests.xla_dtensor.report.sample_evidence import GIB, WEIGHT, evidence, mlp_evidence
 from xla_dtensor.report import Evidence
-from xla_dtensor.report.attribution import Origin
 from xla_dtensor.report.compile_report import CompileReport
-from xla_dtensor.report.finding import Finding
-from xla_dtensor.report.stack_frames import SourceLine
+from xla_dtensor.report.finding import Finding, Origin
+from xla_dtensor.report.hlo import SourceLine
 
 VOID = {"meta", "br"}
 DRAWN = {"rect", "line"}

@@ -11,8 +11,7 @@ import pytest
 from tests.documents import ROOT
 from tests.xla_dtensor.report.sample_evidence import evidence
 from xla_dtensor.report import ReportError
-from xla_dtensor.report.compile_report import CompileReport
-from xla_dtensor.report.report_json import SCHEMA, schema
+from xla_dtensor.report.compile_report import SCHEMA, CompileReport, schema
 
 STORED_SCHEMA = ROOT / "docs" / "compile_report.schema.json"
 HOSTILE = '"</script>\x00\n\u2028\ud800\N{GRINNING FACE}'

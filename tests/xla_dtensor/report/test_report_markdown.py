@@ -11,8 +11,7 @@ import pytest
 
 from tests.xla_dtensor.report.sample_evidence import GIB, evidence
 from xla_dtensor.report.compile_report import CompileReport
-from xla_dtensor.report.report_markdown import markdown_table, markdown_text
-from xla_dtensor.report.report_tables import Table
+from xla_dtensor.report.render import Table, markdown_table, markdown_text
 
 
 @pytest.fixture(scope="module")

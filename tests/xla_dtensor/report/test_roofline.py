@@ -8,10 +8,17 @@ import pytest
 
 from mesh_utils import Mesh, Topology, assign
 from xla_dtensor.report.collective import Collective
-from xla_dtensor.report.collective_seconds import CollectiveTimes, axes_text, megascale_bytes
-from xla_dtensor.report.evidence import CompilerMemory, Evidence, Held
-from xla_dtensor.report.hlo import collectives
-from xla_dtensor.report.roofline import Roofline, hbm_bytes, roofline, why_no_roofline
+from xla_dtensor.report.reading import collectives
+from xla_dtensor.report.report import CompilerMemory, Evidence, Held
+from xla_dtensor.report.roofline import (
+    CollectiveTimes,
+    Roofline,
+    axes_text,
+    hbm_bytes,
+    megascale_bytes,
+    roofline,
+    why_no_roofline,
+)
 
 V5E = Topology.parse("v5e:4x4")
 MESH = assign(V5E, (4, 4), axis_names=("dp", "tp")).mesh

@@ -13,8 +13,8 @@ from mesh_utils import Mesh
 from tests.xla_dtensor.report.sample_evidence import evidence
 from xla_dtensor.core import Layout, OpSharding, local_shape
 from xla_dtensor.report import CompileReport, ReportError
-from xla_dtensor.report.sharding_blocks import DimCut, ShardingPicture, picture_of, shown
-from xla_dtensor.report.tensor_pictures import layout_of_text, picture_of_tensor, tensor_line
+from xla_dtensor.report.page import layout_of_text, picture_of_tensor, tensor_line
+from xla_dtensor.report.sharding_picture import DimCut, ShardingPicture, picture_of, shown
 
 MESH = Mesh.arange((2, 4), ("dp", "tp"))
 CUBE = Mesh.arange((4, 8, 16), ("pp", "dp", "tp"))

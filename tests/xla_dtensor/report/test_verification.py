@@ -10,7 +10,7 @@ import pytest
 from mesh_utils import Mesh
 from tests.xla_dtensor.report.sample_evidence import GIB, evidence, mlp_evidence
 from xla_dtensor.report import CompileReport, DeviceMemory, ReportError, Tolerances, verify
-from xla_dtensor.report.evidence import Evidence
+from xla_dtensor.report.report import Evidence
 from xla_dtensor.report.verification import Check
 
 GATHER = (

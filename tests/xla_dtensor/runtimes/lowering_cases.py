@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from xla_dtensor.runtimes import linear_loss_ops, whole_ops  # noqa: F401 - torch.ops.xla_dtensor
+from xla_dtensor.runtimes import whole_ops as linear_loss_ops  # noqa: F401 - torch.ops.xla_dtensor
 
 aten = torch.ops.aten
 whole = torch.ops.xla_dtensor

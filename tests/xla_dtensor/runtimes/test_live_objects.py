@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from xla_dtensor.data.prefetch import Ahead
+from xla_dtensor.hosts.data.prefetch import Ahead
 from xla_dtensor.runtimes.live_objects import live_objects
 
 

@@ -49,7 +49,7 @@ def refusal(program: str, **environment: str) -> str:
     status, line = run(program, **environment)
     assert status == 1, line
     name, _, message = line.partition(": ")
-    assert name == "xla_dtensor.errors.RuntimeSetupError"
+    assert name == "xla_dtensor.core.errors.RuntimeSetupError"
     return message
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import xla_dtensor as xd
 from mesh_utils import Mesh
 from xla_dtensor import DeviceMesh, distribute_tensor
-from xla_dtensor.device_mesh import as_device_mesh
+from xla_dtensor.dtensor.mesh import as_device_mesh
 from xla_dtensor.runtimes import Runtime
 
 ROWS, COLUMNS = 8, 16

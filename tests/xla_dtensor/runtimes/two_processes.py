@@ -15,7 +15,7 @@ from torch import nn
 
 import xla_dtensor
 from mesh_utils import Mesh
-from xla_dtensor.device_mesh import as_device_mesh
+from xla_dtensor.dtensor.mesh import as_device_mesh
 from xla_dtensor.report import collectives
 
 

@@ -24,7 +24,7 @@ import xla_dtensor.spmd as xs
 from xla_dtensor.core import OpSharding
 from xla_dtensor.errors import DistributeError
 from xla_dtensor.runtimes import Runtime, get_runtime
-from xla_dtensor.spmd.sharding_type import ShardingType, sharding_type_of
+from xla_dtensor.spmd.mesh import ShardingType, sharding_type_of
 
 Plain = Callable[[torch.Tensor], Any]
 

@@ -58,7 +58,7 @@ def test_the_program_has_it(
 
 
 def jax_program(step: Any, x: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    module: Any = importlib.import_module("xla_dtensor.runtimes.jax_compile")
+    module: Any = importlib.import_module("xla_dtensor.runtimes.jax.compile.step")
     finish, seen = module.JaxCompiledStep._finish, []
 
     def note(self: Any, found: Any) -> Any:

@@ -407,7 +407,7 @@ def test_n_a_tensor_or_device_before_spmd(run_child: Callable[..., Any], early: 
     assert status == 1, (status, errors)  # and not -11, a segmentation fault
     last = errors.strip().splitlines()[-1]
     assert last.startswith(
-        "xla_dtensor.errors.RuntimeSetupError: Runtime 'torch_xla' was asked for"
+        "xla_dtensor.core.errors.RuntimeSetupError: Runtime 'torch_xla' was asked for"
     )
 
 

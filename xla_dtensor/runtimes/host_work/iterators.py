@@ -13,7 +13,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from xla_dtensor.errors import CompileError
+from xla_dtensor.core.errors import CompileError
 
 __all__ = ["Iterators"]
 

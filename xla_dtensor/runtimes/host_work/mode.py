@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xla_dtensor.errors import ScanError
+from xla_dtensor.core.errors import ScanError
 from xla_dtensor.runtimes.host_work.tape import DRAWS, HostTape
 
 __all__ = ["HostOps", "LoopOps"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from xla_dtensor.errors import CompileError
+from xla_dtensor.core.errors import CompileError
 
 __all__ = ["PythonRandom", "is_python_random"]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.nested import leaves, map_nested
 from xla_dtensor.runtimes.host_work.generators import Place, States
+from xla_dtensor.runtimes.nested import leaves, map_nested
 
 __all__ = [
     "Alias",

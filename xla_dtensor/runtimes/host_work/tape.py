@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_dtensor.nested import leaves, map_nested
 from xla_dtensor.runtimes.host_work.generators import Places, generator_of
 from xla_dtensor.runtimes.host_work.steps import (
     Alias,
@@ -37,6 +36,7 @@ from xla_dtensor.runtimes.host_work.steps import (
     storage_of,
 )
 from xla_dtensor.runtimes.host_work.work import HostWork, Written, drawn_from, needed
+from xla_dtensor.runtimes.nested import leaves, map_nested
 
 __all__ = ["DRAWS", "HostTape", "is_host", "memory_key"]
 

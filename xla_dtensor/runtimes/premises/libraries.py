@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from xla_dtensor.versions import PACKAGE_FOLDER
+
 __all__ = ["is_library_file", "is_of_library"]
 
 _LIBRARIES = ("torch", "torch_xla", "jax", "jaxlib", "numpy", "functorch", "xla_dtensor")
-_OWN = Path(__file__).parents[2]
-_OWN_MODELS = f"{_OWN / 'models'}{os.sep}"
+PACKAGE_FOLDER_MODELS = f"{PACKAGE_FOLDER / 'models'}{os.sep}"
 
 
 def is_library_file(name: str | None) -> bool:
@@ -30,7 +31,7 @@ def is_library_file(name: str | None) -> bool:
     """
     if name is None or name.startswith("<frozen"):
         return True
-    if name.startswith(_OWN_MODELS):  # Models are code like the user's.
+    if name.startswith(PACKAGE_FOLDER_MODELS):  # Models are code like the user's.
         return False
     in_packages = "site-packages" in name  # which lie in the standard library's folder
     return name.startswith(_folders()) or (name.startswith(_stdlib()) and not in_packages)
@@ -44,8 +45,8 @@ def is_of_library(kind: type) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _folders() -> tuple[str, ...]:
-    found = {_OWN, *(Path(str(package.__file__)).parent for package in (torch, np))}
-    packages = {folder.parent for folder in found} - {_OWN.parent}
+    found = {PACKAGE_FOLDER, *(Path(str(package.__file__)).parent for package in (torch, np))}
+    packages = {folder.parent for folder in found} - {PACKAGE_FOLDER.parent}
     found |= {parent / name for parent in packages for name in _LIBRARIES}
     return tuple(f"{folder}{os.sep}" for folder in found)
 

@@ -19,7 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from xla_dtensor.runtimes.premises.values import ABSENT, Change, Judge, Sighting, is_plain
+from xla_dtensor.runtimes.premises.values import (
+    ABSENT,
+    Change,
+    Judge,
+    Sighting,
+    is_plain,
+)
 
 __all__ = [
     "Array",

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from xla_dtensor.runtimes.premises.values import ABSENT, Judge, TensorLike, described, is_plain
+from xla_dtensor.runtimes.premises.values import (
+    ABSENT,
+    Judge,
+    TensorLike,
+    described,
+    is_plain,
+)
 
 
 def nobody_looked(judge: Judge, found: Any, now: Any) -> None:

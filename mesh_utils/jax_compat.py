@@ -1,0 +1,291 @@
+"""create_device_mesh and create_hybrid_device_mesh, with the arguments of JAX's.
+
+    from jax.experimental import mesh_utils     becomes     import mesh_utils
+    mesh_utils.create_device_mesh((64, 4))                  mesh_utils.create_device_mesh((64, 4))
+
+They take what JAX's take and return an array of the devices given, in the order of the mesh, for
+jax.sharding.Mesh. What is different:
+
+- the mesh is the one of highest modelled score (assignment.py); strategy="jax" asks JAX instead;
+- `devices` may also be a Topology, torch_xla's attribute dicts, or Devices;
+- physical dims are split where that pays, unless allow_split_physical_axes=False forbids it (JAX
+  splits only when told to, and refuses most shapes otherwise);
+- a size of -1 stands for what is left;
+- a job of one slice is a hybrid mesh too; `wrap` says which dims wrap where no table knows;
+- errors are MeshErrors, which are ValueErrors.
+"""
+
+import math
+import warnings as python_warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, SupportsIndex, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh_utils.argument_types import argument_types
+from mesh_utils.assignment import (
+    Assignment,
+    Weights,
+    assign,
+    jax_default_devices,
+    jax_mesh_utils,
+    shown_to_jax,
+)
+from mesh_utils.devices import Granule, read_devices
+from mesh_utils.errors import MeshError, TopologyError
+from mesh_utils.topology import Topology
+
+Strategy: TypeAlias = Literal["search", "jax"]
+"""How a mesh is made: by the search, or by JAX."""
+
+ObjectArray: TypeAlias = NDArray[np.object_]
+
+
+@argument_types
+def create_device_mesh(
+    mesh_shape: Sequence[SupportsIndex],
+    devices: Iterable[object] | Topology | None = None,
+    *,
+    contiguous_submeshes: bool = False,
+    allow_split_physical_axes: bool | None = None,
+    strategy: Strategy = "search",
+    weights: Weights | None = None,
+    wrap: Sequence[bool] | None = None,
+) -> ObjectArray:
+    """Makes the mesh of one slice.
+
+    Args:
+        mesh_shape: the size of each axis, from the least to the most network-hungry; for the search
+            one may be -1.
+        devices: the devices, in any order, or a Topology; None for jax.devices().
+        contiguous_submeshes: whether the devices of each process are to be a box of the mesh.
+        allow_split_physical_axes: whether a physical dim may be split over axes; None lets the
+            search do so, and JAX not.
+        strategy: "search", or "jax" for what JAX makes.
+        weights: bytes that each axis gathers, for the search; None doubles them from axis to axis.
+        wrap: for each dim whether it wraps, where no table knows.
+
+    Returns:
+        The devices given (a Topology's Devices) in the shape of the mesh.
+
+    Raises:
+        MeshError: a shape that does not fit the devices, devices that are no box of one slice or
+            whose wrap is not known, or restrictions that no mesh fulfils.
+        Exception: with strategy="jax" whatever JAX raises.
+
+    Example:
+        >>> made = create_device_mesh((4, 4), Topology.parse("v5e:4x4"))
+        >>> [device.id for device in made[0]]
+        [0, 1, 5, 4]
+    """
+    _refuse_strategy(strategy)
+    if strategy == "jax":
+        shown, given = _for_jax(devices)
+        made = _jax("create_device_mesh").create_device_mesh(
+            mesh_shape,
+            shown,
+            contiguous_submeshes=contiguous_submeshes,
+            allow_split_physical_axes=bool(allow_split_physical_axes),
+        )
+        return _given_back(made, given)
+    topology, given = _read(devices, "slice", wrap, one=True)
+    if topology.num_slices > 1:
+        raise TopologyError(
+            f"A mesh of {tuple(mesh_shape)} was asked for on {topology.num_slices} slices, "
+            f"{topology!r}. create_device_mesh makes meshes of one slice. Pass the devices of one "
+            "slice, or call create_hybrid_device_mesh."
+        )
+    found = assign(
+        topology,
+        mesh_shape,
+        (1,) * len(mesh_shape),
+        weights=weights,
+        contiguous_submeshes=contiguous_submeshes,
+        allow_split_physical_axes=allow_split_physical_axes is not False,
+    )
+    if contiguous_submeshes:
+        _refuse_split_hosts(found)
+    return _placed(found, given)
+
+
+@argument_types
+def create_hybrid_device_mesh(
+    mesh_shape: Sequence[SupportsIndex],
+    dcn_mesh_shape: Sequence[SupportsIndex],
+    devices: Iterable[object] | Topology | None = None,
+    *,
+    process_is_granule: bool = False,
+    should_sort_granules_by_key: bool = True,
+    allow_split_physical_axes: bool | None = None,
+    strategy: Strategy = "search",
+    weights: Weights | None = None,
+    wrap: Sequence[bool] | None = None,
+) -> ObjectArray:
+    """Makes the mesh of several slices: on each axis the part across slices is the outer one.
+
+    Args:
+        mesh_shape: the size of each axis inside a slice; for the search one may be -1.
+        dcn_mesh_shape: the size of each axis across slices; for the search one may be -1.
+        devices: the devices, in any order, or a Topology; None for jax.devices().
+        process_is_granule: whether processes take the place of slices.
+        should_sort_granules_by_key: whether granules are in the order of their numbers; else as
+            they first appear among the devices.
+        allow_split_physical_axes: as for `create_device_mesh`.
+        strategy: "search", or "jax" for what JAX makes.
+        weights: as for `create_device_mesh`.
+        wrap: for each dim of a granule whether it wraps, where no table knows.
+
+    Returns:
+        The devices given (a Topology's Devices) in the shape mesh_shape * dcn_mesh_shape.
+
+    Raises:
+        MeshError: shapes that do not fit, granules that differ, or what `create_device_mesh`
+            refuses.
+        Exception: with strategy="jax" whatever JAX raises.
+
+    Warns:
+        UserWarning: an axis runs over DCN although one that gathers less does not.
+
+    Example:
+        >>> made = create_hybrid_device_mesh((1, 4), (2, 1), Topology.parse("2xv5e:2x2"))
+        >>> [[device.id for device in row] for row in made]
+        [[100000, 100001, 100002, 100003], [200000, 200001, 200002, 200003]]
+    """
+    _refuse_strategy(strategy)
+    if strategy == "jax":
+        shown, given = _for_jax(devices)
+        made = _jax("create_hybrid_device_mesh").create_hybrid_device_mesh(
+            mesh_shape,
+            dcn_mesh_shape,
+            shown,
+            process_is_granule=process_is_granule,
+            should_sort_granules_by_key=should_sort_granules_by_key,
+            allow_split_physical_axes=bool(allow_split_physical_axes),
+        )
+        return _given_back(made, given)
+    topology, given = _read(devices, "process" if process_is_granule else "slice", wrap, one=False)
+    found = assign(
+        topology,
+        mesh_shape,
+        dcn_mesh_shape,
+        weights=weights,
+        allow_split_physical_axes=allow_split_physical_axes is not False,
+        slice_order=None if should_sort_granules_by_key else _as_they_appear(topology, given),
+    )
+    if not process_is_granule:
+        for line in found.warnings:
+            python_warnings.warn(line, UserWarning, stacklevel=3)  # past argument_types
+    return _placed(found, given)
+
+
+def _refuse_strategy(strategy: object) -> None:
+    if strategy not in ("search", "jax"):
+        raise MeshError(
+            f"A device mesh was asked for with strategy={strategy!r}. There is no such strategy. "
+            "Pass 'search' or 'jax'."
+        )
+
+
+def _read(
+    devices: Iterable[object] | Topology | None,
+    granule: Granule,
+    wrap: Sequence[bool] | None,
+    one: bool,
+) -> tuple[Topology, list[object] | None]:
+    """The topology of devices, and the devices as they were given; None for a topology's own."""
+    if isinstance(devices, Topology):
+        if granule == "slice":
+            return devices, None
+        given: list[object] = list(devices.devices)
+    else:
+        given = jax_default_devices() if devices is None else _listed(devices)
+    found = read_devices(given)
+    on_torus = found[0].coords is not None
+    # Of one mesh over devices without a torus: they count as one granule, as they do for JAX.
+    rule = len(found) if one and not on_torus else granule
+    topology = Topology.from_devices(given, granule=rule, wrap=wrap)
+    if topology.wrap is None:
+        raise TopologyError(
+            f"A mesh was asked for on {len(given)} devices that fill {topology!r}. Its wrap is not "
+            "known, and it decides the bandwidth of every axis. Pass wrap="
+            f"{tuple(size > 2 for size in topology.shape)} for a torus, wrap=(False,) for a mesh, "
+            "or strategy='jax'."
+        )
+    return topology, given
+
+
+def _listed(devices: Iterable[object]) -> list[object]:
+    if isinstance(devices, np.ndarray):
+        return cast("list[object]", devices.reshape(-1).tolist())
+    given: object = devices
+    if isinstance(given, (str, bytes, dict)) or not hasattr(given, "__iter__"):
+        read_devices(cast("Iterable[object]", given))  # which says what is wrong
+    return list(devices)
+
+
+def _by_id(given: list[object]) -> dict[int, object]:
+    found = read_devices(given)
+    return {device.id: each for device, each in zip(found, given, strict=True)}
+
+
+def _placed(found: Assignment, given: list[object] | None) -> ObjectArray:
+    if given is None:
+        return found.devices
+    known = _by_id(given)
+    made = np.empty(found.mesh_shape, object)
+    made.reshape(-1)[:] = [known[number] for number in found.device_ids.reshape(-1).tolist()]
+    return made
+
+
+def _as_they_appear(topology: Topology, given: list[object] | None) -> list[int]:
+    """The slices of a topology in the order in which their devices were given."""
+    slices = dict(zip(topology.device_ids.tolist(), topology.slice_index.tolist(), strict=True))
+    ids = topology.device_ids.tolist() if given is None else [d.id for d in read_devices(given)]
+    return list(dict.fromkeys(slices[number] for number in ids))
+
+
+def _refuse_split_hosts(found: Assignment) -> None:
+    """The hosts of a topology are the usual ones of its chip; those of its devices may differ."""
+    processes = found.topology.places.processes
+    if (processes < 0).any():
+        return
+    by_place = dict(zip(found.topology.device_ids.tolist(), processes.tolist(), strict=True))
+    at = np.vectorize(by_place.__getitem__, otypes=[np.int64])(found.device_ids)
+    for process in np.unique(processes).tolist():
+        places = np.argwhere(at == process)
+        sizes = (np.ptp(places, axis=0) + 1).tolist()
+        if math.prod(sizes) != len(places):
+            raise TopologyError(
+                f"A mesh of {found.mesh_shape} on {found.topology!r} was asked for with "
+                f"contiguous_submeshes=True. The {len(places)} devices of process {process} are "
+                f"not a box of {found.topology.chips_per_host} chips. "
+                "Pass contiguous_submeshes=False, or devices whose hosts are such boxes."
+            )
+
+
+def _for_jax(
+    devices: Iterable[object] | Topology | None,
+) -> tuple[list[Any] | None, list[object] | None]:
+    """What to show to JAX, and what to give back for it; None where it is the same."""
+    if devices is None:
+        return None, None
+    given: list[object] = list(
+        devices.devices if isinstance(devices, Topology) else _listed(devices)
+    )
+    if all(hasattr(device, "device_kind") and hasattr(device, "platform") for device in given):
+        return given, None
+    return list(shown_to_jax(read_devices(given))), given
+
+
+def _given_back(made: Any, given: list[object] | None) -> ObjectArray:
+    if given is None:
+        return cast("ObjectArray", made)
+    array = np.empty(made.shape, object)
+    array.reshape(-1)[:] = [given[device.id] for device in made.reshape(-1).tolist()]
+    return array
+
+
+def _jax(name: str) -> Any:
+    asked = f"{name} was asked for with strategy='jax'."
+    return jax_mesh_utils(asked, "pass strategy='search'")

@@ -1,0 +1,161 @@
+"""Labels come from torch's propagator, are cached, and never stop a program."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import xla_dtensor as xd
+from xla_dtensor.dtensor import labels as propagation
+from xla_dtensor.dtensor import labels as strided_labels
+from xla_dtensor.dtensor.labels import legal_placements, propagate
+
+R, P = Replicate(), Partial()
+aten = torch.ops.aten
+STRIDED = _StridedShard(0, split_factor=4)
+
+
+def make(mesh: xd.DeviceMesh, shape: tuple[int, ...], *placements: Any) -> Any:
+    return xd.distribute_tensor(torch.zeros(shape), mesh, placements)
+
+
+@pytest.fixture
+def empty_cache(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    cache: dict[Any, Any] = {}
+    monkeypatch.setattr(propagation, "_cache", cache)
+    monkeypatch.setattr(propagation, "_logged", set())
+    return cache
+
+
+def test_answers_are_cached_by_meaning(mesh: xd.DeviceMesh, empty_cache: dict[Any, Any]) -> None:
+    a, b = make(mesh, (8, 8), Shard(0), Shard(1)), make(mesh, (8, 8), Shard(0), Shard(1))
+    for args in ((a, b), (b, a)):
+        assert propagate(aten.add.Tensor, args, {}, mesh) == (Shard(0), Shard(1))
+    assert len(empty_cache) == 1
+    propagate(aten.add.Tensor, (a, 1), {}, mesh)
+    propagate(aten.add.Tensor, (a, True), {}, mesh)
+    propagate(aten.add.Tensor, (a, 1.0), {}, mesh)
+    assert len(empty_cache) == 4
+
+
+def test_strided_shards_have_answers_of_their_own(mesh: xd.DeviceMesh, empty_cache: Any) -> None:
+    plain, strided = make(mesh, (8, 8), Shard(0), Shard(0)), make(mesh, (8, 8), STRIDED, Shard(0))
+    for d in (plain, strided, plain):
+        first, second = propagate(aten.neg.default, (d,), {}, mesh)
+        assert type(first) is type(d.placements[0])
+        assert second == Shard(0)
+
+
+def test_plain_arguments_count_as_replicated(mesh: xd.DeviceMesh, empty_cache: Any) -> None:
+    a = make(mesh, (8, 8), Shard(0), Shard(1))
+    assert propagate(aten.mul.Tensor, (torch.ones(8), a), {}, mesh) == (Shard(0), Shard(1))
+
+
+def test_an_op_without_a_rule_is_logged_once(
+    mesh: xd.DeviceMesh, empty_cache: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = torch.library.Library("xla_dtensor_test", "FRAGMENT")
+    library.define("no_rule(Tensor x) -> Tensor")
+    func = torch.ops.xla_dtensor_test.no_rule.default
+    with caplog.at_level(logging.INFO, "xla_dtensor"):
+        for shape in ((8, 8), (4, 8), (8,)):
+            answer = propagate(func, (make(mesh, shape, Shard(0), R),), {}, mesh)
+            assert legal_placements(answer, len(shape), mesh) == (R, R)
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        "its outputs are labelled Replicate. Values are not affected."
+    )
+
+
+def test_replicated_arguments_need_no_rule(mesh: xd.DeviceMesh, empty_cache: Any) -> None:
+    answer = propagate(aten.sort.default, (make(mesh, (8, 8), R, R), 0), {}, mesh)
+    assert answer == (R, R)
+
+
+def test_one_axis_that_does_not_fit_leaves_the_other(mesh: xd.DeviceMesh, empty_cache: Any) -> None:
+    d = make(mesh, (8, 12), Shard(0), Shard(1))
+    assert d.view(8, 3, 4).placements == (Shard(0), R)
+
+
+def test_labels_of_a_whole_training_step_are_legal(mesh: xd.DeviceMesh) -> None:
+    w = make(mesh, (12, 12), R, Shard(0)).requires_grad_()
+    x = make(mesh, (8, 12), Shard(0), R)
+    loss = torch.nn.functional.linear(x, w).softmax(-1).square().mean()
+    loss.backward()
+    assert w.grad is not None
+    assert w.grad.mesh_layout.ndim == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "ndim", "expected"),
+    [
+        ((Shard(0), Shard(1)), 2, (Shard(0), Shard(1))),
+        ((Shard(0), Shard(1)), 1, (Shard(0), R)),
+        ((Shard(0), Shard(1)), 0, (R, R)),
+        ((Partial("max"), Shard(0)), 1, (Partial("max"), Shard(0))),
+        ((STRIDED, Shard(0)), 1, (STRIDED, Shard(0))),
+        # Nothing is left that the stride could step over: no tiling is like that.
+        ((STRIDED, R), 1, (R, R)),
+        ((R,), 2, (R, R)),
+        (None, 2, (R, R)),
+        ([(Shard(0), R), None], 1, (Shard(0), R)),
+    ],
+)
+def test_legal_placements(mesh: xd.DeviceMesh, answer: Any, ndim: int, expected: Any) -> None:
+    found = legal_placements(answer, ndim, mesh)
+    assert [*map(repr, found)] == [*map(repr, expected)]
+
+
+def test_partials_of_torchs_own_become_plain(mesh: xd.DeviceMesh) -> None:
+    table = make(mesh, (16, 4), R, Shard(0))
+    tokens = xd.distribute_tensor(torch.arange(8), mesh, [Shard(0), R])
+    found = cast("Any", torch.nn.functional.embedding(tokens, table))
+    (_, pending) = found.placements
+    assert type(pending) is Partial
+    assert pending.reduce_op == "sum"
+
+
+@pytest.mark.parametrize(
+    ("answer", "argument", "expected"),
+    [
+        ((Shard(0), Shard(0)), (STRIDED, Shard(0)), (STRIDED, Shard(0))),
+        (
+            (Shard(1), Shard(1)),
+            (STRIDED, Shard(0)),
+            (_StridedShard(1, split_factor=4), Shard(1)),
+        ),
+        # The outer cut is gone: there is nothing left that the stride could count.
+        ((Shard(0), R), (STRIDED, Shard(0)), (R, R)),
+        ((P, Shard(0)), (STRIDED, Shard(0)), (P, Shard(0))),
+        ((Shard(0), Shard(0)), (Shard(0), Shard(0)), (Shard(0), Shard(0))),
+    ],
+)
+def test_strides_are_put_back(
+    answer: Any, argument: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strided_labels, "_CONFUSED", True)
+    found = strided_labels.with_strides([answer, None], [argument])
+    assert [*map(repr, found[0])] == [*map(repr, expected)]
+    assert found[1] is None
+
+
+@given(
+    st.lists(
+        st.tuples(*[st.sampled_from([R, P, Partial("max"), Partial("avg")])] * 2),
+        min_size=17,
+        max_size=50,
+    )
+)
+def test_many_numbers_are_stacked_as_torch_says_of_all_at_once(
+    mesh: xd.DeviceMesh, placements: list[Any]
+) -> None:
+    numbers = [propagation._Described((each, (), (), torch.float32)) for each in placements]
+    wanted = propagation._from_propagator(aten.stack.default, (numbers,), {}, mesh)
+    assert propagation._ask(aten.stack.default, (numbers,), {}, mesh) == wanted

@@ -1,0 +1,252 @@
+"""What the commands have in common: how a topology is named, and how a refusal is said."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mesh_utils import Topology
+
+__all__ = [
+    "add_env",
+    "add_topology_arguments",
+    "gigabytes_per_second",
+    "json_number",
+    "read_topology",
+    "run_or_refuse",
+    "table",
+]
+
+
+# ----------------------------------------------------------------------- python -m xla_dtensor env
+#
+# What is installed and which runtime works.
+
+_DEFAULT_TIME_LIMIT_SECONDS = 120.0
+
+
+def add_env(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command ``env``.
+
+    Args:
+        commands: The commands of the parser.
+    """
+    env = commands.add_parser(
+        "env",
+        help="show what is installed, start each runtime, say what is wrong and what to install",
+        description=(
+            "Shows versions, conflicts and the runtime that would be chosen, and starts each "
+            "runtime in a process of its own. Exit status 0 if at least one of them works, else 1."
+        ),
+    )
+    env.add_argument("--json", action="store_true", help="print JSON instead of text")
+    env.add_argument(
+        "--runtime",
+        metavar="NAME",
+        help="start only this runtime, as get_runtime(NAME) would",
+    )
+    env.add_argument(
+        "--time-limit",
+        type=_seconds,
+        default=_DEFAULT_TIME_LIMIT_SECONDS,
+        metavar="SECONDS",
+        help="how long a runtime may take to start (default: %(default)g)",
+    )
+    env.set_defaults(command=_env)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{text} is no time limit")
+    return seconds
+
+
+def _env(asked: argparse.Namespace) -> int:
+    from xla_dtensor.cli.env import examine, to_text
+
+    diagnosis = examine(asked.runtime, time_limit_seconds=asked.time_limit)
+    print(json.dumps(diagnosis.to_dict(), indent=1) if asked.json else to_text(diagnosis))
+    return 0 if diagnosis.works else 1
+
+
+# ---------------------------------------------------------------- What the commands have in common
+
+REFUSED = 2
+"""The exit status of a question that cannot be answered, as for wrong arguments."""
+
+_OPTIONS = (
+    ("allow_unreal=True", "--allow-unreal"),
+    ("twist=False", "--no-twist"),
+    ("twist=True", "--twist"),
+    ("with wrap=.", "with --wrap."),
+)
+"""What messages for Python say, and what it is on the command line."""
+
+
+def add_topology_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name a topology.
+
+    Args:
+        command: The command.
+    """
+    command.add_argument(
+        "topology",
+        metavar="TOPOLOGY",
+        help="v5p-128, v5litepod-16, v5p:4x4x8, v5p:4x4x8_twisted, 4xv5e:16x16, h100-64, ...",
+    )
+    command.add_argument("--slices", type=int, metavar="N", help="how many such slices")
+    command.add_argument(
+        "--wrap",
+        metavar="DIMS",
+        help="which dims wrap, such as xy, or none: where no table knows (v2 and v3 below the pod)",
+    )
+    command.add_argument(
+        "--twist",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="whether a slice is a twisted torus, where its name does not say",
+    )
+    command.add_argument(
+        "--allow-unreal", action="store_true", help="also take slices that nobody offers"
+    )
+
+
+def read_topology(asked: argparse.Namespace, num_slices: int | None = None) -> Topology:
+    """Makes the topology that was named.
+
+    Args:
+        asked: The arguments.
+        num_slices: How many slices, where neither the name nor ``--slices`` says.
+
+    Returns:
+        The topology.
+
+    Raises:
+        MeshError: There is none of that name.
+    """
+    from mesh_utils import Topology
+    from mesh_utils.devices import read_topology_name
+
+    slices = asked.slices
+    if slices is None and read_topology_name(asked.topology).num_slices is None:
+        slices = num_slices
+    return Topology.parse(
+        asked.topology,
+        num_slices=slices,
+        wrap=_wrap(asked.wrap),
+        twist=asked.twist,
+        allow_unreal=asked.allow_unreal,
+    )
+
+
+def run_or_refuse(
+    command: Callable[[argparse.Namespace], None],
+) -> Callable[[argparse.Namespace], int]:
+    """Makes a command say in words what it refuses, without a traceback.
+
+    Args:
+        command: What to do; it may raise MeshError, or OSError for files.
+
+    Returns:
+        The same, returning the exit status: 0, or 2 after a refusal.
+    """
+
+    def run(asked: argparse.Namespace) -> int:
+        from mesh_utils.errors import MeshError
+
+        try:
+            command(asked)
+        except MeshError as error:
+            text = str(error)
+            for python, option in _OPTIONS:
+                text = text.replace(python, option)
+            print(f"error: {text}", file=sys.stderr)
+            return REFUSED
+        except OSError as error:
+            print(
+                f"error: The file {str(error.filename)!r} was asked for. The system says: "
+                f"{error.strerror}. Pass a path that can be opened.",
+                file=sys.stderr,
+            )
+            return REFUSED
+        return 0
+
+    return run
+
+
+def _wrap(dims: str | None) -> tuple[bool, bool, bool] | None:
+    from mesh_utils.errors import TopologyError
+
+    if dims is None:
+        return None
+    letters = "" if dims == "none" else dims
+    if not set(letters) <= set("xyz") or len(set(letters)) != len(letters) or not dims:
+        raise TopologyError(
+            f"A topology was asked for with --wrap {dims}. That is no list of dims. "
+            "Pass the letters of those that wrap, such as --wrap xy, or --wrap none."
+        )
+    return ("x" in letters, "y" in letters, "z" in letters)
+
+
+# ------------------------------------------------------------------------------------------- table
+#
+# Rows of words with their columns aligned, and numbers with units, as the commands print them.
+
+
+def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> Iterator[str]:
+    r"""Aligns rows.
+
+    Args:
+        rows: Cells, equally many in each row.
+        indent: What each line begins with.
+
+    Yields:
+        A line for each row; cells are two spaces apart, and nothing follows the last word.
+
+    Example:
+        >>> print("\n".join(table([("a", "1"), ("bcd", "2")], indent="")))
+        a    1
+        bcd  2
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield (indent + "  ".join(cells)).rstrip()
+
+
+def gigabytes_per_second(value: float) -> str:
+    """Writes a bandwidth.
+
+    Args:
+        value: Bytes per second.
+
+    Returns:
+        GB/s, of 10^9 bytes; TB/s from 10 000 GB/s on.
+
+    Example:
+        >>> gigabytes_per_second(6.25e9), gigabytes_per_second(51.2e12)
+        ('6.25 GB/s', '51.2 TB/s')
+    """
+    return f"{value / 1e12:.4g} TB/s" if value >= 1e13 else f"{value / 1e9:.4g} GB/s"
+
+
+def json_number(value: float | None) -> float | None:
+    """Makes a number fit for JSON, which knows no infinity.
+
+    Args:
+        value: A number.
+
+    Returns:
+        The number; None for inf, nan and None.
+
+    Example:
+        >>> json_number(1.5), json_number(float("inf"))
+        (1.5, None)
+    """
+    return value if value is not None and math.isfinite(value) else None

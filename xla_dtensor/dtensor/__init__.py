@@ -1,0 +1,1 @@
+"""DTensor, LocalView and DeviceMesh: dispatch, placements, redistribution, collectives, records."""

@@ -1,0 +1,291 @@
+"""distribute_tensor and distribute_module: put tensors and modules on a mesh."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from xla_dtensor.core import Layout, layout_of_op_sharding, local_shape
+from xla_dtensor.core.argument_types import argument_types
+from xla_dtensor.core.errors import ArgumentTypeError, DistributeError, UnsupportedOpError
+from xla_dtensor.dtensor import dynamo
+from xla_dtensor.dtensor.dtensor import DTensor
+from xla_dtensor.dtensor.mesh import (
+    DeviceMesh,
+    as_device_mesh,
+    current_mesh,
+    is_off_mesh,
+    mesh_text,
+)
+from xla_dtensor.dtensor.redistribute import checked_placements, torch_placements
+from xla_dtensor.runtimes import functional
+from xla_dtensor.runtimes.registry import get_runtime
+
+__all__ = ["compute_local_shape_and_global_offset", "distribute_module", "distribute_tensor"]
+
+
+# --------------------------------------------------------- distribute_tensor and distribute_module
+
+_MARK = "_distribute_module_applied"
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: Any = None,
+    placements: Sequence[Any] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """Put a tensor on the mesh.
+
+    Args:
+        tensor: A leaf tensor, equal in every process. It is copied, never changed. A meta tensor
+            stays abstract.
+        device_mesh: The mesh; that of the open ``with mesh:`` block when None.
+        placements: One per mesh axis (Shard, Replicate), or one alias entry per tensor dim, e.g.
+            ``("dp", None)``. None replicates.
+        src_data_rank: Accepted for torch's signature: every process passes the same values.
+
+    Returns:
+        A DTensor that requires grad if `tensor` does.
+
+    Raises:
+        DistributeError: Wrong mesh or placements, or a DTensor that lies otherwise.
+        ArgumentTypeError: Not a tensor, or no mesh.
+
+    Example:
+        >>> import torch, xla_dtensor as xd
+        >>> from torch.distributed.tensor import Shard
+        >>> mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        >>> xd.distribute_tensor(torch.arange(16), mesh, [Shard(0)])
+        DTensor(shape=(16,), dtype=int64, placements=(S(0)), mesh=(dp=8), local_shape=(2,))
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return dynamo.distribute_in_graph(tensor, device_mesh, placements)
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentTypeError(
+            f"distribute_tensor was called with an object of type={type(tensor).__name__}. Only a "
+            "tensor can be put on a mesh. Pass torch.as_tensor(value)."
+        )
+    mesh = current_mesh("distribute_tensor") if device_mesh is None else as_device_mesh(device_mesh)
+    checked = checked_placements("distribute_tensor", placements, mesh, tensor.ndim, partial=False)
+    if isinstance(tensor, DTensor):
+        return _already_distributed(tensor, mesh, checked)
+    if not tensor.is_leaf:
+        raise DistributeError(
+            f"distribute_tensor was called with a tensor of shape={tuple(tensor.shape)} that has "
+            "an autograd history. Its gradient would end at the copy, in silence. Pass a leaf "
+            "tensor, or tensor.detach()."
+        )
+    layout = Layout.from_placements(checked, tensor.ndim, mesh.value)
+    payload = _placed(tensor.detach(), layout, mesh)
+    return DTensor._wrapping(payload, mesh, checked, requires_grad=tensor.requires_grad)
+
+
+def _placed(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
+    runtime = get_runtime()
+    if (tensor.is_meta and not runtime.is_abstract) or is_off_mesh(mesh):
+        return torch.empty_like(tensor, device="meta")
+    if runtime.is_payload(tensor):
+        return runtime.constrain(tensor, layout)
+    if functional.is_traced(tensor):
+        return functional.put(tensor, layout)
+    if tensor.device.type not in ("cpu", "meta") or tensor.layout != torch.strided:
+        raise DistributeError(
+            f"distribute_tensor was called with a tensor on device={tensor.device}, "
+            f"layout={tensor.layout}. Values are taken from dense host memory. Pass tensor.cpu(), "
+            "or tensor.to_dense()."
+        )
+    return runtime.put(tensor, layout)
+
+
+def _already_distributed(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Any, ...]) -> DTensor:
+    # By layout: in torch 2.9 a _StridedShard equals the Shard of its dim.
+    asked = Layout.from_placements(placements, tensor.ndim, mesh.value)
+    if tensor.device_mesh == mesh and tensor.mesh_layout == asked:
+        return tensor
+    raise DistributeError(
+        f"distribute_tensor was called with {tensor!r} and placements={list(placements)} on the "
+        f"mesh {mesh_text(mesh.value)}. It lies on a mesh already, otherwise than asked. Call "
+        "tensor.redistribute(mesh, placements) to move it."
+    )
+
+
+@argument_types
+def distribute_module(
+    module: nn.Module,
+    device_mesh: Any = None,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """Turn a module's parameters and buffers into DTensors, in place.
+
+    Args:
+        module: The module.
+        device_mesh: The mesh; that of the open ``with mesh:`` block when None.
+        partition_fn: Called as ``partition_fn(name, submodule, mesh)`` for every submodule, to
+            replace parameters by distributed ones. What it leaves alone is replicated, or lies as
+            ``mark_sharding`` told it before.
+        input_fn: Called as ``input_fn(module, inputs, mesh)`` before forward.
+        output_fn: Called as ``output_fn(module, outputs, mesh)`` after forward.
+
+    Returns:
+        The same module.
+
+    Raises:
+        DistributeError: The module was distributed before, or a hook takes a wrong number of
+            arguments.
+        ArgumentTypeError: Not a module, or no mesh.
+        UnsupportedOpError: `partition_fn` is torch_xla's `auto_policy`.
+    """
+    if not isinstance(module, nn.Module):
+        raise ArgumentTypeError(
+            f"distribute_module was called with an object of type={type(module).__name__}. Only a "
+            "torch.nn.Module has parameters and buffers. Pass a module, or use distribute_tensor."
+        )
+    if getattr(partition_fn, "__name__", "") == "auto_policy":
+        refuse_auto_policy()  # torch_xla's own does nothing when it is called
+    mesh = current_mesh("distribute_module") if device_mesh is None else as_device_mesh(device_mesh)
+    if getattr(module, _MARK, False):
+        raise DistributeError(
+            f"distribute_module was called on a {type(module).__name__} that it was called on "
+            "before. Its parameters lie on a mesh already, and its hooks would run twice. Call it "
+            "once per module; move single parameters with redistribute."
+        )
+    before = _hook(input_fn, "input_fn", "inputs", mesh)
+    after = _hook(output_fn, "output_fn", "outputs", mesh)
+    for name, submodule in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, submodule, mesh)
+    _replicate_rest(module, mesh)
+    if before is not None:
+        module.register_forward_pre_hook(lambda m, inputs: before(m, inputs))
+    if after is not None:
+        module.register_forward_hook(lambda m, inputs, outputs: after(m, outputs))
+    setattr(module, _MARK, True)
+    return module
+
+
+def refuse_auto_policy() -> NoReturn:
+    """Refuse torch_xla's `auto_policy` as a partition function.
+
+    Raises:
+        UnsupportedOpError: Always.
+    """
+    raise UnsupportedOpError(
+        "auto_policy was passed as partition_fn. XLA's auto-sharding pass is not part of the "
+        "compilers that xla_dtensor uses. Pass a function that marks the parameters, or None to "
+        "replicate them."
+    )
+
+
+def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
+    # One object stays one object: tied weights are shared after as before.
+    made: dict[int, Any] = {}
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                if id(parameter) not in made:
+                    distributed = _kept_or_replicated(parameter, mesh)
+                    made[id(parameter)] = nn.Parameter(distributed, parameter.requires_grad)
+                submodule._parameters[name] = made[id(parameter)]
+        for name, buffer in submodule._buffers.items():
+            if buffer is not None and not isinstance(buffer, DTensor):
+                if id(buffer) not in made:
+                    made[id(buffer)] = _kept_or_replicated(buffer, mesh)
+                submodule._buffers[name] = made[id(buffer)]
+
+
+def _kept_or_replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Distribute a tensor as mark_sharding told it before; replicated if it was told nothing."""
+    runtime = get_runtime()
+    told = runtime.annotation(tensor) if runtime.is_payload(tensor) else None
+    if told is None or not told.is_tiled:
+        return distribute_tensor(tensor.detach(), mesh)
+    layout = layout_of_op_sharding(told, mesh.value, tensor.ndim, runtime.root(mesh.value))
+    if layout is None:
+        raise DistributeError(
+            f"distribute_module was called on the mesh {mesh_text(mesh.value)} with a parameter or "
+            f"buffer of shape={tuple(tensor.shape)} that was told {told} before. No axes of this "
+            "mesh cut it so. Pass the mesh that it was marked with, or clear_sharding first."
+        )
+    return distribute_tensor(tensor.detach(), mesh, torch_placements(layout))
+
+
+def _hook(
+    function: Callable[..., Any] | None, name: str, what: str, mesh: DeviceMesh
+) -> Callable[[nn.Module, Any], Any] | None:
+    if function is None:
+        return None
+    count = len(inspect.signature(function).parameters)
+    if count == 3:
+        return lambda module, value: function(module, value, mesh)
+    if count == 2:
+        warnings.warn(
+            f"Deprecating {name} that takes two arguments ({what}, device_mesh), please use "
+            f"{name} that takes in (module, {what}, device_mesh) instead!",
+            FutureWarning,
+            stacklevel=4,  # past argument_types
+        )
+        return lambda module, value: function(value, mesh)
+    raise DistributeError(
+        f"distribute_module was called with an {name} that takes {count} arguments. It is called "
+        f"with three: the module, the {what} and the mesh. Pass a function (module, {what}, "
+        "device_mesh)."
+    )
+
+
+# ----------------------------------------------------------- compute_local_shape_and_global_offset
+#
+# Which part of a tensor the first device has.
+
+
+@argument_types
+def compute_local_shape_and_global_offset(
+    global_shape: Sequence[int], mesh: Any, placements: Sequence[Any] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tell which part of a tensor lies on the first device that this process reaches.
+
+    As torch.distributed.tensor's function of this name, which also takes the mesh of
+    ``init_device_mesh``: uneven shards are cut by `torch.chunk`, once per mesh axis.
+
+    Args:
+        global_shape: The shape of the whole, elements.
+        mesh: The mesh.
+        placements: One per mesh axis, or one alias entry per dim, e.g. ``("dp", None)``.
+
+    Returns:
+        The shard's shape, and its first element along each dim; the global extent where the shard
+        is empty. ``((0,), ())`` in a process that reaches none of the mesh's devices.
+
+    Raises:
+        ArgumentTypeError: A shape that is not made of non-negative integers, or no mesh.
+        DistributeError: Wrong placements.
+
+    Example:
+        >>> import xla_dtensor as xd
+        >>> mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+        >>> xd.compute_local_shape_and_global_offset((5, 8), mesh, ("dp", "tp"))
+        ((3, 2), (0, 0))
+    """
+    shape = tuple(global_shape)
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape):
+        raise ArgumentTypeError(
+            f"compute_local_shape_and_global_offset was called with global_shape={shape}. A shape "
+            "is made of non-negative integers. Pass the shape of the whole tensor."
+        )
+    mesh = as_device_mesh(mesh)
+    function = "compute_local_shape_and_global_offset"
+    checked = checked_placements(function, placements, mesh, len(shape), partial=True)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return (0,), ()
+    layout = Layout.from_placements(checked, len(shape), mesh.value)
+    part = local_shape(layout, shape, coordinate, rule="torch")
+    return part.shape, part.offset

@@ -1,0 +1,618 @@
+"""Every op on a DTensor: from arguments to payloads, through the runtime, to labelled results.
+
+The arguments are read once. That pass collects the payloads, and the *key*: the op, the token of
+each DTensor's state, and each other argument. Under its key the op's *answer* is kept, the states
+of its outputs, so that a repeated op asks nobody for placements and makes no state. An answer is
+used only for results of the very shapes, strides and dtypes that it was made for.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+from xla_dtensor.core import Layout
+from xla_dtensor.core.errors import ArgumentTypeError, MixedTensorsError, RuntimeSetupError
+from xla_dtensor.dtensor.checks import check_call, is_checked, tell_bases
+from xla_dtensor.dtensor.labels import legal_placements, note_op, propagate
+from xla_dtensor.dtensor.mesh import DeviceMesh, is_off_mesh, off_mesh_result, refuse_collective
+from xla_dtensor.dtensor.modes import (
+    constrain_output,
+    constrain_written,
+    current_modes,
+    state_of_loss_op,
+    with_state_of_logits,
+)
+from xla_dtensor.dtensor.products import (
+    FUSED,
+    agreeing_factors,
+    has_factors,
+    may_disagree,
+    pin_products,
+)
+from xla_dtensor.dtensor.state import GlobalState, Known, joint_mesh, split
+from xla_dtensor.runtimes import functional
+from xla_dtensor.runtimes.bounds import refuse_part
+from xla_dtensor.runtimes.functional import FACTORED
+from xla_dtensor.runtimes.nested import leaves, map_nested
+from xla_dtensor.runtimes.op_meta import Meta, ignores_floats, output_meta, raise_torchs_error
+from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.written import (
+    makes_results,
+    written_arguments,
+    written_targets,
+    written_values,
+)
+
+__all__ = ["check_dispatch", "dispatch", "new_dtensor", "state_of"]
+
+
+# ---------------------------------------------------------------------------------- dispatch check
+#
+# Does this torch hand a DTensor subclass's ops to the subclass? Asked once, at import.
+#
+# From torch 2.10 on, ops on DTensors are dispatched in C++. Versions 2.10 to 2.12 take that path
+# for subclasses too, past an overridden ``__torch_dispatch__``: every op would then run PyTorch's
+# own DTensor logic on a global tensor that it believes to be local, and be wrong without an error.
+# A version number does not tell builds apart, so a probe decides.
+
+
+def check_dispatch(base: type[torch.Tensor] = TorchDTensor) -> None:
+    """Raise unless an op on a subclass of `base` reaches the subclass.
+
+    Raises:
+        RuntimeSetupError: It does not.
+    """
+    seen: list[Any] = []
+
+    class Probe(base):
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return torch.zeros(())
+
+    probe = torch.Tensor._make_wrapper_subclass(Probe, (), dtype=torch.float32)
+    try:
+        torch.ops.aten.neg.default(probe)
+    except Exception:
+        seen.clear()  # the other path ran, and stumbled over a probe without a spec
+    if not seen:
+        raise RuntimeSetupError(
+            f"xla_dtensor was imported with torch {torch.__version__}. This torch dispatches ops "
+            "on DTensor subclasses in C++, past the subclass, and results would be wrong without "
+            "an error. Install torch 2.9 (with torch_xla) or torch 2.13 or newer."
+        )
+
+
+# ----------------------------------------- A DTensor with values, made like one on the meta device
+#
+# What module.to_empty() asks for.
+#
+# A model too large for one host is built on the meta device, its parameters are distributed there,
+# and then get their memory, shard by shard::
+#
+#     with torch.device("meta"):
+#         model = Model()
+#     distribute_module(model, mesh, partition_fn)      shapes and placements, no values
+#     model.to_empty(device="xla")                      memory on the mesh, nothing on the host
+#     load_or_initialize(model)
+
+aten = torch.ops.aten
+_FILLS = {
+    aten.zeros_like.default: 0,
+    aten.ones_like.default: 1,
+    aten.empty_like.default: 0,
+    aten.rand_like.default: "uniform",
+    aten.randn_like.default: "normal",
+}
+
+
+def made_of_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Make a payload like a DTensor on the meta device, where one is asked for.
+
+    Args:
+        func: An ``OpOverload`` such as ``aten.empty_like.default``.
+        args: Its arguments, the DTensor first.
+        kwargs: Its keyword arguments. Any device but meta stands for the devices of the mesh.
+
+    Returns:
+        The payload, lying as the DTensor does; None where the result has no values either.
+    """
+    like, device = args[0], kwargs.get("device")
+    if device is None or torch.device(device).type == "meta" or is_off_mesh(like._spec.mesh):
+        return None
+    if not like._local_tensor.is_meta or functional.is_traced(like._local_tensor):
+        return None
+    fill = args[1] if func is aten.full_like.default else _FILLS[func]
+    dtype = kwargs.get("dtype") or like.dtype
+    return get_runtime().make(fill, tuple(like.shape), dtype, like._spec.layout)
+
+
+# ------------------------------------------ Plain tensors among the arguments of an op on DTensors
+#
+# DTensors are global here, so a plain tensor beside one has a single meaning: its value, the same
+# on every device. Masks, position ids and caches made inside a model's forward are such tensors.
+# They enter as Replicate, with one log line per op. ``implicit_replication(False)`` gives PyTorch's
+# rule instead, under which only tensors of one element pass.
+
+logger = logging.getLogger("xla_dtensor")
+_logged: set[Any] = set()
+
+
+def admit_plain(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Let the plain tensors among an op's arguments pass, with a log line, or refuse them.
+
+    Args:
+        func: The ``OpOverload`` that is called.
+        args: Its arguments, as the caller passed them.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        MixedTensorsError: Plain tensors are not allowed, and one has not one element.
+    """
+    if not current_modes().implicit and not torch._C._get_dtensor_allow_implicit_replication():
+        _apply_torchs_rule(func, args, kwargs)
+    elif func not in _logged:
+        _log(func, args, kwargs)
+
+
+def _apply_torchs_rule(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    for place, tensor in _plain_tensors(func, args, kwargs):
+        if tensor.numel() != 1:
+            raise MixedTensorsError(
+                f"{func} was called on DTensors and a plain torch.Tensor of "
+                f"shape={tuple(tensor.shape)} as {place}. This is "
+                "implicit_replication(False), which is PyTorch's rule: got mixed torch.Tensor and "
+                "DTensor. Pass distribute_tensor(tensor, mesh), or allow it with "
+                "implicit_replication()."
+            )
+        if tensor.ndim == 1:
+            warnings.warn(
+                f"{func}: found a non-scalar tensor with numel=1 and ndim!=0 as {place}, we are "
+                "implicitly creating a replicated DTensor for it. Change it to a scalar tensor or "
+                "create a DTensor explicitly.",
+                UserWarning,
+                stacklevel=5,
+            )
+
+
+def _log(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    # One element is a number in a tensor's clothing: PyTorch lets it pass without a word.
+    several = [found for found in _plain_tensors(func, args, kwargs) if found[1].numel() != 1]
+    if several:
+        _logged.add(func)
+        place, tensor = several[0]
+        logger.info(
+            "%s was called on DTensors and a plain torch.Tensor of shape=%s as %s; it counts as "
+            "Replicate: its value, the same on every device.",
+            func,
+            tuple(tensor.shape),
+            place,
+        )
+
+
+def _plain_tensors(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each plain tensor with a description of the argument that it is."""
+    # On a device with a backend of its own, torch itself makes plain tensors of numbers, for
+    # instance for x[:, 2] = 7.0.
+    runtime = get_runtime()
+    if func is torch.ops.aten.copy_.default and torch.device(runtime.torch_device).type != "cpu":
+        args = [None if i and runtime.is_payload(v) else v for i, v in enumerate(args)]
+    names = [argument.name for argument in func._schema.arguments]
+    for position, value in enumerate(args):
+        name = names[position] if position < len(names) else "?"
+        yield from _plain_in(value, f"argument {position} ({name!r})")
+    for name, value in kwargs.items():
+        yield from _plain_in(value, f"argument {name!r}")
+
+
+def _plain_in(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _plain_in(item, f"item {index} of {place}")
+    elif isinstance(value, torch.Tensor) and not isinstance(value, TorchDTensor):
+        yield place, value
+
+
+def run_writing_to_both(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+    """Run an op that writes, with plain tensors among its arguments.
+
+    A runtime writes to payloads, or to plain tensors. Where an op such as ``_foreach_add_`` writes
+    to both, plain ones are written to by way of payloads of their own.
+
+    Args:
+        func: The ``OpOverload``.
+        args: Its arguments, payloads in place of DTensors.
+        kwargs: Its keyword arguments.
+        mesh: The mesh of the DTensors.
+
+    Returns:
+        What the op returns.
+    """
+    runtime = get_runtime()
+    written = [t for t in leaves(written_values(func, args, kwargs)) if t is not None]
+    host = [t for t in written if not runtime.is_payload(t)]
+    if not host or len(host) == len(written):
+        return runtime.run_op(func, args, kwargs)
+
+    def replicated(tensor: torch.Tensor) -> torch.Tensor:
+        layout = Layout.from_placements((Replicate(),) * mesh.ndim, tensor.ndim, mesh.value)
+        return runtime.put(tensor, layout)
+
+    stand_ins = {id(tensor): replicated(tensor) for tensor in host}
+    args, kwargs = map_nested(lambda v: stand_ins.get(id(v), v), (args, kwargs))
+    result = runtime.run_op(func, args, kwargs)
+    for tensor in host:
+        tensor.copy_(runtime.to_host(stand_ins[id(tensor)]))
+    return result
+
+
+def on_mesh(result: Any, state: GlobalState | None) -> Any:
+    """Return one of an op's results as a payload.
+
+    A ``_foreach_`` op gives plain results for the plain tensors in its lists.
+    """
+    if type(result) is not torch.Tensor or state is None or result.device.type != "cpu":
+        return result
+    if get_runtime().is_payload(result) or torch._is_functional_tensor(result):  # pyright: ignore
+        return result
+    return get_runtime().put(result, state.span_layout)
+
+
+# --------------------------------------------------------------------------- Every op on a DTensor
+
+_MADE_LIKE = frozenset(
+    {
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+        aten.empty_like.default,
+        aten.rand_like.default,
+        aten.randn_like.default,
+        aten.randint_like.default,
+        aten.randint_like.low_dtype,
+    }
+)
+# Which read or write a tensor by its storage, beyond it where it is a view of a larger one.
+_BY_STORAGE = frozenset(
+    {aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default}
+)
+# What tells ops apart by its value. 1, 1.0 and True are equal, so the type goes with it.
+_VALUES = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout})
+_answers: dict[Any, Any] = {}
+_ANSWERS_LIMIT = 50_000
+_make: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+
+
+@dataclass(frozen=True)
+class _Traits:
+    """What dispatch asks of an op's schema, which takes microseconds to answer.
+
+    Args:
+        writes: It writes to arguments.
+        returns_written: It returns what it wrote to, or nothing.
+        returns_first: It returns its first argument.
+        reshapes: It changes the shape of its first argument.
+        views: What it returns shares its values with an argument.
+        made_like: It makes a tensor that lies as its first argument.
+        uncounted: torch does not count the write on every device type.
+        ignores_floats: How its outputs lie does not depend on the value of a float, which may be
+            another in each step of a training.
+        has_factors: It is a product of two tensors.
+        by_storage: It goes by the storage of its first argument.
+        by_strides: Its results depend on the strides of its first argument.
+    """
+
+    writes: bool
+    returns_written: bool
+    returns_first: bool
+    reshapes: bool
+    views: bool
+    made_like: bool
+    uncounted: bool
+    ignores_floats: bool
+    has_factors: bool
+    by_storage: bool
+    by_strides: bool
+    checked: bool
+
+
+_traits: dict[Any, _Traits] = {}
+# What these refuse depends on the device: which kernel of attention there is, targets of uint8.
+_KERNELS_DIFFER = ("attention", "nll_loss", "view_copy")
+
+
+def _traits_of(func: Any) -> _Traits:
+    refuse_collective(func)
+    schema, written = func._schema, written_arguments(func)
+    returns_written = schema.is_mutable and not makes_results(func)
+    first = schema.arguments[0].name if schema.arguments else ""
+    traits = _Traits(
+        writes=schema.is_mutable,
+        returns_written=returns_written,
+        returns_first=returns_written and bool(schema.returns) and written == [first],
+        reshapes=torch.Tag.inplace_view in func.tags,
+        views=not schema.is_mutable and any(r.alias_info is not None for r in schema.returns),
+        made_like=func in _MADE_LIKE,
+        uncounted=schema.is_mutable and schema.name.startswith("aten::_foreach_"),
+        ignores_floats=ignores_floats(func),
+        has_factors=has_factors(func),
+        by_storage=func in _BY_STORAGE,
+        by_strides=func in FACTORED,
+        checked=is_checked(func),
+    )
+    return _traits.setdefault(func, traits)
+
+
+def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run one op, below autograd.
+
+    Args:
+        cls: The DTensor class, for the arguments and the results.
+        func: An ``OpOverload``.
+        args: Its arguments, with a DTensor among them.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        What PyTorch returns, with DTensors in place of tensors.
+    """
+    composed = FUSED.get(func)
+    if composed is not None:
+        return composed(*args, **kwargs)
+    key: list[Any] = [func]
+    found: list[Any] = []
+    plain: list[Any] = []
+    payloads: Any = tuple(_read(cls, args, key, found, plain))
+    payload_kwargs: Any = {}
+    if kwargs:
+        key.extend(kwargs)
+        read = _read(cls, kwargs.values(), key, found, plain)
+        payload_kwargs = dict(zip(kwargs, read, strict=True))
+    if plain:
+        admit_plain(func, args, kwargs)
+    traits = _traits.get(func) or _traits_of(func)
+    if traits.ignores_floats:
+        key = [part for part in key if type(part) is not float]
+    if traits.checked:
+        check_call(func, args, kwargs, key)
+    mesh, runtime = found[0]._spec.mesh, get_runtime()
+    has_values = runtime.is_payload(found[0]._local_tensor)
+    if traits.by_storage and not runtime.has_strides:
+        refuse_part(args[0])
+    if traits.by_strides and not runtime.has_strides:
+        return FACTORED[func](*args, **kwargs)
+    if traits.has_factors and may_disagree(mesh, runtime, has_values):
+        payloads = tuple(agreeing_factors(func, args, payloads))
+    if not has_values:
+        made = made_of_meta(func, args, kwargs) if traits.made_like else None
+        without = made is None
+        result = _run_without_values(func, payloads, payload_kwargs, mesh) if without else made
+    elif plain and traits.writes:
+        result = run_writing_to_both(func, payloads, payload_kwargs, mesh)
+    else:
+        result = runtime.run_op(func, payloads, payload_kwargs)
+    if traits.returns_written or traits.reshapes:
+        return _written(cls, func, traits, args, kwargs)
+    is_tensor = isinstance(result, torch.Tensor)
+    if not is_tensor and not (isinstance(result, (list, tuple)) and result):
+        return result
+    whole = tuple(key)
+    try:
+        state = _answers.get(whole)
+        if state is None or not _fits(state, result):
+            state = _keep(whole, _answer(func, args, kwargs, found, result))
+    except TypeError:  # an argument that has no hash
+        state = _answer(func, args, kwargs, found, result)
+    modes = current_modes()
+    logits = state_of_loss_op(func, args) if modes.loss_parallel else None
+    if logits is not None and isinstance(result, torch.Tensor):
+        own = state_of(result, logits.mesh, logits.placements, logits.known)
+        return new_dtensor(cls, with_state_of_logits(result, own), own)
+    if is_tensor and not traits.made_like and not modes.strict and not state.pinned:
+        return new_dtensor(cls, result, state)
+    return _labelled(cls, traits, result, state, modes.strict)
+
+
+def _read(cls: Any, values: Any, key: list[Any], found: list[Any], plain: list[Any]) -> list[Any]:
+    """Return the payloads of `values`; add to the key, the DTensors and the plain tensors."""
+    payloads: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind is cls or (kind not in _VALUES and _is_ours(value)):
+            state = value._spec
+            key.append(state.cached_token or state.token())
+            found.append(value)
+            payloads.append(value._local_tensor)
+        elif kind is list or kind is tuple:
+            key.append(kind)
+            key.append(len(value))
+            read = _read(cls, value, key, found, plain)
+            payloads.append(read if kind is list else tuple(read))
+        else:
+            key.append(kind)
+            key.append(value if kind in _VALUES else _described(value, plain))
+            payloads.append(value)
+    return payloads
+
+
+def _is_ours(value: Any) -> bool:
+    # Not isinstance(value, cls): cls may be one of two subclasses that meet.
+    return isinstance(value, TorchDTensor) and isinstance(value._spec, GlobalState)
+
+
+def _described(value: Any, plain: list[Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, TorchDTensor):
+            _refuse_other_dtensor(value)
+        plain.append(value)
+        return (value.shape, value.stride(), value.dtype)
+    # A number that a compiled step computes: placements do not depend on it.
+    return None if isinstance(value, torch.SymFloat) else value
+
+
+def _refuse_other_dtensor(value: Any) -> None:
+    raise ArgumentTypeError(
+        "An op was called on a DTensor of xla_dtensor and one of torch.distributed.tensor on "
+        f"{value.device_mesh}. Their values lie on devices of different kinds. Pass its "
+        "full_tensor() to xla_dtensor.distribute_tensor first."
+    )
+
+
+def _run_without_values(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+    """Run an op on DTensors that are abstract, being traced, or on devices of other processes."""
+    runtime = get_runtime()
+    tensors = [v for v in leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+    if any(map(runtime.is_payload, tensors)):
+        return runtime.run_op(func, args, kwargs)
+    if is_off_mesh(mesh):
+        return off_mesh_result(func, args, kwargs)
+    return functional.run_traced(func, args, kwargs)
+
+
+def _written(
+    cls: Any, func: Any, traits: _Traits, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    if traits.reshapes and isinstance(args[0], cls):
+        return args[0]._reshaped_in_place(func, args, kwargs)
+    if current_modes().strict:
+        constrain_written(func, args, kwargs)
+    tell_bases(func, args, kwargs)
+    if traits.uncounted:
+        _count_writes(func, args, kwargs)
+    return args[0] if traits.returns_first else written_targets(func, args, kwargs)
+
+
+def _count_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Move the version counters, by which local views see that their tensor was written to."""
+    for target in leaves(written_values(func, args, kwargs)):
+        if isinstance(target, torch.Tensor) and not target.is_inference():
+            torch.autograd.graph.increment_version(target)
+
+
+# ---------------------------------------------------------------- results
+
+
+def _keep(key: Any, state: Any) -> Any:
+    if len(_answers) >= _ANSWERS_LIMIT:
+        _answers.clear()
+    _answers[key] = state
+    return state
+
+
+def _fits(state: Any, result: Any) -> bool:
+    if isinstance(result, torch.Tensor):
+        if not isinstance(state, GlobalState):
+            return False
+        meta: Any = state.tensor_meta
+        if result.shape != meta.shape or result.dtype != meta.dtype:
+            return False
+        return not get_runtime().has_strides or result.stride() == meta.stride
+    if isinstance(result, (list, tuple)):
+        same = isinstance(state, list) and len(state) == len(result)
+        return same and all(map(_fits, state, result))
+    return state is None
+
+
+def _answer(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Sequence[Any], result: Any
+) -> Any:
+    """Return the state of an op's output, or a list of them: None for what is no tensor."""
+    mesh = found[0]._spec.mesh
+    joint = joint_mesh(mesh, [tensor._spec for tensor in found])
+    states = _states(propagate(func, args, kwargs, joint), result, mesh, joint)
+    runtime = get_runtime()
+    if not runtime.has_strides:
+        meta = output_meta(func, args, kwargs)
+        if meta is None and not any(part in func._schema.name for part in _KERNELS_DIFFER):
+            raise_torchs_error(func, args, kwargs)
+        states = _with_strides(states, meta)
+    if runtime.pins_products:
+        pin_products(states, func, found)
+    return note_op(states, func, found)
+
+
+def _states(placements: Any, result: Any, mesh: DeviceMesh, joint: DeviceMesh) -> Any:
+    if isinstance(result, (list, tuple)):
+        each = placements if isinstance(placements, list) else [placements] * len(result)
+        each = each if len(each) == len(result) else [each[0]] * len(result)
+        return [_states(p, r, mesh, joint) for p, r in zip(each, result, strict=True)]
+    if not isinstance(result, torch.Tensor):
+        return None
+    legal = legal_placements(placements, result.ndim, joint)
+    if joint is mesh:
+        return state_of(result, mesh, legal)
+    own, known = split(legal, joint, mesh)
+    return state_of(result, mesh, own, known)
+
+
+def _with_strides(states: Any, meta: Any) -> Any:
+    """Return the states with torch's strides: by them torch tells a copy from a view."""
+    if isinstance(states, list) and isinstance(meta, list | tuple) and len(states) == len(meta):
+        return [_with_strides(*pair) for pair in zip(states, meta, strict=True)]
+    if not isinstance(states, GlobalState) or not isinstance(meta, Meta):
+        return states
+    # nansum(dim=()) has another shape on the meta device than anywhere else.
+    return states.with_stride(meta.stride) if len(meta.shape) == len(states.shape) else states
+
+
+def _labelled(cls: Any, traits: _Traits, result: Any, state: Any, enforced: bool) -> Any:
+    if isinstance(result, (list, tuple)):
+        # Not type(result): some are named tuples, which the dispatcher makes from any sequence.
+        each = [
+            _labelled(cls, traits, on_mesh(r, s), s, enforced)
+            for r, s in zip(result, state, strict=True)
+        ]
+        return each if isinstance(result, list) else tuple(each)
+    if not isinstance(result, torch.Tensor):
+        return result
+    if (traits.made_like and not result.is_meta) or state.pinned:
+        result = functional.constrain(result, state.span_layout)
+    elif enforced:
+        result = constrain_output(result, state, traits.views)
+    return new_dtensor(cls, result, state)
+
+
+def state_of(
+    payload: torch.Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], known: Known = ()
+) -> GlobalState:
+    """Return the state of a DTensor over `payload`; `known` as in its module."""
+    meta = TensorMeta(payload.shape, payload.stride(), payload.dtype)
+    state = GlobalState(mesh, placements, tensor_meta=meta)
+    if known:
+        state.known = known
+    return state
+
+
+def new_dtensor(
+    cls: Any, payload: torch.Tensor, state: GlobalState, requires_grad: bool = False
+) -> Any:
+    """Return a DTensor over `payload`, the runtime's tensor for the whole value."""
+    device, extra = payload.device, get_runtime().extra_dispatch_keys
+    keys = {} if extra is None or device.type == "meta" else {"_extra_dispatch_keys": extra}
+    meta: Any = state.tensor_meta
+    self = _make(
+        cls,
+        payload.shape,
+        strides=meta.stride,
+        storage_offset=payload.storage_offset(),
+        dtype=payload.dtype,
+        layout=payload.layout,
+        device=device,
+        requires_grad=requires_grad,
+        **keys,
+    )
+    self._spec = state
+    self._local_tensor = payload
+    return self

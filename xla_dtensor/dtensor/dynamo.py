@@ -1,0 +1,300 @@
+"""torch.compile of code with DTensors: what torch asks of a tensor subclass.
+
+A DTensor enters a graph as its payload; mesh and placements are constants of the graph, and
+guarded: a call with others compiles anew. AOTAutograd traces the very code that runs eagerly, on
+stand-ins for payloads (see :mod:`xla_dtensor.runtimes.functional`), so a compiled function
+gives what the eager one gives::
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def f(x):
+        return x.redistribute(mesh, [Shard(0), Replicate()]).relu()
+
+    graph:  %c = xla_dtensor.constrain(%payload, "(dp, -) on (dp=2, tp=4) #0");  aten.relu(%c)
+
+Gradients: a compiled backward expects of each incoming gradient the placements that its output had.
+A gradient is a whole value, so one with other placements is only labelled anew; no data moves.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Replicate
+from torch.utils import _pytree as pytree
+
+from xla_dtensor.core.errors import DistributeError
+from xla_dtensor.dtensor.labels import Placements
+from xla_dtensor.dtensor.mesh import DeviceMesh, mesh_text
+from xla_dtensor.dtensor.state import Known
+from xla_dtensor.runtimes.functional import Names
+
+if TYPE_CHECKING:
+    from xla_dtensor.dtensor.dtensor import DTensor
+
+__all__ = [
+    "called_in_graph",
+    "coerced_tangent",
+    "distribute_in_graph",
+    "flatten",
+    "one_call",
+    "unflatten",
+]
+
+
+# ----------------------------------------------- Functions of one tensor that Dynamo records whole
+#
+# One call in its graph, of a tensor and a text.
+#
+# Dynamo cannot read what most of our functions do with meshes and placements. Marked here, a
+# function is a single call in the graph; everything but the tensor is a constant that the text
+# names, and is guarded: a call with another mesh compiles anew. The function itself runs when
+# AOTAutograd traces the graph::
+#
+#     @one_call
+#     def psum(x, axis): ...
+#
+#     graph:  %psum = call(%view, "psum #0")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_functions: dict[str, Callable[..., Any]] = {}
+_calls = Names("call")
+
+
+def one_call(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark a function, as a decorator. Its first argument is the tensor.
+
+    Args:
+        function: Takes constants (numbers, texts, meshes, placements) besides.
+
+    Returns:
+        A function that does the same, and can be called in compiled code.
+    """
+    name, first = function.__name__, next(iter(inspect.signature(function).parameters))
+    _functions[name] = function
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.compiler.is_dynamo_compiling():
+            return function(*args, **kwargs)
+        if args:
+            return called_in_graph(name, args[0], args[1:], kwargs)
+        rest = {key: value for key, value in kwargs.items() if key != first}
+        return called_in_graph(name, kwargs[first], (), rest)
+
+    return called
+
+
+def called_in_graph(name: str, tensor: Any, args: Any, kwargs: Any) -> Any:
+    """Call a marked function in code that Dynamo reads.
+
+    Args:
+        name: The function's name.
+        tensor: Its first argument.
+        args: The other positional arguments.
+        kwargs: The keyword arguments.
+    """
+    return _call(tensor, _named(name, args, kwargs))
+
+
+def _named(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Run, not traced, by Dynamo, which guards on the arguments."""
+    torch.compiler.allow_in_graph(_call)
+    given = _real((name, tuple(args), dict(kwargs)))
+    return _calls.name(given, name, _key(given))
+
+
+# What torch.compiler.assume_constant_result does, without importing Dynamo for it.
+_named._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _call(tensor: Any, call: str) -> Any:
+    name, args, kwargs = _calls.value(call)
+    return _functions[name](tensor, *args, **kwargs)
+
+
+def real_mesh(mesh: Any) -> Any:
+    """Return the mesh behind the stand-in that newer versions of torch trace with."""
+    return getattr(mesh, "real_obj", mesh)
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _real(each) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map(_real, value))
+    return real_mesh(value)
+
+
+def _key(value: Any) -> Hashable:
+    """Return what tells constants apart: 1 and 1.0, and in torch 2.9 kinds of Shard, are equal."""
+    if isinstance(value, Mapping):
+        return (dict, tuple((key, _key(each)) for key, each in value.items()))
+    if type(value) in (tuple, list):
+        return (type(value), tuple(map(_key, value)))
+    return (type(value), value)
+
+
+# ------------------------------------------------------------- torch.compile of code with DTensors
+
+# torch >= 2.10 knows DeviceMesh as an object that graphs may hold, and wants it beside the payload.
+_MESH_IS_OPAQUE = find_spec("torch._library.opaque_object") is not None
+
+
+_targets = Names("mesh and placements")
+
+
+class FlatState:
+    """What a compiled graph has to know of a DTensor beside its payload."""
+
+    def __init__(self, spec: Any, requires_grad: bool) -> None:
+        self.mesh: DeviceMesh = spec.mesh
+        self.placements: Placements = spec.placements
+        self.known: Known = spec.known
+        self.requires_grad = requires_grad
+        # In torch 2.9 a _StridedShard equals the Shard of its dim, so types are compared as well.
+        kinds = tuple(map(type, self.placements))
+        self._key = (self.mesh, self.placements, kinds, self.known, requires_grad)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FlatState) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return f"FlatState({self.placements} on {mesh_text(self.mesh.value)})"
+
+
+class _Parts(tuple[Any, ...]):
+    """The same beside a mesh: the four parts that torch insists on, and what they do not say.
+
+    Args:
+        parts: Placements, meta, shard order, and whether a gradient is required.
+        known: What is known of axes that the mesh lacks.
+    """
+
+    known: Known
+
+    def __new__(cls, parts: tuple[Any, ...], known: Known = ()) -> _Parts:
+        self = super().__new__(cls, parts)
+        self.known = known
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and self.known == getattr(other, "known", ())
+
+    def __hash__(self) -> int:
+        return hash((tuple(self), self.known))
+
+    def __reduce__(self) -> Any:
+        return (_Parts, (tuple(self), self.known))
+
+
+def flatten(tensor: DTensor) -> tuple[list[str], Any]:
+    """Return the names of the inner tensors, and what else is needed to put them together."""
+    spec = tensor._spec
+    if _MESH_IS_OPAQUE:
+        order = getattr(spec, "shard_order", None)
+        parts = (spec.placements, spec.tensor_meta, order, tensor.requires_grad)
+        return ["_local_tensor", "device_mesh"], _Parts(parts, spec.known)
+    return ["_local_tensor"], FlatState(spec, tensor.requires_grad)
+
+
+def unflatten(
+    kind: type[DTensor], inner: dict[str, Any], state: Any, stride: Sequence[int]
+) -> DTensor:
+    """Put together what :func:`flatten` took apart."""
+    if isinstance(state, FlatState):
+        mesh, placements, requires_grad = state.mesh, state.placements, state.requires_grad
+        known = state.known
+    else:
+        mesh, placements, requires_grad = real_mesh(inner["device_mesh"]), state[0], state[3]
+        known = getattr(state, "known", ())
+    payload = inner["_local_tensor"]
+    return kind._wrapping(payload, mesh, placements, requires_grad, known, tuple(stride))
+
+
+def whole(placements: Sequence[Any]) -> Placements:
+    """Return the placements of a gradient: nothing is pending in it."""
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
+def coerced_tangent(tensor: DTensor, state: Any = None, expected_type: type | None = None) -> Any:
+    """Return an incoming gradient as a compiled backward expects it.
+
+    Args:
+        tensor: The gradient.
+        state: What :func:`flatten` gave for the expected one; None: only nothing may be pending.
+        expected_type: Its type, where that is not the gradient's.
+
+    Returns:
+        The gradient over the same payload; None where no such is possible.
+    """
+    kind, spec = type(tensor), tensor._spec
+    if expected_type is torch.Tensor:
+        return tensor.full_tensor()
+    if expected_type is not None:
+        if not issubclass(expected_type, TorchDTensor):
+            return None
+        kind: Any = expected_type
+    if state is None:
+        placements = whole(spec.placements)
+        return (
+            tensor
+            if placements == spec.placements
+            else kind._wrapping(tensor._local_tensor, spec.mesh, placements, known=spec.known)
+        )
+    mesh = state.mesh if isinstance(state, FlatState) else spec.mesh
+    placements = state.placements if isinstance(state, FlatState) else state[0]
+    known = getattr(state, "known", ())
+    return kind._wrapping(tensor._local_tensor, mesh, placements, known=known)
+
+
+def distribute_in_graph(tensor: torch.Tensor, device_mesh: Any, placements: Any) -> DTensor:
+    """Do what distribute_tensor does, in a function that Dynamo reads: one call with one tensor."""
+    return _distribute(tensor, _target(device_mesh, placements))
+
+
+def _target(device_mesh: Any, placements: Any) -> str:
+    """Run, not traced, by Dynamo, which guards on the arguments."""
+    torch.compiler.allow_in_graph(_distribute)
+    # Not checked here: Dynamo would report an error as one of its own.
+    mesh = real_mesh(device_mesh)
+    given = placements if placements is None else tuple(placements)
+    kinds = None if given is None else tuple(map(type, given))
+    return _targets.name((mesh, given), f"{given} on {mesh}", (mesh, given, kinds))
+
+
+# What torch.compiler.assume_constant_result does, without importing Dynamo for it.
+_target._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _distribute(tensor: torch.Tensor, target: str) -> DTensor:
+    from xla_dtensor.dtensor.api import distribute_tensor
+
+    if tensor.requires_grad:
+        raise DistributeError(
+            f"distribute_tensor was called inside torch.compile with a tensor of "
+            f"shape={tuple(tensor.shape)} that requires grad. The DTensor would be a leaf of its "
+            "own, which a compiled function cannot return. Distribute parameters outside of it."
+        )
+    mesh, placements = _targets.value(target)
+    if mesh is None:
+        raise DistributeError(
+            "distribute_tensor was called without a mesh inside torch.compile. A compiled function "
+            "would go on using the mesh of the block that is open now. Pass device_mesh=."
+        )
+    return distribute_tensor(tensor, mesh, placements)
+
+
+if not _MESH_IS_OPAQUE:
+    # What register_constant does for Dynamo. Not all of it: a mesh among arguments that torch
+    # flattens (local_map's, for one) has to stay a leaf.
+    pytree.CONSTANT_NODES.add(DeviceMesh)

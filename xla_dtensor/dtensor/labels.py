@@ -1,0 +1,598 @@
+"""Labels: the placements of an op's result, as PyTorch derives them, and what they came from.
+
+There a ``_StridedShard`` is a kind of ``Shard``, and most of torch's rules answer with a plain
+``Shard`` where they mean "as the argument". On a (dp=2, tp=4) mesh, ``x + 1`` of a tensor that lies
+as ``[_StridedShard(0, 4), Shard(0)]``, rows cut by tp and then by dp, would be labelled
+``[Shard(0), Shard(0)]``, cut by dp and then by tp.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
+
+from mesh_utils import Mesh
+from xla_dtensor.core import Layout, LayoutError
+from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
+from xla_dtensor.dtensor.state import GlobalState, Known, known_placements, placements_on
+from xla_dtensor.runtimes.nested import leaves, map_nested
+from xla_dtensor.runtimes.whole_ops import linear_loss, linear_loss_backward
+
+__all__ = [
+    "MadeBy",
+    "Placements",
+    "legal_placements",
+    "note_op",
+    "propagate",
+    "rule_words",
+    "same_placements",
+    "with_strides",
+]
+
+
+# ----------------------------------------- Keep a strided shard strided in the labels of torch 2.9
+
+_CONFUSED = issubclass(_StridedShard, Shard)
+
+
+def same_placements(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Tell whether placements are equal; in torch 2.9 a strided shard equals the plain one.
+
+    Example:
+        >>> same_placements([_StridedShard(0, split_factor=4)], [Shard(0)])
+        False
+    """
+    return list(map(type, one)) == list(map(type, other)) and tuple(one) == tuple(other)
+
+
+def with_strides(answer: Any, arguments: Iterable[Sequence[Any]]) -> Any:
+    """Return torch's answer with the strides of the arguments.
+
+    Args:
+        answer: The placements of an output, or a list with one (or None) per output.
+        arguments: The placements of each tensor argument.
+
+    Returns:
+        The same structure. A placement whose stride cannot be told is Replicate.
+    """
+    strided = [a for a in arguments if any(isinstance(p, _StridedShard) for p in a)]
+    if not _CONFUSED or not strided or answer is None:
+        return answer
+    if isinstance(answer, list):
+        return [with_strides(each, strided) for each in answer]
+    return tuple(_placement(answer, axis, strided) for axis in range(len(answer)))
+
+
+def _placement(output: Sequence[Any], axis: int, strided: Sequence[Sequence[Any]]) -> Any:
+    placement = output[axis]
+    sources = [a for a in strided if axis < len(a) and isinstance(a[axis], _StridedShard)]
+    if type(placement) is not Shard or not sources:
+        return placement
+    for source in sources:
+        # The stride counts the cuts that later axes make outside: they have to be there again.
+        if _later_cuts(source, axis) == _later_cuts(output, axis):
+            return _StridedShard(placement.dim, split_factor=source[axis].split_factor)
+    return Replicate()
+
+
+def _later_cuts(placements: Sequence[Any], axis: int) -> list[int]:
+    dim = placements[axis].dim
+    later = range(axis + 1, len(placements))
+    return [other for other in later if getattr(placements[other], "dim", None) == dim]
+
+
+# --------------------------------------------------------------------------------- whole op labels
+#
+# Labels for the ops that xla_dtensor keeps whole and that PyTorch's propagator never sees.
+#
+# Each rule looks at one mesh axis at a time, which is enough because the axes act independently: it
+# maps the placements that the arguments have on the axis to the output's. What no rule names is
+# Replicate.
+
+aten = torch.ops.aten
+Shape = Sequence[int]
+
+
+def _dim(placement: Placement) -> int | None:
+    """The sharded dim, None for anything but a plain Shard."""
+    return placement.dim if type(placement) is Shard else None  # pyright: ignore
+
+
+class _Factor(NamedTuple):
+    """A factor of a product on one mesh axis: which dim of the product it cuts, and its sizes."""
+
+    cuts: int | None
+    shape: Sequence[int]
+
+
+def _product(left: _Factor, right: _Factor) -> Placement:
+    """Let the larger factor stay as it is, the left one of two alike; the other is gathered.
+
+    So XLA does it. PyTorch would take what moves the fewest bytes, which is the same thing mostly.
+    """
+    dim = right.cuts if left.cuts is None else left.cuts
+    if None not in (left.cuts, right.cuts) and left.cuts != right.cuts:
+        dim = right.cuts if prod(right.shape) > prod(left.shape) else left.cuts
+    return Replicate() if dim is None else Shard(dim)
+
+
+def _linear(x: Any, weight: Any, x_shape: Shape, weight_shape: Shape) -> Placement:
+    x_dim, weight_dim, last = _dim(x), _dim(weight), len(x_shape) - 1
+    if x_dim == last and weight_dim == 1:
+        return Partial()
+    return _product(
+        _Factor(None if x_dim == last else x_dim, x_shape),
+        _Factor(last if weight_dim == 0 else None, weight_shape),
+    )
+
+
+def _matmul(a: Any, b: Any, a_shape: Shape, b_shape: Shape) -> Placement:
+    a_ndim, b_ndim = len(a_shape), len(b_shape)
+    a_dim, b_dim = _dim(a), _dim(b)
+    a_sum, b_sum = a_ndim - 1, max(b_ndim - 2, 0)
+    if a_dim == a_sum and b_dim == b_sum:
+        return Partial()
+    # A dim of size 1 is spread over the other factor's; the sums of a vector leave no dim.
+    if a_dim is not None and (a_dim == a_sum or a_shape[a_dim] == 1):
+        a_dim = None
+    if b_dim is not None and (b_dim == b_sum or b_shape[b_dim] == 1):
+        b_dim = None
+    if a_dim is not None and b_ndim > 1:
+        a_dim += max(a_ndim, b_ndim) - a_ndim
+    if b_dim is not None:
+        b_dim += max(a_ndim, b_ndim) - b_ndim if a_ndim > 1 else -(b_dim > b_sum)
+    return _product(_Factor(a_dim, a_shape), _Factor(b_dim, b_shape))
+
+
+def _weight_grad(grad: Any, x: Any, grad_shape: Shape, x_shape: Shape) -> Placement:
+    grad_dim, x_dim, last = _dim(grad), _dim(x), len(x_shape) - 1
+    if grad_dim is not None and grad_dim == x_dim and grad_dim < last:
+        return Partial()
+    return _product(
+        _Factor(0 if grad_dim == last else None, grad_shape),
+        _Factor(1 if x_dim == last else None, x_shape),
+    )
+
+
+def _attention(q: Any, k: Any, v: Any, q_shape: Shape, *_: Shape) -> Placement:
+    ndim = len(q_shape)
+    q_dim, k_dim, v_dim = _dim(q), _dim(k), _dim(v)
+    if q_dim is not None and q_dim == k_dim == v_dim and q_dim < ndim - 2:
+        return Shard(q_dim)
+    if q_dim == ndim - 2 and k_dim is None and v_dim is None:
+        return Shard(ndim - 2)
+    return Replicate()
+
+
+def _per_axis(rule: Callable[..., Placement], tensors: int) -> Callable[[int, Any], Any]:
+    def placements(num_axes: int, args: Any) -> tuple[Placement, ...]:
+        given = [args[i] for i in range(tensors)]
+        shapes = [g[1] for g in given]
+        return tuple(rule(*(g[0][axis] for g in given), *shapes) for axis in range(num_axes))
+
+    return placements
+
+
+def _attention_grads(num_axes: int, args: Any) -> list[Any]:
+    return [args[1][0], args[2][0], args[3][0]]
+
+
+def _lean_attention(num_axes: int, args: Any) -> list[Any]:
+    output = _per_axis(_attention, 3)(num_axes, args)
+    return [output, output]  # the sums have all dims of the output but the last
+
+
+def _linear_loss(num_axes: int, args: Any) -> list[Any]:
+    """One number for each token: it lies as the tokens do."""
+    placements, shape = args[0][:2]
+    kept = [p if _dim(p) not in (None, len(shape) - 1) else Replicate() for p in placements]
+    return [tuple(kept), tuple(kept)]
+
+
+def _linear_loss_grads(num_axes: int, args: Any) -> list[Any]:
+    of_bias = [p if _dim(p) == 0 else Replicate() for p in args[2][0]]
+    return [args[1][0], args[2][0], tuple(of_bias)]
+
+
+def _replicated(num_axes: int, args: Any) -> tuple[Placement, ...]:
+    """PyTorch has no rule for products of groups of rows, and asking it logs an error each time."""
+    return (Replicate(),) * num_axes
+
+
+WHOLE_OP_LABELS: dict[Any, Callable[[int, Any], Any]] = {
+    aten.linear.default: _per_axis(_linear, 2),
+    aten.matmul.default: _per_axis(_matmul, 2),
+    aten.scaled_dot_product_attention.default: _per_axis(_attention, 3),
+    torch.ops.xla_dtensor.linear_weight_grad.default: _per_axis(_weight_grad, 2),
+    torch.ops.xla_dtensor.sdpa_backward.default: _attention_grads,
+    torch.ops.xla_dtensor.sdpa_lean.default: _lean_attention,
+    torch.ops.xla_dtensor.sdpa_lean_backward.default: _attention_grads,
+    linear_loss: _linear_loss,
+    linear_loss_backward: _linear_loss_grads,
+    aten._grouped_mm.default: _replicated,
+}
+
+
+# ------------------------------------------------------------------------ Placements of op outputs
+#
+# PyTorch's own ShardingPropagator, asked on a shadow mesh.
+#
+# Ops run on global tensors, so their values are right whatever the placements; what PyTorch would
+# have said of the output is a *label*. It is computed by PyTorch's propagator on a shadow mesh of
+# device type "cpu" (the propagator consults device handles that "xla" does not have, and only
+# shapes matter), and it is never enforced.
+#
+# An op without a rule gets Replicate, with one log line per op; where a rule exists but refuses the
+# placements on all mesh axes together, each axis is asked about alone. Answers are cached per op,
+# argument description and mesh.
+
+Placements = tuple[Any, ...]
+logger = logging.getLogger("xla_dtensor")
+
+_SAME_AS_FIRST = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.contiguous.default,
+}
+_MANY = 16
+_cache: dict[Any, Any] = {}
+_CACHE_LIMIT = 50_000
+_logged: set[Any] = set()
+
+
+def propagate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh) -> Any:
+    """Return the placements of the op's outputs.
+
+    Args:
+        func: An ``OpOverload``.
+        args: Its arguments, DTensors in place.
+        kwargs: Its keyword arguments.
+        mesh: The mesh to express the answer on.
+
+    Returns:
+        One tuple of placements for all outputs, or a list with one (or None) per output.
+    """
+    if func in _SAME_AS_FIRST:
+        return _placements(args[0], mesh)
+    described_args, described_kwargs = map_nested(
+        lambda v: _describe(v, mesh), (tuple(args), dict(kwargs))
+    )
+    try:
+        key = (func, mesh, _hashable(described_args), _hashable(described_kwargs))
+        hash(key)
+    except TypeError:
+        return _ask(func, described_args, described_kwargs, mesh)
+    if key not in _cache:
+        if len(_cache) >= _CACHE_LIMIT:
+            _cache.clear()
+        _cache[key] = _ask(func, described_args, described_kwargs, mesh)
+    return _cache[key]
+
+
+def known_of_results(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    given: Sequence[Known],
+    span: Mesh,
+    result: Any,
+) -> list[Known]:
+    """Return what is known of each result of an op on LocalViews, besides what is in their region.
+
+    Args:
+        func: An ``OpOverload``.
+        args: Its arguments, LocalViews in place.
+        kwargs: Its keyword arguments.
+        given: What is known of each view.
+        span: The mesh over all devices.
+        result: A tensor or a sequence of results.
+    """
+    named = {axis for known in given for axis, _ in known}
+    mesh = as_device_mesh(span[tuple(axis for axis in span.axis_names if axis in named)])
+    several = not isinstance(result, torch.Tensor)
+    placements = propagate(func, args, kwargs, mesh)
+    results = list(result) if several else [result]
+    each = placements if isinstance(placements, list) else [placements] * len(results)
+    each = each if len(each) == len(results) else [each[0]] * len(results)
+    found: list[Known] = []
+    for answer, one in zip(each, results, strict=True):
+        ndim = one.ndim if isinstance(one, torch.Tensor) else 0
+        legal = legal_placements(answer, ndim, mesh)
+        pairs = zip(mesh.value.axis_names, legal, strict=True)
+        found.append(tuple((axis, p.dim) for axis, p in pairs if type(p) is Shard))
+    return found
+
+
+def _placements(value: torch.Tensor, mesh: DeviceMesh) -> Placements:
+    if isinstance(value, TorchDTensor):
+        return placements_on(value._spec, mesh)  # pyright: ignore[reportArgumentType]
+    return known_placements(getattr(value, "_known", ()), mesh)
+
+
+class _Described(tuple):
+    """(placements, shape, stride, dtype) of one DTensor argument."""
+
+    __slots__ = ()
+
+
+def _describe(value: Any, mesh: DeviceMesh) -> Any:
+    if isinstance(value, TorchDTensor):
+        placements = _placements(value, mesh)
+        return _Described((placements, value.shape, value.stride(), value.dtype))
+    if isinstance(value, torch.Tensor):
+        placements = _placements(value, mesh)
+        return _Described((placements, value.shape, value.stride(), value.dtype))
+    if isinstance(value, torch.SymFloat):
+        return 0.5
+    return value
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, _Described):
+        # In torch 2.9 a _StridedShard equals the Shard of its dim, and has its hash.
+        return (*map(type, value[0]), *value)
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((k, _hashable(v)) for k, v in value.items())
+    return (type(value), value)
+
+
+def _ask(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+    replicated = (Replicate(),) * mesh.ndim
+    described = [v for v in leaves((args, kwargs)) if isinstance(v, _Described)]
+    # torch's rules for views do not end on empty shapes, of which there is nothing to place.
+    if all(d[0] == replicated for d in described) or any(0 in d[1] for d in described):
+        return replicated
+    if func in WHOLE_OP_LABELS:
+        return WHOLE_OP_LABELS[func](mesh.ndim, args)
+    if func is aten.stack.default and len(args[0]) > _MANY and not any(d[1] for d in described):
+        return _ask_by_parts(args, kwargs, mesh)
+    # The propagator raises half a dozen types for ops and shapes that it has no rule for. A label
+    # is never needed for a right value, so none of them may stop the program.
+    try:
+        # torch.compile may be tracing; the question is answered outside of its graph.
+        with _disable_current_modes():
+            return _from_propagator(func, args, kwargs, mesh)
+    except NotImplementedError as error:
+        _log_once(func, error)
+        return replicated
+    except Exception as error:
+        return _axis_by_axis(func, args, kwargs, mesh, error)
+
+
+def _ask_by_parts(args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+    """Ask about a stack of many 0-dim tensors, the norms of all gradients, in a few at a time.
+
+    torch goes through the operands and keeps what they have come to, so that may stand for those
+    before. Asked about all at once torch 2.9 compares each with each: a second for 400.
+    """
+    operands, *rest = args
+    answer = _ask(aten.stack.default, (operands[:_MANY], *rest), kwargs, mesh)
+    for start in range(_MANY, len(operands), _MANY):
+        before = _Described((answer, *operands[0][1:]))
+        part = [before, *operands[start : start + _MANY]]
+        answer = _ask(aten.stack.default, (part, *rest), kwargs, mesh)
+    return answer
+
+
+def _axis_by_axis(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh, error: Exception) -> Any:
+    """Ask about one mesh axis at a time, the others replicated; put the answers together."""
+    answers = []
+    for axis in range(mesh.ndim):
+
+        def only(value: Any, axis: int = axis) -> Any:
+            if not isinstance(value, _Described):
+                return value
+            placements = [Replicate()] * mesh.ndim
+            placements[axis] = value[0][axis]
+            return _Described((tuple(placements), *value[1:]))
+
+        alone_args, alone_kwargs = map_nested(only, (args, kwargs))
+        try:
+            with _disable_current_modes():
+                answers.append(_from_propagator(func, alone_args, alone_kwargs, mesh))
+        except Exception:
+            answers.append(None)
+    given = next((a for a in answers if a is not None), None)
+    if given is None:
+        _log_once(func, error)
+    if isinstance(given, list):
+        return [_merged([a and a[i] for a in answers]) for i in range(len(given))]
+    return _merged(answers)
+
+
+def _merged(answers: Sequence[Any]) -> Placements:
+    """Take from each axis's answer the placement on that axis."""
+    return tuple(
+        Replicate() if answer is None or len(answer) != len(answers) else answer[axis]
+        for axis, answer in enumerate(answers)
+    )
+
+
+def legal_placements(placements: Any, ndim: int, mesh: DeviceMesh) -> Placements:
+    """Return a label that says something of a tensor with `ndim` dims on `mesh`.
+
+    Some of torch's rules answer for another number of axes (constant_pad_nd in 2.9) or dims (norm
+    in 2.13), some with a Partial that carries state of torch's own run (embedding), and some keep a
+    stride that has lost its meaning (view in 2.13). Such placements become plain, or Replicate.
+
+    Args:
+        placements: torch's answer; None where it has none.
+        ndim: The output's number of dims.
+        mesh: The mesh that the label refers to.
+
+    Returns:
+        One placement per mesh axis, which together are a tiling of the tensor.
+    """
+    if isinstance(placements, list):
+        placements = placements[0]
+    if placements is None or len(placements) != mesh.ndim:
+        return (Replicate(),) * mesh.ndim
+    legal = tuple([_legal(placement, ndim) for placement in placements])
+    if any(isinstance(p, _StridedShard) for p in legal) and not _is_tiling(legal, ndim, mesh):
+        return tuple(Replicate() if isinstance(p, _StridedShard) else p for p in legal)
+    return legal
+
+
+def _legal(placement: Any, ndim: int) -> Any:
+    if placement.is_partial():
+        return placement if type(placement) is Partial else Partial(placement.reduce_op)
+    return placement if getattr(placement, "dim", -1) < ndim else Replicate()
+
+
+def _is_tiling(placements: Placements, ndim: int, mesh: DeviceMesh) -> bool:
+    try:
+        Layout.from_placements(placements, ndim, mesh.value).op_sharding()
+    except LayoutError:
+        return False
+    return True
+
+
+def _log_once(func: Any, error: Exception) -> None:
+    if func not in _logged:
+        _logged.add(func)
+        logger.info(
+            "No placement rule for %s (%s); its outputs are labelled Replicate. Values are not "
+            "affected.",
+            func,
+            type(error).__name__,
+        )
+
+
+def _from_propagator(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+    shadow = _shadow_mesh(mesh.value)
+    propagator = TorchDTensor._op_dispatcher.sharding_propagator
+
+    def to_spec(value: Any) -> Any:
+        if not isinstance(value, _Described):
+            return value
+        placements, shape, stride, dtype = value
+        return DTensorSpec(shadow, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+    schema_args, schema_kwargs = map_nested(to_spec, (args, kwargs))
+    info = propagator.op_to_schema_info.get(func)
+    info = info or getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}).get(func)
+    schema = OpSchema(func, schema_args, schema_kwargs, schema_info=info)
+    output = propagator.propagate_op_sharding_non_cached(schema).output_spec
+    if output is None:
+        return (Replicate(),) * mesh.ndim
+    given = [v[0] for v in leaves((args, kwargs)) if isinstance(v, _Described)]
+    if isinstance(output, DTensorSpec):
+        return with_strides(output.placements, given)
+    return with_strides([None if spec is None else spec.placements for spec in output], given)
+
+
+@lru_cache(maxsize=64)
+def _shadow_mesh(mesh: Mesh) -> TorchDeviceMesh:
+    # torch skips process groups for "xla" only; the type is changed afterwards.
+    shadow = TorchDeviceMesh("xla", torch.arange(mesh.size()).reshape(mesh.mesh_shape))
+    name = "_device_type" if "_device_type" in vars(shadow) else "device_type"
+    vars(shadow)[name] = "cpu"
+    shadow._coordinate_on_dim = [0] * mesh.ndim  # pyright: ignore
+    shadow._dim_group_names = []  # pyright: ignore
+    shadow._rank = 0  # pyright: ignore
+    _prepare_cost_model(shadow)
+    return shadow
+
+
+def _prepare_cost_model(shadow: TorchDeviceMesh) -> None:
+    """Let torch compute (and cache) the mesh's topology without a process group."""
+    from torch.distributed.device_mesh import _mesh_resources
+    from torch.distributed.tensor._collective_utils import MeshTopoInfo
+
+    answers: dict[str, Callable[[str], int]] = {
+        "num_hosts": lambda _: 1,
+        "num_devices_per_host": lambda _: shadow.size(),
+    }
+    _mesh_resources.__dict__.update(answers)
+    try:
+        MeshTopoInfo.build_from_mesh(shadow)
+    finally:
+        for name in answers:
+            del _mesh_resources.__dict__[name]
+
+
+# ---------------------------------------- Which op made a DTensor, and by what rule its label came
+#
+# Kept with the label, in words later.
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBy:
+    """The op that a state was made for. It holds no tensors, and no other states.
+
+    Attributes:
+        func: The ``OpOverload``; a text for what is no op of torch's.
+        arguments: The mesh, the placements and the shape of each DTensor among its arguments.
+    """
+
+    func: Any
+    arguments: tuple[tuple[DeviceMesh, tuple[Any, ...], tuple[int, ...]], ...]
+
+    @property
+    def words(self) -> str:
+        """The op with its arguments."""
+        told = [
+            f"{shape} {Layout.from_placements(placements, len(shape), mesh.value)}"
+            for mesh, placements, shape in self.arguments
+        ]
+        return f"{self.func} of {' and '.join(told)}" if told else str(self.func)
+
+    @property
+    def takes_copies(self) -> bool:
+        """Whether all its arguments are labelled as copies."""
+        return all(p == Replicate() for _, placements, _ in self.arguments for p in placements)
+
+
+def note_op(states: Any, func: Any, found: Sequence[Any]) -> Any:
+    """Keep with the states of an op's outputs which op they are of; return the states.
+
+    Called once for each new answer, not for each op.
+
+    Args:
+        states: A state, or nested lists of states and None.
+        func: The op.
+        found: The DTensors among its arguments.
+    """
+    arguments = ((t._spec.mesh, tuple(t._spec.placements), tuple(t.shape)) for t in found)
+    made_by = MadeBy(func, tuple(arguments))
+    for state in leaves([states]):
+        if isinstance(state, GlobalState):
+            state.made_by = made_by
+    return states
+
+
+def rule_words(made_by: MadeBy) -> str:
+    """Say by what rule an op's output got its label.
+
+    Args:
+        made_by: The op.
+    """
+    func = made_by.func
+    if isinstance(func, str):
+        return "its caller said how the result is to lie, and XLA is told so"
+    if func in _SAME_AS_FIRST:
+        return "its result is labelled as its argument"
+    if made_by.takes_copies:
+        return "all its arguments are labelled as copies, so its result is"
+    if func in WHOLE_OP_LABELS:
+        return "the label is by a rule of xla_dtensor's, as PyTorch has none for this op"
+    if func in _logged:
+        return "PyTorch has no rule that fits, so its result is labelled as copies"
+    return "the label is what PyTorch's rule for this op says of these arguments"

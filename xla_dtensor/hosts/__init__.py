@@ -1,0 +1,1 @@
+"""Jobs of several processes: how they meet, their data, checkpoints, weights, preemption."""

@@ -1,0 +1,156 @@
+"""How the processes of a job agree on a checkpoint: one round of questions to the first process.
+
+A round has two halves. Every process contributes something; the first process decides on all of
+it; every process gets the decision. If any of them fails, all of them raise, and say which one it
+was and why, so nobody waits for a process that has given up. What is exchanged is small, and goes
+through the key-value store of the job's coordination service: no process group is needed, and no
+program of the devices is in the way.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from xla_dtensor.core.errors import CheckpointError
+from xla_dtensor.runtimes.registry import current_runtime
+
+__all__ = ["Exchange", "Messages"]
+
+_rounds = itertools.count()
+
+
+class Messages(Protocol):
+    """Messages between the processes of a job, see ``runtimes/jax/arrays/store.py``."""
+
+    index: int
+    count: int
+
+    def put_bytes(self, key: str, data: bytes, *, overwrite: bool = True) -> None:
+        """Leave a message."""
+
+    def get_bytes(self, key: str, timeout_seconds: float) -> bytes | None:
+        """Wait for a message and return it; None if it does not come."""
+        ...
+
+    def drop(self, key: str) -> None:
+        """Remove a message."""
+
+
+class Exchange:
+    """The agreements of one save or load. All processes have to make them in the same order.
+
+    Args:
+        timeout_seconds: How long to wait for the slowest process.
+        messages: How to reach the others. None: found out.
+
+    Attributes:
+        index: This process's place.
+        count: How many processes there are.
+    """
+
+    def __init__(self, timeout_seconds: float, messages: Messages | None = None) -> None:
+        self._messages = _messages() if messages is None else messages
+        self._timeout_seconds = timeout_seconds
+        self._name = f"xla_dtensor/checkpoint/{next(_rounds)}"
+        self.index = 0 if self._messages is None else self._messages.index
+        self.count = 1 if self._messages is None else self._messages.count
+
+    def agree(
+        self,
+        what: str,
+        contribute: Callable[[], Any],
+        decide: Callable[[list[Any]], Any],
+    ) -> Any:
+        """Let every process contribute and the first decide, and return the decision.
+
+        Args:
+            what: A name for this round, for messages: "begin", "write".
+            contribute: Gives what JSON can say. Called in every process.
+            decide: Called in the first process with all contributions, by process.
+
+        Raises:
+            CheckpointError: One of the processes failed, or was not heard of in time.
+        """
+        if self._messages is None:
+            return decide([contribute()])
+        own: BaseException | None = None
+        try:
+            said: dict[str, Any] = {"value": contribute()}
+        except BaseException as error:
+            own, said = error, {"error": f"{error}"}
+        if self.index:
+            self._put(f"{what}/{self.index}", said)
+            if own is not None and not isinstance(own, Exception):
+                raise own
+            outcome = self._decision(what)
+        else:
+            outcome, own = self._decided(what, said, decide, own)
+        if own is not None:
+            raise own
+        if "error" in outcome:
+            raise CheckpointError(outcome["error"])
+        return outcome["value"]
+
+    def _decided(
+        self, what: str, said: Any, decide: Callable[[list[Any]], Any], own: BaseException | None
+    ) -> tuple[dict[str, Any], BaseException | None]:
+        assert self._messages is not None
+        outcome: dict[str, Any] = {}
+        try:
+            all_said = [said, *(self._heard(what, i) for i in range(1, self.count))]
+            failed = {i: s["error"] for i, s in enumerate(all_said) if "error" in s}
+            if failed:
+                index, text = next(iter(failed.items()))
+                outcome = {"error": f"In process {index} of {self.count}: {text}"}
+            else:
+                outcome = {"value": decide([s["value"] for s in all_said])}
+        except BaseException as error:
+            own = own or error
+            outcome = {"error": f"In process 0 of {self.count}: {own}"}
+        self._put(f"{what}/decision", outcome)
+        return outcome, own
+
+    def _put(self, name: str, said: Any) -> None:
+        assert self._messages is not None
+        text = json.dumps(said).encode()
+        self._messages.put_bytes(f"{self._name}/{name}", text, overwrite=False)
+
+    def _heard(self, what: str, index: int) -> Any:
+        assert self._messages is not None
+        key = f"{self._name}/{what}/{index}"
+        said = self._messages.get_bytes(key, self._timeout_seconds)
+        if said is None:
+            return {"error": self._late(what, index)}
+        self._messages.drop(key)
+        return json.loads(said)
+
+    def _decision(self, what: str) -> Any:
+        assert self._messages is not None
+        # The first process may itself have waited as long before it decides.
+        waited = 2 * self._timeout_seconds + 30
+        said = self._messages.get_bytes(f"{self._name}/{what}/decision", waited)
+        return {"error": self._late(what, 0)} if said is None else json.loads(said)
+
+    def _late(self, what: str, index: int) -> str:
+        return (
+            f"The step {what!r} of a checkpoint waited for process {index}. It was not heard of "
+            f"within timeout_seconds={self._timeout_seconds:g}. Look into its log; if its file "
+            "system is slow, pass a longer timeout_seconds."
+        )
+
+
+def _messages() -> Messages | None:
+    runtime = current_runtime()
+    if runtime is None or set(runtime.device_ids()) == set(runtime.addressable_device_ids()):
+        return None
+    if runtime.name != "jax":
+        raise CheckpointError(
+            f"A checkpoint was asked for in one of several processes on the runtime "
+            f"{runtime.name!r}. Only on 'jax' can they agree on one. Use the runtime 'jax' for "
+            "jobs of several processes."
+        )
+    return importlib.import_module("xla_dtensor.runtimes.jax.arrays.store").KeyValueStore.of_job()

@@ -1,0 +1,278 @@
+"""Loading: which process reads what, and how it gets into the state.
+
+The first process says which checkpoint it is; each then reads what its own devices need, block by
+block, and at the end all say that they could. A tensor is overwritten only with values whose
+checksums were right. If a load fails in the middle, what was loaded before stays loaded: load
+another checkpoint before the state is used.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from xla_dtensor.core.errors import CheckpointError
+from xla_dtensor.dtensor.dcp import Index, device_indices, extents_of, layout_to_load
+from xla_dtensor.dtensor.dtensor import DTensor
+from xla_dtensor.hosts.checkpoint.exchange import Exchange
+from xla_dtensor.hosts.checkpoint.folders import folder_of, read_manifest, whole_steps
+from xla_dtensor.hosts.checkpoint.generators import GENERATORS
+from xla_dtensor.hosts.checkpoint.manifest import Entry, Manifest, own_name
+from xla_dtensor.hosts.checkpoint.progress import progress_bar
+from xla_dtensor.hosts.checkpoint.reading import Reader
+from xla_dtensor.hosts.checkpoint.state import Leaf, Walk, is_stored_as_tensor
+from xla_dtensor.hosts.checkpoint.storage import Storage
+from xla_dtensor.runtimes.registry import get_runtime
+
+__all__ = ["Restore", "chosen_step"]
+
+logger = logging.getLogger("xla_dtensor")
+
+
+def chosen_step(storage: Storage, step: int | None) -> int:
+    """Return the step to be loaded: the one asked for, or the newest.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    found = whole_steps(storage)
+    if step is None and found:
+        return found[-1]
+    if step is None or step not in found:
+        asked = "The newest checkpoint" if step is None else f"The checkpoint step={step}"
+        names = storage.names()
+        there = f"There are the steps {found}" if found else f"The folder has only {names[:8]}"
+        raise CheckpointError(
+            f"{asked} in {storage.root} was to be loaded. {there if names else 'It is empty'}, and "
+            "only folders with a manifest are checkpoints. Pass a step that is there, or the "
+            "folder that was saved to."
+        )
+    return step
+
+
+class Restore:
+    """One load.
+
+    Args:
+        storage: Where checkpoints lie.
+        state: The nested state, filled in place.
+        strict: Whether both have to have the same names.
+        only: Patterns of names; None: all.
+        convert: Whether dtypes may differ.
+        exchange: How the processes agree.
+        show: Whether to show progress.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        state: Mapping[str, Any],
+        *,
+        strict: bool,
+        only: Sequence[str] | None,
+        convert: bool,
+        exchange: Exchange,
+        show: bool,
+    ) -> None:
+        self._storage, self._state, self._strict = storage, state, strict
+        if isinstance(only, str):
+            raise CheckpointError(
+                f"A checkpoint was to be loaded with only={only!r}. It takes a list of patterns of "
+                f"names. Pass only=[{only!r}], or [{only + '.*'!r}] for all that is below it."
+            )
+        self._only, self._convert = only, convert
+        self._exchange, self._show = exchange, show
+
+    def run(self, step: int | None) -> int:
+        """Load, and return the step.
+
+        Raises:
+            CheckpointError: Something is missing, damaged or of another form.
+        """
+
+        def choose(_: list[Any]) -> list[Any]:
+            chosen = chosen_step(self._storage, step)
+            return [chosen, read_manifest(self._storage, chosen).save_id]
+
+        found, save_id = self._exchange.agree("choose", lambda: None, choose)
+        self._exchange.agree("load", lambda: self._load(found, save_id), lambda _: None)
+        return int(found)
+
+    def _load(self, step: int, save_id: str) -> None:
+        manifest = read_manifest(self._storage, step)
+        folder = folder_of(step)
+        if manifest.save_id != save_id:
+            raise CheckpointError(
+                f"The checkpoint {self._storage.text(folder)} was to be loaded. Process 0 reads "
+                "another one there. Pass a folder that all processes share, and save no other "
+                "checkpoint of this step meanwhile."
+            )
+        entries = {n: e for n, e in manifest.entries.items() if self._is_chosen(n)}
+        walk = Walk(self._state, entries, partial=not self._strict or self._only is not None)
+        chosen = self._matched(walk.leaves, manifest, folder)
+        total = sum(manifest.entries[entry].num_bytes for _, entry in chosen)
+        show = self._show and not self._exchange.index
+        with (
+            progress_bar(show, "loading", total // self._exchange.count) as progress,
+            Reader(self._storage, folder, manifest.files, progress) as reader,
+            torch.no_grad(),
+        ):
+            for leaf, name in chosen:
+                self._load_leaf(reader, leaf, name, manifest.entries[name])
+        walk.give_back({leaf.name for leaf, _ in chosen})
+
+    # ------------------------------------------------------------------ names
+
+    def _matched(
+        self, leaves: Mapping[str, Leaf], manifest: Manifest, folder: str
+    ) -> list[tuple[Leaf, str]]:
+        """What is loaded from which entry."""
+        wanted = {name for name in leaves if self._is_chosen(name)}
+        saved = {
+            name
+            for name, entry in manifest.entries.items()
+            if not entry.of_process and self._is_chosen(name)
+        } - ({GENERATORS} - wanted)
+        wanted -= {GENERATORS} - saved
+        missing, unknown = sorted(wanted - saved), sorted(saved - wanted)
+        for pattern in self._only or ():
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in (*leaves, *manifest.entries)):
+                raise CheckpointError(
+                    f"A state was to be loaded from {self._storage.text(folder)} with "
+                    f"only={list(self._only or ())}. No name is like {pattern!r}; there are "
+                    f"{_few(sorted(manifest.entries))}. Pass patterns of names as these."
+                )
+        if self._strict and (missing or unknown):
+            raise CheckpointError(
+                f"A state was to be loaded from {self._storage.text(folder)}. "
+                f"The checkpoint lacks {_few(missing)}; the state lacks {_few(unknown)}. Pass "
+                "strict=False to load what both have, or only=[...] with patterns of names."
+            )
+        if missing or unknown:
+            logger.warning("not loaded: %s; not asked for: %s", _few(missing), _few(unknown))
+        chosen: list[tuple[Leaf, str]] = []
+        for name in leaves:
+            if name in wanted & saved:
+                own = self._own(name, manifest, folder)
+                chosen += [(leaves[name], own)] if own else []
+        for leaf, name in chosen:
+            self._check_fits(leaf, manifest.entries[name], folder)
+        return chosen
+
+    def _is_chosen(self, name: str) -> bool:
+        return self._only is None or any(fnmatch.fnmatchcase(name, p) for p in self._only)
+
+    def _own(self, name: str, manifest: Manifest, folder: str) -> str | None:
+        """The entry that this process loads, where each has saved its own."""
+        copies = manifest.entries[name].copies
+        index, count = self._exchange.index, self._exchange.count
+        if copies is None or copies == count:
+            return name if copies is None else own_name(name, index)
+        if name == GENERATORS:
+            # Those who were not there go on with theirs.
+            logger.warning("the generators of %d processes are loaded in %d", copies, count)
+            return own_name(name, index) if index < copies else None
+        raise CheckpointError(
+            f"The value {name!r} was to be loaded from {self._storage.text(folder)}. Each of "
+            f"{copies} processes saved another one, and there are {count} now. Start {copies} "
+            "processes, or leave it out with only=[...]."
+        )
+
+    def _check_fits(self, leaf: Leaf, entry: Entry, folder: str) -> None:
+        is_tensor = is_stored_as_tensor(leaf.value)
+        said = f"{leaf.name!r} was to be loaded from {self._storage.text(folder)}."
+        if is_tensor != (entry.shape is not None):
+            kinds = ("a plain value", "a tensor")
+            raise CheckpointError(
+                f"{said} It is {kinds[not is_tensor]} there, and {kinds[is_tensor]} in the state. "
+                "Pass a state of the same form."
+            )
+        if not is_tensor:
+            return
+        if tuple(leaf.value.shape) != entry.shape:
+            raise CheckpointError(
+                f"{said} It has shape={entry.shape} there, and shape={tuple(leaf.value.shape)} in "
+                "the state. Pass a tensor of the same shape."
+            )
+        dtype = str(leaf.value.dtype).removeprefix("torch.")
+        if dtype != entry.dtype and not self._convert:
+            raise CheckpointError(
+                f"{said} It has dtype={entry.dtype} there, and dtype={dtype} in the state. Pass "
+                "convert=True to convert what is loaded."
+            )
+
+    # ------------------------------------------------------------------ values
+
+    def _load_leaf(self, reader: Reader, leaf: Leaf, name: str, entry: Entry) -> None:
+        if entry.shape is None:
+            if leaf.set is None:
+                raise CheckpointError(
+                    f"The value at {list(leaf.path)} was to be loaded. It stands in a tuple, which "
+                    "cannot be changed. Pass a list."
+                )
+            leaf.set(reader.value(name, entry))
+        elif isinstance(leaf.value, DTensor):
+            _fill_dtensor(reader, leaf.value, name, entry)
+        else:
+            index = tuple(slice(0, n) for n in entry.shape)
+            leaf.value.copy_(reader.block(name, entry, index, leaf.value.dtype))
+
+
+def _few(names: Sequence[str]) -> str:
+    if not names:
+        return "nothing"
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" * (len(names) > 5))
+
+
+def _fill_dtensor(reader: Reader, tensor: DTensor, name: str, entry: Entry) -> None:
+    payload = tensor._local_tensor
+    if payload.is_meta or tensor.numel() == 0:  # no device of its mesh is of this process
+        return
+    runtime = get_runtime()
+    layout = layout_to_load(tensor)
+    shape = tuple(tensor.shape)
+    indices = device_indices(tensor, layout.op_sharding(runtime.root(layout.mesh)))
+    tiles = _Tiles(reader, name, entry, indices, tensor.dtype)
+    # A number has no tiles; run_op puts a host tensor where the payload lies.
+    # JAX asks for each once, so that no more than one is on the host.
+    shards = tiles if runtime.name == "jax" else dict(tiles)
+    value = runtime.from_shards(shards, shape, layout) if shape else next(iter(tiles.values()))
+    runtime.run_op(torch.ops.aten.copy_.default, (payload, value), {})
+
+
+class _Tiles(Mapping[int, torch.Tensor]):
+    """Each device's block, read when it is asked for; equal blocks follow each other."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        name: str,
+        entry: Entry,
+        indices: Mapping[int, Index],
+        dtype: torch.dtype,
+    ) -> None:
+        self._reader, self._name, self._entry, self._dtype = reader, name, entry, dtype
+        starts = {d: [(s.start, s.stop) for s in index] for d, index in indices.items()}
+        self._indices = {d: indices[d] for d in sorted(indices, key=lambda d: (starts[d], d))}
+        self._last: tuple[Index, torch.Tensor] | None = None
+
+    def __getitem__(self, device: int) -> torch.Tensor:
+        index = self._indices[device]
+        if self._last is None or self._last[0] != index:
+            self._last = None
+            if all(extents_of(index)):
+                data = self._reader.block(self._name, self._entry, index, self._dtype)
+            else:
+                data = torch.empty(extents_of(index), dtype=self._dtype)
+            self._last = index, data
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)

@@ -1,0 +1,239 @@
+"""What a checkpoint holds of a nested state: a flat list of tensors and plain values, by name.
+
+* A dict is walked; a list or tuple is walked if it holds a tensor, and is one plain value if not.
+* A module or an optimizer is walked as its ``state_dict()``, and so is any other object whose state
+  holds a DTensor. Every other object with ``state_dict`` and ``load_state_dict`` (a loader, a
+  scheduler, a scaler) is one plain value: its state may have another form each time.
+* Weights that a module has under two names are saved once.
+
+Loading walks the state to be loaded in the same way. Tensors are filled in place, plain values are
+set where they were found, and objects are given what was loaded. Only an optimizer's form comes
+from the checkpoint: a new optimizer has no state yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from xla_dtensor.core.errors import CheckpointError
+from xla_dtensor.dtensor.dtensor import DTensor
+from xla_dtensor.dtensor.local import LocalView
+from xla_dtensor.dtensor.random import RNGStatesTracker
+from xla_dtensor.hosts.checkpoint.manifest import Entry, PathKey
+from xla_dtensor.nn.fsdp_groups import GroupDTensor
+
+__all__ = ["Leaf", "Walk", "is_stored_as_tensor"]
+
+
+@dataclass
+class Leaf:
+    """One tensor or plain value of a state.
+
+    Attributes:
+        path: The keys that lead to it.
+        value: The tensor or value.
+        set: Puts another value in its place; None where that cannot be.
+        same_as: The name of a leaf before it that is the same tensor.
+    """
+
+    path: PathKey
+    value: Any
+    set: Callable[[Any], None] | None = None
+    same_as: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name in the checkpoint: the keys, joined by points."""
+        return ".".join(str(key) for key in self.path)
+
+
+class Walk:
+    """A walk over a state.
+
+    Args:
+        state: The nested state.
+        saved: The entries of the checkpoint that are to be loaded; None to save.
+        partial: Whether what is not among them is to stay.
+
+    Attributes:
+        leaves: What was found, by name.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        saved: Mapping[str, Entry] | None = None,
+        partial: bool = False,
+    ) -> None:
+        self.leaves: dict[str, Leaf] = {}
+        self._saved, self._partial = saved, partial
+        self._owners: list[tuple[PathKey, Callable[[], None]]] = []
+        for key, value in state.items():
+            setter = _item_setter(state, key) if isinstance(state, MutableMapping) else None
+            self._visit((key,), value, setter)
+
+    def give_back(self, loaded: set[str]) -> None:
+        """Give objects the states that were loaded, those only of which something was.
+
+        Args:
+            loaded: Names of leaves.
+        """
+        paths = [self.leaves[name].path for name in loaded]
+        # Inner objects first: an outer one may hold them.
+        for path, give in reversed(self._owners):
+            if any(p[: len(path)] == path for p in paths):
+                give()
+
+    def _visit(self, path: PathKey, value: Any, setter: Callable[[Any], None] | None) -> None:
+        if isinstance(value, Mapping) and value:
+            for key, item in value.items():
+                self._visit((*path, _checked_key(path, key)), item, _item_setter(value, key))
+        elif isinstance(value, (list, tuple)) and next(_tensors(value), None) is not None:
+            for i, item in enumerate(value):
+                set_item = _item_setter(value, i) if isinstance(value, list) else None
+                self._visit((*path, i), item, set_item)
+        elif isinstance(value, torch.optim.Optimizer):
+            self._visit_optimizer(path, value)
+        elif isinstance(value, torch.nn.Module):
+            self._visit_module(path, value)
+        elif isinstance(value, RNGStatesTracker):
+            self._add(Leaf(path, value.get_states(), value.set_states))
+        elif callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+            self._visit_object(path, value)
+        else:
+            self._add(Leaf(path, _checked(path, value), setter))
+
+    def _visit_object(self, path: PathKey, owner: Any) -> None:
+        state = owner.state_dict()
+        if any(isinstance(tensor, TorchDTensor) for tensor in _tensors(state)):
+            self._visit(path, state, None)
+            self._owners.append((path, lambda: owner.load_state_dict(state)))
+        else:
+            self._add(Leaf(path, state, owner.load_state_dict))
+
+    def _visit_module(self, path: PathKey, module: torch.nn.Module) -> None:
+        state = module.state_dict()
+        first: dict[int, str] = {}
+        same: dict[str, str] = {}
+        for pairs in (module.named_parameters, module.named_buffers):
+            for name, tensor in pairs(remove_duplicate=False):
+                if name in state:
+                    found = first.setdefault(id(tensor), name)
+                    same |= {name: found} if found != name else {}
+        for key, item in state.items():
+            self._visit((*path, key), item, _item_setter(state, key))
+        for name, original in same.items():
+            self.leaves[Leaf((*path, name), None).name].same_as = Leaf((*path, original), None).name
+        self._owners.append((path, lambda: _load_module(module, state)))
+
+    def _visit_optimizer(self, path: PathKey, optimizer: torch.optim.Optimizer) -> None:
+        state = optimizer.state_dict()
+        if self._saved is not None:
+            present = state["state"]
+            kept = {i: dict(known) for i, known in present.items()} if self._partial else {}
+            state["state"] = kept | _as_saved(path, optimizer, present, self._saved, kept)
+        for key, item in state.items():
+            if key != "state" or item:
+                self._visit((*path, key), item, _item_setter(state, key))
+        self._owners.append((path, lambda: optimizer.load_state_dict(state)))
+
+    def _add(self, leaf: Leaf) -> None:
+        other = self.leaves.setdefault(leaf.name, leaf)
+        if other is not leaf:
+            raise CheckpointError(
+                f"A state with the keys {list(other.path)} and {list(leaf.path)} was given. Both "
+                f"have the name {leaf.name!r} in a checkpoint. Rename one of them."
+            )
+
+
+def is_stored_as_tensor(value: Any) -> bool:
+    """Tell whether a leaf is stored in pieces, rather than pickled whole."""
+    plain = isinstance(value, torch.Tensor) and value.layout == torch.strided
+    return plain and not value.is_quantized
+
+
+def _load_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    with torch.no_grad():
+        module.load_state_dict(state)
+
+
+def _as_saved(
+    path: PathKey,
+    optimizer: torch.optim.Optimizer,
+    present: Mapping[Any, Any],
+    saved: Mapping[str, Entry],
+    kept: Mapping[Any, dict[Any, Any]],
+) -> dict[Any, Any]:
+    """The state of an optimizer in the form of the checkpoint, with its tensors where it has some.
+
+    What it has not yet lies as its parameter does, if it has the parameter's shape.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    result: dict[Any, Any] = {}
+    depth = len(path)
+    for entry in saved.values():
+        keys = entry.path
+        if keys[:depth] != path or keys[depth : depth + 1] != ("state",) or len(keys) < depth + 3:
+            continue
+        index, name = keys[depth + 1], keys[depth + 2]
+        known = present.get(index, {}).get(name)
+        holder = result.setdefault(index, kept.get(index, {}))
+        fits = isinstance(known, torch.Tensor) and tuple(known.shape) == entry.shape
+        if fits or entry.shape is None or len(keys) > depth + 3:
+            holder[name] = known
+        else:
+            holder[name] = _made_for(parameters, index, entry)
+    return result
+
+
+def _made_for(parameters: list[Any], index: Any, entry: Entry) -> torch.Tensor:
+    dtype = getattr(torch, str(entry.dtype))
+    if isinstance(index, int) and index < len(parameters) and entry.layout is not None:
+        parameter = parameters[index]
+        if tuple(parameter.shape) == entry.shape:
+            return torch.zeros_like(parameter.detach(), dtype=dtype)
+    assert entry.shape is not None
+    return torch.zeros(entry.shape, dtype=dtype)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _item_setter(holder: Any, key: Any) -> Callable[[Any], None]:
+    return lambda value: holder.__setitem__(key, value)
+
+
+def _checked_key(path: PathKey, key: Any) -> str | int:
+    if isinstance(key, (str, int)) and not isinstance(key, bool):
+        return key
+    raise CheckpointError(
+        f"The dict at {list(path)} has the key {key!r}. A manifest can name str and int keys only. "
+        "Pass a dict with such keys."
+    )
+
+
+def _checked(path: PathKey, value: Any) -> Any:
+    if isinstance(value, (LocalView, GroupDTensor)):
+        why, instead = "It has another value on each device", "the DTensor that it came from"
+    elif isinstance(value, TorchDTensor) and not isinstance(value, DTensor):
+        why, instead = "It is torch's own DTensor", "it to torch.distributed.checkpoint"
+    elif isinstance(value, torch.Tensor) and value.is_meta:
+        why, instead = "It is on the meta device and has no value", "the materialised tensor"
+    else:
+        return value
+    raise CheckpointError(
+        f"The tensor at {list(path)} was given to a checkpoint. {why}. Pass {instead}."
+    )

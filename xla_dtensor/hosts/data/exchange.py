@@ -1,0 +1,183 @@
+"""What the processes that feed one mesh tell each other: a small value from each, in rounds.
+
+All of them have to come to each round. A round costs about a millisecond, in whatever thread asks,
+and uses neither the devices nor the network between them: values go through the coordination
+service of the job. On one process a round is the process's own value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import pickle
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from mesh_utils import Mesh
+from xla_dtensor.core.errors import DataError, FeedMismatchError
+from xla_dtensor.runtimes.registry import get_runtime
+
+__all__ = [
+    "Exchange",
+    "exchange_name",
+    "feeding_processes",
+    "own_process",
+    "process_of_device",
+]
+
+_SLICE_SECONDS = 1.0
+_GRACE_SECONDS = 10.0
+
+
+@lru_cache(maxsize=64)
+def _process_of_device(devices: tuple[int, ...]) -> dict[int, int]:
+    runtime = get_runtime()
+    attributes, reached = runtime.device_attributes(), set(runtime.addressable_device_ids())
+    return {  # where the platform does not say who holds a device: 0 is this process, 1 another
+        device: int(each.get("process_index", device not in reached))
+        for device, each in zip(devices, attributes, strict=True)
+    }
+
+
+def process_of_device() -> dict[int, int]:
+    """Return the process that holds each device, by device id."""
+    return _process_of_device(tuple(sorted(get_runtime().device_ids())))
+
+
+def feeding_processes(mesh: Mesh) -> tuple[int, ...]:
+    """Return the processes that hold a device of the mesh's root, in order."""
+    root = get_runtime().root(mesh)
+    processes = process_of_device()
+    return tuple(sorted({processes[int(device)] for device in root.device_ids.ravel()}))
+
+
+def own_process() -> int:
+    """Return which of the job's processes this is."""
+    return process_of_device()[get_runtime().addressable_device_ids()[0]]
+
+
+def _store() -> Any:
+    """What carries values between processes; None where the runtime has nothing."""
+    if get_runtime().name != "jax":
+        return None
+    return importlib.import_module("xla_dtensor.runtimes.jax.arrays.store").KeyValueStore.of_job()
+
+
+def exchange_name(mesh: Mesh) -> str:
+    """Return a text that is equal in all processes for equal meshes, and only for those."""
+    text = repr((mesh.axis_names, mesh.mesh_shape, mesh.device_ids.tolist()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Exchange:
+    """Rounds in which each process that feeds a mesh says something.
+
+    The first of them reads what the others say, and publishes all of it, equal things once: a round
+    of n processes is 3 n requests to the service, each small.
+
+    Args:
+        name: Equal in all processes, and used once.
+        mesh: The mesh.
+        timeout_seconds: How long to wait for the others in a round.
+    """
+
+    def __init__(self, name: str, mesh: Mesh, timeout_seconds: float) -> None:
+        self.processes = feeding_processes(mesh)
+        self.own = own_process()
+        self.timeout_seconds = timeout_seconds
+        self._store: Any = _store() if len(self.processes) > 1 else None
+        self._name, self._round = name, 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process answers: there is none, or the runtime carries nothing."""
+        return self._store is None
+
+    def all(
+        self, value: bytes, what: str, stopped: Callable[[], bool] = lambda: False
+    ) -> dict[int, bytes]:
+        """Say something, and return what each process says in this round, by process.
+
+        Args:
+            value: What this process says.
+            what: What the round is about, for the message.
+            stopped: Asked every second while others are waited for; True gives up.
+
+        Raises:
+            FeedMismatchError: A process did not come in time.
+            DataError: Stopped.
+        """
+        if self._store is None:
+            return {self.own: value}
+        self._round += 1
+        leader = self.processes[0]
+        if self.own == leader:
+            outcome = self._collect(value, what, stopped)
+            self._store.put_bytes(self._key("all"), pickle.dumps(outcome))
+        else:
+            self._store.put_bytes(self._key(self.own), value)
+            # Later than the leader gives up, so that it can say whom it waited for.
+            found = self._wait("all", leader, self.timeout_seconds + _GRACE_SECONDS, stopped, what)
+            outcome = ([], leader) if found is None else pickle.loads(found)
+        said, late = outcome
+        if late is not None:
+            self._refuse(late, what)
+        # Everyone has come to this round, so everyone has read what was said in the one before.
+        if self._round > 1:
+            self._store.drop(self._key("all" if self.own == leader else self.own, -1))
+        return {process: text for text, processes in said for process in processes}
+
+    def fail(self, value: bytes) -> None:
+        """Say something in place of coming to the next round, which this process will not do."""
+        if self._store is None:
+            return
+        if self.own == self.processes[0]:
+            self._store.put_bytes(self._key("all", 1), pickle.dumps(([(value, [self.own])], None)))
+        else:
+            self._store.put_bytes(self._key(self.own, 1), value)
+
+    def _collect(
+        self, value: bytes, what: str, stopped: Callable[[], bool]
+    ) -> tuple[list[tuple[bytes, list[int]]], int | None]:
+        """Read what each process says; the second is one that did not come."""
+        found: dict[bytes, list[int]] = {value: [self.own]}
+        end = time.monotonic() + self.timeout_seconds
+        for process in self.processes[1:]:
+            left = end - time.monotonic()
+            said = self._wait(process, process, left, stopped, what)
+            if said is None:
+                return [], process
+            found.setdefault(said, []).append(process)
+        return list(found.items()), None
+
+    def _key(self, who: int | str, later: int = 0) -> str:
+        return f"xla_dtensor/feed/{self._name}/{self._round + later}/{who}"
+
+    def _wait(
+        self,
+        who: int | str,
+        process: int,
+        seconds: float,
+        stopped: Callable[[], bool],
+        what: str,
+    ) -> bytes | None:
+        end = time.monotonic() + seconds
+        while True:
+            left = min(_SLICE_SECONDS, end - time.monotonic())
+            found = self._store.get_bytes(self._key(who), max(left, 0.001))
+            if found is not None or left <= 0:
+                return found
+            if stopped():
+                raise DataError(
+                    f"Process {self.own} waited for process {process} to say {what}. Its loader "
+                    "was closed meanwhile. Close loaders in all processes alike."
+                )
+
+    def _refuse(self, late: int, what: str) -> NoReturn:
+        raise FeedMismatchError(
+            f"Process {self.own} waited {self.timeout_seconds:g} s for process {late} to say "
+            f"{what}. It did not come: it failed, is slower than that, or does not call this. Call "
+            "shard_batch and loaders alike in all processes of the mesh, or raise timeout_seconds."
+        )

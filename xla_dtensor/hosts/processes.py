@@ -1,0 +1,688 @@
+"""The processes of a job: who they are, and how this one joins them.
+
+    info = xd.init_distributed()          first of all, in every process
+    mesh = xd.init_device_mesh(...)       over the devices of all of them
+
+What started the processes is found out (:mod:`xla_dtensor.hosts.processes`), all meet
+(:mod:`xla_dtensor.hosts.processes`), and the runtime's own service takes over from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+from xla_dtensor.core.errors import RuntimeSetupError
+from xla_dtensor.runtimes.registry import (
+    ENVIRONMENT_VARIABLE,
+    current_runtime,
+    get_runtime,
+    installed_runtimes,
+)
+
+__all__ = [
+    "Place",
+    "ProcessInfo",
+    "checked_place",
+    "init_distributed",
+    "machine_facts",
+    "meet",
+    "place_from_environment",
+]
+
+
+# --------------------------------------------------------------------------------- process arrival
+#
+# Have all processes of a job come? Asked before JAX is, which ends a process that waits in vain.
+#
+# ``jax.distributed.initialize`` waits in C++, and where a process does not come in time it ends the
+# others with a fatal log that says neither who is missing nor why. So they meet here first, at the
+# address where JAX will meet after them: process 0 listens, each other one says its number, and all
+# are told that all are there, or who is not. It takes one connection per process.
+#
+# The exchange is two lines of JSON: what a process is, and the answer of process 0. What else
+# connects to the port is not listened to.
+
+_MAGIC = "xla_dtensor 1"
+_LONGEST_LINE = 1 << 20
+_HELLO_SECONDS = 2.0  # for a line of one who has connected
+_BETWEEN_TRIES = 0.1
+
+Facts = Mapping[str, Any]
+
+
+def machine_facts() -> dict[str, Any]:
+    """Return what tells this process from others, for messages and to see who shares a machine."""
+    boot = "/proc/sys/kernel/random/boot_id"
+    try:
+        with open(boot, encoding="ascii") as file:
+            machine = file.read().strip()
+    except OSError:
+        machine = ""
+    host = socket.gethostname()
+    return {"host": host, "machine": f"{host} {machine}", "pid": os.getpid()}
+
+
+def meet(
+    address: str, count: int, index: int, facts: Facts, timeout_seconds: float
+) -> Sequence[Facts]:
+    """Wait until all processes have come to `address`.
+
+    Args:
+        address: "host:port", where process 0 listens until all have come.
+        count: How many processes there are.
+        index: Which one this is.
+        facts: What the others are to know of this one; values of "must_agree" have to be equal.
+        timeout_seconds: How long to wait.
+
+    Returns:
+        The facts of all, by process.
+
+    Raises:
+        RuntimeSetupError: Someone did not come, or two do not belong together. Every process that
+            came is told.
+    """
+    hello = {"is": _MAGIC, "index": index, "count": count, "facts": dict(facts)}
+    deadline = time.monotonic() + timeout_seconds
+    if index == 0:
+        return _gather(address, hello, deadline, timeout_seconds)
+    answer = _ask(address, hello, deadline, timeout_seconds)
+    if "refused" in answer:
+        raise RuntimeSetupError(answer["refused"])
+    return answer["facts"]
+
+
+# ---------------------------------------------------------------------- process 0
+
+
+def _gather(address: str, hello: Any, deadline: float, timeout: float) -> Sequence[Facts]:
+    count = hello["count"]
+    came: dict[int, tuple[Any, socket.socket]] = {}
+    earlier: list[socket.socket] = []  # of those who came again
+    with _listening(address) as server:
+        refusal = None
+        while refusal is None and not _all_here(came, count):
+            server.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                refusal = _missing(address, hello, came, timeout)
+                break
+            said = _line(connection, _HELLO_SECONDS)
+            if not _is_hello(said):
+                connection.close()
+                continue
+            refusal = _unfit(hello, said, came)
+            if said["index"] in came:
+                earlier.append(came[said["index"]][1])
+            came[said["index"]] = said, connection
+        facts = [hello["facts"]] + [came[i][0]["facts"] for i in sorted(came)]
+        answer = {"facts": facts} if refusal is None else {"refused": refusal}
+        for connection in (*earlier, *(way for _, way in came.values())):
+            _tell(connection, answer)
+    if refusal is not None:
+        raise RuntimeSetupError(refusal)
+    return facts
+
+
+def _all_here(came: dict[int, tuple[Any, socket.socket]], count: int) -> bool:
+    """Tell whether all others have come, and none has died since."""
+    if len(came) < count - 1:
+        return False
+    for index in [i for i, (_, way) in came.items() if not _alive(way)]:
+        came.pop(index)[1].close()
+    return len(came) == count - 1
+
+
+def _listening(address: str) -> socket.socket:
+    port = int(address.rpartition(":")[2])
+    both = socket.has_dualstack_ipv6()
+    try:
+        return socket.create_server(
+            ("", port),
+            family=socket.AF_INET6 if both else socket.AF_INET,
+            backlog=1024,
+            dualstack_ipv6=both,
+        )
+    except OSError as error:
+        raise RuntimeSetupError(
+            f"Process 0 was to wait for the others at {address}, and cannot listen there: {error}. "
+            "Another program, or an earlier run that has not ended, has the port. Pass another "
+            "one, the same in every process."
+        ) from error
+
+
+def _missing(address: str, hello: Any, came: Any, timeout: float) -> str:
+    count = hello["count"]
+    late = [i for i in range(1, count) if i not in came]
+    names = ", ".join(map(str, late[:16])) + (", ..." if len(late) > 16 else "")
+    present = ", ".join(
+        f"{i} ({said['facts'].get('host')})" for i, (said, _) in sorted(came.items())[:8]
+    )
+    return (
+        f"Of {count} processes, {len(late)} did not come to {address} in {timeout:.3g} s: process "
+        f"{names}. Process 0 ({hello['facts'].get('host')}) waited there"
+        + (f", and these came: {present}. " if came else ", and no other came. ")
+        + "Check that they were started and have not failed (their logs), that each was given "
+        f"num_processes={count} and this address, and that their machines reach it (names, "
+        "firewalls); a longer timeout_seconds= waits for slower ones."
+    )
+
+
+def _is_hello(said: Any) -> bool:
+    numbers = isinstance(said.get("index"), int) and isinstance(said.get("count"), int)
+    facts = isinstance(said.get("facts"), dict)
+    return said.get("is") == _MAGIC and numbers and facts
+
+
+def _unfit(hello: Any, said: Any, came: Any) -> str | None:
+    """Tell what is wrong with one who came; None where nothing is."""
+    index, where = said["index"], _where(said["facts"])
+    if not 0 < index < max(said["count"], 2):
+        return (
+            f"A process on {where} said process_id={index}. Process 0 waits here for those from 1 "
+            f"to {hello['count'] - 1}. Correct what gives the processes their numbers."
+        )
+    if said["count"] != hello["count"]:
+        return (
+            f"Process {index} on {where} was told num_processes={said['count']}, and process 0 "
+            f"num_processes={hello['count']}. They are not processes of one job. Give all the "
+            "same number."
+        )
+    if index in came and _alive(came[index][1]):
+        return (
+            f"Two processes say process_id={index}: one on {_where(came[index][0]['facts'])} and "
+            f"one on {where}. Each number from 0 to {hello['count'] - 1} is one process's. "
+            "Correct what gives them their numbers."
+        )
+    wanted, given = (f["facts"].get("must_agree", {}) for f in (hello, said))
+    for name in sorted({*wanted, *given}):
+        if wanted.get(name) != given.get(name):
+            return (
+                f"Process {index} on {where} has {name}={given.get(name)}, and process 0 on "
+                f"{_where(hello['facts'])} has {name}={wanted.get(name)}. Their programs would "
+                "not be the same. Install and configure all processes alike."
+            )
+    return None
+
+
+def _where(facts: Facts) -> str:
+    return f"{facts.get('host')} (pid {facts.get('pid')})"
+
+
+def _alive(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            connection.setblocking(True)
+
+
+def _tell(connection: socket.socket, answer: Any) -> None:
+    with connection, contextlib.suppress(OSError):
+        connection.settimeout(10)
+        connection.sendall(json.dumps(answer).encode() + b"\n")
+        connection.settimeout(1)
+        connection.recv(1)  # they close first, so that the port is free at once
+
+
+# ---------------------------------------------------------------------- the others
+
+
+def _ask(address: str, hello: Any, deadline: float, timeout: float) -> Any:
+    host, _, port = address.rpartition(":")
+    last = "nobody listened"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=left) as way:
+                way.sendall(json.dumps(hello).encode() + b"\n")
+                # Process 0 may have begun to wait later than this one, and answers at its deadline.
+                answer = _line(way, left + timeout)
+        except OSError as error:
+            last = str(error)
+        else:
+            if "facts" in answer or "refused" in answer:
+                return answer
+            last = "what listens there is not process 0 of such a job, or it ended"
+        time.sleep(_BETWEEN_TRIES)
+    raise RuntimeSetupError(
+        f"Process {hello['index']} of {hello['count']} ({hello['facts'].get('host')}) did not "
+        f"reach process 0 at {address} in {timeout:.3g} s: {last}. Process 0 listens there once it "
+        "has called init_distributed. Check that it was started and has not failed (its log), "
+        "that the address is its machine's, and that this machine reaches it (names, firewalls)."
+    )
+
+
+def _line(connection: socket.socket, seconds: float) -> Any:
+    """Return one line of JSON; an empty dict for anything else."""
+    connection.settimeout(seconds)
+    data = b""
+    try:
+        while not data.endswith(b"\n") and len(data) < _LONGEST_LINE:
+            part = connection.recv(65536)
+            if not part:
+                break
+            data += part
+        said = json.loads(data)
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+# ------------------------------------------------------------------------------- process launchers
+#
+# Who started this process, and which of the job's processes it is, read from the environment.
+#
+# Nothing is started here and nobody is asked over the network, except torchrun's own store. The
+# first row whose variables are there is taken; what only JAX can find (Slurm, Open MPI, TPU pods,
+# GKE) comes after them, in ``runtimes/jax/processes.py``.
+#
+# ====================  =====================================================================
+# found_by              variables
+# ====================  =====================================================================
+# "arguments"           none: all three arguments were given
+# "JAX variables"       JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID
+# "torchrun"            RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; LOCAL_RANK, LOCAL_WORLD_SIZE
+# ====================  =====================================================================
+
+_JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which of a job's processes this is, as far as it is known.
+
+    Args:
+        coordinator_address: "host:port" where the processes meet; "" where torchrun's store is to
+            say it, see `settled_address`.
+        count: How many processes there are.
+        index: Which of them this is, from 0.
+        local_index: Which of those on its machine; None where nobody says.
+        local_count: How many are on its machine; None where nobody says.
+        found_by: Who said so.
+        store: Host and port of torchrun's store.
+    """
+
+    coordinator_address: str | None = None
+    count: int | None = None
+    index: int | None = None
+    local_index: int | None = None
+    local_count: int | None = None
+    found_by: str = "nobody"
+    store: tuple[str, int] | None = None
+
+    def with_arguments(self, address: str | None, count: int | None, index: int | None) -> Place:
+        """Return the place with what the user said in place of what was found."""
+        given = {"coordinator_address": address, "count": count, "index": index}
+        said = {name: value for name, value in given.items() if value is not None}
+        if not said:
+            return self
+        found_by = "arguments" if len(said) == 3 else f"arguments and {self.found_by}"
+        store = None if address is not None else self.store
+        return replace(self, **said, found_by=found_by, store=store)
+
+
+def place_from_environment(environment: Mapping[str, str] | None = None) -> Place:
+    """Return what the environment says; an empty place where it says nothing.
+
+    Args:
+        environment: Variables; this process's when None.
+
+    Raises:
+        RuntimeSetupError: A variable is no number, or the group of torchrun's is incomplete.
+
+    Example:
+        >>> place_from_environment({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host0",
+        ...                         "MASTER_PORT": "29500", "LOCAL_RANK": "1"}).index
+        1
+    """
+    said = os.environ if environment is None else environment
+    if all(said.get(name) for name in _JAX):
+        return Place(
+            said[_JAX[0]], _number(said, _JAX[1]), _number(said, _JAX[2]), found_by="JAX variables"
+        )
+    if not (said.get("RANK") and said.get("WORLD_SIZE")):
+        return Place()
+    count, index = _number(said, "WORLD_SIZE"), _number(said, "RANK")
+    missing = [name for name in _TORCHRUN if not said.get(name)]
+    if missing and count != 1:
+        raise RuntimeSetupError(
+            f"init_distributed found RANK={index} and WORLD_SIZE={count}, but not "
+            f"{' and '.join(missing)}. The processes need an address to meet at. Start them with "
+            "torchrun, which sets all four, or set them yourself."
+        )
+    local = [_number(said, n) if said.get(n) else None for n in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    if missing:
+        return Place(None, count, index, *local, found_by="torchrun")
+    host, port = said["MASTER_ADDR"], _number(said, "MASTER_PORT")
+    if said.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return Place("", count, index, *local, found_by="torchrun", store=(host, port))
+    # The port itself belongs to torch.distributed.init_process_group.
+    return Place(f"{host}:{port + 1}", count, index, *local, found_by="torchrun")
+
+
+def _number(said: Mapping[str, str], name: str) -> int:
+    text = said[name].strip()
+    if not text.isdecimal():
+        raise RuntimeSetupError(
+            f"init_distributed found {name}={said[name]!r} in the environment. It is to be a "
+            "number, from 0 on. Correct what starts the processes, or unset the variable."
+        )
+    return int(text)
+
+
+def checked_place(place: Place) -> Place:
+    """Return a complete place as it is.
+
+    Raises:
+        RuntimeSetupError: Something is missing, or the numbers do not fit each other.
+    """
+    count, index = place.count, place.index
+    found = (
+        f"coordinator_address={place.coordinator_address!r}, num_processes={count}, "
+        f"process_id={index} (found by {place.found_by})"
+    )
+    if count is None or index is None:
+        raise RuntimeSetupError(
+            f"init_distributed has {found}. A process has to know how many there are and which it "
+            "is. Pass all three arguments, or start the processes with torchrun or Slurm, or set "
+            f"{', '.join(_JAX)}."
+        )
+    if count < 1 or not 0 <= index < count:
+        raise RuntimeSetupError(
+            f"init_distributed has {found}. The processes are numbered from 0 to num_processes - "
+            "1. Correct the numbers in what starts them."
+        )
+    if count > 1 and place.store is None:
+        _check_address(place.coordinator_address, found)
+    return place
+
+
+def _check_address(address: str | None, found: str) -> None:
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise RuntimeSetupError(
+            f"init_distributed has {found}. The address at which the processes meet is a host "
+            "and a port of process 0's machine. Pass coordinator_address='HOST:PORT', with a port "
+            "that nobody listens on there."
+        )
+
+
+def settled_address(place: Place, timeout_seconds: float) -> str:
+    """Return where the processes meet; under torchrun process 0 tells the others by its store.
+
+    Args:
+        place: A complete place.
+        timeout_seconds: How long to wait for process 0.
+
+    Raises:
+        RuntimeSetupError: The store, or process 0, did not answer.
+    """
+    if place.store is None:
+        return str(place.coordinator_address)
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    host, port = place.store
+    run = os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    key = f"xla_dtensor/coordinator/{run[0]}/{run[1]}"
+    try:
+        store = TCPStore(
+            host, port, is_master=False, timeout=timedelta(seconds=max(1.0, timeout_seconds))
+        )
+        if place.index == 0:
+            store.set(key, f"{_own_address(host, port)}:{free_port_here()}")
+        return store.get(key).decode()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][:200]
+        raise RuntimeSetupError(
+            f"Process {place.index} of {place.count} asked torchrun's store at {host}:{port} where "
+            f"process 0 is, and had no answer in {timeout_seconds:g} s: {reason}. Check that "
+            "torchrun still runs, and that process 0 has called init_distributed."
+        ) from error
+
+
+def _own_address(host: str, port: int) -> str:
+    """Return how others reach this machine, the way that leads to `host`."""
+    with socket.create_connection((host, port), timeout=10) as way:
+        mine = way.getsockname()[0]
+    said = host in ("localhost", "127.0.0.1", "::1")
+    # A host's own name may lead to itself by its loopback, where nobody else comes.
+    found = host if mine.startswith("127.") or mine == "::1" else mine
+    return "127.0.0.1" if said else f"[{found}]" if ":" in found else found
+
+
+def free_port_here() -> int:
+    """Return a port of this machine that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return int(found.getsockname()[1])
+
+
+# -------------------------------------------------------------------------- The processes of a job
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessInfo:
+    """This process among those of its job.
+
+    Attributes:
+        index: Its place, from 0.
+        count: How many there are.
+        device_ids: The devices that this process holds.
+        found_by: Who said so: "arguments", "JAX variables", "torchrun", "JAX's detection of
+            'slurm'" (or another cluster), "jax.distributed", "torch_xla", or "nobody" for a
+            process alone.
+        coordinator_address: Where the processes met; None for a process alone.
+    """
+
+    index: int
+    count: int
+    device_ids: tuple[int, ...]
+    found_by: str = "nobody"
+    coordinator_address: str | None = None
+
+
+_joined: tuple[tuple[Any, ...], ProcessInfo] | None = None
+
+
+def init_distributed(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: Sequence[int] | None = None,
+    num_cpu_devices: int | None = None,
+    memory_fraction: float | None = None,
+    timeout_seconds: float = 300,
+    heartbeat_seconds: int = 100,
+) -> ProcessInfo:
+    """Join the processes of a job, before anything else is done with this library.
+
+    Without arguments it finds out itself: from ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES``
+    and ``JAX_PROCESS_ID``, from torchrun's variables, or by JAX's detection of Slurm, Open MPI and
+    TPU pods. A process that nobody says to be one of several is alone: the runtime starts, and no
+    service does. On torch_xla that runtime finds the others itself.
+
+    Args:
+        coordinator_address: "host:port" of process 0, a port that nobody listens on there.
+        num_processes: How many processes there are.
+        process_id: Which of them this is, from 0.
+        local_device_ids: Which of this machine's GPUs are this process's. None: an equal part
+            where several processes of the job share a machine and its GPUs, else all.
+        num_cpu_devices: Virtual devices of this process, on CPU.
+        memory_fraction: The part of a GPU's memory that XLA takes at the start, unless
+            ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says another.
+        timeout_seconds: How long to wait for the others.
+        heartbeat_seconds: After this long without a sign of a process JAX ends the others.
+
+    Returns:
+        This process among them. A second call with the same arguments returns the same.
+
+    Raises:
+        RuntimeSetupError: What is known of the processes is incomplete or contradicts itself; one
+            did not come in time, which is named; the runtime has started before; or the job was
+            joined with other arguments.
+
+    Example:
+        >>> info = init_distributed("host0:8476", 2, 1)  # doctest: +SKIP
+    """
+    global _joined
+    local = None if local_device_ids is None else tuple(local_device_ids)
+    asked = (coordinator_address, num_processes, process_id, local, num_cpu_devices)
+    if _joined is not None:
+        return _again(asked, *_joined)
+    if _chosen_runtime() != "jax":
+        info = _found_by_torch_xla(asked)
+    else:
+        jax_processes = importlib.import_module("xla_dtensor.runtimes.jax.processes")
+        jax_processes.set_memory_fraction(memory_fraction)
+        waits = timeout_seconds, heartbeat_seconds
+        info = _joined_jax(jax_processes, asked, waits)
+    _joined = asked, info
+    return info
+
+
+def _chosen_runtime() -> str:
+    running = current_runtime()
+    if running is not None:
+        return running.name
+    return os.environ.get(ENVIRONMENT_VARIABLE) or next(iter(installed_runtimes()), "jax")
+
+
+def _again(asked: tuple[Any, ...], before: tuple[Any, ...], info: ProcessInfo) -> ProcessInfo:
+    if any(value is not None and value != was for value, was in zip(asked, before, strict=True)):
+        raise RuntimeSetupError(
+            f"init_distributed was called again, with {_named(asked)}; the first call had "
+            f"{_named(before)}. A process joins one job, once. Call it once, or with the same "
+            "arguments."
+        )
+    return info
+
+
+def _named(asked: tuple[Any, ...]) -> str:
+    names = (
+        "coordinator_address",
+        "num_processes",
+        "process_id",
+        "local_device_ids",
+        "num_cpu_devices",
+    )
+    said = [f"{n}={v!r}" for n, v in zip(names, asked, strict=True) if v is not None]
+    return ", ".join(said) or "no arguments"
+
+
+# ---------------------------------------------------------------------- JAX
+
+
+def _joined_jax(jax: Any, asked: tuple[Any, ...], waits: tuple[float, int]) -> ProcessInfo:
+    """Join under JAX; `jax` is the module ``runtimes/jax/processes.py``."""
+    known = jax.joined()
+    if known is not None:  # the program has called jax.distributed.initialize itself
+        address, count, index = known
+        same = all(a in (None, k) for a, k in zip(asked[:3], known, strict=True))
+        if not same:
+            raise RuntimeSetupError(
+                f"init_distributed was called with {_named(asked)}, but jax.distributed runs with "
+                f"coordinator_address={address!r}, num_processes={count}, process_id={index}. A "
+                "process joins one job, once. Leave one of the two calls out."
+            )
+        place = Place(address, count, index, found_by="jax.distributed")
+    else:
+        place = _place(jax, asked, waits[0])
+        if place.count != 1:
+            place = _met_and_joined(jax, place, asked[3], waits)
+    runtime = get_runtime("jax", **_options(asked[4]))
+    alone = place.count == 1
+    return ProcessInfo(
+        place.index or 0,
+        place.count or 1,
+        tuple(runtime.addressable_device_ids()),
+        place.found_by,
+        None if alone else place.coordinator_address,
+    )
+
+
+def _options(num_cpu_devices: int | None) -> dict[str, Any]:
+    return {} if num_cpu_devices is None else {"num_cpu_devices": num_cpu_devices}
+
+
+def _place(jax: Any, asked: tuple[Any, ...], timeout_seconds: float) -> Place:
+    place = place_from_environment()
+    if place.found_by == "nobody" and None in asked[:3]:
+        place = Place(**jax.detected(timeout_seconds))
+    place = place.with_arguments(*asked[:3])
+    if place == Place():
+        return Place(count=1, index=0)
+    place = checked_place(place)
+    if place.count != 1 and (jax.has_started() or current_runtime() is not None):
+        raise RuntimeSetupError(
+            f"init_distributed was to join {place.count} processes (found by {place.found_by}), "
+            "but JAX has started in this process. It knows its own devices only, and learns of no "
+            "others any more. Call init_distributed before anything else: before the first tensor, "
+            "mesh, get_runtime() and call of JAX."
+        )
+    return place
+
+
+def _met_and_joined(
+    jax: Any, place: Place, local_device_ids: Any, waits: tuple[float, int]
+) -> Place:
+    timeout, heartbeat = waits
+    assert place.count is not None
+    assert place.index is not None
+    deadline = time.monotonic() + timeout
+    address = settled_address(place, timeout)
+    mine = machine_facts() | jax.facts()
+    left = max(1.0, deadline - time.monotonic())
+    facts = meet(address, place.count, place.index, mine, left)
+    if local_device_ids is None:
+        # Only those share GPUs that see the same ones: a container or a variable may differ.
+        beside = [
+            i
+            for i, other in enumerate(facts)
+            if (other["machine"], other["gpus"]) == (mine["machine"], mine["gpus"])
+        ]
+        local_device_ids = jax.own_gpus(mine["gpus"], beside.index(place.index), len(beside))
+    jax.join(
+        address,
+        place.count,
+        place.index,
+        local_device_ids=local_device_ids,
+        timeout_seconds=max(10.0, deadline - time.monotonic()),
+        heartbeat_seconds=heartbeat,
+    )
+    return replace(place, coordinator_address=address)
+
+
+# ---------------------------------------------------------------------- torch_xla
+
+
+def _found_by_torch_xla(asked: tuple[Any, ...]) -> ProcessInfo:
+    runtime = get_runtime(**({} if current_runtime() is not None else _options(asked[4])))
+    module = f"xla_dtensor.runtimes.{runtime.name}.processes"
+    has_its_own = importlib.util.find_spec(module) is not None
+    index, count = importlib.import_module(module).index_and_count() if has_its_own else (0, 1)
+    said = place_from_environment().with_arguments(*asked[:3])
+    if said.count not in (None, count) or (said.index not in (None, index) and count > 1):
+        raise RuntimeSetupError(
+            f"init_distributed was told num_processes={said.count}, process_id={said.index} (by "
+            f"{said.found_by}), but the runtime {runtime.name!r} found num_processes={count}, "
+            f"process_id={index}. It finds the hosts of a TPU slice itself, and takes no address; "
+            "on CPU it is one process. Start one process per TPU host, or use the runtime 'jax'."
+        )
+    return ProcessInfo(index, count, tuple(runtime.addressable_device_ids()), runtime.name)

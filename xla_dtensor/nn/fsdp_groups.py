@@ -1,0 +1,764 @@
+"""DTensors on ``mesh["tp"]`` of which each device of ``mesh["dp"]`` has a value of its own.
+
+In a forward without a gradient sync each data-parallel device has rows and gradients of its own:
+tensors are LocalViews over dp. A tensor-parallel module in it makes DTensors on ``mesh["tp"]``. So
+there is a DTensor whose payload is such a LocalView, and whose placements say how each of these
+lies on tp. On a (dp=2, tp=4) mesh, x of shape (16, 8)::
+
+    x.to_local()                         a LocalView over dp, of shape (8, 8)
+    from_local(that, mesh["tp"], [R])    a GroupDTensor of shape (8, 8)
+    F.linear(it, weight)                 each device of dp has a product of its own, sharded on tp
+    its to_local()                       over dp where nothing cuts it on tp, else over (dp, tp)
+
+To be moved along tp it becomes a DTensor on the joint mesh for a moment, with a dim for dp in
+front: (2, 8, 8) as [Shard(0), ...]. That moves nothing along dp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from xla_dtensor.core import Layout, ManualRegion
+from xla_dtensor.core.errors import DistributeError, LocalViewError, RedistributeError
+from xla_dtensor.core.spanning import joint_mesh, layout_on_span, region_of, spanning_mesh
+from xla_dtensor.dtensor.api import distribute_tensor
+from xla_dtensor.dtensor.dispatch import state_of
+from xla_dtensor.dtensor.dtensor import DTensor
+from xla_dtensor.dtensor.labels import legal_placements, propagate
+from xla_dtensor.dtensor.local import LocalView
+from xla_dtensor.dtensor.local_border import border, spread_payload
+from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh, mesh_text
+from xla_dtensor.dtensor.redistribute import asking, checked_placements
+from xla_dtensor.dtensor.state import Known
+from xla_dtensor.runtimes import functional
+from xla_dtensor.runtimes.nested import map_nested
+from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.whole_ops import OneResult, refuse_second
+from xla_dtensor.runtimes.written import makes_results, written_targets
+
+__all__ = [
+    "GroupDTensor",
+    "Settings",
+    "ShardedParameter",
+    "data_parallel_part",
+    "from_group_view",
+    "is_of_groups",
+    "lent_unreduced",
+    "shard_parameter",
+]
+
+
+# ----------------------------------------------------------- Which axes of a mesh fully_shard uses
+#
+# All, or those that ``dp_mesh_dims`` names.
+#
+# ``fully_shard(module, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))`` is for
+# parameters that are DTensors on all axes of `mesh` already, Replicate along the data-parallel
+# ones. In the module's forward they are so again, beside activations on all axes.
+
+
+def data_parallel_part(mesh: Any, dims: Any) -> DeviceMesh:
+    """Return the axes to replicate and to shard over.
+
+    Args:
+        mesh: A mesh with named axes.
+        dims: torch's ``DataParallelMeshDims``.
+
+    Returns:
+        The submesh of the replicate axis, if any, and the shard axis.
+
+    Raises:
+        DistributeError: Not one shard axis, or several replicate axes.
+    """
+    whole = as_device_mesh(mesh)
+    if len(dims.shard_names) != 1 or len(dims.replicate_names) > 1:
+        raise DistributeError(
+            f"fully_shard was called with dp_mesh_dims={dims} on the mesh "
+            f"{mesh_text(whole.value)}. Parameters are sharded over one axis, and copied along one "
+            "at most. Name one axis each, and merge axes where the mesh is made."
+        )
+    return whole[(*dims.replicate_names, *dims.shard_names)]
+
+
+def check_replicated(state: Any, mesh: DeviceMesh) -> None:
+    """Refuse a parameter that is cut along fully_shard's own axes before it comes there.
+
+    Args:
+        state: The parameter's state, on all axes.
+        mesh: The axes to replicate and to shard over.
+
+    Raises:
+        DistributeError: It is.
+    """
+    on = dict(zip(state.mesh.value.axis_names, state.placements, strict=True))
+    cut = {axis: on[axis] for axis in mesh.value.axis_names if on[axis] != Replicate()}
+    if cut:
+        raise DistributeError(
+            f"fully_shard was called with dp_mesh_dims on a parameter that has the placements "
+            f"{cut} along them. They are the axes that fully_shard itself cuts or sums over. Pass "
+            "parameters that are Replicate() there."
+        )
+
+
+def summed_over(state: Any, mesh: DeviceMesh) -> tuple[Any, ...]:
+    """Return how the gradient of a gathered parameter's ``to_local()`` lies.
+
+    Each device computes with rows of its own, and has a part of the gradient.
+
+    Args:
+        state: The gathered parameter's state, on all axes.
+        mesh: The axes that fully_shard sums over.
+    """
+    own = {*mesh.value.axis_names}
+    pairs = zip(state.mesh.value.axis_names, state.placements, strict=True)
+    return tuple(Partial() if axis in own else placement for axis, placement in pairs)
+
+
+# ------------------------------------------------------------------------------------- fsdp groups
+
+aten = torch.ops.aten
+
+
+class GroupDTensor(DTensor):
+    """A DTensor whose payload is a LocalView over axes that its mesh lacks."""
+
+    @property
+    def region(self) -> ManualRegion:
+        """The axes along which each device has a value of its own."""
+        view: Any = self._local_tensor
+        return view.region
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if any(getattr(t, "_is_per_device", False) for t in types):
+            return NotImplemented  # a LocalView answers, and refuses
+        kwargs = kwargs or {}
+        given = _groups((tuple(args), kwargs))
+        mesh, region = given[0]._spec.mesh, given[0].region
+        if func is aten._local_scalar_dense.default or torch.Tag.inplace_view in func.tags:
+            _refuse(given[0], str(func))
+        views, named = map_nested(lambda v: _view_in(v, region), (tuple(args), kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*views, **named)
+        if func._schema.is_mutable and not makes_results(func):
+            return written_targets(func, args, kwargs)
+        return _labelled(func, args, kwargs, mesh, result)
+
+    # ------------------------------------------------------------------ moving
+
+    def redistribute(
+        self,
+        device_mesh: Any = None,
+        placements: Sequence[Any] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> GroupDTensor:
+        """Return the same values lying as `placements` say; see ``DTensor.redistribute``."""
+        mesh = self._spec.mesh
+        other = device_mesh is not None and as_device_mesh(device_mesh) != mesh
+        if other or backward_dtype is not None:
+            raise RedistributeError(
+                f"redistribute was called with the mesh {device_mesh} and "
+                f"backward_dtype={backward_dtype} on a tensor on "
+                f"{mesh_text(mesh.value)} of which each device of {self.region.axes} has a value "
+                "of its own. It can be moved along its own mesh's axes only, its gradient in its "
+                "own dtype. Call to_local() first."
+            )
+        checked = checked_placements("redistribute", placements, mesh, self.ndim, partial=False)
+        source: Any = self if forward_dtype is None else self.to(forward_dtype)
+        stacked = _stacked(source, checked)
+        return grouped(_unstacked(stacked, self.region), mesh, checked)
+
+    def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> Any:
+        """Return each device's whole value, as a LocalView over the axes that the mesh lacks."""
+        replicated = [Replicate()] * self._spec.mesh.ndim
+        return as_view(self.redistribute(placements=replicated))
+
+    def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> Any:
+        """Return the local tensor: a LocalView over all axes along which devices differ."""
+        placements = self._spec.placements
+        if grad_placements is None and all(p.is_replicate() for p in placements):
+            return as_view(self)
+        if any(p.is_partial() for p in placements):  # labels on values that are whole
+            kept = [Replicate() if p.is_partial() else p for p in placements]
+            return self.redistribute(placements=kept).to_local(grad_placements=grad_placements)
+        of_grad = None
+        if grad_placements is not None:
+            of_grad = _joint_placements(self._spec.mesh, self.region, grad_placements)
+        local: Any = _stacked(self, placements).to_local(grad_placements=of_grad)
+        return _without_leading(local, self.region)
+
+    # ------------------------------------------------------------------ what needs one value
+
+    def cpu(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: there are several values."""
+        _refuse(self, "cpu()")
+
+    def xla_sharding(self) -> NoReturn:
+        """Refused: there are several values."""
+        _refuse(self, "xla_sharding()")
+
+    def addressable_shards(self) -> NoReturn:
+        """Refused: there are several values."""
+        _refuse(self, "addressable_shards()")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        _refuse(self, "deepcopy")
+
+
+def _refuse(tensor: GroupDTensor, what: str) -> NoReturn:
+    raise LocalViewError(
+        f"{what} was called on a DTensor on {mesh_text(tensor._spec.mesh.value)} of which each "
+        f"device of {tensor.region.axes} has a value of its own: it is in a forward without a "
+        "gradient sync, or was made of a local view over more axes. One value is needed. Call "
+        "full_tensor(), which gives a LocalView."
+    )
+
+
+# ---------------------------------------------------------------------- ops
+
+
+def _groups(values: Any) -> list[GroupDTensor]:
+    found: list[GroupDTensor] = []
+    map_nested(lambda v: found.append(v) if isinstance(v, GroupDTensor) else None, values)
+    return found
+
+
+def _view_in(value: Any, region: ManualRegion) -> Any:
+    if isinstance(value, GroupDTensor):
+        return value._local_tensor
+    if isinstance(value, DTensor):
+        if value.requires_grad:
+            raise LocalViewError(
+                f"A parameter of shape={tuple(value.shape)} was used that fully_shard does not "
+                f"manage, in a forward without a gradient sync. Each device of {region.axes} would "
+                "have a gradient of its own for it. Let fully_shard have it, or call "
+                "set_requires_gradient_sync(True)."
+            )
+        return LocalView(spread_payload(value._local_tensor, region), region)
+    return value
+
+
+def _labelled(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh, result: Any
+) -> Any:
+    placements = propagate(func, args, kwargs, mesh)
+    if isinstance(result, torch.Tensor):
+        return _wrapped(result, mesh, placements)
+    if not isinstance(result, (list, tuple)):
+        return result
+    each = placements if isinstance(placements, list) else [placements] * len(result)
+    each = each if len(each) == len(result) else [each[0]] * len(result)
+    made = [
+        _wrapped(r, mesh, p) if isinstance(r, torch.Tensor) else r
+        for r, p in zip(result, each, strict=True)
+    ]
+    return made if isinstance(result, list) else tuple(made)
+
+
+def _made(view: torch.Tensor, mesh: DeviceMesh, placements: Any) -> GroupDTensor:
+    runtime = get_runtime()
+    # As LocalViews: on a device of its own no op is kept whole, because it runs on a stack.
+    on_cpu = torch.device(runtime.torch_device).type == "cpu"
+    keys = {"_extra_dispatch_keys": runtime.extra_dispatch_keys} if on_cpu else {}
+    self = torch.Tensor._make_wrapper_subclass(
+        GroupDTensor,
+        view.shape,
+        strides=view.stride(),
+        storage_offset=view.storage_offset(),
+        dtype=view.dtype,
+        device=view.device,
+        **keys,
+    )
+    self._spec, self._local_tensor = state_of(view, mesh, tuple(placements)), view
+    return self  # pyright: ignore[reportReturnType]
+
+
+def _wrapped(view: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Any:
+    legal = legal_placements(placements, view.ndim, mesh)
+    return _made(view, mesh, legal)
+
+
+# ---------------------------------------------------------------------- to and from LocalViews
+
+
+class _OfView(OneResult):
+    @staticmethod
+    def forward(ctx: Any, view: LocalView, mesh: DeviceMesh, placements: Any) -> Any:
+        return _made(view.detach(), mesh, placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return (as_view(grad) if isinstance(grad, GroupDTensor) else grad), None, None
+
+
+class _AsView(OneResult):
+    @staticmethod
+    def forward(ctx: Any, tensor: GroupDTensor) -> Any:
+        ctx.mesh, ctx.placements = tensor._spec.mesh, tensor._spec.placements
+        return tensor._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        placements = tuple(Replicate() if p.is_partial() else p for p in ctx.placements)
+        return _OfView.apply(grad, ctx.mesh, placements)
+
+
+def as_view(tensor: Any) -> Any:
+    """Return the values of a GroupDTensor as a LocalView; whole ones, however they lie."""
+    return _AsView.apply(tensor)
+
+
+def grouped(view: Any, mesh: DeviceMesh, placements: Sequence[Any]) -> Any:
+    """Return the GroupDTensor of which each device has what it has of `view`.
+
+    Args:
+        view: A LocalView over axes that `mesh` lacks; whole along those of `mesh`.
+        mesh: The mesh of the result.
+        placements: How it lies there.
+    """
+    return _OfView.apply(view, mesh, tuple(placements))
+
+
+def is_of_groups(view: LocalView, mesh: DeviceMesh) -> bool:
+    """Tell whether devices along axes that `mesh` lacks have values of their own of `view`."""
+    region, names = view.region, mesh.value.axis_names
+    if spanning_mesh(mesh.value) != region.mesh:
+        return False
+    beside = [axis for axis in region.axes if axis not in names]
+    return bool(beside) and len(region.axes) in (len(beside), len(beside) + len(names))
+
+
+def from_group_view(view: LocalView, mesh: DeviceMesh, placements: Sequence[Any]) -> Any:
+    """Return what ``from_local(view, mesh, placements)`` is where :func:`is_of_groups` holds.
+
+    Raises:
+        LocalViewError: A placement other than Replicate along axes that the view is whole along.
+    """
+    names = mesh.value.axis_names
+    beside = tuple(axis for axis in view.region.axes if axis not in names)
+    if beside == view.region.axes:
+        if not all(placement.is_replicate() for placement in placements):
+            raise LocalViewError(
+                f"from_local was called with placements={tuple(placements)} and the mesh "
+                f"{mesh_text(mesh.value)} on a local view over {beside}. The view is whole along "
+                "that mesh, and the same value would be taken for a different shard on each "
+                "device. Pass Replicate(), and redistribute the result."
+            )
+        return grouped(view, mesh, placements)
+    region = region_of(view.region.mesh[beside])
+    joint = _joint_mesh(mesh, region)
+    stacked = DTensor.from_local(
+        _with_leading(view, region), joint, _joint_placements(mesh, region, placements)
+    )
+    return grouped(_unstacked(stacked, region), mesh, placements)
+
+
+# ---------------------------------------------------------------------- the joint mesh
+
+
+def _joint_mesh(mesh: DeviceMesh, region: ManualRegion) -> DeviceMesh:
+    names = {*mesh.value.axis_names, *region.axes}
+    span = region.mesh
+    return as_device_mesh(span[tuple(axis for axis in span.axis_names if axis in names)])
+
+
+def _joint_placements(
+    mesh: DeviceMesh, region: ManualRegion, placements: Sequence[Any]
+) -> list[Any]:
+    """Return how a tensor with a leading dim for each axis of the region lies on the joint mesh."""
+    leading = len(region.axes)
+    on: dict[Any, Any] = {axis: Shard(place) for place, axis in enumerate(region.axes)}
+    for axis, placement in zip(mesh.value.axis_names, placements, strict=True):
+        on[axis] = _behind(placement, leading)
+    return [on[axis] for axis in _joint_mesh(mesh, region).value.axis_names]
+
+
+def _behind(placement: Any, leading: int) -> Any:
+    if type(placement) is _StridedShard:
+        return _StridedShard(placement.dim + leading, split_factor=placement.split_factor)
+    return Shard(placement.dim + leading) if isinstance(placement, Shard) else placement
+
+
+def _with_leading(view: Any, region: ManualRegion) -> Any:
+    for _ in region.axes:
+        view = view.unsqueeze(0)
+    return view
+
+
+def _without_leading(view: Any, region: ManualRegion) -> Any:
+    for _ in region.axes:
+        view = view.squeeze(0)
+    return view
+
+
+def _stacked(tensor: GroupDTensor, placements: Sequence[Any]) -> Any:
+    """Return the DTensor on the joint mesh that has the devices' values one behind the other."""
+    mesh, region = tensor._spec.mesh, tensor.region
+    own = as_device_mesh(region.mesh[region.axes])
+    shards = [Shard(place) for place in range(len(region.axes))]
+    whole = DTensor.from_local(_with_leading(as_view(tensor), region), own, shards)
+    return whole.redistribute(
+        _joint_mesh(mesh, region), _joint_placements(mesh, region, placements)
+    )
+
+
+def _unstacked(stacked: Any, region: ManualRegion) -> Any:
+    """Return the LocalView of the region that :func:`_stacked` was made of."""
+    own = as_device_mesh(region.mesh[region.axes])
+    shards = [Shard(place) for place in range(len(region.axes))]
+    return _without_leading(stacked.redistribute(own, shards).to_local(), region)
+
+
+# --------------------------------------------------------------------------------- fsdp parameters
+#
+# How fully_shard lays parameters, and lends them whole to a module's forward.
+#
+# Outside of forward a parameter is a DTensor, sharded over the mesh's last axis; so are its
+# gradient and the optimizer's state. For a forward it is *gathered*: cast to the compute dtype,
+# then told to be Replicate over that mesh. In global view that is one constraint, and its gradient
+# is another, which XLA turns into an all-gather and a reduce-scatter::
+#
+#     weight        (dp=8): [Shard(0)]                  float32
+#     gathered      cast to bfloat16, replicated         what ``module.weight`` is during forward
+#     its gradient  cast to reduce_dtype, [Shard(0)]     what ``module.weight.grad`` becomes
+#
+# A parameter that tensor parallelism has put on ``mesh["tp"]`` gets the data-parallel axis beside
+# it: its gathered form is a DTensor on ``mesh["tp"]`` again. Where both cut one dim, tp's cut is
+# the outer one, a strided placement for dp.
+
+
+@dataclass
+class Settings:
+    """What the methods of an FSDPModule change.
+
+    Args:
+        mesh: One axis to shard over, or (replicate, shard).
+        param_dtype: Dtype of the gathered parameters; None for their own.
+        reduce_dtype: Dtype in which gradients are reduced; None for that of the computation.
+        reshard_after_forward: Whether the backward gathers again.
+        sync: Whether gradients are reduced.
+        beside: The mesh of all axes that parameters lie on already, `mesh` among them; None: they
+            lie on other axes only.
+        factor: What the sum of the devices' gradients is divided by; their number when None.
+    """
+
+    mesh: DeviceMesh
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    reshard_after_forward: bool = True
+    sync: bool = True
+    beside: DeviceMesh | None = None
+    factor: float | None = None
+
+    def divide_by(self, per_device: bool) -> float | None:
+        """Return what gradients are divided by; None: nothing.
+
+        A factor of 1 is how programs turn the division off whose loss is a sum over the batch,
+        divided by what it counts in all. Such a loss needs none here either.
+
+        Args:
+            per_device: Whether each device has a loss of its own, and not all of them one.
+        """
+        if self.factor is None or (self.factor == 1 and not per_device):
+            return None
+        return self.factor / self.mesh.value.size()
+
+
+@dataclass(eq=False)
+class ShardedParameter:
+    """One parameter, in all places of the module tree that share it.
+
+    Args:
+        places: (module, name) pairs.
+        parameter: The sharded parameter.
+        settings: Those of the module that it was sharded with.
+        inner: Its mesh without the axes of fully_shard, None if it had none.
+        pending: Unreduced gradients of microbatches without a sync, one per device.
+        gathered: What the modules see in place of it at present.
+        went_back: Called when its gradient has been computed.
+    """
+
+    places: list[tuple[nn.Module, str]]
+    parameter: nn.Parameter
+    settings: Settings
+    inner: DeviceMesh | None
+    pending: LocalView | None = None
+    gathered: torch.Tensor | None = field(default=None, repr=False)
+    went_back: Callable[[], None] = field(default=lambda: None, repr=False)
+
+    @property
+    def state(self) -> Any:
+        """The DTensor's state."""
+        tensor: Any = self.parameter
+        return tensor._spec
+
+    def adopt(self) -> list[ShardedParameter]:
+        """Take what the modules have been given in its place, by assign=True or by tying.
+
+        Returns:
+            Another one for each parameter that some of its places were given alone.
+
+        Raises:
+            DistributeError: A parameter that does not lie on its mesh.
+        """
+        given: dict[int, nn.Parameter] = {}
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module, name in self.places:
+            now = module._parameters.get(name)
+            if now is not None:
+                now = self.parameter if now is self.gathered else now
+                given[id(now)] = now
+                places.setdefault(id(now), []).append((module, name))
+        if places == {id(self.parameter): self.places}:
+            return []
+        for key, parameter in given.items():
+            self._check_lies_alike(parameter, *places[key][0])
+        self.gathered, self.places = None, []
+        others: list[ShardedParameter] = []
+        for key, parameter in given.items():
+            if not self.places:
+                self.parameter, self.places = parameter, places[key]
+            else:
+                others.append(ShardedParameter(places[key], parameter, self.settings, self.inner))
+        return others
+
+    def _check_lies_alike(self, parameter: Any, module: nn.Module, name: str) -> None:
+        mesh = self.state.mesh
+        if getattr(getattr(parameter, "_spec", None), "mesh", None) == mesh:
+            return
+        raise DistributeError(
+            f"{type(module).__name__}.{name}, which fully_shard manages, was given a parameter of "
+            f"shape={tuple(parameter.shape)} that does not lie on {mesh_text(mesh.value)}. Its "
+            "gradient and the optimizer's state would lie elsewhere. Load without assign=True, or "
+            f"pass distribute_tensor(tensor, mesh, {list(self.state.placements)}) of it."
+        )
+
+    def lend(self, make: Callable[[], torch.Tensor]) -> None:
+        """Let the modules see a gathered form in place of the parameter."""
+        if self.gathered is None:
+            self.gathered = make()
+        for module, name in self.places:
+            module._parameters[name] = self.gathered  # pyright: ignore[reportArgumentType]
+
+    def take_back(self) -> None:
+        """Let the modules see the sharded parameter again."""
+        self.gathered = None
+        for module, name in self.places:
+            module._parameters[name] = self.parameter
+
+    def whole(self) -> torch.Tensor:
+        """Return the gathered form, differentiably."""
+        return _Gather.apply(self.parameter, self)  # pyright: ignore[reportReturnType]
+
+    def gathered_again(self) -> torch.Tensor:
+        """Return the gathered form for a backward, without history: another gather for XLA."""
+        runtime, tensor = get_runtime(), self.parameter
+        payload: Any = tensor
+        sharded = runtime.run_op(aten.clone.default, (payload._local_tensor,), {})
+        runtime.barrier([sharded])
+        with torch.no_grad():
+            return self.wrapped(self.gathered_payload(sharded))
+
+    def gathered_payload(self, payload: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the payload of the gathered form, cast before it is moved."""
+        tensor: Any = self.parameter
+        whole: Any = tensor._local_tensor if payload is None else payload
+        dtype = self.settings.param_dtype
+        if dtype is not None and whole.dtype != dtype and whole.is_floating_point():
+            whole = get_runtime().run_op(aten._to_copy.default, (whole,), {"dtype": dtype})
+        with asking():
+            return functional.constrain(whole, self._gathered_layout())
+
+    def _gathered_layout(self) -> Layout:
+        state, own = self.state, set(self.settings.mesh.value.axis_names)
+        kept = tuple(
+            Replicate() if axis in own else placement
+            for axis, placement in zip(state.mesh.value.axis_names, state.placements, strict=True)
+        )
+        return layout_on_span(Layout.from_placements(kept, len(state.shape), state.mesh.value))
+
+    def wrapped(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return a gathered payload as the modules are to see it."""
+        if self.inner is None:
+            return functional.to_plain(payload)
+        made = DTensor._wrapping(payload, self.inner, self.inner_placements())
+        if self.settings.beside is not None:
+            made._gradient_placements = summed_over(made._spec, self.settings.mesh)
+        return made
+
+    def inner_placements(self) -> tuple[Any, ...]:
+        """The placements that the parameter had before fully_shard."""
+        assert self.inner is not None
+        on = dict(zip(self.state.mesh.value.axis_names, self.state.placements, strict=True))
+        on |= dict.fromkeys(self.settings.mesh.value.axis_names, Replicate())
+        return tuple(on[axis] for axis in self.inner.value.axis_names)
+
+    def inner_cuts(self) -> Known:
+        """The axes of that mesh that cut the parameter, each with the dim."""
+        if self.inner is None:
+            return ()
+        pairs = zip(self.inner.value.axis_names, self.inner_placements(), strict=True)
+        return tuple((axis, p.dim) for axis, p in pairs if type(p) is Shard)
+
+    def sharded_gradient(self, payload: torch.Tensor, per_device: bool = False) -> DTensor:
+        """Return a whole gradient as the parameter's: cast, divided, sharded.
+
+        Args:
+            payload: The gradient, or the mean of the devices' own.
+            per_device: Whether it is such a mean.
+        """
+        run, settings, state = get_runtime().run_op, self.settings, self.state
+        dtype = settings.reduce_dtype
+        if dtype is not None and payload.dtype != dtype:
+            payload = run(aten._to_copy.default, (payload,), {"dtype": dtype})
+        with asking():
+            payload = functional.constrain(payload, state.span_layout)
+        divide_by = settings.divide_by(per_device)
+        if divide_by is not None:
+            payload = run(aten.div.Scalar, (payload, divide_by), {})
+        if payload.dtype != self.parameter.dtype:
+            wanted = {"dtype": self.parameter.dtype}
+            payload = run(aten._to_copy.default, (payload,), wanted)
+        return DTensor._wrapping(payload, state.mesh, state.placements, known=state.known)
+
+
+class _Gather(OneResult):
+    @staticmethod
+    def forward(ctx: Any, parameter: Any, owner: ShardedParameter) -> torch.Tensor:
+        ctx.owner = owner
+        return owner.wrapped(owner.gathered_payload())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        owner: ShardedParameter = ctx.owner
+        owner.went_back()
+        total = owner.sharded_gradient(getattr(grad, "_local_tensor", grad))
+        total = _with_pending(total, owner)
+        return (*refuse_second("the parameters of fully_shard", [owner.parameter], total), None)
+
+
+def _with_pending(total: DTensor, owner: ShardedParameter) -> DTensor:
+    """Add what microbatches without a sync have left."""
+    if owner.pending is None:
+        return total
+    pending: Any = owner.pending
+    owner.pending = None
+    return total + owner.sharded_gradient(_mean(pending), per_device=True)  # pyright: ignore[reportReturnType]
+
+
+def _mean(view: LocalView) -> torch.Tensor:
+    """Return the mean over all devices of a region, as a payload: one reduction."""
+    mesh = as_device_mesh(view.region.mesh[view.region.axes])
+    layout = Layout(mesh.value, ((),) * view.ndim, tuple((a, "avg") for a in view.region.axes))
+    return border(layout, tuple(view.shape)).joined(view._payload)
+
+
+def lent_unreduced(owner: ShardedParameter, reduce: bool) -> torch.Tensor:
+    """Return the gathered parameter with a gradient per device of fully_shard's mesh.
+
+    A LocalView, or a GroupDTensor where the parameter was on another mesh before.
+
+    Args:
+        owner: The parameter.
+        reduce: Whether the backward averages the gradients, with those that were left before, or
+            leaves them on each device.
+    """
+    view: Any = _LendUnreduced.apply(owner.parameter, owner, reduce)
+    return view if owner.inner is None else grouped(view, owner.inner, owner.inner_placements())
+
+
+class _LendUnreduced(OneResult):
+    @staticmethod
+    def forward(ctx: Any, parameter: Any, owner: ShardedParameter, reduce: bool) -> LocalView:
+        ctx.owner, ctx.reduce = owner, reduce
+        region = region_of(owner.settings.mesh.value)
+        payload = spread_payload(owner.gathered_payload(), region)
+        return LocalView(payload, region, varying=frozenset(), known=owner.inner_cuts())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        owner: ShardedParameter = ctx.owner
+        owner.went_back()
+        if owner.inner is not None:  # each device's lies as the parameter does on the other axes
+            placements = owner.inner_placements()
+            grad = grouped(grad, owner.inner, placements).redistribute(placements=placements)
+            grad = as_view(grad)
+        if owner.settings.reduce_dtype is not None:  # microbatches add up in it, too
+            grad = grad.to(owner.settings.reduce_dtype)
+        total = grad if owner.pending is None else owner.pending + grad
+        owner.pending = None if ctx.reduce else total
+        found = owner.sharded_gradient(_mean(total)) if ctx.reduce else None
+        return (
+            *refuse_second("the parameters of fully_shard", [owner.parameter], found),
+            None,
+            None,
+        )
+
+
+def shard_parameter(
+    parameter: nn.Parameter, settings: Settings, dim: int | None
+) -> tuple[nn.Parameter, DeviceMesh | None]:
+    """Shard one parameter over the last axis of the mesh.
+
+    Args:
+        parameter: A plain parameter, or a DTensor on other axes of the same devices.
+        settings: Whose mesh to shard over.
+        dim: Which dim to cut; 0 when None.
+
+    Returns:
+        The sharded parameter, and the mesh that it was on before.
+    """
+    mesh = settings.mesh
+    cut = (0 if dim is None else dim % parameter.ndim) if parameter.ndim else None
+    own: list[Any] = [Replicate()] * (mesh.ndim - 1)
+    own.append(Replicate() if cut is None else Shard(cut))
+    if not isinstance(parameter.data, DTensor):
+        made = distribute_tensor(parameter.detach(), mesh, own)
+        return nn.Parameter(made, parameter.requires_grad), None
+    tensor: Any = parameter
+    before = tensor._spec
+    together = joint_mesh(mesh.value, before.mesh.value)
+    if before.mesh == settings.beside:
+        check_replicated(before, mesh)
+        together = before.mesh.value
+    if together is None:
+        raise DistributeError(
+            f"fully_shard was called with the mesh {mesh_text(mesh.value)} on a parameter that "
+            f"lies on {mesh_text(before.mesh.value)}. It needs axes of its own, of one root mesh. "
+            "Make one mesh with all axes and pass mesh['dp'] here and mesh['tp'] to "
+            "parallelize_module."
+        )
+    joint = as_device_mesh(together)
+    on = dict(zip(before.mesh.value.axis_names, before.placements, strict=True))
+    on |= dict(zip(mesh.value.axis_names, own, strict=True))
+    placements = _beside(on, joint, mesh.value.axis_names[-1], cut)
+    made = tensor.detach().redistribute(joint, placements)
+    return nn.Parameter(made, parameter.requires_grad), before.mesh
+
+
+def _beside(on: dict[Any, Any], joint: DeviceMesh, axis: Any, cut: int | None) -> list[Any]:
+    """Return placements on the joint mesh; axes right of `axis` that cut the same dim go outside.
+
+    That is what torch's fully_shard does, so that the data-parallel shards lie within tp's.
+    """
+    names = joint.value.axis_names
+    factor = 1
+    for other in names[names.index(axis) + 1 :]:
+        if isinstance(on[other], Shard) and on[other].dim == cut:
+            factor *= joint.value.size(other)
+    if factor > 1:
+        assert cut is not None
+        on[axis] = _StridedShard(cut, split_factor=factor)
+    return [on[name] for name in names]

@@ -1,0 +1,278 @@
+"""install(): torch.distributed.tensor's own functions, for "xla" meshes, lead here.
+
+Code that imports ``torch.distributed.tensor`` and calls ``parallelize_module``, ``local_map`` or
+``distribute_tensor`` then runs unchanged. Stock torch sends an "xla" mesh to torch_xla, or leaves
+it half built. What is replaced, by functions that look at the mesh and call torch's original for
+any other device type:
+
+======================================  ============================================
+torch.distributed.tensor                distribute_tensor, distribute_module, ones,
+                                        zeros, empty, full, rand, randn
+torch.distributed.tensor.DTensor        from_local
+torch.distributed.tensor._random        manual_seed, is_rng_supported_mesh
+torch.distributed.tensor.parallel       loss_parallel
+torch.distributed.fsdp                  fully_shard
+torch.distributed._state_dict_utils     what StateDictOptions(full_state_dict=True) asks for
+                                        (see :mod:`xla_dtensor.nn.install`)
+torch.distributed                       init_device_mesh; get_rank, get_world_size (of a
+                                        mesh axis, see :mod:`xla_dtensor.dtensor.mesh`)
+torch.distributed._functional_          the collectives, for LocalViews (see
+collectives                             :mod:`xla_dtensor.dtensor.collectives`)
+======================================  ============================================
+
+A module that imported one of these by name has its name replaced too. cpu and cuda meshes are not
+touched. Calling install() again does nothing; ``uninstall()`` puts everything back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as torch_collectives
+import torch.distributed._state_dict_utils as torchs
+import torch.distributed.device_mesh as torch_device_mesh
+import torch.distributed.fsdp as torch_fsdp
+import torch.distributed.tensor as torch_tensor
+import torch.distributed.tensor._api as torch_api
+import torch.distributed.tensor._random as torch_random
+import torch.distributed.tensor.parallel as torch_parallel
+
+from mesh_utils import Mesh
+from xla_dtensor.dtensor import api, collectives, dtensor, mesh, random
+from xla_dtensor.dtensor.dtensor import DTensor
+from xla_dtensor.dtensor.local import LocalView
+from xla_dtensor.dtensor.mesh import AxisGroup, allow_groups, init_device_mesh
+from xla_dtensor.dtensor.modes import loss_parallel
+from xla_dtensor.nn.fsdp import fully_shard
+
+__all__ = ["install", "is_installed", "uninstall"]
+
+
+# ---------------------------------------------------------- Whole state dicts by torch's functions
+#
+# ``StateDictOptions(full_state_dict=True)``, both ways.
+#
+#   options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+#   whole = get_model_state_dict(model, options=options)     plain tensors, to be saved by anyone
+#   set_model_state_dict(other, whole, options=options)      each lies as the other's parameter does
+#
+# torch goes by local tensors: it replicates a DTensor and takes ``to_local()``, and it writes this
+# rank's part of a whole tensor into one. Here a process has several devices and a local tensor is a
+# view of all of them, so whole tensors are taken, and distributed. ``xd.install()`` puts these
+# functions in place of torch's.
+
+
+def replacements() -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
+    """Yield functions of torch, each with what is to be called instead."""
+    yield torchs._gather_state_dict, _gather(torchs._gather_state_dict)
+    yield torchs._broadcast_state_dict, _broadcast(torchs._broadcast_state_dict)
+
+
+def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def gather(state_dict: Any, *args: Any, cpu_offload: bool = False, **options: Any) -> Any:
+        whole = _whole(state_dict, cpu_offload)
+        return original(whole, *args, cpu_offload=cpu_offload, **options)
+
+    return gather
+
+
+def _whole(value: Any, on_host: bool) -> Any:
+    if isinstance(value, DTensor):
+        return value.cpu() if on_host else value.full_tensor()
+    if isinstance(value, dict):
+        return {key: _whole(item, on_host) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_whole(item, on_host) for item in value)
+    return value
+
+
+def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def broadcast(
+        full_state_dict: Mapping[str, Any],
+        local_state_dict: dict[str, Any],
+        device: torch.device,
+        pg: Any = None,
+        strict: bool = False,
+        **options: Any,
+    ) -> None:
+        if not any(isinstance(value, DTensor) for value in local_state_dict.values()):
+            original(full_state_dict, local_state_dict, device, pg, strict, **options)
+            return
+        whole: dict[str, Any] = {}
+        for key in _from_rank_0(list(full_state_dict), pg):
+            whole[key] = _from_rank_0(full_state_dict.get(key), pg)
+        torchs._distribute_state_dict(whole, local_state_dict, device, pg)
+        for key in list(local_state_dict) if strict else ():
+            if key not in whole:
+                del local_state_dict[key]
+
+    return broadcast
+
+
+def _from_rank_0(value: Any, group: Any) -> Any:
+    """Return what rank 0 gave."""
+    given = [value]
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(given, src=0, group=group)
+    return given[0]
+
+
+# --------------------------------------------------------------------------------------- install()
+
+logger = logging.getLogger("xla_dtensor")
+_replaced: dict[Any, Any] = {}  # torch's function -> ours
+torch_from_local = torch_tensor.DTensor.from_local
+_DYNAMO_TORCHS = "torch.distributed.tensor._api.DTensor#from_local"
+_DYNAMO_OURS = f"{__name__}.torch_from_local"
+_FACTORIES = ("ones", "zeros", "empty", "full", "rand", "randn")
+
+
+def install() -> None:
+    """Let torch.distributed.tensor's functions work on "xla" meshes.
+
+    Example:
+        >>> import torch, xla_dtensor as xd
+        >>> xd.install()
+        >>> from torch.distributed.tensor import Shard, distribute_tensor
+        >>> mesh = xd.init_device_mesh("xla", (8,))
+        >>> distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])
+        DTensor(shape=(8, 2), dtype=float32, placements=(S(0)), mesh=(0=8), local_shape=(1, 2))
+        >>> xd.uninstall()
+    """
+    if _replaced:
+        return
+    for name in ("distribute_tensor", "distribute_module"):
+        _replace(getattr(torch_api, name), getattr(api, name))
+    for name in _FACTORIES:
+        _replace(getattr(torch_tensor, name), getattr(dtensor, name))
+    original = torch_tensor.DTensor.from_local
+    _replaced[original] = _routed(original, DTensor.from_local)
+    torch_tensor.DTensor.from_local = staticmethod(_replaced[original])  # pyright: ignore
+    _move_dynamo_rule(_DYNAMO_TORCHS, _DYNAMO_OURS)
+    _replace(torch_device_mesh.init_device_mesh, init_device_mesh)
+    for name in ("manual_seed", "is_rng_supported_mesh"):
+        _replace(getattr(torch_random, name), getattr(random, name))
+    _replace(torch_fsdp.fully_shard, fully_shard)
+    _put(torch_parallel.loss_parallel, _both(torch_parallel.loss_parallel, loss_parallel))
+    for original, ours in replacements():
+        _put(original, ours)
+    for name, ours in collectives.BY_NAME.items():
+        original = getattr(torch_collectives, name)
+        _put(original, _routed_by_first(LocalView, original, ours))
+    for name, ours in mesh.BY_NAME.items():
+        original = getattr(dist, name)
+        _put(original, _routed_by_first(AxisGroup, original, ours))
+    allow_groups(True)
+    logger.info("torch.distributed.tensor works on 'xla' meshes through xla_dtensor now.")
+
+
+def uninstall() -> None:
+    """Put torch's own functions back."""
+    if not _replaced:
+        return
+    for original, ours in _replaced.items():
+        _rebind(ours, original)
+    from_local = next(f for f in _replaced if f.__qualname__ == "DTensor.from_local")
+    torch_tensor.DTensor.from_local = staticmethod(from_local)  # pyright: ignore
+    _move_dynamo_rule(_DYNAMO_OURS, _DYNAMO_TORCHS)
+    _replaced.clear()
+    allow_groups(False)
+    logger.info("torch.distributed.tensor is as torch made it again.")
+
+
+def is_installed() -> bool:
+    """Tell whether :func:`install` is in force."""
+    return bool(_replaced)
+
+
+def _move_dynamo_rule(old: str, new: str) -> None:
+    """Let Dynamo's rule for DTensor.from_local be that of torch's own, wherever that is.
+
+    Dynamo does not read from_local, but puts a call of it into its graph as it is. It looks for it
+    by name, and again whenever a process group is made: it would find the function that leads to
+    ours, which has to be read.
+    """
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    names: dict[str, Any] = rules.manual_torch_name_rule_map
+    if old in names:
+        names[new] = names.pop(old)
+        rules.clear_lru_cache()
+
+
+def _replace(original: Callable[..., Any], ours: Callable[..., Any]) -> None:
+    _put(original, _routed(original, ours))
+
+
+def _put(original: Callable[..., Any], new: Callable[..., Any]) -> None:
+    _replaced[original] = new
+    _rebind(original, new)
+
+
+def _both(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Enter torch's context and ours: which tensors will meet it is not known yet."""
+
+    @functools.wraps(original)
+    @contextlib.contextmanager
+    def both() -> Iterator[None]:
+        with original(), ours():
+            yield
+
+    return both
+
+
+def _rebind(old: Any, new: Any) -> None:
+    """Replace a function in every module that has it under its name."""
+    name = old.__name__
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is old and module.__name__ != __name__:
+            setattr(module, name, new)
+
+
+def _routed(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def route(*args: Any, **kwargs: Any) -> Any:
+        return (ours if _is_for_xla(signature, args, kwargs) else original)(*args, **kwargs)
+
+    return route
+
+
+def _routed_by_first(
+    kind: type, original: Callable[..., Any], ours: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def route(*args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        return (ours if isinstance(first, kind) else original)(*args, **kwargs)
+
+    return route
+
+
+def _is_for_xla(signature: inspect.Signature, args: Any, kwargs: Any) -> bool:
+    given = (*args, *kwargs.values())
+    if "device_type" in signature.parameters:
+        return "xla" in (given[:1] if args else (kwargs.get("device_type"),))
+    # torch.compile does not ask a tensor whether it is a mesh, and in torch 2.13 takes a mesh to be
+    # of none of several types at once.
+    others = [v for v in given if not isinstance(v, torch.Tensor)]
+    if any(isinstance(v, Mesh) for v in others):
+        return True
+    meshes = [v for v in others if isinstance(v, torch_device_mesh.DeviceMesh)]
+    if not meshes:
+        try:
+            meshes = [torch_device_mesh._mesh_resources.get_current_mesh()]
+        except RuntimeError:  # torch says so itself: no mesh was given, and none is open
+            return False
+    return meshes[0].device_type == "xla"

@@ -1,0 +1,803 @@
+"""Which device holds which block of a tensor, of any rank, on any number of devices.
+
+A tensor is cut into a grid of blocks, one dim after another; each block lies on one device, or on
+several, which have copies. That is what a picture shows, whatever it is drawn with:
+
+    picture.dims         per dim: in how many blocks, by which axes of the mesh, what is padding
+    picture.devices      the device ids, int64 array of shape (blocks of each dim ..., copies)
+    picture.faces()      the grid in two dims at a time, with gaps where it is too large to show
+    picture.text()       for a terminal; picture.rich() in colour; picture.svg() for a page
+
+Blocks are XLA's: a dim of 10 in 4 blocks has 3, 3, 3 and 1, and each device keeps room for 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any, NewType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh_utils import Mesh
+from xla_dtensor.core import Layout, OpSharding
+from xla_dtensor.core.translate import layout_of_op_sharding
+from xla_dtensor.report.errors import ReportError
+from xla_dtensor.report.render import Table, one_line
+
+__all__ = [
+    "DimCut",
+    "Element",
+    "ShardingPicture",
+    "element",
+    "join",
+    "number",
+    "picture_of",
+    "table_element",
+]
+
+
+# -------------------------- Elements of HTML and SVG whose text and attributes are escaped, always
+#
+# An element is made by `element`; what is inside is text, which is escaped, or other elements,
+# which are not, because they have been. So nothing that comes from a model, a path or a flag can
+# become markup, and no other file of the report writes an angle bracket.
+
+Element = NewType("Element", tuple[str])
+"""Markup that is safe to write: a tuple, so that it cannot be taken for text."""
+
+_VOID = frozenset({"br", "meta", "rect", "line", "circle", "path", "use"})
+
+
+def element(
+    name: str, /, *children: Element | str | None, **attributes: str | float | None
+) -> Element:
+    """Makes an element.
+
+    Args:
+        name: of the tag.
+        children: text or elements; None is left out.
+        attributes: their values; a trailing underscore of a name is dropped, other underscores
+            become hyphens. None is left out.
+
+    Returns:
+        The element.
+
+    Example:
+        >>> element("b", "1 < 2", element("i", "x"), class_="a")[0]
+        '<b class="a">1 &lt; 2<i>x</i></b>'
+    """
+    words = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{_attribute(value)}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    inside = "".join(_markup(child) for child in children if child is not None)
+    if name in _VOID and not inside:
+        return Element((f"<{name}{words}>" if name in ("br", "meta") else f"<{name}{words}/>",))
+    return Element((f"<{name}{words}>{inside}</{name}>",))
+
+
+def join(*elements: Element | None) -> Element:
+    r"""Puts elements after each other, each on a line of its own.
+
+    Args:
+        elements: the elements; None is left out.
+
+    Returns:
+        All of them.
+
+    Example:
+        >>> join(element("br"), None, element("br"))[0]
+        '<br>\n<br>'
+    """
+    return Element(("\n".join(each[0] for each in elements if each is not None),))
+
+
+def number(value: float) -> str:
+    """Writes a coordinate.
+
+    Args:
+        value: in user units.
+
+    Returns:
+        At most one decimal.
+
+    Example:
+        >>> number(1.25), number(3.0)
+        ('1.2', '3')
+    """
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def table_element(table: Table) -> Element:
+    """Makes a table.
+
+    Args:
+        table: the words.
+
+    Returns:
+        The element, scrollable if it is wider than the page.
+    """
+    sides = tuple("number" if is_number else None for is_number in table.right)
+    head = (element("th", name, class_=side) for name, side in zip(table.names, sides, strict=True))
+    body = (
+        element("tr", *(element("td", cell, class_=s) for cell, s in zip(row, sides, strict=True)))
+        for row in table.rows
+    )
+    rows = element("table", element("thead", element("tr", *head)), element("tbody", *body))
+    more = element("p", f"and {table.more:,} more", class_="quiet") if table.more else None
+    return element("div", rows, more, class_="scroll")
+
+
+def _markup(child: Element | str) -> str:
+    return escape(one_line(child), quote=False) if isinstance(child, str) else child[0]
+
+
+def _attribute(value: str | float) -> str:
+    return escape(one_line(value if isinstance(value, str) else number(value)), quote=True)
+
+
+# --------------------------------------------------------------------------------- sharding blocks
+
+ROWS, COLUMNS, FACES = 8, 8, 3
+"""How many are shown in full; of more the first ones and the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class DimCut:
+    """How one dim is cut.
+
+    Attributes:
+        dim: the dim.
+        extent: its size in elements; None if nobody said.
+        blocks: into how many blocks it is cut.
+        axes: the axes of the mesh that cut it, outermost first; None if that cannot be said.
+
+    Example:
+        >>> rows = DimCut(0, 10, 4, ("tp",))
+        >>> rows.block, rows.padding, rows.span(3), rows.words
+        (3, 2, (9, 10), 'dim 0: 10 in 4 blocks of 3 by tp, the last of 1 (2 of padding)')
+    """
+
+    dim: int
+    extent: int | None
+    blocks: int
+    axes: tuple[str, ...] | None = ()
+
+    @property
+    def block(self) -> int | None:
+        """The elements of a full block."""
+        return None if self.extent is None else -(-self.extent // self.blocks)
+
+    @property
+    def padding(self) -> int:
+        """The elements that fill up the last blocks."""
+        return 0 if self.extent is None else self.blocks * (self.block or 0) - self.extent
+
+    def span(self, block: int) -> tuple[int, int] | None:
+        """Where a block begins and ends; the same twice for an empty one."""
+        if self.extent is None or self.block is None:
+            return None
+        start = min(block * self.block, self.extent)
+        return start, min(start + self.block, self.extent)
+
+    @property
+    def words(self) -> str:
+        """The cut in a line."""
+        extent = "" if self.extent is None else f" {self.extent:,}"
+        if self.blocks == 1:
+            return f"dim {self.dim}:{extent} whole"
+        by = "" if not self.axes else f" by {' x '.join(self.axes)}"
+        words = f"dim {self.dim}:{extent} in {self.blocks:,} blocks"
+        if self.block is not None:
+            words += f" of {self.block:,}"
+        return f"{words}{by}{self._padding_words()}"
+
+    def _padding_words(self) -> str:
+        if not self.padding or self.extent is None or not self.block:
+            return ""
+        full, last = divmod(self.extent, self.block)
+        empty = self.blocks - full - (1 if last else 0)
+        words = ""
+        if last:
+            words += f", the last of {last:,}" if not empty else f", then one of {last:,}"
+        if empty:
+            words += f", {empty:,} empty"
+        return f"{words} ({self.padding:,} of padding)"
+
+
+@dataclass(frozen=True, slots=True)
+class Face:
+    """The blocks along two dims, with those of all other dims held fixed.
+
+    Attributes:
+        title: which blocks of the other dims; "" if they have one each.
+        rows: the blocks along the first dim that are shown; None is a gap.
+        columns: likewise along the second.
+        cells: the device ids of each shown block; None in a gap.
+        hidden: how many faces a gap stands for; 0 for a face.
+    """
+
+    title: str
+    rows: tuple[int | None, ...] = ()
+    columns: tuple[int | None, ...] = ()
+    cells: tuple[tuple[tuple[int, ...] | None, ...], ...] = ()
+    hidden: int = 0
+
+
+@dataclass(frozen=True)
+class ShardingPicture:
+    """See the module docstring.
+
+    Attributes:
+        title: what is shown.
+        dims: how each dim is cut.
+        devices: device ids, int64 array of shape (blocks of each dim ..., copies of a block).
+        layout: the same as text of a layout, or as XLA writes it.
+        mesh: the mesh whose axes are named; None if there is none.
+        copied_along: the axes along which blocks are copied; None if that cannot be said.
+        element_bytes: of one element; None if it is not known.
+        notes: what else is to be said, in sentences.
+    """
+
+    title: str
+    dims: tuple[DimCut, ...]
+    devices: NDArray[np.int64] = field(repr=False)
+    layout: str = ""
+    mesh: Mesh | None = None
+    copied_along: tuple[str, ...] | None = ()
+    element_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_copies(self) -> int:
+        """On how many devices each block lies."""
+        return int(self.devices.shape[-1])
+
+    @property
+    def sides(self) -> tuple[int | None, int | None]:
+        """The dims that are drawn as rows and as columns; None where there is no such dim."""
+        ndim = len(self.dims)
+        if ndim < 2:
+            return None, (0 if ndim else None)
+        cut = [cut.dim for cut in self.dims if cut.blocks > 1]
+        if len(cut) >= 2:
+            return cut[-2], cut[-1]
+        first = min(cut[0] if cut else ndim - 2, ndim - 2)
+        return first, first + 1
+
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """What is cut, copied and padded, in lines."""
+        lines = [cut.words for cut in self.dims]
+        if not self.dims:
+            lines.append("one element, whole")
+        if self.num_copies > 1:
+            along = f", copied along {' x '.join(self.copied_along)}" if self.copied_along else ""
+            lines.append(f"each block on {self.num_copies:,} devices{along}")
+        held = [cut.block for cut in self.dims]
+        if self.element_bytes is not None and None not in held:
+            whole = math.prod(cut.extent or 0 for cut in self.dims) * self.element_bytes
+            each = math.prod(size or 0 for size in held) * self.element_bytes
+            shape = " x ".join(f"{size:,}" for size in held if size is not None) or "1"
+            lines.append(f"a device holds {shape}, {each:,} of {whole:,} bytes")
+        return (*lines, *self.notes)
+
+    def label(self, dim: int, block: int) -> tuple[str, str]:
+        """Says of a block along a dim where on the mesh it lies, and what part it is.
+
+        Args:
+            dim: the dim.
+            block: the number of the block.
+
+        Returns:
+            Coordinates, "dp 1", and positions, "5:10"; "" for what is not known or says nothing.
+        """
+        cut = self.dims[dim]
+        span = cut.span(block)
+        where = ""
+        if span is not None:
+            where = "empty" if span[0] == span[1] and cut.extent else f"{span[0]:,}:{span[1]:,}"
+        return self._coordinates(cut, block), where
+
+    def _coordinates(self, cut: DimCut, block: int) -> str:
+        if self.mesh is None or not cut.axes or cut.blocks == 1:
+            return ""
+        index = [0] * self.devices.ndim
+        index[cut.dim] = block
+        device = int(self.devices[tuple(index)])
+        places = np.argwhere(self.mesh.device_ids == device)
+        names = [str(axis) for axis in self.mesh.axis_names]
+        if not len(places) or not set(cut.axes) <= set(names):
+            return ""
+        return ", ".join(f"{axis} {places[0][names.index(axis)]}" for axis in cut.axes)
+
+    def faces(self, rows: int = ROWS, columns: int = COLUMNS, faces: int = FACES) -> Iterator[Face]:
+        """Yields the grid, two dims at a time; a gap says how many faces are left out.
+
+        Args:
+            rows: how many rows of blocks are shown in full.
+            columns: likewise.
+            faces: likewise.
+        """
+        row, column = self.sides
+        outer = [cut.dim for cut in self.dims if cut.dim not in (row, column)]
+        sizes = tuple(self.dims[dim].blocks for dim in outer)
+        count = math.prod(sizes)
+        for number in shown(count, faces):
+            if number is None:
+                yield Face("", hidden=count - faces)
+                continue
+            place = [int(i) for i in np.unravel_index(number, sizes)] if sizes else []
+            yield self._face(dict(zip(outer, place, strict=True)), rows, columns)
+
+    def _face(self, fixed: dict[int, int], rows: int, columns: int) -> Face:
+        row, column = self.sides
+        down = shown(1 if row is None else self.dims[row].blocks, rows)
+        across = shown(1 if column is None else self.dims[column].blocks, columns)
+
+        def cell(i: int | None, j: int | None) -> tuple[int, ...] | None:
+            if i is None or j is None:
+                return None
+            at = fixed | {d: k for d, k in ((row, i), (column, j)) if d is not None}
+            return tuple(self.devices[tuple(at[cut.dim] for cut in self.dims)].tolist())
+
+        told = (
+            ", ".join(word for word in self.label(dim, block) if word) or f"block {block}"
+            for dim, block in fixed.items()
+        )
+        title = "; ".join(
+            f"dim {dim}: {words}"
+            for dim, words in zip(fixed, told, strict=True)
+            if self.dims[dim].blocks > 1
+        )
+        cells = tuple(tuple(cell(i, j) for j in across) for i in down)
+        return Face(title, tuple(down), tuple(across), cells)
+
+    def text(self, max_width: int = 100) -> str:
+        """Draws it as text.
+
+        Args:
+            max_width: characters of a line; fewer columns are shown where they are too many.
+
+        Returns:
+            Lines, without a line break at the end.
+        """
+        return to_text(self, max_width)
+
+    def rich(self, *, use_color: bool = True) -> Any:
+        """Draws it for rich: something to ``print`` on a rich console.
+
+        Args:
+            use_color: whether blocks have colours.
+
+        Raises:
+            ReportError: rich is not installed.
+        """
+        return to_rich(self, use_color=use_color)
+
+    def svg(self) -> str:
+        """Draws it as an SVG picture that needs nothing from outside."""
+        return to_svg(self)
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def shown(count: int, limit: int) -> list[int | None]:
+    """Lists what is shown of so many: all, or the first ones, a gap, and the last.
+
+    Example:
+        >>> shown(3, 4), shown(100, 4)
+        ([0, 1, 2], [0, 1, 2, None, 99])
+    """
+    if count <= limit + 1:
+        return list(range(count))
+    return [*range(limit - 1), None, count - 1]
+
+
+def picture_of(
+    sharding: OpSharding,
+    shape: Sequence[int] | None = None,
+    mesh: Mesh | None = None,
+    *,
+    layout: Layout | None = None,
+    root: Mesh | None = None,
+    title: str = "",
+    element_bytes: int | None = None,
+    notes: Sequence[str] = (),
+) -> ShardingPicture:
+    """Makes a picture of a sharding.
+
+    Args:
+        sharding: how XLA is told that the tensor lies.
+        shape: of the tensor; None shows blocks without their extent.
+        mesh: whose axes are named; None names none.
+        layout: the same in terms of the mesh, where it is known.
+        root: the mesh by whose flat order partitions are numbered; that of `mesh` by default.
+        title: what is shown.
+        element_bytes: of one element.
+        notes: further sentences.
+
+    Returns:
+        The picture.
+
+    Raises:
+        ReportError: a sharding of another rank than the shape, or one without blocks.
+
+    Example:
+        >>> from mesh_utils import Mesh
+        >>> rows = OpSharding.parse("{devices=[2,1,4]<=[8] last_tile_dim_replicate}")
+        >>> picture_of(rows, (8, 4), Mesh.arange((2, 4), ("dp", "tp"))).dims[0].words
+        'dim 0: 8 in 2 blocks of 4 by dp'
+    """
+    ndim = sharding.tensor_ndim if shape is None else len(shape)
+    if sharding.kind in ("manual", "unknown") or (
+        sharding.is_tiled and (ndim != sharding.tensor_ndim)
+    ):
+        raise ReportError(
+            f"A picture was asked for, of the sharding {sharding} of a tensor of shape="
+            f"{None if shape is None else tuple(shape)}. It does not say which device has which "
+            "block of such a tensor. Pass a tiled or replicated sharding of the tensor's rank."
+        )
+    base = root if root is not None else None if mesh is None else mesh.root
+    ndim = ndim or 0
+    grid = _grid(sharding, ndim, base)
+    named = layout
+    if named is None and mesh is not None and base is not None:
+        named = layout_of_op_sharding(sharding.canonical(), mesh, ndim, base)
+    axes = _axes(named, ndim)
+    extents: Sequence[int | None] = (None,) * ndim if shape is None else shape
+    dims = tuple(
+        DimCut(dim, extents[dim], int(grid.shape[dim]), None if axes is None else axes[dim])
+        for dim in range(ndim)
+    )
+    copies = None if axes is None or named is None else _copied(named, axes)
+    return ShardingPicture(
+        title=title,
+        dims=dims,
+        devices=grid,
+        layout=str(sharding if named is None else named),
+        mesh=mesh,
+        copied_along=copies,
+        element_bytes=element_bytes,
+        notes=tuple(notes),
+    )
+
+
+def _grid(sharding: OpSharding, ndim: int, root: Mesh | None) -> NDArray[np.int64]:
+    """The device ids by block, the copies of a block last."""
+    ids = None if root is None else root.device_ids.reshape(-1)
+    if sharding.is_tiled:
+        grid = sharding.tile_assignment
+        grid = grid.reshape(*grid.shape[:ndim], -1)
+    elif sharding.kind == "maximal":
+        return np.full((1,) * ndim + (1,), sharding.device or 0, np.int64)
+    else:
+        count = 1 if ids is None else ids.size
+        grid = np.arange(count, dtype=np.int64).reshape((1,) * ndim + (count,))
+    return grid if ids is None else np.asarray(ids, np.int64)[grid]
+
+
+def _axes(layout: Layout | None, ndim: int) -> tuple[tuple[str, ...], ...] | None:
+    if layout is None or layout.ndim != ndim:
+        return None
+    sizes = dict(zip(layout.mesh.axis_names, layout.mesh.mesh_shape, strict=True))
+    found: list[tuple[str, ...]] = []
+    for entries in layout.dims:
+        if any(entry not in sizes for entry in entries):
+            return None  # part of an axis, or a gap
+        found.append(tuple(str(entry) for entry in entries if sizes[entry] > 1))  # pyright: ignore
+    return tuple(found)
+
+
+def _copied(layout: Layout, axes: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    used = {axis for those in axes for axis in those}
+    mesh = layout.mesh if layout.mesh.size() == layout.mesh.root.size() else layout.mesh.root
+    return tuple(
+        str(axis)
+        for axis, size in zip(mesh.axis_names, mesh.mesh_shape, strict=True)
+        if size > 1 and str(axis) not in used
+    )
+
+
+# ----------------------------------------------------------------------- A sharding for a terminal
+#
+# A grid of blocks, each with the devices that hold it.
+
+_GAP = "..."
+_COLOURS = ("blue", "green", "magenta", "cyan", "yellow", "red")
+
+
+def cell_text(devices: Sequence[int] | None, limit: int = 3) -> str:
+    """Writes the devices of a block.
+
+    Args:
+        devices: their ids; None for a gap.
+        limit: how many runs of ids are written out.
+
+    Returns:
+        Runs of ids, and how many there are where that is not seen.
+
+    Example:
+        >>> cell_text((0, 1, 2, 3)), cell_text((0, 4)), cell_text(tuple(range(0, 64, 4)))
+        ('0-3', '0, 4', '0, 4, 8, ... (16)')
+    """
+    if devices is None:
+        return _GAP
+    runs: list[list[int]] = []
+    for device in devices:
+        if runs and device == runs[-1][1] + 1:
+            runs[-1][1] = device
+        else:
+            runs.append([device, device])
+    words = [
+        str(first) if first == last else f"{first}{', ' if last == first + 1 else '-'}{last}"
+        for first, last in runs[:limit]
+    ]
+    text = ", ".join(words)
+    return text if len(runs) <= limit else f"{text}, {_GAP} ({len(devices):,})"
+
+
+def heading(picture: ShardingPicture) -> str:
+    """Writes the first line: what is shown, and how it lies on which mesh."""
+    words = [one_line(picture.title)] if picture.title else []
+    if picture.layout:
+        words.append(picture.layout)
+    if picture.mesh is not None:
+        names = zip(picture.mesh.axis_names, picture.mesh.mesh_shape, strict=True)
+        words.append("on " + ", ".join(f"{name}={size}" for name, size in names))
+    return " ".join(words)
+
+
+def to_text(picture: ShardingPicture, max_width: int = 100) -> str:
+    """Draws a picture as text.
+
+    Args:
+        picture: the picture.
+        max_width: characters of a line.
+
+    Returns:
+        Lines, without a line break at the end.
+    """
+    columns = COLUMNS
+    lines = _lines(picture, columns)
+    while columns > 3 and max(map(len, lines), default=0) > max_width:
+        columns -= 1
+        lines = _lines(picture, columns)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _lines(picture: ShardingPicture, columns: int) -> list[str]:
+    lines = [heading(picture)] if heading(picture) else []
+    lines += [f"  {line}" for line in picture.summary]
+    for face in picture.faces(columns=columns):
+        if face.hidden:
+            lines += ["", f"{_GAP} and {face.hidden:,} more"]
+            continue
+        lines += ["", *([face.title] if face.title else [])]
+        lines += _aligned(table_of(picture, face))
+    return lines
+
+
+def table_of(picture: ShardingPicture, face: Face) -> list[list[str]]:
+    """Returns the words of a face: two header rows, then a row of blocks each."""
+    row, column = picture.sides
+    left = [_label(picture, row, block) for block in face.rows]
+    top = [_label(picture, column, block) for block in face.columns]
+    head = [
+        [*(["", ""]), *(words[part] for words in top)]
+        for part in (0, 1)
+        if any(words[part] for words in top)
+    ]
+    if head:
+        head[0][0] = "devices"
+    body = [
+        [*words, *(cell_text(cell) for cell in cells)]
+        for words, cells in zip(left, face.cells, strict=True)
+    ]
+    return [*head, *body]
+
+
+def _label(picture: ShardingPicture, dim: int | None, block: int | None) -> tuple[str, str]:
+    if block is None:
+        return "", _GAP
+    return ("", "") if dim is None else picture.label(dim, block)
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width)
+        for row in rows
+    ]
+
+
+def to_rich(picture: ShardingPicture, *, use_color: bool = True) -> Any:
+    """Draws a picture for rich.
+
+    Args:
+        picture: the picture.
+        use_color: whether blocks have colours: one for each set of devices, in turn.
+
+    Returns:
+        A rich Group: heading, summary and tables.
+
+    Raises:
+        ReportError: rich is not installed.
+    """
+    try:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError as error:
+        raise ReportError(
+            "A picture of a sharding was asked for with rich. It is not installed. Use text(), "
+            "or pip install rich."
+        ) from error
+    parts: list[Any] = [Text(heading(picture), style="bold")]
+    parts += [Text(f"  {line}") for line in picture.summary]
+    colours: dict[Any, str] = {}
+    for face in picture.faces():
+        if face.hidden:
+            parts.append(Text(f"{_GAP} and {face.hidden:,} more"))
+            continue
+        words = table_of(picture, face)
+        num_head = len(words) - len(face.rows)
+        table = Table(show_header=False, title=face.title or None, title_justify="left")
+        for _ in words[0]:
+            table.add_column(justify="center")
+        for row in words[:num_head]:
+            table.add_row(*(Text(cell, style="dim") for cell in row))
+        for row, cells in zip(words[num_head:], face.cells, strict=True):
+            styles = [_style(cell, colours) if use_color else "" for cell in cells]
+            blocks = (Text(c, style=s) for c, s in zip(row[2:], styles, strict=True))
+            table.add_row(Text(row[0], style="dim"), Text(row[1], style="dim"), *blocks)
+        parts.append(table)
+    return Group(*parts)
+
+
+def _style(cell: tuple[int, ...] | None, colours: dict[Any, str]) -> str:
+    if cell is None:
+        return ""
+    return colours.setdefault(cell, f"white on {_COLOURS[len(colours) % len(_COLOURS)]}")
+
+
+# -------------------------------------------------------------------- A sharding as an SVG picture
+#
+# Self-contained, every text escaped.
+
+_LINE, _LETTER, _PAD = 18.0, 7.0, 16.0
+_CELL_HEIGHT = 34.0
+_HUES = ("#cfe3f7", "#d5efd9", "#f7e3c5", "#ead7f0", "#f6d3d3", "#d2eeee")
+"""Light colours, readable under black, in turn for each set of devices."""
+
+
+def to_svg(picture: ShardingPicture) -> str:
+    """Draws a picture as SVG.
+
+    Args:
+        picture: the picture.
+
+    Returns:
+        The text of an SVG file.
+    """
+    top = _PAD
+    parts: list[Element] = []
+    for place, line in enumerate((heading(picture), *picture.summary)):
+        if line:
+            parts.append(_text(_PAD, top + 12, line, weight="600" if place == 0 else None))
+            top += _LINE
+    widest = max((len(line) for line in (heading(picture), *picture.summary)), default=0)
+    width = _PAD + widest * _LETTER
+    colours: dict[tuple[int, ...], str] = {}
+    for face in picture.faces():
+        top += 10
+        if face.hidden:
+            parts.append(_text(_PAD, top + 12, f"\N{HORIZONTAL ELLIPSIS} and {face.hidden:,} more"))
+            top += _LINE
+            continue
+        drawn, size = _face(picture, face, top, colours)
+        parts += drawn
+        width, top = max(width, size[0]), top + size[1]
+    svg = element(
+        "svg",
+        element("title", heading(picture) or "a sharding"),
+        element("rect", x=0, y=0, width=width + _PAD, height=top + _PAD, fill="#ffffff"),
+        *parts,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {number(width + _PAD)} {number(top + _PAD)}",
+        width=width + _PAD,
+        height=top + _PAD,
+        font_family="Helvetica, Arial, sans-serif",
+        font_size=12,
+        role="img",
+    )
+    return svg[0] + "\n"
+
+
+def _face(
+    picture: ShardingPicture, face: Face, top: float, colours: dict[tuple[int, ...], str]
+) -> tuple[list[Element], tuple[float, float]]:
+    """The elements of a face, and the right edge and the height that it takes."""
+    row, column = picture.sides
+    left_words = [_words(picture, row, block) for block in face.rows]
+    top_words = [_words(picture, column, block) for block in face.columns]
+    texts = [[cell_text(cell) for cell in cells] for cells in face.cells]
+    widest = max(len(word) for line in (*texts, *top_words) for word in line)
+    cell = max(44.0, widest * _LETTER + 12)
+    margin = max((len(word) for words in left_words for word in words), default=0)
+    left = _PAD + (margin * _LETTER + 10 if margin else 0)
+    drawn: list[Element] = []
+    down = top
+    if face.title:
+        drawn.append(_text(_PAD, down + 12, face.title))
+        down += _LINE
+    if any(any(words) for words in top_words):
+        for place, words in enumerate(top_words):
+            x = left + (place + 0.5) * cell
+            drawn += _stacked(x, down + 11, words, "middle")
+        down += 2 * 13 + 4
+    for i, (words, cells) in enumerate(zip(left_words, face.cells, strict=True)):
+        y = down + i * _CELL_HEIGHT
+        drawn += _stacked(left - 6, y + _CELL_HEIGHT / 2 - 2, words, "end")
+        for j, devices in enumerate(cells):
+            drawn += _block(left + j * cell, y, cell, devices, texts[i][j], colours)
+    height = down + len(face.rows) * _CELL_HEIGHT - top
+    return drawn, (left + len(face.columns) * cell, height)
+
+
+def _block(
+    x: float,
+    y: float,
+    width: float,
+    devices: tuple[int, ...] | None,
+    text: str,
+    colours: dict[tuple[int, ...], str],
+) -> list[Element]:
+    fill = "#f4f4f4"
+    if devices is not None:
+        fill = colours.setdefault(devices, _HUES[len(colours) % len(_HUES)])
+    box = element("rect", x=x, y=y, width=width, height=_CELL_HEIGHT, fill=fill, stroke="#555555")
+    return [box, _text(x + width / 2, y + _CELL_HEIGHT / 2 + 4, text, anchor="middle")]
+
+
+def _words(picture: ShardingPicture, dim: int | None, block: int | None) -> tuple[str, str]:
+    if block is None or dim is None:
+        return "", ""
+    return picture.label(dim, block)
+
+
+def _stacked(x: float, y: float, words: Sequence[str], anchor: str) -> list[Element]:
+    told = [word for word in words if word]
+    start = y if len(told) > 1 else y + 6
+    return [
+        _text(x, start + 13 * place, word, anchor=anchor, size=11, fill="#444444")
+        for place, word in enumerate(told)
+    ]
+
+
+def _text(
+    x: float,
+    y: float,
+    words: str,
+    *,
+    anchor: str | None = None,
+    weight: str | None = None,
+    size: int | None = None,
+    fill: str = "#111111",
+) -> Element:
+    return element(
+        "text",
+        words,
+        x=x,
+        y=y,
+        text_anchor=anchor,
+        font_weight=weight,
+        font_size=size,
+        fill=fill,
+    )

@@ -1,0 +1,461 @@
+"""What a traced step touches: the storages it reads, writes and leaves behind.
+
+A user's step closes over its model and optimizer; nobody lists their tensors. While a step is
+traced, every storage reports to the one active :class:`Trace`:
+
+* read or written, and older than the trace: *captured*, an input of the program;
+* captured and written: *state*, an output as well, whose buffer is donated;
+* created during the trace and still alive at its end: *lasting*, an output (new optimizer state,
+  gradients that nobody cleared).
+
+The tracing itself is single-threaded (autograd's worker thread is switched off around it), so the
+active trace is a plain module variable. Other threads, such as one that loads batches ahead, take
+no part in it: what they make is no result of the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+
+from xla_dtensor.core.errors import CompileError
+from xla_dtensor.runtimes.jax.arrays.private import frames_here, frames_of
+from xla_dtensor.runtimes.new_garbage import old_objects_aside
+
+if TYPE_CHECKING:
+    import jax
+
+    from xla_dtensor.runtimes.jax.compile.host_inputs import HostInputs
+    from xla_dtensor.runtimes.jax.compile.layers.stacks import Stack
+    from xla_dtensor.runtimes.jax.eager.tensor import Storage
+
+__all__ = [
+    "Trace",
+    "active_trace",
+    "array_before",
+    "note_created",
+    "note_read",
+    "note_write",
+    "refuse_read",
+    "refuse_write_to_host",
+    "refusing_reads",
+]
+
+
+# ------------------------------------------------------- torch.utils.checkpoint in a compiled step
+#
+# The second forward has to stay a second one.
+#
+# In a step that is traced, a checkpointed region and its recomputation are the same equations of
+# the same values. XLA merges them, keeps the first ones' results until the backward pass, and
+# nothing is saved, without a word. So while PyTorch recomputes, what is read from outside of the
+# region (the saved inputs, the parameters) is read through an ``optimization_barrier``, together
+# with the gradient that has just been computed::
+#
+#     x, w, gradient  ->  barrier  ->  x', w'        the same values, not before that gradient
+#     x', w'          ->  the region once more
+#
+# The barrier's outputs are other values to XLA, so the recomputation stays; and they depend on the
+# gradient, so it is not scheduled before the backward pass comes to it.
+
+
+class Recomputation:
+    """What is read while a region is computed a second time.
+
+    Args:
+        after: The value that it is not to begin before; None where there is none yet.
+    """
+
+    def __init__(self, after: Any) -> None:
+        self._after = after
+        self._own: weakref.WeakSet[Storage] = weakref.WeakSet()
+        self._late: dict[int, tuple[Any, Any]] = {}
+
+    def adopt(self, storage: Storage) -> None:
+        """Note a storage that the recomputation itself makes."""
+        self._own.add(storage)
+
+    def array_of(self, storage: Storage) -> Any:
+        """Return the storage's array, behind the barrier unless it is of this recomputation."""
+        array = storage.array
+        if storage in self._own or self._after is None:
+            return array
+        if id(array) not in self._late:
+            import jax
+
+            late, _ = jax.lax.optimization_barrier((array, self._after))
+            # The array goes along: while it lives, nothing else has its id.
+            self._late[id(array)] = (array, late)
+        return self._late[id(array)][1]
+
+
+_honoured = False
+
+
+@contextlib.contextmanager
+def _recomputing() -> Iterator[None]:
+
+    trace = active_trace()
+    if trace is None:
+        yield
+        return
+    before, trace.recomputation = trace.recomputation, Recomputation(trace.latest)
+    try:
+        yield
+    finally:
+        trace.recomputation = before
+
+
+@contextlib.contextmanager
+def honouring_checkpoints() -> Iterator[None]:
+    """Let torch's checkpoint tell the trace in progress when it computes a region again."""
+    global _honoured
+    if _honoured:  # a trace in a trace
+        yield
+        return
+    hooks, function = torch_checkpoint._recomputation_hook, torch_checkpoint.CheckpointFunction
+    backward = function.backward
+
+    class Hooks(hooks):
+        def __enter__(self) -> None:
+            self._scope = _recomputing()
+            self._scope.__enter__()
+            super().__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            self._scope.__exit__(None, None, None)
+
+    def reentrant(ctx: Any, *grads: Any) -> Any:
+        run = ctx.run_function
+
+        def recomputed(*args: Any) -> Any:
+            with _recomputing():
+                return run(*args)
+
+        ctx.run_function = recomputed
+        try:
+            return backward(ctx, *grads)
+        finally:
+            ctx.run_function = run
+
+    torch_checkpoint._recomputation_hook = Hooks
+    function.backward = staticmethod(reentrant)
+    _honoured = True
+    try:
+        yield
+    finally:
+        _honoured = False
+        torch_checkpoint._recomputation_hook = hooks
+        function.backward = staticmethod(backward)
+
+
+# ----------------------------- Which line of the user's source an op of a traced step was made for
+#
+# JAX notes for every equation the Python frames that led to it, and XLA carries them into the
+# compiled program. Two things stand in the way of their use for a PyTorch step:
+#
+# * The innermost frames are torch's and ours. They are left out, as JAX leaves out its own.
+# * In the backward there are no frames of the model: autograd calls each node from C++, under the
+#   one line ``loss.backward()``. So every op of the forward leaves its frames, and the names of the
+#   modules around it, under the number of the autograd node that was made for it, and an op that
+#   runs for a node is given that node's; its modules' names then come after ``backward``.
+#
+# An op that runs in the backward with autograd on is the forward computed again (checkpointing): it
+# runs under the model's own frames, and keeps them.
+
+# The number that the next autograd node will have.
+_next_node: Any = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Sources:
+    """Frames and names of a trace's ops, by the number of their autograd node."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Any] = {}
+
+    @contextlib.contextmanager
+    def of_op(self) -> Iterator[None]:
+        """Note where the op that runs inside comes from, or give it the frames of its node."""
+        node: Any = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
+        if node is None:
+            # A node takes its number just before its op runs; later ops without a node keep off.
+            number = _next_node() - 1
+            if number not in self._known:
+                self._known[number] = frames_here()
+            yield
+            return
+        origin = self._known.get(node._sequence_nr())
+        with contextlib.nullcontext() if origin is None else frames_of(origin, "backward"):
+            yield
+
+
+# ---------------------------------------------------------------------- What a traced step touches
+
+_active: Trace | None = None
+_thread = 0  # the thread that traces
+_LIBRARIES = ("xla_dtensor", "torch", "jax")
+
+
+class Trace:
+    """The storages that one traced step touched."""
+
+    def __init__(self, host: HostInputs | None = None) -> None:
+        # The plain tensors that go into the program; None where nothing is written down of them.
+        self.host = host
+        self.captured: dict[Storage, jax.Array] = {}
+        self.state: dict[Storage, None] = {}
+        # In the order in which they were made: programs must come out alike in every process.
+        self._created: weakref.WeakKeyDictionary[Storage, None] = weakref.WeakKeyDictionary()
+        self._arguments: dict[Storage, None] = {}
+        self.arguments: set[int] = set()  # the ids of their tensors
+        self._single: weakref.WeakSet[Storage] = weakref.WeakSet()
+        self._given: weakref.WeakKeyDictionary[Storage, tuple[Stack, int, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.taken: dict[Storage, tuple[Stack, int]] = {}  # those of them that are captured
+        self._constrained: list[Storage] = []
+        self._annotated: weakref.WeakSet[Storage] = weakref.WeakSet()
+        self.at_end: list[Callable[[], None]] = []
+        # Questions about numbers that Python knows, which the step branched on, with the answers.
+        self.answers: list[tuple[Callable[[], Any], bool]] = []
+        # What Python's own numbers have come to, by what it was computed of (``scalar``).
+        self.numbers: dict[Hashable, tuple[Any, Sequence[Any]]] = {}
+        # The value computed last, and the region that torch's checkpoint is computing again.
+        self.latest: Any = None
+        self.recomputation: Recomputation | None = None
+        self.sources = Sources()
+
+    def give_rows(self, rows: Sequence[tuple[Storage, Stack, int]], values: Sequence[Any]) -> None:
+        """Say what stands in this trace for storages that are rows of a stack, which stays whole.
+
+        Args:
+            rows: The storages, with their stacks and lanes.
+            values: A value of the trace for each.
+        """
+        for (storage, stack, lane), value in zip(rows, values, strict=True):
+            self._given[storage] = (stack, lane, value)
+
+    def capture(self, storage: Storage) -> None:
+        """Record that the step depends on `storage`."""
+        if storage in self.captured or storage in self._created:
+            return
+        given = self._given.get(storage)
+        if given is not None and storage.row == given[:2]:
+            storage.array = given[2]
+            self.taken[storage] = given[:2]
+        self.captured[storage] = storage.array
+
+    def given_to(self, other: Trace) -> None:
+        """Let a trace inside of this one know the rows that this one was given, and the host's."""
+        other._given, other.host = self._given, self.host
+
+    def array_before(self, storage: Storage) -> jax.Array | None:
+        """Return the array of a storage that is older and was not written to; None for others."""
+        if storage not in self.captured or storage in self.state:
+            return None
+        row = self.taken.get(storage)
+        return self.captured[storage] if row is None else row[0].row(row[1])
+
+    def lasting(self) -> list[Storage]:
+        """Return the storages made by the step that something outside still holds."""
+        gc.collect()
+        return [s for s in self._created if s not in self.captured]
+
+    def lasting_beyond(self, arguments: Iterable[Any]) -> list[Storage]:
+        """Return the lasting storages that are no argument's."""
+        given = {id(tensor._storage) for tensor in arguments if tensor is not None}
+        return [s for s in self.lasting() if id(s) not in given]
+
+    def adopt(self, storage: Storage) -> None:
+        """Treat `storage` as made by the step."""
+        self._created[storage] = None
+        if is_tracer(storage.array):
+            self.latest = storage.array
+        if self.recomputation is not None:
+            self.recomputation.adopt(storage)
+
+    def adopt_argument(self, storage: Storage) -> None:
+        """Treat `storage`, which stands for an argument, as made by the step."""
+        self._created[storage] = None
+        self._arguments[storage] = None
+
+    def refuse_new_shape(self, tensor: Any) -> None:
+        """Raise for an argument that becomes its own view: the caller's would keep its shape."""
+        if id(tensor) in self.arguments:
+            raise CompileError(
+                f"A compiled step changed the shape of an argument of shape={tuple(tensor.shape)} "
+                "in place (t_, unsqueeze_, squeeze_, transpose_). The program runs without the "
+                "caller's tensor, which would keep its shape. Use the op that returns a view, or "
+                "return the result."
+            )
+
+    def keep_single(self, storages: Iterable[Storage]) -> None:
+        """Let storages not become rows of a stack: who made them compares their arrays later."""
+        self._single.update(storages)
+
+    def may_be_row(self, storage: Storage) -> bool:
+        """Tell whether nobody looks for the very array that `storage` has."""
+        return storage not in self._arguments and storage not in self._single
+
+    def owns(self, storage: Storage) -> bool:
+        """Tell whether the step made `storage` itself: it is neither captured nor an argument."""
+        return storage in self._created and storage not in self._arguments
+
+    def constrain(self, storage: Storage, sharding: Any) -> None:
+        """Constrain what the step reads of a storage that it does not own; None takes that back."""
+        storage.constraint = sharding
+        self._constrained.append(storage)
+
+    def has_cleared(self, storage: Storage) -> bool:
+        """Tell whether the step took back what a storage, older than itself, was told."""
+        return storage.constraint is None and storage in self._constrained
+
+    def note_annotated(self, storage: Storage) -> None:
+        """Record that the step annotated a storage of its own."""
+        self._annotated.add(storage)
+
+    def undo(self) -> None:
+        """Give every captured storage back the array it had before the trace."""
+        for storage, array in self.captured.items():
+            if storage in self.taken:
+                stack, lane = self.taken[storage]
+                stack.take_back(storage, lane)
+            else:
+                storage.array = array
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Make this the trace that storages report to; on an error undo what it changed."""
+        global _active, _thread
+        _active, _thread = self, threading.get_ident()
+        try:
+            with honouring_checkpoints(), old_objects_aside():
+                yield
+        except BaseException:
+            self.undo()
+            raise
+        finally:
+            _active = None
+            for storage in self._constrained:
+                storage.constraint = None
+            for storage in self._annotated:
+                storage.unannotated = None
+            for undo in reversed(self.at_end):
+                undo()
+
+
+def active_trace() -> Trace | None:
+    """Return the trace in progress in this thread, or None."""
+    active = _active
+    return active if active is not None and threading.get_ident() == _thread else None
+
+
+def refuse_nesting() -> None:
+    """Raise when a compiled step is called while another one is traced in this thread."""
+    if active_trace() is not None:
+        raise CompileError(
+            "A compiled step was called inside the trace of another one. One program cannot hold "
+            "another that keeps its own state. Call the plain function inside the step, and "
+            "compile only the outermost one."
+        )
+
+
+def note_created(storage: Storage) -> None:
+    """Report a new storage."""
+    if (trace := active_trace()) is not None:
+        trace.adopt(storage)
+
+
+def note_read(storage: Storage) -> None:
+    """Report that a storage's value was used."""
+    if (trace := active_trace()) is not None:
+        trace.capture(storage)
+
+
+def array_before(storage: Storage) -> Any:
+    """Return the array of a storage, as it was before the trace in progress if that only reads it.
+
+    For questions about how a tensor lies: of what a trace computes nobody knows that yet.
+    """
+    trace = active_trace()
+    array = None if trace is None else trace.array_before(storage)
+    return storage.array if array is None else array
+
+
+def array_read(storage: Storage) -> Any:
+    """Return the array that a read of a storage is to see."""
+    trace = active_trace()
+    if trace is None or trace.recomputation is None:
+        return storage.array
+    return trace.recomputation.array_of(storage)
+
+
+def note_write(storage: Storage) -> None:
+    """Report that a storage is about to be rebound."""
+    if (trace := active_trace()) is not None:
+        trace.capture(storage)
+        if storage in trace.captured:
+            trace.state[storage] = None
+
+
+def refuse_read(what: str) -> NoReturn:
+    """Raise the error for Python that needs a value which exists only when the program runs."""
+    raise CompileError(
+        f"A tensor's value was {what} while a step was traced. The step becomes one program, so "
+        "its tensors have no values yet, and Python cannot branch on them. Return the tensor from "
+        "the step and read it outside, or use torch.where instead of `if`." + _user_line()
+    )
+
+
+# What torch's C++ says where it looks into the memory of a tensor that has none.
+_NO_MEMORY = "its data is not allocated yet"
+
+
+@contextlib.contextmanager
+def refusing_reads() -> Iterator[None]:
+    """Turn torch's own error for a value that it cannot read into ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _NO_MEMORY not in str(error):
+            raise
+        refuse_read("read by an op that takes a tensor of the host there")
+
+
+def refuse_write_to_host(target: Any) -> None:
+    """Raise where a step that is traced writes what it computes to a plain CPU tensor."""
+    if active_trace() is None:
+        return
+    raise CompileError(
+        f"A compiled step wrote what it computes on the mesh to a plain CPU tensor of "
+        f"shape={tuple(target.shape)}, a buffer of a module that was not distributed for instance. "
+        "The values exist only when the program runs, after Python has gone on. Put the tensor on "
+        "the mesh before the step: distribute_module(model, mesh), or distribute_tensor."
+        + _user_line()
+    )
+
+
+def _user_line() -> str:
+    skipped = tuple(os.path.dirname(sys.modules[name].__file__ or "") for name in _LIBRARIES)
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(skipped):
+            return f" (at {frame.filename}:{frame.lineno}: {frame.line})"
+    return ""
+
+
+def is_tracer(value: Any) -> bool:
+    """Tell whether a JAX value belongs to a trace in progress."""
+    import jax.core
+
+    return isinstance(value, jax.core.Tracer)

@@ -1,0 +1,177 @@
+"""What a step assigns in Python (``premises.effects``), done after each run with the run's tensors.
+
+While the step is traced Python assigns tensors of the trace, which the first run fills. Each later
+run makes tensors of its own and assigns them in the same places, as PyTorch would::
+
+    step: self.loss = loss; self.seen.append(loss)
+
+    call 1    traced: self.loss is t1, seen is [t1]             the run fills t1
+    call 2    the run makes t2                                  self.loss is t2, seen is [t1, t2]
+
+Whoever kept an earlier tensor keeps its values.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import torch
+
+from xla_dtensor.runtimes.host_work import HostTape
+from xla_dtensor.runtimes.jax.compile.trace_values import inner, rewrapper_of
+from xla_dtensor.runtimes.jax.eager.tensor import Storage
+from xla_dtensor.runtimes.premises.effects import Effect
+
+__all__ = ["Plan", "RunEffects"]
+
+_BUILT = (tuple, list, dict, set, deque)
+
+
+@dataclass
+class _Run:
+    """What one run gives."""
+
+    arrays: Mapping[int, jax.Array]  # of what the step makes, by its number
+    leaves: Sequence[Any]  # of the call's arguments
+    delivered: Mapping[int, torch.Tensor]  # by the host
+    moving: Sequence[torch.Tensor]  # what was found under names that are inputs
+    wraps: Mapping[int, Callable[[jax.Array], torch.Tensor]]
+    made: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def tensor(self, number: int) -> torch.Tensor:
+        if number not in self.made:
+            self.made[number] = self.wraps[number](self.arrays[number])
+        return self.made[number]
+
+
+_Part = Callable[[_Run], Any]
+
+
+@dataclass
+class RunEffects:
+    """What is assigned after a run.
+
+    Args:
+        effects: Assign something each.
+        wraps: Makes tensors of what the step makes, by its number.
+    """
+
+    effects: list[Callable[[_Run], None]]
+    wraps: dict[int, Callable[[jax.Array], torch.Tensor]]
+
+    def do(
+        self,
+        arrays: Mapping[int, jax.Array],
+        leaves: Sequence[Any],
+        delivered: Mapping[int, torch.Tensor],
+        moving: Sequence[torch.Tensor],
+    ) -> Mapping[int, torch.Tensor]:
+        """Assign it.
+
+        Args:
+            arrays: What the run has made, by number.
+            leaves: The leaves of the call's arguments.
+            delivered: Tensors of the host.
+            moving: The tensors that were read by name.
+
+        Returns:
+            The tensors that were assigned, by the numbers of what the step makes.
+        """
+        run = _Run(arrays, leaves, delivered, moving, self.wraps)
+        for effect in self.effects:
+            effect(run)
+        return run.made
+
+
+@dataclass
+class Plan:
+    """How to make again what a trace has made.
+
+    Args:
+        lasting: The storages that it made and left behind.
+        given: The leaves of the arguments, as the step was given them.
+        tape: Of the host.
+        moving: The places of the tensors that are read by name, by their ids.
+        gradients: The ids of the storages of gradients, which are filled anew for each run.
+    """
+
+    lasting: Sequence[Storage]
+    given: Sequence[Any]
+    tape: HostTape
+    moving: Mapping[int, int]
+    gradients: Collection[int] = ()
+    wraps: dict[int, Callable[[jax.Array], torch.Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        numbers = ((id(storage), number) for number, storage in enumerate(self.lasting))
+        self._numbers = {key: number for key, number in numbers if key not in self.gradients}
+        self._places = {id(leaf): place for place, leaf in enumerate(self.given)}
+
+    def effects(self, found: Sequence[Effect], arguments: Sequence[Any]) -> RunEffects:
+        """Return how to do again what a trace has assigned.
+
+        Args:
+            found: What it has assigned in Python.
+            arguments: The leaves of the arguments as the caller gave them, whose gradients are
+                assigned as well.
+        """
+        planned = [_assigned(effect.do, self.part(effect.value)) for effect in found]
+        for place, (given, leaf) in enumerate(zip(self.given, arguments, strict=True)):
+            if _may_have_grad(given) and given.grad is not None:
+                leaf.grad = given.grad
+                planned.append(_grad_assigned(place, self.part(given.grad)))
+        return RunEffects(planned, self.wraps)
+
+    def part(self, value: Any) -> _Part:
+        """Return what makes a value again."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        kind = type(value)
+        if kind is dict:
+            parts = {key: self.part(each) for key, each in value.items()}
+            return lambda run: {key: part(run) for key, part in parts.items()}
+        if kind in _BUILT:
+            elements = [self.part(each) for each in value]
+            return lambda run: kind(part(run) for part in elements)
+        return lambda run: value
+
+    def _tensor(self, value: torch.Tensor) -> _Part:
+        place, name = self._places.get(id(value)), self.moving.get(id(value))
+        if place is not None:
+            return lambda run: run.leaves[place]
+        if name is not None:
+            return lambda run: run.moving[name]
+        payload = inner(value)
+        if payload is None:
+            number = self.tape.deliver(value)
+            return (lambda run: value) if number is None else (lambda run: run.delivered[number])
+        storage = payload._storage
+        made = self._numbers.get(id(storage))
+        if made is None or payload._steps or storage.manual is not None:
+            return lambda run: value
+        self.wraps[made] = rewrapper_of(value, payload, storage.sharding)
+        return lambda run: run.tensor(made)
+
+
+def _assigned(do: Callable[[Any], None], part: _Part) -> Callable[[_Run], None]:
+    return lambda run: do(part(run))
+
+
+def _may_have_grad(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
+
+
+def _grad_assigned(place: int, part: _Part) -> Callable[[_Run], None]:
+    """Return what gives an argument its gradient, as the step's backward pass does."""
+
+    def assign(run: _Run) -> None:
+        leaf = run.leaves[place]
+        if not leaf.requires_grad:
+            leaf.requires_grad_()  # The step itself asked for its gradient.
+        leaf.grad = part(run)
+
+    return assign

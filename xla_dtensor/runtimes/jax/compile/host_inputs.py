@@ -1,0 +1,180 @@
+"""Plain tensors that go into a step's program, as inputs that each call reads anew.
+
+What a step computes on the host is on its tape (``host_work``). Where a plain tensor meets the mesh
+while the step is traced, and can have other values on the next call, a storage stands for it that
+counts as older than the trace; before each run it gets what the tape then comes to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from xla_dtensor.core.errors import CompileError
+from xla_dtensor.runtimes.host_work import HostTape, HostWork, OtherwiseError
+from xla_dtensor.runtimes.host_work.tape import is_host
+from xla_dtensor.runtimes.jax.arrays import trace as jax_trace
+from xla_dtensor.runtimes.jax.arrays.sharding import put_host_array
+from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch, x64
+from xla_dtensor.runtimes.jax.compile.optimizer import lifted
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.nested import leaves, map_nested
+
+__all__ = [
+    "HostInputs",
+    "HostPart",
+    "admitted",
+    "host_input",
+    "refuse_host_input",
+    "refuse_writes_to_host",
+    "with_values",
+]
+
+
+class HostInputs:
+    """The plain tensors that go into a program.
+
+    Args:
+        tape: What the step computes on the host.
+    """
+
+    def __init__(self, tape: HostTape) -> None:
+        self.tape = tape
+        self.storages: list[Storage] = []
+
+    def tensor_of(self, tensor: torch.Tensor) -> JaxTensor | None:
+        """Return what stands for a plain tensor in the program; None for a constant."""
+        number = self.tape.take(tensor)
+        if number is None:
+            return None
+        if number == len(self.storages):
+            self.storages.append(lifted(tensor)._storage)
+        return JaxTensor(self.storages[number])
+
+
+class HostPart:
+    """What is done on the host for each run of a program.
+
+    Args:
+        work: What the step computes on the host.
+        storages: Of the plain tensors that go into the program.
+        delivered: Plain tensors that the step returned when it was traced.
+
+    Attributes:
+        delivered: Those of the present run.
+    """
+
+    def __init__(
+        self, work: HostWork, storages: Sequence[Storage], delivered: Sequence[torch.Tensor]
+    ) -> None:
+        self.work = work
+        self._storages = storages
+        self.delivered: Mapping[int, torch.Tensor] = dict(enumerate(delivered))
+
+    def prepare(self) -> str | None:
+        """Do it for the next run; for the first one the trace has done it.
+
+        Returns:
+            Why the program does not fit what comes of it; None if it fits.
+        """
+        try:
+            run = self.work.redo()
+        except OtherwiseError as otherwise:
+            return str(otherwise)
+        if run is not None:
+            self.delivered = run.delivered
+            for number, tensor in run.taken.items():
+                storage = self._storages[number]
+                storage.array = put_host_array(numpy_from_torch(tensor), storage.array.sharding)
+        return None
+
+
+def host_input(tensor: torch.Tensor) -> JaxTensor | None:
+    """Return what stands for a plain tensor in the step that is traced; None for a constant."""
+    trace = jax_trace.active_trace()
+    if trace is None or trace.host is None or not is_host(tensor):
+        return None
+    return trace.host.tensor_of(tensor)
+
+
+def admitted(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return an op's arguments, with what stands for the plain tensors among them.
+
+    A manual tensor, which has a value for each device, takes plain ones as they are; see
+    ``manual``. What the op writes to stays what it is.
+    """
+    found = list(leaves((args, kwargs)))
+    plain = [value for value in found if isinstance(value, torch.Tensor) and is_host(value)]
+    if not plain or any(isinstance(v, JaxTensor) and v._storage.manual is not None for v in found):
+        return args, kwargs
+    written = _written(func, args, kwargs) if func._schema.is_mutable else ()
+    chosen = [t for t in plain if not any(t is target for target in written)]
+    stand_ins = {id(tensor): host_input(tensor) for tensor in chosen}
+
+    def admit(value: Any) -> Any:
+        stand_in = stand_ins.get(id(value))
+        return value if stand_in is None else stand_in
+
+    return map_nested(admit, args), map_nested(admit, kwargs)
+
+
+def with_values(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, Any] | None:
+    """Return an op's arguments with the plain tensors among them as constants, noted as read.
+
+    Returns:
+        Arguments and keyword arguments; None where there are no plain tensors, or the op writes to
+        one.
+    """
+    written = _written(func, args, kwargs) if func._schema.is_mutable else ()
+    if any(isinstance(target, torch.Tensor) and is_host(target) for target in written):
+        return None
+    trace = jax_trace.active_trace()
+    plain = [v for v in leaves((args, kwargs)) if isinstance(v, torch.Tensor) and is_host(v)]
+    if trace is None or trace.host is None or not plain:
+        return None
+    for tensor in plain:
+        trace.host.tape.note_read(tensor)
+
+    def constant(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not is_host(value):
+            return value
+        with jax.ensure_compile_time_eval():
+            return JaxTensor(Storage(jnp.asarray(np.array(numpy_from_torch(value)))))
+
+    with x64():
+        return map_nested(constant, args), map_nested(constant, kwargs)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    found: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += leaves(value)
+    return found
+
+
+def refuse_writes_to_host(trace: jax_trace.Trace) -> None:
+    """Raise where an op has written to what stands for a plain tensor, a running mean say."""
+    for storage in () if trace.host is None else trace.host.storages:
+        if storage in trace.state:
+            jax_trace.refuse_write_to_host(storage)
+
+
+def refuse_host_input(tensor: torch.Tensor, what: str) -> None:
+    """Raise for a plain tensor that can be another one on the next call, where none can be."""
+    trace = jax_trace.active_trace()
+    if trace is None or trace.host is None or not trace.host.tape.varies(tensor):
+        return
+    raise CompileError(
+        f"A compiled step was about to {what} a host tensor of shape={tuple(tensor.shape)} that "
+        "can be another one on the next call. It would be part of the program, the same for ever. "
+        "Do this before the call, and pass the result as an argument."
+    )

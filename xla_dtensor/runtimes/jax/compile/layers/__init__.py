@@ -1,0 +1,1 @@
+"""Equal work as loops: blocks that scan, optimizers over stacks, numbers in rows."""

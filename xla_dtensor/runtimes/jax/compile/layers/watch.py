@@ -1,0 +1,130 @@
+"""What a program baked in from Python: modules' modes and parameters, optimizers' settings."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import clip_grad
+
+from xla_dtensor.runtimes.host_work import HostTape
+from xla_dtensor.runtimes.host_work.noticing import noticing
+from xla_dtensor.runtimes.host_work.tape import is_host
+from xla_dtensor.runtimes.jax.arrays.trace import Trace
+from xla_dtensor.runtimes.jax.compile.aliases import Aliases
+from xla_dtensor.runtimes.jax.compile.layers.traced_stacks import lanes_of
+from xla_dtensor.runtimes.jax.compile.moving import MovingTensor
+from xla_dtensor.runtimes.jax.compile.numbers import NumbersMeetTensors
+from xla_dtensor.runtimes.jax.compile.optimizer import OptimizerInputs
+from xla_dtensor.runtimes.jax.compile.trace_values import inner
+from xla_dtensor.runtimes.premises import Change, Premises
+from xla_dtensor.runtimes.torch_own import put_back
+
+__all__ = ["Watch", "see_modules", "watching"]
+
+_ASKS_FOR_LISTS = "_has_foreach_support"
+
+_current: Watch | None = None
+
+
+@dataclass
+class Watch:
+    """What a program baked in from Python, to notice when it no longer holds."""
+
+    inputs: OptimizerInputs
+    premises: Premises
+    answers: list[tuple[Callable[[], Any], bool]] = field(default_factory=list)
+
+    def see_module(self, module: torch.nn.Module, args: Any) -> None:
+        """Note a module that the step calls; a forward pre-hook."""
+        self.premises.see_module(module)
+
+    def broken(self) -> Change | None:
+        """Return what has changed since the trace, None if nothing has."""
+        why = self.premises.broken()
+        if why is not None:
+            return why
+        if self.inputs.parameters_changed():
+            return Change("an optimizer was given other parameters")
+        if self.inputs.hooks_changed():
+            return Change("a hook of an optimizer was added or removed")
+        if self.inputs.state_replaced():
+            return Change("the state of an optimizer was replaced", for_good=True)
+        changed = self.inputs.changed()
+        if changed:
+            return Change(f"an optimizer's {', '.join(changed)} changed", for_good=True)
+        if any(bool(ask()) != answer for ask, answer in self.answers):
+            return Change("a number that the step branches on changed")
+        return None
+
+    def settle(
+        self, trace: Trace, tape: HostTape, moving: Sequence[MovingTensor], aliases: Aliases
+    ) -> None:
+        """Remember what holds at the end of the trace.
+
+        Args:
+            trace: The trace.
+            tape: Of the host.
+            moving: What is read by name.
+            aliases: The arguments that the step also finds by name.
+        """
+
+        def reads(tensor: Any) -> bool:
+            if isinstance(tensor, np.ndarray):
+                return tape.shares(tensor)
+            payload = inner(tensor)
+            if payload is None:
+                return is_host(tensor) and tape.reads(tensor)
+            return payload._storage in trace.captured or payload._storage in aliases
+
+        self.inputs.settle()
+        by_name = {id(each.found): each.moving for each in moving}
+        self.premises.settle(reads, {**self.inputs.lifted(), **by_name})
+        self.answers = trace.answers
+
+
+@contextlib.contextmanager
+def watching(watch: Watch, tape: HostTape) -> Iterator[None]:
+    """Watch modules, optimizers and the host; keep autograd in this thread, where the trace is."""
+    global _current
+    put_back()
+    hook = torch_module.register_module_forward_pre_hook(watch.see_module)
+    _current = watch
+    try:
+        single_threaded = torch.autograd.set_multithreading_enabled(False)
+        on_host = noticing(tape), NumbersMeetTensors(tape)
+        with watch.inputs.active(), single_threaded, _clipping_rows(), on_host[0], on_host[1]:
+            yield
+    finally:
+        hook.remove()
+        _current = None
+
+
+@contextlib.contextmanager
+def _clipping_rows() -> Iterator[None]:
+    """Let torch clip gradients that are rows by lists, as it does on devices that it knows."""
+    names = clip_grad.__dict__
+    usual = names[_ASKS_FOR_LISTS]
+
+    def may_take_lists(tensors: list[torch.Tensor], device: torch.device) -> bool:
+        return usual(tensors, device) or bool(lanes_of([tensors]))
+
+    names[_ASKS_FOR_LISTS] = may_take_lists
+    try:
+        yield
+    finally:
+        names[_ASKS_FOR_LISTS] = usual
+
+
+def see_modules(modules: Iterable[torch.nn.Module]) -> None:
+    """Note modules that the step uses without calling them, or with other parameters than theirs.
+
+    To be called before those are swapped; does nothing outside of a step's trace.
+    """
+    for module in modules if _current is not None else ():
+        _current.see_module(module, ())  # pyright: ignore[reportOptionalMemberAccess]

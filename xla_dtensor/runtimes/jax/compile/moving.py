@@ -1,0 +1,169 @@
+"""Inputs by name: where a program reads whatever tensor a name has at the time of the call.
+
+A tensor that a step finds under a name is an input of its program, and as a rule it stays the same
+object, written to in place. Two kinds of names are given other tensors all the time::
+
+    self.hidden = (hidden @ w).detach()        the step itself assigns them: a state, an average
+    model.set_input(batch)                     or somebody does between the calls
+
+    call 1    finds t0                         traced: t0 is an input                    program A
+    call 2    finds t1                         the name was seen to change: traced anew,
+                                               with the name as the input                program B
+    call 3    finds t2                         program B reads t2
+
+A name is taken for the input only when it was seen to change, and where its tensor has no other
+name that is known: a tensor that has two is one input, and they may part ways.
+
+Invariant: the values that a run reads are those that PyTorch would find under the same names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from xla_dtensor.runtimes.host_work import HostTape, HostWork
+from xla_dtensor.runtimes.host_work.tape import is_host
+from xla_dtensor.runtimes.jax.arrays.trace import Trace
+from xla_dtensor.runtimes.jax.compile.trace_values import inner
+from xla_dtensor.runtimes.jax.eager.tensor import Storage
+from xla_dtensor.runtimes.premises import Moving, Sighting
+
+__all__ = ["MovingTensor", "moving_tensors"]
+
+
+@dataclass
+class MovingTensor:
+    """A tensor that is read by name.
+
+    Args:
+        found: The one that the trace found.
+        left: The one that the trace left under the name.
+        moving: The one that is there, as premises know it.
+        slot: Of a host tensor, its slot on the tape.
+        lies: Of one on the mesh, how it has to lie.
+    """
+
+    found: torch.Tensor
+    left: torch.Tensor
+    moving: Moving
+    slot: Any = None
+    lies: Any = None
+
+    def bind(self, read: list[Storage], work: HostWork | None) -> None:
+        """Let the program read the tensor that is there.
+
+        Args:
+            read: The storages that the program reads.
+            work: What is done on the host.
+        """
+        payload = inner(self.moving.tensor)
+        if payload is not None:
+            read[self.place] = payload._storage
+        elif work is not None:
+            work.rebind(self.slot, self.moving.tensor)
+
+    def forget(self) -> None:
+        """Keep the tensors of the trace alive no longer, once the program is made."""
+        del self.found, self.left
+
+    place: int = -1  # of its storage among those that the program reads
+    number: int | None = None  # of the tensor that the step leaves, among those that it makes
+
+    @property
+    def storages(self) -> tuple[Storage | None, Storage | None]:
+        """The storages of the tensors found and left; None for host tensors."""
+        found, left = inner(self.found), inner(self.left)
+        return (
+            None if found is None else found._storage,
+            None if left is None else left._storage,
+        )
+
+
+def moving_tensors(
+    seen: Sequence[Sighting],
+    trace: Trace,
+    tape: HostTape,
+    made: Container[Storage],
+    names: Collection[Any],
+    arguments: Collection[Storage],
+) -> list[MovingTensor]:
+    """Return the tensors that a program reads by name.
+
+    Args:
+        seen: Each name with the tensor that the trace found there, and what is there now.
+        trace: The trace; its tensors have their values of before again.
+        tape: Of the host.
+        made: The storages that earlier programs of the step made.
+        names: The names that were seen to change.
+        arguments: The storages of the call's arguments.
+    """
+    counts = Counter(_memory(each.found) for each in seen)
+    found: list[MovingTensor] = []
+    for each in seen:
+        if counts[_memory(each.found)] > 1 or not isinstance(each.now, torch.Tensor):
+            continue
+        payload = inner(each.found)
+        if payload is None:
+            if each.name in names and is_host(each.found) and each.found.is_leaf:
+                found += _on_host(each, tape)
+            continue
+        storage = payload._storage
+        is_known = each.name in names or (each.now is not each.found and storage in made)
+        is_read = storage in trace.captured and storage not in trace.state
+        if is_known and is_read and storage not in arguments and _may_move(each.found):
+            lies = storage.lies
+            moving = Moving(each.now, _fitting(each.found, lies))
+            found.append(MovingTensor(each.found, each.now, moving, lies=lies))
+    return found
+
+
+def _on_host(each: Sighting, tape: HostTape) -> list[MovingTensor]:
+    slot = tape.only_slot(each.found)
+    if slot is None:
+        return []
+    moving = Moving(each.now, _fitting_on_host(each.found))
+    return [MovingTensor(each.found, each.now, moving, slot=slot)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    payload = inner(tensor)
+    return id(tensor) if payload is None else id(payload._storage)
+
+
+def _may_move(tensor: torch.Tensor) -> bool:
+    payload = inner(tensor)
+    if payload is None or payload._steps or tensor.requires_grad or not tensor.is_leaf:
+        return False
+    return payload._storage.manual is None and payload._storage.row is None
+
+
+def _fitting(found: torch.Tensor, lies: Any) -> Callable[[Any], bool]:
+    kind = _kind(found)
+
+    def fits(other: Any) -> bool:
+        payload = inner(other)
+        if payload is None or not isinstance(other, torch.Tensor):
+            return False
+        return _may_move(other) and _kind(other) == kind and payload._storage.lies == lies
+
+    return fits
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    spec = getattr(tensor, "_spec", None)
+    labels = None if spec is None else (spec.mesh, spec.placements, spec.known)
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, labels
+
+
+def _fitting_on_host(found: torch.Tensor) -> Callable[[Any], bool]:
+    kind = _kind(found)
+
+    def fits(other: Any) -> bool:
+        return is_host(other) and _kind(other) == kind and not other.requires_grad
+
+    return fits

@@ -1,0 +1,382 @@
+"""Make what an optimizer changes between steps an input of the compiled program.
+
+Two things in a ``torch.optim`` optimizer are not tensors on the device, yet change: numbers in
+``param_groups`` (the learning rate, which a scheduler writes) and counters such as AdamW's ``step``
+(a plain CPU scalar). Baked into a program both are silently wrong from the second step on. While a
+step is traced, torch's own optimizer hooks call :class:`OptimizerInputs`, which puts counters on
+the device for good and lends the optimizer traced numbers in place of its own.
+
+The learning rate is lent from the start. All other numbers are baked, until one was seen to change
+(``OneCycleLR`` moves the momentum on every step): the step is traced once more, and from then on
+that number is lent too. An optimizer may branch on a lent number, ``if weight_decay != 0``; see
+:class:`~xla_dtensor.runtimes.jax.eager.scalar.ScalarNode`.
+
+Of its forms an optimizer is lent the one that suits the trace: lists (``foreach``) where parameters
+are the same thing in several layers and nobody has chosen, and counters on the host or on the
+devices (``capturable``), wherever they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch.optim.optimizer as torch_optimizer
+
+from xla_dtensor.core.errors import CompileError
+from xla_dtensor.runtimes.jax.arrays import trace as jax_trace
+from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
+from xla_dtensor.runtimes.jax.eager.scalar import sym_number
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
+
+__all__ = ["RATE", "OptimizerInputs", "lent", "lent_tensor", "lifted"]
+
+
+# ------------------------------------------------------------------------------------- jax lending
+#
+# Python's numbers, and an optimizer's CPU tensors, as inputs of a step's program.
+
+
+def lifted(tensor: torch.Tensor) -> JaxTensor:
+    """Return a plain CPU tensor as one of the runtime's, which counts as older than the trace."""
+    with jax.ensure_compile_time_eval():
+        array = jnp.array(numpy_from_torch(tensor))
+    return _outside_trace(array)
+
+
+def lent(
+    numbers: list[tuple[Storage, Callable[[], float]]],
+    number: float,
+    current: Callable[[], float],
+) -> Any:
+    """Return a number that stands for an input of the program, which each call reads anew.
+
+    Args:
+        numbers: The inputs of this kind; this one is added, with where to read it.
+        number: What it is now.
+        current: Returns what it is at the time.
+    """
+    with jax.ensure_compile_time_eval():
+        array = jnp.asarray(number, jnp.float64)
+    tensor = _outside_trace(array)
+    numbers.append((tensor._storage, current))
+    return sym_number(tensor.value(), current)
+
+
+def lent_tensor(
+    numbers: list[tuple[Storage, Callable[[], float]]],
+    tensor: torch.Tensor,
+    current: Callable[[], float],
+) -> JaxTensor:
+    """Return a tensor of one number that stands for an input of the program, as `lent` does.
+
+    Args:
+        numbers: As in `lent`.
+        tensor: What it is now, on the host.
+        current: Returns the number that it is at the time.
+    """
+    made = lifted(tensor)
+    numbers.append((made._storage, current))
+    return made
+
+
+def _outside_trace(array: jax.Array) -> JaxTensor:
+    trace, jax_trace._active = jax_trace._active, None
+    try:
+        return JaxTensor(Storage(array))
+    finally:
+        jax_trace._active = trace
+
+
+# -------------------------------------------------------------------------------- optimizer inputs
+
+Gather = Callable[[Sequence[torch.Tensor], Sequence[Mapping[str, Any]]], bool]
+
+RATE = "lr"
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_DEVICES = "_get_capturable_supported_devices"
+# Whose default form branches on the number of steps done; the capturable one computes both ways.
+_BRANCH_ON_COUNTERS = (torch.optim.RAdam, torch.optim.ASGD)
+# Which make a tensor of the rate at their first step, on the host, beside their counters.
+_KEEP_THE_RATE = (torch.optim.ASGD,)
+
+
+class OptimizerInputs:
+    """The optimizers that a step calls, and the numbers lent to them.
+
+    Args:
+        lift_tensor: Turns a plain CPU tensor of optimizer state into a payload.
+        lend_number: Turns a float into a traced number, which the program reads anew per call.
+        lend_tensor: The same, of a number in a plain CPU tensor, into a payload.
+        lent_names: The settings that are lent, as their optimizers' param_groups call them.
+        gather: Tells whether some parameters are the same thing in several layers, which one op can
+            treat together; it is given each one's state as well.
+    """
+
+    def __init__(
+        self,
+        lift_tensor: Callable[[torch.Tensor], torch.Tensor],
+        lend_number: Callable[[float, Callable[[], float]], Any],
+        lend_tensor: Callable[[torch.Tensor, Callable[[], float]], torch.Tensor],
+        lent_names: Collection[str] = (RATE,),
+        gather: Gather = lambda parameters, states: False,
+    ) -> None:
+        self._lift_tensor = lift_tensor
+        self._lend_number = lend_number
+        self._lend_tensor = lend_tensor
+        self._gather = gather
+        self._lent_names = frozenset(lent_names)
+        self._lent: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._seen: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
+        self._numbers: dict[tuple[int, str], Any] = {}
+        self._baked: dict[tuple[int, int, str], Any] = {}
+        self._owned: dict[int, list[list[int]]] = {}
+        self._hooks: dict[int, tuple[Any, ...]] = {}
+        self._state: list[tuple[torch.optim.Optimizer, Any, Any, list[Any]]] = []
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
+        self.optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._lifted: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Watch every optimizer step; give all numbers back at the end, whatever happens."""
+        handles = [
+            torch_optimizer.register_optimizer_step_pre_hook(self._before),
+            torch_optimizer.register_optimizer_step_post_hook(self._after),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._give_back()
+
+    def settle(self) -> None:
+        """Remember every baked setting and all state; call it when the trace is done."""
+        self._baked = self._settings()
+        self._state = [
+            (optimizer, parameter, of, [(n, t) for n, t in of.items() if not _is_plain(t)])
+            for optimizer in self.optimizers.values()
+            for parameter, of in optimizer.state.items()
+        ]
+        self._owned, self._hooks = self._parameters_owned(), self._all_hooks()
+
+    def changed(self) -> list[str]:
+        """Return the names of baked settings that are no longer what they were."""
+        now = self._settings()
+        names = [key[-1] for key in {**self._baked, **now} if self._baked.get(key) != now.get(key)]
+        return list(dict.fromkeys(names))
+
+    def state_replaced(self) -> bool:
+        """Tell whether an optimizer's state is other tensors now, as after ``load_state_dict``."""
+        return any(
+            optimizer.state.get(parameter) is not of
+            or any(of.get(name) is not tensor for name, tensor in tensors)
+            for optimizer, parameter, of, tensors in self._state
+        )
+
+    def parameters_changed(self) -> bool:
+        """Tell whether an optimizer has been given other parameters."""
+        return self._parameters_owned() != self._owned
+
+    def hooks_changed(self) -> bool:
+        """Tell whether a hook was added to an optimizer or taken away."""
+        return self._all_hooks() != self._hooks
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters of all optimizers seen."""
+        return [
+            p for o in self.optimizers.values() for group in o.param_groups for p in group["params"]
+        ]
+
+    def moments(self) -> list[torch.Tensor]:
+        """Return the tensors of all optimizers' state."""
+        states = (of for o in self.optimizers.values() for of in o.state.values())
+        return [v for of in states for v in of.values() if isinstance(v, torch.Tensor)]
+
+    def lifted(self) -> dict[int, torch.Tensor]:
+        """Return what state was put on the device, by the ids of the host's tensors."""
+        return {id(old): new for old, new in self._lifted}
+
+    def check_settings_unchanged(self) -> None:
+        """Raise when the traced step itself changed a lent number (a scheduler in the step)."""
+        for (_, name), (group, value) in self._seen.items():
+            if group.get(name) != value:
+                what = "The learning rate" if name == RATE else f"The setting {name!r}"
+                raise CompileError(
+                    f"{what} changed from {value} to {group.get(name)} inside a "
+                    "compiled step. Python runs only while the step is traced, so a scheduler in "
+                    "it would act once and then never again. Call scheduler.step() after the "
+                    "compiled step; the number is read anew on every call."
+                )
+
+    def _settings(self) -> dict[tuple[int, int, str], Any]:
+        return {
+            (key, position, name): value
+            for key, optimizer in self.optimizers.items()
+            for position, group in enumerate(optimizer.param_groups)
+            for name, value in group.items()
+            if name != "params" and not self._is_lent(name, value) and _is_plain(value)
+        }
+
+    def _parameters_owned(self) -> dict[int, list[list[int]]]:
+        groups = ((key, o.param_groups) for key, o in self.optimizers.items())
+        return {key: [[id(p) for p in group["params"]] for group in each] for key, each in groups}
+
+    def _all_hooks(self) -> dict[int, tuple[Any, ...]]:
+        return {
+            key: tuple(tuple(getattr(optimizer, name, ())) for name in _HOOKS)
+            for key, optimizer in self.optimizers.items()
+        }
+
+    def _is_lent(self, name: str, value: Any) -> bool:
+        return name in self._lent_names and _is_lendable(value)
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.optimizers[id(optimizer)] = optimizer
+        self._stand_in(inspect.unwrap(type(optimizer).step).__globals__)
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if type(value) is torch.Tensor:
+                    state[name] = self._lift_tensor(value)
+                    self._lifted.append((value, state[name]))
+        for group in optimizer.param_groups:
+            for name, value in list(group.items()):
+                if type(value) is torch.Tensor and value.numel() == 1:  # Schedulers fill it.
+                    self._lend(group, name, self._tensor(group, name))
+            for name in sorted(self._lent_names & group.keys()):
+                value = group[name]
+                if _is_lendable(value) and not (name == RATE and _keeps_rate(optimizer, group)):
+                    number = self._number(group, name)
+                    self._seen.setdefault((id(group), name), (group, value))
+                    self._lend(group, name, number)
+            self._choose_form(optimizer, group)
+
+    def _choose_form(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        states = [optimizer.state.get(p, {}) for p in group["params"]]
+        if group.get("fused"):  # XLA fuses what the other forms do
+            self._lend(group, "fused", False)
+        if not any(states):
+            # It makes its counters on the host now, where they are Python's numbers. The form for
+            # counters on a device would write the lent rate to them.
+            if group.get("capturable"):
+                self._lend(group, "capturable", False)
+        elif isinstance(optimizer, _BRANCH_ON_COUNTERS):
+            self._lend(group, "capturable", True)
+        if group.get("capturable") and group.get("foreach") and not all(states):
+            self._lend(group, "foreach", False)  # for the same reason, for some of them
+        elif _may_take_lists(group, states) and self._gather(group["params"], states):
+            self._lend(group, "foreach", True)
+
+    def _lend(self, group: dict[str, Any], name: str, value: Any) -> None:
+        self._lent.append((group, name, group[name], value))
+        group[name] = value
+
+    def _stand_in(self, names: dict[str, Any]) -> None:
+        """Let an optimizer's module find functions that take traced numbers and our device.
+
+        Adafactor takes ``min(lr, ...)``: Python's own asks which is less, and bakes the answer in.
+        Capturable optimizers ask whether the device's counters may stay there.
+        """
+        supported = names.get(_DEVICES)
+
+        def with_ours(*args: Any, **options: Any) -> list[str]:
+            return [*supported(*args, **options), "cpu"]  # pyright: ignore[reportOptionalCall]
+
+        devices = {} if supported is None else {_DEVICES: with_ours}
+        for name, function in {"min": _least, "max": _most, **devices}.items():
+            self._replaced.append((names, name, names.get(name)))
+            names[name] = function
+
+    def _tensor(self, group: dict[str, Any], name: str) -> torch.Tensor:
+        """Return what stands for a rate that is a tensor on the host, whichever is there."""
+        key = (id(group), name)
+        if key not in self._numbers:
+            value = group[name]
+
+            def current() -> float:
+                now = group[name]
+                return float(value if now is self._numbers.get(key) else now)
+
+            self._numbers[key] = self._lend_tensor(value, current)
+        return self._numbers[key]
+
+    def _number(self, group: dict[str, Any], name: str) -> Any:
+        key = (id(group), name)
+        if key not in self._numbers:
+            value = group[name]
+
+            def current() -> Any:
+                now = group[name]
+                return value if now is self._numbers.get(key) else now
+
+            if isinstance(value, tuple):
+                self._numbers[key] = tuple(
+                    self._lend_number(one, lambda i=i: float(current()[i]))
+                    for i, one in enumerate(value)
+                )
+            else:
+                self._numbers[key] = self._lend_number(value, lambda: float(current()))
+        return self._numbers[key]
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for group, name, value, number in self._lent:
+            if group[name] is number:
+                group[name] = value
+        self._lent.clear()
+        for names, name, before in reversed(self._replaced):
+            if before is None:
+                del names[name]
+            else:
+                names[name] = before
+        self._replaced.clear()
+
+
+def _may_take_lists(group: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether torch is free to choose the form of an optimizer that takes lists."""
+    chosen = group.get("foreach", False) is not None or group.get("fused")
+    tensors = any(isinstance(v, torch.Tensor) for v in group.values())
+    first_on_device = group.get("capturable") and not all(states)
+    return not (chosen or group.get("differentiable") or tensors or first_on_device)
+
+
+def _keeps_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Tell whether an optimizer is about to make state of its rate: this trace is of that one."""
+    states = [optimizer.state.get(p) for p in group["params"]]
+    return isinstance(optimizer, _KEEP_THE_RATE) and not all(states)
+
+
+def _is_lendable(value: Any) -> bool:
+    """Tell whether a setting is a float or a tuple of them. A bool or an int is a choice."""
+    if isinstance(value, tuple):
+        return bool(value) and all(isinstance(one, float) for one in value)
+    return isinstance(value, float)
+
+
+def _least(*values: Any, **options: Any) -> Any:
+    return (
+        functools.reduce(torch.sym_min, values) if _is_traced(values) else min(*values, **options)
+    )
+
+
+def _most(*values: Any, **options: Any) -> Any:
+    return (
+        functools.reduce(torch.sym_max, values) if _is_traced(values) else max(*values, **options)
+    )
+
+
+def _is_traced(values: tuple[Any, ...]) -> bool:
+    return len(values) > 1 and any(isinstance(v, torch.SymFloat | torch.SymInt) for v in values)
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor)

@@ -1,0 +1,176 @@
+"""What the JAX runtime has processes compare: steps when they are compiled, gathers; or every op.
+
+In the mode "every" each run of a step and each op that runs outside of one is compared. Functions
+of the runtime are then wrapped, so that the other modes cost nothing per op.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache, wraps
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from xla_dtensor.runtimes import same_program
+from xla_dtensor.runtimes.base import Runtime
+from xla_dtensor.runtimes.jax.arrays.store import KeyValueStore
+from xla_dtensor.runtimes.jax.arrays.trace import active_trace
+from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
+from xla_dtensor.runtimes.jax.compile.program import Program
+from xla_dtensor.runtimes.jax.eager import manual, ops
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.nested import leaves
+
+__all__ = ["checking_every_op", "compare_program", "compare_run", "name_of_step", "start"]
+
+_METHODS = (
+    "put",
+    "make",
+    "from_shards",
+    "constrain",
+    "enter_manual",
+    "leave_manual",
+    "run_manual_op",
+    "manual_collective",
+    "run_layers",
+)
+_inside = False
+_for_ever = ExitStack()
+
+
+def start(runtime: Runtime) -> None:
+    """Begin to compare as the environment says; nothing in a process alone."""
+    store = KeyValueStore.of_job()
+    if store is None or same_program.checks() is not None:
+        return
+    mode = same_program.how_checked()
+    same_program.start_checks(store, mode)
+    if mode == "every":
+        _for_ever.enter_context(checking_every_op(runtime))
+
+
+def name_of_step(step: Callable[..., Any]) -> str:
+    """Return what messages call a step."""
+    name = getattr(step, "__qualname__", None) or type(step).__qualname__
+    return f"the compiled step {name!r}"
+
+
+def compare_program(
+    step: Callable[..., Any], digest: str, lowered: Any, inputs: Any, host: Sequence[Storage]
+) -> None:
+    """Compare a step's program, which is about to be compiled, and the host tensors it is given.
+
+    Processes that draw on the host each have numbers of their own, and on the mesh there is one.
+    """
+    checks = same_program.checks()
+    if checks is None or checks.mode == "off":
+        return
+    what = f"{name_of_step(step)}, compiled for its first run"
+    given = [_host_line(storage) for storage in host]
+    group = _processes(jax.tree.leaves(inputs))
+    checks.compare_once(what, digest, group, lowered.as_text, given)
+
+
+def _host_line(storage: Storage) -> str:
+    value = np.asarray(storage.array.addressable_data(0))
+    crc = zlib.crc32(np.ascontiguousarray(value).tobytes())
+    return f"host tensor of shape={storage.shape}, dtype={value.dtype}, values {crc}"
+
+
+def compare_run(step: Callable[..., Any], program: Program) -> None:
+    """Compare a run of a step, in the mode "every"."""
+    checks = same_program.checks()
+    if checks is not None and checks.mode == "every":
+        held = [storage.lies for storage in (*program.state, *program.read)]
+        group = _processes(held or jax.tree.leaves(program.executable.input_shardings))
+        checks.compare(name_of_step(step), program.digest, group)
+
+
+@contextmanager
+def checking_every_op(runtime: Runtime) -> Iterator[None]:
+    """Compare every op that runs outside of a compiled step, for the time of a block."""
+    before = ops.run_op, {name: runtime.__dict__.get(name) for name in _METHODS}
+    ops.run_op = _compared(ops.run_op, _name_of_op)
+    for name in _METHODS:
+        setattr(runtime, name, _compared(getattr(runtime, name), lambda *_, name=name: name))
+    try:
+        yield
+    finally:
+        ops.run_op = before[0]
+        for name, method in before[1].items():
+            if method is None:
+                delattr(runtime, name)
+            else:
+                setattr(runtime, name, method)
+
+
+def _name_of_op(func: Any, *_: Any) -> str:
+    """Return an op's name; "" where it runs no program, or gathers, which is compared by itself."""
+    reads = func is torch.ops.aten._local_scalar_dense.default
+    return "" if reads or manual.view_rule(func) is not None else str(func)
+
+
+def _compared(function: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
+    @wraps(function)
+    def compared(*args: Any, **kwargs: Any) -> Any:
+        global _inside
+        checks = same_program.checks()
+        every = checks is not None and checks.mode == "every"
+        if checks is None or not every or _inside or active_trace() is not None:
+            return function(*args, **kwargs)
+        what = name(*args)
+        if not what:
+            return function(*args, **kwargs)
+        # What from_shards is given first is each process's own.
+        found = list(leaves((args[what == "from_shards" :], kwargs)))
+        arrays = [leaf._storage.array for leaf in found if isinstance(leaf, JaxTensor)]
+        group = _processes(arrays) if arrays else _processes_of_meshes(found)
+        text = "\n".join(map(_described, found))
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        checks.compare(what, digest, group, lambda: text)
+        _inside = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _inside = False
+
+    return compared
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, JaxTensor):
+        lies = getattr(value._storage.array.sharding, "spec", "")
+        return f"tensor of shape={tuple(value.shape)}, dtype={value.dtype}, {lies}"
+    if isinstance(value, torch.Tensor):
+        values = zlib.crc32(numpy_from_torch(value).tobytes()) if not value.is_meta else None
+        return f"host tensor of shape={tuple(value.shape)}, dtype={value.dtype}, values {values}"
+    if callable(value) and not hasattr(value, "_schema"):
+        return type(value).__qualname__
+    return repr(value)[:500]
+
+
+def _processes(arrays: Sequence[Any]) -> tuple[int, ...]:
+    # Constants of a trace that are host arrays lie nowhere.
+    found = (getattr(array, "sharding", array) for array in arrays)
+    shardings = {sharding for sharding in found if isinstance(sharding, jax.sharding.Sharding)}
+    widest = max(shardings, key=lambda s: len(s.device_set), default=None)
+    return () if widest is None else _processes_of(widest)
+
+
+@lru_cache(maxsize=4096)
+def _processes_of(sharding: Any) -> tuple[int, ...]:
+    return tuple(sorted({device.process_index for device in sharding.device_set}))
+
+
+def _processes_of_meshes(found: Sequence[Any]) -> tuple[int, ...]:
+    meshes = [leaf.mesh for leaf in found if hasattr(leaf, "mesh")]
+    if not meshes:
+        return ()
+    wanted = set(meshes[0].root.device_ids.reshape(-1).tolist())
+    return tuple(sorted({d.process_index for d in jax.devices() if d.id in wanted}))

@@ -1,0 +1,381 @@
+"""compile(step) on the JAX runtime: an unmodified PyTorch training step as one XLA program.
+
+The first call runs the Python step once, on tracers instead of arrays. While it runs, every
+storage reports what it does (``trace``), so the program's inputs and outputs are known without
+anyone listing them:
+
+===========================  ======================================================
+arguments of the call        inputs
+tensors read                 inputs
+tensors read and written     inputs and outputs; the old buffer is donated
+tensors made that last       outputs (optimizer state, gradients that were kept)
+arguments written in place   outputs as well, written back to the caller's tensor
+learning rates, counters     inputs (``optimizer``)
+random keys                  a tensor read and written like any other
+===========================  ======================================================
+
+State comes out with the sharding it went in with; without that pin XLA may leave a replicated
+weight sharded, and the second call would compile again.
+
+A step that makes its optimizer state on the first call is traced once more on the second, when
+that state exists. From then on a call costs the launch, and a look at what Python holds
+(``premises``). What the step assigns in Python is assigned after each run (``effects``); its
+other effects happen while it is traced.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mesh_utils import Mesh
+from xla_dtensor.core.errors import CompileError
+from xla_dtensor.report.attribution import AskedFor
+from xla_dtensor.report.report import Evidence
+from xla_dtensor.runtimes.base import CompiledStep
+from xla_dtensor.runtimes.jax.arrays.sharding import place
+from xla_dtensor.runtimes.jax.arrays.trace import refuse_nesting
+from xla_dtensor.runtimes.jax.arrays.values import x64
+from xla_dtensor.runtimes.jax.compile.inspect import asked_for, flops_of
+from xla_dtensor.runtimes.jax.compile.layers.slots import (
+    Holding,
+    Slots,
+    program_of,
+    row_type,
+    slots_of,
+    stacked_types,
+)
+from xla_dtensor.runtimes.jax.compile.moving import MovingTensor
+from xla_dtensor.runtimes.jax.compile.optimizer import RATE
+from xla_dtensor.runtimes.jax.compile.program import Blueprint, KeptPrograms, Program
+from xla_dtensor.runtimes.jax.compile.same_program import compare_program, compare_run
+from xla_dtensor.runtimes.jax.compile.store import Executables
+from xla_dtensor.runtimes.jax.compile.trace import (
+    Before,
+    Call,
+    Key,
+    TracedStep,
+    traced_step,
+    unread_arguments,
+)
+from xla_dtensor.runtimes.jax.compile.trace_values import ViewsWritten, is_without_values
+from xla_dtensor.runtimes.jax.eager.tensor import Storage
+from xla_dtensor.runtimes.state import ProgramToCheck, StepClock, check, num_tokens
+
+if TYPE_CHECKING:
+    from xla_dtensor.runtimes.jax.runtime import JaxRuntime
+
+__all__ = ["JaxCompiledStep"]
+
+logger = logging.getLogger("xla_dtensor")
+_RETRACES_BEFORE_WARNING = 3
+_MOST_REASONS = 100
+# Traces, and the storages that programs write to, are one process's; threads wait for each other.
+_one_at_a_time = threading.RLock()
+
+
+class JaxCompiledStep(CompiledStep):
+    """See the module docstring. Made by :func:`xla_dtensor.compile`."""
+
+    def __init__(self, step: Callable[..., Any], runtime: JaxRuntime) -> None:
+        self._step = step
+        self._runtime = runtime
+        self._kept = KeptPrograms()
+        self._last: Program | None = None
+        self._calls = 0
+        self._traces, self._reasons = 0, deque[str](maxlen=_MOST_REASONS)
+        self._lent_names = {RATE}
+        self._executables = Executables()
+        self._unread = unread_arguments(step)
+        self._views: frozenset[int] = frozenset()  # see Call.bind
+        self._names: set[Any] = set()  # that were seen to be given other tensors
+        self._clock = StepClock()
+        self._tokens: int | None = None
+        self._digest = ""  # of the program that was compiled last
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_nesting()
+        with _one_at_a_time:
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._calls += 1
+        self._clock.start()
+        call = Call.of(args, kwargs, self._unread)
+        if any(map(is_without_values, call.leaves)) and not self._runtime.is_abstract:
+            return self._step(*args, **kwargs)
+        with x64():
+            call.bind(self._views)
+            program = self._last = self._program_of(call)
+            compare_run(self._step, program)
+            self._tokens = num_tokens(call.leaves)
+            outputs = program.run(call.storages(), call.leaves)
+        if not program.writes.paths:
+            return outputs
+        result, contents = outputs
+        program.writes.do((args, kwargs), contents)
+        return result
+
+    def _check(self, program: Program, leaves: Sequence[Any]) -> None:
+        def asked() -> tuple[AskedFor, ...]:
+            return asked_for(program.blueprint.jaxpr)
+
+        name = getattr(self._step, "__qualname__", type(self._step).__name__)
+        check(lambda: ProgramToCheck(name, program.executable.as_text, asked, leaves))
+
+    def hlo(self) -> str:
+        return self._called().executable.as_text()
+
+    def lowered_for(self, devices: Sequence[Any]) -> Any:
+        """Lower the program of the last call for other devices, which need not be here.
+
+        Args:
+            devices: As many JAX devices as the program runs on, of a topology, say. The first takes
+                the place of the root mesh's first device, and so on.
+
+        Returns:
+            ``jax.stages.Lowered``, with the donation and the output shardings of the real program.
+
+        Raises:
+            CompileError: The step was not called yet, or runs on another number of devices.
+        """
+        with x64():
+            return self._called().blueprint.lowered_for(devices)
+
+    def hlo_for(self, devices: Sequence[Any]) -> str:
+        """Return the partitioned program of the last call, compiled for other devices.
+
+        A compiler may end the process over devices that it does not like: ask in a child process.
+
+        Args:
+            devices: As in `lowered_for`.
+
+        Raises:
+            CompileError: As in `lowered_for`.
+        """
+        with x64():
+            return self.lowered_for(devices).compile().as_text()
+
+    def evidence(
+        self, mesh: Mesh, models: Sequence[torch.nn.Module] = (), **facts: Any
+    ) -> Evidence:
+        from xla_dtensor.runtimes.jax.compile.inspect import Names, Traced
+
+        program = self._called()
+        arguments = [None] * len(program.blueprint.inputs[-1])
+        root = self._runtime.root(mesh)
+        if np.array_equal(mesh.device_ids.ravel(), root.device_ids.ravel()):
+            root = mesh  # the same order, by the names that were asked for
+        traced = Traced(program, Names(models, ()), arguments, root)
+        return traced.evidence(program.executable, **facts)
+
+    def metrics(self, tokens_per_step: int | None = None) -> Mapping[str, float | None]:
+        tokens = self._tokens if tokens_per_step is None else tokens_per_step
+        return self._clock.metrics(tokens, self._called().flops, self._called().peak_flops())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        with x64():
+            self._executables.save(path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        self._executables.load(path)
+
+    def _called(self) -> Program:
+        if self._last is None:
+            raise CompileError(
+                "The HLO of a compiled step was asked for before its first call. The program is "
+                "made when the arguments' shapes are known. Call the step once first."
+            )
+        return self._last
+
+    def stats(self) -> Mapping[str, Any]:
+        return {
+            "calls": self._calls,
+            "traces": self._traces,
+            "reasons": tuple(self._reasons),
+            "loaded": self._executables.taken,
+        }
+
+    # ------------------------------------------------------------------ calling
+
+    def _program_of(self, call: Call) -> Program:
+        """Return a program that fits a call, and what the host does for its run done."""
+        key = call.key()
+        why, arguments = "", call.storages()
+        for program in self._kept.under(key):
+            change = program.stale() or program.prepare(arguments)
+            if change is None:
+                self._check(program, call.leaves)
+                program.last_call = self._calls
+                return program
+            self._lent_names.update(program.watch.inputs.changed())
+            why = why or change.why
+            if change.name is not None:
+                self._names.add(change.name)
+        if not why:
+            why = self._kept.why_none(call, key)
+        program = self._compiled(why, call, key)
+        program.last_call = self._calls
+        self._kept.let_go(program)
+        self._executables.keep(self._kept.executables())
+        return program
+
+    def _note(self, reason: str) -> None:
+        self._traces += 1
+        self._reasons.append(reason)
+        if self._traces > _RETRACES_BEFORE_WARNING:
+            logger.warning(
+                "Step %s is traced for the %dth time: %s.",
+                getattr(self._step, "__name__", self._step),
+                self._traces,
+                reason,
+            )
+
+    # ------------------------------------------------------------------ tracing
+
+    def _compiled(self, reason: str, call: Call, key: Key) -> Program:
+        """Trace and compile; on an error leave everything as it was."""
+        self._clock.interrupt()
+        before = Before.of(self._step, call)
+        again = False
+        try:
+            known = self._lent_names, self._kept.made, self._names
+            found = traced_step(self._step, call, before, *known)
+            program = self._finish(found)
+            self._check(program, call.leaves)
+        except ViewsWritten as found_views:
+            before.restore()
+            self._views |= found_views.places
+            again = True
+        except BaseException:
+            before.restore()
+            raise
+        if again:  # with these arguments as views of their bases
+            call.bind(self._views)
+            return self._compiled(reason, call, call.key())
+        self._note(reason)
+        place = self._kept.place(key, program, before.python.gradients)
+        named = {id(found.lasting[number]) for number in found.effects.wraps}
+        del before, found  # They hold what the step has dropped.
+        self._kept.add(place, program, named)
+        program.digest = self._digest
+        return program
+
+    def _finish(self, found: TracedStep) -> Program:
+        trace = found.trace
+        state = list(trace.state)
+        read = [s for s in trace.captured if s not in trace.state]
+        jaxpr, owners, constants = found.program
+        self._settle([*state, *read], found.arguments)
+
+        position = {storage: i for i, storage in enumerate([*state, *read])}
+        places = [None if s is None else position[s] for s in owners]
+        sizes = (len(found.written), len(found.lasting), len(state))
+        kept = [self._lying(found.arguments[i]) for i in found.written]
+        alone = found.alone()
+        kinds = [None if s in alone else self._kind(s, s in trace.state) for s in position]
+        holding = Holding(places, sizes, kinds, [self._lying(s) for s in position])
+        slots = slots_of(jaxpr, holding)
+        made_of = partial(program_of, holding=holding, slots=slots)
+        inputs = self._inputs(state, read, constants, found.arguments, slots)
+        for each in found.moving:
+            old, new = each.storages
+            each.place = -1 if old is None else read.index(old)
+            each.number = found.lasting.index(new) if new in found.lasting else None
+            each.forget()
+        pinned = (
+            found.pinned,
+            [given.sharding for given in inputs[0]],
+            self._pinned_lasting(found.lasting, slots, found.moving),
+            kept,
+        )
+        blueprint = Blueprint.of(jaxpr, made_of, inputs, pinned, donated=(0,))
+        return self._program_type(
+            self._executable(blueprint, inputs, found.host_storages()),
+            state,
+            read,
+            constants,
+            [weakref.ref(s) for s in found.lasting],
+            found.written,
+            found.numbers,
+            found.tree,
+            found.static,
+            found.watch,
+            slots,
+            blueprint,
+            flops_of(jaxpr),
+            found.gradients,
+            host=found.host,
+            moving=found.moving,
+            effects=found.effects,
+            aliases=found.aliases,
+            writes=found.writes,
+            flags=found.flags,
+        )
+
+    def _pinned_lasting(
+        self, lasting: Sequence[Storage], slots: Slots, moving: Sequence[MovingTensor]
+    ) -> list[Any]:
+        """Return how what a step makes has to lie: as what it replaces, or as XLA likes."""
+        lies = {lasting[each.number]: each.lies for each in moving if each.number is not None}
+        return [lies.get(lasting[slot[0]]) if len(slot) == 1 else None for slot in slots.lasting]
+
+    # What a program for devices that are not here does otherwise (``absent``).
+
+    _program_type = Program
+
+    def _lying(self, storage: Storage) -> Any:
+        return storage.lies
+
+    def _kind(self, storage: Storage, is_state: bool) -> Hashable | None:
+        """Return what storages have in common that may be rows of one stack; None for no row."""
+        lies = self._lying(storage)
+        is_open = PartitionSpec.UNCONSTRAINED in tuple(getattr(lies, "spec", ()))
+        if storage.manual is not None or is_open:
+            return None
+        return is_state, lies
+
+    def _inputs(
+        self,
+        state: Sequence[Storage],
+        read: Sequence[Storage],
+        constants: Sequence[Any],
+        arguments: Sequence[Storage],
+        slots: Slots,
+    ) -> tuple[Any, ...]:
+        held = [[self._held(s) for s in storages] for storages in (state, read, arguments)]
+        state, read = stacked_types(slots.state, held[0]), stacked_types(slots.read, held[1])
+        return state, read, list(constants), held[2]
+
+    def _held(self, storage: Storage) -> Any:
+        return storage.array if storage.row is None else row_type(storage.row[0].array)
+
+    def _executable(
+        self, blueprint: Blueprint, inputs: tuple[Any, ...], host: Sequence[Storage]
+    ) -> Any:
+        lowered = blueprint.lowered(*inputs)
+
+        def compare(digest: str) -> None:
+            compare_program(self._step, digest, lowered, inputs, host)
+            self._digest = digest
+
+        return self._executables.compiled(lowered, compare)
+
+    def _settle(self, storages: Sequence[Storage], arguments: Sequence[Storage]) -> None:
+        """Put on all devices what lies on one only because nothing has placed it yet."""
+        shardings = [storage.lies for storage in (*storages, *arguments)]
+        widest = max(shardings, key=lambda s: len(s.device_set), default=None)
+        for storage in storages:
+            if len(storage.lies.device_set) < len(widest.device_set):  # pyright: ignore
+                everywhere = NamedSharding(widest.mesh, PartitionSpec())  # pyright: ignore
+                storage.array = place(storage.array, everywhere)

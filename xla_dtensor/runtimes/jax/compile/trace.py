@@ -1,0 +1,605 @@
+"""One trace of a step: the Python step runs once on tracers, and what it touched is written down.
+
+What a trace needs to know of the time before it (``Before``) is taken down first, and is what is
+restored where the trace, or compiling what it found, fails: gradients, optimizers, modules, tensors
+of the host and random generators. Storages are given their arrays back by the trace itself.
+"""
+
+from __future__ import annotations
+
+import dis
+import weakref
+from collections.abc import Callable, Collection, Container, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
+
+from xla_dtensor.core.errors import ArgumentTypeError
+from xla_dtensor.runtimes.bounds import are_checked
+from xla_dtensor.runtimes.host_work import HostTape
+from xla_dtensor.runtimes.host_work.iterators import Iterators
+from xla_dtensor.runtimes.host_work.python_random import PythonRandom
+from xla_dtensor.runtimes.jax.arrays.constants import TracedProgram, traced_program
+from xla_dtensor.runtimes.jax.arrays.trace import Trace, refusing_reads
+from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
+from xla_dtensor.runtimes.jax.compile.aliases import Aliases
+from xla_dtensor.runtimes.jax.compile.effects import Plan, RunEffects
+from xla_dtensor.runtimes.jax.compile.host_inputs import HostInputs, HostPart, refuse_writes_to_host
+from xla_dtensor.runtimes.jax.compile.layers.slots import row_type
+from xla_dtensor.runtimes.jax.compile.layers.stacks import all_rows
+from xla_dtensor.runtimes.jax.compile.layers.traced_stacks import gather, placed_values
+from xla_dtensor.runtimes.jax.compile.layers.watch import Watch, watching
+from xla_dtensor.runtimes.jax.compile.moving import MovingTensor, moving_tensors
+from xla_dtensor.runtimes.jax.compile.optimizer import OptimizerInputs, lent, lent_tensor, lifted
+from xla_dtensor.runtimes.jax.compile.trace_values import (
+    bound,
+    inner,
+    refuse_manual,
+    replaced,
+    split_outputs,
+    written_arguments,
+)
+from xla_dtensor.runtimes.jax.eager.checks import with_flags
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.nested import Containers, Writes
+from xla_dtensor.runtimes.opened import close_all, open_all
+from xla_dtensor.runtimes.premises import Premises
+from xla_dtensor.runtimes.premises.effects import Effect
+from xla_dtensor.runtimes.premises.modules import Modules
+from xla_dtensor.runtimes.premises.reach import Reach
+from xla_dtensor.runtimes.premises.sources import inner_functions
+from xla_dtensor.runtimes.python_state import PythonState
+from xla_dtensor.runtimes.state import naming_modules, trace_settings
+
+__all__ = [
+    "Before",
+    "Call",
+    "GradientEffects",
+    "Key",
+    "KnownLeaves",
+    "TracedStep",
+    "traced_step",
+    "unread_arguments",
+]
+
+
+# ------------------------------------------------------------- What a compiled step is called with
+#
+# What of it tells programs apart, and why a call has none.
+#
+# Of a tensor a program takes the values; its shape, dtype, sharding and labels are part of the
+# program, and so is which of the tensors are one and the same. Anything else is a Python value, and
+# part of the program as it is. An argument that the step's code never names is nobody's.
+#
+# A float that became an input of the program by itself would be no float any more: ``isinstance``
+# and texts of it would differ. A number that is to change is passed as a tensor.
+
+_ADVICE = " (a tensor would be an input of one program)"
+
+
+class Key(NamedTuple):
+    """What tells programs apart.
+
+    Attributes:
+        leaves: Of each leaf of the arguments what is part of the program.
+        same: Of each leaf the place of the first one that is the same tensor.
+        tree: How they nest.
+        settings: What else tracing depends on, by name.
+    """
+
+    leaves: tuple[Any, ...]
+    same: tuple[int, ...]
+    tree: TreeSpec
+    settings: tuple[tuple[str, Any], ...]
+
+
+class Call:
+    """One call of a step.
+
+    Args:
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
+    Attributes:
+        given: Both.
+        leaves: The leaves of both.
+        tree: How they nest.
+        tensors: The payload of each leaf that is a tensor; None for others.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.given = (args, kwargs)
+        self.leaves, self.tree = tree_flatten(open_all((args, kwargs)))
+        self.tensors: list[JaxTensor | None] = []
+        self.views: Container[int] = ()
+
+    @classmethod
+    def of(
+        cls, args: tuple[Any, ...], kwargs: dict[str, Any], unread: Container[int | str]
+    ) -> Call:
+        """Return a call without the arguments that the step does not read.
+
+        Args:
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            unread: Places and names of the arguments that no code reads.
+        """
+        if not unread:
+            return cls(args, kwargs)
+        kept = tuple(None if i in unread else each for i, each in enumerate(args))
+        return cls(kept, {name: None if name in unread else v for name, v in kwargs.items()})
+
+    def bind(self, views: Container[int] = ()) -> None:
+        """Find the payloads; plain tensors are put on the devices.
+
+        Args:
+            views: The places of arguments that stay views of their base, which the program takes
+                in their stead. Other views are cut out first, so that a program fits any row.
+        """
+        self.views = views
+        self.tensors = [_payload(leaf, i in views) for i, leaf in enumerate(self.leaves)]
+
+    def storages(self) -> list[Storage]:
+        """Return the storages of the tensors among the leaves."""
+        return [tensor._storage for tensor in self.tensors if tensor is not None]
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is one of the leaves."""
+        return any(leaf is tensor for leaf in self.leaves)
+
+    def key(self) -> Key:
+        """Return what tells this call's program from others."""
+        pairs = zip(self.leaves, self.tensors, strict=True)
+        leaves = tuple(self._described(i, leaf, t) for i, (leaf, t) in enumerate(pairs))
+        first: dict[int, int] = {}
+        storages = [None if t is None else id(t._storage) for t in self.tensors]
+        same = tuple(i if s is None else first.setdefault(s, i) for i, s in enumerate(storages))
+        return Key(leaves, same, self.tree, trace_settings())
+
+    def name(self, place: int) -> str:
+        """Return how errors call a leaf: ``args[1]['mask']``."""
+        path: Any = tree_flatten_with_path(open_all(self.given))[0][place][0]
+        return f"{('args', 'kwargs')[path[0].idx]}{keystr(path[1:])}"
+
+    def difference(self, key: Key, other: Key) -> str:
+        """Return what a program that was made for `other` does not fit this call for."""
+        if key.tree != other.tree:
+            return "arguments that nest in another way"
+        for place, (mine, theirs) in enumerate(zip(key.leaves, other.leaves, strict=True)):
+            if mine != theirs:
+                advice = "" if self.tensors[place] is not None else _ADVICE
+                return f"{self.name(place)} changed from {_text(theirs)} to {_text(mine)}{advice}"
+        if key.same != other.same:
+            return "other ones of the arguments are the same tensor"
+        before = dict(other.settings)
+        for name, value in key.settings:
+            if before.get(name) != value:
+                return f"{name} changed from {before.get(name)} to {value}"
+        return "another setting"
+
+    def _described(self, place: int, leaf: Any, tensor: JaxTensor | None) -> Any:
+        if tensor is not None:
+            spec = getattr(leaf, "_spec", None)
+            return (
+                type(leaf),
+                tuple(tensor.shape),
+                tensor.dtype,
+                tensor._storage.lies,
+                spec and spec.placements,
+                getattr(leaf, "_varying", None),
+                getattr(leaf, "_uneven", None),
+                leaf.requires_grad,
+                _grad(leaf),
+                _geometry(tensor) if place in self.views else None,
+            )
+        if isinstance(leaf, np.ndarray):
+            raise ArgumentTypeError(
+                f"A compiled step was called with {self.name(place)}, a NumPy array of "
+                f"shape={leaf.shape}. Its elements would be part of the program, which is made "
+                "for one call's. Pass torch.from_numpy(array)."
+            )
+        # 0.0 and -0.0 are equal, and so are 1, 1.0 and True.
+        value = repr(leaf) if isinstance(leaf, float | complex) else leaf
+        return type(leaf), value if _has_hash(value) else _Same(value)
+
+
+def unread_arguments(step: Callable[..., Any]) -> frozenset[int | str]:
+    """Return the places and names of a step's arguments that its code never reads.
+
+    Example:
+        >>> sorted(unread_arguments(lambda batch, batch_index: batch), key=str)
+        [1, 'batch_index']
+    """
+    function = getattr(step, "__func__", step)
+    code = getattr(function, "__code__", None)
+    if code is None or hasattr(function, "__wrapped__"):
+        return frozenset()
+    codes = [code, *inner_functions(code)]
+    if any(_SEE_LOCALS & {*each.co_names} for each in codes):
+        return frozenset()
+    steps = [each for one in codes for each in dis.get_instructions(one)]
+    read = {name for each in steps if _LOADS in each.opname for name in _several(each.argval)}
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    bound = int(hasattr(step, "__self__"))
+    places = {
+        name: place - bound for place, name in enumerate(code.co_varnames[: code.co_argcount])
+    }
+    unread = [name for name in names[bound:] if name not in read]
+    return frozenset([*unread, *(places[name] for name in unread if name in places)])
+
+
+_SEE_LOCALS = frozenset({"locals", "eval", "exec", "vars", "dir"})
+_LOADS = "LOAD_"
+
+
+def _several(names: Any) -> tuple[Any, ...]:
+    return names if isinstance(names, tuple) else (names,)
+
+
+class _Same:
+    """Equal to what stands for the same object; what the object holds, premises look after."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+    def __repr__(self) -> str:
+        return f"a {type(self._value).__name__}"
+
+
+def _has_hash(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _geometry(tensor: JaxTensor) -> Any:
+    """Return what tells a view from other views of one base."""
+    kinds = tuple(step.read.__code__ for step in tensor._steps)
+    return tensor.stride(), tensor.storage_offset(), kinds
+
+
+def _payload(leaf: Any, stays_view: bool) -> JaxTensor | None:
+    refuse_manual(leaf, "called with", "before the call")
+    tensor = inner(leaf)
+    if tensor is not None:
+        if tensor._steps and not (stays_view and tensor._storage.manual is None):
+            made = Storage(tensor.raw(), manual=tensor._storage.manual)
+            return JaxTensor(made, shape=tuple(tensor.shape), stride=tensor.stride())
+        return tensor
+    if isinstance(leaf, torch.Tensor):
+        return JaxTensor(Storage(jnp.array(numpy_from_torch(leaf))))
+    return None
+
+
+def _grad(leaf: torch.Tensor) -> _Same | None:
+    """Return what tells an argument's gradient from others, which a program would add to."""
+    has_one = leaf.requires_grad and leaf.is_leaf and leaf.grad is not None
+    return _Same(leaf.grad) if has_one else None
+
+
+_TENSOR_FACTS = (
+    "shape",
+    "dtype",
+    "sharding",
+    "placements",
+    "axes",
+    "sizes",
+    "requires_grad",
+    "grad",
+    "view",
+)
+
+
+def _text(described: Sequence[Any]) -> str:
+    kind, *facts = described
+    if len(facts) == 1:
+        return str(facts[0]) if isinstance(facts[0], str) else repr(facts[0])
+    named = dict(zip(_TENSOR_FACTS, facts, strict=True))
+    shown = ("shape", "dtype", "placements", "requires_grad", "grad")
+    listed = ", ".join(f"{name}={named[name]}" for name in shown if named[name] is not None)
+    return f"a {kind.__name__} of {listed}"
+
+
+# ----------------------------------------------------------------------------------- jax gradients
+#
+# The gradients that a compiled step finds on parameters, adds to, leaves behind or drops.
+#
+# ``p.grad`` is an attribute of Python, which a program cannot set. What a trace did to it is done
+# again after every run, and a program serves only calls that find gradients where its trace did::
+#
+#     step: loss = ...; loss.backward()                     the optimizer is called outside
+#
+#     call 1   no gradients there    traced: makes them                                  program A
+#     call 2   gradients there       traced: adds to them                                program B
+#              optimizer.zero_grad()
+#     call 3   no gradients there                                                        program A
+#     call 4   gradients there       the ones A hung there again, which B adds to        program B
+#
+# So a program keeps the tensors that it made as gradients. Their memory is given back while they
+# hang on nothing.
+
+_Given = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass(frozen=True)
+class GradientEffects:
+    """What one trace did to gradients.
+
+    Args:
+        found: The leaves whose gradients the program reads, with those gradients' storages.
+        left: The leaves whose ``grad`` the trace changed, with what it became.
+    """
+
+    found: list[tuple[weakref.ref[torch.Tensor], Any]]
+    left: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]]
+
+    @classmethod
+    def of(cls, before: _Given, captured: Container[Any]) -> GradientEffects:
+        """Compare with what was before the trace.
+
+        Args:
+            before: Every leaf with the gradient that it had.
+            captured: The storages that the trace read or wrote.
+        """
+        effects = cls([], [])
+        for leaf, grad in before:
+            payload = None if grad is None else inner(grad)
+            if payload is not None and payload._storage in captured:
+                effects.found.append((weakref.ref(leaf), payload._storage))
+            if leaf.grad is not grad:
+                effects.left.append((weakref.ref(leaf), leaf.grad))
+        return effects
+
+    def leaves(self) -> list[weakref.ref[torch.Tensor]]:
+        """Return the leaves whose gradients matter to the program."""
+        return [leaf for leaf, _ in (*self.found, *self.left)]
+
+    def storages(self) -> set[int]:
+        """Return the ids of the storages of the gradients that the trace left."""
+        payloads = [None if grad is None else inner(grad) for _, grad in self.left]
+        return {id(payload._storage) for payload in payloads if payload is not None}
+
+    def broken(self) -> str | None:
+        """Return why the program does not fit the gradients that hang there; None if it does."""
+        for reference, storage in self.found:
+            leaf = reference()
+            grad = None if leaf is None else leaf.grad
+            payload = None if grad is None else inner(grad)
+            if payload is None or payload._storage is not storage:
+                return "a gradient was replaced"
+        return None
+
+    def release(self) -> None:
+        """Before a run: give back the memory of gradients that hang on nothing."""
+        for reference, grad in self.left:
+            leaf = reference()
+            if grad is not None and (leaf is None or leaf.grad is not grad):
+                payload = inner(grad)
+                if payload is not None:
+                    payload._storage.array = None  # pyright: ignore[reportAttributeAccessIssue]
+
+    def repeat(self) -> None:
+        """After a run: do to the leaves what the trace did."""
+        for reference, grad in self.left:
+            leaf = reference()
+            if leaf is not None and leaf.grad is not grad:
+                leaf.grad = grad
+
+
+class KnownLeaves:
+    """The leaves whose gradients matter to some program of a step."""
+
+    def __init__(self) -> None:
+        self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def add(self, effects: GradientEffects) -> None:
+        """Take up the leaves of a new program."""
+        for reference in effects.leaves():
+            leaf = reference()
+            if leaf is not None:
+                self._leaves.setdefault(id(leaf), reference)
+
+    def having(self) -> frozenset[int]:
+        """Return which of them have a gradient at present, as part of what finds a program."""
+        leaves = ((key, reference()) for key, reference in self._leaves.items())
+        return frozenset(key for key, leaf in leaves if leaf is not None and leaf.grad is not None)
+
+    def had(self, before: _Given) -> frozenset[int]:
+        """Return which of them had one, going by what was before a trace."""
+        return frozenset(id(t) for t, grad in before if id(t) in self._leaves and grad is not None)
+
+
+# ----------------------------------------------------------------------------- One trace of a step
+
+
+@dataclass(frozen=True)
+class Before:
+    """What there was before a trace.
+
+    Args:
+        python: Gradients, optimizers and modules.
+        reach: What the step reaches by name.
+        tape: Of the host, not begun.
+        random: Generators that a step must not use.
+        iterators: Those that a step must not take from.
+    """
+
+    python: PythonState
+    reach: Reach
+    tape: HostTape
+    random: PythonRandom
+    iterators: Iterators
+
+    @classmethod
+    def of(cls, step: Callable[..., Any], call: Call) -> Before:
+        """Take down what there is before `step` is traced for a call."""
+        python, reach = PythonState.now(), Reach.of(step, *call.given)
+        tape = HostTape(python.host_memories, reach.generators)
+        unmoved = PythonRandom(reach.randoms), Iterators(reach.iterators)
+        return cls(python, reach, tape, *unmoved)
+
+    def restore(self) -> None:
+        """Make it so again."""
+        self.python.restore()
+        self.tape.put_back()
+        self.random.put_back()
+
+
+@dataclass
+class TracedStep:
+    """What a trace found.
+
+    Args:
+        trace: The storages that it touched.
+        watch: What it took for granted.
+        numbers: Python's numbers that are inputs, and where to read them.
+        arguments: The storages of the call's tensors.
+        program: The jaxpr, with the owners of its constants.
+        host: What the host does for each run; None for nothing.
+        moving: The tensors that are read by name.
+        gradients: What it did to parameters' gradients.
+        effects: What Python assigned.
+        aliases: The arguments that it also finds by name.
+        writes: The containers among the arguments that it writes to.
+        lasting: What it made and left behind.
+        written: Positions of the arguments that it wrote to.
+        tree: How its results nest.
+        static: Of each result how to wrap it.
+        pinned: Of each result how it has to lie.
+        flags: What its first results say of its checks; None without checks.
+    """
+
+    trace: Trace
+    watch: Watch
+    numbers: list[tuple[Storage, Callable[[], float]]]
+    arguments: list[Storage]
+    program: TracedProgram = field(init=False)
+    host: HostPart | None = field(init=False)
+    moving: list[MovingTensor] = field(init=False)
+    gradients: GradientEffects = field(init=False)
+    effects: RunEffects = field(init=False)
+    aliases: Aliases = field(init=False)
+    writes: Writes = field(init=False)
+    lasting: list[Storage] = field(init=False)
+    written: list[int] = field(init=False)
+    tree: TreeSpec = field(init=False)
+    static: list[Any] = field(init=False)
+    pinned: list[Any] = field(init=False)
+    flags: Any = None
+
+    def alone(self) -> set[Storage]:
+        """Return the storages that are no rows of stacks: they get other values between runs."""
+        moving = {each.storages[0] for each in self.moving} - {None}
+        alone = {*(storage for storage, _ in self.numbers), *self.host_storages(), *moving}
+        return {storage for storage in alone if storage is not None}
+
+    def host_storages(self) -> list[Storage]:
+        """Return the storages of the plain tensors that go into the program."""
+        return [] if self.trace.host is None else self.trace.host.storages
+
+
+def traced_step(
+    step: Callable[..., Any],
+    call: Call,
+    before: Before,
+    lent_names: Collection[str],
+    made: Container[Storage] = (),
+    names: Collection[Any] = (),
+) -> TracedStep:
+    """Trace a step.
+
+    Args:
+        step: The step.
+        call: What it is called with.
+        before: What there was before.
+        lent_names: The settings of optimizers that are inputs.
+        made: The storages that earlier programs of the step made.
+        names: The names that were seen to be given other tensors.
+
+    Returns:
+        What was found. The tensors of the step have their values of before.
+    """
+    tensors = call.tensors
+    numbers: list[tuple[Storage, Callable[[], float]]] = []
+    lend = partial(lent, numbers), partial(lent_tensor, numbers)
+    inputs = OptimizerInputs(lifted, *lend, lent_names, gather)
+    premises = Premises(before.reach, Modules(before.python.modules))
+    tape = before.tape
+    trace, watch = Trace(HostInputs(tape)), Watch(inputs, premises)
+    found = TracedStep(trace, watch, numbers, call.storages())
+    rows = all_rows()
+    assigned: list[Effect] = []
+    as_given: list[Any] = []
+
+    def traced(arrays: Sequence[jax.Array], of_rows: Sequence[jax.Array]) -> Any:
+        trace.give_rows(rows, of_rows)
+        with bound(tensors, arrays, trace), watching(watch, tape), naming_modules(jax.named_scope):
+            given = list(replaced(call.leaves, tensors))
+            args, kwargs = close_all(tree_unflatten(given, call.tree))
+            containers = Containers.of((args, kwargs), call.given)
+            with refusing_reads():
+                result = step(*args, **kwargs)
+            found.writes, contents = containers.written()
+            outputs = (result, contents) if contents else result
+            out_leaves, found.tree = tree_flatten(open_all(outputs))
+            found.static, results, found.pinned = split_outputs(out_leaves)
+            del out_leaves, args, kwargs, containers, result, contents, outputs
+            found.written, written = written_arguments(call.leaves, tensors, arrays, trace)
+            refuse_writes_to_host(trace)
+        watch.inputs.check_settings_unchanged()
+        before.random.refuse_draws()
+        before.iterators.refuse_moves()
+        found.lasting = trace.lasting_beyond(tensors)
+        assigned.extend(premises.effects.found())
+        as_given.extend(given)
+        state, lasting = placed_values([*trace.state]), placed_values(found.lasting)
+        for storage, value in zip(found.lasting, lasting, strict=True):
+            if storage.row is not None:
+                storage.array = value
+        return results, state, lasting, written
+
+    arrays = [storage.array for storage in found.arguments]
+    with trace.active():
+        types = [row_type(stack.array) for _, stack, _ in rows]
+        closed = jax.make_jaxpr(traced)(arrays, types)
+    trace.undo()
+    seen = premises.sightings()
+    found.moving = moving_tensors(seen, trace, tape, made, names, {*found.arguments})
+    places = {id(each.found): place for place, each in enumerate(found.moving)}
+    gradients = [each for each in before.python.gradients if not call.has(each[0])]
+    found.gradients = GradientEffects.of(gradients, trace.captured)
+    plan = Plan(found.lasting, as_given, tape, places, found.gradients.storages())
+    found.effects = plan.effects(assigned, call.leaves)
+    found.aliases = Aliases.of((each.found for each in seen), found.arguments)
+    watch.settle(trace, tape, found.moving, found.aliases)
+    found.program = traced_program(closed, [storage for storage, _, _ in rows], trace)
+    if are_checked():
+        found.program, found.flags = with_flags(found.program)
+        found.pinned = [*[None] * found.flags.num_leaves, *found.pinned]
+    found.host = _host_part(trace.host)
+    return found
+
+
+def _host_part(host: HostInputs | None) -> HostPart | None:
+    work, delivered = (None, []) if host is None else host.tape.finish()
+    return None if work is None or host is None else HostPart(work, host.storages, delivered)

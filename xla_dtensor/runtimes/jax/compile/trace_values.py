@@ -1,0 +1,226 @@
+"""What goes into a traced step and what comes out: arguments, writes to them, outputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+
+from xla_dtensor.core.errors import CompileError
+from xla_dtensor.runtimes.jax.arrays.sharding import host_value, place
+from xla_dtensor.runtimes.jax.arrays.trace import Trace, active_trace, is_tracer
+from xla_dtensor.runtimes.jax.eager.manual import ManualAxes, stacked_sharding, wrapped
+from xla_dtensor.runtimes.jax.eager.scalar import unwrap_number
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
+
+__all__ = [
+    "Delivered",
+    "Static",
+    "ViewsWritten",
+    "bound",
+    "inner",
+    "is_without_values",
+    "refuse_manual",
+    "replaced",
+    "rewrapper_of",
+    "split_outputs",
+    "written_arguments",
+]
+
+
+def inner(value: Any) -> JaxTensor | None:
+    """Return the JaxTensor in a DTensor, in a manual tensor or in itself; None for all else."""
+    is_manual = getattr(value, "_is_per_device", False)
+    value = value._payload if is_manual else getattr(value, "_local_tensor", value)
+    return value if isinstance(value, JaxTensor) else None
+
+
+def is_without_values(value: Any) -> bool:
+    """Tell whether a DTensor's devices are all of other processes, which run the program."""
+    payload = getattr(value, "_local_tensor", None)
+    return payload is not None and payload.is_meta
+
+
+@dataclass(frozen=True)
+class Static:
+    """An output that is no tensor: the same on every call."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """An output that is a host tensor, made anew on every call.
+
+    Args:
+        number: Of what the host's tape delivers.
+    """
+
+    number: int
+
+
+@contextlib.contextmanager
+def bound(
+    tensors: Sequence[JaxTensor | None], arrays: Sequence[jax.Array], trace: Trace
+) -> Iterator[None]:
+    """Let the arguments' storages hold tracers for the time of the trace."""
+    storages = [t._storage for t in tensors if t is not None]
+    before = {s: s.array for s in storages}
+    for storage, array in zip(storages, arrays, strict=True):
+        if storage.array is before[storage]:  # the first of several arguments that have it
+            trace.adopt_argument(storage)
+            storage.array = array
+    trace.arguments = {id(t) for t in tensors if t is not None}
+    try:
+        yield
+    finally:
+        for storage, array in before.items():
+            storage.array = array
+
+
+def replaced(leaves: Sequence[Any], tensors: Sequence[JaxTensor | None]) -> Iterator[Any]:
+    """Yield what the traced step is given for each leaf: something over the bound storage."""
+    for leaf, tensor in zip(leaves, tensors, strict=True):
+        if tensor is None or inner(leaf) is tensor:
+            yield leaf
+        elif hasattr(leaf, "rewrapped"):  # a DTensor that is a view: its storage is another's
+            yield leaf.rewrapped(tensor).requires_grad_(leaf.requires_grad)
+        else:
+            yield tensor
+
+
+class ViewsWritten(Exception):
+    """A step wrote to an argument that is a view, or to the base of one.
+
+    Args:
+        places: Those of the views among the leaves.
+    """
+
+    def __init__(self, places: Sequence[int]) -> None:
+        super().__init__(places)
+        self.places = frozenset(places)
+
+
+def written_arguments(
+    leaves: Sequence[Any],
+    tensors: Sequence[JaxTensor | None],
+    arrays: Sequence[jax.Array],
+    trace: Trace,
+) -> tuple[list[int], list[jax.Array]]:
+    """Return which arguments the step wrote to, by position among the tensors, and their values.
+
+    Raises:
+        ViewsWritten: A view and its base have to be one input, and are two.
+    """
+    positions: list[int] = []
+    values: list[jax.Array] = []
+    pairs = enumerate(zip(leaves, tensors, strict=True))
+    rows = [(i, leaf, t) for i, (leaf, t) in pairs if t is not None]
+    first: dict[Storage, jax.Array] = {}
+    for (_, _, tensor), array in zip(rows, arrays, strict=True):
+        first.setdefault(tensor._storage, array)
+    written = {storage for storage, array in first.items() if storage.array is not array}
+    # Views that were cut out of their base, before the step, by its storage.
+    views_of = {i: (inner(leaf), t) for i, leaf, t in rows}
+    copies = {i: v for i, (v, t) in views_of.items() if v is not None and v is not t}
+    changed = written | set(trace.state)
+    views = [i for i, view in copies.items() if view._storage in changed]
+    views += [i for i, _, t in rows if i in copies and t._storage in written]
+    if views:
+        raise ViewsWritten(views)
+    for position, (_, leaf, tensor) in enumerate(rows):
+        storage = tensor._storage
+        if storage not in written:
+            continue
+        if inner(leaf) is not tensor:
+            raise CompileError(
+                f"A compiled step wrote in place to an argument of shape={tuple(leaf.shape)} that "
+                "is a plain CPU tensor. The program works on a copy of it, and the write would be "
+                "lost. Pass a DTensor, or write to argument.clone()."
+            )
+        written.discard(storage)
+        positions.append(position)
+        values.append(place(storage.read(), storage.sharding))
+    return positions, values
+
+
+def split_outputs(
+    leaves: Sequence[Any],
+) -> tuple[list[Any], list[jax.Array], list[NamedSharding | None]]:
+    """Separate the tensors among the outputs from the rest, with how to wrap each one again.
+
+    A tensor that was told how to lie leaves the program so, padded if it is uneven: as a logical
+    value it could only leave replicated. The last list pins these.
+    """
+    static: list[Any] = []
+    arrays: list[jax.Array] = []
+    pinned: list[NamedSharding | None] = []
+    for leaf in leaves:
+        tensor = inner(leaf)
+        number = unwrap_number(leaf)
+        if tensor is None and is_tracer(number):  # what item() gave
+            arrays.append(number)
+            static.append(lambda array: host_value(array).item())
+            pinned.append(None)
+            continue
+        if tensor is None:
+            static.append(_from_host(leaf))
+            continue
+        if tensor._storage.manual is not None:
+            refuse_manual(leaf, "about to return", "before returning it")
+            arrays.append(tensor.raw())
+            static.append(_local_wrapper(leaf, tensor._storage.manual))
+            pinned.append(stacked_sharding(tensor._storage.manual))
+            continue
+        sharding = None if tensor._steps else tensor._storage.sharding
+        arrays.append(tensor.value() if sharding is None else place(tensor.value(), sharding))
+        static.append(rewrapper_of(leaf, tensor, sharding))
+        is_open = sharding is None or PartitionSpec.UNCONSTRAINED in tuple(sharding.spec)
+        pinned.append(None if is_open else sharding)
+    return static, arrays, pinned
+
+
+def _from_host(leaf: Any) -> Static | Delivered:
+    trace = active_trace()
+    if trace is None or trace.host is None or not isinstance(leaf, torch.Tensor):
+        return Static(leaf)
+    number = trace.host.tape.deliver(leaf)
+    return Static(leaf) if number is None else Delivered(number)
+
+
+def refuse_manual(leaf: Any, what: str, when: str) -> None:
+    """Raise for a manual tensor, which has no value outside its region; a LocalView passes."""
+    tensor = inner(leaf)
+    if tensor is None or tensor._storage.manual is None or hasattr(leaf, "_varying"):
+        return
+    raise CompileError(
+        f"A compiled step was {what} a manual tensor of shape={tuple(leaf.shape)}. It has "
+        "another value on each device, and a program's arguments and results are global. Call "
+        f"disable_manual_sharding {when}; inside the step manual tensors are as usual."
+    )
+
+
+def _local_wrapper(leaf: Any, axes: ManualAxes) -> Callable[[jax.Array], Any]:
+    rewrap = leaf.rewrapper()
+    return lambda array: rewrap(wrapped(array, axes))
+
+
+def rewrapper_of(
+    leaf: Any, tensor: JaxTensor, sharding: NamedSharding | None
+) -> Callable[[jax.Array], Any]:
+    """Return what makes a tensor like `leaf` of an array; it keeps nothing of the leaf alive."""
+    shape, stride, dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
+    # Not a method of the leaf: that would keep the traced output alive, as if it were state.
+    rewrapper = getattr(leaf, "rewrapper", None)
+    rewrap = None if rewrapper is None else rewrapper()
+
+    def wrap(array: jax.Array) -> Any:
+        made = JaxTensor(Storage(array, shape, sharding), stride=stride, dtype=dtype)
+        return rewrap(made) if rewrap is not None else made
+
+    return wrap

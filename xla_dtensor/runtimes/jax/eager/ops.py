@@ -1,0 +1,1051 @@
+"""Run one aten op on JaxTensors, below autograd: the order in which a rule is looked for.
+
+1. *Special* ops that need tensors, not arrays: copies, reading on the host.
+2. *Views*: a new JaxTensor over the same storage (``manual``).
+3. *Mutating* ops, known from their schema: the functional op, then a write through the views.
+4. *Functional* ops: our own lowering, else torch's decomposition into ops that have one.
+
+Every functional result is held to what torch's meta device says of it (``op_meta``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
+from math import prod
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+from torch.utils._pytree import tree_map
+
+from mesh_utils import Axis, Mesh
+from xla_dtensor.core import Layout
+from xla_dtensor.core.errors import CompileError, DistributeError, UnsupportedOpError, WriteError
+from xla_dtensor.runtimes import functional as functional_ops
+from xla_dtensor.runtimes.bounds import (
+    BOUNDS,
+    Bound,
+    are_checked,
+    check_bounds,
+    host_extremes,
+    name_of,
+)
+from xla_dtensor.runtimes.functional import FACTORED
+from xla_dtensor.runtimes.jax.arrays import values
+from xla_dtensor.runtimes.jax.arrays.sharding import host_value, named_sharding
+from xla_dtensor.runtimes.jax.arrays.trace import (
+    Trace,
+    active_trace,
+    is_tracer,
+    refuse_read,
+    refuse_write_to_host,
+)
+from xla_dtensor.runtimes.jax.arrays.values import (
+    in_dtype,
+    jax_dtype,
+    numpy_from_torch,
+    torch_dtype,
+    x64,
+)
+from xla_dtensor.runtimes.jax.compile.host_inputs import admitted, with_values
+from xla_dtensor.runtimes.jax.compile.layers.foreach import run_foreach_on_rows, write_foreach
+from xla_dtensor.runtimes.jax.compile.layers.number_rows import number_of_row
+from xla_dtensor.runtimes.jax.compile.layers.traced_stacks import row_of
+from xla_dtensor.runtimes.jax.eager import manual
+from xla_dtensor.runtimes.jax.eager.checks import flag
+from xla_dtensor.runtimes.jax.eager.manual import refuse_value
+from xla_dtensor.runtimes.jax.eager.scalar import sym_number, unwrap_number
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.jax.lower import find_lowering
+from xla_dtensor.runtimes.jax.lower.linalg import raise_if_failed
+from xla_dtensor.runtimes.nested import map_nested
+from xla_dtensor.runtimes.op_meta import Meta, output_meta, raise_torchs_error
+from xla_dtensor.runtimes.whole_ops import is_foreach, writes_to_a_list
+from xla_dtensor.runtimes.written import refuse_overlap, written_arguments
+
+if TYPE_CHECKING:
+    from xla_dtensor.runtimes.jax.runtime import JaxRuntime
+
+__all__ = ["JaxProgram", "run_op"]
+
+
+# ---------------------------------------------------------------------------------- jax batch norm
+#
+# Batch norms that write their running statistics; ``native_batch_norm`` does so unsaid.
+
+aten = torch.ops.aten
+
+
+def _native_batch_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+
+    given = [t for t in (running_mean, running_var) if t is not None]
+    if not given:
+        options = (training, momentum, eps)
+        return run_op(aten._native_batch_norm_legit.no_stats, (x, weight, bias, *options), {})
+    # The functional op takes both; one that is missing is not written, whatever it holds.
+    means = given[0] if running_mean is None else running_mean
+    variances = given[0] if running_var is None else running_var
+    *results, new_mean, new_var = run_op(
+        aten._native_batch_norm_legit_functional.default,
+        (x, weight, bias, means, variances, training, momentum, eps),
+        {},
+    )
+    if training:
+        for target, value in ((running_mean, new_mean), (running_var, new_var)):
+            if target is not None:
+                write(target, value)
+    else:  # as torch on the CPU: nothing to save
+        results[1:] = [run_op(aten.new_zeros.default, (x, [0]), {}) for _ in results[1:]]
+    return tuple(results)
+
+
+# Rules that take tensors, as the special ops do.
+RULES = {
+    aten.native_batch_norm.default: _native_batch_norm,
+    aten._native_batch_norm_legit.default: _native_batch_norm,
+}
+
+
+# ------------------------------------------------------------------------------------ jax compared
+#
+# What an op's result is compared with lies in memory once, in a compiled step.
+#
+# PyTorch finds the gradient of a largest element by comparing::
+#
+#     top = x.amax(1, keepdim=True)        x = a * b + c, computed in the step
+#     grad_x = grad * (x == top)           every element that is the largest
+#
+# XLA may compute `x` twice, once fused into the reduction and once into the comparison, and round a
+# * b in one of them only. Then no element is equal to the largest, and the gradient is zero or NaN,
+# in silence. Such an op reads its operand through an ``optimization_barrier``, and so does whatever
+# reads the operand later.
+#
+# XLA:CPU of JAX before 0.11.2 drops barriers before it fuses, and stays wrong.
+#
+# Invariant: values do not change, and neither do storages that are older than the step.
+
+_NORMS = (aten.linalg_vector_norm.default, aten._cdist_forward.default, aten._pdist_forward.default)
+COMPARED = frozenset(
+    {
+        *(aten.amax.default, aten.amin.default, aten.aminmax.default),
+        *(aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default),
+        *(aten.scatter_reduce.two, aten.index_reduce.default, *_NORMS),
+    }
+)
+"""Ops whose gradient PyTorch finds by comparing their operands with their result."""
+
+
+def read_once(trace: Trace, func: Any, args: Sequence[Any]) -> None:
+    """Let tensors that a step computes be computed once, for all that reads them from now on.
+
+    Args:
+        trace: The step's.
+        func: One of `COMPARED`. Of the norms only infinite ones compare.
+        args: Its arguments, JaxTensors among them.
+    """
+    if func in _NORMS and not any(isinstance(n, float) and math.isinf(n) for n in args):
+        return
+    for value in args:
+        if isinstance(value, JaxTensor) and trace.owns(value._storage):
+            _settle(value._storage)
+
+
+def _settle(storage: Storage) -> None:
+    array = storage.array
+    if is_tracer(array) and jnp.issubdtype(array.dtype, jnp.inexact):
+        storage.array = lax.optimization_barrier(array)
+
+
+# -------------------------------------------------------- Ops that need tensors rather than arrays
+#
+# Copies between host and devices, reading, rebinding.
+
+SPECIAL: dict[Any, Callable[..., Any]] = {}
+
+
+def _special(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(rule: Callable[..., Any]) -> Callable[..., Any]:
+        SPECIAL.update(dict.fromkeys(funcs, rule))
+        return rule
+
+    return register
+
+
+@_special(aten._local_scalar_dense.default)
+def _item(x: JaxTensor) -> Any:
+    row = row_of(x)
+    if row is not None and x.ndim == 0 and not (x.dtype == torch.bool or x.is_complex()):
+        return number_of_row(*row)
+    value = x.value()
+    trace = active_trace()
+    # An older tensor holds an array even now, though it is an input of the program like any other.
+    if is_tracer(value) or (trace is not None and not trace.owns(x._storage)):
+        if x.dtype == torch.bool:
+            refuse_read("turned into a Python bool")
+        return sym_number(value.reshape(()))
+    return host_value(value).item()
+
+
+@_special(aten.is_pinned.default)
+def _is_pinned(x: JaxTensor, device: Any = None) -> bool:
+    return False  # asked by torch.distributed.checkpoint; the values lie on the devices
+
+
+@_special(aten.copy_.default, torch.ops.prims.copy_to.default)
+def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+
+    write(target, source)
+    return target
+
+
+@_special(aten._has_same_storage_numel.default)
+def _has_same_storage_numel(x: torch.Tensor, other: torch.Tensor) -> bool:
+    return x.numel() == other.numel()  # forward mode asks whether a tangent may lie as its primal
+
+
+@_special(aten.eye.m_out)
+def _eye_out(n: int, m: int, *, out: torch.Tensor) -> torch.Tensor:
+
+    write(out, torch.eye(n, m, dtype=out.dtype, device="cpu"))
+    return out
+
+
+@_special(aten._to_copy.default)
+def _to_copy(
+    x: JaxTensor, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any
+) -> Any:
+    if device is not None and torch.device(device).type == "meta":
+        return torch.empty_strided(x.shape, x.stride(), dtype=dtype or x.dtype, device="meta")
+    meta = output_meta(aten._to_copy.default, (x,), {"dtype": dtype, **kwargs})
+    value = jnp.array(in_dtype(x.raw(), jax_dtype(dtype or x.dtype)), copy=True)
+    storage = Storage(value, manual=x._storage.manual)
+    return JaxTensor(storage, shape=x.shape, stride=meta.stride, dtype=dtype or x.dtype)
+
+
+@_special(aten.equal.default)
+def _equal(a: JaxTensor, b: JaxTensor) -> bool:
+
+    if tuple(a.shape) != tuple(b.shape):
+        return False
+    same = jnp.all(as_array(a) == as_array(b))
+    if is_tracer(same):
+        refuse_read("compared with torch.equal")
+    return bool(host_value(same))
+
+
+@_special(aten.allclose.default)
+def _allclose(a: JaxTensor, b: JaxTensor, *args: Any, **kwargs: Any) -> bool:
+    close = torch.isclose(a, b, *args, **kwargs).all()
+    if is_tracer(close.value()):  # pyright: ignore
+        refuse_read("compared with torch.allclose")
+    return bool(close.item())
+
+
+@_special(aten.set_.source_Tensor)
+def _set_(target: JaxTensor, source: JaxTensor) -> JaxTensor:
+    if target._storage.manual != source._storage.manual:
+        refuse_value(target if target._storage.manual is not None else source)
+    if target.shape != source.shape or target.dtype != source.dtype:
+        raise RuntimeError(
+            f"set_ was called with a source of shape={tuple(source.shape)}, dtype={source.dtype} "
+            f"on a tensor of shape={tuple(target.shape)}, dtype={target.dtype}. The JAX runtime "
+            "cannot change a tensor's shape or dtype in place. Make a new tensor."
+        )
+    target._storage, target._steps, target._cached = source._storage, source._steps, None
+    return target
+
+
+# ------------------------------------------------------------------ Ops as other ops on JaxTensors
+#
+# Some depend on how a tensor is strided: a lowering sees no strides; these rules do. The others are
+# whole layers and steps that torch calls as one op.
+
+COMPOSED: dict[Any, Callable[..., Any]] = {**FACTORED}
+
+
+def _composed(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(rule: Callable[..., Any]) -> Callable[..., Any]:
+        COMPOSED[func] = rule
+        return rule
+
+    return register
+
+
+@_composed(aten._linalg_check_errors.default)
+def _check_errors(info: JaxTensor, api_name: str, *, is_matrix: bool) -> None:
+    raise_if_failed(info.raw(), api_name, is_matrix)
+
+
+@_composed(aten.binary_cross_entropy.default)
+def _binary_cross_entropy(
+    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = 1
+) -> torch.Tensor:
+    from torch._decomp import decomposition_table
+
+    # In a compiled step nobody has looked at its values.
+    right = torch.where((target >= 0) & (target <= 1), target, torch.nan)
+    return decomposition_table[aten.binary_cross_entropy.default](x, right, weight, reduction)
+
+
+def _copy_of(view: Any, *args: Any, **kwargs: Any) -> Any:
+    return tree_map(torch.clone, view(*args, **kwargs))
+
+
+for _name in (
+    *("alias", "detach", "diagonal", "permute", "select", "slice", "split", "split_with_sizes"),
+    *("squeeze", "t", "transpose", "view_as_complex", "view_as_real"),
+):
+    for _form in getattr(aten, f"{_name}_copy").overloads():
+        if not _form.endswith("out"):
+            _view = getattr(getattr(aten, _name), _form)
+            COMPOSED[getattr(getattr(aten, f"{_name}_copy"), _form)] = partial(_copy_of, _view)
+
+
+@_composed(aten.view_copy.default)
+def _view_copy(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    return x.reshape(size).clone()  # also where no view has this shape
+
+
+@_composed(aten.ldexp.Tensor)
+def _ldexp(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return x * torch.pow(2.0, other)  # torch's decomposition takes the 2.0 for a float32
+
+
+# ------------------------------------------------------------------ strides
+
+
+@_composed(aten.as_strided_scatter.default)
+def _as_strided_scatter(
+    x: torch.Tensor, source: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None
+) -> torch.Tensor:
+    if storage_offset is not None and x.storage_offset():
+        raise UnsupportedOpError(
+            f"as_strided_scatter was called with storage_offset={storage_offset} on a part of a "
+            f"tensor, which begins at {x.storage_offset()} of it. PyTorch counts from the "
+            "beginning of the whole, so that little of what is written is in the part. Leave "
+            "storage_offset out, or call it on the whole."
+        )
+    result = x.clone()
+    aten.as_strided.default(result, size, stride, storage_offset).copy_(source)
+    return result
+
+
+def _resized(x: JaxTensor, size: Sequence[int], memory_format: Any) -> JaxTensor:
+    is_plain = memory_format in (None, torch.contiguous_format, torch.preserve_format)
+    if prod(size) != x.numel() or not is_plain:
+        raise UnsupportedOpError(
+            f"resize_ was called with size={tuple(size)}, memory_format={memory_format} on a "
+            f"tensor of shape={tuple(x.shape)}. A tensor of the JAX runtime keeps its number of "
+            "elements. Pass a size with as many, or make a new tensor."
+        )
+    if x.is_contiguous():
+        view: Any = aten.view.default(x, size)
+    else:
+        stride = torch.empty(tuple(size), device="meta").stride()
+        view = aten.as_strided.default(x, size, stride, x.storage_offset())
+    torch.Tensor.data.__set__(x, view)  # pyright: ignore
+    x._steps, x._cached = view._steps, None
+    return x
+
+
+def _resize_(x: JaxTensor, size: Sequence[int], *, memory_format: Any = None) -> JaxTensor:
+    return _resized(x, size, memory_format)
+
+
+def _resize_as_(x: JaxTensor, template: torch.Tensor, *, memory_format: Any = None) -> JaxTensor:
+    return _resized(x, template.shape, memory_format)
+
+
+SPECIAL[aten.resize_.default] = _resize_
+SPECIAL[aten.resize_as_.default] = _resize_as_
+
+
+# ------------------------------------------------------------------ gradient scaling
+
+
+def _check_and_unscale(
+    grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    """``GradScaler.unscale_``: `found_inf` is 1 after a gradient with a NaN or an infinity."""
+    finite = torch.stack([grad.isfinite().all() for grad in grads]).all()
+    found_inf.copy_(torch.where(finite, found_inf, 1.0))
+    for grad in grads:
+        grad.mul_(inv_scale)
+
+
+SPECIAL[aten._amp_foreach_non_finite_check_and_unscale_.default] = _check_and_unscale
+
+# ------------------------------------------------------------------ eval's fast path
+
+
+@_composed(aten._native_multi_head_attention.default)
+def _multi_head_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    embed_dim: int,
+    num_head: int,
+    qkv_weight: Any,
+    qkv_bias: Any,
+    proj_weight: Any,
+    proj_bias: Any,
+    mask: Any = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> Any:
+    """What ``nn.MultiheadAttention`` calls in eval, without gradients.
+
+    `mask` says with True, or -inf, what is left out: (queries, keys) for a `mask_type` of 0,
+    (batch, keys) for 1, (batch, heads, queries, keys) for 2.
+    """
+    q, k, v = (
+        F.linear(x, weight, bias).unflatten(-1, (num_head, -1)).transpose(1, 2)
+        for x, weight, bias in zip(
+            (query, key, value), qkv_weight.chunk(3), qkv_bias.chunk(3), strict=True
+        )
+    )
+    if mask is not None and mask_type == 1:
+        mask = mask[:, None, None, :]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(mask, float("-inf"))
+    if not need_weights:
+        mixed, weights = F.scaled_dot_product_attention(q, k, v, mask), None
+    else:
+        scores = q @ k.mT / (embed_dim // num_head) ** 0.5
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+        mixed = weights @ v
+        weights = weights.mean(1) if average_attn_weights else weights
+    return F.linear(mixed.transpose(1, 2).flatten(2), proj_weight, proj_bias), weights
+
+
+@_composed(aten._transformer_encoder_layer_fwd.default)
+def _encoder_layer(
+    src: Any,
+    embed_dim: int,
+    num_heads: int,
+    qkv_weight: Any,
+    qkv_bias: Any,
+    proj_weight: Any,
+    proj_bias: Any,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    norm_weight_1: Any,
+    norm_bias_1: Any,
+    norm_weight_2: Any,
+    norm_bias_2: Any,
+    ffn_weight_1: Any,
+    ffn_bias_1: Any,
+    ffn_weight_2: Any,
+    ffn_bias_2: Any,
+    mask: Any = None,
+    mask_type: int | None = None,
+) -> Any:
+    """What ``nn.TransformerEncoderLayer`` calls in eval, without gradients: the layer as one op."""
+    act = F.gelu if use_gelu else F.relu
+
+    def attended(x: Any) -> Any:
+        weights = (qkv_weight, qkv_bias, proj_weight, proj_bias)
+        return aten._native_multi_head_attention.default(
+            x, x, x, embed_dim, num_heads, *weights, mask, False, True, mask_type
+        )[0]
+
+    def fed(x: Any) -> Any:
+        return F.linear(act(F.linear(x, ffn_weight_1, ffn_bias_1)), ffn_weight_2, ffn_bias_2)
+
+    def first(x: Any) -> Any:
+        return F.layer_norm(x, (embed_dim,), norm_weight_1, norm_bias_1, eps)
+
+    def second(x: Any) -> Any:
+        return F.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
+
+    if norm_first:
+        x = src + attended(first(src))
+        return x + fed(second(x))
+    x = first(src + attended(src))
+    return second(x + fed(x))
+
+
+# --------------------------------------------------- Run one aten op on JaxTensors, below autograd
+
+SPECIAL.update(RULES)
+
+
+def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run the aten op `func`; JaxTensors among the arguments come out as JaxTensors.
+
+    Args:
+        func: An ``OpOverload``.
+        args: Its positional arguments; plain CPU tensors stand for their global value.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        What the op returns, with JaxTensors in place of tensors.
+
+    Raises:
+        UnsupportedOpError: No rule for this op.
+    """
+    trace = active_trace()
+    if trace is None:
+        return _run(func, args, kwargs)
+    given = (args, kwargs) if trace.host is None else admitted(func, args, kwargs)
+    with trace.sources.of_op():
+        try:
+            return _run(func, *given)
+        except CompileError:
+            known = None if given[0] is args else with_values(func, args, kwargs)
+            if known is None:
+                raise
+            # Their values have to be known: a mask's, on which the shape of the result depends.
+            return _run(func, *known)
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    with x64():
+        special = SPECIAL.get(func) or functional_ops.KERNELS.get(func)
+        if special is not None:
+            return special(*args, **kwargs)
+        view = manual.view_rule(func)
+        if view is not None and isinstance(args[0], JaxTensor):
+            return view(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            return _run_inplace_view(func, args, kwargs)
+        if func._schema.is_mutable:
+            return _run_mutating(func, args, kwargs)
+        if is_foreach(func):
+            return run_foreach_on_rows(func, args, kwargs)
+        return _run_functional(func, args, kwargs)
+
+
+def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    # The ops that one of them is composed of have other ranges, and its own was looked at.
+    if func in BOUNDS and _decomposing.isdisjoint(BOUNDS):
+        check_bounds(func, args, kwargs, partial(_extremes, func))
+    lowering = find_lowering(func)
+    if lowering is None:
+        return _decompose(func, args, kwargs)
+    trace = active_trace()
+    if trace is not None and func in COMPARED:
+        read_once(trace, func, args)
+    meta = output_meta(func, args, kwargs)
+    axes = manual.axes_of(args, kwargs)
+    if axes is not None:
+        result = manual.run_lowering(axes, func, lowering, args, kwargs, meta)
+        return _wrapped(func, result, meta, axes)
+    array_args, array_kwargs = map_nested(as_array, (tuple(args), dict(kwargs)))
+    options = {"meta": meta} if lowering.wants_meta else {}
+    try:
+        result = lowering(*array_args, **array_kwargs, **options)
+    except (TypeError, ValueError, AttributeError):  # JAX's, or a lowering's that wants the meta
+        raise_torchs_error(func, args, kwargs)
+        raise
+    return _wrapped(func, result, meta)
+
+
+def _extremes(func: Any, bound: Bound) -> tuple[float, float] | None:
+    """Return the smallest and the largest number; None while a step is traced."""
+    index = bound.index
+    if not isinstance(index, JaxTensor):
+        return host_extremes(bound)
+    is_traced = active_trace() is not None
+    if is_traced and not are_checked():
+        return None
+    index = index if bound.of is None else bound.of(index)
+    array = index.raw() if index._storage.manual is not None else index.value()
+    extremes = _low_and_high(array, bound.ignored)
+    if is_traced:
+        flag(bound, name_of(func), extremes)
+        return None
+    low, high = host_value(extremes).tolist()
+    return None if low > high else (low, high)
+
+
+@partial(jax.jit, static_argnums=1)
+def _low_and_high(array: jax.Array, ignored: int | None) -> jax.Array:
+    if ignored is None:
+        return jnp.stack([jnp.min(array), jnp.max(array)])
+    limits = jnp.iinfo(array.dtype)
+    low = jnp.where(array == ignored, limits.max, array)
+    high = jnp.where(array == ignored, limits.min, array)
+    return jnp.stack([jnp.min(low), jnp.max(high)])
+
+
+def as_array(value: Any) -> Any:
+    """Return the JAX value of a tensor argument; anything else as it is."""
+    if isinstance(value, JaxTensor):
+        return value.value()
+    if isinstance(value, torch.Tensor):
+        return jnp.asarray(np.array(numpy_from_torch(value)))
+    return unwrap_number(value)
+
+
+def _wrapped(func: Any, result: Any, meta: Any, axes: manual.ManualAxes | None = None) -> Any:
+    if isinstance(result, (jax.Array, np.ndarray, np.generic)):
+        array = result if isinstance(result, jax.Array) else jnp.asarray(result)
+        return _wrap_one(func, array, meta, axes)
+    if isinstance(result, (tuple, list)):
+        metas = meta if isinstance(meta, (tuple, list)) else [None] * len(result)
+        if len(metas) != len(result):
+            raise UnsupportedOpError(
+                f"The op {func} gave {len(result)} results where torch gives {len(metas)}. Its "
+                "lowering on the JAX runtime is wrong for these arguments. Please report it with "
+                "the arguments' shapes."
+            )
+        wrapped = [_wrapped(func, r, m, axes) for r, m in zip(result, metas, strict=True)]
+        return wrapped if isinstance(result, list) else tuple(wrapped)
+    return result
+
+
+def _wrap_one(
+    func: Any, array: jax.Array, meta: Meta | None, axes: manual.ManualAxes | None
+) -> JaxTensor:
+    shape = tuple(array.shape if axes is None else array.shape[axes.ndim :])
+    if not isinstance(meta, Meta):
+        return JaxTensor(Storage(array, manual=axes), shape=shape)
+    if shape != meta.shape:
+        raise UnsupportedOpError(
+            f"The op {func} gave shape={shape} where torch gives {meta.shape}. Its "
+            "lowering on the JAX runtime is wrong for these arguments. Please report it with the "
+            "arguments' shapes."
+        )
+    dtype = jax_dtype(meta.dtype)
+    array = array if array.dtype == dtype else array.astype(dtype)
+    storage = Storage(array, manual=axes)
+    return JaxTensor(storage, shape=shape, stride=meta.stride, dtype=meta.dtype)
+
+
+def _decompose(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    from torch._decomp import decomposition_table
+
+    decomposition = COMPOSED.get(func) or decomposition_table.get(func)
+    # torch's reference decompositions end in prims, whose aten form is what we lower. An aten op
+    # that decomposes into its own prim would come back here for ever.
+    if func.namespace == "prims":
+        decomposition = func.overloadpacket.impl_aten
+    if decomposition is not None and func not in _decomposing:
+        _decomposing.add(func)
+        try:
+            return _all_jax(decomposition(*args, **kwargs), (args, kwargs))
+        finally:
+            _decomposing.discard(func)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+    ):
+        return _all_jax(func.decompose(*args, **kwargs), (args, kwargs))
+    raise UnsupportedOpError(
+        f"The op {func} was called on tensors of the JAX runtime. It has no lowering to XLA there. "
+        "Write it with other ops, move the tensor to the host with .full_tensor().cpu(), or "
+        "register a lowering (see xla_dtensor/runtimes/README.md)."
+    )
+
+
+def _all_jax(result: Any, given: Any) -> Any:
+    """Put what a decomposition made on the host, such as an empty tensor, into JaxTensors."""
+
+    def made(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, JaxTensor) or value.is_meta:
+            return value
+        # In a manual region a host tensor is the same on every device, and may stay.
+        in_manual = manual.axes_of(given) is not None
+        return value if in_manual else JaxTensor(Storage(as_array(value)))
+
+    return map_nested(made, result)
+
+
+def _run_inplace_view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``t_``, ``squeeze_``, ...: the tensor becomes its own view."""
+    functional, _ = _functional_variant(func)
+    target, trace = args[0], active_trace()
+    if trace is not None:
+        trace.refuse_new_shape(target)
+    if functional is None or manual.view_rule(functional) is None:
+        raise UnsupportedOpError(
+            f"The op {func} changes the shape of a tensor of the JAX runtime in place. It has no "
+            "form that returns a view instead. Make a new tensor."
+        )
+    view = run_op(functional, args, kwargs)
+    torch.Tensor.data.__set__(target, view)  # pyright: ignore
+    target._steps, target._cached = view._steps, None
+    return target
+
+
+def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    functional, prefix = _functional_variant(func)
+    names = [a.name for a in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    written = written_arguments(func)
+    if functional is None:
+        raise UnsupportedOpError(
+            f"The op {func} writes to a tensor of the JAX runtime. It has no functional form that "
+            "could be lowered to XLA. Use the op that returns its result instead."
+        )
+    refuse_overlap(func, args, kwargs)
+    if writes_to_a_list(func):
+        write_foreach(functional, args, kwargs, write)
+        return None if not func._schema.returns else args[0]
+    if prefix:
+        result = run_op(functional, args, kwargs)
+    else:
+        accepted = [a for a in functional._schema.arguments if a.name in given]
+        by_position = [given[a.name] for a in accepted if not a.kwarg_only]
+        result = run_op(
+            functional, by_position, {a.name: given[a.name] for a in accepted if a.kwarg_only}
+        )
+    targets = [given[name] for name in written]
+    own = sum(returned.alias_info is None for returned in func._schema.returns)
+    if own:  # batch norm returns its output and writes the running statistics
+        for target, value in zip(targets, result[own:], strict=True):
+            write(target, value)
+        return result[0] if own == 1 else tuple(result[:own])
+    if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
+        _write_all(targets[0], result)
+    else:
+        _write_all(targets, result if isinstance(result, (tuple, list)) else [result])
+    if not func._schema.returns:
+        return None
+    return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _write_all(targets: Sequence[Any], results: Sequence[Any]) -> None:
+    for target, result in zip(targets, results, strict=True):
+        write(target, result)
+
+
+def write(target: torch.Tensor, result: torch.Tensor) -> None:
+    """Give `target` the values of `result`, cast to its dtype and broadcast to its shape."""
+    if manual.axes_of((target, result)) is not None:
+        manual.write(target, result)
+        return
+    if not isinstance(target, JaxTensor):
+        if isinstance(result, JaxTensor):
+            refuse_write_to_host(target)
+        target.copy_(result.host() if isinstance(result, JaxTensor) else result)
+        return
+    value = in_dtype(jnp.asarray(as_array(result)), jax_dtype(target.dtype))
+    shape = tuple(target.shape)
+    if value.shape != shape and np.broadcast_shapes(value.shape, shape) != shape:
+        raise WriteError(
+            f"A result of shape={value.shape} was to be written to a tensor of shape={shape}. An "
+            "op in place cannot make its tensor larger. Use the op that returns its result instead."
+        )
+    target.set_value(jnp.broadcast_to(value, shape))
+
+
+_decomposing: set[Any] = set()
+_VARIANTS: dict[Any, tuple[Any, bool]] = {}
+
+
+def _functional_variant(func: Any) -> tuple[Any, bool]:
+    """Return the functional op of a mutating one, and whether it takes the very same arguments."""
+    if func not in _VARIANTS:
+        _VARIANTS[func] = _look_up_variant(func)
+    return _VARIANTS[func]
+
+
+def _look_up_variant(func: Any) -> tuple[Any, bool]:
+    namespace, _, name = func._schema.name.partition("::")
+    ops = getattr(torch.ops, namespace)
+    if name.startswith("__i"):  # mask &= other
+        return _overload(ops, (f"__{name[3:]}",), _arguments(func)), True
+    if name.endswith("_"):
+        return _overload(ops, (name[:-1], f"{name[:-1]}_functional"), _arguments(func)), True
+    if any(returned.alias_info is None for returned in func._schema.returns):
+        return _overload(ops, (f"{name}_functional",), _arguments(func)), True
+    kept = [(n, t) for n, t in _arguments(func) if not _is_written(func, n)]
+    found = _overload(ops, (name,), kept)
+    return (
+        (found, False) if found is not None else (_overload(ops, (name,), _arguments(func)), False)
+    )
+
+
+def _overload(ops: Any, names: Sequence[str], arguments: Sequence[Any]) -> Any:
+    """Find the functional overload with exactly these arguments.
+
+    Names alone can mislead: pow.Scalar takes the scalar first and pow_.Scalar takes it second.
+    """
+    for name in names:
+        packet = getattr(ops, name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            op = getattr(packet, overload)
+            if not op._schema.is_mutable and _arguments(op) == list(arguments):
+                return op
+    return None
+
+
+def _arguments(func: Any) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in func._schema.arguments]
+
+
+def _is_written(func: Any, name: str) -> bool:
+    return any(
+        a.name == name and a.alias_info is not None and a.alias_info.is_write
+        for a in func._schema.arguments
+    )
+
+
+# --------------------------------- A JAX function on each device's tiles, for xla_dtensor.call_jax
+#
+# The function runs under ``jax.shard_map`` over all axes of a mesh, on a JAX mesh that has the
+# DeviceMesh's own axis names, so that it can call ``jax.lax.psum(x, "tp")``. That mesh lists the
+# devices in the root's order, as every mesh of a process has to: axes are moved, not devices. A
+# mesh (q=4, p=2) whose devices are those of a root (2, 4) read column by column is (p=2, q=4) to
+# JAX. Only an axis that takes several digits of the root's order, apart from each other, has no
+# such form.
+#
+# Results are given on the mesh of prime factors that all payloads are on (``sharding``).
+
+_REDUCTIONS = {"sum": lax.psum, "avg": lax.pmean}
+
+
+@lru_cache(maxsize=256)
+def named_mesh(mesh: Mesh, root: Mesh) -> jax.sharding.Mesh:
+    """Return a JAX mesh with the axis names of `mesh`, over the root's devices in its order.
+
+    Args:
+        mesh: The mesh; axes without a name are called "0", "1", ...
+        root: The process's root mesh for its devices. What `mesh` leaves of it gets names that
+            start with an underscore.
+
+    Raises:
+        DistributeError: An axis is no single digit of the root's order.
+    """
+    digits = mesh.digits(root)
+    named: list[tuple[int, int, str]] = []
+    ones: list[str] = []
+    for axis, axis_digits in zip(mesh.axis_names, digits or (), strict=bool(digits)):
+        if len(axis_digits) > 1:
+            _refuse_order(mesh, axis)
+        for size, stride in axis_digits:
+            named.append((stride, size, str(axis)))
+        if not axis_digits:
+            ones.append(str(axis))
+    if digits is None:
+        _refuse_order(mesh, mesh.axis_names[0])
+    sizes, names, left = [], [], root.size()
+    for stride, size, name in [*sorted(named, reverse=True), (1, 1, "")]:
+        if left > stride * size:
+            sizes.append(left // (stride * size))
+            names.append(f"_rest{len(names)}")
+        if size > 1:
+            sizes.append(size)
+            names.append(name)
+        left = stride
+    by_id = {device.id: device for device in values.devices()}
+    devices = np.array([by_id[i] for i in root.device_ids.flat], dtype=object)
+    shape = (*sizes, *(1 for _ in ones))
+    every = (*names, *ones)
+    return jax.sharding.Mesh(
+        devices.reshape(shape), every, axis_types=(AxisType.Auto,) * len(every)
+    )
+
+
+def _refuse_order(mesh: Mesh, axis: Axis) -> NoReturn:
+    raise DistributeError(
+        f"call_jax was called on a mesh {mesh!r}. Its axis {axis!r} walks through the devices in "
+        "several strides of the process's device order, and JAX has no one name for that. Use a "
+        "mesh each of whose axes is one axis, or some neighbouring axes, of the first mesh made."
+    )
+
+
+class JaxProgram:
+    """A JAX function for one kind of arguments.
+
+    Args:
+        fn: The function.
+        arguments: Makes its positional and keyword arguments from a list of tiles.
+        mesh: The mesh.
+        in_layouts: How each tensor argument lies.
+        runtime: The runtime.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        arguments: Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]],
+        mesh: Mesh,
+        in_layouts: Sequence[Layout],
+        runtime: JaxRuntime,
+    ) -> None:
+        self._fn, self._arguments = fn, arguments
+        self._root = runtime.root(mesh)
+        self._mesh = named_mesh(mesh, self._root)
+        self._in_layouts = tuple(in_layouts)
+        self._out_layouts: tuple[Layout, ...] = ()
+        self._reductions: tuple[tuple[tuple[str, str], ...], ...] = ()
+        self._for_grad: dict[tuple[bool, ...], Any] = {}
+        self._pulls: dict[tuple[bool, ...], Any] = {}
+        self.gives_one = False
+
+    # ------------------------------------------------------------------ what it returns
+
+    def tiles(self, payloads: Sequence[torch.Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of what `fn` returns on one device."""
+
+        def called(*tiles: Any) -> Any:
+            result = self._call(*tiles)
+            self.gives_one = not isinstance(result, (tuple, list))
+            return (result,) if self.gives_one else tuple(result)
+
+        with x64():
+            arrays = [as_array(p) for p in payloads]
+            shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+            found = jax.eval_shape(self._mapped(called, PartitionSpec()), *shapes)
+        return [self._described(tile) for tile in found]
+
+    def _described(self, tile: Any) -> tuple[tuple[int, ...], torch.dtype]:
+        try:
+            return tuple(tile.shape), torch_dtype(tile.dtype)
+        except (AttributeError, KeyError, TypeError):
+            raise UnsupportedOpError(
+                f"A function in call_jax returned {tile!r}. It is no array of a dtype that torch "
+                "has. Return arrays, one or a tuple of them, and convert them with astype."
+            ) from None
+
+    def set_outputs(
+        self, layouts: Sequence[Layout], reductions: Sequence[Sequence[tuple[Axis, str]]]
+    ) -> None:
+        """Say how the outputs lie, and over which axes ("sum" or "avg") each is reduced first."""
+        self._out_layouts = tuple(layouts)
+        self._reductions = tuple(tuple((str(a), op) for a, op in each) for each in reductions)
+
+    # ------------------------------------------------------------------ running
+
+    def run(self, payloads: Sequence[torch.Tensor]) -> list[JaxTensor]:
+        """Return the outputs."""
+        with x64():
+            arrays = [as_array(p) for p in payloads]
+            results = (self._whole if active_trace() else self._jitted)(*arrays)
+        return self._wrapped(results)
+
+    def run_for_grad(
+        self, payloads: Sequence[torch.Tensor], wanted: tuple[bool, ...]
+    ) -> tuple[list[JaxTensor], Any]:
+        """Return the outputs, and what :meth:`gradients` needs; `wanted` says for which inputs."""
+        with x64():
+            arrays = [as_array(p) for p in payloads]
+            forward = lambda *given: self._forward(wanted, given)  # noqa: E731
+            if not active_trace():
+                if wanted not in self._for_grad:
+                    pins = (self._pins(self._out_layouts), None)
+                    self._for_grad[wanted] = jax.jit(forward, out_shardings=pins)
+                forward = self._for_grad[wanted]
+            results, pull = forward(*arrays)
+        return self._wrapped(results), pull
+
+    def gradients(
+        self,
+        pull: Any,
+        wanted: tuple[bool, ...],
+        outputs: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        grads: Sequence[torch.Tensor | None],
+    ) -> list[JaxTensor | None]:
+        """Return the gradient of each input, None where it is not wanted.
+
+        Args:
+            pull: From :meth:`run_for_grad`.
+            wanted: As it was given there.
+            outputs: Global shape and torch dtype of each output.
+            grads: The gradient of each output; None is zero.
+        """
+        with x64():
+            cotangents = tuple(
+                jnp.zeros(shape, jax_dtype(dtype))
+                if grad is None
+                else as_array(grad).astype(jax_dtype(dtype))
+                for (shape, dtype), grad in zip(outputs, grads, strict=True)
+                if dtype.is_floating_point or dtype.is_complex
+            )
+            layouts = [layout for layout, w in zip(self._in_layouts, wanted, strict=True) if w]
+            if active_trace():
+                found = pull(cotangents)
+            else:
+                if wanted not in self._pulls:
+                    pins = self._pins(layouts)
+                    self._pulls[wanted] = jax.jit(lambda p, c: p(c), out_shardings=pins)
+                found = self._pulls[wanted](pull, cotangents)
+        made = iter(self._wrapped(found, layouts))
+        return [next(made) if w else None for w in wanted]
+
+    # ------------------------------------------------------------------ the function for JAX
+
+    def _call(self, *tiles: Any) -> Any:
+        args, kwargs = self._arguments(tiles)
+        return jax.tree.map(jnp.asarray, self._fn(*args, **kwargs))
+
+    def _mapped(self, function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+        return jax.shard_map(
+            function,
+            mesh=self._mesh,
+            in_specs=tuple(map(_partition_spec, self._in_layouts)),
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+    @cached_property
+    def _whole(self) -> Callable[..., Any]:
+        def called(*tiles: Any) -> Any:
+            result = self._call(*tiles)
+            outputs = (result,) if self.gives_one else result
+            return tuple(map(_reduced, outputs, self._reductions))
+
+        return self._mapped(called, tuple(map(_partition_spec, self._out_layouts)))
+
+    @cached_property
+    def _jitted(self) -> Callable[..., Any]:
+        return jax.jit(self._whole, out_shardings=self._pins(self._out_layouts))
+
+    def _forward(self, wanted: tuple[bool, ...], arrays: Sequence[Any]) -> Any:
+        def of_wanted(*some: Any) -> Any:
+            given = iter(some)
+            merged = [next(given) if w else a for w, a in zip(wanted, arrays, strict=True)]
+            outputs = self._whole(*merged)
+            # Only these have a gradient; the others go along as they are.
+            return tuple(o for o in outputs if jnp.issubdtype(o.dtype, jnp.inexact)), outputs
+
+        some = [a for w, a in zip(wanted, arrays, strict=True) if w]
+        _, pull, outputs = jax.vjp(of_wanted, *some, has_aux=True)
+        return outputs, pull
+
+    def _pins(self, layouts: Sequence[Layout]) -> tuple[Any, ...]:
+        return tuple(
+            named_sharding(layout.op_sharding(self._root), self._root, layout.ndim)
+            for layout in layouts
+        )
+
+    def _wrapped(
+        self, arrays: Sequence[Any], layouts: Sequence[Layout] | None = None
+    ) -> list[JaxTensor]:
+        pins = self._pins(self._out_layouts if layouts is None else layouts)
+        return [JaxTensor(Storage(a, sharding=p)) for a, p in zip(arrays, pins, strict=True)]
+
+
+def _partition_spec(layout: Layout) -> PartitionSpec:
+    def named(entry: Any) -> Any:
+        if entry is None:
+            return None
+        return tuple(map(str, entry)) if isinstance(entry, tuple) else str(entry)
+
+    return PartitionSpec(*map(named, layout.to_partition_spec()))
+
+
+def _reduced(output: Any, reductions: Sequence[tuple[str, str]]) -> Any:
+    for axis, op in reductions:
+        output = _REDUCTIONS[op](output, axis)
+    return output

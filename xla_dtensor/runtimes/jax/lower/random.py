@@ -1,0 +1,464 @@
+"""Random ops.
+
+Shapes, dtypes and distributions are torch's; the values are another generator's
+(:mod:`xla_dtensor.runtimes.jax.lower.random`) and do not depend on how the tensor lies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.core import Tracer
+from jax.experimental import multihost_utils
+
+from xla_dtensor.core.errors import CompileError, UnsupportedOpError
+from xla_dtensor.runtimes.jax.arrays.trace import active_trace, is_tracer, refuse_read
+from xla_dtensor.runtimes.jax.arrays.values import jax_dtype, x64
+from xla_dtensor.runtimes.jax.eager.tensor import Storage
+from xla_dtensor.runtimes.jax.lower.table import Lowering, lower
+from xla_dtensor.runtimes.nested import leaves, map_nested
+
+__all__ = [
+    "as_one",
+    "draws",
+    "first_process_state",
+    "lent",
+    "new_rng",
+    "next_key",
+    "next_key_data",
+    "read",
+    "seed",
+    "span",
+    "start",
+    "storage",
+    "using",
+    "write",
+]
+
+
+# ----------------------------------------- The devices' random number generator on the JAX runtime
+#
+# Every draw takes a fresh key from it.
+#
+# Its state is a storage like any other, so a compiled step reads and advances it as part of its own
+# state. Values are counted from a key by the position in the global tensor (JAX's partitionable
+# generator): they do not depend on how a tensor lies.
+#
+# Each draw also takes one number from torch's CPU generator, as a mark: a mark that comes again is
+# torch going back to where it was, and gets the key it had. So ``torch.utils.checkpoint``, which
+# rewinds torch's generator and knows of no other here, repeats the dropout of its forward pass. The
+# keys themselves do not depend on the marks, of which processes may draw different ones.
+
+_state: Storage | None = None
+_MARKS_KEPT = 16_384
+_eager_keys: OrderedDict[int, Any] = OrderedDict()
+_lent: list[Any] | None = None  # the one key of the lowering that runs on a device's tile
+_traced_keys: weakref.WeakKeyDictionary[Any, OrderedDict[int, Any]] = weakref.WeakKeyDictionary()
+
+
+def _words(number: int) -> np.ndarray[Any, Any]:
+    return np.array([(number >> 32) & 0xFFFFFFFF, number & 0xFFFFFFFF], np.uint32)
+
+
+def new_rng(number: int) -> Storage:
+    """Return a generator beside the one in use, started from `number`."""
+    with x64():
+        return Storage(jnp.asarray(_words(number)))
+
+
+def start() -> None:
+    """Make the generator in use from torch's seed.
+
+    Of several processes the first one's: if nobody set them, torch's seeds differ.
+    """
+    global _state
+    if _state is None:
+        number = torch.initial_seed()
+        _state = new_rng(_of_first_process(number) if jax.process_count() > 1 else number)
+
+
+def _of_first_process(number: int) -> int:
+    high, low = multihost_utils.broadcast_one_to_all(_words(number)).tolist()
+    return (high << 32) | low
+
+
+def first_process_state() -> int:
+    """Return what :func:`read` returns in the first process. All processes call this alike."""
+    number = read(None)
+    return _of_first_process(number) if jax.process_count() > 1 else number
+
+
+def _current() -> Storage:
+    if _state is None:
+        start()
+    assert _state is not None
+    return _state
+
+
+def storage() -> Storage | None:
+    """Return where the state of the generator in use lies; None before it is started."""
+    return _state
+
+
+def seed(number: int) -> None:
+    """Start the generator in use anew from `number`."""
+    write(number, None)
+
+
+def write(number: int, rng: Storage | None) -> None:
+    """Put a generator, or the one in use, into a state that :func:`read` returned."""
+    # Who sets the state wants what follows from it, not what an old mark would repeat.
+    _keys().clear()
+    storage, words = rng or _current(), _words(number)
+    with x64():
+        storage.write(jnp.asarray(words))
+
+
+def read(rng: Storage | None) -> int:
+    """Return the state of a generator, or of the one in use, as a number below 2**64."""
+    array = (rng or _current()).array
+    if is_tracer(array) or active_trace() is not None:
+        refuse_read("asked for, that of the random number generator's state,")
+    high, low = np.asarray(array.addressable_data(0)).tolist()
+    return (high << 32) | low
+
+
+@contextlib.contextmanager
+def using(rng: Storage) -> Iterator[None]:
+    """Let draws take from `rng` and advance it, and leave the generator in use alone."""
+    global _state
+    before, _state = _current(), rng
+    try:
+        yield
+    finally:
+        _state = before
+
+
+def _keys() -> OrderedDict[int, Any]:
+    trace = active_trace()
+    return _eager_keys if trace is None else _traced_keys.setdefault(trace, OrderedDict())
+
+
+def next_key(generator: torch.Generator | None = None) -> Any:
+    """Return a key to use once; the one it gave before where torch's generator was rewound.
+
+    Args:
+        generator: The user's own, from which one number is drawn to be the key.
+    """
+    global _lent
+    if generator is not None:
+        return _key_from(generator)
+    if _lent is not None:
+        key, _lent[0] = jax.random.split(_lent[0])
+        return key
+    mark, keys = int(torch.randint(2**63 - 1, (), device="cpu")), _keys()
+    if mark not in keys:
+        keys[mark] = _fresh_key()
+        if len(keys) > _MARKS_KEPT:
+            keys.popitem(last=False)
+    return keys[mark]
+
+
+def span() -> tuple[Any, Callable[[Any], None]]:
+    """Return the state to draw many times from, and a function that is given the state after.
+
+    Where torch's generator was rewound, the state is the one it gave before, and what is drawn
+    from it again moves nothing.
+    """
+    mark, keys = int(torch.randint(2**63 - 1, (), device="cpu")), _keys()
+    if mark in keys:
+        return keys[mark], lambda after: None
+    keys[mark] = before = _current().read()
+    return before, _current().write
+
+
+def _key_from(generator: torch.Generator) -> Any:
+    if _lent is not None:
+        raise UnsupportedOpError(
+            f"A random op was given generator={generator} on tensors that differ by device. One "
+            "generator would give all devices the same numbers. Leave it out, and seed by "
+            "xla_dtensor.manual_seed."
+        )
+    if active_trace() is not None:
+        raise CompileError(
+            f"A random op was given generator={generator} in a compiled step. The generator lives "
+            "in Python, and every call of the program would repeat the numbers of the first. "
+            "Leave it out, or draw outside and pass the tensor."
+        )
+    number = int(torch.randint(2**63 - 1, (), device="cpu", generator=generator))
+    with x64():
+        return jax.random.wrap_key_data(jnp.asarray(_words(number)), impl="threefry2x32")
+
+
+def next_key_data() -> Any:
+    """Return :func:`next_key` as two integers, to be handed to :func:`lent`."""
+    return jax.random.key_data(next_key())
+
+
+@contextlib.contextmanager
+def lent(key_data: Any, device: Any) -> Iterator[None]:
+    """Let lowerings draw from a key made for one device.
+
+    On a device's own tile the generator's storage is out of reach, and with one key for all the
+    devices would draw the same numbers.
+
+    Args:
+        key_data: From :func:`next_key_data`.
+        device: The device's number among those that draw, a 0-dim array.
+    """
+    global _lent
+    key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
+    _lent = [jax.random.fold_in(key, device)]
+    try:
+        yield
+    finally:
+        _lent = None
+
+
+def _fresh_key() -> Any:
+    state = _current()
+    following, key = jax.random.split(jax.random.wrap_key_data(state.read(), impl="threefry2x32"))
+    state.write(jax.random.key_data(following))
+    return key
+
+
+# ------------------------- Run a lowering of many steps as one program, when it is called op by op
+#
+# Outside a compiled step every JAX function is a program of its own, and a loop is compiled anew at
+# each call. A lowering with this decorator is one program per kind of arguments, and is kept.
+
+_Kept = dict[Hashable, Callable[..., Any]]
+_LIMIT = 1024
+
+
+class _Place:
+    """Stands for an array among the arguments."""
+
+
+_PLACE = _Place()
+
+
+def as_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a lowering that runs as one program; inside another program it changes nothing.
+
+    Args:
+        function: Takes arrays, and other values that may be hashed when lists become tuples.
+
+    Example:
+        >>> double_all = as_one(lambda x, times: x * times)
+        >>> double_all(np.ones(2, np.float32), 2)
+        Array([2., 2.], dtype=float32)
+    """
+    kept: _Kept = {}
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = (args, kwargs)
+        arrays = [v for v in leaves(given) if isinstance(v, (jax.Array, np.ndarray))]
+        if any(isinstance(array, Tracer) for array in arrays):
+            return function(*args, **kwargs)
+        rest = map_nested(lambda v: _PLACE if isinstance(v, (jax.Array, np.ndarray)) else v, given)
+        # 1, 1.0 and True are equal, and None of them means the same.
+        kinds = tuple(type(v) for v in leaves(rest))
+        key = (_hashable(rest), kinds, torch.get_float32_matmul_precision())
+        if key not in kept:
+            if len(kept) >= _LIMIT:
+                kept.clear()
+            kept[key] = jax.jit(functools.partial(_filled, function, rest))
+        return kept[key](*arrays)
+
+    return run
+
+
+def _filled(function: Callable[..., Any], rest: Any, *arrays: Any) -> Any:
+    following = iter(arrays)
+    args, kwargs = map_nested(lambda v: next(following) if v is _PLACE else v, rest)
+    return function(*args, **kwargs)
+
+
+def _hashable(value: Any) -> Hashable:
+    if isinstance(value, (tuple, list)):
+        return (type(value), *map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((name, _hashable(v)) for name, v in value.items())
+    return value
+
+
+# -------------------------------------------------------------------------------------- Random ops
+
+aten = torch.ops.aten
+
+
+def draws(lowering: Lowering) -> bool:
+    """Tell whether a lowering takes a key."""
+    return lowering.function.__module__ == __name__
+
+
+def _float(meta: Any) -> Any:
+    return jnp.promote_types(jax_dtype(meta.dtype), jnp.float32)
+
+
+# ------------------------------------------------------------------ continuous
+
+
+@lower(aten.rand_like.default, wants_meta=True)
+def _rand_like(*_: Any, meta: Any, **__: Any) -> Any:
+    return jax.random.uniform(next_key(), meta.shape, _float(meta))
+
+
+@lower(aten.randn_like.default, wants_meta=True)
+def _randn_like(*_: Any, meta: Any, **__: Any) -> Any:
+    return jax.random.normal(next_key(), meta.shape, _float(meta))
+
+
+@lower(aten.normal_functional.default, wants_meta=True)
+def _normal(x: Any, mean: Any = 0, std: Any = 1, *, generator: Any = None, meta: Any) -> Any:
+    return mean + std * jax.random.normal(next_key(generator), meta.shape, _float(meta))
+
+
+@lower(aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor)
+def _normal_of(mean: Any, std: Any = 1, *, generator: Any = None) -> Any:
+    shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(std))
+    dtype = jnp.result_type(mean, std)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return (mean + std * jax.random.normal(next_key(generator), shape, wide)).astype(dtype)
+
+
+@lower(aten.log_normal.default, wants_meta=True)
+def _log_normal(x: Any, mean: Any = 1, std: Any = 2, *, generator: Any = None, meta: Any) -> Any:
+    return jnp.exp(mean + std * jax.random.normal(next_key(generator), meta.shape, _float(meta)))
+
+
+@lower(aten.cauchy.default, wants_meta=True)
+def _cauchy(x: Any, median: Any = 0, sigma: Any = 1, *, generator: Any = None, meta: Any) -> Any:
+    return median + sigma * jax.random.cauchy(next_key(generator), meta.shape, _float(meta))
+
+
+@lower(aten.uniform.default, wants_meta=True)
+def _uniform(x: Any, low: Any = 0, high: Any = 1, *, generator: Any = None, meta: Any) -> Any:
+    return low + (high - low) * jax.random.uniform(next_key(generator), meta.shape, _float(meta))
+
+
+@lower(aten.exponential.default, wants_meta=True)
+def _exponential(x: Any, lambd: Any = 1, *, generator: Any = None, meta: Any) -> Any:
+    return jax.random.exponential(next_key(generator), meta.shape, _float(meta)) / lambd
+
+
+@lower(aten._standard_gamma.default)
+def _standard_gamma(x: Any, generator: Any = None) -> Any:
+    return jax.random.gamma(next_key(generator), x, dtype=x.dtype)
+
+
+@lower(aten._sample_dirichlet.default)
+def _sample_dirichlet(x: Any, generator: Any = None) -> Any:
+    drawn = jax.random.gamma(next_key(generator), x, dtype=x.dtype)
+    return drawn / drawn.sum(-1, keepdims=True)
+
+
+# ------------------------------------------------------------------ discrete
+
+
+@lower(aten.bernoulli.default)
+def _bernoulli(x: Any, *, generator: Any = None) -> Any:
+    drawn = jax.random.bernoulli(next_key(generator), x).astype(x.dtype)
+    return jnp.where((x >= 0) & (x <= 1), drawn, jnp.nan)
+
+
+@lower(aten.bernoulli.p, aten.bernoulli.Tensor)
+def _bernoulli_p(x: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
+    return jax.random.bernoulli(next_key(generator), p, x.shape).astype(x.dtype)
+
+
+@lower(aten.randint_like.default, wants_meta=True)
+def _randint_like(x: Any, high: Any, *, meta: Any, **_: Any) -> Any:
+    return jax.random.randint(next_key(), meta.shape, 0, high, jnp.int64)
+
+
+@lower(aten.randint_like.low_dtype, wants_meta=True)
+def _randint_like_from(x: Any, low: Any, high: Any, *, meta: Any, **_: Any) -> Any:
+    return jax.random.randint(next_key(), meta.shape, low, high, jnp.int64)
+
+
+@lower(aten.random.default, aten.random.to)
+def _random(x: Any, to: Any = None, *, generator: Any = None) -> Any:
+    return _random_from(x, 0, to, generator=generator)
+
+
+@lower(getattr(aten.random, "from"))
+def _random_from(x: Any, low: Any, to: Any = None, *, generator: Any = None) -> Any:
+    key = next_key(generator)
+    if to is None and jnp.issubdtype(x.dtype, jnp.floating):
+        to = 2 ** (jnp.finfo(x.dtype).nmant + 1) + 1  # integers that the dtype holds exactly
+    elif to is None and x.dtype == jnp.int64:
+        if low == 0:
+            return (jax.random.bits(key, x.shape, jnp.uint64) >> 1).astype(x.dtype)
+        to = 2**63 - 1
+    elif to is None:
+        to = 2 if x.dtype == jnp.bool_ else jnp.iinfo(x.dtype).max + 1
+    return jax.random.randint(key, x.shape, low, to, jnp.int64).astype(x.dtype)
+
+
+@lower(aten.geometric.default, wants_meta=True)
+def _geometric(x: Any, p: Any, *, generator: Any = None, meta: Any) -> Any:
+    drawn = jax.random.uniform(next_key(generator), meta.shape, _float(meta))
+    return jnp.ceil(jnp.log1p(-drawn) / jnp.log1p(-p)).clip(1)
+
+
+@lower(aten.poisson.default)
+def _poisson(x: Any, generator: Any = None) -> Any:
+    return jax.random.poisson(next_key(generator), x, dtype=jnp.int64).astype(x.dtype)
+
+
+@lower(aten.binomial.default)
+def _binomial(count: Any, prob: Any, generator: Any = None) -> Any:
+    wide = jnp.promote_types(count.dtype, jnp.float32)
+    drawn = jax.random.binomial(next_key(generator), count, prob, dtype=wide)
+    return drawn.astype(count.dtype)
+
+
+@lower(aten.multinomial.default)
+def _multinomial(
+    x: Any, num_samples: Any, replacement: Any = False, *, generator: Any = None
+) -> Any:
+    logits = jnp.log(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+    key = next_key(generator)
+    if replacement:
+        shape = (num_samples, *x.shape[:-1])
+        return jnp.moveaxis(jax.random.categorical(key, logits, shape=shape), 0, -1)
+    return jax.lax.top_k(logits + jax.random.gumbel(key, x.shape, logits.dtype), num_samples)[1]
+
+
+# ------------------------------------------------------------------ in networks
+
+
+@lower(aten.native_dropout.default)
+def _dropout(x: Any, p: float, train: bool | None) -> Any:
+    if train is False or p == 0:
+        return x, jnp.ones(x.shape, jnp.bool_)
+    kept = jax.random.bernoulli(next_key(), 1 - p, x.shape)
+    return jnp.where(kept, x / (1 - p), 0).astype(x.dtype), kept
+
+
+@lower(aten.rrelu_with_noise_functional.default)
+def _rrelu(
+    x: Any,
+    noise: Any,
+    lower: Any = 1 / 8,
+    upper: Any = 1 / 3,
+    training: Any = False,
+    generator: Any = None,
+) -> Any:
+    if not training:
+        return jnp.where(x <= 0, x * ((lower + upper) / 2), x).astype(x.dtype), noise
+    drawn = jax.random.uniform(next_key(generator), x.shape, jnp.float32, lower, upper)
+    slope = jnp.where(x <= 0, drawn.astype(x.dtype), 1).astype(x.dtype)
+    return x * slope, slope
