@@ -78,7 +78,7 @@ G15   test_silent_loss_by_torch_xlas_own_planner_is_an_error_or_no_loss  SILENT:
 G16   test_model_state_dict                                           RAISES
 G17   test_model_state_dict_of_a_marked_module                        OK, as plain tensors
 H01   test_dtensor_through_aot_eager                                  RAISES
-H02   test_dtensor_through_openxla                                    RAISES
+H02   test_openxla_is_refused                                         RAISES
 H03   test_marked_tensor_is_compiled                                  OK
 H04   test_module_training_is_compiled                                OK for plain marked tensors
 I01   test_parameters_made_of_dtensors                                RAISES: functionalization

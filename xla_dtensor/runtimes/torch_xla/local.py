@@ -56,7 +56,7 @@ from xla_dtensor.runtimes.torch_xla.payload import functionalization, to_payload
 from xla_dtensor.runtimes.torch_xla.step import remember
 from xla_dtensor.runtimes.whole_ops import run_foreach
 
-__all__ = ["LocalPayload", "LocalViews", "annotate_stack"]
+__all__ = ["LocalPayload", "LocalViews"]
 
 
 # ----------------------------------- Ops on the stacks of local payloads that are said with others
@@ -230,7 +230,7 @@ def _flat_sharding(region: ManualRegion, ndim: int) -> OpSharding:
     return Layout.from_partition_spec(spec, region.mesh).op_sharding(root)
 
 
-def annotate_stack(local: LocalPayload) -> None:
+def _annotate_stack(local: LocalPayload) -> None:
     """Tell XLA, in place, that a value that no program has computed yet lies along the region."""
     stack, region = local._stack, local._region
     if region.is_whole and stack.numel():
@@ -432,7 +432,7 @@ def run_batched(
         if draws_numbers(func):  # Nothing else says where these lie.
             for value in leaves(found):
                 if isinstance(value, LocalPayload):
-                    annotate_stack(value)
+                    _annotate_stack(value)
         return found
 
 

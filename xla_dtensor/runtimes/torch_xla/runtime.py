@@ -42,7 +42,6 @@ from xla_dtensor.runtimes.torch_xla.annotations import (
 )
 from xla_dtensor.runtimes.torch_xla.correct_derivatives import register_composites, register_strided
 from xla_dtensor.runtimes.torch_xla.corrections import may_be_corrected
-from xla_dtensor.runtimes.torch_xla.dynamo_bridge import correct_bridge
 from xla_dtensor.runtimes.torch_xla.local import LocalViews
 from xla_dtensor.runtimes.torch_xla.manual import ManualRegions
 from xla_dtensor.runtimes.torch_xla.payload import (
@@ -59,7 +58,12 @@ from xla_dtensor.runtimes.torch_xla.payload import (
     to_payload,
     to_plain,
 )
-from xla_dtensor.runtimes.torch_xla.step import TorchXlaStep, correct_program_keys, correct_reads
+from xla_dtensor.runtimes.torch_xla.step import (
+    TorchXlaStep,
+    correct_program_keys,
+    correct_reads,
+    refuse_openxla,
+)
 from xla_dtensor.runtimes.torch_xla.whole_ops import EXTRA_KEYS, register_whole_ops
 
 __all__ = ["TorchXlaRuntime"]
@@ -224,7 +228,7 @@ class TorchXlaRuntime(Runtime):
         self._started = start(num_cpu_devices, dump_hlo, compile_cache)
         self.wraps_plain_tensors = self._started.wraps_all
         register_device_module()
-        correct_bridge()
+        refuse_openxla()
         correct_program_keys()
         correct_reads()
         register_composites()

@@ -31,7 +31,14 @@ from xla_dtensor.runtimes.premises import Premises
 from xla_dtensor.runtimes.state import StepClock, num_tokens, trace_settings
 from xla_dtensor.runtimes.torch_xla.annotations import DEVICE, DUMP_VARIABLE, STEP_GRAPH_NAME, xlac
 
-__all__ = ["TorchXlaStep", "correct_program_keys", "correct_reads", "keyed", "remember"]
+__all__ = [
+    "TorchXlaStep",
+    "correct_program_keys",
+    "correct_reads",
+    "keyed",
+    "refuse_openxla",
+    "remember",
+]
 
 
 # ---------------------------------------------- Tell programs apart that torch_xla takes for equal
@@ -176,7 +183,7 @@ def _running(run: Callable[..., Any], digest: Callable[..., str]) -> Callable[..
     return with_key
 
 
-# --------------------------------------------------------------------------------- torch xla reads
+# ------------------------------------------------------------------------- What reads reach Python
 #
 # Read XLA tensors by one function, which gives their program a key of its own.
 #
@@ -273,6 +280,26 @@ _READS: dict[str, Callable[..., Any]] = {
     "_copy_from": _copy_from,
     "_copy_from_and_resize": _copy_from_and_resize,
 }
+
+
+# -------------------------------------------------------- torch.compile by torch_xla's back end
+
+
+def refuse_openxla() -> None:
+    """Let ``torch.compile(backend="openxla")`` raise; calling it again does nothing."""
+    bridge: Any = importlib.import_module("torch_xla.core.dynamo_bridge")
+    bridge.extract_compiled_graph = _refused
+
+
+def _refused(model: Any, args: Sequence[Any]) -> Any:
+    # It finds the inputs of a graph by ids of their device data. With SPMD, data that was used
+    # before may have another id, and torch_xla 2.9 takes that input for a constant: from the
+    # second step on gradients are those of the first step's activations, in silence.
+    raise CompileError(
+        f"torch.compile was called with backend='openxla', on a graph of {len(args)} inputs. With "
+        "SPMD torch_xla 2.9 takes some of them for constants, and goes on with the values of the "
+        "first step. Compile the whole step with @xla_dtensor.compile, or pass backend='aot_eager'."
+    )
 
 
 # --------------------------------------------------- A Python step as one XLA program on torch_xla

@@ -188,14 +188,6 @@ def test_a_compiled_step_is_written_down_once(
             torch.testing.assert_close(result.full_tensor().cpu(), expected)
 
 
-def test_dynamo_tells_graphs_apart(mesh: xd.DeviceMesh, hosts: dict[str, torch.Tensor]) -> None:
-    device = torch.device("xla")
-    x, y, z = (host.to(device) for host in hosts.values())
-    for f in (lambda x, y, z: x * y + z, lambda x, y, z: x * z + y):
-        found = torch.compile(f, backend="openxla")(x, y, z).cpu()
-        torch.testing.assert_close(found, f(*hosts.values()))
-
-
 def test_a_program_that_takes_what_another_is_still_computing(
     given_tensors: dict[str, Any], hosts: dict[str, torch.Tensor]
 ) -> None:
