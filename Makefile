@@ -38,7 +38,7 @@ TORCH_XLA_VENV := .venv-torch-xla
 TORCH_XLA := oldest 11 13 -e .[jax,torch-xla,preflight,dev] jax==0.10.*
 # Whatever the index has, without the bounds of setup.cfg. --alone: ours would hold it back.
 NEWEST_VENV := .venv-newest
-NEWEST := newest 11 14 numpy PyYAML typeguard torch jax[tpu] codespell expecttest hypothesis pytest \
+NEWEST := newest 11 14 Jinja2 jsonschema numpy PyYAML typeguard torch jax[tpu] codespell expecttest hypothesis pytest \
 	pytest-xdist rich tqdm transformers --alone -e .
 # A pair of torch and JAX, for parts of test-all: make environment-STACK STACK=2.13,0.11.0
 STACK ?= 2.13,0.11.0

@@ -60,6 +60,7 @@ RULES = (
         on_use=("jax.experimental.mesh_utils",),
     ),
     Rule("mesh_utils.argument_types", ("mesh_utils.errors",), on_use=("typeguard",)),
+    Rule("mesh_utils.launch.text", ("tpu_configs", "mesh_utils"), on_use=("jinja2", "yaml")),
     Rule("mesh_utils*", ("numpy", "yaml", "tpu_configs", "mesh_utils")),
     Rule("xla_dtensor.versions", ()),  # the doctor starts without any package
     Rule("xla_dtensor.core*", (*BELOW_CORE, "xla_dtensor.core")),

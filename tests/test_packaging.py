@@ -39,7 +39,12 @@ def test_extras(config: configparser.ConfigParser) -> None:
 
 def test_core_needs_no_tensor_library(config: configparser.ConfigParser) -> None:
     core = lines(config["options"]["install_requires"])
-    assert [project_name(requirement) for requirement in core] == ["numpy", "PyYAML", "typeguard"]
+    assert [project_name(requirement) for requirement in core] == [
+        "Jinja2",
+        "numpy",
+        "PyYAML",
+        "typeguard",
+    ]
 
 
 def test_one_version_of_cuda_for_jax_and_torch(config: configparser.ConfigParser) -> None:

@@ -29,9 +29,7 @@ from typing import TypeAlias, cast
 
 from mesh_utils.errors import JobError
 from mesh_utils.job import JobConfig, nearest
-from mesh_utils.launch.jobset import jobset
-from mesh_utils.launch.schema import check_jobset
-from mesh_utils.launch.scripts import queued, slurm, torchrun, xpk
+from mesh_utils.launch.launchers import jobset, queued, slurm, torchrun, xpk
 from mesh_utils.launch.text import dns_name
 from mesh_utils.launch.variables import COMPILE_CACHE, JOB, LOCAL_AXES, job_text
 from mesh_utils.launch.work import Work
@@ -147,10 +145,7 @@ def render(
         env=work_environment(job, env or {}, options.pop("compile_cache", None)),
         options=options,
     )
-    text = _RENDERERS[launcher](work)
-    if launcher == "jobset":
-        check_jobset(text)
-    return text
+    return _RENDERERS[launcher](work)
 
 
 def flag_notes(job: JobConfig) -> list[str]:

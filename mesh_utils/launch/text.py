@@ -1,49 +1,66 @@
 """Text for launchers: templates, and quoting for shells, YAML and Kubernetes.
 
-Templates are files of tpu_configs/launch. A place to fill is `@@name`, because `$` means something
-to shells. A line that holds nothing but a place which is filled with nothing is left out.
+Templates are files of tpu_configs/launch, written for jinja2. What stands in braces there is quoted
+by a filter: ``sh`` for a shell, ``yaml`` and ``yaml_word`` for YAML, ``pod`` for a word of a pod's
+command or the value of a variable there.
 """
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
-from string import Template
 from typing import Any, cast
 
 from mesh_utils.errors import JobError
 from mesh_utils.hardware import Chip
 from mesh_utils.job import nearest
+from mesh_utils.launch.work import PREEMPTED, Work
 
-_FOLDER = ("tpu_configs", "launch")
+__all__ = [
+    "dns_name",
+    "fill",
+    "kubernetes_text",
+    "launcher_name",
+    "node_arch",
+    "settings",
+    "yaml_text",
+    "yaml_word",
+]
+
+_FOLDER = files("tpu_configs").joinpath("launch")
 _MOST_LETTERS = 40
 
 
-class _Places(Template):
-    delimiter = "@@"
-
-
-def fill(file: str, values: Mapping[str, object]) -> str:
+def fill(file: str, work: Work, **values: object) -> str:
     """Fills a template.
 
     Args:
         file: its name in tpu_configs/launch.
-        values: what to put at each place.
+        work: the job and its command.
+        **values: what else the template asks for.
 
     Returns:
         The text.
-
-    Raises:
-        KeyError: a place for which there is no value.
     """
-    text = files(_FOLDER[0]).joinpath(_FOLDER[1], file).read_text(encoding="utf-8")
-    lines: list[str] = []
-    for line in text.splitlines():
-        filled = _Places(line).substitute(values)
-        if filled.strip() not in ("", "\\") or not line.strip():
-            lines.append(filled.rstrip(" "))
-    return "\n".join(lines) + "\n"
+    return _templates().get_template(file).render(work=work, **values)
+
+
+@cache
+def _templates() -> Any:
+    import jinja2
+
+    templates: Any = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: _FOLDER.joinpath(name).read_text("utf-8")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    quotes = {"sh": shlex.quote, "yaml": yaml_text, "yaml_word": yaml_word, "pod": kubernetes_text}
+    templates.filters.update(quotes)
+    templates.globals.update(settings=settings, PREEMPTED=PREEMPTED)
+    return templates
 
 
 def dns_name(name: str) -> str:
@@ -120,55 +137,7 @@ def kubernetes_text(value: str) -> str:
         >>> print(kubernetes_text("$(date)"))
         "$$(date)"
     """
-    return yaml_text(value.replace("$", "$$"))
-
-
-def yaml_list(items: Iterable[str], spaces: int) -> str:
-    """Lists items behind a key.
-
-    Args:
-        items: YAML, one item each.
-        spaces: how far in.
-
-    Returns:
-        A line for each item, beginning with a line break; " []" for none.
-
-    Example:
-        >>> print("env:" + yaml_list(["{name: A}"], 2))
-        env:
-          - {name: A}
-    """
-    lines = [f"\n{' ' * spaces}- {item}" for item in items]
-    return "".join(lines) or " []"
-
-
-def shell_lines(words: Iterable[str], spaces: int) -> str:
-    """Quotes words for a shell, one on a line.
-
-    Args:
-        words: any text.
-        spaces: how far in the lines after the first are.
-
-    Returns:
-        Them, quoted.
-    """
-    return f"\n{' ' * spaces}".join(map(shlex.quote, words))
-
-
-def exports(env: Mapping[str, str]) -> str:
-    """Shell lines that set variables.
-
-    Args:
-        env: values by name.
-
-    Returns:
-        A line for each.
-
-    Example:
-        >>> exports({"A": "b c"})
-        "export A='b c'"
-    """
-    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in env.items())
+    return yaml_text(str(value).replace("$", "$$"))
 
 
 def settings(given: Mapping[str, str], wanted: Mapping[str, str]) -> str:
@@ -239,5 +208,5 @@ def node_arch(chip: Chip) -> str | None:
 def _names() -> dict[str, dict[str, dict[str, object]]]:
     import yaml
 
-    text = files(_FOLDER[0]).joinpath(_FOLDER[1], "names.yaml").read_text(encoding="utf-8")
+    text = _FOLDER.joinpath("names.yaml").read_text("utf-8")
     return cast("dict[str, Any]", yaml.safe_load(text))

@@ -1,21 +1,25 @@
 #!/bin/bash
-# @@title
+# {{ work.title }}
 set -euo pipefail
-@@settings
+{{ settings(work.options, {"CLUSTER": "your GKE cluster", "PROJECT": "your project", "ZONE": "its zone"}) }}
 
 arguments=(
-  --workload=@@name
+  --workload={{ work.name }}
   --cluster="$CLUSTER"
   --project="$PROJECT"
   --zone="$ZONE"
-  --device-type=@@device_type
-  @@count
-  --priority=@@priority
-  --max-restarts=@@max_restarts
-  --restart-on-exit-codes=@@preempted
-  --termination-grace-period-seconds=@@grace_seconds
-  @@image
-  @@env
-  @@command
+  --device-type={{ device_type | sh }}
+  {{ count }}
+  --priority={{ work.options.get("priority", "medium") | sh }}
+  --max-restarts={{ work.count("max_restarts") }}
+  --restart-on-exit-codes={{ PREEMPTED }}
+  --termination-grace-period-seconds={{ work.grace_seconds }}
+{% if work.image is not none %}
+  {{ ("--docker-image=" ~ work.image) | sh }}
+{% endif %}
+{% for name, value in work.env.items() %}
+  {{ ("--env=" ~ name ~ "=" ~ value) | sh }}
+{% endfor %}
+  {{ ("--command=" ~ command) | sh }}
 )
 xpk workload create "${arguments[@]}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -152,9 +152,3 @@ def join(
             f"coordination there: {error}. The port may have been taken in between, or not be "
             "reachable by gRPC. Pass another port, and check the proxy variables."
         ) from error
-
-
-def processes_of(device_ids: Sequence[int]) -> Mapping[int, int]:
-    """Return which process each of the job's devices belongs to."""
-    wanted = set(device_ids)
-    return {d.id: d.process_index for d in jax.devices() if d.id in wanted}
