@@ -2,7 +2,7 @@
 # `make help` lists the targets.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts test test-torch-xla test-all test-newest fuzz lint format typecheck gpu-check gpu-test \
+.PHONY: help setup docs demo demo-hosts test test-torch-xla test-all test-newest fuzz lint format typecheck gpu-check gpu-test \
 	tpu-check tpu-test bench clean clean-venvs
 
 # The Python to make environments with; without it the newest or oldest one that runs is looked for.
@@ -54,6 +54,8 @@ CUDA ?= 13
 GPU_VENV := .venv-gpu$(CUDA)
 GPU_12 := newest 11 13 -e .[cuda12,dev] torch==2.9.*
 GPU_13 := newest 11 14 -e .[cuda13,dev] torch==2.15.*
+DOCS_VENV := .venv-docs
+DOCS := newest 11 14 -e .[docs]
 TPU_VENV := .venv-tpu
 TPU := newest 11 14 -e .[tpu] torch==2.15.*
 # What benchmarks.step is compared with. torchax asks for neither flax nor optax, and needs both.
@@ -85,6 +87,9 @@ demo-hosts: .venv-demo-jax/$(STAMP)  ## kill a job of 4 processes, and see it go
 # A worker that has crashed is not replaced: pytest-xdist's groups wait for it for ever.
 PYTEST := -m pytest -n $(JOBS) --dist loadgroup --max-worker-restart=0
 CONTRACT := not thorough and not gpu
+docs: environment-DOCS  ## build the site into out/site; dead links and docstrings that cannot be read fail
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
+
 test: environment-MAIN  ## the contract: what a change has to pass, in ten minutes on two cores
 	$(MAIN_VENV)/bin/python $(PYTEST) -m "$(CONTRACT)" $(PYTEST_ARGS)
 	@$(MAIN_VENV)/bin/python tools/show_environment.py $(MAIN_VENV)
@@ -154,7 +159,7 @@ clean:  ## remove caches and build outputs; environments stay
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 clean-venvs:  ## remove the environments
-	rm -rf $(MAIN_VENV) $(TORCH_XLA_VENV) $(NEWEST_VENV) .venv-stack-* .venv-gpu* $(TPU_VENV) $(TORCHAX_VENV) .venv-demo-*
+	rm -rf $(MAIN_VENV) $(TORCH_XLA_VENV) $(NEWEST_VENV) .venv-stack-* .venv-gpu* $(TPU_VENV) $(TORCHAX_VENV) $(DOCS_VENV) .venv-demo-*
 
 $(MAIN_VENV)/$(STAMP): $(STAMP_NEEDS)
 	$(make_environment) $(MAIN_VENV) $(MAIN)
@@ -167,6 +172,9 @@ $(NEWEST_VENV)/$(STAMP): $(STAMP_NEEDS)
 
 $(STACK_VENV)/$(STAMP): $(STAMP_NEEDS)
 	$(make_environment) $(STACK_VENV) $(STACK_PACKAGES)
+
+$(DOCS_VENV)/$(STAMP): $(STAMP_NEEDS)
+	$(make_environment) $(DOCS_VENV) $(DOCS)
 
 $(TORCHAX_VENV)/$(STAMP): $(STAMP_NEEDS)
 	$(make_environment) $(TORCHAX_VENV) $(TORCHAX)

@@ -38,6 +38,7 @@ EXTRAS = (
     "torch-xla",
     "torch-xla-tpu",
     "dev",
+    "docs",
 )
 # What people have beside this project.
 BESIDE = {

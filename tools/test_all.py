@@ -111,6 +111,7 @@ def _parts() -> Iterator[Part]:
             f"contract-{stack.replace(',', '-')}", "STACK", CONTRACT, variables=(f"STACK={stack}",)
         )
     yield Part("dry-runs", MAIN, ("tools/dry_runs.py",))
+    yield Part("docs", "DOCS", ("-m", "mkdocs", "build", "--strict"))
     # Seeds that nobody has drawn before: what they find may be older than the change at hand.
     new = ("-m", "tests.drawn.run", "--show")
     yield Part("new-programs", MAIN, (*new, "--programs", "new", "--seconds=600"))

@@ -596,8 +596,7 @@ class Layout:
 
         Raises:
             LayoutError: Wrong number of placements, a dim out of range, an unknown object, or a
-            strided
-                placement that cuts across another.
+                strided placement that cuts across another.
 
         Example:
             >>> from xla_dtensor.core.placements import Replicate, Shard
@@ -625,7 +624,7 @@ class Layout:
 
         Raises:
             LayoutError: An entry of another kind, an unknown axis, an axis twice, or too many
-            entries.
+                entries.
 
         Example:
             >>> mesh = Mesh.arange((2, 4), ("dp", "tp"))
@@ -652,7 +651,7 @@ class Layout:
 
         Raises:
             LayoutError: Not a tuple, another length, an entry that is no name, an unknown axis, an
-            axis twice.
+                axis twice.
 
         Example:
             >>> mesh = Mesh.arange((2, 4), ("dp", "tp"))
@@ -702,7 +701,7 @@ class Layout:
 
         Raises:
             LayoutError: No placements give it: parts of axes stand in an order that PyTorch cannot
-            write.
+                write.
         """
         return _placements_of(self)
 
@@ -730,7 +729,8 @@ class Layout:
 
         Raises:
             LayoutError: A gap, or a mesh that has some of the root's devices and is no submesh of
-            it. MeshError: The mesh has devices that `root` lacks.
+                it.
+            MeshError: The mesh has devices that `root` lacks.
         """
         return _op_sharding_of(self, self.mesh.root if root is None else root)
 

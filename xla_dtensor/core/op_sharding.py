@@ -860,7 +860,7 @@ class OpSharding:
 
         Raises:
             OpShardingError: No such partition, a shape of another rank, or a manual or unknown
-            sharding.
+                sharding.
 
         Example:
             >>> OpSharding.parse("{devices=[4]<=[4]}").shard_index(3, (10,))

@@ -95,17 +95,10 @@ class XLAShard:
 
 
 class XLAShardedTensor(DTensor):
-    """A tensor that XLA shards.
-
-    Args:
-        elem: A plain tensor of the runtime, or an XLAShardedTensor. It is not annotated: use
-            :func:`xla_dtensor.spmd.mark_sharding` for that.
-        mesh_shape: The shape of the mesh that `partition_spec` refers to.
-        partition_spec: What is known of how it lies; None when nothing is.
-    """
+    """A tensor that XLA shards."""
 
     @staticmethod
-    def __new__(
+    def __new__(  # noqa: D417  cls is no argument
         cls,
         elem: torch.Tensor,
         mesh_shape: Any = None,
@@ -113,7 +106,15 @@ class XLAShardedTensor(DTensor):
         *,
         requires_grad: bool = False,
     ) -> XLAShardedTensor:
-        """Wrap `elem`; how DTensor makes its results, with a mesh and placements, is taken too."""
+        """Wrap a tensor; how DTensor makes its results, with a mesh and placements, is taken too.
+
+        Args:
+            elem: A plain tensor of the runtime, or an XLAShardedTensor. It is not annotated: use
+                :func:`xla_dtensor.spmd.mark_sharding` for that.
+            mesh_shape: The shape of the mesh that `partition_spec` refers to.
+            partition_spec: What is known of how it lies; None when nothing is.
+            requires_grad: Whether autograd records what is done with it.
+        """
         if isinstance(elem, DTensor) and mesh_shape is None:
             mesh_shape, partition_spec = elem._spec.mesh, elem._spec.placements
         elem = elem._local_tensor if isinstance(elem, DTensor) else elem

@@ -65,7 +65,7 @@ def test_runtimes_are_those_of_the_registry() -> None:
 def test_extras_are_those_of_the_package() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
-    assert set(config["options.extras_require"]) - {"dev"} == set(EXTRAS)
+    assert set(config["options.extras_require"]) - {"dev", "docs"} == set(EXTRAS)
 
 
 # ---------------------------------------------------------------- packages
