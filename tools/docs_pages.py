@@ -38,7 +38,7 @@ _LINK = re.compile(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages; see mkdocs' own documentation of hooks."""
-    from mkdocs.structure.files import File
+    from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]
 
     for source, page in PAGES.items():
         text = (ROOT / source).read_text("utf-8")

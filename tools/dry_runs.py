@@ -37,8 +37,8 @@ EXTRAS = (
     "cuda13",
     "torch-xla",
     "torch-xla-tpu",
-    "dev",
     "docs",
+    "dev",
 )
 # What people have beside this project.
 BESIDE = {
