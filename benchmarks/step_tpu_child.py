@@ -23,7 +23,7 @@ from benchmarks.step_sizes import KINDS, sizes_of
 from benchmarks.step_torch import annotated, made, placements_of, training_step
 from mesh_utils import Mesh, Topology
 from xla_dtensor.dtensor.mesh import as_device_mesh
-from xla_dtensor.plan.aot import TrainingPlan
+from xla_dtensor.plan.training_plan import TrainingPlan
 from xla_dtensor.runtimes.jax.absent import absent_devices
 from xla_dtensor.runtimes.registry import compile_only_runtime
 

@@ -41,6 +41,7 @@ MEASURED = {
     "tpu": "3.4 GB",
     "cuda12,dev": "4.6 GB",
     "cuda13,dev": "3.5 GB",
+    "docs": "54 MB",
 }
 
 

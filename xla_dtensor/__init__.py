@@ -82,8 +82,8 @@ if TYPE_CHECKING:
     from xla_dtensor.nn.shard_module import shard_module as shard_module
     from xla_dtensor.nn.shard_module import sharding_plan as sharding_plan
     from xla_dtensor.plan.aot import compile_for as compile_for
+    from xla_dtensor.plan.job_meshes import job_mesh as job_mesh
     from xla_dtensor.plan.live import report_of as report_of
-    from xla_dtensor.plan.search import job_mesh as job_mesh
     from xla_dtensor.runtimes import get_runtime as get_runtime
     from xla_dtensor.runtimes import installed_runtimes as installed_runtimes
     from xla_dtensor.runtimes.bounds import check_values as check_values
@@ -130,7 +130,7 @@ _WHERE = {
     "install": "xla_dtensor.nn.install",
     "installed_runtimes": "xla_dtensor.runtimes",
     "is_rng_supported_mesh": "xla_dtensor.dtensor.random",
-    "job_mesh": "xla_dtensor.plan.search",
+    "job_mesh": "xla_dtensor.plan.job_meshes",
     "linear_cross_entropy": "xla_dtensor.nn.loss",
     "loss_parallel": "xla_dtensor.dtensor.modes",
     "manual_seed": "xla_dtensor.dtensor.random",

@@ -60,6 +60,7 @@ def test_dispatch(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     runtime = str(pytestconfig.getoption("--runtime"))
     printed, stored = run("dispatch", tmp_path, "--runtimes", runtime, "--calls", "2")
     ops = ["add", "mul", "linear", "view", "softmax", "add_", "foreach_add"]
+    ops += ["index_list", "index", "index_put_", "embedding"]
     assert all(f"{runtime:<10}{op} " in printed for op in ops)
     assert "over the bare tensor: met by" in printed
     assert [row["op"] for row in stored["rows"]] == ops

@@ -16,41 +16,25 @@ is modelled.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import json
 import os
-import platform
 import re
-import resource
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch.distributed.tensor import DTensor, Replicate
 
 from mesh_utils import Axis, JobConfig, Mesh, Topology, assign
 from xla_dtensor.core.dtypes import host_bytes
 from xla_dtensor.core.errors import CompileError
-from xla_dtensor.dtensor.api import distribute_tensor
-from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
-from xla_dtensor.nn.compile import compile
 from xla_dtensor.report.report import Evidence
-from xla_dtensor.runtimes.base import CompiledStep
-from xla_dtensor.runtimes.registry import compile_only_runtime
-from xla_dtensor.versions import read_installed
 
 if TYPE_CHECKING:
     from xla_dtensor.report.compile_report import CompileReport
@@ -58,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = [
     "LIBTPU_ENVIRONMENT",
     "Request",
-    "TrainingPlan",
     "compile_for",
     "evidence_for",
     "function_of",
@@ -114,7 +97,7 @@ class CompilingProcess:
     """
 
     def __init__(self, python: str, folder: Path, environment: Mapping[str, str]) -> None:
-        self._command = [python, "-m", "xla_dtensor.plan.aot", str(folder)]
+        self._command = [python, "-m", "xla_dtensor.plan.aot_child", str(folder)]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
         self._said = folder / "said.txt"
         self._errors = folder / "errors.txt"
@@ -480,240 +463,3 @@ def _cache(asked: str | os.PathLike[str] | bool) -> str:
         return str(Path(asked).expanduser().resolve())
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return str(Path(home).expanduser() / "xla_dtensor" / "preflight")
-
-
-# ------------------------------------------------ What a function of the mesh gives to be compiled
-#
-# Model, step, inputs and placements.
-#
-#     def llama(mesh):                                       called with the mesh of the pod
-#         with torch.device("meta"):
-#             model = Llama(...)                             405 billion parameters, no memory
-#         shard_module(model, mesh, RULES)
-#         optimizer = torch.optim.AdamW(model.parameters())
-#
-#         def step(tokens, targets):                         an ordinary training step
-#             ...
-#         tokens = torch.empty(256, 8192, dtype=torch.int64, device="meta")
-#         return model, step, (tokens, tokens), ([Shard(0), Replicate()],) * 2
-#
-# The same function serves a real job: what it returns there has values.
-
-
-@dataclass(frozen=True, eq=False)
-class TrainingPlan:
-    """A step with all that it needs; see the module docstring.
-
-    Attributes:
-        models: the modules whose tensors are known by their paths.
-        step: the step, plain or compiled.
-        inputs: its arguments, as DTensors where they are tensors.
-    """
-
-    models: tuple[torch.nn.Module, ...]
-    step: CompiledStep
-    inputs: tuple[Any, ...]
-
-    @classmethod
-    def of(
-        cls, function: Callable[..., Any], mesh: DeviceMesh, keywords: Mapping[str, Any]
-    ) -> TrainingPlan:
-        """Call the function and read what it gives.
-
-        Args:
-            function: See the module docstring.
-            mesh: The mesh.
-            keywords: Its other arguments.
-
-        Returns:
-            The plan. Inputs lie as asked; buffers that nobody has placed lie everywhere.
-
-        Raises:
-            CompileError: It gives something else, or a model of which parameters lie nowhere.
-        """
-        given = function(mesh, **keywords)
-        if not isinstance(given, Sequence) or len(given) != 4 or not callable(given[1]):
-            raise CompileError(
-                f"The function {_name(function)} was called to learn what to compile. It gave "
-                f"{type(given).__name__} where (model, step, inputs, placements) is read. Return "
-                "these four."
-            )
-        model, step, inputs, placements = given
-        models = tuple(model) if isinstance(model, list | tuple) else (model,)
-        for one in models:
-            _check_parameters(one)
-            _place_buffers(one, mesh)
-        compiled = step if isinstance(step, CompiledStep) else compile(step)
-        return cls(models, compiled, tuple(_placed(inputs, placements, mesh)))
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__qualname__", repr(function))
-
-
-def _check_parameters(model: torch.nn.Module) -> None:
-    left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-    if left:
-        raise CompileError(
-            f"A model was to be compiled for a mesh of which {len(left)} parameters lie nowhere, "
-            f"{left[0]!r} the first of them. Who replicates weights unasked wastes the memory that "
-            "is to be found out here. Place every parameter: shard_module(model, mesh, rules)."
-        )
-
-
-def _place_buffers(model: torch.nn.Module, mesh: DeviceMesh) -> None:
-    everywhere = [Replicate()] * mesh.ndim
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if not isinstance(buffer, DTensor):
-                placed = distribute_tensor(buffer, mesh, everywhere)
-                keep = name not in module._non_persistent_buffers_set
-                module.register_buffer(name, placed, persistent=keep)
-
-
-def _placed(inputs: Any, placements: Any, mesh: DeviceMesh) -> Iterator[Any]:
-    given = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
-    asked = (None,) * len(given) if placements is None else tuple(placements)
-    if len(asked) != len(given):
-        raise CompileError(
-            f"A step was given {len(given)} inputs and {len(asked)} placements. Each input lies in "
-            "its own way. Give as many placements as inputs, None for those that are no tensors."
-        )
-    for value, lies in zip(given, asked, strict=True):
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            value = distribute_tensor(value, mesh, lies or [Replicate()] * mesh.ndim)
-        yield value
-
-
-# --------------------------------- The process that compiles a step for a machine that is not here
-#
-# Run by `compile_for` as ``python -m xla_dtensor.plan.aot FOLDER``: it reads FOLDER/request.json,
-# says on stdout what it is doing, one line per part, and leaves the evidence in FOLDER. Whatever
-# goes wrong inside libtpu ends this process and no other.
-
-_LOOK_SECONDS = 2.0
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Compiles what FOLDER/request.json asks for."""
-    folder = Path((sys.argv[1:] if arguments is None else arguments)[0])
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    request = Request.from_json((folder / "request.json").read_text(encoding="utf-8"))
-    try:
-        produce(request, folder)
-    except Exception as error:
-        vars(error).pop("__notes__", None)  # JAX says there that it left out lines
-        traceback.print_exception(error)
-        sys.stderr.flush()
-        os._exit(1)  # what libraries say at an interpreter's end would hide the error
-    return 0
-
-
-def _end_with(parent: int) -> None:
-    """Ends when who asked is gone, killed perhaps: a compilation may take an hour and 6 GB."""
-    while os.getppid() == parent:
-        time.sleep(_LOOK_SECONDS)
-    os._exit(1)
-
-
-def produce(request: Request, folder: Path) -> None:
-    """Leave the evidence of a request in a folder.
-
-    Args:
-        request: What is asked.
-        folder: Where it goes.
-
-    Raises:
-        CompileError: The function cannot be found or gives something else, or libtpu refuses.
-    """
-    seconds: dict[str, float] = {}
-    topology = request.read_topology()
-    runtime = compile_only_runtime(topology)
-    mesh = as_device_mesh(request.read_mesh())
-    plan = partial(TrainingPlan.of, function_of(request.function), mesh, request.keywords)
-    with _Timed("trace", seconds):
-        traced = runtime.traced(plan, runtime.root(mesh.value))
-    with _Timed("lower", seconds):
-        lowered = traced.lowered()
-    cached = _cached(request, lowered)
-    if cached is not None and cached.exists():
-        _say("found an earlier result")
-        shutil.copytree(cached, folder, dirs_exist_ok=True)
-        return
-    with _Timed("compile", seconds):
-        compiled = traced.compiled(lowered)
-    evidence = traced.evidence(
-        compiled,
-        title=request.title,
-        topology=topology,
-        seconds=seconds,
-        peak_host_bytes=_peak_host_bytes(),
-        versions=_versions(),
-        options=dict(request.flags),
-        command=request.command,
-    )
-    evidence.save(folder)
-    if request.executable:
-        traced.save(lowered, compiled, request.executable)
-    if cached is not None:
-        _keep(evidence, cached)
-
-
-def _keep(evidence: Evidence, folder: Path) -> None:
-    """Writes a result so that others see all of it or nothing."""
-    partial_folder = folder.with_name(f"{folder.name}.{os.getpid()}")
-    evidence.save(partial_folder)
-    try:
-        partial_folder.rename(folder)
-    except OSError:  # another process was faster
-        shutil.rmtree(partial_folder)
-
-
-def _versions() -> dict[str, str]:
-    found = {name: version for name, version in read_installed().versions.items() if version}
-    return found | {"python": platform.python_version()}
-
-
-def _say(part: str) -> None:
-    sys.stdout.write(f"{part}\n")
-    sys.stdout.flush()
-
-
-class _Timed:
-    """Says what begins, and notes how long it took."""
-
-    def __init__(self, part: str, seconds: dict[str, float]) -> None:
-        self._part, self._seconds = part, seconds
-
-    def __enter__(self) -> None:
-        _say(self._part)
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds[self._part] = time.perf_counter() - self._start
-
-
-def _cached(request: Request, lowered: Any) -> Path | None:
-    """Where the result of this very program is kept."""
-    if not request.cache or request.executable:
-        return None
-    parts: list[str] = [lowered.as_text(), request.topology, str(request.wrap)]
-    parts += [str(request.device_ids), str(request.mesh_shape), str(request.axis_names)]
-    parts += [_sorted(request.flags), _sorted(_versions()), request.title, request.command]
-    return Path(request.cache) / hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _sorted(pairs: Mapping[str, str]) -> str:
-    return str(sorted(pairs.items()))
-
-
-def _peak_host_bytes() -> int:
-    own = host_bytes("VmHWM")
-    if own is not None:
-        return own
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -12,7 +12,6 @@ compiled until the budget is spent. Nothing runs: memory is the compiler's, seco
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,17 +20,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from mesh_utils import JobConfig, Mesh, MeshError
+from mesh_utils import JobConfig
 from mesh_utils.errors import JobError
-from mesh_utils.job import JobAxis, read_sizes, read_yaml
-from mesh_utils.launch.local import local_mesh_ids
-from mesh_utils.launch.variables import LOCAL_AXES, job_from
-from xla_dtensor.core.errors import CompileError, DistributeError
-from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
+from mesh_utils.job import JobAxis
+from xla_dtensor.core.errors import CompileError
 from xla_dtensor.plan.model_sizes import ModelSizes
 from xla_dtensor.plan.quick.sweep import max_batch, quick_sweep, slices_not_refused
 from xla_dtensor.report.compile_report import CompileReport
-from xla_dtensor.runtimes.registry import get_runtime
 
 if TYPE_CHECKING:
     from mesh_utils import JobConfig
@@ -49,7 +44,6 @@ __all__ = [
     "compiled_smallest",
     "compiled_sweep",
     "is_too_large",
-    "job_mesh",
     "maker_of",
     "reporting_job",
     "short",
@@ -57,62 +51,6 @@ __all__ = [
     "with_variant",
     "without_flags",
 ]
-
-
-# -------------------------------------------------------------------------------------- job meshes
-#
-# The mesh of the job that this process is part of, wherever a launcher started it.
-#
-#     xd.init_distributed()
-#     mesh = xd.job_mesh()
-#
-# On the chips that the job file names, the mesh is the searched one of ``JobConfig.mesh``. Where
-# ``launch --local`` runs the job, it has the same axes with the sizes that the launcher chose.
-
-
-def job_mesh(
-    job: JobConfig | None = None, *, environment: Mapping[str, str] | None = None
-) -> DeviceMesh:
-    """Return the mesh of a job on the devices that are there.
-
-    Args:
-        job: The job; the one that the launcher wrote into the environment when None.
-        environment: Variables by name; this process's when None.
-
-    Returns:
-        The mesh, with all axes of the job.
-
-    Raises:
-        JobError: No job was passed, and no launcher said one; or other devices than it takes.
-        DistributeError: The devices are not those that the job names.
-
-    Example:
-        >>> job = JobConfig.load("llama3_70b_v5p_2slices")
-        >>> axes = "{dp: {dcn: 2}, fsdp: {ici: 2}, tp: {ici: 2}}"
-        >>> job_mesh(job, environment={"XLA_DTENSOR_LOCAL_AXES": axes})
-        DeviceMesh((dp=2, fsdp=2, tp=2), device: 'xla')
-    """
-    said = os.environ if environment is None else environment
-    job = job_from(said) if job is None else job
-    runtime = get_runtime()
-    if said.get(LOCAL_AXES):
-        axes = read_sizes(read_yaml(said[LOCAL_AXES], LOCAL_AXES), LOCAL_AXES)
-        ids = local_mesh_ids(axes, runtime.device_ids())
-        found = Mesh(ids.ravel().tolist(), ids.shape, [axis.name for axis in axes])
-        mesh = as_device_mesh(found)
-        runtime.root(mesh.value)
-        return mesh
-    try:
-        mesh = as_device_mesh(job.mesh(runtime.device_attributes()))
-    except MeshError as error:
-        count = len(runtime.device_ids())
-        raise DistributeError(
-            f"The mesh of job {job.name!r} was asked for on {count} devices of the runtime "
-            f"{runtime.name!r}. They are not those of {job.topology().name}: {error} Start the "
-            "program on those, or with python -m xla_dtensor launch --local."
-        ) from error
-    runtime.root(mesh.value)
-    return mesh
 
 
 # ------------------------------------------------------------------------------------- job variant

@@ -94,7 +94,7 @@ def main() -> None:
 
     from mesh_utils import Mesh
     from xla_dtensor.dtensor.mesh import as_device_mesh
-    from xla_dtensor.plan.aot import TrainingPlan
+    from xla_dtensor.plan.training_plan import TrainingPlan
     from xla_dtensor.runtimes.registry import compile_only_runtime
 
     jax.config.update("jax_num_cpu_devices", 8)

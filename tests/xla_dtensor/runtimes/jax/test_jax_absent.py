@@ -17,7 +17,7 @@ import xla_dtensor as xd
 from mesh_utils import Mesh
 from tests.xla_dtensor.runtimes.jax import absent_plans
 from xla_dtensor.errors import CompileError
-from xla_dtensor.plan.aot import TrainingPlan
+from xla_dtensor.plan.training_plan import TrainingPlan
 from xla_dtensor.report import collectives
 from xla_dtensor.runtimes import Runtime
 
