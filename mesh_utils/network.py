@@ -184,7 +184,7 @@ def bound_links(
     return (1 - 1 / total) / seconds if seconds else math.inf
 
 
-# ---------------------------------------------------------------------------------- network gather
+# ----------------------------------------------------------------------------------- Network gather
 #
 # Bandwidth of all-gather, reduce-scatter and all-reduce inside a slice, in closed form.
 #

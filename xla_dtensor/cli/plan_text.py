@@ -405,7 +405,7 @@ def batch_data(case: QuickCase, found: tuple[int, QuickEstimate] | None) -> dict
     }
 
 
-# -------------------------------------------------------------------------------- plan search text
+# --------------------------------------------------------------------------------- Plan search text
 
 _HEADER = (
     "",

@@ -194,7 +194,7 @@ def _wrap(dims: str | None) -> tuple[bool, bool, bool] | None:
     return ("x" in letters, "y" in letters, "z" in letters)
 
 
-# ------------------------------------------------------------------------------------------- table
+# -------------------------------------------------------------------------------------------- Table
 #
 # Rows of words with their columns aligned, and numbers with units, as the commands print them.
 

@@ -33,7 +33,7 @@ def host_bytes(name: str, process: int | str = "self") -> int | None:
     return int(found[0]) * 1024 if found else None
 
 
-# ------------------------------------------------------------------------------------------ dtypes
+# ------------------------------------------------------------------------------------------- Dtypes
 
 _BYTES = {
     1: ("bool", "int8", "uint8", "pred", "s8", "u8", "f8e4m3fn", "f8e5m2"),

@@ -316,7 +316,7 @@ def _walk_of(assignment: NDArray[np.int64]) -> Walk | None:
     return walk if walk is not None and remaining_walk(walk, assignment.size) == () else None
 
 
-# ------------------------------------------------------------------------------- op sharding check
+# -------------------------------------------------------------------------------- Op sharding check
 #
 # The invariants of an OpSharding, with errors that say what to pass instead.
 
@@ -575,7 +575,7 @@ def _ints(text: str) -> tuple[int, ...]:
     return tuple(int(value) for value in text.split(","))
 
 
-# ------------------------------------------------------------------------------- op sharding tiles
+# -------------------------------------------------------------------------------- Op sharding tiles
 #
 # Which tile of an OpSharding a partition has, and how many tiles a shape is cut into.
 

@@ -406,7 +406,7 @@ def _read_split_factor(placement: object) -> int:
     )
 
 
-# --------------------------------------------------------------------------------------- cut order
+# ---------------------------------------------------------------------------------------- Cut order
 #
 # Placements, axis by axis <-> the cuts of each tensor dim, outermost to innermost.
 #

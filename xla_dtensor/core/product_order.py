@@ -85,7 +85,7 @@ from numpy.typing import NDArray
 __all__ = ["MIN_AXES", "Factor", "Pairs", "ProductDims", "Tiles", "loses_order"]
 
 
-# ------------------------------------------------------------------------------------ product dims
+# ------------------------------------------------------------------------------------- Product dims
 
 Piece = TypeVar("Piece")
 
@@ -169,7 +169,7 @@ class ProductDims(NamedTuple):
         return tuple(dims[0]), tuple(dims[1]), tuple(result)
 
 
-# ----------------------------------------------------------------------------------- product order
+# ------------------------------------------------------------------------------------ Product order
 
 Tiles = NDArray[Any]
 """Device ids, one dim per dim of the tensor and a last one for the copies of a tile."""

@@ -728,7 +728,7 @@ class _Resolver:
         )
 
 
-# -------------------------------------------------------------------------------------- rules file
+# --------------------------------------------------------------------------------------- Rules file
 #
 # Sharding rules as plain data (dicts, lists, strings, None), as YAML and configurations hold them.
 #

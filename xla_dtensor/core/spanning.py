@@ -131,7 +131,7 @@ class ManualRegion:
         return layout.op_sharding().shape_per_tile(shape)
 
 
-# ---------------------------------------------------------------------------------------- spanning
+# ----------------------------------------------------------------------------------------- Spanning
 
 
 @lru_cache(maxsize=1024)
@@ -250,7 +250,7 @@ def layout_on_span(layout: Layout, known: tuple[tuple[object, int], ...] = ()) -
     return Layout(span, tuple(dims), layout.partial, frozenset(open_dims))
 
 
-# -------------------------------------------------------------------------------------- joint mesh
+# --------------------------------------------------------------------------------------- Joint mesh
 #
 # One mesh of the axes of two, where these were cut out of the same devices in different ways.
 #

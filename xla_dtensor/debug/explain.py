@@ -323,7 +323,7 @@ def _fixes(report: CompileReport, line: TensorLine, name: str) -> list[str]:
     ]
 
 
-# ------------------------------------------------------------------------------------- live counts
+# -------------------------------------------------------------------------------------- Live counts
 #
 # CommDebugMode's questions, answered from the program of a step that runs here.
 #

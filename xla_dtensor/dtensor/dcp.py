@@ -74,7 +74,7 @@ __all__ = [
 ]
 
 
-# ------------------------------------------------------------------------------- checkpoint shards
+# -------------------------------------------------------------------------------- Checkpoint shards
 #
 # Which blocks of a DTensor this process can reach, and their values on the host.
 #

@@ -55,7 +55,7 @@ from xla_dtensor.runtimes.written import (
 __all__ = ["check_dispatch", "dispatch", "new_dtensor", "state_of"]
 
 
-# ---------------------------------------------------------------------------------- dispatch check
+# ----------------------------------------------------------------------------------- Dispatch check
 #
 # Does this torch hand a DTensor subclass's ops to the subclass? Asked once, at import.
 #

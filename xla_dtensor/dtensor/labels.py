@@ -94,7 +94,7 @@ def _later_cuts(placements: Sequence[Any], axis: int) -> list[int]:
     return [other for other in later if getattr(placements[other], "dim", None) == dim]
 
 
-# --------------------------------------------------------------------------------- whole op labels
+# ---------------------------------------------------------------------------------- Whole op labels
 #
 # Labels for the ops that xla_dtensor keeps whole and that PyTorch's propagator never sees.
 #

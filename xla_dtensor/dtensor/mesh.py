@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 
-# ---------------------------------------------------------------------------------- mesh reshaping
+# ----------------------------------------------------------------------------------- Mesh reshaping
 #
 # Merging and splitting the axes of a DeviceMesh, as PyTorch's _flatten and _unflatten do.
 #
@@ -543,7 +543,7 @@ def _first_place(root: Mesh) -> int | None:
     return int(mine.argmax()) if mine.any() else None
 
 
-# ------------------------------------------------------------------------------------- rank notice
+# -------------------------------------------------------------------------------------- Rank notice
 #
 # One log line for a program that asks which rank it is, where one process is many devices.
 #
@@ -585,7 +585,7 @@ def _asked_by_torch() -> bool:
     return str(sys._getframe(3).f_globals.get("__name__")).split(".")[0] == "torch"
 
 
-# ------------------------------------------------------------------------------------- device mesh
+# -------------------------------------------------------------------------------------- Device mesh
 
 
 @argument_types
@@ -801,7 +801,7 @@ def init_device_mesh(
     return mesh
 
 
-# ---------------------------------------------------------------------------------------- off mesh
+# ----------------------------------------------------------------------------------------- Off mesh
 #
 # What ops on a DTensor give a process that reaches none of its mesh's devices.
 #

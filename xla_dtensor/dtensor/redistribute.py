@@ -70,7 +70,7 @@ def _letter(placement: Any) -> str:
     return f"S{placement.dim}" if hasattr(placement, "dim") else "R"
 
 
-# -------------------------------------------------------------------------------- placement checks
+# --------------------------------------------------------------------------------- Placement checks
 #
 # Check the placements that a user passes, and make them canonical (no negative dims).
 
@@ -184,7 +184,7 @@ def torch_placements(layout: Layout) -> tuple[Placement, ...]:
     return tuple(convert(record) for record in layout.to_placements())
 
 
-# ------------------------------------------------------------------------------------ redistribute
+# ------------------------------------------------------------------------------------- Redistribute
 
 
 def redistributed(

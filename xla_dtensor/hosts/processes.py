@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-# --------------------------------------------------------------------------------- process arrival
+# ---------------------------------------------------------------------------------- Process arrival
 #
 # Have all processes of a job come? Asked before JAX is, which ends a process that waits in vain.
 #
@@ -283,7 +283,7 @@ def _line(connection: socket.socket, seconds: float) -> Any:
     return said if isinstance(said, dict) else {}
 
 
-# ------------------------------------------------------------------------------- process launchers
+# -------------------------------------------------------------------------------- Process launchers
 #
 # Who started this process, and which of the job's processes it is, read from the environment.
 #

@@ -59,7 +59,7 @@ from xla_dtensor.runtimes.registry import get_runtime
 __all__ = ["FSDPModule", "fully_shard"]
 
 
-# ------------------------------------------------------------------------------------ fsdp forward
+# ------------------------------------------------------------------------------------- Fsdp forward
 #
 # What happens around the forward of a module that fully_shard was called on.
 #
@@ -247,7 +247,7 @@ def _warn_once(mesh: DeviceMesh, text: str) -> None:
         logger.warning(text)
 
 
-# ---------------------------------------------------------------------- what autograd saves
+# ------------------------------------------------------------------------------ What autograd saves
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def summed_over(state: Any, mesh: DeviceMesh) -> tuple[Any, ...]:
     return tuple(Partial() if axis in own else placement for axis, placement in pairs)
 
 
-# ------------------------------------------------------------------------------------- fsdp groups
+# -------------------------------------------------------------------------------------- Fsdp groups
 
 aten = torch.ops.aten
 
@@ -421,7 +421,7 @@ def _unstacked(stacked: Any, region: ManualRegion) -> Any:
     return _without_leading(stacked.redistribute(own, shards).to_local(), region)
 
 
-# --------------------------------------------------------------------------------- fsdp parameters
+# ---------------------------------------------------------------------------------- Fsdp parameters
 #
 # How fully_shard lays parameters, and lends them whole to a module's forward.
 #

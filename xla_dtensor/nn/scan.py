@@ -37,7 +37,7 @@ from xla_dtensor.runtimes.whole_ops import AS_SEEN, LinearResult, Remat
 __all__ = ["ScannedLayers", "checkpoint_name", "scan_layers"]
 
 
-# ------------------------------------------------------------------------------------ equal blocks
+# ------------------------------------------------------------------------------------- Equal blocks
 #
 # Are these modules equal but for the values of their parameters and buffers?
 #
@@ -170,7 +170,7 @@ def _refuse(index: int, where: str, what: str) -> NoReturn:
     )
 
 
-# ---------------------------------------------------------------------- one pair of modules
+# ------------------------------------------------------------------------------ One pair of modules
 
 
 def _differences(a: nn.Module, b: nn.Module, ignored: Sequence[str]) -> Iterator[tuple[Any, ...]]:
@@ -225,7 +225,7 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
-# ---------------------------------------------------------------------- one pair of values
+# ------------------------------------------------------------------------------- One pair of values
 
 
 def _same(a: Any, b: Any, depth: int = _DEPTH) -> bool:
@@ -282,7 +282,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# ------------------------------------------------------------------------------------------- remat
+# -------------------------------------------------------------------------------------------- Remat
 #
 # Names for values, by which a loop of layers keeps some of them for its backward pass.
 

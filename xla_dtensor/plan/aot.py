@@ -184,7 +184,7 @@ class CompilingProcess:
         )
 
 
-# ------------------------------------------------------------------------------------- aot request
+# -------------------------------------------------------------------------------------- Aot request
 #
 # What is asked of the process that compiles for a machine that is not here, as plain data.
 #

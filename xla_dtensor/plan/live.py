@@ -103,7 +103,7 @@ def _topology() -> Topology | None:
     return None if found.chip is None or found.wrap is None else found
 
 
-# ------------------------------------------------------------------------------- live verification
+# -------------------------------------------------------------------------------- Live verification
 #
 # A report made before the pod was booked, held against the job that runs there.
 #

@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 
-# ------------------------------------------------------------------------------------- job variant
+# -------------------------------------------------------------------------------------- Job variant
 #
 # A job with other axes or another slice, as plain data that another process reads.
 #
@@ -220,7 +220,7 @@ def _model_type(name: str) -> Any:
     return config.get("model_type") if isinstance(config, dict) else None
 
 
-# ------------------------------------------------------------------------------------- plan search
+# -------------------------------------------------------------------------------------- Plan search
 
 Outcome: TypeAlias = Literal["fits", "unknown", "not compiled", "does not fit", "refused"]
 Compile: TypeAlias = "Callable[[JobConfig, int, float], Evidence]"

@@ -142,7 +142,7 @@ def _split(text: str) -> list[str]:
     return [name for name in names if name]
 
 
-# ----------------------------------------------------------------------------- asked communication
+# ------------------------------------------------------------------------------ Asked communication
 #
 # Which communication of a program somebody has asked for, and which XLA has put in by itself.
 #
@@ -735,7 +735,7 @@ def _data(module: ModuleComm) -> dict[str, object]:
     return data | {"children": [_data(child) for child in module.children]}
 
 
-# ------------------------------------------------------------------------------------ module table
+# ------------------------------------------------------------------------------------- Module table
 #
 # What each module communicates, as a table whose rows are indented by depth.
 

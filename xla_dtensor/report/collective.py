@@ -177,7 +177,7 @@ def _name(axis: Axis, axis_size: int, size: int, stride: int) -> Axis:
     return axis if size == axis_size else f"{axis}:({axis_size // (size * stride)}){size}"
 
 
-# ---------------------------------------------------------------------------------------- granules
+# ----------------------------------------------------------------------------------------- Granules
 #
 # Groups of a program that runs on several slices, as places in the whole mesh.
 #
@@ -657,7 +657,7 @@ class Collective:
         return self.source[0].line if self.source else None
 
 
-# ----------------------------------------------------------------------------------- device groups
+# ------------------------------------------------------------------------------------ Device groups
 #
 # Replica groups as groups of devices, by XLA's four rules of what their numbers mean.
 #

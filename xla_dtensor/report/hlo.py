@@ -201,7 +201,7 @@ def _tables(text_lines: list[str]) -> dict[str, dict[int, str]]:
     return tables
 
 
-# -------------------------------------------------------------------------------------- hlo module
+# --------------------------------------------------------------------------------------- Hlo module
 
 # The name, the shape (which may have spaces, but no "word(" after one) and the opcode.
 _INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (\S.*?) ([a-z][\w\-]*)\(")

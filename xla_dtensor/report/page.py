@@ -547,7 +547,7 @@ def _dims(shape: tuple[int, ...]) -> str:
     return " x ".join(f"{size:,}" for size in shape) or "scalar"
 
 
-# ------------------------------------------------------------------------------- report html style
+# -------------------------------------------------------------------------------------------- Style
 #
 # The style sheet of the HTML report, for light and for dark screens, and for paper.
 

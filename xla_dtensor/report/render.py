@@ -574,7 +574,7 @@ def _bound(at_least: bool) -> str:
     return ">=" if at_least else ""
 
 
-# --------------------------------------------------------------------------------- report document
+# ----------------------------------------------------------------------------------------- Document
 #
 # A report as sections of sentences, findings and tables, in the order in which they are read.
 

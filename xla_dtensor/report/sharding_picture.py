@@ -141,7 +141,7 @@ def _attribute(value: str | float) -> str:
     return escape(one_line(value if isinstance(value, str) else number(value)), quote=True)
 
 
-# --------------------------------------------------------------------------------- sharding blocks
+# ---------------------------------------------------------------------------------- Sharding blocks
 
 ROWS, COLUMNS, FACES = 8, 8, 3
 """How many are shown in full; of more the first ones and the last."""

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-# ------------------------------------------------------------------------------------ index bounds
+# ------------------------------------------------------------------------------------- Index bounds
 
 aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
@@ -387,7 +387,7 @@ def refuse_part(tensor: torch.Tensor) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------ value checks
+# ------------------------------------------------------------------------------------- Value checks
 #
 # Whether compiled steps check the values that decide what they compute, as eager ops do.
 #

@@ -107,7 +107,7 @@ def name_of(layout: Layout) -> str:
     return layout_names.name(layout, f"{layout} on ({mesh})")
 
 
-# ---------------------------------------------------------------------------------- functional ops
+# ----------------------------------------------------------------------------------- Functional ops
 #
 # Annotations as functional ops, so that torch.compile can record them in its graph.
 #
@@ -326,7 +326,7 @@ def _recorded(func: Any) -> Any:
     return define("aten_" + str(func._schema).removeprefix("aten::"), run, func)
 
 
-# -------------------------------------------------------------------------------- functional local
+# --------------------------------------------------------------------------------- Functional local
 
 
 class Crossing(Protocol):
@@ -369,7 +369,7 @@ def _region_name(region: ManualRegion) -> str:
     return _regions.name(region, f"over {region.axes}")
 
 
-# ---------------------------------------------------------------------- what local views call
+# ---------------------------------------------------------------------------- What local views call
 
 
 def crossed_in(payload: torch.Tensor, border: Crossing) -> torch.Tensor:
@@ -569,7 +569,7 @@ for _schema, _run, _fake in _OPS:
     define(_schema, _run, _fake)
 
 
-# --------------------------------------------------------------------------------- strided factors
+# ---------------------------------------------------------------------------------- Strided factors
 #
 # Solves and determinants by the factors that torch's kernels would find of a strided matrix.
 #

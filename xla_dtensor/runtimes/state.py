@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-# ---------------------------------------------------------------------------------- before running
+# ----------------------------------------------------------------------------------- Before running
 #
 # Checks of compiled programs before they run, as a context of the calling thread.
 #
@@ -96,7 +96,7 @@ def check(program: Callable[[], ProgramToCheck]) -> None:
         each(program())
 
 
-# ------------------------------------------------------------------------------------ module names
+# ------------------------------------------------------------------------------------- Module names
 #
 # Name what each module computes, so that a profile and the HLO say whose an op is.
 #

@@ -273,7 +273,7 @@ linear_loss = torch.ops.xla_dtensor.linear_loss.default
 linear_loss_backward = torch.ops.xla_dtensor.linear_loss_backward.default
 
 
-# ---------------------------------------------------------------------------------- whole autograd
+# ----------------------------------------------------------------------------------- Whole autograd
 #
 # What the differentiable kernels of whole ops share, and one that has no name in aten.
 #
@@ -448,7 +448,7 @@ def contract(a: Any, b: Any) -> Any:
     return below(torch.ops.xla_dtensor.linear_weight_grad.default, a, b)
 
 
-# ------------------------------------------------------------------------------------ whole einsum
+# ------------------------------------------------------------------------------------- Whole einsum
 #
 # Einsum of two tensors as one matmul, with no sharded dims flattened together.
 #
@@ -868,7 +868,7 @@ WHOLE_OPS = frozenset(
 )
 
 
-# ------------------------------------------------------------------------------------------- remat
+# -------------------------------------------------------------------------------------------- Remat
 #
 # What a backward pass keeps of the forward pass, and what it computes again.
 

@@ -421,7 +421,7 @@ def auto_policy(mod_name: str, mod: nn.Module, mesh: Any) -> None:
     refuse_auto_policy()
 
 
-# ------------------------------------------------------------------------------------------ linear
+# ------------------------------------------------------------------------------------------- Linear
 #
 # nn.Linear as one einsum, so that sharded batch and sequence dims are never flattened together.
 #

@@ -91,7 +91,7 @@ def _place(files: WeightFiles, source: _Source) -> tuple[str, int]:
     return first.file.name, first.start
 
 
-# ---------------------------------------------------------------------- what comes from where
+# ---------------------------------------------------------------------------- What comes from where
 
 
 def _sources(

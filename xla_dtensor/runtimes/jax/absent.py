@@ -58,7 +58,7 @@ from xla_dtensor.runtimes.state import named_from
 __all__ = ["absent_devices"]
 
 
-# ------------------------------------------------------------------------------------ jax topology
+# ----------------------------------------------------------------------------------------- Topology
 #
 # The devices of a topology that is not here, as libtpu describes them to its compiler.
 #

@@ -101,7 +101,7 @@ def _drawer(kind: str, shape: tuple[int, ...], dtype: Any, sharding: NamedShardi
     )
 
 
-# --------------------------------------------------------------------------------------- jax names
+# -------------------------------------------------------------------------------------------- Names
 #
 # Names for values on the JAX runtime, by which a policy knows them (``jax.checkpoint``).
 

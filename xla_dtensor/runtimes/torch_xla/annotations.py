@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 
-# ------------------------------------------------------------------------------ torch xla sharding
+# ----------------------------------------------------------------------------------------- Sharding
 #
 # Shardings for torch_xla 2.9, both ways, and what else its programs need to know of a tensor.
 #

@@ -36,7 +36,7 @@ from xla_dtensor.runtimes.bounds import refuse_part
 __all__ = ["is_overlapping", "read_places", "register_composites", "register_strided"]
 
 
-# ------------------------------------------------------------------ torch xla corrections autograd
+# ----------------------------------------------------------------------------------------- Autograd
 #
 # Gradients that torch_xla 2.9 loses in silence, computes wrongly, or does not find.
 #
@@ -175,7 +175,7 @@ def places_of(
     return places
 
 
-# ------------------------------------------------------------------- torch xla corrections strided
+# ------------------------------------------------------------------------------------------ Strided
 
 
 @cache

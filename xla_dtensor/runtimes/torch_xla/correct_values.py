@@ -333,7 +333,7 @@ EXTREMA: dict[Any, Callable[..., Replacement]] = {
 }
 
 
-# ----------------------------------------------------------------- torch xla corrections pointwise
+# ---------------------------------------------------------------------------------------- Pointwise
 #
 # Pointwise ops that torch_xla 2.9 gets wrong, or runs on the host where a compiled step cannot.
 #
@@ -546,7 +546,7 @@ POINTWISE: dict[Any, Rule] = {
 }
 
 
-# --------------------------------------------------------------- torch xla corrections convolution
+# -------------------------------------------------------------------------------------- Convolution
 #
 # Convolutions whose operands XLA's partitioner may cut in ways that it then computes wrongly.
 #
@@ -618,7 +618,7 @@ def _cut(tensor: torch.Tensor) -> torch.Tensor:
     return annotated(tensor, layout.op_sharding())
 
 
-# ---------------------------------------------------------------- torch xla corrections batch norm
+# --------------------------------------------------------------------------------------- Batch norm
 #
 # Batch norm, of which torch_xla 2.9 forgets that the running variance is the unbiased one.
 #

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-# -------------------------------------------------------------------- torch xla corrections points
+# ------------------------------------------------------------------------------------------- Points
 #
 # Writes by index that XLA's partitioner would abort on, or get wrong, said with even shapes.
 #
@@ -600,7 +600,7 @@ _WITHOUT_FORMS = frozenset(
 )
 
 
-# -------------------------------------------------------------------------------- torch xla poison
+# ------------------------------------------------------------------------------------------- Poison
 #
 # An index on the devices that a tensor does not have reads or writes NaN on torch_xla.
 #

@@ -162,7 +162,7 @@ def _on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return func(*meta_args, **meta_kwargs)
 
 
-# --------------------------------------------------------------------- torch xla corrections calls
+# -------------------------------------------------------------------------------------------- Calls
 #
 # Calls that torch_xla 2.9 gets wrong, or fails to compile long after they were made.
 #
@@ -628,7 +628,7 @@ _ON_HOST: dict[Any, Callable[..., bool]] = {
 }
 
 
-# --------------------------------------------------------------------------- torch xla corrections
+# -------------------------------------------------------------------------------------- Corrections
 
 _DIVISIONS = {
     aten.floor_divide.default,

@@ -50,7 +50,7 @@ from xla_dtensor.runtimes.torch_xla.payload import (
 __all__ = ["ManualPayload", "ManualRegions", "entered", "left", "marked", "run_collective"]
 
 
-# -------------------------------------------------------------------------- torch xla manual nodes
+# ------------------------------------------------------------------------------------- Manual nodes
 #
 # The operators at the border of a manual region, on torch_xla's lazy tensors.
 #

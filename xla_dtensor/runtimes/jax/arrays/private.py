@@ -184,7 +184,7 @@ def through_hlo(module: Any) -> str:
     return translate.xla_computation_to_mlir_module(hlo)
 
 
-# ------------------------------------------------------------------ frames and names of equations
+# -------------------------------------------------------------------- Frames and names of equations
 
 
 def frames_here() -> Any:

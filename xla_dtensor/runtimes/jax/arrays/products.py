@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-# --------------------------------------------------------------------------------- jax propagation
+# -------------------------------------------------------------------------------------- Propagation
 #
 # How XLA will cut the values of a lowered program, found before it is compiled.
 #
@@ -185,7 +185,7 @@ def _set_frontend(op: Any, attributes: dict[str, Any]) -> None:
     op.attributes[_FRONTEND] = ir.DictAttr.get(attributes)
 
 
-# -------------------------------------------------------------------------------------- jax shardy
+# ------------------------------------------------------------------------------------------- Shardy
 
 _PER_VALUE = "sdy.sharding"
 _REGION_IN, _REGION_OUT = "in_shardings", "out_shardings"
@@ -391,7 +391,7 @@ def _manual_axes(value: Any) -> frozenset[str]:
     return frozenset(found)
 
 
-# -------------------------------------------------------------------------------- jax product dims
+# ------------------------------------------------------------------------------------- Product dims
 #
 # What the dims of a lowered product mean (:mod:`xla_dtensor.core.product_order`).
 
@@ -451,7 +451,7 @@ def dims_of_convolution(product: Any, kernel: Cut) -> ProductDims:
     return ProductDims(summed, [], [result[dim] for dim in sorted(result)])
 
 
-# ------------------------------------------------------------------------------- jax product order
+# ------------------------------------------------------------------------------------ Product order
 #
 # Products that XLA might put on the wrong devices are told how to lie, before compiling.
 #
@@ -570,7 +570,7 @@ def _tell(product: Any, cuts: tuple[Cut, Cut, Cut]) -> None:
     product.result.replace_all_uses_except(constraint.result, [constraint])
 
 
-# ------------------------------------------------------------------------------------- jax ordered
+# ------------------------------------------------------------------------------------------ Ordered
 #
 # A function that JAX compiles outside of a step, whose products are looked at first.
 #

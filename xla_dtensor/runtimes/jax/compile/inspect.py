@@ -44,7 +44,7 @@ from xla_dtensor.runtimes.live_objects import live_objects
 __all__ = ["Names", "Traced", "asked_for", "flops_of"]
 
 
-# --------------------------------------------------------------------------------------- jax asked
+# -------------------------------------------------------------------------------------------- Asked
 #
 # The redistributes of a traced step, with the names that their communication may have.
 #
@@ -174,7 +174,7 @@ def _elements(sharding: Any, shape: tuple[int, ...]) -> int:
         return math.prod(shape)
 
 
-# --------------------------------------------------------------------------------------- jax flops
+# -------------------------------------------------------------------------------------------- Flops
 #
 # How many floating-point operations a traced program asks for, counted in its products.
 #
@@ -286,7 +286,7 @@ _PRODUCTS: dict[str, Callable[[Any], int]] = {
 }
 
 
-# ----------------------------------------------------------------------------------- jax inventory
+# ---------------------------------------------------------------------------------------- Inventory
 
 _NUMBERS = re.compile(r"(\d+)")
 _HLO_DTYPES = {"bool": "pred", "bfloat16": "bf16", "complex64": "c64", "complex128": "c128"}
@@ -480,7 +480,7 @@ def _optimizers() -> list[torch.optim.Optimizer]:
     return live_objects(torch.optim.Optimizer)
 
 
-# ------------------------------------------------------------------------------------ jax evidence
+# ----------------------------------------------------------------------------------------- Evidence
 #
 # Evidence of a step on the JAX runtime, whether its machine is here or not.
 

@@ -38,7 +38,7 @@ from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
 __all__ = ["RATE", "OptimizerInputs", "lent", "lent_tensor", "lifted"]
 
 
-# ------------------------------------------------------------------------------------- jax lending
+# ------------------------------------------------------------------------------------------ Lending
 #
 # Python's numbers, and an optimizer's CPU tensors, as inputs of a step's program.
 
@@ -94,7 +94,7 @@ def _outside_trace(array: jax.Array) -> JaxTensor:
         jax_trace._active = trace
 
 
-# -------------------------------------------------------------------------------- optimizer inputs
+# --------------------------------------------------------------------------------- Optimizer inputs
 
 Gather = Callable[[Sequence[torch.Tensor], Sequence[Mapping[str, Any]]], bool]
 

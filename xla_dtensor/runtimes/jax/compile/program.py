@@ -479,7 +479,7 @@ def _replicated_like(value: np.ndarray[Any, Any], array: jax.Array) -> jax.Array
     return jax.device_put(jnp.asarray(value, array.dtype), array.sharding)
 
 
-# ---------------------------------------------------------------------------------------- jax kept
+# --------------------------------------------------------------------------------------------- Kept
 #
 # The programs that a compiled step keeps, and whether the next call finds what the last one left.
 #

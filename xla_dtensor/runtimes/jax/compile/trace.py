@@ -320,7 +320,7 @@ def _text(described: Sequence[Any]) -> str:
     return f"a {kind.__name__} of {listed}"
 
 
-# ----------------------------------------------------------------------------------- jax gradients
+# ---------------------------------------------------------------------------------------- Gradients
 #
 # The gradients that a compiled step finds on parameters, adds to, leaves behind or drops.
 #

@@ -168,7 +168,7 @@ def stacked_sharding(axes: ManualAxes) -> NamedSharding:
     return NamedSharding(axes.mesh, axes.spec)
 
 
-# ---------------------------------------------------------------------- one function on every tile
+# ----------------------------------------------------------------------- One function on every tile
 
 
 def mapped(

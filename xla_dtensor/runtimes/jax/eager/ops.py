@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 __all__ = ["JaxProgram", "run_op"]
 
 
-# ---------------------------------------------------------------------------------- jax batch norm
+# --------------------------------------------------------------------------------------- Batch norm
 #
 # Batch norms that write their running statistics; ``native_batch_norm`` does so unsaid.
 
@@ -122,7 +122,7 @@ RULES = {
 }
 
 
-# ------------------------------------------------------------------------------------ jax compared
+# ----------------------------------------------------------------------------------------- Compared
 #
 # What an op's result is compared with lies in memory once, in a compiled step.
 #

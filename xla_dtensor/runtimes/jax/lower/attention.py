@@ -229,7 +229,7 @@ def _joined(blocks: Any, n_keys: int) -> Any:
     return lax.slice_in_dim(joined, 0, n_keys, axis=joined.ndim - 2)
 
 
-# -------------------------------------------------------------------------------- attention splash
+# --------------------------------------------------------------------------------- Attention splash
 #
 # Attention on TPUs by the Pallas splash kernel that ships with JAX, on each device's own heads.
 #
@@ -634,7 +634,7 @@ def _sdpa_lean_backward(
     return lean_backward(grad, q, k, v, mask, output, log_sum, is_causal, scale, _lies(lies))
 
 
-# --------------------------------------------------------------------------------------- attention
+# ---------------------------------------------------------------------------------------- Attention
 
 __all__: list[str] = []
 

@@ -27,7 +27,7 @@ from xla_dtensor.runtimes.jax.lower.table import lower
 __all__ = []
 
 
-# -------------------------------------------------------------------------------------------- grid
+# --------------------------------------------------------------------------------------------- Grid
 
 __all__: list[str] = []
 
@@ -289,7 +289,7 @@ def _product(formula: str, ndim: int, x: Any, weight: Any) -> Any:
     return jnp.einsum(formula.format("xyz"[:ndim]), x, weight, precision=precision())
 
 
-# ------------------------------------------------------------------------------------- convolution
+# -------------------------------------------------------------------------------------- Convolution
 #
 # Convolutions of any number of dims, with groups, dilation and strides, and their transposes.
 #
@@ -898,7 +898,7 @@ def _max_pool3d_backward(grad: Any, x: Any, *options: Any) -> Any:
     return _maximum_backward(grad, x, _of_maximum(x, 3, settings), indices)
 
 
-# ---------------------------------------------------------------------------------------- adaptive
+# ----------------------------------------------------------------------------------------- Adaptive
 #
 # Pooling to a given number of windows, which then differ in size, and at random places.
 

@@ -88,7 +88,7 @@ def _new_full(x: Any, size: Any, value: Any, *, meta: Any, **_: Any) -> Any:
     return _filled(value, meta)
 
 
-# ---------------------------------------------------------------------------------------- extremes
+# ----------------------------------------------------------------------------------------- Extremes
 #
 # The largest and the smallest of numbers that may be NaN, whichever device has them.
 #
@@ -428,7 +428,7 @@ def _sample_weights_backward(
     return jnp.where(indices == padding_idx, 0, found)
 
 
-# ---------------------------------------------------------------------------------------- indexing
+# ----------------------------------------------------------------------------------------- Indexing
 
 
 @lower(aten.embedding.default)
@@ -780,7 +780,7 @@ def _masked_scatter_backward(grad: Any, mask: Any, sizes: Any) -> Any:
     return jnp.pad(taken, (0, count - taken.shape[0])).reshape(sizes)
 
 
-# ------------------------------------------------------------------------------------------ slices
+# ------------------------------------------------------------------------------------------- Slices
 #
 # Read a slice, and write into one, in words that XLA's partitioner gets right on a sharded dim.
 #
@@ -848,7 +848,7 @@ def write_index(base: Any, new: Any, dim: int, index: Any) -> Any:
     return jnp.where(place == index, jnp.expand_dims(new, dim), base)
 
 
-# ------------------------------------------------------------------------------------------- shape
+# -------------------------------------------------------------------------------------------- Shape
 #
 # Ops that move elements without computing on them and return new tensors, not views.
 

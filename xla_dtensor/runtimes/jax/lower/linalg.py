@@ -251,7 +251,7 @@ def _c2r(x: Any, dim: Any, normalization: int, last_dim_size: int) -> Any:
     return _scaled(found, normalization, sizes)
 
 
-# ----------------------------------------------------------------------------------------- solving
+# ------------------------------------------------------------------------------------------ Solving
 #
 # Solve linear systems from a factorization, and what torch builds from that.
 
@@ -336,7 +336,7 @@ def _inv_ex(x: Any, *, check_errors: bool = False) -> Any:
     return _solve_by_lu(factors, pivots + 1, identity, adjoint_of_a=False), info
 
 
-# ---------------------------------------------------------------------------------------- spectral
+# ----------------------------------------------------------------------------------------- Spectral
 #
 # Singular values, eigenvalues, and functions of a matrix that rest on them.
 

@@ -255,7 +255,7 @@ def _grouped_product(a: Any, b: Any, offs: Any) -> Any:
     return lax.ragged_dot_general(a, b, sizes, numbers, **options)
 
 
-# ------------------------------------------------------------------------------------- linear loss
+# -------------------------------------------------------------------------------------- Linear loss
 #
 # Cross entropy of a linear layer's outputs, some columns of the vocabulary at a time.
 #

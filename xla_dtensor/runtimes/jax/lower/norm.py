@@ -219,7 +219,7 @@ def _group_norm_backward(
     return tuple(gradient if wanted else None for gradient, wanted in pairs)
 
 
-# ----------------------------------------------------------------------------------- normalization
+# ------------------------------------------------------------------------------------ Normalization
 #
 # Layer and RMS normalisation, statistics in float32; the backward of weight normalisation.
 

@@ -520,7 +520,7 @@ def _softplus(x: Any, beta: Any = 1, threshold: Any = 20, *, meta: Any) -> Any:
     )
 
 
-# --------------------------------------------------------------------------------------- shrinking
+# ---------------------------------------------------------------------------------------- Shrinking
 #
 # The backward of the shrinking activations, which set what is near zero to zero.
 

@@ -24,7 +24,7 @@ from xla_dtensor.runtimes.jax.lower.table import lower
 __all__ = []
 
 
-# ---------------------------------------------------------------------------------------- counting
+# ----------------------------------------------------------------------------------------- Counting
 #
 # Histograms, places of nonzero elements in a fixed number of rows, and hashes.
 
@@ -630,7 +630,7 @@ def _sort(x: Any, dim: int = -1, descending: bool = False, *, stable: bool | Non
     return jnp.take_along_axis(x, order, axis=dim), order
 
 
-# ---------------------------------------------------------------------------------------- segments
+# ----------------------------------------------------------------------------------------- Segments
 #
 # Reductions over consecutive segments of a dim, whose lengths or borders a tensor gives.
 

@@ -16,7 +16,7 @@ from xla_dtensor.runtimes.jax.lower.table import elementwise, lower
 __all__ = []
 
 
-# ----------------------------------------------------------------------------- bessel coefficients
+# ------------------------------------------------------------------------------ Bessel coefficients
 #
 # Coefficients of the Bessel and Airy functions, those of the Cephes library that torch uses.
 #
@@ -313,7 +313,7 @@ K1_B = (
 )
 
 
-# ------------------------------------------------------------------------------------------ bessel
+# ------------------------------------------------------------------------------------------- Bessel
 #
 # Bessel and Airy functions, by the rational approximations of torch's own kernels.
 
@@ -352,7 +352,7 @@ def _series(x: Array, coefficients: Sequence[float]) -> Array:
     return 0.5 * (total - before)
 
 
-# ------------------------------------------------------------------ of the first and second kind
+# --------------------------------------------------------------------- Of the first and second kind
 
 
 def _far(x: Array, order: int, turn: Callable[[Array, Array, Array], Array]) -> Array:

@@ -44,7 +44,7 @@ def lower(
     return register
 
 
-# ------------------------------------------------------------------------------------- elementwise
+# -------------------------------------------------------------------------------------- Elementwise
 #
 # Register a function of numbers as the lowering of an element by element op.
 #
