@@ -33,7 +33,7 @@ __all__ = [
 # A tensor on ``mesh["tp"]`` is a tensor of the whole (dp, tp) mesh. Its placements say nothing of
 # dp, yet its rows may well be sharded over dp: it was computed from a batch that is. A constraint
 # that took "nothing said" for "replicated" would gather the batch at every redistribute of a
-# tensor- parallel plan. So a tensor's state carries what is known, as (axis, dim) pairs, and ops
+# tensor-parallel plan. So a tensor's state carries what is known, as (axis, dim) pairs, and ops
 # pass it on: labels are propagated on the mesh of all axes of which something is known, and taken
 # apart again.
 #
