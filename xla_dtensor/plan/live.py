@@ -107,10 +107,11 @@ def _topology() -> Topology | None:
 #
 # A report made before the pod was booked, held against the job that runs there.
 #
-# predicted = CompileReport.load("70b.json")      of compile_for or ``plan --out`` step(batch)
-# once at least: then the program is known outcome = predicted.verify(step, mesh, model)
-# print(outcome)                                  what is new, what is missing, by how much
-# sys.exit(outcome.status)                        0, or 1 if it is not what was predicted
+#     predicted = CompileReport.load("70b.json")      of compile_for or ``plan --out``
+#     step(batch)                                     once at least: then the program is known
+#     outcome = predicted.verify(step, mesh, model)
+#     print(outcome)                                  what is new, what is missing, by how much
+#     sys.exit(outcome.status)                        0, or 1 if it is not what was predicted
 
 
 def verify(
