@@ -13,6 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import xla_dtensor as xd
+from xla_dtensor.dtensor.mesh import as_device_mesh
 from xla_dtensor.dtensor.redistribute import as_plain
 from xla_dtensor.errors import DistributeError, RedistributeError
 
@@ -99,7 +100,7 @@ def test_another_mesh_over_the_same_devices(mesh: xd.DeviceMesh) -> None:
         (crossed, [Shard(0), Shard(1)], "{devices=[4,2]<=[2,4]T(1,0)}"),
     ):
         moved = p.redistribute(other, placements)
-        assert moved.device_mesh == xd.device_mesh.as_device_mesh(other)
+        assert moved.device_mesh == as_device_mesh(other)
         assert text is None or moved.xla_sharding() == xd.OpSharding.parse(text)
         assert torch.equal(moved.cpu(), x)
         total = total + moved.square().sum()
