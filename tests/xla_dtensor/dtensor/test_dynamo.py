@@ -360,7 +360,8 @@ def test_inside_of_a_compiled_step(mesh: xd.DeviceMesh) -> None:
     ],
 )
 def test_refusals_name_the_mistake(mesh: xd.DeviceMesh, function: Any, message: str) -> None:
-    with pytest.raises(TorchRuntimeError, match=message):
+    # A dim that is not there is an IndexError, which Dynamo of torch 2.15 lets through as it is.
+    with pytest.raises((TorchRuntimeError, IndexError), match=message):
         compiled(function)(put(mesh, torch.ones(8, 4), S0, S1), mesh)
 
 
