@@ -780,7 +780,7 @@ class Topology:
             The devices of each granule.
 
         Raises:
-            MeshError: granules of different sizes; see granule.py.
+            MeshError: granules of different sizes; see `granules`.
 
         Example:
             >>> len(Topology.parse("8xh100:8").granules())

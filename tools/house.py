@@ -143,12 +143,9 @@ def _imported(node: ast.AST, kind: str) -> Iterator[tuple[str, str]]:
         if isinstance(child, ast.ImportFrom) and child.module:
             yield from ((within, f"{child.module}.{alias.name}") for alias in child.names)
         if isinstance(child, ast.Call) and ast.unparse(child.func).endswith("import_module"):
-            yield from ((within, a.value) for a in child.args if _is_text(a))  # type: ignore
+            constants = [a.value for a in child.args if isinstance(a, ast.Constant)]
+            yield from ((within, value) for value in constants if isinstance(value, str))
         yield from _imported(child, within)
-
-
-def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def _reached(start: str, after: Mapping[str, set[str]]) -> set[str]:

@@ -137,7 +137,7 @@ def kubernetes_text(value: str) -> str:
         >>> print(kubernetes_text("$(date)"))
         "$$(date)"
     """
-    return yaml_text(str(value).replace("$", "$$"))
+    return yaml_text(value.replace("$", "$$"))
 
 
 def settings(given: Mapping[str, str], wanted: Mapping[str, str]) -> str:

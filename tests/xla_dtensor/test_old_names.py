@@ -54,6 +54,20 @@ def test_tensors(way: str) -> None:
     assert torch.equal(parameter.full_tensor(), torch.ones(8, 4))
 
 
+@pytest.mark.parametrize(
+    ("public", "source"),
+    [
+        ("xla_dtensor.checkpoint", "xla_dtensor.hosts.checkpoint"),
+        ("xla_dtensor.data", "xla_dtensor.hosts.data"),
+        ("xla_dtensor.errors", "xla_dtensor.core.errors"),
+    ],
+)
+def test_what_users_import_is_all_that_there_is(public: str, source: str) -> None:
+    ours, theirs = importlib.import_module(public), importlib.import_module(source)
+    assert set(ours.__all__) == set(theirs.__all__)
+    assert all(getattr(ours, name) is getattr(theirs, name) for name in ours.__all__)
+
+
 def test_a_module_that_never_was() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"xla_dtensor\.never"):
         importlib.import_module("xla_dtensor.never")

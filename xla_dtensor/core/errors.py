@@ -1,6 +1,6 @@
 """The errors of this library: what was asked for, why it is refused, what to pass instead.
 
-Both are `ValueError`s, so code written for PyTorch's checks keeps working.
+Users import them from :mod:`xla_dtensor.errors`.
 """
 
 from __future__ import annotations

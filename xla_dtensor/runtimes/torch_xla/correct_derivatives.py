@@ -15,7 +15,7 @@ There the places are read, or selected, one by one. This happens in the kernels 
 functionalization calls for the base of a view: above them nobody knows that one is written.
 
 Slices that leave every shard as it is fail where both tensors are gathered, as in
-jax_lowering/slices.py. They get a barrier, which the partitioner does not take for its operand.
+jax/lower/index.py. They get a barrier, which the partitioner does not take for its operand.
 """
 
 from __future__ import annotations
