@@ -380,6 +380,14 @@ def statistics_of_batch_norm(on: On) -> Any:
     return out, model.running_mean, model.running_var
 
 
+@values()
+def statistics_of_batch_norm_in_float32(on: On) -> Any:
+    """A float64 batch is normed another way on torch_xla."""
+    model = on.model(nn.BatchNorm1d(3).float())
+    model(on.put(numbers(8, 3).float(), Shard(0), R))
+    return [(value * 1000).round() for value in (model.running_mean, model.running_var)]
+
+
 @values("torch_xla")
 def the_gradient_of_kl_div_of_plain_tensors(on: On) -> Any:
     device = "cpu" if on.mesh is None else "xla"
