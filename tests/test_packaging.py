@@ -54,9 +54,9 @@ def test_one_version_of_cuda_for_jax_and_torch(config: configparser.ConfigParser
 
 @pytest.mark.parametrize("extra", ["torch-xla", "torch-xla-tpu"])
 def test_torch_xla_pins_its_torch(config: configparser.ConfigParser, extra: str) -> None:
-    found = lines(config["options.extras_require"][extra])
-    assert found[0] == "torch==2.9.*"
-    assert re.fullmatch(r"torch_xla(\[tpu\])?==2\.9\.\*", found[1])
+    _, torch, torch_xla = lines(config["options.extras_require"][extra])
+    assert torch == "torch==2.9.*"
+    assert re.fullmatch(r"torch_xla(\[tpu\])?==2\.9\.\*", torch_xla)
 
 
 def test_unsupported_torch_is_left_out(config: configparser.ConfigParser) -> None:

@@ -15,9 +15,7 @@ import torch
 import xla_dtensor as xd
 from xla_dtensor import errors as xd_errors
 from xla_dtensor.core.dtypes import host_bytes
-from xla_dtensor.hosts.checkpoint.hugging_face import load_hf, save_hf
-from xla_dtensor.hosts.hugging_face import save, write
-from xla_dtensor.hosts.hugging_face.format import header_bytes
+from xla_dtensor.hosts.hugging_face import load_hf, save, save_hf
 from xla_dtensor.models.decoder import Llama, Mixtral
 from xla_dtensor.plan.model_sizes import ModelSizes
 
@@ -122,21 +120,32 @@ def jax_process_index() -> int:
 
 def sparse_weights(folder: Path, sizes: ModelSizes, files: int) -> int:
     """Write weights in bfloat16 that are zeros and take no room on the disk; return their bytes."""
-    listed = [(name, torch.bfloat16, shape) for name, shape in sizes.parameters()]
+    listed = list(sizes.parameters())
     places: dict[str, str] = {}
     total = 0
     for i in range(files):
         name = f"model-{i + 1:05d}-of-{files:05d}.safetensors"
         group = listed[i * len(listed) // files : (i + 1) * len(listed) // files]
-        header = header_bytes(group, {"format": "pt"})
+        header = _header(group)
         (folder / name).write_bytes(header)
-        count = sum(2 * torch.Size(shape).numel() for _, _, shape in group)
+        count = sum(2 * torch.Size(shape).numel() for _, shape in group)
         os.truncate(folder / name, len(header) + count)
-        places |= {key: name for key, _, _ in group}
+        places |= {key: name for key, _ in group}
         total += count
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return total
+
+
+def _header(tensors: list[Any]) -> bytes:
+    entries: dict[str, Any] = {}
+    place = 0
+    for name, shape in tensors:
+        end = place + 2 * torch.Size(shape).numel()
+        entries[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text
 
 
 def convert_without_devices(
@@ -178,7 +187,7 @@ def convert_without_devices(
     after_load = host_bytes("VmHWM")
     save.part_of = part_of
     save._has_values = lambda tensor: True
-    write._Sink._write = with_holes  # pyright: ignore[reportAttributeAccessIssue]
+    save._Sink._write = with_holes  # pyright: ignore[reportAttributeAccessIssue]
     save_hf(target, module, config=ModelSizes.load(model))
     after = host_bytes("VmHWM")
     peaks = {"before": before, "after_load": after_load, "after": after}

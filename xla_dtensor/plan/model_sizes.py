@@ -13,6 +13,7 @@ Example:
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -190,6 +191,23 @@ class ModelSizes:
             router_aux_loss_coef=config.get("router_aux_loss_coef", 0.001) if experts else 0.0,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         )
+
+    def hugging_face_config(self) -> dict[str, Any]:
+        """Return what the ``config.json`` of such a model says."""
+        values = dataclasses.asdict(self)
+        del values["name"]
+        scaling = values.pop("rope_scaling")
+        rope = {"rope_type": "default"} if scaling is None else {"rope_type": "llama3", **scaling}
+        if not self.num_local_experts:
+            for key in ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"):
+                del values[key]
+        return {
+            **values,
+            "architectures": [f"{self.model_type.title()}ForCausalLM"],
+            "hidden_act": "silu",
+            "rope_parameters": {**rope, "rope_theta": self.rope_theta},
+            "rope_scaling": None if scaling is None else rope,
+        }
 
     def parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """List the parameters, named and shaped as in Hugging Face Transformers 5.

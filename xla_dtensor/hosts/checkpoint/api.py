@@ -11,13 +11,13 @@ from xla_dtensor.core.errors import CheckpointError
 from xla_dtensor.hosts.checkpoint.exchange import Exchange
 from xla_dtensor.hosts.checkpoint.folders import folder_of, read_manifest, whole_steps
 from xla_dtensor.hosts.checkpoint.generators import GENERATORS, Generators
-from xla_dtensor.hosts.checkpoint.hugging_face import load_hf, save_hf
 from xla_dtensor.hosts.checkpoint.pending import Pending, finish_pending, start_pending
 from xla_dtensor.hosts.checkpoint.progress import progress_bar
 from xla_dtensor.hosts.checkpoint.reading import Reader
 from xla_dtensor.hosts.checkpoint.restore import Restore, chosen_step
 from xla_dtensor.hosts.checkpoint.saving import Save
 from xla_dtensor.hosts.checkpoint.storage import open_storage
+from xla_dtensor.hosts.hugging_face import load_hf, save_hf
 
 __all__ = [
     "CheckpointError",

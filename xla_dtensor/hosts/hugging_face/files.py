@@ -1,15 +1,12 @@
-"""WeightFiles: tensors in safetensors files, of which any part can be read.
-
-Bytes come by ``pread`` straight into the tensor that asked for them. A file that is mapped into
-memory would count as memory of the process as far as it was read.
-"""
+"""WeightFiles: tensors in safetensors files, of which any part can be read."""
 
 from __future__ import annotations
 
-import itertools
+import importlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -20,45 +17,69 @@ import torch
 from mesh_utils.job import nearest
 from xla_dtensor.core.errors import WeightsError
 from xla_dtensor.dtensor.dcp import Index, extents_of
-from xla_dtensor.hosts.hugging_face.format import FileTensor, read_header
-from xla_dtensor.hosts.hugging_face.windows import relative, shifted, windows
+from xla_dtensor.hosts.blocks import shifted, windows
 
-__all__ = ["INDEX_NAME", "SINGLE_NAME", "WeightFiles"]
+__all__ = ["INDEX_NAME", "SINGLE_NAME", "FileTensor", "WeightFiles"]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-_SCRATCH = 16 << 20  # bytes that are on the host besides, where values are converted
-_PAGE = 4096  # a disk reads whole pages: to skip less than that saves nothing
+_MAPPED_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor of a file.
+
+    Args:
+        file: The file.
+        dtype: Of the values.
+        shape: Of the tensor.
+        place: Its place among the tensors of the file.
+    """
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    place: int
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes its values take."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class WeightFiles:
     """The tensors of one file, or of several that an index names.
 
+    The package safetensors maps a file into memory, and what was touched of it counts as memory of
+    the process until it is closed. So a file is opened anew after each 8 MiB.
+
     Args:
         path: A folder, a .safetensors file, or an index of such files.
 
     Raises:
-        WeightsError: No such files, or they do not fit together.
+        WeightsError: No such files, they do not fit together, or safetensors is not installed.
 
     Example:
         >>> import tempfile
-        >>> from xla_dtensor.hosts.hugging_face.format import header_bytes
+        >>> from safetensors.torch import save_file
         >>> folder = tempfile.TemporaryDirectory()
-        >>> path = Path(folder.name, "model.safetensors")
-        >>> _ = path.write_bytes(header_bytes([("w", torch.int8, (2, 2))]) + bytes([1, 2, 3, 4]))
+        >>> save_file({"w": torch.tensor([[1, 2], [3, 4]])}, f"{folder.name}/model.safetensors")
         >>> with WeightFiles(folder.name) as files:
-        ...     files.read("w", (slice(1, 2), slice(0, 2)), torch.empty(1, 2, dtype=torch.int8))
+        ...     files.read("w", (slice(1, 2), slice(0, 2)), torch.empty(1, 2, dtype=torch.int64))
         ...     files.bytes_read
-        tensor([[3, 4]], dtype=torch.int8)
-        2
+        tensor([[3, 4]])
+        16
         >>> folder.cleanup()
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.tensors: dict[str, FileTensor] = _tensors_of_file(self.path)
+        self.tensors: dict[str, FileTensor] = _tensors_at(self.path)
         self.bytes_read = 0
-        self._open: dict[Path, int] = {}
+        self._open: Any = None
+        self._file: Path | None = None
+        self._mapped = 0
 
     def __enter__(self) -> WeightFiles:
         return self
@@ -69,12 +90,7 @@ class WeightFiles:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close all files."""
-        while self._open:
-            os.close(self._open.popitem()[1])
+        self._open = None
 
     def read(self, key: str, index: Index, out: torch.Tensor) -> torch.Tensor:
         """Read a part of a tensor.
@@ -82,111 +98,76 @@ class WeightFiles:
         Args:
             key: Its name.
             index: One slice per dim.
-            out: A CPU tensor of that part's extents. Where its dtype is another one, values are
-                converted piece by piece.
+            out: A CPU tensor of that part's extents, to whose dtype values are converted.
 
         Returns:
             `out`.
-
-        Raises:
-            WeightsError: The file is shorter than its header says.
         """
-        place, extents = self.tensors[key], extents_of(index)
-        if out.dtype == place.dtype and out.is_contiguous():
-            self._fill(place, index, out)
+        if not out.numel():
             return out
-        for window in windows(extents, place.dtype.itemsize, _SCRATCH):
-            scratch = torch.empty(extents_of(window), dtype=place.dtype)
-            self._fill(place, shifted(window, index), scratch)
-            out[window].copy_(scratch)
+        tensor = self.tensors[key]
+        self.bytes_read += out.numel() * tensor.dtype.itemsize
+        if not index:
+            self._map(tensor.file, tensor.num_bytes)
+            return out.copy_(self._open.get_tensor(key))
+        # Narrow columns are on every page of the rows that have them.
+        row_bytes = prod(tensor.shape[1:]) * tensor.dtype.itemsize
+        for rows in windows(extents_of(index[:1]), row_bytes, _MAPPED_BYTES):
+            self._map(tensor.file, prod(extents_of(rows)) * row_bytes)
+            part = (*shifted(rows, index[:1]), *index[1:])
+            # A view of what is mapped: only what is copied is read.
+            out[rows].copy_(self._open.get_slice(key)[part])
         return out
 
-    def _fill(self, place: FileTensor, index: Index, out: torch.Tensor) -> None:
-        """Read a part into a contiguous tensor of the same dtype."""
-        if not out.numel():
-            return
-        wide = _without_small_gaps(index, place.shape, place.dtype.itemsize)
-        if wide != index:
-            inner = relative(index, wide)
-            for window in windows(extents_of(wide)[:1], _row_bytes(wide, place), _SCRATCH):
-                rows = slice(wide[0].start + window[0].start, wide[0].start + window[0].stop)
-                part = (rows, *wide[1:])
-                scratch = torch.empty(extents_of(part), dtype=place.dtype)
-                self._fill(place, part, scratch)
-                out[window[0]] = scratch[(slice(None), *inner[1:])]
-            return
-        # reshape: a number has no bytes to view.
-        flat: Any = out.detach().reshape(-1).view(torch.uint8).numpy()
-        data = memoryview(flat)
-        fd, position = self._descriptor(place.file), 0
-        for start, length in _runs(index, place):
-            _read_exactly(fd, data[position : position + length], start, place.file)
-            position += length
-        self.bytes_read += position
-
-    def _descriptor(self, file: Path) -> int:
-        if file not in self._open:
-            if len(self._open) >= 64:  # a job has other files open as well
-                os.close(self._open.pop(next(iter(self._open))))
-            self._open[file] = os.open(file, os.O_RDONLY)
-        return self._open[file]
+    def _map(self, file: Path, num_bytes: int) -> None:
+        """Have a file open, of which so many bytes are about to be touched."""
+        self._mapped += num_bytes
+        if self._file != file or self._mapped > _MAPPED_BYTES:
+            self._open, self._file, self._mapped = _opened(file), file, num_bytes
 
 
-def _row_bytes(index: Index, place: FileTensor) -> int:
-    return prod(extents_of(index)[1:]) * place.dtype.itemsize
+def _opened(file: Path) -> Any:
+    try:
+        safetensors: Any = importlib.import_module("safetensors")
+    except ImportError as error:
+        raise WeightsError(
+            f"The weights in {str(file)!r} were to be read. The package safetensors, which reads "
+            "them, is not installed. Install it: pip install safetensors."
+        ) from error
+    try:
+        return safetensors.safe_open(file, "pt")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise WeightsError(
+            f"The weights in {str(file)!r} were to be read. Its header and its bytes do not fit "
+            f"each other: {error}. Get the file again: it is damaged, cut short, or no safetensors "
+            "file."
+        ) from None
 
 
-def _without_small_gaps(index: Index, shape: Sequence[int], itemsize: int) -> Index:
-    """Widen a part to whole rows where it skips less than a page between two of them.
-
-    The first dim stays: what is read before and after the part is never more than was asked for.
-    """
-    row = itemsize
-    wide = list(index)
-    for dim in range(len(shape) - 1, 0, -1):
-        skipped = (shape[dim] - (index[dim].stop - index[dim].start)) * row
-        if skipped >= _PAGE:
-            break
-        wide[dim] = slice(0, shape[dim])
-        row *= shape[dim]
-    return tuple(wide)
-
-
-def _runs(index: Index, place: FileTensor) -> Iterator[tuple[int, int]]:
-    """Yield (first byte, bytes) of the parts of the file that make up a part of a tensor."""
-    shape, extents = place.shape, extents_of(index)
-    cut = len(shape)
-    while cut and extents[cut - 1] == shape[cut - 1]:
-        cut -= 1
-    cut = max(cut - 1, 0)  # dims after this one are whole
-    strides = [prod(shape[dim + 1 :]) * place.dtype.itemsize for dim in range(len(shape))]
-    length = prod(extents[cut:]) * place.dtype.itemsize
-    first = place.start + (index[cut].start * strides[cut] if shape else 0)
-    outer = [
-        range(part.start * stride, part.stop * stride, stride)
-        for part, stride in zip(index[:cut], strides[:cut], strict=True)
-    ]
-    for offsets in itertools.product(*outer):
-        yield first + sum(offsets), length
-
-
-def _read_exactly(fd: int, data: memoryview, start: int, file: Path) -> None:
-    done = 0
-    while done < len(data):
-        count = os.preadv(fd, [data[done:]], start + done)
-        if count == 0:
-            raise WeightsError(
-                f"{len(data)} bytes of {str(file)!r} were to be read from byte {start}. The file "
-                f"ends at byte {start + done}: it was cut short while it was read. Get the file "
-                "again."
+def _tensors_of(file: Path) -> dict[str, FileTensor]:
+    """The tensors of a file, in the order of their bytes."""
+    opened = _opened(file)
+    tensors: dict[str, FileTensor] = {}
+    for place, key in enumerate(opened.offset_keys()):
+        part = opened.get_slice(key)
+        shape = tuple(part.get_shape())
+        try:
+            dtype = (
+                part[(slice(0, 0),) * len(shape)].dtype if shape else opened.get_tensor(key).dtype
             )
-        done += count
+        except Exception as error:
+            raise WeightsError(
+                f"The file {str(file)!r} has {key!r} with dtype={part.get_dtype()!r}. It cannot be "
+                f"read as a tensor of torch: {error}. Convert the file to a dtype that torch has."
+            ) from None
+        tensors[key] = FileTensor(file, dtype, shape, place)
+    return tensors
 
 
-# ---------------------------------------------------------------------- which files
+# -------------------------------------------------------------------------------------- Which files
 
 
-def _tensors_of_file(path: Path) -> dict[str, FileTensor]:
+def _tensors_at(path: Path) -> dict[str, FileTensor]:
     if path.is_dir():
         indices = [path / INDEX_NAME, *sorted(path.glob("*.safetensors.index.json"))]
         index = next((file for file in indices if file.is_file()), None)
@@ -200,7 +181,7 @@ def _tensors_of_file(path: Path) -> dict[str, FileTensor]:
     elif path.name.endswith(".json") and path.is_file():
         return _of_index(path)
     elif path.is_file():
-        return read_header(path)
+        return _tensors_of(path)
     what = "The folder has no safetensors file" if path.is_dir() else "There is no such file"
     raise WeightsError(
         f"Weights were to be read from path={str(path)!r}. {what}. Pass a folder with "
@@ -210,40 +191,39 @@ def _tensors_of_file(path: Path) -> dict[str, FileTensor]:
 
 
 def _of_files(files: Sequence[Path]) -> dict[str, FileTensor]:
-    found: dict[str, FileTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     for file in files:
-        for key, tensor in read_header(file).items():
-            if key in found:
+        for key, tensor in _tensors_of(file).items():
+            if key in tensors:
                 raise WeightsError(
                     f"The weights of {str(file.parent)!r} were to be read without an index. Both "
-                    f"{found[key].file.name} and {file.name} have {key!r}. Pass one of the files, "
-                    "or remove what is not of this model."
+                    f"{tensors[key].file.name} and {file.name} have {key!r}. Pass one of the "
+                    "files, or remove what is not of this model."
                 )
-            found[key] = tensor
-    return found
+            tensors[key] = tensor
+    return tensors
 
 
 def _of_index(index: Path) -> dict[str, FileTensor]:
     try:
-        read: Any = json.loads(index.read_text(encoding="utf-8"))
-        places: dict[str, str] = dict(read["weight_map"])
+        places: dict[str, str] = dict(json.loads(index.read_text("utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(
             f"The index {str(index)!r} was to be read. It has no readable weight_map: {error!r}. "
             "Get the file again, or pass the path of a .safetensors file."
         ) from None
-    headers: dict[str, dict[str, FileTensor]] = {}
+    files: dict[str, dict[str, FileTensor]] = {}
     for name in dict.fromkeys(places.values()):
         if not (index.parent / name).is_file():
             raise WeightsError(
                 f"The index {str(index)!r} names the file {name!r}. It is not there. Get the "
                 "missing file; all of them have to be in one folder."
             )
-        headers[name] = read_header(index.parent / name)
+        files[name] = _tensors_of(index.parent / name)
     for key, name in places.items():
-        if key not in headers[name]:
+        if key not in files[name]:
             raise WeightsError(
                 f"The index {str(index)!r} says that {name!r} has {key!r}. That file does not: it "
-                f"has {nearest(key, headers[name], most=3)}. Get index and files of one model."
+                f"has {nearest(key, files[name], most=3)}. Get index and files of one model."
             )
-    return {key: headers[name][key] for key, name in places.items()}
+    return {key: files[name][key] for key, name in places.items()}

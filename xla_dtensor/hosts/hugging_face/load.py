@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 from xla_dtensor.core.errors import WeightsError
 from xla_dtensor.dtensor.dcp import Index, extents_of
-from xla_dtensor.hosts.hugging_face.files import WeightFiles
-from xla_dtensor.hosts.hugging_face.format import FileTensor
-from xla_dtensor.hosts.hugging_face.memory import FreedMemory
+from xla_dtensor.dtensor.dtensor import DTensor
+from xla_dtensor.dtensor.mesh import is_off_mesh
+from xla_dtensor.hosts.blocks import (
+    Read,
+    blocks_of,
+    filled,
+    intersection,
+    moving,
+    relative,
+    shifted,
+    whole,
+    windows,
+)
+from xla_dtensor.hosts.hugging_face.files import FileTensor, WeightFiles
 from xla_dtensor.hosts.hugging_face.module import Slot, dropped_names, is_ignorable, slots_of
-from xla_dtensor.hosts.hugging_face.names import NameRules, Names, Piece
-from xla_dtensor.hosts.hugging_face.place import blocks_of, give_values
-from xla_dtensor.hosts.hugging_face.progress import progress_bar
-from xla_dtensor.hosts.hugging_face.windows import intersection, relative, shifted, windows
+from xla_dtensor.hosts.hugging_face.names import (
+    NameRules,
+    Names,
+    Piece,
+    stored_by_transformers,
+)
 
-__all__ = ["LoadedWeights", "load"]
+__all__ = ["LoadedWeights", "load_weights"]
 
 _LISTED = 5  # names of a kind in a message
 _COMPARED = 16 << 20  # bytes of a tied tensor that are compared at once
@@ -56,7 +69,7 @@ class _Source:
     also: list[tuple[Piece, ...]]  # what the files have under other names of a tied tensor
 
 
-def load(
+def load_weights(
     path: str | os.PathLike[str],
     module: nn.Module,
     names: Names,
@@ -64,31 +77,29 @@ def load(
     strict: bool,
     progress: bool,
 ) -> LoadedWeights:
-    """Load weights: see :func:`xla_dtensor.hosts.checkpoint.hugging_face.load_hf`."""
+    """Load weights: see :func:`xla_dtensor.hosts.hugging_face.load_hf`."""
     slots = slots_of(module)
+    rules = NameRules(names, stored=stored_by_transformers(module))
     with WeightFiles(path) as files:
-        sources, missing, wrong = _sources(slots, files.tensors, NameRules(names), dtype)
+        sources, missing, wrong = _sources(slots, files.tensors, rules, dtype)
         unexpected = _unexpected(module, sources, files.tensors)
         if wrong or (strict and (missing or unexpected)):
             raise _misfit(path, module, wrong, missing, unexpected, files.tensors)
         sources.sort(key=lambda source: _place(files, source))
-        total = sum(files.tensors[p.key].num_bytes for source in sources for p in source.pieces)
-        freed = FreedMemory()
-        with progress_bar("load", total, progress) as advance:
-            for source in sources:
+        sizes = [sum(files.tensors[p.key].num_bytes for p in s.pieces) for s in sources]
+        with moving("loading", sum(sizes), progress and sys.stderr.isatty()) as advance:
+            for source, size in zip(sources, sizes, strict=True):
                 if strict:
                     _check_tied(files, source)
-                give_values(source.slot, source.dtype, _piece_reader(files, source.pieces))
-                count = sum(files.tensors[piece.key].num_bytes for piece in source.pieces)
-                advance(count)
-                freed.after(count)
+                _give_values(source.slot, source.dtype, _reader(files, source.pieces))
+                advance(size)
         loaded = tuple(name for source in sources for name in source.slot.names)
         return LoadedWeights(loaded, tuple(missing), tuple(unexpected), files.bytes_read)
 
 
 def _place(files: WeightFiles, source: _Source) -> tuple[str, int]:
     first = files.tensors[source.pieces[0].key]
-    return first.file.name, first.start
+    return first.file.name, first.place
 
 
 # ---------------------------------------------------------------------------- What comes from where
@@ -101,14 +112,14 @@ def _sources(
     dtype: torch.dtype | str | None,
 ) -> tuple[list[_Source], list[str], list[str]]:
     """Return what can be loaded, which names the files lack, and what is wrong."""
-    found: list[_Source] = []
+    sources: list[_Source] = []
     missing: list[str] = []
     wrong: list[str] = []
     for slot in slots:
-        made = [rules.pieces(name, slot.tensor.shape, tensors) for name in slot.names]
-        there = [p for p in made if p and all(piece.key in tensors for piece in p)]
+        ways = [rules.pieces(name, slot.tensor.shape, tensors) for name in slot.names]
+        there = [pieces for pieces in ways if pieces and all(p.key in tensors for p in pieces)]
         if not there:
-            lacking = [piece.key for pieces in made for piece in pieces if piece.key not in tensors]
+            lacking = [piece.key for pieces in ways for piece in pieces if piece.key not in tensors]
             if lacking:  # otherwise the rules say that it is in no file
                 name = slot.names[0]
                 missing.append(name if name in lacking else f"{name} (as {lacking[0]})")
@@ -117,8 +128,8 @@ def _sources(
         for piece in there[0]:
             faults += _faults(slot.names[0], piece, tensors[piece.key], target)
         wrong += faults
-        found.append(_Source(slot, there[0], target, [p for p in there[1:] if p != there[0]]))
-    return found, missing, wrong
+        sources.append(_Source(slot, there[0], target, [p for p in there[1:] if p != there[0]]))
+    return sources, missing, wrong
 
 
 def _dtype_for(
@@ -185,16 +196,14 @@ def _listed(names: Sequence[str], count: int) -> str:
 
 
 def _near(name: str, candidates: Sequence[str]) -> str:
-    found = get_close_matches(name.split(" ")[0], candidates, n=1, cutoff=0.5)
-    return f"{name} (the nearest there is {found[0]})" if found else name
+    near = get_close_matches(name.split(" ")[0], candidates, n=1, cutoff=0.5)
+    return f"{name} (the nearest there is {near[0]})" if near else name
 
 
-# ---------------------------------------------------------------------- values
+# ------------------------------------------------------------------------------------------- Values
 
 
-def _piece_reader(
-    files: WeightFiles, pieces: Sequence[Piece]
-) -> Callable[[Index, torch.Tensor], Any]:
+def _reader(files: WeightFiles, pieces: Sequence[Piece]) -> Read:
     """Return a function that fills a tensor with a part of what the pieces make up."""
 
     def read(index: Index, out: torch.Tensor) -> None:
@@ -210,18 +219,50 @@ def _piece_reader(
     return read
 
 
+def _give_values(slot: Slot, dtype: torch.dtype, read: Read) -> None:
+    """Give a tensor of a module its values.
+
+    A tensor that has values gets the new ones in place. One on the meta device, or of another
+    dtype, gets another content: see :meth:`xla_dtensor.hosts.hugging_face.module.Slot.replace`.
+    What lies on devices of other processes only is left to these.
+    """
+    tensor = slot.tensor
+    in_place = tensor.dtype == dtype and not tensor.is_meta
+    with torch.no_grad():
+        if isinstance(tensor, DTensor):
+            if is_off_mesh(tensor._spec.mesh):
+                return
+            spec = tensor._spec
+            lies = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
+            value = DTensor._wrapping(filled(tensor, dtype, read), spec.mesh, lies)
+        elif in_place and tensor.device.type == "cpu" and tensor.is_contiguous():
+            read(whole(tensor.shape), tensor.detach())
+            torch.autograd.graph.increment_version(tensor)
+            return
+        else:
+            value = torch.empty(tensor.shape, dtype=dtype)
+            read(whole(tensor.shape), value)
+            value = value if tensor.is_meta else value.to(tensor.device)
+        if in_place:
+            tensor.copy_(value)
+        else:
+            slot.replace(value)
+
+
 def _check_tied(files: WeightFiles, source: _Source) -> None:
     """Refuse two values for a tensor that the module has under two names."""
     stored = files.tensors[source.pieces[0].key].dtype
-    for other, index in itertools.product(source.also, blocks_of(source.slot.tensor)):
-        for window in windows(extents_of(index), stored.itemsize, _COMPARED):
-            part = shifted(window, index)
-            first, second = (torch.empty(extents_of(part), dtype=stored) for _ in range(2))
-            _piece_reader(files, source.pieces)(part, first)
-            _piece_reader(files, other)(part, second)
-            if not torch.equal(first, second):
-                raise WeightsError(
-                    f"The tied tensor {' = '.join(source.slot.names)} was to be loaded. The files "
-                    f"have different values under {source.pieces[0].key!r} and {other[0].key!r}. "
-                    "Load into a module without the tie, or pass strict=False for the first."
-                )
+    for names in source.also:
+        for index in blocks_of(source.slot.tensor):
+            for window in windows(extents_of(index), stored.itemsize, _COMPARED):
+                part = shifted(window, index)
+                first, second = (torch.empty(extents_of(part), dtype=stored) for _ in range(2))
+                _reader(files, source.pieces)(part, first)
+                _reader(files, names)(part, second)
+                if not torch.equal(first, second):
+                    raise WeightsError(
+                        f"The tied tensor {' = '.join(source.slot.names)} was to be loaded. The "
+                        f"files have different values under {source.pieces[0].key!r} and "
+                        f"{names[0].key!r}. Load into a module without the tie, or pass "
+                        "strict=False for the first."
+                    )

@@ -39,20 +39,20 @@ class Slot:
     def replace(self, value: torch.Tensor) -> None:
         """Give it another content: the object stays, where torch can do that, or is replaced."""
         old: Any = self.tensor
-        made: Any = value
+        new: Any = value
         if isinstance(old, nn.Parameter):
-            made = nn.Parameter(value, old.requires_grad)
-        made.__dict__.update(old.__dict__)
+            new = nn.Parameter(value, old.requires_grad)
+        new.__dict__.update(old.__dict__)
         hooks = old._backward_hooks or getattr(old, "_post_accumulate_grad_hooks", None)
         if not hooks:
             try:
-                torch.utils.swap_tensors(old, made)
+                torch.utils.swap_tensors(old, new)
                 return
             except RuntimeError:  # a gradient was recorded with it, or a weak reference is kept
                 pass
         for holder, key in self.holders:
-            holder[key] = made
-        self.tensor = made
+            holder[key] = new
+        self.tensor = new
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
@@ -72,19 +72,19 @@ def slots_of(module: nn.Module) -> list[Slot]:
             f"Weights were to be moved for an object of type={type(module).__name__}. Names and "
             "tensors are those of a torch.nn.Module. Pass a module."
         )
-    found: dict[int, Slot] = {}
-    for name, holder, key, tensor, kept in _tensors_of_module(module):
-        if kept:
-            slot = found.setdefault(id(tensor), Slot([], tensor))
+    slots: dict[int, Slot] = {}
+    for name, holder, key, tensor, is_saved in _tensors_of_module(module):
+        if is_saved:
+            slot = slots.setdefault(id(tensor), Slot([], tensor))
             if name not in slot.names:
                 slot.names.append(name)
             slot.holders.append((holder, key))
-    return list(found.values())
+    return list(slots.values())
 
 
 def dropped_names(module: nn.Module) -> set[str]:
     """Return the names of buffers that a state dict does not have."""
-    return {name for name, _, _, _, kept in _tensors_of_module(module) if not kept}
+    return {name for name, _, _, _, is_saved in _tensors_of_module(module) if not is_saved}
 
 
 def _tensors_of_module(

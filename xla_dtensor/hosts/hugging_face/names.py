@@ -11,21 +11,31 @@
 A pattern's ``*`` stands for a part of a name without dots, ``**`` for any, ``**.`` also for
 nothing. The first pattern that fits a name counts, and a name that none fits stays as it is.
 
-Where the files have no tensor of a name, the ways in which experts are known to be stored are
-tried: transformers keeps those of a layer in one tensor, and writes one tensor for each.
+A model of transformers is stored as transformers itself would store it, which often is another way
+than its modules have it: experts of a layer are one tensor there, and one each in the files. What
+becomes of each tensor is asked of transformers' own conversions, see `stored_by_transformers`. Only
+for the models of ``xla_dtensor/models`` this module has a table.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from xla_dtensor.core.errors import ArgumentTypeError, WeightsError
 from xla_dtensor.dtensor.dcp import Index, extents_of
+from xla_dtensor.hosts.hugging_face.module import slots_of
 
-__all__ = ["NameRules", "Names", "Piece"]
+__all__ = ["NameRules", "Names", "Piece", "stored_by_transformers"]
 
 Names: TypeAlias = Mapping[str, Any] | Callable[[str], Any] | None
 """What is passed as `names`: see the module docstring; a function maps a name to the right side."""
@@ -39,19 +49,6 @@ _MIXTRAL = {
     ],
     "**.mlp.experts.down_proj": "**.block_sparse_moe.experts.#.w2.weight",
     "**.mlp.gate.weight": "**.block_sparse_moe.gate.weight",
-}
-_QWEN_MOE = {
-    "**.mlp.experts.gate_up_proj": [
-        "**.mlp.experts.#.gate_proj.weight",
-        "**.mlp.experts.#.up_proj.weight",
-    ],
-    "**.mlp.experts.down_proj": "**.mlp.experts.#.down_proj.weight",
-}
-_OF_MODEL_TYPE = {
-    "mixtral": _MIXTRAL,
-    "qwen2_moe": _QWEN_MOE,
-    "qwen3_moe": _QWEN_MOE,
-    "olmoe": _QWEN_MOE,
 }
 
 
@@ -80,7 +77,8 @@ class NameRules:
 
     Args:
         names: See the module docstring.
-        model_type: As in a ``config.json``: how files of such a model store experts.
+        model_type: As in a ``config.json``; "mixtral" of this library stores experts one by one.
+        stored: Pieces by name, as `stored_by_transformers` found them.
 
     Raises:
         ArgumentTypeError: `names` is of another kind.
@@ -92,7 +90,12 @@ class NameRules:
         'layers.3.weight'
     """
 
-    def __init__(self, names: Names = None, model_type: str | None = None) -> None:
+    def __init__(
+        self,
+        names: Names = None,
+        model_type: str | None = None,
+        stored: Mapping[str, tuple[Piece, ...]] | None = None,
+    ) -> None:
         if names is not None and not callable(names) and not isinstance(names, Mapping):
             raise ArgumentTypeError(
                 f"names={names!r} was passed, of type={type(names).__name__}. Names are mapped by "
@@ -100,9 +103,9 @@ class NameRules:
             )
         self._function = names if callable(names) else None
         self._patterns = _compiled(names) if isinstance(names, Mapping) else []
-        known = _OF_MODEL_TYPE.get(model_type or "")
-        self._stored = _compiled(known or {})
-        self._other_ways = [_compiled(rules) for rules in (_MIXTRAL, _QWEN_MOE)]
+        self._experts = _compiled(_MIXTRAL)
+        self._has_experts = model_type == "mixtral"
+        self._stored = stored or {}
 
     def pieces(
         self, path: str, shape: Sequence[int], keys: Container[str] | None = None
@@ -124,24 +127,29 @@ class NameRules:
         targets = self._targets(path)
         if len(targets) == 1 and "#" not in targets[0][0]:
             key = targets[0][0]
-            if keys is None:
-                targets = _first_match(self._stored, key) or targets
-            elif key not in keys:
-                for way in self._other_ways:
-                    found = _first_match(way, key)
-                    made = _pieces(path, shape, found) if found and _fits(found, shape) else ()
-                    if any(piece.key in keys for piece in made):
-                        return made
+            if keys is None or key not in keys:
+                pieces = self._stored.get(key) or self._experts_of(key, path, shape, keys is None)
+                if pieces and (keys is None or any(piece.key in keys for piece in pieces)):
+                    return pieces
+        return _pieces(path, shape, targets)
+
+    def _experts_of(
+        self, key: str, path: str, shape: Sequence[int], is_written: bool
+    ) -> tuple[Piece, ...]:
+        """How a model of this library has the experts of a layer in files."""
+        targets = _first_match(self._experts, key)
+        if targets is None or not _fits(targets, shape) or (is_written and not self._has_experts):
+            return ()
         return _pieces(path, shape, targets)
 
     def _targets(self, path: str) -> list[_Target]:
         if self._function is not None:
             return _right_side(self._function(path), path)
-        found = _first_match(self._patterns, path)
-        return [(path, None)] if found is None else found
+        targets = _first_match(self._patterns, path)
+        return [(path, None)] if targets is None else targets
 
 
-# ---------------------------------------------------------------------- patterns
+# ----------------------------------------------------------------------------------------- Patterns
 
 
 _WILD = re.compile(r"\*\*\.|\*\*|\*")
@@ -176,11 +184,11 @@ def _right_side(value: Any, name: str) -> list[_Target]:
         return []
     listed = [value] if isinstance(value, str) else value
     targets: list[_Target] = []
-    for each in listed if isinstance(listed, (list, tuple)) else [listed]:
-        if isinstance(each, str):
-            targets.append((each, None))
-        elif isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str):
-            targets.append((each[0], int(each[1])))
+    for target in listed if isinstance(listed, (list, tuple)) else [listed]:
+        if isinstance(target, str):
+            targets.append((target, None))
+        elif isinstance(target, tuple) and len(target) == 2 and isinstance(target[0], str):
+            targets.append((target[0], int(target[1])))
         else:
             raise ArgumentTypeError(
                 f"names gives {value!r} for {name!r}. That is no name of a tensor in the files. "
@@ -199,11 +207,11 @@ def _first_match(rules: _Rules, path: str) -> list[_Target] | None:
 
 
 def _filled(key: str, texts: Sequence[str]) -> str:
-    left = iter(texts)
-    return _WILD.sub(lambda _: next(left), key)
+    unused = iter(texts)
+    return _WILD.sub(lambda _: next(unused), key)
 
 
-# ---------------------------------------------------------------------- pieces
+# ------------------------------------------------------------------------------------------- Pieces
 
 
 def _fits(targets: Sequence[_Target], shape: Sequence[int]) -> bool:
@@ -221,12 +229,12 @@ def _pieces(path: str, shape: Sequence[int], targets: Sequence[_Target]) -> tupl
     if any(("#" in key) != stacked for key, _ in targets) or len(shape) <= dim:
         raise _uncut(path, shape, targets, "It has no such dim, or only some have a #")
     lengths = _lengths(path, shape, targets, dim)
-    rest = tuple(slice(0, size) for size in shape[dim + 1 :])
+    inner = tuple(slice(0, size) for size in shape[dim + 1 :])
     pieces: list[Piece] = []
     for i in range(shape[0] if stacked else 1):
         start = 0
         for (key, _), length in zip(targets, lengths, strict=True):
-            part = (slice(start, start + length), *rest)
+            part = (slice(start, start + length), *inner)
             at = (slice(i, i + 1), *part) if stacked else part
             pieces.append(Piece(key.replace("#", str(i)), at, stacked))
             start += length
@@ -236,17 +244,16 @@ def _pieces(path: str, shape: Sequence[int], targets: Sequence[_Target]) -> tupl
 def _lengths(
     path: str, shape: Sequence[int], targets: Sequence[_Target], dim: int
 ) -> tuple[int, ...]:
-    size, given = shape[dim], [length for _, length in targets]
-    if all(length is None for length in given):
+    size, lengths = shape[dim], [length or 0 for _, length in targets]
+    if all(length is None for _, length in targets):
         if size % len(targets):
             raise _uncut(
                 path, shape, targets, f"{size} elements are not {len(targets)} equal parts"
             )
         return (size // len(targets),) * len(targets)
-    lengths = tuple(length or 0 for length in given)
     if sum(lengths) != size or min(lengths) < 1:
         raise _uncut(path, shape, targets, f"The lengths are not {size} together")
-    return lengths
+    return tuple(lengths)
 
 
 def _uncut(path: str, shape: Sequence[int], targets: Sequence[_Target], why: str) -> WeightsError:
@@ -255,3 +262,82 @@ def _uncut(path: str, shape: Sequence[int], targets: Sequence[_Target], why: str
         f"names gives {keys} for {path!r} of shape={tuple(shape)}. {why}, along the dim where they "
         "are joined. Give each its length: (name, length)."
     )
+
+
+# ------------------------------------------------------------------- As transformers stores a model
+
+
+class _ViewsStay(TorchDispatchMode):
+    """Copies of meta tensors are the tensors: what was cut stays a view of what it was cut from."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        is_copy = func is torch.ops.aten.clone.default
+        return args[0] if is_copy else func(*args, **(kwargs or {}))
+
+
+def stored_by_transformers(module: nn.Module) -> dict[str, tuple[Piece, ...]]:
+    """Return how transformers stores the tensors of its models: a name in the module -> pieces.
+
+    transformers converts what it saves, by rules that each release adds models to. They are run
+    here on meta tensors, and a result that is a view tells which part of which tensor it is. A
+    tensor that is stored as no part of one (transposed, joined with others) is left out.
+
+    Args:
+        module: A model of transformers, or a module that holds some.
+    """
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is None:  # then no module is a model of it
+        return {}
+    try:
+        loading: Any = importlib.import_module("transformers.core_model_loading")
+        revert = loading.revert_weight_conversion
+    except (ImportError, AttributeError):  # transformers before 5 stores what its modules have
+        return {}
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    prefixes: list[str] = []
+    for prefix, part in module.named_modules():
+        inside = any(prefix == outer or prefix.startswith(f"{outer}.") for outer in prefixes)
+        if isinstance(part, transformers.PreTrainedModel) and not inside and "" not in prefixes:
+            prefixes.append(prefix)
+            pieces |= _converted(part, f"{prefix}." if prefix else "", revert)
+    return pieces
+
+
+def _converted(model: Any, prefix: str, revert: Any) -> dict[str, tuple[Piece, ...]]:
+    tensors = {
+        name: torch.empty(slot.tensor.shape, device="meta")
+        for slot in slots_of(model)
+        for name in slot.names
+    }
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    pieces: dict[str, list[Piece]] = {}
+    with _ViewsStay():
+        stored: dict[str, torch.Tensor] = revert(model, dict(tensors))
+    for key, view in stored.items():
+        name = names.get(id(view if view._base is None else view._base))
+        at = None if name is None else _part(view, tensors[name])
+        if name is not None and at is not None:
+            stacked = view.ndim < len(at)
+            pieces.setdefault(name, []).append(Piece(prefix + key, at, stacked))
+    return {
+        prefix + name: tuple(parts)
+        for name, parts in pieces.items()
+        if sum(prod(piece.shape) for piece in parts) == tensors[name].numel()
+    }
+
+
+def _part(view: torch.Tensor, tensor: torch.Tensor) -> Index | None:
+    """Which block of a contiguous tensor a view of it is; the view may lack dim 0."""
+    sizes = tuple(view.shape)
+    if view.stride() == tensor.stride()[1:] and view.ndim == tensor.ndim - 1:
+        sizes = (1, *sizes)
+    elif view.stride() != tensor.stride():
+        return None
+    starts: list[int] = []
+    offset = int(view.storage_offset())
+    for stride in tensor.stride():
+        starts.append(offset // stride)
+        offset %= stride
+    return tuple(slice(start, start + n) for start, n in zip(starts, sizes, strict=True))

@@ -260,6 +260,7 @@ class JaxRuntime(Runtime):
                 missing = [(0, t - n) for t, n in zip(tile, data.shape, strict=True)]
                 padded = np.pad(data, missing) if data.ndim else data
                 arrays.append(jax.device_put(padded, by_id[device_id]))
+                del shard, data, padded  # `shards` may read the next one while this one waits
             array = jax.make_array_from_single_device_arrays(target, sharding, arrays)
         return JaxTensor(Storage(array, shape, sharding))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from xla_dtensor.errors import ArgumentTypeError, WeightsError
-from xla_dtensor.hosts.hugging_face.names import NameRules, Piece
+from xla_dtensor.hosts.hugging_face.names import NameRules, Piece, stored_by_transformers
 
 
 def keys(rules: NameRules, path: str, shape: tuple[int, ...] = (4, 2), there: Any = None) -> Any:
@@ -62,16 +63,40 @@ def test_experts_are_found_as_the_files_have_them() -> None:
     assert keys(NameRules(), path, shape, {path}) == [path]
     assert keys(NameRules(), path, shape, set(one_by_one)) == one_by_one
     assert keys(NameRules(), path, shape, {one_by_one[2]}) == one_by_one
-    qwen = {"model.layers.3.mlp.experts.1.up_proj.weight"}
-    assert qwen < set(keys(NameRules(), path, shape, qwen))
     assert keys(NameRules(), path, shape, {"other"}) == [path]
     # Written as models of that type are.
     assert keys(NameRules(None, "mixtral"), path, shape) == one_by_one
-    assert qwen < set(keys(NameRules(None, "qwen3_moe"), path, shape))
     assert keys(NameRules(None, "llama"), path, shape) == [path]
     # Behind a name of one's own, too.
     mine = NameRules({"blocks.*.gate_up": "model.layers.*.mlp.experts.gate_up_proj"}, "mixtral")
     assert keys(mine, "blocks.3.gate_up", shape) == one_by_one
+
+
+def test_transformers_says_how_it_stores_its_models() -> None:
+    hf: Any = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = hf.Qwen3MoeConfig(**sizes, num_experts=3, moe_intermediate_size=6, head_dim=2)
+    with torch.device("meta"):
+        model = hf.AutoModelForCausalLM.from_config(config)
+    stored = stored_by_transformers(torch.nn.ModuleDict({"inner": model}))
+    layer = "inner.model.layers.1.mlp"
+    pieces = stored[f"{layer}.experts.gate_up_proj"]
+    assert [piece.key for piece in pieces] == [
+        f"{layer}.experts.{i}.{name}_proj.weight" for name in ("gate", "up") for i in range(3)
+    ]
+    assert pieces[4] == Piece(
+        f"{layer}.experts.1.up_proj.weight", (slice(1, 2), slice(6, 12), slice(0, 4)), stacked=True
+    )
+    assert stored[f"{layer}.gate.weight"] == (
+        Piece(f"{layer}.gate.weight", (slice(0, 3), slice(0, 4))),
+    )
+    assert set(stored) == {f"inner.{name}" for name in model.state_dict()}
+    rules = NameRules(stored=stored)
+    path, shape = f"{layer}.experts.gate_up_proj", (3, 12, 4)
+    assert rules.pieces(path, shape) == pieces
+    assert rules.pieces(path, shape, {pieces[2].key}) == pieces
+    assert keys(rules, path, shape, {path}) == [path]
+    assert stored_by_transformers(torch.nn.Linear(2, 2)) == {}
 
 
 @pytest.mark.parametrize(

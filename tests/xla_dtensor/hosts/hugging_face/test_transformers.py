@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import xla_dtensor as xd
-from xla_dtensor.hosts.checkpoint.hugging_face import load_hf, save_hf
+from xla_dtensor.hosts.hugging_face import load_hf, save_hf
 from xla_dtensor.models.decoder import Llama, Mixtral
 from xla_dtensor.plan.model_sizes import ModelSizes
 

@@ -12,9 +12,9 @@ import torch
 
 from tests.hosts import Hosts
 from tests.xla_dtensor.host_tasks_hf import wide
-from xla_dtensor.hosts.checkpoint.hugging_face import save_hf
+from xla_dtensor.hosts.blocks import whole
+from xla_dtensor.hosts.hugging_face import save_hf
 from xla_dtensor.hosts.hugging_face.files import WeightFiles
-from xla_dtensor.hosts.hugging_face.windows import whole
 from xla_dtensor.models.decoder import Llama, Mixtral
 from xla_dtensor.plan.model_sizes import ModelSizes
 
