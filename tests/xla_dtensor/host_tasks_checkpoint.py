@@ -169,17 +169,24 @@ class _faults:
         self._patch = pytest.MonkeyPatch()
 
     def __enter__(self) -> None:
-        write, pause, full = storage._LocalSink.write, self._pause, self._full
-
-        def faulty(sink: Any, data: Any) -> int:
-            time.sleep(pause)
-            if full is not None and sink._file.tell() + len(data) > full:
-                sink._file.write(memoryview(data)[: max(0, full - sink._file.tell())])
-                with storage.naming_file(sink._path, "written"):
-                    raise OSError(28, "No space left on device")
-            return write(sink, data)
-
-        self._patch.setattr(storage._LocalSink, "write", faulty)
+        create = storage._Local.create
+        faults = self._pause, self._full
+        self._patch.setattr(storage._Local, "create", lambda *args: _File(create(*args), *faults))
 
     def __exit__(self, *_: object) -> None:
         self._patch.undo()
+
+
+class _File:
+    def __init__(self, file: Any, pause_seconds: float, full_after_bytes: int | None) -> None:
+        self._file, self._pause, self._full = file, pause_seconds, full_after_bytes
+
+    def write(self, data: Any) -> int:
+        time.sleep(self._pause)
+        if self._full is not None and self._file.tell() + len(data) > self._full:
+            self._file.write(memoryview(data)[: max(0, self._full - self._file.tell())])
+            raise OSError(28, "No space left on device")
+        return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)

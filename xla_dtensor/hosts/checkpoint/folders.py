@@ -32,7 +32,7 @@ __all__ = [
 
 METADATA = ".metadata"  # torch.distributed.checkpoint's name for its own
 _STEP = re.compile(r"step_(\d{8,})")
-_LEFT = re.compile(r"step_\d{8,}\.(?:partial|removed)-([0-9a-f]+)")
+_REMNANT = re.compile(r"step_\d{8,}\.(?:partial|removed)-([0-9a-f]+)")
 
 
 def folder_of(step: int) -> str:
@@ -47,8 +47,8 @@ def folder_of(step: int) -> str:
 
 def whole_steps(storage: Storage) -> list[int]:
     """Return the steps of which there is a whole checkpoint, in ascending order."""
-    found = [match for name in storage.names() if (match := _STEP.fullmatch(name))]
-    return sorted(int(m[1]) for m in found if storage.size(f"{m[0]}/{MANIFEST}") is not None)
+    matches = [match for name in storage.names() if (match := _STEP.fullmatch(name))]
+    return sorted(int(m[1]) for m in matches if storage.size(f"{m[0]}/{MANIFEST}") is not None)
 
 
 def read_manifest(storage: Storage, step: int) -> Manifest:
@@ -100,18 +100,18 @@ def commit(storage: Storage, place: str, manifest: Manifest, metadata: bytes) ->
         _clear(storage, final)
         storage.rename(place, final)
     # Files of the checkpoint of this step that this one replaces.
-    kept = {*manifest.files, METADATA, MANIFEST}
+    own = {*manifest.files, METADATA, MANIFEST}
     for name in storage.names(final):
-        if name not in kept:
+        if name not in own:
             with contextlib.suppress(CheckpointError):
                 storage.remove_file(f"{final}/{name}")
     return final
 
 
 def _check_size(storage: Storage, name: str, size: int) -> None:
-    found = storage.size(name)
-    if found != size:
-        has = "It is not there" if found is None else f"It has {found} bytes there"
+    actual = storage.size(name)
+    if actual != size:
+        has = "It is not there" if actual is None else f"It has {actual} bytes there"
         raise CheckpointError(
             f"The file {storage.text(name)} was written with {size} bytes. {has}, as process 0 "
             "sees it. Save to a folder that all processes share."
@@ -154,15 +154,15 @@ def prune(storage: Storage, step: int, keep: int | None, save_id: str) -> None:
         keep: How many checkpoints may stay, this one included. None: all.
         save_id: That of this save.
     """
-    whole = whole_steps(storage)
+    complete = whole_steps(storage)
     for name in storage.names():
-        left, place = _LEFT.fullmatch(name), _STEP.fullmatch(name)
-        broken = place and not storage.can_rename and int(place[1]) not in (step, *whole)
-        if broken or (left and left[1] != save_id):
+        remnant, place = _REMNANT.fullmatch(name), _STEP.fullmatch(name)
+        broken = place and not storage.can_rename and int(place[1]) not in (step, *complete)
+        if broken or (remnant and remnant[1] != save_id):
             with contextlib.suppress(CheckpointError):
                 storage.remove_folder(name)
-    others = [s for s in whole if s != step]
-    for old in [] if keep is None else others[: max(0, len(others) - keep + 1)]:
+    older = [s for s in complete if s != step]
+    for old in [] if keep is None else older[: max(0, len(older) - keep + 1)]:
         with contextlib.suppress(CheckpointError):
             _remove(storage, folder_of(old), save_id)
 

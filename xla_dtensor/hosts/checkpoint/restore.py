@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from xla_dtensor.core.errors import CheckpointError
-from xla_dtensor.dtensor.dcp import Index, device_indices, extents_of, layout_to_load
+from xla_dtensor.dtensor.dcp import Index
 from xla_dtensor.dtensor.dtensor import DTensor
+from xla_dtensor.hosts.blocks import filled, moving, whole
 from xla_dtensor.hosts.checkpoint.exchange import Exchange
 from xla_dtensor.hosts.checkpoint.folders import folder_of, read_manifest, whole_steps
-from xla_dtensor.hosts.checkpoint.generators import GENERATORS
 from xla_dtensor.hosts.checkpoint.manifest import Entry, Manifest, own_name
-from xla_dtensor.hosts.checkpoint.progress import progress_bar
-from xla_dtensor.hosts.checkpoint.reading import Reader
-from xla_dtensor.hosts.checkpoint.state import Leaf, Walk, is_stored_as_tensor
+from xla_dtensor.hosts.checkpoint.pieces import Reader
+from xla_dtensor.hosts.checkpoint.state import GENERATORS, Leaf, Walk, is_stored_as_tensor
 from xla_dtensor.hosts.checkpoint.storage import Storage
 from xla_dtensor.runtimes.registry import get_runtime
 
@@ -39,15 +38,15 @@ def chosen_step(storage: Storage, step: int | None) -> int:
     Raises:
         CheckpointError: There is none.
     """
-    found = whole_steps(storage)
-    if step is None and found:
-        return found[-1]
-    if step is None or step not in found:
-        asked = "The newest checkpoint" if step is None else f"The checkpoint step={step}"
+    steps = whole_steps(storage)
+    if step is None and steps:
+        return steps[-1]
+    if step is None or step not in steps:
+        which = "The newest checkpoint" if step is None else f"The checkpoint step={step}"
         names = storage.names()
-        there = f"There are the steps {found}" if found else f"The folder has only {names[:8]}"
+        there = f"There are the steps {steps}" if steps else f"The folder has only {names[:8]}"
         raise CheckpointError(
-            f"{asked} in {storage.root} was to be loaded. {there if names else 'It is empty'}, and "
+            f"{which} in {storage.root} was to be loaded. {there if names else 'It is empty'}, and "
             "only folders with a manifest are checkpoints. Pass a step that is there, or the "
             "folder that was saved to."
         )
@@ -98,9 +97,9 @@ class Restore:
             chosen = chosen_step(self._storage, step)
             return [chosen, read_manifest(self._storage, chosen).save_id]
 
-        found, save_id = self._exchange.agree("choose", lambda: None, choose)
-        self._exchange.agree("load", lambda: self._load(found, save_id), lambda _: None)
-        return int(found)
+        chosen, save_id = self._exchange.agree("choose", lambda: None, choose)
+        self._exchange.agree("load", lambda: self._load(chosen, save_id), lambda _: None)
+        return int(chosen)
 
     def _load(self, step: int, save_id: str) -> None:
         manifest = read_manifest(self._storage, step)
@@ -117,28 +116,28 @@ class Restore:
         total = sum(manifest.entries[entry].num_bytes for _, entry in chosen)
         show = self._show and not self._exchange.index
         with (
-            progress_bar(show, "loading", total // self._exchange.count) as progress,
-            Reader(self._storage, folder, manifest.files, progress) as reader,
+            moving("loading", total // self._exchange.count, show) as advance,
+            Reader(self._storage, folder, manifest.files, advance) as reader,
             torch.no_grad(),
         ):
             for leaf, name in chosen:
                 self._load_leaf(reader, leaf, name, manifest.entries[name])
         walk.give_back({leaf.name for leaf, _ in chosen})
 
-    # ------------------------------------------------------------------ names
+    # -------------------------------------------------------------------------------- Names
 
     def _matched(
         self, leaves: Mapping[str, Leaf], manifest: Manifest, folder: str
     ) -> list[tuple[Leaf, str]]:
         """What is loaded from which entry."""
-        wanted = {name for name in leaves if self._is_chosen(name)}
+        named = {name for name in leaves if self._is_chosen(name)}
         saved = {
             name
             for name, entry in manifest.entries.items()
             if not entry.of_process and self._is_chosen(name)
-        } - ({GENERATORS} - wanted)
-        wanted -= {GENERATORS} - saved
-        missing, unknown = sorted(wanted - saved), sorted(saved - wanted)
+        } - ({GENERATORS} - named)
+        named -= {GENERATORS} - saved
+        missing, unknown = sorted(named - saved), sorted(saved - named)
         for pattern in self._only or ():
             if not any(fnmatch.fnmatchcase(name, pattern) for name in (*leaves, *manifest.entries)):
                 raise CheckpointError(
@@ -156,7 +155,7 @@ class Restore:
             logger.warning("not loaded: %s; not asked for: %s", _few(missing), _few(unknown))
         chosen: list[tuple[Leaf, str]] = []
         for name in leaves:
-            if name in wanted & saved:
+            if name in named & saved:
                 own = self._own(name, manifest, folder)
                 chosen += [(leaves[name], own)] if own else []
         for leaf, name in chosen:
@@ -184,28 +183,28 @@ class Restore:
 
     def _check_fits(self, leaf: Leaf, entry: Entry, folder: str) -> None:
         is_tensor = is_stored_as_tensor(leaf.value)
-        said = f"{leaf.name!r} was to be loaded from {self._storage.text(folder)}."
+        head = f"{leaf.name!r} was to be loaded from {self._storage.text(folder)}."
         if is_tensor != (entry.shape is not None):
             kinds = ("a plain value", "a tensor")
             raise CheckpointError(
-                f"{said} It is {kinds[not is_tensor]} there, and {kinds[is_tensor]} in the state. "
+                f"{head} It is {kinds[not is_tensor]} there, and {kinds[is_tensor]} in the state. "
                 "Pass a state of the same form."
             )
         if not is_tensor:
             return
         if tuple(leaf.value.shape) != entry.shape:
             raise CheckpointError(
-                f"{said} It has shape={entry.shape} there, and shape={tuple(leaf.value.shape)} in "
+                f"{head} It has shape={entry.shape} there, and shape={tuple(leaf.value.shape)} in "
                 "the state. Pass a tensor of the same shape."
             )
         dtype = str(leaf.value.dtype).removeprefix("torch.")
         if dtype != entry.dtype and not self._convert:
             raise CheckpointError(
-                f"{said} It has dtype={entry.dtype} there, and dtype={dtype} in the state. Pass "
+                f"{head} It has dtype={entry.dtype} there, and dtype={dtype} in the state. Pass "
                 "convert=True to convert what is loaded."
             )
 
-    # ------------------------------------------------------------------ values
+    # ------------------------------------------------------------------------------- Values
 
     def _load_leaf(self, reader: Reader, leaf: Leaf, name: str, entry: Entry) -> None:
         if entry.shape is None:
@@ -215,64 +214,22 @@ class Restore:
                     "cannot be changed. Pass a list."
                 )
             leaf.set(reader.value(name, entry))
-        elif isinstance(leaf.value, DTensor):
-            _fill_dtensor(reader, leaf.value, name, entry)
-        else:
-            index = tuple(slice(0, n) for n in entry.shape)
-            leaf.value.copy_(reader.block(name, entry, index, leaf.value.dtype))
+        elif not isinstance(leaf.value, DTensor):
+            values = torch.empty(entry.shape, dtype=leaf.value.dtype)
+            reader.read(name, entry, whole(entry.shape), values)
+            leaf.value.copy_(values)
+        elif not leaf.value._local_tensor.is_meta and leaf.value.numel():
+            # On the meta device is what no device of this process has.
+
+            def read(index: Index, out: torch.Tensor) -> None:
+                reader.read(name, entry, index, out)
+
+            payload = leaf.value._local_tensor
+            values = filled(leaf.value, payload.dtype, read)
+            get_runtime().run_op(torch.ops.aten.copy_.default, (payload, values), {})
 
 
 def _few(names: Sequence[str]) -> str:
     if not names:
         return "nothing"
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" * (len(names) > 5))
-
-
-def _fill_dtensor(reader: Reader, tensor: DTensor, name: str, entry: Entry) -> None:
-    payload = tensor._local_tensor
-    if payload.is_meta or tensor.numel() == 0:  # no device of its mesh is of this process
-        return
-    runtime = get_runtime()
-    layout = layout_to_load(tensor)
-    shape = tuple(tensor.shape)
-    indices = device_indices(tensor, layout.op_sharding(runtime.root(layout.mesh)))
-    tiles = _Tiles(reader, name, entry, indices, tensor.dtype)
-    # A number has no tiles; run_op puts a host tensor where the payload lies.
-    # JAX asks for each once, so that no more than one is on the host.
-    shards = tiles if runtime.name == "jax" else dict(tiles)
-    value = runtime.from_shards(shards, shape, layout) if shape else next(iter(tiles.values()))
-    runtime.run_op(torch.ops.aten.copy_.default, (payload, value), {})
-
-
-class _Tiles(Mapping[int, torch.Tensor]):
-    """Each device's block, read when it is asked for; equal blocks follow each other."""
-
-    def __init__(
-        self,
-        reader: Reader,
-        name: str,
-        entry: Entry,
-        indices: Mapping[int, Index],
-        dtype: torch.dtype,
-    ) -> None:
-        self._reader, self._name, self._entry, self._dtype = reader, name, entry, dtype
-        starts = {d: [(s.start, s.stop) for s in index] for d, index in indices.items()}
-        self._indices = {d: indices[d] for d in sorted(indices, key=lambda d: (starts[d], d))}
-        self._last: tuple[Index, torch.Tensor] | None = None
-
-    def __getitem__(self, device: int) -> torch.Tensor:
-        index = self._indices[device]
-        if self._last is None or self._last[0] != index:
-            self._last = None
-            if all(extents_of(index)):
-                data = self._reader.block(self._name, self._entry, index, self._dtype)
-            else:
-                data = torch.empty(extents_of(index), dtype=self._dtype)
-            self._last = index, data
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._indices)
-
-    def __len__(self) -> int:
-        return len(self._indices)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import pickle
 import uuid
@@ -20,17 +21,23 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.core import Layout
 from xla_dtensor.core.errors import CheckpointError
 from xla_dtensor.dtensor.dtensor import DTensor
-from xla_dtensor.hosts.checkpoint.dcp_metadata import metadata_bytes
+from xla_dtensor.hosts.blocks import moving
 from xla_dtensor.hosts.checkpoint.exchange import Exchange
 from xla_dtensor.hosts.checkpoint.folders import begin, commit, discard, prune
-from xla_dtensor.hosts.checkpoint.manifest import Chunk, Entry, Manifest, check_covered, own_name
-from xla_dtensor.hosts.checkpoint.pieces import Piece, entry_of_tensor, pieces_of
-from xla_dtensor.hosts.checkpoint.progress import progress_bar
+from xla_dtensor.hosts.checkpoint.manifest import (
+    Chunk,
+    Entry,
+    Manifest,
+    check_covered,
+    metadata_bytes,
+    own_name,
+)
+from xla_dtensor.hosts.checkpoint.pieces import Piece, pickled, pieces_of, write_file
 from xla_dtensor.hosts.checkpoint.state import Leaf, Walk, is_stored_as_tensor
 from xla_dtensor.hosts.checkpoint.storage import Storage
-from xla_dtensor.hosts.checkpoint.writing import pickled, write_file
 
 __all__ = ["Save"]
 
@@ -66,15 +73,17 @@ class Save:
         self._same = {name: leaf.same_as for name, leaf in leaves.items() if leaf.same_as}
         stored = [leaf for leaf in leaves.values() if not leaf.same_as]
         self._values = {x.name: _pickled(x) for x in stored if not is_stored_as_tensor(x.value)}
-        tensors = [x for x in stored if is_stored_as_tensor(x.value)]
-        self._plain = {x.name: x for x in tensors if not isinstance(x.value, DTensor)}
-        pieces = (piece for leaf in tensors for piece in pieces_of(leaf, exchange.index))
-        own = (_shared_out(leaf) for leaf in self._plain.values()) if exchange.index else ()
-        self._own_pieces: dict[str, list[Piece]] = dict(own)
-        self._pieces: Iterable[Piece] = pieces
+        tensors = {x.name: x.value for x in stored if is_stored_as_tensor(x.value)}
+        self._plain = {n: t for n, t in tensors.items() if not isinstance(t, DTensor)}
+        self._pieces: Iterable[Piece] = (
+            piece for name, t in tensors.items() for piece in pieces_of(name, t, exchange.index)
+        )
+        # A plain tensor as another process than the first saves it, if its own is another.
+        own = self._plain if exchange.index else {}
+        self._own_pieces = {name: list(pieces_of(name, t, 0)) for name, t in own.items()}
         self._digests = self._digests_of_plain()
         if copied:
-            self._pieces = _draining(deque(_copied(piece) for piece in pieces))
+            self._pieces = _draining(deque(_copied(piece) for piece in self._pieces))
             self._own_pieces = {n: [_copied(p) for p in ps] for n, ps in self._own_pieces.items()}
 
     def run(self) -> str:
@@ -102,16 +111,15 @@ class Save:
             prune(self._storage, self._step, self._keep, save_id)
         return self._storage.text(folder)
 
-    # ------------------------------------------------------------------ the first agreement
+    # ------------------------------------------------------------------- The first agreement
 
     def _digests_of_plain(self) -> dict[str, Any]:
         """What has to be the same in all processes, and what may differ."""
         if self._exchange.count == 1:
             return {}
         digests: dict[str, Any] = {n: zlib.crc32(data) for n, data in self._values.items()}
-        for name, leaf in self._plain.items():
-            data = pickled(leaf.value.detach().cpu().contiguous())
-            digests[name] = zlib.crc32(data)
+        for name, tensor in self._plain.items():
+            digests[name] = zlib.crc32(pickled(tensor.detach().cpu().contiguous()))
         for name, entry in self._entries.items():
             if name not in digests:
                 digests[name] = [entry.shape, entry.dtype, entry.layout]
@@ -120,9 +128,9 @@ class Save:
     def _begin(self, save_id: str, digests: list[dict[str, Any]]) -> dict[str, Any]:
         first = digests[0]
         differing: set[str] = set()
-        for process, others in enumerate(digests[1:], 1):
-            for name in first.keys() | others.keys():
-                mine, theirs = first.get(name), others.get(name)
+        for process, digest in enumerate(digests[1:], 1):
+            for name in first.keys() | digest.keys():
+                mine, theirs = first.get(name), digest.get(name)
                 if isinstance(mine, int) and isinstance(theirs, int):
                     differing |= {name} if mine != theirs else set()
                 elif _plain_json(mine) != _plain_json(theirs):
@@ -130,7 +138,7 @@ class Save:
         place = begin(self._storage, self._step, save_id)
         return {"place": place, "save_id": save_id, "differing": sorted(differing)}
 
-    # ------------------------------------------------------------------ the second
+    # ------------------------------------------------------------------------- The second
 
     def _write_own(self, place: str, save_id: str, differing: set[str]) -> dict[str, Any]:
         index = self._exchange.index
@@ -138,12 +146,12 @@ class Save:
         values: Mapping[str, bytes] = self._values
         if index:
             own = [p for name in sorted(differing) for p in self._own_pieces.get(name, ())]
-            pieces = _chained(pieces, own)
+            pieces = itertools.chain(pieces, own)
             values = {n: data for n, data in values.items() if n in differing}
         file = f"{save_id}_{index:05d}.distcp"
         total = sum(e.num_bytes for e in self._entries.values()) // self._exchange.count
-        with progress_bar(self._show and not index, "saving", total) as progress:
-            size, chunks = write_file(self._storage, place, file, pieces, values, progress)
+        with moving("saving", total, self._show and not index) as advance:
+            size, chunks = write_file(self._storage, f"{place}/{file}", pieces, values, advance)
         rows = [(own_name(n, index if n in differing else 0), c.to_row()) for n, c in chunks]
         return {"file": file, "size": size, "rows": rows}
 
@@ -151,31 +159,40 @@ class Save:
         self, place: str, save_id: str, differing: set[str], written: list[dict[str, Any]]
     ) -> str:
         chunks: dict[str, list[Chunk]] = {}
-        for each in written:
-            for name, row in each["rows"]:
+        for report in written:
+            for name, row in report["rows"]:
                 chunks.setdefault(name, []).append(Chunk.from_row(row))
         count = self._exchange.count
         entries: dict[str, Entry] = {}
         for name, entry in self._entries.items():
             for process in range(count if name in differing else 1):
                 own = own_name(name, process)
-                found = tuple(chunks.get(own_name(self._same.get(name, name), process), ()))
-                _check_written(own, entry, found)
+                parts = tuple(chunks.get(own_name(self._same.get(name, name), process), ()))
+                _check_written(own, entry, parts)
                 marks: dict[str, Any] = {}
                 if name in differing:
                     marks = {"of_process": process, "copies": count if process == 0 else None}
                 if entry.shape is None:
-                    marks["num_bytes"] = found[0].length
-                entries[own] = dataclasses.replace(entry, chunks=found, **marks)
-        files = {each["file"]: each["size"] for each in written if each["size"]}
+                    marks["num_bytes"] = parts[0].length
+                entries[own] = dataclasses.replace(entry, chunks=parts, **marks)
+        files = {report["file"]: report["size"] for report in written if report["size"]}
         manifest = Manifest(self._step, save_id, count, files, entries)
         return commit(self._storage, place, manifest, metadata_bytes(manifest))
 
 
 def _entry(leaf: Leaf) -> Entry:
-    if is_stored_as_tensor(leaf.value):
-        return entry_of_tensor(leaf)
-    return Entry(leaf.path, 0)
+    """The entry of a leaf, without its chunks."""
+    tensor = leaf.value
+    if not is_stored_as_tensor(tensor):
+        return Entry(leaf.path, 0)
+    layout = mesh = None
+    if isinstance(tensor, DTensor):
+        spec = tensor._spec
+        mesh = spec.mesh.value.axes_text()
+        layout = Layout.from_placements(spec.placements, tensor.ndim, spec.mesh.value).text()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    num_bytes = tensor.numel() * tensor.element_size()
+    return Entry(leaf.path, num_bytes, tuple(tensor.shape), dtype, layout, mesh)
 
 
 def _check_written(name: str, entry: Entry, chunks: tuple[Chunk, ...]) -> None:
@@ -204,13 +221,8 @@ def _pickled(leaf: Leaf) -> bytes:
     return data
 
 
-def _shared_out(leaf: Leaf) -> tuple[str, list[Piece]]:
-    """A plain tensor as another process than the first would save it, if its own differs."""
-    return leaf.name, list(pieces_of(leaf, 0))
-
-
 def _copied(piece: Piece) -> Piece:
-    data = piece.read()
+    data = piece.read().clone()
     return dataclasses.replace(piece, read=lambda: data)
 
 
@@ -219,23 +231,18 @@ def _draining(pieces: deque[Piece]) -> Iterator[Piece]:
         yield pieces.popleft()
 
 
-def _chained(first: Iterable[Piece], second: Iterable[Piece]) -> Iterator[Piece]:
-    yield from first
-    yield from second
-
-
 def _plain_json(value: Any) -> Any:
     """As it comes back from another process."""
     return json.loads(json.dumps(value))
 
 
 def _unequal(name: str, process: int, mine: Any, theirs: Any) -> CheckpointError:
-    def said(value: Any) -> str:
-        if isinstance(value, int):
+    def words(digest: Any) -> str:
+        if isinstance(digest, int):
             return "has one of its own"
-        return "has none" if value is None else f"has {', '.join(map(str, _plain_json(value)))}"
+        return "has none" if digest is None else f"has {', '.join(map(str, _plain_json(digest)))}"
 
     return CheckpointError(
-        f"A state with {name!r} was to be saved. Process 0 {said(mine)}, process {process} "
-        f"{said(theirs)}. Save the same state in every process."
+        f"A state with {name!r} was to be saved. Process 0 {words(mine)}, process {process} "
+        f"{words(theirs)}. Save the same state in every process."
     )

@@ -9,10 +9,14 @@
 Loading walks the state to be loaded in the same way. Tensors are filled in place, plain values are
 set where they were found, and objects are given what was loaded. Only an optimizer's form comes
 from the checkpoint: a new optimizer has no state yet.
+
+The states of random number generators are in a checkpoint too, as an object of the state: torch's
+on the CPU, and the devices'.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +30,12 @@ from xla_dtensor.dtensor.local import LocalView
 from xla_dtensor.dtensor.random import RNGStatesTracker
 from xla_dtensor.hosts.checkpoint.manifest import Entry, PathKey
 from xla_dtensor.nn.fsdp_groups import GroupDTensor
+from xla_dtensor.runtimes.registry import current_runtime
 
-__all__ = ["Leaf", "Walk", "is_stored_as_tensor"]
+__all__ = ["GENERATORS", "Generators", "Leaf", "Walk", "is_stored_as_tensor"]
+
+GENERATORS = "rng"  # their name in a checkpoint
+logger = logging.getLogger("xla_dtensor")
 
 
 @dataclass
@@ -61,7 +69,7 @@ class Walk:
         partial: Whether what is not among them is to stay.
 
     Attributes:
-        leaves: What was found, by name.
+        leaves: Its leaves, by name.
     """
 
     def __init__(
@@ -123,8 +131,8 @@ class Walk:
         for pairs in (module.named_parameters, module.named_buffers):
             for name, tensor in pairs(remove_duplicate=False):
                 if name in state:
-                    found = first.setdefault(id(tensor), name)
-                    same |= {name: found} if found != name else {}
+                    original = first.setdefault(id(tensor), name)
+                    same |= {name: original} if original != name else {}
         for key, item in state.items():
             self._visit((*path, key), item, _item_setter(state, key))
         for name, original in same.items():
@@ -135,18 +143,18 @@ class Walk:
         state = optimizer.state_dict()
         if self._saved is not None:
             present = state["state"]
-            kept = {i: dict(known) for i, known in present.items()} if self._partial else {}
-            state["state"] = kept | _as_saved(path, optimizer, present, self._saved, kept)
+            stays = {i: dict(values) for i, values in present.items()} if self._partial else {}
+            state["state"] = stays | _as_saved(path, optimizer, present, self._saved, stays)
         for key, item in state.items():
             if key != "state" or item:
                 self._visit((*path, key), item, _item_setter(state, key))
         self._owners.append((path, lambda: optimizer.load_state_dict(state)))
 
     def _add(self, leaf: Leaf) -> None:
-        other = self.leaves.setdefault(leaf.name, leaf)
-        if other is not leaf:
+        first = self.leaves.setdefault(leaf.name, leaf)
+        if first is not leaf:
             raise CheckpointError(
-                f"A state with the keys {list(other.path)} and {list(leaf.path)} was given. Both "
+                f"A state with the keys {list(first.path)} and {list(leaf.path)} was given. Both "
                 f"have the name {leaf.name!r} in a checkpoint. Rename one of them."
             )
 
@@ -167,31 +175,31 @@ def _as_saved(
     optimizer: torch.optim.Optimizer,
     present: Mapping[Any, Any],
     saved: Mapping[str, Entry],
-    kept: Mapping[Any, dict[Any, Any]],
+    stays: Mapping[Any, dict[Any, Any]],
 ) -> dict[Any, Any]:
     """The state of an optimizer in the form of the checkpoint, with its tensors where it has some.
 
     What it has not yet lies as its parameter does, if it has the parameter's shape.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    result: dict[Any, Any] = {}
+    states: dict[Any, Any] = {}
     depth = len(path)
     for entry in saved.values():
         keys = entry.path
         if keys[:depth] != path or keys[depth : depth + 1] != ("state",) or len(keys) < depth + 3:
             continue
         index, name = keys[depth + 1], keys[depth + 2]
-        known = present.get(index, {}).get(name)
-        holder = result.setdefault(index, kept.get(index, {}))
-        fits = isinstance(known, torch.Tensor) and tuple(known.shape) == entry.shape
+        tensor = present.get(index, {}).get(name)
+        holder = states.setdefault(index, stays.get(index, {}))
+        fits = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == entry.shape
         if fits or entry.shape is None or len(keys) > depth + 3:
-            holder[name] = known
+            holder[name] = tensor
         else:
-            holder[name] = _made_for(parameters, index, entry)
-    return result
+            holder[name] = _like_parameter(parameters, index, entry)
+    return states
 
 
-def _made_for(parameters: list[Any], index: Any, entry: Entry) -> torch.Tensor:
+def _like_parameter(parameters: list[Any], index: Any, entry: Entry) -> torch.Tensor:
     dtype = getattr(torch, str(entry.dtype))
     if isinstance(index, int) and index < len(parameters) and entry.layout is not None:
         parameter = parameters[index]
@@ -237,3 +245,41 @@ def _checked(path: PathKey, value: Any) -> Any:
     raise CheckpointError(
         f"The tensor at {list(path)} was given to a checkpoint. {why}. Pass {instead}."
     )
+
+
+# ------------------------------------------------------------------------- Random number generators
+
+
+class Generators:
+    """The generators of this process, as an object with a state.
+
+    Example:
+        >>> saved = Generators().state_dict()
+        >>> first = torch.rand(3)
+        >>> Generators().load_state_dict(saved)
+        >>> torch.equal(torch.rand(3), first)
+        True
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states. That of the devices is there once a runtime has started."""
+        state: dict[str, Any] = {"torch": torch.get_rng_state()}
+        runtime = current_runtime()
+        if runtime is not None:
+            state |= {"devices": runtime.get_rng_state().cpu(), "runtime": runtime.name}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as those whose states are given would have."""
+        torch.set_rng_state(state["torch"])
+        runtime = current_runtime()
+        if runtime is None or "devices" not in state:
+            return
+        if runtime.name != state["runtime"]:
+            logger.warning(
+                "the devices' random state was saved on %s and is not loaded on %s",
+                state["runtime"],
+                runtime.name,
+            )
+            return
+        runtime.set_rng_state(state["devices"])

@@ -1,8 +1,7 @@
 """Where checkpoints lie: the few operations that saving and loading need of a folder.
 
 Names are relative to the folder, with "/" between parts. Whatever fails raises a `CheckpointError`
-that names the file. The local file system is here; every other URL goes to fsspec, see
-:mod:`xla_dtensor.hosts.checkpoint.fsspec_storage`.
+that names the file.
 
 ==================  ============================  ==============================================
                     local file system             object stores, through fsspec
@@ -16,36 +15,16 @@ a checkpoint is     renamed into its place, with  in its place from the start, a
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, cast
 
 from xla_dtensor.core.errors import CheckpointError
 
-__all__ = ["LocalStorage", "Sink", "Storage", "naming_file", "open_storage"]
-
-
-class Sink(ABC):
-    """A file being written."""
-
-    @abstractmethod
-    def write(self, data: Any) -> int:
-        """Append bytes, or anything with the buffer protocol."""
-
-    def flush(self) -> None:  # noqa: B027
-        """Nothing: what counts is `commit`. Here because torch.save calls it."""
-
-    @abstractmethod
-    def commit(self) -> None:
-        """Close the file, so that it outlives a crash of the machine."""
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """Close the file; it may be incomplete."""
+__all__ = ["Storage", "naming_file", "open_storage"]
 
 
 class Storage(ABC):
@@ -77,8 +56,16 @@ class Storage(ABC):
         """Return a file's size in bytes; None if there is no such file."""
 
     @abstractmethod
-    def sink(self, name: str) -> Sink:
-        """Begin to write a new file."""
+    def create(self, name: str) -> BinaryIO:
+        """Begin to write a new file, which `finish` or `abandon` ends."""
+
+    @abstractmethod
+    def finish(self, file: BinaryIO) -> None:
+        """Close a file, so that it outlives a crash of the machine."""
+
+    @abstractmethod
+    def abandon(self, file: BinaryIO) -> None:
+        """Close a file that may be incomplete."""
 
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
@@ -99,9 +86,6 @@ class Storage(ABC):
     @abstractmethod
     def remove_folder(self, name: str) -> None:
         """Remove a folder with all that is in it; nothing if it is not there."""
-
-    def sync_folder(self, name: str) -> None:  # noqa: B027
-        """Make the names in a folder outlive a crash of the machine."""
 
     def read_all(self, name: str) -> bytes:
         """Return the whole content of a file."""
@@ -153,41 +137,33 @@ def open_storage(folder: str | os.PathLike[str]) -> Storage:
     """
     text = os.fspath(folder)
     if "://" not in text or text.startswith("file://"):
-        return LocalStorage(text.removeprefix("file://"))
-    return importlib.import_module("xla_dtensor.hosts.checkpoint.fsspec_storage").FsspecStorage(
-        text
-    )
+        return _Local(text.removeprefix("file://"))
+    return _Fsspec(text)
 
 
-class LocalStorage(Storage):
+class _Local(Storage):
     """A folder of the local file system, or of a shared one that is mounted."""
 
     can_rename = True
 
-    def __init__(self, root: str) -> None:
-        super().__init__(root)
-        self._root = Path(root)
-
     def _path(self, name: str) -> Path:
-        return self._root / name if name else self._root
+        return Path(self.root) / name if name else Path(self.root)
 
     def make_folder(self, name: str) -> None:
-        """Make a folder and those above it."""
         folder = self._path(name)
         with naming_file(self.text(name), "made"):
-            new = [each for each in (folder, *folder.parents) if not each.exists()]
+            new = [path for path in (folder, *folder.parents) if not path.exists()]
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                for each in new:
-                    _sync(each.parent)
+                for path in new:
+                    _sync(path.parent)
             except OSError:
-                for each in new:  # the innermost first
+                for path in new:  # the innermost first
                     with contextlib.suppress(OSError):
-                        each.rmdir()
+                        path.rmdir()
                 raise
 
     def names(self, name: str = "") -> list[str]:
-        """Return the names in a folder."""
         with naming_file(self.text(name), "listed"):
             try:
                 return sorted(os.listdir(self._path(name)))
@@ -195,19 +171,25 @@ class LocalStorage(Storage):
                 return []
 
     def size(self, name: str) -> int | None:
-        """Return a file's size in bytes."""
         try:
             return self._path(name).stat().st_size
         except FileNotFoundError:
             return None
 
-    def sink(self, name: str) -> Sink:
-        """Begin to write a new file."""
+    def create(self, name: str) -> BinaryIO:
         with naming_file(self.text(name), "written"):
-            return _LocalSink(open(self._path(name), "xb"), self.text(name))
+            return open(self._path(name), "xb")
+
+    def finish(self, file: BinaryIO) -> None:
+        with naming_file(file.name, "written"), contextlib.closing(file):
+            file.flush()
+            os.fsync(file.fileno())
+
+    def abandon(self, file: BinaryIO) -> None:
+        with contextlib.suppress(OSError):
+            file.close()
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file in one step."""
         temporary = f"{name}.{os.getpid()}.new"
         with naming_file(self.text(name), "written"):
             try:
@@ -220,34 +202,25 @@ class LocalStorage(Storage):
                 with contextlib.suppress(OSError):
                     self._path(temporary).unlink(missing_ok=True)
                 raise
-        self.sync_folder(os.path.dirname(name))
+            _sync(self._path(name).parent)
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file to read from it."""
         with naming_file(self.text(name), "read"):
             return open(self._path(name), "rb")
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a folder in one step."""
         with naming_file(self.text(new), "written"):
             os.rename(self._path(old), self._path(new))
-        self.sync_folder(os.path.dirname(new))
+            _sync(self._path(new).parent)
 
     def remove_file(self, name: str) -> None:
-        """Remove a file."""
         with naming_file(self.text(name), "removed"):
             self._path(name).unlink(missing_ok=True)
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder with all that is in it."""
         if self._path(name).exists():
             with naming_file(self.text(name), "removed"):
                 shutil.rmtree(self._path(name))
-
-    def sync_folder(self, name: str) -> None:
-        """Sync the names in a folder."""
-        with naming_file(self.text(name), "written"):
-            _sync(self._path(name))
 
 
 def _sync(folder: Path) -> None:
@@ -258,22 +231,77 @@ def _sync(folder: Path) -> None:
         os.close(number)
 
 
-class _LocalSink(Sink):
-    def __init__(self, file: BinaryIO, path: str) -> None:
-        self._file, self._path = file, path
+class _Fsspec(Storage):
+    """A folder behind an fsspec URL, of which none is expected to rename a folder.
 
-    def write(self, data: Any) -> int:
-        with naming_file(self._path, "written"):
-            return self._file.write(data)
+    fsspec is imported when a URL asks for it.
+    """
 
-    def commit(self) -> None:
-        with naming_file(self._path, "written"):
+    can_rename = False
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        try:
+            from fsspec.core import url_to_fs
+
+            self._files, self._base = url_to_fs(root)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(
+                f"The folder {root} was asked for. fsspec cannot open it: {error}. Install fsspec "
+                "and its package for this kind of URL, or pass a local folder."
+            ) from error
+
+    def _path(self, name: str) -> str:
+        return f"{self._base.rstrip('/')}/{name}" if name else self._base
+
+    def make_folder(self, name: str) -> None:
+        with naming_file(self.text(name), "made"):
+            self._files.makedirs(self._path(name), exist_ok=True)
+
+    def names(self, name: str = "") -> list[str]:
+        with naming_file(self.text(name), "listed"):
+            self._files.invalidate_cache()
             try:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-            finally:
-                self._file.close()
+                paths: list[Any] = self._files.ls(self._path(name), detail=False)
+            except FileNotFoundError:
+                return []
+        return sorted({str(path).rstrip("/").rpartition("/")[2] for path in paths})
 
-    def abandon(self) -> None:
-        with contextlib.suppress(OSError):
-            self._file.close()
+    def size(self, name: str) -> int | None:
+        with naming_file(self.text(name), "read"):
+            try:
+                return int(self._files.info(self._path(name))["size"])
+            except FileNotFoundError:
+                return None
+
+    def create(self, name: str) -> BinaryIO:
+        with naming_file(self.text(name), "written"):
+            return cast("BinaryIO", self._files.open(self._path(name), "wb"))
+
+    def finish(self, file: BinaryIO) -> None:
+        file.close()
+
+    def abandon(self, file: Any) -> None:
+        with contextlib.suppress(Exception):
+            file.discard()
+        with contextlib.suppress(Exception):
+            file.close()
+
+    def put(self, name: str, data: bytes) -> None:
+        with naming_file(self.text(name), "written"):
+            self._files.pipe_file(self._path(name), data)
+
+    def open(self, name: str) -> BinaryIO:
+        with naming_file(self.text(name), "read"):
+            return cast("BinaryIO", self._files.open(self._path(name), "rb"))
+
+    def rename(self, old: str, new: str) -> None:
+        raise NotImplementedError(f"{self.root} cannot rename {old} to {new} in one step")
+
+    def remove_file(self, name: str) -> None:
+        with naming_file(self.text(name), "removed"), contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(self._path(name))
+
+    def remove_folder(self, name: str) -> None:
+        with naming_file(self.text(name), "removed"), contextlib.suppress(FileNotFoundError):
+            self._files.rm(self._path(name), recursive=True)

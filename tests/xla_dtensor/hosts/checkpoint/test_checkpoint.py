@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import tracemalloc
@@ -21,7 +20,6 @@ from xla_dtensor import checkpoint
 from xla_dtensor.dtensor.random import RNGStatesTracker
 from xla_dtensor.errors import CheckpointError
 from xla_dtensor.hosts.checkpoint import pieces, storage
-from xla_dtensor.hosts.checkpoint.pieces import split
 
 pytestmark = pytest.mark.usefixtures("mesh")
 R, S = Replicate(), Shard
@@ -216,32 +214,12 @@ def test_large_blocks_are_cut(
         assert torch.equal(loaded[str(i)].cpu(), value)
 
 
-@pytest.mark.parametrize(
-    ("shape", "limit"),
-    list(itertools.product([(7,), (3, 5), (2, 3, 4), (1, 9), ()], [1, 4, 9, 30, 999])),
-)
-def test_split_covers_a_block_once(shape: tuple[int, ...], limit: int) -> None:
-    seen = torch.zeros(shape)
-    for index in split(shape, 2, limit):
-        assert seen[index].numel() * 2 <= max(2, limit)
-        seen[index] += 1
-    assert bool((seen == 1).all())
-
-
 @pytest.mark.only_on("jax")
 def test_host_memory_is_bounded(
     tmp_path: Path, mesh: xd.DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NumPy and torch's pickled pieces are seen by tracemalloc; tensors are counted by hand."""
     monkeypatch.setattr(pieces, "LIMIT_BYTES", 1 << 18)
-    held: list[int] = []
-    real = torch.Tensor.clone
-
-    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        held.append(tensor.nbytes)
-        return real(tensor, *args, **kwargs)
-
-    monkeypatch.setattr(torch.Tensor, "clone", counted)
     state = {str(i): xd.ones(2048, 512, device_mesh=mesh, placements=[R, S(0)]) for i in range(3)}
     tracemalloc.start()
     try:
@@ -250,7 +228,6 @@ def test_host_memory_is_bounded(
     finally:
         tracemalloc.stop()
     shard_bytes = 2048 * 512 * 4 // 4
-    assert max(held) <= 1 << 18  # copies are of one piece
     assert save_peak < 3 * shard_bytes  # of 12 shards
     made: list[int] = []
     real_empty = torch.empty
@@ -341,7 +318,7 @@ def test_errors_in_the_background_are_not_lost(
         raise CheckpointError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage._LocalSink, "write", full)
+        patch.setattr(pieces._Writer, "write", full)
         pending = checkpoint.async_save(tmp_path, {"x": torch.ones(3)}, step=1)
         with pytest.raises(CheckpointError, match="the disk is full"):
             pending.wait()
@@ -355,13 +332,13 @@ def test_errors_in_the_background_are_not_lost(
 
 def test_the_second_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    write = storage._LocalSink.commit
+    finish = storage._Local.finish
 
-    def noted(sink: Any) -> None:
-        order.append(Path(sink._path).parent.name[:13])
-        write(sink)
+    def noted(place: Any, file: Any) -> None:
+        order.append(Path(file.name).parent.name[:13])
+        finish(place, file)
 
-    monkeypatch.setattr(storage._LocalSink, "commit", noted)
+    monkeypatch.setattr(storage._Local, "finish", noted)
     state = {"x": torch.zeros(1000)}
     pending = []
     for step in range(4):
@@ -387,6 +364,6 @@ def _failing_slowly(patch: pytest.MonkeyPatch, folder: Path) -> checkpoint.Pendi
         time.sleep(0.2)
         raise CheckpointError("late")
 
-    patch.setattr(storage._LocalSink, "write", slow)
+    patch.setattr(storage._Local, "finish", slow)
     pending = checkpoint.async_save(folder, {"x": torch.ones(1)}, step=9)
     return pending
