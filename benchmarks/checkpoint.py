@@ -8,7 +8,10 @@
 | xla_dtensor | DTensors on a 2 x 4 mesh, half of them sharded over both axes, half over one |
 | in the background | the same; the time until the training loop goes on, and that of all of it |
 | dcp, plain tensors | torch.distributed.checkpoint on ordinary CPU tensors of the same bytes |
+| dcp, DTensors | torch.distributed.checkpoint on the DTensors |
 | orbax | the same jax.Arrays with orbax; left out where it is not installed |
+| hugging face | save_hf and load_hf of a module with these parameters |
+| hugging face, dcp | its files, loaded by torch.distributed.checkpoint |
 
 MB/s of the state's own bytes, the best of the rounds, with all files synced to the disk and read
 back from the page cache. Peak memory is what the process needed over what it held before. Each way
@@ -27,8 +30,17 @@ from typing import Any
 from benchmarks.child import child_rows
 from benchmarks.timing import RESULTS, store
 
-_WAYS = ("xla_dtensor", "background", "dcp", "orbax")
-_TITLES = {"background": "in the background", "dcp": "dcp, plain tensors"}
+_WAYS = (
+    *("xla_dtensor", "background", "dcp", "dcp_dtensors", "orbax"),
+    *("hugging_face", "hugging_face_dcp"),
+)
+_TITLES = {
+    "background": "in the background",
+    "dcp": "dcp, plain tensors",
+    "dcp_dtensors": "dcp, DTensors",
+    "hugging_face": "hugging face",
+    "hugging_face_dcp": "hugging face, dcp",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -48,8 +48,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     rows = asked.megabytes * 1_000_000 // (_TENSORS * _COLUMNS * 4) // 8 * 8
     num_bytes = rows * _COLUMNS * 4 * _TENSORS
-    makers = {"dcp": _dcp, "orbax": _orbax, "xla_dtensor": _ours, "background": _background}
-    way = makers[asked.way](rows)
+    way = globals()[f"_{asked.way}"](rows)
     root = Path(tempfile.mkdtemp(prefix="checkpoint_benchmark_", dir=asked.folder))
     try:
         row = _measured(way, root, asked.rounds, num_bytes)
@@ -134,7 +133,7 @@ def _dtensors(rows: int, fill: float) -> dict[str, Any]:
     }
 
 
-def _ours(rows: int) -> Way:
+def _xla_dtensor(rows: int) -> Way:
     from xla_dtensor import checkpoint
 
     state = _dtensors(rows, 1.5)
@@ -175,6 +174,65 @@ def _dcp(rows: int) -> Way:
         return lambda: None
 
     return Way(save, lambda folder: load(state, checkpoint_id=folder, no_dist=True))
+
+
+def _dcp_dtensors(rows: int) -> Way:
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+
+    state = _dtensors(rows, 1.5)
+
+    def save(folder: str) -> Callable[[], object]:
+        writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+        return lambda: None
+
+    def load(folder: str) -> None:
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+        importlib.import_module("jax").block_until_ready(_arrays(state))
+
+    return Way(save, load)
+
+
+def _module(rows: int) -> tuple[Any, dict[str, Any]]:
+    module: Any = torch.nn.Module()
+    for name, tensor in _dtensors(rows, 1.5).items():
+        module.register_parameter(name, torch.nn.Parameter(tensor))
+    return module, dict(module.named_parameters())
+
+
+def _hugging_face(rows: int) -> Way:
+    from xla_dtensor import checkpoint
+
+    module, state = _module(rows)
+
+    def save(folder: str) -> Callable[[], object]:
+        checkpoint.save_hf(folder, module, progress=False)
+        return lambda: None
+
+    def load(folder: str) -> None:
+        checkpoint.load_hf(folder, module, progress=False)
+        importlib.import_module("jax").block_until_ready(_arrays(state))
+
+    return Way(save, load)
+
+
+def _hugging_face_dcp(rows: int) -> Way:
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+
+    from xla_dtensor import checkpoint
+
+    module, state = _module(rows)
+
+    def save(folder: str) -> Callable[[], object]:
+        checkpoint.save_hf(folder, module, progress=False)  # dcp's writer loses blocks
+        return lambda: None
+
+    def load(folder: str) -> None:
+        reader = dcp.HuggingFaceStorageReader(folder)
+        dcp.load(dict(state), storage_reader=reader, no_dist=True)
+        importlib.import_module("jax").block_until_ready(_arrays(state))
+
+    return Way(save, load)
 
 
 def _orbax(rows: int) -> Way:
