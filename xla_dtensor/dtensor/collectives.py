@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
@@ -37,10 +37,12 @@ from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from mesh_utils import Axis
 from xla_dtensor.core.errors import LocalViewError, ManualRegionError
 from xla_dtensor.dtensor.dynamo import one_call
-from xla_dtensor.dtensor.local import LocalView
 from xla_dtensor.dtensor.local_border import PerDeviceTensor
 from xla_dtensor.dtensor.mesh import AxisGroup, as_device_mesh, mesh_text
 from xla_dtensor.runtimes.whole_ops import LinearResult, OneResult
+
+if TYPE_CHECKING:
+    from xla_dtensor.dtensor.local import LocalView
 
 __all__ = ["BY_NAME", "all_gather", "axis_index", "pmax", "pmin", "psum"]
 

@@ -41,7 +41,7 @@ from xla_dtensor.core.argument_types import argument_types
 from xla_dtensor.core.errors import ArgumentTypeError, DistributeError
 from xla_dtensor.dtensor import dcp, dynamo
 from xla_dtensor.dtensor.dispatch import check_dispatch, dispatch, new_dtensor, state_of
-from xla_dtensor.dtensor.labels import propagate
+from xla_dtensor.dtensor.labels import GlobalState, Known, propagate
 from xla_dtensor.dtensor.mesh import (
     DeviceMesh,
     as_device_mesh,
@@ -52,7 +52,6 @@ from xla_dtensor.dtensor.mesh import (
     ranks_of_devices,
 )
 from xla_dtensor.dtensor.redistribute import as_plain, checked_placements, redistributed
-from xla_dtensor.dtensor.state import GlobalState, Known
 from xla_dtensor.runtimes import functional
 from xla_dtensor.runtimes.base import AddressableShard
 from xla_dtensor.runtimes.nested import runs_as_it_is
@@ -427,7 +426,7 @@ class DTensor(TorchDTensor):
             >>> xd.distribute_tensor(torch.arange(16), mesh, [Shard(0)]).to_local().tolist()
             [0, 1]
         """
-        from xla_dtensor.dtensor.local_building import to_view
+        from xla_dtensor.dtensor.local import to_view
 
         mesh = self._spec.mesh
         if grad_placements is None:
@@ -469,7 +468,7 @@ class DTensor(TorchDTensor):
             DistributeError: Wrong mesh, placements or shape; or a plain tensor for several devices.
             LocalViewError: A view that does not fit mesh, placements and shape.
         """
-        from xla_dtensor.dtensor.local_building import from_local_in_graph, make_from_local
+        from xla_dtensor.dtensor.local import from_local_in_graph, make_from_local
 
         make = from_local_in_graph if torch.compiler.is_dynamo_compiling() else make_from_local
         return make(

@@ -29,9 +29,8 @@ from torch.distributed.tensor import Replicate
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.core.errors import DistributeError
-from xla_dtensor.dtensor.labels import Placements
+from xla_dtensor.dtensor.labels import Known, Placements
 from xla_dtensor.dtensor.mesh import DeviceMesh, mesh_text
-from xla_dtensor.dtensor.state import Known
 from xla_dtensor.runtimes.functional import Names
 
 if TYPE_CHECKING:

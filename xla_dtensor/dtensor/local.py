@@ -42,21 +42,35 @@ tensor cannot be written to with a view's values: make the destination with ``vi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from functools import reduce
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
+from torch.distributed.tensor import Replicate
 
 from mesh_utils import Axis
-from xla_dtensor.core import ManualRegion
-from xla_dtensor.core.errors import LocalViewError
-from xla_dtensor.dtensor.labels import known_of_results
+from xla_dtensor.core import Layout, ManualRegion, layout_of_op_sharding
+from xla_dtensor.core.errors import (
+    ArgumentTypeError,
+    DistributeError,
+    LocalViewError,
+    UnsupportedOpError,
+)
+from xla_dtensor.core.spanning import layout_on_span, region_of, spanning_mesh
+from xla_dtensor.dtensor.collectives import all_gather, axis_index, pmax, pmin, psum
+from xla_dtensor.dtensor.dispatch import new_dtensor, state_of, tell_known
+from xla_dtensor.dtensor.dynamo import called_in_graph, one_call
+from xla_dtensor.dtensor.labels import Known, known_of_layout, known_of_results, same_placements
 from xla_dtensor.dtensor.local_border import (
     BACKWARD_PASSES,
+    Border,
     Link,
     Memory,
     PerDeviceTensor,
     Uneven,
     asked_for,
+    border,
     check_writes,
     first_shard,
     read_op,
@@ -66,17 +80,36 @@ from xla_dtensor.dtensor.local_border import (
     shards_of,
     spread_payload,
 )
-from xla_dtensor.dtensor.mesh import MemberNumber, mesh_text
-from xla_dtensor.dtensor.state import Known
+from xla_dtensor.dtensor.mesh import (
+    DeviceMesh,
+    MemberNumber,
+    as_device_mesh,
+    current_mesh,
+    empty_local,
+    is_off_mesh,
+    mesh_text,
+)
+from xla_dtensor.dtensor.redistribute import as_plain, checked_placements
 from xla_dtensor.runtimes import functional
 from xla_dtensor.runtimes.base import AddressableShard
-from xla_dtensor.runtimes.functional import is_traced
+from xla_dtensor.runtimes.functional import (
+    crossed_in,
+    crossed_out,
+    is_traced,
+    plain_like,
+    run_local_op,
+)
 from xla_dtensor.runtimes.nested import leaves, map_nested
 from xla_dtensor.runtimes.registry import get_runtime
-from xla_dtensor.runtimes.whole_ops import LinearResult
+from xla_dtensor.runtimes.whole_ops import LinearResult, OneResult, has_tangent
 from xla_dtensor.runtimes.written import makes_results, written_targets, written_values
 
-__all__ = ["LocalView"]
+if TYPE_CHECKING:
+    from xla_dtensor.dtensor.dtensor import DTensor
+
+__all__ = ["LocalView", "make_from_local", "to_view", "view_of_shards"]
+
+aten = torch.ops.aten
 
 
 # -------------------------------------------- LocalViews at the border of a graph of torch.compile
@@ -321,8 +354,6 @@ class LocalView(PerDeviceTensor):
             >>> xd.DTensor.from_local(view, mesh, [Shard(0)]).tolist()[:5]
             [0, 0, 1, 1, 2]
         """
-        from xla_dtensor.dtensor.local_building import view_of_shards
-
         return view_of_shards(shards, device_mesh)
 
     @property
@@ -493,3 +524,465 @@ class _Labelled(LinearResult):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         return grad, None
+
+
+# ------------------------------------------------------------------------- to_local and from_local
+#
+# The border between DTensors and LocalViews, differentiable.
+#
+# Gradients follow PyTorch's rules, placement by placement:
+#
+# * ``to_local``: the gradient comes back as `grad_placements` say, else as the tensor lay. Where
+#   that is Replicate, each device's gradient is taken for the whole one. Devices whose gradients
+#   differ there are parts of a sum that nobody has told of: that raises, and asks for
+#   ``grad_placements=[Partial()]``. (PyTorch goes on with each rank's own part.)
+# * ``from_local``: each device gets its shard of the gradient. Of a sum each part gets the whole
+#   gradient, of a mean its share, of a maximum those that hold it, of a product that of the others.
+#   With run_check the devices whose values were not taken get zeros.
+
+
+def to_view(tensor: DTensor, grad_placements: Sequence[Any] | None) -> LocalView:
+    """Return the local view of a DTensor; see ``DTensor.to_local``."""
+    if is_off_mesh(tensor._spec.mesh):
+        empty: Any = empty_local(tensor.shape, tensor.dtype)
+        return empty
+    if _is_differentiated(tensor):
+        return _ToLocal.apply(tensor, grad_placements)  # pyright: ignore[reportReturnType]
+    return _linked(tensor)
+
+
+def _is_differentiated(tensor: torch.Tensor) -> bool:
+    is_recorded = tensor.requires_grad and torch.is_grad_enabled()
+    return is_recorded or has_tangent(tensor)
+
+
+def _linked(tensor: DTensor) -> LocalView:
+    at = _border_of(tensor)
+    # The link goes to the memory, which assigning x.data takes away from x.
+    source: Any = tensor.detach()
+    tell_known(source)
+    link = Link(
+        source,
+        lambda: crossed_in(source._local_tensor, at),
+        lambda local: crossed_out(local, at),
+        at.replicated,
+    )
+    # Another object on the same memory: t_() and the like change the shape of this one only.
+    payload = run_local_op(aten.detach.default, (link.memory,), {})
+    known = tensor._spec.known
+    return LocalView(
+        payload, at.region, varying=at.varying, uneven=at.uneven, link=link, known=known
+    )
+
+
+def from_view(
+    view: LocalView,
+    mesh: DeviceMesh,
+    placements: tuple[Any, ...],
+    shape: Sequence[int] | None,
+    run_check: bool,
+    grad_placements: tuple[Any, ...] | None = None,
+) -> DTensor:
+    """Return the DTensor of which `view` is the local tensor; see ``DTensor.from_local``."""
+    layout = Layout.from_placements(placements, view.ndim, mesh.value)
+    whole = _global_shape(view, layout) if shape is None else tuple(shape)
+    at = border(layout, whole)
+    _check_fits(view, at, mesh)
+    differ = at.replicated & view.varying
+    whole_numbers = not (view.dtype.is_floating_point or view.dtype.is_complex)
+    if whole_numbers and any(op == "avg" for _, op in layout.partial):
+        raise DistributeError(
+            f"from_local was called with placements={placements} on a local view of dtype="
+            f"{view.dtype}. The mean of whole numbers is none. Pass Partial('sum'), or convert the "
+            "view to a floating-point dtype."
+        )
+    if differ and not run_check:
+        raise LocalViewError(
+            f"from_local was called with placements={placements} on a local view whose values may "
+            f"differ along {sorted(map(str, differ))}. Replicate says that they are equal there. "
+            "Pass Partial() if they are parts of a sum, reduce them first, or pass run_check=True "
+            "to take the first device's."
+        )
+    same = _first_along(view, differ)
+    if _is_differentiated(same):
+        same = _reduced_first(same, layout.partial)
+    return _FromLocal.apply(same, mesh, placements, at, grad_placements)  # pyright: ignore
+
+
+def _border_of(tensor: DTensor) -> Border:
+    return border(tensor._spec.layout, tuple(map(int, tensor.shape)))
+
+
+def _global_shape(view: LocalView, layout: Layout) -> tuple[int, ...]:
+    """Return what the shards make up: PyTorch's rule, and the real sizes of uneven ones."""
+    shape = list(layout.get_global_shape(tuple(view.shape)))
+    if view._uneven is not None:
+        region = view.region
+        for dim, sizes in view._uneven.sizes_on(region).items():
+            cut = border(layout, tuple(shape)).dims[dim].axes
+            alike = tuple(0 if axis not in cut else slice(None) for axis in region.axes)
+            shape[dim] = int(sizes[alike].sum())
+    return tuple(shape)
+
+
+def _check_fits(view: LocalView, at: Border, mesh: DeviceMesh) -> None:
+    if view.region != at.region:
+        raise LocalViewError(
+            f"from_local was called with the mesh {mesh_text(mesh.value)} on a local view over the "
+            f"axes {view.region.axes} of the mesh {mesh_text(view.region.mesh)}. Its devices have "
+            "their parts along those axes. Pass the mesh that the view comes from."
+        )
+    if tuple(view.shape) != at.local_shape:
+        raise LocalViewError(
+            f"from_local was called with shape={at.shape} and layout {at.layout} on a local view "
+            f"of local shape={tuple(view.shape)}. The first device's part of that is "
+            f"{at.local_shape}. Pass the global shape that the shards make up."
+        )
+    if view._uneven is not None and view._uneven != at.uneven:
+        raise LocalViewError(
+            f"from_local was called with shape={at.shape} and layout {at.layout} on an uneven "
+            f"local view with the sizes {view._uneven.sizes}. The shards of that tensor have the "
+            f"sizes {at.uneven and at.uneven.sizes}. Pass the placements and the shape that the "
+            "view was cut with."
+        )
+
+
+def _constrained(payload: torch.Tensor, layout: Layout, known: Known) -> torch.Tensor:
+    """Tell XLA how a joined payload is to lie; a reduction that was just made stays its own."""
+    if layout.partial:
+        Layout(layout.mesh, layout.dims).op_sharding()  # refuses gaps
+        return payload
+    return functional.constrain(payload, layout_on_span(layout, known))
+
+
+class _ToLocal(LinearResult):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, grad_placements: Any) -> Any:
+        ctx.at, ctx.mesh = _border_of(tensor), tensor._spec.mesh
+        ctx.placements = grad_placements
+        ctx.forward_placements = tensor._spec.placements
+        return _linked(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        placements, given = ctx.placements, ctx.at.layout.partial
+        if placements is None:
+            placements = tuple(Replicate() if p.is_partial() else p for p in ctx.forward_placements)
+            # The first device had the value, the others zeros or ones that are nobody's.
+            first_only = {axis for axis, op in given if op in ("sum", "product")}
+        else:
+            first_only = set()
+        layout = Layout.from_placements(placements, grad.ndim, ctx.mesh.value)
+        at = border(layout, ctx.at.shape)
+        if not isinstance(grad, LocalView):
+            grad = same_on_all(grad, ctx.at.region)
+        if tuple(grad.shape) != at.local_shape:
+            raise LocalViewError(
+                f"The gradient of a to_local() of shape={ctx.at.shape} has the local shape "
+                f"{tuple(grad.shape)}, and under its grad_placements={placements} a shard has the "
+                f"shape {at.local_shape}. Pass grad_placements of which that is a shard."
+            )
+        differ = at.replicated & grad.varying
+        if differ - first_only:
+            raise LocalViewError(
+                f"The gradient of a to_local() of shape={ctx.at.shape} may differ along "
+                f"{sorted(map(str, differ - first_only))}, where its placements {placements} say "
+                "Replicate. Each device has only a part of it there. Pass "
+                "to_local(grad_placements=...) with Partial() for these axes."
+            )
+        grad = _first_along(grad, differ)
+        return _FromLocal.apply(grad, ctx.mesh, tuple(placements), at, None), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        if get_runtime().name == "torch_xla":
+            raise UnsupportedOpError(
+                "A forward derivative (forward_ad, jvp) was asked for through to_local() on "
+                "torch_xla, which runs some derivatives of local tensors on no device. Take it in "
+                "reverse mode, of the DTensor, or on the JAX runtime."
+            )
+        tangent, placements = tangents[0], ctx.forward_placements
+        if not same_placements(tangent._spec.placements, placements):
+            tangent = tangent.redistribute(ctx.mesh, placements)
+        return _ToLocal.apply(tangent, ctx.placements)
+
+
+class _FromLocal(LinearResult):
+    @staticmethod
+    def forward(
+        ctx: Any, view: LocalView, mesh: DeviceMesh, placements: Any, at: Border, for_grad: Any
+    ) -> Any:
+        from xla_dtensor.dtensor.dtensor import DTensor
+
+        ctx.at, ctx.mesh, ctx.placements, ctx.varying = at, mesh, placements, view.varying
+        ctx.for_grad = for_grad
+        payload = _constrained(crossed_out(view._payload, at), at.layout, view._known)
+        return new_dtensor(DTensor, payload, state_of(payload, mesh, placements, view._known))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        from xla_dtensor.dtensor.api import distribute_tensor
+
+        target = tuple(Replicate() if p.is_partial() else p for p in ctx.placements)
+        target = ctx.for_grad or target
+        if not hasattr(grad, "_spec"):
+            grad = distribute_tensor(grad, ctx.mesh, target)
+        if grad._spec.mesh != ctx.mesh or not same_placements(grad._spec.placements, target):
+            grad = grad.redistribute(ctx.mesh, target)
+        view: Any = _ToLocal.apply(grad, None)
+        for axis, op in ctx.at.layout.partial:
+            if op == "avg":
+                view = view / ctx.mesh.value.size(axis)
+        # Each is the gradient of the device's own part, also where all are equal.
+        return view._labelled(ctx.varying), None, None, None, None
+
+
+def _reduced_first(view: LocalView, partial: Sequence[tuple[Any, str]]) -> LocalView:
+    """Make the reductions whose gradient is not the same for every part."""
+    for axis, op in partial:
+        if op in ("max", "min"):
+            # Each device's tensor is a part of its own: equal ones share the gradient.
+            own = view._labelled(view.varying | {axis})
+            view = pmax(own, axis) if op == "max" else pmin(own, axis)  # pyright: ignore
+        elif op == "product":
+            own = axis_index(view, axis) == 0
+            # Not prod(0): PyTorch looks for zeros to choose how to differentiate that.
+            whole = reduce(torch.mul, all_gather(view.unsqueeze(0), axis).unbind(0))
+            view = torch.where(own, whole, 1.0)  # pyright: ignore
+    return view
+
+
+def _first_along(view: Any, axes: Any) -> Any:
+    """Return the view with the first device's values on all devices along `axes`."""
+    asked, dtype = view.dtype, torch.uint8 if view.dtype == torch.bool else view.dtype
+    view = view.to(dtype) if axes else view
+    for axis in axes:
+        zero = torch.zeros((), dtype=dtype)
+        view = psum(torch.where(axis_index(view, axis) == 0, view, zero), axis)
+    return view.to(asked)
+
+
+# ----------------------------------- from_local, and LocalViews made of one host tensor per device
+#
+# A plain tensor given to ``from_local`` is one value, where PyTorch has one per rank. As Replicate
+# that is the same thing. As Shard or Partial it is not: PyTorch's ranks each pass rows of their
+# own, and here the same rows would silently be repeated on every device. So that raises where a
+# process has several devices along the axis, and ``same_on_every_device=True`` asks for it. With
+# one device per process a plain tensor is that device's own, as in PyTorch.
+
+
+@one_call
+def make_from_local(
+    tensor: Any,
+    device_mesh: Any,
+    placements: Any,
+    whole: tuple[Sequence[int] | None, Sequence[int] | None],
+    grad_placements: Sequence[Any] | None,
+    *,
+    run_check: bool,
+    same_on_every_device: bool,
+) -> DTensor:
+    """Make a DTensor of what each device has; see ``DTensor.from_local``."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentTypeError(
+            f"from_local was called with an object of type={type(tensor).__name__}. It takes what "
+            "each device has. Pass a LocalView or a tensor."
+        )
+    shape, stride = whole
+    if (shape is None) != (stride is None):
+        raise DistributeError(
+            f"from_local was called with shape={shape} and stride={stride}. One without the other "
+            "does not describe the global tensor. Pass both, or none."
+        )
+    mesh = current_mesh("from_local") if device_mesh is None else as_device_mesh(device_mesh)
+    checked = checked_placements("from_local", placements, mesh, tensor.ndim, partial=True)
+    if is_off_mesh(mesh):
+        return _without_values(tensor, mesh, checked, shape)
+    if _is_plain(tensor) and shape is None and all(p.is_replicate() for p in checked):
+        return _PlainReplicated.apply(tensor, mesh, checked)  # pyright: ignore
+    if isinstance(tensor, LocalView) and shape is None:
+        from xla_dtensor.nn.fsdp_groups import from_group_view, is_of_groups
+
+        if is_of_groups(tensor, mesh):
+            return from_group_view(tensor, mesh, checked)
+    if not isinstance(tensor, LocalView):
+        tensor = _plain_as_view(tensor, mesh, checked, same_on_every_device)
+    for_grad = None
+    if grad_placements is not None:
+        for_grad = checked_placements(
+            "from_local", grad_placements, mesh, tensor.ndim, partial=False
+        )
+    return from_view(tensor, mesh, checked, shape, run_check or same_on_every_device, for_grad)
+
+
+def _without_values(
+    tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], shape: Any
+) -> DTensor:
+    """Return what a process has that reaches no device of the mesh: PyTorch's shape, no values."""
+    from xla_dtensor.dtensor.dtensor import DTensor
+
+    layout = Layout.from_placements(placements, tensor.ndim, mesh.value)
+    whole = layout.get_global_shape(tuple(tensor.shape)) if shape is None else tuple(shape)
+    payload = torch.empty(whole, dtype=tensor.dtype, device="meta")
+    return DTensor._wrapping(payload, mesh, placements, requires_grad=tensor.requires_grad)
+
+
+def from_local_in_graph(
+    tensor: Any,
+    device_mesh: Any,
+    placements: Any,
+    whole: tuple[Any, Any],
+    grad_placements: Any,
+    **options: bool,
+) -> DTensor:
+    """Do what :func:`make_from_local` does, in a function that Dynamo reads."""
+    given = [None if sizes is None else tuple([int(n) for n in sizes]) for sizes in whole]
+    args = (device_mesh, placements, given, grad_placements)
+    return called_in_graph("make_from_local", tensor, args, options)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return not hasattr(tensor, "_local_tensor") and not getattr(tensor, "_is_per_device", False)
+
+
+class _PlainReplicated(LinearResult):
+    """A plain tensor, one value, as a DTensor that no axis of the mesh cuts."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Any:
+        from xla_dtensor.dtensor.dtensor import DTensor
+
+        runtime, layout = get_runtime(), Layout.replicated(mesh.value, tensor.ndim)
+        ctx.mesh, ctx.placements, ctx.on_host = mesh, placements, not runtime.is_payload(tensor)
+        payload = tensor.detach()
+        if is_traced(tensor):
+            ctx.on_host = None
+            ctx.save_for_backward(tensor)
+            payload = functional.put(payload, layout)
+            return new_dtensor(DTensor, payload, state_of(payload, mesh, placements))
+        if ctx.on_host:
+            payload = runtime.put(payload, layout)
+            known: Known = ()
+        else:
+            known = _known_of(payload, mesh)
+        payload = runtime.constrain(payload, layout_on_span(layout, known))
+        return new_dtensor(DTensor, payload, state_of(payload, mesh, placements, known))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        moved = grad.redistribute(ctx.mesh, ctx.placements)
+        if ctx.on_host is False:
+            return as_plain(moved), None, None
+        return _OnHost.apply(moved, *ctx.saved_tensors), None, None
+
+
+class _OnHost(OneResult):
+    """The gradient of a host tensor: what the devices have of it, on the host."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, like: torch.Tensor | None = None) -> torch.Tensor:
+        ctx.mesh, ctx.placements = tensor._spec.mesh, tensor._spec.placements
+        payload = tensor._local_tensor
+        return get_runtime().to_host(payload) if like is None else plain_like(payload, like)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        made = _PlainReplicated.apply(grad, ctx.mesh, ctx.placements)
+        return (made, None)[: ctx.num_inputs]
+
+
+def _known_of(payload: torch.Tensor, mesh: DeviceMesh) -> Known:
+    """Return what the runtime knows of how a plain tensor lies over axes that `mesh` lacks."""
+    span, runtime = spanning_mesh(mesh.value), get_runtime()
+    sharding = runtime.known_sharding(payload)
+    if span == mesh.value or sharding is None or not sharding.is_tiled:
+        return ()
+    layout = layout_of_op_sharding(sharding, span, payload.ndim, runtime.root(span))
+    return known_of_layout(layout, mesh)
+
+
+def _plain_as_view(
+    tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], same: bool
+) -> LocalView:
+    if not _is_plain(tensor):
+        raise ArgumentTypeError(
+            f"from_local was called with a {type(tensor).__name__} of shape={tuple(tensor.shape)}. "
+            "That is not one device's tensor. Pass what to_local() gave, or use redistribute."
+        )
+    runtime = get_runtime()
+    mine = runtime.addressable_device_ids()
+    own = len(mine) == 1 and len(runtime.device_ids()) > 1 and not runtime.is_payload(tensor)
+    if own and not same:
+        return view_of_shards({mine[0]: tensor}, mesh)
+    sizes = mesh.value.mesh_shape
+    wrong = [
+        (name, placement)
+        for name, placement, size in zip(mesh.value.axis_names, placements, sizes, strict=True)
+        if not placement.is_replicate() and size > 1
+    ]
+    if wrong and not same:
+        axis, placement = wrong[0]
+        raise DistributeError(
+            f"from_local was called with a plain tensor of shape={tuple(tensor.shape)} and "
+            f"{placement} for axis {axis!r} of the mesh {mesh_text(mesh.value)}. In PyTorch each "
+            "rank passes a tensor of its own; this process has several devices along that axis, "
+            "and one tensor for all of them would be repeated. Pass the global tensor to "
+            "distribute_tensor, one tensor per device to LocalView.from_shards, or "
+            "same_on_every_device=True."
+        )
+    view: Any = same_on_all(tensor, region_of(mesh.value))
+    return view
+
+
+def view_of_shards(shards: Any, device_mesh: Any) -> LocalView:
+    """Make a LocalView of one host tensor per device; see ``LocalView.from_shards``."""
+    mesh = as_device_mesh(device_mesh)
+    runtime, region = get_runtime(), region_of(mesh.value)
+    given = dict(shards) if hasattr(shards, "items") else None
+    if given is None:
+        ids = [int(i) for i in mesh.value.device_ids.reshape(-1)]
+        shards = list(shards)
+        if len(shards) != len(ids):
+            raise DistributeError(
+                f"from_shards was called with {len(shards)} tensors on the mesh "
+                f"{mesh_text(mesh.value)}. Each of its {len(ids)} devices has one. Pass them in "
+                "the order of the mesh, or a dict by device id."
+            )
+        given = dict(zip(ids, shards, strict=True))
+    by_place = {_place(region, device): tensor for device, tensor in given.items()}
+    wanted = [i for i in runtime.addressable_device_ids() if i in region.mesh.device_ids]
+    first: Any = next(iter(given.values()), None)
+    if not isinstance(first, torch.Tensor):
+        raise ArgumentTypeError(
+            f"from_shards was called with {first!r} for the first device. A shard is a host "
+            "tensor. Pass a torch.Tensor per device."
+        )
+    for device in wanted:
+        shard: Any = by_place.get(_place(region, device))
+        fits = isinstance(shard, torch.Tensor) and shard.dtype == first.dtype
+        if not fits or shard.shape != first.shape:
+            found = getattr(shard, "shape", shard), getattr(shard, "dtype", None)
+            found = shard if shard is None else (tuple(found[0]), found[1])
+            raise DistributeError(
+                f"from_shards was called on the mesh {mesh_text(mesh.value)}, and for device "
+                f"{device} the tensor is {found}. Every device that this process reaches needs one "
+                f"of the same shape and dtype, here {tuple(first.shape)} and {first.dtype}. Pass "
+                "tensors of one shape, padded where they are shorter."
+            )
+    ndim = len(region.axes)
+    layout = Layout(region.mesh, (*((axis,) for axis in region.axes), *((),) * first.ndim))
+    stacked = {
+        device: by_place[_place(region, device)].detach()[(None,) * ndim] for device in wanted
+    }
+    payload = runtime.from_shards(stacked, (*region.sizes, *first.shape), layout)
+    local = runtime.enter_local(payload, layout, region)
+    for _ in range(ndim):
+        local = runtime.run_local_op(aten.squeeze.dim, (local, 0), {})
+    return LocalView(local, region, varying=frozenset(region.axes))
+
+
+def _place(region: Any, device: int) -> tuple[int, ...]:
+    """Return a device's coordinate along the region's axes."""
+    coordinate = region.mesh.coordinates(int(device))
+    at = dict(zip(region.mesh.axis_names, coordinate, strict=True))
+    return tuple(int(np.asarray(at[axis])) for axis in region.axes)

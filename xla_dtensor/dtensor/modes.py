@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xla_dtensor.dtensor.state import GlobalState
+from xla_dtensor.dtensor.labels import GlobalState
 from xla_dtensor.runtimes import functional
 from xla_dtensor.runtimes.nested import leaves
 from xla_dtensor.runtimes.registry import get_runtime

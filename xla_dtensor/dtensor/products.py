@@ -23,8 +23,8 @@ from torch.optim.adam import _multi_tensor_adam
 from xla_dtensor.core import Layout
 from xla_dtensor.core.placements import Gap, axis_sizes, entry_axis, entry_size
 from xla_dtensor.core.product_order import Factor, ProductDims
+from xla_dtensor.dtensor.labels import GlobalState
 from xla_dtensor.dtensor.mesh import DeviceMesh
-from xla_dtensor.dtensor.state import GlobalState
 from xla_dtensor.runtimes import (
     Runtime,
     functional,  # defines torch.ops.xla_dtensor

@@ -18,9 +18,8 @@ from torch.distributed.tensor import Placement, Replicate
 from xla_dtensor.core import Layout
 from xla_dtensor.core.errors import DistributeError, RedistributeError, ShardDimError
 from xla_dtensor.dtensor.dispatch import new_dtensor, state_of
-from xla_dtensor.dtensor.labels import note_op
+from xla_dtensor.dtensor.labels import note_op, placements_on
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh, empty_local, is_off_mesh, mesh_text
-from xla_dtensor.dtensor.state import placements_on
 from xla_dtensor.report.attribution import ANY, scope_name
 from xla_dtensor.runtimes import functional
 from xla_dtensor.runtimes.registry import get_runtime

@@ -31,12 +31,11 @@ from xla_dtensor.core.spanning import joint_mesh, layout_on_span, region_of, spa
 from xla_dtensor.dtensor.api import distribute_tensor
 from xla_dtensor.dtensor.dispatch import state_of
 from xla_dtensor.dtensor.dtensor import DTensor
-from xla_dtensor.dtensor.labels import legal_placements, propagate
+from xla_dtensor.dtensor.labels import Known, legal_placements, propagate
 from xla_dtensor.dtensor.local import LocalView
 from xla_dtensor.dtensor.local_border import border, spread_payload
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh, mesh_text
 from xla_dtensor.dtensor.redistribute import asking, checked_placements
-from xla_dtensor.dtensor.state import Known
 from xla_dtensor.runtimes import functional
 from xla_dtensor.runtimes.nested import map_nested
 from xla_dtensor.runtimes.registry import get_runtime
