@@ -14,6 +14,7 @@ from xla_dtensor.core import Layout, layout_of_op_sharding, local_shape
 from xla_dtensor.core.argument_types import argument_types
 from xla_dtensor.core.errors import ArgumentTypeError, DistributeError, UnsupportedOpError
 from xla_dtensor.dtensor import dynamo
+from xla_dtensor.dtensor.dispatch import new_dtensor, state_of
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import (
     DeviceMesh,
@@ -84,7 +85,8 @@ def distribute_tensor(
         )
     layout = Layout.from_placements(checked, tensor.ndim, mesh.value)
     payload = _placed(tensor.detach(), layout, mesh)
-    return DTensor._wrapping(payload, mesh, checked, requires_grad=tensor.requires_grad)
+    state = state_of(payload, mesh, checked)
+    return new_dtensor(DTensor, payload, state, tensor.requires_grad)
 
 
 def _placed(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:

@@ -328,11 +328,6 @@ _checked: set[Any] = set()
 _CHECKED_LIMIT = 50_000
 
 
-def is_checked(func: Any) -> bool:
-    """Whether calls of an op have to be checked."""
-    return func._schema.is_mutable or func.overloadpacket in _CHECKED
-
-
 def check_call(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Sequence[Any]
 ) -> None:
@@ -515,6 +510,7 @@ class _Traits:
         has_factors: It is a product of two tensors.
         by_storage: It goes by the storage of its first argument.
         by_strides: Its results depend on the strides of its first argument.
+        checked: Calls of it have to be checked.
     """
 
     writes: bool
@@ -553,7 +549,7 @@ def _traits_of(func: Any) -> _Traits:
         has_factors=has_factors(func),
         by_storage=func in _BY_STORAGE,
         by_strides=func in FACTORED,
-        checked=is_checked(func),
+        checked=schema.is_mutable or func.overloadpacket in _CHECKED,
     )
     return _traits.setdefault(func, traits)
 
@@ -614,7 +610,10 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     try:
         state = _answers.get(whole)
         if state is None or not _fits(state, result):
-            state = _keep(whole, _answer(func, args, kwargs, found, result))
+            state = _answer(func, args, kwargs, found, result)
+            if len(_answers) >= _ANSWERS_LIMIT:
+                _answers.clear()
+            _answers[whole] = state
     except TypeError:  # an argument that has no hash
         state = _answer(func, args, kwargs, found, result)
     modes = current_modes()
@@ -657,19 +656,15 @@ def _is_ours(value: Any) -> bool:
 def _described(value: Any, plain: list[Any]) -> Any:
     if isinstance(value, torch.Tensor):
         if isinstance(value, TorchDTensor):
-            _refuse_other_dtensor(value)
+            raise ArgumentTypeError(
+                "An op was called on a DTensor of xla_dtensor and one of torch.distributed.tensor "
+                f"on {value.device_mesh}. Their values lie on devices of different kinds. Pass its "
+                "full_tensor() to xla_dtensor.distribute_tensor first."
+            )
         plain.append(value)
         return (value.shape, value.stride(), value.dtype)
     # A number that a compiled step computes: placements do not depend on it.
     return None if isinstance(value, torch.SymFloat) else value
-
-
-def _refuse_other_dtensor(value: Any) -> None:
-    raise ArgumentTypeError(
-        "An op was called on a DTensor of xla_dtensor and one of torch.distributed.tensor on "
-        f"{value.device_mesh}. Their values lie on devices of different kinds. Pass its "
-        "full_tensor() to xla_dtensor.distribute_tensor first."
-    )
 
 
 def _run_without_values(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
@@ -704,13 +699,6 @@ def _count_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 # ---------------------------------------------------------------- results
-
-
-def _keep(key: Any, state: Any) -> Any:
-    if len(_answers) >= _ANSWERS_LIMIT:
-        _answers.clear()
-    _answers[key] = state
-    return state
 
 
 def _fits(state: Any, result: Any) -> bool:

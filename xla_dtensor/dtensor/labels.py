@@ -66,18 +66,6 @@ __all__ = [
 Known: TypeAlias = tuple[tuple[Axis, int], ...]
 
 
-def known_beside(mesh: DeviceMesh, states: Iterable[GlobalState]) -> Known:
-    """Return what tensors of one shape know of the axes that `mesh` lacks."""
-    own, found = set(mesh.value.axis_names), {}
-    for state in states:
-        if not _related(state.mesh, mesh):
-            continue
-        for axis, dim in (*_cuts(state), *state.known):
-            if axis not in own:
-                found.setdefault(axis, dim)
-    return tuple(found.items())
-
-
 def known_of_layout(layout: Layout | None, mesh: DeviceMesh) -> Known:
     """Return what a layout on the spanning mesh says of the axes that `mesh` lacks.
 
@@ -111,7 +99,7 @@ def joint_mesh(mesh: DeviceMesh, states: Sequence[GlobalState]) -> DeviceMesh:
 
     `mesh` itself where there are no others, which is nearly always.
     """
-    if all(state.mesh is mesh and not state.known for state in states):
+    if not [state for state in states if state.known or state.mesh is not mesh]:
         return mesh
     span = spanning_mesh(mesh.value)
     axes = set(mesh.value.axis_names)
@@ -177,11 +165,20 @@ class GlobalState(DTensorSpec):
         """The layout over all devices of the root, with what is known of the other axes."""
         return layout_on_span(self.layout, self.known)
 
-    def moved(self, mesh: DeviceMesh, placements: tuple[Any, ...]) -> GlobalState:
+    def known_beside(self, mesh: DeviceMesh) -> Known:
+        """Return what is known of the axes that a mesh of the same devices lacks."""
+        if mesh is self.mesh:
+            return self.known
+        if not _related(self.mesh, mesh):
+            return ()
+        own = mesh.value.axis_names
+        return tuple(pair for pair in (*_cuts(self), *self.known) if pair[0] not in own)
+
+    def with_placements(self, mesh: DeviceMesh, placements: tuple[Any, ...]) -> GlobalState:
         """Return the state of the same values on another mesh, or with other placements."""
         meta: Any = self.tensor_meta
         state = GlobalState(mesh, placements, tensor_meta=meta)
-        state.known = known_beside(mesh, [self])
+        state.known = self.known_beside(mesh)
         return state
 
     def with_stride(self, stride: tuple[int, ...]) -> GlobalState:
@@ -211,7 +208,7 @@ class GlobalState(DTensorSpec):
                 token = _tokens.setdefault(key, object())
             except TypeError:  # a size that torch.compile has not fixed
                 token = object()
-            object.__setattr__(self, "cached_token", token)
+            self.cached_token = token
         return self.cached_token
 
     def _check_equals(self, other: Any, skip_shapes: bool = False) -> bool:
@@ -219,10 +216,6 @@ class GlobalState(DTensorSpec):
         # on the inner tensor, of which there are none for a JaxTensor.
         same = super()._check_equals(other)  # pyright: ignore[reportAttributeAccessIssue]
         return same and self.known == getattr(other, "known", ())
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, "cached_token", None)
-        super().__setattr__(name, value)
 
 
 # ----------------------------------------- Keep a strided shard strided in the labels of torch 2.9
@@ -366,9 +359,11 @@ def _attention(q: Any, k: Any, v: Any, q_shape: Shape, *_: Shape) -> Placement:
 
 def _per_axis(rule: Callable[..., Placement], tensors: int) -> Callable[[int, Any], Any]:
     def placements(num_axes: int, args: Any) -> tuple[Placement, ...]:
-        given = [args[i] for i in range(tensors)]
-        shapes = [g[1] for g in given]
-        return tuple(rule(*(g[0][axis] for g in given), *shapes) for axis in range(num_axes))
+        operands = args[:tensors]
+        shapes = [shape for _, shape, *_ in operands]
+        return tuple(
+            [rule(*[label[axis] for label, *_ in operands], *shapes) for axis in range(num_axes)]
+        )
 
     return placements
 
@@ -456,19 +451,17 @@ def propagate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: D
     """
     if func in _SAME_AS_FIRST:
         return _placements(args[0], mesh)
-    described_args, described_kwargs = map_nested(
-        lambda v: _describe(v, mesh), (tuple(args), dict(kwargs))
-    )
+    args, kwargs = map_nested(lambda v: _describe(v, mesh), (tuple(args), dict(kwargs)))
+    key = (func, mesh, _hashable((args, kwargs)))
     try:
-        key = (func, mesh, _hashable(described_args), _hashable(described_kwargs))
-        hash(key)
-    except TypeError:
-        return _ask(func, described_args, described_kwargs, mesh)
-    if key not in _cache:
+        answer = _cache.get(key)
+    except TypeError:  # an argument that has no hash
+        return _ask(func, args, kwargs, mesh)
+    if answer is None:
         if len(_cache) >= _CACHE_LIMIT:
             _cache.clear()
-        _cache[key] = _ask(func, described_args, described_kwargs, mesh)
-    return _cache[key]
+        answer = _cache[key] = _ask(func, args, kwargs, mesh)
+    return answer
 
 
 def known_of_results(
@@ -518,9 +511,6 @@ class _Described(tuple):
 
 
 def _describe(value: Any, mesh: DeviceMesh) -> Any:
-    if isinstance(value, TorchDTensor):
-        placements = _placements(value, mesh)
-        return _Described((placements, value.shape, value.stride(), value.dtype))
     if isinstance(value, torch.Tensor):
         placements = _placements(value, mesh)
         return _Described((placements, value.shape, value.stride(), value.dtype))
@@ -534,9 +524,9 @@ def _hashable(value: Any) -> Any:
         # In torch 2.9 a _StridedShard equals the Shard of its dim, and has its hash.
         return (*map(type, value[0]), *value)
     if isinstance(value, (list, tuple)):
-        return (type(value).__name__, *map(_hashable, value))
+        return (type(value).__name__, *[_hashable(v) for v in value])
     if isinstance(value, dict):
-        return tuple((k, _hashable(v)) for k, v in value.items())
+        return tuple([(k, _hashable(v)) for k, v in value.items()])
     return (type(value), value)
 
 
@@ -544,7 +534,8 @@ def _ask(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     replicated = (Replicate(),) * mesh.ndim
     described = [v for v in leaves((args, kwargs)) if isinstance(v, _Described)]
     # torch's rules for views do not end on empty shapes, of which there is nothing to place.
-    if all(d[0] == replicated for d in described) or any(0 in d[1] for d in described):
+    is_copied = not [d for d in described if d[0] != replicated]
+    if is_copied or [d for d in described if 0 in d[1]]:
         return replicated
     if func in WHOLE_OP_LABELS:
         return WHOLE_OP_LABELS[func](mesh.ndim, args)
@@ -632,7 +623,8 @@ def legal_placements(placements: Any, ndim: int, mesh: DeviceMesh) -> Placements
     if placements is None or len(placements) != mesh.ndim:
         return (Replicate(),) * mesh.ndim
     legal = tuple([_legal(placement, ndim) for placement in placements])
-    if any(isinstance(p, _StridedShard) for p in legal) and not _is_tiling(legal, ndim, mesh):
+    is_strided = bool([p for p in legal if isinstance(p, _StridedShard)])
+    if is_strided and not _is_tiling(legal, ndim, mesh):
         return tuple(Replicate() if isinstance(p, _StridedShard) else p for p in legal)
     return legal
 
@@ -757,9 +749,9 @@ def note_op(states: Any, func: Any, found: Sequence[Any]) -> Any:
         func: The op.
         found: The DTensors among its arguments.
     """
-    arguments = ((t._spec.mesh, tuple(t._spec.placements), tuple(t.shape)) for t in found)
+    arguments = [(t._spec.mesh, tuple(t._spec.placements), tuple(t.shape)) for t in found]
     made_by = MadeBy(func, tuple(arguments))
-    for state in leaves([states]):
+    for state in [states] if isinstance(states, GlobalState) else leaves(states):
         if isinstance(state, GlobalState):
             state.made_by = made_by
     return states

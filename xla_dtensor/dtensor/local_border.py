@@ -682,12 +682,14 @@ class _Dim:
 
     Args:
         axes: The axes that cut it, outermost first.
+        pieces: Into how many they cut it.
         tile: Its size on the first device.
         rows: The global positions in the order of the devices, -1 for padding; None where XLA's
             tiles are the shards.
     """
 
     axes: tuple[Axis, ...]
+    pieces: int
     tile: int
     rows: np.ndarray[Any, Any] | None
 
@@ -703,8 +705,9 @@ class Border:
     def __init__(self, layout: Layout, shape: tuple[int, ...]) -> None:
         self.layout, self.shape = layout, shape
         self.region: ManualRegion = region_of(layout.mesh)
-        self.dims = [_dim(layout, shape, dim) for dim in range(len(shape))]
-        axes = (*((axis,) for axis, _ in layout.partial), *(dim.axes for dim in self.dims))
+        first = local_shape(layout, shape, (0,) * layout.mesh.ndim, rule="torch").shape
+        self.dims = [_dim(layout, shape, dim, tile) for dim, tile in enumerate(first)]
+        axes = (*[(axis,) for axis, _ in layout.partial], *[dim.axes for dim in self.dims])
         self._inside = Layout(self.region.mesh, axes)
 
     @property
@@ -719,11 +722,11 @@ class Border:
     @cached_property
     def uneven(self) -> Uneven | None:
         """How much of each device's array is real."""
+        if self.shape == tuple([dim.tile * dim.pieces for dim in self.dims]):
+            return None
         mesh, region = self.layout.mesh, self.region
         names = tuple(mesh.axis_names)
         tables: dict[int, list[int]] = {dim: [] for dim in range(len(self.shape))}
-        if all(d.tile * self._pieces(n) == self.shape[n] for n, d in enumerate(self.dims)):
-            return None
         for place in product(*map(range, region.sizes)):
             at = dict(zip(region.axes, place, strict=True))
             coordinate = tuple(at[name] for name in names)
@@ -744,9 +747,6 @@ class Border:
         used = {axis for dim in self.dims for axis in dim.axes}
         return frozenset(self.region.axes) - used - {axis for axis, _ in self.layout.partial}
 
-    def _pieces(self, dim: int) -> int:
-        return prod(self.region.mesh.size(axis) for axis in self.dims[dim].axes)
-
     def cut(self, payload: torch.Tensor) -> torch.Tensor:
         """Return the local payload of a global one."""
         runtime = get_runtime()
@@ -756,8 +756,7 @@ class Border:
                 rows = torch.from_numpy(np.maximum(dim.rows, 0))
                 payload = run(aten.index_select.default, (payload, number, rows), {})
         missing = [
-            dim.tile * self._pieces(number) - payload.shape[number]
-            for number, dim in enumerate(self.dims)
+            dim.tile * dim.pieces - payload.shape[number] for number, dim in enumerate(self.dims)
         ]
         if any(missing):
             behind = [pad for amount in reversed(missing) for pad in (0, amount)]
@@ -801,23 +800,22 @@ def border(layout: Layout, shape: tuple[int, ...]) -> Border:
     return Border(layout, shape)
 
 
-def _dim(layout: Layout, shape: tuple[int, ...], dim: int) -> _Dim:
+def _dim(layout: Layout, shape: tuple[int, ...], dim: int, tile: int) -> _Dim:
     mesh = layout.mesh
     named = [entry_axis(entry) for entry in layout.dims[dim]]
     used = [axis for axis in mesh.axis_names if axis in named]
-    first = local_shape(layout, shape, (0,) * mesh.ndim, rule="torch")
-    pieces = prod(mesh.size(axis) for axis in used)
-    whole = tuple(axis for axis in named if axis is not None)
-    tiles = len(whole) == len(named) == len(used)
-    if tiles and (len(used) < 2 or shape[dim] % max(pieces, 1) == 0):
-        return _Dim(whole, first.shape[dim], None)
+    pieces = prod([mesh.size(axis) for axis in used])
+    axes = tuple([axis for axis in named if axis is not None])
+    are_tiles = len(axes) == len(named) == len(used)
+    if are_tiles and (len(used) < 2 or shape[dim] % max(pieces, 1) == 0):
+        return _Dim(axes, pieces, tile, None)
     rows: list[Any] = []
     for place in product(*(range(mesh.size(axis)) for axis in used)):
         at = dict(zip(used, place, strict=True))
         coordinate = tuple(at.get(axis, 0) for axis in mesh.axis_names)
-        mine = torch_indices(layout, shape, coordinate)[dim]
-        rows.append(np.pad(mine, (0, first.shape[dim] - len(mine)), constant_values=-1))
-    return _Dim(tuple(used), first.shape[dim], np.concatenate(rows))
+        shard = torch_indices(layout, shape, coordinate)[dim]
+        rows.append(np.pad(shard, (0, tile - len(shard)), constant_values=-1))
+    return _Dim(tuple(used), pieces, tile, np.concatenate(rows))
 
 
 def _parts(run: Any, payload: torch.Tensor, count: int, op: str) -> torch.Tensor:

@@ -605,6 +605,7 @@ class DeviceMesh(TorchDeviceMesh):
         self._dim_group_names: list[str] = NoGroups(mesh)
         self._merged: Merged = {}
         self._coordinate_on_dim = self.get_coordinate()
+        self._value_hash = hash(mesh)  # dispatch hashes meshes with each new kind of call
 
     def get_coordinate(self) -> Any:
         """Return the coordinate of the first addressable device of the mesh, None without one."""
@@ -670,7 +671,7 @@ class DeviceMesh(TorchDeviceMesh):
         return _device_mesh(self.value.root)
 
     def __hash__(self) -> int:
-        return hash(self.value)
+        return self._value_hash
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DeviceMesh) and self.value == other.value

@@ -35,7 +35,7 @@ from xla_dtensor.dtensor.labels import Known, legal_placements, propagate
 from xla_dtensor.dtensor.local import LocalView
 from xla_dtensor.dtensor.local_border import border, spread_payload
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh, mesh_text
-from xla_dtensor.dtensor.redistribute import asking, checked_placements
+from xla_dtensor.dtensor.redistribute import checked_placements, redistribute_marker
 from xla_dtensor.runtimes import functional
 from xla_dtensor.runtimes.nested import map_nested
 from xla_dtensor.runtimes.registry import get_runtime
@@ -577,7 +577,7 @@ class ShardedParameter:
         dtype = self.settings.param_dtype
         if dtype is not None and whole.dtype != dtype and whole.is_floating_point():
             whole = get_runtime().run_op(aten._to_copy.default, (whole,), {"dtype": dtype})
-        with asking():
+        with redistribute_marker():
             return functional.constrain(whole, self._gathered_layout())
 
     def _gathered_layout(self) -> Layout:
@@ -622,7 +622,7 @@ class ShardedParameter:
         dtype = settings.reduce_dtype
         if dtype is not None and payload.dtype != dtype:
             payload = run(aten._to_copy.default, (payload,), {"dtype": dtype})
-        with asking():
+        with redistribute_marker():
             payload = functional.constrain(payload, state.span_layout)
         divide_by = settings.divide_by(per_device)
         if divide_by is not None:

@@ -45,7 +45,7 @@ from xla_dtensor.dtensor.dtensor import DTensor, GlobalState
 from xla_dtensor.dtensor.labels import legal_placements, propagate
 from xla_dtensor.dtensor.manual import ManualTensor, enter_region, leave_region
 from xla_dtensor.dtensor.mesh import as_device_mesh
-from xla_dtensor.dtensor.redistribute import asking, torch_placements
+from xla_dtensor.dtensor.redistribute import redistribute_marker, torch_placements
 from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.runtimes.whole_ops import LinearResult, OneResult
 from xla_dtensor.spmd.mesh import as_mesh
@@ -112,7 +112,7 @@ def mark_sharding(t: torch.Tensor, mesh: Any, partition_spec: Sequence[Any]) -> 
         return _annotated(t, layout)
     if get_runtime().is_payload(t):
         _check_first(t, layout)
-        with asking():
+        with redistribute_marker():
             get_runtime().annotate(t, layout)
         return wrap_plain(t, layout)
     return _moved_in_place(t, layout)
@@ -180,7 +180,7 @@ def annotate_custom_sharding(
     if isinstance(t, DTensor):
         return _annotated(t, layout)
     _check_on_devices("annotate_custom_sharding", t)
-    with asking():
+    with redistribute_marker():
         get_runtime().annotate(t, layout)
     return wrap_plain(t, layout)
 
@@ -265,7 +265,7 @@ def _check_first(payload: torch.Tensor, layout: Layout) -> None:
 def _annotated(t: DTensor, layout: Layout) -> XLAShardedTensor:
     if not t.is_meta:
         _restore_label_after_step(t)
-        with asking():
+        with redistribute_marker():
             for payload in _payloads(t):
                 get_runtime().annotate(payload, layout)
     meta = t._spec.tensor_meta
