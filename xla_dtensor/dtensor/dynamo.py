@@ -29,7 +29,7 @@ from torch.distributed.tensor import Replicate
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.core.errors import DistributeError
-from xla_dtensor.dtensor.labels import Known, Placements
+from xla_dtensor.dtensor.labels import OuterCuts, Placements
 from xla_dtensor.dtensor.mesh import DeviceMesh, mesh_text
 from xla_dtensor.runtimes.functional import Names
 
@@ -155,11 +155,11 @@ class FlatState:
     def __init__(self, spec: Any, requires_grad: bool) -> None:
         self.mesh: DeviceMesh = spec.mesh
         self.placements: Placements = spec.placements
-        self.known: Known = spec.known
+        self.outer_cuts: OuterCuts = spec.outer_cuts
         self.requires_grad = requires_grad
         # In torch 2.9 a _StridedShard equals the Shard of its dim, so types are compared as well.
         kinds = tuple(map(type, self.placements))
-        self._key = (self.mesh, self.placements, kinds, self.known, requires_grad)
+        self._key = (self.mesh, self.placements, kinds, self.outer_cuts, requires_grad)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FlatState) and self._key == other._key
@@ -176,24 +176,24 @@ class _Parts(tuple[Any, ...]):
 
     Args:
         parts: Placements, meta, shard order, and whether a gradient is required.
-        known: What is known of axes that the mesh lacks.
+        outer_cuts: Which of the axes that the mesh lacks cut which dim.
     """
 
-    known: Known
+    outer_cuts: OuterCuts
 
-    def __new__(cls, parts: tuple[Any, ...], known: Known = ()) -> _Parts:
+    def __new__(cls, parts: tuple[Any, ...], outer_cuts: OuterCuts = ()) -> _Parts:
         self = super().__new__(cls, parts)
-        self.known = known
+        self.outer_cuts = outer_cuts
         return self
 
     def __eq__(self, other: object) -> bool:
-        return super().__eq__(other) and self.known == getattr(other, "known", ())
+        return super().__eq__(other) and self.outer_cuts == getattr(other, "outer_cuts", ())
 
     def __hash__(self) -> int:
-        return hash((tuple(self), self.known))
+        return hash((tuple(self), self.outer_cuts))
 
     def __reduce__(self) -> Any:
-        return (_Parts, (tuple(self), self.known))
+        return (_Parts, (tuple(self), self.outer_cuts))
 
 
 def flatten(tensor: DTensor) -> tuple[list[str], Any]:
@@ -202,7 +202,7 @@ def flatten(tensor: DTensor) -> tuple[list[str], Any]:
     if _MESH_IS_OPAQUE:
         order = getattr(spec, "shard_order", None)
         parts = (spec.placements, spec.tensor_meta, order, tensor.requires_grad)
-        return ["_local_tensor", "device_mesh"], _Parts(parts, spec.known)
+        return ["_local_tensor", "device_mesh"], _Parts(parts, spec.outer_cuts)
     return ["_local_tensor"], FlatState(spec, tensor.requires_grad)
 
 
@@ -212,12 +212,12 @@ def unflatten(
     """Put together what :func:`flatten` took apart."""
     if isinstance(state, FlatState):
         mesh, placements, requires_grad = state.mesh, state.placements, state.requires_grad
-        known = state.known
+        outer_cuts = state.outer_cuts
     else:
         mesh, placements, requires_grad = real_mesh(inner["device_mesh"]), state[0], state[3]
-        known = getattr(state, "known", ())
+        outer_cuts = getattr(state, "outer_cuts", ())
     payload = inner["_local_tensor"]
-    return kind._wrapping(payload, mesh, placements, requires_grad, known, tuple(stride))
+    return kind._wrapping(payload, mesh, placements, requires_grad, outer_cuts, tuple(stride))
 
 
 def whole(placements: Sequence[Any]) -> Placements:
@@ -248,12 +248,14 @@ def coerced_tangent(tensor: DTensor, state: Any = None, expected_type: type | No
         return (
             tensor
             if placements == spec.placements
-            else kind._wrapping(tensor._local_tensor, spec.mesh, placements, known=spec.known)
+            else kind._wrapping(
+                tensor._local_tensor, spec.mesh, placements, outer_cuts=spec.outer_cuts
+            )
         )
     mesh = state.mesh if isinstance(state, FlatState) else spec.mesh
     placements = state.placements if isinstance(state, FlatState) else state[0]
-    known = getattr(state, "known", ())
-    return kind._wrapping(tensor._local_tensor, mesh, placements, known=known)
+    outer_cuts = getattr(state, "outer_cuts", ())
+    return kind._wrapping(tensor._local_tensor, mesh, placements, outer_cuts=outer_cuts)
 
 
 def distribute_in_graph(tensor: torch.Tensor, device_mesh: Any, placements: Any) -> DTensor:

@@ -32,13 +32,14 @@ from xla_dtensor.runtimes.whole_ops import linear_loss, linear_loss_backward
 
 __all__ = [
     "GlobalState",
-    "Known",
     "MadeBy",
+    "OuterCuts",
     "Placements",
     "joint_mesh",
-    "known_of_layout",
+    "labels_of_outputs",
     "legal_placements",
     "note_op",
+    "outer_cuts_of_layout",
     "placements_on",
     "propagate",
     "rule_words",
@@ -63,10 +64,10 @@ __all__ = [
 #
 # Where nothing is known the dims stay open for XLA to choose, where it can be told so.
 
-Known: TypeAlias = tuple[tuple[Axis, int], ...]
+OuterCuts: TypeAlias = tuple[tuple[Axis, int], ...]
 
 
-def known_of_layout(layout: Layout | None, mesh: DeviceMesh) -> Known:
+def outer_cuts_of_layout(layout: Layout | None, mesh: DeviceMesh) -> OuterCuts:
     """Return what a layout on the spanning mesh says of the axes that `mesh` lacks.
 
     Args:
@@ -85,13 +86,13 @@ def _cuts(state: GlobalState) -> list[tuple[Axis, int]]:
     return [(axis, p.dim) for axis, p in pairs if type(p) is Shard]
 
 
-def _related(one: DeviceMesh, other: DeviceMesh) -> bool:
-    if one is other or spanning_mesh(one.value) == spanning_mesh(other.value):
+def _related(mesh: DeviceMesh, other_mesh: DeviceMesh) -> bool:
+    if mesh is other_mesh or spanning_mesh(mesh.value) == spanning_mesh(other_mesh.value):
         return True
     # A submesh without axes of size 1 has all devices, and so spans them by itself.
-    root = one.value.root
-    names = {*one.value.axis_names, *other.value.axis_names}
-    return root == other.value.root and names <= {*root.axis_names}
+    root = mesh.value.root
+    names = {*mesh.value.axis_names, *other_mesh.value.axis_names}
+    return root == other_mesh.value.root and names <= {*root.axis_names}
 
 
 def joint_mesh(mesh: DeviceMesh, states: Sequence[GlobalState]) -> DeviceMesh:
@@ -99,21 +100,21 @@ def joint_mesh(mesh: DeviceMesh, states: Sequence[GlobalState]) -> DeviceMesh:
 
     `mesh` itself where there are no others, which is nearly always.
     """
-    if not [state for state in states if state.known or state.mesh is not mesh]:
+    if not [state for state in states if state.outer_cuts or state.mesh is not mesh]:
         return mesh
     span = spanning_mesh(mesh.value)
     axes = set(mesh.value.axis_names)
     for state in states:
         if _related(state.mesh, mesh):
-            axes |= {axis for axis, _ in (*_cuts(state), *state.known)}
+            axes |= {axis for axis, _ in (*_cuts(state), *state.outer_cuts)}
     if axes == set(mesh.value.axis_names):
         return mesh
     return as_device_mesh(span[tuple(axis for axis in span.axis_names if axis in axes)])
 
 
-def known_placements(known: Known, mesh: DeviceMesh) -> tuple[Any, ...]:
+def placements_of_outer_cuts(outer_cuts: OuterCuts, mesh: DeviceMesh) -> tuple[Any, ...]:
     """Return what is known as placements on a mesh."""
-    on = dict(known)
+    on = dict(outer_cuts)
     return tuple(Shard(on[axis]) if axis in on else Replicate() for axis in mesh.value.axis_names)
 
 
@@ -123,17 +124,19 @@ def placements_on(state: GlobalState, mesh: DeviceMesh) -> tuple[Any, ...]:
         return state.placements
     if not _related(state.mesh, mesh):
         return (Replicate(),) * mesh.ndim
-    on: dict[Axis, Any] = {axis: Shard(dim) for axis, dim in state.known}
+    on: dict[Axis, Any] = {axis: Shard(dim) for axis, dim in state.outer_cuts}
     on |= dict(zip(state.mesh.value.axis_names, state.placements, strict=True))
     return tuple(on.get(axis, Replicate()) for axis in mesh.value.axis_names)
 
 
-def split(placements: Sequence[Any], joint: DeviceMesh, mesh: DeviceMesh) -> tuple[Any, Known]:
+def split(placements: Sequence[Any], joint: DeviceMesh, mesh: DeviceMesh) -> tuple[Any, OuterCuts]:
     """Take placements on a joint mesh apart: those on `mesh`, and what is known beside it."""
     on = dict(zip(joint.value.axis_names, placements, strict=True))
     own = mesh.value.axis_names
-    known = tuple((axis, p.dim) for axis, p in on.items() if axis not in own and type(p) is Shard)
-    return tuple(on[axis] for axis in own), known
+    outer_cuts = tuple(
+        (axis, p.dim) for axis, p in on.items() if axis not in own and type(p) is Shard
+    )
+    return tuple(on[axis] for axis in own), outer_cuts
 
 
 # ------------------------------------------------------------------------------------- GlobalState
@@ -149,7 +152,7 @@ class GlobalState(DTensorSpec):
     # None until it is asked for.
     cached_token: object | None = None
     # (axis, dim) pairs: what is known of the axes that the mesh lacks, where it is a submesh.
-    known: Known = ()
+    outer_cuts: OuterCuts = ()
     # Which op it is the state of the output of, for `explain`; None where a caller placed it.
     made_by: Any = None
     # Whether such an output is told to lie as its label says; see `products`.
@@ -163,22 +166,22 @@ class GlobalState(DTensorSpec):
     @property
     def span_layout(self) -> Layout:
         """The layout over all devices of the root, with what is known of the other axes."""
-        return layout_on_span(self.layout, self.known)
+        return layout_on_span(self.layout, self.outer_cuts)
 
-    def known_beside(self, mesh: DeviceMesh) -> Known:
+    def outer_cuts_on(self, mesh: DeviceMesh) -> OuterCuts:
         """Return what is known of the axes that a mesh of the same devices lacks."""
         if mesh is self.mesh:
-            return self.known
+            return self.outer_cuts
         if not _related(self.mesh, mesh):
             return ()
         own = mesh.value.axis_names
-        return tuple(pair for pair in (*_cuts(self), *self.known) if pair[0] not in own)
+        return tuple(pair for pair in (*_cuts(self), *self.outer_cuts) if pair[0] not in own)
 
     def with_placements(self, mesh: DeviceMesh, placements: tuple[Any, ...]) -> GlobalState:
         """Return the state of the same values on another mesh, or with other placements."""
         meta: Any = self.tensor_meta
         state = GlobalState(mesh, placements, tensor_meta=meta)
-        state.known = self.known_beside(mesh)
+        state.outer_cuts = self.outer_cuts_on(mesh)
         return state
 
     def with_stride(self, stride: tuple[int, ...]) -> GlobalState:
@@ -188,7 +191,7 @@ class GlobalState(DTensorSpec):
             return self
         meta = TensorMeta(meta.shape, stride, meta.dtype)
         state = GlobalState(self.mesh, self.placements, tensor_meta=meta)
-        state.known = self.known
+        state.outer_cuts = self.outer_cuts
         return state
 
     def token(self) -> object:
@@ -200,7 +203,7 @@ class GlobalState(DTensorSpec):
             meta: Any = self.tensor_meta
             # In torch 2.9 a _StridedShard equals the Shard of its dim, and has its hash.
             kinds = tuple(map(type, self.placements))
-            key = (self.mesh, kinds, self.placements, self.known)
+            key = (self.mesh, kinds, self.placements, self.outer_cuts)
             key = (*key, meta.shape, meta.stride, meta.dtype)
             if len(_tokens) >= _TOKENS_LIMIT:
                 _tokens.clear()
@@ -214,8 +217,8 @@ class GlobalState(DTensorSpec):
     def _check_equals(self, other: Any, skip_shapes: bool = False) -> bool:
         # Newer versions of torch guard compiled functions with this, and leave the shapes to guards
         # on the inner tensor, of which there are none for a JaxTensor.
-        same = super()._check_equals(other)  # pyright: ignore[reportAttributeAccessIssue]
-        return same and self.known == getattr(other, "known", ())
+        is_equal = super()._check_equals(other)  # pyright: ignore[reportAttributeAccessIssue]
+        return is_equal and self.outer_cuts == getattr(other, "outer_cuts", ())
 
 
 # ----------------------------------------- Keep a strided shard strided in the labels of torch 2.9
@@ -228,14 +231,14 @@ class GlobalState(DTensorSpec):
 _CONFUSED = issubclass(_StridedShard, Shard)
 
 
-def same_placements(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def same_placements(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Tell whether placements are equal; in torch 2.9 a strided shard equals the plain one.
 
     Example:
         >>> same_placements([_StridedShard(0, split_factor=4)], [Shard(0)])
         False
     """
-    return list(map(type, one)) == list(map(type, other)) and tuple(one) == tuple(other)
+    return list(map(type, a)) == list(map(type, b)) and tuple(a) == tuple(b)
 
 
 def with_strides(answer: Any, arguments: Iterable[Sequence[Any]]) -> Any:
@@ -252,7 +255,7 @@ def with_strides(answer: Any, arguments: Iterable[Sequence[Any]]) -> Any:
     if not _CONFUSED or not strided or answer is None:
         return answer
     if isinstance(answer, list):
-        return [with_strides(each, strided) for each in answer]
+        return [with_strides(placements, strided) for placements in answer]
     return tuple(_placement(answer, axis, strided) for axis in range(len(answer)))
 
 
@@ -271,7 +274,7 @@ def _placement(output: Sequence[Any], axis: int, strided: Sequence[Sequence[Any]
 def _later_cuts(placements: Sequence[Any], axis: int) -> list[int]:
     dim = placements[axis].dim
     later = range(axis + 1, len(placements))
-    return [other for other in later if getattr(placements[other], "dim", None) == dim]
+    return [i for i in later if getattr(placements[i], "dim", None) == dim]
 
 
 # ---------------------------------------------------------------------------------- Whole op labels
@@ -380,8 +383,8 @@ def _lean_attention(num_axes: int, args: Any) -> list[Any]:
 def _linear_loss(num_axes: int, args: Any) -> list[Any]:
     """One number for each token: it lies as the tokens do."""
     placements, shape = args[0][:2]
-    kept = [p if _dim(p) not in (None, len(shape) - 1) else Replicate() for p in placements]
-    return [tuple(kept), tuple(kept)]
+    token_cuts = [p if _dim(p) not in (None, len(shape) - 1) else Replicate() for p in placements]
+    return [tuple(token_cuts), tuple(token_cuts)]
 
 
 def _linear_loss_grads(num_axes: int, args: Any) -> list[Any]:
@@ -464,44 +467,46 @@ def propagate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: D
     return answer
 
 
-def known_of_results(
+def outer_cuts_of_outputs(
     func: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    given: Sequence[Known],
+    view_cuts: Sequence[OuterCuts],
     span: Mesh,
-    result: Any,
-) -> list[Known]:
-    """Return what is known of each result of an op on LocalViews, besides what is in their region.
+    output: Any,
+) -> list[OuterCuts]:
+    """Return what is known of each output of an op on LocalViews, besides what is in their region.
 
     Args:
         func: An ``OpOverload``.
         args: Its arguments, LocalViews in place.
         kwargs: Its keyword arguments.
-        given: What is known of each view.
+        view_cuts: What is known of each view.
         span: The mesh over all devices.
-        result: A tensor or a sequence of results.
+        output: A tensor or a sequence of outputs.
     """
-    named = {axis for known in given for axis, _ in known}
-    mesh = as_device_mesh(span[tuple(axis for axis in span.axis_names if axis in named)])
-    several = not isinstance(result, torch.Tensor)
-    placements = propagate(func, args, kwargs, mesh)
-    results = list(result) if several else [result]
-    each = placements if isinstance(placements, list) else [placements] * len(results)
-    each = each if len(each) == len(results) else [each[0]] * len(results)
-    found: list[Known] = []
-    for answer, one in zip(each, results, strict=True):
-        ndim = one.ndim if isinstance(one, torch.Tensor) else 0
-        legal = legal_placements(answer, ndim, mesh)
-        pairs = zip(mesh.value.axis_names, legal, strict=True)
-        found.append(tuple((axis, p.dim) for axis, p in pairs if type(p) is Shard))
-    return found
+    axes = {axis for cuts in view_cuts for axis, _ in cuts}
+    mesh = as_device_mesh(span[tuple(axis for axis in span.axis_names if axis in axes)])
+    outputs = [output] if isinstance(output, torch.Tensor) else list(output)
+    labels = labels_of_outputs(propagate(func, args, kwargs, mesh), len(outputs))
+    outer_cuts: list[OuterCuts] = []
+    for label, tensor in zip(labels, outputs, strict=True):
+        ndim = tensor.ndim if isinstance(tensor, torch.Tensor) else 0
+        pairs = zip(mesh.value.axis_names, legal_placements(label, ndim, mesh), strict=True)
+        outer_cuts.append(tuple((axis, p.dim) for axis, p in pairs if type(p) is Shard))
+    return outer_cuts
 
 
-def _placements(value: torch.Tensor, mesh: DeviceMesh) -> Placements:
-    if isinstance(value, TorchDTensor):
-        return placements_on(value._spec, mesh)  # pyright: ignore[reportArgumentType]
-    return known_placements(getattr(value, "_known", ()), mesh)
+def labels_of_outputs(placements: Any, count: int) -> list[Any]:
+    """Return one answer of :func:`propagate` per output, where it may have given one for all."""
+    labels = placements if isinstance(placements, list) else [placements]
+    return labels if len(labels) == count else labels[:1] * count
+
+
+def _placements(tensor: torch.Tensor, mesh: DeviceMesh) -> Placements:
+    if isinstance(tensor, TorchDTensor):
+        return placements_on(tensor._spec, mesh)  # pyright: ignore[reportArgumentType]
+    return placements_of_outer_cuts(getattr(tensor, "_outer_cuts", ()), mesh)
 
 
 class _Described(tuple):
@@ -510,24 +515,24 @@ class _Described(tuple):
     __slots__ = ()
 
 
-def _describe(value: Any, mesh: DeviceMesh) -> Any:
-    if isinstance(value, torch.Tensor):
-        placements = _placements(value, mesh)
-        return _Described((placements, value.shape, value.stride(), value.dtype))
-    if isinstance(value, torch.SymFloat):
+def _describe(argument: Any, mesh: DeviceMesh) -> Any:
+    if isinstance(argument, torch.Tensor):
+        placements = _placements(argument, mesh)
+        return _Described((placements, argument.shape, argument.stride(), argument.dtype))
+    if isinstance(argument, torch.SymFloat):
         return 0.5
-    return value
+    return argument
 
 
-def _hashable(value: Any) -> Any:
-    if isinstance(value, _Described):
+def _hashable(argument: Any) -> Any:
+    if isinstance(argument, _Described):
         # In torch 2.9 a _StridedShard equals the Shard of its dim, and has its hash.
-        return (*map(type, value[0]), *value)
-    if isinstance(value, (list, tuple)):
-        return (type(value).__name__, *[_hashable(v) for v in value])
-    if isinstance(value, dict):
-        return tuple([(k, _hashable(v)) for k, v in value.items()])
-    return (type(value), value)
+        return (*map(type, argument[0]), *argument)
+    if isinstance(argument, (list, tuple)):
+        return (type(argument).__name__, *[_hashable(v) for v in argument])
+    if isinstance(argument, dict):
+        return tuple([(k, _hashable(v)) for k, v in argument.items()])
+    return (type(argument), argument)
 
 
 def _ask(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
@@ -560,12 +565,12 @@ def _ask_by_parts(args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     torch goes through the operands and keeps what they have come to, so that may stand for those
     before. Asked about all at once torch 2.9 compares each with each: a second for 400.
     """
-    operands, *rest = args
-    answer = _ask(aten.stack.default, (operands[:_MANY], *rest), kwargs, mesh)
+    operands, *options = args
+    answer = _ask(aten.stack.default, (operands[:_MANY], *options), kwargs, mesh)
     for start in range(_MANY, len(operands), _MANY):
-        before = _Described((answer, *operands[0][1:]))
-        part = [before, *operands[start : start + _MANY]]
-        answer = _ask(aten.stack.default, (part, *rest), kwargs, mesh)
+        first = _Described((answer, *operands[0][1:]))
+        part = [first, *operands[start : start + _MANY]]
+        answer = _ask(aten.stack.default, (part, *options), kwargs, mesh)
     return answer
 
 
@@ -574,12 +579,12 @@ def _axis_by_axis(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh, error: Ex
     answers = []
     for axis in range(mesh.ndim):
 
-        def only(value: Any, axis: int = axis) -> Any:
-            if not isinstance(value, _Described):
-                return value
+        def only(argument: Any, axis: int = axis) -> Any:
+            if not isinstance(argument, _Described):
+                return argument
             placements = [Replicate()] * mesh.ndim
-            placements[axis] = value[0][axis]
-            return _Described((tuple(placements), *value[1:]))
+            placements[axis] = argument[0][axis]
+            return _Described((tuple(placements), *argument[1:]))
 
         alone_args, alone_kwargs = map_nested(only, (args, kwargs))
         try:
@@ -587,11 +592,11 @@ def _axis_by_axis(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh, error: Ex
                 answers.append(_from_propagator(func, alone_args, alone_kwargs, mesh))
         except Exception:
             answers.append(None)
-    given = next((a for a in answers if a is not None), None)
-    if given is None:
+    first_answer = next((a for a in answers if a is not None), None)
+    if first_answer is None:
         _log_once(func, error)
-    if isinstance(given, list):
-        return [_merged([a and a[i] for a in answers]) for i in range(len(given))]
+    if isinstance(first_answer, list):
+        return [_merged([a and a[i] for a in answers]) for i in range(len(first_answer))]
     return _merged(answers)
 
 
@@ -658,23 +663,25 @@ def _from_propagator(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any
     shadow = _shadow_mesh(mesh.value)
     propagator = TorchDTensor._op_dispatcher.sharding_propagator
 
-    def to_spec(value: Any) -> Any:
-        if not isinstance(value, _Described):
-            return value
-        placements, shape, stride, dtype = value
+    def to_spec(argument: Any) -> Any:
+        if not isinstance(argument, _Described):
+            return argument
+        placements, shape, stride, dtype = argument
         return DTensorSpec(shadow, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
     schema_args, schema_kwargs = map_nested(to_spec, (args, kwargs))
-    info = propagator.op_to_schema_info.get(func)
-    info = info or getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}).get(func)
-    schema = OpSchema(func, schema_args, schema_kwargs, schema_info=info)
+    schema_info = propagator.op_to_schema_info.get(func)
+    schema_info = schema_info or getattr(
+        propagator, "op_to_schema_info_for_single_dim_strategy", {}
+    ).get(func)
+    schema = OpSchema(func, schema_args, schema_kwargs, schema_info=schema_info)
     output = propagator.propagate_op_sharding_non_cached(schema).output_spec
     if output is None:
         return (Replicate(),) * mesh.ndim
-    given = [v[0] for v in leaves((args, kwargs)) if isinstance(v, _Described)]
+    arguments = [v[0] for v in leaves((args, kwargs)) if isinstance(v, _Described)]
     if isinstance(output, DTensorSpec):
-        return with_strides(output.placements, given)
-    return with_strides([None if spec is None else spec.placements for spec in output], given)
+        return with_strides(output.placements, arguments)
+    return with_strides([None if spec is None else spec.placements for spec in output], arguments)
 
 
 @lru_cache(maxsize=64)
@@ -727,11 +734,11 @@ class MadeBy:
     @property
     def words(self) -> str:
         """The op with its arguments."""
-        told = [
+        operands = [
             f"{shape} {Layout.from_placements(placements, len(shape), mesh.value)}"
             for mesh, placements, shape in self.arguments
         ]
-        return f"{self.func} of {' and '.join(told)}" if told else str(self.func)
+        return f"{self.func} of {' and '.join(operands)}" if operands else str(self.func)
 
     @property
     def takes_copies(self) -> bool:
@@ -739,7 +746,7 @@ class MadeBy:
         return all(p == Replicate() for _, placements, _ in self.arguments for p in placements)
 
 
-def note_op(states: Any, func: Any, found: Sequence[Any]) -> Any:
+def note_op(states: Any, func: Any, dtensors: Sequence[Any]) -> Any:
     """Keep with the states of an op's outputs which op they are of; return the states.
 
     Called once for each new answer, not for each op.
@@ -747,9 +754,9 @@ def note_op(states: Any, func: Any, found: Sequence[Any]) -> Any:
     Args:
         states: A state, or nested lists of states and None.
         func: The op.
-        found: The DTensors among its arguments.
+        dtensors: The DTensors among its arguments.
     """
-    arguments = [(t._spec.mesh, tuple(t._spec.placements), tuple(t.shape)) for t in found]
+    arguments = [(t._spec.mesh, tuple(t._spec.placements), tuple(t.shape)) for t in dtensors]
     made_by = MadeBy(func, tuple(arguments))
     for state in [states] if isinstance(states, GlobalState) else leaves(states):
         if isinstance(state, GlobalState):

@@ -59,9 +59,14 @@ from xla_dtensor.core.errors import (
 )
 from xla_dtensor.core.spanning import layout_on_span, region_of, spanning_mesh
 from xla_dtensor.dtensor.collectives import all_gather, axis_index, pmax, pmin, psum
-from xla_dtensor.dtensor.dispatch import new_dtensor, state_of, tell_known
+from xla_dtensor.dtensor.dispatch import new_dtensor, state_of, tell_outer_cuts
 from xla_dtensor.dtensor.dynamo import called_in_graph, one_call
-from xla_dtensor.dtensor.labels import Known, known_of_layout, known_of_results, same_placements
+from xla_dtensor.dtensor.labels import (
+    OuterCuts,
+    outer_cuts_of_layout,
+    outer_cuts_of_outputs,
+    same_placements,
+)
 from xla_dtensor.dtensor.local_border import (
     BACKWARD_PASSES,
     Border,
@@ -146,10 +151,10 @@ class ViewState:
 
     def __init__(self, view: LocalView) -> None:
         self.region, self.varying, self.uneven = view._region, view._varying, view._uneven
-        self.known, self.requires_grad = view._known, view.requires_grad
+        self.outer_cuts, self.requires_grad = view._outer_cuts, view.requires_grad
         self.linked = view._memory.link is not None
         own = (self.region, self.varying, self.uneven)
-        self._key = (*own, self.known, self.requires_grad, self.linked)
+        self._key = (*own, self.outer_cuts, self.requires_grad, self.linked)
 
     def view_over(self, kind: type[LocalView], payload: torch.Tensor) -> LocalView:
         """Return a view over a payload, of which this is the rest."""
@@ -159,7 +164,7 @@ class ViewState:
             self.region,
             uneven=self.uneven,
             memory=Memory(self.varying, link),
-            known=self.known,
+            outer_cuts=self.outer_cuts,
             requires_grad=self.requires_grad,
         )
 
@@ -173,28 +178,19 @@ class ViewState:
         return f"ViewState(over {self.region.axes})"
 
 
-def flatten(view: LocalView) -> tuple[list[str], ViewState]:
-    """Return the names of the inner tensors, and what else is needed to put them together."""
-    return ["_payload"], ViewState(view)
-
-
-def unflatten(kind: type[LocalView], inner: dict[str, Any], state: ViewState) -> LocalView:
-    """Put together what :func:`flatten` took apart."""
-    return state.view_over(kind, inner["_payload"])
-
-
 def coerced_tangent(view: LocalView, state: Any, expected_type: type | None = None) -> Any:
     """Return an incoming gradient as a compiled backward expects it; None where none is possible.
 
     Args:
         view: The gradient.
-        state: What :func:`flatten` gave for the expected one.
+        state: The ViewState of the expected one.
         expected_type: Its type, where that is not the gradient's.
     """
     if expected_type is not None or not isinstance(state, ViewState):
         return None
-    same = (view._region, view._uneven) == (state.region, state.uneven)
-    if not same or not view._varying <= state.varying:
+    if (view._region, view._uneven) != (state.region, state.uneven):
+        return None
+    if not view._varying <= state.varying:
         return None
     return state.view_over(type(view), view._payload)
 
@@ -210,7 +206,7 @@ class LocalView(PerDeviceTensor):
     _memory: Memory
     _uneven: Uneven | None
     # What is known of the mesh axes outside of the region, as of a DTensor's.
-    _known: Known
+    _outer_cuts: OuterCuts
 
     @staticmethod
     def __new__(
@@ -222,7 +218,7 @@ class LocalView(PerDeviceTensor):
         uneven: Uneven | None = None,
         link: Link | None = None,
         memory: Memory | None = None,
-        known: Known = (),
+        outer_cuts: OuterCuts = (),
         requires_grad: bool = False,
     ) -> LocalView:
         """Wrap `payload`, the runtime's local payload, of one device's shape.
@@ -231,9 +227,9 @@ class LocalView(PerDeviceTensor):
         """
         self = cls._wrapping(payload, region, requires_grad)
         self._memory = Memory(varying, link) if memory is None else memory
-        self._uneven, self._known = uneven, known
-        if known:
-            payload._known = known  # pyright: ignore[reportAttributeAccessIssue]
+        self._uneven, self._outer_cuts = uneven, outer_cuts
+        if outer_cuts:
+            payload._outer_cuts = outer_cuts  # pyright: ignore[reportAttributeAccessIssue]
         return self
 
     @property
@@ -261,9 +257,9 @@ class LocalView(PerDeviceTensor):
             return run_backward(func, args, kwargs)
         if MemberNumber in types:
             return NotImplemented  # it turns itself into a view first
-        given = [v for v in leaves((tuple(args), kwargs)) if isinstance(v, torch.Tensor)]
-        region = next((t._region for t in given if isinstance(t, LocalView)), None)
-        if region is not None and any(map(_is_plain_leaf, given)):
+        tensors = [v for v in leaves((tuple(args), kwargs)) if isinstance(v, torch.Tensor)]
+        region = next((t._region for t in tensors if isinstance(t, LocalView)), None)
+        if region is not None and any(map(_is_plain_leaf, tensors)):
             args, kwargs = map_nested(
                 lambda v: same_on_all(v, region) if _is_plain_leaf(v) else v,
                 (tuple(args), kwargs),
@@ -290,10 +286,10 @@ class LocalView(PerDeviceTensor):
         run = functional.run_local_op
         uneven = None
         if any(view._uneven is not None for view in views):
-            result, uneven = run_uneven(run, func, args, kwargs, payload_args, payload_kwargs)
+            output, uneven = run_uneven(run, func, args, kwargs, payload_args, payload_kwargs)
         else:
-            result = run(func, payload_args, payload_kwargs)
-        return _results(func, views, args, kwargs, result, uneven, varying)
+            output = run(func, payload_args, payload_kwargs)
+        return _results(func, views, args, kwargs, output, uneven, varying)
 
     def _like(self, payload: torch.Tensor) -> LocalView:
         return LocalView(payload, self._region, uneven=self._uneven, memory=self._memory)
@@ -305,9 +301,9 @@ class LocalView(PerDeviceTensor):
     def rewrapper(self) -> Callable[[torch.Tensor], LocalView]:
         """Return a function that wraps payloads as this one is, without holding this one."""
         region, varying, uneven = self._region, self._varying, self._uneven
-        known = self._known
+        outer_cuts = self._outer_cuts
         return lambda payload: LocalView(
-            payload, region, varying=varying, uneven=uneven, known=known
+            payload, region, varying=varying, uneven=uneven, outer_cuts=outer_cuts
         )
 
     def _communicated(self, name: str, axes: tuple[Axis, ...], options: Any) -> LocalView:
@@ -317,8 +313,8 @@ class LocalView(PerDeviceTensor):
         varying = frozenset() if name == "axis_index" else self._varying - {*axes}
         if name not in {"all_reduce", "all_gather"}:
             varying = varying | {*axes}
-        known = () if name == "axis_index" else self._known
-        return LocalView(payload, self._region, varying=varying, known=known)
+        outer_cuts = () if name == "axis_index" else self._outer_cuts
+        return LocalView(payload, self._region, varying=varying, outer_cuts=outer_cuts)
 
     def _labelled(self, varying: frozenset[Axis]) -> LocalView:
         """Return the same values, said to differ along more axes."""
@@ -401,11 +397,11 @@ class LocalView(PerDeviceTensor):
         return memo[id(self)]
 
     def __tensor_flatten__(self) -> Any:
-        return flatten(self)
+        return ["_payload"], ViewState(self)
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, state: Any, size: Any, stride: Any) -> LocalView:
-        return unflatten(LocalView, inner, state)
+        return state.view_over(LocalView, inner["_payload"])
 
     def __coerce_tangent_metadata__(self) -> LocalView:
         return self
@@ -420,39 +416,35 @@ class LocalView(PerDeviceTensor):
         )
 
 
-def _answers(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, PerDeviceTensor) or hasattr(tensor, "_local_tensor")
+def _is_plain_leaf(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and _is_plain(leaf) and leaf.requires_grad
 
 
-def _is_plain_leaf(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not _answers(value) and value.requires_grad
+def _payload(leaf: Any, region: ManualRegion) -> Any:
+    if isinstance(leaf, LocalView):
+        return leaf._payload
+    if isinstance(leaf, torch.Tensor) and (get_runtime().is_payload(leaf) or is_traced(leaf)):
+        return spread_payload(leaf, region)
+    return leaf
 
 
-def _payload(value: Any, region: ManualRegion) -> Any:
-    if isinstance(value, LocalView):
-        return value._payload
-    if isinstance(value, torch.Tensor) and (get_runtime().is_payload(value) or is_traced(value)):
-        return spread_payload(value, region)
-    return value
-
-
-def _one_region(func: Any, views: Sequence[LocalView], given: Any) -> ManualRegion:
+def _one_region(func: Any, views: Sequence[LocalView], arguments: Any) -> ManualRegion:
     """Return the region of the views among an op's arguments; refuse what cannot be mixed."""
     region = views[0]._region
-    for value in leaves(given):
-        if isinstance(value, LocalView):
-            if value._region != region:
+    for leaf in leaves(arguments):
+        if isinstance(leaf, LocalView):
+            if leaf._region != region:
                 raise LocalViewError(
                     f"{func} was called on local views over the axes {region.axes} of the mesh "
-                    f"{mesh_text(region.mesh)} and {value._region.axes} of "
-                    f"{mesh_text(value._region.mesh)}. A device's part of one is no part of the "
+                    f"{mesh_text(region.mesh)} and {leaf._region.axes} of "
+                    f"{mesh_text(leaf._region.mesh)}. A device's part of one is no part of the "
                     "other. Take both from DTensors on the same mesh; redistribute(mesh, "
                     "placements) moves one to the other's."
                 )
-        elif isinstance(value, PerDeviceTensor) or hasattr(value, "_local_tensor"):
+        elif isinstance(leaf, PerDeviceTensor) or hasattr(leaf, "_local_tensor"):
             raise LocalViewError(
                 f"{func} was called on a local view of local shape={tuple(views[0].shape)} and a "
-                f"{type(value).__name__} of shape={tuple(value.shape)}. One has a device's shape, "
+                f"{type(leaf).__name__} of shape={tuple(leaf.shape)}. One has a device's shape, "
                 "the other not. Call to_local() on the other one, or DTensor.from_local on the "
                 "view."
             )
@@ -468,8 +460,8 @@ def _varying_after(
         return varying
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":  # attention draws only then
-            given = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
-            return frozenset(views[0]._region.axes) if given else varying
+            dropout_p = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+            return frozenset(views[0]._region.axes) if dropout_p else varying
     return frozenset(views[0]._region.axes)
 
 
@@ -478,13 +470,13 @@ def _results(
     views: Sequence[LocalView],
     args: Sequence[Any],
     kwargs: Any,
-    result: Any,
+    output: Any,
     uneven: Uneven | None,
     varying: frozenset[Axis],
 ) -> Any:
     if torch.Tag.inplace_view in func.tags:
-        if is_traced(result):
-            args[0]._payload = result
+        if is_traced(output):
+            args[0]._payload = output
         return args[0]._reshaped_in_place()
     if func._schema.is_mutable:
         targets = written_targets(func, args, kwargs)
@@ -497,17 +489,20 @@ def _results(
     region = views[0]._region
 
     options: Any = {"varying": varying, "uneven": uneven, "memory": memory}
-    if not any(view._known for view in views):
+    if not any(view._outer_cuts for view in views):
         return map_nested(
-            lambda v: LocalView(v, region, **options) if isinstance(v, torch.Tensor) else v, result
+            lambda v: LocalView(v, region, **options) if isinstance(v, torch.Tensor) else v, output
         )
-    known = known_of_results(func, args, kwargs, [v._known for v in views], region.mesh, result)
-    each = [result] if isinstance(result, torch.Tensor) else list(result)
-    made = [
-        LocalView(v, region, known=k, **options) if isinstance(v, torch.Tensor) else v
-        for v, k in zip(each, known, strict=True)
+    outer_cuts = outer_cuts_of_outputs(
+        func, args, kwargs, [v._outer_cuts for v in views], region.mesh, output
+    )
+    is_tensor = isinstance(output, torch.Tensor)
+    outputs = [output] if is_tensor else list(output)
+    views = [
+        LocalView(v, region, outer_cuts=k, **options) if isinstance(v, torch.Tensor) else v
+        for v, k in zip(outputs, outer_cuts, strict=True)
     ]
-    return made[0] if isinstance(result, torch.Tensor) else type(result)(made)
+    return views[0] if is_tensor else type(output)(views)
 
 
 def _is_view(func: Any) -> bool:
@@ -518,7 +513,11 @@ class _Labelled(LinearResult):
     @staticmethod
     def forward(ctx: Any, view: Any, varying: frozenset[Axis]) -> Any:
         return LocalView(
-            view._payload, view._region, varying=varying, uneven=view._uneven, known=view._known
+            view._payload,
+            view._region,
+            varying=varying,
+            uneven=view._uneven,
+            outer_cuts=view._outer_cuts,
         )
 
     @staticmethod
@@ -560,7 +559,7 @@ def _linked(tensor: DTensor) -> LocalView:
     at = _border_of(tensor)
     # The link goes to the memory, which assigning x.data takes away from x.
     source: Any = tensor.detach()
-    tell_known(source)
+    tell_outer_cuts(source)
     link = Link(
         source,
         lambda: crossed_in(source._local_tensor, at),
@@ -569,9 +568,9 @@ def _linked(tensor: DTensor) -> LocalView:
     )
     # Another object on the same memory: t_() and the like change the shape of this one only.
     payload = run_local_op(aten.detach.default, (link.memory,), {})
-    known = tensor._spec.known
+    outer_cuts = tensor._spec.outer_cuts
     return LocalView(
-        payload, at.region, varying=at.varying, uneven=at.uneven, link=link, known=known
+        payload, at.region, varying=at.varying, uneven=at.uneven, link=link, outer_cuts=outer_cuts
     )
 
 
@@ -585,8 +584,7 @@ def from_view(
 ) -> DTensor:
     """Return the DTensor of which `view` is the local tensor; see ``DTensor.from_local``."""
     layout = Layout.from_placements(placements, view.ndim, mesh.value)
-    whole = _global_shape(view, layout) if shape is None else tuple(shape)
-    at = border(layout, whole)
+    at = border(layout, _global_shape(view, layout) if shape is None else tuple(shape))
     _check_fits(view, at, mesh)
     differ = at.replicated & view.varying
     whole_numbers = not (view.dtype.is_floating_point or view.dtype.is_complex)
@@ -603,10 +601,10 @@ def from_view(
             "Pass Partial() if they are parts of a sum, reduce them first, or pass run_check=True "
             "to take the first device's."
         )
-    same = _first_along(view, differ)
-    if _is_differentiated(same):
-        same = _reduced_first(same, layout.partial)
-    return _FromLocal.apply(same, mesh, placements, at, grad_placements)  # pyright: ignore
+    view = _first_along(view, differ)
+    if _is_differentiated(view):
+        view = _reduced_first(view, layout.partial)
+    return _FromLocal.apply(view, mesh, placements, at, grad_placements)  # pyright: ignore
 
 
 def _border_of(tensor: DTensor) -> Border:
@@ -647,12 +645,12 @@ def _check_fits(view: LocalView, at: Border, mesh: DeviceMesh) -> None:
         )
 
 
-def _constrained(payload: torch.Tensor, layout: Layout, known: Known) -> torch.Tensor:
+def _constrained(payload: torch.Tensor, layout: Layout, outer_cuts: OuterCuts) -> torch.Tensor:
     """Tell XLA how a joined payload is to lie; a reduction that was just made stays its own."""
     if layout.partial:
         Layout(layout.mesh, layout.dims).op_sharding()  # refuses gaps
         return payload
-    return functional.constrain(payload, layout_on_span(layout, known))
+    return functional.constrain(payload, layout_on_span(layout, outer_cuts))
 
 
 class _ToLocal(LinearResult):
@@ -665,11 +663,12 @@ class _ToLocal(LinearResult):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        placements, given = ctx.placements, ctx.at.layout.partial
+        placements = ctx.placements
         if placements is None:
             placements = tuple(Replicate() if p.is_partial() else p for p in ctx.forward_placements)
             # The first device had the value, the others zeros or ones that are nobody's.
-            first_only = {axis for axis, op in given if op in ("sum", "product")}
+            partial = ctx.at.layout.partial
+            first_only = {axis for axis, op in partial if op in ("sum", "product")}
         else:
             first_only = set()
         layout = Layout.from_placements(placements, grad.ndim, ctx.mesh.value)
@@ -716,8 +715,8 @@ class _FromLocal(LinearResult):
 
         ctx.at, ctx.mesh, ctx.placements, ctx.varying = at, mesh, placements, view.varying
         ctx.for_grad = for_grad
-        payload = _constrained(crossed_out(view._payload, at), at.layout, view._known)
-        return new_dtensor(DTensor, payload, state_of(payload, mesh, placements, view._known))
+        payload = _constrained(crossed_out(view._payload, at), at.layout, view._outer_cuts)
+        return new_dtensor(DTensor, payload, state_of(payload, mesh, placements, view._outer_cuts))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -747,19 +746,19 @@ def _reduced_first(view: LocalView, partial: Sequence[tuple[Any, str]]) -> Local
         elif op == "product":
             own = axis_index(view, axis) == 0
             # Not prod(0): PyTorch looks for zeros to choose how to differentiate that.
-            whole = reduce(torch.mul, all_gather(view.unsqueeze(0), axis).unbind(0))
-            view = torch.where(own, whole, 1.0)  # pyright: ignore
+            total = reduce(torch.mul, all_gather(view.unsqueeze(0), axis).unbind(0))
+            view = torch.where(own, total, 1.0)  # pyright: ignore
     return view
 
 
 def _first_along(view: Any, axes: Any) -> Any:
     """Return the view with the first device's values on all devices along `axes`."""
-    asked, dtype = view.dtype, torch.uint8 if view.dtype == torch.bool else view.dtype
+    view_dtype, dtype = view.dtype, torch.uint8 if view.dtype == torch.bool else view.dtype
     view = view.to(dtype) if axes else view
     for axis in axes:
         zero = torch.zeros((), dtype=dtype)
         view = psum(torch.where(axis_index(view, axis) == 0, view, zero), axis)
-    return view.to(asked)
+    return view.to(view_dtype)
 
 
 # ----------------------------------- from_local, and LocalViews made of one host tensor per device
@@ -776,7 +775,7 @@ def make_from_local(
     tensor: Any,
     device_mesh: Any,
     placements: Any,
-    whole: tuple[Sequence[int] | None, Sequence[int] | None],
+    shape_and_stride: tuple[Sequence[int] | None, Sequence[int] | None],
     grad_placements: Sequence[Any] | None,
     *,
     run_check: bool,
@@ -788,7 +787,7 @@ def make_from_local(
             f"from_local was called with an object of type={type(tensor).__name__}. It takes what "
             "each device has. Pass a LocalView or a tensor."
         )
-    shape, stride = whole
+    shape, stride = shape_and_stride
     if (shape is None) != (stride is None):
         raise DistributeError(
             f"from_local was called with shape={shape} and stride={stride}. One without the other "
@@ -822,8 +821,8 @@ def _without_values(
     from xla_dtensor.dtensor.dtensor import DTensor
 
     layout = Layout.from_placements(placements, tensor.ndim, mesh.value)
-    whole = layout.get_global_shape(tuple(tensor.shape)) if shape is None else tuple(shape)
-    payload = torch.empty(whole, dtype=tensor.dtype, device="meta")
+    shape = layout.get_global_shape(tuple(tensor.shape)) if shape is None else tuple(shape)
+    payload = torch.empty(shape, dtype=tensor.dtype, device="meta")
     return DTensor._wrapping(payload, mesh, placements, requires_grad=tensor.requires_grad)
 
 
@@ -831,13 +830,13 @@ def from_local_in_graph(
     tensor: Any,
     device_mesh: Any,
     placements: Any,
-    whole: tuple[Any, Any],
+    shape_and_stride: tuple[Any, Any],
     grad_placements: Any,
     **options: bool,
 ) -> DTensor:
     """Do what :func:`make_from_local` does, in a function that Dynamo reads."""
-    given = [None if sizes is None else tuple([int(n) for n in sizes]) for sizes in whole]
-    args = (device_mesh, placements, given, grad_placements)
+    fixed = [None if n is None else tuple([int(i) for i in n]) for n in shape_and_stride]
+    args = (device_mesh, placements, fixed, grad_placements)
     return called_in_graph("make_from_local", tensor, args, options)
 
 
@@ -862,18 +861,18 @@ class _PlainReplicated(LinearResult):
             return new_dtensor(DTensor, payload, state_of(payload, mesh, placements))
         if ctx.on_host:
             payload = runtime.put(payload, layout)
-            known: Known = ()
+            outer_cuts: OuterCuts = ()
         else:
-            known = _known_of(payload, mesh)
-        payload = runtime.constrain(payload, layout_on_span(layout, known))
-        return new_dtensor(DTensor, payload, state_of(payload, mesh, placements, known))
+            outer_cuts = _outer_cuts_of(payload, mesh)
+        payload = runtime.constrain(payload, layout_on_span(layout, outer_cuts))
+        return new_dtensor(DTensor, payload, state_of(payload, mesh, placements, outer_cuts))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        moved = grad.redistribute(ctx.mesh, ctx.placements)
+        grad = grad.redistribute(ctx.mesh, ctx.placements)
         if ctx.on_host is False:
-            return as_plain(moved), None, None
-        return _OnHost.apply(moved, *ctx.saved_tensors), None, None
+            return as_plain(grad), None, None
+        return _OnHost.apply(grad, *ctx.saved_tensors), None, None
 
 
 class _OnHost(OneResult):
@@ -887,22 +886,22 @@ class _OnHost(OneResult):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        made = _PlainReplicated.apply(grad, ctx.mesh, ctx.placements)
-        return (made, None)[: ctx.num_inputs]
+        dtensor = _PlainReplicated.apply(grad, ctx.mesh, ctx.placements)
+        return (dtensor, None)[: ctx.num_inputs]
 
 
-def _known_of(payload: torch.Tensor, mesh: DeviceMesh) -> Known:
+def _outer_cuts_of(payload: torch.Tensor, mesh: DeviceMesh) -> OuterCuts:
     """Return what the runtime knows of how a plain tensor lies over axes that `mesh` lacks."""
     span, runtime = spanning_mesh(mesh.value), get_runtime()
     sharding = runtime.known_sharding(payload)
     if span == mesh.value or sharding is None or not sharding.is_tiled:
         return ()
     layout = layout_of_op_sharding(sharding, span, payload.ndim, runtime.root(span))
-    return known_of_layout(layout, mesh)
+    return outer_cuts_of_layout(layout, mesh)
 
 
 def _plain_as_view(
-    tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], same: bool
+    tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any], same_on_every_device: bool
 ) -> LocalView:
     if not _is_plain(tensor):
         raise ArgumentTypeError(
@@ -910,18 +909,18 @@ def _plain_as_view(
             "That is not one device's tensor. Pass what to_local() gave, or use redistribute."
         )
     runtime = get_runtime()
-    mine = runtime.addressable_device_ids()
-    own = len(mine) == 1 and len(runtime.device_ids()) > 1 and not runtime.is_payload(tensor)
-    if own and not same:
-        return view_of_shards({mine[0]: tensor}, mesh)
+    devices = runtime.addressable_device_ids()
+    is_shard = len(devices) == 1 < len(runtime.device_ids()) and not runtime.is_payload(tensor)
+    if is_shard and not same_on_every_device:
+        return view_of_shards({devices[0]: tensor}, mesh)
     sizes = mesh.value.mesh_shape
-    wrong = [
+    cuts = [
         (name, placement)
         for name, placement, size in zip(mesh.value.axis_names, placements, sizes, strict=True)
         if not placement.is_replicate() and size > 1
     ]
-    if wrong and not same:
-        axis, placement = wrong[0]
+    if cuts and not same_on_every_device:
+        axis, placement = cuts[0]
         raise DistributeError(
             f"from_local was called with a plain tensor of shape={tuple(tensor.shape)} and "
             f"{placement} for axis {axis!r} of the mesh {mesh_text(mesh.value)}. In PyTorch each "
@@ -938,8 +937,8 @@ def view_of_shards(shards: Any, device_mesh: Any) -> LocalView:
     """Make a LocalView of one host tensor per device; see ``LocalView.from_shards``."""
     mesh = as_device_mesh(device_mesh)
     runtime, region = get_runtime(), region_of(mesh.value)
-    given = dict(shards) if hasattr(shards, "items") else None
-    if given is None:
+    tensors = dict(shards) if hasattr(shards, "items") else None
+    if tensors is None:
         ids = [int(i) for i in mesh.value.device_ids.reshape(-1)]
         shards = list(shards)
         if len(shards) != len(ids):
@@ -948,31 +947,32 @@ def view_of_shards(shards: Any, device_mesh: Any) -> LocalView:
                 f"{mesh_text(mesh.value)}. Each of its {len(ids)} devices has one. Pass them in "
                 "the order of the mesh, or a dict by device id."
             )
-        given = dict(zip(ids, shards, strict=True))
-    by_place = {_place(region, device): tensor for device, tensor in given.items()}
-    wanted = [i for i in runtime.addressable_device_ids() if i in region.mesh.device_ids]
-    first: Any = next(iter(given.values()), None)
+        tensors = dict(zip(ids, shards, strict=True))
+    by_place = {_place(region, device): tensor for device, tensor in tensors.items()}
+    devices = [i for i in runtime.addressable_device_ids() if i in region.mesh.device_ids]
+    first: Any = next(iter(tensors.values()), None)
     if not isinstance(first, torch.Tensor):
         raise ArgumentTypeError(
             f"from_shards was called with {first!r} for the first device. A shard is a host "
             "tensor. Pass a torch.Tensor per device."
         )
-    for device in wanted:
+    for device in devices:
         shard: Any = by_place.get(_place(region, device))
         fits = isinstance(shard, torch.Tensor) and shard.dtype == first.dtype
         if not fits or shard.shape != first.shape:
-            found = getattr(shard, "shape", shard), getattr(shard, "dtype", None)
-            found = shard if shard is None else (tuple(found[0]), found[1])
+            description = getattr(shard, "shape", shard), getattr(shard, "dtype", None)
+            description = shard if shard is None else (tuple(description[0]), description[1])
             raise DistributeError(
                 f"from_shards was called on the mesh {mesh_text(mesh.value)}, and for device "
-                f"{device} the tensor is {found}. Every device that this process reaches needs one "
-                f"of the same shape and dtype, here {tuple(first.shape)} and {first.dtype}. Pass "
+                f"{device} the tensor is {description}. Every device that this process reaches "
+                f"needs one of the same shape and dtype, here {tuple(first.shape)} and "
+                f"{first.dtype}. Pass "
                 "tensors of one shape, padded where they are shorter."
             )
     ndim = len(region.axes)
     layout = Layout(region.mesh, (*((axis,) for axis in region.axes), *((),) * first.ndim))
     stacked = {
-        device: by_place[_place(region, device)].detach()[(None,) * ndim] for device in wanted
+        device: by_place[_place(region, device)].detach()[(None,) * ndim] for device in devices
     }
     payload = runtime.from_shards(stacked, (*region.sizes, *first.shape), layout)
     local = runtime.enter_local(payload, layout, region)

@@ -167,13 +167,13 @@ class Link:
         self._source, self._cut, self._joined = source, cut, joined
         self._replicated = replicated
         self.memory = cut()
-        self._seen = _state(source)
+        self._version = _version(source)
 
     def pull(self) -> None:
         """Write what the DTensor became since the last look to the view's memory."""
-        version, value = _state(self._source)
-        if version != self._seen[0] or value is not self._seen[1] or version < 0:
-            self._seen = version, value
+        count, token = _version(self._source)
+        if count != self._version[0] or token is not self._version[1] or count < 0:
+            self._version = count, token
             _write(self.memory, self._cut(), local=True)
 
     def check(self, varying: frozenset[Axis]) -> None:
@@ -192,26 +192,26 @@ class Link:
         _write(payload._local_tensor, self._joined(self.memory), local=False)
         if not payload.is_inference():
             torch.autograd.graph.increment_version(payload)  # for other views of the same tensor
-        self._seen = _state(self._source)
+        self._version = _version(self._source)
 
 
-def _write(target: torch.Tensor, value: torch.Tensor, local: bool) -> None:
+def _write(target: torch.Tensor, source: torch.Tensor, local: bool) -> None:
     run = run_local_op if local or is_traced(target) else get_runtime().run_op
     # A tensor of inference mode may be written to in inference mode only.
     with torch.inference_mode(target.is_inference() or torch.is_inference_mode_enabled()):
-        run(torch.ops.aten.copy_.default, (target, value), {})
+        run(torch.ops.aten.copy_.default, (target, source), {})
 
 
-def _state(source: Any) -> tuple[int, Any]:
+def _version(source: Any) -> tuple[int, Any]:
     """Return what changes when a DTensor is written to.
 
     Its version counter, which inference mode has not, and which a compiled step that only launches
     its program may not move; and what the runtime says of the value.
     """
     payload = source._local_tensor
-    value = None if is_traced(payload) else get_runtime().value_token(payload)
+    token = None if is_traced(payload) else get_runtime().value_token(payload)
     version = -1 if source.is_inference() else source._version
-    return (version if value is None else max(version, 0)), value
+    return (version if token is None else max(version, 0)), token
 
 
 # ----------------------------------------------------------------- Reading a LocalView from Python
@@ -319,13 +319,13 @@ def shards_of(view: LocalView) -> tuple[AddressableShard, ...]:
 
 def _unstacked(shard: AddressableShard, region: ManualRegion, sizes: Any) -> AddressableShard:
     ndim, place = len(region.axes), region.mesh.coordinates
-    data = shard.data[(0,) * ndim]
+    tensor = shard.data[(0,) * ndim]
     if sizes is not None:
         at = dict(zip(region.mesh.axis_names, map(int, place(shard.device_id)), strict=True))
         coordinate = tuple(at[axis] for axis in region.axes)
         for dim, table in sizes.items():
-            data = data.narrow(dim, 0, int(table[coordinate]))
-    return replace(shard, index=tuple(slice(0, n) for n in data.shape), data=data)
+            tensor = tensor.narrow(dim, 0, int(table[coordinate]))
+    return replace(shard, index=tuple(slice(0, n) for n in tensor.shape), data=tensor)
 
 
 # ---------------------------------------------------------------- A plain tensor beside LocalViews
@@ -341,11 +341,11 @@ def spread_payload(payload: torch.Tensor, region: ManualRegion) -> torch.Tensor:
     """Return a local payload with a copy of `payload` on each device."""
     if is_traced(payload):
         return operand_everywhere(payload, region)
-    return get_runtime().enter_local(payload, whole(region, payload.ndim), region)
+    return get_runtime().enter_local(payload, uncut_layout(region, payload.ndim), region)
 
 
 @lru_cache(maxsize=4096)
-def whole(region: ManualRegion, ndim: int) -> Layout:
+def uncut_layout(region: ManualRegion, ndim: int) -> Layout:
     """Return the layout of a tensor that the region's axes do not cut."""
     open_dims = frozenset() if region.is_whole else frozenset(range(ndim))
     return Layout(region.mesh, ((),) * ndim, (), open_dims)
@@ -371,12 +371,12 @@ def gathered(grad: Any, on_host: bool) -> torch.Tensor:
         on_host: Whether the tensor is on the host.
     """
     region, runtime = grad.region, get_runtime()
-    total = _whole_gradient(grad)
-    payload = runtime.leave_local(total._payload, whole(region, grad.ndim), region)
+    total = _summed_gradient(grad)
+    payload = runtime.leave_local(total._payload, uncut_layout(region, grad.ndim), region)
     return runtime.to_host(payload) if on_host else runtime.to_plain(payload)
 
 
-def _whole_gradient(grad: Any) -> Any:
+def _summed_gradient(grad: Any) -> Any:
     from xla_dtensor.dtensor.collectives import psum
 
     over = grad._varies_over(grad.region.axes)
@@ -415,11 +415,11 @@ class _SameOnAll(LinearResult):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if ctx.on_host is None:
-            whole, (like,) = _whole_gradient(grad), ctx.saved_tensors
-            found = gather_everywhere(whole._payload, like, ctx.region)
+            total, (like,) = _summed_gradient(grad), ctx.saved_tensors
+            gradient = gather_everywhere(total._payload, like, ctx.region)
         else:
-            found = gathered(grad, ctx.on_host)
-        return (*refuse_second("a plain tensor beside local tensors", ctx.inputs, found), None)
+            gradient = gathered(grad, ctx.on_host)
+        return (*refuse_second("a plain tensor beside local tensors", ctx.inputs, gradient), None)
 
 
 # ------------------------------------------------ LocalViews of dims that the mesh does not divide
@@ -553,11 +553,11 @@ def run_uneven(
         return run(func, payload_args, payload_kwargs), uneven
     if func in _SUMS:
         masked = _zeros_for_padding(run, view)
-        result = run(func, (masked, *payload_args[1:]), payload_kwargs)
-        return result, _after_sum(view, args, kwargs)
+        output = run(func, (masked, *payload_args[1:]), payload_kwargs)
+        return output, _after_sum(view, args, kwargs)
     if func in _VIEWS:
-        result = run(func, payload_args, payload_kwargs)
-        return result, _after_view(func, view, args, result)
+        output = run(func, payload_args, payload_kwargs)
+        return output, _after_view(func, view, args, output)
     if func in _FRESH:
         return run(func, payload_args, payload_kwargs), None
     return view._uneven.refuse(str(func))
@@ -566,24 +566,24 @@ def run_uneven(
 def _broadcast(func: Any, args: Any, kwargs: Any) -> Uneven | None:
     tensors = [v for v in leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
     ndim = max(t.ndim for t in tensors)
-    found: dict[int, Table] = {}
+    tables: dict[int, Table] = {}
     for tensor in tensors:
         own: Any = getattr(tensor, "_uneven", None)
         if own is None:
             continue
         for dim, table in own.sizes:
             place = ndim - tensor.ndim + dim
-            if found.setdefault(place, table) != table:
+            if tables.setdefault(place, table) != table:
                 own.refuse(f"{func}, with another one that is uneven in another way,")
-    uneven = Uneven.of(found)
+    uneven = Uneven.of(tables)
     assert uneven is not None
     if torch._C._current_graph_task_id() >= 0:
         return uneven  # the backward pass of sum expands one number, which is even
     for tensor in tensors:
-        mine = dict(u.sizes) if (u := getattr(tensor, "_uneven", None)) is not None else {}
-        for place in found:
+        tensor_tables = dict(u.sizes) if (u := getattr(tensor, "_uneven", None)) is not None else {}
+        for place in tables:
             dim = place - (ndim - tensor.ndim)
-            if dim >= 0 and tensor.shape[dim] != 1 and dim not in mine:
+            if dim >= 0 and tensor.shape[dim] != 1 and dim not in tensor_tables:
                 uneven.refuse(f"{func}, with an even tensor of shape={tuple(tensor.shape)},")
     return uneven
 
@@ -606,24 +606,24 @@ def _after_sum(view: Any, args: Sequence[Any], kwargs: Any) -> Uneven | None:
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
     summed = {dim % view.ndim for dim in dims} if dims else set(range(view.ndim))
-    left = {
+    tables = {
         dim if keepdim else dim - sum(s < dim for s in summed): table
         for dim, table in view._uneven.sizes
         if dim not in summed
     }
-    return Uneven.of(left)
+    return Uneven.of(tables)
 
 
-def _after_view(func: Any, view: Any, args: Sequence[Any], result: torch.Tensor) -> Uneven | None:
-    places = _places(func, view, args, result)
+def _after_view(func: Any, view: Any, args: Sequence[Any], output: torch.Tensor) -> Uneven | None:
+    places = _places(func, view, args, output)
     for dim, _ in view._uneven.sizes:
         place = places.get(dim)
-        if place is None or result.shape[place] != view.shape[dim]:
+        if place is None or output.shape[place] != view.shape[dim]:
             view._uneven.refuse(str(func))
     return Uneven.of({places[dim]: table for dim, table in view._uneven.sizes})
 
 
-def _places(func: Any, view: Any, args: Sequence[Any], result: torch.Tensor) -> dict[int, int]:
+def _places(func: Any, view: Any, args: Sequence[Any], output: torch.Tensor) -> dict[int, int]:
     """Return where a view op puts each dim that it keeps."""
     ndim = view.ndim
     if func in _MOVED:
@@ -633,36 +633,36 @@ def _places(func: Any, view: Any, args: Sequence[Any], result: torch.Tensor) -> 
     if func in _CUTS:
         return {dim: dim for dim in range(ndim)}
     if func is aten.select.int:
-        gone = {args[1] % ndim}
+        dropped = {args[1] % ndim}
     elif func in _SQUEEZES:
-        asked = args[1] if len(args) > 1 else range(ndim)
-        dims = [asked] if isinstance(asked, int) else asked
-        gone = {dim % ndim for dim in dims if view.shape[dim] == 1}
+        dims = args[1] if len(args) > 1 else range(ndim)
+        dims = [dims] if isinstance(dims, int) else dims
+        dropped = {dim % ndim for dim in dims if view.shape[dim] == 1}
     elif func is aten.unsqueeze.default or func is aten.select_backward.default:
         new = args[1 if func is aten.unsqueeze.default else 2] % (ndim + 1)
         return {dim: dim + (new <= dim) for dim in range(ndim)}
     elif func is aten.expand.default:
-        return {dim: result.ndim - ndim + dim for dim in range(ndim)}
+        return {dim: output.ndim - ndim + dim for dim in range(ndim)}
     else:
-        return _places_after_view(tuple(view.shape), tuple(result.shape))
-    kept = [dim for dim in range(ndim) if dim not in gone]
-    return {dim: place for place, dim in enumerate(kept)}
+        return _places_after_view(tuple(view.shape), tuple(output.shape))
+    dims = [dim for dim in range(ndim) if dim not in dropped]
+    return {dim: place for place, dim in enumerate(dims)}
 
 
-def _places_after_view(before: tuple[int, ...], after: tuple[int, ...]) -> dict[int, int]:
+def _places_after_view(shape: tuple[int, ...], new_shape: tuple[int, ...]) -> dict[int, int]:
     """Return where a reshape leaves the dims that it neither joins nor cuts."""
-    if before == after:
-        return {dim: dim for dim in range(len(before))}
-    found: dict[int, int] = {}
-    for dim, size in enumerate(before):
-        same = [
+    if shape == new_shape:
+        return {dim: dim for dim in range(len(shape))}
+    places: dict[int, int] = {}
+    for dim, size in enumerate(shape):
+        matches = [
             place
-            for place in range(len(after))
-            if after[place] == size and prod(after[:place]) == prod(before[:dim])
+            for place in range(len(new_shape))
+            if new_shape[place] == size and prod(new_shape[:place]) == prod(shape[:dim])
         ]
-        if len(same) == 1 and before.count(0) == 0:
-            found[dim] = same[0]
-    return found
+        if len(matches) == 1 and shape.count(0) == 0:
+            places[dim] = matches[0]
+    return places
 
 
 # ------------------------------------------------------------------------------------------ Border
@@ -755,11 +755,11 @@ class Border:
             if dim.rows is not None:
                 rows = torch.from_numpy(np.maximum(dim.rows, 0))
                 payload = run(aten.index_select.default, (payload, number, rows), {})
-        missing = [
+        padding = [
             dim.tile * dim.pieces - payload.shape[number] for number, dim in enumerate(self.dims)
         ]
-        if any(missing):
-            behind = [pad for amount in reversed(missing) for pad in (0, amount)]
+        if any(padding):
+            behind = [pad for amount in reversed(padding) for pad in (0, amount)]
             payload = run(aten.constant_pad_nd.default, (payload, behind), {})
         for axis, op in reversed(self.layout.partial):
             payload = _parts(run, payload, self.region.mesh.size(axis), op)
@@ -777,11 +777,11 @@ class Border:
         payload = runtime.leave_local(local, self._inside, self.region)
         for _, op in self.layout.partial:
             # PyTorch would make int64 of the sum of int32.
-            kept = {"dtype": payload.dtype} if op in _NEUTRAL else {}
+            options = {"dtype": payload.dtype} if op in _NEUTRAL else {}
             payload = (
-                run(aten.prod.dim_int, (payload, 0), kept)
+                run(aten.prod.dim_int, (payload, 0), options)
                 if op == "product"
-                else run(_REDUCTIONS[op], (payload, [0]), kept)
+                else run(_REDUCTIONS[op], (payload, [0]), options)
             )
         for number, dim in enumerate(self.dims):
             if dim.rows is not None:
@@ -820,11 +820,11 @@ def _dim(layout: Layout, shape: tuple[int, ...], dim: int, tile: int) -> _Dim:
 
 def _parts(run: Any, payload: torch.Tensor, count: int, op: str) -> torch.Tensor:
     """Return [count, *shape]: parts of which the reduction is `payload`."""
-    one = run(aten.unsqueeze.default, (payload, 0), {})
+    row = run(aten.unsqueeze.default, (payload, 0), {})
     if op not in _NEUTRAL:
-        return run(aten.expand.default, (one, [count, *payload.shape]), {})
+        return run(aten.expand.default, (row, [count, *payload.shape]), {})
     behind = [*(0 for _ in range(2 * payload.ndim)), 0, count - 1]
-    return run(aten.constant_pad_nd.default, (one, behind, _NEUTRAL[op]), {})
+    return run(aten.constant_pad_nd.default, (row, behind, _NEUTRAL[op]), {})
 
 
 # --------------------------------------------------------------------------------- PerDeviceTensor
@@ -928,23 +928,22 @@ def run_backward(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         args: Its arguments. Plain gradients of views are equal on all devices.
         kwargs: Its keyword arguments.
     """
-    given: dict[str, Any] = dict(zip(BACKWARD_PASSES[func], args, strict=False)) | dict(kwargs)
+    options: dict[str, Any] = dict(zip(BACKWARD_PASSES[func], args, strict=False)) | dict(kwargs)
     if func is torch.Tensor.backward:
-        output, grad = given.pop("self"), given.pop("gradient", None)
+        output, grad = options.pop("self"), options.pop("gradient", None)
         grad = None if grad is None else as_gradient(grad, output)
-        return torch.autograd.backward(output, grad, **given)
-    outputs, inputs = _sequence(given.pop("outputs")), _sequence(given.pop("inputs"))
-    grads: Any = given.pop("grad_outputs", None)
+        return torch.autograd.backward(output, grad, **options)
+    outputs, inputs = _sequence(options.pop("outputs")), _sequence(options.pop("inputs"))
+    grads: Any = options.pop("grad_outputs", None)
     grads = [None] * len(outputs) if grads is None else _sequence(grads)
-    if given.pop("materialize_grads", False):
-        given["allow_unused"] = True
-        found = _grad(outputs, inputs, grads, given)
-        pairs = zip(found, inputs, strict=True)
+    if options.pop("materialize_grads", False):
+        options["allow_unused"] = True
+        pairs = zip(_grad(outputs, inputs, grads, options), inputs, strict=True)
         return tuple(torch.zeros_like(i) if g is None else g for g, i in pairs)
-    return _grad(outputs, inputs, grads, given)
+    return _grad(outputs, inputs, grads, options)
 
 
-def _grad(outputs: Sequence[Any], inputs: Sequence[Any], grads: Sequence[Any], given: Any) -> Any:
+def _grad(outputs: Sequence[Any], inputs: Sequence[Any], grads: Sequence[Any], options: Any) -> Any:
     pairs = list(zip(grads, outputs, strict=True))
     grads = [None if grad is None else as_gradient(grad, output) for grad, output in pairs]
     # torch makes the gradient of a scalar only where it is given the tensor.
@@ -953,7 +952,10 @@ def _grad(outputs: Sequence[Any], inputs: Sequence[Any], grads: Sequence[Any], g
         for grad, (_, output) in zip(grads, pairs, strict=True)
     ]
     return torch.autograd.grad(
-        [_edge(output) for output in outputs], [_edge(each) for each in inputs], grads, **given
+        [_edge(output) for output in outputs],
+        [_edge(tensor) for tensor in inputs],
+        grads,
+        **options,
     )
 
 
@@ -964,5 +966,5 @@ def _edge(tensor: Any) -> Any:
         return get_gradient_edge(tensor)
 
 
-def _sequence(value: Any) -> Sequence[Any]:
-    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
+def _sequence(tensors: Any) -> Sequence[Any]:
+    return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)

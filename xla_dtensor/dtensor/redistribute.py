@@ -244,12 +244,12 @@ class _Redistribute(LinearResult):
         ctx: Any, source: DTensor, mesh: DeviceMesh, placements: Any, dtype: Any
     ) -> DTensor:
         ctx.source, ctx.dtype, ctx.original = source._spec, dtype, source.dtype
-        known = source._spec.known_beside(mesh)
+        outer_cuts = source._spec.outer_cuts_on(mesh)
         layout = Layout.from_placements(placements, source.ndim, mesh.value)
-        ctx.layout, ctx.kind = layout_on_span(layout, known), type(source)
+        ctx.layout, ctx.kind = layout_on_span(layout, outer_cuts), type(source)
         with redistribute_marker(mesh, placements_on(source._spec, mesh), placements):
             payload = functional.constrain(source._local_tensor, ctx.layout)
-        state = state_of(payload, mesh, placements, known)
+        state = state_of(payload, mesh, placements, outer_cuts)
         return new_dtensor(ctx.kind, payload, note_op(state, "redistribute", [source]))
 
     @staticmethod
@@ -323,7 +323,7 @@ class _FromPlain(LinearResult):
         is_host = type(plain) is torch.Tensor and not runtime.is_payload(plain)
         place = runtime.put if is_host else functional.constrain
         payload = place(plain, state.span_layout)
-        state = state_of(payload, state.mesh, state.placements, state.known)
+        state = state_of(payload, state.mesh, state.placements, state.outer_cuts)
         return new_dtensor(kind, payload, state)
 
     @staticmethod

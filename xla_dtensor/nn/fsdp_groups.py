@@ -31,7 +31,7 @@ from xla_dtensor.core.spanning import joint_mesh, layout_on_span, region_of, spa
 from xla_dtensor.dtensor.api import distribute_tensor
 from xla_dtensor.dtensor.dispatch import state_of
 from xla_dtensor.dtensor.dtensor import DTensor
-from xla_dtensor.dtensor.labels import Known, legal_placements, propagate
+from xla_dtensor.dtensor.labels import OuterCuts, legal_placements, propagate
 from xla_dtensor.dtensor.local import LocalView
 from xla_dtensor.dtensor.local_border import border, spread_payload
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh, mesh_text
@@ -604,7 +604,7 @@ class ShardedParameter:
         on |= dict.fromkeys(self.settings.mesh.value.axis_names, Replicate())
         return tuple(on[axis] for axis in self.inner.value.axis_names)
 
-    def inner_cuts(self) -> Known:
+    def inner_cuts(self) -> OuterCuts:
         """The axes of that mesh that cut the parameter, each with the dim."""
         if self.inner is None:
             return ()
@@ -630,7 +630,7 @@ class ShardedParameter:
         if payload.dtype != self.parameter.dtype:
             wanted = {"dtype": self.parameter.dtype}
             payload = run(aten._to_copy.default, (payload,), wanted)
-        return DTensor._wrapping(payload, state.mesh, state.placements, known=state.known)
+        return DTensor._wrapping(payload, state.mesh, state.placements, outer_cuts=state.outer_cuts)
 
 
 class _Gather(OneResult):
@@ -684,7 +684,7 @@ class _LendUnreduced(OneResult):
         ctx.owner, ctx.reduce = owner, reduce
         region = region_of(owner.settings.mesh.value)
         payload = spread_payload(owner.gathered_payload(), region)
-        return LocalView(payload, region, varying=frozenset(), known=owner.inner_cuts())
+        return LocalView(payload, region, varying=frozenset(), outer_cuts=owner.inner_cuts())
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
