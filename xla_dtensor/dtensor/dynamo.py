@@ -84,8 +84,8 @@ def one_call(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         if args:
             return called_in_graph(name, args[0], args[1:], kwargs)
-        rest = {key: value for key, value in kwargs.items() if key != first}
-        return called_in_graph(name, kwargs[first], (), rest)
+        options = {key: option for key, option in kwargs.items() if key != first}
+        return called_in_graph(name, kwargs[first], (), options)
 
     return called
 
@@ -105,8 +105,8 @@ def called_in_graph(name: str, tensor: Any, args: Any, kwargs: Any) -> Any:
 def _named(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Run, not traced, by Dynamo, which guards on the arguments."""
     torch.compiler.allow_in_graph(_call)
-    given = _real((name, tuple(args), dict(kwargs)))
-    return _calls.name(given, name, _key(given))
+    call = _real((name, tuple(args), dict(kwargs)))
+    return _calls.name(call, name, _key(call))
 
 
 # What torch.compiler.assume_constant_result does, without importing Dynamo for it.
@@ -123,21 +123,21 @@ def real_mesh(mesh: Any) -> Any:
     return getattr(mesh, "real_obj", mesh)
 
 
-def _real(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _real(each) for key, each in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(map(_real, value))
-    return real_mesh(value)
+def _real(argument: Any) -> Any:
+    if isinstance(argument, Mapping):
+        return {key: _real(element) for key, element in argument.items()}
+    if type(argument) in (tuple, list):
+        return type(argument)(map(_real, argument))
+    return real_mesh(argument)
 
 
-def _key(value: Any) -> Hashable:
+def _key(argument: Any) -> Hashable:
     """Return what tells constants apart: 1 and 1.0, and in torch 2.9 kinds of Shard, are equal."""
-    if isinstance(value, Mapping):
-        return (dict, tuple((key, _key(each)) for key, each in value.items()))
-    if type(value) in (tuple, list):
-        return (type(value), tuple(map(_key, value)))
-    return (type(value), value)
+    if isinstance(argument, Mapping):
+        return (dict, tuple((key, _key(element)) for key, element in argument.items()))
+    if type(argument) in (tuple, list):
+        return (type(argument), tuple(map(_key, argument)))
+    return (type(argument), argument)
 
 
 # ------------------------------------------------------------- torch.compile of code with DTensors
@@ -220,11 +220,6 @@ def unflatten(
     return kind._wrapping(payload, mesh, placements, requires_grad, outer_cuts, tuple(stride))
 
 
-def whole(placements: Sequence[Any]) -> Placements:
-    """Return the placements of a gradient: nothing is pending in it."""
-    return tuple(Replicate() if p.is_partial() else p for p in placements)
-
-
 def coerced_tangent(tensor: DTensor, state: Any = None, expected_type: type | None = None) -> Any:
     """Return an incoming gradient as a compiled backward expects it.
 
@@ -244,7 +239,7 @@ def coerced_tangent(tensor: DTensor, state: Any = None, expected_type: type | No
             return None
         kind: Any = expected_type
     if state is None:
-        placements = whole(spec.placements)
+        placements = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
         return (
             tensor
             if placements == spec.placements
@@ -268,9 +263,10 @@ def _target(device_mesh: Any, placements: Any) -> str:
     torch.compiler.allow_in_graph(_distribute)
     # Not checked here: Dynamo would report an error as one of its own.
     mesh = real_mesh(device_mesh)
-    given = placements if placements is None else tuple(placements)
-    kinds = None if given is None else tuple(map(type, given))
-    return _targets.name((mesh, given), f"{given} on {mesh}", (mesh, given, kinds))
+    placements = None if placements is None else tuple(placements)
+    kinds = None if placements is None else tuple(map(type, placements))
+    target = (mesh, placements)
+    return _targets.name(target, f"{placements} on {mesh}", (*target, kinds))
 
 
 # What torch.compiler.assume_constant_result does, without importing Dynamo for it.

@@ -485,9 +485,9 @@ def _results(
                 target._memory.wrote(varying)
         if not makes_results(func):
             return targets
-    memory = views[0]._memory if _is_view(func) else None
-    region = views[0]._region
-
+    returned = [r.alias_info for r in func._schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in returned)
+    memory, region = views[0]._memory if is_view else None, views[0]._region
     options: Any = {"varying": varying, "uneven": uneven, "memory": memory}
     if not any(view._outer_cuts for view in views):
         return map_nested(
@@ -503,10 +503,6 @@ def _results(
         for v, k in zip(outputs, outer_cuts, strict=True)
     ]
     return views[0] if is_tensor else type(output)(views)
-
-
-def _is_view(func: Any) -> bool:
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 class _Labelled(LinearResult):
