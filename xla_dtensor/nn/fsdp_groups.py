@@ -31,13 +31,18 @@ from xla_dtensor.core.spanning import joint_mesh, layout_on_span, region_of, spa
 from xla_dtensor.dtensor.api import distribute_tensor
 from xla_dtensor.dtensor.dispatch import state_of
 from xla_dtensor.dtensor.dtensor import DTensor
-from xla_dtensor.dtensor.labels import OuterCuts, legal_placements, propagate
+from xla_dtensor.dtensor.labels import (
+    OuterCuts,
+    labels_of_outputs,
+    legal_placements,
+    propagate,
+)
 from xla_dtensor.dtensor.local import LocalView
 from xla_dtensor.dtensor.local_border import border, spread_payload
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh, mesh_text
 from xla_dtensor.dtensor.redistribute import checked_placements, redistribute_marker
 from xla_dtensor.runtimes import functional
-from xla_dtensor.runtimes.nested import map_nested
+from xla_dtensor.runtimes.nested import leaves, map_nested
 from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.runtimes.whole_ops import OneResult, refuse_second
 from xla_dtensor.runtimes.written import makes_results, written_targets
@@ -76,14 +81,14 @@ def data_parallel_part(mesh: Any, dims: Any) -> DeviceMesh:
     Raises:
         DistributeError: Not one shard axis, or several replicate axes.
     """
-    whole = as_device_mesh(mesh)
+    device_mesh = as_device_mesh(mesh)
     if len(dims.shard_names) != 1 or len(dims.replicate_names) > 1:
         raise DistributeError(
             f"fully_shard was called with dp_mesh_dims={dims} on the mesh "
-            f"{mesh_text(whole.value)}. Parameters are sharded over one axis, and copied along one "
-            "at most. Name one axis each, and merge axes where the mesh is made."
+            f"{mesh_text(device_mesh.value)}. Parameters are sharded over one axis, and copied "
+            "along one at most. Name one axis each, and merge axes where the mesh is made."
         )
-    return whole[(*dims.replicate_names, *dims.shard_names)]
+    return device_mesh[(*dims.replicate_names, *dims.shard_names)]
 
 
 def check_replicated(state: Any, mesh: DeviceMesh) -> None:
@@ -141,16 +146,16 @@ class GroupDTensor(DTensor):
         if any(getattr(t, "_is_per_device", False) for t in types):
             return NotImplemented  # a LocalView answers, and refuses
         kwargs = kwargs or {}
-        given = _groups((tuple(args), kwargs))
-        mesh, region = given[0]._spec.mesh, given[0].region
+        groups = _groups((tuple(args), kwargs))
+        mesh, region = groups[0]._spec.mesh, groups[0].region
         if func is aten._local_scalar_dense.default or torch.Tag.inplace_view in func.tags:
-            _refuse(given[0], str(func))
+            _refuse(groups[0], str(func))
         views, named = map_nested(lambda v: _view_in(v, region), (tuple(args), kwargs))
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*views, **named)
+            output = func(*views, **named)
         if func._schema.is_mutable and not makes_results(func):
             return written_targets(func, args, kwargs)
-        return _labelled(func, args, kwargs, mesh, result)
+        return _labelled(func, args, kwargs, mesh, output)
 
     # ------------------------------------------------------------------ moving
 
@@ -165,8 +170,8 @@ class GroupDTensor(DTensor):
     ) -> GroupDTensor:
         """Return the same values lying as `placements` say; see ``DTensor.redistribute``."""
         mesh = self._spec.mesh
-        other = device_mesh is not None and as_device_mesh(device_mesh) != mesh
-        if other or backward_dtype is not None:
+        changes_mesh = device_mesh is not None and as_device_mesh(device_mesh) != mesh
+        if changes_mesh or backward_dtype is not None:
             raise RedistributeError(
                 f"redistribute was called with the mesh {device_mesh} and "
                 f"backward_dtype={backward_dtype} on a tensor on "
@@ -190,8 +195,9 @@ class GroupDTensor(DTensor):
         if grad_placements is None and all(p.is_replicate() for p in placements):
             return as_view(self)
         if any(p.is_partial() for p in placements):  # labels on values that are whole
-            kept = [Replicate() if p.is_partial() else p for p in placements]
-            return self.redistribute(placements=kept).to_local(grad_placements=grad_placements)
+            placements = [Replicate() if p.is_partial() else p for p in placements]
+            tensor = self.redistribute(placements=placements)
+            return tensor.to_local(grad_placements=grad_placements)
         of_grad = None
         if grad_placements is not None:
             of_grad = _joint_placements(self._spec.mesh, self.region, grad_placements)
@@ -229,41 +235,38 @@ def _refuse(tensor: GroupDTensor, what: str) -> NoReturn:
 
 
 def _groups(values: Any) -> list[GroupDTensor]:
-    found: list[GroupDTensor] = []
-    map_nested(lambda v: found.append(v) if isinstance(v, GroupDTensor) else None, values)
-    return found
+    return [leaf for leaf in leaves(values) if isinstance(leaf, GroupDTensor)]
 
 
-def _view_in(value: Any, region: ManualRegion) -> Any:
-    if isinstance(value, GroupDTensor):
-        return value._local_tensor
-    if isinstance(value, DTensor):
-        if value.requires_grad:
+def _view_in(leaf: Any, region: ManualRegion) -> Any:
+    if isinstance(leaf, GroupDTensor):
+        return leaf._local_tensor
+    if isinstance(leaf, DTensor):
+        if leaf.requires_grad:
             raise LocalViewError(
-                f"A parameter of shape={tuple(value.shape)} was used that fully_shard does not "
+                f"A parameter of shape={tuple(leaf.shape)} was used that fully_shard does not "
                 f"manage, in a forward without a gradient sync. Each device of {region.axes} would "
                 "have a gradient of its own for it. Let fully_shard have it, or call "
                 "set_requires_gradient_sync(True)."
             )
-        return LocalView(spread_payload(value._local_tensor, region), region)
-    return value
+        return LocalView(spread_payload(leaf._local_tensor, region), region)
+    return leaf
 
 
 def _labelled(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh, result: Any
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh, output: Any
 ) -> Any:
     placements = propagate(func, args, kwargs, mesh)
-    if isinstance(result, torch.Tensor):
-        return _wrapped(result, mesh, placements)
-    if not isinstance(result, (list, tuple)):
-        return result
-    each = placements if isinstance(placements, list) else [placements] * len(result)
-    each = each if len(each) == len(result) else [each[0]] * len(result)
-    made = [
-        _wrapped(r, mesh, p) if isinstance(r, torch.Tensor) else r
-        for r, p in zip(result, each, strict=True)
+    if isinstance(output, torch.Tensor):
+        return _wrapped(output, mesh, placements)
+    if not isinstance(output, (list, tuple)):
+        return output
+    labels = labels_of_outputs(placements, len(output))
+    dtensors = [
+        _wrapped(x, mesh, label) if isinstance(x, torch.Tensor) else x
+        for x, label in zip(output, labels, strict=True)
     ]
-    return made if isinstance(result, list) else tuple(made)
+    return dtensors if isinstance(output, list) else tuple(dtensors)
 
 
 def _made(view: torch.Tensor, mesh: DeviceMesh, placements: Any) -> GroupDTensor:
@@ -335,8 +338,8 @@ def is_of_groups(view: LocalView, mesh: DeviceMesh) -> bool:
     region, names = view.region, mesh.value.axis_names
     if spanning_mesh(mesh.value) != region.mesh:
         return False
-    beside = [axis for axis in region.axes if axis not in names]
-    return bool(beside) and len(region.axes) in (len(beside), len(beside) + len(names))
+    outer = [axis for axis in region.axes if axis not in names]
+    return bool(outer) and len(region.axes) in (len(outer), len(outer) + len(names))
 
 
 def from_group_view(view: LocalView, mesh: DeviceMesh, placements: Sequence[Any]) -> Any:
@@ -346,17 +349,17 @@ def from_group_view(view: LocalView, mesh: DeviceMesh, placements: Sequence[Any]
         LocalViewError: A placement other than Replicate along axes that the view is whole along.
     """
     names = mesh.value.axis_names
-    beside = tuple(axis for axis in view.region.axes if axis not in names)
-    if beside == view.region.axes:
+    outer = tuple(axis for axis in view.region.axes if axis not in names)
+    if outer == view.region.axes:
         if not all(placement.is_replicate() for placement in placements):
             raise LocalViewError(
                 f"from_local was called with placements={tuple(placements)} and the mesh "
-                f"{mesh_text(mesh.value)} on a local view over {beside}. The view is whole along "
+                f"{mesh_text(mesh.value)} on a local view over {outer}. The view is whole along "
                 "that mesh, and the same value would be taken for a different shard on each "
                 "device. Pass Replicate(), and redistribute the result."
             )
         return grouped(view, mesh, placements)
-    region = region_of(view.region.mesh[beside])
+    region = region_of(view.region.mesh[outer])
     joint = _joint_mesh(mesh, region)
     stacked = DTensor.from_local(
         _with_leading(view, region), joint, _joint_placements(mesh, region, placements)
@@ -407,8 +410,8 @@ def _stacked(tensor: GroupDTensor, placements: Sequence[Any]) -> Any:
     mesh, region = tensor._spec.mesh, tensor.region
     own = as_device_mesh(region.mesh[region.axes])
     shards = [Shard(place) for place in range(len(region.axes))]
-    whole = DTensor.from_local(_with_leading(as_view(tensor), region), own, shards)
-    return whole.redistribute(
+    stacked = DTensor.from_local(_with_leading(as_view(tensor), region), own, shards)
+    return stacked.redistribute(
         _joint_mesh(mesh, region), _joint_placements(mesh, region, placements)
     )
 
@@ -448,8 +451,8 @@ class Settings:
         reduce_dtype: Dtype in which gradients are reduced; None for that of the computation.
         reshard_after_forward: Whether the backward gathers again.
         sync: Whether gradients are reduced.
-        beside: The mesh of all axes that parameters lie on already, `mesh` among them; None: they
-            lie on other axes only.
+        full_mesh: The mesh of all axes that parameters lie on already, `mesh` among them; None:
+            they lie on other axes only.
         factor: What the sum of the devices' gradients is divided by; their number when None.
     """
 
@@ -458,7 +461,7 @@ class Settings:
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
     sync: bool = True
-    beside: DeviceMesh | None = None
+    full_mesh: DeviceMesh | None = None
     factor: float | None = None
 
     def divide_by(self, per_device: bool) -> float | None:
@@ -512,26 +515,26 @@ class ShardedParameter:
         Raises:
             DistributeError: A parameter that does not lie on its mesh.
         """
-        given: dict[int, nn.Parameter] = {}
+        parameters: dict[int, nn.Parameter] = {}
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module, name in self.places:
-            now = module._parameters.get(name)
-            if now is not None:
-                now = self.parameter if now is self.gathered else now
-                given[id(now)] = now
-                places.setdefault(id(now), []).append((module, name))
+            parameter = module._parameters.get(name)
+            if parameter is not None:
+                parameter = self.parameter if parameter is self.gathered else parameter
+                parameters[id(parameter)] = parameter
+                places.setdefault(id(parameter), []).append((module, name))
         if places == {id(self.parameter): self.places}:
             return []
-        for key, parameter in given.items():
+        for key, parameter in parameters.items():
             self._check_lies_alike(parameter, *places[key][0])
         self.gathered, self.places = None, []
-        others: list[ShardedParameter] = []
-        for key, parameter in given.items():
+        untied: list[ShardedParameter] = []
+        for key, parameter in parameters.items():
             if not self.places:
                 self.parameter, self.places = parameter, places[key]
             else:
-                others.append(ShardedParameter(places[key], parameter, self.settings, self.inner))
-        return others
+                untied.append(ShardedParameter(places[key], parameter, self.settings, self.inner))
+        return untied
 
     def _check_lies_alike(self, parameter: Any, module: nn.Module, name: str) -> None:
         mesh = self.state.mesh
@@ -557,7 +560,7 @@ class ShardedParameter:
         for module, name in self.places:
             module._parameters[name] = self.parameter
 
-    def whole(self) -> torch.Tensor:
+    def gather(self) -> torch.Tensor:
         """Return the gathered form, differentiably."""
         return _Gather.apply(self.parameter, self)  # pyright: ignore[reportReturnType]
 
@@ -573,29 +576,30 @@ class ShardedParameter:
     def gathered_payload(self, payload: torch.Tensor | None = None) -> torch.Tensor:
         """Return the payload of the gathered form, cast before it is moved."""
         tensor: Any = self.parameter
-        whole: Any = tensor._local_tensor if payload is None else payload
+        source: Any = tensor._local_tensor if payload is None else payload
         dtype = self.settings.param_dtype
-        if dtype is not None and whole.dtype != dtype and whole.is_floating_point():
-            whole = get_runtime().run_op(aten._to_copy.default, (whole,), {"dtype": dtype})
+        if dtype is not None and source.dtype != dtype and source.is_floating_point():
+            source = get_runtime().run_op(aten._to_copy.default, (source,), {"dtype": dtype})
         with redistribute_marker():
-            return functional.constrain(whole, self._gathered_layout())
+            return functional.constrain(source, self._gathered_layout())
 
     def _gathered_layout(self) -> Layout:
         state, own = self.state, set(self.settings.mesh.value.axis_names)
-        kept = tuple(
+        placements = tuple(
             Replicate() if axis in own else placement
             for axis, placement in zip(state.mesh.value.axis_names, state.placements, strict=True)
         )
-        return layout_on_span(Layout.from_placements(kept, len(state.shape), state.mesh.value))
+        layout = Layout.from_placements(placements, len(state.shape), state.mesh.value)
+        return layout_on_span(layout)
 
     def wrapped(self, payload: torch.Tensor) -> torch.Tensor:
         """Return a gathered payload as the modules are to see it."""
         if self.inner is None:
             return functional.to_plain(payload)
-        made = DTensor._wrapping(payload, self.inner, self.inner_placements())
-        if self.settings.beside is not None:
-            made._gradient_placements = summed_over(made._spec, self.settings.mesh)
-        return made
+        tensor = DTensor._wrapping(payload, self.inner, self.inner_placements())
+        if self.settings.full_mesh is not None:
+            tensor._gradient_placements = summed_over(tensor._spec, self.settings.mesh)
+        return tensor
 
     def inner_placements(self) -> tuple[Any, ...]:
         """The placements that the parameter had before fully_shard."""
@@ -628,8 +632,8 @@ class ShardedParameter:
         if divide_by is not None:
             payload = run(aten.div.Scalar, (payload, divide_by), {})
         if payload.dtype != self.parameter.dtype:
-            wanted = {"dtype": self.parameter.dtype}
-            payload = run(aten._to_copy.default, (payload,), wanted)
+            options = {"dtype": self.parameter.dtype}
+            payload = run(aten._to_copy.default, (payload,), options)
         return DTensor._wrapping(payload, state.mesh, state.placements, outer_cuts=state.outer_cuts)
 
 
@@ -698,9 +702,9 @@ class _LendUnreduced(OneResult):
             grad = grad.to(owner.settings.reduce_dtype)
         total = grad if owner.pending is None else owner.pending + grad
         owner.pending = None if ctx.reduce else total
-        found = owner.sharded_gradient(_mean(total)) if ctx.reduce else None
+        gradient = owner.sharded_gradient(_mean(total)) if ctx.reduce else None
         return (
-            *refuse_second("the parameters of fully_shard", [owner.parameter], found),
+            *refuse_second("the parameters of fully_shard", [owner.parameter], gradient),
             None,
             None,
         )
@@ -724,39 +728,41 @@ def shard_parameter(
     own: list[Any] = [Replicate()] * (mesh.ndim - 1)
     own.append(Replicate() if cut is None else Shard(cut))
     if not isinstance(parameter.data, DTensor):
-        made = distribute_tensor(parameter.detach(), mesh, own)
-        return nn.Parameter(made, parameter.requires_grad), None
+        sharded = distribute_tensor(parameter.detach(), mesh, own)
+        return nn.Parameter(sharded, parameter.requires_grad), None
     tensor: Any = parameter
-    before = tensor._spec
-    together = joint_mesh(mesh.value, before.mesh.value)
-    if before.mesh == settings.beside:
-        check_replicated(before, mesh)
-        together = before.mesh.value
-    if together is None:
+    state = tensor._spec
+    joint_value = joint_mesh(mesh.value, state.mesh.value)
+    if state.mesh == settings.full_mesh:
+        check_replicated(state, mesh)
+        joint_value = state.mesh.value
+    if joint_value is None:
         raise DistributeError(
             f"fully_shard was called with the mesh {mesh_text(mesh.value)} on a parameter that "
-            f"lies on {mesh_text(before.mesh.value)}. It needs axes of its own, of one root mesh. "
+            f"lies on {mesh_text(state.mesh.value)}. It needs axes of its own, of one root mesh. "
             "Make one mesh with all axes and pass mesh['dp'] here and mesh['tp'] to "
             "parallelize_module."
         )
-    joint = as_device_mesh(together)
-    on = dict(zip(before.mesh.value.axis_names, before.placements, strict=True))
+    joint = as_device_mesh(joint_value)
+    on = dict(zip(state.mesh.value.axis_names, state.placements, strict=True))
     on |= dict(zip(mesh.value.axis_names, own, strict=True))
-    placements = _beside(on, joint, mesh.value.axis_names[-1], cut)
-    made = tensor.detach().redistribute(joint, placements)
-    return nn.Parameter(made, parameter.requires_grad), before.mesh
+    placements = _joined_placements(on, joint, mesh.value.axis_names[-1], cut)
+    sharded = tensor.detach().redistribute(joint, placements)
+    return nn.Parameter(sharded, parameter.requires_grad), state.mesh
 
 
-def _beside(on: dict[Any, Any], joint: DeviceMesh, axis: Any, cut: int | None) -> list[Any]:
+def _joined_placements(
+    on: dict[Any, Any], joint: DeviceMesh, axis: Any, cut: int | None
+) -> list[Any]:
     """Return placements on the joint mesh; axes right of `axis` that cut the same dim go outside.
 
     That is what torch's fully_shard does, so that the data-parallel shards lie within tp's.
     """
     names = joint.value.axis_names
     factor = 1
-    for other in names[names.index(axis) + 1 :]:
-        if isinstance(on[other], Shard) and on[other].dim == cut:
-            factor *= joint.value.size(other)
+    for inner in names[names.index(axis) + 1 :]:
+        if isinstance(on[inner], Shard) and on[inner].dim == cut:
+            factor *= joint.value.size(inner)
     if factor > 1:
         assert cut is not None
         on[axis] = _StridedShard(cut, split_factor=factor)
