@@ -962,8 +962,7 @@ def view_of_shards(shards: Any, device_mesh: Any) -> LocalView:
                 f"from_shards was called on the mesh {mesh_text(mesh.value)}, and for device "
                 f"{device} the tensor is {description}. Every device that this process reaches "
                 f"needs one of the same shape and dtype, here {tuple(first.shape)} and "
-                f"{first.dtype}. Pass "
-                "tensors of one shape, padded where they are shorter."
+                f"{first.dtype}. Pass tensors of one shape, padded where they are shorter."
             )
     ndim = len(region.axes)
     layout = Layout(region.mesh, (*((axis,) for axis in region.axes), *((),) * first.ndim))

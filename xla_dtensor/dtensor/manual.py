@@ -158,9 +158,8 @@ def _one_region(func: Any, args: Sequence[Any], kwargs: Any) -> ManualRegion:
         raise ManualRegionError(
             f"{func} was called on manual tensors of two regions, over the axes {region.axes} of "
             f"the mesh {mesh_text(region.mesh)} and over {second.axes} of "
-            f"{mesh_text(second.mesh)}. "
-            "A tile of one is no tile of the other. Disable manual sharding for one of them, and "
-            "enable it again with the other's mesh and axes."
+            f"{mesh_text(second.mesh)}. A tile of one is no tile of the other. Disable manual "
+            "sharding for one of them, and enable it again with the other's mesh and axes."
         )
     for tensor in tensors:
         if not isinstance(tensor, ManualTensor) and _is_global(func, tensor, runtime):

@@ -80,20 +80,19 @@ def replacements() -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
 def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def gather(state_dict: Any, *args: Any, cpu_offload: bool = False, **options: Any) -> Any:
-        whole = _whole(state_dict, cpu_offload)
-        return original(whole, *args, cpu_offload=cpu_offload, **options)
+        return original(_full(state_dict, cpu_offload), *args, cpu_offload=cpu_offload, **options)
 
     return gather
 
 
-def _whole(value: Any, on_host: bool) -> Any:
-    if isinstance(value, DTensor):
-        return value.cpu() if on_host else value.full_tensor()
-    if isinstance(value, dict):
-        return {key: _whole(item, on_host) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_whole(item, on_host) for item in value)
-    return value
+def _full(state: Any, on_host: bool) -> Any:
+    if isinstance(state, DTensor):
+        return state.cpu() if on_host else state.full_tensor()
+    if isinstance(state, dict):
+        return {key: _full(part, on_host) for key, part in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(_full(part, on_host) for part in state)
+    return state
 
 
 def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,26 +105,26 @@ def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
         strict: bool = False,
         **options: Any,
     ) -> None:
-        if not any(isinstance(value, DTensor) for value in local_state_dict.values()):
+        if not any(isinstance(tensor, DTensor) for tensor in local_state_dict.values()):
             original(full_state_dict, local_state_dict, device, pg, strict, **options)
             return
-        whole: dict[str, Any] = {}
+        rank_0_state: dict[str, Any] = {}
         for key in _from_rank_0(list(full_state_dict), pg):
-            whole[key] = _from_rank_0(full_state_dict.get(key), pg)
-        torchs._distribute_state_dict(whole, local_state_dict, device, pg)
+            rank_0_state[key] = _from_rank_0(full_state_dict.get(key), pg)
+        torchs._distribute_state_dict(rank_0_state, local_state_dict, device, pg)
         for key in list(local_state_dict) if strict else ():
-            if key not in whole:
+            if key not in rank_0_state:
                 del local_state_dict[key]
 
     return broadcast
 
 
-def _from_rank_0(value: Any, group: Any) -> Any:
+def _from_rank_0(state: Any, group: Any) -> Any:
     """Return what rank 0 gave."""
-    given = [value]
+    message = [state]
     if dist.get_world_size(group) > 1:
-        dist.broadcast_object_list(given, src=0, group=group)
-    return given[0]
+        dist.broadcast_object_list(message, src=0, group=group)
+    return message[0]
 
 
 # --------------------------------------------------------------------------------------- install()
@@ -261,15 +260,15 @@ def _routed_by_first(
 
 
 def _is_for_xla(signature: inspect.Signature, args: Any, kwargs: Any) -> bool:
-    given = (*args, *kwargs.values())
+    arguments = (*args, *kwargs.values())
     if "device_type" in signature.parameters:
-        return "xla" in (given[:1] if args else (kwargs.get("device_type"),))
+        return "xla" in (arguments[:1] if args else (kwargs.get("device_type"),))
     # torch.compile does not ask a tensor whether it is a mesh, and in torch 2.13 takes a mesh to be
     # of none of several types at once.
-    others = [v for v in given if not isinstance(v, torch.Tensor)]
-    if any(isinstance(v, Mesh) for v in others):
+    arguments = tuple(v for v in arguments if not isinstance(v, torch.Tensor))
+    if any(isinstance(v, Mesh) for v in arguments):
         return True
-    meshes = [v for v in others if isinstance(v, torch_device_mesh.DeviceMesh)]
+    meshes = [v for v in arguments if isinstance(v, torch_device_mesh.DeviceMesh)]
     if not meshes:
         try:
             meshes = [torch_device_mesh._mesh_resources.get_current_mesh()]

@@ -72,13 +72,13 @@ def check_equal(blocks: Sequence[nn.Module], ignored: Sequence[str] = ()) -> Non
     """
     first = dict(blocks[0].named_modules(remove_duplicate=False))
     for index, block in enumerate(blocks[1:], 1):
-        other = dict(block.named_modules(remove_duplicate=False))
-        if list(first) != list(other):
-            extra = next(iter(set(first) ^ set(other)))
+        modules = dict(block.named_modules(remove_duplicate=False))
+        if list(first) != list(modules):
+            extra = next(iter(set(first) ^ set(modules)))
             _refuse(index, extra, "a module that the other has not")
         for path, module in first.items():
-            for name, mine, theirs in _differences(module, other[path], ignored):
-                _refuse(index, f"{path}.{name}".strip("."), f"{theirs} where layer 0 has {mine}")
+            for name, x, y in _differences(module, modules[path], ignored):
+                _refuse(index, f"{path}.{name}".strip("."), f"{y} where layer 0 has {x}")
         if _ties(blocks[0]) != _ties(block):
             _refuse(index, "parameters", "other tensors in common")
 
@@ -130,20 +130,20 @@ def holding(
         tensors: The tensors to have under these names, and wherever the same tensor is used.
     """
     own = _tensors(block)
-    others = {id(own[name]): tensor for name, tensor in zip(names, tensors, strict=True)}
-    held = [
+    stand_ins = {id(own[name]): tensor for name, tensor in zip(names, tensors, strict=True)}
+    slots = [
         (table, name, tensor)
         for module in block.modules()
         for table in (module._parameters, module._buffers)
         for name, tensor in table.items()
-        if id(tensor) in others
+        if id(tensor) in stand_ins
     ]
     try:
-        for table, name, tensor in held:
-            table[name] = others[id(tensor)]  # pyright: ignore[reportArgumentType]
+        for table, name, tensor in slots:
+            table[name] = stand_ins[id(tensor)]  # pyright: ignore[reportArgumentType]
         yield
     finally:
-        for table, name, tensor in held:
+        for table, name, tensor in slots:
             table[name] = tensor  # pyright: ignore[reportArgumentType]
 
 
@@ -179,25 +179,25 @@ def _differences(a: nn.Module, b: nn.Module, ignored: Sequence[str]) -> Iterator
     for kind in ("_parameters", "_buffers"):
         yield from _tensor_differences(getattr(a, kind), getattr(b, kind))
     for kind in _HOOKS:
-        mine, theirs = getattr(a, kind), getattr(b, kind)
-        if not _same(list(mine.values()), list(theirs.values())):
-            yield kind, f"{len(mine)} hooks", f"{len(theirs)} that differ"
-    mine, theirs = _attributes(a), _attributes(b)
-    for name in (*mine, *(n for n in theirs if n not in mine)):
-        x, y = mine.get(name, _absent), theirs.get(name, _absent)
+        a_hooks, b_hooks = getattr(a, kind), getattr(b, kind)
+        if not _same(list(a_hooks.values()), list(b_hooks.values())):
+            yield kind, f"{len(a_hooks)} hooks", f"{len(b_hooks)} that differ"
+    a_vars, b_vars = _attributes(a), _attributes(b)
+    for name in (*a_vars, *(n for n in b_vars if n not in a_vars)):
+        x, y = a_vars.get(name, _absent), b_vars.get(name, _absent)
         if name not in ignored and not _same(x, y):
             yield name, _short(x), _short(y)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _OWN}
+    return {name: attribute for name, attribute in vars(module).items() if name not in _OWN}
 
 
-def _tensor_differences(mine: Any, theirs: Any) -> Iterator[tuple[Any, ...]]:
-    if list(mine) != list(theirs):
-        yield "", list(mine), list(theirs)
-    for name, a in mine.items():
-        b = theirs[name]
+def _tensor_differences(a_table: Any, b_table: Any) -> Iterator[tuple[Any, ...]]:
+    if list(a_table) != list(b_table):
+        yield "", list(a_table), list(b_table)
+    for name, a in a_table.items():
+        b = b_table[name]
         if (a is None) != (b is None):
             yield name, _short(a), _short(b)
         if a is None or b is None:
@@ -245,22 +245,22 @@ def _same(a: Any, b: Any, depth: int = _DEPTH) -> bool:
         return _same_function(a, b, depth)
     if isinstance(a, nn.Module):
         return not any(True for _ in _differences(a, b, ()))
-    return _equal(a, b) or (_compares_by_identity(a) and _same(vars(a), vars(b), depth - 1))
+    by_identity = type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__")
+    return _equal(a, b) or (by_identity and _same(vars(a), vars(b), depth - 1))
 
 
 def _same_function(a: Any, b: Any, depth: int) -> bool:
     if isinstance(a, functools.partial):
-        mine, theirs = ((f.func, f.args, f.keywords) for f in (a, b))
-        return _same(mine, theirs, depth - 1)
+        a_parts, b_parts = ((f.func, f.args, f.keywords) for f in (a, b))
+        return _same(a_parts, b_parts, depth - 1)
     if isinstance(a, types.MethodType):
         owners = isinstance(a.__self__, nn.Module)  # compared where the module itself is
         return a.__func__ is b.__func__ and (owners or _same(a.__self__, b.__self__, depth - 1))
-    mine, theirs = ((f.__defaults__, f.__kwdefaults__, _closure(f)) for f in (a, b))
-    return a.__code__ is b.__code__ and _same(mine, theirs, depth - 1)
-
-
-def _closure(function: Any) -> list[Any]:
-    return [cell.cell_contents for cell in function.__closure__ or ()]
+    a_parts, b_parts = (
+        (f.__defaults__, f.__kwdefaults__, [cell.cell_contents for cell in f.__closure__ or ()])
+        for f in (a, b)
+    )
+    return a.__code__ is b.__code__ and _same(a_parts, b_parts, depth - 1)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -271,10 +271,6 @@ def _equal(a: Any, b: Any) -> bool:
         return bool(a == b)
     except Exception:
         return False
-
-
-def _compares_by_identity(value: Any) -> bool:
-    return type(value).__eq__ is object.__eq__ and hasattr(value, "__dict__")
 
 
 def _short(value: Any) -> str:
@@ -323,8 +319,8 @@ class _Named(LinearResult):
     @staticmethod
     def forward(ctx: Any, x: Any, name: str) -> Any:
         payload = getattr(x, "_local_tensor", x)
-        made = get_runtime().named(payload, name)
-        return made if payload is x else x.rewrapped(made)
+        named = get_runtime().named(payload, name)
+        return named if payload is x else x.rewrapped(named)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -378,17 +374,18 @@ def scan_layers(
         ['0.weight', '0.bias']
     """
     is_list = isinstance(layers, Iterable) and not isinstance(layers, (nn.ModuleDict, str))
-    found = list(layers) if is_list else []
-    wrong = next((layer for layer in found if not isinstance(layer, nn.Module)), None)
-    if wrong is not None or not found:
-        what = "no layers" if is_list and not found else f"a {type(wrong or layers).__name__}"
+    modules = list(layers) if is_list else []
+    no_module = next((layer for layer in modules if not isinstance(layer, nn.Module)), None)
+    if no_module is not None or not modules:
+        kind = type(no_module or layers).__name__
+        what = "no layers" if is_list and not modules else f"a {kind}"
         raise ArgumentTypeError(
             f"scan_layers was called with {what}. It runs modules that are equal but for their "
             "parameters. Pass an nn.ModuleList, or a list of modules."
         )
-    made = ScannedLayers(found, Remat.of(remat), tuple(ignore))
-    check_equal(found, made.ignored)
-    return made
+    scanned = ScannedLayers(modules, Remat.of(remat), tuple(ignore))
+    check_equal(modules, scanned.ignored)
+    return scanned
 
 
 class ScannedLayers(nn.ModuleList):
@@ -471,8 +468,8 @@ def _checkpoint_options(remat: Remat) -> dict[str, Any] | None:
         return {"context_fn": remat.contexts}
     if remat.kind in ("dots", "dots_no_batch"):
         batched = () if remat.kind == "dots_no_batch" else (torch.ops.aten.bmm.default,)
-        seen = [op for ops in AS_SEEN.values() for op in ops]
-        saved = [op for op in seen if op.name() in ("aten::mm", "aten::addmm")]
+        products = [op for ops in AS_SEEN.values() for op in ops]
+        saved = [op for op in products if op.name() in ("aten::mm", "aten::addmm")]
         contexts = functools.partial(create_selective_checkpoint_contexts, [*saved, *batched])
         return {"context_fn": contexts}
     return {}
@@ -493,25 +490,25 @@ def _loop(layers: ScannedLayers, x: Any, args: Any, kwargs: Any) -> Any:
     names, tensors = tensors_of(blocks, lambda t: _is_payload(runtime, t))
     template = blocks[0]
 
-    def call(carry: Sequence[Any], given: Sequence[Any]) -> Sequence[Any]:
+    def call(carry: Sequence[Any], shared_tensors: Sequence[Any]) -> Sequence[Any]:
         filled = list(leaves)
-        for i, tensor in zip(shared, given, strict=True):
+        for i, tensor in zip(shared, shared_tensors, strict=True):
             filled[i] = tensor
         more_args, more_kwargs = tree_unflatten(filled, tree)
-        made = template(tree_unflatten(list(carry), carry_tree), *more_args, **more_kwargs)
-        outputs, made_tree = tree_flatten(made)
-        if made_tree != carry_tree:
+        output = template(tree_unflatten(list(carry), carry_tree), *more_args, **more_kwargs)
+        outputs, output_tree = tree_flatten(output)
+        if output_tree != carry_tree:
             raise ScanError(
-                f"A block of scan_layers returned {_kind(made)} where it was given {_kind(x)}. "
+                f"A block of scan_layers returned {_kind(output)} where it was given {_kind(x)}. "
                 "What one layer returns is the next one's first argument. Return the same kind, "
                 "e.g. x and not (x,)."
             )
         return outputs
 
     swapped = functools.partial(holding, template, names)
-    whole = Layers(call, swapped, tensors, names, tuple(layers.modules()))
-    found = runtime.run_layers(whole, carry, [leaves[i] for i in shared], layers.remat)
-    return tree_unflatten(found, carry_tree)
+    loop = Layers(call, swapped, tensors, names, tuple(layers.modules()))
+    outputs = runtime.run_layers(loop, carry, [leaves[i] for i in shared], layers.remat)
+    return tree_unflatten(outputs, carry_tree)
 
 
 def _kind(value: Any) -> str:
