@@ -74,18 +74,20 @@ def distribute_tensor(
             "tensor can be put on a mesh. Pass torch.as_tensor(value)."
         )
     mesh = current_mesh("distribute_tensor") if device_mesh is None else as_device_mesh(device_mesh)
-    checked = checked_placements("distribute_tensor", placements, mesh, tensor.ndim, partial=False)
+    canonical = checked_placements(
+        "distribute_tensor", placements, mesh, tensor.ndim, partial=False
+    )
     if isinstance(tensor, DTensor):
-        return _check_distributed(tensor, mesh, checked)
+        return _check_distributed(tensor, mesh, canonical)
     if not tensor.is_leaf:
         raise DistributeError(
             f"distribute_tensor was called with a tensor of shape={tuple(tensor.shape)} that has "
             "an autograd history. Its gradient would end at the copy, in silence. Pass a leaf "
             "tensor, or tensor.detach()."
         )
-    layout = Layout.from_placements(checked, tensor.ndim, mesh.value)
+    layout = Layout.from_placements(canonical, tensor.ndim, mesh.value)
     payload = _put(tensor.detach(), layout, mesh)
-    state = state_of(payload, mesh, checked)
+    state = state_of(payload, mesh, canonical)
     return new_dtensor(DTensor, payload, state, tensor.requires_grad)
 
 
@@ -284,10 +286,10 @@ def compute_local_shape_and_global_offset(
         )
     mesh = as_device_mesh(mesh)
     function = "compute_local_shape_and_global_offset"
-    checked = checked_placements(function, placements, mesh, len(shape), partial=True)
+    canonical = checked_placements(function, placements, mesh, len(shape), partial=True)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return (0,), ()
-    layout = Layout.from_placements(checked, len(shape), mesh.value)
+    layout = Layout.from_placements(canonical, len(shape), mesh.value)
     part = local_shape(layout, shape, coordinate, rule="torch")
     return part.shape, part.offset

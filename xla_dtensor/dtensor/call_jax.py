@@ -317,11 +317,11 @@ class _Run(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.program = program
         ctx.differentiated = tuple(
-            needed and (t.is_floating_point() or t.is_complex())
-            for needed, t in zip(ctx.needs_input_grad[2:], inputs, strict=True)
+            is_needed and (t.is_floating_point() or t.is_complex())
+            for is_needed, t in zip(ctx.needs_input_grad[2:], inputs, strict=True)
         )
         ctx.inputs = [
-            t for t, needed in zip(inputs, ctx.needs_input_grad[2:], strict=True) if needed
+            t for t, is_needed in zip(inputs, ctx.needs_input_grad[2:], strict=True) if is_needed
         ]
         results, ctx.pull = program.program.run_for_grad(payloads, ctx.differentiated)
         outputs = program.wrapped(results)

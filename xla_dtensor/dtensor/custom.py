@@ -128,11 +128,11 @@ def _per_item(placements: Sequence[Any] | None) -> tuple[Any, ...] | None:
     return (tuple(placements),) if is_one_entry else tuple(placements)
 
 
-def _check_number(name: str, listed: tuple[Any, ...] | None, args: Sequence[Any]) -> None:
-    if listed is not None and len(listed) != len(args):
+def _check_number(name: str, entries: tuple[Any, ...] | None, args: Sequence[Any]) -> None:
+    if entries is not None and len(entries) != len(args):
         raise DistributeError(
             f"A function made by custom_shard was called with {len(args)} positional arguments, "
-            f"and {name} has {len(listed)} entries. There is one entry per positional argument. "
+            f"and {name} has {len(entries)} entries. There is one entry per positional argument. "
             "List None for what is no DTensor; pass what needs no entry by keyword."
         )
 
@@ -187,19 +187,19 @@ def _local_argument(
 def _redistributed(
     index: int, arg: DTensor, mesh: DeviceMesh, placements: Any, redistribute: bool
 ) -> DTensor:
-    checked = checked_placements("custom_shard", placements, mesh, arg.ndim, partial=True)
+    canonical = checked_placements("custom_shard", placements, mesh, arg.ndim, partial=True)
     # By layout: in torch 2.9 a _StridedShard equals the Shard of its dim.
-    layout = Layout.from_placements(checked, arg.ndim, mesh.value)
+    layout = Layout.from_placements(canonical, arg.ndim, mesh.value)
     if arg.device_mesh == mesh and arg.mesh_layout == layout:
         return arg
     if not redistribute:
         raise DistributeError(
             f"A function made by custom_shard was called with {arg!r} as argument {index}, and "
-            f"in_placements has {list(checked)} on the mesh {mesh_text(mesh.value)}. With "
+            f"in_placements has {list(canonical)} on the mesh {mesh_text(mesh.value)}. With "
             "redistribute_inputs=False nothing is moved. Call redistribute on it first, or leave "
             "redistribute_inputs=True."
         )
-    return arg.redistribute(mesh, checked)
+    return arg.redistribute(mesh, canonical)
 
 
 def _distributed(output: Any, mesh: DeviceMesh, outputs: tuple[Any, ...]) -> Any:
@@ -347,14 +347,14 @@ class SkipDTensorDispatch(TorchFunctionMode):
 
 
 def _names(no_skip: Any) -> frozenset[str]:
-    listed = [] if no_skip is None else no_skip
-    if isinstance(listed, str) or not isinstance(listed, Iterable):
+    ops = [] if no_skip is None else no_skip
+    if isinstance(ops, str) or not isinstance(ops, Iterable):
         raise ArgumentTypeError(
             f"SkipDTensorDispatch was called with no_skip={no_skip!r}. It takes a collection of "
             "functions and names. Pass a set, e.g. {torch.zeros_like, 'add_'}."
         )
     names: set[str] = set()
-    for op in listed:
+    for op in ops:
         name = op if isinstance(op, str) else _name(op) if callable(op) else None
         if not name:
             raise ArgumentTypeError(

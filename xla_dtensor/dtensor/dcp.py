@@ -323,14 +323,14 @@ class _Buffer(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        named = dict(kwargs or {})
-        buffers = [v for v in leaves((tuple(args), named)) if isinstance(v, _Buffer)]
-        plain_args, plain_kwargs = map_nested(_plain, (tuple(args), named))
+        options = dict(kwargs or {})
+        buffers = [v for v in leaves((tuple(args), options)) if isinstance(v, _Buffer)]
+        plain_args, plain_kwargs = map_nested(_plain, (tuple(args), options))
         output = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable:
-            for target in _targets(func, args, named):
+            for target in _targets(func, args, options):
                 target._load.written(target._plain)
-            return written_targets(func, args, named)
+            return written_targets(func, args, options)
         return map_nested(lambda leaf: _view(leaf, buffers), output)
 
 
@@ -347,9 +347,9 @@ def _view(leaf: Any, buffers: Sequence[_Buffer]) -> Any:
 
 
 def _targets(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Buffer]:
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | {**kwargs}
+    arguments = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | {**kwargs}
     writes = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-    targets = [named[name] for name in writes if name in named]
+    targets = [arguments[name] for name in writes if name in arguments]
     return [target for target in leaves(targets) if isinstance(target, _Buffer)]
 
 

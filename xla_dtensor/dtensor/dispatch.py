@@ -465,8 +465,8 @@ def tell_outer_cuts(tensor: Any) -> None:
 
 def _says_something(state: GlobalState) -> bool:
     placements = state.placements
-    sharded = bool(state.outer_cuts) or any(isinstance(p, Shard) for p in placements)
-    return sharded and not any(p.is_partial() for p in placements)
+    is_sharded = bool(state.outer_cuts) or any(isinstance(p, Shard) for p in placements)
+    return is_sharded and not any(p.is_partial() for p in placements)
 
 
 # --------------------------------------------------------------------------- Every op on a DTensor
@@ -577,8 +577,8 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     payload_kwargs: Any = {}
     if kwargs:
         key.extend(kwargs)
-        read = _read(cls, kwargs.values(), key, dtensors, plain)
-        payload_kwargs = dict(zip(kwargs, read, strict=True))
+        argument_payloads = _read(cls, kwargs.values(), key, dtensors, plain)
+        payload_kwargs = dict(zip(kwargs, argument_payloads, strict=True))
     if plain:
         admit_plain(func, args, kwargs)
     traits = _traits.get(func) or _traits_of(func)
@@ -742,8 +742,8 @@ def _states(placements: Any, output: Any, mesh: DeviceMesh, joint: DeviceMesh) -
     legal = legal_placements(placements, output.ndim, joint)
     if joint is mesh:
         return state_of(output, mesh, legal)
-    own, outer_cuts = split(legal, joint, mesh)
-    return state_of(output, mesh, own, outer_cuts)
+    label, outer_cuts = split(legal, joint, mesh)
+    return state_of(output, mesh, label, outer_cuts)
 
 
 def _with_strides(states: Any, meta: Any) -> Any:

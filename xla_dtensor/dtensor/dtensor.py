@@ -428,8 +428,8 @@ class DTensor(TorchDTensor):
         mesh = self._spec.mesh
         if grad_placements is None:
             return to_view(self, self._gradient_placements)
-        checked = checked_placements("to_local", grad_placements, mesh, self.ndim, partial=True)
-        return to_view(self, checked)
+        canonical = checked_placements("to_local", grad_placements, mesh, self.ndim, partial=True)
+        return to_view(self, canonical)
 
     @staticmethod
     @argument_types
@@ -750,15 +750,15 @@ def _make(
         )
     dtype = torch.get_default_dtype() if dtype is None else dtype
     mesh = current_mesh(function) if device_mesh is None else as_device_mesh(device_mesh)
-    checked = checked_placements(function, placements, mesh, len(shape), partial=False)
-    mesh_layout = Layout.from_placements(checked, len(shape), mesh.value)
+    canonical = checked_placements(function, placements, mesh, len(shape), partial=False)
+    mesh_layout = Layout.from_placements(canonical, len(shape), mesh.value)
     if is_off_mesh(mesh):
         payload = torch.empty(shape, dtype=dtype, device="meta")
         if isinstance(fill, str):
             get_runtime().skip_draw()
     else:
         payload = get_runtime().make(fill, shape, dtype, mesh_layout)
-    return DTensor._wrapping(payload, mesh, checked, requires_grad=requires_grad)
+    return DTensor._wrapping(payload, mesh, canonical, requires_grad=requires_grad)
 
 
 def _by_position(size: tuple[Any, ...], mesh: Any, placements: Any) -> tuple[Any, Any, Any]:

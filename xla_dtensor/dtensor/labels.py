@@ -76,9 +76,9 @@ def outer_cuts_of_layout(layout: Layout | None, mesh: DeviceMesh) -> OuterCuts:
     """
     if layout is None:
         return ()
-    own = set(mesh.value.axis_names)
+    inner_axes = set(mesh.value.axis_names)
     pairs = [(axis, dim) for dim, axes in enumerate(layout.dims) for axis in axes]
-    return tuple((axis, dim) for axis, dim in pairs if axis not in own)  # pyright: ignore
+    return tuple((axis, dim) for axis, dim in pairs if axis not in inner_axes)  # pyright: ignore
 
 
 def _cuts(state: GlobalState) -> list[tuple[Axis, int]]:
@@ -114,8 +114,10 @@ def joint_mesh(mesh: DeviceMesh, states: Sequence[GlobalState]) -> DeviceMesh:
 
 def placements_of_outer_cuts(outer_cuts: OuterCuts, mesh: DeviceMesh) -> tuple[Any, ...]:
     """Return what is known as placements on a mesh."""
-    on = dict(outer_cuts)
-    return tuple(Shard(on[axis]) if axis in on else Replicate() for axis in mesh.value.axis_names)
+    dims = dict(outer_cuts)
+    return tuple(
+        Shard(dims[axis]) if axis in dims else Replicate() for axis in mesh.value.axis_names
+    )
 
 
 def placements_on(state: GlobalState, mesh: DeviceMesh) -> tuple[Any, ...]:
@@ -124,19 +126,19 @@ def placements_on(state: GlobalState, mesh: DeviceMesh) -> tuple[Any, ...]:
         return state.placements
     if not _related(state.mesh, mesh):
         return (Replicate(),) * mesh.ndim
-    on: dict[Axis, Any] = {axis: Shard(dim) for axis, dim in state.outer_cuts}
-    on |= dict(zip(state.mesh.value.axis_names, state.placements, strict=True))
-    return tuple(on.get(axis, Replicate()) for axis in mesh.value.axis_names)
+    by_axis: dict[Axis, Any] = {axis: Shard(dim) for axis, dim in state.outer_cuts}
+    by_axis |= dict(zip(state.mesh.value.axis_names, state.placements, strict=True))
+    return tuple(by_axis.get(axis, Replicate()) for axis in mesh.value.axis_names)
 
 
 def split(placements: Sequence[Any], joint: DeviceMesh, mesh: DeviceMesh) -> tuple[Any, OuterCuts]:
     """Take placements on a joint mesh apart: those on `mesh`, and what is known beside it."""
-    on = dict(zip(joint.value.axis_names, placements, strict=True))
-    own = mesh.value.axis_names
+    by_axis = dict(zip(joint.value.axis_names, placements, strict=True))
+    inner_axes = mesh.value.axis_names
     outer_cuts = tuple(
-        (axis, p.dim) for axis, p in on.items() if axis not in own and type(p) is Shard
+        (axis, p.dim) for axis, p in by_axis.items() if axis not in inner_axes and type(p) is Shard
     )
-    return tuple(on[axis] for axis in own), outer_cuts
+    return tuple(by_axis[axis] for axis in inner_axes), outer_cuts
 
 
 # ------------------------------------------------------------------------------------- GlobalState
@@ -174,8 +176,8 @@ class GlobalState(DTensorSpec):
             return self.outer_cuts
         if not _related(self.mesh, mesh):
             return ()
-        own = mesh.value.axis_names
-        return tuple(pair for pair in (*_cuts(self), *self.outer_cuts) if pair[0] not in own)
+        inner_axes = mesh.value.axis_names
+        return tuple(pair for pair in (*_cuts(self), *self.outer_cuts) if pair[0] not in inner_axes)
 
     def with_placements(self, mesh: DeviceMesh, placements: tuple[Any, ...]) -> GlobalState:
         """Return the state of the same values on another mesh, or with other placements."""

@@ -75,7 +75,7 @@ from xla_dtensor.dtensor.local_border import (
     PerDeviceTensor,
     Uneven,
     asked_for,
-    border,
+    border_of,
     check_writes,
     first_shard,
     read_op,
@@ -153,8 +153,8 @@ class ViewState:
         self.region, self.varying, self.uneven = view._region, view._varying, view._uneven
         self.outer_cuts, self.requires_grad = view._outer_cuts, view.requires_grad
         self.linked = view._memory.link is not None
-        own = (self.region, self.varying, self.uneven)
-        self._key = (*own, self.outer_cuts, self.requires_grad, self.linked)
+        key = (self.region, self.varying, self.uneven)
+        self._key = (*key, self.outer_cuts, self.requires_grad, self.linked)
 
     def view_over(self, kind: type[LocalView], payload: torch.Tensor) -> LocalView:
         """Return a view over a payload, of which this is the rest."""
@@ -274,9 +274,9 @@ class LocalView(PerDeviceTensor):
         kwargs = kwargs or {}
         views = [v for v in leaves((tuple(args), kwargs)) if isinstance(v, LocalView)]
         region = _one_region(func, views, (tuple(args), kwargs))
-        read = read_op(func, args, kwargs)
-        if read is not None:
-            return read()
+        reader = read_op(func, args, kwargs)
+        if reader is not None:
+            return reader()
         varying = _varying_after(func, views, args, kwargs)
         if func._schema.is_mutable:
             check_writes(func, args, kwargs, views[0], varying)
@@ -552,21 +552,26 @@ def _is_differentiated(tensor: torch.Tensor) -> bool:
 
 
 def _linked(tensor: DTensor) -> LocalView:
-    at = _border_of(tensor)
+    border = _border_of(tensor)
     # The link goes to the memory, which assigning x.data takes away from x.
     source: Any = tensor.detach()
     tell_outer_cuts(source)
     link = Link(
         source,
-        lambda: crossed_in(source._local_tensor, at),
-        lambda local: crossed_out(local, at),
-        at.replicated,
+        lambda: crossed_in(source._local_tensor, border),
+        lambda local: crossed_out(local, border),
+        border.replicated,
     )
     # Another object on the same memory: t_() and the like change the shape of this one only.
     payload = run_local_op(aten.detach.default, (link.memory,), {})
     outer_cuts = tensor._spec.outer_cuts
     return LocalView(
-        payload, at.region, varying=at.varying, uneven=at.uneven, link=link, outer_cuts=outer_cuts
+        payload,
+        border.region,
+        varying=border.varying,
+        uneven=border.uneven,
+        link=link,
+        outer_cuts=outer_cuts,
     )
 
 
@@ -580,9 +585,9 @@ def from_view(
 ) -> DTensor:
     """Return the DTensor of which `view` is the local tensor; see ``DTensor.from_local``."""
     layout = Layout.from_placements(placements, view.ndim, mesh.value)
-    at = border(layout, _global_shape(view, layout) if shape is None else tuple(shape))
-    _check_fits(view, at, mesh)
-    differ = at.replicated & view.varying
+    border = border_of(layout, _global_shape(view, layout) if shape is None else tuple(shape))
+    _check_fits(view, border, mesh)
+    differ = border.replicated & view.varying
     whole_numbers = not (view.dtype.is_floating_point or view.dtype.is_complex)
     if whole_numbers and any(op == "avg" for _, op in layout.partial):
         raise DistributeError(
@@ -600,11 +605,11 @@ def from_view(
     view = _first_along(view, differ)
     if _is_differentiated(view):
         view = _reduced_first(view, layout.partial)
-    return _FromLocal.apply(view, mesh, placements, at, grad_placements)  # pyright: ignore
+    return _FromLocal.apply(view, mesh, placements, border, grad_placements)  # pyright: ignore
 
 
 def _border_of(tensor: DTensor) -> Border:
-    return border(tensor._spec.layout, tuple(map(int, tensor.shape)))
+    return border_of(tensor._spec.layout, tuple(map(int, tensor.shape)))
 
 
 def _global_shape(view: LocalView, layout: Layout) -> tuple[int, ...]:
@@ -613,31 +618,31 @@ def _global_shape(view: LocalView, layout: Layout) -> tuple[int, ...]:
     if view._uneven is not None:
         region = view.region
         for dim, sizes in view._uneven.sizes_on(region).items():
-            cut = border(layout, tuple(shape)).dims[dim].axes
-            alike = tuple(0 if axis not in cut else slice(None) for axis in region.axes)
+            axes = border_of(layout, tuple(shape)).dims[dim].axes
+            alike = tuple(0 if axis not in axes else slice(None) for axis in region.axes)
             shape[dim] = int(sizes[alike].sum())
     return tuple(shape)
 
 
-def _check_fits(view: LocalView, at: Border, mesh: DeviceMesh) -> None:
-    if view.region != at.region:
+def _check_fits(view: LocalView, border: Border, mesh: DeviceMesh) -> None:
+    if view.region != border.region:
         raise LocalViewError(
             f"from_local was called with the mesh {mesh_text(mesh.value)} on a local view over the "
             f"axes {view.region.axes} of the mesh {mesh_text(view.region.mesh)}. Its devices have "
             "their parts along those axes. Pass the mesh that the view comes from."
         )
-    if tuple(view.shape) != at.local_shape:
+    if tuple(view.shape) != border.local_shape:
         raise LocalViewError(
-            f"from_local was called with shape={at.shape} and layout {at.layout} on a local view "
-            f"of local shape={tuple(view.shape)}. The first device's part of that is "
-            f"{at.local_shape}. Pass the global shape that the shards make up."
+            f"from_local was called with shape={border.shape} and layout {border.layout} on a "
+            f"local view of local shape={tuple(view.shape)}. The first device's part of that is "
+            f"{border.local_shape}. Pass the global shape that the shards make up."
         )
-    if view._uneven is not None and view._uneven != at.uneven:
+    if view._uneven is not None and view._uneven != border.uneven:
         raise LocalViewError(
-            f"from_local was called with shape={at.shape} and layout {at.layout} on an uneven "
-            f"local view with the sizes {view._uneven.sizes}. The shards of that tensor have the "
-            f"sizes {at.uneven and at.uneven.sizes}. Pass the placements and the shape that the "
-            "view was cut with."
+            f"from_local was called with shape={border.shape} and layout {border.layout} on an "
+            f"uneven local view with the sizes {view._uneven.sizes}. The shards of that tensor "
+            f"have the sizes {border.uneven and border.uneven.sizes}. Pass the placements and the "
+            "shape that the view was cut with."
         )
 
 
@@ -652,7 +657,7 @@ def _constrained(payload: torch.Tensor, layout: Layout, outer_cuts: OuterCuts) -
 class _ToLocal(LinearResult):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, grad_placements: Any) -> Any:
-        ctx.at, ctx.mesh = _border_of(tensor), tensor._spec.mesh
+        ctx.border, ctx.mesh = _border_of(tensor), tensor._spec.mesh
         ctx.placements = grad_placements
         ctx.forward_placements = tensor._spec.placements
         return _linked(tensor)
@@ -663,30 +668,30 @@ class _ToLocal(LinearResult):
         if placements is None:
             placements = tuple(Replicate() if p.is_partial() else p for p in ctx.forward_placements)
             # The first device had the value, the others zeros or ones that are nobody's.
-            partial = ctx.at.layout.partial
+            partial = ctx.border.layout.partial
             first_only = {axis for axis, op in partial if op in ("sum", "product")}
         else:
             first_only = set()
         layout = Layout.from_placements(placements, grad.ndim, ctx.mesh.value)
-        at = border(layout, ctx.at.shape)
+        border = border_of(layout, ctx.border.shape)
         if not isinstance(grad, LocalView):
-            grad = same_on_all(grad, ctx.at.region)
-        if tuple(grad.shape) != at.local_shape:
+            grad = same_on_all(grad, ctx.border.region)
+        if tuple(grad.shape) != border.local_shape:
             raise LocalViewError(
-                f"The gradient of a to_local() of shape={ctx.at.shape} has the local shape "
+                f"The gradient of a to_local() of shape={ctx.border.shape} has the local shape "
                 f"{tuple(grad.shape)}, and under its grad_placements={placements} a shard has the "
-                f"shape {at.local_shape}. Pass grad_placements of which that is a shard."
+                f"shape {border.local_shape}. Pass grad_placements of which that is a shard."
             )
-        differ = at.replicated & grad.varying
+        differ = border.replicated & grad.varying
         if differ - first_only:
             raise LocalViewError(
-                f"The gradient of a to_local() of shape={ctx.at.shape} may differ along "
+                f"The gradient of a to_local() of shape={ctx.border.shape} may differ along "
                 f"{sorted(map(str, differ - first_only))}, where its placements {placements} say "
                 "Replicate. Each device has only a part of it there. Pass "
                 "to_local(grad_placements=...) with Partial() for these axes."
             )
         grad = _first_along(grad, differ)
-        return _FromLocal.apply(grad, ctx.mesh, tuple(placements), at, None), None
+        return _FromLocal.apply(grad, ctx.mesh, tuple(placements), border, None), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -705,13 +710,13 @@ class _ToLocal(LinearResult):
 class _FromLocal(LinearResult):
     @staticmethod
     def forward(
-        ctx: Any, view: LocalView, mesh: DeviceMesh, placements: Any, at: Border, for_grad: Any
+        ctx: Any, view: LocalView, mesh: DeviceMesh, placements: Any, border: Border, for_grad: Any
     ) -> Any:
         from xla_dtensor.dtensor.dtensor import DTensor
 
-        ctx.at, ctx.mesh, ctx.placements, ctx.varying = at, mesh, placements, view.varying
+        ctx.border, ctx.mesh, ctx.placements, ctx.varying = border, mesh, placements, view.varying
         ctx.for_grad = for_grad
-        payload = _constrained(crossed_out(view._payload, at), at.layout, view._outer_cuts)
+        payload = _constrained(crossed_out(view._payload, border), border.layout, view._outer_cuts)
         return new_dtensor(DTensor, payload, state_of(payload, mesh, placements, view._outer_cuts))
 
     @staticmethod
@@ -725,7 +730,7 @@ class _FromLocal(LinearResult):
         if grad._spec.mesh != ctx.mesh or not same_placements(grad._spec.placements, target):
             grad = grad.redistribute(ctx.mesh, target)
         view: Any = _ToLocal.apply(grad, None)
-        for axis, op in ctx.at.layout.partial:
+        for axis, op in ctx.border.layout.partial:
             if op == "avg":
                 view = view / ctx.mesh.value.size(axis)
         # Each is the gradient of the device's own part, also where all are equal.
@@ -737,13 +742,13 @@ def _reduced_first(view: LocalView, partial: Sequence[tuple[Any, str]]) -> Local
     for axis, op in partial:
         if op in ("max", "min"):
             # Each device's tensor is a part of its own: equal ones share the gradient.
-            own = view._labelled(view.varying | {axis})
-            view = pmax(own, axis) if op == "max" else pmin(own, axis)  # pyright: ignore
+            part = view._labelled(view.varying | {axis})
+            view = pmax(part, axis) if op == "max" else pmin(part, axis)  # pyright: ignore
         elif op == "product":
-            own = axis_index(view, axis) == 0
+            is_first = axis_index(view, axis) == 0
             # Not prod(0): PyTorch looks for zeros to choose how to differentiate that.
             total = reduce(torch.mul, all_gather(view.unsqueeze(0), axis).unbind(0))
-            view = torch.where(own, total, 1.0)  # pyright: ignore
+            view = torch.where(is_first, total, 1.0)  # pyright: ignore
     return view
 
 
@@ -790,24 +795,24 @@ def make_from_local(
             "does not describe the global tensor. Pass both, or none."
         )
     mesh = current_mesh("from_local") if device_mesh is None else as_device_mesh(device_mesh)
-    checked = checked_placements("from_local", placements, mesh, tensor.ndim, partial=True)
+    canonical = checked_placements("from_local", placements, mesh, tensor.ndim, partial=True)
     if is_off_mesh(mesh):
-        return _without_values(tensor, mesh, checked, shape)
-    if _is_plain(tensor) and shape is None and all(p.is_replicate() for p in checked):
-        return _PlainReplicated.apply(tensor, mesh, checked)  # pyright: ignore
+        return _without_values(tensor, mesh, canonical, shape)
+    if _is_plain(tensor) and shape is None and all(p.is_replicate() for p in canonical):
+        return _PlainReplicated.apply(tensor, mesh, canonical)  # pyright: ignore
     if isinstance(tensor, LocalView) and shape is None:
         from xla_dtensor.nn.fsdp_groups import from_group_view, is_of_groups
 
         if is_of_groups(tensor, mesh):
-            return from_group_view(tensor, mesh, checked)
+            return from_group_view(tensor, mesh, canonical)
     if not isinstance(tensor, LocalView):
-        tensor = _plain_as_view(tensor, mesh, checked, same_on_every_device)
+        tensor = _plain_as_view(tensor, mesh, canonical, same_on_every_device)
     for_grad = None
     if grad_placements is not None:
         for_grad = checked_placements(
             "from_local", grad_placements, mesh, tensor.ndim, partial=False
         )
-    return from_view(tensor, mesh, checked, shape, run_check or same_on_every_device, for_grad)
+    return from_view(tensor, mesh, canonical, shape, run_check or same_on_every_device, for_grad)
 
 
 def _without_values(
@@ -966,10 +971,10 @@ def view_of_shards(shards: Any, device_mesh: Any) -> LocalView:
             )
     ndim = len(region.axes)
     layout = Layout(region.mesh, (*((axis,) for axis in region.axes), *((),) * first.ndim))
-    stacked = {
+    tiles = {
         device: by_place[_place(region, device)].detach()[(None,) * ndim] for device in devices
     }
-    payload = runtime.from_shards(stacked, (*region.sizes, *first.shape), layout)
+    payload = runtime.from_shards(tiles, (*region.sizes, *first.shape), layout)
     local = runtime.enter_local(payload, layout, region)
     for _ in range(ndim):
         local = runtime.run_local_op(aten.squeeze.dim, (local, 0), {})
@@ -979,5 +984,5 @@ def view_of_shards(shards: Any, device_mesh: Any) -> LocalView:
 def _place(region: Any, device: int) -> tuple[int, ...]:
     """Return a device's coordinate along the region's axes."""
     coordinate = region.mesh.coordinates(int(device))
-    at = dict(zip(region.mesh.axis_names, coordinate, strict=True))
-    return tuple(int(np.asarray(at[axis])) for axis in region.axes)
+    by_axis = dict(zip(region.mesh.axis_names, coordinate, strict=True))
+    return tuple(int(np.asarray(by_axis[axis])) for axis in region.axes)

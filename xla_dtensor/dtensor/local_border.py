@@ -60,7 +60,7 @@ __all__ = [
     "PerDeviceTensor",
     "Uneven",
     "asked_for",
-    "border",
+    "border_of",
     "check_writes",
     "first_shard",
     "read_op",
@@ -321,8 +321,8 @@ def _unstacked(shard: AddressableShard, region: ManualRegion, sizes: Any) -> Add
     ndim, place = len(region.axes), region.mesh.coordinates
     tensor = shard.data[(0,) * ndim]
     if sizes is not None:
-        at = dict(zip(region.mesh.axis_names, map(int, place(shard.device_id)), strict=True))
-        coordinate = tuple(at[axis] for axis in region.axes)
+        by_axis = dict(zip(region.mesh.axis_names, map(int, place(shard.device_id)), strict=True))
+        coordinate = tuple(by_axis[axis] for axis in region.axes)
         for dim, table in sizes.items():
             tensor = tensor.narrow(dim, 0, int(table[coordinate]))
     return replace(shard, index=tuple(slice(0, n) for n in tensor.shape), data=tensor)
@@ -568,13 +568,13 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> Uneven | None:
     ndim = max(t.ndim for t in tensors)
     tables: dict[int, Table] = {}
     for tensor in tensors:
-        own: Any = getattr(tensor, "_uneven", None)
-        if own is None:
+        uneven_view: Any = getattr(tensor, "_uneven", None)
+        if uneven_view is None:
             continue
-        for dim, table in own.sizes:
+        for dim, table in uneven_view.sizes:
             place = ndim - tensor.ndim + dim
             if tables.setdefault(place, table) != table:
-                own.refuse(f"{func}, with another one that is uneven in another way,")
+                uneven_view.refuse(f"{func}, with another one that is uneven in another way,")
     uneven = Uneven.of(tables)
     assert uneven is not None
     if torch._C._current_graph_task_id() >= 0:
@@ -728,8 +728,8 @@ class Border:
         names = tuple(mesh.axis_names)
         tables: dict[int, list[int]] = {dim: [] for dim in range(len(self.shape))}
         for place in product(*map(range, region.sizes)):
-            at = dict(zip(region.axes, place, strict=True))
-            coordinate = tuple(at[name] for name in names)
+            by_axis = dict(zip(region.axes, place, strict=True))
+            coordinate = tuple(by_axis[name] for name in names)
             sizes = local_shape(self.layout, self.shape, coordinate, rule="torch").shape
             for dim, size in enumerate(sizes):
                 tables[dim].append(size)
@@ -795,27 +795,27 @@ class Border:
 
 
 @lru_cache(maxsize=4096)
-def border(layout: Layout, shape: tuple[int, ...]) -> Border:
+def border_of(layout: Layout, shape: tuple[int, ...]) -> Border:
     """Return the border of a layout and a global shape; the same object each time."""
     return Border(layout, shape)
 
 
 def _dim(layout: Layout, shape: tuple[int, ...], dim: int, tile: int) -> _Dim:
     mesh = layout.mesh
-    named = [entry_axis(entry) for entry in layout.dims[dim]]
-    used = [axis for axis in mesh.axis_names if axis in named]
-    pieces = prod([mesh.size(axis) for axis in used])
-    axes = tuple([axis for axis in named if axis is not None])
-    are_tiles = len(axes) == len(named) == len(used)
-    if are_tiles and (len(used) < 2 or shape[dim] % max(pieces, 1) == 0):
+    entries = [entry_axis(entry) for entry in layout.dims[dim]]
+    cutting = [axis for axis in mesh.axis_names if axis in entries]
+    pieces = prod([mesh.size(axis) for axis in cutting])
+    axes = tuple([axis for axis in entries if axis is not None])
+    are_tiles = len(axes) == len(entries) == len(cutting)
+    if are_tiles and (len(cutting) < 2 or shape[dim] % max(pieces, 1) == 0):
         return _Dim(axes, pieces, tile, None)
     rows: list[Any] = []
-    for place in product(*(range(mesh.size(axis)) for axis in used)):
-        at = dict(zip(used, place, strict=True))
-        coordinate = tuple(at.get(axis, 0) for axis in mesh.axis_names)
+    for place in product(*(range(mesh.size(axis)) for axis in cutting)):
+        by_axis = dict(zip(cutting, place, strict=True))
+        coordinate = tuple(by_axis.get(axis, 0) for axis in mesh.axis_names)
         shard = torch_indices(layout, shape, coordinate)[dim]
         rows.append(np.pad(shard, (0, tile - len(shard)), constant_values=-1))
-    return _Dim(tuple(used), pieces, tile, np.concatenate(rows))
+    return _Dim(tuple(cutting), pieces, tile, np.concatenate(rows))
 
 
 def _parts(run: Any, payload: torch.Tensor, count: int, op: str) -> torch.Tensor:

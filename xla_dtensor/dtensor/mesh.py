@@ -140,12 +140,16 @@ def submesh(mesh: Mesh, names: Sequence[str], merged: Mapping[str, tuple[Axis, .
         >>> submesh(Mesh.arange((2, 2, 2), ("a", "b", "c")), ("a", "b_c"), {"b_c": ("b", "c")})
         Mesh(a=2, b_c=4, devices=0..7)
     """
-    own = mesh.axis_names
-    parts = {n: merged[n] for n in names if n not in own and set(merged.get(n, "?")) <= set(own)}
-    cut = mesh[tuple(axis for name in names for axis in parts.get(name, (name,)))]
+    axis_names = mesh.axis_names
+    parts = {
+        n: merged[n]
+        for n in names
+        if n not in axis_names and set(merged.get(n, "?")) <= set(axis_names)
+    }
+    mesh_cut = mesh[tuple(axis for name in names for axis in parts.get(name, (name,)))]
     for name, axes in parts.items():
-        cut = _merge(cut, axes, name)
-    return cut
+        mesh_cut = _merge(mesh_cut, axes, name)
+    return mesh_cut
 
 
 def unflattened(mesh: Mesh, axis: Any, sizes: Sequence[int], names: Sequence[str]) -> Mesh:
@@ -520,10 +524,10 @@ def coordinate_here(mesh: Mesh) -> list[int] | None:
         return [int(i) for i in where[0]] if len(where) else None
     coordinate = []
     for axis in digits:
-        at = 0
+        position = 0
         for size, stride in axis:
-            at = at * size + place // stride % size
-        coordinate.append(int(at))
+            position = position * size + place // stride % size
+        coordinate.append(int(position))
     return coordinate
 
 
@@ -599,8 +603,8 @@ class DeviceMesh(TorchDeviceMesh):
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        named = all(isinstance(name, str) for name in mesh.axis_names)
-        names = tuple(str(name) for name in mesh.axis_names) if named else None
+        has_names = all(isinstance(name, str) for name in mesh.axis_names)
+        names = tuple(str(name) for name in mesh.axis_names) if has_names else None
         ranks = torch.from_numpy(ranks_here(mesh)).int()
         super().__init__("xla", ranks, mesh_dim_names=names)
         self.value = mesh

@@ -208,8 +208,8 @@ def redistributed(
             "redistribute was called without placements. There is nothing to move to. Pass "
             f"placements with one entry per axis of the mesh {mesh_text(mesh.value)}."
         )
-    checked = checked_placements("redistribute", placements, mesh, source.ndim, partial=True)
-    for axis, placement in zip(mesh.value.axis_names, checked, strict=True):
+    canonical = checked_placements("redistribute", placements, mesh, source.ndim, partial=True)
+    for axis, placement in zip(mesh.value.axis_names, canonical, strict=True):
         if placement.is_partial():
             raise RedistributeError(
                 f"redistribute was called with {placement!r} for axis {axis!r} of the mesh "
@@ -221,7 +221,7 @@ def redistributed(
         _check_same_devices(source._spec.mesh, mesh)
     tensor: Any = source if forward_dtype is None else source.to(forward_dtype)
     return _Redistribute.apply(  # pyright: ignore[reportReturnType]
-        tensor, mesh, checked, backward_dtype
+        tensor, mesh, canonical, backward_dtype
     )
 
 
@@ -246,9 +246,11 @@ class _Redistribute(LinearResult):
         ctx.source, ctx.dtype, ctx.original = source._spec, dtype, source.dtype
         outer_cuts = source._spec.outer_cuts_on(mesh)
         layout = Layout.from_placements(placements, source.ndim, mesh.value)
-        ctx.layout, ctx.kind = layout_on_span(layout, outer_cuts), type(source)
+        ctx.layout = layout_on_span(layout, outer_cuts)
         with redistribute_marker(mesh, placements_on(source._spec, mesh), placements):
             payload = functional.constrain(source._local_tensor, ctx.layout)
+        # Not before the payload is read: that ends a load, and with it a class (dcp).
+        ctx.kind = type(source)
         state = state_of(payload, mesh, placements, outer_cuts)
         return new_dtensor(ctx.kind, payload, note_op(state, "redistribute", [source]))
 

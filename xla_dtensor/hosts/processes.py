@@ -577,8 +577,8 @@ def _again(
     arguments: tuple[Any, ...], first_arguments: tuple[Any, ...], info: ProcessInfo
 ) -> ProcessInfo:
     if any(
-        value is not None and value != was
-        for value, was in zip(arguments, first_arguments, strict=True)
+        argument is not None and argument != first
+        for argument, first in zip(arguments, first_arguments, strict=True)
     ):
         raise RuntimeSetupError(
             f"init_distributed was called again, with {_named(arguments)}; the first call had "

@@ -103,11 +103,11 @@ def make_hugging_face(path: str, *, dtype: torch.dtype = torch.bfloat16) -> Any:
             "pass a module:function that makes your model."
         ) from error
     try:
-        read = transformers.AutoConfig.for_model(kind, **config)
-        read.use_cache = False
+        model_config = transformers.AutoConfig.for_model(kind, **config)
+        model_config.use_cache = False
         with torch.device("meta"):
             make: Callable[..., Any] = transformers.AutoModelForCausalLM.from_config
-            return make(read, dtype=dtype).train()
+            return make(model_config, dtype=dtype).train()
     except (ValueError, KeyError, TypeError) as error:
         why = str(error).split("\n")[0].rstrip(".")[:200]
         raise JobError(

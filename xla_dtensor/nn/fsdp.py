@@ -199,13 +199,13 @@ class Group:
         """Return each device's rows of a DTensor."""
         if not isinstance(leaf, DTensor) or isinstance(leaf, GroupDTensor):
             return leaf
-        mesh, own = self.settings.mesh, self.settings.mesh.value.axis_names
-        on = dict(zip(leaf._spec.mesh.value.axis_names, leaf._spec.placements, strict=True))
-        outer = [placement for axis, placement in on.items() if axis not in own]
-        if not set(own) < set(on) or not all(p.is_replicate() for p in outer):
+        mesh, axes = self.settings.mesh, self.settings.mesh.value.axis_names
+        by_axis = dict(zip(leaf._spec.mesh.value.axis_names, leaf._spec.placements, strict=True))
+        outer = [placement for axis, placement in by_axis.items() if axis not in axes]
+        if not set(axes) < set(by_axis) or not all(p.is_replicate() for p in outer):
             return leaf.to_local()
         # Devices along the other axes share the rows; tensor parallelism takes what it needs.
-        return leaf.redistribute(mesh, [on[axis] for axis in own]).to_local()
+        return leaf.redistribute(mesh, [by_axis[axis] for axis in axes]).to_local()
 
     def _batch(self, leaf: Any) -> Any:
         """Shard dim 0 of a plain input over the mesh, where that divides it."""

@@ -38,7 +38,7 @@ from xla_dtensor.dtensor.labels import (
     propagate,
 )
 from xla_dtensor.dtensor.local import LocalView
-from xla_dtensor.dtensor.local_border import border, spread_payload
+from xla_dtensor.dtensor.local_border import border_of, spread_payload
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh, mesh_text
 from xla_dtensor.dtensor.redistribute import checked_placements, redistribute_marker
 from xla_dtensor.runtimes import functional
@@ -101,8 +101,8 @@ def check_replicated(state: Any, mesh: DeviceMesh) -> None:
     Raises:
         DistributeError: It is.
     """
-    on = dict(zip(state.mesh.value.axis_names, state.placements, strict=True))
-    cut = {axis: on[axis] for axis in mesh.value.axis_names if on[axis] != Replicate()}
+    by_axis = dict(zip(state.mesh.value.axis_names, state.placements, strict=True))
+    cut = {axis: by_axis[axis] for axis in mesh.value.axis_names if by_axis[axis] != Replicate()}
     if cut:
         raise DistributeError(
             f"fully_shard was called with dp_mesh_dims on a parameter that has the placements "
@@ -120,9 +120,9 @@ def summed_over(state: Any, mesh: DeviceMesh) -> tuple[Any, ...]:
         state: The gathered parameter's state, on all axes.
         mesh: The axes that fully_shard sums over.
     """
-    own = {*mesh.value.axis_names}
+    axes = {*mesh.value.axis_names}
     pairs = zip(state.mesh.value.axis_names, state.placements, strict=True)
-    return tuple(Partial() if axis in own else placement for axis, placement in pairs)
+    return tuple(Partial() if axis in axes else placement for axis, placement in pairs)
 
 
 # -------------------------------------------------------------------------------------- Fsdp groups
@@ -150,9 +150,9 @@ class GroupDTensor(DTensor):
         mesh, region = groups[0]._spec.mesh, groups[0].region
         if func is aten._local_scalar_dense.default or torch.Tag.inplace_view in func.tags:
             _refuse(groups[0], str(func))
-        views, named = map_nested(lambda v: _view_in(v, region), (tuple(args), kwargs))
+        views, options = map_nested(lambda v: _view_in(v, region), (tuple(args), kwargs))
         with torch._C.DisableTorchFunctionSubclass():
-            output = func(*views, **named)
+            output = func(*views, **options)
         if func._schema.is_mutable and not makes_results(func):
             return written_targets(func, args, kwargs)
         return _labelled(func, args, kwargs, mesh, output)
@@ -179,10 +179,10 @@ class GroupDTensor(DTensor):
                 "of its own. It can be moved along its own mesh's axes only, its gradient in its "
                 "own dtype. Call to_local() first."
             )
-        checked = checked_placements("redistribute", placements, mesh, self.ndim, partial=False)
+        canonical = checked_placements("redistribute", placements, mesh, self.ndim, partial=False)
         source: Any = self if forward_dtype is None else self.to(forward_dtype)
-        stacked = _stacked(source, checked)
-        return grouped(_unstacked(stacked, self.region), mesh, checked)
+        stacked = _stacked(source, canonical)
+        return grouped(_unstacked(stacked, self.region), mesh, canonical)
 
     def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> Any:
         """Return each device's whole value, as a LocalView over the axes that the mesh lacks."""
@@ -381,10 +381,10 @@ def _joint_placements(
 ) -> list[Any]:
     """Return how a tensor with a leading dim for each axis of the region lies on the joint mesh."""
     leading = len(region.axes)
-    on: dict[Any, Any] = {axis: Shard(place) for place, axis in enumerate(region.axes)}
+    by_axis: dict[Any, Any] = {axis: Shard(place) for place, axis in enumerate(region.axes)}
     for axis, placement in zip(mesh.value.axis_names, placements, strict=True):
-        on[axis] = _behind(placement, leading)
-    return [on[axis] for axis in _joint_mesh(mesh, region).value.axis_names]
+        by_axis[axis] = _behind(placement, leading)
+    return [by_axis[axis] for axis in _joint_mesh(mesh, region).value.axis_names]
 
 
 def _behind(placement: Any, leading: int) -> Any:
@@ -408,9 +408,9 @@ def _without_leading(view: Any, region: ManualRegion) -> Any:
 def _stacked(tensor: GroupDTensor, placements: Sequence[Any]) -> Any:
     """Return the DTensor on the joint mesh that has the devices' values one behind the other."""
     mesh, region = tensor._spec.mesh, tensor.region
-    own = as_device_mesh(region.mesh[region.axes])
+    group_mesh = as_device_mesh(region.mesh[region.axes])
     shards = [Shard(place) for place in range(len(region.axes))]
-    stacked = DTensor.from_local(_with_leading(as_view(tensor), region), own, shards)
+    stacked = DTensor.from_local(_with_leading(as_view(tensor), region), group_mesh, shards)
     return stacked.redistribute(
         _joint_mesh(mesh, region), _joint_placements(mesh, region, placements)
     )
@@ -418,9 +418,9 @@ def _stacked(tensor: GroupDTensor, placements: Sequence[Any]) -> Any:
 
 def _unstacked(stacked: Any, region: ManualRegion) -> Any:
     """Return the LocalView of the region that :func:`_stacked` was made of."""
-    own = as_device_mesh(region.mesh[region.axes])
+    group_mesh = as_device_mesh(region.mesh[region.axes])
     shards = [Shard(place) for place in range(len(region.axes))]
-    return _without_leading(stacked.redistribute(own, shards).to_local(), region)
+    return _without_leading(stacked.redistribute(group_mesh, shards).to_local(), region)
 
 
 # ---------------------------------------------------------------------------------- Fsdp parameters
@@ -584,9 +584,9 @@ class ShardedParameter:
             return functional.constrain(source, self._gathered_layout())
 
     def _gathered_layout(self) -> Layout:
-        state, own = self.state, set(self.settings.mesh.value.axis_names)
+        state, axes = self.state, set(self.settings.mesh.value.axis_names)
         placements = tuple(
-            Replicate() if axis in own else placement
+            Replicate() if axis in axes else placement
             for axis, placement in zip(state.mesh.value.axis_names, state.placements, strict=True)
         )
         layout = Layout.from_placements(placements, len(state.shape), state.mesh.value)
@@ -604,9 +604,9 @@ class ShardedParameter:
     def inner_placements(self) -> tuple[Any, ...]:
         """The placements that the parameter had before fully_shard."""
         assert self.inner is not None
-        on = dict(zip(self.state.mesh.value.axis_names, self.state.placements, strict=True))
-        on |= dict.fromkeys(self.settings.mesh.value.axis_names, Replicate())
-        return tuple(on[axis] for axis in self.inner.value.axis_names)
+        by_axis = dict(zip(self.state.mesh.value.axis_names, self.state.placements, strict=True))
+        by_axis |= dict.fromkeys(self.settings.mesh.value.axis_names, Replicate())
+        return tuple(by_axis[axis] for axis in self.inner.value.axis_names)
 
     def inner_cuts(self) -> OuterCuts:
         """The axes of that mesh that cut the parameter, each with the dim."""
@@ -665,7 +665,7 @@ def _mean(view: LocalView) -> torch.Tensor:
     """Return the mean over all devices of a region, as a payload: one reduction."""
     mesh = as_device_mesh(view.region.mesh[view.region.axes])
     layout = Layout(mesh.value, ((),) * view.ndim, tuple((a, "avg") for a in view.region.axes))
-    return border(layout, tuple(view.shape)).joined(view._payload)
+    return border_of(layout, tuple(view.shape)).joined(view._payload)
 
 
 def lent_unreduced(owner: ShardedParameter, reduce: bool) -> torch.Tensor:
@@ -725,10 +725,10 @@ def shard_parameter(
     """
     mesh = settings.mesh
     cut = (0 if dim is None else dim % parameter.ndim) if parameter.ndim else None
-    own: list[Any] = [Replicate()] * (mesh.ndim - 1)
-    own.append(Replicate() if cut is None else Shard(cut))
+    own_placements: list[Any] = [Replicate()] * (mesh.ndim - 1)
+    own_placements.append(Replicate() if cut is None else Shard(cut))
     if not isinstance(parameter.data, DTensor):
-        sharded = distribute_tensor(parameter.detach(), mesh, own)
+        sharded = distribute_tensor(parameter.detach(), mesh, own_placements)
         return nn.Parameter(sharded, parameter.requires_grad), None
     tensor: Any = parameter
     state = tensor._spec
@@ -744,15 +744,15 @@ def shard_parameter(
             "parallelize_module."
         )
     joint = as_device_mesh(joint_value)
-    on = dict(zip(state.mesh.value.axis_names, state.placements, strict=True))
-    on |= dict(zip(mesh.value.axis_names, own, strict=True))
-    placements = _joined_placements(on, joint, mesh.value.axis_names[-1], cut)
+    by_axis = dict(zip(state.mesh.value.axis_names, state.placements, strict=True))
+    by_axis |= dict(zip(mesh.value.axis_names, own_placements, strict=True))
+    placements = _joined_placements(by_axis, joint, mesh.value.axis_names[-1], cut)
     sharded = tensor.detach().redistribute(joint, placements)
     return nn.Parameter(sharded, parameter.requires_grad), state.mesh
 
 
 def _joined_placements(
-    on: dict[Any, Any], joint: DeviceMesh, axis: Any, cut: int | None
+    by_axis: dict[Any, Any], joint: DeviceMesh, axis: Any, cut: int | None
 ) -> list[Any]:
     """Return placements on the joint mesh; axes right of `axis` that cut the same dim go outside.
 
@@ -761,9 +761,9 @@ def _joined_placements(
     names = joint.value.axis_names
     factor = 1
     for inner in names[names.index(axis) + 1 :]:
-        if isinstance(on[inner], Shard) and on[inner].dim == cut:
+        if isinstance(by_axis[inner], Shard) and by_axis[inner].dim == cut:
             factor *= joint.value.size(inner)
     if factor > 1:
         assert cut is not None
-        on[axis] = _StridedShard(cut, split_factor=factor)
-    return [on[name] for name in names]
+        by_axis[axis] = _StridedShard(cut, split_factor=factor)
+    return [by_axis[name] for name in names]

@@ -164,14 +164,14 @@ def install() -> None:
         _replace(getattr(torch_random, name), getattr(random, name))
     _replace(torch_fsdp.fully_shard, fully_shard)
     _put(torch_parallel.loss_parallel, _both(torch_parallel.loss_parallel, loss_parallel))
-    for original, ours in replacements():
-        _put(original, ours)
-    for name, ours in collectives.BY_NAME.items():
+    for original, replacement in replacements():
+        _put(original, replacement)
+    for name, replacement in collectives.BY_NAME.items():
         original = getattr(torch_collectives, name)
-        _put(original, _routed_by_first(LocalView, original, ours))
-    for name, ours in mesh.BY_NAME.items():
+        _put(original, _routed_by_first(LocalView, original, replacement))
+    for name, replacement in mesh.BY_NAME.items():
         original = getattr(dist, name)
-        _put(original, _routed_by_first(AxisGroup, original, ours))
+        _put(original, _routed_by_first(AxisGroup, original, replacement))
     allow_groups(True)
     logger.info("torch.distributed.tensor works on 'xla' meshes through xla_dtensor now.")
 
@@ -180,8 +180,8 @@ def uninstall() -> None:
     """Put torch's own functions back."""
     if not _replaced:
         return
-    for original, ours in _replaced.items():
-        _rebind(ours, original)
+    for original, replacement in _replaced.items():
+        _rebind(replacement, original)
     from_local = next(f for f in _replaced if f.__qualname__ == "DTensor.from_local")
     torch_tensor.DTensor.from_local = staticmethod(from_local)  # pyright: ignore
     _move_dynamo_rule(_DYNAMO_OURS, _DYNAMO_TORCHS)
@@ -209,8 +209,8 @@ def _move_dynamo_rule(old: str, new: str) -> None:
         rules.clear_lru_cache()
 
 
-def _replace(original: Callable[..., Any], ours: Callable[..., Any]) -> None:
-    _put(original, _routed(original, ours))
+def _replace(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    _put(original, _routed(original, replacement))
 
 
 def _put(original: Callable[..., Any], new: Callable[..., Any]) -> None:
@@ -218,13 +218,13 @@ def _put(original: Callable[..., Any], new: Callable[..., Any]) -> None:
     _rebind(original, new)
 
 
-def _both(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def _both(original: Callable[..., Any], context: Callable[..., Any]) -> Callable[..., Any]:
     """Enter torch's context and ours: which tensors will meet it is not known yet."""
 
     @functools.wraps(original)
     @contextlib.contextmanager
     def both() -> Iterator[None]:
-        with original(), ours():
+        with original(), context():
             yield
 
     return both
@@ -238,23 +238,23 @@ def _rebind(old: Any, new: Any) -> None:
             setattr(module, name, new)
 
 
-def _routed(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def _routed(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def route(*args: Any, **kwargs: Any) -> Any:
-        return (ours if _is_for_xla(signature, args, kwargs) else original)(*args, **kwargs)
+        return (replacement if _is_for_xla(signature, args, kwargs) else original)(*args, **kwargs)
 
     return route
 
 
 def _routed_by_first(
-    kind: type, original: Callable[..., Any], ours: Callable[..., Any]
+    kind: type, original: Callable[..., Any], replacement: Callable[..., Any]
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def route(*args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else next(iter(kwargs.values()), None)
-        return (ours if isinstance(first, kind) else original)(*args, **kwargs)
+        return (replacement if isinstance(first, kind) else original)(*args, **kwargs)
 
     return route
 

@@ -129,8 +129,10 @@ def holding(
         names: As from :func:`tensors_of`.
         tensors: The tensors to have under these names, and wherever the same tensor is used.
     """
-    own = _tensors(block)
-    stand_ins = {id(own[name]): tensor for name, tensor in zip(names, tensors, strict=True)}
+    tensors_by_name = _tensors(block)
+    stand_ins = {
+        id(tensors_by_name[name]): tensor for name, tensor in zip(names, tensors, strict=True)
+    }
     slots = [
         (table, name, tensor)
         for module in block.modules()
@@ -273,8 +275,8 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _short(value: Any) -> str:
-    text = "nothing" if value is _absent else repr(value)
+def _short(attribute: Any) -> str:
+    text = "nothing" if attribute is _absent else repr(attribute)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -511,38 +513,38 @@ def _loop(layers: ScannedLayers, x: Any, args: Any, kwargs: Any) -> Any:
     return tree_unflatten(outputs, carry_tree)
 
 
-def _kind(value: Any) -> str:
-    kind = type(value).__name__
-    return f"a {kind} of {len(value)}" if isinstance(value, (tuple, list, dict)) else f"a {kind}"
+def _kind(output: Any) -> str:
+    kind = type(output).__name__
+    return f"a {kind} of {len(output)}" if isinstance(output, (tuple, list, dict)) else f"a {kind}"
 
 
-def _is_payload(runtime: Any, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and runtime.is_payload(_payload(value))
+def _is_payload(runtime: Any, leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and runtime.is_payload(_payload(leaf))
 
 
 def _check_carry(carry: Sequence[Any]) -> None:
     runtime: Any = current_runtime()
-    for value in carry:
-        if getattr(value, "_is_per_device", False):
+    for leaf in carry:
+        if getattr(leaf, "_is_per_device", False):
             raise ScanError(
-                f"scan_layers was called with {value!r}. A loop's value is a global tensor here. "
+                f"scan_layers was called with {leaf!r}. A loop's value is a global tensor here. "
                 "Call it on the DTensor, and enter the local view inside the block."
             )
-        if not _is_payload(runtime, value):
+        if not _is_payload(runtime, leaf):
             raise ScanError(
-                f"scan_layers was called with a first argument of type={type(value).__name__} that "
+                f"scan_layers was called with a first argument of type={type(leaf).__name__} that "
                 "is not on the mesh, and layers that are. What goes from layer to layer is of one "
                 "kind. Pass distribute_tensor(x, mesh, placements)."
             )
 
 
 def _check_shared(leaves: Sequence[Any], shared: Sequence[int]) -> None:
-    for i, value in enumerate(leaves):
-        if getattr(value, "_is_per_device", False) or (
-            i not in shared and isinstance(value, torch.Tensor) and value.requires_grad
+    for i, leaf in enumerate(leaves):
+        if getattr(leaf, "_is_per_device", False) or (
+            i not in shared and isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ):
             raise ScanError(
-                f"scan_layers was called with a shared argument of type={type(value).__name__} "
+                f"scan_layers was called with a shared argument of type={type(leaf).__name__} "
                 "that needs a gradient or is local to each device. Only global tensors on the mesh "
                 "get one in a loop. Pass distribute_tensor(value, mesh, placements)."
             )

@@ -133,8 +133,8 @@ def sharding_plan(
         )
     mesh = mesh if isinstance(mesh, Mesh) else as_device_mesh(mesh).value
     modules = [name for name, _ in model.named_modules()]
-    read = load_rules(rules)
-    return read.resolve(dict(_facts(model)), mesh, unmatched=unmatched, modules=modules)
+    sharding_rules = load_rules(rules)
+    return sharding_rules.resolve(dict(_facts(model)), mesh, unmatched=unmatched, modules=modules)
 
 
 def load_rules(rules: Any) -> ShardingRules:
@@ -245,17 +245,17 @@ class _OutputHook:
             return values
         return type(output)(*values) if hasattr(output, "_fields") else tuple(values)
 
-    def _placed(self, value: Any, output: Any) -> torch.Tensor:
-        if not isinstance(value, torch.Tensor):
-            reason = f"A {type(value).__name__} cannot be placed"
+    def _placed(self, tensor: Any, output: Any) -> torch.Tensor:
+        if not isinstance(tensor, torch.Tensor):
+            reason = f"A {type(tensor).__name__} cannot be placed"
             raise self._misfit(output, reason, "the pattern with the index of a tensor, e.g. [0]")
-        if value.ndim != self.layout.ndim:
-            reason = f"The output of shape={tuple(value.shape)} has {value.ndim} dims"
+        if tensor.ndim != self.layout.ndim:
+            reason = f"The output of shape={tuple(tensor.shape)} has {tensor.ndim} dims"
             raise self._misfit(output, reason, "one entry per dim of the output")
-        if value.is_meta:
-            return value
+        if tensor.is_meta:
+            return tensor
         return mark_sharding_with_gradients(
-            value, self.layout.mesh, self.layout.to_partition_spec()
+            tensor, self.layout.mesh, self.layout.to_partition_spec()
         )
 
     def _misfit(self, output: Any, reason: str, instead: str) -> RulesError:

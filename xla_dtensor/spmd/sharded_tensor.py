@@ -223,9 +223,9 @@ class XLAShardedTensor(DTensor):
 
 def load_sharded_tensor(record: dict[str, Any]) -> XLAShardedTensor:
     """Return the tensor of a pickle record; see :mod:`xla_dtensor.dtensor.dtensor`."""
-    loaded: Any = load_dtensor(record)
-    loaded.__class__ = XLAShardedTensor
-    return loaded
+    tensor: Any = load_dtensor(record)
+    tensor.__class__ = XLAShardedTensor
+    return tensor
 
 
 torch.serialization.add_safe_globals([load_sharded_tensor])
