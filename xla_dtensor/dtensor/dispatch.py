@@ -140,16 +140,7 @@ _FILLS = {
 
 
 def made_of_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Make a payload like a DTensor on the meta device, where one is asked for.
-
-    Args:
-        func: An ``OpOverload`` such as ``aten.empty_like.default``.
-        args: Its arguments, the DTensor first.
-        kwargs: Its keyword arguments. Any device but meta stands for the devices of the mesh.
-
-    Returns:
-        The payload, lying as the DTensor does; None where the result has no values either.
-    """
+    """Make a payload that lies like a DTensor on the meta device; None where it has no values."""
     like, device = args[0], kwargs.get("device")
     if device is None or torch.device(device).type == "meta" or is_off_mesh(like._spec.mesh):
         return None
@@ -172,16 +163,7 @@ _logged: set[Any] = set()
 
 
 def admit_plain(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Let the plain tensors among an op's arguments pass, with a log line, or refuse them.
-
-    Args:
-        func: The ``OpOverload`` that is called.
-        args: Its arguments, as the caller passed them.
-        kwargs: Its keyword arguments.
-
-    Raises:
-        MixedTensorsError: Plain tensors are not allowed, and one has not one element.
-    """
+    """Let plain tensors among an op's arguments pass, with a log line, or refuse them."""
     if not current_modes().implicit and not torch._C._get_dtensor_allow_implicit_replication():
         _apply_torchs_rule(func, args, kwargs)
     elif func not in _logged:
@@ -253,15 +235,6 @@ def run_writing_to_both(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> 
 
     A runtime writes to payloads, or to plain tensors. Where an op such as ``_foreach_add_`` writes
     to both, plain ones are written to by way of payloads of their own.
-
-    Args:
-        func: The ``OpOverload``.
-        args: Its arguments, payloads in place of DTensors.
-        kwargs: Its keyword arguments.
-        mesh: The mesh of the DTensors.
-
-    Returns:
-        What the op returns.
     """
     runtime = get_runtime()
     written = [t for t in leaves(written_values(func, args, kwargs)) if t is not None]
@@ -334,16 +307,7 @@ def check_call(
 ) -> None:
     """Raise where PyTorch does not take a call that XLA would.
 
-    Args:
-        func: An ``OpOverload``.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        key: What tells this call apart from others, shapes and dtypes included.
-
-    Raises:
-        WriteError: The result of an op that writes has another shape, or a dtype that PyTorch does
-            not cast; or the destination is an expanded tensor, or does not hold a number.
-        UnsupportedOpError: Another op does not take these dtypes, or this number.
+    `key` tells the call apart from others, shapes and dtypes included: each is asked about once.
     """
     try:
         cache_key = tuple(key)
@@ -432,11 +396,6 @@ def tell_bases(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Non
     """Tell the runtime how the bases of the views lie that an op wrote to.
 
     A label without a Shard is left out: it may only mean that nothing is known.
-
-    Args:
-        func: The ``OpOverload``, which is mutable.
-        args: Its arguments, as the caller passed them.
-        kwargs: Its keyword arguments.
     """
     targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_places(func)]
     for target in leaves(targets):
@@ -603,7 +562,7 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     else:
         output = runtime.run_op(func, payloads, payload_kwargs)
     if traits.returns_written or traits.reshapes:
-        return _written(cls, func, traits, args, kwargs)
+        return _finish_write(cls, func, traits, args, kwargs)
     is_tensor = isinstance(output, torch.Tensor)
     if not is_tensor and not (isinstance(output, (list, tuple)) and output):
         return output
@@ -624,7 +583,7 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         return new_dtensor(cls, with_state_of_logits(output, state), state)
     if is_tensor and not traits.made_like and not modes.strict and not state.pinned:
         return new_dtensor(cls, output, state)
-    return _labelled(cls, traits, output, state, modes.strict)
+    return _wrap_outputs(cls, traits, output, state, modes.strict)
 
 
 def _read(
@@ -652,12 +611,12 @@ def _read(
             payloads.append(elements if kind is list else tuple(elements))
         else:
             key.append(kind)
-            key.append(argument if kind in _VALUES else _described(argument, plain))
+            key.append(argument if kind in _VALUES else _describe_argument(argument, plain))
             payloads.append(argument)
     return payloads
 
 
-def _described(argument: Any, plain: list[Any]) -> Any:
+def _describe_argument(argument: Any, plain: list[Any]) -> Any:
     if isinstance(argument, torch.Tensor):
         if isinstance(argument, TorchDTensor):
             raise ArgumentTypeError(
@@ -682,7 +641,7 @@ def _run_without_values(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> 
     return functional.run_traced(func, args, kwargs)
 
 
-def _written(
+def _finish_write(
     cls: Any, func: Any, traits: _Traits, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     if traits.reshapes and isinstance(args[0], cls):
@@ -756,11 +715,11 @@ def _with_strides(states: Any, meta: Any) -> Any:
     return states.with_stride(meta.stride) if len(meta.shape) == len(states.shape) else states
 
 
-def _labelled(cls: Any, traits: _Traits, output: Any, state: Any, enforced: bool) -> Any:
+def _wrap_outputs(cls: Any, traits: _Traits, output: Any, state: Any, enforced: bool) -> Any:
     if isinstance(output, (list, tuple)):
         # Not type(result): some are named tuples, which the dispatcher makes from any sequence.
         dtensors = [
-            _labelled(cls, traits, on_mesh(r, s), s, enforced)
+            _wrap_outputs(cls, traits, on_mesh(r, s), s, enforced)
             for r, s in zip(output, state, strict=True)
         ]
         return dtensors if isinstance(output, list) else tuple(dtensors)

@@ -477,16 +477,7 @@ def outer_cuts_of_outputs(
     span: Mesh,
     output: Any,
 ) -> list[OuterCuts]:
-    """Return what is known of each output of an op on LocalViews, besides what is in their region.
-
-    Args:
-        func: An ``OpOverload``.
-        args: Its arguments, LocalViews in place.
-        kwargs: Its keyword arguments.
-        view_cuts: What is known of each view.
-        span: The mesh over all devices.
-        output: A tensor or a sequence of outputs.
-    """
+    """Return what is known of each output of an op on LocalViews, outside of their region."""
     axes = {axis for cuts in view_cuts for axis, _ in cuts}
     mesh = as_device_mesh(span[tuple(axis for axis in span.axis_names if axis in axes)])
     outputs = [output] if isinstance(output, torch.Tensor) else list(output)

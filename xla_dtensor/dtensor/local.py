@@ -179,13 +179,7 @@ class ViewState:
 
 
 def coerced_tangent(view: LocalView, state: Any, expected_type: type | None = None) -> Any:
-    """Return an incoming gradient as a compiled backward expects it; None where none is possible.
-
-    Args:
-        view: The gradient.
-        state: The ViewState of the expected one.
-        expected_type: Its type, where that is not the gradient's.
-    """
+    """Return a gradient as a compiled backward expects it; None where none is possible."""
     if expected_type is not None or not isinstance(state, ViewState):
         return None
     if (view._region, view._uneven) != (state.region, state.uneven):

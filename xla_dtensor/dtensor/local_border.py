@@ -364,12 +364,7 @@ def as_gradient(grad: Any, output: Any) -> Any:
 
 
 def gathered(grad: Any, on_host: bool) -> torch.Tensor:
-    """Return the gradient of a plain tensor of which each device had a copy.
-
-    Args:
-        grad: A LocalView: what each device sends back.
-        on_host: Whether the tensor is on the host.
-    """
+    """Return the gradient of a plain tensor of which each device had a copy."""
     region, runtime = grad.region, get_runtime()
     total = _summed_gradient(grad)
     payload = runtime.leave_local(total._payload, uncut_layout(region, grad.ndim), region)

@@ -209,14 +209,7 @@ class NoGroups(list[str]):
 
 
 def refuse_group(mesh: Mesh) -> NoReturn:
-    """Refuse to name the process group of an axis.
-
-    Args:
-        mesh: The mesh.
-
-    Raises:
-        ProcessGroupError: Always.
-    """
+    """Refuse to name the process group of an axis."""
     raise ProcessGroupError(
         f"The process group of an axis of the mesh ({mesh.axes_text()}) was asked for. One program "
         "runs on all its devices, and XLA makes their communication, so no axis has a group. Use "
@@ -266,16 +259,7 @@ def allow_groups(allowed: bool) -> None:
 
 
 def axis_group(mesh: Mesh, axis: int | str | None) -> AxisGroup:
-    """Return the members along an axis.
-
-    Args:
-        mesh: The mesh.
-        axis: An axis by name or number; None for the only one.
-
-    Raises:
-        ProcessGroupError: install() was not called.
-        MeshRankError: None, of a mesh of several axes.
-    """
+    """Return the members along an axis, None for the only one; refused before install()."""
     if not _allowed:
         refuse_group(mesh)
     if axis is None and mesh.ndim > 1:

@@ -74,12 +74,7 @@ def _number(rate: Any) -> float:
 
 
 def _on_lists(form: Callable[..., None], **fixed: Any) -> Callable[..., None]:
-    """The fused op that computes what one of torch's functions on lists does.
-
-    Args:
-        form: Takes parameters, gradients, lists of state and the counts of steps.
-        **fixed: What the fused op has no argument for.
-    """
+    """The fused op that computes what one of torch's functions on lists does."""
 
     def run(
         params: Any,

@@ -272,11 +272,6 @@ def _summed_up(grad: DTensor, arrives: Layout, leaves: Layout) -> DTensor:
 
     A gradient is the sum of what the readers of a value sent. Left alone, XLA hands the layout that
     is wanted behind the move on to each summand, and moves each by itself.
-
-    Args:
-        grad: The gradient of what `redistribute` returned.
-        arrives: How that lies.
-        leaves: How the gradient will lie.
     """
     open_dims = frozenset(dim for dim, cuts in enumerate(arrives.dims) if not cuts)
     if len(open_dims) == arrives.ndim or arrives.dims == leaves.dims or torch.is_grad_enabled():

@@ -92,15 +92,7 @@ def data_parallel_part(mesh: Any, dims: Any) -> DeviceMesh:
 
 
 def check_replicated(state: Any, mesh: DeviceMesh) -> None:
-    """Refuse a parameter that is cut along fully_shard's own axes before it comes there.
-
-    Args:
-        state: The parameter's state, on all axes.
-        mesh: The axes to replicate and to shard over.
-
-    Raises:
-        DistributeError: It is.
-    """
+    """Refuse a parameter that is cut along fully_shard's own axes before it comes there."""
     by_axis = dict(zip(state.mesh.value.axis_names, state.placements, strict=True))
     cut = {axis: by_axis[axis] for axis in mesh.value.axis_names if by_axis[axis] != Replicate()}
     if cut:
@@ -115,10 +107,6 @@ def summed_over(state: Any, mesh: DeviceMesh) -> tuple[Any, ...]:
     """Return how the gradient of a gathered parameter's ``to_local()`` lies.
 
     Each device computes with rows of its own, and has a part of the gradient.
-
-    Args:
-        state: The gathered parameter's state, on all axes.
-        mesh: The axes that fully_shard sums over.
     """
     axes = {*mesh.value.axis_names}
     pairs = zip(state.mesh.value.axis_names, state.placements, strict=True)

@@ -61,15 +61,7 @@ _absent = object()
 
 
 def check_equal(blocks: Sequence[nn.Module], ignored: Sequence[str] = ()) -> None:
-    """Raise at the first difference between the first module and another one.
-
-    Args:
-        blocks: The modules.
-        ignored: Names of attributes in which they may differ.
-
-    Raises:
-        ScanError: A difference in anything but the values of parameters and buffers.
-    """
+    """Raise at the first difference between layers in anything but the values of tensors."""
     first = dict(blocks[0].named_modules(remove_duplicate=False))
     for index, block in enumerate(blocks[1:], 1):
         modules = dict(block.named_modules(remove_duplicate=False))
@@ -86,15 +78,7 @@ def check_equal(blocks: Sequence[nn.Module], ignored: Sequence[str] = ()) -> Non
 def tensors_of(
     blocks: Sequence[nn.Module], chosen: Callable[[torch.Tensor], bool]
 ) -> tuple[list[str], list[list[torch.Tensor]]]:
-    """Return names and, by layer, the parameters and buffers that a loop has to read.
-
-    Args:
-        blocks: The modules, equal ones.
-        chosen: Whether a tensor is on the mesh.
-
-    Raises:
-        ScanError: A tensor that is not on the mesh and differs between the layers.
-    """
+    """Return names and, by layer, the parameters and buffers that a loop has to read."""
     names: list[str] = []
     columns: list[list[torch.Tensor]] = []
     everything = [_tensors(block) for block in blocks]
@@ -122,13 +106,7 @@ def tensors_of(
 def holding(
     block: nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor]
 ) -> Iterator[None]:
-    """Let `block` have other parameters and buffers for a while.
-
-    Args:
-        block: The module.
-        names: As from :func:`tensors_of`.
-        tensors: The tensors to have under these names, and wherever the same tensor is used.
-    """
+    """Let `block` have other parameters and buffers, wherever these are used, for a while."""
     tensors_by_name = _tensors(block)
     stand_ins = {
         id(tensors_by_name[name]): tensor for name, tensor in zip(names, tensors, strict=True)
