@@ -27,7 +27,6 @@ LARGE_FILES = {
 }
 LARGE_FOLDERS = {
     "xla_dtensor": 19,
-    "xla_dtensor/dtensor": 21,
     "xla_dtensor/report": 20,
     "xla_dtensor/runtimes": 20,
 }

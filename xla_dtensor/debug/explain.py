@@ -218,7 +218,7 @@ def _label_words(tensor: DTensor) -> list[str]:
         lines = [f"{text}; {made_by.words} made it, and it was placed so as asked."]
     else:
         lines = [f"{text}.", f"{made_by.words} made it; {rule_words(made_by)}."]
-    for axis, dim in state.known:
+    for axis, dim in state.outer_cuts:
         lines.append(
             f"Its mesh lacks the axis {axis!r}, of which it is known that it cuts dim {dim}."
         )

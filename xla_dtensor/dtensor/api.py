@@ -14,6 +14,7 @@ from xla_dtensor.core import Layout, layout_of_op_sharding, local_shape
 from xla_dtensor.core.argument_types import argument_types
 from xla_dtensor.core.errors import ArgumentTypeError, DistributeError, UnsupportedOpError
 from xla_dtensor.dtensor import dynamo
+from xla_dtensor.dtensor.dispatch import new_dtensor, state_of
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import (
     DeviceMesh,
@@ -73,21 +74,24 @@ def distribute_tensor(
             "tensor can be put on a mesh. Pass torch.as_tensor(value)."
         )
     mesh = current_mesh("distribute_tensor") if device_mesh is None else as_device_mesh(device_mesh)
-    checked = checked_placements("distribute_tensor", placements, mesh, tensor.ndim, partial=False)
+    canonical = checked_placements(
+        "distribute_tensor", placements, mesh, tensor.ndim, partial=False
+    )
     if isinstance(tensor, DTensor):
-        return _already_distributed(tensor, mesh, checked)
+        return _check_distributed(tensor, mesh, canonical)
     if not tensor.is_leaf:
         raise DistributeError(
             f"distribute_tensor was called with a tensor of shape={tuple(tensor.shape)} that has "
             "an autograd history. Its gradient would end at the copy, in silence. Pass a leaf "
             "tensor, or tensor.detach()."
         )
-    layout = Layout.from_placements(checked, tensor.ndim, mesh.value)
-    payload = _placed(tensor.detach(), layout, mesh)
-    return DTensor._wrapping(payload, mesh, checked, requires_grad=tensor.requires_grad)
+    layout = Layout.from_placements(canonical, tensor.ndim, mesh.value)
+    payload = _put(tensor.detach(), layout, mesh)
+    state = state_of(payload, mesh, canonical)
+    return new_dtensor(DTensor, payload, state, tensor.requires_grad)
 
 
-def _placed(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
+def _put(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
     runtime = get_runtime()
     if (tensor.is_meta and not runtime.is_abstract) or is_off_mesh(mesh):
         return torch.empty_like(tensor, device="meta")
@@ -104,10 +108,10 @@ def _placed(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Ten
     return runtime.put(tensor, layout)
 
 
-def _already_distributed(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Any, ...]) -> DTensor:
+def _check_distributed(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Any, ...]) -> DTensor:
     # By layout: in torch 2.9 a _StridedShard equals the Shard of its dim.
-    asked = Layout.from_placements(placements, tensor.ndim, mesh.value)
-    if tensor.device_mesh == mesh and tensor.mesh_layout == asked:
+    layout = Layout.from_placements(placements, tensor.ndim, mesh.value)
+    if tensor.device_mesh == mesh and tensor.mesh_layout == layout:
         return tensor
     raise DistributeError(
         f"distribute_tensor was called with {tensor!r} and placements={list(placements)} on the "
@@ -158,16 +162,16 @@ def distribute_module(
             "before. Its parameters lie on a mesh already, and its hooks would run twice. Call it "
             "once per module; move single parameters with redistribute."
         )
-    before = _hook(input_fn, "input_fn", "inputs", mesh)
-    after = _hook(output_fn, "output_fn", "outputs", mesh)
+    pre_hook = _hook(input_fn, "input_fn", "inputs", mesh)
+    post_hook = _hook(output_fn, "output_fn", "outputs", mesh)
     for name, submodule in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, submodule, mesh)
-    _replicate_rest(module, mesh)
-    if before is not None:
-        module.register_forward_pre_hook(lambda m, inputs: before(m, inputs))
-    if after is not None:
-        module.register_forward_hook(lambda m, inputs, outputs: after(m, outputs))
+    _distribute_tensors(module, mesh)
+    if pre_hook is not None:
+        module.register_forward_pre_hook(lambda m, inputs: pre_hook(m, inputs))
+    if post_hook is not None:
+        module.register_forward_hook(lambda m, inputs, outputs: post_hook(m, outputs))
     setattr(module, _MARK, True)
     return module
 
@@ -185,35 +189,35 @@ def refuse_auto_policy() -> NoReturn:
     )
 
 
-def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
-    # One object stays one object: tied weights are shared after as before.
-    made: dict[int, Any] = {}
+def _distribute_tensors(module: nn.Module, mesh: DeviceMesh) -> None:
+    # One object stays one object: weights that are tied stay tied.
+    distributed: dict[int, Any] = {}
     for submodule in module.modules():
         for name, parameter in submodule._parameters.items():
             if parameter is not None and not isinstance(parameter, DTensor):
-                if id(parameter) not in made:
-                    distributed = _kept_or_replicated(parameter, mesh)
-                    made[id(parameter)] = nn.Parameter(distributed, parameter.requires_grad)
-                submodule._parameters[name] = made[id(parameter)]
+                if id(parameter) not in distributed:
+                    dtensor = _distribute_as_annotated(parameter, mesh)
+                    distributed[id(parameter)] = nn.Parameter(dtensor, parameter.requires_grad)
+                submodule._parameters[name] = distributed[id(parameter)]
         for name, buffer in submodule._buffers.items():
             if buffer is not None and not isinstance(buffer, DTensor):
-                if id(buffer) not in made:
-                    made[id(buffer)] = _kept_or_replicated(buffer, mesh)
-                submodule._buffers[name] = made[id(buffer)]
+                if id(buffer) not in distributed:
+                    distributed[id(buffer)] = _distribute_as_annotated(buffer, mesh)
+                submodule._buffers[name] = distributed[id(buffer)]
 
 
-def _kept_or_replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Distribute a tensor as mark_sharding told it before; replicated if it was told nothing."""
+def _distribute_as_annotated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Distribute a tensor as mark_sharding annotated it; replicated where it did not."""
     runtime = get_runtime()
-    told = runtime.annotation(tensor) if runtime.is_payload(tensor) else None
-    if told is None or not told.is_tiled:
+    annotation = runtime.annotation(tensor) if runtime.is_payload(tensor) else None
+    if annotation is None or not annotation.is_tiled:
         return distribute_tensor(tensor.detach(), mesh)
-    layout = layout_of_op_sharding(told, mesh.value, tensor.ndim, runtime.root(mesh.value))
+    layout = layout_of_op_sharding(annotation, mesh.value, tensor.ndim, runtime.root(mesh.value))
     if layout is None:
         raise DistributeError(
             f"distribute_module was called on the mesh {mesh_text(mesh.value)} with a parameter or "
-            f"buffer of shape={tuple(tensor.shape)} that was told {told} before. No axes of this "
-            "mesh cut it so. Pass the mesh that it was marked with, or clear_sharding first."
+            f"buffer of shape={tuple(tensor.shape)} that was told {annotation} before. No axes of "
+            "this mesh cut it so. Pass the mesh that it was marked with, or clear_sharding first."
         )
     return distribute_tensor(tensor.detach(), mesh, torch_placements(layout))
 
@@ -225,7 +229,7 @@ def _hook(
         return None
     count = len(inspect.signature(function).parameters)
     if count == 3:
-        return lambda module, value: function(module, value, mesh)
+        return lambda module, tensors: function(module, tensors, mesh)
     if count == 2:
         warnings.warn(
             f"Deprecating {name} that takes two arguments ({what}, device_mesh), please use "
@@ -233,7 +237,7 @@ def _hook(
             FutureWarning,
             stacklevel=4,  # past argument_types
         )
-        return lambda module, value: function(value, mesh)
+        return lambda module, tensors: function(tensors, mesh)
     raise DistributeError(
         f"distribute_module was called with an {name} that takes {count} arguments. It is called "
         f"with three: the module, the {what} and the mesh. Pass a function (module, {what}, "
@@ -282,10 +286,10 @@ def compute_local_shape_and_global_offset(
         )
     mesh = as_device_mesh(mesh)
     function = "compute_local_shape_and_global_offset"
-    checked = checked_placements(function, placements, mesh, len(shape), partial=True)
+    canonical = checked_placements(function, placements, mesh, len(shape), partial=True)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return (0,), ()
-    layout = Layout.from_placements(checked, len(shape), mesh.value)
+    layout = Layout.from_placements(canonical, len(shape), mesh.value)
     part = local_shape(layout, shape, coordinate, rule="torch")
     return part.shape, part.offset

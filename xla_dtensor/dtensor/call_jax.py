@@ -207,11 +207,11 @@ class _Call:
         kinds = tuple((tuple(t.shape), t.dtype, t.mesh_layout) for t in inputs)
         key = (tree, static, kinds, mesh)
         if key not in self._programs:
-            given = [_Tile if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            template = [_Tile if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
             def arguments(tiles: Sequence[Any]) -> Any:
-                rest = iter(tiles)
-                return tree_unflatten([next(rest) if g is _Tile else g for g in given], tree)
+                tile = iter(tiles)
+                return tree_unflatten([next(tile) if x is _Tile else x for x in template], tree)
 
             layouts = [t.mesh_layout for t in inputs]
             program = runtime.jax_program(self._fn, arguments, mesh.value, layouts)
@@ -232,19 +232,20 @@ class _Call:
     def _with_outputs(self, program: Any, inputs: Sequence[DTensor], mesh: DeviceMesh) -> _Program:
         tiles = program.tiles([t._local_tensor for t in inputs])
         if len(tiles) != len(self._outputs) or program.gives_one != self._gives_one:
-            found = "one array" if program.gives_one else f"a tuple of {len(tiles)} arrays"
-            asked = "one entry" if self._gives_one else f"a list of {len(self._outputs)} entries"
+            outputs = "one array" if program.gives_one else f"a tuple of {len(tiles)} arrays"
+            entries = "one entry" if self._gives_one else f"a list of {len(self._outputs)} entries"
             raise DistributeError(
-                f"{self.__name__} in call_jax returned {found}. Its out_placements are {asked}. "
-                "Pass one entry for one array, and a list of as many entries as arrays for a tuple."
+                f"{self.__name__} in call_jax returned {outputs}. Its out_placements are "
+                f"{entries}. Pass one entry for one array, and a list of as many entries as arrays "
+                "for a tuple."
             )
         labels, layouts, reductions, shapes = [], [], [], []
         for (tile, dtype), entry in zip(tiles, self._outputs, strict=True):
             placements = checked_placements("call_jax", entry, mesh, len(tile), partial=True)
             reductions.append(self._reductions(placements, mesh))
-            whole = tuple(Replicate() if p.is_partial() else p for p in placements)
-            layout = Layout.from_placements(whole, len(tile), mesh.value)
-            labels.append(whole)
+            label = tuple(Replicate() if p.is_partial() else p for p in placements)
+            layout = Layout.from_placements(label, len(tile), mesh.value)
+            labels.append(label)
             layouts.append(layout)
             shapes.append((layout.get_global_shape(tile), dtype))
         program.set_outputs(layouts, reductions)
@@ -253,7 +254,7 @@ class _Call:
     def _reductions(
         self, placements: Sequence[Placement], mesh: DeviceMesh
     ) -> list[tuple[Any, str]]:
-        found: list[tuple[Any, str]] = []
+        reductions: list[tuple[Any, str]] = []
         for axis, placement in zip(mesh.value.axis_names, placements, strict=True):
             if placement.is_partial():
                 op = getattr(placement, "reduce_op", None)
@@ -263,8 +264,8 @@ class _Call:
                         f"{axis!r}. Only sums and means have a gradient there. Pass Partial() or "
                         "Partial('avg'), or reduce in the function and pass Replicate()."
                     )
-                found.append((axis, op))
-        return found
+                reductions.append((axis, op))
+        return reductions
 
 
 class _Tile:
@@ -282,10 +283,10 @@ def _entries(outputs: Any) -> tuple[tuple[Entry, ...], bool]:
     return (outputs,), True
 
 
-def _is_entry(value: Any) -> bool:
+def _is_entry(output: Any) -> bool:
     """Tell an entry of an output from an element of a tuple of axis names."""
-    is_placements = isinstance(value, tuple) and any(isinstance(p, Placement) for p in value)
-    return isinstance(value, list) or is_placements
+    is_placements = isinstance(output, tuple) and any(isinstance(p, Placement) for p in output)
+    return isinstance(output, list) or is_placements
 
 
 class _Program:
@@ -315,14 +316,14 @@ class _Run(torch.autograd.Function):
             return program.wrapped(program.program.run(payloads))
         ctx.set_materialize_grads(False)
         ctx.program = program
-        ctx.wanted = tuple(
-            needed and (t.is_floating_point() or t.is_complex())
-            for needed, t in zip(ctx.needs_input_grad[2:], inputs, strict=True)
+        ctx.differentiated = tuple(
+            is_needed and (t.is_floating_point() or t.is_complex())
+            for is_needed, t in zip(ctx.needs_input_grad[2:], inputs, strict=True)
         )
         ctx.inputs = [
-            t for t, needed in zip(inputs, ctx.needs_input_grad[2:], strict=True) if needed
+            t for t, is_needed in zip(inputs, ctx.needs_input_grad[2:], strict=True) if is_needed
         ]
-        results, ctx.pull = program.program.run_for_grad(payloads, ctx.wanted)
+        results, ctx.pull = program.program.run_for_grad(payloads, ctx.differentiated)
         outputs = program.wrapped(results)
         ctx.mark_non_differentiable(
             *(o for o in outputs if not (o.is_floating_point() or o.is_complex()))
@@ -332,10 +333,12 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         program: _Program = ctx.program
-        given = [None if g is None else getattr(g, "_local_tensor", g) for g in grads]
-        found = program.program.gradients(ctx.pull, ctx.wanted, program.outputs, given)
-        made = [
+        payloads = [None if g is None else getattr(g, "_local_tensor", g) for g in grads]
+        payloads = program.program.gradients(
+            ctx.pull, ctx.differentiated, program.outputs, payloads
+        )
+        gradients = [
             None if payload is None else DTensor._wrapping(payload, program.mesh, labels)
-            for payload, labels in zip(found, program.in_labels, strict=True)
+            for payload, labels in zip(payloads, program.in_labels, strict=True)
         ]
-        return (None, None, *refuse_second("call_jax", ctx.inputs, *made))
+        return (None, None, *refuse_second("call_jax", ctx.inputs, *gradients))

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
@@ -37,10 +37,12 @@ from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from mesh_utils import Axis
 from xla_dtensor.core.errors import LocalViewError, ManualRegionError
 from xla_dtensor.dtensor.dynamo import one_call
-from xla_dtensor.dtensor.local import LocalView
 from xla_dtensor.dtensor.local_border import PerDeviceTensor
 from xla_dtensor.dtensor.mesh import AxisGroup, as_device_mesh, mesh_text
 from xla_dtensor.runtimes.whole_ops import LinearResult, OneResult
+
+if TYPE_CHECKING:
+    from xla_dtensor.dtensor.local import LocalView
 
 __all__ = ["BY_NAME", "all_gather", "axis_index", "pmax", "pmin", "psum"]
 
@@ -206,9 +208,9 @@ def _read(function: str, x: Any, axis: Axes) -> tuple[PerDeviceTensor, tuple[Axi
             "has. Call enable_manual_sharding or to_local first; on a global tensor use the "
             "ordinary op, and XLA communicates."
         )
-    asked = axis if isinstance(axis, tuple) else (axis,)
+    names = axis if isinstance(axis, tuple) else (axis,)
     mesh = x.region.mesh
-    axes = tuple(mesh.axis_names[mesh.axis_index(name)] for name in asked)
+    axes = tuple(mesh.axis_names[mesh.axis_index(name)] for name in names)
     if not set(axes) <= set(x.region.axes) or len(set(axes)) < len(axes) or not axes:
         raise ManualRegionError(
             f"{function} was called over axis={axis!r} on a tensor that is manual over "
@@ -267,15 +269,15 @@ class _Sum(LinearResult):
 class _Extreme(OneResult):
     @staticmethod
     def forward(ctx: Any, x: Any, axes: Any, op: str) -> Any:
-        result = _collective("all_reduce", x, axes, op=op)
+        extreme = _collective("all_reduce", x, axes, op=op)
         ctx.axes, ctx.differ = axes, x._varies_over(axes)
-        ctx.save_for_backward(x, result)
-        return result
+        ctx.save_for_backward(x, extreme)
+        return extreme
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        x, result = ctx.saved_tensors
-        holds = (x == result).to(grad.dtype)
+        x, extreme = ctx.saved_tensors
+        holds = (x == extreme).to(grad.dtype)
         share = holds / psum(holds, ctx.differ) if ctx.differ else holds
         return _summed(grad, ctx.axes) * share, None, None
 
@@ -311,9 +313,9 @@ class _Scatter(LinearResult):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        whole = _Gather.apply(grad, *ctx.options)
-        whole: Any = whole if ctx.factor == 1 else whole * ctx.factor  # pyright: ignore
-        return whole._labelled(ctx.differ), None, None
+        gathered = _Gather.apply(grad, *ctx.options)
+        gathered: Any = gathered if ctx.factor == 1 else gathered * ctx.factor  # pyright: ignore
+        return gathered._labelled(ctx.differ), None, None
 
 
 class _AllToAll(LinearResult):

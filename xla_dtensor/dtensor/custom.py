@@ -112,10 +112,10 @@ def custom_shard(
             _local(index, arg, mesh, inputs, grads, redistribute_inputs)
             for index, arg in enumerate(args)
         ]
-        result = func(*local_args, **kwargs)
+        output = func(*local_args, **kwargs)
         if not any(isinstance(arg, DTensor) for arg in args):
-            return result
-        return _distributed(result, mesh, outputs)
+            return output
+        return _distributed(output, mesh, outputs)
 
     return of_dtensors
 
@@ -124,15 +124,15 @@ def _per_item(placements: Sequence[Any] | None) -> tuple[Any, ...] | None:
     """Return one entry per argument or output, also where one item's placements stand alone."""
     if placements is None:
         return None
-    alone = any(isinstance(entry, (str, Placement)) for entry in placements)
-    return (tuple(placements),) if alone else tuple(placements)
+    is_one_entry = any(isinstance(entry, (str, Placement)) for entry in placements)
+    return (tuple(placements),) if is_one_entry else tuple(placements)
 
 
-def _check_number(name: str, listed: tuple[Any, ...] | None, args: Sequence[Any]) -> None:
-    if listed is not None and len(listed) != len(args):
+def _check_number(name: str, entries: tuple[Any, ...] | None, args: Sequence[Any]) -> None:
+    if entries is not None and len(entries) != len(args):
         raise DistributeError(
             f"A function made by custom_shard was called with {len(args)} positional arguments, "
-            f"and {name} has {len(listed)} entries. There is one entry per positional argument. "
+            f"and {name} has {len(entries)} entries. There is one entry per positional argument. "
             "List None for what is no DTensor; pass what needs no entry by keyword."
         )
 
@@ -146,12 +146,12 @@ def _local(
     redistribute_inputs: bool,
 ) -> Any:
     """Return an argument as the function is to see it."""
-    asked = None if inputs is None else inputs[index]
+    placements = None if inputs is None else inputs[index]
     if not isinstance(arg, DTensor):
-        if asked is not None:
+        if placements is not None:
             raise ArgumentTypeError(
                 f"A function made by custom_shard was called with a {type(arg).__name__} as "
-                f"argument {index}, for which in_placements has {asked}. Only a DTensor has "
+                f"argument {index}, for which in_placements has {placements}. Only a DTensor has "
                 "placements. Pass distribute_tensor(value, mesh, placements), or list None."
             )
         return arg
@@ -161,66 +161,74 @@ def _local(
             "in_placements. How its local tensors are to be cut is not said. Pass in_placements "
             "with one entry per argument."
         )
-    if asked is None:
+    if placements is None:
         raise ArgumentTypeError(
             f"A function made by custom_shard was called with {arg!r} as argument {index}, for "
             "which in_placements has None. None is for what is no DTensor. List the placements "
             "that its local tensors are to have."
         )
-    given = None if grads is None else grads[index]
-    return _moved_to_local(arg, index, mesh, asked, redistribute_inputs, given)
+    grad_placements = None if grads is None else grads[index]
+    return _local_argument(arg, index, mesh, placements, redistribute_inputs, grad_placements)
 
 
 @one_call
-def _moved_to_local(
-    arg: DTensor, index: int, mesh: DeviceMesh, asked: Any, move: bool, given: Any
+def _local_argument(
+    arg: DTensor,
+    index: int,
+    mesh: DeviceMesh,
+    placements: Any,
+    redistribute: bool,
+    grad_placements: Any,
 ) -> torch.Tensor:
-    return _moved(index, arg, mesh, asked, move).to_local(grad_placements=given)
+    dtensor = _redistributed(index, arg, mesh, placements, redistribute)
+    return dtensor.to_local(grad_placements=grad_placements)
 
 
-def _moved(index: int, arg: DTensor, mesh: DeviceMesh, asked: Any, move: bool) -> DTensor:
-    wanted = checked_placements("custom_shard", asked, mesh, arg.ndim, partial=True)
+def _redistributed(
+    index: int, arg: DTensor, mesh: DeviceMesh, placements: Any, redistribute: bool
+) -> DTensor:
+    canonical = checked_placements("custom_shard", placements, mesh, arg.ndim, partial=True)
     # By layout: in torch 2.9 a _StridedShard equals the Shard of its dim.
-    layout = Layout.from_placements(wanted, arg.ndim, mesh.value)
+    layout = Layout.from_placements(canonical, arg.ndim, mesh.value)
     if arg.device_mesh == mesh and arg.mesh_layout == layout:
         return arg
-    if not move:
+    if not redistribute:
         raise DistributeError(
             f"A function made by custom_shard was called with {arg!r} as argument {index}, and "
-            f"in_placements has {list(wanted)} on the mesh {mesh_text(mesh.value)}. With "
+            f"in_placements has {list(canonical)} on the mesh {mesh_text(mesh.value)}. With "
             "redistribute_inputs=False nothing is moved. Call redistribute on it first, or leave "
             "redistribute_inputs=True."
         )
-    return arg.redistribute(mesh, wanted)
+    return arg.redistribute(mesh, canonical)
 
 
-def _distributed(result: Any, mesh: DeviceMesh, outputs: tuple[Any, ...]) -> Any:
+def _distributed(output: Any, mesh: DeviceMesh, outputs: tuple[Any, ...]) -> Any:
     """Return the function's outputs as DTensors."""
-    several = isinstance(result, (tuple, list))
-    items: list[Any] = list(result) if several else [result]
-    if len(items) != len(outputs):
+    is_sequence = isinstance(output, (tuple, list))
+    tensors: list[Any] = list(output) if is_sequence else [output]
+    if len(tensors) != len(outputs):
         raise DistributeError(
-            f"A function made by custom_shard returned {len(items)} outputs, and out_placements "
+            f"A function made by custom_shard returned {len(tensors)} outputs, and out_placements "
             f"has {len(outputs)} entries. There is one entry per output. List None for what is no "
             "tensor."
         )
-    made = [
-        _output(index, item, mesh, placements)
-        for index, (item, placements) in enumerate(zip(items, outputs, strict=True))
+    dtensors = [
+        _output(index, tensor, mesh, placements)
+        for index, (tensor, placements) in enumerate(zip(tensors, outputs, strict=True))
     ]
-    if not several:
-        return made[0]
-    return made if isinstance(result, list) else tuple(made)
+    if not is_sequence:
+        return dtensors[0]
+    return dtensors if isinstance(output, list) else tuple(dtensors)
 
 
-def _output(index: int, item: Any, mesh: DeviceMesh, placements: Any) -> Any:
-    if isinstance(item, torch.Tensor) != (placements is not None):
+def _output(index: int, tensor: Any, mesh: DeviceMesh, placements: Any) -> Any:
+    if isinstance(tensor, torch.Tensor) != (placements is not None):
         raise ArgumentTypeError(
-            f"A function made by custom_shard returned a {type(item).__name__} as output {index}, "
-            f"for which out_placements has {placements}. A tensor has placements, anything else "
-            "has None. Change out_placements accordingly."
+            f"A function made by custom_shard returned a {type(tensor).__name__} as output "
+            f"{index}, for which out_placements has {placements}. A tensor has placements, "
+            "anything else has None. Change out_placements accordingly."
         )
-    return item if placements is None else DTensor.from_local(item, mesh, placements)
+    return tensor if placements is None else DTensor.from_local(tensor, mesh, placements)
 
 
 # ----------------------------------------------------------------------------- SkipDTensorDispatch
@@ -322,31 +330,31 @@ class SkipDTensorDispatch(TorchFunctionMode):
             return func(*args, **kwargs)
         stand_ins: dict[int, tuple[Any, Any]] = {}
 
-        def local(value: Any) -> Any:
-            if not isinstance(value, DTensor):
-                return value
-            if id(value) not in stand_ins:
-                _check_keeps_shape(name, value)
-                stand_ins[id(value)] = value, value.to_local()
-            return stand_ins[id(value)][1]
+        def local(leaf: Any) -> Any:
+            if not isinstance(leaf, DTensor):
+                return leaf
+            if id(leaf) not in stand_ins:
+                _check_keeps_shape(name, leaf)
+                stand_ins[id(leaf)] = leaf, leaf.to_local()
+            return stand_ins[id(leaf)][1]
 
         local_args, local_kwargs = map_nested(local, (tuple(args), dict(kwargs)))
-        result = func(*local_args, **local_kwargs)
+        output = func(*local_args, **local_kwargs)
         if not stand_ins or not _writes(name, kwargs):
-            return result
+            return output
         written = {id(view): tensor for tensor, view in stand_ins.values()}
-        return map_nested(lambda value: written.get(id(value), value), result)
+        return map_nested(lambda leaf: written.get(id(leaf), leaf), output)
 
 
 def _names(no_skip: Any) -> frozenset[str]:
-    listed = [] if no_skip is None else no_skip
-    if isinstance(listed, str) or not isinstance(listed, Iterable):
+    ops = [] if no_skip is None else no_skip
+    if isinstance(ops, str) or not isinstance(ops, Iterable):
         raise ArgumentTypeError(
             f"SkipDTensorDispatch was called with no_skip={no_skip!r}. It takes a collection of "
             "functions and names. Pass a set, e.g. {torch.zeros_like, 'add_'}."
         )
     names: set[str] = set()
-    for op in listed:
+    for op in ops:
         name = op if isinstance(op, str) else _name(op) if callable(op) else None
         if not name:
             raise ArgumentTypeError(

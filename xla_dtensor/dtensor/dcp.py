@@ -115,11 +115,11 @@ def chunks_of(tensor: DTensor, sharding: OpSharding) -> list[ChunkStorageMetadat
 
 def distinct_indices(indices: Iterable[Index]) -> dict[Offset, Index]:
     """The non-empty ones, each once, by offset."""
-    result: dict[Offset, Index] = {}
+    distinct: dict[Offset, Index] = {}
     for index in indices:
         if all(extents_of(index)):
-            result.setdefault(offset_of(index), index)
-    return result
+            distinct.setdefault(offset_of(index), index)
+    return distinct
 
 
 def offset_of(index: Index) -> Offset:
@@ -138,7 +138,7 @@ def host_shards(payload: torch.Tensor) -> dict[Offset, torch.Tensor]:
         return {(0,) * payload.ndim: torch.empty(payload.shape, dtype=payload.dtype)}
     shards = get_runtime().addressable_shards(payload)
     first = {offset_of(s.index): s.data for s in reversed(shards) if all(extents_of(s.index))}
-    return {offset: data.detach() for offset, data in first.items()}
+    return {offset: shard.detach() for offset, shard in first.items()}
 
 
 # ------------------------------------------------------------- Loading a DTensor from a checkpoint
@@ -182,8 +182,8 @@ class Load:
             shards = host_shards(payload)
             # Memory of their own: nothing but a commit may write to what the runtime holds.
             return {
-                offset: data.clone(memory_format=torch.contiguous_format)
-                for offset, data in shards.items()
+                offset: shard.clone(memory_format=torch.contiguous_format)
+                for offset, shard in shards.items()
             }
 
     def written(self, part: torch.Tensor) -> None:
@@ -220,10 +220,10 @@ class Load:
             }
             with torch.no_grad():
                 # A number has no tiles; run_op puts a host tensor where the payload lies.
-                value: torch.Tensor = next(iter(staged.values()))
+                source: torch.Tensor = next(iter(staged.values()))
                 if payload.ndim:
-                    value = runtime.from_shards(tiles, tuple(payload.shape), self._layout)
-                runtime.run_op(torch.ops.aten.copy_.default, (payload, value), {})
+                    source = runtime.from_shards(tiles, tuple(payload.shape), self._layout)
+                runtime.run_op(torch.ops.aten.copy_.default, (payload, source), {})
 
     def discard(self) -> None:
         """Drop what was written: the tensor gets another value."""
@@ -245,8 +245,8 @@ class Load:
 def layout_to_load(tensor: DTensor) -> Layout:
     """Return the tensor's placements, as far as XLA has them."""
     mesh, placements = tensor._spec.mesh.value, tensor._spec.placements
-    whole = [Replicate() if p.is_partial() else p for p in placements]
-    layout = Layout.from_placements(whole, tensor.ndim, mesh)
+    placements = [Replicate() if p.is_partial() else p for p in placements]
+    layout = Layout.from_placements(placements, tensor.ndim, mesh)
     try:
         layout.op_sharding(get_runtime().root(mesh))
     except LayoutError:
@@ -281,9 +281,9 @@ def _being_loaded(kind: type[DTensor]) -> type[DTensor]:
         def __torch_dispatch__(
             cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
         ) -> Any:
-            for value in leaves((tuple(args), kwargs or {})):
-                if hasattr(type(value), "settled_kind"):
-                    _settle(value)
+            for leaf in leaves((tuple(args), kwargs or {})):
+                if hasattr(type(leaf), "settled_kind"):
+                    _settle(leaf)
             return kind.__torch_dispatch__(func, types, args, kwargs)
 
     return BeingLoaded
@@ -323,34 +323,34 @@ class _Buffer(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = dict(kwargs or {})
-        buffers = [v for v in leaves((tuple(args), given)) if isinstance(v, _Buffer)]
-        plain_args, plain_kwargs = map_nested(_plain, (tuple(args), given))
-        result = func(*plain_args, **plain_kwargs)
+        options = dict(kwargs or {})
+        buffers = [v for v in leaves((tuple(args), options)) if isinstance(v, _Buffer)]
+        plain_args, plain_kwargs = map_nested(_plain, (tuple(args), options))
+        output = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable:
-            for target in _targets(func, args, given):
+            for target in _targets(func, args, options):
                 target._load.written(target._plain)
-            return written_targets(func, args, given)
-        return map_nested(lambda value: _view(value, buffers), result)
+            return written_targets(func, args, options)
+        return map_nested(lambda leaf: _view(leaf, buffers), output)
 
 
-def _plain(value: Any) -> Any:
-    return value._plain if isinstance(value, _Buffer) else value
+def _plain(leaf: Any) -> Any:
+    return leaf._plain if isinstance(leaf, _Buffer) else leaf
 
 
-def _view(value: Any, buffers: Sequence[_Buffer]) -> Any:
-    if isinstance(value, torch.Tensor):
+def _view(leaf: Any, buffers: Sequence[_Buffer]) -> Any:
+    if isinstance(leaf, torch.Tensor):
         for buffer in buffers:
-            if torch._C._is_alias_of(value, buffer._plain):  # pyright: ignore[reportAttributeAccessIssue]
-                return _Buffer(value, buffer._load)
-    return value
+            if torch._C._is_alias_of(leaf, buffer._plain):  # pyright: ignore[reportAttributeAccessIssue]
+                return _Buffer(leaf, buffer._load)
+    return leaf
 
 
 def _targets(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Buffer]:
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | {**kwargs}
+    arguments = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | {**kwargs}
     writes = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-    values = [named[name] for name in writes if name in named]
-    return [value for value in leaves(values) if isinstance(value, _Buffer)]
+    targets = [arguments[name] for name in writes if name in arguments]
+    return [target for target in leaves(targets) if isinstance(target, _Buffer)]
 
 
 # -------------------------------------------------------- torch.distributed.checkpoint on DTensors
@@ -421,14 +421,14 @@ def get_tensor_shard(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
     """
     with checkpoint_lock:
         state = tensor.__dict__.get(STATE_KEY) or _Save()
-        found = None if index.offset is None else state.shard(tensor, tuple(index.offset))
-    if found is None:
+        shard = None if index.offset is None else state.shard(tensor, tuple(index.offset))
+    if shard is None:
         raise DistributeError(
             f"The shard at offset={None if index.offset is None else tuple(index.offset)} of "
             f"{index.fqn!r} was asked for. No shard of {tensor!r} in this process begins there. "
             "Pass an offset of __create_write_items__ or __create_chunk_list__."
         )
-    return found
+    return shard
 
 
 def _check_has_value(tensor: DTensor, verb: str) -> None:

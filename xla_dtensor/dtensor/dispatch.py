@@ -12,17 +12,32 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 
 from xla_dtensor.core import Layout
-from xla_dtensor.core.errors import ArgumentTypeError, MixedTensorsError, RuntimeSetupError
-from xla_dtensor.dtensor.checks import check_call, is_checked, tell_bases
-from xla_dtensor.dtensor.labels import legal_placements, note_op, propagate
+from xla_dtensor.core.errors import (
+    ArgumentTypeError,
+    MixedTensorsError,
+    RuntimeSetupError,
+    UnsupportedOpError,
+    WriteError,
+)
+from xla_dtensor.dtensor.labels import (
+    GlobalState,
+    OuterCuts,
+    joint_mesh,
+    labels_of_outputs,
+    legal_placements,
+    note_op,
+    propagate,
+    split,
+)
 from xla_dtensor.dtensor.mesh import DeviceMesh, is_off_mesh, off_mesh_result, refuse_collective
 from xla_dtensor.dtensor.modes import (
     constrain_output,
@@ -38,21 +53,28 @@ from xla_dtensor.dtensor.products import (
     may_disagree,
     pin_products,
 )
-from xla_dtensor.dtensor.state import GlobalState, Known, joint_mesh, split
 from xla_dtensor.runtimes import functional
 from xla_dtensor.runtimes.bounds import refuse_part
 from xla_dtensor.runtimes.functional import FACTORED
 from xla_dtensor.runtimes.nested import leaves, map_nested
-from xla_dtensor.runtimes.op_meta import Meta, ignores_floats, output_meta, raise_torchs_error
+from xla_dtensor.runtimes.op_meta import (
+    Meta,
+    error_of,
+    ignores_floats,
+    output_meta,
+    raise_torchs_error,
+    small,
+)
 from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.runtimes.written import (
     makes_results,
+    refuse_overlap,
     written_arguments,
     written_targets,
     written_values,
 )
 
-__all__ = ["check_dispatch", "dispatch", "new_dtensor", "state_of"]
+__all__ = ["check_dispatch", "dispatch", "new_dtensor", "state_of", "tell_outer_cuts"]
 
 
 # ----------------------------------------------------------------------------------- Dispatch check
@@ -71,22 +93,22 @@ def check_dispatch(base: type[torch.Tensor] = TorchDTensor) -> None:
     Raises:
         RuntimeSetupError: It does not.
     """
-    seen: list[Any] = []
+    calls: list[Any] = []
 
     class Probe(base):
         @classmethod
         def __torch_dispatch__(
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            seen.append(func)
+            calls.append(func)
             return torch.zeros(())
 
     probe = torch.Tensor._make_wrapper_subclass(Probe, (), dtype=torch.float32)
     try:
         torch.ops.aten.neg.default(probe)
     except Exception:
-        seen.clear()  # the other path ran, and stumbled over a probe without a spec
-    if not seen:
+        calls.clear()  # the other path ran, and stumbled over a probe without a spec
+    if not calls:
         raise RuntimeSetupError(
             f"xla_dtensor was imported with torch {torch.__version__}. This torch dispatches ops "
             "on DTensor subclasses in C++, past the subclass, and results would be wrong without "
@@ -118,16 +140,7 @@ _FILLS = {
 
 
 def made_of_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Make a payload like a DTensor on the meta device, where one is asked for.
-
-    Args:
-        func: An ``OpOverload`` such as ``aten.empty_like.default``.
-        args: Its arguments, the DTensor first.
-        kwargs: Its keyword arguments. Any device but meta stands for the devices of the mesh.
-
-    Returns:
-        The payload, lying as the DTensor does; None where the result has no values either.
-    """
+    """Make a payload that lies like a DTensor on the meta device; None where it has no values."""
     like, device = args[0], kwargs.get("device")
     if device is None or torch.device(device).type == "meta" or is_off_mesh(like._spec.mesh):
         return None
@@ -150,16 +163,7 @@ _logged: set[Any] = set()
 
 
 def admit_plain(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Let the plain tensors among an op's arguments pass, with a log line, or refuse them.
-
-    Args:
-        func: The ``OpOverload`` that is called.
-        args: Its arguments, as the caller passed them.
-        kwargs: Its keyword arguments.
-
-    Raises:
-        MixedTensorsError: Plain tensors are not allowed, and one has not one element.
-    """
+    """Let plain tensors among an op's arguments pass, with a log line, or refuse them."""
     if not current_modes().implicit and not torch._C._get_dtensor_allow_implicit_replication():
         _apply_torchs_rule(func, args, kwargs)
     elif func not in _logged:
@@ -188,10 +192,10 @@ def _apply_torchs_rule(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 def _log(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     # One element is a number in a tensor's clothing: PyTorch lets it pass without a word.
-    several = [found for found in _plain_tensors(func, args, kwargs) if found[1].numel() != 1]
-    if several:
+    arrays = [pair for pair in _plain_tensors(func, args, kwargs) if pair[1].numel() != 1]
+    if arrays:
         _logged.add(func)
-        place, tensor = several[0]
+        place, tensor = arrays[0]
         logger.info(
             "%s was called on DTensors and a plain torch.Tensor of shape=%s as %s; it counts as "
             "Replicate: its value, the same on every device.",
@@ -211,19 +215,19 @@ def _plain_tensors(
     if func is torch.ops.aten.copy_.default and torch.device(runtime.torch_device).type != "cpu":
         args = [None if i and runtime.is_payload(v) else v for i, v in enumerate(args)]
     names = [argument.name for argument in func._schema.arguments]
-    for position, value in enumerate(args):
+    for position, argument in enumerate(args):
         name = names[position] if position < len(names) else "?"
-        yield from _plain_in(value, f"argument {position} ({name!r})")
-    for name, value in kwargs.items():
-        yield from _plain_in(value, f"argument {name!r}")
+        yield from _plain_in(argument, f"argument {position} ({name!r})")
+    for name, argument in kwargs.items():
+        yield from _plain_in(argument, f"argument {name!r}")
 
 
-def _plain_in(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _plain_in(item, f"item {index} of {place}")
-    elif isinstance(value, torch.Tensor) and not isinstance(value, TorchDTensor):
-        yield place, value
+def _plain_in(argument: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(argument, (list, tuple)):
+        for index, element in enumerate(argument):
+            yield from _plain_in(element, f"item {index} of {place}")
+    elif isinstance(argument, torch.Tensor) and not isinstance(argument, TorchDTensor):
+        yield place, argument
 
 
 def run_writing_to_both(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
@@ -231,15 +235,6 @@ def run_writing_to_both(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> 
 
     A runtime writes to payloads, or to plain tensors. Where an op such as ``_foreach_add_`` writes
     to both, plain ones are written to by way of payloads of their own.
-
-    Args:
-        func: The ``OpOverload``.
-        args: Its arguments, payloads in place of DTensors.
-        kwargs: Its keyword arguments.
-        mesh: The mesh of the DTensors.
-
-    Returns:
-        What the op returns.
     """
     runtime = get_runtime()
     written = [t for t in leaves(written_values(func, args, kwargs)) if t is not None]
@@ -253,22 +248,184 @@ def run_writing_to_both(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> 
 
     stand_ins = {id(tensor): replicated(tensor) for tensor in host}
     args, kwargs = map_nested(lambda v: stand_ins.get(id(v), v), (args, kwargs))
-    result = runtime.run_op(func, args, kwargs)
+    output = runtime.run_op(func, args, kwargs)
     for tensor in host:
         tensor.copy_(runtime.to_host(stand_ins[id(tensor)]))
-    return result
+    return output
 
 
-def on_mesh(result: Any, state: GlobalState | None) -> Any:
+def on_mesh(output: Any, state: GlobalState | None) -> Any:
     """Return one of an op's results as a payload.
 
     A ``_foreach_`` op gives plain results for the plain tensors in its lists.
     """
-    if type(result) is not torch.Tensor or state is None or result.device.type != "cpu":
-        return result
-    if get_runtime().is_payload(result) or torch._is_functional_tensor(result):  # pyright: ignore
-        return result
-    return get_runtime().put(result, state.span_layout)
+    if type(output) is not torch.Tensor or state is None or output.device.type != "cpu":
+        return output
+    if get_runtime().is_payload(output) or torch._is_functional_tensor(output):  # pyright: ignore
+        return output
+    return get_runtime().put(output, state.span_layout)
+
+
+# --------------------------------- Does PyTorch take a call? Asked of PyTorch itself, on stand-ins
+#
+# XLA takes calls that PyTorch refuses::
+#
+#     x.fill_(300)        of int8; and 1j written to float32: a number that the dtype does not hold
+#     x ** -1             of whole numbers
+#     mask - x            of bools
+#     x.add_(wider)       whose result does not fit its destination
+#     maximum(x, y)       of complex numbers, and x.abs_()
+#
+# In-place ops and ops with ``out=`` keep their destination: the object, its shape, dtype and
+# placements. PyTorch makes ``out`` another shape, with a warning, where that does not fit: here
+# that is an error too, because ``out`` lies on the mesh as it was told to.
+#
+# Each description of arguments is asked about once.
+
+# Ops that write to nothing, of which PyTorch refuses some bools and numbers.
+_CHECKED = {
+    *(aten.sub, aten.rsub, aten.neg, aten.clamp, aten.masked_fill, aten.index_fill, aten.scatter),
+    *(aten.full_like, aten.heaviside, aten.new_full, aten.pow),
+    *(aten.maximum, aten.minimum, aten.fmax, aten.fmin),
+}
+# What PyTorch raises of a destination; a stand-in may raise other things that do not matter.
+_OF_RESULTS = ("can't be cast to", "doesn't match the broadcast shape")
+_OF_ARGUMENTS = (
+    "without overflow",
+    "a bool tensor is not supported",
+    "Converting complex Scalar",
+    "for tensors with different dtypes",
+    "negative integer powers",
+)
+_OF_COMPLEX = ("not implemented for complex", "not supported for complex")
+_checked: set[Any] = set()
+_CHECKED_LIMIT = 50_000
+
+
+def check_call(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Sequence[Any]
+) -> None:
+    """Raise where PyTorch does not take a call that XLA would.
+
+    `key` tells the call apart from others, shapes and dtypes included: each is asked about once.
+    """
+    try:
+        cache_key = tuple(key)
+        if cache_key in _checked:
+            return
+    except TypeError:  # an argument that has no hash
+        cache_key = None
+    _check(func, args, kwargs)
+    if cache_key is not None:
+        if len(_checked) >= _CHECKED_LIMIT:
+            _checked.clear()
+        _checked.add(cache_key)
+
+
+def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if func._schema.is_mutable:
+        # torch_xla adds up what is written to elements that share a place.
+        refuse_overlap(func, args, kwargs, fills=get_runtime().has_strides)
+    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+        return
+    outs = {a.name: kwargs[a.name] for a in func._schema.arguments if a.is_out and a.name in kwargs}
+    # PyTorch's meta kernels know of shapes, and cast where those for values refuse. An op may raise
+    # anything on values that are not its own: such errors say nothing.
+    for stand_in in (_on_meta, small) if func._schema.is_mutable else (small,):
+        stand_ins = map_nested(stand_in, (tuple(args), dict(kwargs)))
+        # An empty destination takes any shape without a warning.
+        empty = map_nested(lambda v, make=stand_in: _emptied(make(v)), outs)
+        error = error_of(func, stand_ins[0], {**stand_ins[1], **empty})
+        text = str(error)
+        if any(refusal in text for refusal in _OF_RESULTS):
+            raise WriteError(
+                f"{func} was called on DTensors: {error}. An op that writes keeps the shape and "
+                "dtype of its destination. Use the op that returns its result, or cast first."
+            )
+        if error is not None and any(refusal in text for refusal in _OF_COMPLEX):
+            raise error
+        if any(refusal in text for refusal in _OF_ARGUMENTS):
+            kind = WriteError if func._schema.is_mutable else UnsupportedOpError
+            raise kind(
+                f"{func} was called on DTensors of dtypes that do not go with it: "
+                f"{text.rstrip('.')}. Plain PyTorch refuses it too. Convert the tensor first, or "
+                "pass a number that its dtype holds."
+            )
+        if error is None and stand_in is _on_meta:
+            for name, out in outs.items():
+                _check_shapes(func, f"{name}=", out, empty[name])
+            if not outs and torch.Tag.inplace_view not in func.tags:
+                destinations = written_values(func, args, kwargs)
+                _check_shapes(func, "a destination", destinations, written_values(func, *stand_ins))
+
+
+def _check_shapes(func: Any, name: str, destination: Any, output: Any) -> None:
+    if isinstance(destination, (list, tuple)):
+        for pair in zip(destination, output, strict=True):
+            _check_shapes(func, name, *pair)
+    elif isinstance(destination, torch.Tensor) and destination.shape != output.shape:
+        raise WriteError(
+            f"{func} was called with {name} of shape={tuple(destination.shape)}, and its result "
+            f"has shape={tuple(output.shape)}. A destination lies on the mesh as it was told to, "
+            "and keeps its shape. Pass one of the result's shape, or use the result without out=."
+        )
+
+
+def _on_meta(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+def _emptied(leaf: Any) -> Any:
+    return leaf.new_empty(0) if isinstance(leaf, torch.Tensor) else leaf
+
+
+# ---------------------------------------------------------------- Writes through views of DTensors
+#
+# What the base is labelled is told to the runtime.
+#
+# On a runtime whose write through a view answers with a new value for the base, nothing says any
+# more how that lies, and XLA may leave it replicated. The base's label says it::
+#
+#     y = x * 2          [Shard(0)], never annotated: XLA chose
+#     y.view(-1)[3] = 1  y has a new value, of which y's label is all that is known
+
+
+def tell_bases(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Tell the runtime how the bases of the views lie that an op wrote to.
+
+    A label without a Shard is left out: it may only mean that nothing is known.
+    """
+    targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_places(func)]
+    for target in leaves(targets):
+        base = target._base if isinstance(target, torch.Tensor) else None
+        state = None if base is None else getattr(base, "_spec", None)
+        if base is None or not isinstance(state, GlobalState) or not _says_something(state):
+            continue
+        payload, runtime = base._local_tensor, get_runtime()  # pyright: ignore
+        if runtime.is_payload(payload):
+            runtime.annotate_written(payload, state.span_layout)
+
+
+@lru_cache(4096)
+def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
+    """The places and names of the arguments that an op writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write)
+
+
+def tell_outer_cuts(tensor: Any) -> None:
+    """Tell the runtime how a DTensor lies of which more is known than its mesh says."""
+    state, runtime = tensor._spec, get_runtime()
+    if state.outer_cuts and _says_something(state) and runtime.is_payload(tensor._local_tensor):
+        runtime.annotate_written(tensor._local_tensor, state.span_layout)
+
+
+def _says_something(state: GlobalState) -> bool:
+    placements = state.placements
+    is_sharded = bool(state.outer_cuts) or any(isinstance(p, Shard) for p in placements)
+    return is_sharded and not any(p.is_partial() for p in placements)
 
 
 # --------------------------------------------------------------------------- Every op on a DTensor
@@ -313,6 +470,7 @@ class _Traits:
         has_factors: It is a product of two tensors.
         by_storage: It goes by the storage of its first argument.
         by_strides: Its results depend on the strides of its first argument.
+        checked: Calls of it have to be checked.
     """
 
     writes: bool
@@ -351,7 +509,7 @@ def _traits_of(func: Any) -> _Traits:
         has_factors=has_factors(func),
         by_storage=func in _BY_STORAGE,
         by_strides=func in FACTORED,
-        checked=is_checked(func),
+        checked=schema.is_mutable or func.overloadpacket in _CHECKED,
     )
     return _traits.setdefault(func, traits)
 
@@ -372,14 +530,14 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     if composed is not None:
         return composed(*args, **kwargs)
     key: list[Any] = [func]
-    found: list[Any] = []
+    dtensors: list[Any] = []
     plain: list[Any] = []
-    payloads: Any = tuple(_read(cls, args, key, found, plain))
+    payloads: Any = tuple(_read(cls, args, key, dtensors, plain))
     payload_kwargs: Any = {}
     if kwargs:
         key.extend(kwargs)
-        read = _read(cls, kwargs.values(), key, found, plain)
-        payload_kwargs = dict(zip(kwargs, read, strict=True))
+        argument_payloads = _read(cls, kwargs.values(), key, dtensors, plain)
+        payload_kwargs = dict(zip(kwargs, argument_payloads, strict=True))
     if plain:
         admit_plain(func, args, kwargs)
     traits = _traits.get(func) or _traits_of(func)
@@ -387,8 +545,8 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         key = [part for part in key if type(part) is not float]
     if traits.checked:
         check_call(func, args, kwargs, key)
-    mesh, runtime = found[0]._spec.mesh, get_runtime()
-    has_values = runtime.is_payload(found[0]._local_tensor)
+    mesh, runtime = dtensors[0]._spec.mesh, get_runtime()
+    has_values = runtime.is_payload(dtensors[0]._local_tensor)
     if traits.by_storage and not runtime.has_strides:
         refuse_part(args[0])
     if traits.by_strides and not runtime.has_strides:
@@ -396,78 +554,80 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     if traits.has_factors and may_disagree(mesh, runtime, has_values):
         payloads = tuple(agreeing_factors(func, args, payloads))
     if not has_values:
-        made = made_of_meta(func, args, kwargs) if traits.made_like else None
-        without = made is None
-        result = _run_without_values(func, payloads, payload_kwargs, mesh) if without else made
+        output = made_of_meta(func, args, kwargs) if traits.made_like else None
+        if output is None:
+            output = _run_without_values(func, payloads, payload_kwargs, mesh)
     elif plain and traits.writes:
-        result = run_writing_to_both(func, payloads, payload_kwargs, mesh)
+        output = run_writing_to_both(func, payloads, payload_kwargs, mesh)
     else:
-        result = runtime.run_op(func, payloads, payload_kwargs)
+        output = runtime.run_op(func, payloads, payload_kwargs)
     if traits.returns_written or traits.reshapes:
-        return _written(cls, func, traits, args, kwargs)
-    is_tensor = isinstance(result, torch.Tensor)
-    if not is_tensor and not (isinstance(result, (list, tuple)) and result):
-        return result
-    whole = tuple(key)
+        return _finish_write(cls, func, traits, args, kwargs)
+    is_tensor = isinstance(output, torch.Tensor)
+    if not is_tensor and not (isinstance(output, (list, tuple)) and output):
+        return output
+    cache_key = tuple(key)
     try:
-        state = _answers.get(whole)
-        if state is None or not _fits(state, result):
-            state = _keep(whole, _answer(func, args, kwargs, found, result))
+        state = _answers.get(cache_key)
+        if state is None or not _fits(state, output):
+            state = _answer(func, args, kwargs, dtensors, output)
+            if len(_answers) >= _ANSWERS_LIMIT:
+                _answers.clear()
+            _answers[cache_key] = state
     except TypeError:  # an argument that has no hash
-        state = _answer(func, args, kwargs, found, result)
+        state = _answer(func, args, kwargs, dtensors, output)
     modes = current_modes()
     logits = state_of_loss_op(func, args) if modes.loss_parallel else None
-    if logits is not None and isinstance(result, torch.Tensor):
-        own = state_of(result, logits.mesh, logits.placements, logits.known)
-        return new_dtensor(cls, with_state_of_logits(result, own), own)
+    if logits is not None and isinstance(output, torch.Tensor):
+        state = state_of(output, logits.mesh, logits.placements, logits.outer_cuts)
+        return new_dtensor(cls, with_state_of_logits(output, state), state)
     if is_tensor and not traits.made_like and not modes.strict and not state.pinned:
-        return new_dtensor(cls, result, state)
-    return _labelled(cls, traits, result, state, modes.strict)
+        return new_dtensor(cls, output, state)
+    return _wrap_outputs(cls, traits, output, state, modes.strict)
 
 
-def _read(cls: Any, values: Any, key: list[Any], found: list[Any], plain: list[Any]) -> list[Any]:
-    """Return the payloads of `values`; add to the key, the DTensors and the plain tensors."""
+def _read(
+    cls: Any, arguments: Any, key: list[Any], dtensors: list[Any], plain: list[Any]
+) -> list[Any]:
+    """Return the payloads of `arguments`; add to the key, the DTensors and the plain tensors."""
     payloads: list[Any] = []
-    for value in values:
-        kind = type(value)
-        if kind is cls or (kind not in _VALUES and _is_ours(value)):
-            state = value._spec
+    for argument in arguments:
+        kind = type(argument)
+        # Not isinstance(argument, cls): cls may be one of two subclasses that meet.
+        is_dtensor = kind is cls or (
+            kind not in _VALUES
+            and isinstance(argument, TorchDTensor)
+            and isinstance(argument._spec, GlobalState)
+        )
+        if is_dtensor:
+            state: Any = argument._spec
             key.append(state.cached_token or state.token())
-            found.append(value)
-            payloads.append(value._local_tensor)
+            dtensors.append(argument)
+            payloads.append(argument._local_tensor)
         elif kind is list or kind is tuple:
             key.append(kind)
-            key.append(len(value))
-            read = _read(cls, value, key, found, plain)
-            payloads.append(read if kind is list else tuple(read))
+            key.append(len(argument))
+            elements = _read(cls, argument, key, dtensors, plain)
+            payloads.append(elements if kind is list else tuple(elements))
         else:
             key.append(kind)
-            key.append(value if kind in _VALUES else _described(value, plain))
-            payloads.append(value)
+            key.append(argument if kind in _VALUES else _describe_argument(argument, plain))
+            payloads.append(argument)
     return payloads
 
 
-def _is_ours(value: Any) -> bool:
-    # Not isinstance(value, cls): cls may be one of two subclasses that meet.
-    return isinstance(value, TorchDTensor) and isinstance(value._spec, GlobalState)
-
-
-def _described(value: Any, plain: list[Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        if isinstance(value, TorchDTensor):
-            _refuse_other_dtensor(value)
-        plain.append(value)
-        return (value.shape, value.stride(), value.dtype)
+def _describe_argument(argument: Any, plain: list[Any]) -> Any:
+    if isinstance(argument, torch.Tensor):
+        if isinstance(argument, TorchDTensor):
+            raise ArgumentTypeError(
+                "An op was called on a DTensor of xla_dtensor and one of torch.distributed.tensor "
+                f"on {argument.device_mesh}. Their values lie on devices of different kinds. Pass "
+                "its full_tensor() to xla_dtensor.distribute_tensor first."
+            )
+        plain.append(argument)
+        return (argument.shape, argument.stride(), argument.dtype)
     # A number that a compiled step computes: placements do not depend on it.
-    return None if isinstance(value, torch.SymFloat) else value
-
-
-def _refuse_other_dtensor(value: Any) -> None:
-    raise ArgumentTypeError(
-        "An op was called on a DTensor of xla_dtensor and one of torch.distributed.tensor on "
-        f"{value.device_mesh}. Their values lie on devices of different kinds. Pass its "
-        "full_tensor() to xla_dtensor.distribute_tensor first."
-    )
+    return None if isinstance(argument, torch.SymFloat) else argument
 
 
 def _run_without_values(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
@@ -481,7 +641,7 @@ def _run_without_values(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> 
     return functional.run_traced(func, args, kwargs)
 
 
-def _written(
+def _finish_write(
     cls: Any, func: Any, traits: _Traits, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     if traits.reshapes and isinstance(args[0], cls):
@@ -490,48 +650,37 @@ def _written(
         constrain_written(func, args, kwargs)
     tell_bases(func, args, kwargs)
     if traits.uncounted:
-        _count_writes(func, args, kwargs)
+        # By their version counters local views see that their tensors were written to.
+        for target in leaves(written_values(func, args, kwargs)):
+            if isinstance(target, torch.Tensor) and not target.is_inference():
+                torch.autograd.graph.increment_version(target)
     return args[0] if traits.returns_first else written_targets(func, args, kwargs)
-
-
-def _count_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Move the version counters, by which local views see that their tensor was written to."""
-    for target in leaves(written_values(func, args, kwargs)):
-        if isinstance(target, torch.Tensor) and not target.is_inference():
-            torch.autograd.graph.increment_version(target)
 
 
 # ---------------------------------------------------------------- results
 
 
-def _keep(key: Any, state: Any) -> Any:
-    if len(_answers) >= _ANSWERS_LIMIT:
-        _answers.clear()
-    _answers[key] = state
-    return state
-
-
-def _fits(state: Any, result: Any) -> bool:
-    if isinstance(result, torch.Tensor):
+def _fits(state: Any, output: Any) -> bool:
+    if isinstance(output, torch.Tensor):
         if not isinstance(state, GlobalState):
             return False
         meta: Any = state.tensor_meta
-        if result.shape != meta.shape or result.dtype != meta.dtype:
+        if output.shape != meta.shape or output.dtype != meta.dtype:
             return False
-        return not get_runtime().has_strides or result.stride() == meta.stride
-    if isinstance(result, (list, tuple)):
-        same = isinstance(state, list) and len(state) == len(result)
-        return same and all(map(_fits, state, result))
+        return not get_runtime().has_strides or output.stride() == meta.stride
+    if isinstance(output, (list, tuple)):
+        is_as_long = isinstance(state, list) and len(state) == len(output)
+        return is_as_long and all(map(_fits, state, output))
     return state is None
 
 
 def _answer(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Sequence[Any], result: Any
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtensors: Sequence[Any], output: Any
 ) -> Any:
     """Return the state of an op's output, or a list of them: None for what is no tensor."""
-    mesh = found[0]._spec.mesh
-    joint = joint_mesh(mesh, [tensor._spec for tensor in found])
-    states = _states(propagate(func, args, kwargs, joint), result, mesh, joint)
+    mesh = dtensors[0]._spec.mesh
+    joint = joint_mesh(mesh, [tensor._spec for tensor in dtensors])
+    states = _states(propagate(func, args, kwargs, joint), output, mesh, joint)
     runtime = get_runtime()
     if not runtime.has_strides:
         meta = output_meta(func, args, kwargs)
@@ -539,22 +688,21 @@ def _answer(
             raise_torchs_error(func, args, kwargs)
         states = _with_strides(states, meta)
     if runtime.pins_products:
-        pin_products(states, func, found)
-    return note_op(states, func, found)
+        pin_products(states, func, dtensors)
+    return note_op(states, func, dtensors)
 
 
-def _states(placements: Any, result: Any, mesh: DeviceMesh, joint: DeviceMesh) -> Any:
-    if isinstance(result, (list, tuple)):
-        each = placements if isinstance(placements, list) else [placements] * len(result)
-        each = each if len(each) == len(result) else [each[0]] * len(result)
-        return [_states(p, r, mesh, joint) for p, r in zip(each, result, strict=True)]
-    if not isinstance(result, torch.Tensor):
+def _states(placements: Any, output: Any, mesh: DeviceMesh, joint: DeviceMesh) -> Any:
+    if isinstance(output, (list, tuple)):
+        labels = labels_of_outputs(placements, len(output))
+        return [_states(p, r, mesh, joint) for p, r in zip(labels, output, strict=True)]
+    if not isinstance(output, torch.Tensor):
         return None
-    legal = legal_placements(placements, result.ndim, joint)
+    legal = legal_placements(placements, output.ndim, joint)
     if joint is mesh:
-        return state_of(result, mesh, legal)
-    own, known = split(legal, joint, mesh)
-    return state_of(result, mesh, own, known)
+        return state_of(output, mesh, legal)
+    label, outer_cuts = split(legal, joint, mesh)
+    return state_of(output, mesh, label, outer_cuts)
 
 
 def _with_strides(states: Any, meta: Any) -> Any:
@@ -567,31 +715,31 @@ def _with_strides(states: Any, meta: Any) -> Any:
     return states.with_stride(meta.stride) if len(meta.shape) == len(states.shape) else states
 
 
-def _labelled(cls: Any, traits: _Traits, result: Any, state: Any, enforced: bool) -> Any:
-    if isinstance(result, (list, tuple)):
+def _wrap_outputs(cls: Any, traits: _Traits, output: Any, state: Any, enforced: bool) -> Any:
+    if isinstance(output, (list, tuple)):
         # Not type(result): some are named tuples, which the dispatcher makes from any sequence.
-        each = [
-            _labelled(cls, traits, on_mesh(r, s), s, enforced)
-            for r, s in zip(result, state, strict=True)
+        dtensors = [
+            _wrap_outputs(cls, traits, on_mesh(r, s), s, enforced)
+            for r, s in zip(output, state, strict=True)
         ]
-        return each if isinstance(result, list) else tuple(each)
-    if not isinstance(result, torch.Tensor):
-        return result
-    if (traits.made_like and not result.is_meta) or state.pinned:
-        result = functional.constrain(result, state.span_layout)
+        return dtensors if isinstance(output, list) else tuple(dtensors)
+    if not isinstance(output, torch.Tensor):
+        return output
+    if (traits.made_like and not output.is_meta) or state.pinned:
+        output = functional.constrain(output, state.span_layout)
     elif enforced:
-        result = constrain_output(result, state, traits.views)
-    return new_dtensor(cls, result, state)
+        output = constrain_output(output, state, traits.views)
+    return new_dtensor(cls, output, state)
 
 
 def state_of(
-    payload: torch.Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], known: Known = ()
+    payload: torch.Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], outer_cuts: OuterCuts = ()
 ) -> GlobalState:
-    """Return the state of a DTensor over `payload`; `known` as in its module."""
+    """Return the state of a DTensor over `payload`; `outer_cuts` as in GlobalState."""
     meta = TensorMeta(payload.shape, payload.stride(), payload.dtype)
     state = GlobalState(mesh, placements, tensor_meta=meta)
-    if known:
-        state.known = known
+    if outer_cuts:
+        state.outer_cuts = outer_cuts
     return state
 
 

@@ -41,7 +41,7 @@ from xla_dtensor.core.argument_types import argument_types
 from xla_dtensor.core.errors import ArgumentTypeError, DistributeError
 from xla_dtensor.dtensor import dcp, dynamo
 from xla_dtensor.dtensor.dispatch import check_dispatch, dispatch, new_dtensor, state_of
-from xla_dtensor.dtensor.labels import propagate
+from xla_dtensor.dtensor.labels import GlobalState, OuterCuts, propagate
 from xla_dtensor.dtensor.mesh import (
     DeviceMesh,
     as_device_mesh,
@@ -52,7 +52,6 @@ from xla_dtensor.dtensor.mesh import (
     ranks_of_devices,
 )
 from xla_dtensor.dtensor.redistribute import as_plain, checked_placements, redistributed
-from xla_dtensor.dtensor.state import GlobalState, Known
 from xla_dtensor.runtimes import functional
 from xla_dtensor.runtimes.base import AddressableShard
 from xla_dtensor.runtimes.nested import runs_as_it_is
@@ -148,15 +147,13 @@ def reduce_dtensor(tensor: DTensor) -> Any:
 
 def load_dtensor(record: dict[str, Any]) -> DTensor:
     """Return the DTensor of a record made by :func:`reduce_dtensor`."""
-    from xla_dtensor.dtensor.mesh import as_device_mesh
-
-    ranks, *rest = record["root"]
-    root = Mesh(devices_of_ranks(ranks).tolist(), *rest)
+    ranks, *shape_and_names = record["root"]
+    root = Mesh(devices_of_ranks(ranks).tolist(), *shape_and_names)
     mesh = as_device_mesh(root if record["axes"] is None else root[record["axes"]])
     placements = tuple(_placement(*fields) for fields in record["placements"])
-    value: torch.Tensor = record["value"]
-    layout = Layout.from_placements(placements, value.ndim, mesh.value)
-    payload = value if value.is_meta else get_runtime().put(value, layout)
+    host: torch.Tensor = record["value"]
+    layout = Layout.from_placements(placements, host.ndim, mesh.value)
+    payload = host if host.is_meta else get_runtime().put(host, layout)
     tensor = DTensor._wrapping(payload, mesh, placements, requires_grad=record["requires_grad"])
     if record["is_parameter"]:
         return torch.nn.Parameter(tensor, record["requires_grad"])  # pyright: ignore
@@ -226,11 +223,11 @@ class DTensor(TorchDTensor):
         mesh: DeviceMesh,
         placements: tuple[Any, ...],
         requires_grad: bool = False,
-        known: Known = (),
+        outer_cuts: OuterCuts = (),
         stride: tuple[int, ...] | None = None,
     ) -> DTensor:
         """Wrap `payload`, the runtime's tensor for the whole value, which may have no strides."""
-        state = state_of(payload, mesh, placements, known)
+        state = state_of(payload, mesh, placements, outer_cuts)
         if stride is not None and not get_runtime().has_strides:
             state = state.with_stride(stride)
         return new_dtensor(cls, payload, state, requires_grad)
@@ -259,9 +256,9 @@ class DTensor(TorchDTensor):
     def _reshaped_in_place(self, func: Any, args: Sequence[Any], kwargs: Any) -> DTensor:
         """Follow the payload, whose shape ``t_``, ``squeeze_`` and the like have changed."""
         name = func._schema.name.removeprefix("aten::").removesuffix("_")
-        packet, taken = getattr(aten, name), [a.name for a in func._schema.arguments]
+        packet, names = getattr(aten, name), [a.name for a in func._schema.arguments]
         overloads = [getattr(packet, overload) for overload in packet.overloads()]
-        view = next(o for o in overloads if [a.name for a in o._schema.arguments] == taken)
+        view = next(o for o in overloads if [a.name for a in o._schema.arguments] == names)
         mesh, placements = self._spec.mesh, propagate(view, args, kwargs, self._spec.mesh)
         payload = functional.reshaped(view, self._local_tensor, args, kwargs)
         meta = None if get_runtime().has_strides else output_meta(view, args, kwargs)
@@ -277,12 +274,12 @@ class DTensor(TorchDTensor):
     def rewrapper(self) -> Callable[[torch.Tensor], DTensor]:
         """Return a function that wraps payloads as this one is, without holding this one."""
         kind, mesh, placements = type(self), self._spec.mesh, self._spec.placements
-        known, made_by = self._spec.known, self._spec.made_by
+        outer_cuts, made_by = self._spec.outer_cuts, self._spec.made_by
 
         def wrap(payload: torch.Tensor) -> DTensor:
-            made = kind._wrapping(payload, mesh, placements, known=known)
-            made._spec.made_by = made_by
-            return made
+            tensor = kind._wrapping(payload, mesh, placements, outer_cuts=outer_cuts)
+            tensor._spec.made_by = made_by
+            return tensor
 
         return wrap
 
@@ -321,8 +318,8 @@ class DTensor(TorchDTensor):
             >>> total.is_partial(), total.reduce_partial().is_partial()
             (True, False)
         """
-        kept = [Replicate() if p.is_partial() else p for p in self._spec.placements]
-        return self.redistribute(placements=kept) if self.is_partial() else self
+        placements = [Replicate() if p.is_partial() else p for p in self._spec.placements]
+        return self.redistribute(placements=placements) if self.is_partial() else self
 
     def xla_sharding(self) -> OpSharding:
         """Return how the tensor really lies, read from the runtime, relative to its root mesh.
@@ -404,8 +401,7 @@ class DTensor(TorchDTensor):
         for_grad = checked_placements(
             "full_tensor", grad_placements, mesh, self.ndim, partial=False
         )
-        whole = self.redistribute(placements=replicated)
-        return as_plain(whole, for_grad)
+        return as_plain(self.redistribute(placements=replicated), for_grad)
 
     def to_local(self, *, grad_placements: Sequence[Any] | None = None) -> torch.Tensor:
         """Return the local tensor, as a :class:`~xla_dtensor.LocalView` of all devices' shards.
@@ -427,13 +423,13 @@ class DTensor(TorchDTensor):
             >>> xd.distribute_tensor(torch.arange(16), mesh, [Shard(0)]).to_local().tolist()
             [0, 1]
         """
-        from xla_dtensor.dtensor.local_building import to_view
+        from xla_dtensor.dtensor.local import to_view
 
         mesh = self._spec.mesh
         if grad_placements is None:
             return to_view(self, self._gradient_placements)
-        checked = checked_placements("to_local", grad_placements, mesh, self.ndim, partial=True)
-        return to_view(self, checked)
+        canonical = checked_placements("to_local", grad_placements, mesh, self.ndim, partial=True)
+        return to_view(self, canonical)
 
     @staticmethod
     @argument_types
@@ -469,7 +465,7 @@ class DTensor(TorchDTensor):
             DistributeError: Wrong mesh, placements or shape; or a plain tensor for several devices.
             LocalViewError: A view that does not fit mesh, placements and shape.
         """
-        from xla_dtensor.dtensor.local_building import from_local_in_graph, make_from_local
+        from xla_dtensor.dtensor.local import from_local_in_graph, make_from_local
 
         make = from_local_in_graph if torch.compiler.is_dynamo_compiling() else make_from_local
         return make(
@@ -484,8 +480,8 @@ class DTensor(TorchDTensor):
 
     def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
         """Return the whole value as a plain CPU tensor. All processes have to call this alike."""
-        whole = self.full_tensor().detach()
-        return whole if is_off_mesh(self._spec.mesh) else get_runtime().to_host(whole)
+        tensor = self.full_tensor().detach()
+        return tensor if is_off_mesh(self._spec.mesh) else get_runtime().to_host(tensor)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`torch.Tensor.to`; to the mesh's own device type it stays where it is.
@@ -526,10 +522,10 @@ class DTensor(TorchDTensor):
     def _on_host(self) -> torch.Tensor:
         # Read anew each time: a compiled step writes without a trace in the tensor's version. The
         # copy is the same one while its bytes are, so that no address is freed under a reader.
-        now, kept = self.cpu().contiguous(), getattr(self, "_host_copy", None)
-        if kept is None or not torch.equal(_bytes(kept), _bytes(now)):
-            self._host_copy = kept = now
-        return kept
+        copy, last_copy = self.cpu().contiguous(), getattr(self, "_host_copy", None)
+        if last_copy is None or not torch.equal(_bytes(last_copy), _bytes(copy)):
+            self._host_copy = last_copy = copy
+        return last_copy
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the whole value as a NumPy array."""
@@ -651,7 +647,7 @@ def ones(
         >>> ones(16, 2, device_mesh=mesh, placements=[Shard(0)])
         DTensor(shape=(16, 2), dtype=float32, placements=(S(0)), mesh=(0=8), local_shape=(2, 2))
     """
-    return _made("ones", size, 1, dtype, layout, requires_grad, device_mesh, placements)
+    return _make("ones", size, 1, dtype, layout, requires_grad, device_mesh, placements)
 
 
 @argument_types
@@ -664,7 +660,7 @@ def zeros(
     placements: Sequence[Any] | None = None,
 ) -> DTensor:
     """Make a DTensor of zeros; see :func:`ones`."""
-    return _made("zeros", size, 0, dtype, layout, requires_grad, device_mesh, placements)
+    return _make("zeros", size, 0, dtype, layout, requires_grad, device_mesh, placements)
 
 
 @argument_types
@@ -677,7 +673,7 @@ def empty(
     placements: Sequence[Any] | None = None,
 ) -> DTensor:
     """Make a DTensor whose values are not to be relied upon (they are zeros); see :func:`ones`."""
-    return _made("empty", size, 0, dtype, layout, requires_grad, device_mesh, placements)
+    return _make("empty", size, 0, dtype, layout, requires_grad, device_mesh, placements)
 
 
 @argument_types
@@ -705,8 +701,8 @@ def full(
     """
     if dtype is None:
         dtype = torch.full((), fill_value).dtype
-    given = (size, *mesh_and_placements)
-    return _made("full", given, fill_value, dtype, layout, requires_grad, device_mesh, placements)
+    size = (size, *mesh_and_placements)
+    return _make("full", size, fill_value, dtype, layout, requires_grad, device_mesh, placements)
 
 
 @argument_types
@@ -719,7 +715,7 @@ def rand(
     placements: Sequence[Any] | None = None,
 ) -> DTensor:
     """Make a DTensor of values drawn uniformly from [0, 1); see :func:`ones`."""
-    return _made("rand", size, "uniform", dtype, layout, requires_grad, device_mesh, placements)
+    return _make("rand", size, "uniform", dtype, layout, requires_grad, device_mesh, placements)
 
 
 @argument_types
@@ -732,10 +728,10 @@ def randn(
     placements: Sequence[Any] | None = None,
 ) -> DTensor:
     """Make a DTensor of values drawn from the standard normal distribution; see :func:`ones`."""
-    return _made("randn", size, "normal", dtype, layout, requires_grad, device_mesh, placements)
+    return _make("randn", size, "normal", dtype, layout, requires_grad, device_mesh, placements)
 
 
-def _made(
+def _make(
     function: str,
     size: tuple[Any, ...],
     fill: Any,
@@ -754,29 +750,29 @@ def _made(
         )
     dtype = torch.get_default_dtype() if dtype is None else dtype
     mesh = current_mesh(function) if device_mesh is None else as_device_mesh(device_mesh)
-    checked = checked_placements(function, placements, mesh, len(shape), partial=False)
-    lies = Layout.from_placements(checked, len(shape), mesh.value)
+    canonical = checked_placements(function, placements, mesh, len(shape), partial=False)
+    mesh_layout = Layout.from_placements(canonical, len(shape), mesh.value)
     if is_off_mesh(mesh):
         payload = torch.empty(shape, dtype=dtype, device="meta")
         if isinstance(fill, str):
             get_runtime().skip_draw()
     else:
-        payload = get_runtime().make(fill, shape, dtype, lies)
-    return DTensor._wrapping(payload, mesh, checked, requires_grad=requires_grad)
+        payload = get_runtime().make(fill, shape, dtype, mesh_layout)
+    return DTensor._wrapping(payload, mesh, canonical, requires_grad=requires_grad)
 
 
 def _by_position(size: tuple[Any, ...], mesh: Any, placements: Any) -> tuple[Any, Any, Any]:
     """Take mesh and placements from behind the size."""
-    for place, value in enumerate(size):
-        if isinstance(value, (TorchDeviceMesh, Mesh)):
-            rest = size[place + 1 :]
-            if mesh is not None or len(rest) > 1 or (rest and placements is not None):
+    for place, argument in enumerate(size):
+        if isinstance(argument, (TorchDeviceMesh, Mesh)):
+            behind = size[place + 1 :]
+            if mesh is not None or len(behind) > 1 or (behind and placements is not None):
                 raise ArgumentTypeError(
                     "A factory was called with a mesh by position and more arguments than "
                     "placements behind it, or by name as well. Each is taken once. Pass (size, "
                     "mesh, placements)."
                 )
-            return size[:place], value, rest[0] if rest else placements
+            return size[:place], argument, behind[0] if behind else placements
     return size, mesh, placements
 
 

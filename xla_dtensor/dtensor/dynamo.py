@@ -29,9 +29,8 @@ from torch.distributed.tensor import Replicate
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.core.errors import DistributeError
-from xla_dtensor.dtensor.labels import Placements
+from xla_dtensor.dtensor.labels import OuterCuts, Placements
 from xla_dtensor.dtensor.mesh import DeviceMesh, mesh_text
-from xla_dtensor.dtensor.state import Known
 from xla_dtensor.runtimes.functional import Names
 
 if TYPE_CHECKING:
@@ -85,8 +84,8 @@ def one_call(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         if args:
             return called_in_graph(name, args[0], args[1:], kwargs)
-        rest = {key: value for key, value in kwargs.items() if key != first}
-        return called_in_graph(name, kwargs[first], (), rest)
+        options = {key: option for key, option in kwargs.items() if key != first}
+        return called_in_graph(name, kwargs[first], (), options)
 
     return called
 
@@ -106,8 +105,8 @@ def called_in_graph(name: str, tensor: Any, args: Any, kwargs: Any) -> Any:
 def _named(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Run, not traced, by Dynamo, which guards on the arguments."""
     torch.compiler.allow_in_graph(_call)
-    given = _real((name, tuple(args), dict(kwargs)))
-    return _calls.name(given, name, _key(given))
+    call = _real((name, tuple(args), dict(kwargs)))
+    return _calls.name(call, name, _key(call))
 
 
 # What torch.compiler.assume_constant_result does, without importing Dynamo for it.
@@ -124,21 +123,21 @@ def real_mesh(mesh: Any) -> Any:
     return getattr(mesh, "real_obj", mesh)
 
 
-def _real(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _real(each) for key, each in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(map(_real, value))
-    return real_mesh(value)
+def _real(argument: Any) -> Any:
+    if isinstance(argument, Mapping):
+        return {key: _real(element) for key, element in argument.items()}
+    if type(argument) in (tuple, list):
+        return type(argument)(map(_real, argument))
+    return real_mesh(argument)
 
 
-def _key(value: Any) -> Hashable:
+def _key(argument: Any) -> Hashable:
     """Return what tells constants apart: 1 and 1.0, and in torch 2.9 kinds of Shard, are equal."""
-    if isinstance(value, Mapping):
-        return (dict, tuple((key, _key(each)) for key, each in value.items()))
-    if type(value) in (tuple, list):
-        return (type(value), tuple(map(_key, value)))
-    return (type(value), value)
+    if isinstance(argument, Mapping):
+        return (dict, tuple((key, _key(element)) for key, element in argument.items()))
+    if type(argument) in (tuple, list):
+        return (type(argument), tuple(map(_key, argument)))
+    return (type(argument), argument)
 
 
 # ------------------------------------------------------------- torch.compile of code with DTensors
@@ -156,11 +155,11 @@ class FlatState:
     def __init__(self, spec: Any, requires_grad: bool) -> None:
         self.mesh: DeviceMesh = spec.mesh
         self.placements: Placements = spec.placements
-        self.known: Known = spec.known
+        self.outer_cuts: OuterCuts = spec.outer_cuts
         self.requires_grad = requires_grad
         # In torch 2.9 a _StridedShard equals the Shard of its dim, so types are compared as well.
         kinds = tuple(map(type, self.placements))
-        self._key = (self.mesh, self.placements, kinds, self.known, requires_grad)
+        self._key = (self.mesh, self.placements, kinds, self.outer_cuts, requires_grad)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FlatState) and self._key == other._key
@@ -177,24 +176,24 @@ class _Parts(tuple[Any, ...]):
 
     Args:
         parts: Placements, meta, shard order, and whether a gradient is required.
-        known: What is known of axes that the mesh lacks.
+        outer_cuts: Which of the axes that the mesh lacks cut which dim.
     """
 
-    known: Known
+    outer_cuts: OuterCuts
 
-    def __new__(cls, parts: tuple[Any, ...], known: Known = ()) -> _Parts:
+    def __new__(cls, parts: tuple[Any, ...], outer_cuts: OuterCuts = ()) -> _Parts:
         self = super().__new__(cls, parts)
-        self.known = known
+        self.outer_cuts = outer_cuts
         return self
 
     def __eq__(self, other: object) -> bool:
-        return super().__eq__(other) and self.known == getattr(other, "known", ())
+        return super().__eq__(other) and self.outer_cuts == getattr(other, "outer_cuts", ())
 
     def __hash__(self) -> int:
-        return hash((tuple(self), self.known))
+        return hash((tuple(self), self.outer_cuts))
 
     def __reduce__(self) -> Any:
-        return (_Parts, (tuple(self), self.known))
+        return (_Parts, (tuple(self), self.outer_cuts))
 
 
 def flatten(tensor: DTensor) -> tuple[list[str], Any]:
@@ -203,7 +202,7 @@ def flatten(tensor: DTensor) -> tuple[list[str], Any]:
     if _MESH_IS_OPAQUE:
         order = getattr(spec, "shard_order", None)
         parts = (spec.placements, spec.tensor_meta, order, tensor.requires_grad)
-        return ["_local_tensor", "device_mesh"], _Parts(parts, spec.known)
+        return ["_local_tensor", "device_mesh"], _Parts(parts, spec.outer_cuts)
     return ["_local_tensor"], FlatState(spec, tensor.requires_grad)
 
 
@@ -213,17 +212,12 @@ def unflatten(
     """Put together what :func:`flatten` took apart."""
     if isinstance(state, FlatState):
         mesh, placements, requires_grad = state.mesh, state.placements, state.requires_grad
-        known = state.known
+        outer_cuts = state.outer_cuts
     else:
         mesh, placements, requires_grad = real_mesh(inner["device_mesh"]), state[0], state[3]
-        known = getattr(state, "known", ())
+        outer_cuts = getattr(state, "outer_cuts", ())
     payload = inner["_local_tensor"]
-    return kind._wrapping(payload, mesh, placements, requires_grad, known, tuple(stride))
-
-
-def whole(placements: Sequence[Any]) -> Placements:
-    """Return the placements of a gradient: nothing is pending in it."""
-    return tuple(Replicate() if p.is_partial() else p for p in placements)
+    return kind._wrapping(payload, mesh, placements, requires_grad, outer_cuts, tuple(stride))
 
 
 def coerced_tangent(tensor: DTensor, state: Any = None, expected_type: type | None = None) -> Any:
@@ -245,16 +239,18 @@ def coerced_tangent(tensor: DTensor, state: Any = None, expected_type: type | No
             return None
         kind: Any = expected_type
     if state is None:
-        placements = whole(spec.placements)
+        placements = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
         return (
             tensor
             if placements == spec.placements
-            else kind._wrapping(tensor._local_tensor, spec.mesh, placements, known=spec.known)
+            else kind._wrapping(
+                tensor._local_tensor, spec.mesh, placements, outer_cuts=spec.outer_cuts
+            )
         )
     mesh = state.mesh if isinstance(state, FlatState) else spec.mesh
     placements = state.placements if isinstance(state, FlatState) else state[0]
-    known = getattr(state, "known", ())
-    return kind._wrapping(tensor._local_tensor, mesh, placements, known=known)
+    outer_cuts = getattr(state, "outer_cuts", ())
+    return kind._wrapping(tensor._local_tensor, mesh, placements, outer_cuts=outer_cuts)
 
 
 def distribute_in_graph(tensor: torch.Tensor, device_mesh: Any, placements: Any) -> DTensor:
@@ -267,9 +263,10 @@ def _target(device_mesh: Any, placements: Any) -> str:
     torch.compiler.allow_in_graph(_distribute)
     # Not checked here: Dynamo would report an error as one of its own.
     mesh = real_mesh(device_mesh)
-    given = placements if placements is None else tuple(placements)
-    kinds = None if given is None else tuple(map(type, given))
-    return _targets.name((mesh, given), f"{given} on {mesh}", (mesh, given, kinds))
+    placements = None if placements is None else tuple(placements)
+    kinds = None if placements is None else tuple(map(type, placements))
+    target = (mesh, placements)
+    return _targets.name(target, f"{placements} on {mesh}", (*target, kinds))
 
 
 # What torch.compiler.assume_constant_result does, without importing Dynamo for it.

@@ -1,9 +1,8 @@
-"""Labels: the placements of an op's result, as PyTorch derives them, and what they came from.
+"""Labels: what a DTensor knows beside its payload, and the placements of an op's result.
 
-There a ``_StridedShard`` is a kind of ``Shard``, and most of torch's rules answer with a plain
-``Shard`` where they mean "as the argument". On a (dp=2, tp=4) mesh, ``x + 1`` of a tensor that lies
-as ``[_StridedShard(0, 4), Shard(0)]``, rows cut by tp and then by dp, would be labelled
-``[Shard(0), Shard(0)]``, cut by dp and then by tp.
+Many DTensors share one GlobalState: an op's answer is kept with the state of its output, so a
+repeated op makes none. Its parts are therefore never assigned to; a DTensor that changes is given
+another.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
@@ -24,38 +23,224 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mesh_utils import Mesh
+from mesh_utils import Axis, Mesh
 from xla_dtensor.core import Layout, LayoutError
+from xla_dtensor.core.spanning import layout_on_span, spanning_mesh
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
-from xla_dtensor.dtensor.state import GlobalState, Known, known_placements, placements_on
 from xla_dtensor.runtimes.nested import leaves, map_nested
 from xla_dtensor.runtimes.whole_ops import linear_loss, linear_loss_backward
 
 __all__ = [
+    "GlobalState",
     "MadeBy",
+    "OuterCuts",
     "Placements",
+    "joint_mesh",
+    "labels_of_outputs",
     "legal_placements",
     "note_op",
+    "outer_cuts_of_layout",
+    "placements_on",
     "propagate",
     "rule_words",
     "same_placements",
+    "split",
     "with_strides",
 ]
 
 
+# ----------------------------------- What is known of the mesh axes that a tensor's own mesh lacks
+#
+# A tensor on ``mesh["tp"]`` is a tensor of the whole (dp, tp) mesh. Its placements say nothing of
+# dp, yet its rows may well be sharded over dp: it was computed from a batch that is. A constraint
+# that took "nothing said" for "replicated" would gather the batch at every redistribute of a
+# tensor-parallel plan. So a tensor's state carries what is known, as (axis, dim) pairs, and ops
+# pass it on: labels are propagated on the mesh of all axes of which something is known, and taken
+# apart again.
+#
+#     x   on mesh["tp"]: [Replicate()], known dp on dim 0        a batch
+#     w   on mesh["tp"]: [Shard(0)]
+#     F.linear(x, w)     on mesh["tp"]: [Shard(1)], known dp on dim 0
+#
+# Where nothing is known the dims stay open for XLA to choose, where it can be told so.
+
+OuterCuts: TypeAlias = tuple[tuple[Axis, int], ...]
+
+
+def outer_cuts_of_layout(layout: Layout | None, mesh: DeviceMesh) -> OuterCuts:
+    """Return what a layout on the spanning mesh says of the axes that `mesh` lacks.
+
+    Args:
+        layout: A layout of whole axes, or None.
+        mesh: The mesh.
+    """
+    if layout is None:
+        return ()
+    inner_axes = set(mesh.value.axis_names)
+    pairs = [(axis, dim) for dim, axes in enumerate(layout.dims) for axis in axes]
+    return tuple((axis, dim) for axis, dim in pairs if axis not in inner_axes)  # pyright: ignore
+
+
+def _cuts(state: GlobalState) -> list[tuple[Axis, int]]:
+    pairs = zip(state.mesh.value.axis_names, state.placements, strict=True)
+    return [(axis, p.dim) for axis, p in pairs if type(p) is Shard]
+
+
+def _related(mesh: DeviceMesh, other_mesh: DeviceMesh) -> bool:
+    if mesh is other_mesh or spanning_mesh(mesh.value) == spanning_mesh(other_mesh.value):
+        return True
+    # A submesh without axes of size 1 has all devices, and so spans them by itself.
+    root = mesh.value.root
+    names = {*mesh.value.axis_names, *other_mesh.value.axis_names}
+    return root == other_mesh.value.root and names <= {*root.axis_names}
+
+
+def joint_mesh(mesh: DeviceMesh, states: Sequence[GlobalState]) -> DeviceMesh:
+    """Return the mesh of the axes of `mesh` and all that `states` know of.
+
+    `mesh` itself where there are no others, which is nearly always.
+    """
+    if not [state for state in states if state.outer_cuts or state.mesh is not mesh]:
+        return mesh
+    span = spanning_mesh(mesh.value)
+    axes = set(mesh.value.axis_names)
+    for state in states:
+        if _related(state.mesh, mesh):
+            axes |= {axis for axis, _ in (*_cuts(state), *state.outer_cuts)}
+    if axes == set(mesh.value.axis_names):
+        return mesh
+    return as_device_mesh(span[tuple(axis for axis in span.axis_names if axis in axes)])
+
+
+def placements_of_outer_cuts(outer_cuts: OuterCuts, mesh: DeviceMesh) -> tuple[Any, ...]:
+    """Return what is known as placements on a mesh."""
+    dims = dict(outer_cuts)
+    return tuple(
+        Shard(dims[axis]) if axis in dims else Replicate() for axis in mesh.value.axis_names
+    )
+
+
+def placements_on(state: GlobalState, mesh: DeviceMesh) -> tuple[Any, ...]:
+    """Return a tensor's placements on another mesh of the same devices; Replicate if unknown."""
+    if state.mesh is mesh or state.mesh == mesh:
+        return state.placements
+    if not _related(state.mesh, mesh):
+        return (Replicate(),) * mesh.ndim
+    by_axis: dict[Axis, Any] = {axis: Shard(dim) for axis, dim in state.outer_cuts}
+    by_axis |= dict(zip(state.mesh.value.axis_names, state.placements, strict=True))
+    return tuple(by_axis.get(axis, Replicate()) for axis in mesh.value.axis_names)
+
+
+def split(placements: Sequence[Any], joint: DeviceMesh, mesh: DeviceMesh) -> tuple[Any, OuterCuts]:
+    """Take placements on a joint mesh apart: those on `mesh`, and what is known beside it."""
+    by_axis = dict(zip(joint.value.axis_names, placements, strict=True))
+    inner_axes = mesh.value.axis_names
+    outer_cuts = tuple(
+        (axis, p.dim) for axis, p in by_axis.items() if axis not in inner_axes and type(p) is Shard
+    )
+    return tuple(by_axis[axis] for axis in inner_axes), outer_cuts
+
+
+# ------------------------------------------------------------------------------------- GlobalState
+
+_tokens: dict[Any, object] = {}
+_TOKENS_LIMIT = 50_000
+
+
+class GlobalState(DTensorSpec):
+    """What a DTensor knows beside its payload; torch reads mesh, placements and meta from it."""
+
+    mesh: DeviceMesh
+    # None until it is asked for.
+    cached_token: object | None = None
+    # (axis, dim) pairs: what is known of the axes that the mesh lacks, where it is a submesh.
+    outer_cuts: OuterCuts = ()
+    # Which op it is the state of the output of, for `explain`; None where a caller placed it.
+    made_by: Any = None
+    # Whether such an output is told to lie as its label says; see `products`.
+    pinned: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """The placements as a Layout of the mesh value."""
+        return Layout.from_placements(self.placements, len(self.shape), self.mesh.value)
+
+    @property
+    def span_layout(self) -> Layout:
+        """The layout over all devices of the root, with what is known of the other axes."""
+        return layout_on_span(self.layout, self.outer_cuts)
+
+    def outer_cuts_on(self, mesh: DeviceMesh) -> OuterCuts:
+        """Return what is known of the axes that a mesh of the same devices lacks."""
+        if mesh is self.mesh:
+            return self.outer_cuts
+        if not _related(self.mesh, mesh):
+            return ()
+        inner_axes = mesh.value.axis_names
+        return tuple(pair for pair in (*_cuts(self), *self.outer_cuts) if pair[0] not in inner_axes)
+
+    def with_placements(self, mesh: DeviceMesh, placements: tuple[Any, ...]) -> GlobalState:
+        """Return the state of the same values on another mesh, or with other placements."""
+        meta: Any = self.tensor_meta
+        state = GlobalState(mesh, placements, tensor_meta=meta)
+        state.outer_cuts = self.outer_cuts_on(mesh)
+        return state
+
+    def with_stride(self, stride: tuple[int, ...]) -> GlobalState:
+        """Return the state of the same tensor with another stride, as torch tells views by it."""
+        meta: Any = self.tensor_meta
+        if stride == meta.stride:
+            return self
+        meta = TensorMeta(meta.shape, stride, meta.dtype)
+        state = GlobalState(self.mesh, self.placements, tensor_meta=meta)
+        state.outer_cuts = self.outer_cuts
+        return state
+
+    def token(self) -> object:
+        """Return an object that is one and the same for states of the same meaning.
+
+        Comparing states takes microseconds, comparing their tokens none.
+        """
+        if self.cached_token is None:
+            meta: Any = self.tensor_meta
+            # In torch 2.9 a _StridedShard equals the Shard of its dim, and has its hash.
+            kinds = tuple(map(type, self.placements))
+            key = (self.mesh, kinds, self.placements, self.outer_cuts)
+            key = (*key, meta.shape, meta.stride, meta.dtype)
+            if len(_tokens) >= _TOKENS_LIMIT:
+                _tokens.clear()
+            try:
+                token = _tokens.setdefault(key, object())
+            except TypeError:  # a size that torch.compile has not fixed
+                token = object()
+            self.cached_token = token
+        return self.cached_token
+
+    def _check_equals(self, other: Any, skip_shapes: bool = False) -> bool:
+        # Newer versions of torch guard compiled functions with this, and leave the shapes to guards
+        # on the inner tensor, of which there are none for a JaxTensor.
+        is_equal = super()._check_equals(other)  # pyright: ignore[reportAttributeAccessIssue]
+        return is_equal and self.outer_cuts == getattr(other, "outer_cuts", ())
+
+
 # ----------------------------------------- Keep a strided shard strided in the labels of torch 2.9
+#
+# There a ``_StridedShard`` is a kind of ``Shard``, and most of torch's rules answer with a plain
+# ``Shard`` where they mean "as the argument". On a (dp=2, tp=4) mesh, ``x + 1`` of a tensor that
+# lies as ``[_StridedShard(0, 4), Shard(0)]``, rows cut by tp and then by dp, would be labelled
+# ``[Shard(0), Shard(0)]``, cut by dp and then by tp.
 
 _CONFUSED = issubclass(_StridedShard, Shard)
 
 
-def same_placements(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def same_placements(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Tell whether placements are equal; in torch 2.9 a strided shard equals the plain one.
 
     Example:
         >>> same_placements([_StridedShard(0, split_factor=4)], [Shard(0)])
         False
     """
-    return list(map(type, one)) == list(map(type, other)) and tuple(one) == tuple(other)
+    return list(map(type, a)) == list(map(type, b)) and tuple(a) == tuple(b)
 
 
 def with_strides(answer: Any, arguments: Iterable[Sequence[Any]]) -> Any:
@@ -72,7 +257,7 @@ def with_strides(answer: Any, arguments: Iterable[Sequence[Any]]) -> Any:
     if not _CONFUSED or not strided or answer is None:
         return answer
     if isinstance(answer, list):
-        return [with_strides(each, strided) for each in answer]
+        return [with_strides(placements, strided) for placements in answer]
     return tuple(_placement(answer, axis, strided) for axis in range(len(answer)))
 
 
@@ -91,7 +276,7 @@ def _placement(output: Sequence[Any], axis: int, strided: Sequence[Sequence[Any]
 def _later_cuts(placements: Sequence[Any], axis: int) -> list[int]:
     dim = placements[axis].dim
     later = range(axis + 1, len(placements))
-    return [other for other in later if getattr(placements[other], "dim", None) == dim]
+    return [i for i in later if getattr(placements[i], "dim", None) == dim]
 
 
 # ---------------------------------------------------------------------------------- Whole op labels
@@ -179,9 +364,11 @@ def _attention(q: Any, k: Any, v: Any, q_shape: Shape, *_: Shape) -> Placement:
 
 def _per_axis(rule: Callable[..., Placement], tensors: int) -> Callable[[int, Any], Any]:
     def placements(num_axes: int, args: Any) -> tuple[Placement, ...]:
-        given = [args[i] for i in range(tensors)]
-        shapes = [g[1] for g in given]
-        return tuple(rule(*(g[0][axis] for g in given), *shapes) for axis in range(num_axes))
+        operands = args[:tensors]
+        shapes = [shape for _, shape, *_ in operands]
+        return tuple(
+            [rule(*[label[axis] for label, *_ in operands], *shapes) for axis in range(num_axes)]
+        )
 
     return placements
 
@@ -198,8 +385,8 @@ def _lean_attention(num_axes: int, args: Any) -> list[Any]:
 def _linear_loss(num_axes: int, args: Any) -> list[Any]:
     """One number for each token: it lies as the tokens do."""
     placements, shape = args[0][:2]
-    kept = [p if _dim(p) not in (None, len(shape) - 1) else Replicate() for p in placements]
-    return [tuple(kept), tuple(kept)]
+    token_cuts = [p if _dim(p) not in (None, len(shape) - 1) else Replicate() for p in placements]
+    return [tuple(token_cuts), tuple(token_cuts)]
 
 
 def _linear_loss_grads(num_axes: int, args: Any) -> list[Any]:
@@ -269,59 +456,50 @@ def propagate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: D
     """
     if func in _SAME_AS_FIRST:
         return _placements(args[0], mesh)
-    described_args, described_kwargs = map_nested(
-        lambda v: _describe(v, mesh), (tuple(args), dict(kwargs))
-    )
+    args, kwargs = map_nested(lambda v: _describe(v, mesh), (tuple(args), dict(kwargs)))
+    key = (func, mesh, _hashable((args, kwargs)))
     try:
-        key = (func, mesh, _hashable(described_args), _hashable(described_kwargs))
-        hash(key)
-    except TypeError:
-        return _ask(func, described_args, described_kwargs, mesh)
-    if key not in _cache:
+        answer = _cache.get(key)
+    except TypeError:  # an argument that has no hash
+        return _ask(func, args, kwargs, mesh)
+    if answer is None:
         if len(_cache) >= _CACHE_LIMIT:
             _cache.clear()
-        _cache[key] = _ask(func, described_args, described_kwargs, mesh)
-    return _cache[key]
+        answer = _cache[key] = _ask(func, args, kwargs, mesh)
+    return answer
 
 
-def known_of_results(
+def outer_cuts_of_outputs(
     func: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    given: Sequence[Known],
+    view_cuts: Sequence[OuterCuts],
     span: Mesh,
-    result: Any,
-) -> list[Known]:
-    """Return what is known of each result of an op on LocalViews, besides what is in their region.
-
-    Args:
-        func: An ``OpOverload``.
-        args: Its arguments, LocalViews in place.
-        kwargs: Its keyword arguments.
-        given: What is known of each view.
-        span: The mesh over all devices.
-        result: A tensor or a sequence of results.
-    """
-    named = {axis for known in given for axis, _ in known}
-    mesh = as_device_mesh(span[tuple(axis for axis in span.axis_names if axis in named)])
-    several = not isinstance(result, torch.Tensor)
-    placements = propagate(func, args, kwargs, mesh)
-    results = list(result) if several else [result]
-    each = placements if isinstance(placements, list) else [placements] * len(results)
-    each = each if len(each) == len(results) else [each[0]] * len(results)
-    found: list[Known] = []
-    for answer, one in zip(each, results, strict=True):
-        ndim = one.ndim if isinstance(one, torch.Tensor) else 0
-        legal = legal_placements(answer, ndim, mesh)
-        pairs = zip(mesh.value.axis_names, legal, strict=True)
-        found.append(tuple((axis, p.dim) for axis, p in pairs if type(p) is Shard))
-    return found
+    output: Any,
+) -> list[OuterCuts]:
+    """Return what is known of each output of an op on LocalViews, outside of their region."""
+    axes = {axis for cuts in view_cuts for axis, _ in cuts}
+    mesh = as_device_mesh(span[tuple(axis for axis in span.axis_names if axis in axes)])
+    outputs = [output] if isinstance(output, torch.Tensor) else list(output)
+    labels = labels_of_outputs(propagate(func, args, kwargs, mesh), len(outputs))
+    outer_cuts: list[OuterCuts] = []
+    for label, tensor in zip(labels, outputs, strict=True):
+        ndim = tensor.ndim if isinstance(tensor, torch.Tensor) else 0
+        pairs = zip(mesh.value.axis_names, legal_placements(label, ndim, mesh), strict=True)
+        outer_cuts.append(tuple((axis, p.dim) for axis, p in pairs if type(p) is Shard))
+    return outer_cuts
 
 
-def _placements(value: torch.Tensor, mesh: DeviceMesh) -> Placements:
-    if isinstance(value, TorchDTensor):
-        return placements_on(value._spec, mesh)  # pyright: ignore[reportArgumentType]
-    return known_placements(getattr(value, "_known", ()), mesh)
+def labels_of_outputs(placements: Any, count: int) -> list[Any]:
+    """Return one answer of :func:`propagate` per output, where it may have given one for all."""
+    labels = placements if isinstance(placements, list) else [placements]
+    return labels if len(labels) == count else labels[:1] * count
+
+
+def _placements(tensor: torch.Tensor, mesh: DeviceMesh) -> Placements:
+    if isinstance(tensor, TorchDTensor):
+        return placements_on(tensor._spec, mesh)  # pyright: ignore[reportArgumentType]
+    return placements_of_outer_cuts(getattr(tensor, "_outer_cuts", ()), mesh)
 
 
 class _Described(tuple):
@@ -330,34 +508,32 @@ class _Described(tuple):
     __slots__ = ()
 
 
-def _describe(value: Any, mesh: DeviceMesh) -> Any:
-    if isinstance(value, TorchDTensor):
-        placements = _placements(value, mesh)
-        return _Described((placements, value.shape, value.stride(), value.dtype))
-    if isinstance(value, torch.Tensor):
-        placements = _placements(value, mesh)
-        return _Described((placements, value.shape, value.stride(), value.dtype))
-    if isinstance(value, torch.SymFloat):
+def _describe(argument: Any, mesh: DeviceMesh) -> Any:
+    if isinstance(argument, torch.Tensor):
+        placements = _placements(argument, mesh)
+        return _Described((placements, argument.shape, argument.stride(), argument.dtype))
+    if isinstance(argument, torch.SymFloat):
         return 0.5
-    return value
+    return argument
 
 
-def _hashable(value: Any) -> Any:
-    if isinstance(value, _Described):
+def _hashable(argument: Any) -> Any:
+    if isinstance(argument, _Described):
         # In torch 2.9 a _StridedShard equals the Shard of its dim, and has its hash.
-        return (*map(type, value[0]), *value)
-    if isinstance(value, (list, tuple)):
-        return (type(value).__name__, *map(_hashable, value))
-    if isinstance(value, dict):
-        return tuple((k, _hashable(v)) for k, v in value.items())
-    return (type(value), value)
+        return (*map(type, argument[0]), *argument)
+    if isinstance(argument, (list, tuple)):
+        return (type(argument).__name__, *[_hashable(v) for v in argument])
+    if isinstance(argument, dict):
+        return tuple([(k, _hashable(v)) for k, v in argument.items()])
+    return (type(argument), argument)
 
 
 def _ask(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     replicated = (Replicate(),) * mesh.ndim
     described = [v for v in leaves((args, kwargs)) if isinstance(v, _Described)]
     # torch's rules for views do not end on empty shapes, of which there is nothing to place.
-    if all(d[0] == replicated for d in described) or any(0 in d[1] for d in described):
+    is_copied = not [d for d in described if d[0] != replicated]
+    if is_copied or [d for d in described if 0 in d[1]]:
         return replicated
     if func in WHOLE_OP_LABELS:
         return WHOLE_OP_LABELS[func](mesh.ndim, args)
@@ -382,12 +558,12 @@ def _ask_by_parts(args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     torch goes through the operands and keeps what they have come to, so that may stand for those
     before. Asked about all at once torch 2.9 compares each with each: a second for 400.
     """
-    operands, *rest = args
-    answer = _ask(aten.stack.default, (operands[:_MANY], *rest), kwargs, mesh)
+    operands, *options = args
+    answer = _ask(aten.stack.default, (operands[:_MANY], *options), kwargs, mesh)
     for start in range(_MANY, len(operands), _MANY):
-        before = _Described((answer, *operands[0][1:]))
-        part = [before, *operands[start : start + _MANY]]
-        answer = _ask(aten.stack.default, (part, *rest), kwargs, mesh)
+        first = _Described((answer, *operands[0][1:]))
+        part = [first, *operands[start : start + _MANY]]
+        answer = _ask(aten.stack.default, (part, *options), kwargs, mesh)
     return answer
 
 
@@ -396,12 +572,12 @@ def _axis_by_axis(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh, error: Ex
     answers = []
     for axis in range(mesh.ndim):
 
-        def only(value: Any, axis: int = axis) -> Any:
-            if not isinstance(value, _Described):
-                return value
+        def only(argument: Any, axis: int = axis) -> Any:
+            if not isinstance(argument, _Described):
+                return argument
             placements = [Replicate()] * mesh.ndim
-            placements[axis] = value[0][axis]
-            return _Described((tuple(placements), *value[1:]))
+            placements[axis] = argument[0][axis]
+            return _Described((tuple(placements), *argument[1:]))
 
         alone_args, alone_kwargs = map_nested(only, (args, kwargs))
         try:
@@ -409,11 +585,11 @@ def _axis_by_axis(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh, error: Ex
                 answers.append(_from_propagator(func, alone_args, alone_kwargs, mesh))
         except Exception:
             answers.append(None)
-    given = next((a for a in answers if a is not None), None)
-    if given is None:
+    first_answer = next((a for a in answers if a is not None), None)
+    if first_answer is None:
         _log_once(func, error)
-    if isinstance(given, list):
-        return [_merged([a and a[i] for a in answers]) for i in range(len(given))]
+    if isinstance(first_answer, list):
+        return [_merged([a and a[i] for a in answers]) for i in range(len(first_answer))]
     return _merged(answers)
 
 
@@ -445,7 +621,8 @@ def legal_placements(placements: Any, ndim: int, mesh: DeviceMesh) -> Placements
     if placements is None or len(placements) != mesh.ndim:
         return (Replicate(),) * mesh.ndim
     legal = tuple([_legal(placement, ndim) for placement in placements])
-    if any(isinstance(p, _StridedShard) for p in legal) and not _is_tiling(legal, ndim, mesh):
+    is_strided = bool([p for p in legal if isinstance(p, _StridedShard)])
+    if is_strided and not _is_tiling(legal, ndim, mesh):
         return tuple(Replicate() if isinstance(p, _StridedShard) else p for p in legal)
     return legal
 
@@ -479,23 +656,25 @@ def _from_propagator(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any
     shadow = _shadow_mesh(mesh.value)
     propagator = TorchDTensor._op_dispatcher.sharding_propagator
 
-    def to_spec(value: Any) -> Any:
-        if not isinstance(value, _Described):
-            return value
-        placements, shape, stride, dtype = value
+    def to_spec(argument: Any) -> Any:
+        if not isinstance(argument, _Described):
+            return argument
+        placements, shape, stride, dtype = argument
         return DTensorSpec(shadow, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
     schema_args, schema_kwargs = map_nested(to_spec, (args, kwargs))
-    info = propagator.op_to_schema_info.get(func)
-    info = info or getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}).get(func)
-    schema = OpSchema(func, schema_args, schema_kwargs, schema_info=info)
+    schema_info = propagator.op_to_schema_info.get(func)
+    schema_info = schema_info or getattr(
+        propagator, "op_to_schema_info_for_single_dim_strategy", {}
+    ).get(func)
+    schema = OpSchema(func, schema_args, schema_kwargs, schema_info=schema_info)
     output = propagator.propagate_op_sharding_non_cached(schema).output_spec
     if output is None:
         return (Replicate(),) * mesh.ndim
-    given = [v[0] for v in leaves((args, kwargs)) if isinstance(v, _Described)]
+    arguments = [v[0] for v in leaves((args, kwargs)) if isinstance(v, _Described)]
     if isinstance(output, DTensorSpec):
-        return with_strides(output.placements, given)
-    return with_strides([None if spec is None else spec.placements for spec in output], given)
+        return with_strides(output.placements, arguments)
+    return with_strides([None if spec is None else spec.placements for spec in output], arguments)
 
 
 @lru_cache(maxsize=64)
@@ -548,11 +727,11 @@ class MadeBy:
     @property
     def words(self) -> str:
         """The op with its arguments."""
-        told = [
+        operands = [
             f"{shape} {Layout.from_placements(placements, len(shape), mesh.value)}"
             for mesh, placements, shape in self.arguments
         ]
-        return f"{self.func} of {' and '.join(told)}" if told else str(self.func)
+        return f"{self.func} of {' and '.join(operands)}" if operands else str(self.func)
 
     @property
     def takes_copies(self) -> bool:
@@ -560,7 +739,7 @@ class MadeBy:
         return all(p == Replicate() for _, placements, _ in self.arguments for p in placements)
 
 
-def note_op(states: Any, func: Any, found: Sequence[Any]) -> Any:
+def note_op(states: Any, func: Any, dtensors: Sequence[Any]) -> Any:
     """Keep with the states of an op's outputs which op they are of; return the states.
 
     Called once for each new answer, not for each op.
@@ -568,11 +747,11 @@ def note_op(states: Any, func: Any, found: Sequence[Any]) -> Any:
     Args:
         states: A state, or nested lists of states and None.
         func: The op.
-        found: The DTensors among its arguments.
+        dtensors: The DTensors among its arguments.
     """
-    arguments = ((t._spec.mesh, tuple(t._spec.placements), tuple(t.shape)) for t in found)
+    arguments = [(t._spec.mesh, tuple(t._spec.placements), tuple(t.shape)) for t in dtensors]
     made_by = MadeBy(func, tuple(arguments))
-    for state in leaves([states]):
+    for state in [states] if isinstance(states, GlobalState) else leaves(states):
         if isinstance(state, GlobalState):
             state.made_by = made_by
     return states

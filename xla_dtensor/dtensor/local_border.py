@@ -60,7 +60,7 @@ __all__ = [
     "PerDeviceTensor",
     "Uneven",
     "asked_for",
-    "border",
+    "border_of",
     "check_writes",
     "first_shard",
     "read_op",
@@ -167,13 +167,13 @@ class Link:
         self._source, self._cut, self._joined = source, cut, joined
         self._replicated = replicated
         self.memory = cut()
-        self._seen = _state(source)
+        self._version = _version(source)
 
     def pull(self) -> None:
         """Write what the DTensor became since the last look to the view's memory."""
-        version, value = _state(self._source)
-        if version != self._seen[0] or value is not self._seen[1] or version < 0:
-            self._seen = version, value
+        count, token = _version(self._source)
+        if count != self._version[0] or token is not self._version[1] or count < 0:
+            self._version = count, token
             _write(self.memory, self._cut(), local=True)
 
     def check(self, varying: frozenset[Axis]) -> None:
@@ -192,26 +192,26 @@ class Link:
         _write(payload._local_tensor, self._joined(self.memory), local=False)
         if not payload.is_inference():
             torch.autograd.graph.increment_version(payload)  # for other views of the same tensor
-        self._seen = _state(self._source)
+        self._version = _version(self._source)
 
 
-def _write(target: torch.Tensor, value: torch.Tensor, local: bool) -> None:
+def _write(target: torch.Tensor, source: torch.Tensor, local: bool) -> None:
     run = run_local_op if local or is_traced(target) else get_runtime().run_op
     # A tensor of inference mode may be written to in inference mode only.
     with torch.inference_mode(target.is_inference() or torch.is_inference_mode_enabled()):
-        run(torch.ops.aten.copy_.default, (target, value), {})
+        run(torch.ops.aten.copy_.default, (target, source), {})
 
 
-def _state(source: Any) -> tuple[int, Any]:
+def _version(source: Any) -> tuple[int, Any]:
     """Return what changes when a DTensor is written to.
 
     Its version counter, which inference mode has not, and which a compiled step that only launches
     its program may not move; and what the runtime says of the value.
     """
     payload = source._local_tensor
-    value = None if is_traced(payload) else get_runtime().value_token(payload)
+    token = None if is_traced(payload) else get_runtime().value_token(payload)
     version = -1 if source.is_inference() else source._version
-    return (version if value is None else max(version, 0)), value
+    return (version if token is None else max(version, 0)), token
 
 
 # ----------------------------------------------------------------- Reading a LocalView from Python
@@ -319,13 +319,13 @@ def shards_of(view: LocalView) -> tuple[AddressableShard, ...]:
 
 def _unstacked(shard: AddressableShard, region: ManualRegion, sizes: Any) -> AddressableShard:
     ndim, place = len(region.axes), region.mesh.coordinates
-    data = shard.data[(0,) * ndim]
+    tensor = shard.data[(0,) * ndim]
     if sizes is not None:
-        at = dict(zip(region.mesh.axis_names, map(int, place(shard.device_id)), strict=True))
-        coordinate = tuple(at[axis] for axis in region.axes)
+        by_axis = dict(zip(region.mesh.axis_names, map(int, place(shard.device_id)), strict=True))
+        coordinate = tuple(by_axis[axis] for axis in region.axes)
         for dim, table in sizes.items():
-            data = data.narrow(dim, 0, int(table[coordinate]))
-    return replace(shard, index=tuple(slice(0, n) for n in data.shape), data=data)
+            tensor = tensor.narrow(dim, 0, int(table[coordinate]))
+    return replace(shard, index=tuple(slice(0, n) for n in tensor.shape), data=tensor)
 
 
 # ---------------------------------------------------------------- A plain tensor beside LocalViews
@@ -341,11 +341,11 @@ def spread_payload(payload: torch.Tensor, region: ManualRegion) -> torch.Tensor:
     """Return a local payload with a copy of `payload` on each device."""
     if is_traced(payload):
         return operand_everywhere(payload, region)
-    return get_runtime().enter_local(payload, whole(region, payload.ndim), region)
+    return get_runtime().enter_local(payload, uncut_layout(region, payload.ndim), region)
 
 
 @lru_cache(maxsize=4096)
-def whole(region: ManualRegion, ndim: int) -> Layout:
+def uncut_layout(region: ManualRegion, ndim: int) -> Layout:
     """Return the layout of a tensor that the region's axes do not cut."""
     open_dims = frozenset() if region.is_whole else frozenset(range(ndim))
     return Layout(region.mesh, ((),) * ndim, (), open_dims)
@@ -364,19 +364,14 @@ def as_gradient(grad: Any, output: Any) -> Any:
 
 
 def gathered(grad: Any, on_host: bool) -> torch.Tensor:
-    """Return the gradient of a plain tensor of which each device had a copy.
-
-    Args:
-        grad: A LocalView: what each device sends back.
-        on_host: Whether the tensor is on the host.
-    """
+    """Return the gradient of a plain tensor of which each device had a copy."""
     region, runtime = grad.region, get_runtime()
-    total = _whole_gradient(grad)
-    payload = runtime.leave_local(total._payload, whole(region, grad.ndim), region)
+    total = _summed_gradient(grad)
+    payload = runtime.leave_local(total._payload, uncut_layout(region, grad.ndim), region)
     return runtime.to_host(payload) if on_host else runtime.to_plain(payload)
 
 
-def _whole_gradient(grad: Any) -> Any:
+def _summed_gradient(grad: Any) -> Any:
     from xla_dtensor.dtensor.collectives import psum
 
     over = grad._varies_over(grad.region.axes)
@@ -415,11 +410,11 @@ class _SameOnAll(LinearResult):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if ctx.on_host is None:
-            whole, (like,) = _whole_gradient(grad), ctx.saved_tensors
-            found = gather_everywhere(whole._payload, like, ctx.region)
+            total, (like,) = _summed_gradient(grad), ctx.saved_tensors
+            gradient = gather_everywhere(total._payload, like, ctx.region)
         else:
-            found = gathered(grad, ctx.on_host)
-        return (*refuse_second("a plain tensor beside local tensors", ctx.inputs, found), None)
+            gradient = gathered(grad, ctx.on_host)
+        return (*refuse_second("a plain tensor beside local tensors", ctx.inputs, gradient), None)
 
 
 # ------------------------------------------------ LocalViews of dims that the mesh does not divide
@@ -553,11 +548,11 @@ def run_uneven(
         return run(func, payload_args, payload_kwargs), uneven
     if func in _SUMS:
         masked = _zeros_for_padding(run, view)
-        result = run(func, (masked, *payload_args[1:]), payload_kwargs)
-        return result, _after_sum(view, args, kwargs)
+        output = run(func, (masked, *payload_args[1:]), payload_kwargs)
+        return output, _after_sum(view, args, kwargs)
     if func in _VIEWS:
-        result = run(func, payload_args, payload_kwargs)
-        return result, _after_view(func, view, args, result)
+        output = run(func, payload_args, payload_kwargs)
+        return output, _after_view(func, view, args, output)
     if func in _FRESH:
         return run(func, payload_args, payload_kwargs), None
     return view._uneven.refuse(str(func))
@@ -566,24 +561,24 @@ def run_uneven(
 def _broadcast(func: Any, args: Any, kwargs: Any) -> Uneven | None:
     tensors = [v for v in leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
     ndim = max(t.ndim for t in tensors)
-    found: dict[int, Table] = {}
+    tables: dict[int, Table] = {}
     for tensor in tensors:
-        own: Any = getattr(tensor, "_uneven", None)
-        if own is None:
+        uneven_view: Any = getattr(tensor, "_uneven", None)
+        if uneven_view is None:
             continue
-        for dim, table in own.sizes:
+        for dim, table in uneven_view.sizes:
             place = ndim - tensor.ndim + dim
-            if found.setdefault(place, table) != table:
-                own.refuse(f"{func}, with another one that is uneven in another way,")
-    uneven = Uneven.of(found)
+            if tables.setdefault(place, table) != table:
+                uneven_view.refuse(f"{func}, with another one that is uneven in another way,")
+    uneven = Uneven.of(tables)
     assert uneven is not None
     if torch._C._current_graph_task_id() >= 0:
         return uneven  # the backward pass of sum expands one number, which is even
     for tensor in tensors:
-        mine = dict(u.sizes) if (u := getattr(tensor, "_uneven", None)) is not None else {}
-        for place in found:
+        tensor_tables = dict(u.sizes) if (u := getattr(tensor, "_uneven", None)) is not None else {}
+        for place in tables:
             dim = place - (ndim - tensor.ndim)
-            if dim >= 0 and tensor.shape[dim] != 1 and dim not in mine:
+            if dim >= 0 and tensor.shape[dim] != 1 and dim not in tensor_tables:
                 uneven.refuse(f"{func}, with an even tensor of shape={tuple(tensor.shape)},")
     return uneven
 
@@ -606,24 +601,24 @@ def _after_sum(view: Any, args: Sequence[Any], kwargs: Any) -> Uneven | None:
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
     summed = {dim % view.ndim for dim in dims} if dims else set(range(view.ndim))
-    left = {
+    tables = {
         dim if keepdim else dim - sum(s < dim for s in summed): table
         for dim, table in view._uneven.sizes
         if dim not in summed
     }
-    return Uneven.of(left)
+    return Uneven.of(tables)
 
 
-def _after_view(func: Any, view: Any, args: Sequence[Any], result: torch.Tensor) -> Uneven | None:
-    places = _places(func, view, args, result)
+def _after_view(func: Any, view: Any, args: Sequence[Any], output: torch.Tensor) -> Uneven | None:
+    places = _places(func, view, args, output)
     for dim, _ in view._uneven.sizes:
         place = places.get(dim)
-        if place is None or result.shape[place] != view.shape[dim]:
+        if place is None or output.shape[place] != view.shape[dim]:
             view._uneven.refuse(str(func))
     return Uneven.of({places[dim]: table for dim, table in view._uneven.sizes})
 
 
-def _places(func: Any, view: Any, args: Sequence[Any], result: torch.Tensor) -> dict[int, int]:
+def _places(func: Any, view: Any, args: Sequence[Any], output: torch.Tensor) -> dict[int, int]:
     """Return where a view op puts each dim that it keeps."""
     ndim = view.ndim
     if func in _MOVED:
@@ -633,36 +628,36 @@ def _places(func: Any, view: Any, args: Sequence[Any], result: torch.Tensor) -> 
     if func in _CUTS:
         return {dim: dim for dim in range(ndim)}
     if func is aten.select.int:
-        gone = {args[1] % ndim}
+        dropped = {args[1] % ndim}
     elif func in _SQUEEZES:
-        asked = args[1] if len(args) > 1 else range(ndim)
-        dims = [asked] if isinstance(asked, int) else asked
-        gone = {dim % ndim for dim in dims if view.shape[dim] == 1}
+        dims = args[1] if len(args) > 1 else range(ndim)
+        dims = [dims] if isinstance(dims, int) else dims
+        dropped = {dim % ndim for dim in dims if view.shape[dim] == 1}
     elif func is aten.unsqueeze.default or func is aten.select_backward.default:
         new = args[1 if func is aten.unsqueeze.default else 2] % (ndim + 1)
         return {dim: dim + (new <= dim) for dim in range(ndim)}
     elif func is aten.expand.default:
-        return {dim: result.ndim - ndim + dim for dim in range(ndim)}
+        return {dim: output.ndim - ndim + dim for dim in range(ndim)}
     else:
-        return _places_after_view(tuple(view.shape), tuple(result.shape))
-    kept = [dim for dim in range(ndim) if dim not in gone]
-    return {dim: place for place, dim in enumerate(kept)}
+        return _places_after_view(tuple(view.shape), tuple(output.shape))
+    dims = [dim for dim in range(ndim) if dim not in dropped]
+    return {dim: place for place, dim in enumerate(dims)}
 
 
-def _places_after_view(before: tuple[int, ...], after: tuple[int, ...]) -> dict[int, int]:
+def _places_after_view(shape: tuple[int, ...], new_shape: tuple[int, ...]) -> dict[int, int]:
     """Return where a reshape leaves the dims that it neither joins nor cuts."""
-    if before == after:
-        return {dim: dim for dim in range(len(before))}
-    found: dict[int, int] = {}
-    for dim, size in enumerate(before):
-        same = [
+    if shape == new_shape:
+        return {dim: dim for dim in range(len(shape))}
+    places: dict[int, int] = {}
+    for dim, size in enumerate(shape):
+        matches = [
             place
-            for place in range(len(after))
-            if after[place] == size and prod(after[:place]) == prod(before[:dim])
+            for place in range(len(new_shape))
+            if new_shape[place] == size and prod(new_shape[:place]) == prod(shape[:dim])
         ]
-        if len(same) == 1 and before.count(0) == 0:
-            found[dim] = same[0]
-    return found
+        if len(matches) == 1 and shape.count(0) == 0:
+            places[dim] = matches[0]
+    return places
 
 
 # ------------------------------------------------------------------------------------------ Border
@@ -682,12 +677,14 @@ class _Dim:
 
     Args:
         axes: The axes that cut it, outermost first.
+        pieces: Into how many they cut it.
         tile: Its size on the first device.
         rows: The global positions in the order of the devices, -1 for padding; None where XLA's
             tiles are the shards.
     """
 
     axes: tuple[Axis, ...]
+    pieces: int
     tile: int
     rows: np.ndarray[Any, Any] | None
 
@@ -703,8 +700,9 @@ class Border:
     def __init__(self, layout: Layout, shape: tuple[int, ...]) -> None:
         self.layout, self.shape = layout, shape
         self.region: ManualRegion = region_of(layout.mesh)
-        self.dims = [_dim(layout, shape, dim) for dim in range(len(shape))]
-        axes = (*((axis,) for axis, _ in layout.partial), *(dim.axes for dim in self.dims))
+        first = local_shape(layout, shape, (0,) * layout.mesh.ndim, rule="torch").shape
+        self.dims = [_dim(layout, shape, dim, tile) for dim, tile in enumerate(first)]
+        axes = (*[(axis,) for axis, _ in layout.partial], *[dim.axes for dim in self.dims])
         self._inside = Layout(self.region.mesh, axes)
 
     @property
@@ -719,14 +717,14 @@ class Border:
     @cached_property
     def uneven(self) -> Uneven | None:
         """How much of each device's array is real."""
+        if self.shape == tuple([dim.tile * dim.pieces for dim in self.dims]):
+            return None
         mesh, region = self.layout.mesh, self.region
         names = tuple(mesh.axis_names)
         tables: dict[int, list[int]] = {dim: [] for dim in range(len(self.shape))}
-        if all(d.tile * self._pieces(n) == self.shape[n] for n, d in enumerate(self.dims)):
-            return None
         for place in product(*map(range, region.sizes)):
-            at = dict(zip(region.axes, place, strict=True))
-            coordinate = tuple(at[name] for name in names)
+            by_axis = dict(zip(region.axes, place, strict=True))
+            coordinate = tuple(by_axis[name] for name in names)
             sizes = local_shape(self.layout, self.shape, coordinate, rule="torch").shape
             for dim, size in enumerate(sizes):
                 tables[dim].append(size)
@@ -744,9 +742,6 @@ class Border:
         used = {axis for dim in self.dims for axis in dim.axes}
         return frozenset(self.region.axes) - used - {axis for axis, _ in self.layout.partial}
 
-    def _pieces(self, dim: int) -> int:
-        return prod(self.region.mesh.size(axis) for axis in self.dims[dim].axes)
-
     def cut(self, payload: torch.Tensor) -> torch.Tensor:
         """Return the local payload of a global one."""
         runtime = get_runtime()
@@ -755,12 +750,11 @@ class Border:
             if dim.rows is not None:
                 rows = torch.from_numpy(np.maximum(dim.rows, 0))
                 payload = run(aten.index_select.default, (payload, number, rows), {})
-        missing = [
-            dim.tile * self._pieces(number) - payload.shape[number]
-            for number, dim in enumerate(self.dims)
+        padding = [
+            dim.tile * dim.pieces - payload.shape[number] for number, dim in enumerate(self.dims)
         ]
-        if any(missing):
-            behind = [pad for amount in reversed(missing) for pad in (0, amount)]
+        if any(padding):
+            behind = [pad for amount in reversed(padding) for pad in (0, amount)]
             payload = run(aten.constant_pad_nd.default, (payload, behind), {})
         for axis, op in reversed(self.layout.partial):
             payload = _parts(run, payload, self.region.mesh.size(axis), op)
@@ -778,11 +772,11 @@ class Border:
         payload = runtime.leave_local(local, self._inside, self.region)
         for _, op in self.layout.partial:
             # PyTorch would make int64 of the sum of int32.
-            kept = {"dtype": payload.dtype} if op in _NEUTRAL else {}
+            options = {"dtype": payload.dtype} if op in _NEUTRAL else {}
             payload = (
-                run(aten.prod.dim_int, (payload, 0), kept)
+                run(aten.prod.dim_int, (payload, 0), options)
                 if op == "product"
-                else run(_REDUCTIONS[op], (payload, [0]), kept)
+                else run(_REDUCTIONS[op], (payload, [0]), options)
             )
         for number, dim in enumerate(self.dims):
             if dim.rows is not None:
@@ -796,37 +790,36 @@ class Border:
 
 
 @lru_cache(maxsize=4096)
-def border(layout: Layout, shape: tuple[int, ...]) -> Border:
+def border_of(layout: Layout, shape: tuple[int, ...]) -> Border:
     """Return the border of a layout and a global shape; the same object each time."""
     return Border(layout, shape)
 
 
-def _dim(layout: Layout, shape: tuple[int, ...], dim: int) -> _Dim:
+def _dim(layout: Layout, shape: tuple[int, ...], dim: int, tile: int) -> _Dim:
     mesh = layout.mesh
-    named = [entry_axis(entry) for entry in layout.dims[dim]]
-    used = [axis for axis in mesh.axis_names if axis in named]
-    first = local_shape(layout, shape, (0,) * mesh.ndim, rule="torch")
-    pieces = prod(mesh.size(axis) for axis in used)
-    whole = tuple(axis for axis in named if axis is not None)
-    tiles = len(whole) == len(named) == len(used)
-    if tiles and (len(used) < 2 or shape[dim] % max(pieces, 1) == 0):
-        return _Dim(whole, first.shape[dim], None)
+    entries = [entry_axis(entry) for entry in layout.dims[dim]]
+    cutting = [axis for axis in mesh.axis_names if axis in entries]
+    pieces = prod([mesh.size(axis) for axis in cutting])
+    axes = tuple([axis for axis in entries if axis is not None])
+    are_tiles = len(axes) == len(entries) == len(cutting)
+    if are_tiles and (len(cutting) < 2 or shape[dim] % max(pieces, 1) == 0):
+        return _Dim(axes, pieces, tile, None)
     rows: list[Any] = []
-    for place in product(*(range(mesh.size(axis)) for axis in used)):
-        at = dict(zip(used, place, strict=True))
-        coordinate = tuple(at.get(axis, 0) for axis in mesh.axis_names)
-        mine = torch_indices(layout, shape, coordinate)[dim]
-        rows.append(np.pad(mine, (0, first.shape[dim] - len(mine)), constant_values=-1))
-    return _Dim(tuple(used), first.shape[dim], np.concatenate(rows))
+    for place in product(*(range(mesh.size(axis)) for axis in cutting)):
+        by_axis = dict(zip(cutting, place, strict=True))
+        coordinate = tuple(by_axis.get(axis, 0) for axis in mesh.axis_names)
+        shard = torch_indices(layout, shape, coordinate)[dim]
+        rows.append(np.pad(shard, (0, tile - len(shard)), constant_values=-1))
+    return _Dim(tuple(cutting), pieces, tile, np.concatenate(rows))
 
 
 def _parts(run: Any, payload: torch.Tensor, count: int, op: str) -> torch.Tensor:
     """Return [count, *shape]: parts of which the reduction is `payload`."""
-    one = run(aten.unsqueeze.default, (payload, 0), {})
+    row = run(aten.unsqueeze.default, (payload, 0), {})
     if op not in _NEUTRAL:
-        return run(aten.expand.default, (one, [count, *payload.shape]), {})
+        return run(aten.expand.default, (row, [count, *payload.shape]), {})
     behind = [*(0 for _ in range(2 * payload.ndim)), 0, count - 1]
-    return run(aten.constant_pad_nd.default, (one, behind, _NEUTRAL[op]), {})
+    return run(aten.constant_pad_nd.default, (row, behind, _NEUTRAL[op]), {})
 
 
 # --------------------------------------------------------------------------------- PerDeviceTensor
@@ -930,23 +923,22 @@ def run_backward(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         args: Its arguments. Plain gradients of views are equal on all devices.
         kwargs: Its keyword arguments.
     """
-    given: dict[str, Any] = dict(zip(BACKWARD_PASSES[func], args, strict=False)) | dict(kwargs)
+    options: dict[str, Any] = dict(zip(BACKWARD_PASSES[func], args, strict=False)) | dict(kwargs)
     if func is torch.Tensor.backward:
-        output, grad = given.pop("self"), given.pop("gradient", None)
+        output, grad = options.pop("self"), options.pop("gradient", None)
         grad = None if grad is None else as_gradient(grad, output)
-        return torch.autograd.backward(output, grad, **given)
-    outputs, inputs = _sequence(given.pop("outputs")), _sequence(given.pop("inputs"))
-    grads: Any = given.pop("grad_outputs", None)
+        return torch.autograd.backward(output, grad, **options)
+    outputs, inputs = _sequence(options.pop("outputs")), _sequence(options.pop("inputs"))
+    grads: Any = options.pop("grad_outputs", None)
     grads = [None] * len(outputs) if grads is None else _sequence(grads)
-    if given.pop("materialize_grads", False):
-        given["allow_unused"] = True
-        found = _grad(outputs, inputs, grads, given)
-        pairs = zip(found, inputs, strict=True)
+    if options.pop("materialize_grads", False):
+        options["allow_unused"] = True
+        pairs = zip(_grad(outputs, inputs, grads, options), inputs, strict=True)
         return tuple(torch.zeros_like(i) if g is None else g for g, i in pairs)
-    return _grad(outputs, inputs, grads, given)
+    return _grad(outputs, inputs, grads, options)
 
 
-def _grad(outputs: Sequence[Any], inputs: Sequence[Any], grads: Sequence[Any], given: Any) -> Any:
+def _grad(outputs: Sequence[Any], inputs: Sequence[Any], grads: Sequence[Any], options: Any) -> Any:
     pairs = list(zip(grads, outputs, strict=True))
     grads = [None if grad is None else as_gradient(grad, output) for grad, output in pairs]
     # torch makes the gradient of a scalar only where it is given the tensor.
@@ -955,7 +947,10 @@ def _grad(outputs: Sequence[Any], inputs: Sequence[Any], grads: Sequence[Any], g
         for grad, (_, output) in zip(grads, pairs, strict=True)
     ]
     return torch.autograd.grad(
-        [_edge(output) for output in outputs], [_edge(each) for each in inputs], grads, **given
+        [_edge(output) for output in outputs],
+        [_edge(tensor) for tensor in inputs],
+        grads,
+        **options,
     )
 
 
@@ -966,5 +961,5 @@ def _edge(tensor: Any) -> Any:
         return get_gradient_edge(tensor)
 
 
-def _sequence(value: Any) -> Sequence[Any]:
-    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
+def _sequence(tensors: Any) -> Sequence[Any]:
+    return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)

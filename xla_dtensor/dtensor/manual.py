@@ -85,12 +85,12 @@ class ManualTensor(PerDeviceTensor):
         if func in _READS or _leaves_device(func, kwargs):
             refuse_read(func, region)
         payload_args, payload_kwargs = map_nested(_payload_of, (tuple(args), kwargs))
-        result = get_runtime().run_manual_op(func, payload_args, payload_kwargs)
+        output = get_runtime().run_manual_op(func, payload_args, payload_kwargs)
         if torch.Tag.inplace_view in func.tags:
             return args[0]._reshaped_in_place()
         if func._schema.is_mutable:
             return written_targets(func, args, kwargs)
-        return map_nested(lambda v: _wrapped(v, region), result)
+        return map_nested(lambda v: _wrapped(v, region), output)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
@@ -140,12 +140,12 @@ def refuse_read(what: Any, region: ManualRegion) -> NoReturn:
     )
 
 
-def _payload_of(value: Any) -> Any:
-    return value._payload if isinstance(value, ManualTensor) else value
+def _payload_of(leaf: Any) -> Any:
+    return leaf._payload if isinstance(leaf, ManualTensor) else leaf
 
 
-def _wrapped(value: Any, region: ManualRegion) -> Any:
-    return ManualTensor(value, region) if isinstance(value, torch.Tensor) else value
+def _wrapped(leaf: Any, region: ManualRegion) -> Any:
+    return ManualTensor(leaf, region) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _one_region(func: Any, args: Sequence[Any], kwargs: Any) -> ManualRegion:
@@ -153,13 +153,13 @@ def _one_region(func: Any, args: Sequence[Any], kwargs: Any) -> ManualRegion:
     tensors = [v for v in leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
     manual = [t for t in tensors if isinstance(t, ManualTensor)]
     region, runtime = manual[0]._region, get_runtime()
-    other = next((t._region for t in manual if t._region != region), None)
-    if other is not None:
+    second = next((t._region for t in manual if t._region != region), None)
+    if second is not None:
         raise ManualRegionError(
             f"{func} was called on manual tensors of two regions, over the axes {region.axes} of "
-            f"the mesh {mesh_text(region.mesh)} and over {other.axes} of {mesh_text(other.mesh)}. "
-            "A tile of one is no tile of the other. Disable manual sharding for one of them, and "
-            "enable it again with the other's mesh and axes."
+            f"the mesh {mesh_text(region.mesh)} and over {second.axes} of "
+            f"{mesh_text(second.mesh)}. A tile of one is no tile of the other. Disable manual "
+            "sharding for one of them, and enable it again with the other's mesh and axes."
         )
     for tensor in tensors:
         if not isinstance(tensor, ManualTensor) and _is_global(func, tensor, runtime):
@@ -218,8 +218,8 @@ def enter_region(
         ManualRegionError: The tensor is manual already.
         LayoutError: A partition spec that does not fit tensor, mesh or axes.
     """
-    value = as_device_mesh(mesh).value
-    region = ManualRegion.over(value, axes)
+    mesh_value = as_device_mesh(mesh).value
+    region = ManualRegion.over(mesh_value, axes)
     layout = _border_layout("enable_manual_sharding", partition_spec, tensor.ndim, region)
     if isinstance(tensor, ManualTensor):
         raise ManualRegionError(
@@ -228,14 +228,14 @@ def enter_region(
         )
     source = _on_devices(tensor, region.mesh)
     shape = tuple(source.shape)
-    missing = [
+    padding = [
         tile * layout.op_sharding().num_tiles(dim) - size
         for dim, (tile, size) in enumerate(
             zip(region.tile_shape(layout, shape), shape, strict=True)
         )
     ]
-    if any(missing):
-        behind = [pad for dim in reversed(missing) for pad in (0, dim)]
+    if any(padding):
+        behind = [pad for dim in reversed(padding) for pad in (0, dim)]
         source = torch.nn.functional.pad(source, behind)
     return _Enter.apply(source, layout, region)  # pyright: ignore[reportReturnType]
 
@@ -282,11 +282,11 @@ def leave_region(
             f"tensor of that full shape has tiles of shape={tile}. Pass the shape that the tiles "
             "make up, or another partition spec."
         )
-    whole: Any = _Leave.apply(tensor, layout, region)
-    if tuple(whole.shape) != shape:
-        whole = whole[tuple(slice(0, size) for size in shape)]
-        whole = whole.redistribute(placements=torch_placements(layout))
-    return whole
+    dtensor: Any = _Leave.apply(tensor, layout, region)
+    if tuple(dtensor.shape) != shape:
+        dtensor = dtensor[tuple(slice(0, size) for size in shape)]
+        dtensor = dtensor.redistribute(placements=torch_placements(layout))
+    return dtensor
 
 
 def _border_layout(
@@ -315,8 +315,8 @@ def _on_devices(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
             "first: mark_sharding(tensor, mesh, partition_spec)."
         )
     device_mesh = as_device_mesh(mesh)
-    whole = Layout.replicated(mesh, tensor.ndim)
-    return DTensor._wrapping(runtime.put(tensor, whole), device_mesh, torch_placements(whole))
+    layout = Layout.replicated(mesh, tensor.ndim)
+    return DTensor._wrapping(runtime.put(tensor, layout), device_mesh, torch_placements(layout))
 
 
 def _payload(tensor: Any) -> torch.Tensor:
@@ -335,8 +335,8 @@ class _Enter(LinearResult):
         copied = region.copied_axes(layout)
         if copied:
             grad = psum(grad, copied)
-        whole: Any = _Leave.apply(grad, layout, region, False)
-        return (as_plain(whole) if ctx.plain else whole), None, None
+        dtensor: Any = _Leave.apply(grad, layout, region, False)
+        return (as_plain(dtensor) if ctx.plain else dtensor), None, None
 
 
 class _Leave(LinearResult):

@@ -105,22 +105,21 @@ def flattened(mesh: Mesh, name: str | None, merged: Merged) -> Mesh:
     name = "_".join(str(axis) for axis in names) if name is None else name
     if names == (name,):
         return mesh
-    known = (name,) if name in mesh.root.axis_names else merged.get(name, names)
-    if known != names:
+    axes = (name,) if name in mesh.root.axis_names else merged.get(name, names)
+    if axes != names:
         raise DistributeError(
             f"_flatten({name!r}) was called on a mesh ({mesh.axes_text()}). The name stands for "
-            f"{known} of ({mesh.root.axes_text()}) already. Pass another name."
+            f"{axes} of ({mesh.root.axes_text()}) already. Pass another name."
         )
     merged[name] = names
     return _merge(mesh, names, name)
 
 
 def _merge(mesh: Mesh, axes: tuple[Axis, ...], name: str) -> Mesh:
-    first = axes[0]
-    one = len(axes) == 1  # it only gets another name
-    return (
-        mesh.factored({first: ((name, mesh.size(first)),)}) if one else mesh.flattened(axes, name)
-    )
+    first, *inner = axes
+    if inner:
+        return mesh.flattened(axes, name)
+    return mesh.factored({first: ((name, mesh.size(first)),)})  # it only gets another name
 
 
 def submesh(mesh: Mesh, names: Sequence[str], merged: Mapping[str, tuple[Axis, ...]]) -> Mesh:
@@ -141,12 +140,16 @@ def submesh(mesh: Mesh, names: Sequence[str], merged: Mapping[str, tuple[Axis, .
         >>> submesh(Mesh.arange((2, 2, 2), ("a", "b", "c")), ("a", "b_c"), {"b_c": ("b", "c")})
         Mesh(a=2, b_c=4, devices=0..7)
     """
-    own = mesh.axis_names
-    parts = {n: merged[n] for n in names if n not in own and set(merged.get(n, "?")) <= set(own)}
-    cut = mesh[tuple(axis for name in names for axis in parts.get(name, (name,)))]
+    axis_names = mesh.axis_names
+    parts = {
+        n: merged[n]
+        for n in names
+        if n not in axis_names and set(merged.get(n, "?")) <= set(axis_names)
+    }
+    mesh_cut = mesh[tuple(axis for name in names for axis in parts.get(name, (name,)))]
     for name, axes in parts.items():
-        cut = _merge(cut, axes, name)
-    return cut
+        mesh_cut = _merge(mesh_cut, axes, name)
+    return mesh_cut
 
 
 def unflattened(mesh: Mesh, axis: Any, sizes: Sequence[int], names: Sequence[str]) -> Mesh:
@@ -206,14 +209,7 @@ class NoGroups(list[str]):
 
 
 def refuse_group(mesh: Mesh) -> NoReturn:
-    """Refuse to name the process group of an axis.
-
-    Args:
-        mesh: The mesh.
-
-    Raises:
-        ProcessGroupError: Always.
-    """
+    """Refuse to name the process group of an axis."""
     raise ProcessGroupError(
         f"The process group of an axis of the mesh ({mesh.axes_text()}) was asked for. One program "
         "runs on all its devices, and XLA makes their communication, so no axis has a group. Use "
@@ -263,16 +259,7 @@ def allow_groups(allowed: bool) -> None:
 
 
 def axis_group(mesh: Mesh, axis: int | str | None) -> AxisGroup:
-    """Return the members along an axis.
-
-    Args:
-        mesh: The mesh.
-        axis: An axis by name or number; None for the only one.
-
-    Raises:
-        ProcessGroupError: install() was not called.
-        MeshRankError: None, of a mesh of several axes.
-    """
+    """Return the members along an axis, None for the only one; refused before install()."""
     if not _allowed:
         refuse_group(mesh)
     if axis is None and mesh.ndim > 1:
@@ -335,80 +322,81 @@ class MemberNumber:
     def __repr__(self) -> str:
         return f"MemberNumber({self.axis}: {', '.join(map(str, self.values))})"
 
-    def _with(self, other: Any, op: Callable[[int, int], Any]) -> Any:
-        if isinstance(other, MemberNumber):
-            if other.axis != self.axis:
+    def _with(self, operand: Any, op: Callable[[int, int], Any]) -> Any:
+        if isinstance(operand, MemberNumber):
+            if operand.axis != self.axis:
                 raise LocalViewError(
-                    f"{self!r} and {other!r} were combined. They count members along different "
+                    f"{self!r} and {operand!r} were combined. They count members along different "
                     "axes. Take both from one group, or compute with tensors."
                 )
-            return [op(a, b) for a, b in zip(self.values, other.values, strict=True)]
-        return [op(a, other) for a in self.values] if isinstance(other, int) else None
+            return [op(a, b) for a, b in zip(self.values, operand.values, strict=True)]
+        return [op(a, operand) for a in self.values] if isinstance(operand, int) else None
 
-    def _number(self, other: Any, op: Callable[[int, int], int]) -> Any:
-        values = self._with(other, op)
+    def _number(self, operand: Any, op: Callable[[int, int], int]) -> Any:
+        values = self._with(operand, op)
         return NotImplemented if values is None else MemberNumber(self.axis, values)
 
-    def _answer(self, other: Any, op: Callable[[int, int], bool], sign: str) -> Any:
-        values = self._with(other, op)
-        return NotImplemented if values is None else self._one(values, f"{self!r} {sign} {other}")
+    def _answer(self, operand: Any, op: Callable[[int, int], bool], sign: str) -> Any:
+        values = self._with(operand, op)
+        what = f"{self!r} {sign} {operand}"
+        return NotImplemented if values is None else self._common(values, what)
 
-    def _one(self, values: Iterable[Any], what: str) -> Any:
-        found = set(values)
-        if len(found) > 1:
+    def _common(self, values: Iterable[Any], what: str) -> Any:
+        distinct = set(values)
+        if len(distinct) > 1:
             raise LocalViewError(
                 f"{what} was asked for, as one value for all members along {self.axis!r}. Python "
                 "runs once for all of them, and it is not the same on each. Compute it with "
                 "tensors, such as torch.where; mesh.get_local_rank() is this process's number."
             )
-        return found.pop()
+        return distinct.pop()
 
-    def __add__(self, other: Any) -> Any:
-        return self._number(other, operator.add)
+    def __add__(self, operand: Any) -> Any:
+        return self._number(operand, operator.add)
 
-    def __sub__(self, other: Any) -> Any:
-        return self._number(other, operator.sub)
+    def __sub__(self, operand: Any) -> Any:
+        return self._number(operand, operator.sub)
 
-    def __rsub__(self, other: Any) -> Any:
-        return self._number(other, lambda a, b: b - a)
+    def __rsub__(self, operand: Any) -> Any:
+        return self._number(operand, lambda a, b: b - a)
 
-    def __mul__(self, other: Any) -> Any:
-        return self._number(other, operator.mul)
+    def __mul__(self, operand: Any) -> Any:
+        return self._number(operand, operator.mul)
 
-    def __floordiv__(self, other: Any) -> Any:
-        return self._number(other, operator.floordiv)
+    def __floordiv__(self, operand: Any) -> Any:
+        return self._number(operand, operator.floordiv)
 
-    def __mod__(self, other: Any) -> Any:
-        return self._number(other, operator.mod)
+    def __mod__(self, operand: Any) -> Any:
+        return self._number(operand, operator.mod)
 
     def __neg__(self) -> MemberNumber:
-        return MemberNumber(self.axis, [-value for value in self.values])
+        return MemberNumber(self.axis, [-number for number in self.values])
 
     __radd__, __rmul__ = __add__, __mul__
 
-    def __eq__(self, other: object) -> bool:
-        return self._answer(other, operator.eq, "==")
+    def __eq__(self, operand: object) -> bool:
+        return self._answer(operand, operator.eq, "==")
 
-    def __ne__(self, other: object) -> bool:
-        return self._answer(other, operator.ne, "!=")
+    def __ne__(self, operand: object) -> bool:
+        return self._answer(operand, operator.ne, "!=")
 
-    def __lt__(self, other: Any) -> bool:
-        return self._answer(other, operator.lt, "<")
+    def __lt__(self, operand: Any) -> bool:
+        return self._answer(operand, operator.lt, "<")
 
-    def __le__(self, other: Any) -> bool:
-        return self._answer(other, operator.le, "<=")
+    def __le__(self, operand: Any) -> bool:
+        return self._answer(operand, operator.le, "<=")
 
-    def __gt__(self, other: Any) -> bool:
-        return self._answer(other, operator.gt, ">")
+    def __gt__(self, operand: Any) -> bool:
+        return self._answer(operand, operator.gt, ">")
 
-    def __ge__(self, other: Any) -> bool:
-        return self._answer(other, operator.ge, ">=")
+    def __ge__(self, operand: Any) -> bool:
+        return self._answer(operand, operator.ge, ">=")
 
     def __bool__(self) -> bool:
-        return self._one([bool(value) for value in self.values], f"bool({self!r})")
+        return self._common([bool(number) for number in self.values], f"bool({self!r})")
 
     def __index__(self) -> int:
-        return self._one(self.values, f"int({self!r})")
+        return self._common(self.values, f"int({self!r})")
 
     __int__ = __index__
     __hash__ = None  # pyright: ignore[reportAssignmentType]
@@ -416,16 +404,18 @@ class MemberNumber:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch's, with each number as a scalar on the devices."""
-        given = (tuple(args), kwargs or {})
-        view = next((v for v in leaves(given) if getattr(v, "_is_per_device", False)), None)
+        arguments = (tuple(args), kwargs or {})
+        view = next((v for v in leaves(arguments) if getattr(v, "_is_per_device", False)), None)
         if view is None:
-            number = next(v for v in leaves(given) if isinstance(v, cls))
+            number = next(v for v in leaves(arguments) if isinstance(v, cls))
             raise LocalViewError(
                 f"{func.__name__} was called with {number!r}, but no local view. Each member has "
                 "its own value, and only local views have one value per device. Call it on "
                 "x.to_local(), inside local_map for example."
             )
-        args, kwargs = map_nested(lambda v: _scalar(v, view) if isinstance(v, cls) else v, given)
+        args, kwargs = map_nested(
+            lambda v: _scalar(v, view) if isinstance(v, cls) else v, arguments
+        )
         return func(*args, **kwargs)
 
 
@@ -480,9 +470,9 @@ def ranks_of_devices(device_ids: Any) -> np.ndarray[Any, Any]:
         >>> ranks_of_devices([[0, 1], [2, 3]]).tolist()
         [[0, 1], [2, 3]]
     """
-    ids, known = np.asarray(device_ids, dtype=np.int64), _in_order(get_runtime().device_ids())
-    places = np.searchsorted(known, ids).clip(max=len(known) - 1)
-    return np.where(known[places] == ids, places, ids)
+    ids, ordered = np.asarray(device_ids, dtype=np.int64), _in_order(get_runtime().device_ids())
+    places = np.searchsorted(ordered, ids).clip(max=len(ordered) - 1)
+    return np.where(ordered[places] == ids, places, ids)
 
 
 def devices_of_ranks(ranks: Any) -> np.ndarray[Any, Any]:
@@ -495,10 +485,10 @@ def devices_of_ranks(ranks: Any) -> np.ndarray[Any, Any]:
         [3, 1]
     """
     numbers = np.asarray(ranks, dtype=np.int64)
-    known = _in_order(get_runtime().device_ids())
-    if numbers.size and not ((numbers >= 0) & (numbers < len(known))).all():
+    ordered = _in_order(get_runtime().device_ids())
+    if numbers.size and not ((numbers >= 0) & (numbers < len(ordered))).all():
         return numbers
-    return known[numbers]
+    return ordered[numbers]
 
 
 def coordinate_here(mesh: Mesh) -> list[int] | None:
@@ -518,10 +508,10 @@ def coordinate_here(mesh: Mesh) -> list[int] | None:
         return [int(i) for i in where[0]] if len(where) else None
     coordinate = []
     for axis in digits:
-        at = 0
+        position = 0
         for size, stride in axis:
-            at = at * size + place // stride % size
-        coordinate.append(int(at))
+            position = position * size + place // stride % size
+        coordinate.append(int(position))
     return coordinate
 
 
@@ -534,13 +524,13 @@ def ranks_here(mesh: Mesh) -> np.ndarray[Any, Any]:
     if mesh.is_root or coordinate is None or place is None or mesh.digits() is None:
         return ranks_of_devices(mesh.device_ids)
     positions = mesh.positions()
-    moved = positions + (place - positions[tuple(coordinate)])
-    return ranks_of_devices(mesh.root.device_ids.reshape(-1)[moved])
+    positions = positions + (place - positions[tuple(coordinate)])
+    return ranks_of_devices(mesh.root.device_ids.reshape(-1)[positions])
 
 
 def _first_place(root: Mesh) -> int | None:
-    mine = np.isin(root.device_ids.reshape(-1), get_runtime().addressable_device_ids())
-    return int(mine.argmax()) if mine.any() else None
+    reached = np.isin(root.device_ids.reshape(-1), get_runtime().addressable_device_ids())
+    return int(reached.argmax()) if reached.any() else None
 
 
 # -------------------------------------------------------------------------------------- Rank notice
@@ -597,14 +587,15 @@ class DeviceMesh(TorchDeviceMesh):
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        named = all(isinstance(name, str) for name in mesh.axis_names)
-        names = tuple(str(name) for name in mesh.axis_names) if named else None
+        has_names = all(isinstance(name, str) for name in mesh.axis_names)
+        names = tuple(str(name) for name in mesh.axis_names) if has_names else None
         ranks = torch.from_numpy(ranks_here(mesh)).int()
         super().__init__("xla", ranks, mesh_dim_names=names)
         self.value = mesh
         self._dim_group_names: list[str] = NoGroups(mesh)
         self._merged: Merged = {}
         self._coordinate_on_dim = self.get_coordinate()
+        self._value_hash = hash(mesh)  # dispatch hashes meshes with each new kind of call
 
     def get_coordinate(self) -> Any:
         """Return the coordinate of the first addressable device of the mesh, None without one."""
@@ -670,7 +661,7 @@ class DeviceMesh(TorchDeviceMesh):
         return _device_mesh(self.value.root)
 
     def __hash__(self) -> int:
-        return hash(self.value)
+        return self._value_hash
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DeviceMesh) and self.value == other.value
@@ -788,15 +779,16 @@ def init_device_mesh(
         )
     runtime = get_runtime()
     mesh_shape = read_mesh_shape(mesh_shape)
-    ids, wanted = runtime.device_ids(), math.prod(mesh_shape)
-    if wanted > len(ids):
+    ids, num_devices = runtime.device_ids(), math.prod(mesh_shape)
+    if num_devices > len(ids):
         raise DistributeError(
             f"init_device_mesh was called with mesh_shape={mesh_shape}, which takes "
-            f"{wanted} devices. The runtime {runtime.name!r} has {len(ids)}. Pass a smaller shape, "
-            f"or on CPU start with get_runtime({runtime.name!r}, num_cpu_devices={wanted})."
+            f"{num_devices} devices. The runtime {runtime.name!r} has {len(ids)}. Pass a smaller "
+            f"shape, or on CPU start with get_runtime({runtime.name!r}, "
+            f"num_cpu_devices={num_devices})."
         )
     names = tuple(mesh_dim_names) if mesh_dim_names is not None else None
-    mesh = _device_mesh(Mesh(ids[:wanted], mesh_shape, names))
+    mesh = _device_mesh(Mesh(ids[:num_devices], mesh_shape, names))
     runtime.root(mesh.value)
     return mesh
 
@@ -877,16 +869,16 @@ def off_mesh_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if func is not aten.is_same_size.default and not all("Tensor" in kind for kind in returns):
         return None
     args, kwargs = map_nested(_on_meta, (tuple(args), dict(kwargs)))
-    result = func(*args, **kwargs)
-    if isinstance(result, (list, tuple)) and any(item is None for item in result):
+    output = func(*args, **kwargs)
+    if isinstance(output, (list, tuple)) and any(element is None for element in output):
         raise UnsupportedOpError(
             f"{func} was called on a DTensor of which this process reaches no device. Its results "
-            f"are a {type(result).__name__} with None in it, which PyTorch's DTensor does not give "
+            f"are a {type(output).__name__} with None in it, which PyTorch's DTensor does not give "
             "such a process either. Call it only where mesh.get_coordinate() is not None."
         )
-    return result
+    return output
 
 
-def _on_meta(value: Any) -> Any:
-    plain = isinstance(value, torch.Tensor) and not value.is_meta
-    return value.to("meta") if plain else value
+def _on_meta(leaf: Any) -> Any:
+    plain = isinstance(leaf, torch.Tensor) and not leaf.is_meta
+    return leaf.to("meta") if plain else leaf

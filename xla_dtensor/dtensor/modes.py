@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xla_dtensor.dtensor.state import GlobalState
+from xla_dtensor.dtensor.labels import GlobalState
 from xla_dtensor.runtimes import functional
 from xla_dtensor.runtimes.nested import leaves
 from xla_dtensor.runtimes.registry import get_runtime
@@ -179,12 +179,12 @@ def loss_parallel() -> Iterator[None]:
 @contextmanager
 def using_modes(modes: Modes) -> Iterator[None]:
     """Let `modes` hold in this thread; those before hold again afterwards."""
-    before = current_modes()
+    outer = current_modes()
     _stash(modes)
     try:
         yield
     finally:
-        _stash(before)
+        _stash(outer)
 
 
 def _stash(modes: Modes) -> None:

@@ -23,8 +23,8 @@ from torch.optim.adam import _multi_tensor_adam
 from xla_dtensor.core import Layout
 from xla_dtensor.core.placements import Gap, axis_sizes, entry_axis, entry_size
 from xla_dtensor.core.product_order import Factor, ProductDims
+from xla_dtensor.dtensor.labels import GlobalState
 from xla_dtensor.dtensor.mesh import DeviceMesh
-from xla_dtensor.dtensor.state import GlobalState
 from xla_dtensor.runtimes import (
     Runtime,
     functional,  # defines torch.ops.xla_dtensor
@@ -62,11 +62,11 @@ def _guarded(
     """Update with unscaled gradients, unless one of them is infinite."""
     if grad_scale is not None:
         grads = [grad / grad_scale for grad in grads]
-    before = None if found_inf is None else [tensor.clone() for tensor in written]
+    copies = None if found_inf is None else [tensor.clone() for tensor in written]
     update(list(grads))
-    if before is not None:
-        for tensor, old in zip(written, before, strict=True):
-            tensor.copy_(torch.where(found_inf != 0, old, tensor))
+    if copies is not None:
+        for tensor, copy in zip(written, copies, strict=True):
+            tensor.copy_(torch.where(found_inf != 0, copy, tensor))
 
 
 def _number(rate: Any) -> float:
@@ -74,12 +74,7 @@ def _number(rate: Any) -> float:
 
 
 def _on_lists(form: Callable[..., None], **fixed: Any) -> Callable[..., None]:
-    """The fused op that computes what one of torch's functions on lists does.
-
-    Args:
-        form: Takes parameters, gradients, lists of state and the counts of steps.
-        **fixed: What the fused op has no argument for.
-    """
+    """The fused op that computes what one of torch's functions on lists does."""
 
     def run(
         params: Any,
@@ -89,16 +84,16 @@ def _on_lists(form: Callable[..., None], **fixed: Any) -> Callable[..., None]:
         found_inf: Any = None,
         **options: Any,
     ) -> None:
-        *others, steps = map(list, states)
+        *state_lists, steps = map(list, states)
         options["lr"] = _number(options["lr"])
         has_complex = any(param.is_complex() for param in params)
 
         def update(grads: list[Any]) -> None:
             foreach._foreach_sub_(steps, 1)
-            given = (list(params), grads, *others, steps, None, None)
-            form(*given, has_complex=has_complex, differentiable=False, **fixed, **options)
+            lists = (list(params), grads, *state_lists, steps, None, None)
+            form(*lists, has_complex=has_complex, differentiable=False, **fixed, **options)
 
-        written = [*params, *(tensor for tensors in others for tensor in tensors)]
+        written = [*params, *(tensor for tensors in state_lists for tensor in tensors)]
         _guarded(update, written, grads, grad_scale, found_inf)
 
     return run
@@ -197,8 +192,8 @@ def agreeing_factors(func: Any, args: Sequence[Any], payloads: Sequence[Any]) ->
     if not equation:
         equation = _BY_SHAPE[func](*args)
     factors = args[first : first + 2]
-    found = _agreeing(equation, factors, payloads[first : first + 2]) if equation else None
-    return [*payloads[:first], *found, *payloads[first + 2 :]] if found else payloads
+    agreed = _agreeing(equation, factors, payloads[first : first + 2]) if equation else None
+    return [*payloads[:first], *agreed, *payloads[first + 2 :]] if agreed else payloads
 
 
 def _agreeing(equation: str, factors: Sequence[Any], payloads: Sequence[Any]) -> list[Any]:
@@ -217,7 +212,7 @@ def _agreeing(equation: str, factors: Sequence[Any], payloads: Sequence[Any]) ->
     cuts = ProductDims.of_equation(equation).agreed(
         *(Factor(f.shape, layout.dims) for f, layout in zip(factors, layouts, strict=True)),
         size=lambda entry: entry_size(entry, sizes),
-        overlaps=lambda one, other: entry_axis(one) == entry_axis(other),
+        overlaps=lambda a, b: entry_axis(a) == entry_axis(b),
     )
     return [
         functional.constrain(payload, Layout(mesh, cut))
@@ -228,8 +223,8 @@ def _agreeing(equation: str, factors: Sequence[Any], payloads: Sequence[Any]) ->
 def _is_plain(equation: str) -> bool:
     """Whether an einsum names its result, and no letter twice in a factor."""
     factors, arrow, _ = equation.partition("->")
-    each = factors.split(",")
-    return bool(arrow) and "." not in equation and all(len(set(f)) == len(f) for f in each)
+    terms = factors.split(",")
+    return bool(arrow) and "." not in equation and all(len(set(f)) == len(f) for f in terms)
 
 
 def _of_linear(x: Any, weight: Any, *_: Any) -> str:
@@ -244,25 +239,25 @@ def _of_weight_grad(grad: Any, x: Any, *_: Any) -> str:
 
 def _of_matmul(a: Any, b: Any, *_: Any) -> str:
     """Batch dims are counted from the last; one of size 1 is none beside a larger one."""
-    left, right = (["Y"], ["Y"]) if a.ndim == 1 else (["X", "Y"], ["Y"])
+    a_letters, b_letters = (["Y"], ["Y"]) if a.ndim == 1 else (["X", "Y"], ["Y"])
     if b.ndim > 1:
-        right.append("Z")
-    result = [*left[:-1], *right[1:]]
+        b_letters.append("Z")
+    letters = [*a_letters[:-1], *b_letters[1:]]
     for place in range(max(a.ndim, b.ndim) - 2):
         sizes = [t.shape[-3 - place] if place < t.ndim - 2 else None for t in (a, b)]
-        one, other = ascii_letters[2 * place : 2 * place + 2]
-        other = one if sizes[0] == sizes[1] else other
+        a_letter, b_letter = ascii_letters[2 * place : 2 * place + 2]
+        b_letter = a_letter if sizes[0] == sizes[1] else b_letter
         if sizes[0] is not None:
-            left.insert(0, one)
+            a_letters.insert(0, a_letter)
         if sizes[1] is not None:
-            right.insert(0, other)
+            b_letters.insert(0, b_letter)
         is_left = sizes[1] is None or (sizes[0] is not None and sizes[0] >= sizes[1])
-        result.insert(0, one if is_left else other)
-    return f"{''.join(left)},{''.join(right)}->{''.join(result)}"
+        letters.insert(0, a_letter if is_left else b_letter)
+    return f"{''.join(a_letters)},{''.join(b_letters)}->{''.join(letters)}"
 
 
-def _of_convolution(x: Any, *others: Any) -> str:
-    transposed, _, groups = others[-3:]
+def _of_convolution(x: Any, *options: Any) -> str:
+    transposed, _, groups = options[-3:]
     if groups != 1:
         return ""
     kernel = "XC" if transposed else "CX"
@@ -328,22 +323,22 @@ _PRODUCTS = _BATCHED | {
 _NAMES = frozenset({"xla_dtensor::linear_weight_grad"})
 
 
-def pin_products(states: Any, func: Any, found: Sequence[Any]) -> None:
+def pin_products(states: Any, func: Any, dtensors: Sequence[Any]) -> None:
     """Note in the states of a product's outputs whether those are to be told how to lie.
 
     Args:
         states: A state, or nested lists of states and None.
         func: The ``OpOverload``.
-        found: The DTensors among its arguments.
+        dtensors: The DTensors among its arguments.
     """
     if func not in _PRODUCTS and func._schema.name not in _NAMES:
         return
-    before = {axis for tensor in found for axis in _partial_axes(tensor._spec)}
+    pending = {axis for tensor in dtensors for axis in _partial_axes(tensor._spec)}
     for state in leaves([states]):
         if isinstance(state, GlobalState):
             # A tensor on a submesh may be cut along the other axes as well.
             axes = sum(size > 1 for size in state.span_layout.mesh.mesh_shape)
-            is_cut_sum = not before.issuperset(_partial_axes(state))
+            is_cut_sum = not pending.issuperset(_partial_axes(state))
             state.pinned = axes > 2 or (axes == 2 and is_cut_sum and func in _BATCHED)
 
 

@@ -101,8 +101,8 @@ class OffsetBasedRNGTracker:
         self._runtime.set_rng_state(state)
 
     def _take_over_first_process_state(self) -> None:
-        mine, first = self._runtime.get_rng_state(), self._runtime.first_process_state()
-        if not torch.equal(mine, first):
+        state, first = self._runtime.get_rng_state(), self._runtime.first_process_state()
+        if not torch.equal(state, first):
             logger.warning(
                 "The processes of this job were seeded differently, and take over the first one's "
                 "random state. Call torch.manual_seed with the same seed in each."

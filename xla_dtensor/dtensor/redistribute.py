@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch.distributed.tensor import Placement, Replicate
 
 from xla_dtensor.core import Layout
 from xla_dtensor.core.errors import DistributeError, RedistributeError, ShardDimError
+from xla_dtensor.core.spanning import layout_on_span
 from xla_dtensor.dtensor.dispatch import new_dtensor, state_of
-from xla_dtensor.dtensor.labels import note_op
+from xla_dtensor.dtensor.labels import note_op, placements_on
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh, empty_local, is_off_mesh, mesh_text
-from xla_dtensor.dtensor.state import placements_on
 from xla_dtensor.report.attribution import ANY, scope_name
 from xla_dtensor.runtimes import functional
 from xla_dtensor.runtimes.registry import get_runtime
@@ -29,7 +29,14 @@ from xla_dtensor.runtimes.whole_ops import LinearResult
 if TYPE_CHECKING:
     from xla_dtensor.dtensor.dtensor import DTensor
 
-__all__ = ["as_plain", "asking", "checked_placements", "last_mesh", "redistributed"]
+__all__ = [
+    "as_plain",
+    "checked_placements",
+    "last_mesh",
+    "redistribute_marker",
+    "redistributed",
+    "torch_placements",
+]
 
 
 # ----------------------------- Mark in a trace what is redistributed because somebody asked for it
@@ -39,23 +46,23 @@ __all__ = ["as_plain", "asking", "checked_placements", "last_mesh", "redistribut
 _meshes: list[DeviceMesh] = []
 
 
-def asking(
-    mesh: DeviceMesh | None = None, before: Sequence[Any] = (), after: Sequence[Any] = ()
+def redistribute_marker(
+    mesh: DeviceMesh | None = None, source: Sequence[Any] = (), target: Sequence[Any] = ()
 ) -> AbstractContextManager[Any]:
     """Return a context in which a constraint counts as asked for.
 
     Args:
         mesh: The mesh that the placements refer to; None for an annotation of a value of which it
             is not known how it lies.
-        before: The placements that the value has, one per axis.
-        after: Those that it is to have.
+        source: The placements that the value has, one per axis.
+        target: Those that it is to have.
     """
     if torch.compiler.is_compiling():
         return nullcontext()  # Dynamo's graph keeps no scopes.
     if mesh is None:
         return get_runtime().scope(ANY)
     _meshes[:] = [mesh]
-    changes = zip(mesh.value.axis_names, map(_letter, before), map(_letter, after), strict=True)
+    changes = zip(mesh.value.axis_names, map(_letter, source), map(_letter, target), strict=True)
     return get_runtime().scope(scope_name(changes))
 
 
@@ -104,9 +111,14 @@ def checked_placements(
             f"one entry per axis of the mesh {mesh_text(mesh.value)}. Pass a list, e.g. "
             f"[{', '.join(['Replicate()'] * mesh.ndim)}]."
         )
-    if placements and not any(isinstance(p, Placement) for p in placements):
+    if {isinstance(placement, Placement) for placement in placements} == {False}:
         layout = Layout.from_aliases(tuple(placements), mesh.value)
-        _check_ndim(function, placements, ndim)
+        if len(placements) != ndim:
+            raise DistributeError(
+                f"{function} was called with alias placements={tuple(placements)} for a tensor "
+                f"with {ndim} dims. Aliases name the mesh axes of each tensor dim, so there is one "
+                f"entry per dim. Pass {ndim} entries; None leaves a dim whole."
+            )
         placements = torch_placements(layout)
     if len(placements) != mesh.ndim:
         raise DistributeError(
@@ -115,24 +127,27 @@ def checked_placements(
             f"all, whatever the tensor's dims. Pass {mesh.ndim} placements; Replicate() leaves an "
             "axis out."
         )
-    return tuple(
-        _checked(function, placement, axis, mesh, ndim, partial)
-        for axis, placement in enumerate(placements)
-    )
+    canonical: list[Placement] = []
+    for axis, placement in enumerate(placements):
+        dim = getattr(placement, "dim", None)
+        if (
+            not isinstance(placement, Placement)
+            or (placement.is_partial() and not partial)
+            or not (dim is None or -ndim <= dim < ndim)
+        ):
+            _refuse_placement(function, placement, axis, mesh, ndim)
+        if dim is not None and dim < 0:
+            kind = cast("Any", type(placement))
+            factor = getattr(placement, "split_factor", None)
+            options = {} if factor is None else {"split_factor": factor}
+            placement = kind(dim + ndim, **options)
+        canonical.append(placement)
+    return tuple(canonical)
 
 
-def _check_ndim(function: str, aliases: Sequence[Any], ndim: int) -> None:
-    if len(aliases) != ndim:
-        raise DistributeError(
-            f"{function} was called with alias placements={tuple(aliases)} for a tensor with "
-            f"{ndim} dims. Aliases name the mesh axes of each tensor dim, so there is one entry "
-            f"per dim. Pass {ndim} entries; None leaves a dim whole."
-        )
-
-
-def _checked(
-    function: str, placement: Any, axis: int, mesh: DeviceMesh, ndim: int, partial: bool
-) -> Placement:
+def _refuse_placement(
+    function: str, placement: Any, axis: int, mesh: DeviceMesh, ndim: int
+) -> NoReturn:
     where = f"for axis {mesh.value.axis_names[axis]!r} of the mesh {mesh_text(mesh.value)}"
     if not isinstance(placement, Placement):
         raise DistributeError(
@@ -140,28 +155,20 @@ def _checked(
             "and aliases and placements cannot be mixed. Pass Shard(dim), Replicate() or "
             "Partial()."
         )
-    if placement.is_partial() and not partial:
+    if placement.is_partial():
         raise DistributeError(
             f"{function} was called with {placement!r} {where}. Partial says that a reduction is "
             "still pending, which no annotation can bring about for a value that is already "
             "whole. Pass Shard(dim) or Replicate()."
         )
-    dim = getattr(placement, "dim", None)
-    if dim is None:
-        return placement
-    if not -ndim <= dim < ndim:
-        raise ShardDimError(
-            f"{function} was called with {placement!r} {where} for a tensor with {ndim} dims. The "
-            f"dim {dim} does not exist. Pass a dim from {-ndim} to {ndim - 1}."
-            if ndim
-            else f"{function} was called with {placement!r} {where} for a tensor without dims. A "
-            "scalar cannot be split. Pass Replicate()."
-        )
-    if dim >= 0:
-        return placement
-    kind = cast("Any", type(placement))
-    factor = getattr(placement, "split_factor", None)
-    return kind(dim + ndim) if factor is None else kind(dim + ndim, split_factor=factor)
+    dim = cast("Any", placement).dim
+    raise ShardDimError(
+        f"{function} was called with {placement!r} {where} for a tensor with {ndim} dims. The "
+        f"dim {dim} does not exist. Pass a dim from {-ndim} to {ndim - 1}."
+        if ndim
+        else f"{function} was called with {placement!r} {where} for a tensor without dims. A "
+        "scalar cannot be split. Pass Replicate()."
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -201,8 +208,8 @@ def redistributed(
             "redistribute was called without placements. There is nothing to move to. Pass "
             f"placements with one entry per axis of the mesh {mesh_text(mesh.value)}."
         )
-    checked = checked_placements("redistribute", placements, mesh, source.ndim, partial=True)
-    for axis, placement in zip(mesh.value.axis_names, checked, strict=True):
+    canonical = checked_placements("redistribute", placements, mesh, source.ndim, partial=True)
+    for axis, placement in zip(mesh.value.axis_names, canonical, strict=True):
         if placement.is_partial():
             raise RedistributeError(
                 f"redistribute was called with {placement!r} for axis {axis!r} of the mesh "
@@ -210,17 +217,18 @@ def redistributed(
                 "no annotation can bring about for a value that is already whole. Pass Shard(dim) "
                 "or Replicate()."
             )
-    _check_same_devices(source._spec.mesh, mesh)
-    moved: Any = source if forward_dtype is None else source.to(forward_dtype)
+    if mesh is not source._spec.mesh:
+        _check_same_devices(source._spec.mesh, mesh)
+    tensor: Any = source if forward_dtype is None else source.to(forward_dtype)
     return _Redistribute.apply(  # pyright: ignore[reportReturnType]
-        moved, mesh, checked, backward_dtype
+        tensor, mesh, canonical, backward_dtype
     )
 
 
-def _check_same_devices(before: DeviceMesh, after: DeviceMesh) -> None:
-    if before is after or before.value.root == after.value.root:
+def _check_same_devices(source: DeviceMesh, target: DeviceMesh) -> None:
+    if source.value.root == target.value.root:
         return
-    ids = [set(mesh.value.root.device_ids.reshape(-1).tolist()) for mesh in (before, after)]
+    ids = [set(mesh.value.root.device_ids.reshape(-1).tolist()) for mesh in (source, target)]
     if ids[0] != ids[1]:
         raise RedistributeError(
             f"redistribute was called with a mesh over {len(ids[1])} devices on a tensor over "
@@ -236,23 +244,26 @@ class _Redistribute(LinearResult):
         ctx: Any, source: DTensor, mesh: DeviceMesh, placements: Any, dtype: Any
     ) -> DTensor:
         ctx.source, ctx.dtype, ctx.original = source._spec, dtype, source.dtype
-        moved = source._spec.moved(mesh, placements)
-        ctx.moved, ctx.kind = moved.span_layout, type(source)
-        with asking(mesh, placements_on(source._spec, mesh), placements):
-            payload = functional.constrain(source._local_tensor, moved.span_layout)
-        state = state_of(payload, mesh, placements, moved.known)
-        return new_dtensor(type(source), payload, note_op(state, "redistribute", [source]))
+        outer_cuts = source._spec.outer_cuts_on(mesh)
+        layout = Layout.from_placements(placements, source.ndim, mesh.value)
+        ctx.layout = layout_on_span(layout, outer_cuts)
+        with redistribute_marker(mesh, placements_on(source._spec, mesh), placements):
+            payload = functional.constrain(source._local_tensor, ctx.layout)
+        # Not before the payload is read: that ends a load, and with it a class (dcp).
+        ctx.kind = type(source)
+        state = state_of(payload, mesh, placements, outer_cuts)
+        return new_dtensor(ctx.kind, payload, note_op(state, "redistribute", [source]))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         # A gradient has a value, so what was pending in the forward is whole in the backward.
         placements = ctx.source.placements
         target = tuple(Replicate() if p.is_partial() else p for p in placements)
-        state = ctx.source.moved(ctx.source.mesh, target)
+        state = ctx.source.with_placements(ctx.source.mesh, target)
         if not hasattr(grad, "_spec"):  # PyTorch makes a plain one of a view that was written to
             grad = _FromPlain.apply(grad, state, ctx.kind)
         grad = grad if ctx.dtype is None else grad.to(ctx.dtype)
-        grad = _summed_up(grad, ctx.moved, state.span_layout)
+        grad = _summed_up(grad, ctx.layout, state.span_layout)
         return grad.redistribute(ctx.source.mesh, target).to(ctx.original), None, None, None
 
 
@@ -261,17 +272,12 @@ def _summed_up(grad: DTensor, arrives: Layout, leaves: Layout) -> DTensor:
 
     A gradient is the sum of what the readers of a value sent. Left alone, XLA hands the layout that
     is wanted behind the move on to each summand, and moves each by itself.
-
-    Args:
-        grad: The gradient of what `redistribute` returned.
-        arrives: How that lies.
-        leaves: How the gradient will lie.
     """
-    whole = frozenset(dim for dim, cuts in enumerate(arrives.dims) if not cuts)
-    if len(whole) == arrives.ndim or arrives.dims == leaves.dims or torch.is_grad_enabled():
+    open_dims = frozenset(dim for dim, cuts in enumerate(arrives.dims) if not cuts)
+    if len(open_dims) == arrives.ndim or arrives.dims == leaves.dims or torch.is_grad_enabled():
         return grad  # in grad mode it is differentiated once more, and this is below autograd
-    told = Layout(arrives.mesh, arrives.dims, (), whole)
-    payload = get_runtime().summed_up(grad._local_tensor, told)
+    layout = Layout(arrives.mesh, arrives.dims, (), open_dims)
+    payload = get_runtime().summed_up(grad._local_tensor, layout)
     return grad if payload is grad._local_tensor else new_dtensor(type(grad), payload, grad._spec)
 
 
@@ -292,7 +298,7 @@ def as_plain(tensor: DTensor, grad_placements: Sequence[Any] | None = None) -> t
 class _ToPlain(LinearResult):
     @staticmethod
     def forward(ctx: Any, source: DTensor, grad_placements: Any) -> torch.Tensor:
-        ctx.state = source._spec.moved(source._spec.mesh, grad_placements)
+        ctx.state = source._spec.with_placements(source._spec.mesh, grad_placements)
         ctx.kind = type(source)
         return functional.to_plain(source._local_tensor)
 
@@ -314,8 +320,8 @@ class _FromPlain(LinearResult):
         is_host = type(plain) is torch.Tensor and not runtime.is_payload(plain)
         place = runtime.put if is_host else functional.constrain
         payload = place(plain, state.span_layout)
-        made = state_of(payload, state.mesh, state.placements, state.known)
-        return new_dtensor(kind, payload, made)
+        state = state_of(payload, state.mesh, state.placements, state.outer_cuts)
+        return new_dtensor(kind, payload, state)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

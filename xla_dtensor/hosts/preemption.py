@@ -79,25 +79,25 @@ class Preemption:
         self, signals: Iterable[str | int] = _DEFAULT, *, exit_status: int = EXIT_STATUS
     ) -> None:
         self.exit_status = exit_status
-        self._told = False
+        self._has_signal = False
         self._reached = False
         self._service = _service()
-        self._before: dict[signal.Signals, Any] = {}
-        wanted = dict.fromkeys(_read_signal(each) for each in signals)
+        self._handlers: dict[signal.Signals, Any] = {}
+        numbers = dict.fromkeys(_read_signal(name) for name in signals)
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeSetupError(
                 f"Preemption was made in thread={threading.current_thread().name!r}. Python "
                 "catches signals in the main thread only. Make it there, and pass it on."
             )
-        for number in wanted:
+        for number in numbers:
             if number is signal.SIGTERM and self._service is not None:
                 continue  # JAX catches it
             try:
-                self._before[number] = signal.signal(number, self._catch)
+                self._handlers[number] = signal.signal(number, self._catch)
             except (OSError, ValueError):
                 self.close()
                 raise RuntimeSetupError(
-                    f"Preemption was made with signals={[each.name for each in wanted]}. The "
+                    f"Preemption was made with signals={[n.name for n in numbers]}. The "
                     f"system lets nobody catch {number.name}. Pass such as SIGTERM or SIGUSR1."
                 ) from None
 
@@ -113,8 +113,8 @@ class Preemption:
             RuntimeSetupError: init_distributed was called after this was made.
         """
         if self._service is None:
-            self._reached = self._reached or self._told
-            if self._told and _service() is not None:
+            self._reached = self._reached or self._has_signal
+            if self._has_signal and _service() is not None:
                 raise RuntimeSetupError(
                     "Preemption was made with signals before init_distributed was called. The "
                     "other processes would not know of them. Make it after init_distributed."
@@ -134,10 +134,10 @@ class Preemption:
         """
         # A second signal, such as that of a launcher which ends the job when its first process
         # has gone, must not change the status.
-        for number in {*self._before, signal.SIGTERM}:
+        for number in {*self._handlers, signal.SIGTERM}:
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.signal(number, signal.SIG_IGN)
-        self._before.clear()
+        self._handlers.clear()
         if self._service is not None:
             try:
                 self._service.meet(timeout_seconds)
@@ -154,9 +154,9 @@ class Preemption:
 
     def close(self) -> None:
         """Catch no signals from now on; what caught them before does again."""
-        for number, before in self._before.items():
-            signal.signal(number, before if before is not None else signal.SIG_DFL)
-        self._before.clear()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._handlers.clear()
 
     def __enter__(self) -> Preemption:
         return self
@@ -170,7 +170,7 @@ class Preemption:
         self.close()
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        self._told = True
+        self._has_signal = True
         if self._service is not None:
             signal.raise_signal(signal.SIGTERM)  # which JAX's service waits for
 
@@ -183,12 +183,12 @@ def _service() -> Any:
     return service if service.is_joined() else None
 
 
-def _read_signal(given: str | int) -> signal.Signals:
+def _read_signal(name: str | int) -> signal.Signals:
     try:
-        return signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
+        return signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
     except (KeyError, ValueError):
         raise RuntimeSetupError(
-            f"Preemption was made with the signal {given!r}. This system has no such signal. Pass "
+            f"Preemption was made with the signal {name!r}. This system has no such signal. Pass "
             "a name such as 'SIGTERM' or 'SIGUSR1', or a number of the module signal."
         ) from None
 
@@ -224,10 +224,10 @@ def check_same_program(what: str, value: object = "") -> None:
     Example:
         >>> check_same_program("batch size", 32)  # a process alone has nothing to compare
     """
-    found = checks()
-    if found is not None:
+    comparison = checks()
+    if comparison is not None:
         text = repr(value)
-        found.compare(
+        comparison.compare(
             f"the check of {what!r}", hashlib.sha256(text.encode()).hexdigest(), text=lambda: text
         )
 
@@ -253,19 +253,19 @@ def program_checks(mode: str) -> Iterator[None]:
             f"program_checks was called with mode={mode!r}. It says when processes compare their "
             f"programs. Pass one of {', '.join(MODES)}."
         )
-    found = checks()
-    if found is None:
+    comparison = checks()
+    if comparison is None:
         yield
         return
-    before, comparing = found.mode, nullcontext()
-    if mode == "every" and before != mode:
+    outer_mode, comparing = comparison.mode, nullcontext()
+    if mode == "every" and outer_mode != mode:
         jax_same_program: Any = importlib.import_module(
             "xla_dtensor.runtimes.jax.compile.same_program"
         )
         comparing = jax_same_program.checking_every_op(get_runtime())
     with comparing:
-        found.mode = mode
+        comparison.mode = mode
         try:
             yield
         finally:
-            found.mode = before
+            comparison.mode = outer_mode

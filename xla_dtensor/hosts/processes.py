@@ -106,41 +106,41 @@ def meet(
 
 def _gather(address: str, hello: Any, deadline: float, timeout: float) -> Sequence[Facts]:
     count = hello["count"]
-    came: dict[int, tuple[Any, socket.socket]] = {}
-    earlier: list[socket.socket] = []  # of those who came again
+    arrivals: dict[int, tuple[Any, socket.socket]] = {}
+    stale_connections: list[socket.socket] = []  # of those who came again
     with _listening(address) as server:
         refusal = None
-        while refusal is None and not _all_here(came, count):
+        while refusal is None and not _all_here(arrivals, count):
             server.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 connection, _ = server.accept()
             except TimeoutError:
-                refusal = _missing(address, hello, came, timeout)
+                refusal = _missing(address, hello, arrivals, timeout)
                 break
-            said = _line(connection, _HELLO_SECONDS)
-            if not _is_hello(said):
+            peer_hello = _line(connection, _HELLO_SECONDS)
+            if not _is_hello(peer_hello):
                 connection.close()
                 continue
-            refusal = _unfit(hello, said, came)
-            if said["index"] in came:
-                earlier.append(came[said["index"]][1])
-            came[said["index"]] = said, connection
-        facts = [hello["facts"]] + [came[i][0]["facts"] for i in sorted(came)]
+            refusal = _unfit(hello, peer_hello, arrivals)
+            if peer_hello["index"] in arrivals:
+                stale_connections.append(arrivals[peer_hello["index"]][1])
+            arrivals[peer_hello["index"]] = peer_hello, connection
+        facts = [hello["facts"]] + [arrivals[i][0]["facts"] for i in sorted(arrivals)]
         answer = {"facts": facts} if refusal is None else {"refused": refusal}
-        for connection in (*earlier, *(way for _, way in came.values())):
+        for connection in (*stale_connections, *(peer for _, peer in arrivals.values())):
             _tell(connection, answer)
     if refusal is not None:
         raise RuntimeSetupError(refusal)
     return facts
 
 
-def _all_here(came: dict[int, tuple[Any, socket.socket]], count: int) -> bool:
+def _all_here(arrivals: dict[int, tuple[Any, socket.socket]], count: int) -> bool:
     """Tell whether all others have come, and none has died since."""
-    if len(came) < count - 1:
+    if len(arrivals) < count - 1:
         return False
-    for index in [i for i, (_, way) in came.items() if not _alive(way)]:
-        came.pop(index)[1].close()
-    return len(came) == count - 1
+    for index in [i for i, (_, connection) in arrivals.items() if not _alive(connection)]:
+        arrivals.pop(index)[1].close()
+    return len(arrivals) == count - 1
 
 
 def _listening(address: str) -> socket.socket:
@@ -161,56 +161,57 @@ def _listening(address: str) -> socket.socket:
         ) from error
 
 
-def _missing(address: str, hello: Any, came: Any, timeout: float) -> str:
+def _missing(address: str, hello: Any, arrivals: Any, timeout: float) -> str:
     count = hello["count"]
-    late = [i for i in range(1, count) if i not in came]
+    late = [i for i in range(1, count) if i not in arrivals]
     names = ", ".join(map(str, late[:16])) + (", ..." if len(late) > 16 else "")
     present = ", ".join(
-        f"{i} ({said['facts'].get('host')})" for i, (said, _) in sorted(came.items())[:8]
+        f"{i} ({peer_hello['facts'].get('host')})"
+        for i, (peer_hello, _) in sorted(arrivals.items())[:8]
     )
     return (
         f"Of {count} processes, {len(late)} did not come to {address} in {timeout:.3g} s: process "
         f"{names}. Process 0 ({hello['facts'].get('host')}) waited there"
-        + (f", and these came: {present}. " if came else ", and no other came. ")
+        + (f", and these came: {present}. " if arrivals else ", and no other came. ")
         + "Check that they were started and have not failed (their logs), that each was given "
         f"num_processes={count} and this address, and that their machines reach it (names, "
         "firewalls); a longer timeout_seconds= waits for slower ones."
     )
 
 
-def _is_hello(said: Any) -> bool:
-    numbers = isinstance(said.get("index"), int) and isinstance(said.get("count"), int)
-    facts = isinstance(said.get("facts"), dict)
-    return said.get("is") == _MAGIC and numbers and facts
+def _is_hello(message: Any) -> bool:
+    numbers = isinstance(message.get("index"), int) and isinstance(message.get("count"), int)
+    facts = isinstance(message.get("facts"), dict)
+    return message.get("is") == _MAGIC and numbers and facts
 
 
-def _unfit(hello: Any, said: Any, came: Any) -> str | None:
+def _unfit(hello: Any, peer_hello: Any, arrivals: Any) -> str | None:
     """Tell what is wrong with one who came; None where nothing is."""
-    index, where = said["index"], _where(said["facts"])
-    if not 0 < index < max(said["count"], 2):
+    index, where = peer_hello["index"], _where(peer_hello["facts"])
+    if not 0 < index < max(peer_hello["count"], 2):
         return (
             f"A process on {where} said process_id={index}. Process 0 waits here for those from 1 "
             f"to {hello['count'] - 1}. Correct what gives the processes their numbers."
         )
-    if said["count"] != hello["count"]:
+    if peer_hello["count"] != hello["count"]:
         return (
-            f"Process {index} on {where} was told num_processes={said['count']}, and process 0 "
-            f"num_processes={hello['count']}. They are not processes of one job. Give all the "
+            f"Process {index} on {where} was told num_processes={peer_hello['count']}, and process "
+            f"0 num_processes={hello['count']}. They are not processes of one job. Give all the "
             "same number."
         )
-    if index in came and _alive(came[index][1]):
+    if index in arrivals and _alive(arrivals[index][1]):
         return (
-            f"Two processes say process_id={index}: one on {_where(came[index][0]['facts'])} and "
-            f"one on {where}. Each number from 0 to {hello['count'] - 1} is one process's. "
+            f"Two processes say process_id={index}: one on {_where(arrivals[index][0]['facts'])} "
+            f"and one on {where}. Each number from 0 to {hello['count'] - 1} is one process's. "
             "Correct what gives them their numbers."
         )
-    wanted, given = (f["facts"].get("must_agree", {}) for f in (hello, said))
-    for name in sorted({*wanted, *given}):
-        if wanted.get(name) != given.get(name):
+    own_settings, peer_settings = (f["facts"].get("must_agree", {}) for f in (hello, peer_hello))
+    for name in sorted({*own_settings, *peer_settings}):
+        if own_settings.get(name) != peer_settings.get(name):
             return (
-                f"Process {index} on {where} has {name}={given.get(name)}, and process 0 on "
-                f"{_where(hello['facts'])} has {name}={wanted.get(name)}. Their programs would "
-                "not be the same. Install and configure all processes alike."
+                f"Process {index} on {where} has {name}={peer_settings.get(name)}, and process 0 "
+                f"on {_where(hello['facts'])} has {name}={own_settings.get(name)}. Their programs "
+                "would not be the same. Install and configure all processes alike."
             )
     return None
 
@@ -246,12 +247,14 @@ def _tell(connection: socket.socket, answer: Any) -> None:
 def _ask(address: str, hello: Any, deadline: float, timeout: float) -> Any:
     host, _, port = address.rpartition(":")
     last = "nobody listened"
-    while (left := deadline - time.monotonic()) > 0:
+    while (seconds_left := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection((host.strip("[]"), int(port)), timeout=left) as way:
-                way.sendall(json.dumps(hello).encode() + b"\n")
+            with socket.create_connection(
+                (host.strip("[]"), int(port)), timeout=seconds_left
+            ) as connection:
+                connection.sendall(json.dumps(hello).encode() + b"\n")
                 # Process 0 may have begun to wait later than this one, and answers at its deadline.
-                answer = _line(way, left + timeout)
+                answer = _line(connection, seconds_left + timeout)
         except OSError as error:
             last = str(error)
         else:
@@ -270,17 +273,17 @@ def _ask(address: str, hello: Any, deadline: float, timeout: float) -> Any:
 def _line(connection: socket.socket, seconds: float) -> Any:
     """Return one line of JSON; an empty dict for anything else."""
     connection.settimeout(seconds)
-    data = b""
+    buffer = b""
     try:
-        while not data.endswith(b"\n") and len(data) < _LONGEST_LINE:
+        while not buffer.endswith(b"\n") and len(buffer) < _LONGEST_LINE:
             part = connection.recv(65536)
             if not part:
                 break
-            data += part
-        said = json.loads(data)
+            buffer += part
+        message = json.loads(buffer)
     except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return message if isinstance(message, dict) else {}
 
 
 # -------------------------------------------------------------------------------- Process launchers
@@ -328,13 +331,13 @@ class Place:
 
     def with_arguments(self, address: str | None, count: int | None, index: int | None) -> Place:
         """Return the place with what the user said in place of what was found."""
-        given = {"coordinator_address": address, "count": count, "index": index}
-        said = {name: value for name, value in given.items() if value is not None}
-        if not said:
+        arguments = {"coordinator_address": address, "count": count, "index": index}
+        overrides = {name: argument for name, argument in arguments.items() if argument is not None}
+        if not overrides:
             return self
-        found_by = "arguments" if len(said) == 3 else f"arguments and {self.found_by}"
+        found_by = "arguments" if len(overrides) == 3 else f"arguments and {self.found_by}"
         store = None if address is not None else self.store
-        return replace(self, **said, found_by=found_by, store=store)
+        return replace(self, **overrides, found_by=found_by, store=store)
 
 
 def place_from_environment(environment: Mapping[str, str] | None = None) -> Place:
@@ -351,36 +354,42 @@ def place_from_environment(environment: Mapping[str, str] | None = None) -> Plac
         ...                         "MASTER_PORT": "29500", "LOCAL_RANK": "1"}).index
         1
     """
-    said = os.environ if environment is None else environment
-    if all(said.get(name) for name in _JAX):
+    variables = os.environ if environment is None else environment
+    if all(variables.get(name) for name in _JAX):
         return Place(
-            said[_JAX[0]], _number(said, _JAX[1]), _number(said, _JAX[2]), found_by="JAX variables"
+            variables[_JAX[0]],
+            _number(variables, _JAX[1]),
+            _number(variables, _JAX[2]),
+            found_by="JAX variables",
         )
-    if not (said.get("RANK") and said.get("WORLD_SIZE")):
+    if not (variables.get("RANK") and variables.get("WORLD_SIZE")):
         return Place()
-    count, index = _number(said, "WORLD_SIZE"), _number(said, "RANK")
-    missing = [name for name in _TORCHRUN if not said.get(name)]
-    if missing and count != 1:
+    count, index = _number(variables, "WORLD_SIZE"), _number(variables, "RANK")
+    unset = [name for name in _TORCHRUN if not variables.get(name)]
+    if unset and count != 1:
         raise RuntimeSetupError(
             f"init_distributed found RANK={index} and WORLD_SIZE={count}, but not "
-            f"{' and '.join(missing)}. The processes need an address to meet at. Start them with "
+            f"{' and '.join(unset)}. The processes need an address to meet at. Start them with "
             "torchrun, which sets all four, or set them yourself."
         )
-    local = [_number(said, n) if said.get(n) else None for n in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-    if missing:
+    local = [
+        _number(variables, n) if variables.get(n) else None
+        for n in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    ]
+    if unset:
         return Place(None, count, index, *local, found_by="torchrun")
-    host, port = said["MASTER_ADDR"], _number(said, "MASTER_PORT")
-    if said.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    host, port = variables["MASTER_ADDR"], _number(variables, "MASTER_PORT")
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return Place("", count, index, *local, found_by="torchrun", store=(host, port))
     # The port itself belongs to torch.distributed.init_process_group.
     return Place(f"{host}:{port + 1}", count, index, *local, found_by="torchrun")
 
 
-def _number(said: Mapping[str, str], name: str) -> int:
-    text = said[name].strip()
+def _number(variables: Mapping[str, str], name: str) -> int:
+    text = variables[name].strip()
     if not text.isdecimal():
         raise RuntimeSetupError(
-            f"init_distributed found {name}={said[name]!r} in the environment. It is to be a "
+            f"init_distributed found {name}={variables[name]!r} in the environment. It is to be a "
             "number, from 0 on. Correct what starts the processes, or unset the variable."
         )
     return int(text)
@@ -393,31 +402,31 @@ def checked_place(place: Place) -> Place:
         RuntimeSetupError: Something is missing, or the numbers do not fit each other.
     """
     count, index = place.count, place.index
-    found = (
+    summary = (
         f"coordinator_address={place.coordinator_address!r}, num_processes={count}, "
         f"process_id={index} (found by {place.found_by})"
     )
     if count is None or index is None:
         raise RuntimeSetupError(
-            f"init_distributed has {found}. A process has to know how many there are and which it "
-            "is. Pass all three arguments, or start the processes with torchrun or Slurm, or set "
-            f"{', '.join(_JAX)}."
+            f"init_distributed has {summary}. A process has to know how many there are and which "
+            "it is. Pass all three arguments, or start the processes with torchrun or Slurm, or "
+            f"set {', '.join(_JAX)}."
         )
     if count < 1 or not 0 <= index < count:
         raise RuntimeSetupError(
-            f"init_distributed has {found}. The processes are numbered from 0 to num_processes - "
+            f"init_distributed has {summary}. The processes are numbered from 0 to num_processes - "
             "1. Correct the numbers in what starts them."
         )
     if count > 1 and place.store is None:
-        _check_address(place.coordinator_address, found)
+        _check_address(place.coordinator_address, summary)
     return place
 
 
-def _check_address(address: str | None, found: str) -> None:
+def _check_address(address: str | None, summary: str) -> None:
     host, _, port = (address or "").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise RuntimeSetupError(
-            f"init_distributed has {found}. The address at which the processes meet is a host "
+            f"init_distributed has {summary}. The address at which the processes meet is a host "
             "and a port of process 0's machine. Pass coordinator_address='HOST:PORT', with a port "
             "that nobody listens on there."
         )
@@ -458,19 +467,19 @@ def settled_address(place: Place, timeout_seconds: float) -> str:
 
 def _own_address(host: str, port: int) -> str:
     """Return how others reach this machine, the way that leads to `host`."""
-    with socket.create_connection((host, port), timeout=10) as way:
-        mine = way.getsockname()[0]
-    said = host in ("localhost", "127.0.0.1", "::1")
+    with socket.create_connection((host, port), timeout=10) as connection:
+        own_ip = connection.getsockname()[0]
+    is_local = host in ("localhost", "127.0.0.1", "::1")
     # A host's own name may lead to itself by its loopback, where nobody else comes.
-    found = host if mine.startswith("127.") or mine == "::1" else mine
-    return "127.0.0.1" if said else f"[{found}]" if ":" in found else found
+    address = host if own_ip.startswith("127.") or own_ip == "::1" else own_ip
+    return "127.0.0.1" if is_local else f"[{address}]" if ":" in address else address
 
 
 def free_port_here() -> int:
     """Return a port of this machine that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as server:
+        server.bind(("", 0))
+        return int(server.getsockname()[1])
 
 
 # -------------------------------------------------------------------------- The processes of a job
@@ -543,17 +552,17 @@ def init_distributed(
     """
     global _joined
     local = None if local_device_ids is None else tuple(local_device_ids)
-    asked = (coordinator_address, num_processes, process_id, local, num_cpu_devices)
+    arguments = (coordinator_address, num_processes, process_id, local, num_cpu_devices)
     if _joined is not None:
-        return _again(asked, *_joined)
+        return _again(arguments, *_joined)
     if _chosen_runtime() != "jax":
-        info = _found_by_torch_xla(asked)
+        info = _found_by_torch_xla(arguments)
     else:
         jax_processes = importlib.import_module("xla_dtensor.runtimes.jax.processes")
         jax_processes.set_memory_fraction(memory_fraction)
         waits = timeout_seconds, heartbeat_seconds
-        info = _joined_jax(jax_processes, asked, waits)
-    _joined = asked, info
+        info = _joined_jax(jax_processes, arguments, waits)
+    _joined = arguments, info
     return info
 
 
@@ -564,17 +573,22 @@ def _chosen_runtime() -> str:
     return os.environ.get(ENVIRONMENT_VARIABLE) or next(iter(installed_runtimes()), "jax")
 
 
-def _again(asked: tuple[Any, ...], before: tuple[Any, ...], info: ProcessInfo) -> ProcessInfo:
-    if any(value is not None and value != was for value, was in zip(asked, before, strict=True)):
+def _again(
+    arguments: tuple[Any, ...], first_arguments: tuple[Any, ...], info: ProcessInfo
+) -> ProcessInfo:
+    if any(
+        argument is not None and argument != first
+        for argument, first in zip(arguments, first_arguments, strict=True)
+    ):
         raise RuntimeSetupError(
-            f"init_distributed was called again, with {_named(asked)}; the first call had "
-            f"{_named(before)}. A process joins one job, once. Call it once, or with the same "
-            "arguments."
+            f"init_distributed was called again, with {_named(arguments)}; the first call had "
+            f"{_named(first_arguments)}. A process joins one job, once. Call it once, or with the "
+            "same arguments."
         )
     return info
 
 
-def _named(asked: tuple[Any, ...]) -> str:
+def _named(arguments: tuple[Any, ...]) -> str:
     names = (
         "coordinator_address",
         "num_processes",
@@ -582,38 +596,38 @@ def _named(asked: tuple[Any, ...]) -> str:
         "local_device_ids",
         "num_cpu_devices",
     )
-    said = [f"{n}={v!r}" for n, v in zip(names, asked, strict=True) if v is not None]
-    return ", ".join(said) or "no arguments"
+    texts = [f"{n}={v!r}" for n, v in zip(names, arguments, strict=True) if v is not None]
+    return ", ".join(texts) or "no arguments"
 
 
 # ---------------------------------------------------------------------- JAX
 
 
-def _joined_jax(jax: Any, asked: tuple[Any, ...], waits: tuple[float, int]) -> ProcessInfo:
+def _joined_jax(jax: Any, arguments: tuple[Any, ...], waits: tuple[float, int]) -> ProcessInfo:
     """Join under JAX; `jax` is the module ``runtimes/jax/processes.py``."""
-    known = jax.joined()
-    if known is not None:  # the program has called jax.distributed.initialize itself
-        address, count, index = known
-        same = all(a in (None, k) for a, k in zip(asked[:3], known, strict=True))
-        if not same:
+    joined_as = jax.joined()
+    if joined_as is not None:  # the program has called jax.distributed.initialize itself
+        address, count, index = joined_as
+        agrees = all(a in (None, k) for a, k in zip(arguments[:3], joined_as, strict=True))
+        if not agrees:
             raise RuntimeSetupError(
-                f"init_distributed was called with {_named(asked)}, but jax.distributed runs with "
-                f"coordinator_address={address!r}, num_processes={count}, process_id={index}. A "
-                "process joins one job, once. Leave one of the two calls out."
+                f"init_distributed was called with {_named(arguments)}, but jax.distributed runs "
+                f"with coordinator_address={address!r}, num_processes={count}, process_id={index}. "
+                "A process joins one job, once. Leave one of the two calls out."
             )
         place = Place(address, count, index, found_by="jax.distributed")
     else:
-        place = _place(jax, asked, waits[0])
+        place = _place(jax, arguments, waits[0])
         if place.count != 1:
-            place = _met_and_joined(jax, place, asked[3], waits)
-    runtime = get_runtime("jax", **_options(asked[4]))
-    alone = place.count == 1
+            place = _met_and_joined(jax, place, arguments[3], waits)
+    runtime = get_runtime("jax", **_options(arguments[4]))
+    is_single = place.count == 1
     return ProcessInfo(
         place.index or 0,
         place.count or 1,
         tuple(runtime.addressable_device_ids()),
         place.found_by,
-        None if alone else place.coordinator_address,
+        None if is_single else place.coordinator_address,
     )
 
 
@@ -621,11 +635,11 @@ def _options(num_cpu_devices: int | None) -> dict[str, Any]:
     return {} if num_cpu_devices is None else {"num_cpu_devices": num_cpu_devices}
 
 
-def _place(jax: Any, asked: tuple[Any, ...], timeout_seconds: float) -> Place:
+def _place(jax: Any, arguments: tuple[Any, ...], timeout_seconds: float) -> Place:
     place = place_from_environment()
-    if place.found_by == "nobody" and None in asked[:3]:
+    if place.found_by == "nobody" and None in arguments[:3]:
         place = Place(**jax.detected(timeout_seconds))
-    place = place.with_arguments(*asked[:3])
+    place = place.with_arguments(*arguments[:3])
     if place == Place():
         return Place(count=1, index=0)
     place = checked_place(place)
@@ -647,17 +661,19 @@ def _met_and_joined(
     assert place.index is not None
     deadline = time.monotonic() + timeout
     address = settled_address(place, timeout)
-    mine = machine_facts() | jax.facts()
-    left = max(1.0, deadline - time.monotonic())
-    facts = meet(address, place.count, place.index, mine, left)
+    own_facts = machine_facts() | jax.facts()
+    seconds_left = max(1.0, deadline - time.monotonic())
+    facts = meet(address, place.count, place.index, own_facts, seconds_left)
     if local_device_ids is None:
         # Only those share GPUs that see the same ones: a container or a variable may differ.
-        beside = [
+        same_machine = [
             i
-            for i, other in enumerate(facts)
-            if (other["machine"], other["gpus"]) == (mine["machine"], mine["gpus"])
+            for i, peer in enumerate(facts)
+            if (peer["machine"], peer["gpus"]) == (own_facts["machine"], own_facts["gpus"])
         ]
-        local_device_ids = jax.own_gpus(mine["gpus"], beside.index(place.index), len(beside))
+        local_device_ids = jax.own_gpus(
+            own_facts["gpus"], same_machine.index(place.index), len(same_machine)
+        )
     jax.join(
         address,
         place.count,
@@ -672,17 +688,18 @@ def _met_and_joined(
 # ---------------------------------------------------------------------- torch_xla
 
 
-def _found_by_torch_xla(asked: tuple[Any, ...]) -> ProcessInfo:
-    runtime = get_runtime(**({} if current_runtime() is not None else _options(asked[4])))
+def _found_by_torch_xla(arguments: tuple[Any, ...]) -> ProcessInfo:
+    runtime = get_runtime(**({} if current_runtime() is not None else _options(arguments[4])))
     module = f"xla_dtensor.runtimes.{runtime.name}.processes"
     has_its_own = importlib.util.find_spec(module) is not None
     index, count = importlib.import_module(module).index_and_count() if has_its_own else (0, 1)
-    said = place_from_environment().with_arguments(*asked[:3])
-    if said.count not in (None, count) or (said.index not in (None, index) and count > 1):
+    stated = place_from_environment().with_arguments(*arguments[:3])
+    if stated.count not in (None, count) or (stated.index not in (None, index) and count > 1):
         raise RuntimeSetupError(
-            f"init_distributed was told num_processes={said.count}, process_id={said.index} (by "
-            f"{said.found_by}), but the runtime {runtime.name!r} found num_processes={count}, "
-            f"process_id={index}. It finds the hosts of a TPU slice itself, and takes no address; "
-            "on CPU it is one process. Start one process per TPU host, or use the runtime 'jax'."
+            f"init_distributed was told num_processes={stated.count}, process_id={stated.index} "
+            f"(by {stated.found_by}), but the runtime {runtime.name!r} found "
+            f"num_processes={count}, process_id={index}. It finds the hosts of a TPU slice itself, "
+            "and takes no address; on CPU it is one process. Start one process per TPU host, or "
+            "use the runtime 'jax'."
         )
     return ProcessInfo(index, count, tuple(runtime.addressable_device_ids()), runtime.name)

@@ -72,8 +72,8 @@ def frequencies(sizes: ModelSizes) -> list[float]:
     def stretched(frequency: float) -> float:
         turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
-        return (1 - kept) * frequency / scaling.factor + kept * frequency
+        share = min(max((turns - low) / (high - low), 0.0), 1.0)  # of what stays as it is
+        return (1 - share) * frequency / scaling.factor + share * frequency
 
     return [stretched(frequency) for frequency in plain]
 
@@ -361,18 +361,18 @@ class SparseMoE(nn.Module):
         numbers = torch.arange(experts, device=probabilities.device)
         slots = torch.arange(places, device=probabilities.device)
         choices: list[Tensor] = []
-        left = probabilities.detach()
+        scores = probabilities.detach()
         for _ in range(self.choices):  # topk, by ops that stay on the device that has the token
-            choices.append((left.argmax(-1, keepdim=True) == numbers).float())
-            left = left - 2 * choices[-1]
+            choices.append((scores.argmax(-1, keepdim=True) == numbers).float())
+            scores = scores - 2 * choices[-1]
         chosen = torch.stack(choices).sum(0)
         shares = probabilities / (probabilities * chosen).sum(-1, keepdim=True)
         routes: list[Tensor] = []
-        taken = torch.zeros_like(chosen[:, :, :1])
+        used = torch.zeros_like(chosen[:, :, :1])
         for goes in choices:  # all first choices have their place before any second
-            place = (goes * (goes.cumsum(2) - goes + taken)).sum(-1, keepdim=True)
+            place = (goes * (goes.cumsum(2) - goes + used)).sum(-1, keepdim=True)
             routes.append(goes[..., :, None] * (place == slots)[..., None, :])
-            taken = taken + goes.sum(2, keepdim=True)
+            used = used + goes.sum(2, keepdim=True)
         dispatch = torch.stack(routes).sum(0)
         return dispatch, dispatch * shares[..., None], chosen
 

@@ -66,9 +66,9 @@ def make(
             f"Model {model!r} was to be made with remat={remat!r}. A model of Transformers "
             "computes its layers again, or not. Pass full or none."
         )
-    made = make_hugging_face(model, dtype=dtype)
-    if remat == "full" and getattr(made, "supports_gradient_checkpointing", False):
-        made.gradient_checkpointing_enable({"use_reentrant": False})
+    module = make_hugging_face(model, dtype=dtype)
+    if remat == "full" and getattr(module, "supports_gradient_checkpointing", False):
+        module.gradient_checkpointing_enable({"use_reentrant": False})
     batch = batch_of(job, sequence=sequence, per_group=per_group)
 
     def make_step(model: nn.Module, mesh: Any = None) -> Step:
@@ -76,7 +76,7 @@ def make(
 
     shape = (batch.sequences, batch.length)
     inputs = tuple(torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(2))
-    return Training(made, make_step, inputs, (batch.placement, batch.placement))
+    return Training(module, make_step, inputs, (batch.placement, batch.placement))
 
 
 def make_hugging_face(path: str, *, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -94,24 +94,24 @@ def make_hugging_face(path: str, *, dtype: torch.dtype = torch.bfloat16) -> Any:
     """
     config = json.loads(Path(path).read_text(encoding="utf-8"))
     kind = config.pop("model_type", None)
-    asked = f"Model {path!r} was asked for, with model_type={kind!r}"
+    request = f"Model {path!r} was asked for, with model_type={kind!r}"
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise JobError(
-            f"{asked}. The package transformers, which has it, is not installed. Install it, or "
+            f"{request}. The package transformers, which has it, is not installed. Install it, or "
             "pass a module:function that makes your model."
         ) from error
     try:
-        read = transformers.AutoConfig.for_model(kind, **config)
-        read.use_cache = False
+        model_config = transformers.AutoConfig.for_model(kind, **config)
+        model_config.use_cache = False
         with torch.device("meta"):
             make: Callable[..., Any] = transformers.AutoModelForCausalLM.from_config
-            return make(read, dtype=dtype).train()
+            return make(model_config, dtype=dtype).train()
     except (ValueError, KeyError, TypeError) as error:
         why = str(error).split("\n")[0].rstrip(".")[:200]
         raise JobError(
-            f"{asked}. Transformers {transformers.__version__} makes no causal language model of "
+            f"{request}. Transformers {transformers.__version__} makes no causal language model of "
             f"it: {why}. Pass a module:function that makes your model."
         ) from error
 

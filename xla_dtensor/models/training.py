@@ -206,7 +206,7 @@ def make(
     """
     sizes = model if isinstance(model, ModelSizes) else ModelSizes.load(model)
     batch = batch_of(job, sequence=sequence, per_group=per_group)
-    made = make_model(sizes, dtype=dtype, remat=remat, device=device)
+    module = make_model(sizes, dtype=dtype, remat=remat, device=device)
 
     def make_step(model: nn.Module, mesh: Any = None) -> Step:
         return _step(model, AdamW(model.parameters(), learning_rate, moment_dtype=moment_dtype))
@@ -214,9 +214,9 @@ def make(
     shape = (batch.sequences, batch.length)
     inputs = tuple(torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
     if device != "meta":
-        inputs = tuple(torch.randint_like(given, sizes.vocab_size) for given in inputs)
+        inputs = tuple(torch.randint_like(tokens, sizes.vocab_size) for tokens in inputs)
     placements = (batch.placement, batch.placement)
-    return Training(made, make_step, inputs, placements, rules_of(job, sizes, batch))
+    return Training(module, make_step, inputs, placements, rules_of(job, sizes, batch))
 
 
 def make_model(
@@ -238,13 +238,13 @@ def make_model(
         The model.
     """
     with torch.device(device):
-        made = (Mixtral if sizes.num_local_experts else Llama)(sizes).to(dtype)
+        model = (Mixtral if sizes.num_local_experts else Llama)(sizes).to(dtype)
     if isinstance(remat, str) and LAYER_INPUT in remat:
-        for layer in made.model.layers:
+        for layer in model.model.layers:
             layer.register_forward_pre_hook(_name_input)
     if remat is not None:
-        made.model.layers = scan_layers(made.model.layers, remat=remat)
-    return made
+        model.model.layers = scan_layers(model.model.layers, remat=remat)
+    return model
 
 
 def _name_input(layer: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -270,11 +270,12 @@ def rules_of(job: JobConfig, sizes: ModelSizes, batch: Batch) -> ShardingRules |
     if job.sharding is None:
         return None
     rules = read_rules(job.sharding)
-    data, sequence = batch.batch_axes, batch.sequence_axes
+    batch_axes, sequence = batch.batch_axes, batch.sequence_axes
+    batch_cut = batch_axes or None
     rows: list[tuple[str, tuple[Any, ...]]] = [
-        (pattern, (data or None, sequence or None, None)) for pattern in _WHOLE_TOKENS
+        (pattern, (batch_cut, sequence or None, None)) for pattern in _WHOLE_TOKENS
     ]
-    residual = (data or None, sequence or None, batch.hidden_axes or None)
+    residual = (batch_cut, sequence or None, batch.hidden_axes or None)
     rows += [(pattern, residual) for pattern in _RESIDUAL]
     inner = ("q_proj", "k_proj", "v_proj")
     parts = {name: f"self_attn.{name}" for name in inner}
@@ -283,16 +284,16 @@ def rules_of(job: JobConfig, sizes: ModelSizes, batch: Batch) -> ShardingRules |
         rows.append(("**.down_proj", residual))
     for name, path in parts.items():
         cut = _cut_first(rules, f"model.layers.0.{path}.weight", 2)
-        kept = tuple(axis for axis in cut if axis not in (*data, *sequence))
-        rows.append((f"**.{name}", (data or None, sequence or None, kept or None)))
+        hidden = tuple(axis for axis in cut if axis not in (*batch_axes, *sequence))
+        rows.append((f"**.{name}", (batch_cut, sequence or None, hidden or None)))
     if sizes.num_local_experts:
         experts = _cut_first(rules, "model.layers.0.mlp.experts.down_proj", 3)
-        rest = tuple(axis for axis in data if axis not in experts)
-        lies = (experts or None, rest or None, sequence or None, None, None)
-        rows += [(f"**.experts.{name}", lies) for name in ("arrivals", "departures")]
-        home = (None, data or None, sequence or None, None, None)
+        outer = tuple(axis for axis in batch_axes if axis not in experts)
+        on_experts = (experts or None, outer or None, sequence or None, None, None)
+        rows += [(f"**.experts.{name}", on_experts) for name in ("arrivals", "departures")]
+        home = (None, batch_cut, sequence or None, None, None)
         rows += [(f"**.experts.{name}", home) for name in ("packed", "unpacked")]
-        rows.append(("**.mlp.gate", (data or None, sequence or None, None, None)))
+        rows.append(("**.mlp.gate", (batch_cut, sequence or None, None, None)))
     return ShardingRules(rules.rules, [*rules.activations, *rows], rules.tp_axis)
 
 

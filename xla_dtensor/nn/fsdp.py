@@ -99,7 +99,7 @@ class Group:
     settings: Settings
     output_dtype: torch.dtype | None = None
     cast_inputs: bool = True
-    kept: bool = False
+    unsharded: bool = False
     _entered: list[contextlib.ExitStack] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -109,25 +109,25 @@ class Group:
     def adopt(self) -> None:
         """Take the parameters that the modules have been given since the last forward."""
         for owner in [*self.parameters]:
-            for other in owner.adopt():
-                other.went_back = self._went_back
-                self.parameters.append(other)
+            for parameter in owner.adopt():
+                parameter.went_back = self._went_back
+                self.parameters.append(parameter)
         self.parameters = [owner for owner in self.parameters if owner.places]
 
     def gather(self) -> None:
         """Lend the gathered parameters to the modules."""
         for owner in self.parameters:
-            owner.lend(owner.whole)
+            owner.lend(owner.gather)
 
     def release(self) -> None:
         """Give the modules the sharded parameters back."""
-        self.kept = False
+        self.unsharded = False
         for owner in self.parameters:
             owner.take_back()
 
     def _went_back(self) -> None:
         """Give up what :meth:`FSDPModule.unshard` gathered: the optimizer may write to it next."""
-        if self.kept and not self._entered:
+        if self.unsharded and not self._entered:
             self.release()
 
     def _gather_anew(self) -> None:
@@ -135,7 +135,7 @@ class Group:
             owner.gathered = None
         self.gather()
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Prepare parameters and inputs; a forward pre-hook."""
         self.adopt()
         stack = contextlib.ExitStack()
@@ -146,7 +146,7 @@ class Group:
         _active.append(self)
         self._entered.append(stack)
         if unreduced:
-            if self.kept:
+            if self.unsharded:
                 stack.callback(self._gather_anew)
             for owner in self.parameters:
                 owner.gathered = None
@@ -161,13 +161,13 @@ class Group:
             args, kwargs = tree_map(lambda v: _cast(v, dtype), (args, kwargs))
         return args, kwargs
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Put the sharded parameters back; a forward hook, called after an error too."""
         if not self._entered:
-            return output  # `before` has raised
+            return output  # `pre_forward` has raised
         self._entered.pop().close()
         _active.remove(self)
-        if not self.kept:
+        if not self.unsharded:
             self.release()
         if self.output_dtype is not None:
             output = tree_map(lambda v: _cast(v, self.output_dtype), output)
@@ -176,8 +176,8 @@ class Group:
     def _on_own_views(self, args: Any, kwargs: Any) -> bool:
         """Tell whether each device has rows and a loss of its own, whose gradients are averaged."""
         region = region_of(self.settings.mesh.value)
-        given = tree_leaves((args, kwargs))
-        regions = [v.region for v in given if isinstance(v, (LocalView, GroupDTensor))]
+        inputs = tree_leaves((args, kwargs))
+        regions = [v.region for v in inputs if isinstance(v, (LocalView, GroupDTensor))]
         # A tensor-parallel module may be given its own shard of each device's rows.
         return any(r.mesh == region.mesh and set(region.axes) <= set(r.axes) for r in regions)
 
@@ -185,60 +185,59 @@ class Group:
         mesh = self.settings.mesh
         if not unreduced:
             return tree_map(self._batch, (args, kwargs))
-        given = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-        if given and not any(isinstance(v, (DTensor, LocalView)) for v in given):
+        inputs = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        if inputs and not any(isinstance(v, (DTensor, LocalView)) for v in inputs):
             raise LocalViewError(
                 "A forward without a gradient sync was called with plain tensors only, the first "
-                f"of shape={tuple(given[0].shape)}. Each device computes on rows of its own, and "
+                f"of shape={tuple(inputs[0].shape)}. Each device computes on rows of its own, and "
                 f"nothing says which. Pass distribute_tensor(batch, mesh, [Shard(0)]) on {mesh}, "
                 "or its to_local()."
             )
         return tree_map(self._own_rows, (args, kwargs))
 
-    def _own_rows(self, value: Any) -> Any:
+    def _own_rows(self, leaf: Any) -> Any:
         """Return each device's rows of a DTensor."""
-        if not isinstance(value, DTensor) or isinstance(value, GroupDTensor):
-            return value
-        mesh, own = self.settings.mesh, self.settings.mesh.value.axis_names
-        on = dict(zip(value._spec.mesh.value.axis_names, value._spec.placements, strict=True))
-        others = [placement for axis, placement in on.items() if axis not in own]
-        if not set(own) < set(on) or not all(p.is_replicate() for p in others):
-            return value.to_local()
+        if not isinstance(leaf, DTensor) or isinstance(leaf, GroupDTensor):
+            return leaf
+        mesh, axes = self.settings.mesh, self.settings.mesh.value.axis_names
+        by_axis = dict(zip(leaf._spec.mesh.value.axis_names, leaf._spec.placements, strict=True))
+        outer = [placement for axis, placement in by_axis.items() if axis not in axes]
+        if not set(axes) < set(by_axis) or not all(p.is_replicate() for p in outer):
+            return leaf.to_local()
         # Devices along the other axes share the rows; tensor parallelism takes what it needs.
-        return value.redistribute(mesh, [on[axis] for axis in own]).to_local()
+        return leaf.redistribute(mesh, [by_axis[axis] for axis in axes]).to_local()
 
-    def _batch(self, value: Any) -> Any:
+    def _batch(self, leaf: Any) -> Any:
         """Shard dim 0 of a plain input over the mesh, where that divides it."""
         mesh, runtime = self.settings.mesh, get_runtime()
-        if isinstance(value, (DTensor, LocalView)) or not isinstance(value, torch.Tensor):
-            return value
-        if value.ndim == 0 or value.shape[0] % mesh.value.size():
-            return value
+        if isinstance(leaf, (DTensor, LocalView)) or not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.ndim == 0 or leaf.shape[0] % mesh.value.size():
+            return leaf
         _warn_once(
             mesh,
             "fully_shard takes dim 0 of plain inputs for the global batch and shards it over the "
-            f"mesh {mesh_text(mesh.value)}, the first of shape={tuple(value.shape)}. Rows that "
+            f"mesh {mesh_text(mesh.value)}, the first of shape={tuple(leaf.shape)}. Rows that "
             "a process loaded for itself would count as the whole batch. "
             "distribute_tensor(batch, mesh, [Shard(0)]) says what is meant.",
         )
         placements = [Shard(0)] * mesh.ndim
-        if runtime.is_payload(value):
-            known = runtime.known_sharding(value)
-            if known is not None and known.is_tiled:
-                return value
-            layout = Layout.from_placements(placements, value.ndim, mesh.value)
-            if value.requires_grad:
-                return value
-            return runtime.to_plain(functional.constrain(value.detach(), layout_on_span(layout)))
-        if value.requires_grad:
-            return value
-        made = distribute_tensor(value, mesh, placements)
-        return as_plain(made)
+        if runtime.is_payload(leaf):
+            sharding = runtime.known_sharding(leaf)
+            if sharding is not None and sharding.is_tiled:
+                return leaf
+            layout = Layout.from_placements(placements, leaf.ndim, mesh.value)
+            if leaf.requires_grad:
+                return leaf
+            return runtime.to_plain(functional.constrain(leaf.detach(), layout_on_span(layout)))
+        if leaf.requires_grad:
+            return leaf
+        return as_plain(distribute_tensor(leaf, mesh, placements))
 
 
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.to(dtype) if is_float else value
+def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
+    is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    return leaf.to(dtype) if is_float else leaf
 
 
 def _warn_once(mesh: DeviceMesh, text: str) -> None:
@@ -270,10 +269,12 @@ def _nothing_else_saves() -> bool:
 def _noted(tensor: torch.Tensor) -> Any:
     payload = getattr(tensor, "_local_tensor", tensor)
     for group in _active:
-        if group.settings.reshard_after_forward and not group.kept:
+        if group.settings.reshard_after_forward and not group.unsharded:
             for owner in group.parameters:
-                lent = owner.gathered
-                if lent is not None and getattr(lent, "_local_tensor", lent) is payload:
+                gathered = owner.gathered
+                if gathered is None:
+                    continue
+                if getattr(gathered, "_local_tensor", gathered) is payload:
                     return _Note(owner)
     return tensor
 
@@ -339,7 +340,7 @@ def fully_shard(
     settings = Settings(
         _mesh(mesh if dp_mesh_dims is None else data_parallel_part(mesh, dp_mesh_dims)),
         reshard_after_forward=reshard_after_forward is None or bool(reshard_after_forward),
-        beside=None if dp_mesh_dims is None else as_device_mesh(mesh),
+        full_mesh=None if dp_mesh_dims is None else as_device_mesh(mesh),
     )
     if isinstance(offload_policy, CPUOffloadPolicy):
         raise UnsupportedOpError(
@@ -351,23 +352,23 @@ def fully_shard(
     owners = _sharded(modules, settings, shard_placement_fn, ignored_params or set())
     _move_buffers(modules)
     group = Group(owners, settings, policy.output_dtype, policy.cast_forward_inputs)
-    for each in modules:
-        each.__dict__[_STATE] = group
+    for submodule in modules:
+        submodule.__dict__[_STATE] = group
         # A checkpointed module runs twice, and needs its parameters both times.
-        called = getattr(each, "_checkpoint_wrapped_module", each)
-        called.register_forward_pre_hook(group.before, prepend=True, with_kwargs=True)
-        called.register_forward_hook(group.after, always_call=True)
-        kind = type(each)
+        hooked = getattr(submodule, "_checkpoint_wrapped_module", submodule)
+        hooked.register_forward_pre_hook(group.pre_forward, prepend=True, with_kwargs=True)
+        hooked.register_forward_hook(group.post_forward, always_call=True)
+        kind = type(submodule)
         if kind not in _classes:
             _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
-        each.__class__ = _classes[kind]
+        submodule.__class__ = _classes[kind]
     return module
 
 
 def _move_buffers(modules: Sequence[nn.Module]) -> None:
     """Put buffers beside the gathered parameters, as torch's fully_shard does."""
     device = get_runtime().torch_device
-    for owner in (each for module in modules for each in module.modules()):
+    for owner in (submodule for module in modules for submodule in module.modules()):
         for name, buffer in owner._buffers.items():
             if type(buffer) is torch.Tensor and buffer.device.type == "cpu":
                 owner._buffers[name] = buffer.to(device)
@@ -385,12 +386,12 @@ def _check_reshard(reshard_after_forward: Any) -> None:
 
 
 def _check_modules(modules: Any) -> None:
-    wrong = next((m for m in modules if not isinstance(m, nn.Module)), None)
+    no_module = next((m for m in modules if not isinstance(m, nn.Module)), None)
     container = next((m for m in modules if isinstance(m, (nn.ModuleList, nn.ModuleDict))), None)
-    if wrong is not None or container is not None:
-        found = type(container if wrong is None else wrong).__name__
+    if no_module is not None or container is not None:
+        kind = type(container if no_module is None else no_module).__name__
         raise ArgumentTypeError(
-            f"fully_shard was called with a {found}. Parameters are gathered for a module's "
+            f"fully_shard was called with a {kind}. Parameters are gathered for a module's "
             "forward, and this has none. Pass the modules that are called."
         )
     if any(m._compiled_call_impl is not None for m in modules):
@@ -409,19 +410,19 @@ def _check_modules(modules: Any) -> None:
 def _mesh(mesh: Any) -> Any:
     if mesh is None:
         try:
-            found = current_mesh("fully_shard")
+            device_mesh = current_mesh("fully_shard")
         except DistributeError:
             ids = get_runtime().device_ids()
-            found = as_device_mesh(Mesh(list(ids), (len(ids),), ("fsdp",)))
+            device_mesh = as_device_mesh(Mesh(list(ids), (len(ids),), ("fsdp",)))
     else:
-        found = as_device_mesh(mesh)
-    if found.ndim not in (1, 2):
+        device_mesh = as_device_mesh(mesh)
+    if device_mesh.ndim not in (1, 2):
         raise DistributeError(
-            f"fully_shard was called with the mesh {mesh_text(found.value)}. Parameters are "
+            f"fully_shard was called with the mesh {mesh_text(device_mesh.value)}. Parameters are "
             "sharded over one axis, or over the second of two and copied along the first. Pass a "
             "submesh of one or two axes, e.g. mesh['dp']."
         )
-    return found
+    return device_mesh
 
 
 def _sharded(
@@ -431,14 +432,14 @@ def _sharded(
     ignored: set[nn.Parameter],
 ) -> list[ShardedParameter]:
     places: dict[int, list[tuple[nn.Module, str]]] = {}
-    found: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for module in _managed(modules):
         for name, parameter in module._parameters.items():
             if parameter is not None and not any(parameter is p for p in ignored):
                 places.setdefault(id(parameter), []).append((module, name))
-                found[id(parameter)] = parameter
+                parameters[id(parameter)] = parameter
     owners: list[ShardedParameter] = []
-    for key, parameter in found.items():
+    for key, parameter in parameters.items():
         if parameter in _originals:
             name = ", ".join(name for _, name in places[key])
             raise DistributeError(
@@ -446,9 +447,9 @@ def _sharded(
                 "a module that it was called on before. The two would be parameters of their own. "
                 "Call it once for both, fully_shard([one, other]), or on a module that has both."
             )
-        asked = None if shard_placement_fn is None else shard_placement_fn(parameter)
-        made, inner = shard_parameter(parameter, settings, getattr(asked, "dim", None))
-        owner = ShardedParameter(places[key], made, settings, inner)
+        placement = None if shard_placement_fn is None else shard_placement_fn(parameter)
+        sharded, inner = shard_parameter(parameter, settings, getattr(placement, "dim", None))
+        owner = ShardedParameter(places[key], sharded, settings, inner)
         owner.take_back()
         owners.append(owner)
         _originals[parameter] = True
@@ -457,14 +458,14 @@ def _sharded(
 
 def _managed(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules of the trees, without those that fully_shard manages already."""
-    found: list[nn.Module] = []
+    managed: list[nn.Module] = []
     pending = list(modules)
     while pending:
         module = pending.pop(0)
-        if _STATE not in module.__dict__ and not any(module is m for m in found):
-            found.append(module)
+        if _STATE not in module.__dict__ and not any(module is m for m in managed):
+            managed.append(module)
             pending.extend(module.children())
-    return found
+    return managed
 
 
 class FSDPModule(TorchFSDPModule):
@@ -476,9 +477,9 @@ class FSDPModule(TorchFSDPModule):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the original class, as in ``type(self)(...)``."""
         original = next(k for k in cls.__mro__ if k not in (cls, FSDPModule, TorchFSDPModule))
-        made = original.__new__(original, *args, **kwargs)
-        made.__init__(*args, **kwargs)
-        return made
+        module = original.__new__(original, *args, **kwargs)
+        module.__init__(*args, **kwargs)
+        return module
 
     def _groups(self, recurse: bool) -> list[Group]:
         modules: Any = self.modules() if recurse else [self]  # pyright: ignore
@@ -489,7 +490,7 @@ class FSDPModule(TorchFSDPModule):
         for group in self._groups(recurse=False):
             group.adopt()
             group.gather()
-            group.kept = True
+            group.unsharded = True
         return _Handle() if async_op else None
 
     def reshard(self) -> None:

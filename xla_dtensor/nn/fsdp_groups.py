@@ -31,14 +31,18 @@ from xla_dtensor.core.spanning import joint_mesh, layout_on_span, region_of, spa
 from xla_dtensor.dtensor.api import distribute_tensor
 from xla_dtensor.dtensor.dispatch import state_of
 from xla_dtensor.dtensor.dtensor import DTensor
-from xla_dtensor.dtensor.labels import legal_placements, propagate
+from xla_dtensor.dtensor.labels import (
+    OuterCuts,
+    labels_of_outputs,
+    legal_placements,
+    propagate,
+)
 from xla_dtensor.dtensor.local import LocalView
-from xla_dtensor.dtensor.local_border import border, spread_payload
+from xla_dtensor.dtensor.local_border import border_of, spread_payload
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh, mesh_text
-from xla_dtensor.dtensor.redistribute import asking, checked_placements
-from xla_dtensor.dtensor.state import Known
+from xla_dtensor.dtensor.redistribute import checked_placements, redistribute_marker
 from xla_dtensor.runtimes import functional
-from xla_dtensor.runtimes.nested import map_nested
+from xla_dtensor.runtimes.nested import leaves, map_nested
 from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.runtimes.whole_ops import OneResult, refuse_second
 from xla_dtensor.runtimes.written import makes_results, written_targets
@@ -77,28 +81,20 @@ def data_parallel_part(mesh: Any, dims: Any) -> DeviceMesh:
     Raises:
         DistributeError: Not one shard axis, or several replicate axes.
     """
-    whole = as_device_mesh(mesh)
+    device_mesh = as_device_mesh(mesh)
     if len(dims.shard_names) != 1 or len(dims.replicate_names) > 1:
         raise DistributeError(
             f"fully_shard was called with dp_mesh_dims={dims} on the mesh "
-            f"{mesh_text(whole.value)}. Parameters are sharded over one axis, and copied along one "
-            "at most. Name one axis each, and merge axes where the mesh is made."
+            f"{mesh_text(device_mesh.value)}. Parameters are sharded over one axis, and copied "
+            "along one at most. Name one axis each, and merge axes where the mesh is made."
         )
-    return whole[(*dims.replicate_names, *dims.shard_names)]
+    return device_mesh[(*dims.replicate_names, *dims.shard_names)]
 
 
 def check_replicated(state: Any, mesh: DeviceMesh) -> None:
-    """Refuse a parameter that is cut along fully_shard's own axes before it comes there.
-
-    Args:
-        state: The parameter's state, on all axes.
-        mesh: The axes to replicate and to shard over.
-
-    Raises:
-        DistributeError: It is.
-    """
-    on = dict(zip(state.mesh.value.axis_names, state.placements, strict=True))
-    cut = {axis: on[axis] for axis in mesh.value.axis_names if on[axis] != Replicate()}
+    """Refuse a parameter that is cut along fully_shard's own axes before it comes there."""
+    by_axis = dict(zip(state.mesh.value.axis_names, state.placements, strict=True))
+    cut = {axis: by_axis[axis] for axis in mesh.value.axis_names if by_axis[axis] != Replicate()}
     if cut:
         raise DistributeError(
             f"fully_shard was called with dp_mesh_dims on a parameter that has the placements "
@@ -111,14 +107,10 @@ def summed_over(state: Any, mesh: DeviceMesh) -> tuple[Any, ...]:
     """Return how the gradient of a gathered parameter's ``to_local()`` lies.
 
     Each device computes with rows of its own, and has a part of the gradient.
-
-    Args:
-        state: The gathered parameter's state, on all axes.
-        mesh: The axes that fully_shard sums over.
     """
-    own = {*mesh.value.axis_names}
+    axes = {*mesh.value.axis_names}
     pairs = zip(state.mesh.value.axis_names, state.placements, strict=True)
-    return tuple(Partial() if axis in own else placement for axis, placement in pairs)
+    return tuple(Partial() if axis in axes else placement for axis, placement in pairs)
 
 
 # -------------------------------------------------------------------------------------- Fsdp groups
@@ -142,16 +134,16 @@ class GroupDTensor(DTensor):
         if any(getattr(t, "_is_per_device", False) for t in types):
             return NotImplemented  # a LocalView answers, and refuses
         kwargs = kwargs or {}
-        given = _groups((tuple(args), kwargs))
-        mesh, region = given[0]._spec.mesh, given[0].region
+        groups = _groups((tuple(args), kwargs))
+        mesh, region = groups[0]._spec.mesh, groups[0].region
         if func is aten._local_scalar_dense.default or torch.Tag.inplace_view in func.tags:
-            _refuse(given[0], str(func))
-        views, named = map_nested(lambda v: _view_in(v, region), (tuple(args), kwargs))
+            _refuse(groups[0], str(func))
+        views, options = map_nested(lambda v: _view_in(v, region), (tuple(args), kwargs))
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*views, **named)
+            output = func(*views, **options)
         if func._schema.is_mutable and not makes_results(func):
             return written_targets(func, args, kwargs)
-        return _labelled(func, args, kwargs, mesh, result)
+        return _labelled(func, args, kwargs, mesh, output)
 
     # ------------------------------------------------------------------ moving
 
@@ -166,8 +158,8 @@ class GroupDTensor(DTensor):
     ) -> GroupDTensor:
         """Return the same values lying as `placements` say; see ``DTensor.redistribute``."""
         mesh = self._spec.mesh
-        other = device_mesh is not None and as_device_mesh(device_mesh) != mesh
-        if other or backward_dtype is not None:
+        changes_mesh = device_mesh is not None and as_device_mesh(device_mesh) != mesh
+        if changes_mesh or backward_dtype is not None:
             raise RedistributeError(
                 f"redistribute was called with the mesh {device_mesh} and "
                 f"backward_dtype={backward_dtype} on a tensor on "
@@ -175,10 +167,10 @@ class GroupDTensor(DTensor):
                 "of its own. It can be moved along its own mesh's axes only, its gradient in its "
                 "own dtype. Call to_local() first."
             )
-        checked = checked_placements("redistribute", placements, mesh, self.ndim, partial=False)
+        canonical = checked_placements("redistribute", placements, mesh, self.ndim, partial=False)
         source: Any = self if forward_dtype is None else self.to(forward_dtype)
-        stacked = _stacked(source, checked)
-        return grouped(_unstacked(stacked, self.region), mesh, checked)
+        stacked = _stacked(source, canonical)
+        return grouped(_unstacked(stacked, self.region), mesh, canonical)
 
     def full_tensor(self, *, grad_placements: Sequence[Any] | None = None) -> Any:
         """Return each device's whole value, as a LocalView over the axes that the mesh lacks."""
@@ -191,8 +183,9 @@ class GroupDTensor(DTensor):
         if grad_placements is None and all(p.is_replicate() for p in placements):
             return as_view(self)
         if any(p.is_partial() for p in placements):  # labels on values that are whole
-            kept = [Replicate() if p.is_partial() else p for p in placements]
-            return self.redistribute(placements=kept).to_local(grad_placements=grad_placements)
+            placements = [Replicate() if p.is_partial() else p for p in placements]
+            tensor = self.redistribute(placements=placements)
+            return tensor.to_local(grad_placements=grad_placements)
         of_grad = None
         if grad_placements is not None:
             of_grad = _joint_placements(self._spec.mesh, self.region, grad_placements)
@@ -230,41 +223,38 @@ def _refuse(tensor: GroupDTensor, what: str) -> NoReturn:
 
 
 def _groups(values: Any) -> list[GroupDTensor]:
-    found: list[GroupDTensor] = []
-    map_nested(lambda v: found.append(v) if isinstance(v, GroupDTensor) else None, values)
-    return found
+    return [leaf for leaf in leaves(values) if isinstance(leaf, GroupDTensor)]
 
 
-def _view_in(value: Any, region: ManualRegion) -> Any:
-    if isinstance(value, GroupDTensor):
-        return value._local_tensor
-    if isinstance(value, DTensor):
-        if value.requires_grad:
+def _view_in(leaf: Any, region: ManualRegion) -> Any:
+    if isinstance(leaf, GroupDTensor):
+        return leaf._local_tensor
+    if isinstance(leaf, DTensor):
+        if leaf.requires_grad:
             raise LocalViewError(
-                f"A parameter of shape={tuple(value.shape)} was used that fully_shard does not "
+                f"A parameter of shape={tuple(leaf.shape)} was used that fully_shard does not "
                 f"manage, in a forward without a gradient sync. Each device of {region.axes} would "
                 "have a gradient of its own for it. Let fully_shard have it, or call "
                 "set_requires_gradient_sync(True)."
             )
-        return LocalView(spread_payload(value._local_tensor, region), region)
-    return value
+        return LocalView(spread_payload(leaf._local_tensor, region), region)
+    return leaf
 
 
 def _labelled(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh, result: Any
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh, output: Any
 ) -> Any:
     placements = propagate(func, args, kwargs, mesh)
-    if isinstance(result, torch.Tensor):
-        return _wrapped(result, mesh, placements)
-    if not isinstance(result, (list, tuple)):
-        return result
-    each = placements if isinstance(placements, list) else [placements] * len(result)
-    each = each if len(each) == len(result) else [each[0]] * len(result)
-    made = [
-        _wrapped(r, mesh, p) if isinstance(r, torch.Tensor) else r
-        for r, p in zip(result, each, strict=True)
+    if isinstance(output, torch.Tensor):
+        return _wrapped(output, mesh, placements)
+    if not isinstance(output, (list, tuple)):
+        return output
+    labels = labels_of_outputs(placements, len(output))
+    dtensors = [
+        _wrapped(x, mesh, label) if isinstance(x, torch.Tensor) else x
+        for x, label in zip(output, labels, strict=True)
     ]
-    return made if isinstance(result, list) else tuple(made)
+    return dtensors if isinstance(output, list) else tuple(dtensors)
 
 
 def _made(view: torch.Tensor, mesh: DeviceMesh, placements: Any) -> GroupDTensor:
@@ -336,8 +326,8 @@ def is_of_groups(view: LocalView, mesh: DeviceMesh) -> bool:
     region, names = view.region, mesh.value.axis_names
     if spanning_mesh(mesh.value) != region.mesh:
         return False
-    beside = [axis for axis in region.axes if axis not in names]
-    return bool(beside) and len(region.axes) in (len(beside), len(beside) + len(names))
+    outer = [axis for axis in region.axes if axis not in names]
+    return bool(outer) and len(region.axes) in (len(outer), len(outer) + len(names))
 
 
 def from_group_view(view: LocalView, mesh: DeviceMesh, placements: Sequence[Any]) -> Any:
@@ -347,17 +337,17 @@ def from_group_view(view: LocalView, mesh: DeviceMesh, placements: Sequence[Any]
         LocalViewError: A placement other than Replicate along axes that the view is whole along.
     """
     names = mesh.value.axis_names
-    beside = tuple(axis for axis in view.region.axes if axis not in names)
-    if beside == view.region.axes:
+    outer = tuple(axis for axis in view.region.axes if axis not in names)
+    if outer == view.region.axes:
         if not all(placement.is_replicate() for placement in placements):
             raise LocalViewError(
                 f"from_local was called with placements={tuple(placements)} and the mesh "
-                f"{mesh_text(mesh.value)} on a local view over {beside}. The view is whole along "
+                f"{mesh_text(mesh.value)} on a local view over {outer}. The view is whole along "
                 "that mesh, and the same value would be taken for a different shard on each "
                 "device. Pass Replicate(), and redistribute the result."
             )
         return grouped(view, mesh, placements)
-    region = region_of(view.region.mesh[beside])
+    region = region_of(view.region.mesh[outer])
     joint = _joint_mesh(mesh, region)
     stacked = DTensor.from_local(
         _with_leading(view, region), joint, _joint_placements(mesh, region, placements)
@@ -379,10 +369,10 @@ def _joint_placements(
 ) -> list[Any]:
     """Return how a tensor with a leading dim for each axis of the region lies on the joint mesh."""
     leading = len(region.axes)
-    on: dict[Any, Any] = {axis: Shard(place) for place, axis in enumerate(region.axes)}
+    by_axis: dict[Any, Any] = {axis: Shard(place) for place, axis in enumerate(region.axes)}
     for axis, placement in zip(mesh.value.axis_names, placements, strict=True):
-        on[axis] = _behind(placement, leading)
-    return [on[axis] for axis in _joint_mesh(mesh, region).value.axis_names]
+        by_axis[axis] = _behind(placement, leading)
+    return [by_axis[axis] for axis in _joint_mesh(mesh, region).value.axis_names]
 
 
 def _behind(placement: Any, leading: int) -> Any:
@@ -406,19 +396,19 @@ def _without_leading(view: Any, region: ManualRegion) -> Any:
 def _stacked(tensor: GroupDTensor, placements: Sequence[Any]) -> Any:
     """Return the DTensor on the joint mesh that has the devices' values one behind the other."""
     mesh, region = tensor._spec.mesh, tensor.region
-    own = as_device_mesh(region.mesh[region.axes])
+    group_mesh = as_device_mesh(region.mesh[region.axes])
     shards = [Shard(place) for place in range(len(region.axes))]
-    whole = DTensor.from_local(_with_leading(as_view(tensor), region), own, shards)
-    return whole.redistribute(
+    stacked = DTensor.from_local(_with_leading(as_view(tensor), region), group_mesh, shards)
+    return stacked.redistribute(
         _joint_mesh(mesh, region), _joint_placements(mesh, region, placements)
     )
 
 
 def _unstacked(stacked: Any, region: ManualRegion) -> Any:
     """Return the LocalView of the region that :func:`_stacked` was made of."""
-    own = as_device_mesh(region.mesh[region.axes])
+    group_mesh = as_device_mesh(region.mesh[region.axes])
     shards = [Shard(place) for place in range(len(region.axes))]
-    return _without_leading(stacked.redistribute(own, shards).to_local(), region)
+    return _without_leading(stacked.redistribute(group_mesh, shards).to_local(), region)
 
 
 # ---------------------------------------------------------------------------------- Fsdp parameters
@@ -449,8 +439,8 @@ class Settings:
         reduce_dtype: Dtype in which gradients are reduced; None for that of the computation.
         reshard_after_forward: Whether the backward gathers again.
         sync: Whether gradients are reduced.
-        beside: The mesh of all axes that parameters lie on already, `mesh` among them; None: they
-            lie on other axes only.
+        full_mesh: The mesh of all axes that parameters lie on already, `mesh` among them; None:
+            they lie on other axes only.
         factor: What the sum of the devices' gradients is divided by; their number when None.
     """
 
@@ -459,7 +449,7 @@ class Settings:
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
     sync: bool = True
-    beside: DeviceMesh | None = None
+    full_mesh: DeviceMesh | None = None
     factor: float | None = None
 
     def divide_by(self, per_device: bool) -> float | None:
@@ -513,26 +503,26 @@ class ShardedParameter:
         Raises:
             DistributeError: A parameter that does not lie on its mesh.
         """
-        given: dict[int, nn.Parameter] = {}
+        parameters: dict[int, nn.Parameter] = {}
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module, name in self.places:
-            now = module._parameters.get(name)
-            if now is not None:
-                now = self.parameter if now is self.gathered else now
-                given[id(now)] = now
-                places.setdefault(id(now), []).append((module, name))
+            parameter = module._parameters.get(name)
+            if parameter is not None:
+                parameter = self.parameter if parameter is self.gathered else parameter
+                parameters[id(parameter)] = parameter
+                places.setdefault(id(parameter), []).append((module, name))
         if places == {id(self.parameter): self.places}:
             return []
-        for key, parameter in given.items():
+        for key, parameter in parameters.items():
             self._check_lies_alike(parameter, *places[key][0])
         self.gathered, self.places = None, []
-        others: list[ShardedParameter] = []
-        for key, parameter in given.items():
+        untied: list[ShardedParameter] = []
+        for key, parameter in parameters.items():
             if not self.places:
                 self.parameter, self.places = parameter, places[key]
             else:
-                others.append(ShardedParameter(places[key], parameter, self.settings, self.inner))
-        return others
+                untied.append(ShardedParameter(places[key], parameter, self.settings, self.inner))
+        return untied
 
     def _check_lies_alike(self, parameter: Any, module: nn.Module, name: str) -> None:
         mesh = self.state.mesh
@@ -558,7 +548,7 @@ class ShardedParameter:
         for module, name in self.places:
             module._parameters[name] = self.parameter
 
-    def whole(self) -> torch.Tensor:
+    def gather(self) -> torch.Tensor:
         """Return the gathered form, differentiably."""
         return _Gather.apply(self.parameter, self)  # pyright: ignore[reportReturnType]
 
@@ -574,38 +564,39 @@ class ShardedParameter:
     def gathered_payload(self, payload: torch.Tensor | None = None) -> torch.Tensor:
         """Return the payload of the gathered form, cast before it is moved."""
         tensor: Any = self.parameter
-        whole: Any = tensor._local_tensor if payload is None else payload
+        source: Any = tensor._local_tensor if payload is None else payload
         dtype = self.settings.param_dtype
-        if dtype is not None and whole.dtype != dtype and whole.is_floating_point():
-            whole = get_runtime().run_op(aten._to_copy.default, (whole,), {"dtype": dtype})
-        with asking():
-            return functional.constrain(whole, self._gathered_layout())
+        if dtype is not None and source.dtype != dtype and source.is_floating_point():
+            source = get_runtime().run_op(aten._to_copy.default, (source,), {"dtype": dtype})
+        with redistribute_marker():
+            return functional.constrain(source, self._gathered_layout())
 
     def _gathered_layout(self) -> Layout:
-        state, own = self.state, set(self.settings.mesh.value.axis_names)
-        kept = tuple(
-            Replicate() if axis in own else placement
+        state, axes = self.state, set(self.settings.mesh.value.axis_names)
+        placements = tuple(
+            Replicate() if axis in axes else placement
             for axis, placement in zip(state.mesh.value.axis_names, state.placements, strict=True)
         )
-        return layout_on_span(Layout.from_placements(kept, len(state.shape), state.mesh.value))
+        layout = Layout.from_placements(placements, len(state.shape), state.mesh.value)
+        return layout_on_span(layout)
 
     def wrapped(self, payload: torch.Tensor) -> torch.Tensor:
         """Return a gathered payload as the modules are to see it."""
         if self.inner is None:
             return functional.to_plain(payload)
-        made = DTensor._wrapping(payload, self.inner, self.inner_placements())
-        if self.settings.beside is not None:
-            made._gradient_placements = summed_over(made._spec, self.settings.mesh)
-        return made
+        tensor = DTensor._wrapping(payload, self.inner, self.inner_placements())
+        if self.settings.full_mesh is not None:
+            tensor._gradient_placements = summed_over(tensor._spec, self.settings.mesh)
+        return tensor
 
     def inner_placements(self) -> tuple[Any, ...]:
         """The placements that the parameter had before fully_shard."""
         assert self.inner is not None
-        on = dict(zip(self.state.mesh.value.axis_names, self.state.placements, strict=True))
-        on |= dict.fromkeys(self.settings.mesh.value.axis_names, Replicate())
-        return tuple(on[axis] for axis in self.inner.value.axis_names)
+        by_axis = dict(zip(self.state.mesh.value.axis_names, self.state.placements, strict=True))
+        by_axis |= dict.fromkeys(self.settings.mesh.value.axis_names, Replicate())
+        return tuple(by_axis[axis] for axis in self.inner.value.axis_names)
 
-    def inner_cuts(self) -> Known:
+    def inner_cuts(self) -> OuterCuts:
         """The axes of that mesh that cut the parameter, each with the dim."""
         if self.inner is None:
             return ()
@@ -623,15 +614,15 @@ class ShardedParameter:
         dtype = settings.reduce_dtype
         if dtype is not None and payload.dtype != dtype:
             payload = run(aten._to_copy.default, (payload,), {"dtype": dtype})
-        with asking():
+        with redistribute_marker():
             payload = functional.constrain(payload, state.span_layout)
         divide_by = settings.divide_by(per_device)
         if divide_by is not None:
             payload = run(aten.div.Scalar, (payload, divide_by), {})
         if payload.dtype != self.parameter.dtype:
-            wanted = {"dtype": self.parameter.dtype}
-            payload = run(aten._to_copy.default, (payload,), wanted)
-        return DTensor._wrapping(payload, state.mesh, state.placements, known=state.known)
+            options = {"dtype": self.parameter.dtype}
+            payload = run(aten._to_copy.default, (payload,), options)
+        return DTensor._wrapping(payload, state.mesh, state.placements, outer_cuts=state.outer_cuts)
 
 
 class _Gather(OneResult):
@@ -662,7 +653,7 @@ def _mean(view: LocalView) -> torch.Tensor:
     """Return the mean over all devices of a region, as a payload: one reduction."""
     mesh = as_device_mesh(view.region.mesh[view.region.axes])
     layout = Layout(mesh.value, ((),) * view.ndim, tuple((a, "avg") for a in view.region.axes))
-    return border(layout, tuple(view.shape)).joined(view._payload)
+    return border_of(layout, tuple(view.shape)).joined(view._payload)
 
 
 def lent_unreduced(owner: ShardedParameter, reduce: bool) -> torch.Tensor:
@@ -685,7 +676,7 @@ class _LendUnreduced(OneResult):
         ctx.owner, ctx.reduce = owner, reduce
         region = region_of(owner.settings.mesh.value)
         payload = spread_payload(owner.gathered_payload(), region)
-        return LocalView(payload, region, varying=frozenset(), known=owner.inner_cuts())
+        return LocalView(payload, region, varying=frozenset(), outer_cuts=owner.inner_cuts())
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -699,9 +690,9 @@ class _LendUnreduced(OneResult):
             grad = grad.to(owner.settings.reduce_dtype)
         total = grad if owner.pending is None else owner.pending + grad
         owner.pending = None if ctx.reduce else total
-        found = owner.sharded_gradient(_mean(total)) if ctx.reduce else None
+        gradient = owner.sharded_gradient(_mean(total)) if ctx.reduce else None
         return (
-            *refuse_second("the parameters of fully_shard", [owner.parameter], found),
+            *refuse_second("the parameters of fully_shard", [owner.parameter], gradient),
             None,
             None,
         )
@@ -722,43 +713,45 @@ def shard_parameter(
     """
     mesh = settings.mesh
     cut = (0 if dim is None else dim % parameter.ndim) if parameter.ndim else None
-    own: list[Any] = [Replicate()] * (mesh.ndim - 1)
-    own.append(Replicate() if cut is None else Shard(cut))
+    own_placements: list[Any] = [Replicate()] * (mesh.ndim - 1)
+    own_placements.append(Replicate() if cut is None else Shard(cut))
     if not isinstance(parameter.data, DTensor):
-        made = distribute_tensor(parameter.detach(), mesh, own)
-        return nn.Parameter(made, parameter.requires_grad), None
+        sharded = distribute_tensor(parameter.detach(), mesh, own_placements)
+        return nn.Parameter(sharded, parameter.requires_grad), None
     tensor: Any = parameter
-    before = tensor._spec
-    together = joint_mesh(mesh.value, before.mesh.value)
-    if before.mesh == settings.beside:
-        check_replicated(before, mesh)
-        together = before.mesh.value
-    if together is None:
+    state = tensor._spec
+    joint_value = joint_mesh(mesh.value, state.mesh.value)
+    if state.mesh == settings.full_mesh:
+        check_replicated(state, mesh)
+        joint_value = state.mesh.value
+    if joint_value is None:
         raise DistributeError(
             f"fully_shard was called with the mesh {mesh_text(mesh.value)} on a parameter that "
-            f"lies on {mesh_text(before.mesh.value)}. It needs axes of its own, of one root mesh. "
+            f"lies on {mesh_text(state.mesh.value)}. It needs axes of its own, of one root mesh. "
             "Make one mesh with all axes and pass mesh['dp'] here and mesh['tp'] to "
             "parallelize_module."
         )
-    joint = as_device_mesh(together)
-    on = dict(zip(before.mesh.value.axis_names, before.placements, strict=True))
-    on |= dict(zip(mesh.value.axis_names, own, strict=True))
-    placements = _beside(on, joint, mesh.value.axis_names[-1], cut)
-    made = tensor.detach().redistribute(joint, placements)
-    return nn.Parameter(made, parameter.requires_grad), before.mesh
+    joint = as_device_mesh(joint_value)
+    by_axis = dict(zip(state.mesh.value.axis_names, state.placements, strict=True))
+    by_axis |= dict(zip(mesh.value.axis_names, own_placements, strict=True))
+    placements = _joined_placements(by_axis, joint, mesh.value.axis_names[-1], cut)
+    sharded = tensor.detach().redistribute(joint, placements)
+    return nn.Parameter(sharded, parameter.requires_grad), state.mesh
 
 
-def _beside(on: dict[Any, Any], joint: DeviceMesh, axis: Any, cut: int | None) -> list[Any]:
+def _joined_placements(
+    by_axis: dict[Any, Any], joint: DeviceMesh, axis: Any, cut: int | None
+) -> list[Any]:
     """Return placements on the joint mesh; axes right of `axis` that cut the same dim go outside.
 
     That is what torch's fully_shard does, so that the data-parallel shards lie within tp's.
     """
     names = joint.value.axis_names
     factor = 1
-    for other in names[names.index(axis) + 1 :]:
-        if isinstance(on[other], Shard) and on[other].dim == cut:
-            factor *= joint.value.size(other)
+    for inner in names[names.index(axis) + 1 :]:
+        if isinstance(by_axis[inner], Shard) and by_axis[inner].dim == cut:
+            factor *= joint.value.size(inner)
     if factor > 1:
         assert cut is not None
-        on[axis] = _StridedShard(cut, split_factor=factor)
-    return [on[name] for name in names]
+        by_axis[axis] = _StridedShard(cut, split_factor=factor)
+    return [by_axis[name] for name in names]

@@ -80,20 +80,19 @@ def replacements() -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
 def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def gather(state_dict: Any, *args: Any, cpu_offload: bool = False, **options: Any) -> Any:
-        whole = _whole(state_dict, cpu_offload)
-        return original(whole, *args, cpu_offload=cpu_offload, **options)
+        return original(_full(state_dict, cpu_offload), *args, cpu_offload=cpu_offload, **options)
 
     return gather
 
 
-def _whole(value: Any, on_host: bool) -> Any:
-    if isinstance(value, DTensor):
-        return value.cpu() if on_host else value.full_tensor()
-    if isinstance(value, dict):
-        return {key: _whole(item, on_host) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_whole(item, on_host) for item in value)
-    return value
+def _full(state: Any, on_host: bool) -> Any:
+    if isinstance(state, DTensor):
+        return state.cpu() if on_host else state.full_tensor()
+    if isinstance(state, dict):
+        return {key: _full(part, on_host) for key, part in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(_full(part, on_host) for part in state)
+    return state
 
 
 def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,26 +105,26 @@ def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
         strict: bool = False,
         **options: Any,
     ) -> None:
-        if not any(isinstance(value, DTensor) for value in local_state_dict.values()):
+        if not any(isinstance(tensor, DTensor) for tensor in local_state_dict.values()):
             original(full_state_dict, local_state_dict, device, pg, strict, **options)
             return
-        whole: dict[str, Any] = {}
+        rank_0_state: dict[str, Any] = {}
         for key in _from_rank_0(list(full_state_dict), pg):
-            whole[key] = _from_rank_0(full_state_dict.get(key), pg)
-        torchs._distribute_state_dict(whole, local_state_dict, device, pg)
+            rank_0_state[key] = _from_rank_0(full_state_dict.get(key), pg)
+        torchs._distribute_state_dict(rank_0_state, local_state_dict, device, pg)
         for key in list(local_state_dict) if strict else ():
-            if key not in whole:
+            if key not in rank_0_state:
                 del local_state_dict[key]
 
     return broadcast
 
 
-def _from_rank_0(value: Any, group: Any) -> Any:
+def _from_rank_0(state: Any, group: Any) -> Any:
     """Return what rank 0 gave."""
-    given = [value]
+    message = [state]
     if dist.get_world_size(group) > 1:
-        dist.broadcast_object_list(given, src=0, group=group)
-    return given[0]
+        dist.broadcast_object_list(message, src=0, group=group)
+    return message[0]
 
 
 # --------------------------------------------------------------------------------------- install()
@@ -165,14 +164,14 @@ def install() -> None:
         _replace(getattr(torch_random, name), getattr(random, name))
     _replace(torch_fsdp.fully_shard, fully_shard)
     _put(torch_parallel.loss_parallel, _both(torch_parallel.loss_parallel, loss_parallel))
-    for original, ours in replacements():
-        _put(original, ours)
-    for name, ours in collectives.BY_NAME.items():
+    for original, replacement in replacements():
+        _put(original, replacement)
+    for name, replacement in collectives.BY_NAME.items():
         original = getattr(torch_collectives, name)
-        _put(original, _routed_by_first(LocalView, original, ours))
-    for name, ours in mesh.BY_NAME.items():
+        _put(original, _routed_by_first(LocalView, original, replacement))
+    for name, replacement in mesh.BY_NAME.items():
         original = getattr(dist, name)
-        _put(original, _routed_by_first(AxisGroup, original, ours))
+        _put(original, _routed_by_first(AxisGroup, original, replacement))
     allow_groups(True)
     logger.info("torch.distributed.tensor works on 'xla' meshes through xla_dtensor now.")
 
@@ -181,8 +180,8 @@ def uninstall() -> None:
     """Put torch's own functions back."""
     if not _replaced:
         return
-    for original, ours in _replaced.items():
-        _rebind(ours, original)
+    for original, replacement in _replaced.items():
+        _rebind(replacement, original)
     from_local = next(f for f in _replaced if f.__qualname__ == "DTensor.from_local")
     torch_tensor.DTensor.from_local = staticmethod(from_local)  # pyright: ignore
     _move_dynamo_rule(_DYNAMO_OURS, _DYNAMO_TORCHS)
@@ -210,8 +209,8 @@ def _move_dynamo_rule(old: str, new: str) -> None:
         rules.clear_lru_cache()
 
 
-def _replace(original: Callable[..., Any], ours: Callable[..., Any]) -> None:
-    _put(original, _routed(original, ours))
+def _replace(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    _put(original, _routed(original, replacement))
 
 
 def _put(original: Callable[..., Any], new: Callable[..., Any]) -> None:
@@ -219,13 +218,13 @@ def _put(original: Callable[..., Any], new: Callable[..., Any]) -> None:
     _rebind(original, new)
 
 
-def _both(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def _both(original: Callable[..., Any], context: Callable[..., Any]) -> Callable[..., Any]:
     """Enter torch's context and ours: which tensors will meet it is not known yet."""
 
     @functools.wraps(original)
     @contextlib.contextmanager
     def both() -> Iterator[None]:
-        with original(), ours():
+        with original(), context():
             yield
 
     return both
@@ -239,37 +238,37 @@ def _rebind(old: Any, new: Any) -> None:
             setattr(module, name, new)
 
 
-def _routed(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def _routed(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def route(*args: Any, **kwargs: Any) -> Any:
-        return (ours if _is_for_xla(signature, args, kwargs) else original)(*args, **kwargs)
+        return (replacement if _is_for_xla(signature, args, kwargs) else original)(*args, **kwargs)
 
     return route
 
 
 def _routed_by_first(
-    kind: type, original: Callable[..., Any], ours: Callable[..., Any]
+    kind: type, original: Callable[..., Any], replacement: Callable[..., Any]
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def route(*args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else next(iter(kwargs.values()), None)
-        return (ours if isinstance(first, kind) else original)(*args, **kwargs)
+        return (replacement if isinstance(first, kind) else original)(*args, **kwargs)
 
     return route
 
 
 def _is_for_xla(signature: inspect.Signature, args: Any, kwargs: Any) -> bool:
-    given = (*args, *kwargs.values())
+    arguments = (*args, *kwargs.values())
     if "device_type" in signature.parameters:
-        return "xla" in (given[:1] if args else (kwargs.get("device_type"),))
+        return "xla" in (arguments[:1] if args else (kwargs.get("device_type"),))
     # torch.compile does not ask a tensor whether it is a mesh, and in torch 2.13 takes a mesh to be
     # of none of several types at once.
-    others = [v for v in given if not isinstance(v, torch.Tensor)]
-    if any(isinstance(v, Mesh) for v in others):
+    arguments = tuple(v for v in arguments if not isinstance(v, torch.Tensor))
+    if any(isinstance(v, Mesh) for v in arguments):
         return True
-    meshes = [v for v in others if isinstance(v, torch_device_mesh.DeviceMesh)]
+    meshes = [v for v in arguments if isinstance(v, torch_device_mesh.DeviceMesh)]
     if not meshes:
         try:
             meshes = [torch_device_mesh._mesh_resources.get_current_mesh()]

@@ -105,8 +105,8 @@ def _is_on_jax(tensors: Any) -> bool:
     runtime = current_runtime()
     if runtime is None or not runtime.has_loops:
         return False
-    given = [getattr(t, "_local_tensor", t) for t in tensors if t is not None]
-    return any(runtime.is_payload(t) for t in given) and not torch.compiler.is_compiling()
+    payloads = [getattr(t, "_local_tensor", t) for t in tensors if t is not None]
+    return any(runtime.is_payload(p) for p in payloads) and not torch.compiler.is_compiling()
 
 
 def _plain(
@@ -121,14 +121,14 @@ def _plain(
     logits = F.linear(input, weight, bias)
     wide = torch.promote_types(logits.dtype, torch.float32)
     classes = (prod(logits.shape[:-1]), logits.shape[-1])
-    found = F.cross_entropy(
+    loss = F.cross_entropy(
         logits.to(wide).reshape(classes),
         target.reshape(-1),
         reduction=reduction,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
     )
-    return found.reshape(target.shape) if reduction == "none" else found
+    return loss.reshape(target.shape) if reduction == "none" else loss
 
 
 def _check(
@@ -165,9 +165,9 @@ class _LinearLoss(OneResult):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        found = below(linear_loss_backward, grad, *ctx.saved_tensors, *ctx.options)
+        grads = below(linear_loss_backward, grad, *ctx.saved_tensors, *ctx.options)
         inputs = ctx.saved_tensors[:4]
-        of_input, of_weight, of_bias = refuse_second("linear_cross_entropy", inputs, *found)
+        of_input, of_weight, of_bias = refuse_second("linear_cross_entropy", inputs, *grads)
         to_input, to_weight, _, to_bias, *_ = ctx.needs_input_grad
         return (
             of_input if to_input else None,

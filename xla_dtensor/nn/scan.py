@@ -61,24 +61,16 @@ _absent = object()
 
 
 def check_equal(blocks: Sequence[nn.Module], ignored: Sequence[str] = ()) -> None:
-    """Raise at the first difference between the first module and another one.
-
-    Args:
-        blocks: The modules.
-        ignored: Names of attributes in which they may differ.
-
-    Raises:
-        ScanError: A difference in anything but the values of parameters and buffers.
-    """
+    """Raise at the first difference between layers in anything but the values of tensors."""
     first = dict(blocks[0].named_modules(remove_duplicate=False))
     for index, block in enumerate(blocks[1:], 1):
-        other = dict(block.named_modules(remove_duplicate=False))
-        if list(first) != list(other):
-            extra = next(iter(set(first) ^ set(other)))
+        modules = dict(block.named_modules(remove_duplicate=False))
+        if list(first) != list(modules):
+            extra = next(iter(set(first) ^ set(modules)))
             _refuse(index, extra, "a module that the other has not")
         for path, module in first.items():
-            for name, mine, theirs in _differences(module, other[path], ignored):
-                _refuse(index, f"{path}.{name}".strip("."), f"{theirs} where layer 0 has {mine}")
+            for name, x, y in _differences(module, modules[path], ignored):
+                _refuse(index, f"{path}.{name}".strip("."), f"{y} where layer 0 has {x}")
         if _ties(blocks[0]) != _ties(block):
             _refuse(index, "parameters", "other tensors in common")
 
@@ -86,15 +78,7 @@ def check_equal(blocks: Sequence[nn.Module], ignored: Sequence[str] = ()) -> Non
 def tensors_of(
     blocks: Sequence[nn.Module], chosen: Callable[[torch.Tensor], bool]
 ) -> tuple[list[str], list[list[torch.Tensor]]]:
-    """Return names and, by layer, the parameters and buffers that a loop has to read.
-
-    Args:
-        blocks: The modules, equal ones.
-        chosen: Whether a tensor is on the mesh.
-
-    Raises:
-        ScanError: A tensor that is not on the mesh and differs between the layers.
-    """
+    """Return names and, by layer, the parameters and buffers that a loop has to read."""
     names: list[str] = []
     columns: list[list[torch.Tensor]] = []
     everything = [_tensors(block) for block in blocks]
@@ -122,28 +106,24 @@ def tensors_of(
 def holding(
     block: nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor]
 ) -> Iterator[None]:
-    """Let `block` have other parameters and buffers for a while.
-
-    Args:
-        block: The module.
-        names: As from :func:`tensors_of`.
-        tensors: The tensors to have under these names, and wherever the same tensor is used.
-    """
-    own = _tensors(block)
-    others = {id(own[name]): tensor for name, tensor in zip(names, tensors, strict=True)}
-    held = [
+    """Let `block` have other parameters and buffers, wherever these are used, for a while."""
+    tensors_by_name = _tensors(block)
+    stand_ins = {
+        id(tensors_by_name[name]): tensor for name, tensor in zip(names, tensors, strict=True)
+    }
+    slots = [
         (table, name, tensor)
         for module in block.modules()
         for table in (module._parameters, module._buffers)
         for name, tensor in table.items()
-        if id(tensor) in others
+        if id(tensor) in stand_ins
     ]
     try:
-        for table, name, tensor in held:
-            table[name] = others[id(tensor)]  # pyright: ignore[reportArgumentType]
+        for table, name, tensor in slots:
+            table[name] = stand_ins[id(tensor)]  # pyright: ignore[reportArgumentType]
         yield
     finally:
-        for table, name, tensor in held:
+        for table, name, tensor in slots:
             table[name] = tensor  # pyright: ignore[reportArgumentType]
 
 
@@ -179,25 +159,25 @@ def _differences(a: nn.Module, b: nn.Module, ignored: Sequence[str]) -> Iterator
     for kind in ("_parameters", "_buffers"):
         yield from _tensor_differences(getattr(a, kind), getattr(b, kind))
     for kind in _HOOKS:
-        mine, theirs = getattr(a, kind), getattr(b, kind)
-        if not _same(list(mine.values()), list(theirs.values())):
-            yield kind, f"{len(mine)} hooks", f"{len(theirs)} that differ"
-    mine, theirs = _attributes(a), _attributes(b)
-    for name in (*mine, *(n for n in theirs if n not in mine)):
-        x, y = mine.get(name, _absent), theirs.get(name, _absent)
+        a_hooks, b_hooks = getattr(a, kind), getattr(b, kind)
+        if not _same(list(a_hooks.values()), list(b_hooks.values())):
+            yield kind, f"{len(a_hooks)} hooks", f"{len(b_hooks)} that differ"
+    a_vars, b_vars = _attributes(a), _attributes(b)
+    for name in (*a_vars, *(n for n in b_vars if n not in a_vars)):
+        x, y = a_vars.get(name, _absent), b_vars.get(name, _absent)
         if name not in ignored and not _same(x, y):
             yield name, _short(x), _short(y)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _OWN}
+    return {name: attribute for name, attribute in vars(module).items() if name not in _OWN}
 
 
-def _tensor_differences(mine: Any, theirs: Any) -> Iterator[tuple[Any, ...]]:
-    if list(mine) != list(theirs):
-        yield "", list(mine), list(theirs)
-    for name, a in mine.items():
-        b = theirs[name]
+def _tensor_differences(a_table: Any, b_table: Any) -> Iterator[tuple[Any, ...]]:
+    if list(a_table) != list(b_table):
+        yield "", list(a_table), list(b_table)
+    for name, a in a_table.items():
+        b = b_table[name]
         if (a is None) != (b is None):
             yield name, _short(a), _short(b)
         if a is None or b is None:
@@ -245,22 +225,22 @@ def _same(a: Any, b: Any, depth: int = _DEPTH) -> bool:
         return _same_function(a, b, depth)
     if isinstance(a, nn.Module):
         return not any(True for _ in _differences(a, b, ()))
-    return _equal(a, b) or (_compares_by_identity(a) and _same(vars(a), vars(b), depth - 1))
+    by_identity = type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__")
+    return _equal(a, b) or (by_identity and _same(vars(a), vars(b), depth - 1))
 
 
 def _same_function(a: Any, b: Any, depth: int) -> bool:
     if isinstance(a, functools.partial):
-        mine, theirs = ((f.func, f.args, f.keywords) for f in (a, b))
-        return _same(mine, theirs, depth - 1)
+        a_parts, b_parts = ((f.func, f.args, f.keywords) for f in (a, b))
+        return _same(a_parts, b_parts, depth - 1)
     if isinstance(a, types.MethodType):
         owners = isinstance(a.__self__, nn.Module)  # compared where the module itself is
         return a.__func__ is b.__func__ and (owners or _same(a.__self__, b.__self__, depth - 1))
-    mine, theirs = ((f.__defaults__, f.__kwdefaults__, _closure(f)) for f in (a, b))
-    return a.__code__ is b.__code__ and _same(mine, theirs, depth - 1)
-
-
-def _closure(function: Any) -> list[Any]:
-    return [cell.cell_contents for cell in function.__closure__ or ()]
+    a_parts, b_parts = (
+        (f.__defaults__, f.__kwdefaults__, [cell.cell_contents for cell in f.__closure__ or ()])
+        for f in (a, b)
+    )
+    return a.__code__ is b.__code__ and _same(a_parts, b_parts, depth - 1)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -273,12 +253,8 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _compares_by_identity(value: Any) -> bool:
-    return type(value).__eq__ is object.__eq__ and hasattr(value, "__dict__")
-
-
-def _short(value: Any) -> str:
-    text = "nothing" if value is _absent else repr(value)
+def _short(attribute: Any) -> str:
+    text = "nothing" if attribute is _absent else repr(attribute)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -323,8 +299,8 @@ class _Named(LinearResult):
     @staticmethod
     def forward(ctx: Any, x: Any, name: str) -> Any:
         payload = getattr(x, "_local_tensor", x)
-        made = get_runtime().named(payload, name)
-        return made if payload is x else x.rewrapped(made)
+        named = get_runtime().named(payload, name)
+        return named if payload is x else x.rewrapped(named)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -378,17 +354,18 @@ def scan_layers(
         ['0.weight', '0.bias']
     """
     is_list = isinstance(layers, Iterable) and not isinstance(layers, (nn.ModuleDict, str))
-    found = list(layers) if is_list else []
-    wrong = next((layer for layer in found if not isinstance(layer, nn.Module)), None)
-    if wrong is not None or not found:
-        what = "no layers" if is_list and not found else f"a {type(wrong or layers).__name__}"
+    modules = list(layers) if is_list else []
+    no_module = next((layer for layer in modules if not isinstance(layer, nn.Module)), None)
+    if no_module is not None or not modules:
+        kind = type(no_module or layers).__name__
+        what = "no layers" if is_list and not modules else f"a {kind}"
         raise ArgumentTypeError(
             f"scan_layers was called with {what}. It runs modules that are equal but for their "
             "parameters. Pass an nn.ModuleList, or a list of modules."
         )
-    made = ScannedLayers(found, Remat.of(remat), tuple(ignore))
-    check_equal(found, made.ignored)
-    return made
+    scanned = ScannedLayers(modules, Remat.of(remat), tuple(ignore))
+    check_equal(modules, scanned.ignored)
+    return scanned
 
 
 class ScannedLayers(nn.ModuleList):
@@ -471,8 +448,8 @@ def _checkpoint_options(remat: Remat) -> dict[str, Any] | None:
         return {"context_fn": remat.contexts}
     if remat.kind in ("dots", "dots_no_batch"):
         batched = () if remat.kind == "dots_no_batch" else (torch.ops.aten.bmm.default,)
-        seen = [op for ops in AS_SEEN.values() for op in ops]
-        saved = [op for op in seen if op.name() in ("aten::mm", "aten::addmm")]
+        products = [op for ops in AS_SEEN.values() for op in ops]
+        saved = [op for op in products if op.name() in ("aten::mm", "aten::addmm")]
         contexts = functools.partial(create_selective_checkpoint_contexts, [*saved, *batched])
         return {"context_fn": contexts}
     return {}
@@ -493,59 +470,59 @@ def _loop(layers: ScannedLayers, x: Any, args: Any, kwargs: Any) -> Any:
     names, tensors = tensors_of(blocks, lambda t: _is_payload(runtime, t))
     template = blocks[0]
 
-    def call(carry: Sequence[Any], given: Sequence[Any]) -> Sequence[Any]:
+    def call(carry: Sequence[Any], shared_tensors: Sequence[Any]) -> Sequence[Any]:
         filled = list(leaves)
-        for i, tensor in zip(shared, given, strict=True):
+        for i, tensor in zip(shared, shared_tensors, strict=True):
             filled[i] = tensor
         more_args, more_kwargs = tree_unflatten(filled, tree)
-        made = template(tree_unflatten(list(carry), carry_tree), *more_args, **more_kwargs)
-        outputs, made_tree = tree_flatten(made)
-        if made_tree != carry_tree:
+        output = template(tree_unflatten(list(carry), carry_tree), *more_args, **more_kwargs)
+        outputs, output_tree = tree_flatten(output)
+        if output_tree != carry_tree:
             raise ScanError(
-                f"A block of scan_layers returned {_kind(made)} where it was given {_kind(x)}. "
+                f"A block of scan_layers returned {_kind(output)} where it was given {_kind(x)}. "
                 "What one layer returns is the next one's first argument. Return the same kind, "
                 "e.g. x and not (x,)."
             )
         return outputs
 
     swapped = functools.partial(holding, template, names)
-    whole = Layers(call, swapped, tensors, names, tuple(layers.modules()))
-    found = runtime.run_layers(whole, carry, [leaves[i] for i in shared], layers.remat)
-    return tree_unflatten(found, carry_tree)
+    loop = Layers(call, swapped, tensors, names, tuple(layers.modules()))
+    outputs = runtime.run_layers(loop, carry, [leaves[i] for i in shared], layers.remat)
+    return tree_unflatten(outputs, carry_tree)
 
 
-def _kind(value: Any) -> str:
-    kind = type(value).__name__
-    return f"a {kind} of {len(value)}" if isinstance(value, (tuple, list, dict)) else f"a {kind}"
+def _kind(output: Any) -> str:
+    kind = type(output).__name__
+    return f"a {kind} of {len(output)}" if isinstance(output, (tuple, list, dict)) else f"a {kind}"
 
 
-def _is_payload(runtime: Any, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and runtime.is_payload(_payload(value))
+def _is_payload(runtime: Any, leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and runtime.is_payload(_payload(leaf))
 
 
 def _check_carry(carry: Sequence[Any]) -> None:
     runtime: Any = current_runtime()
-    for value in carry:
-        if getattr(value, "_is_per_device", False):
+    for leaf in carry:
+        if getattr(leaf, "_is_per_device", False):
             raise ScanError(
-                f"scan_layers was called with {value!r}. A loop's value is a global tensor here. "
+                f"scan_layers was called with {leaf!r}. A loop's value is a global tensor here. "
                 "Call it on the DTensor, and enter the local view inside the block."
             )
-        if not _is_payload(runtime, value):
+        if not _is_payload(runtime, leaf):
             raise ScanError(
-                f"scan_layers was called with a first argument of type={type(value).__name__} that "
+                f"scan_layers was called with a first argument of type={type(leaf).__name__} that "
                 "is not on the mesh, and layers that are. What goes from layer to layer is of one "
                 "kind. Pass distribute_tensor(x, mesh, placements)."
             )
 
 
 def _check_shared(leaves: Sequence[Any], shared: Sequence[int]) -> None:
-    for i, value in enumerate(leaves):
-        if getattr(value, "_is_per_device", False) or (
-            i not in shared and isinstance(value, torch.Tensor) and value.requires_grad
+    for i, leaf in enumerate(leaves):
+        if getattr(leaf, "_is_per_device", False) or (
+            i not in shared and isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ):
             raise ScanError(
-                f"scan_layers was called with a shared argument of type={type(value).__name__} "
+                f"scan_layers was called with a shared argument of type={type(leaf).__name__} "
                 "that needs a gradient or is local to each device. Only global tensors on the mesh "
                 "get one in a loop. Pass distribute_tensor(value, mesh, placements)."
             )

@@ -131,10 +131,10 @@ def sharding_plan(
             "torch.nn.Module has parameters that rules can name. Pass a module, or use "
             "distribute_tensor."
         )
-    value = mesh if isinstance(mesh, Mesh) else as_device_mesh(mesh).value
+    mesh = mesh if isinstance(mesh, Mesh) else as_device_mesh(mesh).value
     modules = [name for name, _ in model.named_modules()]
-    read = load_rules(rules)
-    return read.resolve(dict(_facts(model)), value, unmatched=unmatched, modules=modules)
+    sharding_rules = load_rules(rules)
+    return sharding_rules.resolve(dict(_facts(model)), mesh, unmatched=unmatched, modules=modules)
 
 
 def load_rules(rules: Any) -> ShardingRules:
@@ -153,13 +153,13 @@ def load_rules(rules: Any) -> ShardingRules:
         return read_rules(rules)
     path = Path(rules)
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        rules = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise RulesError(
             f"Sharding rules were to be read from {str(path)!r}. That failed: {error}. Pass the "
             "path of a YAML file, or the rules as a dict."
         ) from error
-    return read_rules(data)
+    return read_rules(rules)
 
 
 class _Loader(yaml.SafeLoader):
@@ -184,9 +184,9 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def _facts(model: nn.Module) -> Iterator[tuple[str, TensorFacts]]:
-    seen: dict[int, str] = {}
+    paths: dict[int, str] = {}
     for path, tensor, is_buffer in _tensors(model):
-        first = seen.setdefault(id(tensor), path)
+        first = paths.setdefault(id(tensor), path)
         same_as = None if first == path else first
         yield path, TensorFacts(tuple(tensor.shape), tensor.itemsize, is_buffer, same_as)
 
@@ -206,15 +206,16 @@ def _check_distributed(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -
 def _replace_tensors(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> None:
     # One object stays one object. Old tensors are let go one by one: two copies may not fit.
     layouts = {id(tensor): plan[path] for path, tensor, _ in _tensors(model)}
-    made: dict[int, Any] = {}
+    distributed: dict[int, Any] = {}
     for module in model.modules():
         for slots in (module._parameters, module._buffers):
             for name, tensor in slots.items():
                 if tensor is None or isinstance(tensor, DTensor):
                     continue
-                if id(tensor) not in made:
-                    made[id(tensor)] = _distributed(tensor, layouts[id(tensor)], mesh)
-                slots[name] = made[id(tensor)]
+                if id(tensor) not in distributed:
+                    layout = layouts[id(tensor)]
+                    distributed[id(tensor)] = _distributed(tensor, layout, mesh)
+                slots[name] = distributed[id(tensor)]
 
 
 def _distributed(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
@@ -244,17 +245,17 @@ class _OutputHook:
             return values
         return type(output)(*values) if hasattr(output, "_fields") else tuple(values)
 
-    def _placed(self, value: Any, output: Any) -> torch.Tensor:
-        if not isinstance(value, torch.Tensor):
-            reason = f"A {type(value).__name__} cannot be placed"
+    def _placed(self, tensor: Any, output: Any) -> torch.Tensor:
+        if not isinstance(tensor, torch.Tensor):
+            reason = f"A {type(tensor).__name__} cannot be placed"
             raise self._misfit(output, reason, "the pattern with the index of a tensor, e.g. [0]")
-        if value.ndim != self.layout.ndim:
-            reason = f"The output of shape={tuple(value.shape)} has {value.ndim} dims"
+        if tensor.ndim != self.layout.ndim:
+            reason = f"The output of shape={tuple(tensor.shape)} has {tensor.ndim} dims"
             raise self._misfit(output, reason, "one entry per dim of the output")
-        if value.is_meta:
-            return value
+        if tensor.is_meta:
+            return tensor
         return mark_sharding_with_gradients(
-            value, self.layout.mesh, self.layout.to_partition_spec()
+            tensor, self.layout.mesh, self.layout.to_partition_spec()
         )
 
     def _misfit(self, output: Any, reason: str, instead: str) -> RulesError:

@@ -160,7 +160,7 @@ def _layout(tensor: Any) -> Layout | None:
     if spec is None or tensor.ndim != 4:
         return None
     layout = Layout.from_placements(spec.placements, 4, spec.mesh.value)
-    return layout_on_span(layout, spec.known)
+    return layout_on_span(layout, spec.outer_cuts)
 
 
 # ---------------------------------------------------------------------------------- _foreach_* ops

@@ -45,7 +45,7 @@ from xla_dtensor.dtensor.dtensor import DTensor, GlobalState
 from xla_dtensor.dtensor.labels import legal_placements, propagate
 from xla_dtensor.dtensor.manual import ManualTensor, enter_region, leave_region
 from xla_dtensor.dtensor.mesh import as_device_mesh
-from xla_dtensor.dtensor.redistribute import asking, torch_placements
+from xla_dtensor.dtensor.redistribute import redistribute_marker, torch_placements
 from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.runtimes.whole_ops import LinearResult, OneResult
 from xla_dtensor.spmd.mesh import as_mesh
@@ -112,7 +112,7 @@ def mark_sharding(t: torch.Tensor, mesh: Any, partition_spec: Sequence[Any]) -> 
         return _annotated(t, layout)
     if get_runtime().is_payload(t):
         _check_first(t, layout)
-        with asking():
+        with redistribute_marker():
             get_runtime().annotate(t, layout)
         return wrap_plain(t, layout)
     return _moved_in_place(t, layout)
@@ -136,8 +136,7 @@ def mark_sharding_with_gradients(
         DistributeError: A CPU tensor.
         LayoutError: A partition spec that does not fit the tensor or the mesh.
     """
-    result: Any = MarkShardingFunction.apply(t, mesh, partition_spec)
-    return result
+    return MarkShardingFunction.apply(t, mesh, partition_spec)  # pyright: ignore[reportReturnType]
 
 
 class MarkShardingFunction(LinearResult):
@@ -180,7 +179,7 @@ def annotate_custom_sharding(
     if isinstance(t, DTensor):
         return _annotated(t, layout)
     _check_on_devices("annotate_custom_sharding", t)
-    with asking():
+    with redistribute_marker():
         get_runtime().annotate(t, layout)
     return wrap_plain(t, layout)
 
@@ -210,8 +209,8 @@ def clear_sharding(t: torch.Tensor) -> torch.Tensor:
         _restore_label_after_step(t)
         for payload in _payloads(t):
             runtime.clear_annotation(payload)
-    whole = Layout.replicated(t._spec.mesh.value, t.ndim)
-    t._spec = GlobalState(t._spec.mesh, torch_placements(whole), tensor_meta=t._spec.tensor_meta)
+    layout = Layout.replicated(t._spec.mesh.value, t.ndim)
+    t._spec = GlobalState(t._spec.mesh, torch_placements(layout), tensor_meta=t._spec.tensor_meta)
     return t.global_tensor if isinstance(t, XLAShardedTensor) else t
 
 
@@ -249,14 +248,14 @@ def partition_layout(
 
 def _check_first(payload: torch.Tensor, layout: Layout) -> None:
     runtime = get_runtime()
-    before = runtime.annotation(payload)
-    if before is None or not before.is_tiled:
+    annotation = runtime.annotation(payload)
+    if annotation is None or not annotation.is_tiled:
         return
-    asked = layout.op_sharding(runtime.root(layout.mesh))
-    if before != asked:
+    sharding = layout.op_sharding(runtime.root(layout.mesh))
+    if annotation != sharding:
         raise AlreadyAnnotatedError(
-            f"mark_sharding was called with {asked} on a tensor of shape={tuple(payload.shape)} "
-            f"that was told {before} before. Existing annotation must be cleared first, or the "
+            f"mark_sharding was called with {sharding} on a tensor of shape={tuple(payload.shape)} "
+            f"that was told {annotation} before. Existing annotation must be cleared first, or the "
             "later one would win in some programs and the earlier in others. Call clear_sharding, "
             "or move it with redistribute."
         )
@@ -265,7 +264,7 @@ def _check_first(payload: torch.Tensor, layout: Layout) -> None:
 def _annotated(t: DTensor, layout: Layout) -> XLAShardedTensor:
     if not t.is_meta:
         _restore_label_after_step(t)
-        with asking():
+        with redistribute_marker():
             for payload in _payloads(t):
                 get_runtime().annotate(payload, layout)
     meta = t._spec.tensor_meta
@@ -315,12 +314,12 @@ def _constrained(function: str, t: torch.Tensor, layout: Layout) -> torch.Tensor
 def _moved_in_place(t: torch.Tensor, layout: Layout) -> XLAShardedTensor:
     """Turn a CPU tensor into a plain device tensor: the same Python object, on the devices."""
     _check_movable(t)
-    made = _on_devices(t, layout)
+    device_tensor = _on_devices(t, layout)
     if t.grad is not None:
-        made.grad = t.grad if _is_on_devices(t.grad) else _on_devices(t.grad, layout)
+        device_tensor.grad = t.grad if _is_on_devices(t.grad) else _on_devices(t.grad, layout)
     hooks = t._backward_hooks, t._post_accumulate_grad_hooks
     try:
-        torch.utils.swap_tensors(t, made)
+        torch.utils.swap_tensors(t, device_tensor)
     except RuntimeError as error:
         raise DistributeError(
             f"mark_sharding was called with a CPU tensor of shape={tuple(t.shape)} that cannot "
@@ -328,8 +327,8 @@ def _moved_in_place(t: torch.Tensor, layout: Layout) -> XLAShardedTensor:
             "tensor that distribute_tensor(t, mesh, placements) returns."
         ) from error
     # swap_tensors takes attributes and hooks away with the old value; they belong to the object.
-    for name in set(made.__dict__) - set(t.__dict__):
-        setattr(t, name, made.__dict__[name])
+    for name in set(device_tensor.__dict__) - set(t.__dict__):
+        setattr(t, name, device_tensor.__dict__[name])
     t._backward_hooks, t._post_accumulate_grad_hooks = hooks
     get_runtime().annotate(t, layout)
     return wrap_plain(t, layout)
@@ -349,10 +348,10 @@ def _check_movable(t: torch.Tensor) -> None:
 
 def _on_devices(t: torch.Tensor, layout: Layout) -> torch.Tensor:
     runtime = get_runtime()
-    made = runtime.to_plain(runtime.put(t.detach(), layout))
+    plain = runtime.to_plain(runtime.put(t.detach(), layout))
     if isinstance(t, torch.nn.Parameter):
-        return torch.nn.Parameter(made, t.requires_grad)
-    return made.requires_grad_(t.requires_grad)
+        return torch.nn.Parameter(plain, t.requires_grad)
+    return plain.requires_grad_(t.requires_grad)
 
 
 # ------------------------------------------------------------- apply_backward_optimization_barrier
@@ -444,9 +443,9 @@ class XLAPatchedLinear(OneResult):
     def forward(ctx: Any, input: Any, weight: Any, bias: Any = None) -> Any:
         """Compute the output."""
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (input, weight, bias))
-        given = [_autocast(t) for t in (input, weight, bias)]
-        ctx.save_for_backward(*given[:2])
-        return _whole(_linear, *given)
+        operands = [_autocast(t) for t in (input, weight, bias)]
+        ctx.save_for_backward(*operands[:2])
+        return _run_whole_op(_linear, *operands)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -456,8 +455,8 @@ class XLAPatchedLinear(OneResult):
             return _gradients_by_parts(ctx, grad, input, weight)
         to_input, to_weight, to_bias = (*ctx.needs_input_grad, False)[:3]
         grads = (
-            _whole(_linear, grad, weight.mH, None) if to_input else None,
-            _whole(_weight_grad, grad, input.conj()) if to_weight else None,
+            _run_whole_op(_linear, grad, weight.mH, None) if to_input else None,
+            _run_whole_op(_weight_grad, grad, input.conj()) if to_weight else None,
             grad.sum(list(range(grad.ndim - 1))) if to_bias and grad.ndim > 1 else None,
         )
         if to_bias and grad.ndim == 1:
@@ -470,9 +469,9 @@ class XLAPatchedLinear(OneResult):
 def _gradients_by_parts(ctx: Any, grad: Any, input: Any, weight: Any) -> Any:
     """The gradients in ops that can be differentiated again."""
     rows, outputs = input.conj().reshape(-1, input.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    found = (torch.matmul(grad, weight.conj()), torch.matmul(outputs.mT, rows), outputs.sum(0))
-    needed = zip(found, ctx.dtypes, ctx.needs_input_grad, strict=False)
-    return tuple(value.to(dtype) if wanted else None for value, dtype, wanted in needed)
+    grads = (torch.matmul(grad, weight.conj()), torch.matmul(outputs.mT, rows), outputs.sum(0))
+    triples = zip(grads, ctx.dtypes, ctx.needs_input_grad, strict=False)
+    return tuple(g.to(dtype) if is_needed else None for g, dtype, is_needed in triples)
 
 
 def _autocast(tensor: Any) -> Any:
@@ -481,7 +480,7 @@ def _autocast(tensor: Any) -> Any:
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
-def _whole(func: Any, *args: Any) -> Any:
+def _run_whole_op(func: Any, *args: Any) -> Any:
     """Run a whole op below autograd, on DTensors or on plain tensors of the runtime."""
     runtime = get_runtime()
     first = next((t for t in args if isinstance(t, DTensor)), None)
@@ -492,18 +491,17 @@ def _whole(func: Any, *args: Any) -> Any:
             f"{[tuple(t.shape) for t in args if t is not None]} on the host. It keeps shardings, "
             "and these have none. Use torch.nn.functional.linear, or mark_sharding first."
         )
-    result = runtime.run_op(func, payloads, {})
+    output = runtime.run_op(func, payloads, {})
     if first is None:
-        return runtime.to_plain(result)
+        return runtime.to_plain(output)
     mesh = first._spec.mesh
     placements = propagate(func, args, {}, mesh)
-    return type(first)._wrapping(result, mesh, legal_placements(placements, result.ndim, mesh))
+    return type(first)._wrapping(output, mesh, legal_placements(placements, output.ndim, mesh))
 
 
 def xla_patched_nn_linear_forward(m: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     """Run a linear layer through :class:`XLAPatchedLinear`."""
-    result: Any = XLAPatchedLinear.apply(input, m.weight, m.bias)
-    return result
+    return XLAPatchedLinear.apply(input, m.weight, m.bias)  # pyright: ignore[reportReturnType]
 
 
 @argument_types

@@ -76,9 +76,9 @@ class Mesh:
             rule = _broken_rule(device_ids, mesh_shape, axis_names)
             raise InvalidMeshError(f"{error} {rule}".strip()) from None
 
-    def _set(self, value: MeshValue, axis_names: Names) -> None:
-        get_runtime().root(value)
-        self._value = value
+    def _set(self, mesh: MeshValue, axis_names: Names) -> None:
+        get_runtime().root(mesh)
+        self._value = mesh
         self._axis_names = None if axis_names is None else tuple(axis_names)
 
     @property
@@ -259,7 +259,7 @@ class HybridMesh(Mesh):
         dcn = (1,) * len(ici_mesh_shape) if dcn_mesh_shape is None else tuple(dcn_mesh_shape)
         if granule == "slice":
             _check_slices({device.slice_index for device in devices}, dcn)
-        value = HybridMeshValue(
+        mesh = HybridMeshValue(
             devices,
             ici_mesh_shape=ici_mesh_shape,
             dcn_mesh_shape=dcn,
@@ -267,9 +267,9 @@ class HybridMesh(Mesh):
             granule=granule,
             order=order,
         )
-        self._set(value, axis_names)
-        self.ici_mesh_shape = value.ici_mesh_shape
-        self.dcn_mesh_shape = value.dcn_mesh_shape
+        self._set(mesh, axis_names)
+        self.ici_mesh_shape = mesh.ici_mesh_shape
+        self.dcn_mesh_shape = mesh.dcn_mesh_shape
 
 
 def _check_slices(slices: set[int | None], dcn_mesh_shape: tuple[int, ...]) -> None:
@@ -317,8 +317,8 @@ _MESHES_KEPT = 16
 
 def candidate_meshes() -> list[MeshValue]:
     """Return the meshes by which a tensor may have been annotated, the likeliest first."""
-    known = [] if _global_mesh is None else [as_device_mesh(_global_mesh).value]
-    return [*known, *reversed(_meshes)] or [get_1d_mesh().value]
+    meshes = [] if _global_mesh is None else [as_device_mesh(_global_mesh).value]
+    return [*meshes, *reversed(_meshes)] or [get_1d_mesh().value]
 
 
 def get_1d_mesh(axis_name: str | None = None) -> Mesh:

@@ -172,29 +172,29 @@ class XLAShardedTensor(DTensor):
                 tensor that lies otherwise than it is labelled.
         """
         runtime, numbers = get_runtime(), {name: i for i, name in _device_names().items()}
-        given = [numbers.get(shard.shard_device, shard.shard_device) for shard in shards]
-        mine = sorted(runtime.addressable_device_ids())
-        if sorted(map(str, given)) != sorted(map(str, mine)):
+        devices = [numbers.get(shard.shard_device, shard.shard_device) for shard in shards]
+        reached = sorted(runtime.addressable_device_ids())
+        if sorted(map(str, devices)) != sorted(map(str, reached)):
             raise DistributeError(
-                f"load_local_shards_ was called with shards of the devices {given}. This process "
-                f"has the devices {mine}. Pass one shard for each of these."
+                f"load_local_shards_ was called with shards of the devices {devices}. This process "
+                f"has the devices {reached}. Pass one shard for each of these."
             )
         layout = self._spec.layout
-        asked, found = layout.op_sharding(runtime.root(layout.mesh)), self.xla_sharding()
-        if asked != found:
+        label, sharding = layout.op_sharding(runtime.root(layout.mesh)), self.xla_sharding()
+        if label != sharding:
             raise DistributeError(
-                f"load_local_shards_ was called on a tensor labelled {asked} that XLA laid out as "
-                f"{found}. The shards would go to wrong places. Call mark_sharding on it first."
+                f"load_local_shards_ was called on a tensor labelled {label} that XLA laid out as "
+                f"{sharding}. The shards would go to wrong places. Call mark_sharding on it first."
             )
-        parts = {int(i): s.unpadded_data for i, s in zip(given, shards, strict=True)}
+        parts = {int(i): s.unpadded_data for i, s in zip(devices, shards, strict=True)}
         root, shape = runtime.root(layout.mesh), tuple(self.shape)
         for device, part in parts.items():
-            index = asked.shard_index(_partition(root, device), shape)
-            wanted = tuple(places.stop - places.start for places in index)
-            if tuple(part.shape) != wanted:
+            index = label.shard_index(_partition(root, device), shape)
+            shard_shape = tuple(places.stop - places.start for places in index)
+            if tuple(part.shape) != shard_shape:
                 raise DistributeError(
                     f"load_local_shards_ was called with a shard of shape={tuple(part.shape)} for "
-                    f"device={device}. That device has shape={wanted} of the tensor of "
+                    f"device={device}. That device has shape={shard_shape} of the tensor of "
                     f"shape={shape}. Pass shards whose unpadded_data has the shape that "
                     "local_shards gives."
                 )
@@ -204,9 +204,9 @@ class XLAShardedTensor(DTensor):
 
     def redistribute(self, *args: Any, **kwargs: Any) -> XLAShardedTensor:
         """Return the same values lying otherwise; see :meth:`xla_dtensor.DTensor.redistribute`."""
-        moved: Any = super().redistribute(*args, **kwargs)
-        moved.__class__ = XLAShardedTensor
-        return moved
+        tensor: Any = super().redistribute(*args, **kwargs)
+        tensor.__class__ = XLAShardedTensor
+        return tensor
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, state: Any, size: Any, stride: Any) -> DTensor:
@@ -223,9 +223,9 @@ class XLAShardedTensor(DTensor):
 
 def load_sharded_tensor(record: dict[str, Any]) -> XLAShardedTensor:
     """Return the tensor of a pickle record; see :mod:`xla_dtensor.dtensor.dtensor`."""
-    loaded: Any = load_dtensor(record)
-    loaded.__class__ = XLAShardedTensor
-    return loaded
+    tensor: Any = load_dtensor(record)
+    tensor.__class__ = XLAShardedTensor
+    return tensor
 
 
 torch.serialization.add_safe_globals([load_sharded_tensor])
@@ -234,8 +234,9 @@ torch.serialization.add_safe_globals([load_sharded_tensor])
 def wrapped_tensor(tensor: DTensor) -> torch.Tensor | None:
     """Return the plain tensor around which `tensor` was made, while it still is what it was."""
     payload, plain = tensor.__dict__.get("_wrapped", (None, None))
-    same = payload is tensor._local_tensor and plain is not None and plain.shape == tensor.shape
-    return plain if same else None
+    if payload is not tensor._local_tensor or plain is None or plain.shape != tensor.shape:
+        return None
+    return plain
 
 
 def _num_devices(tensor: DTensor) -> int:
@@ -281,11 +282,11 @@ def _label(payload: torch.Tensor, mesh_shape: Any, partition_spec: Any) -> Layou
         meshes = [mesh]
     else:
         meshes = candidate_meshes()
-    told = runtime.known_sharding(payload)
-    for mesh in meshes if told is not None else ():
-        found = layout_of_op_sharding(told, mesh, payload.ndim, runtime.root(mesh))
-        if found is not None:
-            return found
+    sharding = runtime.known_sharding(payload)
+    for mesh in meshes if sharding is not None else ():
+        layout = layout_of_op_sharding(sharding, mesh, payload.ndim, runtime.root(mesh))
+        if layout is not None:
+            return layout
     return Layout.replicated(meshes[0], payload.ndim)
 
 
@@ -378,10 +379,10 @@ def _beside_plain_tensors(
         return func(*written, *read, **map_nested(_wrapped_if_plain, kwargs), **out)
 
 
-def _wrapped_if_plain(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-        return value
-    return wrap_as_sharded_tensor(value) if get_runtime().is_payload(value) else value
+def _wrapped_if_plain(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
+        return leaf
+    return wrap_as_sharded_tensor(leaf) if get_runtime().is_payload(leaf) else leaf
 
 
 class _Wrap(LinearResult):

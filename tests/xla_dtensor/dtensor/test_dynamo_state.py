@@ -31,7 +31,7 @@ def test_what_is_known_of_other_axes_is_kept(mesh: xd.DeviceMesh, backend: str) 
 
     x: Any = put(mesh, values, S0, R).redistribute(tp, [R]).requires_grad_()
     other = put(tp, values, R).requires_grad_()
-    assert x._spec.known == (("dp", 0),)
+    assert x._spec.outer_cuts == (("dp", 0),)
     assert x.placements == other.placements
     call = compiled(function, graphs)
     rows: Any = ((x, 1), (other, 2), (x, 2))
@@ -39,12 +39,12 @@ def test_what_is_known_of_other_axes_is_kept(mesh: xd.DeviceMesh, backend: str) 
         given.grad = None
         found, expected = call(given), function(given.detach())
         assert graphs.count == count
-        assert found._spec.known == expected._spec.known == given._spec.known
+        assert found._spec.outer_cuts == expected._spec.outer_cuts == given._spec.outer_cuts
         assert found.xla_sharding() == expected.xla_sharding()
         torch.testing.assert_close(found.detach().cpu(), (values * 2).sin())
         found.backward(torch.ones_like(found))
         grad: Any = given.grad
-        assert grad._spec.known == given._spec.known
+        assert grad._spec.outer_cuts == given._spec.outer_cuts
         if given is x:  # where nothing is known, XLA may choose
             assert grad.xla_sharding() == given.xla_sharding()
         torch.testing.assert_close(grad.cpu(), (values * 2).cos() * 2)

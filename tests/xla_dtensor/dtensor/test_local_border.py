@@ -22,7 +22,7 @@ from xla_dtensor.core import Layout, LayoutError
 from xla_dtensor.core.local_shape import torch_indices
 from xla_dtensor.core.placements import Gap
 from xla_dtensor.dtensor.local import LocalView
-from xla_dtensor.dtensor.local_border import border
+from xla_dtensor.dtensor.local_border import border_of
 from xla_dtensor.runtimes import Runtime, get_runtime
 
 MESHES = ((8,), (2, 4), (2, 2, 2))
@@ -48,7 +48,7 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 def view_of(value: torch.Tensor, mesh: DeviceMesh, placements: Any) -> LocalView:
     """Cut a value by any placements, those that distribute_tensor refuses among them."""
     whole = distribute_tensor(value, mesh, [Replicate()] * mesh.ndim)
-    at = border(Layout.from_placements(placements, value.ndim, mesh.value), tuple(value.shape))
+    at = border_of(Layout.from_placements(placements, value.ndim, mesh.value), tuple(value.shape))
     return LocalView(at.cut(whole._local_tensor), at.region, varying=at.varying, uneven=at.uneven)
 
 
@@ -114,7 +114,7 @@ def check(mesh_shape: tuple[int, ...], placements: tuple[Any, ...], shape: tuple
         # XLA has no such shards, so no DTensor lies so; the rows are put together all the same.
         with pytest.raises(LayoutError, match="so its shards are no tiles"):
             DTensor.from_local(view, mesh, placements, shape=shape, stride=value.stride())
-        joined = get_runtime().to_host(border(layout, shape).joined(view._payload))
+        joined = get_runtime().to_host(border_of(layout, shape).joined(view._payload))
         np.testing.assert_allclose(joined.numpy(), whole, rtol=2e-7, atol=0)
         return
     back = DTensor.from_local(view, mesh, placements, shape=shape, stride=value.stride())

@@ -188,7 +188,7 @@ class LocalPayload(torch.Tensor):
     _region: ManualRegion
     _is_local_payload = True  # Seen by modules that cannot import this class.
     # (axis, dim) pairs: how the stack is cut along mesh axes outside of the region, if known.
-    _known: Known = ()
+    _outer_cuts: Known = ()
 
     @staticmethod
     def __new__(cls, stack: torch.Tensor, region: ManualRegion) -> LocalPayload:
@@ -245,10 +245,10 @@ def cuts_of(local: LocalPayload, without: Sequence[int] = ()) -> Known:
         local: What each device has.
         without: Dims that are not to be cut, because an op mixes what lies along them.
     """
-    if not local._known:
+    if not local._outer_cuts:
         return ()
     mixed = frozenset(dim % max(local.ndim, 1) for dim in without)
-    return _even_cuts(tuple(local.shape), local._region, local._known, mixed)
+    return _even_cuts(tuple(local.shape), local._region, local._outer_cuts, mixed)
 
 
 @lru_cache(1024)

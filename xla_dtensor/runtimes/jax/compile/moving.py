@@ -156,7 +156,7 @@ def _fitting(found: torch.Tensor, lies: Any) -> Callable[[Any], bool]:
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     spec = getattr(tensor, "_spec", None)
-    labels = None if spec is None else (spec.mesh, spec.placements, spec.known)
+    labels = None if spec is None else (spec.mesh, spec.placements, spec.outer_cuts)
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, labels
 
 

@@ -69,7 +69,7 @@ class Form:
         payload = inner(tensor)
         assert payload is not None
         spec = getattr(tensor, "_spec", None) if payload is not tensor else None
-        like = None if spec is None else (type(tensor), spec.mesh, spec.placements, spec.known)
+        like = None if spec is None else (type(tensor), spec.mesh, spec.placements, spec.outer_cuts)
         storage = payload._storage
         kept = pinned and not payload._steps
         return cls(
@@ -95,8 +95,8 @@ class Form:
         made = JaxTensor(storage, shape=self.shape, stride=self.stride, dtype=self.dtype)
         if self.like is None:
             return made
-        kind, mesh, placements, known = self.like
-        return kind._wrapping(made, mesh, placements, known=known)
+        kind, mesh, placements, outer_cuts = self.like
+        return kind._wrapping(made, mesh, placements, outer_cuts=outer_cuts)
 
     def array_of(self, tensor: torch.Tensor) -> jax.Array:
         """Return the array of a tensor of this form, and tell the trace in progress."""
