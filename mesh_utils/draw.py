@@ -28,8 +28,8 @@ chips stay the same.
 Drawing: a mesh on its chips, as text or SVG.
 
     >>> from mesh_utils import Topology, assign
-    >>> found = assign(Topology.parse("v5e:4x4"), (4, 4), axis_names=("fsdp", "tp"))
-    >>> drawing = draw_mesh(found.topology, found.mesh)
+    >>> best = assign(Topology.parse("v5e:4x4"), (4, 4), axis_names=("fsdp", "tp"))
+    >>> drawing = draw_mesh(best.topology, best.mesh)
     >>> print(drawing.text())
         x   0   1   2   3
     y 0   0,0 0,1 1,0 1,1
