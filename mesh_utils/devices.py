@@ -100,7 +100,13 @@ def read_devices(devices: Iterable[object]) -> tuple[Device, ...]:
         raise MeshError(f"No devices were given. A mesh has at least one device. {_KINDS_OF_INPUT}")
     _refuse_repeated(described)
     for attribute in ("slice_index", "coords", "process_index"):
-        _refuse_partial(described, attribute)
+        without = [device.id for device in described if getattr(device, attribute) is None]
+        if without and len(without) < len(described):
+            raise MeshError(
+                f"{len(described)} devices were given, of which {len(described) - len(without)} "
+                f"have {attribute} and {len(without)} have not, such as device {without[0]}. "
+                "Devices of one job are described alike. Pass devices of one source."
+            )
     return described
 
 
@@ -264,16 +270,6 @@ def _refuse_repeated(devices: tuple[Device, ...]) -> None:
                 "A device has one place in a mesh. Pass each device once."
             )
         ids.add(device.id)
-
-
-def _refuse_partial(devices: tuple[Device, ...], attribute: str) -> None:
-    without = [device.id for device in devices if getattr(device, attribute) is None]
-    if without and len(without) < len(devices):
-        raise MeshError(
-            f"{len(devices)} devices were given, of which {len(devices) - len(without)} have "
-            f"{attribute} and {len(without)} have not, such as device {without[0]}. "
-            "Devices of one job are described alike. Pass devices of one source."
-        )
 
 
 def _short(value: object) -> str:

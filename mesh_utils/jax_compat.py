@@ -226,15 +226,11 @@ def _listed(devices: Iterable[object]) -> list[object]:
     return list(devices)
 
 
-def _by_id(originals: list[object]) -> dict[int, object]:
-    described = read_devices(originals)
-    return {device.id: original for device, original in zip(described, originals, strict=True)}
-
-
 def _placed(assignment: Assignment, originals: list[object] | None) -> ObjectArray:
     if originals is None:
         return assignment.devices
-    by_id = _by_id(originals)
+    described = read_devices(originals)
+    by_id = {device.id: original for device, original in zip(described, originals, strict=True)}
     array = np.empty(assignment.mesh_shape, object)
     array.reshape(-1)[:] = [by_id[number] for number in assignment.device_ids.reshape(-1).tolist()]
     return array

@@ -382,7 +382,11 @@ class _State:
 
     def _descend(self, parts: IntArray, columns: list[tuple[int, ...]]) -> None:
         """Swaps neighbours in one dim after the other until no swap helps: a local optimum."""
-        nesting = [_natural(column) for column in columns]
+        # Later axes inside, to begin with.
+        nesting = [
+            tuple(axis for axis in reversed(range(len(column))) if column[axis] > 1)
+            for column in columns
+        ]
         cost = self._cost_of(parts, nesting)
         better = True
         while better:
@@ -422,11 +426,6 @@ class _State:
             self.best = candidate
         elif cost > self.best.cost + SAME:
             self.runner_up = candidate
-
-
-def _natural(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Later axes inside."""
-    return tuple(axis for axis in reversed(range(len(sizes))) if sizes[axis] > 1)
 
 
 def _spans(parts: IntArray, nesting: Nesting) -> tuple[Span, ...]:
@@ -597,35 +596,25 @@ def _members(span: Span, kind: WalkKind, order: Shape3) -> IntArray | None:
         return span_members(replace(span, order=order, snake=kind == "snake"))
     # A snake through the inner dims makes them one row; the ring goes down that grid and back.
     outer = next(dim for dim in order if span.sizes[dim] > 1)
-    inner = replace(span, sizes=_with(span.sizes, outer, 1), order=_first(order, outer), snake=True)
-    row = span_members(inner)
     count = span.sizes[outer]
     if count % 2:
         return None
+    sizes, inner = list(span.sizes), [dim for dim in order if dim != outer]
+    sizes[outer] = 1
+    row = span_members(
+        replace(
+            span,
+            sizes=(sizes[0], sizes[1], sizes[2]),
+            order=(outer, inner[0], inner[1]),
+            snake=True,
+        )
+    )
     starts, columns = row[:1], row[1:]
-    shifts = [number * span.strides[outer] for number in range(count)]
-    down = [
-        _shifted(columns[::-1] if number % 2 else columns, outer, shift)
-        for number, shift in enumerate(shifts)
-    ]
-    back = [_shifted(starts, outer, shift) for shift in reversed(shifts[1:])]
+    step = np.zeros(3, np.int64)
+    step[outer] = span.strides[outer]
+    down = [(columns[::-1] if n % 2 else columns) + n * step for n in range(count)]
+    back = [starts + n * step for n in reversed(range(1, count))]
     return np.concatenate([starts, *down, *back])
-
-
-def _with(sizes: Shape3, dim: int, size: int) -> Shape3:
-    changed = [size if number == dim else old_size for number, old_size in enumerate(sizes)]
-    return (changed[0], changed[1], changed[2])
-
-
-def _first(order: Shape3, dim: int) -> Shape3:
-    inner = [n for n in order if n != dim]
-    return (dim, inner[0], inner[1])
-
-
-def _shifted(chips: IntArray, dim: int, steps: int) -> IntArray:
-    shifted = chips.copy()
-    shifted[:, dim] += steps
-    return shifted
 
 
 def _hops(network: Network, members: IntArray) -> tuple[int, int]:

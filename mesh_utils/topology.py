@@ -146,15 +146,11 @@ def canonical(box: Box, chips: IntArray) -> IntArray:
     places = chips.copy()
     # The periods of short dims shift long ones too, so that those are set right last.
     for row in rows[np.argsort([-np.count_nonzero(row) for row in rows], kind="stable")]:
-        dim = int(np.flatnonzero(row)[0]) if np.count_nonzero(row) == 1 else _own_dim(box, row)
+        dims: list[int] = np.flatnonzero(row).tolist()
+        # The dim that it belongs to: of several the short one, which the long ones do not share.
+        dim = next(d for d in dims if len(dims) == 1 or box[0][d] == min(box[0]))
         places = places - (places[..., dim] // box[0][dim])[..., None] * row
     return places
-
-
-def _own_dim(box: Box, row: IntArray) -> int:
-    """The short dim that a period belongs to: the one in which long dims do not share."""
-    dims = np.flatnonzero(row)
-    return int(next(dim for dim in dims if box[0][dim] == min(box[0])))
 
 
 # ------------------------------------------------------------------------------------------ Places
@@ -223,13 +219,6 @@ def _devices_at(places: Places, kind: str, several: bool, on_torus: bool) -> tup
             *(column.tolist() for column in columns), strict=True
         )
     )
-
-
-def _fills(places: Places, sizes: tuple[int, ...]) -> bool:
-    """Whether every place of slices, chips and cores has one device."""
-    keys = np.column_stack([places.slices, places.coords, places.cores])
-    inside = bool(((keys >= 0) & (keys < np.array(sizes))).all())
-    return inside and len(np.unique(keys, axis=0)) == len(keys) == int(np.prod(sizes))
 
 
 # ------------------------------------------------------- Settles the wrap and the twist of a slice
@@ -693,7 +682,10 @@ class Topology:
             faults.append("a dim of one or two chips wraps")
         if len(self.origin) != self.num_slices:
             faults.append(f"{len(self.origin)} origins for {self.num_slices} slices")
-        if not _fills(self.places, (self.num_slices, *self.shape, self.devices_per_chip)):
+        sizes = (self.num_slices, *self.shape, self.devices_per_chip)
+        keys = np.column_stack([self.places.slices, self.places.coords, self.places.cores])
+        inside = ((keys >= 0) & (keys < np.array(sizes))).all()
+        if not inside or not len(np.unique(keys, axis=0)) == len(keys) == math.prod(sizes):
             faults.append("its devices do not fill its boxes")
         if faults:
             raise TopologyError(
@@ -909,7 +901,14 @@ def _of_part(
 
 def _places(slices: tuple[tuple[Device, ...], ...], origin: tuple[Coords, ...]) -> Places:
     ordered = [
-        sorted(group, key=lambda device: (device.process_index or 0, _by_place(device)))
+        sorted(
+            group,
+            key=lambda device: (
+                device.process_index or 0,
+                *reversed(device.coords or (0, 0, 0)),
+                device.core_on_chip,
+            ),
+        )
         for group in slices
     ]
     flat = [device for group in ordered for device in group]
@@ -923,11 +922,6 @@ def _places(slices: tuple[tuple[Device, ...], ...], origin: tuple[Coords, ...]) 
         cores=np.array([device.core_on_chip for device in flat], np.int64),
         devices=tuple(flat),
     )
-
-
-def _by_place(device: Device) -> tuple[int, int, int, int]:
-    x, y, z = device.coords or (0, 0, 0)
-    return (z, y, x, device.core_on_chip)
 
 
 def _process(device: Device) -> int:

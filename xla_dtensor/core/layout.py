@@ -468,12 +468,9 @@ def parse_text(
         if entries.endswith("?"):
             open_dims.add(dim)
             entries = entries[:-1].rstrip()
-        dims.append(() if entries == "-" else _read_entries(entries, text, mesh))
+        names = [] if entries == "-" else _split(entries, ".") or [""]
+        dims.append(tuple(_read_entry(name.strip(), text, mesh) for name in names))
     return tuple(dims), _read_partial(match["partial"], text, mesh), frozenset(open_dims)
-
-
-def _read_entries(entries: str, text: str, mesh: Mesh) -> Dim:
-    return tuple(_read_entry(entry.strip(), text, mesh) for entry in _split(entries, ".") or [""])
 
 
 def _read_entry(entry: str, text: str, mesh: Mesh) -> Entry:

@@ -342,12 +342,7 @@ def check_fields(op: OpSharding) -> None:
             f"A {op.kind} OpSharding with tile dims, devices or subgroups was asked for. "
             "Only a tiled one has any. Pass kind='tiled', or leave them out."
         )
-    if op.kind == "maximal":
-        _check_device(op)
-
-
-def _check_device(op: OpSharding) -> None:
-    if op.device is None or op.device < 0:
+    if op.kind == "maximal" and (op.device is None or op.device < 0):
         raise OpShardingError(
             f"A maximal OpSharding with device={op.device} was asked for. "
             "It needs the one device that holds the tensor. Pass device=0 or higher."
@@ -462,7 +457,8 @@ def parse_text(text: str) -> dict[str, Any]:
         OpShardingError: The text does not follow the grammar.
     """
     body = text.strip()
-    if not (body.startswith("{") and body.endswith("}")) or not _is_balanced(body):
+    in_braces = body.startswith("{") and body.endswith("}")
+    if not in_braces or _closing_brace(body, 0) != len(body) - 1:
         raise _refusal(text, "Its braces are missing or not balanced")
     body = body[1:-1]
     fields: dict[str, Any] = {}
@@ -556,10 +552,6 @@ def _closing_brace(text: str, opening: int) -> int:
                 return position
         position += 1
     return -1
-
-
-def _is_balanced(text: str) -> bool:
-    return _closing_brace(text, 0) == len(text) - 1
 
 
 def _skip_blank(text: str, position: int) -> int:

@@ -338,7 +338,10 @@ def _read_placement(placement: object, tensor_ndim: int) -> PlacementRecord:
         dim = _read_dim(placement, tensor_ndim)
         split_factor = _read_split_factor(placement)
         return _shard(dim) if split_factor == 1 else StridedShard(dim, split_factor)
-    return _read_partial(placement)
+    reduce_op = getattr(placement, "reduce_op", None)
+    if isinstance(reduce_op, str) and reduce_op.isidentifier():
+        return Partial(reduce_op)
+    raise _RefusedError(placement, f"Its reduce_op={reduce_op!r} is no word", "e.g. Partial('sum')")
 
 
 _kind_of_type: dict[type, type] = {}
@@ -362,13 +365,6 @@ def _kind(placement: object) -> type:
         )
     _kind_of_type[type(placement)] = kind
     return kind
-
-
-def _read_partial(placement: object) -> Partial:
-    reduce_op = getattr(placement, "reduce_op", None)
-    if isinstance(reduce_op, str) and reduce_op.isidentifier():
-        return Partial(reduce_op)
-    raise _RefusedError(placement, f"Its reduce_op={reduce_op!r} is no word", "e.g. Partial('sum')")
 
 
 def _shard(dim: int) -> Shard:

@@ -291,13 +291,9 @@ def _sums(left: Tiles, right: Tiles, summed: Pairs) -> tuple[Tiles, Tiles]:
 def _sum_cuts(left: Tiles, right: Tiles, output: Tiles, summed: Pairs) -> bool:
     """Tell whether devices that differ in nothing but the sum's piece have unequal pieces."""
     pieces = _rows(output, range(output.ndim - 1))
-    return any(_cuts(pieces, rows) for rows in _sums(left, right, summed))
-
-
-def _cuts(pieces: Tiles, groups: Tiles) -> bool:
-    """Tell whether devices at one place in `groups` have unequal pieces; both have a row each."""
-    piece_of_member = _piece_of(pieces)[np.searchsorted(np.sort(pieces.ravel()), groups)]
-    return bool((piece_of_member != piece_of_member[0]).any())
+    ids, piece_of_id = np.sort(pieces.ravel()), _piece_of(pieces)
+    sums = (piece_of_id[np.searchsorted(ids, rows)] for rows in _sums(left, right, summed))
+    return any((of_sum != of_sum[0]).any() for of_sum in sums)
 
 
 def _batches_agree(left: Tiles, right: Tiles, output: Tiles, batch: Pairs) -> bool:
