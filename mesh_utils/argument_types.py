@@ -93,11 +93,11 @@ def explain(
     if type(error).__module__.partition(".")[0] in _OURS:
         return
     try:
-        given = inspect.signature(function).bind(*args, **kwargs)
+        bound = inspect.signature(function).bind(*args, **kwargs)
     except TypeError:  # Python's own text names what is missing, or is too much
         return
-    for parameter in given.signature.parameters.values():
-        value, text = given.arguments.get(parameter.name, parameter.default), parameter.annotation
+    for parameter in bound.signature.parameters.values():
+        value, text = bound.arguments.get(parameter.name, parameter.default), parameter.annotation
         several = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if several or value is parameter.default or text is parameter.empty:
             continue
@@ -109,7 +109,7 @@ def explain(
             names = function.__globals__
             raise error_type(
                 f"{name} was called with {parameter.name}={_short(value)}of type "
-                f"{type(value).__name__}. It is declared as {_shown(text, names)}. Pass that."
+                f"{type(value).__name__}. It is declared as {_type_text(text, names)}. Pass that."
             ) from error
 
 
@@ -132,13 +132,13 @@ def _fits(value: Any, declared: Any) -> bool:
     return True
 
 
-def _shown(text: Any, names: Mapping[str, Any]) -> str:
+def _type_text(text: Any, names: Mapping[str, Any]) -> str:
     """A type as it is written, with what is behind an alias of ours."""
 
-    def spelled(found: re.Match[str]) -> str:
-        alias = names.get(found[0])
+    def spelled(match: re.Match[str]) -> str:
+        alias = names.get(match[0])
         is_alias = isinstance(alias, UnionType | GenericAlias)
-        return _without_modules(inspect.formatannotation(alias)) if is_alias else found[0]
+        return _without_modules(inspect.formatannotation(alias)) if is_alias else match[0]
 
     if not isinstance(text, str):
         return _without_modules(inspect.formatannotation(text))
@@ -152,6 +152,6 @@ def _without_modules(text: str) -> str:
 
 
 def _short(value: Any) -> str:
-    shown = repr(value)
-    fits = len(shown) <= _LONGEST and "\n" not in shown and " at 0x" not in shown
-    return f"{shown}, " if fits else "something "
+    text = repr(value)
+    fits = len(text) <= _LONGEST and "\n" not in text and " at 0x" not in text
+    return f"{text}, " if fits else "something "

@@ -16,16 +16,16 @@ A worked example: 16 x 16 chips of v5e, 64 for fsdp and 4 for tp. JAX puts tp on
 which is a line: one link. Four chips of a square are a ring of two links:
 
     >>> from mesh_utils import Topology, assign
-    >>> found = assign(Topology.parse("v5e:16x16"), (64, 4), axis_names=("fsdp", "tp"))
-    >>> for line in found.reasons:  # doctest: +ELLIPSIS
+    >>> best = assign(Topology.parse("v5e:16x16"), (64, 4), axis_names=("fsdp", "tp"))
+    >>> for line in best.reasons:  # doctest: +ELLIPSIS
     ...     print(line)
     score 1.43 links modelled, 36 % of the bound of 4: the best of 3 choices of parts
     fsdp=64 on Span(x8@2 y8@2): 1 link (50 GB/s), a ring ...; 2 chips apart, so that groups share...
     tp=4 on Span(x2 y2): 2 links (100 GB/s), a ring through a block
     runner-up: 1.25 links; there fsdp has 2 instead of 1, tp has 1 instead of 2
-    >>> found.links
+    >>> best.links
     (1.0, 2.0)
-    >>> found.device_ids[0].tolist()
+    >>> best.device_ids[0].tolist()
     [0, 1, 17, 16]
 
 Inside an axis chips are in the order of shortest steps: 0, 1, 17, 16 is a ring. Where XLA gathers
@@ -65,7 +65,7 @@ from mesh_utils.errors import AxisError, MeshError, TopologyError
 from mesh_utils.mesh import Axis, Mesh, as_integer, read_axis_names
 from mesh_utils.network import AxisReport, Network, axis_reports
 from mesh_utils.search import (
-    Found,
+    Candidate,
     SearchResult,
     Walk,
     best_walk,
@@ -95,30 +95,14 @@ Weights: TypeAlias = (
 """Bytes that each axis gathers, in any unit: in mesh order, or by axis."""
 
 
-def settle_shapes(
+def _settle_shapes(
     topology: Topology,
     mesh_shape: Iterable[SupportsIndex],
     dcn_mesh_shape: Iterable[SupportsIndex] | None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Reads the shapes of a mesh inside slices and across them.
-
-    Args:
-        topology: the chips.
-        mesh_shape: sizes inside a slice; one may be -1.
-        dcn_mesh_shape: sizes across slices; one may be -1; None for one slice.
-
-    Returns:
-        Both, filled.
-
-    Raises:
-        MeshError: what is no shape, or does not multiply to the devices there are.
-
-    Example:
-        >>> settle_shapes(Topology.parse("4xv5e:4x4"), (-1, 4), (-1, 1))
-        ((4, 4), (4, 1))
-    """
+    """The sizes of each axis inside slices and across them, each -1 filled in."""
     per_slice, slices = topology.devices_per_slice, topology.num_slices
-    ici = fill_shape("mesh_shape", mesh_shape, per_slice, f"devices in a slice of {topology!r}")
+    ici = _fill_shape("mesh_shape", mesh_shape, per_slice, f"devices in a slice of {topology!r}")
     if dcn_mesh_shape is None:
         if slices > 1:
             raise TopologyError(
@@ -128,7 +112,7 @@ def settle_shapes(
                 "device_mesh."
             )
         return ici, (1,) * len(ici)
-    dcn = fill_shape("dcn_mesh_shape", dcn_mesh_shape, slices, f"slices of {topology!r}")
+    dcn = _fill_shape("dcn_mesh_shape", dcn_mesh_shape, slices, f"slices of {topology!r}")
     if len(dcn) != len(ici):
         raise MeshError(
             f"A mesh was asked for with mesh_shape={ici} and dcn_mesh_shape={dcn}. They have "
@@ -138,39 +122,24 @@ def settle_shapes(
     return ici, dcn
 
 
-def fill_shape(name: str, given: Iterable[SupportsIndex], count: int, what: str) -> tuple[int, ...]:
-    """Reads a shape, and fills in its -1.
-
-    Args:
-        name: the argument, for the message.
-        given: a size for each axis, one of which may be -1.
-        count: what they are to multiply to.
-        what: what is counted, for the message.
-
-    Returns:
-        The sizes.
-
-    Raises:
-        MeshError: sizes that are none, more than one -1, or a product that is not `count`.
-
-    Example:
-        >>> fill_shape("mesh_shape", (2, -1), 16, "devices")
-        (2, 8)
-    """
-    is_list = hasattr(given, "__iter__") and not isinstance(given, (str, bytes, Mapping))
-    read = tuple(as_integer(size) for size in given) if is_list else ()
-    sizes = tuple(0 if size is None else size for size in read)
+def _fill_shape(
+    name: str, shape: Iterable[SupportsIndex], count: int, what: str
+) -> tuple[int, ...]:
+    """A shape whose product is `count`, its -1 filled in."""
+    is_list = hasattr(shape, "__iter__") and not isinstance(shape, (str, bytes, Mapping))
+    numbers = tuple(as_integer(size) for size in shape) if is_list else ()
+    sizes = tuple(0 if size is None else size for size in numbers)
     if not sizes or any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
         raise MeshError(
-            f"A mesh was asked for with {name}={given!r}. That is no size of 1 or more for each "
+            f"A mesh was asked for with {name}={shape!r}. That is no size of 1 or more for each "
             "axis, of which one may be -1, for what is left. Pass such sizes, as in (-1, 4)."
         )
-    known = math.prod(size for size in sizes if size != -1)
-    if -1 in sizes and count % known == 0:
-        return tuple(count // known if size == -1 else size for size in sizes)
-    if known != count or -1 in sizes:
+    product = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes and count % product == 0:
+        return tuple(count // product if size == -1 else size for size in sizes)
+    if product != count or -1 in sizes:
         raise MeshError(
-            f"A mesh was asked for with {name}={sizes}, a product of {known}. There are {count} "
+            f"A mesh was asked for with {name}={sizes}, a product of {product}. There are {count} "
             f"{what}. Pass {name}={_nearest(sizes, count)}, or others with that product."
         )
     return sizes
@@ -180,33 +149,17 @@ def _nearest(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
     """A shape of that product, like the one given: one axis changed where that will do."""
     plain = tuple(max(size, 1) for size in sizes)
     for axis in range(len(plain)):
-        others = math.prod(plain) // plain[axis]
-        if count % others == 0:
-            return (*plain[:axis], count // others, *plain[axis + 1 :])
+        product_without = math.prod(plain) // plain[axis]
+        if count % product_without == 0:
+            return (*plain[:axis], count // product_without, *plain[axis + 1 :])
     shape = [math.gcd(size, count) for size in plain[1:]]
     while count % math.prod(shape):
         shape[shape.index(max(shape))] = 1
     return (count // math.prod(shape), *shape)
 
 
-def read_weights(weights: Weights | None, axis_names: tuple[Axis, ...]) -> tuple[float, ...]:
-    """Reads what each axis gathers.
-
-    Args:
-        weights: bytes, in any unit, by axis or in mesh order; None doubles them from axis to axis.
-        axis_names: the axes.
-
-    Returns:
-        A weight for each axis.
-
-    Raises:
-        AxisError: an axis that is not there.
-        MeshError: no weights: too many or few, negative, not finite, or all 0.
-
-    Example:
-        >>> read_weights(None, ("dp", "tp")), read_weights({"tp": 3}, ("dp", "tp"))
-        ((1.0, 2.0), (0.0, 3.0))
-    """
+def _read_weights(weights: Weights | None, axis_names: tuple[Axis, ...]) -> tuple[float, ...]:
+    """What each axis gathers; None doubles it from axis to axis."""
     if weights is None:
         return tuple(2.0**number for number in range(len(axis_names)))
     if isinstance(weights, Mapping):
@@ -219,10 +172,10 @@ def read_weights(weights: Weights | None, axis_names: tuple[Axis, ...]) -> tuple
             )
         values: list[object] = [by_axis.get(axis, 0.0) for axis in axis_names]
     else:
-        given: object = weights
-        is_list = isinstance(given, (list, tuple, np.ndarray))
-        values = list(cast("Sequence[object]", given)) if is_list else []
-    numbers = [_number(value) for value in values]
+        sequence: object = weights
+        is_list = isinstance(sequence, (list, tuple, np.ndarray))
+        values = list(cast("Sequence[object]", sequence)) if is_list else []
+    numbers = [_number(number) for number in values]
     fine = all(math.isfinite(number) and number >= 0 for number in numbers)
     if len(numbers) != len(axis_names) or not fine or not any(numbers):
         raise MeshError(
@@ -233,12 +186,12 @@ def read_weights(weights: Weights | None, axis_names: tuple[Axis, ...]) -> tuple
     return tuple(numbers)
 
 
-def _number(value: object) -> float:
+def _number(weight: object) -> float:
     """A number as a float; nan for what is none."""
-    if isinstance(value, (bool, str, bytes)):
+    if isinstance(weight, (bool, str, bytes)):
         return math.nan
     try:
-        return float(value)  # pyright: ignore[reportArgumentType]
+        return float(weight)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
         return math.nan
 
@@ -250,27 +203,14 @@ def _number(value: object) -> float:
 IntArray: TypeAlias = NDArray[np.int64]
 
 
-def mesh_chips(
+def _mesh_chips(
     network: Network,
-    found: Found,
+    choice: Candidate,
     host: Shape3 | None,
     rings: bool | None,
     chip: str | None = None,
 ) -> tuple[tuple[Walk, ...], tuple[IntArray, ...]]:
-    """Orders the devices of each axis.
-
-    Args:
-        network: the links.
-        found: where the axes lie.
-        host: the chips of a host that are to follow each other; None if they need not.
-        rings: whether chips may follow each other in snakes and rings; None where no gather loses
-            by it.
-        chip: the chip's name, where it is known.
-
-    Returns:
-        The walk of each axis, and x, y, z and core of its devices, [size, 4], from the first of a
-        group on; the cores of a chip follow each other.
-    """
+    """The walk of each axis, and [size, 4] x, y, z and core of its devices."""
     walks: list[Walk] = []
     if host is None or network.switched:
         walks = [
@@ -279,49 +219,33 @@ def mesh_chips(
                 span,
                 not gathers_at_once(network, span, chip) if rings is None else rings,
             )
-            for span in found.spans
+            for span in choice.spans
         ]
     else:
         parts: list[list[int]] = []
         for dim in range(3):
-            sizes = tuple(span.sizes[dim] for span in found.spans)
-            shared = host_parts(sizes, found.nesting[dim], host[dim])
+            sizes = tuple(span.sizes[dim] for span in choice.spans)
+            shared = host_parts(sizes, choice.nesting[dim], host[dim])
             parts.append(shared or [1] * len(sizes))
         walks = [
             host_walk(network, span, (parts[0][axis], parts[1][axis], parts[2][axis]))
-            for axis, span in enumerate(found.spans)
+            for axis, span in enumerate(choice.spans)
         ]
     members: list[IntArray] = []
-    for walk, span in zip(walks, found.spans, strict=True):
+    for walk, span in zip(walks, choice.spans, strict=True):
         chips = np.repeat(walk.members, span.cores, axis=0)
         cores = np.tile(np.arange(span.cores), len(walk.members))
         members.append(np.column_stack([chips, cores]).astype(np.int64))
     return tuple(walks), tuple(members)
 
 
-def placed_rows(
+def _placed_rows(
     topology: Topology,
     members: tuple[IntArray, ...],
     dcn: tuple[int, ...],
     slice_order: Sequence[int] | None = None,
 ) -> IntArray:
-    """Finds the device at each place of a mesh.
-
-    Args:
-        topology: the chips.
-        members: x, y, z and core of the devices of each axis, [size, 4].
-        dcn: the size of each axis across slices, which is the outer part.
-        slice_order: the slices in the order of those axes; None for ascending.
-
-    Returns:
-        For each place of the mesh the device's place in the topology's list.
-
-    Example:
-        >>> columns = np.array([[0, 0, 0, 0], [1, 0, 0, 0]])
-        >>> rows = np.array([[0, 0, 0, 0], [0, 1, 0, 0]])
-        >>> placed_rows(Topology.parse("2xv5e:2x2"), (columns, rows), (1, 2)).tolist()
-        [[0, 2, 4, 6], [1, 3, 5, 7]]
-    """
+    """For each place of the mesh the device's place in the topology's list."""
     box = (topology.num_slices, *topology.shape, topology.devices_per_chip)
     rows = np.zeros(box, np.int64)
     rows[  # its place in the list, by slice, chip and core
@@ -329,12 +253,12 @@ def placed_rows(
     ] = np.arange(topology.num_devices)
     if slice_order is not None:
         rows = rows[list(slice_order)]
-    ici = tuple(len(each) for each in members)
+    ici = tuple(len(axis_members) for axis_members in members)
     place = np.zeros((*ici, 4), np.int64)
-    for axis, each in enumerate(members):
+    for axis, axis_members in enumerate(members):
         shape = [1] * len(ici)
         shape[axis] = ici[axis]
-        place = place + each.reshape(*shape, 4)
+        place = place + axis_members.reshape(*shape, 4)
     x, y, z, core = np.moveaxis(place, -1, 0)
     blocks = rows[:, x, y, z, core].reshape(*dcn, *ici)
     pairs = zip(range(len(ici)), range(len(ici), 2 * len(ici)), strict=True)
@@ -358,108 +282,75 @@ STRATEGY_WORDS = {
 """What `Network.strategy` says, in words."""
 
 
-def describe(found: Assignment) -> tuple[str, ...]:
-    """Writes the reasons of an assignment.
-
-    Args:
-        found: the assignment.
-
-    Returns:
-        A line for the score, one for each axis, for the runner-up, for what was assumed, and the
-        warnings.
-    """
-    return (
-        _score_line(found),
-        *(_axis_line(found, axis) for axis in range(len(found.axis_names))),
-        _runner_up_line(found),
-        *(f"assumed: {line}" for line in found.topology.assumptions),
-        *found.warnings,
-    )
-
-
-def slow_crossings(found: Assignment) -> tuple[str, ...]:
-    """Warns of axes that run over DCN although axes that gather less do not.
-
-    Args:
-        found: the assignment.
-
-    Returns:
-        A line for each, with what it costs in the model.
-
-    Example:
-        >>> from mesh_utils import Topology, assign
-        >>> mesh = assign(Topology.parse("2xv5e:4x4"), (4, 4), (1, 2), axis_names=("dp", "tp"))
-        >>> print(mesh.warnings[0])
-        tp=8 runs over DCN, while dp=4 gathers less and does not: modelled 0.368 links, 2 inside a \
-slice. Give the DCN part to dp.
-    """
+def _slow_crossings(assignment: Assignment) -> tuple[str, ...]:
+    """A line for each axis that runs over DCN although one that gathers less does not."""
+    shape, dcn_shape = assignment.mesh_shape, assignment.dcn_mesh_shape
     lines: list[str] = []
-    for axis, (size, outer) in enumerate(zip(found.mesh_shape, found.dcn_mesh_shape, strict=True)):
+    for axis, (size, outer) in enumerate(zip(shape, dcn_shape, strict=True)):
         modest = [
-            other
-            for other, weight in enumerate(found.weights)
-            if weight < found.weights[axis]
-            and found.mesh_shape[other] > 1
-            and found.dcn_mesh_shape[other] == 1
+            number
+            for number, weight in enumerate(assignment.weights)
+            if weight < assignment.weights[axis] and shape[number] > 1 and dcn_shape[number] == 1
         ]
         if outer == 1 or not modest:
             continue
-        other = modest[0]
+        slow, cheap = assignment.axis_names[axis], assignment.axis_names[modest[0]]
         lines.append(
-            f"{found.axis_names[axis]}={size} runs over DCN, while {found.axis_names[other]}="
-            f"{found.mesh_shape[other]} gathers less and does not{_cost_of_crossing(found, axis)}. "
-            f"Give the DCN part to {found.axis_names[other]}."
+            f"{slow}={size} runs over DCN, while {cheap}={shape[modest[0]]} gathers less and does "
+            f"not{_cost_of_crossing(assignment, axis)}. Give the DCN part to {cheap}."
         )
     return tuple(lines)
 
 
-def _cost_of_crossing(found: Assignment, axis: int) -> str:
-    if found.network.dcn_links is None:
+def _cost_of_crossing(assignment: Assignment, axis: int) -> str:
+    if assignment.network.dcn_links is None:
         return " (no figure of DCN is known)"
-    span = found.spans[axis]
-    inside = found.network.links(Span(span.sizes, span.strides, span.cores))
+    span = assignment.spans[axis]
+    inside = assignment.network.links(Span(span.sizes, span.strides, span.cores))
     fast = "" if math.isinf(inside) else f", {inside:.3g} inside a slice"
-    return f": modelled {found.links[axis]:.3g} links{fast}"
+    return f": modelled {assignment.links[axis]:.3g} links{fast}"
 
 
-def _score_line(found: Assignment) -> str:
-    if math.isinf(found.score):
+def _score_line(assignment: Assignment) -> str:
+    if math.isinf(assignment.score):
         return "score: nothing moves, no axis of more than one device has a weight"
-    share = 100 * found.score / found.bound
-    ways = f"{found.choices} choice{'' if found.choices == 1 else 's'} of parts"
-    how = f"the best of {ways}" if found.is_exact else f"the best that was found among {ways}"
+    share = 100 * assignment.score / assignment.bound
+    choices = f"{assignment.choices} choice{'' if assignment.choices == 1 else 's'} of parts"
+    best = "the best of" if assignment.is_exact else "the best that was found among"
     return (
-        f"score {found.score:.3g} links modelled, {share:.0f} % of the bound of "
-        f"{found.bound:.3g}: {how}"
+        f"score {assignment.score:.3g} links modelled, {share:.0f} % of the bound of "
+        f"{assignment.bound:.3g}: {best} {choices}"
     )
 
 
-def _axis_line(found: Assignment, axis: int) -> str:
-    span, links = found.spans[axis], found.links[axis]
-    name = f"{found.axis_names[axis]}={found.mesh_shape[axis]}"
+def _axis_line(assignment: Assignment, axis: int) -> str:
+    span, links = assignment.spans[axis], assignment.links[axis]
+    name = f"{assignment.axis_names[axis]}={assignment.mesh_shape[axis]}"
     if span.num_devices == 1:
         return f"{name}: one device, nothing moves"
-    strategy = STRATEGY_WORDS[found.network.strategy(span)]
+    strategy = STRATEGY_WORDS[assignment.network.strategy(span)]
     if span.num_chips == 1:
         strategy = "DCN" if span.slices > 1 else "the cores of a chip"
     elif max(span.strides) > 1:
         strategy += f"; {max(span.strides)} chips apart, so that groups share links"
     count = "link" if links == 1 else "links"
-    rate = found.network.link_bytes_per_second
+    rate = assignment.network.link_bytes_per_second
     speed = "" if rate is None else f" ({links * rate / 1e9:.3g} GB/s)"
     return f"{name} on {span}: {links:.3g} {count}{speed}, {strategy}"
 
 
-def _runner_up_line(found: Assignment) -> str:
-    other = found.runner_up
-    if other is None:
+def _runner_up_line(assignment: Assignment) -> str:
+    runner_up = assignment.runner_up
+    if runner_up is None:
         return "runner-up: none, every mesh of this shape has the same score"
     changes = [
         f"{name} has {theirs:.3g} instead of {mine:.3g}"
-        for name, mine, theirs in zip(found.axis_names, found.links, other.links, strict=True)
+        for name, mine, theirs in zip(
+            assignment.axis_names, assignment.links, runner_up.links, strict=True
+        )
         if not math.isclose(mine, theirs, rel_tol=1e-9)
     ]
-    return f"runner-up: {other.score:.3g} links; there {', '.join(changes)}"
+    return f"runner-up: {runner_up.score:.3g} links; there {', '.join(changes)}"
 
 
 # -------------------------------------------------------------------------------------- Assignment
@@ -552,12 +443,18 @@ class Assignment:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why this mesh, a line each: the score, every axis, the runner-up, what was assumed."""
-        return describe(self)
+        return (
+            _score_line(self),
+            *(_axis_line(self, axis) for axis in range(len(self.axis_names))),
+            _runner_up_line(self),
+            *(f"assumed: {line}" for line in self.topology.assumptions),
+            *self.warnings,
+        )
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Axes that run over DCN although others, which need less, do not; with what it costs."""
-        return slow_crossings(self)
+        return _slow_crossings(self)
 
     def check_valid(self) -> None:
         """States the invariants of an assignment.
@@ -614,9 +511,9 @@ def mesh_score(
         >>> round(mesh_score((2, 2), (1, 3), (1.0, 2.0)), 3)
         1.6
     """
-    moved = [weight * (1 - 1 / size) for size, weight in zip(mesh_shape, weights, strict=True)]
-    seconds = sum(part / rate for part, rate in zip(moved, links, strict=True) if part)
-    return sum(moved) / seconds if seconds else math.inf
+    gathered = [weight * (1 - 1 / size) for size, weight in zip(mesh_shape, weights, strict=True)]
+    seconds = sum(part / rate for part, rate in zip(gathered, links, strict=True) if part)
+    return sum(gathered) / seconds if seconds else math.inf
 
 
 @argument_types
@@ -662,20 +559,20 @@ def assign(
         >>> assign(Topology.parse("v5p-1024"), (64, -1), axis_names=("fsdp", "tp")).links
         (4.0, 2.0)
     """
-    ici, dcn = settle_shapes(topology, mesh_shape, dcn_mesh_shape)
+    ici, dcn = _settle_shapes(topology, mesh_shape, dcn_mesh_shape)
     names = read_axis_names(axis_names, ici)
-    shares = read_weights(weights, names)
+    shares = _read_weights(weights, names)
     links = Network.of(topology) if network is None else network
-    found = search_or_refuse(
+    search = _search_or_refuse(
         topology, links, ici, shares, contiguous_submeshes, allow_split_physical_axes
     )
     host = topology.chips_per_host if contiguous_submeshes else None
     chip = topology.chip.name if topology.chip else None
-    walks, members = mesh_chips(links, found.best, host, rings, chip)
-    rows = placed_rows(topology, members, dcn, slice_order)
+    walks, members = _mesh_chips(links, search.best, host, rings, chip)
+    rows = _placed_rows(topology, members, dcn, slice_order)
     ids = topology.device_ids[rows]
     ids.flags.writeable = False
-    runner_up = found.runner_up
+    runner_up = search.runner_up
     return Assignment(
         topology=topology,
         network=links,
@@ -683,11 +580,11 @@ def assign(
         ici_mesh_shape=ici,
         dcn_mesh_shape=dcn,
         weights=shares,
-        spans=_across(found.best.spans, dcn),
+        spans=_across(search.best.spans, dcn),
         walks=walks,
         device_ids=ids,
-        is_exact=found.is_exact,
-        choices=found.choices,
+        is_exact=search.is_exact,
+        choices=search.choices,
         _rows=rows,
         _runner_up=_across(runner_up.spans, dcn) if runner_up else None,
     )
@@ -697,7 +594,7 @@ def _across(spans: tuple[Span, ...], dcn: tuple[int, ...]) -> tuple[Span, ...]:
     return tuple(replace(span, slices=outer) for span, outer in zip(spans, dcn, strict=True))
 
 
-def search_or_refuse(
+def _search_or_refuse(
     topology: Topology,
     network: Network,
     ici: tuple[int, ...],
@@ -705,36 +602,21 @@ def search_or_refuse(
     contiguous_submeshes: bool,
     allow_split: bool,
 ) -> SearchResult:
-    """Searches, or says why nothing fits; the arguments are those of `assign`.
-
-    Args:
-        topology: the chips.
-        network: their links.
-        ici: the size of each axis inside a slice.
-        weights: bytes that each axis gathers.
-        contiguous_submeshes: whether hosts are to be boxes of the mesh.
-        allow_split: whether a physical dim may be split over axes.
-
-    Returns:
-        What was found.
-
-    Raises:
-        TopologyError: no mesh fulfils the restrictions.
-    """
+    """The best spans; TopologyError where no mesh fulfils the restrictions."""
     host = topology.chips_per_host if contiguous_submeshes and not network.switched else None
     table = span_table(network)
-    found = search_spans(table, ici, weights, host=host, whole_dims=not allow_split)
-    if found is not None:
-        return found
-    asked = f"A mesh of {ici} on {topology!r} was asked for"
+    search = search_spans(table, ici, weights, host=host, whole_dims=not allow_split)
+    if search is not None:
+        return search
+    request = f"A mesh of {ici} on {topology!r} was asked for"
     if not allow_split:
         raise TopologyError(
-            f"{asked}, with allow_split_physical_axes=False. No choice of whole dims, of "
+            f"{request}, with allow_split_physical_axes=False. No choice of whole dims, of "
             f"{topology.shape} chips of {topology.devices_per_chip}, multiplies to those sizes. "
             "Pass allow_split_physical_axes=True, or sizes that are products of whole dims."
         )
     raise TopologyError(
-        f"{asked}, with contiguous_submeshes={contiguous_submeshes}. No mesh of that shape keeps "
+        f"{request}, with contiguous_submeshes={contiguous_submeshes}. No mesh of that shape keeps "
         f"hosts of {topology.chips_per_host} chips together. "
         "Pass contiguous_submeshes=False, or sizes that the sizes of a host divide."
     )
@@ -762,11 +644,11 @@ class JaxDevice:
     slice_index: int = 0
 
 
-def jax_mesh_utils(asked: str, instead: str) -> Any:
+def jax_mesh_utils(request: str, instead: str) -> Any:
     """Imports JAX's mesh functions.
 
     Args:
-        asked: what needs them, for the message.
+        request: what needs them, for the message.
         instead: what else to do, for the message.
 
     Returns:
@@ -779,7 +661,7 @@ def jax_mesh_utils(asked: str, instead: str) -> Any:
         from jax.experimental import mesh_utils
     except ImportError as error:
         raise MeshError(
-            f"{asked} JAX cannot be imported: {error}. Install jax, or {instead}."
+            f"{request} JAX cannot be imported: {error}. Install jax, or {instead}."
         ) from error
     return mesh_utils
 
@@ -793,8 +675,8 @@ def jax_default_devices() -> list[object]:
     Raises:
         MeshError: JAX cannot be imported.
     """
-    asked = "A mesh was asked for without devices, which are jax.devices() then."
-    jax_mesh_utils(asked, "pass devices, or a Topology")
+    request = "A mesh was asked for without devices, which are jax.devices() then."
+    jax_mesh_utils(request, "pass devices, or a Topology")
     return list(sys.modules["jax"].devices())  # its parent, which is there by now
 
 
@@ -863,8 +745,8 @@ def row_major_order(devices: tuple[Device, ...], shape: tuple[int, ...]) -> Devi
 
     Example:
         >>> from mesh_utils import synthetic_devices
-        >>> made = row_major_order(synthetic_devices((4, 2)), (2, 4))
-        >>> [[device.id for device in row] for row in made]
+        >>> mesh = row_major_order(synthetic_devices((4, 2)), (2, 4))
+        >>> [[device.id for device in row] for row in mesh]
         [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
     return _as_array(sorted(devices, key=_place)).reshape(shape)
@@ -890,17 +772,17 @@ def jax_order(devices: tuple[Device, ...], shape: tuple[int, ...]) -> DeviceArra
 
     Example:
         >>> from mesh_utils import synthetic_devices
-        >>> made = jax_order(synthetic_devices((2, 2), kind="TPU v5 lite"), (4,))
-        >>> [device.id for device in made]
+        >>> mesh = jax_order(synthetic_devices((2, 2), kind="TPU v5 lite"), (4,))
+        >>> [device.id for device in mesh]
         [0, 1, 3, 2]
     """
     listed = tuple(sorted(devices, key=_listed))
-    shown = _shown_to_jax(listed)
+    jax_devices = _shown_to_jax(listed)
     create_device_mesh = jax_mesh_utils(
         "order='jax' was asked for, by name or by 'auto' for TPUs.", "pass order='row-major'"
     ).create_device_mesh
     try:
-        made = create_device_mesh(shape, shown, allow_split_physical_axes=True)
+        mesh = create_device_mesh(shape, jax_devices, allow_split_physical_axes=True)
     except Exception as error:  # it raises five types, some by accident
         lines = str(error).splitlines() or [""]
         raise MeshError(
@@ -909,8 +791,8 @@ def jax_order(devices: tuple[Device, ...], shape: tuple[int, ...]) -> DeviceArra
             f"JAX refuses them: {type(error).__name__}: {lines[0][:160]}. "
             "Pass order='row-major', or another ici_mesh_shape."
         ) from error
-    places = [cast("JaxDevice", device).id for device in made.reshape(-1)]
-    return _as_array([listed[place] for place in places]).reshape(made.shape)
+    places = [cast("JaxDevice", device).id for device in mesh.reshape(-1)]
+    return _as_array([listed[place] for place in places]).reshape(mesh.shape)
 
 
 def search_order(
@@ -942,8 +824,8 @@ def search_order(
 
     Example:
         >>> from mesh_utils import synthetic_devices
-        >>> made = search_order(synthetic_devices((4, 4), kind="TPU v5 lite"), (4, 4))
-        >>> [device.id for device in made[0]]
+        >>> mesh = search_order(synthetic_devices((4, 4), kind="TPU v5 lite"), (4, 4))
+        >>> [device.id for device in mesh[0]]
         [0, 1, 5, 4]
     """
     topology = Topology.from_devices(devices, granule=len(devices), chip=chip, wrap=wrap)
@@ -973,10 +855,10 @@ def arrange(
         2
     """
     function = _order_function(order, granules)
-    made = [function(tuple(sorted(granule, key=_listed)), shape) for granule in granules]
-    for granule, array in zip(granules, made, strict=True):
+    arrays = [function(tuple(sorted(granule, key=_listed)), shape) for granule in granules]
+    for granule, array in zip(granules, arrays, strict=True):
         _refuse_other_devices(array, granule, shape, order)
-    return made
+    return arrays
 
 
 def _shown_to_jax(devices: tuple[Device, ...]) -> list[JaxDevice]:
@@ -987,9 +869,9 @@ def _shown_to_jax(devices: tuple[Device, ...]) -> list[JaxDevice]:
     origin = chips.min(axis=0)
     chips, cores = chips - origin, cores - cores.min()
     _refuse_holes(chips, cores, origin)
-    known = {device.kind for device in devices}
+    kinds = {device.kind for device in devices}
     two_cores = int(cores.max()) == 1
-    kind = "TPU7x" if known == {"TPU"} and two_cores else devices[-1].kind
+    kind = "TPU7x" if kinds == {"TPU"} and two_cores else devices[-1].kind
     return [
         JaxDevice(n, "tpu", kind, device.process_index or 0, cast("Coords", tuple(chip)), core)
         for n, (device, chip, core) in enumerate(
@@ -1037,35 +919,35 @@ def _order_function(order: DeviceOrder, granules: Sequence[tuple[Device, ...]]) 
 
 def _are_known(granules: Sequence[tuple[Device, ...]]) -> bool:
     """Whether the links of all granules are known and alike, so that they get one layout."""
-    found: set[Network] = set()
+    networks: set[Network] = set()
     try:
         for granule in granules:
             topology = Topology.from_devices(granule, granule=len(granule))
             if topology.chip is None or topology.wrap is None:
                 return False
-            found.add(Network.of(topology))
+            networks.add(Network.of(topology))
     except MeshError:  # holes, say: JAX's order has a message for them
         return False
-    return len(found) == 1
+    return len(networks) == 1
 
 
 def _refuse_other_devices(
-    made: object, granule: tuple[Device, ...], shape: tuple[int, ...], order: DeviceOrder
+    output: object, granule: tuple[Device, ...], shape: tuple[int, ...], order: DeviceOrder
 ) -> None:
     name = getattr(order, "__name__", None) or repr(order)
-    asked = f"order={name} was asked for ici_mesh_shape={shape}."
-    array = cast("DeviceArray", made)
-    if not isinstance(made, np.ndarray) or array.shape != shape:
-        given: object = getattr(array, "shape", type(array).__name__)
+    request = f"order={name} was asked for ici_mesh_shape={shape}."
+    array = cast("DeviceArray", output)
+    if not isinstance(output, np.ndarray) or array.shape != shape:
+        form: object = getattr(array, "shape", type(array).__name__)
         raise MeshError(
-            f"{asked} For a granule of {len(granule)} devices it returned {given!r}, no array of "
+            f"{request} For a granule of {len(granule)} devices it returned {form!r}, no array of "
             "that shape. Let it return a numpy array of ici_mesh_shape."
         )
     places = cast("list[object]", array.reshape(-1).tolist())
     if not all(isinstance(device, Device) for device in places) or set(places) != set(granule):
         ids = f"{granule[0].id} to {granule[-1].id}"
         raise MeshError(
-            f"{asked} What it returned for the granule with the ids {ids} is not each of its "
+            f"{request} What it returned for the granule with the ids {ids} is not each of its "
             "devices once. Let it return the Devices that it gets, and no others."
         )
 

@@ -95,13 +95,19 @@ def read_devices(devices: Iterable[object]) -> tuple[Device, ...]:
         raise MeshError(
             f"Devices were given as one {kind}. That is no list of devices. {_KINDS_OF_INPUT}"
         )
-    found = tuple(_read_device(device, place) for place, device in enumerate(devices))
-    if not found:
+    described = tuple(_read_device(device, place) for place, device in enumerate(devices))
+    if not described:
         raise MeshError(f"No devices were given. A mesh has at least one device. {_KINDS_OF_INPUT}")
-    _refuse_repeated(found)
+    _refuse_repeated(described)
     for attribute in ("slice_index", "coords", "process_index"):
-        _refuse_partial(found, attribute)
-    return found
+        without = [device.id for device in described if getattr(device, attribute) is None]
+        if without and len(without) < len(described):
+            raise MeshError(
+                f"{len(described)} devices were given, of which {len(described) - len(without)} "
+                f"have {attribute} and {len(without)} have not, such as device {without[0]}. "
+                "Devices of one job are described alike. Pass devices of one source."
+            )
+    return described
 
 
 @argument_types
@@ -181,11 +187,11 @@ def _local_devices(
     return [(n, places[n][0], cast("Coords", tuple(places[n][1:4])), places[n][4]) for n in numbers]
 
 
-def _read_box(name: str, given: Sequence[SupportsIndex]) -> tuple[int, ...]:
-    sizes = tuple(as_integer(size) or 0 for size in given)
+def _read_box(name: str, box: Sequence[SupportsIndex]) -> tuple[int, ...]:
+    sizes = tuple(as_integer(size) or 0 for size in box)
     if not 1 <= len(sizes) <= 3 or min(sizes) < 1:
         raise MeshError(
-            f"Devices were asked for with {name}={given!r}. That is no box of chips. "
+            f"Devices were asked for with {name}={box!r}. That is no box of chips. "
             "Pass up to three positive integers: the chips in x, y and z."
         )
     return (*sizes, 1, 1)[:3]
@@ -238,38 +244,32 @@ def _from_attributes(attributes: Mapping[str, object], place: int) -> Device:
     )
 
 
-def _read_coords(given: object, device_id: int) -> Coords | None:
-    if given is None:
+def _read_coords(coordinates: object, device_id: int) -> Coords | None:
+    if coordinates is None:
         return None
-    values = cast("Sequence[object]", given) if isinstance(given, (Sequence, np.ndarray)) else ()
-    coords = tuple(as_integer(value) for value in values)
+    values = (
+        cast("Sequence[object]", coordinates)
+        if isinstance(coordinates, (Sequence, np.ndarray))
+        else ()
+    )
+    coords = tuple(as_integer(coordinate) for coordinate in values)
     if len(coords) != 3 or None in coords:
         raise MeshError(
-            f"Device {device_id} has coords={given!r}. A chip has three coordinates, x, y and z. "
-            "Pass the coords that the runtime gives."
+            f"Device {device_id} has coords={coordinates!r}. "
+            "A chip has three coordinates, x, y and z. Pass the coords that the runtime gives."
         )
     return cast("Coords", coords)
 
 
 def _refuse_repeated(devices: tuple[Device, ...]) -> None:
-    seen: set[int] = set()
+    ids: set[int] = set()
     for device in devices:
-        if device.id in seen:
+        if device.id in ids:
             raise MeshError(
                 f"Device {device.id} was given twice, in a list of {len(devices)} devices. "
                 "A device has one place in a mesh. Pass each device once."
             )
-        seen.add(device.id)
-
-
-def _refuse_partial(devices: tuple[Device, ...], attribute: str) -> None:
-    missing = [device.id for device in devices if getattr(device, attribute) is None]
-    if missing and len(missing) < len(devices):
-        raise MeshError(
-            f"{len(devices)} devices were given, of which {len(devices) - len(missing)} have "
-            f"{attribute} and {len(missing)} have not, such as device {missing[0]}. "
-            "Devices of one job are described alike. Pass devices of one source."
-        )
+        ids.add(device.id)
 
 
 def _short(value: object) -> str:
@@ -321,16 +321,16 @@ def granules(
         >>> len(granules(range(6)))
         1
     """
-    found = sorted(read_devices(devices), key=lambda device: device.id)
+    ordered = sorted(read_devices(devices), key=lambda device: device.id)
     members: dict[Hashable, list[Device]] = {}
-    for device, key in zip(found, _keys(found, granule), strict=True):
+    for device, key in zip(ordered, _keys(ordered, granule), strict=True):
         members.setdefault(key, []).append(device)
     _refuse_unequal(members, granule)
     try:
         keys = cast("list[Hashable]", sorted(cast("Iterable[Any]", members)))
     except TypeError:
         raise MeshError(
-            f"{_asked(granule)}, with {len(found)} devices. Its keys, such as "
+            f"{_request(granule)}, with {len(ordered)} devices. Its keys, such as "
             f"{list(members)[:2]}, have no order among them. "
             "Let it return integers, strings, or tuples of them."
         ) from None
@@ -355,7 +355,7 @@ def describe_granule(granule: Granule) -> str:
     return getattr(granule, "__name__", None) or repr(granule)
 
 
-def _asked(granule: Granule) -> str:
+def _request(granule: Granule) -> str:
     return f"granule={describe_granule(granule)} was asked for"
 
 
@@ -366,8 +366,8 @@ def _keys(devices: list[Device], granule: Granule) -> list[Hashable]:
     if granule == "process":
         if devices[0].process_index is None:
             raise MeshError(
-                f"{_asked(granule)}, with {len(devices)} devices. They have no process_index, "
-                "which torch_xla and bare ids do not tell. "
+                f"{_request(granule)}, with {len(devices)} devices. They have no "
+                "process_index, which torch_xla and bare ids do not tell. "
                 "Pass granule='slice', or the number of devices per process."
             )
         return [device.process_index for device in devices]
@@ -376,14 +376,15 @@ def _keys(devices: list[Device], granule: Granule) -> list[Hashable]:
     size = as_integer(granule)
     if size is None:
         raise MeshError(
-            f"{_asked(granule)}, with {len(devices)} devices. There is no such granule. {_CHOICES}"
+            f"{_request(granule)}, with {len(devices)} devices. There is no such granule. "
+            f"{_CHOICES}"
         )
     if size < 1 or len(devices) % size:
         nearest = max(
             n for n in range(1, min(max(size, 1), len(devices)) + 1) if len(devices) % n == 0
         )
         raise MeshError(
-            f"{_asked(granule)}, with {len(devices)} devices. "
+            f"{_request(granule)}, with {len(devices)} devices. "
             f"They are no whole number of granules of {size}. "
             f"Pass a size that divides {len(devices)}, such as {nearest}."
         )
@@ -396,8 +397,8 @@ def _called(granule: Callable[[Device], Hashable], device: Device) -> Hashable:
         hash(key)
     except TypeError:
         raise MeshError(
-            f"{_asked(granule)}. It gives {key!r} for device {device.id}, which cannot be the key "
-            "of a set. Let it return integers, strings, or tuples of them."
+            f"{_request(granule)}. It gives {key!r} for device {device.id}, which cannot be the "
+            "key of a set. Let it return integers, strings, or tuples of them."
         ) from None
     return key
 
@@ -409,7 +410,7 @@ def _refuse_unequal(members: dict[Hashable, list[Device]], granule: Granule) -> 
     usual = Counter(sizes.values()).most_common(1)[0][0]
     odd = next(key for key, size in sizes.items() if size != usual)
     raise MeshError(
-        f"{_asked(granule)}: it makes {len(sizes)} granules of {min(sizes.values())} to "
+        f"{_request(granule)}: it makes {len(sizes)} granules of {min(sizes.values())} to "
         f"{max(sizes.values())} devices; granule {odd!r} has {sizes[odd]}, others have {usual}. "
         "Granules of one mesh have one size. "
         "Leave out devices until they have, or pass another granule."
@@ -421,7 +422,7 @@ def _refuse_mixed_slices(devices: list[Device], granule: Granule) -> None:
     slices = sorted({d.slice_index for d in devices if d.slice_index is not None})
     if len(slices) > 1 and devices[0].coords is not None:
         raise MeshError(
-            f"{_asked(granule)}: it puts devices of the slices {slices[0]} and {slices[1]} into "
+            f"{_request(granule)}: it puts devices of the slices {slices[0]} and {slices[1]} into "
             "one granule. Slices of TPUs are joined by DCN only. "
             "Pass granule='slice', or one that divides slices."
         )
@@ -473,25 +474,25 @@ def read_topology_name(name: str) -> TopologyName:
         MeshError: it has no such form, there is no such chip, or no slice has so many chips.
 
     Example:
-        >>> found = read_topology_name("2xv5litepod-16")
-        >>> found.chip.name, found.shape, found.num_slices
+        >>> named = read_topology_name("2xv5litepod-16")
+        >>> named.chip.name, named.shape, named.num_slices
         ('v5e', (4, 4, 1), 2)
     """
     text = name.strip()
     several = _SLICES.match(text)
     num_slices = None if several is None else int(several[1])
-    rest = text if several is None else text[several.end() :]
-    if by_shape := _SHAPE.fullmatch(rest):
+    slice_name = text if several is None else text[several.end() :]
+    if by_shape := _SHAPE.fullmatch(slice_name):
         chip = find_chip(by_shape[1])
         suffix = by_shape[3]
         twist = None if suffix is None else suffix.lower() == "_twisted"
         return TopologyName(chip, read_box(by_shape[2]), num_slices, twist)
-    if by_count := _COUNT.fullmatch(rest):
+    if by_count := _COUNT.fullmatch(slice_name):
         chip = find_chip(by_count[1])
         if chip.torus_rank == 0:
             return _gpus(name, chip, int(by_count[2]), num_slices)
         return TopologyName(chip, _shape_of(name, chip, int(by_count[2])), num_slices, None)
-    chip = find_chip(rest)  # "h100": a whole node
+    chip = find_chip(slice_name)  # "h100": a whole node
     if chip.torus_rank == 0:
         return TopologyName(chip, chip.slices.shapes[0], num_slices, None)
     examples = ", ".join(_cloud_names(chip)[2:5])
@@ -516,8 +517,8 @@ def shape_text(shape: Shape3, rank: int = 3) -> str:
         >>> shape_text((2, 2, 1)), shape_text((16, 16, 1), 2), shape_text((8, 1, 1), 0)
         ('2x2x1', '16x16', '8')
     """
-    needed = max([place + 1 for place, size in enumerate(shape) if size > 1], default=1)
-    return "x".join(map(str, shape[: max(rank, needed)]))
+    min_rank = max([place + 1 for place, size in enumerate(shape) if size > 1], default=1)
+    return "x".join(map(str, shape[: max(rank, min_rank)]))
 
 
 def cloud_name(chip: Chip, shape: Shape3) -> str | None:

@@ -78,8 +78,8 @@ class Figure:
         """Whether another source gives another value, by more than 1 %."""
         if self.value is None:
             return False
-        given = [other.value for other in self.others if other.value is not None]
-        return any(abs(value - self.value) > 0.01 * abs(self.value) for value in given)
+        numbers = [figure.value for figure in self.others if figure.value is not None]
+        return any(abs(number - self.value) > 0.01 * abs(self.value) for number in numbers)
 
     def needed(self, what: str) -> float:
         """The value, where one cannot go on without it.
@@ -179,8 +179,8 @@ class SliceTable:
             return True
         in_order = not self.cubes_ascend or tuple(sorted(shape)) == shape
         cubes = math.prod(size // CUBE for size in shape)
-        whole = all(size % CUBE == 0 for size in shape)
-        return whole and in_order and cubes <= self.max_cubes
+        in_cubes = all(size % CUBE == 0 for size in shape)
+        return in_cubes and in_order and cubes <= self.max_cubes
 
     def wrap(self, shape: Shape3) -> Wrap3 | None:
         """Which dims of a real slice wrap.
@@ -243,8 +243,8 @@ class SliceTable:
         Returns:
             Its shape; None where no listed slice has so many chips.
         """
-        found = (shape for shape in self.shapes if math.prod(shape) == count)
-        return next(found, None)
+        shapes = (shape for shape in self.shapes if math.prod(shape) == count)
+        return next(shapes, None)
 
     def nearest(self, shape: Shape3, count: int = 3) -> tuple[Shape3, ...]:
         """The real slices most like a box.
@@ -287,8 +287,8 @@ class SliceTable:
             The next smaller and the next larger, where there are such.
         """
         counts = sorted(math.prod(shape) for shape in self.shapes)
-        lower = [each for each in counts if each < count][-1:]
-        higher = [each for each in counts if each > count][:1]
+        lower = [n for n in counts if n < count][-1:]
+        higher = [n for n in counts if n > count][:1]
         return (*lower, *higher)
 
 
@@ -364,8 +364,8 @@ def hardware_names() -> tuple[str, ...]:
         True
     """
     folder = files(_FOLDER[0]).joinpath(_FOLDER[1])
-    found = [entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml")]
-    return tuple(sorted(name.removesuffix(".yaml") for name in found))
+    file_names = [entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml")]
+    return tuple(sorted(name.removesuffix(".yaml") for name in file_names))
 
 
 def read_hardware_file(name: str) -> HardwareFile:
@@ -444,15 +444,15 @@ def read_box(text: str) -> tuple[int, int, int]:
 class _Entries:
     """The entries of one file."""
 
-    def __init__(self, data: Mapping[str, object], file: str) -> None:
-        self._data = data
+    def __init__(self, document: Mapping[str, object], file: str) -> None:
+        self._document = document
         self._file = file
         self._sources = cast("Mapping[str, str]", self.plain("sources"))
 
     def plain(self, key: str) -> object:
-        if key not in self._data:
+        if key not in self._document:
             raise self._fault(key, "It is not there")
-        return self._data[key]
+        return self._document[key]
 
     def of(self, group: str) -> Mapping[str, Mapping[str, object]]:
         return cast("Mapping[str, Mapping[str, object]]", self.plain(group))
@@ -461,38 +461,40 @@ class _Entries:
         entry = self.of(group).get(name)
         if entry is None:
             raise self._fault(f"{group}.{name}", "It is not there")
-        known = entry.get("value", ...) is not None
-        if known and "source" not in entry:
+        has_value = entry.get("value", ...) is not None
+        if has_value and "source" not in entry:
             raise self._fault(f"{group}.{name}", "It names no source")
-        if not known and "reason" not in entry:
+        if not has_value and "reason" not in entry:
             raise self._fault(f"{group}.{name}", "It is null without a reason")
-        for each in (entry, *cast("Sequence[Mapping[str, object]]", entry.get("others", ()))):
-            if "source" in each and each["source"] not in self._sources:
-                raise self._fault(f"{group}.{name}", f"Its source {each['source']!r} is not listed")
+        for figure in (entry, *cast("Sequence[Mapping[str, object]]", entry.get("others", ()))):
+            if "source" in figure and figure["source"] not in self._sources:
+                raise self._fault(
+                    f"{group}.{name}", f"Its source {figure['source']!r} is not listed"
+                )
         return entry
 
     def words(self, group: str, name: str) -> tuple[str, ...]:
-        value = self.entry(group, name).get("value")
-        if value is None:
+        words = self.entry(group, name).get("value")
+        if words is None:
             return ()
-        return tuple(cast("list[str]", value)) if isinstance(value, list) else (str(value),)
+        return tuple(cast("list[str]", words)) if isinstance(words, list) else (str(words),)
 
     def figure(self, group: str, name: str) -> Figure:
         entry = self.entry(group, name)
-        others = cast("Sequence[Mapping[str, object]]", entry.get("others", ()))
-        return self._figure(entry, tuple(self._figure(other) for other in others))
+        disputes = cast("Sequence[Mapping[str, object]]", entry.get("others", ()))
+        return self._figure(entry, tuple(self._figure(dispute) for dispute in disputes))
 
-    def _figure(self, entry: Mapping[str, object], others: tuple[Figure, ...] = ()) -> Figure:
-        value, unit = entry.get("value"), str(entry.get("unit", ""))
+    def _figure(self, entry: Mapping[str, object], disputes: tuple[Figure, ...] = ()) -> Figure:
+        number, unit = entry.get("value"), str(entry.get("unit", ""))
         if unit not in UNITS:
             raise self._fault(str(entry), f"The unit {unit!r} is not known")
         source = entry.get("source")
         return Figure(
-            value=None if value is None else float(cast("float", value)) * UNITS[unit],
+            value=None if number is None else float(cast("float", number)) * UNITS[unit],
             source="" if source is None else self._sources[str(source)],
             note=str(entry.get("note", "")),
             reason=str(entry.get("reason", "")),
-            others=others,
+            others=disputes,
         )
 
     def source(self, entry: Mapping[str, object]) -> str:
@@ -591,13 +593,13 @@ class Chip:
             '400 GB/s in both directions per chip / 4 ports / 2'
         """
         group, _, dtype = name.rpartition(".")
-        known = self.peak_flops if group == "peak_flops" else self.figures
-        if (dtype if group else name) not in known:
+        figures = self.peak_flops if group == "peak_flops" else self.figures
+        if (dtype if group else name) not in figures:
             raise MeshError(
                 f"Figure {name!r} of {self.title} was asked for. There is no such figure. "
                 f"Pass one of: {', '.join(self._figure_names())}."
             )
-        return known[dtype if group else name]
+        return figures[dtype if group else name]
 
     def _figure_names(self) -> list[str]:
         return [*self.figures, *(f"peak_flops.{dtype}" for dtype in self.peak_flops)]
@@ -620,10 +622,10 @@ class Chip:
     @property
     def link_bytes_per_second(self) -> float | None:
         """One-way bandwidth of one ICI link; for a GPU, of all its NVLink ports together."""
-        value = self.figures["ici_link_bandwidth"].value
-        if value is None or self.torus_rank:
-            return value
-        return value * (self.figures["ici_links"].whole or 1)
+        link = self.figures["ici_link_bandwidth"].value
+        if link is None or self.torus_rank:
+            return link
+        return link * (self.figures["ici_links"].whole or 1)
 
     @property
     def dcn_bytes_per_second(self) -> float | None:
@@ -643,11 +645,11 @@ class Chip:
             >>> find_chip("v5p").peak("bf16"), find_chip("v2").peak("fp8")
             (459000000000000.0, None)
         """
-        found = self.peak_flops.get(dtype)
-        return None if found is None else found.value
+        figure = self.peak_flops.get(dtype)
+        return None if figure is None else figure.value
 
     def __reduce__(self) -> tuple[object, ...]:
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
         values |= {"figures": dict(self.figures), "peak_flops": dict(self.peak_flops)}
         return _restored, (values,)
 
@@ -695,8 +697,8 @@ def chips() -> tuple[Chip, ...]:
         >>> [chip.name for chip in chips()][:3]
         ['v2', 'v3', 'v4']
     """
-    found = [_read_chip(name) for name in hardware_names()]
-    return tuple(sorted(found, key=_age))
+    every_chip = [_read_chip(name) for name in hardware_names()]
+    return tuple(sorted(every_chip, key=_age))
 
 
 @argument_types
@@ -721,25 +723,25 @@ def find_chip(name: str) -> Chip:
         ...
         mesh_utils.errors.MeshError: Chip 'v5q' was asked for. ... Pass 'v5p', or one of ...
     """
-    known = _names()
-    found = known.get(_plain(name))
-    if found is None:
+    by_name = _names()
+    match = by_name.get(_plain(name))
+    if match is None:
         # Names of one letter less or more, first; then whatever begins alike.
-        near = get_close_matches(_plain(name), known, n=1, cutoff=0.4)
-        nearest = f"{known[near[0]].name!r}, or one of " if near else ""
+        near = get_close_matches(_plain(name), by_name, n=1, cutoff=0.4)
+        nearest = f"{by_name[near[0]].name!r}, or one of " if near else ""
         raise MeshError(
             f"Chip {name!r} was asked for. No chip has that name. "
             f"Pass {nearest}{', '.join(chip.name for chip in chips())}."
         )
-    return found
+    return match
 
 
 @cache
 def _names() -> dict[str, Chip]:
     names: dict[str, Chip] = {}
     for chip in chips():
-        own = (chip.name, *chip.aliases, *chip.cloud_names, *chip.device_kinds)
-        for name in (*own, *([chip.gke_name] if chip.gke_name else [])):
+        chip_names = (chip.name, *chip.aliases, *chip.cloud_names, *chip.device_kinds)
+        for name in (*chip_names, *([chip.gke_name] if chip.gke_name else [])):
             names[_plain(name)] = chip
     return names
 

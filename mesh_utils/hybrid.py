@@ -100,21 +100,21 @@ class HybridMesh(Mesh):
         granule: Granule = "slice",
         order: DeviceOrder = "auto",
     ) -> None:
-        found = granules(devices, granule)
-        ici = _read_shape("ici_mesh_shape", ici_mesh_shape, len(found[0]))
+        parts = granules(devices, granule)
+        ici = _read_shape("ici_mesh_shape", ici_mesh_shape, len(parts[0]))
         dcn = (1,) * len(ici)
         if dcn_mesh_shape is not None:
-            dcn = _read_shape("dcn_mesh_shape", dcn_mesh_shape, len(found))
+            dcn = _read_shape("dcn_mesh_shape", dcn_mesh_shape, len(parts))
         _refuse_different_lengths(ici, dcn)
         shape = tuple(inner * outer for inner, outer in zip(ici, dcn, strict=True))
         names = read_axis_names(axis_names, shape)
-        _refuse_other_counts(found, ici, dcn, granule)
-        placed = _joined(arrange(found, ici, order), ici, dcn)
+        _refuse_other_counts(parts, ici, dcn, granule)
+        placed = _joined(arrange(parts, ici, order), ici, dcn)
         self._set_parts(
             read_device_ids([device.id for device in placed], shape),
             names,
             (ici, dcn),
-            np.array([[device.id for device in each] for each in found], np.int64),
+            np.array([[device.id for device in part] for part in parts], np.int64),
             placed,
         )
 
@@ -186,8 +186,8 @@ class HybridMesh(Mesh):
             (1, [0, 0, 1, 1])
         """
         outer = np.asarray(self.coordinates(device_id)) // np.array(self._ici_mesh_shape)
-        found = np.ravel_multi_index(tuple(np.moveaxis(outer, -1, 0)), self._dcn_mesh_shape)
-        return np.asarray(found, np.int64) if np.ndim(found) else int(found)
+        index = np.ravel_multi_index(tuple(np.moveaxis(outer, -1, 0)), self._dcn_mesh_shape)
+        return np.asarray(index, np.int64) if np.ndim(index) else int(index)
 
     def to_hash(self) -> str:
         """Names the value of the mesh: the same in every process and Python version.
@@ -298,15 +298,15 @@ def _blocks(
     return ids.reshape(split).transpose(outer_first).reshape(math.prod(dcn), -1)
 
 
-def _read_shape(name: str, given: Iterable[SupportsIndex], count: int) -> tuple[int, ...]:
-    is_list = hasattr(given, "__iter__") and not isinstance(given, (str, bytes))
-    sizes = tuple(as_integer(size) or 0 for size in given) if is_list else ()
-    if sizes.count(-1) == 1 and (others := -math.prod(sizes)) > 0:
-        left = max(count // others, 1)  # a product that does not fit is refused with all others
-        sizes = tuple(left if size == -1 else size for size in sizes)
+def _read_shape(name: str, mesh_sizes: Iterable[SupportsIndex], count: int) -> tuple[int, ...]:
+    is_list = hasattr(mesh_sizes, "__iter__") and not isinstance(mesh_sizes, (str, bytes))
+    sizes = tuple(as_integer(size) or 0 for size in mesh_sizes) if is_list else ()
+    if sizes.count(-1) == 1 and (product := -math.prod(sizes)) > 0:
+        free_size = max(count // product, 1)  # a wrong product is refused with all others
+        sizes = tuple(free_size if size == -1 else size for size in sizes)
     if not sizes or min(sizes) < 1:
         raise MeshError(
-            f"HybridMesh was given {name}={given!r}. It is no sequence of positive integers. "
+            f"HybridMesh was given {name}={mesh_sizes!r}. It is no sequence of positive integers. "
             "Pass one size of 1 or more for each axis, such as (2, 4)."
         )
     return sizes
@@ -324,17 +324,17 @@ def _refuse_different_lengths(ici: tuple[int, ...], dcn: tuple[int, ...]) -> Non
 
 
 def _refuse_other_counts(
-    found: tuple[tuple[Device, ...], ...],
+    parts: tuple[tuple[Device, ...], ...],
     ici: tuple[int, ...],
     dcn: tuple[int, ...],
     granule: Granule,
 ) -> None:
-    count, size = len(found), len(found[0])
+    count, size = len(parts), len(parts[0])
     if (count, size) == (math.prod(dcn), math.prod(ici)):
         return
     granules_are = "There is 1 granule" if count == 1 else f"There are {count} granules"
     # One granule may be all there is, or only all that the devices tell.
-    unknown = count == 1 and granule == "slice" and found[0][0].slice_index is None
+    unknown = count == 1 and granule == "slice" and parts[0][0].slice_index is None
     hint = ", or say with granule= where they divide: the devices name no slices" if unknown else ""
     raise MeshError(
         f"{granules_are} of {size} devices: granule={describe_granule(granule)}. "
@@ -349,7 +349,7 @@ def _fitted(shape: tuple[int, ...], product: int) -> tuple[int, ...]:
     if math.prod(shape) == product:
         return shape
     for axis, size in enumerate(shape):
-        others = math.prod(shape) // size
-        if product % others == 0:
-            return (*shape[:axis], product // others, *shape[axis + 1 :])
+        product_without = math.prod(shape) // size
+        if product % product_without == 0:
+            return (*shape[:axis], product // product_without, *shape[axis + 1 :])
     return (product, *(1,) * (len(shape) - 1))

@@ -75,28 +75,28 @@ def create_device_mesh(
         Exception: with strategy="jax" whatever JAX raises.
 
     Example:
-        >>> made = create_device_mesh((4, 4), Topology.parse("v5e:4x4"))
-        >>> [device.id for device in made[0]]
+        >>> mesh = create_device_mesh((4, 4), Topology.parse("v5e:4x4"))
+        >>> [device.id for device in mesh[0]]
         [0, 1, 5, 4]
     """
     _refuse_strategy(strategy)
     if strategy == "jax":
-        shown, given = _for_jax(devices)
-        made = _jax("create_device_mesh").create_device_mesh(
+        jax_devices, originals = _for_jax(devices)
+        array = _jax("create_device_mesh").create_device_mesh(
             mesh_shape,
-            shown,
+            jax_devices,
             contiguous_submeshes=contiguous_submeshes,
             allow_split_physical_axes=bool(allow_split_physical_axes),
         )
-        return _given_back(made, given)
-    topology, given = _read(devices, "slice", wrap, one=True)
+        return _as_originals(array, originals)
+    topology, originals = _read_topology(devices, "slice", wrap, single_mesh=True)
     if topology.num_slices > 1:
         raise TopologyError(
             f"A mesh of {tuple(mesh_shape)} was asked for on {topology.num_slices} slices, "
             f"{topology!r}. create_device_mesh makes meshes of one slice. Pass the devices of one "
             "slice, or call create_hybrid_device_mesh."
         )
-    found = assign(
+    assignment = assign(
         topology,
         mesh_shape,
         (1,) * len(mesh_shape),
@@ -105,8 +105,8 @@ def create_device_mesh(
         allow_split_physical_axes=allow_split_physical_axes is not False,
     )
     if contiguous_submeshes:
-        _refuse_split_hosts(found)
-    return _placed(found, given)
+        _refuse_split_hosts(assignment)
+    return _placed(assignment, originals)
 
 
 @argument_types
@@ -148,35 +148,37 @@ def create_hybrid_device_mesh(
         UserWarning: an axis runs over DCN although one that gathers less does not.
 
     Example:
-        >>> made = create_hybrid_device_mesh((1, 4), (2, 1), Topology.parse("2xv5e:2x2"))
-        >>> [[device.id for device in row] for row in made]
+        >>> mesh = create_hybrid_device_mesh((1, 4), (2, 1), Topology.parse("2xv5e:2x2"))
+        >>> [[device.id for device in row] for row in mesh]
         [[100000, 100001, 100002, 100003], [200000, 200001, 200002, 200003]]
     """
     _refuse_strategy(strategy)
     if strategy == "jax":
-        shown, given = _for_jax(devices)
-        made = _jax("create_hybrid_device_mesh").create_hybrid_device_mesh(
+        jax_devices, originals = _for_jax(devices)
+        array = _jax("create_hybrid_device_mesh").create_hybrid_device_mesh(
             mesh_shape,
             dcn_mesh_shape,
-            shown,
+            jax_devices,
             process_is_granule=process_is_granule,
             should_sort_granules_by_key=should_sort_granules_by_key,
             allow_split_physical_axes=bool(allow_split_physical_axes),
         )
-        return _given_back(made, given)
-    topology, given = _read(devices, "process" if process_is_granule else "slice", wrap, one=False)
-    found = assign(
+        return _as_originals(array, originals)
+    topology, originals = _read_topology(
+        devices, "process" if process_is_granule else "slice", wrap, single_mesh=False
+    )
+    assignment = assign(
         topology,
         mesh_shape,
         dcn_mesh_shape,
         weights=weights,
         allow_split_physical_axes=allow_split_physical_axes is not False,
-        slice_order=None if should_sort_granules_by_key else _as_they_appear(topology, given),
+        slice_order=None if should_sort_granules_by_key else _as_they_appear(topology, originals),
     )
     if not process_is_granule:
-        for line in found.warnings:
+        for line in assignment.warnings:
             python_warnings.warn(line, UserWarning, stacklevel=3)  # past argument_types
-    return _placed(found, given)
+    return _placed(assignment, originals)
 
 
 def _refuse_strategy(strategy: object) -> None:
@@ -187,79 +189,79 @@ def _refuse_strategy(strategy: object) -> None:
         )
 
 
-def _read(
+def _read_topology(
     devices: Iterable[object] | Topology | None,
     granule: Granule,
     wrap: Sequence[bool] | None,
-    one: bool,
+    single_mesh: bool,
 ) -> tuple[Topology, list[object] | None]:
     """The topology of devices, and the devices as they were given; None for a topology's own."""
     if isinstance(devices, Topology):
         if granule == "slice":
             return devices, None
-        given: list[object] = list(devices.devices)
+        originals: list[object] = list(devices.devices)
     else:
-        given = jax_default_devices() if devices is None else _listed(devices)
-    found = read_devices(given)
-    on_torus = found[0].coords is not None
+        originals = jax_default_devices() if devices is None else _listed(devices)
+    described = read_devices(originals)
+    on_torus = described[0].coords is not None
     # Of one mesh over devices without a torus: they count as one granule, as they do for JAX.
-    rule = len(found) if one and not on_torus else granule
-    topology = Topology.from_devices(given, granule=rule, wrap=wrap)
+    rule = len(described) if single_mesh and not on_torus else granule
+    topology = Topology.from_devices(originals, granule=rule, wrap=wrap)
     if topology.wrap is None:
         raise TopologyError(
-            f"A mesh was asked for on {len(given)} devices that fill {topology!r}. Its wrap is not "
-            "known, and it decides the bandwidth of every axis. Pass wrap="
+            f"A mesh was asked for on {len(originals)} devices that fill {topology!r}. Its wrap is "
+            "not known, and it decides the bandwidth of every axis. Pass wrap="
             f"{tuple(size > 2 for size in topology.shape)} for a torus, wrap=(False,) for a mesh, "
             "or strategy='jax'."
         )
-    return topology, given
+    return topology, originals
 
 
 def _listed(devices: Iterable[object]) -> list[object]:
     if isinstance(devices, np.ndarray):
         return cast("list[object]", devices.reshape(-1).tolist())
-    given: object = devices
-    if isinstance(given, (str, bytes, dict)) or not hasattr(given, "__iter__"):
-        read_devices(cast("Iterable[object]", given))  # which says what is wrong
+    argument: object = devices
+    if isinstance(argument, (str, bytes, dict)) or not hasattr(argument, "__iter__"):
+        read_devices(cast("Iterable[object]", argument))  # which says what is wrong
     return list(devices)
 
 
-def _by_id(given: list[object]) -> dict[int, object]:
-    found = read_devices(given)
-    return {device.id: each for device, each in zip(found, given, strict=True)}
+def _placed(assignment: Assignment, originals: list[object] | None) -> ObjectArray:
+    if originals is None:
+        return assignment.devices
+    described = read_devices(originals)
+    by_id = {device.id: original for device, original in zip(described, originals, strict=True)}
+    array = np.empty(assignment.mesh_shape, object)
+    array.reshape(-1)[:] = [by_id[number] for number in assignment.device_ids.reshape(-1).tolist()]
+    return array
 
 
-def _placed(found: Assignment, given: list[object] | None) -> ObjectArray:
-    if given is None:
-        return found.devices
-    known = _by_id(given)
-    made = np.empty(found.mesh_shape, object)
-    made.reshape(-1)[:] = [known[number] for number in found.device_ids.reshape(-1).tolist()]
-    return made
-
-
-def _as_they_appear(topology: Topology, given: list[object] | None) -> list[int]:
+def _as_they_appear(topology: Topology, originals: list[object] | None) -> list[int]:
     """The slices of a topology in the order in which their devices were given."""
     slices = dict(zip(topology.device_ids.tolist(), topology.slice_index.tolist(), strict=True))
-    ids = topology.device_ids.tolist() if given is None else [d.id for d in read_devices(given)]
+    ids = (
+        topology.device_ids.tolist()
+        if originals is None
+        else [d.id for d in read_devices(originals)]
+    )
     return list(dict.fromkeys(slices[number] for number in ids))
 
 
-def _refuse_split_hosts(found: Assignment) -> None:
+def _refuse_split_hosts(assignment: Assignment) -> None:
     """The hosts of a topology are the usual ones of its chip; those of its devices may differ."""
-    processes = found.topology.places.processes
+    processes = assignment.topology.places.processes
     if (processes < 0).any():
         return
-    by_place = dict(zip(found.topology.device_ids.tolist(), processes.tolist(), strict=True))
-    at = np.vectorize(by_place.__getitem__, otypes=[np.int64])(found.device_ids)
+    by_place = dict(zip(assignment.topology.device_ids.tolist(), processes.tolist(), strict=True))
+    at = np.vectorize(by_place.__getitem__, otypes=[np.int64])(assignment.device_ids)
     for process in np.unique(processes).tolist():
         places = np.argwhere(at == process)
         sizes = (np.ptp(places, axis=0) + 1).tolist()
         if math.prod(sizes) != len(places):
             raise TopologyError(
-                f"A mesh of {found.mesh_shape} on {found.topology!r} was asked for with "
+                f"A mesh of {assignment.mesh_shape} on {assignment.topology!r} was asked for with "
                 f"contiguous_submeshes=True. The {len(places)} devices of process {process} are "
-                f"not a box of {found.topology.chips_per_host} chips. "
+                f"not a box of {assignment.topology.chips_per_host} chips. "
                 "Pass contiguous_submeshes=False, or devices whose hosts are such boxes."
             )
 
@@ -270,22 +272,22 @@ def _for_jax(
     """What to show to JAX, and what to give back for it; None where it is the same."""
     if devices is None:
         return None, None
-    given: list[object] = list(
+    originals: list[object] = list(
         devices.devices if isinstance(devices, Topology) else _listed(devices)
     )
-    if all(hasattr(device, "device_kind") and hasattr(device, "platform") for device in given):
-        return given, None
-    return list(shown_to_jax(read_devices(given))), given
+    if all(hasattr(device, "device_kind") and hasattr(device, "platform") for device in originals):
+        return originals, None
+    return list(shown_to_jax(read_devices(originals))), originals
 
 
-def _given_back(made: Any, given: list[object] | None) -> ObjectArray:
-    if given is None:
-        return cast("ObjectArray", made)
-    array = np.empty(made.shape, object)
-    array.reshape(-1)[:] = [given[device.id] for device in made.reshape(-1).tolist()]
+def _as_originals(mesh: Any, originals: list[object] | None) -> ObjectArray:
+    if originals is None:
+        return cast("ObjectArray", mesh)
+    array = np.empty(mesh.shape, object)
+    array.reshape(-1)[:] = [originals[device.id] for device in mesh.reshape(-1).tolist()]
     return array
 
 
 def _jax(name: str) -> Any:
-    asked = f"{name} was asked for with strategy='jax'."
-    return jax_mesh_utils(asked, "pass strategy='search'")
+    request = f"{name} was asked for with strategy='jax'."
+    return jax_mesh_utils(request, "pass strategy='search'")

@@ -77,44 +77,29 @@ def job_names() -> tuple[str, ...]:
         True
     """
     folder = files(_FOLDER[0]).joinpath(_FOLDER[1])
-    found = [entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml")]
-    return tuple(sorted(name.removesuffix(".yaml") for name in found))
+    file_names = [entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml")]
+    return tuple(sorted(name.removesuffix(".yaml") for name in file_names))
 
 
-def read_job_file(path_or_name: str | os.PathLike[str]) -> tuple[object, str]:
-    """Reads a job file.
-
-    Args:
-        path_or_name: a path, or the name of a job that comes with the package, with or without
-            "tpu_configs/jobs/" and ".yaml".
-
-    Returns:
-        What it says, and what to call it in messages.
-
-    Raises:
-        JobError: there is no such file or job, or it is no YAML.
-
-    Example:
-        >>> read_job_file("llama3_70b_v5p")[1]
-        'llama3_70b_v5p'
-    """
-    given = os.fspath(path_or_name)
-    path = Path(given)
+def _read_job_file(path_or_name: str | os.PathLike[str]) -> tuple[object, str]:
+    """What a file or a job of the package says, and what to call it in messages."""
+    source = os.fspath(path_or_name)
+    path = Path(source)
     if path.is_file():
         try:
-            return read_yaml(path.read_text(encoding="utf-8"), given), given
+            return read_yaml(path.read_text(encoding="utf-8"), source), source
         except (OSError, UnicodeDecodeError) as error:
             raise JobError(
-                f"Job file {given!r} was asked for. It cannot be read: {error}. "
+                f"Job file {source!r} was asked for. It cannot be read: {error}. "
                 "Pass a readable text file."
             ) from None
-    name = given.removeprefix("tpu_configs/jobs/").removesuffix(".yaml")
+    name = source.removeprefix("tpu_configs/jobs/").removesuffix(".yaml")
     if name in job_names():
         text = files(_FOLDER[0]).joinpath(_FOLDER[1], f"{name}.yaml").read_text(encoding="utf-8")
         return read_yaml(text, name), name
     what = "It is a folder" if path.is_dir() else "There is no such file, nor a job of that name"
     raise JobError(
-        f"Job {given!r} was asked for. {what}. "
+        f"Job {source!r} was asked for. {what}. "
         f"Pass the path of a YAML file, or {nearest(Path(name).name, job_names())}."
     )
 
@@ -148,12 +133,12 @@ def read_yaml(text: str, source: str) -> object:
         ) from None
 
 
-def nearest(name: object, known: Iterable[str], most: int = 12) -> str:
+def nearest(name: object, choices: Iterable[str], most: int = 12) -> str:
     """Lists what there is, the most alike first, for the end of a message.
 
     Args:
         name: what was asked for.
-        known: what there is.
+        choices: what there is.
         most: how many to list.
 
     Returns:
@@ -163,13 +148,13 @@ def nearest(name: object, known: Iterable[str], most: int = 12) -> str:
         >>> nearest("tpp", ["dp", "tp"])
         "'tp', or one of dp"
     """
-    names = list(known)
+    names = list(choices)
     near = get_close_matches(str(name), names, n=1, cutoff=0.5)
-    others = [each for each in names if each not in near]
-    listed = ", ".join(others[:most]) + (", ..." if len(others) > most else "")
+    far = [choice for choice in names if choice not in near]
+    listed = ", ".join(far[:most]) + (", ..." if len(far) > most else "")
     if not near:
         return f"one of {listed}"
-    return f"{near[0]!r}, or one of {listed}" if others else repr(near[0])
+    return f"{near[0]!r}, or one of {listed}" if far else repr(near[0])
 
 
 @cache
@@ -180,22 +165,20 @@ def _strict_loader() -> Any:
         """A SafeLoader that refuses keys that are written twice."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-            seen: set[object] = set()
+            keys: set[object] = set()
             for key_node, _ in cast("list[tuple[Any, Any]]", node.value):
                 key = key_node.value
-                if key_node.tag != "tag:yaml.org,2002:merge" and str(key) in seen:
+                if key_node.tag != "tag:yaml.org,2002:merge" and str(key) in keys:
                     raise yaml.constructor.ConstructorError(
                         None, None, f"the key {key!r} is there twice", key_node.start_mark
                     )
-                seen.add(str(key))
+                keys.add(str(key))
             return super().construct_mapping(node, deep)
 
     return StrictLoader
 
 
-# ------------------------------------------------------------------------------- The axes of a job
-#
-# Their sizes inside slices (ici) and across them (dcn).
+# ------------------------------- The axes of a job: sizes inside slices (ici) and across them (dcn)
 #
 #     axes:
 #       dp:   {dcn: -1}             as many as there are slices
@@ -237,54 +220,33 @@ class JobAxis:
         return f"{self.name}={self.size}" + (f" ({self.dcn} over DCN)" if self.dcn > 1 else "")
 
 
-def read_axes(data: object, asked: str, topology: Topology) -> tuple[JobAxis, ...]:
-    """Reads the axes of a job, and fills in what is -1.
-
-    Args:
-        data: what the job file says under `axes`.
-        asked: the job, to begin messages with.
-        topology: its chips.
-
-    Returns:
-        The axes, in order.
-
-    Raises:
-        JobError: no axes, unknown keys, sizes that are none, two -1, or sizes that do not multiply
-            to the devices of a slice and to the slices.
-
-    Example:
-        >>> axes = {"dp": {"dcn": -1}, "fsdp": {"ici": -1}, "tp": {"ici": 4}}
-        >>> for axis in read_axes(axes, "Job 'x'", Topology.parse("4xv5e:16x16")):
-        ...     print(axis)
-        dp=4 (4 over DCN)
-        fsdp=64
-        tp=4
-    """
-    axes = read_sizes(data, asked)
+def _read_axes(axes_data: object, title: str, topology: Topology) -> tuple[JobAxis, ...]:
+    """The axes of a job, each -1 filled in."""
+    axes = read_sizes(axes_data, title)
     if len({axis.weight is None for axis in axes}) > 1:
         unsaid = next(axis.name for axis in axes if axis.weight is None)
         raise JobError(
-            f"{asked} was read with a weight for some axes. Axis {unsaid!r} has none, and it would "
+            f"{title} was read with a weight for some axes. Axis {unsaid!r} has none, and it would "
             f"count for nothing. Write a weight for {unsaid!r} too, or none at all."
         )
     per_slice = topology.devices_per_slice
     count = topology.num_slices
     inside = f"A slice of {topology.name} has {per_slice} devices"
     across = f"{topology.name} has {count} slice{'' if count == 1 else 's'}"
-    ici = _filled(axes, "ici", per_slice, inside, asked)
-    dcn = _filled(axes, "dcn", count, across, asked)
+    ici = _filled(axes, "ici", per_slice, inside, title)
+    dcn = _filled(axes, "dcn", count, across, title)
     return tuple(
         JobAxis(axis.name, inner, outer, axis.weight)
         for axis, inner, outer in zip(axes, ici, dcn, strict=True)
     )
 
 
-def read_sizes(data: object, asked: str) -> tuple[JobAxis, ...]:
+def read_sizes(axes_data: object, title: str) -> tuple[JobAxis, ...]:
     """Reads axes as they are written, -1 left as it is.
 
     Args:
-        data: what the job file says under `axes`.
-        asked: the job, to begin messages with.
+        axes_data: what the job file says under `axes`.
+        title: the job, to begin messages with.
 
     Returns:
         The axes, in order.
@@ -292,86 +254,80 @@ def read_sizes(data: object, asked: str) -> tuple[JobAxis, ...]:
     Raises:
         JobError: no axes, unknown keys, or sizes that are none.
     """
-    if not isinstance(data, Mapping) or not data:
+    if not isinstance(axes_data, Mapping) or not axes_data:
         raise JobError(
-            f"{asked} was read with axes={data!r}. That is no mapping from names of axes to sizes. "
-            "Write such as axes: {fsdp: {ici: -1}, tp: {ici: 4}}."
+            f"{title} was read with axes={axes_data!r}. That is no mapping from names of axes to "
+            "sizes. Write such as axes: {fsdp: {ici: -1}, tp: {ici: 4}}."
         )
-    given = cast("Mapping[object, object]", data)
-    return tuple(_read_axis(name, entry, asked) for name, entry in given.items())
+    entries = cast("Mapping[object, object]", axes_data)
+    return tuple(_read_axis(name, entry, title) for name, entry in entries.items())
 
 
-def _read_axis(name: object, entry: object, asked: str) -> JobAxis:
+def _read_axis(name: object, entry: object, title: str) -> JobAxis:
     if not isinstance(name, str) or not name.isidentifier():
         raise JobError(
-            f"{asked} was read with an axis named {name!r}. A name is of letters, digits and '_'. "
+            f"{title} was read with an axis named {name!r}. A name is of letters, digits and '_'. "
             "Write such as dp, fsdp, tp, cp or ep."
         )
     if not isinstance(entry, Mapping):
+        size = -1 if as_integer(entry) is None else entry
         raise JobError(
-            f"{asked} was read with axis {name}={entry!r}. Nothing says whether that is inside "
-            f"slices or across them. Write {name}: {{ici: {_plain_size(entry)}}}, or dcn."
+            f"{title} was read with axis {name}={entry!r}. Nothing says whether that is inside "
+            f"slices or across them. Write {name}: {{ici: {size}}}, or dcn."
         )
-    given = cast("Mapping[object, object]", entry)
-    for key in given:
+    sizes_data = cast("Mapping[object, object]", entry)
+    for key in sizes_data:
         if key not in _AXIS_KEYS:
             raise JobError(
-                f"{asked} was read with {key!r} for axis {name!r}. An axis has no such key. "
+                f"{title} was read with {key!r} for axis {name!r}. An axis has no such key. "
                 f"Write {nearest(key, _AXIS_KEYS)}."
             )
-    sizes = [_read_size(given.get(key, 1), key, name, asked) for key in ("ici", "dcn")]
-    return JobAxis(name, sizes[0], sizes[1], _read_weight(given.get("weight"), name, asked))
+    sizes = [_read_size(sizes_data.get(key, 1), key, name, title) for key in ("ici", "dcn")]
+    weight = sizes_data.get("weight")
+    if weight is None:
+        return JobAxis(name, sizes[0], sizes[1])
+    number = weight if isinstance(weight, (int, float)) and not isinstance(weight, bool) else -1.0
+    if not math.isfinite(number) or number < 0:
+        raise JobError(
+            f"{title} was read with weight={weight!r} for axis {name!r}. A weight is the bytes "
+            "that the axis gathers, in any unit. Write 0 or more."
+        )
+    return JobAxis(name, sizes[0], sizes[1], float(number))
 
 
-def _plain_size(entry: object) -> object:
-    return entry if as_integer(entry) is not None else -1
-
-
-def _read_size(given: object, key: str, name: str, asked: str) -> int:
-    size = as_integer(given)
+def _read_size(size_data: object, key: str, name: str, title: str) -> int:
+    size = as_integer(size_data)
     if size is None or (size < 1 and size != -1):
         raise JobError(
-            f"{asked} was read with {key}={given!r} for axis {name!r}. That is no number of "
+            f"{title} was read with {key}={size_data!r} for axis {name!r}. That is no number of "
             "devices. Write 1 or more, or -1 on one axis for what is left."
         )
     return size
 
 
-def _read_weight(given: object, name: str, asked: str) -> float | None:
-    if given is None:
-        return None
-    weight = given if isinstance(given, (int, float)) and not isinstance(given, bool) else -1.0
-    if not math.isfinite(weight) or weight < 0:
-        raise JobError(
-            f"{asked} was read with weight={given!r} for axis {name!r}. A weight is the bytes that "
-            "the axis gathers, in any unit. Write 0 or more."
-        )
-    return float(weight)
-
-
 def _filled(
-    axes: Sequence[JobAxis], key: str, count: int, there: str, asked: str
+    axes: Sequence[JobAxis], key: str, count: int, there: str, title: str
 ) -> tuple[int, ...]:
     """The sizes of all axes inside or across slices, -1 replaced."""
     sizes = [axis.ici if key == "ici" else axis.dcn for axis in axes]
     written = ", ".join(f"{axis.name}={size}" for axis, size in zip(axes, sizes, strict=True))
     open_axes = [axis.name for axis, size in zip(axes, sizes, strict=True) if size == -1]
-    known = math.prod(size for size in sizes if size != -1)
+    fixed = math.prod(size for size in sizes if size != -1)
     if len(open_axes) > 1:
         raise JobError(
-            f"{asked} was read with {key} sizes {written}. {len(open_axes)} of them are -1, and "
+            f"{title} was read with {key} sizes {written}. {len(open_axes)} of them are -1, and "
             f"only one can be what is left. Write a number for {', '.join(open_axes[1:])}, such "
             f"as {key}: 1."
         )
-    if open_axes and count % known == 0:
-        return tuple(count // known if size == -1 else size for size in sizes)
-    if known == count and not open_axes:
+    if open_axes and count % fixed == 0:
+        return tuple(count // fixed if size == -1 else size for size in sizes)
+    if fixed == count and not open_axes:
         return tuple(sizes)
     fitting = nearest_sizes(sizes, count)
     instead = ", ".join(f"{axis.name}={size}" for axis, size in zip(axes, fitting, strict=True))
-    product = f"no multiple of {known}" if open_axes else f"and the product is {known}"
+    product = f"no multiple of {fixed}" if open_axes else f"and the product is {fixed}"
     raise JobError(
-        f"{asked} was read with {key} sizes {written}. {there}, {product}. "
+        f"{title} was read with {key} sizes {written}. {there}, {product}. "
         f"Write {key} sizes {instead}, or others with that product."
     )
 
@@ -392,16 +348,20 @@ def nearest_sizes(sizes: Sequence[int], count: int) -> tuple[int, ...]:
         ((64, 2), (2, 8, 4), (64, 1, 1))
     """
     plain = [max(size, 1) for size in sizes]
-    left = next((axis for axis, size in enumerate(sizes) if size == -1), None)
+    free = next((axis for axis, size in enumerate(sizes) if size == -1), None)
     for axis, size in enumerate(sizes):
-        others = math.prod(plain) // plain[axis]
-        if axis == left or count % others:
+        product_without = math.prod(plain) // plain[axis]
+        if axis == free or count % product_without:
             continue
-        if left is None:
-            return (*plain[:axis], count // others, *plain[axis + 1 :])
-        fitting = [part for part in range(1, count // others + 1) if count // others % part == 0]
+        if free is None:
+            return (*plain[:axis], count // product_without, *plain[axis + 1 :])
+        fitting = [
+            part
+            for part in range(1, count // product_without + 1)
+            if count // product_without % part == 0
+        ]
         plain[axis] = min(fitting, key=lambda part: (abs(part - size), part))
-        plain[left] = count // math.prod(plain)
+        plain[free] = count // math.prod(plain)
         return tuple(plain)
     shared: list[int] = []
     for size in plain[1:]:
@@ -409,11 +369,11 @@ def nearest_sizes(sizes: Sequence[int], count: int) -> tuple[int, ...]:
     return (count // math.prod(shared), *shared)
 
 
-def over_dcn(asked: str, axis: JobAxis, axis_names: Sequence[str], topology: Topology) -> str:
+def over_dcn(title: str, axis: JobAxis, axis_names: Sequence[str], topology: Topology) -> str:
     """The warning for an axis of tensor parallelism that runs over DCN.
 
     Args:
-        asked: the job, to begin with.
+        title: the job, to begin with.
         axis: the axis.
         axis_names: all axes.
         topology: the chips.
@@ -427,9 +387,11 @@ def over_dcn(asked: str, axis: JobAxis, axis_names: Sequence[str], topology: Top
         Job 'x' puts tp=8 across 2 slices. Modelled, it gets at most 41.2 GB/s per device for \
 all-gathers, inside a slice at most 600. Give its dcn part to 'dp'.
     """
-    others = [name for name in axis_names if name != axis.name]
-    instead = f"Give its dcn part to {others[0]!r}" if others else "Add an axis for the slices"
-    where = f"{asked} puts {axis.name}={axis.size} across {axis.dcn} slices"
+    other_names = [name for name in axis_names if name != axis.name]
+    instead = (
+        f"Give its dcn part to {other_names[0]!r}" if other_names else "Add an axis for the slices"
+    )
+    where = f"{title} puts {axis.name}={axis.size} across {axis.dcn} slices"
     network = None if topology.wrap is None else Network.of(topology)
     if network is None or network.dcn_links is None or network.link_bytes_per_second is None:
         return f"{where}. It waits for DCN in every layer; the model has no figure. {instead}."
@@ -447,163 +409,97 @@ all-gathers, inside a slice at most 600. Give its dcn part to 'dp'.
 _EXAMPLES = {"libtpu": "0.0.50.1", "jaxlib": "0.12.0"}
 
 
-def read_keys(data: object, keys: Sequence[str], asked: str) -> Mapping[object, object]:
-    """Refuses what is no mapping, or has other keys.
-
-    Args:
-        data: what was read.
-        keys: the keys that there are.
-        asked: the job, to begin messages with.
-
-    Returns:
-        The mapping.
-
-    Raises:
-        JobError: it is none, or has an unknown key.
-    """
-    if not isinstance(data, Mapping):
-        raise JobError(
-            f"{asked} was read, of type={type(data).__name__}. A job is a mapping of keys. "
-            f"Write {', '.join(keys)}; name, accelerator and axes are needed."
-        )
-    given = cast("Mapping[object, object]", data)
-    for key in given:
-        if key not in keys:
-            raise JobError(
-                f"{asked} was read with the key {key!r}. There is no such key. "
-                f"Write {nearest(key, keys)}."
-            )
-    return given
-
-
-def read_text(text: object, key: str, asked: str, example: str) -> str:
-    """Reads text on one line.
-
-    Args:
-        text: what was read.
-        key: its key.
-        asked: the job, to begin messages with.
-        example: what could stand there.
-
-    Returns:
-        The text.
-
-    Raises:
-        JobError: it is none, or empty, or has characters that cannot be printed.
-    """
+def _read_text(text: object, key: str, title: str, example: str) -> str:
+    """Text on one line."""
     if not isinstance(text, str) or not text.strip() or not text.isprintable():
         raise JobError(
-            f"{asked} was read with {key}={text!r}. It has to be text on one line. "
+            f"{title} was read with {key}={text!r}. It has to be text on one line. "
             f"Write such as {key}: {example}."
         )
     return text
 
 
-def read_accelerator(accelerator: object, asked: str) -> str:
-    """Reads the name of one slice.
-
-    Args:
-        accelerator: what was read.
-        asked: the job, to begin messages with.
-
-    Returns:
-        The name; Topology.parse says whether there is such a slice.
-
-    Raises:
-        JobError: it is no text; several slices.
-    """
+def _read_accelerator(accelerator: object, title: str) -> str:
+    """The name of one slice; Topology.parse says whether there is such a slice."""
     slices = cast("list[object]", accelerator) if isinstance(accelerator, list) else []
     if slices:
         alike = len(set(map(str, slices))) == 1
         why = "A job names one slice" if alike else "The slices of a job are all alike"
         raise JobError(
-            f"{asked} was read with accelerator={slices!r}. {why}. "
+            f"{title} was read with accelerator={slices!r}. {why}. "
             f"Write accelerator: {slices[0]} with num_slices: {len(slices)}."
         )
-    return read_text(cast("object", accelerator), "accelerator", asked, "v5p:4x4x8")
+    return _read_text(cast("object", accelerator), "accelerator", title, "v5p:4x4x8")
 
 
-def read_wrap(wrap: object, asked: str) -> tuple[bool, ...] | None:
-    """Reads which dims of a slice wrap.
-
-    Args:
-        wrap: what was read.
-        asked: the job, to begin messages with.
-
-    Returns:
-        A flag per dim; None where nothing is said.
-
-    Raises:
-        JobError: it is no list of flags.
-    """
+def _read_wrap(wrap: object, title: str) -> tuple[bool, ...] | None:
+    """A flag per dim; None where nothing is said."""
     if wrap is None:
         return None
     flags = cast("list[object]", wrap) if isinstance(wrap, list) else []
     if not flags or not all(isinstance(flag, bool) for flag in flags):
         raise JobError(
-            f"{asked} was read with wrap={wrap!r}. It says for each dim of a slice whether it "
+            f"{title} was read with wrap={wrap!r}. It says for each dim of a slice whether it "
             "wraps. Write such as wrap: [true, true, false]."
         )
     return cast("tuple[bool, ...]", tuple(flags))
 
 
-def read_flags(
-    data: object, asked: str, compiler: str
-) -> tuple[tuple[str, ...] | None, dict[str, object], str | None]:
-    """Reads which XLA flags a job asks for.
-
-    Args:
-        data: what was read under `xla_flags`.
-        asked: the job, to begin messages with.
-        compiler: the package that reads the flags, "libtpu" or "jaxlib".
-
-    Returns:
-        Its sets, None where it does not say; its own flags; the version of the compiler that will
-        run, None where it does not say.
-
-    Raises:
-        JobError: data of another form. Whether there are such sets and flags, xla_flags.py says.
-    """
-    if data is None:
-        return None, {}, None
-    keys = ("sets", "flags", compiler)
-    if not isinstance(data, Mapping):
-        raise JobError(
-            f"{asked} was read with xla_flags={data!r}. Flags are sets by name, and flags with "
-            "values. Write such as xla_flags: {sets: [latency-hiding], flags: {xla_...: 1}}."
-        )
-    given = cast("Mapping[object, object]", data)
-    for key in given:
+def _read_section(
+    section: object, name: str, keys: Sequence[str], title: str, form: str
+) -> Mapping[object, object]:
+    """A part of a job that has no other keys than these; `form` says what to write instead."""
+    if not isinstance(section, Mapping):
+        raise JobError(f"{title} was read with {name}={section!r}. {form}")
+    mapping = cast("Mapping[object, object]", section)
+    for key in mapping:
         if key not in keys:
             raise JobError(
-                f"{asked} was read with {key!r} under xla_flags. There is no such key. "
+                f"{title} was read with {key!r} under {name}. There is no such key. "
                 f"Write {nearest(key, keys)}."
             )
-    sets, flags = given.get("sets"), given.get("flags", {})
+    return mapping
+
+
+def _read_flags(
+    section: object, title: str, compiler: str
+) -> tuple[tuple[str, ...] | None, dict[str, object], str | None]:
+    """The sets, the own flags, and the version of the compiler; None where nothing is said."""
+    if section is None:
+        return None, {}, None
+    mapping = _read_section(
+        section,
+        "xla_flags",
+        ("sets", "flags", compiler),
+        title,
+        "Flags are sets by name, and flags with values. "
+        "Write such as xla_flags: {sets: [latency-hiding], flags: {xla_...: 1}}.",
+    )
+    sets, flags = mapping.get("sets"), mapping.get("flags", {})
     if sets is not None and not _are_names(sets):
         raise JobError(
-            f"{asked} was read with xla_flags: sets={sets!r}. Sets are a list of names. "
+            f"{title} was read with xla_flags: sets={sets!r}. Sets are a list of names. "
             "Write such as sets: [latency-hiding], or [] for none."
         )
     if not isinstance(flags, Mapping) or not _are_names(list(cast("Mapping[str, object]", flags))):
         raise JobError(
-            f"{asked} was read with xla_flags: flags={flags!r}. Flags are names with values. "
+            f"{title} was read with xla_flags: flags={flags!r}. Flags are names with values. "
             "Write such as flags: {xla_tpu_scoped_vmem_limit_kib: 98304}."
         )
-    version = given.get(compiler)
+    version = mapping.get(compiler)
     if version is not None and not re.fullmatch(r"\d+(\.\d+){2,}", str(version)):
         raise JobError(
-            f"{asked} was read with xla_flags: {compiler}={version!r}. It is the version of "
+            f"{title} was read with xla_flags: {compiler}={version!r}. It is the version of "
             f"{compiler} that the job will run with, of three numbers or more. "
             f"Write such as {compiler}: {_EXAMPLES[compiler]}."
         )
     names = None if sets is None else tuple(cast("Sequence[str]", sets))
-    own = dict(cast("Mapping[str, object]", flags))
-    return names, own, None if version is None else str(version)
+    own_flags = dict(cast("Mapping[str, object]", flags))
+    return names, own_flags, None if version is None else str(version)
 
 
-def _are_names(given: object) -> bool:
-    names = cast("list[object]", given) if isinstance(given, list) else [None]
+def _are_names(words: object) -> bool:
+    names = cast("list[object]", words) if isinstance(words, list) else [None]
     return all(isinstance(name, str) for name in names)
 
 
@@ -649,50 +545,32 @@ class Run:
     grace_seconds: int = GRACE_SECONDS
 
 
-def read_run(data: object, asked: str) -> Run:
-    """Reads what a job runs.
-
-    Args:
-        data: what the job file says under `run`.
-        asked: the job, to begin messages with.
-
-    Returns:
-        It; one without a command where nothing is said.
-
-    Raises:
-        JobError: unknown keys, or values of another kind.
-
-    Example:
-        >>> read_run({"command": "python train.py", "env": {"STEPS": 10}}, "Job 'x'").env
-        {'STEPS': '10'}
-    """
-    if data is None:
+def _read_run(section: object, title: str) -> Run:
+    """What a job runs; a Run without a command where nothing is said."""
+    if section is None:
         return Run()
-    if not isinstance(data, Mapping):
+    form = "What a job runs is a mapping of keys. Write such as run: {command: [python, train.py]}."
+    mapping = _read_section(section, "run", _RUN_KEYS, title, form)
+    image, cache = mapping.get("image"), mapping.get("compile_cache")
+    grace = mapping.get("grace_seconds", GRACE_SECONDS)
+    seconds = as_integer(grace)
+    if seconds is None or seconds < 1:
         raise JobError(
-            f"{asked} was read with run={data!r}. What a job runs is a mapping of keys. "
-            "Write such as run: {command: [python, train.py]}."
+            f"{title} was read with run: grace_seconds={grace!r}. That is no number of seconds. "
+            f"Write 1 or more, such as grace_seconds: {GRACE_SECONDS}."
         )
-    given = cast("Mapping[object, object]", data)
-    for key in given:
-        if key not in _RUN_KEYS:
-            raise JobError(
-                f"{asked} was read with {key!r} under run. There is no such key. "
-                f"Write {nearest(key, _RUN_KEYS)}."
-            )
-    image, cache = given.get("image"), given.get("compile_cache")
     return Run(
-        command=_read_words(given.get("command"), asked),
-        image=None if image is None else read_text(image, "run: image", asked, "us/train:1"),
-        env=_read_env(given.get("env"), asked),
+        command=_read_words(mapping.get("command"), title),
+        image=None if image is None else _read_text(image, "run: image", title, "us/train:1"),
+        env=_read_env(mapping.get("env"), title),
         compile_cache=None
         if cache is None
-        else read_text(cache, "run: compile_cache", asked, "gs://bucket/compiled"),
-        grace_seconds=_read_grace(given.get("grace_seconds", GRACE_SECONDS), asked),
+        else _read_text(cache, "run: compile_cache", title, "gs://bucket/compiled"),
+        grace_seconds=seconds,
     )
 
 
-def _read_words(command: object, asked: str) -> tuple[str, ...]:
+def _read_words(command: object, title: str) -> tuple[str, ...]:
     if command is None:
         return ()
     words: object = command
@@ -701,16 +579,16 @@ def _read_words(command: object, asked: str) -> tuple[str, ...]:
             words = shlex.split(command)
         except ValueError:
             words = None
-    found = cast("list[object]", words) if isinstance(words, list) else []
-    if not found or not all(isinstance(word, (str, int, float)) for word in found):
+    listed = cast("list[object]", words) if isinstance(words, list) else []
+    if not listed or not all(isinstance(word, (str, int, float)) for word in listed):
         raise JobError(
-            f"{asked} was read with run: command={command!r}. A command is a list of words, or one "
+            f"{title} was read with run: command={command!r}. A command is a list of words, or one "
             "line of them as a shell reads it. Write such as command: [python, train.py]."
         )
-    return tuple(map(str, found))
+    return tuple(map(str, listed))
 
 
-def _read_env(env: object, asked: str) -> dict[str, str]:
+def _read_env(env: object, title: str) -> dict[str, str]:
     pairs = cast("Mapping[object, object]", env) if isinstance(env, Mapping) else None
     if env is None:
         return {}
@@ -721,20 +599,10 @@ def _read_env(env: object, asked: str) -> dict[str, str]:
         for name, value in pairs.items()
     ):
         raise JobError(
-            f"{asked} was read with run: env={env!r}. Variables are names with text or numbers. "
+            f"{title} was read with run: env={env!r}. Variables are names with text or numbers. "
             "Write such as env: {HF_HOME: /data}, and 'true' in quotes."
         )
     return {str(name): str(value) for name, value in pairs.items()}
-
-
-def _read_grace(given: object, asked: str) -> int:
-    seconds = as_integer(given)
-    if seconds is None or seconds < 1:
-        raise JobError(
-            f"{asked} was read with run: grace_seconds={given!r}. That is no number of seconds. "
-            f"Write 1 or more, such as grace_seconds: {GRACE_SECONDS}."
-        )
-    return seconds
 
 
 # ------------------------------------------------------ The sharding rules of a job, as plain data
@@ -758,91 +626,74 @@ _LISTS = ("parameters", "activations", "tp_plan")
 _PARTS = (*_LISTS, "tp_axis")
 
 
-def read_sharding(data: object, asked: str, axis_names: Sequence[str]) -> Sharding | None:
-    """Reads the rules of a job.
-
-    Args:
-        data: what the job file says under `sharding`: the parts, or patterns alone.
-        asked: the job, to begin messages with.
-        axis_names: its axes.
-
-    Returns:
-        The rules with their parts, each a list of pairs; None where there are none.
-
-    Raises:
-        JobError: data of another form, an unknown part, an axis that the job does not have, or one
-            that cuts a tensor twice.
-
-    Example:
-        >>> read_sharding({"**.weight": ["tp", None]}, "Job 'x'", ["tp"])
-        {'parameters': [['**.weight', ['tp', None]]]}
-    """
-    if data is None:
+def _read_sharding(section: object, title: str, axis_names: Sequence[str]) -> Sharding | None:
+    """Each part of the rules as a list of [pattern, placements]; None for no rules."""
+    if section is None:
         return None
-    given = _parts(data, asked)
+    parts = _parts(section, title)
     rules: dict[str, object] = {}
     for part in _LISTS:
-        if part in given:
-            pairs = list(_pairs(given[part], part, asked))
+        if part in parts:
+            pairs = list(_pairs(parts[part], part, title))
             for pattern, placements in pairs:
-                _check(pattern, placements, asked, axis_names)
-            rules[part] = [[pattern, placements] for pattern, placements in pairs]
-    if "tp_axis" in given:
-        axis = given["tp_axis"]
+                _check(pattern, placements, title, axis_names)
+            rules[part] = list(map(list, pairs))
+    if "tp_axis" in parts:
+        axis = parts["tp_axis"]
         if not isinstance(axis, str) or axis not in axis_names:
             raise JobError(
-                f"{asked} was read with tp_axis={axis!r}. It has no such axis. "
+                f"{title} was read with tp_axis={axis!r}. It has no such axis. "
                 f"Write {nearest(axis, axis_names)}."
             )
         rules["tp_axis"] = axis
     return rules
 
 
-def _parts(data: object, asked: str) -> Mapping[object, object]:
-    if isinstance(data, list):
-        return {"parameters": cast("list[object]", data)}
-    if not isinstance(data, Mapping):
+def _parts(section: object, title: str) -> Mapping[object, object]:
+    if isinstance(section, list):
+        return {"parameters": cast("list[object]", section)}
+    if not isinstance(section, Mapping):
         raise JobError(
-            f"{asked} was read with sharding={data!r}. Rules are patterns with placements. "
+            f"{title} was read with sharding={section!r}. Rules are patterns with placements. "
             'Write such as sharding: {"**.weight": [tp, null]}.'
         )
-    given = cast("Mapping[object, object]", data)
-    if not any(part in given for part in _PARTS):
-        return {"parameters": given}
-    for part in given:
+    mapping = cast("Mapping[object, object]", section)
+    if not any(part in mapping for part in _PARTS):
+        return {"parameters": mapping}
+    for part in mapping:
         if part not in _PARTS:
             raise JobError(
-                f"{asked} was read with {part!r} under sharding, beside parts of rules. There is "
+                f"{title} was read with {part!r} under sharding, beside parts of rules. There is "
                 f"no such part. Write {nearest(part, _PARTS)}, or put the pattern under parameters."
             )
-    return given
+    return mapping
 
 
-def _pairs(data: object, part: str, asked: str) -> Iterator[tuple[str, object]]:
-    if isinstance(data, Mapping):
-        entries: list[object] = list(cast("Mapping[object, object]", data).items())
+def _pairs(section: object, part: str, title: str) -> Iterator[tuple[str, object]]:
+    if isinstance(section, Mapping):
+        entries: list[object] = list(cast("Mapping[object, object]", section).items())
     else:
-        entries = cast("list[object]", data) if isinstance(data, list) else [data]
+        entries = cast("list[object]", section) if isinstance(section, list) else [section]
     for entry in entries:
         pair = cast("Sequence[object]", entry) if isinstance(entry, (list, tuple)) else ()
         if len(pair) != 2 or not isinstance(pair[0], str):
             raise JobError(
-                f"{asked} was read with {entry!r} under {part}. A rule is a pattern with "
+                f"{title} was read with {entry!r} under {part}. A rule is a pattern with "
                 'placements. Write such as "**.weight": [tp, null].'
             )
         yield pair[0], pair[1]
 
 
-def _check(pattern: str, placements: object, asked: str, axis_names: Sequence[str]) -> None:
+def _check(pattern: str, placements: object, title: str, axis_names: Sequence[str]) -> None:
     if placements is None or isinstance(placements, str):
         return  # the same on every device, or a style
-    rule = f"{asked} was read with the rule {pattern!r}: {placements!r}"
+    rule = f"{title} was read with the rule {pattern!r}: {placements!r}"
     if not isinstance(placements, list):
         raise JobError(
             f"{rule}. Placements are a list with an entry per tensor dim. "
             "Write such as [tp, null], or a style such as colwise."
         )
-    seen: list[str] = []
+    cutting: list[str] = []
     for entry in cast("list[object]", placements):
         several = cast("list[object]", entry) if isinstance(entry, list) else [entry]
         for axis in several:
@@ -853,12 +704,12 @@ def _check(pattern: str, placements: object, asked: str, axis_names: Sequence[st
                     f"{rule}. The job has no axis {axis!r}. "
                     f"Write {nearest(axis, axis_names)}, or null."
                 )
-            if axis in seen:
+            if axis in cutting:
                 raise JobError(
                     f"{rule}. The axis {axis!r} is there twice, and cuts one dim once. "
                     "Write each axis once at most."
                 )
-            seen.append(cast("str", axis))
+            cutting.append(cast("str", axis))
 
 
 # --------------------------------------------------------------------------------------- JobConfig
@@ -932,8 +783,8 @@ class JobConfig:
             >>> JobConfig.load("llama3_70b_h100").num_slices
             8
         """
-        data, source = read_job_file(path_or_name)
-        return _read(data, f"Job {source!r}")
+        document, source = _read_job_file(path_or_name)
+        return _read_job(document, f"Job {source!r}")
 
     @classmethod
     def parse(cls, mapping: Mapping[str, object]) -> JobConfig:
@@ -953,7 +804,7 @@ class JobConfig:
             UserWarning: tensor parallelism over DCN.
         """
         name: object = mapping.get("name") if isinstance(cast("object", mapping), Mapping) else None
-        return _read(mapping, "Job" if name is None else f"Job {name!r}")
+        return _read_job(mapping, "Job" if name is None else f"Job {name!r}")
 
     @cached_property
     def _topology(self) -> Topology:
@@ -990,8 +841,8 @@ class JobConfig:
     @property
     def weights(self) -> dict[str, float] | None:
         """Bytes that each axis gathers; None doubles them from axis to axis."""
-        found = {axis.name: axis.weight for axis in self.axes if axis.weight is not None}
-        return found or None
+        by_axis = {axis.name: axis.weight for axis in self.axes if axis.weight is not None}
+        return by_axis or None
 
     def assignment(self) -> Assignment:
         """Searches the mesh whose axes have the best links.
@@ -1076,55 +927,70 @@ class JobConfig:
             MeshError: the axes do not fit the chips, or there are no such flags.
         """
         sizes = {axis.name: {"ici": axis.ici, "dcn": axis.dcn} for axis in self.axes}
-        read_axes(sizes, f"Job {self.name!r}", self._topology)
+        _read_axes(sizes, f"Job {self.name!r}", self._topology)
         self.xla_flags()
 
     def _order(self, devices: tuple[Device, ...], shape: tuple[int, ...]) -> DeviceArray:
         """The searched mesh of one slice, of given devices: they are found by their places."""
-        one = replace(self._topology, num_slices=1, origin=((0, 0, 0),))
-        whole = (1,) * len(shape)
-        found = assign(one, shape, whole, axis_names=self.axis_names, weights=self.weights)
+        one_slice = replace(self._topology, num_slices=1, origin=((0, 0, 0),))
+        dcn_shape = (1,) * len(shape)
+        assignment = assign(
+            one_slice, shape, dcn_shape, axis_names=self.axis_names, weights=self.weights
+        )
         low = np.min([device.coords or (0, 0, 0) for device in devices], axis=0)
         core = min(device.core_on_chip for device in devices)
         there: dict[tuple[int, ...], Device] = {}
         for device in devices:
             x, y, z = np.subtract(device.coords or (0, 0, 0), low).tolist()
             there[x, y, z, device.core_on_chip - core] = device
-        made = np.empty(len(devices), object)
-        for place, wanted in enumerate(cast("list[Device]", found.devices.reshape(-1).tolist())):
-            at = (*(wanted.coords or (0, 0, 0)), wanted.core_on_chip)
+        ordered = np.empty(len(devices), object)
+        searched = cast("list[Device]", assignment.devices.reshape(-1).tolist())
+        for place, device in enumerate(searched):
+            at = (*(device.coords or (0, 0, 0)), device.core_on_chip)
             if at not in there:
                 raise JobError(
                     f"The mesh of job {self.name!r} was asked for on given devices. No device of "
                     f"a slice is core {at[3]} of the chip at {at[:3]} from its first one, and "
-                    f"{one.name} has such a device. Pass devices of whole slices of {one.name}."
+                    f"{one_slice.name} has such a device. "
+                    f"Pass devices of whole slices of {one_slice.name}."
                 )
-            made[place] = there[at]
-        return made.reshape(shape)
+            ordered[place] = there[at]
+        return ordered.reshape(shape)
 
 
-def _read(data: object, asked: str) -> JobConfig:
-    given = read_keys(data, _KEYS, asked)
-    accelerator = read_accelerator(given.get("accelerator"), asked)
-    wrap = read_wrap(given.get("wrap"), asked)
-    slices = cast("int | None", given.get("num_slices"))  # Topology says what is no number
+def _read_job(document: object, title: str) -> JobConfig:
+    if not isinstance(document, Mapping):
+        raise JobError(
+            f"{title} was read, of type={type(document).__name__}. A job is a mapping of keys. "
+            f"Write {', '.join(_KEYS)}; name, accelerator and axes are needed."
+        )
+    keys = cast("Mapping[object, object]", document)
+    for key in keys:
+        if key not in _KEYS:
+            raise JobError(
+                f"{title} was read with the key {key!r}. There is no such key. "
+                f"Write {nearest(key, _KEYS)}."
+            )
+    accelerator = _read_accelerator(keys.get("accelerator"), title)
+    wrap = _read_wrap(keys.get("wrap"), title)
+    slices = cast("int | None", keys.get("num_slices"))  # Topology says what is no number
     topology = Topology.parse(accelerator, num_slices=slices, wrap=wrap)
-    axes = read_axes(given.get("axes"), asked, topology)
+    axes = _read_axes(keys.get("axes"), title, topology)
     reader = COMPILERS[cast("Chip", topology.chip).platform]
-    sets, flags, compiler = read_flags(given.get("xla_flags"), asked, reader)
-    model = given.get("model")
+    sets, flags, compiler = _read_flags(keys.get("xla_flags"), title, reader)
+    model = keys.get("model")
     job = JobConfig(
-        name=read_text(given.get("name"), "name", asked, "llama3-70b"),
+        name=_read_text(keys.get("name"), "name", title, "llama3-70b"),
         accelerator=accelerator,
         num_slices=topology.num_slices,
         axes=axes,
-        model=None if model is None else read_text(model, "model", asked, "llama3-70b"),
-        sharding=read_sharding(given.get("sharding"), asked, [axis.name for axis in axes]),
+        model=None if model is None else _read_text(model, "model", title, "llama3-70b"),
+        sharding=_read_sharding(keys.get("sharding"), title, [axis.name for axis in axes]),
         flag_sets=sets,
         flags=flags,
         compiler=compiler,
         wrap=wrap,
-        run=read_run(given.get("run"), asked),
+        run=_read_run(keys.get("run"), title),
     )
     job.xla_flags()
     for line in job.warnings:

@@ -36,8 +36,6 @@ __all__ = []
 
 # ---------------------------------------------------------------------------- Arrays of device ids
 #
-# Reading them and writing them short.
-#
 # Nothing here is per-device in Python: the ids of 262,144 devices are read in a few milliseconds.
 
 
@@ -60,26 +58,32 @@ def read_device_ids(
         >>> read_device_ids([3, 1, 2, 0], (2, 2)).tolist()
         [[3, 1], [2, 0]]
     """
-    given = _as_array(device_ids)
+    numbers = _as_array(device_ids)
     count = math.prod(mesh_shape)
-    if given.size == 0:
+    if numbers.size == 0:
         raise MeshError(
             f"Mesh was given no device ids for mesh_shape={mesh_shape}. "
             f"A mesh of that shape has {count} devices. Pass {count} device ids."
         )
-    if given.size != count:
+    if numbers.size != count:
         raise MeshError(
-            f"Mesh was given {given.size} device ids for mesh_shape={mesh_shape}. "
+            f"Mesh was given {numbers.size} device ids for mesh_shape={mesh_shape}. "
             f"A mesh of that shape has {count} devices. "
-            f"Pass {count} device ids, or a mesh_shape with a product of {given.size}."
+            f"Pass {count} device ids, or a mesh_shape with a product of {numbers.size}."
         )
-    if given.dtype.kind not in "iu":
+    if numbers.dtype.kind not in "iu":
         raise MeshError(
-            f"Mesh was given device_ids of dtype {given.dtype}. Device ids are integers. "
+            f"Mesh was given device_ids of dtype {numbers.dtype}. Device ids are integers. "
             f"Pass {count} integers, such as range({count})."
         )
-    _refuse_out_of_range(given)
-    ids = np.array(given, np.int64, order="C").reshape(mesh_shape)
+    lowest, highest = int(numbers.min()), int(numbers.max())
+    if lowest < 0 or highest > np.iinfo(np.int64).max:
+        raise MeshError(
+            f"Mesh was given device_ids with the id {lowest if lowest < 0 else highest}. "
+            "Device ids are 0 or more and fit in 64 bits with a sign. "
+            "Pass the ids by which the runtime knows its devices."
+        )
+    ids = np.array(numbers, np.int64, order="C").reshape(mesh_shape)
     _refuse_repeated(ids.reshape(-1))
     ids.flags.writeable = False
     return ids
@@ -98,17 +102,6 @@ def _as_array(device_ids: ArrayLike | range) -> NDArray[np.integer]:
         ) from None
 
 
-def _refuse_out_of_range(ids: NDArray[np.integer]) -> None:
-    lowest, highest = int(ids.min()), int(ids.max())
-    if lowest < 0 or highest > np.iinfo(np.int64).max:
-        outside = lowest if lowest < 0 else highest
-        raise MeshError(
-            f"Mesh was given device_ids with the id {outside}. "
-            "Device ids are 0 or more and fit in 64 bits with a sign. "
-            "Pass the ids by which the runtime knows its devices."
-        )
-
-
 def _refuse_repeated(ids: NDArray[np.int64]) -> None:
     if int(ids.max()) < 16 * ids.size:  # dense ids: counting is faster than sorting
         counts = np.bincount(ids)
@@ -123,31 +116,6 @@ def _refuse_repeated(ids: NDArray[np.int64]) -> None:
             "A device has one place in a mesh. "
             f"Pass {ids.size} different ids."
         )
-
-
-def read_asked_ids(device_id: int | Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
-    """Reads device ids that are to be looked up.
-
-    Args:
-        device_id: one id, or an array of ids of any shape.
-
-    Returns:
-        The ids, int64, of the same shape.
-
-    Raises:
-        MeshError: ids that are no integers.
-
-    Example:
-        >>> read_asked_ids(6).shape, read_asked_ids([[6]]).shape
-        ((), (1, 1))
-    """
-    given = _as_array(device_id)
-    if given.dtype.kind not in "iu" and given.size:
-        raise MeshError(
-            f"Devices were looked up with ids of dtype {given.dtype}. Device ids are integers. "
-            "Pass an integer or an array of integers."
-        )
-    return given.astype(np.int64)
 
 
 def describe_device_ids(device_ids: NDArray[np.int64]) -> str:
@@ -175,12 +143,20 @@ def describe_device_ids(device_ids: NDArray[np.int64]) -> str:
 Axis: TypeAlias = str | int
 """The name of a mesh axis; the axes of an unnamed mesh are named 0, 1, ..."""
 
+AxisSelection: TypeAlias = Axis | Sequence[Axis]
+"""One axis, or a list or tuple of axes."""
 
-def as_integer(value: object) -> int | None:
+_Value = TypeVar("_Value")
+# The keys of a Mapping are invariant: a dict[str, int] is no Mapping[Axis, int].
+AxisMapping: TypeAlias = Mapping[str, _Value] | Mapping[int, _Value] | Mapping[Axis, _Value]
+"""Something for each of some axes."""
+
+
+def as_integer(number: object) -> int | None:
     """Reads a Python or numpy integer.
 
     Args:
-        value: anything.
+        number: anything.
 
     Returns:
         The int; None for what is not an integer. True and False are not.
@@ -189,10 +165,10 @@ def as_integer(value: object) -> int | None:
         >>> as_integer(np.int32(3)), as_integer(3.0), as_integer(True)
         (3, None, None)
     """
-    if isinstance(value, (bool, np.bool_)):
+    if isinstance(number, (bool, np.bool_)):
         return None
     try:
-        return operator.index(value)  # pyright: ignore[reportArgumentType]
+        return operator.index(number)  # pyright: ignore[reportArgumentType]
     except TypeError:
         return None
 
@@ -213,23 +189,23 @@ def read_mesh_shape(mesh_shape: Iterable[SupportsIndex]) -> tuple[int, ...]:
         >>> read_mesh_shape(np.array([2, 4]))
         (2, 4)
     """
-    asked = f"Mesh was given mesh_shape={mesh_shape!r}."
+    request = f"Mesh was given mesh_shape={mesh_shape!r}."
     try:
-        given: tuple[object, ...] = tuple(mesh_shape)
+        sizes: tuple[object, ...] = tuple(mesh_shape)
     except TypeError:
         raise MeshError(
-            f"{asked} A mesh shape is a sequence with one size per axis. "
+            f"{request} A mesh shape is a sequence with one size per axis. "
             "Pass a tuple of integers, such as (2, 4)."
         ) from None
-    if not given:
+    if not sizes:
         raise MeshError(
-            f"{asked} A mesh has at least one axis. Pass (1,) for a mesh of one device."
+            f"{request} A mesh has at least one axis. Pass (1,) for a mesh of one device."
         )
-    shape = [as_integer(size) for size in given]
+    shape = [as_integer(size) for size in sizes]
     for axis, size in enumerate(shape):
         if size is None or size < 1:
             raise MeshError(
-                f"{asked} The size of axis {axis} is {given[axis]!r}, not a positive integer. "
+                f"{request} The size of axis {axis} is {sizes[axis]!r}, not a positive integer. "
                 "Pass a size of 1 or more for each axis."
             )
     return cast("tuple[int, ...]", tuple(shape))
@@ -258,234 +234,32 @@ def read_axis_names(
     count = len(mesh_shape)
     if axis_names is None:
         return tuple(range(count))
-    asked = f"Mesh was given axis_names={axis_names!r} for mesh_shape={mesh_shape}."
+    request = f"Mesh was given axis_names={axis_names!r} for mesh_shape={mesh_shape}."
     if isinstance(axis_names, (str, int)):
         raise AxisError(
-            f"{asked} One name is not a sequence of names. Pass a tuple, such as ({axis_names!r},)."
+            f"{request} One name is not a sequence of names. "
+            f"Pass a tuple, such as ({axis_names!r},)."
         )
-    names = tuple(_read_axis_name(name, asked) for name in axis_names)
+    names: list[Axis] = []
+    for name in axis_names:
+        number = None if isinstance(name, str) else as_integer(name)
+        if not name if isinstance(name, str) else number is None or number < 0:
+            raise AxisError(
+                f"{request} {name!r} is not the name of an axis. "
+                "Pass non-empty strings, or integers of 0 or more."
+            )
+        names.append(str(name) if number is None else number)
     if len(names) != count:
         raise AxisError(
-            f"{asked} The number of names is {len(names)}, the number of axes {count}. "
+            f"{request} The number of names is {len(names)}, the number of axes {count}. "
             f"Pass {count} names, or None to number the axes."
         )
     for position, name in enumerate(names):
         if name in names[:position]:
             raise AxisError(
-                f"{asked} The name {name!r} is there twice. Pass a different name for each axis."
+                f"{request} The name {name!r} is there twice. Pass a different name for each axis."
             )
-    return names
-
-
-def _read_axis_name(name: object, asked: str) -> Axis:
-    if isinstance(name, str) and name:
-        return str(name)
-    number = as_integer(name)
-    if number is None or number < 0:
-        raise AxisError(
-            f"{asked} {name!r} is not the name of an axis. "
-            "Pass non-empty strings, or integers of 0 or more."
-        )
-    return number
-
-
-# ------------------------------------------------------------------------ The named axes of a mesh
-#
-# Finding, splitting and merging them. No devices here.
-
-AxisSelection: TypeAlias = Axis | Sequence[Axis]
-"""One axis, or a list or tuple of axes."""
-
-_Value = TypeVar("_Value")
-# The keys of a Mapping are invariant: a dict[str, int] is no Mapping[Axis, int].
-AxisMapping: TypeAlias = Mapping[str, _Value] | Mapping[int, _Value] | Mapping[Axis, _Value]
-"""Something for each of some axes."""
-
-
-class NamedAxes:
-    """Axes in order, each with a name and a size: what Mesh builds upon.
-
-    Args:
-        mesh_shape: the size of each axis.
-        axis_names: the name of each axis, no two alike.
-
-    Example:
-        >>> axes = NamedAxes((2, 4), ("dp", "tp"))
-        >>> axes.ndim, axes.size(), axes.axes_text()
-        (2, 8, 'dp=2, tp=4')
-    """
-
-    __slots__ = ("_axis_names", "_mesh_shape")
-
-    def __init__(self, mesh_shape: tuple[int, ...], axis_names: tuple[Axis, ...]) -> None:
-        self._mesh_shape = mesh_shape
-        self._axis_names = axis_names
-
-    @property
-    def mesh_shape(self) -> tuple[int, ...]:
-        """The size of each axis."""
-        return self._mesh_shape
-
-    @property
-    def axis_names(self) -> tuple[Axis, ...]:
-        """The name of each axis."""
-        return self._axis_names
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self._mesh_shape)
-
-    def axes_text(self) -> str:
-        """Writes the axes with their sizes.
-
-        Returns:
-            The text.
-
-        Example:
-            >>> NamedAxes((2, 4), ("dp", "tp")).axes_text()
-            'dp=2, tp=4'
-        """
-        pairs = zip(self._axis_names, self._mesh_shape, strict=True)
-        return ", ".join(f"{name}={size}" for name, size in pairs)
-
-    def size(self, axis: Axis | None = None) -> int:
-        """Counts the devices.
-
-        Args:
-            axis: one axis, or None for the whole mesh.
-
-        Returns:
-            The size of that axis, or the product of all sizes.
-
-        Raises:
-            AxisError: there is no such axis.
-
-        Example:
-            >>> NamedAxes((2, 4), ("dp", "tp")).size("tp")
-            4
-        """
-        if axis is None:
-            return math.prod(self._mesh_shape)
-        return self._mesh_shape[self.axis_index(axis)]
-
-    def axis_index(self, axis: Axis) -> int:
-        """Finds one axis.
-
-        Args:
-            axis: its name, or, where no name is an integer, its position.
-
-        Returns:
-            Its position, from 0.
-
-        Raises:
-            AxisError: there is no such axis.
-
-        Example:
-            >>> NamedAxes((2, 4), ("dp", "tp")).axis_index("tp")
-            1
-        """
-        key = axis if isinstance(axis, str) else as_integer(axis)
-        if key is not None and key in self._axis_names:
-            return self._axis_names.index(key)
-        numbered = any(isinstance(name, int) for name in self._axis_names)
-        if isinstance(key, int) and not numbered and 0 <= key < len(self._axis_names):
-            return key
-        choices = ", ".join(map(repr, self._axis_names))
-        positions = "" if numbered else f", or a position from 0 to {len(self._axis_names) - 1}"
-        raise AxisError(
-            f"Axis {axis!r} was asked for. It is not among the axes {self.axes_text()}. "
-            f"Pass one of {choices}{positions}."
-        )
-
-    def _axis_indices(self, axes: AxisSelection) -> list[int]:
-        """The positions of one axis or several, in the order asked; AxisError if one is twice."""
-        if isinstance(axes, str) or not isinstance(axes, Sequence):
-            return [self.axis_index(axes)]
-        indices = [self.axis_index(axis) for axis in axes]
-        for place, index in enumerate(indices):
-            if index in indices[:place]:
-                raise AxisError(
-                    f"Axes {axes!r} of {self.axes_text()} were asked for. "
-                    f"Axis {self._axis_names[index]!r} is there twice. Pass each axis at most once."
-                )
-        return indices
-
-    def _fixed_coordinates(self, at: Sequence[tuple[Axis, int]]) -> dict[int, int]:
-        """Axis position to coordinate, from (axis, coordinate) pairs that leave some axis free."""
-        indices = self._axis_indices([axis for axis, _ in at])
-        for index, (_, value) in zip(indices, at, strict=True):
-            coordinate, name, size = (
-                as_integer(value),
-                self._axis_names[index],
-                self._mesh_shape[index],
-            )
-            if coordinate is None or not 0 <= coordinate < size:
-                raise MeshError(
-                    f"A slice at {name}={value!r} was asked for. Axis {name!r} has size {size}. "
-                    f"Pass an integer from 0 to {size - 1}."
-                )
-        if len(indices) == len(self._axis_names):
-            asked = ", ".join(f"{axis}={value}" for axis, value in at)
-            raise MeshError(
-                f"A slice at {asked} was asked for. It leaves none of the axes {self.axes_text()}. "
-                "Leave one axis out, or index device_ids to get one device."
-            )
-        return {index: int(value) for index, (_, value) in zip(indices, at, strict=True)}
-
-    def _factored_axes(
-        self, factors: AxisMapping[Sequence[tuple[Axis, int]]]
-    ) -> tuple[tuple[int, ...], tuple[Axis, ...]]:
-        """The shape and names after splitting axes into (name, size) parts, outer to inner."""
-        by_index = dict(zip(self._axis_indices(list(factors)), factors.values(), strict=True))
-        names: list[Axis] = []
-        sizes: list[int] = []
-        for index, (name, size) in enumerate(zip(self._axis_names, self._mesh_shape, strict=True)):
-            parts = by_index.get(index, ((name, size),))
-            _refuse_unpaired(name, parts)
-            part_sizes = tuple(part_size for _, part_size in parts)
-            if not parts or not _multiply_up(part_sizes, size):
-                raise MeshError(
-                    f"Axis {name!r} of size {size} was to be factored into sizes {part_sizes}. "
-                    f"These are not positive integers with a product of {size}. "
-                    "Pass sizes that multiply up to the size of the axis."
-                )
-            names += [part_name for part_name, _ in parts]
-            sizes += map(int, part_sizes)
-        return tuple(sizes), read_axis_names(tuple(names), tuple(sizes))
-
-    def _flattened_axes(
-        self, axes: AxisSelection, name: Axis
-    ) -> tuple[tuple[int, ...], tuple[Axis, ...]]:
-        """The shape and names after merging adjacent axes."""
-        indices = self._axis_indices(axes)
-        if not indices or indices != list(range(indices[0], indices[-1] + 1)):
-            raise AxisError(
-                f"Axes {axes!r} were to be flattened into {name!r}. "
-                f"They do not follow each other, in that order, in {self.axes_text()}. "
-                "Pass adjacent axes, or permute the mesh first with mesh[axes]."
-            )
-        before, after = indices[0], indices[-1] + 1
-        merged = math.prod(self._mesh_shape[before:after])
-        shape = (*self._mesh_shape[:before], merged, *self._mesh_shape[after:])
-        names = (*self._axis_names[:before], name, *self._axis_names[after:])
-        return shape, read_axis_names(names, shape)
-
-
-def _refuse_unpaired(name: Axis, parts: object) -> None:
-    if not isinstance(parts, (list, tuple)) or not all(
-        isinstance(part, (list, tuple)) and len(cast("tuple[object, ...]", part)) == 2
-        for part in cast("Sequence[object]", parts)
-    ):
-        raise AxisError(
-            f"Axis {name!r} was to be factored into {parts!r}. These are not (name, size) pairs. "
-            "Pass a tuple of pairs, such as (('outer', 2), ('inner', 2))."
-        )
-
-
-def _multiply_up(part_sizes: Sequence[object], size: int) -> bool:
-    sizes = [as_integer(part_size) or 0 for part_size in part_sizes]
-    return min(sizes) > 0 and math.prod(sizes) == size
+    return tuple(names)
 
 
 # ------------------------------------------------------------- Device orders as mixed-radix digits
@@ -527,13 +301,13 @@ def mixed_radix(positions: NDArray[np.integer]) -> tuple[Digit, ...] | None:
     if positions.ndim != 1 or positions.size == 0 or positions[0] != 0:
         return None
     inner_first: list[Digit] = []
-    rest = positions.astype(np.int64, copy=False)
-    while rest.size > 1:
-        digit = _inner_digit(rest)
+    outer_walk = positions.astype(np.int64, copy=False)
+    while outer_walk.size > 1:
+        digit = _inner_digit(outer_walk)
         if digit is None:
             return None
         inner_first.append(digit)
-        rest = rest[:: digit[0]]
+        outer_walk = outer_walk[:: digit[0]]
     digits = tuple(reversed(inner_first))
     return digits if are_nested(digits) else None
 
@@ -579,12 +353,12 @@ def axis_digits(positions: IntArray) -> tuple[tuple[Digit, ...], ...] | None:
     for axis in range(positions.ndim):
         line = tuple(slice(None) if i == axis else 0 for i in range(positions.ndim))
         walk = positions[line] - first
-        found = mixed_radix(walk)
-        if found is None:
+        axis_walk = mixed_radix(walk)
+        if axis_walk is None:
             return None
-        digits.append(found)
+        digits.append(axis_walk)
         expected = expected[..., None] + walk
-    nested = are_nested(digit for found in digits for digit in found)
+    nested = are_nested(digit for axis_walk in digits for digit in axis_walk)
     return tuple(digits) if nested and np.array_equal(expected, positions) else None
 
 
@@ -652,19 +426,6 @@ class PositionTable:
         self._keys: NDArray[np.int64] | None = None  # the sorted ids, when they are not dense
         self._positions: NDArray[np.int64] | None = None
 
-    def _build(self) -> NDArray[np.int64]:
-        ids = self._ordered_ids
-        top = int(ids.max())
-        if top < _DENSE * ids.size:
-            # One place more than the top id: it stays -1 and answers for all ids beyond.
-            positions = np.full(top + 2, -1, np.int64)
-            positions[ids] = np.arange(ids.size)
-        else:
-            positions = np.argsort(ids)
-            self._keys = ids[positions]
-        self._positions = positions  # last: another thread may be asking at the same time
-        return positions
-
     def find(self, device_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Looks ids up.
 
@@ -674,7 +435,18 @@ class PositionTable:
         Returns:
             Their positions, int64 of the same shape; -1 where an id is not in the order.
         """
-        positions = self._build() if self._positions is None else self._positions
+        positions = self._positions
+        if positions is None:
+            ids = self._ordered_ids
+            top = int(ids.max())
+            if top < _DENSE * ids.size:
+                # One place more than the top id: it stays -1 and answers for all ids beyond.
+                positions = np.full(top + 2, -1, np.int64)
+                positions[ids] = np.arange(ids.size)
+            else:
+                positions = np.argsort(ids)
+                self._keys = ids[positions]
+            self._positions = positions  # last: another thread may be asking at the same time
         if self._keys is None:
             beyond = positions.size - 1
             outside = (device_ids < 0) | (device_ids > beyond)
@@ -706,22 +478,22 @@ class PositionTable:
         Raises:
             MeshError: some are not in the order.
         """
-        found = self.find(device_ids)
-        missing = device_ids[found < 0]
-        if missing.size:
+        positions = self.find(device_ids)
+        absent = device_ids[positions < 0]
+        if absent.size:
             raise MeshError(
                 f"Device ids {describe_device_ids(device_ids)} were looked up in {mesh!r}. "
-                f"The first that it does not have is {missing[0]}. "
+                f"The first that it does not have is {absent[0]}. "
                 "Pass ids of its devices, or ask a mesh that has them."
             )
-        return found
+        return positions
 
 
 # -------------------------------------------------------------------------------------------- Mesh
 
 
 @argument_types
-class Mesh(NamedAxes):
+class Mesh:
     """Devices arranged along named axes; an immutable, hashable value.
 
     Args:
@@ -744,7 +516,15 @@ class Mesh(NamedAxes):
         (4, (1, 2))
     """
 
-    __slots__ = ("__weakref__", "_device_ids", "_digits", "_root", "_table", "_to_hash")
+    __slots__ = (
+        "__weakref__",
+        "_axis_names",
+        "_device_ids",
+        "_digits",
+        "_root",
+        "_table",
+        "_to_hash",
+    )
 
     # A mesh is not a sequence of its axes: without this, indexing by integers would make it one.
     if not TYPE_CHECKING:
@@ -761,8 +541,8 @@ class Mesh(NamedAxes):
         self._set(read_device_ids(device_ids, shape), names, None)
 
     def _set(self, ids: NDArray[np.int64], names: tuple[Axis, ...], root: Mesh | None) -> None:
-        super().__init__(ids.shape, names)
         self._device_ids = ids
+        self._axis_names = names
         self._root = root
         self._digits: dict[Mesh | None, tuple[tuple[Digit, ...], ...] | None] = {}
         self._table = PositionTable(ids.reshape(-1))
@@ -789,13 +569,89 @@ class Mesh(NamedAxes):
             [[0, 1], [2, 3]]
         """
         shape = read_mesh_shape(mesh_shape)
-        ids = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
-        return _derived(ids, read_axis_names(axis_names, shape), None)
+        return Mesh(range(math.prod(shape)), shape, axis_names)
 
     @property
     def device_ids(self) -> NDArray[np.int64]:
         """The device ids: read-only int64 of shape `mesh_shape`."""
         return self._device_ids
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The size of each axis."""
+        return self._device_ids.shape
+
+    @property
+    def axis_names(self) -> tuple[Axis, ...]:
+        """The name of each axis."""
+        return self._axis_names
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self._device_ids.ndim
+
+    def axes_text(self) -> str:
+        """Writes the axes with their sizes.
+
+        Returns:
+            The text.
+
+        Example:
+            >>> Mesh.arange((2, 4), ("dp", "tp")).axes_text()
+            'dp=2, tp=4'
+        """
+        pairs = zip(self._axis_names, self.mesh_shape, strict=True)
+        return ", ".join(f"{name}={size}" for name, size in pairs)
+
+    def size(self, axis: Axis | None = None) -> int:
+        """Counts the devices.
+
+        Args:
+            axis: one axis, or None for the whole mesh.
+
+        Returns:
+            The size of that axis, or the product of all sizes.
+
+        Raises:
+            AxisError: there is no such axis.
+
+        Example:
+            >>> Mesh.arange((2, 4), ("dp", "tp")).size("tp")
+            4
+        """
+        if axis is None:
+            return self._device_ids.size
+        return self.mesh_shape[self.axis_index(axis)]
+
+    def axis_index(self, axis: Axis) -> int:
+        """Finds one axis.
+
+        Args:
+            axis: its name, or, where no name is an integer, its position.
+
+        Returns:
+            Its position, from 0.
+
+        Raises:
+            AxisError: there is no such axis.
+
+        Example:
+            >>> Mesh.arange((2, 4), ("dp", "tp")).axis_index("tp")
+            1
+        """
+        key = axis if isinstance(axis, str) else as_integer(axis)
+        if key is not None and key in self._axis_names:
+            return self._axis_names.index(key)
+        numbered = any(isinstance(name, int) for name in self._axis_names)
+        if isinstance(key, int) and not numbered and 0 <= key < len(self._axis_names):
+            return key
+        choices = ", ".join(map(repr, self._axis_names))
+        positions = "" if numbered else f", or a position from 0 to {len(self._axis_names) - 1}"
+        raise AxisError(
+            f"Axis {axis!r} was asked for. It is not among the axes {self.axes_text()}. "
+            f"Pass one of {choices}{positions}."
+        )
 
     @property
     def root(self) -> Mesh:
@@ -823,13 +679,13 @@ class Mesh(NamedAxes):
             >>> Mesh.arange((2, 4), ("dp", "tp"))["tp", "dp"]
             Mesh(tp=4, dp=2, devices=[0, 4, ...] (8))
         """
-        kept = self._axis_indices(axes)
-        if not kept:
+        indices = self._axis_indices(axes)
+        if not indices:
             raise AxisError(
                 "A submesh of no axes was asked for. A mesh has at least one axis. "
                 f"Pass some of {self.axes_text()}."
             )
-        return self._cut(kept, dict.fromkeys(set(range(self.ndim)) - set(kept), 0))
+        return self._cut(indices, dict.fromkeys(set(range(self.ndim)) - set(indices), 0))
 
     def slice(self, at: AxisMapping[int] | None = None, /, **at_names: int) -> Mesh:
         """Cuts out the submesh at a coordinate of some axes.
@@ -849,7 +705,22 @@ class Mesh(NamedAxes):
             >>> Mesh.arange((2, 4), ("dp", "tp")).slice(dp=1)
             Mesh(tp=4, devices=4..7)
         """
-        fixed = self._fixed_coordinates([*(at or {}).items(), *at_names.items()])
+        pairs = [*(at or {}).items(), *at_names.items()]
+        indices = self._axis_indices([axis for axis, _ in pairs])
+        for index, (_, value) in zip(indices, pairs, strict=True):
+            name, size = self.axis_names[index], self.mesh_shape[index]
+            if as_integer(value) not in range(size):
+                raise MeshError(
+                    f"A slice at {name}={value!r} was asked for. Axis {name!r} has size {size}. "
+                    f"Pass an integer from 0 to {size - 1}."
+                )
+        if len(indices) == self.ndim:
+            place = ", ".join(f"{axis}={value}" for axis, value in pairs)
+            raise MeshError(
+                f"A slice at {place} was asked for. It leaves none of the axes {self.axes_text()}. "
+                "Leave one axis out, or index device_ids to get one device."
+            )
+        fixed = {index: int(value) for index, (_, value) in zip(indices, pairs, strict=True)}
         return self._cut([index for index in range(self.ndim) if index not in fixed], fixed)
 
     @overload
@@ -875,10 +746,15 @@ class Mesh(NamedAxes):
             >>> Mesh.arange((2, 4)).coordinates(np.array([0, 6])).tolist()
             [[0, 0], [1, 2]]
         """
-        given = read_asked_ids(device_id)
-        found = self._table.find_all(given, self)
-        coordinates = np.stack(np.unravel_index(found, self.mesh_shape), axis=-1)
-        return coordinates if given.ndim else tuple(coordinates.tolist())
+        ids = _as_array(device_id)
+        if ids.dtype.kind not in "iu" and ids.size:
+            raise MeshError(
+                f"Devices were looked up with ids of dtype {ids.dtype}. Device ids are integers. "
+                "Pass an integer or an array of integers."
+            )
+        positions = self._table.find_all(ids.astype(np.int64), self)
+        coordinates = np.stack(np.unravel_index(positions, self.mesh_shape), axis=-1)
+        return coordinates if ids.ndim else tuple(coordinates.tolist())
 
     def groups(self, axes: AxisSelection) -> NDArray[np.int64]:
         """Lists the groups of devices that communicate along some axes.
@@ -899,9 +775,9 @@ class Mesh(NamedAxes):
             [[0, 2], [1, 3]]
         """
         members = self._axis_indices(axes)
-        others = [index for index in range(self.ndim) if index not in members]
+        outer_axes = [index for index in range(self.ndim) if index not in members]
         group_size = math.prod(self.mesh_shape[index] for index in members)
-        groups = self._device_ids.transpose(*others, *members).reshape(-1, group_size)
+        groups = self._device_ids.transpose(*outer_axes, *members).reshape(-1, group_size)
         groups.flags.writeable = False
         return groups
 
@@ -923,7 +799,24 @@ class Mesh(NamedAxes):
             >>> mesh.factored({"tp": (("outer", 2), ("inner", 2))})
             Mesh(dp=2, outer=2, inner=2, devices=0..7)
         """
-        return self._rearranged(*self._factored_axes(factors))
+        by_index = dict(zip(self._axis_indices(list(factors)), factors.values(), strict=True))
+        names: list[Axis] = []
+        sizes: list[int] = []
+        for index, (name, size) in enumerate(zip(self._axis_names, self.mesh_shape, strict=True)):
+            parts = by_index.get(index, ((name, size),))
+            _refuse_unpaired(name, parts)
+            part_sizes = tuple(part_size for _, part_size in parts)
+            numbers = [as_integer(part_size) or 0 for part_size in part_sizes]
+            if min(numbers, default=0) < 1 or math.prod(numbers) != size:
+                raise MeshError(
+                    f"Axis {name!r} of size {size} was to be factored into sizes {part_sizes}. "
+                    f"These are not positive integers with a product of {size}. "
+                    "Pass sizes that multiply up to the size of the axis."
+                )
+            names += [part_name for part_name, _ in parts]
+            sizes += numbers
+        axis_names = read_axis_names(tuple(names), tuple(sizes))
+        return _derived(self._device_ids.reshape(sizes), axis_names, self._root)
 
     def flattened(self, axes: AxisSelection, name: Axis) -> Mesh:
         """Merges adjacent axes into one; the order of the devices stays.
@@ -942,7 +835,18 @@ class Mesh(NamedAxes):
             >>> Mesh.arange((2, 2, 2), ("pp", "dp", "tp")).flattened(("dp", "tp"), "dp_tp")
             Mesh(pp=2, dp_tp=4, devices=0..7)
         """
-        return self._rearranged(*self._flattened_axes(axes, name))
+        indices = self._axis_indices(axes)
+        if not indices or indices != list(range(indices[0], indices[-1] + 1)):
+            raise AxisError(
+                f"Axes {axes!r} were to be flattened into {name!r}. "
+                f"They do not follow each other, in that order, in {self.axes_text()}. "
+                "Pass adjacent axes, or permute the mesh first with mesh[axes]."
+            )
+        start, stop = indices[0], indices[-1] + 1
+        merged = math.prod(self.mesh_shape[start:stop])
+        shape = (*self.mesh_shape[:start], merged, *self.mesh_shape[stop:])
+        names = read_axis_names((*self.axis_names[:start], name, *self.axis_names[stop:]), shape)
+        return _derived(self._device_ids.reshape(shape), names, self._root)
 
     def digits(self, root: Mesh | None = None) -> tuple[tuple[Digit, ...], ...] | None:
         """Writes how each axis walks through the flat order of a root. Cached.
@@ -969,7 +873,15 @@ class Mesh(NamedAxes):
         """
         key = None if root is None or root is self.root else root
         if key not in self._digits:
-            self._digits[key] = self._find_digits(self.root if root is None else root)
+            order, own_root = self.root if root is None else root, self.root
+            positions = self.positions(order)
+            # The walk of an axis is the same at every coordinate only if its root walks by digits.
+            walks_alike = self.size() == order.size() or (
+                own_root.size() == order.size()
+                and (own_root is order or order._table.has_all(own_root.device_ids))
+                and own_root.digits(order) is not None
+            )
+            self._digits[key] = axis_digits(positions) if walks_alike else None
         return self._digits[key]
 
     def positions(self, root: Mesh | None = None) -> NDArray[np.int64]:
@@ -1016,9 +928,9 @@ class Mesh(NamedAxes):
             MeshError: one of them does not hold, which only a bug in mesh_utils can bring about.
         """
         read_axis_names(self.axis_names, read_mesh_shape(self.mesh_shape))
-        ids = self._device_ids
+        ids = self.device_ids
         stored = ids.dtype == np.int64 and ids.flags.c_contiguous and not ids.flags.writeable
-        if ids.shape != self.mesh_shape or not stored or not self.root.is_root:
+        if not stored or not self.root.is_root:
             raise MeshError(
                 f"{self!r} was checked. Its ids are not read-only int64 of its shape, or its root "
                 "has a root. Make meshes with Mesh and its methods only."
@@ -1027,18 +939,9 @@ class Mesh(NamedAxes):
         self.positions()
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
         if not isinstance(other, Mesh):
             return NotImplemented
-        if self._to_hash is not None and other._to_hash is not None:
-            return self._to_hash == other._to_hash
-        return (
-            self.mesh_shape == other.mesh_shape
-            and self.axis_names == other.axis_names
-            and np.array_equal(self._device_ids, other._device_ids)
-            and self._root == other._root
-        )
+        return self is other or self.to_hash() == other.to_hash()
 
     def __hash__(self) -> int:
         return hash(self.to_hash())
@@ -1053,30 +956,27 @@ class Mesh(NamedAxes):
         # Not the slots: what is cached in them need not travel.
         return _derived, (self._device_ids, self.axis_names, self._root)
 
-    def _cut(self, kept: Sequence[int], fixed: Mapping[int, int]) -> Mesh:
-        """The submesh of the axes `kept`, in that order, at the coordinates `fixed`."""
-        if list(kept) == list(range(self.ndim)):
+    def _axis_indices(self, axes: AxisSelection) -> list[int]:
+        """The positions of one axis or several, in the order asked; AxisError if one is twice."""
+        if isinstance(axes, str) or not isinstance(axes, Sequence):
+            return [self.axis_index(axes)]
+        indices = [self.axis_index(axis) for axis in axes]
+        for place, index in enumerate(indices):
+            if index in indices[:place]:
+                raise AxisError(
+                    f"Axes {axes!r} of {self.axes_text()} were asked for. "
+                    f"Axis {self._axis_names[index]!r} is there twice. Pass each axis at most once."
+                )
+        return indices
+
+    def _cut(self, axes: Sequence[int], fixed: Mapping[int, int]) -> Mesh:
+        """The submesh of `axes`, in that order, at the coordinates `fixed`."""
+        if list(axes) == list(range(self.ndim)):
             return self
         index = tuple(fixed.get(axis, slice(None)) for axis in range(self.ndim))
-        in_mesh_order = sorted(kept)
-        ids = self._device_ids[index].transpose([in_mesh_order.index(axis) for axis in kept])
-        return _derived(ids, tuple(self.axis_names[axis] for axis in kept), self.root)
-
-    def _rearranged(self, shape: tuple[int, ...], axis_names: tuple[Axis, ...]) -> Mesh:
-        """The same devices in the same order under other axes."""
-        return _derived(self._device_ids.reshape(shape), axis_names, self._root)
-
-    def _find_digits(self, root: Mesh) -> tuple[tuple[Digit, ...], ...] | None:
-        positions = self.positions(root)
-        if self.size() < root.size():
-            # The walk of an axis is the same at every coordinate only if that of `whole` is digits.
-            whole = self.root
-            spans = whole.size() == root.size() and (
-                whole is root or root._table.has_all(whole.device_ids)
-            )
-            if not spans or whole.digits(root) is None:
-                return None
-        return axis_digits(positions)
+        in_mesh_order = sorted(axes)
+        ids = self._device_ids[index].transpose([in_mesh_order.index(axis) for axis in axes])
+        return _derived(ids, tuple(self.axis_names[axis] for axis in axes), self.root)
 
 
 def _derived(ids: NDArray[np.int64], axis_names: tuple[Axis, ...], root: Mesh | None) -> Mesh:
@@ -1086,3 +986,14 @@ def _derived(ids: NDArray[np.int64], axis_names: tuple[Axis, ...], root: Mesh | 
     ids.flags.writeable = False
     mesh._set(ids, axis_names, root)  # pyright: ignore[reportPrivateUsage]
     return mesh
+
+
+def _refuse_unpaired(name: Axis, parts: object) -> None:
+    if not isinstance(parts, (list, tuple)) or not all(
+        isinstance(part, (list, tuple)) and len(cast("tuple[object, ...]", part)) == 2
+        for part in cast("Sequence[object]", parts)
+    ):
+        raise AxisError(
+            f"Axis {name!r} was to be factored into {parts!r}. These are not (name, size) pairs. "
+            "Pass a tuple of pairs, such as (('outer', 2), ('inner', 2))."
+        )

@@ -55,21 +55,6 @@ no figure being known. GPUs: a switch, so each device sends at its full bandwidt
 group. Several slices: each device moves its part (1 / ICI size of the axis) over DCN, and then
 gathers inside the slice; the two do not overlap.
 
-What it rests on, and what on hardware would show it wrong (docs/topology.md has more, in GB/s):
-
-- a link carries its figure both ways at once: two neighbours that send to each other take longer
-  than one that sends alone;
-- wrap is as the table says: on v5e 8x16 an axis along y is not twice as fast as one along x;
-- groups in between each other share links: chips 8 apart are not about 4 times slower than
-  neighbours on a ring of 16;
-- whole dims add up, and parts of dims do not: all of 16x16 is nearer to 2 links than to 4, or 16x8
-  is well above 2;
-- blocks are gathered over a ring: 2 x 2 chips are not twice as fast as 4 in a line;
-- rings of groups in between each other turn at different places ("staggered ring"): such an axis
-  is as slow as its largest stride says;
-- two devices on a chip share its links equally; DCN and ICI phases follow each other; there is no
-  latency, and one axis is at work at a time.
-
 Invariants: bandwidth is at least 0; it does not exceed `bound`; scaling of all strides apart, it
 depends on sizes, strides, wrap and twist only, not on names or ids; the same input gives the same
 answer bit by bit.
@@ -101,18 +86,15 @@ What each axis of a mesh gets: modelled bandwidth, strategy, hops, in numbers an
     ...     print(axis)
     fsdp=32 on Span(x2@8 y16): 100 GB/s modelled, 50 % of the bound (staggered ring); 9 hops
     tp=8 on Span(x8): 50 GB/s modelled, 25 % of the bound (line); 7 hops
-
-All of it is modelled.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Literal, SupportsIndex, TypeAlias
+from typing import Literal, SupportsIndex, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -126,67 +108,7 @@ from mesh_utils.topology import Box, Topology, canonical, shortest_ways
 __all__ = ["exchange_load", "link_loads", "neighbour_shift", "ring_links"]
 
 
-# ------------------------------------------------------------------------- What no axis can exceed
-#
-# Every link of a chip at work for it alone.
-#
-# A byte that a device receives comes through a link of its chip, and over DCN if it comes from
-# another slice. So the links into the chip that has fewest bound every collective.
-
-
-def chip_degree(shape: tuple[int, int, int], wrap: tuple[bool, bool, bool]) -> float:
-    """The links of the chip that has fewest: one at a corner.
-
-    Args:
-        shape: the chips of a slice.
-        wrap: for each dim whether it wraps.
-
-    Returns:
-        2 for each dim that wraps, 1 for each other dim of more than one chip; at least 1.
-
-    Example:
-        >>> chip_degree((8, 16, 1), (False, True, False))
-        3.0
-    """
-    ways = [2 if wraps else 1 for wraps, size in zip(wrap, shape, strict=True) if size > 1]
-    return float(sum(ways)) or 1.0
-
-
-def bound_links(
-    total: int, slices: int, degree: float, cores: int, core_links: float, dcn_links: float
-) -> float:
-    """The bound of an axis.
-
-    Args:
-        total: devices of the axis, over all slices.
-        slices: slices of it.
-        degree: links into a chip.
-        cores: devices on a chip, which share them.
-        core_links: bandwidth between those, in links.
-        dcn_links: bandwidth of a device to other slices, in links.
-
-    Returns:
-        Bus bandwidth per device in links; inf for one device.
-
-    Example:
-        >>> bound_links(8, 1, 3.0, 1, math.inf, math.inf)
-        3.0
-    """
-    if total == 1:
-        return math.inf
-    inner = total // slices
-    seconds = cores * (1 - 1 / inner) / degree  # its cores in other groups: they share the links
-    if inner % cores == 0:
-        # Its cores in one group: each byte comes once for all of them.
-        together = max((1 - cores / inner) / degree, (1 - 1 / cores) / core_links)
-        seconds = min(seconds, together)
-    seconds += (1 - 1 / slices) / inner / dcn_links
-    return (1 - 1 / total) / seconds if seconds else math.inf
-
-
-# ----------------------------------------------------------------------------------- Network gather
-#
-# Bandwidth of all-gather, reduce-scatter and all-reduce inside a slice, in closed form.
+# ------------ Bandwidth of all-gather, reduce-scatter and all-reduce inside a slice, in closed form
 #
 # All numbers are for the chips of a box: cores, slices and bytes are added by `Network`, whose
 # text says what the strategies are. Each follows from counting, for every link, which groups use
@@ -208,9 +130,6 @@ def bound_links(
 # has two rows only, and so there are s // 3 (s // 2) slots that share no link; of t groups at most
 # ceil(t / slots) are in one slot.
 
-Links3: TypeAlias = tuple[tuple[int, int, int], tuple[bool, bool, bool], bool]
-"""The box of chips: its shape, which dims wrap, and whether it is a twisted torus."""
-
 FloatArray: TypeAlias = NDArray[np.float64]
 IntArray: TypeAlias = NDArray[np.int64]
 BoolArray: TypeAlias = NDArray[np.bool_]
@@ -219,7 +138,7 @@ STRATEGIES = ("none", "line", "path", "snake", "staggered ring", "ring", "whole 
 """What `gather_links` numbers: where two are equally fast, the later one counts."""
 
 
-def gather_links(box: Links3, sizes: IntArray, strides: IntArray) -> tuple[FloatArray, IntArray]:
+def gather_links(box: Box, sizes: IntArray, strides: IntArray) -> tuple[FloatArray, IntArray]:
     """The best strategy for each span.
 
     Args:
@@ -238,7 +157,7 @@ def gather_links(box: Links3, sizes: IntArray, strides: IntArray) -> tuple[Float
         (2.0, 'staggered ring')
     """
     active = sizes > 1
-    rings = closed_dims(box, sizes, strides)
+    rings = _closed_dims(box, sizes, strides)
     dims = active.sum(axis=1)
     # A pair half way around sends half each way.
     pairs = rings & (sizes == 2) & ~_is_short(box)
@@ -246,37 +165,27 @@ def gather_links(box: Links3, sizes: IntArray, strides: IntArray) -> tuple[Float
     with np.errstate(divide="ignore"):
         once = np.where(dims > 0, 1 / load, 0.0)
     even = (active & (sizes % 2 == 0)).any(axis=1)
-    one, several = dims == 1, dims > 1
+    in_one_dim, in_several = dims == 1, dims > 1
     staggered = _staggered(box, sizes, strides, rings, pairs)
-    whole = (~active | ((strides == 1) & (sizes == np.array(box[0])))).all(axis=1)
-    ways = np.where(active, np.where(rings, 2.0, 1.0), 0.0).sum(axis=1)
+    whole_dims = (~active | ((strides == 1) & (sizes == np.array(box[0])))).all(axis=1)
+    sum_of_dims = np.where(active, np.where(rings, 2.0, 1.0), 0.0).sum(axis=1)
     choices = np.stack(
         [
             np.where(dims == 0, np.inf, 0.0),
-            np.where(one, once, 0.0),
-            np.where(several, once, 0.0),
-            np.where(several & even, 2 * once, 0.0),
-            np.where(several, staggered, 0.0),
-            np.where(one, staggered, 0.0),
-            np.where(whole & several, ways, 0.0),
+            np.where(in_one_dim, once, 0.0),
+            np.where(in_several, once, 0.0),
+            np.where(in_several & even, 2 * once, 0.0),
+            np.where(in_several, staggered, 0.0),
+            np.where(in_one_dim, staggered, 0.0),
+            np.where(whole_dims & in_several, sum_of_dims, 0.0),
         ]
     )
     last = len(STRATEGIES) - 1 - choices[::-1].argmax(axis=0)
     return choices.max(axis=0), last
 
 
-def closed_dims(box: Links3, sizes: IntArray, strides: IntArray) -> BoolArray:
-    """In which dims the groups of a span are rings.
-
-    Args:
-        box: the links.
-        sizes: chips in x, y, z, [n, 3].
-        strides: the strides between them, [n, 3].
-
-    Returns:
-        Flags, [n, 3]: the span reaches around the dim, and the dim wraps; in a twisted torus a
-        short dim only together with both halves of every long one.
-    """
+def _closed_dims(box: Box, sizes: IntArray, strides: IntArray) -> BoolArray:
+    """Flags [n, 3]: the groups of a span are rings in that dim."""
     shape, wrap, twist = box
     around = (sizes > 1) & (sizes * strides == np.array(shape))
     closed: BoolArray = around & np.array(wrap, np.bool_)
@@ -287,14 +196,14 @@ def closed_dims(box: Links3, sizes: IntArray, strides: IntArray) -> BoolArray:
     return closed
 
 
-def _is_short(box: Links3) -> BoolArray:
+def _is_short(box: Box) -> BoolArray:
     """The short dims of a twisted torus, [3]; none of another one."""
     shape, _, twist = box
     return np.array([twist and size == min(shape) for size in shape])
 
 
 def _staggered(
-    box: Links3, sizes: IntArray, strides: IntArray, rings: BoolArray, pairs: BoolArray
+    box: Box, sizes: IntArray, strides: IntArray, rings: BoolArray, pairs: BoolArray
 ) -> FloatArray:
     """The best ring that goes around one dim, [n]; 0 where there is none."""
     best = np.zeros(len(sizes))
@@ -313,12 +222,9 @@ def _staggered(
             slots = np.maximum(columns // np.where(rows[:, j] == 2, 2, 3), 1)
             shared = np.ceil(strides[:, j] / slots) * np.where(pairs[:, j], 0.5, 1.0)
             load = np.where(rows[:, j] > 1, np.maximum(load, shared), load)
-        # A ring of two chips is a pair, which sends half each way.
-        load = np.where(pairs[:, p], load / 2, load)
-        one = (sizes > 1).sum(axis=1) == 1
-        usable = rings[:, p] & ((columns > 2) | one)
-        found = np.where(pairs[:, p], 1.0, 2.0) / load
-        best = np.where(usable, np.maximum(best, found), best)
+        # Two chips are a ring only alone: both ways, as every ring.
+        usable = rings[:, p] & ((columns > 2) | ((sizes > 1).sum(axis=1) == 1))
+        best = np.where(usable, np.maximum(best, 2 / load), best)
     return best
 
 
@@ -335,7 +241,7 @@ def _staggered(
 # kind carries the same, because the torus looks alike from each of its chips.
 
 
-def exchange_links(box: Links3, sizes: IntArray, strides: IntArray) -> FloatArray:
+def exchange_links(box: Box, sizes: IntArray, strides: IntArray) -> FloatArray:
     """All-to-all on each span.
 
     Args:
@@ -351,16 +257,16 @@ def exchange_links(box: Links3, sizes: IntArray, strides: IntArray) -> FloatArra
         >>> exchange_links(box, np.array([[4, 4, 4]]), np.ones((1, 3), np.int64)).tolist()
         [1.96875]
     """
-    rings = closed_dims(box, sizes, strides)
+    rings = _closed_dims(box, sizes, strides)
     odd = sizes % 2
     ring = (sizes**2 - odd) / (8 * sizes)
     line = (sizes // 2) * (sizes - sizes // 2) / sizes
     load = np.where(sizes > 1, strides * np.where(rings, ring, line), 0.0).max(axis=1)
     if box[2]:
         short = np.array([size == min(box[0]) for size in box[0]])
-        whole = ((sizes == 1) | ((sizes == np.array(box[0])) & rings)).all(axis=1)
-        whole &= ((sizes > 1) & short).any(axis=1)
-        for row in np.flatnonzero(whole):
+        whole_dims = ((sizes == 1) | ((sizes == np.array(box[0])) & rings)).all(axis=1)
+        whole_dims &= ((sizes > 1) & short).any(axis=1)
+        for row in np.flatnonzero(whole_dims):
             load[row] = _twisted_load(box, tuple((sizes[row] > 1).tolist()))
     chips = sizes.prod(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -368,15 +274,14 @@ def exchange_links(box: Links3, sizes: IntArray, strides: IntArray) -> FloatArra
 
 
 @lru_cache(maxsize=256)
-def _twisted_load(box: Links3, dims: tuple[bool, ...]) -> float:
+def _twisted_load(box: Box, dims: tuple[bool, ...]) -> float:
     """Load of the worst link for S = 1, where a span takes those whole dims of a twisted torus."""
-    taken = [size if used else 1 for size, used in zip(box[0], dims, strict=True)]
-    others = np.indices(taken).reshape(3, -1).T
-    steps, weights = shortest_ways(box, others)
-    ways = np.stack(
-        [np.maximum(steps, 0), np.maximum(-steps, 0)], axis=-1
-    )  # [way, chip, dim, sign]
-    loads = (weights[:, :, None, None] * ways).sum(axis=(0, 1)) / len(others)
+    lengths = [size if is_part else 1 for size, is_part in zip(box[0], dims, strict=True)]
+    targets = np.indices(lengths).reshape(3, -1).T
+    steps, weights = shortest_ways(box, targets)
+    # [way, chip, dim, sign]
+    hops = np.stack([np.maximum(steps, 0), np.maximum(-steps, 0)], axis=-1)
+    loads = (weights[:, :, None, None] * hops).sum(axis=(0, 1)) / len(targets)
     return float(loads.max())
 
 
@@ -384,12 +289,7 @@ def _twisted_load(box: Links3, dims: tuple[bool, ...]) -> float:
 
 Collective: TypeAlias = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 
-COLLECTIVES: tuple[Collective, ...] = (
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "all-to-all",
-)
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 """The collectives that `Network.links` models."""
 
 
@@ -530,39 +430,29 @@ class Network:
         slice_ = np.broadcast_to(np.asarray(slices, np.float64), (len(size),))
         chips = size.prod(axis=1).astype(np.float64)
         devices = chips * core
-        per_byte = self._ici_seconds(size, stride, core, chips, devices, collective)
+        # Time inside a slice, for one byte per device, of links of one byte per second.
+        if self.switched:
+            per_byte = 1 - 1 / devices
+        else:
+            box: Box = (self.shape, self.wrap, self.twist)
+            if collective == "all-to-all":
+                # Whether in one group or in two, the devices of a chip send through its links.
+                sharing, links = self.cores, exchange_links(box, size, stride)
+            else:
+                sharing = np.where(core == self.cores, 1.0, self.cores)
+                links = gather_links(box, size, stride)[0]
+            between = np.where(core > 1, (1 - 1 / core) / self.core_links, 0.0)
+            per_byte = np.maximum(sharing * (1 - 1 / chips) / links, between)
         total = devices * slice_
         with np.errstate(divide="ignore", invalid="ignore"):
             if (slice_ > 1).any():
                 rate = self._needed_dcn()
-                moved = (1 - 1 / slice_) / rate
+                dcn_seconds = (1 - 1 / slice_) / rate
                 if collective == "all-to-all":
-                    per_byte = per_byte / slice_ + moved
+                    per_byte = per_byte / slice_ + dcn_seconds
                 else:
-                    per_byte = per_byte + moved / devices
+                    per_byte = per_byte + dcn_seconds / devices
             return np.where(total > 1, (1 - 1 / total) / per_byte, np.inf)
-
-    def _ici_seconds(
-        self,
-        sizes: NDArray[np.int64],
-        strides: NDArray[np.int64],
-        cores: FloatArray,
-        chips: FloatArray,
-        devices: FloatArray,
-        collective: Collective,
-    ) -> FloatArray:
-        """Time inside a slice, for one byte per device, of links of one byte per second: [n]."""
-        if self.switched:
-            return 1 - 1 / devices
-        box: Links3 = (self.shape, self.wrap, self.twist)
-        if collective == "all-to-all":
-            # Whether in one group or in two, the devices of a chip send through its links.
-            seconds = self.cores * (1 - 1 / chips) / exchange_links(box, sizes, strides)
-        else:
-            shared = np.where(cores == self.cores, 1.0, self.cores)
-            seconds = shared * (1 - 1 / chips) / gather_links(box, sizes, strides)[0]
-        between = np.where(cores > 1, (1 - 1 / cores) / self.core_links, 0.0)
-        return np.maximum(seconds, between)
 
     def bytes_per_second(self, span: Span, collective: Collective = "all-gather") -> float:
         """The bandwidth of an axis in bytes per second.
@@ -582,7 +472,12 @@ class Network:
             >>> network.bytes_per_second(Span((8, 1, 1))) / 1e9
             450.0
         """
-        return self.links(span, collective) * self._needed_link()
+        if self.link_bytes_per_second is None:
+            raise TopologyError(
+                "A bandwidth in bytes per second was asked for. That of one link is not known. "
+                "Pass link_bytes_per_second= to Network.of, or ask for links()."
+            )
+        return self.links(span, collective) * self.link_bytes_per_second
 
     def seconds(self, span: Span, num_bytes: float, collective: Collective) -> float:
         """How long a collective takes on an axis.
@@ -603,9 +498,9 @@ class Network:
             >>> network.seconds(Span((16, 1, 1)), 100e6, "all-reduce")
             0.001875
         """
-        moved = num_bytes * (1 - 1 / span.num_devices)
+        sent_bytes = num_bytes * (1 - 1 / span.num_devices)
         passes = 2 if collective == "all-reduce" else 1
-        return passes * moved / self.bytes_per_second(span, collective) if moved else 0.0
+        return passes * sent_bytes / self.bytes_per_second(span, collective) if sent_bytes else 0.0
 
     def strategy(self, span: Span) -> str:
         """What the gather family does on an axis: the best of those in the module's text.
@@ -624,7 +519,7 @@ class Network:
         """
         if self.switched:
             return "switch" if span.num_chips > 1 else "none"
-        box: Links3 = (self.shape, self.wrap, self.twist)
+        box: Box = (self.shape, self.wrap, self.twist)
         sizes, strides = np.array([span.sizes]), np.array([span.strides])
         return STRATEGIES[int(gather_links(box, sizes, strides)[1][0])]
 
@@ -647,10 +542,20 @@ class Network:
             3.0
         """
         total, outer = num_devices.__index__(), slices.__index__()
-        dcn = self._needed_dcn() if outer > 1 else np.inf
-        degree = 1.0 if self.switched else chip_degree(self.shape, self.wrap)
+        if total == 1:
+            return np.inf
+        links = [1 + wraps for wraps, size in zip(self.wrap, self.shape, strict=True) if size > 1]
+        degree = 1.0 if self.switched else float(sum(links)) or 1.0
         cores = 1 if self.switched else self.cores
-        return bound_links(total, outer, degree, cores, self.core_links, dcn)
+        inner = total // outer
+        seconds = cores * (1 - 1 / inner) / degree  # cores in other groups share the links
+        if inner % cores == 0:
+            # Its cores in one group: each byte comes once for all of them.
+            together = max((1 - cores / inner) / degree, (1 - 1 / cores) / self.core_links)
+            seconds = min(seconds, together)
+        if outer > 1:
+            seconds += (1 - 1 / outer) / inner / self._needed_dcn()
+        return (1 - 1 / total) / seconds if seconds else np.inf
 
     def _needed_dcn(self) -> float:
         if self.dcn_links is None:
@@ -661,33 +566,6 @@ class Network:
             )
         return self.dcn_links
 
-    def _needed_link(self) -> float:
-        if self.link_bytes_per_second is None:
-            raise TopologyError(
-                "A bandwidth in bytes per second was asked for. That of one link is not known. "
-                "Pass link_bytes_per_second= to Network.of, or ask for links()."
-            )
-        return self.link_bytes_per_second
-
-    def check_span(self, span: Span) -> None:
-        """Refuses a span that is none of this network.
-
-        Args:
-            span: where an axis lies.
-
-        Raises:
-            TopologyError: it does not tile the box, or takes cores or slices that are not there.
-        """
-        box = zip(span.sizes, span.strides, self.shape, strict=True)
-        fits = all(length % (size * stride) == 0 for size, stride, length in box)
-        if not fits or span.cores not in (1, self.cores) or self.num_slices % span.slices:
-            raise TopologyError(
-                f"{span} was asked for in a box of {self.shape} chips of {self.cores} devices, "
-                f"{self.num_slices} times. Its groups do not tile that box. Pass sizes and strides "
-                f"whose products divide {self.shape}, cores=1 or {self.cores}, and slices that "
-                f"divide {self.num_slices}."
-            )
-
 
 @lru_cache(maxsize=1 << 16)
 def _links(network: Network, span: Span, collective: Collective) -> float:
@@ -696,14 +574,19 @@ def _links(network: Network, span: Span, collective: Collective) -> float:
             f"The bandwidth of {collective!r} was asked for. It is no collective of this model. "
             f"Pass one of {', '.join(COLLECTIVES)}; permute is `neighbour_shift`."
         )
-    network.check_span(span)
-    found = network.all_links([span.sizes], [span.strides], span.cores, span.slices, collective)
-    return float(found[0])
+    shape, cores, num_slices = network.shape, network.cores, network.num_slices
+    fits = not (np.array(shape) % np.multiply(span.sizes, span.strides)).any()
+    if not fits or span.cores not in (1, cores) or num_slices % span.slices:
+        raise TopologyError(
+            f"{span} was asked for in a box of {shape} chips of {cores} devices, {num_slices} "
+            "times. Its groups do not tile that box. Pass sizes and strides whose products divide "
+            f"{shape}, cores=1 or {cores}, and slices that divide {num_slices}."
+        )
+    links = network.all_links([span.sizes], [span.strides], span.cores, span.slices, collective)
+    return float(links[0])
 
 
-# -------------------------------------------------------------- Finds where the axes of a mesh lie
-#
-# From devices in mesh order to Spans.
+# ---------------------------------------------- Where the axes of a mesh lie: from devices to Spans
 #
 # Meshes that lay axes along physical dims, split by mixed radix, in any order, have spans: JAX's,
 # HybridMesh's, those of a search. Others (random ones, say) have none, and are counted link by
@@ -749,8 +632,8 @@ def axis_groups(places: IntArray, axis: int) -> IntArray:
         >>> axis_groups(places, 0)[:, :, 2].tolist()
         [[0, 1], [0, 1]]
     """
-    moved = np.moveaxis(places, axis, -2)
-    return moved.reshape(-1, places.shape[axis], 5)
+    axis_last = np.moveaxis(places, axis, -2)
+    return axis_last.reshape(-1, places.shape[axis], 5)
 
 
 def find_span(network: Network, groups: IntArray) -> Span | None:
@@ -774,14 +657,15 @@ def find_span(network: Network, groups: IntArray) -> Span | None:
         'Span(x4)'
     """
     members = groups.shape[1]
-    ordered = _sorted_members(groups)
+    top = groups.reshape(-1, 5).max(axis=0) + 1
+    keys = np.ravel_multi_index(tuple(np.moveaxis(groups, -1, 0)), tuple(top.tolist()))
+    ordered = np.take_along_axis(groups, np.argsort(keys, axis=1)[:, :, None], axis=1)
     slices = len(np.unique(ordered[0, :, 0]))
     if members % slices:
         _refuse_ragged(ordered)
     parts = ordered.reshape(len(groups), slices, members // slices, 5)
-    if (parts[..., 0] != parts[..., :1, 0]).any() or (
-        np.diff(parts[:, :, 0, 0], axis=1) <= 0
-    ).any():
+    in_one_slice = (parts[..., 0] == parts[..., :1, 0]).all()
+    if not in_one_slice or (np.diff(parts[:, :, 0, 0], axis=1) <= 0).any():
         _refuse_ragged(ordered)
     inside = parts[..., 1:].reshape(len(groups) * slices, members // slices, 4)
     starts = inside.min(axis=1, keepdims=True)
@@ -793,15 +677,11 @@ def find_span(network: Network, groups: IntArray) -> Span | None:
 
 def _span_of(network: Network, members: IntArray, starts: IntArray, slices: int) -> Span | None:
     """The span of a group's chips, counted from its first; it tiles the box from `starts`."""
-    sizes, strides = [1, 1, 1], [1, 1, 1]
-    for dim in range(3):
-        values = np.unique(members[:, dim])
-        sizes[dim] = len(values)
-        if len(values) > 1:
-            strides[dim] = int(values[1])
-    cores = len(np.unique(members[:, 3]))
-    chips: Shape3 = (sizes[0], sizes[1], sizes[2])
-    steps: Shape3 = (strides[0], strides[1], strides[2])
+    columns = [np.unique(column) for column in members.T]
+    x, y, z, cores = map(len, columns)
+    steps = [int(column[1]) if len(column) > 1 else 1 for column in columns[:3]]
+    sizes: Shape3 = (x, y, z)
+    strides: Shape3 = (steps[0], steps[1], steps[2])
     rows = [np.arange(size) * stride for size, stride in zip(sizes, strides, strict=True)]
     grid = np.stack(np.meshgrid(*rows, np.arange(cores), indexing="ij"), axis=-1).reshape(-1, 4)
     if grid.shape != members.shape or (grid != members).any():
@@ -810,15 +690,7 @@ def _span_of(network: Network, members: IntArray, starts: IntArray, slices: int)
     tiles = (starts % block < np.array(strides)).all()
     if not tiles or (np.array(network.shape) % block).any():
         return None
-    return Span(chips, steps, cores, slices)
-
-
-def _sorted_members(groups: IntArray) -> IntArray:
-    """The members of each group by slice, x, y, z, core."""
-    top = groups.reshape(-1, 5).max(axis=0) + 1
-    keys = np.ravel_multi_index(tuple(np.moveaxis(groups, -1, 0)), tuple(top.tolist()))
-    order = np.argsort(keys, axis=1)
-    return np.take_along_axis(groups, order[:, :, None], axis=1)
+    return Span(sizes, strides, cores, slices)
 
 
 def _refuse_ragged(ordered: IntArray) -> None:
@@ -828,9 +700,9 @@ def _refuse_ragged(ordered: IntArray) -> None:
             break
     else:
         numbers, counts = np.unique(ordered[0, :, 0], return_counts=True)
-    held = ", ".join(f"{c} in slice {n}" for n, c in zip(numbers, counts, strict=True))
+    parts = ", ".join(f"{c} in slice {n}" for n, c in zip(numbers, counts, strict=True))
     raise TopologyError(
-        f"The bandwidth of an axis over slices was asked for, a group of which has {held}. "
+        f"The bandwidth of an axis over slices was asked for, a group of which has {parts}. "
         "XLA makes of an axis one part in each slice and one between them, so that groups have "
         "equally many members in each slice that they touch. Make the mesh with HybridMesh."
     )
@@ -871,7 +743,6 @@ def link_loads(
         0 for upwards; and the links that the longest message crosses.
 
     Example:
-        >>> from mesh_utils import Topology
         >>> network = Network.of(Topology.parse("v5e:4x4"))
         >>> loads, hops = link_loads(
         ...     network, np.array([[0, 0, 0]]), np.array([[2, 0, 0]]), np.ones(1)
@@ -919,18 +790,23 @@ def neighbour_shift(network: Network, groups: IntArray) -> Shift:
     Returns:
         Its hops and its bandwidth.
     """
-    ends = np.roll(groups, -1, axis=1)
-    return _shift(network, groups.reshape(-1, 3), ends.reshape(-1, 3))
-
-
-def _shift(network: Network, starts: IntArray, ends: IntArray) -> Shift:
-    moved = (starts != ends).any(axis=1)
-    if not moved.any():
-        return Shift(0, float(np.inf))
+    starts, ends = groups.reshape(-1, 3), np.roll(groups, -1, axis=1).reshape(-1, 3)
     if network.switched:
-        return Shift(1, 1.0)
-    loads, hops = link_loads(network, starts[moved], ends[moved], np.ones(int(moved.sum())))
-    return Shift(hops, 1 / float(loads.max()))
+        return Shift(1, 1.0) if (starts != ends).any() else Shift(0, np.inf)
+    load, hops = _worst_link(network, starts, ends)
+    return Shift(hops, 1 / load if load else np.inf)
+
+
+def _worst_link(
+    network: Network, starts: IntArray, ends: IntArray, amount: float = 1.0
+) -> tuple[float, int]:
+    """What the most loaded link carries, 0 where nothing moves, and the hops of the longest way."""
+    moving = (starts != ends).any(axis=1)
+    if not moving.any():
+        return 0.0, 0
+    amounts = np.full(int(moving.sum()), amount)
+    loads, hops = link_loads(network, starts[moving], ends[moving], amounts)
+    return float(loads.max()), hops
 
 
 def ring_links(network: Network, groups: IntArray) -> float:
@@ -944,17 +820,18 @@ def ring_links(network: Network, groups: IntArray) -> float:
         Bus bandwidth per device in links; inf where all members of a group are on one chip.
 
     Example:
-        >>> from mesh_utils import Topology
         >>> from mesh_utils.span import Span, span_groups
         >>> network = Network.of(Topology.parse("v5e:4x4"))
         >>> ring_links(network, span_groups(Span((2, 2, 1), snake=True), network.shape))
         2.0
     """
+    if network.switched:
+        return 1.0
     following = np.roll(groups, -1, axis=1).reshape(-1, 3)
     members = groups.reshape(-1, 3)
     starts, ends = np.concatenate([members, following]), np.concatenate([following, members])
-    shift = _shift(network, starts, ends)
-    return 1.0 if network.switched else 2 * shift.links
+    load, _ = _worst_link(network, starts, ends)
+    return 2 * (1 / load) if load else np.inf
 
 
 def exchange_load(network: Network, groups: IntArray) -> float:
@@ -968,7 +845,6 @@ def exchange_load(network: Network, groups: IntArray) -> float:
         Bus bandwidth per device in links; inf where all members of a group are on one chip.
 
     Example:
-        >>> from mesh_utils import Topology
         >>> from mesh_utils.span import Span, span_groups
         >>> network = Network.of(Topology.parse("v5e:4x4"))
         >>> exchange_load(network, span_groups(Span((4, 1, 1)), network.shape))
@@ -979,12 +855,8 @@ def exchange_load(network: Network, groups: IntArray) -> float:
         return 1.0
     starts = np.repeat(groups, count, axis=1).reshape(-1, 3)
     ends = np.tile(groups, (1, count, 1)).reshape(-1, 3)
-    moved = (starts != ends).any(axis=1)
-    if not moved.any():
-        return float(np.inf)
-    amounts = np.full(int(moved.sum()), 1 / count)
-    loads, _ = link_loads(network, starts[moved], ends[moved], amounts)
-    return (1 - 1 / count) / float(loads.max())
+    load, _ = _worst_link(network, starts, ends, 1 / count)
+    return (1 - 1 / count) / load if load else np.inf
 
 
 # ------------------------------------------------------------------- What each axis of a mesh gets
@@ -1093,34 +965,26 @@ def axis_reports(
     )
 
 
-def _in_one_slice(groups: IntArray) -> IntArray:
-    """The members in the first slice: every slice has links of its own, and all are alike."""
-    there = groups[..., 0] == groups[..., 0].min()
-    touching = there.any(axis=1)
-    return groups[touching][there[touching]].reshape(int(touching.sum()), -1, 5)
-
-
 def _report(network: Network, axis: Axis, groups: IntArray) -> AxisReport:
     size = groups.shape[1]
     span = find_span(network, groups)
     slices = 1 if span is None else span.slices
-    inner = _in_one_slice(groups)[..., 1:4]
+    # The members in the first slice: every slice has links of its own, and all are alike.
+    in_first = groups[..., 0] == groups[..., 0].min()
+    touching = in_first.any(axis=1)
+    inner = groups[touching][in_first[touching]].reshape(int(touching.sum()), -1, 5)[..., 1:4]
     if span is not None:
         links: dict[Collective, float] = {
             collective: network.links(span, collective) for collective in COLLECTIVES
         }
         strategy = network.strategy(span)
     else:
-        gathered = ring_links(network, inner)
-        counted = groups.shape[0] * size * size <= MAX_MESSAGES
-        exchanged = exchange_load(network, inner) if counted else float("nan")
-        links = dict.fromkeys(COLLECTIVES, gathered)
-        links["all-to-all"] = exchanged
+        is_small = groups.shape[0] * size * size <= MAX_MESSAGES
+        links = dict.fromkeys(COLLECTIVES, ring_links(network, inner))
+        links["all-to-all"] = exchange_load(network, inner) if is_small else np.nan
         strategy = "ring in mesh order"
     shift = neighbour_shift(network, inner)
-    rate = shift.links
-    if slices > 1:
-        rate = min(rate, network.dcn_links or 0.0)
+    rate = min(shift.links, network.dcn_links or 0.0) if slices > 1 else shift.links
     return AxisReport(
         axis=axis,
         size=size,

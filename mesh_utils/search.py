@@ -114,10 +114,10 @@ def span_table(network: Network) -> SpanTable:
         )
         for length in network.shape
     )
-    grid = np.meshgrid(*(np.arange(len(each)) for each in pairs), [0, 1], indexing="ij")
-    taken = [np.array(each)[index.reshape(-1)] for each, index in zip(pairs, grid, strict=False)]
-    sizes = np.stack([each[:, 0] for each in taken], axis=1)
-    strides = np.stack([each[:, 1] for each in taken], axis=1)
+    grid = np.meshgrid(*(np.arange(len(dim_pairs)) for dim_pairs in pairs), [0, 1], indexing="ij")
+    columns = [np.array(dim)[index.reshape(-1)] for dim, index in zip(pairs, grid, strict=False)]
+    sizes = np.stack([column[:, 0] for column in columns], axis=1)
+    strides = np.stack([column[:, 1] for column in columns], axis=1)
     cores = np.where(grid[3].reshape(-1) == 1, network.cores, 1)
     devices = sizes.prod(axis=1) * cores
 
@@ -131,11 +131,11 @@ def span_table(network: Network) -> SpanTable:
     unique, inverse = np.unique(keys, axis=0, return_inverse=True)
     least = np.full(len(unique), np.inf)
     np.minimum.at(least, inverse.reshape(-1), gather)
-    for row, value in zip(unique.tolist(), least.tolist(), strict=True):
-        best[(row[0], row[1], row[2], row[3])] = value
+    for row, cost in zip(unique.tolist(), least.tolist(), strict=True):
+        best[(row[0], row[1], row[2], row[3])] = cost
     return SpanTable(
         pairs=pairs,
-        places=tuple({pair: place for place, pair in enumerate(each)} for each in pairs),
+        places=tuple({pair: place for place, pair in enumerate(dim_pairs)} for dim_pairs in pairs),
         cores=network.cores,
         gather=gather.reshape(grid[0].shape),
         exchange=seconds("all-to-all").reshape(grid[0].shape),
@@ -165,7 +165,7 @@ SAME = 1e-6
 
 
 @dataclass(frozen=True)
-class Found:
+class Candidate:
     """One mesh that was found.
 
     Attributes:
@@ -191,8 +191,8 @@ class SearchResult:
         looks: meshes that were looked at.
     """
 
-    best: Found
-    runner_up: Found | None
+    best: Candidate
+    runner_up: Candidate | None
     is_exact: bool
     choices: int
     looks: int
@@ -222,8 +222,8 @@ def search_spans(
         >>> from mesh_utils import Network, Topology
         >>> from mesh_utils.search import span_table
         >>> table = span_table(Network.of(Topology.parse("v5e:8x8")))
-        >>> found = search_spans(table, (16, 4), (1.0, 2.0))
-        >>> [str(span) for span in found.best.spans], found.is_exact
+        >>> search = search_spans(table, (16, 4), (1.0, 2.0))
+        >>> [str(span) for span in search.best.spans], search.is_exact
         (['Span(x4@2 y4@2)', 'Span(x2 y2)'], True)
     """
     total = sum(weights) or 1.0
@@ -252,49 +252,50 @@ def _all_parts(
 
     Later axes come first, and prefer x: among equals, they lie on neighbouring ids.
     """
-    box = (*(each[-1][0] for each in table.pairs), table.cores)
-    rest = np.array([box], np.int64)
-    chosen = np.zeros((1, len(mesh_shape), 4), np.int64)
+    box = (*(dim_pairs[-1][0] for dim_pairs in table.pairs), table.cores)
+    remaining = np.array([box], np.int64)
+    parts = np.zeros((1, len(mesh_shape), 4), np.int64)
     bounds = np.zeros(1)
     complete = True
     for axis in reversed(range(len(mesh_shape))):
         options = np.array(_options(box, mesh_shape[axis], whole_dims), np.int64).reshape(-1, 4)
         best = np.array([table.best[(a, b, c, d)] for a, b, c, d in options.tolist()])
-        fits = (rest[:, None, :] % options == 0).all(axis=2)
+        fits = (remaining[:, None, :] % options == 0).all(axis=2)
         if axis == 0:
-            fits &= (rest[:, None, :] == options).all(axis=2)
+            fits &= (remaining[:, None, :] == options).all(axis=2)
         row, option = np.nonzero(fits)
         bounds = bounds[row] + shares[axis] * best[option]
-        chosen, rest = chosen[row], rest[row] // options[option]
-        chosen[:, axis] = options[option]
+        parts, remaining = parts[row], remaining[row] // options[option]
+        parts[:, axis] = options[option]
         if len(bounds) > MAX_PARTS:
-            kept = np.sort(np.argsort(bounds, kind="stable")[:MAX_PARTS])
-            chosen, rest, bounds, complete = chosen[kept], rest[kept], bounds[kept], False
-    return chosen, bounds, complete
+            cheapest = np.sort(np.argsort(bounds, kind="stable")[:MAX_PARTS])
+            parts, remaining, bounds = parts[cheapest], remaining[cheapest], bounds[cheapest]
+            complete = False
+    return parts, bounds, complete
 
 
 @lru_cache(maxsize=4096)
 def _options(box: tuple[int, ...], size: int, whole_dims: bool) -> list[tuple[int, ...]]:
     """What an axis can take of x, y, z and the cores, most of x first."""
-    each = [[1, length] if whole_dims and length > 1 else divisors(length) for length in box[:3]]
+    lengths = [[1, length] if whole_dims and length > 1 else divisors(length) for length in box[:3]]
     cores = [1] if box[3] == 1 else [box[3], 1]
-    found = [
+    parts = [
         (x, y, z, core)
         for core in cores
-        for z in each[2]
-        for y in each[1]
-        for x in each[0]
+        for z in lengths[2]
+        for y in lengths[1]
+        for x in lengths[0]
         if x * y * z * core == size
     ]
-    return sorted(found, key=lambda taken: (-taken[3], -taken[0], -taken[1]))
+    return sorted(parts, key=lambda part: (-part[3], -part[0], -part[1]))
 
 
 @lru_cache(maxsize=65536)
 def _nestings(sizes: tuple[int, ...], host: int) -> tuple[tuple[int, ...], ...]:
     """All nestings of one dim, of which the axes take `sizes`; later axes inside come first."""
     active = [axis for axis in reversed(range(len(sizes))) if sizes[axis] > 1]
-    found = itertools.permutations(active)
-    return tuple(nesting for nesting in found if host_parts(sizes, nesting, host) is not None)
+    orders = itertools.permutations(active)
+    return tuple(nesting for nesting in orders if host_parts(sizes, nesting, host) is not None)
 
 
 def host_parts(sizes: tuple[int, ...], nesting: tuple[int, ...], host: int) -> list[int] | None:
@@ -312,11 +313,11 @@ def host_parts(sizes: tuple[int, ...], nesting: tuple[int, ...], host: int) -> l
         >>> host_parts((4, 2), (1, 0), 4), host_parts((4, 3), (1, 0), 2)
         ([2, 2], None)
     """
-    parts, rest = [1] * len(sizes), host
+    parts, remaining = [1] * len(sizes), host
     for axis in nesting:
-        parts[axis] = math.gcd(sizes[axis], rest)
-        rest //= parts[axis]
-        if rest > 1 and parts[axis] != sizes[axis]:
+        parts[axis] = math.gcd(sizes[axis], remaining)
+        remaining //= parts[axis]
+        if remaining > 1 and parts[axis] != sizes[axis]:
             return None
     return parts
 
@@ -329,8 +330,8 @@ class _State:
         # What an axis costs. Among equals: all-to-all, and axes that have no weight.
         every = table.gather + table.exchange
         self.costs = [share * table.gather + TIE * every for share in shares.tolist()]
-        self.best: Found | None = None
-        self.runner_up: Found | None = None
+        self.best: Candidate | None = None
+        self.runner_up: Candidate | None = None
         self.is_exact = True
         self.looks = 0
         self._rows: dict[tuple[int, tuple[int, ...]], IntArray] = {}
@@ -343,7 +344,7 @@ class _State:
             self.is_exact = False
             self._descend(parts, columns)
             return
-        nestings = [_nestings(*each) for each in zip(columns, self.host, strict=True)]
+        nestings = [_nestings(*dim) for dim in zip(columns, self.host, strict=True)]
         rows = [self._pair_places(dim, column) for dim, column in enumerate(columns)]
         cost = self._cost(parts, rows)
         self.looks += cost.size
@@ -360,8 +361,8 @@ class _State:
     def _cost(self, parts: IntArray, rows: list[IntArray]) -> FloatArray:
         x, y, z = rows
         cost = np.zeros((len(x), len(y), len(z)))
-        for axis, taken in enumerate(parts.tolist()):
-            costs = self.costs[axis][..., int(taken[3] > 1)]
+        for axis, part in enumerate(parts.tolist()):
+            costs = self.costs[axis][..., int(part[3] > 1)]
             cost += costs[np.ix_(x[:, axis], y[:, axis], z[:, axis])]
         return cost
 
@@ -381,7 +382,11 @@ class _State:
 
     def _descend(self, parts: IntArray, columns: list[tuple[int, ...]]) -> None:
         """Swaps neighbours in one dim after the other until no swap helps: a local optimum."""
-        nesting = [_natural(column) for column in columns]
+        # Later axes inside, to begin with.
+        nesting = [
+            tuple(axis for axis in reversed(range(len(column))) if column[axis] > 1)
+            for column in columns
+        ]
         cost = self._cost_of(parts, nesting)
         better = True
         while better:
@@ -390,10 +395,10 @@ class _State:
                 swapped = list(nesting[dim])
                 swapped[place : place + 2] = swapped[place + 1], swapped[place]
                 tried = [*nesting[:dim], tuple(swapped), *nesting[dim + 1 :]]
-                value = self._cost_of(parts, tried)
-                if value < cost or np.isinf(cost):
-                    better = better or value < cost
-                    nesting, cost = tried, value
+                new_cost = self._cost_of(parts, tried)
+                if new_cost < cost or np.isinf(cost):
+                    better = better or new_cost < cost
+                    nesting, cost = tried, new_cost
         if np.isfinite(cost):
             self._offer(parts, (nesting[0], nesting[1], nesting[2]), cost)
 
@@ -412,20 +417,15 @@ class _State:
     def _offer(self, parts: IntArray, nesting: Nesting, cost: float) -> None:
         if self.runner_up is not None and cost >= self.runner_up.cost:
             return
-        found = Found(_spans(parts, nesting), nesting, cost)
+        candidate = Candidate(_spans(parts, nesting), nesting, cost)
         if self.best is None:
-            self.best = found
+            self.best = candidate
         elif cost < self.best.cost:
             if cost < self.best.cost - SAME:
                 self.runner_up = self.best
-            self.best = found
+            self.best = candidate
         elif cost > self.best.cost + SAME:
-            self.runner_up = found
-
-
-def _natural(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Later axes inside."""
-    return tuple(axis for axis in reversed(range(len(sizes))) if sizes[axis] > 1)
+            self.runner_up = candidate
 
 
 def _spans(parts: IntArray, nesting: Nesting) -> tuple[Span, ...]:
@@ -512,7 +512,7 @@ def best_walk(network: Network, span: Span, rings: bool = True) -> Walk:
         >>> best_walk(network, Span((2, 4, 1)), rings=False).max_hops
         4
     """
-    found: tuple[tuple[int, int, int], Walk] | None = None
+    best: tuple[tuple[int, int, int], Walk] | None = None
     active = [dim for dim in (2, 1, 0) if span.sizes[dim] > 1]
     idle = [dim for dim in (2, 1, 0) if span.sizes[dim] == 1]
     for rank, kind in enumerate(KINDS if rings and len(active) > 1 else KINDS[:1]):
@@ -523,11 +523,11 @@ def best_walk(network: Network, span: Span, rings: bool = True) -> Walk:
                 continue
             longest, total = _hops(network, members)
             key = (longest, total, rank)
-            if found is None or key < found[0]:
-                found = key, Walk(kind, (x, y, z), members, longest)
-    if found is None:
+            if best is None or key < best[0]:
+                best = key, Walk(kind, (x, y, z), members, longest)
+    if best is None:
         raise RuntimeError(f"{span} has no walk")  # rows there always are
-    return found[1]
+    return best[1]
 
 
 def gathers_at_once(network: Network, span: Span, chip: str | None = None) -> bool:
@@ -596,35 +596,25 @@ def _members(span: Span, kind: WalkKind, order: Shape3) -> IntArray | None:
         return span_members(replace(span, order=order, snake=kind == "snake"))
     # A snake through the inner dims makes them one row; the ring goes down that grid and back.
     outer = next(dim for dim in order if span.sizes[dim] > 1)
-    inner = replace(span, sizes=_with(span.sizes, outer, 1), order=_first(order, outer), snake=True)
-    row = span_members(inner)
     count = span.sizes[outer]
     if count % 2:
         return None
+    sizes, inner = list(span.sizes), [dim for dim in order if dim != outer]
+    sizes[outer] = 1
+    row = span_members(
+        replace(
+            span,
+            sizes=(sizes[0], sizes[1], sizes[2]),
+            order=(outer, inner[0], inner[1]),
+            snake=True,
+        )
+    )
     starts, columns = row[:1], row[1:]
-    shifts = [number * span.strides[outer] for number in range(count)]
-    down = [
-        _moved(columns[::-1] if number % 2 else columns, outer, shift)
-        for number, shift in enumerate(shifts)
-    ]
-    back = [_moved(starts, outer, shift) for shift in reversed(shifts[1:])]
+    step = np.zeros(3, np.int64)
+    step[outer] = span.strides[outer]
+    down = [(columns[::-1] if n % 2 else columns) + n * step for n in range(count)]
+    back = [starts + n * step for n in reversed(range(1, count))]
     return np.concatenate([starts, *down, *back])
-
-
-def _with(sizes: Shape3, dim: int, size: int) -> Shape3:
-    changed = [size if number == dim else each for number, each in enumerate(sizes)]
-    return (changed[0], changed[1], changed[2])
-
-
-def _first(order: Shape3, dim: int) -> Shape3:
-    rest = [each for each in order if each != dim]
-    return (dim, rest[0], rest[1])
-
-
-def _moved(chips: IntArray, dim: int, steps: int) -> IntArray:
-    moved = chips.copy()
-    moved[:, dim] += steps
-    return moved
 
 
 def _hops(network: Network, members: IntArray) -> tuple[int, int]:

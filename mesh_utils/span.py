@@ -79,12 +79,12 @@ def span_members(span: Span) -> NDArray[np.int64]:
     outer_first = tuple(span.sizes[dim] for dim in span.order)
     digits = np.indices(outer_first).reshape(3, -1)
     if span.snake:
-        counted = digits.copy()
+        row_digits = digits.copy()
         for place in (1, 2):
             # A row is walked backwards where its number, counted through all outer dims, is odd.
-            number = np.ravel_multi_index(tuple(counted[:place]), outer_first[:place])
-            flipped = outer_first[place] - 1 - counted[place]
-            digits[place] = np.where(number % 2 == 1, flipped, counted[place])
+            number = np.ravel_multi_index(tuple(row_digits[:place]), outer_first[:place])
+            flipped = outer_first[place] - 1 - row_digits[place]
+            digits[place] = np.where(number % 2 == 1, flipped, row_digits[place])
     members = np.zeros((digits.shape[1], 3), np.int64)
     for place, dim in enumerate(span.order):
         members[:, dim] = digits[place] * span.strides[dim]

@@ -93,11 +93,9 @@ def periods(box: Box) -> IntArray:
     for dim in range(3):
         if not wrap[dim]:
             continue
-        row = [shape[dim] if other == dim else 0 for other in range(3)]
+        row = [shape[dim] if d == dim else 0 for d in range(3)]
         if twist and shape[dim] == min(shape):
-            row = [
-                shape[dim] if other == dim or shape[other] > shape[dim] else 0 for other in range(3)
-            ]
+            row = [shape[dim] if d == dim or shape[d] > shape[dim] else 0 for d in range(3)]
         rows.append(row)
     return np.array(rows, np.int64).reshape(-1, 3)
 
@@ -145,18 +143,14 @@ def canonical(box: Box, chips: IntArray) -> IntArray:
         [0, 0, 5]
     """
     rows = periods(box)
-    found = chips.copy()
+    places = chips.copy()
     # The periods of short dims shift long ones too, so that those are set right last.
     for row in rows[np.argsort([-np.count_nonzero(row) for row in rows], kind="stable")]:
-        dim = int(np.flatnonzero(row)[0]) if np.count_nonzero(row) == 1 else _own_dim(box, row)
-        found = found - (found[..., dim] // box[0][dim])[..., None] * row
-    return found
-
-
-def _own_dim(box: Box, row: IntArray) -> int:
-    """The short dim that a period belongs to: the one in which long dims do not share."""
-    used = np.flatnonzero(row)
-    return int(next(dim for dim in used if box[0][dim] == min(box[0])))
+        dims: list[int] = np.flatnonzero(row).tolist()
+        # The dim that it belongs to: of several the short one, which the long ones do not share.
+        dim = next(d for d in dims if len(dims) == 1 or box[0][d] == min(box[0]))
+        places = places - (places[..., dim] // box[0][dim])[..., None] * row
+    return places
 
 
 # ------------------------------------------------------------------------------------------ Places
@@ -192,22 +186,8 @@ class Places:
     devices: tuple[Device, ...] = ()
 
 
-def synthetic_places(shape: Shape3, host: Shape3, cores: int, num_slices: int) -> Places:
-    """Places devices as libtpu does.
-
-    Args:
-        shape: chips of a slice in x, y and z.
-        host: chips of a host in x, y and z.
-        cores: devices per chip.
-        num_slices: how many slices.
-
-    Returns:
-        The places.
-
-    Example:
-        >>> synthetic_places((4, 2, 1), (2, 2, 1), 1, 1).ids.tolist()
-        [0, 1, 4, 5, 2, 3, 6, 7]
-    """
+def _synthetic_places(shape: Shape3, host: Shape3, cores: int, num_slices: int) -> Places:
+    """The places of devices as libtpu lists them."""
     z, y, x, core = np.indices((*reversed(shape), cores)).reshape(4, -1)
     hosts = [-(-size // part) for size, part in zip(shape, host, strict=True)]
     process = x // host[0] + hosts[0] * (y // host[1] + hosts[1] * (z // host[2]))
@@ -223,23 +203,8 @@ def synthetic_places(shape: Shape3, host: Shape3, cores: int, num_slices: int) -
     )
 
 
-def devices_at(places: Places, kind: str, several: bool, on_torus: bool) -> tuple[Device, ...]:
-    """Makes the devices of places.
-
-    Args:
-        places: where they are.
-        kind: the name of their chip.
-        several: whether there are several slices, so that they have a slice_index.
-        on_torus: whether they have coordinates.
-
-    Returns:
-        The devices, in the same order.
-
-    Example:
-        >>> places = synthetic_places((2, 1, 1), (2, 1, 1), 1, 1)
-        >>> devices_at(places, "TPU v4", False, True)[1].coords
-        (1, 0, 0)
-    """
+def _devices_at(places: Places, kind: str, several: bool, on_torus: bool) -> tuple[Device, ...]:
+    """The devices of places, in the same order."""
     columns = (places.ids, places.processes, places.slices, places.coords, places.cores)
     return tuple(
         Device(
@@ -254,25 +219,6 @@ def devices_at(places: Places, kind: str, several: bool, on_torus: bool) -> tupl
             *(column.tolist() for column in columns), strict=True
         )
     )
-
-
-def fills(places: Places, sizes: tuple[int, ...]) -> bool:
-    """Whether every place of a box has one device.
-
-    Args:
-        places: where the devices are.
-        sizes: slices, chips in x, y and z, and devices per chip.
-
-    Returns:
-        True if none is missing, none is twice, and none lies outside.
-
-    Example:
-        >>> fills(synthetic_places((2, 2, 1), (2, 2, 1), 1, 1), (1, 2, 2, 1, 1))
-        True
-    """
-    keys = np.column_stack([places.slices, places.coords, places.cores])
-    inside = bool(((keys >= 0) & (keys < np.array(sizes))).all())
-    return inside and len(np.unique(keys, axis=0)) == len(keys) == int(np.prod(sizes))
 
 
 # ------------------------------------------------------- Settles the wrap and the twist of a slice
@@ -299,7 +245,7 @@ class Links:
     assumptions: tuple[str, ...] = ()
 
 
-def settle_links(
+def _settle_links(
     name: str,
     chip: Chip | None,
     shape: Shape3,
@@ -307,34 +253,24 @@ def settle_links(
     twist: bool | None,
     allow_unreal: bool,
 ) -> Links:
-    """Settles wrap and twist of a whole slice.
-
-    Args:
-        name: the topology, as it was asked for.
-        chip: the chip; None where it is not known, and then nothing is looked up.
-        shape: the chips of the slice.
-        wrap: what the caller says of the wrap.
-        twist: what the caller says of the twist.
-        allow_unreal: whether the slice may be none that can be had.
-
-    Returns:
-        What holds.
-
-    Raises:
-        TopologyError: no real slice, or not with that wrap or twist.
-    """
-    said = read_wrap(name, wrap, shape)
+    """Wrap and twist of a whole slice: what the caller says, or the table; refused if unreal."""
+    flags = _read_wrap(name, wrap, shape)
     real = chip is not None and chip.slices.is_real(shape)
     if chip is not None and not real and not allow_unreal:
         _refuse_unreal(name, chip, shape)
-    known = chip.slices.wrap(shape) if chip is not None else None
-    if chip is not None and known is not None and said not in (None, known) and not allow_unreal:
+    table_wrap = chip.slices.wrap(shape) if chip is not None else None
+    if (
+        chip is not None
+        and table_wrap is not None
+        and flags not in (None, table_wrap)
+        and not allow_unreal
+    ):
         raise TopologyError(
-            f"Topology {name!r} was asked for with wrap={said}. A slice of {_text(chip, shape)} of "
-            f"{chip.title} has wrap={known} ({chip.slices.source}). "
+            f"Topology {name!r} was asked for with wrap={flags}. A slice of {_text(chip, shape)} "
+            f"of {chip.title} has wrap={table_wrap} ({chip.slices.source}). "
             "Leave wrap out, or pass allow_unreal=True."
         )
-    settled = known if said is None else said
+    settled = table_wrap if flags is None else flags
     assumptions: tuple[str, ...] = ()
     if twist is None and chip is not None and chip.slices.twists(shape):
         assumptions = (
@@ -342,23 +278,11 @@ def settle_links(
         )
     if twist:
         _refuse_twist(name, chip, shape, settled, allow_unreal)
-    return Links(settled, bool(twist), real and said in (None, known), assumptions)
+    return Links(settled, bool(twist), real and flags in (None, table_wrap), assumptions)
 
 
-def read_wrap(name: str, wrap: Sequence[bool] | None, shape: Shape3) -> Wrap3 | None:
-    """Reads a wrap.
-
-    Args:
-        name: the topology, for the message.
-        wrap: up to three flags; dims beyond them do not wrap.
-        shape: the chips of the box; dims of one or two chips do not wrap.
-
-    Returns:
-        The flags; None for None.
-
-    Raises:
-        TopologyError: they are no flags.
-    """
+def _read_wrap(name: str, wrap: Sequence[bool] | None, shape: Shape3) -> Wrap3 | None:
+    """Three flags of up to three; dims of one or two chips do not wrap."""
     if wrap is None:
         return None
     flags = tuple(wrap) if isinstance(wrap, (tuple, list)) else ()
@@ -375,74 +299,42 @@ def read_wrap(name: str, wrap: Sequence[bool] | None, shape: Shape3) -> Wrap3 | 
     )
 
 
-def read_shape(name: str, given: Sequence[SupportsIndex]) -> Shape3:
-    """Reads a box of chips.
-
-    Args:
-        name: the argument, for the message.
-        given: up to three positive integers.
-
-    Returns:
-        Chips in x, y and z.
-
-    Raises:
-        TopologyError: they are no such integers.
-
-    Example:
-        >>> read_shape("shape", (4, 2))
-        (4, 2, 1)
-    """
-    is_list = isinstance(given, (tuple, list))
-    sizes = [as_integer(size) or 0 for size in given] if is_list else []
+def _read_shape(name: str, shape: Sequence[SupportsIndex]) -> Shape3:
+    """Chips in x, y and z of up to three sizes."""
+    is_list = isinstance(shape, (tuple, list))
+    sizes = [as_integer(size) or 0 for size in shape] if is_list else []
     if not 1 <= len(sizes) <= 3 or min(sizes) < 1:
         raise TopologyError(
-            f"A topology was asked for with {name}={given!r}. That is no box of chips. "
+            f"A topology was asked for with {name}={shape!r}. That is no box of chips. "
             "Pass up to three positive integers: the chips in x, y and z."
         )
     padded = [*sizes, 1, 1]
     return (padded[0], padded[1], padded[2])
 
 
-def read_count(
-    name: str, named: int | None, given: SupportsIndex | None, what: str = "num_slices"
+def _read_count(
+    name: str, named: int | None, number: SupportsIndex | None, what: str = "num_slices"
 ) -> int:
-    """Reads a count that may be said twice.
-
-    Args:
-        name: the topology, for the message.
-        named: what its name says; None if nothing.
-        given: what the caller says; None if nothing.
-        what: the argument, for the message.
-
-    Returns:
-        The count; 1 where nobody says.
-
-    Raises:
-        TopologyError: no positive integer, or two counts that differ.
-
-    Example:
-        >>> read_count("v5e:4x4", None, 2)
-        2
-    """
-    count = None if given is None else as_integer(given)
-    bad = given is not None and count is None
+    """A count that a name and an argument may both say; 1 where neither does."""
+    count = None if number is None else as_integer(number)
+    bad = number is not None and count is None
     if named is not None and count is not None and named != count:
         raise TopologyError(
-            f"Topology {name!r} was asked for with {what}={given}. The name says {named}. "
+            f"Topology {name!r} was asked for with {what}={number}. The name says {named}. "
             f"Pass {what} or write it in the name, not two numbers."
         )
-    found = named if count is None else count
-    if bad or (found is not None and found < 1):
+    size = named if count is None else count
+    if bad or (size is not None and size < 1):
         raise TopologyError(
-            f"Topology {name!r} was asked for with {what}={given if named is None else named!r}. "
+            f"Topology {name!r} was asked for with {what}={number if named is None else named!r}. "
             f"That is no positive integer. Pass {what}=1 or more."
         )
-    if found is not None and found > _MOST:
+    if size is not None and size > _MOST:
         raise TopologyError(
-            f"Topology {name!r} was asked for with {what}={found}. There are not so many. Pass "
+            f"Topology {name!r} was asked for with {what}={size}. There are not so many. Pass "
             f"{what}={_MOST} or less."
         )
-    return found or 1
+    return size or 1
 
 
 def _refuse_unreal(name: str, chip: Chip, shape: Shape3) -> None:
@@ -552,24 +444,24 @@ class Topology:
             ...
             mesh_utils.errors.TopologyError: Topology 'v5e:8x12' was asked for. ...
         """
-        found = read_topology_name(name)
-        slices = read_count(name, found.num_slices, num_slices)
-        if found.twist is not None and twist is not None and found.twist != twist:
+        named = read_topology_name(name)
+        slices = _read_count(name, named.num_slices, num_slices)
+        if named.twist is not None and twist is not None and named.twist != twist:
             raise TopologyError(
                 f"Topology {name!r} was asked for with twist={twist}. The two differ. "
                 "Say it in the name, or with twist=, or in both alike."
             )
-        chip = found.chip
-        asked = found.twist if twist is None else twist
-        links = settle_links(name, chip, found.shape, wrap, asked, allow_unreal)
+        chip = named.chip
+        wants_twist = named.twist if twist is None else twist
+        links = _settle_links(name, chip, named.shape, wrap, wants_twist, allow_unreal)
         return cls(
             chip=chip,
-            shape=found.shape,
+            shape=named.shape,
             wrap=links.wrap,
             twist=links.twist,
             num_slices=slices,
             devices_per_chip=chip.devices_per_chip,
-            chips_per_host=_clipped(chip.chips_per_host, found.shape),
+            chips_per_host=_clipped(chip.chips_per_host, named.shape),
             origin=((0, 0, 0),) * slices,
             is_real=links.is_real,
             assumptions=links.assumptions,
@@ -610,11 +502,11 @@ class Topology:
             >>> Topology.synthetic((3, 5), wrap=(False, True), chips_per_host=(1, 1)).num_devices
             15
         """
-        box = read_shape("shape", shape)
-        slices = read_count("synthetic", None, num_slices)
-        cores = read_count("synthetic", None, devices_per_chip, "devices_per_chip")
-        links = settle_links("synthetic", None, box, wrap, twist, allow_unreal=True)
-        host = _clipped(read_shape("chips_per_host", chips_per_host), box)
+        box = _read_shape("shape", shape)
+        slices = _read_count("synthetic", None, num_slices)
+        cores = _read_count("synthetic", None, devices_per_chip, "devices_per_chip")
+        links = _settle_links("synthetic", None, box, wrap, twist, allow_unreal=True)
+        host = _clipped(_read_shape("chips_per_host", chips_per_host), box)
         topology = cls(
             chip, box, links.wrap, links.twist, slices, cores, host, ((0, 0, 0),) * slices, False
         )
@@ -663,20 +555,7 @@ class Topology:
             >>> Topology.from_devices(devices).name
             'v5e:4x4'
         """
-        found = read_topology(devices, chip, wrap, twist, slice_shape, granule, allow_unreal)
-        return cls(
-            chip=found.chip,
-            shape=found.shape,
-            wrap=found.links.wrap,
-            twist=found.links.twist,
-            num_slices=len(found.origin),
-            devices_per_chip=found.devices_per_chip,
-            chips_per_host=found.chips_per_host,
-            origin=found.origin,
-            is_real=found.links.is_real,
-            assumptions=found.links.assumptions,
-            _places=found.places,
-        )
+        return _read_topology(devices, chip, wrap, twist, slice_shape, granule, allow_unreal)
 
     @property
     def num_chips(self) -> int:
@@ -717,8 +596,8 @@ class Topology:
         """2 or 3; 0 where a switch joins the chips."""
         if self.chip is not None:
             return self.chip.torus_rank
-        known = self._places.devices if self._places else ()
-        return 0 if known and known[0].coords is None else 3
+        devices = self._places.devices if self._places else ()
+        return 0 if devices and devices[0].coords is None else 3
 
     @property
     def name(self) -> str:
@@ -738,7 +617,7 @@ class Topology:
         """Where each device is, as arrays."""
         if self._places is not None:
             return self._places
-        return synthetic_places(
+        return _synthetic_places(
             self.shape, self.chips_per_host, self.devices_per_chip, self.num_slices
         )
 
@@ -768,7 +647,7 @@ class Topology:
         if self._places is not None and self._places.devices:
             return self._places.devices
         kind = self.chip.device_kinds[0] if self.chip else "TPU"
-        return devices_at(self.places, kind, self.num_slices > 1, self.torus_rank > 0)
+        return _devices_at(self.places, kind, self.num_slices > 1, self.torus_rank > 0)
 
     def granules(self, granule: Granule = "slice") -> tuple[tuple[Device, ...], ...]:
         """Sorts its devices into granules.
@@ -803,7 +682,10 @@ class Topology:
             faults.append("a dim of one or two chips wraps")
         if len(self.origin) != self.num_slices:
             faults.append(f"{len(self.origin)} origins for {self.num_slices} slices")
-        if not fills(self.places, (self.num_slices, *self.shape, self.devices_per_chip)):
+        sizes = (self.num_slices, *self.shape, self.devices_per_chip)
+        keys = np.column_stack([self.places.slices, self.places.coords, self.places.cores])
+        inside = ((keys >= 0) & (keys < np.array(sizes))).all()
+        if not inside or not len(np.unique(keys, axis=0)) == len(keys) == math.prod(sizes):
             faults.append("its devices do not fill its boxes")
         if faults:
             raise TopologyError(
@@ -841,30 +723,7 @@ def _clipped(host: Shape3, shape: Shape3) -> Shape3:
 # Their slices, the box that each fills, the chip.
 
 
-@dataclass(frozen=True)
-class FoundTopology:
-    """What devices say, and what was settled with it.
-
-    Attributes:
-        chip: the chip; None where it is not known.
-        shape: the chips of the box that each slice fills.
-        origin: where the box of each slice begins.
-        devices_per_chip: devices per chip.
-        chips_per_host: the chips of one host.
-        links: wrap and twist.
-        places: where each device is.
-    """
-
-    chip: Chip | None
-    shape: Shape3
-    origin: tuple[Coords, ...]
-    devices_per_chip: int
-    chips_per_host: Shape3
-    links: Links
-    places: Places
-
-
-def read_topology(
+def _read_topology(
     devices: Iterable[object],
     chip: str | Chip | None,
     wrap: Sequence[bool] | None,
@@ -872,66 +731,59 @@ def read_topology(
     slice_shape: Sequence[SupportsIndex] | None,
     granule: Granule,
     allow_unreal: bool,
-) -> FoundTopology:
-    """Reads devices; the arguments are those of `Topology.from_devices`.
-
-    Args:
-        devices: the devices.
-        chip: the chip, where they do not tell.
-        wrap: what the caller says of the wrap.
-        twist: what the caller says of the twist.
-        slice_shape: the whole slice of which they are part.
-        granule: what makes devices one slice.
-        allow_unreal: whether they may be no real slice.
-
-    Returns:
-        What was found.
-
-    Raises:
-        MeshError: devices that are no topology; see `Topology.from_devices`.
-    """
+) -> Topology:
+    """Reads devices; the arguments are those of `Topology.from_devices`."""
     slices = granules(devices, granule)
-    found_chip = _chip_of(slices, chip)
+    known_chip = _chip_of(slices, chip)
     if slices[0][0].coords is None:
-        if found_chip is not None and found_chip.torus_rank:
+        if known_chip is not None and known_chip.torus_rank:
             raise TopologyError(
-                f"{sum(map(len, slices))} devices of {found_chip.title} were given without coords. "
+                f"{sum(map(len, slices))} devices of {known_chip.title} were given without coords. "
                 "A TPU's place on the torus decides its links. "
                 "Pass devices with coords, or Topology.parse a name."
             )
-        return _switched(slices, found_chip)
-    boxes = [_box(each) for each in slices]
+        return _switched(slices, known_chip)
+    boxes = [_box(group) for group in slices]
     shape, per_chip = boxes[0][1], boxes[0][2]
-    for number, (_, other, cores) in enumerate(boxes):
-        if (other, cores) != (shape, per_chip):
+    for number, (_, other_shape, cores) in enumerate(boxes):
+        if (other_shape, cores) != (shape, per_chip):
             raise TopologyError(
-                f"{len(slices)} slices were given. Slice {number} fills {shape_text(other)} chips "
-                f"of {cores} devices, slice 0 {shape_text(shape)} of {per_chip}: slices of one "
-                f"topology are alike. Leave devices out until each fills {shape_text(shape)}."
+                f"{len(slices)} slices were given. Slice {number} fills {shape_text(other_shape)} "
+                f"chips of {cores} devices, slice 0 {shape_text(shape)} of {per_chip}: slices of "
+                f"one topology are alike. Leave devices out until each fills {shape_text(shape)}."
             )
     origin = tuple(box[0] for box in boxes)
-    whole = shape if slice_shape is None else read_shape("slice_shape", slice_shape)
-    asked = "devices"
-    if found_chip is not None:
-        asked = f"{found_chip.name}:{shape_text(whole, found_chip.torus_rank)}"
+    full_shape = shape if slice_shape is None else _read_shape("slice_shape", slice_shape)
+    name = "devices"
+    if known_chip is not None:
+        name = f"{known_chip.name}:{shape_text(full_shape, known_chip.torus_rank)}"
     if slice_shape is not None:
-        links = _of_part(asked, found_chip, whole, shape, origin, wrap, twist, allow_unreal)
+        links = _of_part(name, known_chip, full_shape, shape, origin, wrap, twist, allow_unreal)
     elif any(map(any, origin)):
-        known = found_chip.slices.part_wrap(shape) if found_chip else None
-        links = Links(read_wrap(asked, wrap, shape) or known, bool(twist), False)
+        part_wrap = known_chip.slices.part_wrap(shape) if known_chip else None
+        links = Links(_read_wrap(name, wrap, shape) or part_wrap, bool(twist), False)
     else:
-        links = _of_whole(asked, found_chip, shape, wrap, twist, allow_unreal)
-    host = (2, 2, 1) if found_chip is None else found_chip.chips_per_host
-    x, y, z = (min(part, size) for part, size in zip(host, shape, strict=True))
-    return FoundTopology(
-        found_chip, shape, origin, per_chip, (x, y, z), links, _places(slices, origin)
+        links = _of_whole(name, known_chip, shape, wrap, twist, allow_unreal)
+    host = (2, 2, 1) if known_chip is None else known_chip.chips_per_host
+    return Topology(
+        chip=known_chip,
+        shape=shape,
+        wrap=links.wrap,
+        twist=links.twist,
+        num_slices=len(slices),
+        devices_per_chip=per_chip,
+        chips_per_host=_clipped(host, shape),
+        origin=origin,
+        is_real=links.is_real,
+        assumptions=links.assumptions,
+        _places=_places(slices, origin),
     )
 
 
 def _chip_of(slices: tuple[tuple[Device, ...], ...], chip: str | Chip | None) -> Chip | None:
     if chip is not None:
         return find_chip(chip) if isinstance(chip, str) else chip
-    kinds = {device.kind for each in slices for device in each}
+    kinds = {device.kind for group in slices for device in group}
     if len(kinds) > 1:
         raise TopologyError(
             f"Devices of {len(kinds)} kinds were given: {', '.join(sorted(kinds)[:3])}. "
@@ -971,11 +823,11 @@ def _refuse_holes(counts: NDArray[np.int64], low: NDArray[np.int64], shape: Shap
             f"{counts.sum()} devices were given, {counts[tuple(places[0])]} of them at {where}. "
             "A place has one device. Pass each device once, with its own coords and core_on_chip."
         )
-    whole = _largest_box(counts)
+    full_box = _largest_box(counts)
     raise TopologyError(
         f"{counts.sum()} devices were given in a box of {shape_text(shape)} chips of "
         f"{counts.shape[3]}. There is none at {where}, with {len(places)} places empty. "
-        f"Pass the devices of a whole box, such as {shape_text(whole)} from the first chip on."
+        f"Pass the devices of a whole box, such as {shape_text(full_box)} from the first chip on."
     )
 
 
@@ -1001,21 +853,21 @@ def _of_whole(
     real = chip is not None and chip.slices.is_real(shape)
     if chip is None or not real:
         # It may be a part of a slice, so that nothing can be refused.
-        links = settle_links(name, None, shape, wrap, twist, allow_unreal=True)
-        known = chip.slices.part_wrap(shape) if chip else None
-        return Links(links.wrap or known, links.twist, False)
-    links = settle_links(name, chip, shape, wrap, twist, allow_unreal)
-    said = (
+        links = _settle_links(name, None, shape, wrap, twist, allow_unreal=True)
+        part_wrap = chip.slices.part_wrap(shape) if chip else None
+        return Links(links.wrap or part_wrap, links.twist, False)
+    links = _settle_links(name, chip, shape, wrap, twist, allow_unreal)
+    assumption = (
         f"a whole slice: the devices fill {chip.name}:{shape_text(shape, chip.torus_rank)} from "
         "(0, 0, 0), as a part of a larger slice could too",
     )
-    return replace(links, assumptions=(*(said if wrap is None else ()), *links.assumptions))
+    return replace(links, assumptions=(*(assumption if wrap is None else ()), *links.assumptions))
 
 
 def _of_part(
     name: str,
     chip: Chip | None,
-    whole: Shape3,
+    slice_shape: Shape3,
     shape: Shape3,
     origin: tuple[Coords, ...],
     wrap: Sequence[bool] | None,
@@ -1025,35 +877,42 @@ def _of_part(
     """Links of a part of a slice: a dim wraps where the part reaches across all of it."""
     for start in origin:
         ends = [first + size for first, size in zip(start, shape, strict=True)]
-        if any(end > size for end, size in zip(ends, whole, strict=True)):
+        if any(end > size for end, size in zip(ends, slice_shape, strict=True)):
             raise TopologyError(
                 f"Devices of {shape_text(shape)} chips from {start} on were given with "
-                f"slice_shape={whole}. They reach beyond that slice. "
+                f"slice_shape={slice_shape}. They reach beyond that slice. "
                 f"Pass the shape of the slice of which they are part, {tuple(ends)} or more."
             )
-    links = settle_links(name, chip, whole, None, twist, allow_unreal)
-    is_whole = whole == shape
+    links = _settle_links(name, chip, slice_shape, None, twist, allow_unreal)
+    is_whole = slice_shape == shape
     if links.twist and not is_whole:
         raise TopologyError(
             f"Devices of {shape_text(shape)} chips were given as part of a twisted "
-            f"slice_shape={whole}. Its wrap links leave the part, so that it is no twisted torus. "
-            "Pass twist=False and the wrap of the part, or all devices of the slice."
+            f"slice_shape={slice_shape}. Its wrap links leave the part, so that it is no twisted "
+            "torus. Pass twist=False and the wrap of the part, or all devices of the slice."
         )
-    said = read_wrap(name, wrap, shape)
-    if links.wrap is None or said is not None:
-        return Links(said, links.twist, is_whole and links.is_real, links.assumptions)
-    covered = [links.wrap[d] and shape[d] == whole[d] and shape[d] > 2 for d in range(3)]
+    flags = _read_wrap(name, wrap, shape)
+    if links.wrap is None or flags is not None:
+        return Links(flags, links.twist, is_whole and links.is_real, links.assumptions)
+    covered = [links.wrap[d] and shape[d] == slice_shape[d] and shape[d] > 2 for d in range(3)]
     wraps = (covered[0], covered[1], covered[2])
     return Links(wraps, links.twist, is_whole and links.is_real, links.assumptions)
 
 
 def _places(slices: tuple[tuple[Device, ...], ...], origin: tuple[Coords, ...]) -> Places:
     ordered = [
-        sorted(each, key=lambda device: (device.process_index or 0, _by_place(device)))
-        for each in slices
+        sorted(
+            group,
+            key=lambda device: (
+                device.process_index or 0,
+                *reversed(device.coords or (0, 0, 0)),
+                device.core_on_chip,
+            ),
+        )
+        for group in slices
     ]
-    flat = [device for each in ordered for device in each]
-    index = np.repeat(np.arange(len(slices)), [len(each) for each in ordered])
+    flat = [device for group in ordered for device in group]
+    index = np.repeat(np.arange(len(slices)), [len(group) for group in ordered])
     chips = np.array([device.coords for device in flat], np.int64)
     return Places(
         ids=np.array([device.id for device in flat], np.int64),
@@ -1065,19 +924,14 @@ def _places(slices: tuple[tuple[Device, ...], ...], origin: tuple[Coords, ...]) 
     )
 
 
-def _by_place(device: Device) -> tuple[int, int, int, int]:
-    x, y, z = device.coords or (0, 0, 0)
-    return (z, y, x, device.core_on_chip)
-
-
 def _process(device: Device) -> int:
     return -1 if device.process_index is None else device.process_index
 
 
-def _switched(slices: tuple[tuple[Device, ...], ...], chip: Chip | None) -> FoundTopology:
+def _switched(slices: tuple[tuple[Device, ...], ...], chip: Chip | None) -> Topology:
     """GPUs and bare ids: a granule is a row of devices behind one switch."""
     size = len(slices[0])
-    flat = [device for each in slices for device in each]
+    flat = [device for group in slices for device in group]
     host = min(size, chip.chips_per_host[0]) if chip else size
     places = Places(
         ids=np.array([device.id for device in flat], np.int64),
@@ -1089,8 +943,19 @@ def _switched(slices: tuple[tuple[Device, ...], ...], chip: Chip | None) -> Foun
         cores=np.zeros(len(flat), np.int64),
         devices=tuple(flat),
     )
-    said = "a switch: the devices have no coords, so that those of a granule are taken to be alike"
-    unknown = () if chip is not None else (said,)
-    links = Links((False, False, False), False, chip is not None, unknown)
-    origin: tuple[Coords, ...] = ((0, 0, 0),) * len(slices)
-    return FoundTopology(chip, (size, 1, 1), origin, 1, (host, 1, 1), links, places)
+    assumption = (
+        "a switch: the devices have no coords, so that those of a granule are taken to be alike"
+    )
+    return Topology(
+        chip=chip,
+        shape=(size, 1, 1),
+        wrap=(False, False, False),
+        twist=False,
+        num_slices=len(slices),
+        devices_per_chip=1,
+        chips_per_host=(host, 1, 1),
+        origin=((0, 0, 0),) * len(slices),
+        is_real=chip is not None,
+        assumptions=() if chip is not None else (assumption,),
+        _places=places,
+    )

@@ -270,20 +270,20 @@ def part_groups(mesh: Mesh, axes: Sequence[Axis]) -> IntArray:
         >>> part_groups(Mesh.arange((2, 4), ("dp", "tp")), ("tp:(2)2",)).tolist()
         [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
-    wanted = [_read_axis(mesh, axis) for axis in axes]
+    axis_parts = [_read_axis(mesh, axis) for axis in axes]
     shape: list[int] = []
     members: list[int] = []
     for place, size in enumerate(mesh.mesh_shape):
-        parts = [(outer, part) for number, outer, part in wanted if number == place]
+        parts = [(outer, part) for number, outer, part in axis_parts if number == place]
         for outer, inner in pairwise(_cuts(mesh, place, parts)):
             if any(start <= outer < start * part for start, part in parts):
                 members.append(len(shape))
             shape.append(inner // outer)
         if size == 1:
             shape.append(1)
-    others = [number for number in range(len(shape)) if number not in members]
+    outer_dims = [number for number in range(len(shape)) if number not in members]
     width = math.prod(shape[number] for number in members)
-    return mesh.device_ids.reshape(shape).transpose(*others, *members).reshape(-1, width)
+    return mesh.device_ids.reshape(shape).transpose(*outer_dims, *members).reshape(-1, width)
 
 
 def _cuts(mesh: Mesh, place: int, parts: Iterable[tuple[int, int]]) -> list[int]:

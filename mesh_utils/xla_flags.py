@@ -161,15 +161,17 @@ class FlagTable:
         Raises:
             JobError: one of them does not hold: a fault of the file.
         """
-        known = {chip.name for chip in chips()}
+        chip_names = {chip.name for chip in chips()}
         faults: list[str] = []
-        for each in self.sets.values():
-            pairs = [(flag.name, chip) for flag in each.flags for chip in flag.hardware]
+        for flag_set in self.sets.values():
+            pairs = [(flag.name, chip) for flag in flag_set.flags for chip in flag.hardware]
             twice = sorted({pair for pair in pairs if pairs.count(pair) > 1})
-            faults += [f"{each.name} has {name} twice for {chip}" for name, chip in twice]
-            faults += [f"{name} is for {chip!r}" for name, chip in pairs if chip not in known]
-            faults += [f"{flag.name} is no flag" for flag in each.flags if not _is_flag(flag)]
-            faults += [f"{each.name} is for when={each.when!r}"] * (each.when not in _WHEN)
+            faults += [f"{flag_set.name} has {name} twice for {chip}" for name, chip in twice]
+            faults += [f"{name} is for {chip!r}" for name, chip in pairs if chip not in chip_names]
+            faults += [f"{flag.name} is no flag" for flag in flag_set.flags if not _is_flag(flag)]
+            faults += [f"{flag_set.name} is for when={flag_set.when!r}"] * (
+                flag_set.when not in _WHEN
+            )
         if faults:
             raise JobError(
                 f"The table of XLA flags was checked. It cannot be: {'; '.join(faults)}. "
@@ -194,10 +196,10 @@ def flag_table() -> FlagTable:
     import yaml  # it takes longer to import than all of mesh_utils
 
     text = files("tpu_configs").joinpath("xla_flags.yaml").read_text(encoding="utf-8")
-    data = cast("dict[str, Any]", yaml.safe_load(text))
-    sources = {key: " ".join(source.split()) for key, source in data["sources"].items()}
-    sets = {name: _read_set(name, each, sources) for name, each in data["sets"].items()}
-    table = FlagTable(sets, tuple(_read_unsafe(*item) for item in data["unsafe"].items()))
+    document = cast("dict[str, Any]", yaml.safe_load(text))
+    sources = {key: " ".join(source.split()) for key, source in document["sources"].items()}
+    sets = {name: _read_set(name, entry, sources) for name, entry in document["sets"].items()}
+    table = FlagTable(sets, tuple(_read_unsafe(*entry) for entry in document["unsafe"].items()))
     table.check_valid()
     return table
 
@@ -233,24 +235,24 @@ def flags_for(
         ...
         mesh_utils.errors.JobError: The set of XLA flags 'dnc' was asked for. ... Pass 'dcn', ...
     """
-    found = find_chip(chip) if isinstance(chip, str) else chip
+    target = find_chip(chip) if isinstance(chip, str) else chip
     merged: dict[str, XlaFlag] = {}
     for name in default_sets(num_slices) if sets is None else sets:
-        chosen = _flags_of(name, found)
-        if not chosen and sets is not None:
-            raise _unknown_set(name, found)
-        for flag in chosen:
-            other = merged.setdefault(flag.name, flag)
-            if other.value != flag.value:
+        fitting = _flags_of(name, target)
+        if not fitting and sets is not None:
+            raise _unknown_set(name, target)
+        for flag in fitting:
+            earlier = merged.setdefault(flag.name, flag)
+            if earlier.value != flag.value:
                 raise JobError(
-                    f"The sets of XLA flags {other.flag_set!r} and {name!r} were asked for. They "
-                    f"give {flag.name} the values {other.value} and {flag.value}. "
+                    f"The sets of XLA flags {earlier.flag_set!r} and {name!r} were asked for. They "
+                    f"give {flag.name} the values {earlier.value} and {flag.value}. "
                     f"Pass one of the two, or {flag.name} under flags."
                 )
     for name, value in (own or {}).items():
-        merged[name] = _own_flag(name, value, found, merged)
+        merged[name] = _own_flag(name, value, target, merged)
     for unsafe in flag_table().unsafe:
-        _refuse_unsafe(unsafe, found, {name: flag.value for name, flag in merged.items()})
+        _refuse_unsafe(unsafe, target, {name: flag.value for name, flag in merged.items()})
     return tuple(merged.values())
 
 
@@ -268,9 +270,9 @@ def flag_environment(chip: str | Chip, flags: Iterable[XlaFlag]) -> dict[str, st
         >>> flag_environment("h100", flags_for("h100", 1, [], {"xla_gpu_graph_level": 0}))
         {'XLA_FLAGS': '--xla_gpu_graph_level=0'}
     """
-    found = find_chip(chip) if isinstance(chip, str) else chip
+    target = find_chip(chip) if isinstance(chip, str) else chip
     text = " ".join(map(str, flags))
-    return {_ENVIRONMENT[found.platform]: text} if text else {}
+    return {_ENVIRONMENT[target.platform]: text} if text else {}
 
 
 def default_sets(num_slices: int) -> list[str]:
@@ -287,47 +289,49 @@ def default_sets(num_slices: int) -> list[str]:
         ['latency-hiding', 'dcn']
     """
     fitting = ("always", "several_slices") if num_slices > 1 else ("always",)
-    return [name for name, each in flag_table().sets.items() if each.when in fitting]
+    return [name for name, flag_set in flag_table().sets.items() if flag_set.when in fitting]
 
 
 def _flags_of(name: str, chip: Chip) -> tuple[XlaFlag, ...]:
-    found = flag_table().sets.get(name)
-    if found is None:
+    flag_set = flag_table().sets.get(name)
+    if flag_set is None:
         raise _unknown_set(name, chip)
-    return tuple(flag for flag in found.flags if chip.name in flag.hardware)
+    return tuple(flag for flag in flag_set.flags if chip.name in flag.hardware)
 
 
 def _unknown_set(name: str, chip: Chip) -> JobError:
-    known = flag_table().sets
-    fitting = [each for each in known if _flags_of(each, chip)]
+    sets = flag_table().sets
+    fitting = [set_name for set_name in sets if _flags_of(set_name, chip)]
     near = get_close_matches(str(name), fitting, n=1, cutoff=0.3)
-    others = [each for each in fitting if each not in near]
-    why = f"It has none for {chip.title}" if name in known else "There is no such set"
+    far = [set_name for set_name in fitting if set_name not in near]
+    why = f"It has none for {chip.title}" if name in sets else "There is no such set"
     return JobError(
         f"The set of XLA flags {name!r} was asked for. {why}. "
-        f"Pass {', '.join(map(repr, [*near, *others]))}, or no set."
+        f"Pass {', '.join(map(repr, [*near, *far]))}, or no set."
     )
 
 
 def _own_flag(name: str, value: object, chip: Chip, merged: Mapping[str, XlaFlag]) -> XlaFlag:
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    made = XlaFlag(name, text, (chip.name,), "asked for by the job", "the job")
+    flag = XlaFlag(name, text, (chip.name,), "asked for by the job", "the job")
     plain = isinstance(value, (bool, int, float, str))
-    if not plain or not _is_flag(made):
+    if not plain or not _is_flag(flag):
         raise JobError(
             f"The XLA flag {name!r} was asked for with the value {value!r}. A flag is "
             "xla_..., megascale_... or tpu_... without dashes, and its value has no spaces and no "
             "quotes. Pass such as xla_tpu_scoped_vmem_limit_kib: 98304."
         )
-    other = {"tpu": "xla_gpu_", "gpu": "xla_tpu_"}[chip.platform]
-    if name.startswith((other, "megascale_") if chip.platform == "gpu" else other):
+    foreign_prefix = {"tpu": "xla_gpu_", "gpu": "xla_tpu_"}[chip.platform]
+    if name.startswith(
+        (foreign_prefix, "megascale_") if chip.platform == "gpu" else foreign_prefix
+    ):
         near = get_close_matches(name, _names_for(chip), n=1, cutoff=0.3)
         instead = f"Pass {near[0]}, or" if near else "Pass"
         raise JobError(
             f"The XLA flag {name!r} was asked for on {chip.title}. It is a flag of other hardware, "
             f"and the program would not start. {instead} a flag of a {chip.platform.upper()}."
         )
-    return made
+    return flag
 
 
 def _refuse_unsafe(unsafe: UnsafeFlags, chip: Chip, values: Mapping[str, str]) -> None:
@@ -344,7 +348,7 @@ def _refuse_unsafe(unsafe: UnsafeFlags, chip: Chip, values: Mapping[str, str]) -
 
 
 def _names_for(chip: Chip) -> list[str]:
-    every = [flag for each in flag_table().sets.values() for flag in each.flags]
+    every = [flag for flag_set in flag_table().sets.values() for flag in flag_set.flags]
     return [flag.name for flag in every if chip.name in flag.hardware]
 
 
@@ -352,8 +356,8 @@ def _is_flag(flag: XlaFlag) -> bool:
     return bool(_NAME.fullmatch(flag.name)) and not re.search(r"[\s'\"\\$`]", flag.value)
 
 
-def _read_set(name: str, data: Mapping[str, Any], sources: Mapping[str, str]) -> FlagSet:
-    rows = cast("list[dict[str, Any]]", data["flags"])
+def _read_set(name: str, entry: Mapping[str, Any], sources: Mapping[str, str]) -> FlagSet:
+    rows = cast("list[dict[str, Any]]", entry["flags"])
     flags = tuple(
         XlaFlag(
             name=row["name"],
@@ -366,21 +370,21 @@ def _read_set(name: str, data: Mapping[str, Any], sources: Mapping[str, str]) ->
         )
         for row in rows
     )
-    slow = SlowCompile(**data["slow"]) if "slow" in data else None
-    return FlagSet(name, data["when"], data["reason"], flags, slow)
+    slow = SlowCompile(**entry["slow"]) if "slow" in entry else None
+    return FlagSet(name, entry["when"], entry["reason"], flags, slow)
 
 
-def _read_unsafe(name: str, data: Mapping[str, Any]) -> UnsafeFlags:
-    hardware = _chip_names(data["hardware"])
-    return UnsafeFlags(name, data["flags"], data["unless"], hardware, data["reason"])
+def _read_unsafe(name: str, entry: Mapping[str, Any]) -> UnsafeFlags:
+    hardware = _chip_names(entry["hardware"])
+    return UnsafeFlags(name, entry["flags"], entry["unless"], hardware, entry["reason"])
 
 
 def _chip_names(written: Sequence[str]) -> tuple[str, ...]:
-    found: list[str] = []
+    names: list[str] = []
     for name in written:
         of_platform = [chip.name for chip in chips() if chip.platform == name]
-        found += of_platform or [name]
-    return tuple(found)
+        names += of_platform or [name]
+    return tuple(names)
 
 
 # ---------------------------------------- Which versions of libtpu and jaxlib took which XLA flags
@@ -428,20 +432,20 @@ def trials() -> tuple[Trial, ...]:
     return read_trials(cast("dict[str, Any]", yaml.safe_load(text)))
 
 
-def read_trials(data: dict[str, Any]) -> tuple[Trial, ...]:
+def read_trials(document: dict[str, Any]) -> tuple[Trial, ...]:
     """Reads trials from the data of the file.
 
     Args:
-        data: what YAML made of it.
+        document: what YAML made of it.
 
     Returns:
         The trials.
     """
-    found: list[Trial] = []
+    rows: list[Trial] = []
     for compiler in COMPILERS.values():
-        versions = list(data[compiler]["versions"])
-        for row in data[compiler]["trials"]:
-            found.append(
+        versions = list(document[compiler]["versions"])
+        for row in document[compiler]["trials"]:
+            rows.append(
                 Trial(
                     sets=tuple(row.get("sets", ())),
                     unsafe=row.get("unsafe", ""),
@@ -452,7 +456,7 @@ def read_trials(data: dict[str, Any]) -> tuple[Trial, ...]:
                     said=row.get("said", {}),
                 )
             )
-    return tuple(found)
+    return tuple(rows)
 
 
 def digest(flags: Iterable[object]) -> str:
@@ -471,12 +475,12 @@ def digest(flags: Iterable[object]) -> str:
     return hashlib.sha256(" ".join(map(str, flags)).encode()).hexdigest()[:8]
 
 
-def same_version(one: str, other: str) -> bool:
+def same_version(version: str, other_version: str) -> bool:
     """Whether two versions of a compiler have their first three numbers in common.
 
     Args:
-        one: a version.
-        other: another one.
+        version: a version.
+        other_version: another one.
 
     Returns:
         Whether they are the same to JAX.
@@ -485,17 +489,19 @@ def same_version(one: str, other: str) -> bool:
         >>> same_version("0.0.50", "0.0.50.1"), same_version("0.0.50.1", "0.0.52")
         (True, False)
     """
-    return _three(one) == _three(other)
+    return _three(version) == _three(other_version)
 
 
-def check_taken(flags: Sequence[XlaFlag], chip: str | Chip, version: str, asked: str) -> list[str]:
+def check_taken(
+    flags: Sequence[XlaFlag], chip: str | Chip, version: str, subject: str
+) -> list[str]:
     """Refuses flags that a version of the compiler was seen to refuse.
 
     Args:
         flags: the flags of a job.
         chip: its chip.
         version: of libtpu for a TPU, of jaxlib for a GPU.
-        asked: the job and where the version is from, to begin the message with.
+        subject: the job and where the version is from, to begin the message with.
 
     Returns:
         Notes: the sets that were not tried with that version.
@@ -508,25 +514,25 @@ def check_taken(flags: Sequence[XlaFlag], chip: str | Chip, version: str, asked:
         >>> check_taken(flags_for("v5e", 1), "v5e", "0.0.50.1", "A job")
         []
     """
-    found = find_chip(chip) if isinstance(chip, str) else chip
-    compiler = COMPILERS[found.platform]
+    target = find_chip(chip) if isinstance(chip, str) else chip
+    compiler = COMPILERS[target.platform]
     names = _sets_of(flags)
     tried: set[str] = set()
-    for trial in _trials_of(names, found):
-        for other, outcome in trial.outcomes.items():
-            if not same_version(version, other):
+    for trial in _trials_of(names, target):
+        for tried_version, outcome in trial.outcomes.items():
+            if not same_version(version, tried_version):
                 continue
             tried.update(trial.sets)
             if outcome != TOOK:
-                raise _refused(trial, other, compiler, asked)
+                raise _refused(trial, tried_version, compiler, subject)
     untried = [name for name in names if name not in tried]
     if not untried:
         return []
     many, be = ("set", "was") if len(untried) == 1 else ("sets", "were")
-    known = ", ".join(versions_of(compiler))
+    versions = ", ".join(versions_of(compiler))
     return [
         f"the {many} of XLA flags {', '.join(untried)} {be} not tried with {compiler} {version}, "
-        f"only with {known}"
+        f"only with {versions}"
     ]
 
 
@@ -545,13 +551,13 @@ def tried_text(flags: Sequence[XlaFlag], chip: str | Chip) -> str:
         >>> print(tried_text(flags_for("h100", 1), "h100").partition(",")[0])
         latency-hiding: taken by jaxlib 0.10.2
     """
-    found = find_chip(chip) if isinstance(chip, str) else chip
-    compiler = COMPILERS[found.platform]
+    target = find_chip(chip) if isinstance(chip, str) else chip
+    compiler = COMPILERS[target.platform]
     lines: list[str] = []
     for name in _sets_of(flags):
         took = [
             version
-            for trial in _trials_of([name], found)
+            for trial in _trials_of([name], target)
             for version, outcome in trial.outcomes.items()
             if outcome == TOOK
         ]
@@ -569,14 +575,14 @@ def versions_of(compiler: str) -> list[str]:
     Returns:
         The versions, the oldest first.
     """
-    platform = next(key for key, value in COMPILERS.items() if value == compiler)
-    found = {
+    platform = next(key for key, reader in COMPILERS.items() if reader == compiler)
+    versions = {
         version: None
         for trial in trials()
         if find_chip(trial.chip).platform == platform
         for version in trial.outcomes
     }
-    return list(found)
+    return list(versions)
 
 
 def _three(version: str) -> tuple[int, ...]:
@@ -595,13 +601,13 @@ def _trials_of(names: Sequence[str], chip: Chip) -> list[Trial]:
     ]
 
 
-def _refused(trial: Trial, version: str, compiler: str, asked: str) -> JobError:
-    takers = [other for other, outcome in trial.outcomes.items() if outcome == TOOK]
+def _refused(trial: Trial, version: str, compiler: str, subject: str) -> JobError:
+    takers = [taker for taker, outcome in trial.outcomes.items() if outcome == TOOK]
     many = "set" if len(trial.sets) == 1 else "sets"
-    others = f", or use {compiler} {' or '.join(takers)}" if takers else ""
+    alternative = f", or use {compiler} {' or '.join(takers)}" if takers else ""
     out = trial.sets[-1]
     return JobError(
-        f"{asked}. {compiler} {version} does not take its {many} of XLA flags "
+        f"{subject}. {compiler} {version} does not take its {many} of XLA flags "
         f"{' and '.join(trial.sets)}: {trial.said[version]}. "
-        f"Leave {out} out of xla_flags: sets (plan: --without-flags {out}){others}."
+        f"Leave {out} out of xla_flags: sets (plan: --without-flags {out}){alternative}."
     )

@@ -128,12 +128,12 @@ def render(
             f"{job.chip.title}. Pass one of {', '.join(launchers_for(job))}."
         )
     flag_notes(job)
-    known = (*_OPTIONS[launcher], *_FOR_ALL)
+    option_names = (*_OPTIONS[launcher], *_FOR_ALL)
     for option, value in options.items():
-        if option not in known:
+        if option not in option_names:
             raise JobError(
                 f"Job {job.name!r} was to be launched with {launcher} and {option}={value!r}. It "
-                f"has no such option. Pass {nearest(option, known)}."
+                f"has no such option. Pass {nearest(option, option_names)}."
             )
         _check_word(option, value, job)
     image = job.run.image if image is None else image
@@ -166,8 +166,8 @@ def flag_notes(job: JobConfig) -> list[str]:
     """
     flags, compiler = job.xla_flags(), COMPILERS[job.chip.platform]
     if job.compiler is not None:
-        asked = f"Job {job.name!r} was to be launched with {compiler} {job.compiler}"
-        return check_taken(flags, job.chip, job.compiler, asked)
+        subject = f"Job {job.name!r} was to be launched with {compiler} {job.compiler}"
+        return check_taken(flags, job.chip, job.compiler, subject)
     tried = tried_text(flags, job.chip).splitlines()
     say = (
         f"the job does not say which {compiler} will run (xla_flags: {compiler}); its sets of XLA "
@@ -197,24 +197,24 @@ def work_environment(
         >>> list(work_environment(JobConfig.load("llama3_8b_v5e"), {"A": "b"}, "gs://x/y"))
         ['LIBTPU_INIT_ARGS', 'XLA_DTENSOR_JOB', 'A', 'JAX_COMPILATION_CACHE_DIR']
     """
-    given = {**job.run.env, **env}
+    user_env = {**job.run.env, **env}
     cache = job.run.compile_cache if compile_cache is None else compile_cache
-    own = {JOB: job_text(job)} | ({} if cache is None else {COMPILE_CACHE: cache})
+    launcher_env = {JOB: job_text(job)} | ({} if cache is None else {COMPILE_CACHE: cache})
     flags = job.environment()
-    _check_env(given, job)
-    for name, value in given.items():
+    _check_env(user_env, job)
+    for name, value in user_env.items():
         if name in flags:
             raise JobError(
                 f"Job {job.name!r} was to be launched with {name}={value!r}. The job's XLA flags "
                 "are in that variable. Write them under xla_flags: flags in the job file."
             )
-        if name in own or name in (JOB, LOCAL_AXES):
+        if name in launcher_env or name in (JOB, LOCAL_AXES):
             where = "run: compile_cache" if name == COMPILE_CACHE else "its own keys"
             raise JobError(
                 f"Job {job.name!r} was to be launched with {name}={value!r}. The launcher sets "
                 f"that variable itself. Write it under {where} in the job file."
             )
-    return flags | {JOB: own.pop(JOB)} | given | own
+    return flags | {JOB: launcher_env.pop(JOB)} | user_env | launcher_env
 
 
 def _read_command(command: object, job: JobConfig) -> tuple[str, ...]:
@@ -239,14 +239,14 @@ def _check_env(env: Mapping[str, str], job: JobConfig) -> None:
             )
 
 
-def _check_word(name: str, value: str, job: JobConfig) -> str:
-    text = cast("object", value)
+def _check_word(name: str, word: str, job: JobConfig) -> str:
+    text = cast("object", word)
     if not isinstance(text, str) or not text or not re.fullmatch(r"[\x21-\x7e]+", text):
         raise JobError(
-            f"Job {job.name!r} was to be launched with {name}={value!r}. It has to be one word of "
+            f"Job {job.name!r} was to be launched with {name}={word!r}. It has to be one word of "
             f"printable ASCII. Pass such as {name}='a-name'."
         )
-    return value
+    return word
 
 
 def _fits(text: str) -> bool:

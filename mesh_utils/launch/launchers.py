@@ -59,10 +59,10 @@ def jobset(work: Work) -> str:
 
 
 def _check_name(work: Work, option: str, pattern: str, letters: str) -> None:
-    value = work.options.get(option)
-    if value is not None and not re.fullmatch(pattern, value):
+    label = work.options.get(option)
+    if label is not None and not re.fullmatch(pattern, label):
         raise JobError(
-            f"Job {work.job.name!r} was to be launched with {option}={value!r}. Kubernetes takes "
+            f"Job {work.job.name!r} was to be launched with {option}={label!r}. Kubernetes takes "
             f"at most 63 {letters} there, a letter or digit first and last. Pass such a name."
         )
 

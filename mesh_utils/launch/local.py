@@ -86,41 +86,44 @@ def local_plan(
         >>> print(*local_plan(JobConfig.load("mixtral_8x7b_v5p"), 2, 4, axes).axes)
         fsdp=2 ep=4
     """
-    asked = f"Job {job.name!r} was to run here on {processes} processes of {devices} devices"
+    request = f"Job {job.name!r} was to run here on {processes} processes of {devices} devices"
     if processes < 1 or devices < 1:
-        raise JobError(f"{asked}. There has to be one of each. Pass 1 or more of both.")
+        raise JobError(f"{request}. There has to be one of each. Pass 1 or more of both.")
     if axes is not None:
-        return _given(job, processes, devices, axes, asked)
+        return _plan_of_axes(job, processes, devices, axes, request)
     slices = max(n for n in range(1, min(processes, job.num_slices) + 1) if processes % n == 0)
     inside = processes // slices * devices
     there = job.topology().devices_per_slice
     if inside > there:
         raise JobError(
-            f"{asked}, {inside} for each of {slices} slices. A slice of the job has {there}, and "
+            f"{request}, {inside} for each of {slices} slices. A slice of the job has {there}, and "
             "sizes are only scaled down. Pass fewer, or the sizes with --axes."
         )
-    ici = _shrunk(job.ici_mesh_shape, inside, asked)
-    dcn = _shrunk(job.dcn_mesh_shape, slices, asked)
+    ici = _shrunk(job.ici_mesh_shape, inside, request)
+    dcn = _shrunk(job.dcn_mesh_shape, slices, request)
     names = zip(job.axis_names, ici, dcn, strict=True)
-    return LocalPlan(tuple(JobAxis(*each) for each in names), processes, devices, slices)
+    return LocalPlan(tuple(JobAxis(*sizes) for sizes in names), processes, devices, slices)
 
 
-def _given(job: JobConfig, processes: int, devices: int, axes: object, asked: str) -> LocalPlan:
-    read = read_sizes(axes, asked)
-    names = [axis.name for axis in read]
+def _plan_of_axes(
+    job: JobConfig, processes: int, devices: int, axes: object, request: str
+) -> LocalPlan:
+    written = read_sizes(axes, request)
+    names = [axis.name for axis in written]
     if tuple(names) != job.axis_names:
         raise JobError(
-            f"{asked} with axes {', '.join(names)}. Those of the job are "
+            f"{request} with axes {', '.join(names)}. Those of the job are "
             f"{', '.join(job.axis_names)}, in that order. Pass a size for each of them."
         )
-    known = prod(axis.dcn for axis in read if axis.dcn != -1)
-    slices = known if all(axis.dcn != -1 for axis in read) else processes
+    num_slices = prod(axis.dcn for axis in written if axis.dcn != -1)
+    slices = num_slices if all(axis.dcn != -1 for axis in written) else processes
     if slices < 1 or processes % slices:
         raise JobError(
-            f"{asked} with dcn sizes that multiply to {slices}. Slices are of whole processes, and "
-            f"{slices} do not divide {processes}. Pass dcn sizes whose product divides {processes}."
+            f"{request} with dcn sizes that multiply to {slices}. Slices are of whole processes, "
+            f"and {slices} do not divide {processes}. Pass dcn sizes whose product "
+            f"divides {processes}."
         )
-    ici, dcn = prod(a.ici for a in read), prod(a.dcn for a in read)
+    ici, dcn = prod(a.ici for a in written), prod(a.dcn for a in written)
     inside = processes // slices * devices
     filled = tuple(
         JobAxis(
@@ -128,42 +131,42 @@ def _given(job: JobConfig, processes: int, devices: int, axes: object, asked: st
             inside // -ici if axis.ici == -1 else axis.ici,
             slices // -dcn if axis.dcn == -1 else axis.dcn,
         )
-        for axis in read
+        for axis in written
     )
     if prod(a.ici for a in filled) != inside or prod(a.dcn for a in filled) != slices:
         sizes = ", ".join(map(str, filled))
         raise JobError(
-            f"{asked} with axes {sizes}. {slices} slices of {inside} devices are here, and the "
+            f"{request} with axes {sizes}. {slices} slices of {inside} devices are here, and the "
             "sizes multiply to something else. Pass sizes whose products are these, or one -1."
         )
     return LocalPlan(filled, processes, devices, slices)
 
 
-def _shrunk(sizes: Sequence[int], count: int, asked: str) -> tuple[int, ...]:
+def _shrunk(sizes: Sequence[int], count: int, request: str) -> tuple[int, ...]:
     """Sizes like the given ones, none larger, whose product is a smaller count."""
-    made = [1] * len(sizes)
+    shrunk = [1] * len(sizes)
     for factor in _primes(count):
-        fitting = [a for a, size in enumerate(sizes) if made[a] * factor <= size]
+        fitting = [a for a, size in enumerate(sizes) if shrunk[a] * factor <= size]
         if not fitting:
             raise JobError(
-                f"{asked}. {count} devices are not to be made of sizes up to "
+                f"{request}. {count} devices are not to be made of sizes up to "
                 f"{' x '.join(map(str, sizes))}. Pass another number, or the sizes with --axes."
             )
-        axis = max(fitting, key=lambda a: (made[a] == 1, sizes[a] / made[a], -a))
-        made[axis] *= factor
-    return tuple(made)
+        axis = max(fitting, key=lambda a: (shrunk[a] == 1, sizes[a] / shrunk[a], -a))
+        shrunk[axis] *= factor
+    return tuple(shrunk)
 
 
 def _primes(count: int) -> list[int]:
     """Prime factors, the largest first."""
-    found: list[int] = []
+    primes: list[int] = []
     factor = 2
     while count > 1:
         while count % factor == 0:
-            found.append(factor)
+            primes.append(factor)
             count //= factor
         factor += 1
-    return found[::-1]
+    return primes[::-1]
 
 
 def local_mesh_ids(axes: Sequence[JobAxis], device_ids: Sequence[int]) -> NDArray[np.int64]:
@@ -186,11 +189,11 @@ def local_mesh_ids(axes: Sequence[JobAxis], device_ids: Sequence[int]) -> NDArra
         >>> local_mesh_ids([JobAxis("dp", 2), JobAxis("tp", 2, 2)], range(8)).tolist()
         [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
-    wanted = prod(axis.size for axis in axes)
-    if len(device_ids) != wanted:
+    count = prod(axis.size for axis in axes)
+    if len(device_ids) != count:
         raise JobError(
             f"A mesh of axes {', '.join(map(str, axes))} was asked for on {len(device_ids)} "
-            f"devices. It takes {wanted}. Start as many processes and devices as the launcher does."
+            f"devices. It takes {count}. Start as many processes and devices as the launcher does."
         )
     dcn, ici = [axis.dcn for axis in axes], [axis.ici for axis in axes]
     ids = np.array(device_ids, np.int64).reshape(*dcn, *ici)

@@ -89,11 +89,11 @@ def dns_name(name: str) -> str:
     return named[:_MOST_LETTERS].rstrip("-")
 
 
-def yaml_word(value: str) -> str:
+def yaml_word(text: str) -> str:
     """Writes a word as a YAML scalar, quoted where YAML would take it for something else.
 
     Args:
-        value: letters, digits and dashes.
+        text: letters, digits and dashes.
 
     Example:
         >>> yaml_word("llama"), yaml_word("no")
@@ -101,14 +101,14 @@ def yaml_word(value: str) -> str:
     """
     import yaml
 
-    return value if yaml.safe_load(value) == value else yaml_text(value)
+    return text if yaml.safe_load(text) == text else yaml_text(text)
 
 
-def yaml_text(value: str) -> str:
+def yaml_text(text: str) -> str:
     """Quotes text as a YAML scalar on one line.
 
     Args:
-        value: any text.
+        text: any text.
 
     Returns:
         It in double quotes.
@@ -119,33 +119,33 @@ def yaml_text(value: str) -> str:
     """
     import yaml
 
-    return yaml.safe_dump(value, default_style='"', width=float("inf")).rstrip("\n")
+    return yaml.safe_dump(text, default_style='"', width=float("inf")).rstrip("\n")
 
 
-def kubernetes_text(value: str) -> str:
+def kubernetes_text(text: str) -> str:
     """Quotes a word of `command` or a value of `env` in a pod.
 
     Kubernetes replaces $(NAME) there, and takes $$ for a dollar.
 
     Args:
-        value: any text.
+        text: any text.
 
     Returns:
-        A YAML scalar that reaches the program as `value`.
+        A YAML scalar that reaches the program as `text`.
 
     Example:
         >>> print(kubernetes_text("$(date)"))
         "$$(date)"
     """
-    return yaml_text(value.replace("$", "$$"))
+    return yaml_text(text.replace("$", "$$"))
 
 
-def settings(given: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+def settings(options: Mapping[str, str], descriptions: Mapping[str, str]) -> str:
     """Shell lines for what belongs to a user and not to a job, such as the project.
 
     Args:
-        given: options by name, in lower case.
-        wanted: what each variable is, for the shell's message where it is not set.
+        options: options by name, in lower case.
+        descriptions: what each variable is, for the shell's message where it is not set.
 
     Returns:
         A line for each variable: the option, or a demand that it be set.
@@ -156,10 +156,10 @@ def settings(given: Mapping[str, str], wanted: Mapping[str, str]) -> str:
         ZONE=us-east5-a
     """
     return "\n".join(
-        f"{name}={shlex.quote(given[name.lower()])}"
-        if name.lower() in given
+        f"{name}={shlex.quote(options[name.lower()])}"
+        if name.lower() in options
         else f'{name}="${{{name}:?Set {name} to {what}}}"'
-        for name, what in wanted.items()
+        for name, what in descriptions.items()
     )
 
 
@@ -182,13 +182,13 @@ def launcher_name(kind: str, chip: Chip, instead: str) -> str:
         >>> launcher_name("runtime_version", find_chip("v6e"), "")
         'v2-alpha-tpuv6e'
     """
-    known = _names()[kind]
-    if chip.name not in known:
+    names = _names()[kind]
+    if chip.name not in names:
         raise JobError(
             f"A {kind.replace('_', ' ')} of {chip.title} was asked for. "
-            f"tpu_configs/launch/names.yaml has {nearest(chip.name, known)}. {instead}."
+            f"tpu_configs/launch/names.yaml has {nearest(chip.name, names)}. {instead}."
         )
-    return str(known[chip.name]["value"])
+    return str(names[chip.name]["value"])
 
 
 def node_arch(chip: Chip) -> str | None:
@@ -200,8 +200,8 @@ def node_arch(chip: Chip) -> str | None:
     Returns:
         Such as "arm64", or None.
     """
-    found = _names()["arch"].get(chip.name)
-    return None if found is None else str(found["value"])
+    arch = _names()["arch"].get(chip.name)
+    return None if arch is None else str(arch["value"])
 
 
 @cache

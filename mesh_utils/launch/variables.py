@@ -37,18 +37,18 @@ def job_text(job: JobConfig) -> str:
         >>> print(job_text(job))
         {name: x, accelerator: '2xv5e:4x4', num_slices: 2, axes: {dp: {dcn: 2}, tp: {ici: 16}}}
     """
-    said: dict[str, object] = {
+    document: dict[str, object] = {
         "name": job.name,
         "accelerator": job.accelerator,
         "num_slices": job.num_slices,
     }
     if job.wrap is not None:
-        said["wrap"] = list(job.wrap)
+        document["wrap"] = list(job.wrap)
     if job.model is not None:
-        said["model"] = job.model
-    said["axes"] = _axes_data(job.axes)
+        document["model"] = job.model
+    document["axes"] = _axes_data(job.axes)
     if job.sharding is not None:
-        said["sharding"] = job.sharding
+        document["sharding"] = job.sharding
     flags: dict[str, object] = {}
     if job.flag_sets is not None:
         flags["sets"] = list(job.flag_sets)
@@ -57,8 +57,8 @@ def job_text(job: JobConfig) -> str:
     if job.compiler is not None:
         flags[COMPILERS[job.chip.platform]] = job.compiler
     if flags:
-        said["xla_flags"] = flags
-    return _one_line(said)
+        document["xla_flags"] = flags
+    return _one_line(document)
 
 
 def job_from(environment: Mapping[str, str]) -> JobConfig:
@@ -105,7 +105,7 @@ def axes_text(axes: Sequence[JobAxis]) -> str:
 
 
 def _axes_data(axes: Sequence[JobAxis]) -> dict[str, dict[str, object]]:
-    found: dict[str, dict[str, object]] = {}
+    entries: dict[str, dict[str, object]] = {}
     for axis in axes:
         sizes: dict[str, object] = {}
         if axis.dcn != 1:
@@ -114,12 +114,12 @@ def _axes_data(axes: Sequence[JobAxis]) -> dict[str, dict[str, object]]:
             sizes["ici"] = axis.ici
         if axis.weight is not None:
             sizes["weight"] = axis.weight
-        found[axis.name] = sizes
-    return found
+        entries[axis.name] = sizes
+    return entries
 
 
-def _one_line(data: object) -> str:
+def _one_line(document: object) -> str:
     import yaml
 
-    text = yaml.safe_dump(data, default_flow_style=True, width=float("inf"), sort_keys=False)
+    text = yaml.safe_dump(document, default_flow_style=True, width=float("inf"), sort_keys=False)
     return text.strip()

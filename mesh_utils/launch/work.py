@@ -87,13 +87,13 @@ class Work:
         Raises:
             JobError: it is none.
         """
-        given = self.options.get(option, str(otherwise))
-        if not (given.isascii() and given.isdecimal()):
+        text = self.options.get(option, str(otherwise))
+        if not (text.isascii() and text.isdecimal()):
             raise JobError(
-                f"Job {self.job.name!r} was to be launched with {option}={given!r}. That is no "
+                f"Job {self.job.name!r} was to be launched with {option}={text!r}. That is no "
                 f"number. Pass such as {option}='3'."
             )
-        return int(given)
+        return int(text)
 
     def needed_image(self, launcher: str) -> str:
         """The image, where there has to be one.

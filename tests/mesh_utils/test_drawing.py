@@ -22,7 +22,6 @@ from mesh_utils.draw import axis_links, bisection_links, link_ends, slice_links
 from mesh_utils.network import axis_groups, mesh_places
 from tests.mesh_utils.link_simulation import Chip, Torus
 
-MODULES = ("", "_colours", "_labels", "_links", "_scene", "_svg", "_text")
 SVG = "{http://www.w3.org/2000/svg}"
 Link = frozenset[Chip]
 

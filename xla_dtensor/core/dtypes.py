@@ -29,8 +29,8 @@ def host_bytes(name: str, process: int | str = "self") -> int | None:
         status = Path(f"/proc/{process}/status").read_text()
     except OSError:
         return None
-    found = [line.split()[1] for line in status.splitlines() if line.startswith(f"{name}:")]
-    return int(found[0]) * 1024 if found else None
+    numbers = [line.split()[1] for line in status.splitlines() if line.startswith(f"{name}:")]
+    return int(numbers[0]) * 1024 if numbers else None
 
 
 # ------------------------------------------------------------------------------------------- Dtypes
@@ -63,10 +63,10 @@ def itemsize_bytes(dtype: str) -> int:
         >>> itemsize_bytes("torch.bfloat16"), itemsize_bytes("f32")
         (2, 4)
     """
-    found = _SIZES.get(str(dtype).removeprefix("torch."))
-    if found is None:
+    size = _SIZES.get(str(dtype).removeprefix("torch."))
+    if size is None:
         raise JobError(
             f"The size of an element of dtype={dtype!r} was asked for. There is no such dtype. "
             "Pass a name of torch or HLO, such as bfloat16 or f32."
         )
-    return found
+    return size

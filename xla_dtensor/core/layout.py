@@ -153,11 +153,11 @@ def read_partition_spec(
             "at most one entry per dim",
         )
     dims = [_read_spec_entry(entry, dim, spec, mesh) for dim, entry in enumerate(entries)]
-    missing = 0 if tensor_ndim is None else tensor_ndim - len(entries)
+    uncut = 0 if tensor_ndim is None else tensor_ndim - len(entries)
     open_dims = frozenset(
         dim for dim, entry in enumerate(entries) if repr(entry) == "UNCONSTRAINED"
     )
-    return (*dims, *((),) * missing), open_dims
+    return (*dims, *((),) * uncut), open_dims
 
 
 def _read_spec_entry(entry: object, dim: int, spec: object, mesh: Mesh) -> Dim:
@@ -204,13 +204,13 @@ def _spec_entry(dim: int, entries: Dim, is_open: bool) -> SpecEntry:
     return None if axes == () else axes  # axis number 0 is false
 
 
-def _axes(dim: int, entries: Dim, asked: str) -> Axis | tuple[Axis, ...]:
+def _axes(dim: int, entries: Dim, form: str) -> Axis | tuple[Axis, ...]:
     """The axes of a dim: one bare, several as a tuple."""
     axes: list[Axis] = []
     for entry in entries:
         if isinstance(entry, (AxisPart, Gap)):
             raise LayoutError(
-                f"{asked} of a layout was asked for whose dim {dim} is cut by {entries!r}. "
+                f"{form} of a layout was asked for whose dim {dim} is cut by {entries!r}. "
                 "It can name whole axes only. Use placements, or Layout.factored() where only "
                 "parts are in the way."
             )
@@ -265,8 +265,8 @@ def aliases_of_dims(dims: Sequence[Dim]) -> tuple[AliasEntry, ...]:
     Raises:
         LayoutError: A dim is cut by part of an axis, or has a gap.
     """
-    found = (_axes(dim, entries, "The alias tuple") for dim, entries in enumerate(dims))
-    return tuple("None" if axes == () else axes for axes in found)
+    axes_of_dims = (_axes(dim, entries, "The alias tuple") for dim, entries in enumerate(dims))
+    return tuple("None" if axes == () else axes for axes in axes_of_dims)
 
 
 # ---------------------------------------------------------------------------- Layout -> OpSharding
@@ -325,26 +325,26 @@ def _dim_digits(
     dims: Sequence[Dim], walks: dict[Axis, tuple[Digit, ...]]
 ) -> list[list[Digit]] | None:
     """The root's digits that each dim takes; None where part of an axis is no whole digits."""
-    result: list[list[Digit]] = []
+    digits: list[list[Digit]] = []
     for entries in dims:
-        taken: list[Digit] = []
+        dim_digits: list[Digit] = []
         for entry in entries:
             if isinstance(entry, AxisPart):
                 part = walk_part(walks[entry.axis], entry.size, entry.inner)
                 if part is None:
                     return None
-                taken += part
+                dim_digits += part
             elif not isinstance(entry, Gap):
-                taken += walks[entry]
-        result.append(taken)
-    return result
+                dim_digits += walks[entry]
+        digits.append(dim_digits)
+    return digits
 
 
 def _listed(dims: Sequence[Dim], mesh: Mesh, root: Mesh) -> OpSharding:
     """The OpSharding with the tile assignment worked out, device by device."""
     finest, order = _finest_axes(dims, mesh)
-    used = {place for places in order for place in places}
-    copies = [place for place in range(len(finest)) if place not in used]
+    cutting = {place for places in order for place in places}
+    copies = [place for place in range(len(finest)) if place not in cutting]
     positions = _positions_in_root(mesh, root)
     by_axis = positions.reshape(*finest, -1)
     walked = by_axis.transpose(
@@ -385,14 +385,14 @@ def _positions_in_root(mesh: Mesh, root: Mesh) -> NDArray[np.int64]:
     """
     if mesh.size() == root.size():
         return mesh.positions(root)[..., None]
-    own = mesh.root
+    own_root = mesh.root
     walks = mesh.digits()
-    if own.size() == root.size() and walks is not None:
+    if own_root.size() == root.size() and walks is not None:
         walk = [digit for walk in walks for digit in walk]
-        rest = remaining_walk(walk, own.size())
-        if rest is not None:
-            places = mixed_radix_positions([*walk, *rest])
-            return own.positions(root).reshape(-1)[places].reshape(*mesh.mesh_shape, -1)
+        copies = remaining_walk(walk, own_root.size())
+        if copies is not None:
+            places = mixed_radix_positions([*walk, *copies])
+            return own_root.positions(root).reshape(-1)[places].reshape(*mesh.mesh_shape, -1)
     raise LayoutError(
         f"An OpSharding on {mesh!r} was asked for, in a program over {root!r}. "
         f"The mesh has {mesh.size()} of the program's {root.size()} devices, and is no submesh of "
@@ -426,11 +426,11 @@ def to_text(
     dims: Sequence[Dim], partial: Sequence[tuple[Axis, str]], open_dims: frozenset[int]
 ) -> str:
     """The text of a layout's parts."""
-    shown = ", ".join(
+    dims_text = ", ".join(
         (".".join(map(_entry_text, entries)) or "-") + ("?" if dim in open_dims else "")
         for dim, entries in enumerate(dims)
     )
-    return " ".join([f"[{shown}]", *(f"{op}({_name_text(axis)})" for axis, op in partial)])
+    return " ".join([f"[{dims_text}]", *(f"{op}({_name_text(axis)})" for axis, op in partial)])
 
 
 def _name_text(axis: Axis) -> str:
@@ -468,12 +468,9 @@ def parse_text(
         if entries.endswith("?"):
             open_dims.add(dim)
             entries = entries[:-1].rstrip()
-        dims.append(() if entries == "-" else _read_entries(entries, text, mesh))
+        names = [] if entries == "-" else _split(entries, ".") or [""]
+        dims.append(tuple(_read_entry(name.strip(), text, mesh) for name in names))
     return tuple(dims), _read_partial(match["partial"], text, mesh), frozenset(open_dims)
-
-
-def _read_entries(entries: str, text: str, mesh: Mesh) -> Dim:
-    return tuple(_read_entry(entry.strip(), text, mesh) for entry in _split(entries, ".") or [""])
 
 
 def _read_entry(entry: str, text: str, mesh: Mesh) -> Entry:
@@ -488,24 +485,26 @@ def _read_entry(entry: str, text: str, mesh: Mesh) -> Entry:
     return AxisPart(axis, int(match["size"]), int(match["inner"] or 1))
 
 
-def _read_partial(rest: str, text: str, mesh: Mesh) -> tuple[tuple[Axis, str], ...]:
+def _read_partial(reductions: str, text: str, mesh: Mesh) -> tuple[tuple[Axis, str], ...]:
     partial: list[tuple[Axis, str]] = []
     position = 0
-    while position < len(rest):
-        match = _PARTIAL.match(rest, position)
+    while position < len(reductions):
+        match = _PARTIAL.match(reductions, position)
         if match is None:
-            raise _refusal(text, f"{rest[position:]!r} is no reduction such as sum(axis)", mesh)
+            raise _refusal(
+                text, f"{reductions[position:]!r} is no reduction such as sum(axis)", mesh
+            )
         partial.append((_read_name(match["name"], text, mesh), match["op"]))
         position = match.end()
     return tuple(partial)
 
 
 def _read_name(name: str, text: str, mesh: Mesh) -> Axis:
-    wanted = json.loads(name) if name.startswith('"') else name
+    axis_name = json.loads(name) if name.startswith('"') else name
     for axis in mesh.axis_names:
-        if str(axis) == wanted:
+        if str(axis) == axis_name:
             return axis
-    raise _refusal(text, f"{wanted!r} is no axis of the mesh with {describe_axes(mesh)}", mesh)
+    raise _refusal(text, f"{axis_name!r} is no axis of the mesh with {describe_axes(mesh)}", mesh)
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -513,13 +512,13 @@ def _split(text: str, separator: str) -> list[str]:
     if not text.strip():
         return []
     pieces = re.split(rf"({re.escape(separator)}|\"(?:[^\"\\]|\\.)*\")", text)
-    result = [""]
+    fields = [""]
     for piece in pieces:
         if piece == separator:
-            result.append("")
+            fields.append("")
         else:
-            result[-1] += piece
-    return result
+            fields[-1] += piece
+    return fields
 
 
 def _refusal(text: str, reason: str, mesh: Mesh) -> LayoutError:
@@ -580,7 +579,7 @@ class Layout:
             >>> print(Layout.replicated(Mesh.arange((8,)), 2))
             [-, -]
         """
-        return _made(mesh, ((),) * tensor_ndim, (), _NONE_OPEN)
+        return _interned(mesh, ((),) * tensor_ndim, (), _NONE_OPEN)
 
     @classmethod
     def from_placements(cls, placements: Sequence[object], tensor_ndim: int, mesh: Mesh) -> Layout:
@@ -632,7 +631,7 @@ class Layout:
             [tp.dp, -]
         """
         dims, open_dims = read_partition_spec(spec, mesh, tensor_ndim)
-        return _made(mesh, dims, (), open_dims)
+        return _interned(mesh, dims, (), open_dims)
 
     @classmethod
     def from_aliases(
@@ -658,7 +657,7 @@ class Layout:
             >>> print(Layout.from_aliases((("dp", "tp"), "None"), mesh))
             [dp.tp, -]
         """
-        return _made(mesh, read_aliases(aliases, mesh, tensor_ndim), (), _NONE_OPEN)
+        return _interned(mesh, read_aliases(aliases, mesh, tensor_ndim), (), _NONE_OPEN)
 
     @classmethod
     def parse(cls, text: str, mesh: Mesh) -> Layout:
@@ -668,7 +667,7 @@ class Layout:
             >>> Layout.parse("[dp.tp, -?]", Mesh.arange((2, 4), ("dp", "tp"))).open_dims
             frozenset({1})
         """
-        return _made(mesh, *parse_text(text, mesh))
+        return _interned(mesh, *parse_text(text, mesh))
 
     @property
     def ndim(self) -> int:
@@ -678,8 +677,8 @@ class Layout:
     @property
     def sharded_axes(self) -> tuple[Axis, ...]:
         """The axes that cut a dim (of size 1 too), in mesh order."""
-        used = {entry_axis(entry) for entries in self.dims for entry in entries}
-        return tuple(axis for axis in self.mesh.axis_names if axis in used)
+        cutting = {entry_axis(entry) for entries in self.dims for entry in entries}
+        return tuple(axis for axis in self.mesh.axis_names if axis in cutting)
 
     def is_partial(self) -> bool:
         """Whether a reduction is still to be made."""
@@ -772,7 +771,7 @@ class Layout:
             [tp_0.dp.tp_1]
         """
         mesh, dims = with_whole_axes(self.dims, self.mesh)
-        return _made(mesh, dims, self.partial, self.open_dims)
+        return _interned(mesh, dims, self.partial, self.open_dims)
 
     def text(self) -> str:
         """Short text, e.g. "[dp.tp, -, -?] sum(ep)"; :meth:`parse` reads it."""
@@ -817,12 +816,13 @@ class Layout:
 
 
 @lru_cache(_CACHE_SIZE)
-def _made(
+def _interned(
     mesh: Mesh,
     dims: tuple[Dim, ...],
     partial: tuple[tuple[Axis, str], ...],
     open_dims: frozenset[int],
 ) -> Layout:
+    """The one object for equal arguments: what is cached by layout compares by identity first."""
     return Layout(mesh, dims, partial, open_dims)
 
 
@@ -830,7 +830,7 @@ def _made(
 def _layout_of_records(
     records: tuple[PlacementRecord, ...], tensor_ndim: int, mesh: Mesh
 ) -> Layout:
-    return _made(mesh, *cuts_of_placements(records, tensor_ndim, mesh), _NONE_OPEN)
+    return _interned(mesh, *cuts_of_placements(records, tensor_ndim, mesh), _NONE_OPEN)
 
 
 @lru_cache(_CACHE_SIZE)

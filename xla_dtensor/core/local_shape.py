@@ -116,15 +116,17 @@ def local_shape(
         return LocalShape(sizes, offset, tuple(padding))
     sizes_of_axes = axis_sizes(layout.mesh)
     on_axis = dict(zip(sizes_of_axes, coordinate, strict=True))
-    found: list[tuple[int, int, int]] = []
+    dims: list[tuple[int, int, int]] = []
     for dim, extent in enumerate(global_shape):
         count = layout.num_shards(dim)
         tile = -(-extent // count)
         index = _tile_index(layout, cuts(layout.dims[dim], sizes_of_axes), on_axis)
         start = min(index * tile, extent)
         size = min(tile, extent - start)
-        found.append((size, start, tile - size))
-    return LocalShape(*(tuple(column) for column in zip(*found, strict=True))) if found else _SCALAR
+        dims.append((size, start, tile - size))
+    if not dims:
+        return _SCALAR
+    return LocalShape(*(tuple(column) for column in zip(*dims, strict=True)))
 
 
 _SCALAR = LocalShape((), (), ())
@@ -204,13 +206,13 @@ def _chunk(runs: list[Run], count: int, index: int) -> list[Run]:
     total = _run_size(runs)
     chunk = -(-total // count)
     first, last = min(index * chunk, total), min((index + 1) * chunk, total)
-    result: list[Run] = []
+    cut_runs: list[Run] = []
     for start, stop in runs:
-        left, right = max(first, 0), min(last, stop - start)
-        if left < right:
-            result.append((start + left, start + right))
+        low, high = max(first, 0), min(last, stop - start)
+        if low < high:
+            cut_runs.append((start + low, start + high))
         first, last = first - (stop - start), last - (stop - start)
-    return result or [(0, 0)]
+    return cut_runs or [(0, 0)]
 
 
 def _run_size(runs: Sequence[Run]) -> int:

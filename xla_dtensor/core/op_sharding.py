@@ -99,15 +99,15 @@ def merged(walk: Iterable[Digit]) -> Walk:
         >>> merged(((2, 4), (1, 7), (4, 1)))
         ((8, 1),)
     """
-    result: list[Digit] = []
+    digits: list[Digit] = []
     for size, stride in walk:
         if size == 1:
             continue
-        if result and result[-1][1] == size * stride:
-            result[-1] = (result[-1][0] * size, stride)
+        if digits and digits[-1][1] == size * stride:
+            digits[-1] = (digits[-1][0] * size, stride)
         else:
-            result.append((size, stride))
-    return tuple(result)
+            digits.append((size, stride))
+    return tuple(digits)
 
 
 def split_walk(walk: Sequence[Digit], inner_size: int) -> tuple[Walk, Walk] | None:
@@ -121,21 +121,21 @@ def split_walk(walk: Sequence[Digit], inner_size: int) -> tuple[Walk, Walk] | No
         (((2, 4),), ((4, 1),))
     """
     inner: list[Digit] = []
-    needed = inner_size
+    missing_size = inner_size
     position = len(walk)
-    while needed > 1 and position:
+    while missing_size > 1 and position:
         position -= 1
         size, stride = walk[position]
-        if needed % size == 0:
+        if missing_size % size == 0:
             inner.insert(0, (size, stride))
-            needed //= size
-        elif size % needed == 0:
-            inner.insert(0, (needed, stride))
-            outer = (*walk[:position], (size // needed, stride * needed))
+            missing_size //= size
+        elif size % missing_size == 0:
+            inner.insert(0, (missing_size, stride))
+            outer = (*walk[:position], (size // missing_size, stride * missing_size))
             return outer, tuple(inner)
         else:
             return None
-    return None if needed > 1 else (tuple(walk[:position]), tuple(inner))
+    return None if missing_size > 1 else (tuple(walk[:position]), tuple(inner))
 
 
 def walk_part(walk: Sequence[Digit], size: int, inner: int) -> Walk | None:
@@ -145,9 +145,9 @@ def walk_part(walk: Sequence[Digit], size: int, inner: int) -> Walk | None:
         >>> walk_part(((4, 2),), size=2, inner=2)
         ((2, 4),)
     """
-    cut = split_walk(walk, inner)
-    cut = cut and split_walk(cut[0], size)
-    return cut and cut[1]
+    parts = split_walk(walk, inner)
+    parts = parts and split_walk(parts[0], size)
+    return parts and parts[1]
 
 
 def remaining_walk(walk: Iterable[Digit], total: int) -> Walk | None:
@@ -160,7 +160,7 @@ def remaining_walk(walk: Iterable[Digit], total: int) -> Walk | None:
         >>> remaining_walk(((2, 2),), total=8)
         ((2, 4), (2, 1))
     """
-    rest: list[Digit] = []
+    digits: list[Digit] = []
     free = total
     for size, stride in sorted(
         (digit for digit in walk if digit[0] > 1), key=_stride, reverse=True
@@ -169,11 +169,11 @@ def remaining_walk(walk: Iterable[Digit], total: int) -> Walk | None:
         if remainder or not count:
             return None
         if count > 1:
-            rest.append((count, size * stride))
+            digits.append((count, size * stride))
         free = stride
     if free > 1:
-        rest.append((free, 1))
-    return tuple(rest)
+        digits.append((free, 1))
+    return tuple(digits)
 
 
 def iota_form(walk: Iterable[Digit]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -211,14 +211,14 @@ def place_in_walk(position: int, reshape_dims: Sequence[int], transpose_perm: Se
         >>> place_in_walk(5, (2, 4), (1, 0))
         3
     """
-    values: list[int] = []
+    coordinates: list[int] = []
     for size in reversed(reshape_dims):
-        position, value = divmod(position, size)
-        values.append(value)
-    values.reverse()
+        position, coordinate = divmod(position, size)
+        coordinates.append(coordinate)
+    coordinates.reverse()
     place = 0
     for index in transpose_perm:
-        place = place * reshape_dims[index] + values[index]
+        place = place * reshape_dims[index] + coordinates[index]
     return place
 
 
@@ -251,7 +251,7 @@ def canonical_fields(op: OpSharding) -> Fields | None:
     ]
     if prod(tiles) == 1 and len(groups) <= 1:
         return _whole_tensor_fields(op, groups)
-    made: Fields = {
+    fields: Fields = {
         "kind": "tiled",
         "tile_dims": (*tiles, *(size for _, size in groups)),
         "subgroup_types": tuple(kind for kind, _ in groups),
@@ -261,9 +261,9 @@ def canonical_fields(op: OpSharding) -> Fields | None:
         assignment = _ordered_assignment(op)
         walk = _walk_of(assignment)
         if walk is None:
-            return {**made, "devices": tuple(assignment.tolist())}
-    made["reshape_dims"], made["transpose_perm"] = iota_form(walk)
-    return made
+            return {**fields, "devices": tuple(assignment.tolist())}
+    fields["reshape_dims"], fields["transpose_perm"] = iota_form(walk)
+    return fields
 
 
 def _whole_tensor_fields(op: OpSharding, groups: list[tuple[str, int]]) -> Fields:
@@ -278,17 +278,17 @@ def _ordered_walk(op: OpSharding) -> Walk | None:
     """The walk with its subgroups in order; None where it has no digits for that."""
     if op.devices is not None:
         return None
-    rest: Walk = merged(iota_walk(op.reshape_dims, op.transpose_perm))
+    outer: Walk = merged(iota_walk(op.reshape_dims, op.transpose_perm))
     by_type: dict[str, Walk] = dict.fromkeys(SUBGROUP_ORDER, ())
     sizes = op.tile_dims[op.tensor_ndim :]
     for kind, size in zip(reversed(op.subgroup_types), reversed(sizes), strict=True):
-        cut = split_walk(rest, size)
-        if cut is None:
+        parts = split_walk(outer, size)
+        if parts is None:
             return None
-        rest, inner = cut
+        outer, inner = parts
         by_type[kind] = inner + by_type[kind]
     copies = sorted(by_type["replicated"], key=lambda digit: digit[1], reverse=True)
-    return (*rest, *by_type["manual"], *by_type["unreduced"], *copies)
+    return (*outer, *by_type["manual"], *by_type["unreduced"], *copies)
 
 
 def _ordered_assignment(op: OpSharding) -> NDArray[np.int64]:
@@ -342,12 +342,7 @@ def check_fields(op: OpSharding) -> None:
             f"A {op.kind} OpSharding with tile dims, devices or subgroups was asked for. "
             "Only a tiled one has any. Pass kind='tiled', or leave them out."
         )
-    if op.kind == "maximal":
-        _check_device(op)
-
-
-def _check_device(op: OpSharding) -> None:
-    if op.device is None or op.device < 0:
+    if op.kind == "maximal" and (op.device is None or op.device < 0):
         raise OpShardingError(
             f"A maximal OpSharding with device={op.device} was asked for. "
             "It needs the one device that holds the tensor. Pass device=0 or higher."
@@ -355,16 +350,16 @@ def _check_device(op: OpSharding) -> None:
 
 
 def _check_grid(op: OpSharding) -> None:
-    asked = f"tile_dims={op.tile_dims} with subgroup_types={op.subgroup_types} were asked for"
+    request = f"tile_dims={op.tile_dims} with subgroup_types={op.subgroup_types} were asked for"
     if len(op.subgroup_types) > len(op.tile_dims) or min(op.tile_dims, default=1) < 1:
         raise OpShardingError(
-            f"{asked}. Each tile dim is 1 or more, and each subgroup type names one of the last. "
+            f"{request}. Each tile dim is 1 or more, and each subgroup type names one of the last. "
             "Pass the tensor's tiles, then the size of each subgroup."
         )
     unknown = [kind for kind in op.subgroup_types if kind not in SUBGROUP_ORDER]
     if unknown:
         raise OpShardingError(
-            f"{asked}. {unknown[0]!r} is no subgroup type. Pass {', '.join(SUBGROUP_ORDER)}."
+            f"{request}. {unknown[0]!r} is no subgroup type. Pass {', '.join(SUBGROUP_ORDER)}."
         )
     if op.devices is None:
         _check_iota(op)
@@ -403,8 +398,8 @@ def _check_devices(op: OpSharding, devices: tuple[int, ...]) -> None:
             f"The tile dims hold {tiles} places. Pass one device per place."
         )
     if len(set(devices)) != len(devices) or min(devices) < 0:
-        seen: set[int] = set()
-        wrong = next(d for d in devices if d < 0 or d in seen or seen.add(d))
+        ids: set[int] = set()
+        wrong = next(d for d in devices if d < 0 or d in ids or ids.add(d))
         raise OpShardingError(
             f"tile_dims={op.tile_dims} over a list of {len(devices)} devices were asked for. "
             f"Device {wrong} is negative or stands there twice. Pass distinct ids, 0 or higher."
@@ -462,7 +457,8 @@ def parse_text(text: str) -> dict[str, Any]:
         OpShardingError: The text does not follow the grammar.
     """
     body = text.strip()
-    if not (body.startswith("{") and body.endswith("}")) or not _is_balanced(body):
+    in_braces = body.startswith("{") and body.endswith("}")
+    if not in_braces or _closing_brace(body, 0) != len(body) - 1:
         raise _refusal(text, "Its braces are missing or not balanced")
     body = body[1:-1]
     fields: dict[str, Any] = {}
@@ -479,13 +475,13 @@ def _read_word(text: str, body: str, position: int, fields: dict[str, Any]) -> i
     metadata = _METADATA.match(body, position)
     if metadata:
         return _closing_brace(body, metadata.end() - 1) + 1
-    for pattern, read in _WORDS:
+    for pattern, reader in _WORDS:
         match = pattern.match(body, position)
         if match:
-            found = read(match)
-            for name in found.keys() & fields.keys():
+            word_fields = reader(match)
+            for name in word_fields.keys() & fields.keys():
                 raise _refusal(text, f"It says twice what its {name} is")
-            fields.update(found)
+            fields.update(word_fields)
             return match.end()
     word = re.match(r"\S+", body[position:])
     raise _refusal(text, f"{word.group() if word else ''!r} is unknown there")
@@ -558,10 +554,6 @@ def _closing_brace(text: str, opening: int) -> int:
     return -1
 
 
-def _is_balanced(text: str) -> bool:
-    return _closing_brace(text, 0) == len(text) - 1
-
-
 def _skip_blank(text: str, position: int) -> int:
     match = _BLANK.match(text, position)
     return match.end() if match else position
@@ -572,7 +564,7 @@ def _join(values: tuple[int, ...]) -> str:
 
 
 def _ints(text: str) -> tuple[int, ...]:
-    return tuple(int(value) for value in text.split(","))
+    return tuple(int(number) for number in text.split(","))
 
 
 # -------------------------------------------------------------------------------- Op sharding tiles
@@ -580,7 +572,7 @@ def _ints(text: str) -> tuple[int, ...]:
 # Which tile of an OpSharding a partition has, and how many tiles a shape is cut into.
 
 
-def require_extents(op: OpSharding, asked: str) -> None:
+def require_extents(op: OpSharding, what: str) -> None:
     """Refuses shardings that do not say what each partition holds.
 
     Raises:
@@ -589,7 +581,7 @@ def require_extents(op: OpSharding, asked: str) -> None:
     if op.kind not in ("tiled", "replicated"):
         article = "An" if op.kind.startswith("un") else "A"
         raise OpShardingError(
-            f"{asked} of {op} was asked for. "
+            f"{what} of {op} was asked for. "
             f"{article} {op.kind} sharding does not cut a tensor into tiles. "
             "Ask only where the kind is tiled or replicated."
         )
@@ -729,15 +721,15 @@ class OpSharding:
         subgroups = [(num_manual, "manual"), (num_copies, "replicated")]
         subgroups = [subgroup for subgroup in subgroups if subgroup[0] > 1]
         reshape_dims, transpose_perm = iota_form((*walk, *copies))
-        made = cls(
+        op_sharding = cls(
             "tiled",
             (*tiles, *(size for size, _ in subgroups)),
             reshape_dims,
             transpose_perm,
             subgroup_types=tuple(kind for _, kind in subgroups),
         )
-        object.__setattr__(made, "_canonical", made)
-        return made
+        object.__setattr__(op_sharding, "_canonical", op_sharding)
+        return op_sharding
 
     @classmethod
     def from_assignment(
@@ -884,10 +876,10 @@ class OpSharding:
         """
         if self._canonical is None:
             fields = canonical_fields(self)
-            made = self if fields is None else OpSharding(**fields)
-            object.__setattr__(made, "_canonical", made)
-            object.__setattr__(self, "_canonical", made)
-            return made
+            canonical = self if fields is None else OpSharding(**fields)
+            object.__setattr__(canonical, "_canonical", canonical)
+            object.__setattr__(self, "_canonical", canonical)
+            return canonical
         return self._canonical
 
     def place_of(self, partition_id: int) -> int | None:

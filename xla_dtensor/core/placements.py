@@ -80,18 +80,18 @@ def entry_size(entry: Entry, sizes: AxisSizes) -> int:
 
 def normal_dim(entries: Iterable[Entry], sizes: AxisSizes) -> Dim:
     """The shortest spelling of a dim: neighbours joined where they are one cut, no idle gaps."""
-    result: list[Entry] = []
+    normal: list[Entry] = []
     for entry in entries:
         if isinstance(entry, Gap) and entry.size == 1:
             continue
-        joined = _joined(result[-1], entry) if result else None
+        joined = _joined(normal[-1], entry) if normal else None
         if joined is not None:
-            result[-1] = joined
+            normal[-1] = joined
         else:
-            result.append(entry)
-    while result and isinstance(result[-1], Gap):
-        result.pop()
-    return tuple(_whole(entry, sizes) for entry in result)
+            normal.append(entry)
+    while normal and isinstance(normal[-1], Gap):
+        normal.pop()
+    return tuple(_bare_axis(entry, sizes) for entry in normal)
 
 
 def _joined(outer: Entry, inner: Entry) -> Entry | None:
@@ -104,7 +104,7 @@ def _joined(outer: Entry, inner: Entry) -> Entry | None:
     return AxisPart(outer.axis, outer.size * inner.size, inner.inner)
 
 
-def _whole(entry: Entry, sizes: AxisSizes) -> Entry:
+def _bare_axis(entry: Entry, sizes: AxisSizes) -> Entry:
     """A part that is all of its axis, as the bare axis."""
     if isinstance(entry, AxisPart) and entry.inner == 1 and sizes.get(entry.axis) == entry.size:
         return entry.axis
@@ -129,22 +129,22 @@ def check_entries(dims: Sequence[Dim], partial_axes: Sequence[Axis], mesh: Mesh)
     """
     sizes = axis_sizes(mesh)
     parts: dict[Axis, list[AxisPart]] = {}
-    used: list[Axis] = list(partial_axes)
+    axes: list[Axis] = list(partial_axes)
     for dim in dims:
         for entry in dim:
             if isinstance(entry, AxisPart):
                 parts.setdefault(entry.axis, []).append(entry)
             elif not isinstance(entry, Gap):
-                used.append(entry)
-    used += parts
-    for axis in used:
+                axes.append(entry)
+    axes += parts
+    for axis in axes:
         if axis not in sizes:
             raise LayoutError(
                 f"Axis {axis!r} was asked for on a mesh with axes {describe_axes(mesh)}. It is not "
                 "one of them. "
                 f"Pass one of {', '.join(map(repr, sizes))}."
             )
-        if used.count(axis) > 1:
+        if axes.count(axis) > 1:
             raise LayoutError(
                 f"Axis {axis!r} (size {sizes[axis]}) was asked for twice in one layout. "
                 "A mesh axis cuts one tensor dim, or is reduced over, once. "
@@ -184,17 +184,17 @@ def with_whole_axes(dims: Sequence[Dim], mesh: Mesh) -> tuple[Mesh, tuple[Dim, .
         if isinstance(entry, AxisPart):
             parts.setdefault(entry.axis, []).append(entry)
     names: dict[Entry, Axis] = {}
-    taken = {str(axis) for axis in mesh.axis_names}
+    axis_names = {str(axis) for axis in mesh.axis_names}
     for axis, pieces in parts.items():
         for index, piece in enumerate(pieces):
             name = f"{axis}_{index}"
-            while name in taken:
+            while name in axis_names:
                 name += "_"
-            taken.add(name)
+            axis_names.add(name)
             names[piece] = name
     factors = {axis: [(names[p], p.size) for p in pieces] for axis, pieces in parts.items()}
-    whole = tuple(tuple(names.get(entry, entry) for entry in entries) for entries in dims)
-    return (mesh.factored(factors) if factors else mesh), whole
+    new_dims = tuple(tuple(names.get(entry, entry) for entry in entries) for entries in dims)
+    return (mesh.factored(factors) if factors else mesh), new_dims
 
 
 # -------------------------------------------------------------- How a tensor lies on one mesh axis
@@ -300,14 +300,14 @@ def read_placements(
             factor below 1.
     """
     if len(placements) != mesh.ndim:
-        shown = ", ".join(map(repr, placements))
+        listed = ", ".join(map(repr, placements))
         raise LayoutError(
-            f"placements=[{shown}] were asked for on a mesh with axes {describe_axes(mesh)}. "
+            f"placements=[{listed}] were asked for on a mesh with axes {describe_axes(mesh)}. "
             f"That is {len(placements)} placements for {mesh.ndim} axes. "
             "Pass one placement per mesh axis."
         )
     try:
-        return tuple([_read(placement, tensor_ndim) for placement in placements])
+        return tuple([_read_placement(placement, tensor_ndim) for placement in placements])
     except _RefusedError as refused:
         index = next(i for i, placement in enumerate(placements) if placement is refused.placement)
         axis, size = mesh.axis_names[index], mesh.mesh_shape[index]
@@ -328,7 +328,7 @@ class _RefusedError(Exception):
         self.instead = instead
 
 
-def _read(placement: object, tensor_ndim: int) -> PlacementRecord:
+def _read_placement(placement: object, tensor_ndim: int) -> PlacementRecord:
     kind = _kind_of_type.get(type(placement)) or _kind(placement)
     if kind is Replicate:
         return _REPLICATE
@@ -338,7 +338,10 @@ def _read(placement: object, tensor_ndim: int) -> PlacementRecord:
         dim = _read_dim(placement, tensor_ndim)
         split_factor = _read_split_factor(placement)
         return _shard(dim) if split_factor == 1 else StridedShard(dim, split_factor)
-    return _read_partial(placement)
+    reduce_op = getattr(placement, "reduce_op", None)
+    if isinstance(reduce_op, str) and reduce_op.isidentifier():
+        return Partial(reduce_op)
+    raise _RefusedError(placement, f"Its reduce_op={reduce_op!r} is no word", "e.g. Partial('sum')")
 
 
 _kind_of_type: dict[type, type] = {}
@@ -364,13 +367,6 @@ def _kind(placement: object) -> type:
     return kind
 
 
-def _read_partial(placement: object) -> Partial:
-    reduce_op = getattr(placement, "reduce_op", None)
-    if isinstance(reduce_op, str) and reduce_op.isidentifier():
-        return Partial(reduce_op)
-    raise _RefusedError(placement, f"Its reduce_op={reduce_op!r} is no word", "e.g. Partial('sum')")
-
-
 def _shard(dim: int) -> Shard:
     """A Shard; the usual ones are made once."""
     return _SHARDS[dim] if dim < len(_SHARDS) else Shard(dim)
@@ -383,10 +379,10 @@ def _answers(placement: object, question: str) -> bool:
 
 
 def _read_dim(placement: object, tensor_ndim: int) -> int:
-    value = getattr(placement, "dim", None)
-    if type(value) is int and 0 <= value < tensor_ndim:  # the usual case, at once
-        return value
-    dim = as_integer(value)
+    attribute = getattr(placement, "dim", None)
+    if type(attribute) is int and 0 <= attribute < tensor_ndim:  # the usual case, at once
+        return attribute
+    dim = as_integer(attribute)
     if dim is None:
         raise _RefusedError(placement, "Its dim is no integer", "the tensor dim as an int")
     if -tensor_ndim <= dim < tensor_ndim:
@@ -431,11 +427,11 @@ _Take: TypeAlias = tuple[Axis, int, int]
 
 
 class _MisfitError(Exception):
-    """A cut of `wanted` pieces, for `axis`, meets a free one of `free` pieces."""
+    """A cut into `pieces`, for `axis`, meets a free one of `free` pieces."""
 
-    def __init__(self, wanted: int, free: int) -> None:
-        super().__init__(wanted, free)
-        self.wanted = wanted
+    def __init__(self, pieces: int, free: int) -> None:
+        super().__init__(pieces, free)
+        self.pieces = pieces
         self.free = free
         self.axis: Axis = ""
 
@@ -515,16 +511,16 @@ def placements_of_cuts(
     for axis, reduce_op in partial:
         placements[turn[axis]] = Partial(reduce_op)
     for dim, entries in enumerate(dims):
-        seen: set[Axis] = set()
+        placed: set[Axis] = set()
         for position, entry in enumerate(entries):
             axis = entry_axis(entry)
-            if axis is None or axis in seen:
+            if axis is None or axis in placed:
                 continue
-            seen.add(axis)
+            placed.add(axis)
             skip = prod(
-                entry_size(other, sizes)
-                for other in entries[:position]
-                if (owner := entry_axis(other)) is None or turn[owner] > turn[axis]
+                entry_size(outer, sizes)
+                for outer in entries[:position]
+                if (owner := entry_axis(outer)) is None or turn[owner] > turn[axis]
             )
             placements[turn[axis]] = Shard(dim) if skip == 1 else StridedShard(dim, skip)
     _check_parts_come_back(placements, dims, mesh)
@@ -559,8 +555,8 @@ def _take(entries: list[Entry], axis: Axis, size: int, skip: int) -> None:
         position = _next_free(entries, position, remaining)
         free = _free_size(entries, position)
         if free is None or free % remaining == 0:
-            rest = [] if free in (None, remaining) else [Gap(free // remaining)]
-            entries[position : position + 1] = [_part(axis, remaining, 1, size), *rest]
+            gap = [] if free in (None, remaining) else [Gap(free // remaining)]
+            entries[position : position + 1] = [_part(axis, remaining, 1, size), *gap]
             return
         remaining //= free
         entries[position] = _part(axis, free, remaining, size)
@@ -587,25 +583,25 @@ def _free_size(entries: Sequence[Entry], position: int) -> int | None:
     return entry.size if isinstance(entry, Gap) else None
 
 
-def _next_free(entries: Sequence[Entry], position: int, wanted: int) -> int:
-    """Position of the next free cut, which `wanted` must divide, or be divided by."""
+def _next_free(entries: Sequence[Entry], position: int, pieces: int) -> int:
+    """Position of the next free cut, which `pieces` must divide, or be divided by."""
     while position < len(entries) and not isinstance(entries[position], Gap):
         position += 1
     free = _free_size(entries, position)
-    if free is None or free % wanted == 0 or wanted % free == 0:
+    if free is None or free % pieces == 0 or pieces % free == 0:
         return position
-    raise _MisfitError(wanted, free)
+    raise _MisfitError(pieces, free)
 
 
 def _misfit_error(
     placements: Sequence[PlacementRecord], misfit: _MisfitError, mesh: Mesh
 ) -> LayoutError:
-    shown = ", ".join(map(repr, placements))
+    listed = ", ".join(map(repr, placements))
     position = mesh.axis_index(misfit.axis)
     return LayoutError(
-        f"placements=[{shown}] were asked for, with {placements[position]!r} on axis "
+        f"placements=[{listed}] were asked for, with {placements[position]!r} on axis "
         f"{misfit.axis!r} (size {mesh.mesh_shape[position]}). "
-        f"There it cuts {misfit.wanted} pieces across a cut into {misfit.free} that split_factor "
+        f"There it cuts {misfit.pieces} pieces across a cut into {misfit.free} that split_factor "
         "left free, and neither number divides the other. "
         "Pass a split_factor that is a product of the sizes of later axes on that dim."
     )

@@ -116,14 +116,14 @@ class ProductDims(NamedTuple):
     @classmethod
     def of_equation(cls, equation: str) -> ProductDims:
         """Read an einsum of two factors, with a letter for each dim and none twice in a factor."""
-        factors, result = equation.split("->")
+        factors, output = equation.split("->")
         left, right = factors.split(",")
-        both = [letter for letter in left if letter in right]
-        pairs = [(left.index(letter), right.index(letter)) for letter in both]
+        shared = [letter for letter in left if letter in right]
+        pairs = [(left.index(letter), right.index(letter)) for letter in shared]
         return cls(
-            summed=[p for p, letter in zip(pairs, both, strict=True) if letter not in result],
-            batch=[p for p, letter in zip(pairs, both, strict=True) if letter in result],
-            result=[(0, left.index(x)) if x in left else (1, right.index(x)) for x in result],
+            summed=[p for p, letter in zip(pairs, shared, strict=True) if letter not in output],
+            batch=[p for p, letter in zip(pairs, shared, strict=True) if letter in output],
+            result=[(0, left.index(x)) if x in left else (1, right.index(x)) for x in output],
         )
 
     def agreed(
@@ -150,23 +150,23 @@ class ProductDims(NamedTuple):
         factors = (left, right)
         large = 1 if prod(right.shape) > prod(left.shape) else 0
         small = 1 - large
-        used = [piece for dim in factors[large].dims for piece in dim]
+        cutting = [piece for dim in factors[large].dims for piece in dim]
         dims: list[list[tuple[Piece, ...]]] = [[], []]
         dims[large] = list(factors[large].dims)
         dims[small] = [
-            tuple(piece for piece in dim if not any(overlaps(piece, other) for other in used))
+            tuple(piece for piece in dim if not any(overlaps(piece, cut) for cut in cutting))
             for dim in factors[small].dims
         ]
         for pair in (*self.summed, *self.batch):
             first = dims[large][pair[large]]
             sizes = [factor.shape[dim] for factor, dim in zip(factors, pair, strict=True)]
-            for both in ((*first, *dims[small][pair[small]]), first, ()):
-                if not any(of_dim % prod(map(size, both)) for of_dim in sizes):
+            for pieces in ((*first, *dims[small][pair[small]]), first, ()):
+                if not any(of_dim % prod(map(size, pieces)) for of_dim in sizes):
                     break
-            dims[large][pair[large]] = dims[small][pair[small]] = both
+            dims[large][pair[large]] = dims[small][pair[small]] = pieces
         summed = [set(of_factor) for of_factor in zip(*self.summed, strict=True)] or [set(), set()]
-        result = (() if dim in summed[f] else dims[f][dim] for f, dim in self.result)
-        return tuple(dims[0]), tuple(dims[1]), tuple(result)
+        output = (() if dim in summed[f] else dims[f][dim] for f, dim in self.result)
+        return tuple(dims[0]), tuple(dims[1]), tuple(output)
 
 
 # ------------------------------------------------------------------------------------ Product order
@@ -184,7 +184,7 @@ _MIN_AXES_OF_ORDERS = 3
 def loses_order(
     left: Tiles,
     right: Tiles,
-    result: Tiles,
+    output: Tiles,
     summed: Pairs,
     batch: Pairs,
     sources: Pairs,
@@ -195,10 +195,10 @@ def loses_order(
     Args:
         left: How the left factor is cut.
         right: How the right factor is cut.
-        result: How the product is to be cut.
+        output: How the product is to be cut.
         summed: The dims that the sum runs over, each as a dim of `left` and one of `right`.
-        batch: The batch dims, likewise. They are the first dims of `result`.
-        sources: For each dim of `result` the number of the factor that it comes from, and its dim.
+        batch: The batch dims, likewise. They are the first dims of `output`.
+        sources: For each dim of `output` the number of the factor that it comes from, and its dim.
         num_axes: Of how many axes, or parts of axes, larger than 1 the cuts are made.
 
     Returns:
@@ -206,32 +206,34 @@ def loses_order(
     """
     if not summed:
         return False
-    is_cut_by_sum = _sum_cuts(left, right, result, summed)
+    is_cut_by_sum = _sum_cuts(left, right, output, summed)
     if num_axes < _MIN_AXES_OF_ORDERS:
-        is_cut = any(left.shape[one] > 1 or right.shape[other] > 1 for one, other in batch)
-        return is_cut_by_sum and is_cut and not _batches_agree(left, right, result, batch)
+        is_cut = any(
+            left.shape[left_dim] > 1 or right.shape[right_dim] > 1 for left_dim, right_dim in batch
+        )
+        return is_cut_by_sum and is_cut and not _batches_agree(left, right, output, batch)
     agree, is_sum_of_one = _agreement(left, right, summed, batch)
     if not agree and not is_sum_of_one:
         return True
     if not agree or not is_cut_by_sum:
-        return not agree and not _is_as_factors_are((left, right), result, batch, sources)
+        return not agree and not _is_as_factors_are((left, right), output, batch, sources)
     if batch:
-        if not _batches_agree(left, right, result, batch):
+        if not _batches_agree(left, right, output, batch):
             return True
-        left, right, result = _of_one_batch_tile(left, right, result, batch)
+        left, right, output = _of_one_batch_tile(left, right, output, batch)
     parts = (c for n in range(1, len(summed) + 1) for c in combinations(summed, n))
-    return not all(_in_one_order(left, right, result, part) for part in parts)
+    return not all(_in_one_order(left, right, output, part) for part in parts)
 
 
 def _is_as_factors_are(
-    factors: tuple[Tiles, Tiles], result: Tiles, batch: Pairs, sources: Pairs
+    factors: tuple[Tiles, Tiles], output: Tiles, batch: Pairs, sources: Pairs
 ) -> bool:
     """Tell whether each dim of the result is cut as one that it comes from, or not cut."""
     for dim, source in enumerate(sources):
         origins = enumerate(batch[dim]) if dim < len(batch) else (source,)
-        wanted = _rows(result, (dim,))
-        if len(wanted) > 1 and not any(
-            _same_pieces(wanted, _rows(factors[factor], (of_factor,)))
+        output_pieces = _rows(output, (dim,))
+        if len(output_pieces) > 1 and not any(
+            _same_pieces(output_pieces, _rows(factors[factor], (of_factor,)))
             for factor, of_factor in origins
         ):
             return False
@@ -243,28 +245,32 @@ def _agreement(left: Tiles, right: Tiles, summed: Pairs, batch: Pairs) -> tuple[
 
     Those may share axes with other dims of the other factor, which is not cut along the sum.
     """
-    of_one = [(one, other) for one, other in summed if 1 in (left.shape[one], right.shape[other])]
+    of_one = [
+        (left_dim, right_dim)
+        for left_dim, right_dim in summed
+        if 1 in (left.shape[left_dim], right.shape[right_dim])
+    ]
     agree = True
-    for one, other in product(range(left.ndim - 1), range(right.ndim - 1)):
-        pieces, others = _rows(left, (one,)), _rows(right, (other,))
-        if (one, other) in of_one:
-            agree = agree and len(pieces) == len(others)
-        elif (one, other) in summed or (one, other) in batch:
-            if not _same_pieces(pieces, others):
+    for left_dim, right_dim in product(range(left.ndim - 1), range(right.ndim - 1)):
+        left_pieces, right_pieces = _rows(left, (left_dim,)), _rows(right, (right_dim,))
+        if (left_dim, right_dim) in of_one:
+            agree = agree and len(left_pieces) == len(right_pieces)
+        elif (left_dim, right_dim) in summed or (left_dim, right_dim) in batch:
+            if not _same_pieces(left_pieces, right_pieces):
                 return False, False
-        elif not _are_independent(pieces, others):
+        elif not _are_independent(left_pieces, right_pieces):
             agree = False
-            if not any(one == pair[0] or other == pair[1] for pair in of_one):
+            if not any(left_dim == pair[0] or right_dim == pair[1] for pair in of_one):
                 return False, False
     return agree, True
 
 
-def _are_independent(pieces: Tiles, others: Tiles) -> bool:
+def _are_independent(left_pieces: Tiles, right_pieces: Tiles) -> bool:
     """Tell whether any piece of the one meets any piece of the other on some device."""
-    if 1 in (len(pieces), len(others)):
+    if 1 in (len(left_pieces), len(right_pieces)):
         return True
-    both = _piece_of(pieces) * len(others) + _piece_of(others)
-    return len(np.unique(both)) == len(pieces) * len(others)
+    pairs = _piece_of(left_pieces) * len(right_pieces) + _piece_of(right_pieces)
+    return len(np.unique(pairs)) == len(left_pieces) * len(right_pieces)
 
 
 def _piece_of(pieces: Tiles) -> NDArray[Any]:
@@ -272,8 +278,8 @@ def _piece_of(pieces: Tiles) -> NDArray[Any]:
     return np.argsort(pieces.ravel()) // pieces.shape[1]
 
 
-def _same_pieces(one: Tiles, other: Tiles) -> bool:
-    return np.array_equal(_sorted(one), _sorted(other))
+def _same_pieces(pieces: Tiles, other_pieces: Tiles) -> bool:
+    return np.array_equal(_sorted(pieces), _sorted(other_pieces))
 
 
 def _sums(left: Tiles, right: Tiles, summed: Pairs) -> tuple[Tiles, Tiles]:
@@ -282,52 +288,48 @@ def _sums(left: Tiles, right: Tiles, summed: Pairs) -> tuple[Tiles, Tiles]:
     return _rows(left, of_left), _rows(right, of_right)
 
 
-def _sum_cuts(left: Tiles, right: Tiles, result: Tiles, summed: Pairs) -> bool:
+def _sum_cuts(left: Tiles, right: Tiles, output: Tiles, summed: Pairs) -> bool:
     """Tell whether devices that differ in nothing but the sum's piece have unequal pieces."""
-    pieces = _rows(result, range(result.ndim - 1))
-    return any(_cuts(pieces, rows) for rows in _sums(left, right, summed))
+    pieces = _rows(output, range(output.ndim - 1))
+    ids, piece_of_id = np.sort(pieces.ravel()), _piece_of(pieces)
+    sums = (piece_of_id[np.searchsorted(ids, rows)] for rows in _sums(left, right, summed))
+    return any((of_sum != of_sum[0]).any() for of_sum in sums)
 
 
-def _cuts(pieces: Tiles, groups: Tiles) -> bool:
-    """Tell whether devices at one place in `groups` have unequal pieces; both have a row each."""
-    found = _piece_of(pieces)[np.searchsorted(np.sort(pieces.ravel()), groups)]
-    return bool((found != found[0]).any())
-
-
-def _batches_agree(left: Tiles, right: Tiles, result: Tiles, batch: Pairs) -> bool:
+def _batches_agree(left: Tiles, right: Tiles, output: Tiles, batch: Pairs) -> bool:
     """Tell whether factors and result have the same devices at each piece of the batch dims."""
     of_left, of_right = zip(*batch, strict=True)
-    shape, wanted = result.shape[: len(batch)], _rows(result, range(len(batch)))
+    shape, pieces = output.shape[: len(batch)], _rows(output, range(len(batch)))
     return all(
         tuple(factor.shape[dim] for dim in dims) == shape
-        and _same_pieces(_rows(factor, dims), wanted)
+        and _same_pieces(_rows(factor, dims), pieces)
         for factor, dims in ((left, of_left), (right, of_right))
     )
 
 
-def _of_one_batch_tile(left: Tiles, right: Tiles, result: Tiles, batch: Pairs) -> Iterator[Tiles]:
+def _of_one_batch_tile(left: Tiles, right: Tiles, output: Tiles, batch: Pairs) -> Iterator[Tiles]:
     """Yield how factors and result are cut inside of the first piece of the batch dims."""
     of_left, of_right = zip(*batch, strict=True)
-    for tiles, dims in ((left, of_left), (right, of_right), (result, range(len(batch)))):
+    for tiles, dims in ((left, of_left), (right, of_right), (output, range(len(batch)))):
         yield tiles[tuple(slice(1) if dim in dims else slice(None) for dim in range(tiles.ndim))]
 
 
-def _in_one_order(left: Tiles, right: Tiles, result: Tiles, summed: Pairs) -> bool:
+def _in_one_order(left: Tiles, right: Tiles, output: Tiles, summed: Pairs) -> bool:
     """Tell whether both factors have the same groups, and the result's order in each is theirs."""
-    rows, others = _sums(left, right, summed)
-    if not np.array_equal(rows, others):
+    left_rows, right_rows = _sums(left, right, summed)
+    if not np.array_equal(left_rows, right_rows):
         return False
-    ids = result.ravel()
+    ids = output.ravel()
     by_id = np.argsort(ids)
-    places = by_id[np.searchsorted(ids, rows, sorter=by_id)]
+    places = by_id[np.searchsorted(ids, left_rows, sorter=by_id)]
     return bool((np.diff(places, axis=1) > 0).all())
 
 
 def _rows(tiles: Tiles, dims: Sequence[int]) -> Tiles:
     """Return the devices as rows, one for each piece along `dims`, in the order of the others."""
-    moved = np.moveaxis(tiles, dims, range(len(dims)))
+    dims_first = np.moveaxis(tiles, dims, range(len(dims)))
     count = int(np.prod([tiles.shape[dim] for dim in dims], dtype=int))
-    return moved.reshape(count, -1)
+    return dims_first.reshape(count, -1)
 
 
 def _sorted(rows: Tiles) -> Tiles:

@@ -3,7 +3,7 @@ r"""Sharding rules: patterns of parameter paths, and how the tensors that they m
     rules = ShardingRules([
         ShardingRule("layers.*.attention.wq.weight", ("tp", "fsdp")),   one entry per tensor dim
         ShardingRule("layers.*.mlp.up_proj", "colwise"),                a module's weight and bias
-        ShardingRule(r"re:.*norm\.weight", (None,)),                     a regular expression
+        ShardingRule(r"re:.*norm\.weight", (None,)),                    a regular expression
         ShardingRule("layers.*[0]", ("fsdp", None, None)),              a module's first output
     ])
 
@@ -231,14 +231,14 @@ def _aligned(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[st
 
 
 def _output_lines(plan: ShardingPlan) -> list[str]:
-    found: dict[tuple[str, ...], list[str]] = {}
+    alike: dict[tuple[str, ...], list[str]] = {}
     for output in plan.outputs:
         ending = "()" if output.index is None else f"()[{output.index}]"
         key = (folded(output.path) + ending, str(output.layout), output.pattern)
-        found.setdefault(key, []).append(output.path + ending)
+        alike.setdefault(key, []).append(output.path + ending)
     rows = [
         (paths[0] if len(paths) == 1 else f"{path} x{len(paths)}", placed, pattern)
-        for (path, placed, pattern), paths in found.items()
+        for (path, placed, pattern), paths in alike.items()
     ]
     return _aligned([("output", "placements", "rule"), *rows], ()) if rows else []
 
@@ -337,8 +337,8 @@ class ShardingRule:
     @property
     def entries(self) -> tuple[Entry, ...] | None:
         """Per tensor dim its axes; None where no entries are given."""
-        given = self.placements
-        return cast("tuple[Entry, ...]", given) if isinstance(given, tuple) else None
+        placements = self.placements
+        return cast("tuple[Entry, ...]", placements) if isinstance(placements, tuple) else None
 
     def matches(self, path: str) -> bool:
         """Whether the pattern matches a tensor's path (with a style: the path of its module)."""
@@ -357,19 +357,19 @@ class ShardingRule:
         if self.pattern.startswith("re:"):
             return self.pattern, None
         path, index = self.pattern, None
-        found = re.search(r"\[(\d+)\]$", path)
-        if found is not None:
-            path, index = path[: found.start()], int(found[1])
+        subscript = re.search(r"\[(\d+)\]$", path)
+        if subscript is not None:
+            path, index = path[: subscript.start()], int(subscript[1])
         return path.removesuffix("()"), index
 
     def entries_for(self, path: str, ndim: int, tp_axis: str) -> tuple[Entry, ...] | str:
         """The entries of one tensor, or what is wrong with its rank."""
-        given = self.entries
+        entries = self.entries
         if self.placements is None or self.style in (*_WHOLE, *_NOTHING):
             return (None,) * ndim
-        if given is not None:
-            count = "1 entry" if len(given) == 1 else f"{len(given)} entries"
-            return given if len(given) == ndim else f"has {count}"
+        if entries is not None:
+            count = "1 entry" if len(entries) == 1 else f"{len(entries)} entries"
+            return entries if len(entries) == ndim else f"has {count}"
         is_bias = path.endswith("bias")
         if ndim != (1 if is_bias else 2):
             return f"of style {self.style!r} is for weights of rank 2 and biases of rank 1"
@@ -378,35 +378,39 @@ class ShardingRule:
         return (tp_axis, None) if self.style in _COLWISE else (None, tp_axis)
 
 
-def _read_placements(pattern: str, given: object) -> Placed:
-    if given is None:
+def _read_placements(pattern: str, placements: object) -> Placed:
+    if placements is None:
         return None
-    if isinstance(given, str):
-        if given in STYLES:
-            return given
-        reason = f"{given!r} is no style, and placements are a list"
-        raise rule_error(pattern, given, reason, f"[{given}], or one of {', '.join(STYLES)}")
-    if not isinstance(given, (tuple, list)):
-        reason = f"A {type(given).__name__} is not read"
-        raise rule_error(pattern, given, reason, "a list with one entry per tensor dim")
-    entries = cast("Sequence[object]", given)
-    read = tuple(_read_entry(pattern, entries, entry) for entry in entries)
-    axes = _axes(read)
+    if isinstance(placements, str):
+        if placements in STYLES:
+            return placements
+        reason = f"{placements!r} is no style, and placements are a list"
+        raise rule_error(
+            pattern, placements, reason, f"[{placements}], or one of {', '.join(STYLES)}"
+        )
+    if not isinstance(placements, (tuple, list)):
+        reason = f"A {type(placements).__name__} is not read"
+        raise rule_error(pattern, placements, reason, "a list with one entry per tensor dim")
+    entries = cast("Sequence[object]", placements)
+    placed = tuple(_read_entry(pattern, entries, entry) for entry in entries)
+    axes = _axes(placed)
     twice = next((axis for axis in axes if axes.count(axis) > 1), None)
     if twice is not None:
         reason = f"The axis {twice!r} occurs twice, and cuts one dim once"
         raise rule_error(pattern, entries, reason, "each axis once at most")
-    return read
+    return placed
 
 
-def _read_entry(pattern: str, given: Sequence[object], entry: object) -> Entry:
+def _read_entry(pattern: str, placements: Sequence[object], entry: object) -> Entry:
     if entry is None or entry == "None":
         return None
     several = cast("Sequence[object]", entry) if isinstance(entry, (tuple, list)) else (entry,)
     names = tuple(name for name in several if isinstance(name, str))
     if len(names) != len(several):
         reason = f"The entry {entry!r} is no name of an axis"
-        raise rule_error(pattern, given, reason, "names, lists of names, and None (null in YAML)")
+        raise rule_error(
+            pattern, placements, reason, "names, lists of names, and None (null in YAML)"
+        )
     return (names[0] if len(names) == 1 else names) if names else None
 
 
@@ -460,22 +464,22 @@ def _regular_expression(components: Sequence[str]) -> str:
             runs.append("")
         else:
             runs[-1] += _component(component)
-    first, *rest = runs
-    if not rest:
+    first, *later_runs = runs
+    if not later_runs:
         return first
     any_component = r"(?:[^.]+\.)"
-    between = "".join(f"(?>{any_component}*?{run})" for run in rest[:-1] if run)
-    return f"{first}{between}{any_component}*{rest[-1]}"
+    between = "".join(f"(?>{any_component}*?{run})" for run in later_runs[:-1] if run)
+    return f"{first}{between}{any_component}*{later_runs[-1]}"
 
 
 def _component(component: str) -> str:
     if component == "*":
         return r"[^.]+\."
-    first, *rest = map(re.escape, component.split("*"))
-    if not rest:
+    first, *later_parts = map(re.escape, component.split("*"))
+    if not later_parts:
         return first + r"\."
-    between = "".join(f"(?>[^.]*?{part})" for part in rest[:-1])
-    return rf"{first}{between}[^.]*{rest[-1]}\."
+    between = "".join(f"(?>[^.]*?{part})" for part in later_parts[:-1])
+    return rf"{first}{between}[^.]*{later_parts[-1]}\."
 
 
 # ---------------------------------------------------------------------------------- Sharding rules
@@ -549,8 +553,8 @@ class ShardingRules:
                 match nothing, wrong ranks, unknown axes, tied weights that rules place differently.
         """
         facts = {
-            path: given if isinstance(given, TensorFacts) else TensorFacts(tuple(given))
-            for path, given in paths_and_shapes.items()
+            path: tensor if isinstance(tensor, TensorFacts) else TensorFacts(tuple(tensor))
+            for path, tensor in paths_and_shapes.items()
         }
         if unmatched not in ("error", "replicate"):
             raise RulesError(
@@ -560,10 +564,10 @@ class ShardingRules:
         return _Resolver(self, facts, mesh, modules).plan(unmatched == "replicate")
 
 
-def _as_rule(given: RuleLike) -> ShardingRule:
-    if isinstance(given, ShardingRule):
-        return given
-    pattern, placements = given
+def _as_rule(rule: RuleLike) -> ShardingRule:
+    if isinstance(rule, ShardingRule):
+        return rule
+    pattern, placements = rule
     return ShardingRule(pattern, placements)
 
 
@@ -571,15 +575,15 @@ class _Findings:
     """What does not fit, one line each; equal lines about numbered layers become one."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str, str], list[str]] = {}
+        self._paths: dict[tuple[str, str, str], list[str]] = {}
 
-    def add(self, before: str, path: str = "", after: str = "") -> None:
-        self._found.setdefault((before, folded(path), after), []).append(path)
+    def add(self, start: str, path: str = "", end: str = "") -> None:
+        self._paths.setdefault((start, folded(path), end), []).append(path)
 
     def lines(self) -> list[str]:
         return [
-            before + (paths[0] if len(paths) == 1 else f"{path} (x{len(paths)})") + after
-            for (before, path, after), paths in self._found.items()
+            start + (paths[0] if len(paths) == 1 else f"{path} (x{len(paths)})") + end
+            for (start, path, end), paths in self._paths.items()
         ]
 
 
@@ -600,8 +604,8 @@ class _Resolver:
             path: [rule for rule in about_tensors if rule.matches(path)] for path in tensors
         }
         # By identity: a rule that is written twice shadows itself.
-        used = {id(rule) for found in self.matching.values() for rule in found}
-        idle = [rule for rule in about_tensors if id(rule) not in used]
+        matched = {id(rule) for matches in self.matching.values() for rule in matches}
+        idle = [rule for rule in about_tensors if id(rule) not in matched]
         names = modules or ()
         self.promoted = [
             rule
@@ -611,7 +615,7 @@ class _Resolver:
         self.unknown_axes: set[int] = set()
         self._check_axes()
         for rule in idle:
-            if not any(rule is other for other in self.promoted):
+            if not any(rule is promoted for promoted in self.promoted):
                 self._check_idle(rule)
 
     def _check_axes(self) -> None:
@@ -665,19 +669,19 @@ class _Resolver:
     ) -> None:
         """Give all names of one tensor the layout that those with a rule have."""
         ruled = [path for path in group if self.matching[path]]
-        lies = [layouts[path] for path in ruled]
-        for path, layout in zip(ruled, lies, strict=True):
-            if layout is not None and lies[0] is not None and layout != lies[0]:
+        ruled_layouts = [layouts[path] for path in ruled]
+        for path, layout in zip(ruled, ruled_layouts, strict=True):
+            if layout is not None and ruled_layouts[0] is not None and layout != ruled_layouts[0]:
                 self.findings.add(
                     f"{path} is tied to {ruled[0]}, but {self.matching[path][0].pattern!r} says "
-                    f"{layout} and {self.matching[ruled[0]][0].pattern!r} says {lies[0]}"
+                    f"{layout} and {self.matching[ruled[0]][0].pattern!r} says {ruled_layouts[0]}"
                 )
         facts = self.tensors[group[0]]
         if not ruled and not replicate_unmatched and not facts.is_buffer:
             self.findings.add("no rule matches ", group[0], f" of shape {facts.shape}")
-        whole = Layout.replicated(self.mesh, len(facts.shape))
+        replicated = Layout.replicated(self.mesh, len(facts.shape))
         for path in group:
-            layouts.setdefault(path, lies[0] if ruled else whole)
+            layouts.setdefault(path, ruled_layouts[0] if ruled else replicated)
             if path not in ruled and ruled:
                 self.matching[path] = self.matching[ruled[0]][:1]
 
@@ -690,19 +694,19 @@ class _Resolver:
         about_outputs = [
             rule
             for rule in self.rules.rules
-            if rule.is_output or any(rule is other for other in self.promoted)
+            if rule.is_output or any(rule is promoted for promoted in self.promoted)
         ]
         about_outputs += self.rules.activations
-        found: dict[tuple[str, int | None], list[ShardingRule]] = {}
+        matching_rules: dict[tuple[str, int | None], list[ShardingRule]] = {}
         for rule in about_outputs:
             matched = [path for path in modules if rule.matches_module(path)]
             if not matched:
                 self.findings.add(f"{rule.pattern!r} matches no module")
             for path in matched:
-                found.setdefault((path, rule.output_index), []).append(rule)
+                matching_rules.setdefault((path, rule.output_index), []).append(rule)
         return [
             PlannedOutput(path, index, layout, matching[0].pattern, self._patterns(matching)[1])
-            for (path, index), matching in found.items()
+            for (path, index), matching in matching_rules.items()
             if (layout := self._output_layout(matching[0])) is not None
         ]
 
@@ -716,14 +720,14 @@ class _Resolver:
         if not lines:
             return
         count = len(self.rules.rules) + len(self.rules.activations)
-        shown = [f"- {line}" for line in lines[:_MOST_FINDINGS]]
+        bullets = [f"- {line}" for line in lines[:_MOST_FINDINGS]]
         if len(lines) > _MOST_FINDINGS:
-            shown.append(f"- and {len(lines) - _MOST_FINDINGS} more")
+            bullets.append(f"- and {len(lines) - _MOST_FINDINGS} more")
         raise RulesError(
             f"{count} sharding rules were resolved for {len(self.tensors)} tensors on a mesh with "
             f"{describe_axes(self.mesh)}. They do not fit in {len(lines)} "
             f"point{'' if len(lines) == 1 else 's'}:\n"
-            + "\n".join(shown)
+            + "\n".join(bullets)
             + "\nCorrect these rules, or pass unmatched='replicate' for parameters that need none."
         )
 
@@ -745,11 +749,11 @@ class _Resolver:
 _PARTS = ("parameters", "activations", "tp_plan", "tp_axis")
 
 
-def read_rules(data: object) -> ShardingRules:
+def read_rules(document: object) -> ShardingRules:
     """Read rules from plain data; see the module docstring.
 
     Args:
-        data: A mapping, a list of pairs, or ShardingRules, which come back as they are.
+        document: A mapping, a list of pairs, or ShardingRules, which come back as they are.
 
     Returns:
         The rules.
@@ -762,51 +766,51 @@ def read_rules(data: object) -> ShardingRules:
         >>> [(rule.pattern, rule.placements) for rule in rules.rules]
         [('*.q_proj', 'colwise'), ('norm.weight', (None,))]
     """
-    if isinstance(data, ShardingRules):
-        return data
-    if not isinstance(data, Mapping):
-        return ShardingRules(_read_list(data, "the rules"))
-    given = cast("Mapping[object, object]", data)
-    if "sharding" in given:
-        return read_rules(given["sharding"])
-    if not any(part in given for part in _PARTS):
-        return ShardingRules(_read_list(given, "the rules"))
-    unknown = [key for key in given if key not in _PARTS]
+    if isinstance(document, ShardingRules):
+        return document
+    if not isinstance(document, Mapping):
+        return ShardingRules(_read_list(document, "the rules"))
+    parts = cast("Mapping[object, object]", document)
+    if "sharding" in parts:
+        return read_rules(parts["sharding"])
+    if not any(part in parts for part in _PARTS):
+        return ShardingRules(_read_list(parts, "the rules"))
+    unknown = [key for key in parts if key not in _PARTS]
     if unknown:
         raise RulesError(
-            f"Sharding rules were read that have the parts {', '.join(map(str, given))}. "
+            f"Sharding rules were read that have the parts {', '.join(map(str, parts))}. "
             f"{unknown[0]!r} is none of them: {', '.join(_PARTS)}. Put patterns under "
             "'parameters' or 'activations'."
         )
-    tp_axis = given.get("tp_axis", "tp")
+    tp_axis = parts.get("tp_axis", "tp")
     if not isinstance(tp_axis, str):
         raise RulesError(
             f"Sharding rules were read with tp_axis={tp_axis!r}. It is the name of the axis that "
             "styles cut along. Pass a string."
         )
-    parameters = _read_list(given.get("parameters") or {}, "parameters")
-    plan = _read_list(given.get("tp_plan") or {}, "tp_plan")
+    parameters = _read_list(parts.get("parameters") or {}, "parameters")
+    plan = _read_list(parts.get("tp_plan") or {}, "tp_plan")
     for rule in plan:
         if rule.style is None:
             raise RulesError(
                 f"tp_plan was read with {rule.pattern!r}: {rule.placements!r}. A tensor parallel "
                 "plan has a style per module, e.g. 'colwise'. Put placements under 'parameters'."
             )
-    activations = _read_list(given.get("activations") or {}, "activations")
+    activations = _read_list(parts.get("activations") or {}, "activations")
     return ShardingRules([*parameters, *plan], activations, tp_axis)
 
 
-def _read_list(data: object, what: str) -> list[ShardingRule]:
-    if isinstance(data, Mapping):
-        pairs = cast("Mapping[object, object]", data)
+def _read_list(entries: object, what: str) -> list[ShardingRule]:
+    if isinstance(entries, Mapping):
+        pairs = cast("Mapping[object, object]", entries)
         return [_rule(pattern, placements, what) for pattern, placements in pairs.items()]
-    if isinstance(data, str) or not isinstance(data, Sequence):
+    if isinstance(entries, str) or not isinstance(entries, Sequence):
         raise RulesError(
-            f"Sharding rules were read, and {what} are of type={type(data).__name__}. They are "
+            f"Sharding rules were read, and {what} are of type={type(entries).__name__}. They are "
             "patterns with placements. Pass a mapping, or a list of pairs."
         )
     rules: list[ShardingRule] = []
-    for entry in cast("Sequence[object]", data):
+    for entry in cast("Sequence[object]", entries):
         if isinstance(entry, ShardingRule):
             rules.append(entry)
         elif isinstance(entry, Mapping):
@@ -855,7 +859,7 @@ def rules_as_data(rules: ShardingRules) -> dict[str, object]:
     }
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, tuple):
-        return [_plain(entry) for entry in cast("tuple[object, ...]", value)]
-    return value
+def _plain(entry: object) -> object:
+    if isinstance(entry, tuple):
+        return [_plain(part) for part in cast("tuple[object, ...]", entry)]
+    return entry

@@ -78,13 +78,13 @@ class ManualRegion:
         """
         if axes is None:
             return cls(mesh, tuple(mesh.axis_names))
-        asked = tuple(axes)
-        indices = sorted({mesh.axis_index(axis) for axis in asked})
-        if len(indices) != len(asked) or not asked:
+        manual_axes = tuple(axes)
+        indices = sorted({mesh.axis_index(axis) for axis in manual_axes})
+        if len(indices) != len(manual_axes) or not manual_axes:
             raise LayoutError(
-                f"A manual region over axes={asked} was asked for on a mesh ({mesh.axes_text()}). "
-                "It needs at least one axis, and each only once. Pass some of the mesh's axes, or "
-                "None for all."
+                f"A manual region over axes={manual_axes} was asked for on a mesh "
+                f"({mesh.axes_text()}). It needs at least one axis, and each only once. "
+                "Pass some of the mesh's axes, or None for all."
             )
         return cls(mesh, tuple(mesh.axis_names[index] for index in indices))
 
@@ -104,8 +104,8 @@ class ManualRegion:
         Raises:
             LayoutError: The layout shards over an axis that is not manual, or is no tiling.
         """
-        used = {entry_axis(entry) for dim in layout.dims for entry in dim}
-        foreign = [axis for axis in used if axis is not None and axis not in self.axes]
+        cutting = {entry_axis(entry) for dim in layout.dims for entry in dim}
+        foreign = [axis for axis in cutting if axis is not None and axis not in self.axes]
         if layout.mesh != self.mesh or foreign:
             raise LayoutError(
                 f"The layout {layout} was given for a manual region over the axes {self.axes}. At "
@@ -116,8 +116,8 @@ class ManualRegion:
 
     def copied_axes(self, layout: Layout) -> tuple[Axis, ...]:
         """Return the manual axes along which a tensor of this layout is copied."""
-        used = {entry_axis(entry) for dim in layout.dims for entry in dim}
-        return tuple(axis for axis in self.axes if axis not in used)
+        cutting = {entry_axis(entry) for dim in layout.dims for entry in dim}
+        return tuple(axis for axis in self.axes if axis not in cutting)
 
     def tile_shape(self, layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape inside the region of a global `shape`, padding included.
@@ -165,9 +165,9 @@ def spanning_mesh(mesh: Mesh) -> Mesh:
     of_root = dict(zip(root.axis_names, root.digits() or (), strict=False))
     if all(of_root.get(a) == d for a, d in zip(mesh.axis_names, digits, strict=True)):
         return root
-    made = mesh_of_walks(root, mesh.axis_names, digits)
-    assert made is not None  # the axes of one mesh are independent
-    return made
+    span = mesh_of_walks(root, mesh.axis_names, digits)
+    assert span is not None  # the axes of one mesh are independent
+    return span
 
 
 def mesh_of_walks(
@@ -188,21 +188,21 @@ def mesh_of_walks(
         >>> mesh_of_walks(Mesh.arange((8,)), ("tp",), [[(2, 2)]])
         Mesh(rest0=2, rest1=2, tp=2, devices=[0, 2, ...] (8))
     """
-    taken = sorted((digit for axis in digits for digit in axis), key=lambda digit: digit[1])
-    rest: list[tuple[int, int]] = []
+    by_stride = sorted((digit for axis in digits for digit in axis), key=lambda digit: digit[1])
+    gaps: list[tuple[int, int]] = []
     covered = 1
-    for size, stride in (*taken, (1, root.size())):
+    for size, stride in (*by_stride, (1, root.size())):
         if stride % covered:
             return None
         if stride > covered:
-            rest.append((stride // covered, covered))
+            gaps.append((stride // covered, covered))
         covered = stride * size
-    names = [f"rest{number}" for number in range(len(rest))]
+    names = [f"rest{number}" for number in range(len(gaps))]
     positions = np.zeros((), dtype=np.int64)
-    for size, stride in (*reversed(rest), *(d for axis in digits for d in axis)):
+    for size, stride in (*reversed(gaps), *(d for axis in digits for d in axis)):
         positions = np.add.outer(positions, np.arange(size) * stride)
     sizes = (math.prod(size for size, _ in axis) for axis in digits)
-    shape = (*(size for size, _ in reversed(rest)), *sizes)
+    shape = (*(size for size, _ in reversed(gaps)), *sizes)
     ids = root.device_ids.reshape(-1)[positions.reshape(-1)]
     return Mesh(ids, shape, (*names, *axis_names))
 
@@ -219,13 +219,13 @@ def region_of(mesh: Mesh) -> ManualRegion:
 
 
 @lru_cache(maxsize=4096)
-def layout_on_span(layout: Layout, known: tuple[tuple[object, int], ...] = ()) -> Layout:
+def layout_on_span(layout: Layout, cut_axes: tuple[tuple[object, int], ...] = ()) -> Layout:
     """Return a layout on a submesh as one over all devices.
 
     Args:
         layout: The layout.
-        known: (axis, dim) pairs: what is known of the spanning mesh's other axes. They cut within
-            the shards of `layout`, so that these stay what they are.
+        cut_axes: (axis, dim) pairs: what is known of the spanning mesh's other axes. They cut
+            within the shards of `layout`, so that these stay what they are.
 
     Returns:
         The layout on the spanning mesh. While something is unknown of its other axes, every dim
@@ -242,10 +242,10 @@ def layout_on_span(layout: Layout, known: tuple[tuple[object, int], ...] = ()) -
     if span is layout.mesh or span == layout.mesh:
         return layout
     dims = list(layout.dims)
-    for axis, dim in known:
+    for axis, dim in cut_axes:
         dims[dim] = (*dims[dim], span.axis_names[span.axis_index(axis)])  # pyright: ignore
-    said = {*layout.mesh.axis_names, *(axis for axis, _ in known)}
-    unknown = any(span.size(axis) > 1 for axis in span.axis_names if axis not in said)
+    named = {*layout.mesh.axis_names, *(axis for axis, _ in cut_axes)}
+    unknown = any(span.size(axis) > 1 for axis in span.axis_names if axis not in named)
     open_dims = {dim for dim, cuts in enumerate(dims) if unknown and not cuts}
     return Layout(span, tuple(dims), layout.partial, frozenset(open_dims))
 
@@ -296,5 +296,5 @@ def joint_mesh(outer: Mesh, inner: Mesh) -> Mesh | None:
     walks = (outer.digits(span), inner.digits(span))
     if walks[0] is None or walks[1] is None:
         return None
-    found = mesh_of_walks(span, (*outer.axis_names, *inner.axis_names), (*walks[0], *walks[1]))
-    return None if found is None else found[(*outer.axis_names, *inner.axis_names)]
+    joint = mesh_of_walks(span, (*outer.axis_names, *inner.axis_names), (*walks[0], *walks[1]))
+    return None if joint is None else joint[(*outer.axis_names, *inner.axis_names)]

@@ -59,16 +59,16 @@ def layout_of_op_sharding(
         if mesh.mesh_shape[index] == 1:
             continue
         step = (tiles.take(1, axis=index) - tiles.take(0, axis=index)).reshape(-1, tensor_ndim)[0]
-        moved = np.flatnonzero(step)
-        if len(moved) > 1:
+        cut_dims = np.flatnonzero(step)
+        if len(cut_dims) > 1:
             return None
-        if len(moved) == 1:
-            cuts[int(moved[0])].append((int(step[moved[0]]), axis))
+        if len(cut_dims) == 1:
+            cuts[int(cut_dims[0])].append((int(step[cut_dims[0]]), axis))
     dims: tuple[tuple[Entry, ...], ...] = tuple(
         tuple(axis for _, axis in sorted(dim, key=lambda cut: -cut[0])) for dim in cuts
     )
-    found = Layout(mesh, dims)
-    return found if found.op_sharding(root) == op_sharding else None
+    layout = Layout(mesh, dims)
+    return layout if layout.op_sharding(root) == op_sharding else None
 
 
 def _tile_coordinates(

@@ -9,7 +9,7 @@ are called with, and so is the ``forward`` of each module that is used::
             return loss_of(self.model(x), self.config) * self.weight
 
     tables      self.model, self.config, self.weight     attributes of a Trainer
-                loss_of                                   a global
+                loss_of                                  a global
     gone into   loss_of with self.config, the forward of self.model and of the modules in it
 
 Of what is used as a whole everything is read: of a list or a dict all that it holds, of another

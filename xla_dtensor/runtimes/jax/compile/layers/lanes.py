@@ -3,7 +3,7 @@
 The optimizer's part of a step is written out layer by layer, though the layers' parameters enter
 the loop as one stack and their gradients leave it as one::
 
-    s  = stack_layers w0 w1 w2                 g0 g1 g2 = unstack_layers gs
+    s  = stack_layers w0 w1 w2              g0 g1 g2 = unstack_layers gs
     a0 = mul m0 0.9     a1 = mul m1 0.9     a2 = mul m2 0.9
     b0 = mul g0 0.1     b1 = mul g1 0.1     b2 = mul g2 0.1
     c0 = add a0 b0      c1 = add a1 b1      c2 = add a2 b2
