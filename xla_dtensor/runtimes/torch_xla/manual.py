@@ -47,7 +47,15 @@ from xla_dtensor.runtimes.torch_xla.payload import (
     to_plain,
 )
 
-__all__ = ["ManualPayload", "ManualRegions", "entered", "left", "marked", "run_collective"]
+__all__ = [
+    "ManualPayload",
+    "ManualRegions",
+    "full_to_shard",
+    "mark_manual",
+    "no_execution",
+    "run_collective",
+    "shard_to_full",
+]
 
 
 # ------------------------------------------------------------------------------------- Manual nodes
@@ -55,7 +63,7 @@ __all__ = ["ManualPayload", "ManualRegions", "entered", "left", "marked", "run_c
 # The operators at the border of a manual region, on torch_xla's lazy tensors.
 #
 # Each makes new graph nodes and leaves what it was given as it is, but for the label {manual} that
-# `marked` puts on a node. Empty tensors are made afresh: torch_xla is of two minds about the
+# `mark_manual` puts on a node. Empty tensors are made afresh: torch_xla is of two minds about the
 # annotation of an empty tensor.
 #
 # Manual payloads are of a class of their own, which is how they are known, and by which a debugger
@@ -110,7 +118,7 @@ def _as_payload(value: torch.Tensor) -> ManualPayload:
     return manual
 
 
-def marked(value: torch.Tensor) -> ManualPayload:
+def mark_manual(value: torch.Tensor) -> ManualPayload:
     """Label an unfinished value as manual, in place, and return it as a manual payload."""
     xlac()._mark_manual_sharding(value, _manual_annotation())
     return _as_payload(value)
@@ -119,10 +127,10 @@ def marked(value: torch.Tensor) -> ManualPayload:
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> ManualPayload:
     """Return zeros as a manual payload."""
     with functionalization():
-        return marked(torch.zeros(shape, dtype=dtype, device=DEVICE))
+        return mark_manual(torch.zeros(shape, dtype=dtype, device=DEVICE))
 
 
-def entered(payload: torch.Tensor, sharding: OpSharding) -> ManualPayload:
+def full_to_shard(payload: torch.Tensor, sharding: OpSharding) -> ManualPayload:
     """Return the tiles of `payload` under a sharding that divides it evenly, as a manual payload.
 
     Args:
@@ -138,7 +146,7 @@ def entered(payload: torch.Tensor, sharding: OpSharding) -> ManualPayload:
         return _as_payload(xlac()._spmd_full_to_shard_shape(placed))
 
 
-def left(manual: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
+def shard_to_full(manual: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
     """Return the global payload of which `manual` is the tile under a sharding.
 
     Args:
@@ -267,8 +275,8 @@ def _all_to_all(
     others = tuple(axis for axis in mesh.axis_names if axis not in axes)
     before = _sharding(mesh, others, axes, (), ())
     after = _sharding(mesh, others, (), axes, ())
-    stacked = left(blocks.reshape(1, 1, n, -1), before)
-    received = entered(stacked, after).reshape(blocks.shape)
+    stacked = shard_to_full(blocks.reshape(1, 1, n, -1), before)
+    received = full_to_shard(stacked, after).reshape(blocks.shape)
     return received.movedim(0, concat).flatten(concat, concat + 1)
 
 
@@ -280,7 +288,9 @@ def _permute(
         return manual.clone()
     moved = manual.clone()
     if before != after:
-        moved = entered(left(manual.reshape(1, -1), before), after).reshape(manual.shape)
+        moved = full_to_shard(shard_to_full(manual.reshape(1, -1), before), after).reshape(
+            manual.shape
+        )
     if not empty:
         return moved
     index = _axis_index(manual, mesh, axes)
@@ -291,7 +301,7 @@ def _permute(
 def _axis_index(manual: torch.Tensor, mesh: Mesh, axes: tuple[Axis, ...]) -> torch.Tensor:
     n = len(_groups(mesh, axes)[0])
     numbers = to_payload(torch.arange(n, device=DEVICE))
-    return entered(numbers, _sharding(mesh, axes)).reshape(())
+    return full_to_shard(numbers, _sharding(mesh, axes)).reshape(())
 
 
 _COLLECTIVES = {
@@ -413,7 +423,7 @@ class ManualRegions:
                 f"{layout}. Its dims {uneven} are not divided evenly, and all tiles of a manual "
                 "tensor have one shape. Pad them first."
             )
-        return entered(payload, sharding)
+        return full_to_shard(payload, sharding)
 
     def leave(
         self, manual: torch.Tensor, layout: Layout, region: ManualRegion
@@ -423,7 +433,7 @@ class ManualRegions:
         region.check_layout(layout)
         self._check_usable(manual)
         sharding = self._op_sharding_for(manual.shape, layout)
-        return left(manual, sharding), sharding
+        return shard_to_full(manual, sharding), sharding
 
     def run_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """See :meth:`Runtime.run_manual_op`."""
@@ -431,7 +441,7 @@ class ManualRegions:
         _check_writes_manual(func, args, kwargs)
         args = map_nested(self._operand, _with_numbers_for_masks(func, args))
         kwargs = map_nested(self._operand, dict(kwargs))
-        with _no_execution(func):
+        with no_execution(func):
             return map_nested(_as_manual, run_op(func, args, kwargs))
 
     def collective(
@@ -495,14 +505,14 @@ class ManualRegions:
         if value.device.type != "xla":
             return _copied(value)
         if is_plain(value):
-            return entered(value, OpSharding.replicated())
+            return full_to_shard(value, OpSharding.replicated())
         self._check_usable(value)
         return value
 
 
 def _copied(host: torch.Tensor) -> torch.Tensor:
     with functionalization():
-        return entered(put_host(host, None), OpSharding.replicated())
+        return full_to_shard(put_host(host, None), OpSharding.replicated())
 
 
 def _as_manual(value: Any) -> Any:
@@ -514,8 +524,8 @@ def _as_manual(value: Any) -> Any:
     with functionalization():
         payload = to_payload(value)
         if xlac()._check_tensor_need_materialization([payload])[0]:
-            return marked(payload)
-    return entered(payload, OpSharding.replicated())
+            return mark_manual(payload)
+    return full_to_shard(payload, OpSharding.replicated())
 
 
 def _check_reads_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -559,7 +569,7 @@ def _check_writes_manual(func: Any, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 @contextmanager
-def _no_execution(func: Any) -> Iterator[None]:
+def no_execution(func: Any) -> Iterator[None]:
     """Make an error of an op that would run the program so far, to go on with its values."""
     before = xlac()._get_allow_execution()
     xlac()._set_allow_execution(False)
