@@ -134,11 +134,11 @@ def cuts_of(local: LocalPayload, mixed: Sequence[int] = ()) -> Known:
 
 @lru_cache(1024)
 def even_cuts(
-    shape: tuple[int, ...], region: ManualRegion, known: Known, uncut: frozenset[int]
+    shape: tuple[int, ...], region: ManualRegion, axis_dims: Known, uncut: frozenset[int]
 ) -> Known:
-    """Return those of `known` that divide a device's shape, as far as torch_xla can be told."""
+    """Return those of `axis_dims` that divide a device's shape, as far as torch_xla can be told."""
     sizes, cuts = list(shape), []
-    for axis, dim in known:
+    for axis, dim in axis_dims:
         if axis in region.axes or dim in uncut or dim >= len(shape):
             continue
         count = region.mesh.size(axis)
