@@ -235,13 +235,15 @@ def start(
     _check_not_late(num_devices, dump_dir)
     wraps_all = _started_by_user()
     settings = {} if wraps_all else {_FUNCTIONALIZATION_VARIABLE: "1"}
-    settings |= _device_settings(num_devices)
+    if num_devices is not None:
+        settings |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_devices)}
     if dump_dir is not None:
         settings["XLA_FLAGS"], dump_dir = _dump_flags(dump_dir)
     os.environ.update(settings)
     _import_torch_xla()
     settings |= _keep_programs(compile_cache)
-    _enable_spmd()
+    if not _is_spmd():  # use_spmd() warns when the variable that it sets itself is there already.
+        importlib.import_module("torch_xla.runtime").use_spmd()
     with _enough_threads(num_devices):
         xlac()._init_computation_client()
     _check_started(num_devices)
@@ -302,12 +304,6 @@ def _device_count(num_cpu_devices: int | None) -> int | None:
     return int(count)
 
 
-def _device_settings(num_devices: int | None) -> dict[str, str]:
-    if num_devices is None:
-        return {}
-    return {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_devices)}
-
-
 def _check_functionalization() -> None:
     setting = os.environ.get(_FUNCTIONALIZATION_VARIABLE)
     if setting is not None and setting not in _ON:
@@ -345,12 +341,6 @@ def _started_by_user() -> bool:
 
 def _is_spmd() -> bool:
     return importlib.import_module("torch_xla.runtime").is_spmd()
-
-
-def _enable_spmd() -> None:
-    # use_spmd() warns when the variable that it sets itself is there already.
-    if not _is_spmd():
-        importlib.import_module("torch_xla.runtime").use_spmd()
 
 
 def _check_started(num_devices: int | None) -> None:

@@ -638,7 +638,7 @@ def poison(functional: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outp
     bounds = [
         bound
         for bound in BOUNDS[functional](*args, **kwargs)
-        if bound.what == "index" and bound.index.numel() and _is_on_devices(bound.index)
+        if bound.what == "index" and bound.index.numel() and bound.index.device.type == "xla"
     ]
     first = output[0] if isinstance(output, list | tuple) else output
     if not bounds or (functional not in _READS and not _has_nan(first)):
@@ -653,10 +653,6 @@ def poison(functional: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outp
     if is_written:
         return output
     return type(output)([poisoned, *output[1:]]) if isinstance(output, list | tuple) else poisoned
-
-
-def _is_on_devices(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "xla"
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:

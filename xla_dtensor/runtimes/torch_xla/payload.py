@@ -257,13 +257,15 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         plain = next((argument for argument in written if _is_foreign(argument)), None)
         if plain is not None:
             return _run_plain(func, args, kwargs, plain.device)
-        _check_bounds(func, args, kwargs)
+        functional = _functional(func)
+        if functional in BOUNDS:
+            check_bounds(functional, args, kwargs, _extremes)
         call_args, call_kwargs = args, kwargs
         args = [_operand(argument) for argument in args]
         kwargs = {name: _operand(argument) for name, argument in kwargs.items()}
         output = _result(_run(func, args, kwargs))
-        if _functional(func) in BOUNDS and "out" not in kwargs:
-            output = poison(_functional(func), call_args, call_kwargs, output)
+        if functional in BOUNDS and "out" not in kwargs:
+            output = poison(functional, call_args, call_kwargs, output)
         if func is torch.ops.aten.native_batch_norm.default:
             _write_statistics(call_args, args)
         payloads = [argument for argument in written if _is_functional(argument)]
@@ -275,14 +277,8 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_FUNCTIONALIZE, excluded)
 
 
-def _check_bounds(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise where an index on the host is out of range; a payload's values are not known."""
-    functional = _functional(func)
-    if functional in BOUNDS:
-        check_bounds(functional, args, kwargs, _extremes)
-
-
 def _extremes(bound: Bound) -> tuple[float, float] | None:
+    """The least and the largest index on the host; a payload's values are not known."""
     return None if bound.index.device.type == "xla" else host_extremes(bound)
 
 

@@ -166,13 +166,6 @@ def _rows(
     return tuple(sizes or [1]), _stack_sharding(region, *(spec or [None]))
 
 
-def _uncut_shape(tile: Sequence[int], region: ManualRegion, cuts: Known) -> tuple[int, ...]:
-    shape = list(tile)
-    for axis, dim in cuts:
-        shape[dim] *= region.mesh.size(axis)
-    return tuple(shape)
-
-
 def enter_tile(local: LocalPayload, cuts: Known = ()) -> ManualPayload:
     """Return each device's own tensor as a manual payload; the local payload stays as it is.
 
@@ -192,8 +185,10 @@ def enter_tile(local: LocalPayload, cuts: Known = ()) -> ManualPayload:
 
 def leave_tile(tile: torch.Tensor, region: ManualRegion, cuts: Known = ()) -> LocalPayload:
     """Return the local payload of the devices' tensors, cut as they were entered."""
-    shape = _uncut_shape(tile.shape, region, cuts)
-    sizes, sharding = _rows(shape, region, cuts)
+    shape = list(tile.shape)
+    for axis, dim in cuts:
+        shape[dim] *= region.mesh.size(axis)
+    sizes, sharding = _rows(tuple(shape), region, cuts)
     row_shape = [size // sharding.num_tiles(dim + 1) for dim, size in enumerate(sizes)]
     with functionalization():
         row = to_payload(aten.view_copy.default(to_plain(tile), [1, *row_shape]))
