@@ -154,10 +154,10 @@ def _reshaped_annotation(sharding: OpSharding) -> Any:
     with execution_allowed():
         shaped = (small + 0).reshape(tiles)
         xlac()._xla_sync_multi([shaped], [])
-    found = parse_annotation(xlac()._get_xla_sharding_spec(shaped))
-    if found != sharding:
+    actual = parse_annotation(xlac()._get_xla_sharding_spec(shaped))
+    if actual != sharding:
         raise DistributeError(
-            f"The sharding {sharding} was asked for on torch_xla. Its partitioner made {found} of "
+            f"The sharding {sharding} was asked for on torch_xla. Its partitioner made {actual} of "
             f"it, and torch_xla 2.9 cannot be told otherwise for {len(tiles)} dims. Reshape the "
             f"tensor to {_MAX_LISTED_RANK} dims, or shard fewer."
         )
@@ -172,12 +172,12 @@ def cut_unevenly(payload: torch.Tensor, sharding: OpSharding) -> bool:
 @contextmanager
 def execution_allowed() -> Iterator[None]:
     """Let the body run a program of its own, also while a step is traced as one program."""
-    before = xlac()._get_allow_execution()
+    allowed = xlac()._get_allow_execution()
     xlac()._set_allow_execution(True)
     try:
         yield
     finally:
-        xlac()._set_allow_execution(before)
+        xlac()._set_allow_execution(allowed)
 
 
 # --------------------------------------------------------------------------------- Start torch_xla
@@ -229,28 +229,30 @@ def start(
         RuntimeSetupError: Wrong versions, contradicting settings, or too late.
     """
     _check_torch()
-    asked_devices = _asked_devices(num_cpu_devices)
-    dump_dir = _asked_dump_dir(dump_hlo)
+    num_devices = _device_count(num_cpu_devices)
+    dump_dir = _dump_folder(dump_hlo)
     _check_functionalization()
-    _check_not_late(asked_devices, dump_dir)
+    _check_not_late(num_devices, dump_dir)
     wraps_all = _started_by_user()
     settings = {} if wraps_all else {_FUNCTIONALIZATION_VARIABLE: "1"}
-    settings |= _device_settings(asked_devices)
+    if num_devices is not None:
+        settings |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_devices)}
     if dump_dir is not None:
         settings["XLA_FLAGS"], dump_dir = _dump_flags(dump_dir)
     os.environ.update(settings)
     _import_torch_xla()
     settings |= _keep_programs(compile_cache)
-    _enable_spmd()
-    with _enough_threads(asked_devices):
+    if not _is_spmd():  # use_spmd() warns when the variable that it sets itself is there already.
+        importlib.import_module("torch_xla.runtime").use_spmd()
+    with _enough_threads(num_devices):
         xlac()._init_computation_client()
-    _check_started(asked_devices)
+    _check_started(num_devices)
     torch.autograd.set_multithreading_enabled(False)
     return Started(settings, dump_dir, wraps_all)
 
 
-def _keep_programs(asked: str | os.PathLike[str] | bool | None) -> dict[str, str]:
-    folder = cache_folder(asked, on_cpu=os.environ.get("PJRT_DEVICE") != "TPU")
+def _keep_programs(compile_cache: str | os.PathLike[str] | bool | None) -> dict[str, str]:
+    folder = cache_folder(compile_cache, on_cpu=os.environ.get("PJRT_DEVICE") != "TPU")
     if folder is None:
         return {}
     importlib.import_module("torch_xla.runtime").initialize_cache(str(folder))
@@ -282,42 +284,36 @@ def _import_torch_xla() -> None:
         )
 
 
-def _asked_devices(num_cpu_devices: int | None) -> int | None:
-    asked: Any = num_cpu_devices
-    if asked is None:
-        asked = os.environ.get(CPU_DEVICES_VARIABLE) or None
-    if asked is None:
+def _device_count(num_cpu_devices: int | None) -> int | None:
+    count: Any = num_cpu_devices
+    if count is None:
+        count = os.environ.get(CPU_DEVICES_VARIABLE) or None
+    if count is None:
         return None
-    if not str(asked).isdigit() or int(asked) < 1:
+    if not str(count).isdigit() or int(count) < 1:
         raise RuntimeSetupError(
-            f"num_cpu_devices={asked!r} was asked for. It is no number of devices. Pass an integer "
+            f"num_cpu_devices={count!r} was asked for. It is no number of devices. Pass an integer "
             f"from 1 on, as the argument or in {CPU_DEVICES_VARIABLE}."
         )
     platform = os.environ.get("PJRT_DEVICE", "CPU")
     if platform != "CPU":
         raise RuntimeSetupError(
-            f"num_cpu_devices={asked} was asked for, but PJRT_DEVICE={platform}. Virtual devices "
+            f"num_cpu_devices={count} was asked for, but PJRT_DEVICE={platform}. Virtual devices "
             "exist on CPU only. Set PJRT_DEVICE=CPU, or leave num_cpu_devices out."
         )
-    return int(asked)
-
-
-def _device_settings(asked_devices: int | None) -> dict[str, str]:
-    if asked_devices is None:
-        return {}
-    return {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(asked_devices)}
+    return int(count)
 
 
 def _check_functionalization() -> None:
-    value = os.environ.get(_FUNCTIONALIZATION_VARIABLE)
-    if value is not None and value not in _ON:
+    setting = os.environ.get(_FUNCTIONALIZATION_VARIABLE)
+    if setting is not None and setting not in _ON:
         raise RuntimeSetupError(
-            f"Runtime 'torch_xla' was asked for with {_FUNCTIONALIZATION_VARIABLE}={value}. With "
+            f"Runtime 'torch_xla' was asked for with {_FUNCTIONALIZATION_VARIABLE}={setting}. With "
             "it, an op on a DTensor and a plain XLA tensor returns no DTensor. Unset that variable."
         )
 
 
-def _check_not_late(asked_devices: int | None, dump_dir: Path | None) -> None:
+def _check_not_late(num_devices: int | None, dump_dir: Path | None) -> None:
     if sys.modules.get("torch_xla") is None:
         return
     if xlac()._xla_get_spmd_config_is_locked() and not _is_spmd():
@@ -329,9 +325,9 @@ def _check_not_late(asked_devices: int | None, dump_dir: Path | None) -> None:
         )
     if not xlac()._xla_runtime_is_initialized():
         return
-    if dump_dir or asked_devices not in (None, xlac()._xla_num_global_devices()):
+    if dump_dir or num_devices not in (None, xlac()._xla_num_global_devices()):
         raise RuntimeSetupError(
-            f"num_cpu_devices={asked_devices} and dump_hlo={dump_dir and str(dump_dir)!r} were "
+            f"num_cpu_devices={num_devices} and dump_hlo={dump_dir and str(dump_dir)!r} were "
             "asked for, but torch_xla's client already runs. It reads them when it starts. Call "
             "get_runtime('torch_xla', ...) before anything asks torch_xla for its devices."
         )
@@ -347,13 +343,7 @@ def _is_spmd() -> bool:
     return importlib.import_module("torch_xla.runtime").is_spmd()
 
 
-def _enable_spmd() -> None:
-    # use_spmd() warns when the variable that it sets itself is there already.
-    if not _is_spmd():
-        importlib.import_module("torch_xla.runtime").use_spmd()
-
-
-def _check_started(asked_devices: int | None) -> None:
+def _check_started(num_devices: int | None) -> None:
     probe = xlac()._get_xla_tensor_debug_info(torch.empty(0, device="xla"))
     if "Device: SPMD:0" not in probe:
         raise RuntimeSetupError(
@@ -361,18 +351,18 @@ def _check_started(asked_devices: int | None) -> None:
             "use_spmd(). torch_xla then computes on one device, or crashes. Start a new process "
             "and call get_runtime('torch_xla') first."
         )
-    found = xlac()._xla_num_global_devices()
-    if asked_devices not in (None, found):
+    actual = xlac()._xla_num_global_devices()
+    if num_devices not in (None, actual):
         raise RuntimeSetupError(
-            f"num_cpu_devices={asked_devices} was asked for, but torch_xla has {found} devices. "
+            f"num_cpu_devices={num_devices} was asked for, but torch_xla has {actual} devices. "
             "Its client was configured otherwise. Unset CPU_NUM_DEVICES, or pass "
-            f"num_cpu_devices={found}."
+            f"num_cpu_devices={actual}."
         )
 
 
 @contextmanager
-def _enough_threads(asked_devices: int | None) -> Iterator[None]:
-    devices = asked_devices or int(os.environ.get("CPU_NUM_DEVICES", "1"))
+def _enough_threads(num_devices: int | None) -> Iterator[None]:
+    devices = num_devices or int(os.environ.get("CPU_NUM_DEVICES", "1"))
     on_cpu = os.environ.get("PJRT_DEVICE") == "CPU"
     if "NPROC" in os.environ or not on_cpu or devices <= (os.cpu_count() or 1):
         yield
@@ -384,13 +374,13 @@ def _enough_threads(asked_devices: int | None) -> Iterator[None]:
         del os.environ["NPROC"]
 
 
-def _asked_dump_dir(dump_hlo: str | os.PathLike[str] | None) -> Path | None:
+def _dump_folder(dump_hlo: str | os.PathLike[str] | None) -> Path | None:
     if dump_hlo is not None:
         return Path(dump_hlo)
-    asked = os.environ.get(DUMP_VARIABLE, "0")
-    if asked in ("", "0"):
+    folder = os.environ.get(DUMP_VARIABLE, "0")
+    if folder in ("", "0"):
         return None
-    return Path(tempfile.mkdtemp(prefix="xla_dtensor_hlo_")) if asked in _ON else Path(asked)
+    return Path(tempfile.mkdtemp(prefix="xla_dtensor_hlo_")) if folder in _ON else Path(folder)
 
 
 def _dump_flags(dump_dir: Path) -> tuple[str, Path]:

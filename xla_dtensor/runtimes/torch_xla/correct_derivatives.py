@@ -291,8 +291,8 @@ def _kernels_of_other_views(n_devices: int) -> list[tuple[str, Any]]:
         is_written = (numbers >= 0).to(x.device)
         flat = aten.view_copy(new.to(x.dtype), [len(places)])
         values = aten.index_select(flat, 0, numbers.clamp(min=0).to(x.device))
-        found = aten.where(is_written, values, aten.view_copy(x, [x.numel()]))
-        return aten.view_copy(found, x.shape)
+        merged = aten.where(is_written, values, aten.view_copy(x, [x.numel()]))
+        return aten.view_copy(merged, x.shape)
 
     def diagonal(keys: Any, x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
         is_whole = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)

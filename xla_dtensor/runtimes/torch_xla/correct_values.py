@@ -34,8 +34,8 @@ from xla_dtensor.runtimes.torch_xla.correct_writes import (
     annotated,
     assign,
     has_manual,
+    replicated,
     run_on_host,
-    whole,
 )
 
 __all__ = [
@@ -76,17 +76,17 @@ def in_torchs_dtypes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
         return run(func, args, kwargs)
     if _is_elementwise(func):
         return _run_elementwise(func, args, kwargs, run)
-    result = run(func, args, kwargs)
-    return result if func._schema.is_mutable else _held(func, args, kwargs, result, run)
+    output = run(func, args, kwargs)
+    return output if func._schema.is_mutable else _in_meta_dtypes(func, args, kwargs, output, run)
 
 
 def _is_plain(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Tell whether nothing can be promoted: all tensors are of one dtype, which is a wide one."""
-    given = (*args, *kwargs.values())
-    if any(isinstance(value, (list, tuple)) for value in given):
-        given = tuple(leaves(given))
-    dtypes = {value.dtype for value in given if isinstance(value, torch.Tensor)}
-    is_complex = any(isinstance(value, complex) for value in given)
+    arguments = (*args, *kwargs.values())
+    if any(isinstance(argument, (list, tuple)) for argument in arguments):
+        arguments = tuple(leaves(arguments))
+    dtypes = {argument.dtype for argument in arguments if isinstance(argument, torch.Tensor)}
+    is_complex = any(isinstance(argument, complex) for argument in arguments)
     return len(dtypes) == 1 and dtypes <= _WIDE and not is_complex
 
 
@@ -110,14 +110,14 @@ def _run_elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     args, kwargs = _within(functional, args, kwargs)
     dtype = _computed_in(functional, args, kwargs, meta.dtype)
     if dtype is None:
-        result = run(func, args, kwargs)
-        return result if in_place else _held(func, args, kwargs, result, run)
-    given = _cast(functional, args, kwargs, dtype)
+        output = run(func, args, kwargs)
+        return output if in_place else _in_meta_dtypes(func, args, kwargs, output, run)
+    operands = _cast(functional, args, kwargs, dtype)
     if not in_place:
-        return _held(func, args, kwargs, run(func, *given), run)
+        return _in_meta_dtypes(func, args, kwargs, run(func, *operands), run)
     if dtype == args[0].dtype:
-        return run(func, (args[0], *given[0][1:]), given[1])
-    return assign(args[0], run(functional, *given).to(args[0].dtype))
+        return run(func, (args[0], *operands[0][1:]), operands[1])
+    return assign(args[0], run(functional, *operands).to(args[0].dtype))
 
 
 def _within(
@@ -125,35 +125,35 @@ def _within(
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return arguments whose whole numbers are those of the tensors' dtype: -3 is 253 of uint8."""
     named = _named(func, args, kwargs)
-    operands = [value for name, value in named if _is_operand(name, value)]
-    if len(operands) != 2 or not any(type(value) is int for value in operands):
+    operands = [argument for name, argument in named if _is_operand(name, argument)]
+    if len(operands) != 2 or not any(type(argument) is int for argument in operands):
         return args, kwargs
     dtype = torch.result_type(*operands)
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         return args, kwargs
 
-    def within(name: str, value: Any) -> Any:
-        is_number = type(value) is int and _is_operand(name, value)
-        return int(torch.tensor(value).to(dtype)) if is_number else value
+    def within(name: str, argument: Any) -> Any:
+        is_number = type(argument) is int and _is_operand(name, argument)
+        return int(torch.tensor(argument).to(dtype)) if is_number else argument
 
-    held = [(name, within(name, value)) for name, value in named]
-    return tuple(value for _, value in held[: len(args)]), dict(held[len(args) :])
+    pairs = [(name, within(name, argument)) for name, argument in named]
+    return tuple(argument for _, argument in pairs[: len(args)]), dict(pairs[len(args) :])
 
 
 def _computed_in(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: torch.dtype
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> torch.dtype | None:
     """Return the dtype that operands are to be cast to; None if they are fine."""
     named = _named(func, args, kwargs)
-    operands = [value for name, value in named if _is_operand(name, value)]
-    tensors = [value for value in operands if isinstance(value, torch.Tensor)]
-    if result == torch.bool:
+    operands = [operand for name, operand in named if _is_operand(name, operand)]
+    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+    if dtype == torch.bool:
         if len(operands) != 2:
             return None
-        result = torch.result_type(*operands)
-    if any(tensor.is_complex() and not result.is_complex for tensor in tensors):
+        dtype = torch.result_type(*operands)
+    if any(tensor.is_complex() and not dtype.is_complex for tensor in tensors):
         return None
-    return None if all(tensor.dtype == result for tensor in tensors) else result
+    return None if all(tensor.dtype == dtype for tensor in tensors) else dtype
 
 
 def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -161,57 +161,61 @@ def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tu
     return [*zip(names, args, strict=False), *kwargs.items()]
 
 
-def _is_operand(name: str, value: Any) -> bool:
+def _is_operand(name: str, argument: Any) -> bool:
     """Tell whether an op computes with an argument: a tensor, or a number in the place of one."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(argument, torch.Tensor):
         return name not in _NO_OPERANDS
-    return isinstance(value, bool | int | float | complex) and name in _NUMBERS
+    return isinstance(argument, bool | int | float | complex) and name in _NUMBERS
 
 
 def _cast(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     cast = [
-        (name, _widened(value, dtype) if _is_operand(name, value) else value)
-        for name, value in _named(func, args, kwargs)
+        (name, _widened(argument, dtype) if _is_operand(name, argument) else argument)
+        for name, argument in _named(func, args, kwargs)
     ]
-    return tuple(value for _, value in cast[: len(args)]), dict(cast[len(args) :])
+    return tuple(argument for _, argument in cast[: len(args)]), dict(cast[len(args) :])
 
 
 # ------------------------------------------------------------------ results
 
 
-def _held(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, run: Run) -> Any:
+def _in_meta_dtypes(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any, run: Run
+) -> Any:
     """Return the result in torch's dtypes."""
     meta = output_meta(func, args, kwargs)
-    pairs = zip(leaves((result,)), leaves((meta,)), strict=False)
+    pairs = zip(leaves((output,)), leaves((meta,)), strict=False)
     wrong = [
-        (value.dtype, said.dtype)
-        for value, said in pairs
-        if isinstance(value, torch.Tensor) and isinstance(said, Meta) and value.dtype != said.dtype
+        (tensor.dtype, like.dtype)
+        for tensor, like in pairs
+        if isinstance(tensor, torch.Tensor)
+        and isinstance(like, Meta)
+        and tensor.dtype != like.dtype
     ]
     if not wrong:
-        return result
-    has, is_wanted = wrong[0]
-    if is_wanted.is_complex and not has.is_complex:
+        return output
+    actual, expected = wrong[0]
+    if expected.is_complex and not actual.is_complex:
         return run_on_host(func, args, kwargs)
-    if is_wanted == torch.int64 and not isinstance(result, tuple | list):
-        widened = map_nested(lambda value: _widened(value, is_wanted), tuple(args))
-        result = run(func, widened, kwargs)
-    return _as(result, meta)
+    if expected == torch.int64 and not isinstance(output, tuple | list):
+        widened = map_nested(lambda tensor: _widened(tensor, expected), tuple(args))
+        output = run(func, widened, kwargs)
+    return _as(output, meta)
 
 
-def _widened(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) else value
+def _widened(argument: Any, dtype: torch.dtype) -> Any:
+    return argument.to(dtype) if isinstance(argument, torch.Tensor) else argument
 
 
-def _as(result: Any, meta: Any) -> Any:
-    if isinstance(result, tuple | list):
-        return type(result)(_as(*pair) for pair in zip(result, meta, strict=True))
-    if not isinstance(meta, Meta) or result.dtype == meta.dtype:
-        return result
-    is_too_wide = result.is_complex() and not meta.dtype.is_complex
-    return (torch.real(result) if is_too_wide else result).to(meta.dtype)
+def _as(output: Any, meta: Any) -> Any:
+    if isinstance(output, tuple | list):
+        return type(output)(_as(*pair) for pair in zip(output, meta, strict=True))
+    if not isinstance(meta, Meta) or output.dtype == meta.dtype:
+        return output
+    is_too_wide = output.is_complex() and not meta.dtype.is_complex
+    return (torch.real(output) if is_too_wide else output).to(meta.dtype)
 
 
 # --------------------------------------------------------------------- Largest and smallest values
@@ -251,13 +255,13 @@ def extreme_value(largest: bool, x: torch.Tensor, dims: list[int], keepdim: bool
             )
     if x.ndim == 0:
         return x.clone()
-    found = (aten.amax if largest else aten.amin).default(x, dims, keepdim)
+    extremum = (aten.amax if largest else aten.amin).default(x, dims, keepdim)
     if not x.is_floating_point():
-        return found
+        return extremum
     least = -math.inf if largest else math.inf
     only_least = (x != least).to(torch.int32).sum(dims, keepdim) == 0
     any_nan = (x != x).to(torch.int32).sum(dims, keepdim) > 0
-    return found.masked_fill(only_least, least).masked_fill(any_nan, math.nan)
+    return extremum.masked_fill(only_least, least).masked_fill(any_nan, math.nan)
 
 
 def _place(largest: bool, x: torch.Tensor, dim: int, keepdim: bool) -> torch.Tensor:
@@ -295,8 +299,8 @@ def _place_alone(
     def place() -> torch.Tensor:
         if dim is not None:
             return _place(largest, x, dim, keepdim)
-        found = _place(largest, x.reshape(-1), 0, False)
-        return found.reshape([1] * x.ndim) if keepdim else found
+        index = _place(largest, x.reshape(-1), 0, False)
+        return index.reshape([1] * x.ndim) if keepdim else index
 
     return place
 
@@ -365,8 +369,8 @@ def _sign(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
     """XLA has none of bools, and its sign of NaN is NaN; PyTorch's is 0."""
     if x.dtype == torch.bool:
         return lambda: x.clone()
-    found = aten.sign.default
-    return (lambda: found(x).masked_fill(x != x, 0)) if x.is_floating_point() else None
+    sign = aten.sign.default
+    return (lambda: sign(x).masked_fill(x != x, 0)) if x.is_floating_point() else None
 
 
 def _logit(x: torch.Tensor, eps: float | None = None) -> Callable[[], torch.Tensor] | None:
@@ -407,13 +411,13 @@ def _all_close(*args: Any, **kwargs: Any) -> Callable[[], Any] | None:
 
 def _is_an_infinity(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
     """torch_xla takes the smallest whole number for an infinity."""
-    whole = not x.is_floating_point()
-    return (lambda: torch.zeros_like(x, dtype=torch.bool)) if whole else None
+    is_integer = not x.is_floating_point()
+    return (lambda: torch.zeros_like(x, dtype=torch.bool)) if is_integer else None
 
 
 def _remainder(func: Any, x: Any, y: Any) -> Callable[[], torch.Tensor] | None:
     """torch_xla takes the dtype of an int8 for that of a uint8, which XLA refuses."""
-    tensors = [value for value in (x, y) if isinstance(value, torch.Tensor)]
+    tensors = [operand for operand in (x, y) if isinstance(operand, torch.Tensor)]
     if torch.int8 not in {tensor.dtype for tensor in tensors}:
         return None
     wide = [v.to(torch.int32) if isinstance(v, torch.Tensor) else v for v in (x, y)]
@@ -448,17 +452,17 @@ def _abs(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
 
 def _quotient(a: Any, b: Any) -> Callable[[], torch.Tensor] | None:
     """torch_xla says that a quotient of complex numbers is real."""
-    tensors = [value for value in (a, b) if isinstance(value, torch.Tensor)]
+    tensors = [operand for operand in (a, b) if isinstance(operand, torch.Tensor)]
     dtype = torch.result_type(a, b)
     if not dtype.is_complex:
         return None
 
     def divide() -> torch.Tensor:
         top, below = (
-            value.to(dtype)
-            if isinstance(value, torch.Tensor)
-            else torch.full_like(tensors[0], value, dtype=dtype)
-            for value in (a, b)
+            operand.to(dtype)
+            if isinstance(operand, torch.Tensor)
+            else torch.full_like(tensors[0], operand, dtype=dtype)
+            for operand in (a, b)
         )
         # Scaled, since a square may overflow where the quotient does not.
         scale = torch.maximum(below.real.abs(), below.imag.abs()).reciprocal()
@@ -489,9 +493,9 @@ def _log1p(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         return None
 
     def log() -> torch.Tensor:
-        found = aten.log1p.default(x)
-        better = found - (torch.expm1(found) - x) / (1 + x)  # a step of Newton's
-        return torch.where(x.abs() < 0.5, better, found)
+        logarithm = aten.log1p.default(x)
+        better = logarithm - (torch.expm1(logarithm) - x) / (1 + x)  # a step of Newton's
+        return torch.where(x.abs() < 0.5, better, logarithm)
 
     return log
 
@@ -568,7 +572,7 @@ def convolution(
         return None
 
     def convolve() -> torch.Tensor:
-        return _cut(aten.convolution.default(_cut(x), whole(weight), *options))
+        return _cut(aten.convolution.default(_cut(x), replicated(weight), *options))
 
     return convolve
 
@@ -588,19 +592,19 @@ def convolution_backward(
         return None
     *described, groups, mask = options
 
-    def run(place: Callable[..., torch.Tensor], *asked: bool) -> Any:
+    def run(place: Callable[..., torch.Tensor], *flags: bool) -> Any:
         return aten.convolution_backward.default(
-            place(grad), place(x), whole(weight), bias_sizes, *described, groups, list(asked)
+            place(grad), place(x), replicated(weight), bias_sizes, *described, groups, list(flags)
         )
 
     def backward() -> Sequence[torch.Tensor | None]:
         to_x, to_weight, to_bias = mask
         apart = groups > 1 and to_weight
         by_batch = run(_cut, to_x, to_weight and not apart, to_bias)
-        grad_weight = run(whole, False, True, False)[1] if apart else by_batch[1]
+        grad_weight = run(replicated, False, True, False)[1] if apart else by_batch[1]
         return (
             _cut(by_batch[0]) if to_x else None,
-            whole(grad_weight) if to_weight else None,
+            replicated(grad_weight) if to_weight else None,
             by_batch[2] if to_bias else None,
         )
 
@@ -612,7 +616,7 @@ def _cut(tensor: torch.Tensor) -> torch.Tensor:
     num_devices = xlac()._xla_num_global_devices()
     tiles = math.gcd(tensor.shape[0], num_devices)
     if tiles == 1:
-        return whole(tensor)
+        return replicated(tensor)
     mesh = Mesh.arange((tiles, num_devices // tiles), ("batch", "rest"))
     layout = Layout.from_partition_spec(("batch",), mesh, tensor_ndim=tensor.ndim)
     return annotated(tensor, layout.op_sharding())
@@ -650,11 +654,11 @@ def batch_norm(
 
     def norm() -> Any:
         old = variance.clone()
-        result = func(x, weight, bias, mean, variance, training, momentum, eps)
+        outputs = func(x, weight, bias, mean, variance, training, momentum, eps)
         number = x.numel() // x.shape[1]
-        unbiased = (result[2].square().reciprocal() - eps) * (number / max(number - 1, 1))
+        unbiased = (outputs[2].square().reciprocal() - eps) * (number / max(number - 1, 1))
         variance.copy_((1 - momentum) * old + momentum * unbiased)
-        return result
+        return outputs
 
     return norm
 
@@ -682,12 +686,12 @@ def _batch_norm_in_float64(
     else:
         center, spread = mean, variance
     scale = (spread + eps).rsqrt()
-    result = (x - center.reshape(shape)) * scale.reshape(shape)
-    result = result if weight is None else result * weight.reshape(shape)
-    result = result if bias is None else result + bias.reshape(shape)
+    output = (x - center.reshape(shape)) * scale.reshape(shape)
+    output = output if weight is None else output * weight.reshape(shape)
+    output = output if bias is None else output + bias.reshape(shape)
     if training:
-        return result, center, scale
-    return result, x.new_empty(0), x.new_empty(0)
+        return output, center, scale
+    return output, x.new_empty(0), x.new_empty(0)
 
 
 def has_other_statistics(*args: Any, **_: Any) -> bool:

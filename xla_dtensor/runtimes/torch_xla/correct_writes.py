@@ -39,8 +39,8 @@ __all__ = [
     "has_manual",
     "has_write_rule",
     "poison",
+    "replicated",
     "run_on_host",
-    "whole",
     "write_correction",
 ]
 
@@ -79,10 +79,10 @@ def cut_evenly(tensor: torch.Tensor) -> bool:
     return not (sharding.is_tiled and cut_unevenly(tensor, sharding))
 
 
-def assign(to: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Copy `value` into `to`, which keeps its sharding: `copy_` alone takes that of the source."""
+def assign(to: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Copy `source` into `to`, which keeps its sharding: `copy_` alone takes that of the source."""
     sharding = xlac()._get_xla_op_sharding(to)
-    to.copy_(value)
+    to.copy_(source)
     if sharding is not None:
         xlac()._xla_annotate_custom_sharding(to, sharding)
     return to
@@ -92,12 +92,12 @@ def annotated(tensor: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
     """Return `tensor`, annotated; its own node in the graph, as in the runtime's `constrain`."""
     if tensor.numel() == 0:
         return tensor
-    result = tensor.clone()
-    xlac()._xla_annotate_custom_sharding(result, to_annotation(sharding))
-    return result
+    copy = tensor.clone()
+    xlac()._xla_annotate_custom_sharding(copy, to_annotation(sharding))
+    return copy
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def replicated(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, whole on every device."""
     return annotated(tensor, OpSharding.replicated())
 
@@ -121,17 +121,17 @@ def put_points(
     Returns:
         `x`, or the copy.
     """
-    rest = x.shape[len(points) :]
+    trailing = x.shape[len(points) :]
     shape = [size for size in points[0].shape if size > 1]
     if not evenly(shape):
         shape = [math.prod(shape)]
     points = [point.reshape(shape) for point in points]
-    values = values.reshape(*shape, *rest)
+    values = values.reshape(*shape, *trailing)
     lack = round_up(shape[0]) - shape[0]
     if lack:
         points = [_repeat_last(point, lack) for point in points]
         if accumulate:
-            padding = [0, 0] * len(rest) + [0, lack]
+            padding = [0, 0] * len(trailing) + [0, lack]
             values = torch.constant_pad_nd(values, padding)
         else:
             values = _repeat_last(values, lack)
@@ -175,7 +175,7 @@ def has_manual(*arguments: Any) -> bool:
     """Tell whether a manual payload is among some arguments: it cannot be read on the host."""
     from xla_dtensor.runtimes.torch_xla.manual import ManualPayload  # it imports us
 
-    return any(isinstance(value, ManualPayload) for value in leaves(arguments))
+    return any(isinstance(argument, ManualPayload) for argument in leaves(arguments))
 
 
 def run_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -201,39 +201,42 @@ def run_on_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     _log_once(func)
     copies: dict[int, torch.Tensor] = {}
 
-    def to_host(value: Any) -> Any:
-        if isinstance(value, torch.device):
+    def to_host(argument: Any) -> Any:
+        if isinstance(argument, torch.device):
             return torch.device("cpu")
-        if not isinstance(value, torch.Tensor):
-            return value
-        if id(value) not in copies:
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        if id(argument) not in copies:
             runtime = get_runtime()
-            copies[id(value)] = runtime.to_host(value) if runtime.is_payload(value) else value.cpu()
-        return copies[id(value)]
+            copies[id(argument)] = (
+                runtime.to_host(argument) if runtime.is_payload(argument) else argument.cpu()
+            )
+        return copies[id(argument)]
 
     host_args, host_kwargs = map_nested(to_host, (tuple(args), dict(kwargs)))
-    result = func(*host_args, **host_kwargs)
+    output = func(*host_args, **host_kwargs)
     written = {id(copies[id(to)]): to for to in _written(func, args, kwargs)}
     for to in written.values():
         assign(to, copies[id(to)].to(DEVICE))
 
-    def back(value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            return [back(item) for item in value] if type(value) is list else (*map(back, value),)
-        if not isinstance(value, torch.Tensor):
-            return value
-        return written[id(value)] if id(value) in written else value.to(DEVICE)
+    def back(host: Any) -> Any:
+        if isinstance(host, tuple | list):
+            return [back(part) for part in host] if type(host) is list else (*map(back, host),)
+        if not isinstance(host, torch.Tensor):
+            return host
+        return written[id(host)] if id(host) in written else host.to(DEVICE)
 
-    return back(result)
+    return back(output)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    names = (argument.name for argument in func._schema.arguments)
+    arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
     values: list[Any] = []
     for argument in func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = given.get(argument.name)
-            values += value if isinstance(value, list | tuple) else [value]
+            target = arguments.get(argument.name)
+            values += target if isinstance(target, list | tuple) else [target]
     return [v for v in values if isinstance(v, torch.Tensor) and v.device.type == "xla"]
 
 
@@ -320,10 +323,10 @@ def _scatter_points(
     def write() -> torch.Tensor:
         values = src if isinstance(src, torch.Tensor) else x.new_full((), src).expand(index.shape)
         values = values[tuple(slice(size) for size in index.shape)]
-        places, values = whole(index), whole(values)
+        places, values = replicated(index), replicated(values)
         if reduce not in ("", "sum") or not include_self:
-            result = _scatter_with_spare(x, dim, places, values, reduce, include_self)
-            return assign(x, result) if in_place else result
+            output = _scatter_with_spare(x, dim, places, values, reduce, include_self)
+            return assign(x, output) if in_place else output
         points = [
             places if at == dim else _places(places, at, size)
             for at, size in enumerate(index.shape)
@@ -338,34 +341,34 @@ def _gather(
 ) -> Replacement:
     if x.ndim == 0 or index.ndim == 0 or has_manual(x, index):
         return None
-    return lambda: aten.gather(x, dim, whole(index))
+    return lambda: aten.gather(x, dim, replicated(index))
 
 
 def _index(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Replacement:
-    given = [index for index in indices if index is not None]
-    if not given or any(index.dtype in _MASKS for index in given) or has_manual(x, *given):
+    tensors = [index for index in indices if index is not None]
+    if not tensors or any(index.dtype in _MASKS for index in tensors) or has_manual(x, *tensors):
         return None
-    shapes = [index.shape for index in given]
+    shapes = [index.shape for index in tensors]
     shape = shapes[0] if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
     if x.numel() == 0 or 0 in shape:
         # torch_xla leaves other dims out.
         meta: Any = aten.index(x.to("meta"), [i if i is None else i.to("meta") for i in indices])
         return lambda: x.new_zeros(meta.shape)
-    if evenly(shape) or all(cut_evenly(index) for index in given):
+    if evenly(shape) or all(cut_evenly(index) for index in tensors):
         return None
-    return lambda: aten.index(x, [i if i is None else whole(i) for i in indices])
+    return lambda: aten.index(x, [i if i is None else replicated(i) for i in indices])
 
 
 def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Replacement:
     if x.ndim == 0 or index.numel() == 0 or cut_evenly(index) or has_manual(x, index):
         return None
-    return lambda: aten.index_select(x, dim, whole(index))
+    return lambda: aten.index_select(x, dim, replicated(index))
 
 
 def _embedding(weight: torch.Tensor, indices: torch.Tensor, *args: Any) -> Replacement:
     if indices.numel() == 0 or cut_evenly(indices) or has_manual(weight, indices):
         return None
-    return lambda: aten.embedding(weight, whole(indices), *args)
+    return lambda: aten.embedding(weight, replicated(indices), *args)
 
 
 def _places(index: torch.Tensor, dim: int, size: int) -> torch.Tensor:
@@ -384,13 +387,13 @@ def _scatter_with_spare(
 ) -> torch.Tensor:
     """Pad all to even sizes; what is too much goes to places past the end, which are cut off."""
 
-    def pad(tensor: torch.Tensor, shape: Sequence[int], value: int) -> torch.Tensor:
+    def pad(tensor: torch.Tensor, shape: Sequence[int], fill: int) -> torch.Tensor:
         lacks = [end - size for end, size in zip(shape, tensor.shape, strict=True)]
-        return torch.constant_pad_nd(tensor, [n for lack in lacks[::-1] for n in (0, lack)], value)
+        return torch.constant_pad_nd(tensor, [n for lack in lacks[::-1] for n in (0, lack)], fill)
 
     spare = [round_up(size + (at == dim)) for at, size in enumerate(x.shape)]
     shape = [round_up(size) for size in index.shape]
-    result = torch.scatter_reduce(
+    padded = torch.scatter_reduce(
         pad(x, spare, 0),
         dim,
         pad(index, shape, x.shape[dim]),
@@ -398,7 +401,7 @@ def _scatter_with_spare(
         reduce,
         include_self=include_self,
     )
-    return result[tuple(slice(size) for size in x.shape)]
+    return padded[tuple(slice(size) for size in x.shape)]
 
 
 def _index_put(
@@ -408,21 +411,21 @@ def _index_put(
     values: torch.Tensor,
     accumulate: bool = False,
 ) -> Replacement:
-    given = [index for index in indices if index is not None]
-    if any(index.dtype in _MASKS for index in given):
+    tensors = [index for index in indices if index is not None]
+    if any(index.dtype in _MASKS for index in tensors):
         return _index_put_mask(in_place, x, indices, values, accumulate)
-    shape = torch.broadcast_shapes(*(index.shape for index in given))
-    if not given or 0 in shape or evenly(shape):
+    shape = torch.broadcast_shapes(*(index.shape for index in tensors))
+    if not tensors or 0 in shape or evenly(shape):
         return None
     dims = [dim for dim, index in enumerate(indices) if index is not None]
-    rest = [x.shape[dim] for dim in range(x.ndim) if dim not in dims]
+    slice_shape = [x.shape[dim] for dim in range(x.ndim) if dim not in dims]
     adjacent = dims[-1] - dims[0] + 1 == len(dims)
     at = dims[0] if adjacent else 0
 
     def write() -> torch.Tensor:
-        spread = values.expand(*rest[:at], *shape, *rest[at:])
+        spread = values.expand(*slice_shape[:at], *shape, *slice_shape[at:])
         spread = spread.movedim(tuple(range(at, at + len(shape))), tuple(range(len(shape))))
-        points = [index.expand(shape) for index in given]
+        points = [index.expand(shape) for index in tensors]
         return into_front(x, dims, points, spread, accumulate, in_place)
 
     return write
@@ -436,21 +439,21 @@ def _index_put_mask(
     accumulate: bool,
 ) -> Replacement:
     """Say a mask as what it is where it can be: as indices, it has to be read first."""
-    *before, mask = indices
+    *leading, mask = indices
     fills = values.numel() == 1 and not accumulate
     is_mask = (
         mask is not None
         and mask.dtype == torch.bool
-        and not any(index is not None for index in before)
+        and not any(index is not None for index in leading)
     )
     if any(index is not None and index.ndim == 0 for index in indices):
         return None
     if mask is None or not is_mask or not fills:
         return lambda: _put_read(in_place, x, indices, values, accumulate)
-    if x.shape[len(before) : len(before) + mask.ndim] != mask.shape:
+    if x.shape[len(leading) : len(leading) + mask.ndim] != mask.shape:
         return None
-    after = x.ndim - len(before) - mask.ndim
-    spread = mask.reshape(*mask.shape, *[1] * after)
+    trailing = x.ndim - len(leading) - mask.ndim
+    spread = mask.reshape(*mask.shape, *[1] * trailing)
     fill = x.masked_fill_ if in_place else x.masked_fill
     return lambda: fill(spread, values.reshape(()))
 
@@ -534,8 +537,8 @@ def _put(
 
     def write() -> torch.Tensor:
         flat, points = x.reshape(-1), [index.reshape(-1)]
-        result = put_points(flat, points, source.reshape(-1), accumulate, False).reshape(x.shape)
-        return assign(x, result) if in_place else result
+        output = put_points(flat, points, source.reshape(-1), accumulate, False).reshape(x.shape)
+        return assign(x, output) if in_place else output
 
     return write
 
@@ -621,36 +624,35 @@ _READS = (
 )
 
 
-def poison(functional: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
+def poison(functional: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> Any:
     """Return the result of an op of ``BOUNDS``, NaN where an index was out of range.
 
     Args:
         functional: The op, or the form of it that writes to nothing.
         args: Its arguments, host tensors among them as they were given.
         kwargs: Its keyword arguments.
-        result: What it returned: payloads. One that was written to is written to again.
+        output: What it returned: payloads. One that was written to is written to again.
     """
     if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateImportUsage]
-        return result
-    found = BOUNDS[functional](*args, **kwargs)
-    bounds = [b for b in found if b.what == "index" and b.index.numel() and _is_on_devices(b.index)]
-    first = result[0] if isinstance(result, list | tuple) else result
+        return output
+    bounds = [
+        bound
+        for bound in BOUNDS[functional](*args, **kwargs)
+        if bound.what == "index" and bound.index.numel() and bound.index.device.type == "xla"
+    ]
+    first = output[0] if isinstance(output, list | tuple) else output
     if not bounds or (functional not in _READS and not _has_nan(first)):
-        return result
+        return output
     is_right = functools.reduce(operator.and_, map(_in_range, bounds))
     if functional in _READS and not _has_masks(args[1]):
         is_right = _spread_over_reads(functional, args, is_right)
     else:
         is_right = is_right.all()
     is_written = first is args[0]
-    value = (first.masked_fill_ if is_written else first.masked_fill)(~is_right, _worst(first))
+    poisoned = (first.masked_fill_ if is_written else first.masked_fill)(~is_right, _worst(first))
     if is_written:
-        return result
-    return type(result)([value, *result[1:]]) if isinstance(result, list | tuple) else value
-
-
-def _is_on_devices(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "xla"
+        return output
+    return type(output)([poisoned, *output[1:]]) if isinstance(output, list | tuple) else poisoned
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:

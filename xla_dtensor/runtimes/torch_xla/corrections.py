@@ -47,7 +47,7 @@ from xla_dtensor.runtimes.torch_xla.correct_writes import (
 from xla_dtensor.runtimes.torch_xla.whole_ops import whole_op
 from xla_dtensor.runtimes.whole_ops import WHOLE_OPS
 
-__all__ = ["correction", "may_be_corrected", "recovered", "told_in_full"]
+__all__ = ["correction", "full_arguments", "may_be_corrected", "recovered"]
 
 
 # ------------------------ What is done when torch_xla raises an error that PyTorch would not raise
@@ -126,9 +126,9 @@ def decomposed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     decomposition = decomposition_table.get(func)
     if decomposition is None:
         raise NotImplementedError(str(func))
-    result = decomposition(*args, **kwargs)
+    output = decomposition(*args, **kwargs)
     # Some are named tuples, which cannot be made from a list of their items.
-    return tuple(result) if isinstance(result, tuple) else result
+    return tuple(output) if isinstance(output, tuple) else output
 
 
 def _with_a_dim(
@@ -138,25 +138,29 @@ def _with_a_dim(
     if meta is None or not isinstance(first, torch.Tensor) or first.ndim:
         raise NotImplementedError(str(func))
 
-    def raised(value: Any) -> Any:
-        is_number = isinstance(value, torch.Tensor) and value.ndim == 0
-        return value.reshape(1) if is_number else value
+    def raised(tensor: Any) -> Any:
+        is_number = isinstance(tensor, torch.Tensor) and tensor.ndim == 0
+        return tensor.reshape(1) if is_number else tensor
 
-    result = run(func, map_nested(raised, tuple(args)), map_nested(raised, dict(kwargs)))
+    output = run(func, map_nested(raised, tuple(args)), map_nested(raised, dict(kwargs)))
     return tree_map(
-        lambda value, like: value.reshape(like.shape) if isinstance(like, torch.Tensor) else value,
-        result,
+        lambda tensor, like: (
+            tensor.reshape(like.shape) if isinstance(like, torch.Tensor) else tensor
+        ),
+        output,
         meta,
     )
 
 
 def _on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    def stand_in(value: Any) -> Any:
-        if isinstance(value, torch.device):
+    def stand_in(argument: Any) -> Any:
+        if isinstance(argument, torch.device):
             return torch.device("meta")
-        if not isinstance(value, torch.Tensor):
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        return torch.empty_strided(
+            argument.shape, argument.stride(), dtype=argument.dtype, device="meta"
+        )
 
     meta_args, meta_kwargs = map_nested(stand_in, (tuple(args), dict(kwargs)))
     return func(*meta_args, **meta_kwargs)
@@ -192,8 +196,8 @@ def call_correction(
     if packet in _ON_HOST and _ON_HOST[packet](*args, **kwargs):
         return None if has_manual(args, kwargs) else lambda: run_on_host(func, args, kwargs)
     functional = _functional(func)
-    found = None if functional is None else call_correction(functional, args, kwargs)
-    return None if found is None else lambda: assign(args[0], found())
+    replacement = None if functional is None else call_correction(functional, args, kwargs)
+    return None if replacement is None else lambda: assign(args[0], replacement())
 
 
 @functools.cache
@@ -207,7 +211,7 @@ def has_call_rule(func: Any) -> bool:
     return any(packet in table for table in (_REDUCTIONS, _REWRITTEN, _DECOMPOSED, _ON_HOST))
 
 
-def told_in_full(
+def full_arguments(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Return arguments as torch_xla has to be told them.
@@ -226,11 +230,11 @@ def told_in_full(
     if func.overloadpacket not in _REDUCTIONS:
         return args, kwargs
     names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    if given.get("dim") not in ([], ()) or args[0].ndim == 0:
+    named = dict(zip(names, args, strict=False)) | dict(kwargs)
+    if named.get("dim") not in ([], ()) or args[0].ndim == 0:
         return args, kwargs
-    given |= {"dim": list(range(args[0].ndim))}
-    return args[:1], {name: value for name, value in given.items() if name != names[0]}
+    named |= {"dim": list(range(args[0].ndim))}
+    return args[:1], {name: option for name, option in named.items() if name != names[0]}
 
 
 def _always(*_: Any, **__: Any) -> bool:
@@ -312,8 +316,8 @@ def _masked_scatter(
         order = (wide.reshape(-1).to(torch.int64).cumsum(0) - 1).clamp(min=0)
         order = order.clamp(max=source.numel() - 1)
         values = source.reshape(-1)[order].reshape(shape).to(x.dtype)
-        result = torch.where(wide, values, x.expand(shape))
-        return x.copy_(result) if in_place else result
+        output = torch.where(wide, values, x.expand(shape))
+        return x.copy_(output) if in_place else output
 
     return scatter
 
@@ -416,8 +420,8 @@ def _dist(x: torch.Tensor, y: torch.Tensor, p: Any = 2) -> Callable[[], torch.Te
         return _vector_norm(x - y, p)
 
     def norm() -> torch.Tensor:
-        found = decomposed(aten.linalg_vector_norm.default, (x - y, p), {})
-        return found.to(torch.result_type(x, y).to_real())
+        length = decomposed(aten.linalg_vector_norm.default, (x - y, p), {})
+        return length.to(torch.result_type(x, y).to_real())
 
     dtype = torch.result_type(x, y)
     # A square of half precision may be infinite where the norm is not.
@@ -433,8 +437,8 @@ def _zeros_with_the_meta_of(
 
 def _is_scaled(func: Any, *args: Any, **kwargs: Any) -> bool:
     """torch_xla goes by the sizes alone, and forgets the scales that PyTorch goes by."""
-    given = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
-    return any(given.get(name) is not None for name in ("scales", "scales_h", "scales_w"))
+    arguments = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+    return any(arguments.get(name) is not None for name in ("scales", "scales_h", "scales_w"))
 
 
 def _has_another_power(_: torch.Tensor, *args: Any, **__: Any) -> bool:
@@ -678,8 +682,8 @@ def may_be_corrected(func: Any) -> bool:
     divisions = func in _DIVISIONS or func in _DIVISIONS_IN_PLACE
     integers = _SHIFTS | _SHIFTS_IN_PLACE | _POWERS
     divisions = divisions or func.overloadpacket in integers
-    whole = func in WHOLE_OPS and func.namespace == "aten"
-    listed = divisions or func in EXTREMA or whole
+    is_whole_op = func in WHOLE_OPS and func.namespace == "aten"
+    listed = divisions or func in EXTREMA or is_whole_op
     return listed or has_write_rule(func) or has_call_rule(func)
 
 
@@ -704,11 +708,11 @@ def _rounded_division(
             wide = b.float() if isinstance(b, torch.Tensor) else b
             quotient = torch.div(a.float(), wide, rounding_mode=rounding_mode).to(dtype)
         else:
-            # By the remainder that is nearer to zero: a - rest cannot overflow.
-            rest = torch.fmod(a, b)
-            quotient = _exact_quotient(a - rest, b, dtype)
+            # By the remainder that is nearer to zero: a - remainder cannot overflow.
+            remainder = torch.fmod(a, b)
+            quotient = _exact_quotient(a - remainder, b, dtype)
             if rounding_mode == "floor":
-                quotient = quotient - ((rest != 0) & ((rest < 0) != (b < 0))).to(dtype)
+                quotient = quotient - ((remainder != 0) & ((remainder < 0) != (b < 0))).to(dtype)
         return assign(a, quotient) if in_place else quotient
 
     return divide
@@ -721,18 +725,18 @@ def _right_shift(in_place: bool, first: Any, second: Any) -> Callable[[], torch.
         like = first if isinstance(first, torch.Tensor) else second
         dtype = torch.result_type(first, second)
         a, bits = (
-            value.to(torch.int64)
-            if isinstance(value, torch.Tensor)
-            else torch.full_like(like, value, dtype=torch.int64)
-            for value in (first, second)
+            operand.to(torch.int64)
+            if isinstance(operand, torch.Tensor)
+            else torch.full_like(like, operand, dtype=torch.int64)
+            for operand in (first, second)
         )
         number = torch.iinfo(dtype).bits
         by_some = (bits >= 0) & (bits < min(number, 63))
         divisor = torch.ones_like(bits) << torch.where(by_some, bits, 0)
         divide = _rounded_division(False, a, divisor)
         assert divide is not None
-        result = torch.where(by_some, divide(), -(a < 0).to(torch.int64)).to(dtype)
-        return assign(first, result) if in_place else result
+        output = torch.where(by_some, divide(), -(a < 0).to(torch.int64)).to(dtype)
+        return assign(first, output) if in_place else output
 
     return shift
 
@@ -746,18 +750,18 @@ def _integer_power(in_place: bool, base: Any, exponent: Any) -> Callable[[], tor
     like = base if isinstance(base, torch.Tensor) else exponent
 
     def power() -> torch.Tensor:
-        x, rest = (
-            value.to(dtype)
-            if isinstance(value, torch.Tensor)
-            else torch.full_like(like, value, dtype=dtype)
-            for value in (base, exponent)
+        x, exponents = (
+            operand.to(dtype)
+            if isinstance(operand, torch.Tensor)
+            else torch.full_like(like, operand, dtype=dtype)
+            for operand in (base, exponent)
         )
-        negative, result = torch.pow(x, rest), torch.ones_like(x)
+        negative, output = torch.pow(x, exponents), torch.ones_like(x)
         for bits in range(0, torch.iinfo(dtype).bits - 1, 6):
-            result = result * torch.pow(x, torch.clamp(rest >> bits, min=0) & 63)
+            output = output * torch.pow(x, torch.clamp(exponents >> bits, min=0) & 63)
             x = torch.pow(torch.pow(x, torch.full_like(x, 32)), torch.full_like(x, 2))
-        result = torch.where(rest < 0, negative, result)
-        return assign(base, result) if in_place else result
+        output = torch.where(exponents < 0, negative, output)
+        return assign(base, output) if in_place else output
 
     return power
 

@@ -47,7 +47,15 @@ from xla_dtensor.runtimes.torch_xla.payload import (
     to_plain,
 )
 
-__all__ = ["ManualPayload", "ManualRegions", "entered", "left", "marked", "run_collective"]
+__all__ = [
+    "ManualPayload",
+    "ManualRegions",
+    "full_to_shard",
+    "mark_manual",
+    "no_execution",
+    "run_collective",
+    "shard_to_full",
+]
 
 
 # ------------------------------------------------------------------------------------- Manual nodes
@@ -55,7 +63,7 @@ __all__ = ["ManualPayload", "ManualRegions", "entered", "left", "marked", "run_c
 # The operators at the border of a manual region, on torch_xla's lazy tensors.
 #
 # Each makes new graph nodes and leaves what it was given as it is, but for the label {manual} that
-# `marked` puts on a node. Empty tensors are made afresh: torch_xla is of two minds about the
+# `mark_manual` puts on a node. Empty tensors are made afresh: torch_xla is of two minds about the
 # annotation of an empty tensor.
 #
 # Manual payloads are of a class of their own, which is how they are known, and by which a debugger
@@ -101,8 +109,8 @@ def _current_program() -> int:
     return xlac()._xla_counter_value("MarkStep") or 0
 
 
-def _as_payload(value: torch.Tensor) -> ManualPayload:
-    payload = to_payload(value)
+def _as_payload(tensor: torch.Tensor) -> ManualPayload:
+    payload = to_payload(tensor)
     # In place: `as_subclass` would make another functional wrapper, a view of this one.
     payload.__class__ = ManualPayload
     manual = cast(ManualPayload, payload)
@@ -110,19 +118,19 @@ def _as_payload(value: torch.Tensor) -> ManualPayload:
     return manual
 
 
-def marked(value: torch.Tensor) -> ManualPayload:
+def mark_manual(tensor: torch.Tensor) -> ManualPayload:
     """Label an unfinished value as manual, in place, and return it as a manual payload."""
-    xlac()._mark_manual_sharding(value, _manual_annotation())
-    return _as_payload(value)
+    xlac()._mark_manual_sharding(tensor, _manual_annotation())
+    return _as_payload(tensor)
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> ManualPayload:
     """Return zeros as a manual payload."""
     with functionalization():
-        return marked(torch.zeros(shape, dtype=dtype, device=DEVICE))
+        return mark_manual(torch.zeros(shape, dtype=dtype, device=DEVICE))
 
 
-def entered(payload: torch.Tensor, sharding: OpSharding) -> ManualPayload:
+def full_to_shard(payload: torch.Tensor, sharding: OpSharding) -> ManualPayload:
     """Return the tiles of `payload` under a sharding that divides it evenly, as a manual payload.
 
     Args:
@@ -138,7 +146,7 @@ def entered(payload: torch.Tensor, sharding: OpSharding) -> ManualPayload:
         return _as_payload(xlac()._spmd_full_to_shard_shape(placed))
 
 
-def left(manual: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
+def shard_to_full(manual: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
     """Return the global payload of which `manual` is the tile under a sharding.
 
     Args:
@@ -151,8 +159,8 @@ def left(manual: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
             return to_payload(torch.zeros(full, dtype=manual.dtype, device=DEVICE))
         tile, annotation = to_plain(manual), to_annotation(sharding)
         xlac()._mark_manual_sharding(tile, _manual_annotation())
-        data = xlac()._spmd_shard_to_full_shape(tile, annotation, full, manual.dtype)
-        return to_payload(data)
+        tensor = xlac()._spmd_shard_to_full_shape(tile, annotation, full, manual.dtype)
+        return to_payload(tensor)
 
 
 # -------------------------------- Collectives between the devices of a manual region, on torch_xla
@@ -264,34 +272,35 @@ def _all_to_all(
         shape = _resized(manual.shape, split, manual.shape[split] // n)
         return fresh(_resized(shape, concat, n * shape[concat]), manual.dtype)
     blocks = manual.unflatten(split, (n, -1)).movedim(split, 0)
-    others = tuple(axis for axis in mesh.axis_names if axis not in axes)
-    before = _sharding(mesh, others, axes, (), ())
-    after = _sharding(mesh, others, (), axes, ())
-    stacked = left(blocks.reshape(1, 1, n, -1), before)
-    received = entered(stacked, after).reshape(blocks.shape)
+    other_axes = tuple(axis for axis in mesh.axis_names if axis not in axes)
+    outgoing = _sharding(mesh, other_axes, axes, (), ())
+    incoming = _sharding(mesh, other_axes, (), axes, ())
+    stacked = shard_to_full(blocks.reshape(1, 1, n, -1), outgoing)
+    received = full_to_shard(stacked, incoming).reshape(blocks.shape)
     return received.movedim(0, concat).flatten(concat, concat + 1)
 
 
 def _permute(
     manual: torch.Tensor, mesh: Mesh, axes: tuple[Axis, ...], pairs: Sequence[tuple[int, int]]
 ) -> torch.Tensor:
-    before, after, empty = _move(mesh, axes, tuple((of, to) for of, to in pairs))
+    outgoing, incoming, empty = _move(mesh, axes, tuple((of, to) for of, to in pairs))
     if manual.numel() == 0:
         return manual.clone()
-    moved = manual.clone()
-    if before != after:
-        moved = entered(left(manual.reshape(1, -1), before), after).reshape(manual.shape)
+    received = manual.clone()
+    if outgoing != incoming:
+        stacked = shard_to_full(manual.reshape(1, -1), outgoing)
+        received = full_to_shard(stacked, incoming).reshape(manual.shape)
     if not empty:
-        return moved
+        return received
     index = _axis_index(manual, mesh, axes)
     without_source = reduce(torch.logical_or, [index == member for member in empty])
-    return torch.where(without_source, torch.zeros_like(moved), moved)
+    return torch.where(without_source, torch.zeros_like(received), received)
 
 
 def _axis_index(manual: torch.Tensor, mesh: Mesh, axes: tuple[Axis, ...]) -> torch.Tensor:
     n = len(_groups(mesh, axes)[0])
     numbers = to_payload(torch.arange(n, device=DEVICE))
-    return entered(numbers, _sharding(mesh, axes)).reshape(())
+    return full_to_shard(numbers, _sharding(mesh, axes)).reshape(())
 
 
 _COLLECTIVES = {
@@ -319,9 +328,9 @@ def _move(
     """How a stack of all tiles lies before and after a permute; the members without a source."""
     groups = mesh.groups(axes)
     target, empty = _completed(pairs, groups.shape[1])
-    before = OpSharding.from_assignment(groups.reshape(-1, 1))
-    after = OpSharding.from_assignment(groups[:, target].reshape(-1, 1))
-    return before, after, empty
+    outgoing = OpSharding.from_assignment(groups.reshape(-1, 1))
+    incoming = OpSharding.from_assignment(groups[:, target].reshape(-1, 1))
+    return outgoing, incoming, empty
 
 
 @lru_cache(1024)
@@ -413,7 +422,7 @@ class ManualRegions:
                 f"{layout}. Its dims {uneven} are not divided evenly, and all tiles of a manual "
                 "tensor have one shape. Pad them first."
             )
-        return entered(payload, sharding)
+        return full_to_shard(payload, sharding)
 
     def leave(
         self, manual: torch.Tensor, layout: Layout, region: ManualRegion
@@ -423,7 +432,7 @@ class ManualRegions:
         region.check_layout(layout)
         self._check_usable(manual)
         sharding = self._op_sharding_for(manual.shape, layout)
-        return left(manual, sharding), sharding
+        return shard_to_full(manual, sharding), sharding
 
     def run_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """See :meth:`Runtime.run_manual_op`."""
@@ -431,7 +440,7 @@ class ManualRegions:
         _check_writes_manual(func, args, kwargs)
         args = map_nested(self._operand, _with_numbers_for_masks(func, args))
         kwargs = map_nested(self._operand, dict(kwargs))
-        with _no_execution(func):
+        with no_execution(func):
             return map_nested(_as_manual, run_op(func, args, kwargs))
 
     def collective(
@@ -453,12 +462,12 @@ class ManualRegions:
         Raises:
             ManualRegionError: There is one.
         """
-        for value in values:
-            if isinstance(value, list | tuple):
-                self.check_global(*value)
-            elif isinstance(value, ManualPayload):
+        for tensor in values:
+            if isinstance(tensor, list | tuple):
+                self.check_global(*tensor)
+            elif isinstance(tensor, ManualPayload):
                 raise ManualRegionError(
-                    f"A manual tensor of shape={tuple(value.shape)} was used as a global one, or "
+                    f"A manual tensor of shape={tuple(tensor.shape)} was used as a global one, or "
                     "read. Inside its region it is another on each device, and torch_xla would "
                     "abort the process or mix the devices' values. Leave the region first."
                 )
@@ -489,38 +498,38 @@ class ManualRegions:
                 "between."
             )
 
-    def _operand(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if value.device.type != "xla":
-            return _copied(value)
-        if is_plain(value):
-            return entered(value, OpSharding.replicated())
-        self._check_usable(value)
-        return value
+    def _operand(self, argument: Any) -> Any:
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        if argument.device.type != "xla":
+            return _copied(argument)
+        if is_plain(argument):
+            return full_to_shard(argument, OpSharding.replicated())
+        self._check_usable(argument)
+        return argument
 
 
 def _copied(host: torch.Tensor) -> torch.Tensor:
     with functionalization():
-        return entered(put_host(host, None), OpSharding.replicated())
+        return full_to_shard(put_host(host, None), OpSharding.replicated())
 
 
-def _as_manual(value: Any) -> Any:
+def _as_manual(output: Any) -> Any:
     """Make a manual payload of an op's result, and leave alone what is no tensor."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.device.type != "xla":  # Of a factory that was told no device.
-        return _copied(value)
+    if not isinstance(output, torch.Tensor):
+        return output
+    if output.device.type != "xla":  # Of a factory that was told no device.
+        return _copied(output)
     with functionalization():
-        payload = to_payload(value)
+        payload = to_payload(output)
         if xlac()._check_tensor_need_materialization([payload])[0]:
-            return marked(payload)
-    return entered(payload, OpSharding.replicated())
+            return mark_manual(payload)
+    return full_to_shard(payload, OpSharding.replicated())
 
 
 def _check_reads_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse what torch_xla would begin to read, and lose the value of."""
-    places = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.device)]
+    places = [place for place in (*args, *kwargs.values()) if isinstance(place, torch.device)]
     reads = torch.Tag.data_dependent_output in func.tags
     if reads or any(place.type != "xla" for place in places):
         raise ManualRegionError(
@@ -548,20 +557,20 @@ def _check_writes_manual(func: Any, args: Sequence[Any], kwargs: Mapping[str, An
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        for value in leaves(args[place] if place < len(args) else kwargs.get(argument.name)):
-            if not isinstance(value, torch.Tensor) or isinstance(value, ManualPayload):
+        for target in leaves(args[place] if place < len(args) else kwargs.get(argument.name)):
+            if not isinstance(target, torch.Tensor) or isinstance(target, ManualPayload):
                 continue
             raise ManualRegionError(
                 f"The op {func} was called on a manual tensor, to write into a tensor of "
-                f"shape={tuple(value.shape)} that is none. Inside a manual region each device has "
+                f"shape={tuple(target.shape)} that is none. Inside a manual region each device has "
                 "its own values, which no tensor outside can hold. Leave the region first."
             )
 
 
 @contextmanager
-def _no_execution(func: Any) -> Iterator[None]:
+def no_execution(func: Any) -> Iterator[None]:
     """Make an error of an op that would run the program so far, to go on with its values."""
-    before = xlac()._get_allow_execution()
+    allowed = xlac()._get_allow_execution()
     xlac()._set_allow_execution(False)
     try:
         yield
@@ -574,4 +583,4 @@ def _no_execution(func: Any) -> Iterator[None]:
             "the region first, or use other ops."
         ) from error
     finally:
-        xlac()._set_allow_execution(before)
+        xlac()._set_allow_execution(allowed)

@@ -41,7 +41,7 @@ from xla_dtensor.runtimes.torch_xla.annotations import (
 )
 from xla_dtensor.runtimes.torch_xla.correct_values import in_torchs_dtypes
 from xla_dtensor.runtimes.torch_xla.correct_writes import poison
-from xla_dtensor.runtimes.torch_xla.corrections import correction, recovered, told_in_full
+from xla_dtensor.runtimes.torch_xla.corrections import correction, full_arguments, recovered
 from xla_dtensor.runtimes.torch_xla.step import remember
 
 __all__ = [
@@ -157,8 +157,8 @@ def write_to_sources(written: Iterable[torch.Tensor]) -> None:
         plain = None if source is None else source()
         if base is not None and plain is not None:
             torch._sync(base)  # pyright: ignore[reportPrivateImportUsage]
-            value = torch._from_functional_tensor(base)  # pyright: ignore
-            xlac()._replace_xla_tensor(plain, value)
+            contents = torch._from_functional_tensor(base)  # pyright: ignore
+            xlac()._replace_xla_tensor(plain, contents)
 
 
 # ----------------------------------------- Payloads of the torch_xla runtime, and aten ops on them
@@ -217,10 +217,10 @@ def put_host(tensor: torch.Tensor, annotation: Any) -> torch.Tensor:
     """Copy a host tensor to the devices as an annotation says; on all of them without one."""
     host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # .to() copies, so that the caller may go on writing into the tensor.
-    data = host.to(DEVICE)
+    device_tensor = host.to(DEVICE)
     if annotation is not None:
-        xlac()._xla_mark_sharding(data, annotation)
-    return to_payload(data)
+        xlac()._xla_mark_sharding(device_tensor, annotation)
+    return to_payload(device_tensor)
 
 
 def refuse_unwrapped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -229,11 +229,11 @@ def refuse_unwrapped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     Raises:
         DistributeError: An operand is a plain tensor that has just been unwrapped.
     """
-    for value in leaves((tuple(args), dict(kwargs))):
-        if is_payload(value) and not _is_functional(value):
+    for tensor in leaves((tuple(args), dict(kwargs))):
+        if is_payload(tensor) and not _is_functional(tensor):
             raise DistributeError(
                 f"The op {func} was called on a DTensor and a plain XLA tensor of "
-                f"shape={tuple(value.shape)}. This process called use_spmd() itself, so torch_xla "
+                f"shape={tuple(tensor.shape)}. This process called use_spmd() itself, so torch_xla "
                 "wraps every plain tensor and would wrap the result into something that is no "
                 "DTensor. Use the tensor that was annotated (.global_tensor), or start with "
                 "xla_dtensor.get_runtime('torch_xla') in place of use_spmd()."
@@ -254,35 +254,31 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         written = _written(func, args, kwargs)
         if written and _writes_nothing(func, written):
             return args[0]
-        plain = next((value for value in written if _is_foreign(value)), None)
+        plain = next((argument for argument in written if _is_foreign(argument)), None)
         if plain is not None:
             return _run_plain(func, args, kwargs, plain.device)
-        _check_bounds(func, args, kwargs)
-        given, given_kwargs = args, kwargs
-        args = [_operand(value) for value in args]
-        kwargs = {name: _operand(value) for name, value in kwargs.items()}
-        result = _result(_run(func, args, kwargs))
-        if _functional(func) in BOUNDS and "out" not in kwargs:
-            result = poison(_functional(func), given, given_kwargs, result)
+        functional = _functional(func)
+        if functional in BOUNDS:
+            check_bounds(functional, args, kwargs, _extremes)
+        call_args, call_kwargs = args, kwargs
+        args = [_operand(argument) for argument in args]
+        kwargs = {name: _operand(argument) for name, argument in kwargs.items()}
+        output = _result(_run(func, args, kwargs))
+        if functional in BOUNDS and "out" not in kwargs:
+            output = poison(functional, call_args, call_kwargs, output)
         if func is torch.ops.aten.native_batch_norm.default:
-            _write_statistics(given, args)
-        payloads = [value for value in written if _is_functional(value)]
+            _write_statistics(call_args, args)
+        payloads = [argument for argument in written if _is_functional(argument)]
         if payloads:
             annotate_bases_again(payloads, reshaped=_reshapes(func))
             write_to_sources(payloads)
-        return result
+        return output
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_FUNCTIONALIZE, excluded)
 
 
-def _check_bounds(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise where an index on the host is out of range; a payload's values are not known."""
-    functional = _functional(func)
-    if functional in BOUNDS:
-        check_bounds(functional, args, kwargs, _extremes)
-
-
 def _extremes(bound: Bound) -> tuple[float, float] | None:
+    """The least and the largest index on the host; a payload's values are not known."""
     return None if bound.index.device.type == "xla" else host_extremes(bound)
 
 
@@ -296,9 +292,9 @@ def _reshapes(func: Any) -> bool:
     return torch.Tag.inplace_view in func.tags
 
 
-def _write_statistics(given: Sequence[Any], payloads: Sequence[Any]) -> None:
+def _write_statistics(host_args: Sequence[Any], payloads: Sequence[Any]) -> None:
     """Write batch norm's running statistics into host tensors; its schema does not tell of them."""
-    for host, payload in zip(given[3:5], payloads[3:5], strict=True):
+    for host, payload in zip(host_args[3:5], payloads[3:5], strict=True):
         if not _is_foreign(host):
             continue
         if not xlac()._get_allow_execution():
@@ -311,7 +307,7 @@ def _write_statistics(given: Sequence[Any], payloads: Sequence[Any]) -> None:
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    args, kwargs = told_in_full(func, args, kwargs)
+    args, kwargs = full_arguments(func, args, kwargs)
     try:
         # Operands are cast first: the ways round an error give what they are given.
         return in_torchs_dtypes(func, args, kwargs, _run_or_recover)
@@ -340,20 +336,20 @@ def _run_plain(
 ) -> Any:
     """Run an op that writes into a tensor without the wrapper, on its device: all shed theirs."""
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return type(value)(plain(item) for item in value)
-        if not isinstance(value, torch.Tensor):
-            return value
-        return (to_plain(value) if value.device.type == "xla" else value).to(device)
+    def plain(argument: Any) -> Any:
+        if isinstance(argument, list | tuple):
+            return type(argument)(plain(part) for part in argument)
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        return (to_plain(argument) if argument.device.type == "xla" else argument).to(device)
 
-    return func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
+    return func(*map(plain, args), **{name: plain(argument) for name, argument in kwargs.items()})
 
 
 def _writes_nothing(func: Any, written: Sequence[torch.Tensor]) -> bool:
     """Tell whether an op only writes to empty tensors: XLA may divide by their sizes."""
     only_writes = len(func._schema.returns) == 1 and not _reshapes(func)
-    return only_writes and all(value.numel() == 0 for value in written)
+    return only_writes and all(target.numel() == 0 for target in written)
 
 
 def _copy(to: torch.Tensor, of: Any, non_blocking: bool = False) -> torch.Tensor:
@@ -376,9 +372,9 @@ def _copy(to: torch.Tensor, of: Any, non_blocking: bool = False) -> torch.Tensor
     return to
 
 
-def _is_foreign(value: object) -> bool:
+def _is_foreign(argument: object) -> bool:
     """A tensor that has to be made a payload first: on the host, or XLA's own without wrapper."""
-    return isinstance(value, torch.Tensor) and not _is_functional(value)
+    return isinstance(argument, torch.Tensor) and not _is_functional(argument)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -388,23 +384,23 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     written: list[Any] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            written += value if isinstance(value, list | tuple) else [value]
-    return [value for value in written if isinstance(value, torch.Tensor)]
+            target = args[place] if place < len(args) else kwargs.get(argument.name)
+            written += target if isinstance(target, list | tuple) else [target]
+    return [target for target in written if isinstance(target, torch.Tensor)]
 
 
-def _operand(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(_operand(item) for item in value)
-    return to_payload(value.to(DEVICE)) if _is_foreign(value) else value
+def _operand(argument: Any) -> Any:
+    if isinstance(argument, list | tuple):
+        return type(argument)(_operand(part) for part in argument)
+    return to_payload(argument.to(DEVICE)) if _is_foreign(argument) else argument
 
 
-def _result(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(_result(item) for item in value)
-    if isinstance(value, torch.Tensor) and value.device.type == "xla":
-        return to_payload(value)
-    return value
+def _result(output: Any) -> Any:
+    if isinstance(output, list | tuple):
+        return type(output)(_result(part) for part in output)
+    if isinstance(output, torch.Tensor) and output.device.type == "xla":
+        return to_payload(output)
+    return output
 
 
 # -------------------------------------------------------------------- Shards of torch_xla payloads
@@ -464,12 +460,12 @@ def padded_shard(shard: torch.Tensor, tile: Sequence[int]) -> torch.Tensor:
 
 
 def shard_of(
-    device_id: int, data: torch.Tensor, payload: torch.Tensor, sharding: OpSharding
+    device_id: int, tile: torch.Tensor, payload: torch.Tensor, sharding: OpSharding
 ) -> AddressableShard:
-    """Return what a device holds of a payload: `data`, of which the padding is cut off."""
+    """Return what a device holds of a payload: `tile`, of which the padding is cut off."""
     index = sharding.shard_index(device_id, payload.shape)
-    values = data[tuple(slice(0, extent) for extent in _extents(index))].contiguous()
-    num_bytes = data.numel() * data.element_size()
+    values = tile[tuple(slice(0, extent) for extent in _extents(index))].contiguous()
+    num_bytes = tile.numel() * tile.element_size()
     return AddressableShard(device_id, index, values.to(payload.dtype), num_bytes)
 
 
@@ -490,37 +486,37 @@ class UnevenPayloads:
     """The living payloads that were asked to be cut unevenly, and how."""
 
     def __init__(self) -> None:
-        self._asked: Any = WeakIdKeyDictionary()
+        self._shardings: Any = WeakIdKeyDictionary()
         self._warned = False
 
     def note(self, payload: torch.Tensor, sharding: OpSharding) -> torch.Tensor:
         """Remember `payload` if `sharding` cuts a dim of it unevenly, else forget it; return it."""
         if payload.numel() and sharding.is_tiled and cut_unevenly(payload, sharding):
-            self._asked[payload] = sharding
+            self._shardings[payload] = sharding
         else:
-            self._asked.pop(payload, None)
+            self._shardings.pop(payload, None)
         return payload
 
     def __contains__(self, payload: object) -> bool:
-        return bool(self._asked) and payload in self._asked
+        return bool(self._shardings) and payload in self._shardings
 
     def of(self, payload: torch.Tensor) -> OpSharding:
         """Return how a payload that is noted was asked to be cut."""
-        return self._asked[payload]
+        return self._shardings[payload]
 
-    def follow(self, source: object, result: object) -> None:
-        """Remember `result` as lying like `source`, of which it is an alias."""
-        sharding = self._asked.get(source) if self._asked else None
+    def follow(self, source: object, alias: object) -> None:
+        """Remember `alias` as lying like `source`, of which it is an alias."""
+        sharding = self._shardings.get(source) if self._shardings else None
         if sharding is not None:
-            self._asked[result] = sharding
+            self._shardings[alias] = sharding
 
     def restore(self) -> None:
         """Cut again what finished programs returned replicated."""
-        for payload, sharding in list(self._asked.items()):
+        for payload, sharding in list(self._shardings.items()):
             if xlac()._check_tensor_need_materialization([payload])[0]:
                 continue
-            found = parse_annotation(xlac()._get_xla_sharding_spec(payload))
-            if found != sharding and found == OpSharding.replicated():
+            actual = parse_annotation(xlac()._get_xla_sharding_spec(payload))
+            if actual != sharding and actual == OpSharding.replicated():
                 self._warn(payload, sharding)
                 xlac()._xla_wait_device_ops([])
                 xlac()._xla_mark_sharding(payload, to_annotation(sharding))
@@ -585,13 +581,13 @@ class Annotations:
         note_base(payload, to_annotation(sharding))
         return self._uneven.note(payload, sharding)
 
-    def follow(self, source: Any, result: torch.Tensor) -> None:
+    def follow(self, source: Any, alias: torch.Tensor) -> None:
         """Remember of an alias what is known of its source."""
-        self._uneven.follow(source, result)
+        self._uneven.follow(source, alias)
         sharding = self._of.get(source)
         if sharding is not None:
-            self._of[result] = sharding
-            note_alias(source, result)
+            self._of[alias] = sharding
+            note_alias(source, alias)
 
     def annotate(self, payload: torch.Tensor, sharding: OpSharding) -> None:
         """Tell XLA in place how a payload is to lie, and remember it."""
@@ -605,10 +601,10 @@ class Annotations:
             return
         with functionalization():
             finished = not xlac()._check_tensor_need_materialization([payload])[0]
-            found = xlac()._get_xla_sharding_spec(payload) if finished else None
-            if found and parse_annotation(found) == sharding:
+            present = xlac()._get_xla_sharding_spec(payload) if finished else None
+            if present and parse_annotation(present) == sharding:
                 return
-            if found == "":
+            if present == "":
                 # Straight from the host: cut now, so that the whole need not fit on each device.
                 xlac()._xla_mark_sharding(payload, to_annotation(sharding))
             else:
@@ -621,15 +617,15 @@ class Annotations:
     def annotate_written(self, base: torch.Tensor, sharding: OpSharding) -> None:
         """Tell XLA how a payload is to lie that was written to through a view, if nothing does."""
         with functionalization():
-            told = base.numel() == 0 or xlac()._get_xla_op_sharding(base) is not None
-        if not told:
+            has_annotation = base.numel() == 0 or xlac()._get_xla_op_sharding(base) is not None
+        if not has_annotation:
             self.annotate_view(base, sharding)
 
-    def is_told(self, payload: torch.Tensor) -> bool:
+    def has_annotation(self, payload: torch.Tensor) -> bool:
         """Tell whether a payload, or its value, carries an annotation."""
         with functionalization():
-            told = xlac()._get_xla_op_sharding(payload) is not None
-        return told or payload in self._of
+            has_annotation = xlac()._get_xla_op_sharding(payload) is not None
+        return has_annotation or payload in self._of
 
     def clear(self, payload: torch.Tensor) -> None:
         """Take back what a payload was told; it is replicated then."""

@@ -181,14 +181,14 @@ class TorchXlaGenerator:
             self._starts[mark] = rng, start
             if len(self._starts) > _MARKS_KEPT:
                 self._starts.popitem(last=False)
-        before = self.read(None)
+        state = self.read(None)
         self._set(start)
         try:
             yield
         finally:
             if not repeats:
                 rng[0] = self.read(None)
-            self._set(before)
+            self._set(state)
 
 
 # --------------------------------------------------------------------------- The torch_xla runtime
@@ -260,8 +260,8 @@ class TorchXlaRuntime(Runtime):
         return tuple(sorted(self._addressable))
 
     def device_attributes(self) -> Sequence[Mapping[str, Any]]:
-        found = importlib.import_module("torch_xla.runtime").global_runtime_device_attributes()
-        return sorted(found, key=lambda attributes: _device_id(attributes["name"]))
+        devices = importlib.import_module("torch_xla.runtime").global_runtime_device_attributes()
+        return sorted(devices, key=lambda attributes: _device_id(attributes["name"]))
 
     def describe(self) -> Mapping[str, str]:
         runtime = importlib.import_module("torch_xla.runtime")
@@ -303,10 +303,10 @@ class TorchXlaRuntime(Runtime):
         makers = {"uniform": torch.rand, "normal": torch.randn}
         with functionalization():
             if isinstance(fill, str):
-                whole = makers[fill](tuple(shape), dtype=dtype, device=DEVICE)
+                tensor = makers[fill](tuple(shape), dtype=dtype, device=DEVICE)
             else:
-                whole = torch.full(tuple(shape), fill, dtype=dtype, device=DEVICE)
-        return self.constrain(to_payload(whole), layout)
+                tensor = torch.full(tuple(shape), fill, dtype=dtype, device=DEVICE)
+        return self.constrain(to_payload(tensor), layout)
 
     def from_shards(
         self, shards: Mapping[int, torch.Tensor], shape: Sequence[int], layout: Layout
@@ -319,8 +319,8 @@ class TorchXlaRuntime(Runtime):
         padded = [padded_shard(shards[device], tile) for device in self._addressable]
         with functionalization():
             annotation = to_annotation(sharding)
-            data = self._xlac._global_tensor_from_cpu_shards(padded, annotation, list(shape))
-            return self._annotations.note(to_payload(data), sharding)
+            tensor = self._xlac._global_tensor_from_cpu_shards(padded, annotation, list(shape))
+            return self._annotations.note(to_payload(tensor), sharding)
 
     def constrain(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
         self._manual.check_global(payload)
@@ -355,7 +355,7 @@ class TorchXlaRuntime(Runtime):
 
     def reshaped_in_place(self, payload: torch.Tensor, layout: Layout) -> None:
         # torch_xla would hold on to a sharding of the old shape, and fail to compile it.
-        if self._annotations.is_told(payload):
+        if self._annotations.has_annotation(payload):
             self.annotate(payload, layout)
 
     def op_sharding(self, payload: torch.Tensor) -> OpSharding:
@@ -378,10 +378,10 @@ class TorchXlaRuntime(Runtime):
             if not self._xlac._get_xla_sharding_spec(payload):
                 # Fresh from the host: on every device, though torch_xla has not noted it.
                 self._xlac._xla_mark_sharding(payload, to_annotation(sharding))
-            shards = self._xlac._get_local_shards([payload])[0]
-        found = [shard_of(_device_id(name), data, payload, sharding) for data, name in shards]
-        wanted = [s for s in found if devices is None or s.device_id in devices]
-        return tuple(sorted(wanted, key=lambda shard: shard.device_id))
+            tiles = self._xlac._get_local_shards([payload])[0]
+        shards = [shard_of(_device_id(name), tile, payload, sharding) for tile, name in tiles]
+        selection = [s for s in shards if devices is None or s.device_id in devices]
+        return tuple(sorted(selection, key=lambda shard: shard.device_id))
 
     def to_host(self, payload: torch.Tensor) -> torch.Tensor:
         if payload.numel() == 0:
@@ -389,10 +389,10 @@ class TorchXlaRuntime(Runtime):
         sharding = self.op_sharding(payload)
         if sharding.is_tiled and len(self._addressable) == self._num_devices:
             # Put together here: .cpu() would gather it on every device, by a program of its own.
-            whole = torch.empty(payload.shape, dtype=payload.dtype)
+            host = torch.empty(payload.shape, dtype=payload.dtype)
             for shard in self.addressable_shards(payload):
-                whole[shard.index] = shard.data
-            return whole
+                host[shard.index] = shard.data
+            return host
         with functionalization():
             return payload.detach().cpu()
 
@@ -480,8 +480,8 @@ class TorchXlaRuntime(Runtime):
     def known_sharding(self, payload: torch.Tensor) -> OpSharding | None:
         with functionalization():
             text = self._xlac._get_xla_sharding_spec(payload) if payload.numel() else ""
-        found = parse_annotation(text or "")
-        return found if found.is_tiled else self.annotation(payload)
+        sharding = parse_annotation(text or "")
+        return sharding if sharding.is_tiled else self.annotation(payload)
 
     def input_sharding(self, tensor: torch.Tensor, sharding: OpSharding, minibatch: bool) -> Any:
         return input_sharding(tensor, sharding, minibatch)
@@ -497,14 +497,14 @@ class TorchXlaRuntime(Runtime):
         self._manual.check_global(*args, *kwargs.values())
         if self.wraps_plain_tensors:
             refuse_unwrapped(func, args, kwargs)
-        result = run_op(func, args, kwargs)
-        if func in _COPIES and args[0] in self._uneven and result.dtype == args[0].dtype:
+        output = run_op(func, args, kwargs)
+        if func in _COPIES and args[0] in self._uneven and output.dtype == args[0].dtype:
             # It shares its source's node. The first that is read on the host says there that it
             # lies replicated, and no later program would fit the other one's shards.
-            result = self._annotated_copy(result, self._uneven.of(args[0]))
+            output = self._annotated_copy(output, self._uneven.of(args[0]))
         if func is torch.ops.aten.detach.default:
-            self._annotations.follow(args[0], result)
-        return result
+            self._annotations.follow(args[0], output)
+        return output
 
     def runs_itself(self, func: Any) -> bool:
         return may_be_corrected(func)

@@ -99,17 +99,17 @@ def remember(payload: torch.Tensor) -> None:
     _alive[id(payload)] = payload
 
 
-def digest_of_all(others: Iterable[torch.Tensor] = ()) -> str:
+def digest_of_all(extra: Iterable[torch.Tensor] = ()) -> str:
     """Return the digest of the program that a sync would run now.
 
     Args:
-        others: Tensors that live as well, beside the payloads that were remembered.
+        extra: Tensors that live as well, beside the payloads that were remembered.
     """
     living = [tensor for tensor in (ref() for ref in _alive.valuerefs()) if tensor is not None]
     for tensor in living:
         # Only C++ may have held it; without this it would go down with what is returned here.
         tensor._fix_weakref()  # pyright: ignore[reportAttributeAccessIssue]
-    return _digest([*living, *others])
+    return _digest([*living, *extra])
 
 
 @contextmanager
@@ -130,13 +130,13 @@ def keyed(digest: str) -> Iterator[None]:
         yield
         return
     with _lock:
-        before = os.environ.get(_VARIABLE, "")
+        previous = os.environ.get(_VARIABLE, "")
         os.environ[_VARIABLE], _keyed_by = digest, threading.get_ident()
         try:
             yield
         finally:
             # Not taken away again: that would move others while threads of XLA read them.
-            os.environ[_VARIABLE], _keyed_by = before, None
+            os.environ[_VARIABLE], _keyed_by = previous, None
 
 
 def _digest(tensors: Sequence[torch.Tensor], *_: Any, **__: Any) -> str:
@@ -168,8 +168,8 @@ def _pending(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _digest_of_sync(*_: Any, **__: Any) -> str:
-    known, _here.digest = getattr(_here, "digest", None), None
-    return digest_of_all() if known is None else known
+    digest, _here.digest = getattr(_here, "digest", None), None
+    return digest_of_all() if digest is None else digest
 
 
 def _running(run: Callable[..., Any], digest: Callable[..., str]) -> Callable[..., Any]:
@@ -231,17 +231,17 @@ def _to_copy(own: Any, keys: Any, of: torch.Tensor, **options: Any) -> torch.Ten
     device = options.get("device")
     if device is None or device.type in ("xla", "meta"):
         return own.call_boxed(keys, of, **options)
-    (value,) = _values([of])
-    return _aten._to_copy.default(value, **options) if _changes(value, options) else value
+    (host,) = _values([of])
+    return _aten._to_copy.default(host, **options) if _changes(host, options) else host
 
 
-def _changes(value: torch.Tensor, options: dict[str, Any]) -> bool:
-    kept = (None, torch.preserve_format, torch.contiguous_format)
+def _changes(host: torch.Tensor, options: dict[str, Any]) -> bool:
+    formats = (None, torch.preserve_format, torch.contiguous_format)
     return (
         options["device"].type != "cpu"
-        or options.get("dtype") not in (None, value.dtype)
-        or options.get("layout") not in (None, value.layout)
-        or options.get("memory_format") not in kept
+        or options.get("dtype") not in (None, host.dtype)
+        or options.get("layout") not in (None, host.layout)
+        or options.get("memory_format") not in formats
         or bool(options.get("pin_memory"))
     )
 
@@ -251,12 +251,14 @@ def _to_cpu(own: Any, keys: Any, tensors: Sequence[torch.Tensor]) -> list[torch.
     return _values(tensors)
 
 
-def _copy_(own: Any, keys: Any, to: torch.Tensor, of: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return _read_into(to, of) if _is_host(to) else own.call_boxed(keys, to, of, *rest)
+def _copy_(own: Any, keys: Any, to: torch.Tensor, of: torch.Tensor, *options: Any) -> torch.Tensor:
+    return _read_into(to, of) if _is_host(to) else own.call_boxed(keys, to, of, *options)
 
 
-def _copy_from(own: Any, keys: Any, of: torch.Tensor, to: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return _read_into(to, of) if _is_host(to) else own.call_boxed(keys, of, to, *rest)
+def _copy_from(
+    own: Any, keys: Any, of: torch.Tensor, to: torch.Tensor, *options: Any
+) -> torch.Tensor:
+    return _read_into(to, of) if _is_host(to) else own.call_boxed(keys, of, to, *options)
 
 
 def _copy_from_and_resize(own: Any, keys: Any, of: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
@@ -351,23 +353,23 @@ class TorchXlaStep(CompiledStep):
         sync()  # What was computed before belongs to another program.
         compiled_before = _num_compilations()
         self._tokens = num_tokens(pytree.tree_leaves((args, kwargs)))
-        given = args, kwargs
-        args, kwargs = pytree.tree_map(_on_devices, given)
+        arguments = args, kwargs
+        args, kwargs = pytree.tree_map(_on_devices, arguments)
         leaves = pytree.tree_leaves((args, kwargs))
-        containers = Containers.of((args, kwargs), given)
+        containers = Containers.of((args, kwargs), arguments)
         if self._premises is None or self._premises.broken() is not None:
             self._premises = Premises.of_now(self._step)
             self._digests.clear()
         with _graph_name(self._graph_name):
-            result = self._traced(args, kwargs)
+            output = self._traced(args, kwargs)
             writes, contents = containers.written()
-            digest = self._digest(signature, leaves, (result, contents))
+            digest = self._digest(signature, leaves, (output, contents))
             with self._own_program(), synced_as(digest):
                 sync()
-        writes.do(given, contents)
+        writes.do(arguments, contents)
         self._note(signature, _num_compilations() - compiled_before)
         self._after_program()
-        return result
+        return output
 
     def hlo(self) -> str:
         if self._last is None:
@@ -426,19 +428,19 @@ class TorchXlaStep(CompiledStep):
         yield
         del mark
 
-    def _digest(self, signature: Signature, given: Any, result: Any) -> str:
+    def _digest(self, signature: Signature, arguments: Any, output: Any) -> str:
         """Return the digest of the program that the sync will run, known from an earlier call.
 
         Which arguments are one tensor is part of the program. What else an argument is, other than
         a tensor or a plain value, is not known: with such, the program is written each time.
         """
-        leaves = pytree.tree_leaves(given)
+        leaves = pytree.tree_leaves(arguments)
         ids = [_tensor_id(leaf) for leaf in leaves if not isinstance(leaf, _PLAIN_VALUES)]
         first: dict[Any, int] = {}
         key = (signature, tuple(first.setdefault(number, at) for at, number in enumerate(ids)))
         if key in self._digests and None not in ids:
             return self._digests[key]
-        digest = digest_of_all(filter(_is_plain, [*leaves, *pytree.tree_leaves(result)]))
+        digest = digest_of_all(filter(_is_plain, [*leaves, *pytree.tree_leaves(output)]))
         if None not in ids:
             self._digests[key] = digest
         return digest
@@ -456,11 +458,11 @@ class TorchXlaStep(CompiledStep):
     def _reason(self, signature: Signature) -> str:
         if self._last is None:
             return "first call"
-        before, now = dict(self._last), dict(signature)
+        previous, current = dict(self._last), dict(signature)
         changed = [
-            f"{name}: {before.get(name, 'absent')} -> {now.get(name, 'absent')}"
-            for name in {**before, **now}
-            if before.get(name) != now.get(name)
+            f"{name}: {previous.get(name, 'absent')} -> {current.get(name, 'absent')}"
+            for name in {**previous, **current}
+            if previous.get(name) != current.get(name)
         ]
         return "; ".join(changed) or (
             "the arguments are as before, the graph is not: the step reads a Python value that "
@@ -497,19 +499,19 @@ def _num_compilations() -> int:
 
 @contextmanager
 def _graph_name(name: str) -> Iterator[None]:
-    before = xlac()._get_current_graph_name()
+    previous = xlac()._get_current_graph_name()
     xlac()._set_current_graph_name(name)
     try:
         yield
     finally:
-        xlac()._set_current_graph_name(before)
+        xlac()._set_current_graph_name(previous)
 
 
 def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     """What a program depends on, by name: of the arguments, and of settings around the call."""
     leaves, _ = pytree.tree_flatten_with_path((args, kwargs))
     arguments = tuple((pytree.keystr(path), _kind(leaf)) for path, leaf in leaves)
-    return arguments + tuple((name, repr(value)) for name, value in trace_settings())
+    return arguments + tuple((name, repr(setting)) for name, setting in trace_settings())
 
 
 def _kind(leaf: Any) -> str:

@@ -75,8 +75,8 @@ def _unwrapped_run(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     plain = [_unwrapped(v) if isinstance(v, torch.Tensor) else v for v in args]
     named = {k: _unwrapped(v) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     with torch._C._AutoDispatchBelowAutograd():
-        result = function(*plain, **named)
-    return _wrapped(result) if isinstance(result, torch.Tensor) else tuple(map(_wrapped, result))
+        output = function(*plain, **named)
+    return _wrapped(output) if isinstance(output, torch.Tensor) else tuple(map(_wrapped, output))
 
 
 def _einsum(equation: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ def _is_batched(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _broadcasts(a: torch.Tensor, b: torch.Tensor) -> bool:
     pairs = zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False)
-    return all(one == other or 1 in (one, other) for one, other in pairs)
+    return all(size_a == size_b or 1 in (size_a, size_b) for size_a, size_b in pairs)
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -133,12 +133,12 @@ def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _dot(f"{row}z", a, f"z{column}", b, f"{row}{column}")
 
 
-def _dot(left: str, a: torch.Tensor, right: str, b: torch.Tensor, out: str) -> torch.Tensor:
+def _dot(dims_a: str, a: torch.Tensor, dims_b: str, b: torch.Tensor, out: str) -> torch.Tensor:
     """Return an einsum over the last dims; those before them are batch dims, and broadcast."""
-    batch = _LETTERS[: max(a.ndim - len(left), b.ndim - len(right))]
-    of_a = batch[len(batch) - (a.ndim - len(left)) :]
-    of_b = batch[len(batch) - (b.ndim - len(right)) :]
-    return _einsum(f"{of_a}{left},{of_b}{right}->{batch}{out}", a, b)
+    batch = _LETTERS[: max(a.ndim - len(dims_a), b.ndim - len(dims_b))]
+    of_a = batch[len(batch) - (a.ndim - len(dims_a)) :]
+    of_b = batch[len(batch) - (b.ndim - len(dims_b)) :]
+    return _einsum(f"{of_a}{dims_a},{of_b}{dims_b}->{batch}{out}", a, b)
 
 
 # ------------------------------------------------------------------ attention
@@ -252,14 +252,14 @@ def _sdpa_backward(
 
 
 def _summed(
-    grad: torch.Tensor, split: torch.Tensor, whole: torch.Tensor, gqa: bool
+    grad: torch.Tensor, split: torch.Tensor, tensor: torch.Tensor, gqa: bool
 ) -> torch.Tensor:
     """Add up what was broadcast, and give the gradient its tensor's shape and dtype."""
-    found = grad.sum_to_size(split.shape)
-    if gqa and split.shape[-3] > whole.shape[-3]:
-        repeats = split.shape[-3] // whole.shape[-3]
-        found = found.unflatten(-3, (whole.shape[-3], repeats)).sum(-3)
-    return found.reshape(whole.shape).to(whole.dtype)
+    total = grad.sum_to_size(split.shape)
+    if gqa and split.shape[-3] > tensor.shape[-3]:
+        repeats = split.shape[-3] // tensor.shape[-3]
+        total = total.unflatten(-3, (tensor.shape[-3], repeats)).sum(-3)
+    return total.reshape(tensor.shape).to(tensor.dtype)
 
 
 _FITS: dict[Any, Callable[..., bool]] = {
