@@ -43,6 +43,7 @@ def test_core_needs_no_tensor_library(config: configparser.ConfigParser) -> None
         "Jinja2",
         "numpy",
         "PyYAML",
+        "rich",
         "typeguard",
     ]
 

@@ -81,7 +81,7 @@ def estimate_text(case: QuickCase, batch: Batch, estimate: QuickEstimate) -> str
         Lines.
     """
     lines = [_title(case, estimate), *_batch_lines(case, batch), ""]
-    rows = [("on each device", "tensors", "bytes", "")]
+    rows: list[tuple[str, ...]] = []
     for part in estimate.parts:
         name = f"{part.role}s" if part.role != "optimizer state" else part.role
         note = f", {size_text(part.padding_bytes)} of padding in all" if part.padding_bytes else ""
@@ -98,7 +98,8 @@ def estimate_text(case: QuickCase, batch: Batch, estimate: QuickEstimate) -> str
     room = estimate.capacity_bytes
     if room is not None:
         rows.append((_room_name(estimate), "", f"{room:,}", size_text(room)))
-    lines += [*table(rows), "", *_verdict(estimate), "", "largest parameters, on each device"]
+    lines += table(rows, ("on each device", "tensors", "bytes", ""))
+    lines += ["", *_verdict(estimate), "", "largest parameters, on each device"]
     lines += table(_tensor_rows(estimate.tensors))
     lines += _replicated_lines(estimate)
     return "\n".join(lines)
@@ -249,7 +250,6 @@ def sweep_text(case: QuickCase, meshes: Sequence[SweptMesh]) -> str:
     """
     devices = case.job.topology().num_devices
     header = ("mesh", "comm. s/step", "each axis, modelled", "at least", "")
-    rows = [header, *map(_mesh_row, meshes)]
     return "\n".join(
         [
             f"{case.job.name} on {case.job.topology().name}, {devices:,} sequences of "
@@ -257,7 +257,7 @@ def sweep_text(case: QuickCase, meshes: Sequence[SweptMesh]) -> str:
             "Seconds are modelled from the rules and the links, one collective after the other: "
             "they rank meshes.",
             "",
-            *table(rows),
+            *table(map(_mesh_row, meshes), header),
         ]
     )
 
@@ -442,7 +442,7 @@ def search_text(
         'from the rules before compiling, from the compiled program after it: "step" if all '
         "overlaps, then if nothing does.",
         "",
-        *table([_HEADER, *(_row(trial, case) for trial in trials)]),
+        *table((_row(trial, case) for trial in trials), _HEADER),
         "",
         _answer(case, found, trials),
     ]

@@ -234,7 +234,7 @@ class CompileReport:
         return to_html(self)
 
     def render(self, width: int | None = None, *, colour: bool | None = None) -> str:
-        """Writes it for a terminal, with rich if that is installed.
+        """Writes it for a terminal.
 
         Args:
             width: characters of a line; those of the terminal by default.

@@ -27,7 +27,7 @@ from mesh_utils import Mesh
 from xla_dtensor.core import Layout, OpSharding
 from xla_dtensor.core.translate import layout_of_op_sharding
 from xla_dtensor.report.errors import ReportError
-from xla_dtensor.report.render import one_line
+from xla_dtensor.report.render import Table, one_line, table_lines
 from xla_dtensor.report.texts import bytes_text, seconds_text, share_text
 
 __all__ = ["Box", "DimCut", "Label", "ShardingPicture", "fill", "number", "picture_of"]
@@ -368,9 +368,6 @@ class ShardingPicture:
 
         Args:
             use_color: whether blocks have colours.
-
-        Raises:
-            ReportError: rich is not installed.
         """
         return to_rich(self, use_color=use_color)
 
@@ -604,11 +601,8 @@ def _label(picture: ShardingPicture, dim: int | None, block: int | None) -> tupl
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width)
-        for row in rows
-    ]
+    columns = [column for column in zip(*rows, strict=True) if any(column)]
+    return table_lines(Table(("",) * len(columns), tuple(zip(*columns, strict=True))))
 
 
 def to_rich(picture: ShardingPicture, *, use_color: bool = True) -> Any:
@@ -620,19 +614,11 @@ def to_rich(picture: ShardingPicture, *, use_color: bool = True) -> Any:
 
     Returns:
         A rich Group: heading, summary and tables.
-
-    Raises:
-        ReportError: rich is not installed.
     """
-    try:
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError as error:
-        raise ReportError(
-            "A picture of a sharding was asked for with rich. It is not installed. Use text(), "
-            "or pip install rich."
-        ) from error
+    from rich.console import Group
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
     parts: list[Any] = [Text(heading(picture), style="bold")]
     parts += [Text(f"  {line}") for line in picture.summary]
     colours: dict[Any, str] = {}
@@ -642,7 +628,7 @@ def to_rich(picture: ShardingPicture, *, use_color: bool = True) -> Any:
             continue
         words = table_of(picture, face)
         num_head = len(words) - len(face.rows)
-        table = Table(show_header=False, title=face.title or None, title_justify="left")
+        table = RichTable(show_header=False, title=face.title or None, title_justify="left")
         for _ in words[0]:
             table.add_column(justify="center")
         for row in words[:num_head]:
