@@ -21,10 +21,9 @@ from xla_dtensor.core.rules import folded
 
 if TYPE_CHECKING:
     from mesh_utils import JobConfig
-    from xla_dtensor.plan.quick.batch import Batch
-    from xla_dtensor.plan.quick.estimate import QuickEstimate, QuickTensor
-    from xla_dtensor.plan.quick.sweep import QuickCase, SweptMesh
+    from xla_dtensor.plan.estimate import Batch, QuickEstimate, QuickTensor
     from xla_dtensor.plan.search import Budget, Compile, Trial
+    from xla_dtensor.plan.sweep import QuickCase, SweptMesh
     from xla_dtensor.report.report import Evidence
 
 __all__ = [
@@ -475,7 +474,7 @@ def _name(trial: Trial, case: QuickCase) -> str:
 
 
 def _sequences(trial: Trial) -> int:
-    from xla_dtensor.plan.quick.batch import batch_of
+    from xla_dtensor.plan.estimate import batch_of
 
     return trial.per_group * batch_of(trial.job, sequence=_ANY).groups
 
