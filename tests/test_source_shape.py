@@ -20,15 +20,12 @@ LARGE_FILES = {
     "mesh_utils/mesh.py": 1088,
     "mesh_utils/network.py": 1134,
     "mesh_utils/topology.py": 1096,
-    "xla_dtensor/report/collective.py": 1064,
-    "xla_dtensor/report/findings.py": 1074,
     "xla_dtensor/runtimes/jax/eager/ops.py": 1051,
     "xla_dtensor/runtimes/jax/lower/conv.py": 1046,
 }
 LARGE_FOLDERS = {
     "xla_dtensor": 19,
     "xla_dtensor/dtensor": 21,
-    "xla_dtensor/report": 20,
     "xla_dtensor/runtimes": 20,
 }
 UPSTREAM_NAMES = {"ShardingSpec"}  # torch_xla's, in xla_dtensor.spmd

@@ -19,10 +19,9 @@ from mesh_utils.draw import axis_colour
 from xla_dtensor.core import Layout, LayoutError
 from xla_dtensor.report import render
 from xla_dtensor.report.compile_report import CompileReport
-from xla_dtensor.report.errors import ReportError
 from xla_dtensor.report.finding import starred
 from xla_dtensor.report.hlo_text import element_bytes
-from xla_dtensor.report.report import MeshAxis, TensorLine
+from xla_dtensor.report.report import MeshAxis, ReportError, TensorLine
 from xla_dtensor.report.roofline import Roofline
 from xla_dtensor.report.sharding_picture import Box, Label, ShardingPicture, fill, picture_of
 from xla_dtensor.report.texts import AxisUse, axis_uses, bytes_text, seconds_text, share_text

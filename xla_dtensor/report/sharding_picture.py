@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from mesh_utils import Mesh
 from xla_dtensor.core import Layout, OpSharding
 from xla_dtensor.core.translate import layout_of_op_sharding
-from xla_dtensor.report.errors import ReportError
 from xla_dtensor.report.render import Table, one_line, table_lines
+from xla_dtensor.report.report import ReportError
 from xla_dtensor.report.texts import bytes_text, seconds_text, share_text
 
 __all__ = ["Box", "DimCut", "Label", "ShardingPicture", "fill", "number", "picture_of"]
