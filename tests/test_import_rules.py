@@ -64,7 +64,7 @@ RULES = (
     Rule("mesh_utils*", ("numpy", "yaml", "tpu_configs", "mesh_utils")),
     Rule("xla_dtensor.versions", ()),  # the doctor starts without any package
     Rule("xla_dtensor.core*", (*BELOW_CORE, "xla_dtensor.core")),
-    Rule("xla_dtensor.report*", REPORT, on_use=("rich",)),
+    Rule("xla_dtensor.report*", REPORT, on_use=("jinja2", "rich")),
     Rule(JAX_FILES, (*RUNTIME, "jax", "jaxlib", "torchax"), never=(TORCH_XLA_FILES,)),
     Rule(TORCH_XLA_FILES, (*RUNTIME, "torch_xla"), never=(JAX_FILES,)),
     # base.py, registry.py: a runtime is loaded by name.

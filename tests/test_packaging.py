@@ -43,6 +43,7 @@ def test_core_needs_no_tensor_library(config: configparser.ConfigParser) -> None
         "Jinja2",
         "numpy",
         "PyYAML",
+        "rich",
         "typeguard",
     ]
 
@@ -129,7 +130,7 @@ def test_wheel_holds_the_data(tmp_path: Path) -> None:
     ).stdout
     shipped = {line.split()[0] for line in listing.splitlines()[1:]}
     for folder in ("mesh_utils", "xla_dtensor", "tpu_configs"):
-        for suffix in ("*.py", "*.yaml", "py.typed"):
+        for suffix in ("*.py", "*.yaml", "*.j2", "py.typed"):
             expected = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob(suffix)}
             assert expected <= shipped
     assert not any(name.startswith(("tests/", "examples/", "tools/")) for name in shipped)

@@ -1,7 +1,5 @@
 """The command ``env``: what this machine has, what is wrong with it, and what to do next.
 
-The doctor: what is installed, which runtime would be chosen, does it work, what to do next.
-
 It answers for installations that are incomplete or broken, so it imports none of the packages that
 it asks about: versions come from metadata, and a runtime is started in a process of its own. Names
 of the runtimes are therefore repeated here; a test holds them equal to those of `registry`.
@@ -56,16 +54,44 @@ __all__ = [
     "to_text",
 ]
 
+RUNTIME_VARIABLE = "XLA_DTENSOR_RUNTIME"
+ENTRY_POINT_GROUP = "xla_dtensor.runtimes"
+# Runtime -> the modules that it needs, in order of preference.
+BUILT_IN_RUNTIMES = {"jax": ("jax",), "torch_xla": ("torch_xla",)}
+# Extra -> what it is for. All of them stand in setup.cfg.
+EXTRAS = {
+    "jax": "runtime jax on CPU",
+    "tpu": "runtime jax on TPU",
+    "cuda12": "runtime jax on NVIDIA GPUs, with torch 2.9",
+    "cuda13": "runtime jax on NVIDIA GPUs, with torch 2.13 or newer",
+    "torch-xla": "runtime torch_xla on CPU, with torch 2.9",
+    "torch-xla-tpu": "runtime torch_xla on TPU, with torch 2.9",
+    "preflight": "compile for TPU pods on a machine without TPU",
+}
+VARIABLES = (
+    RUNTIME_VARIABLE,
+    "XLA_DTENSOR_CPU_DEVICES",
+    "XLA_DTENSOR_DUMP_HLO",
+    "PJRT_DEVICE",
+    "JAX_PLATFORMS",
+    "XLA_FLAGS",
+    "NPROC",
+    "CPU_NUM_DEVICES",
+    "XLA_DISABLE_FUNCTIONALIZATION",
+    "LIBTPU_INIT_ARGS",
+)
+_EXTRA_OF_RUNTIME = {"jax": "jax", "torch_xla": "torch-xla"}
+_TORCH_OF_TORCH_XLA = (2, 9)
+
 
 # ------------------------------------------------------- Start one runtime in a process of its own
 #
-# What crashes or hangs there does no harm here.
-#
-# The child is this module run as a script. It writes what it finds to a file, not to its output,
-# which the libraries it imports write to as well. When the time runs out, it says where it stands.
+# What crashes or hangs there does no harm here. The child is this module run as a script. It writes
+# its outcome to a file, not to its output, which the libraries it imports write to as well. When
+# the time runs out, it says where it stands.
 
 _GRACE_SECONDS = 2.0
-_KEPT_LINES = 10
+_LAST_LINES = 10
 _STACK_BEGINS = ("Fatal Python error", "Timeout (")  # As faulthandler writes it.
 
 
@@ -113,31 +139,31 @@ def probe(runtime: str, time_limit_seconds: float) -> Probe:
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="xla_dtensor_probe_") as folder:
-        found, errors = Path(folder, "found.json"), Path(folder, "errors.txt")
-        command = [sys.executable, "-m", __name__, runtime, str(found), str(time_limit_seconds)]
+        outcome, output = Path(folder, "outcome.json"), Path(folder, "output.txt")
+        command = [sys.executable, "-m", __name__, runtime, str(outcome), str(time_limit_seconds)]
         try:
-            status = _run(command, errors, time_limit_seconds + _GRACE_SECONDS)
+            status = _run(command, output, time_limit_seconds + _GRACE_SECONDS)
         except OSError as error:
             return Probe(runtime, "failed", time.monotonic() - start, str(error))
         seconds = round(time.monotonic() - start, 1)
-        said = _last_lines(errors)
-        if found.exists():
-            return Probe(runtime=runtime, seconds=seconds, **json.loads(found.read_text()))
+        if outcome.exists():
+            return Probe(runtime=runtime, seconds=seconds, **json.loads(outcome.read_text()))
+        last_words = f"It last said:\n{_last_lines(output)}"
     if status is None:
-        limit = f"It was stopped after {time_limit_seconds:g} s."
-        return Probe(runtime, "timed out", seconds, f"{limit} It last said:\n{said}")
-    return Probe(runtime, "crashed", seconds, f"{_ending(status)} It last said:\n{said}")
+        ending = f"It was stopped after {time_limit_seconds:g} s."
+        return Probe(runtime, "timed out", seconds, f"{ending} {last_words}")
+    ending = f"ended with status {status}"
+    if status < 0:
+        names = {signal_.value: signal_.name for signal_ in signal.Signals}
+        ending = f"was ended by {names.get(-status, f'signal {-status}')}"
+    return Probe(runtime, "crashed", seconds, f"Its process {ending}. {last_words}")
 
 
-def _run(command: list[str], errors: Path, limit_seconds: float) -> int | None:
+def _run(command: list[str], output: Path, limit_seconds: float) -> int | None:
     """Runs a command; its exit status, or None when it had to be stopped."""
-    with errors.open("wb") as output:
+    with output.open("wb") as file:
         child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
         )
         try:
             return child.wait(limit_seconds)
@@ -151,22 +177,12 @@ def _run(command: list[str], errors: Path, limit_seconds: float) -> int | None:
 
 
 def _last_lines(path: Path) -> str:
-    """What the child said last, and, if it left one, the innermost frames of its Python stack."""
+    """The last lines of an output, and the innermost frames of a Python stack that follow."""
     text = path.read_text(encoding="utf-8", errors="replace")
     lines = [line for line in text.splitlines() if line.strip() and "<frozen " not in line]
     stacks = [i for i, line in enumerate(lines) if line.startswith(_STACK_BEGINS)]
     end = stacks[-1] if stacks else len(lines)
-    kept = lines[max(0, end - _KEPT_LINES) : end] + lines[end : end + _KEPT_LINES]
-    return "\n".join(kept) or "(nothing)"
-
-
-def _ending(status: int) -> str:
-    if status >= 0:
-        return f"Its process ended with status {status}."
-    try:
-        return f"Its process was ended by {signal.Signals(-status).name}."
-    except ValueError:
-        return f"Its process was ended by signal {-status}."
+    return "\n".join(lines[max(0, end - _LAST_LINES) : end + _LAST_LINES]) or "(nothing)"
 
 
 def _child(runtime: str, path: str, limit_seconds: float) -> None:
@@ -208,23 +224,13 @@ def _start(name: str) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    _child(sys.argv[1], sys.argv[2], float(sys.argv[3]))
+# ------------------------------------------------------------------ What is wrong, and what to do
+#
+# Checks are rows: whether it is so, whether that is a problem, a note, or what to do next, and the
+# words.
 
-
-# ---------------------------------------------------------- What the doctor makes of what it found
-
-# Extra -> what it is for. All of them stand in setup.cfg.
-EXTRAS = {
-    "jax": "runtime jax on CPU",
-    "tpu": "runtime jax on TPU",
-    "cuda12": "runtime jax on NVIDIA GPUs, with torch 2.9",
-    "cuda13": "runtime jax on NVIDIA GPUs, with torch 2.13 or newer",
-    "torch-xla": "runtime torch_xla on CPU, with torch 2.9",
-    "torch-xla-tpu": "runtime torch_xla on TPU, with torch 2.9",
-    "preflight": "compile for TPU pods on a machine without TPU",
-}
-_TORCH_OF_TORCH_XLA = (2, 9)
+PROBLEM, NOTE, NEXT = "problem", "note", "next"
+Check = tuple[bool, str, str]
 
 
 @dataclass(frozen=True)
@@ -258,215 +264,144 @@ class Situation:
 
 def findings(situation: Situation) -> Iterator[Finding]:
     """Yields conflicts between what is installed, asked for, and set."""
-    yield from _of_torch(situation.installed)
-    yield from _of_torch_xla(situation.installed)
-    yield from _of_jax(situation)
-    yield from _of_libtpu(situation)
-    yield from _of_flags(situation.installed)
-    yield from _of_choice(situation)
-
-
-def _problem(text: str) -> Finding:
-    return Finding("problem", text)
-
-
-def _note(text: str) -> Finding:
-    return Finding("note", text)
-
-
-def _of_torch(installed: Installed) -> Iterator[Finding]:
-    version = installed.version("torch")
-    support = torch_support(version)
-    if version is None:
-        yield _problem("torch is not installed; every runtime needs it")
-    elif not support.is_supported:
-        yield _problem(f"torch {version} is {support.reason}")
-
-
-def _of_torch_xla(installed: Installed) -> Iterator[Finding]:
-    version, torch = installed.version("torch_xla"), installed.version("torch")
-    if version is None:
-        return
-    if release(version)[:2] != _TORCH_OF_TORCH_XLA:
-        yield _problem(f"torch_xla {version} is not supported: runtime torch_xla needs 2.9")
-    if torch is not None and release(torch)[:2] != _TORCH_OF_TORCH_XLA:
-        yield _problem(f"torch_xla {version} works with torch 2.9 only, and torch is {torch}")
-
-
-def _of_jax(situation: Situation) -> Iterator[Finding]:
-    installed = situation.installed
-    jax, jaxlib = installed.version("jax"), installed.version("jaxlib")
-    if jax is None:
-        return
-    if jaxlib is None:
-        yield _problem(f"jax {jax} is installed without jaxlib")
-    elif release(jax) != release(jaxlib):
-        yield _problem(f"jax {jax} and jaxlib {jaxlib} are of different releases")
-    support = jax_support(jax)
-    if support.is_too_new and situation.environment.get(ANY_JAX) == "1":
-        yield _note(f"jax {jax} is {support.reason}; {ANY_JAX}=1 lets it be tried")
-    elif not support.is_supported:
-        yield _problem(f"jax {jax} is {support.reason}")
-
-
-def _of_libtpu(situation: Situation) -> Iterator[Finding]:
-    installed = situation.installed
-    version, pins = installed.version("libtpu"), installed.libtpu_pins
-    if version is None:
-        return
-    unmet = [package for package, pin in pins.items() if not satisfies(version, pin)]
-    met = [package for package in pins if package not in unmet]
-    for package in unmet:
-        fits = f"; it fits {met[0]}[tpu]" if met else ""
-        text = (
-            f"libtpu {version} is not what {package}[tpu] pins ({pins[package]}){fits}: runtime "
-            f"{package} cannot be expected to use a TPU here, on CPU it does not matter"
-        )
-        yield _note(text) if met else _problem(text)
-    if len(set(pins.values())) > 1:
-        yield _note(
-            "jax[tpu] and torch_xla[tpu] pin different libtpu versions: for TPU, give each runtime "
-            "an environment of its own"
-        )
-    platforms = situation.environment.get("JAX_PLATFORMS", "")
-    if platforms and "tpu" not in platforms:
-        yield _note(f"libtpu is installed, but JAX_PLATFORMS={platforms} keeps jax off the TPU")
-
-
-def _of_flags(installed: Installed) -> Iterator[Finding]:
-    """Whether somebody has given this project's XLA flags to the libtpu that is here."""
-    version = installed.version("libtpu")
-    if version is None or not is_importable("numpy"):
-        return
-    # The doctor itself starts without any package; mesh_utils needs numpy.
-    from mesh_utils.xla_flags import same_version, versions_of
-
-    known = versions_of("libtpu")
-    if not any(same_version(version, each) for each in known):
-        yield _note(
-            f"the XLA flags of tpu_configs were not tried with libtpu {version}, only with "
-            f"{', '.join(known)}"
-        )
-
-
-def _of_choice(situation: Situation) -> Iterator[Finding]:
-    chosen, runtimes = situation.chosen, situation.runtimes
-    if not runtimes:
-        yield _problem("no runtime is installed")
-    elif chosen is not None and chosen not in runtimes:
-        names = ", ".join(runtimes)
-        yield _problem(f"runtime {chosen!r} is asked for, but installed are only: {names}")
-    for probe in situation.probes:
-        if not probe.works:
-            chosen_one = ", the one that would be chosen," if probe.runtime == chosen else ""
-            yield _problem(f"runtime {probe.runtime}{chosen_one} does not start: {probe.status}")
+    for is_so, level, text in _checks(situation):
+        if is_so and level != NEXT:
+            yield Finding(level, text)
 
 
 def advice(situation: Situation) -> Iterator[str]:
     """Yields what to install or set next, the most urgent first."""
-    yield from _about_torch(situation.installed)
-    yield from _about_jax(situation)
-    yield from _about_libtpu(situation.installed)
-    yield from _about_runtimes(situation)
-    yield from _about_hardware(situation)
-    yield from _about_time_outs(situation)
+    yield from (text for is_so, level, text in _checks(situation) if is_so and level == NEXT)
+
+
+def _checks(situation: Situation) -> Iterator[Check]:
+    yield from _of_torch(situation.installed.version)
+    yield from _of_jax(situation.installed.version, situation.environment)
+    yield from _of_libtpu(situation.installed, situation.environment)
+    yield from _of_runtimes(situation)
+    yield from _of_hardware(situation)
     working = [probe.runtime for probe in situation.probes if probe.works]
-    if working and situation.chosen not in working:
-        yield f"export XLA_DTENSOR_RUNTIME={working[0]}    (a runtime that works)"
+    text = f"export {RUNTIME_VARIABLE}={next(iter(working), None)}    (a runtime that works)"
+    yield bool(working) and situation.chosen not in working, NEXT, text
+
+
+def _of_torch(version: Callable[[str], str | None]) -> Iterator[Check]:
+    torch, xla, has_jax = version("torch"), version("torch_xla"), version("jax") is not None
+    support = torch_support(torch)
+    bad = torch is not None and not support.is_supported
+    apart = xla is not None and torch is not None and release(torch)[:2] != _TORCH_OF_TORCH_XLA
+    text = f"torch_xla {xla} is not supported: runtime torch_xla needs 2.9"
+    yield torch is None, PROBLEM, "torch is not installed; every runtime needs it"
+    yield bad, PROBLEM, f"torch {torch} is {support.reason}"
+    yield xla is not None and release(xla)[:2] != _TORCH_OF_TORCH_XLA, PROBLEM, text
+    yield apart, PROBLEM, f"torch_xla {xla} works with torch 2.9 only, and torch is {torch}"
+
+    both = "pip install 'torch==2.9.*' 'torch_xla==2.9.*'    (to use runtime torch_xla)"
+    one = "pip uninstall torch_xla    (keeps torch, and runtime jax)"
+    yield bad and xla is not None, NEXT, "pip install 'torch==2.9.*'    (works with both runtimes)"
+    yield bad and xla is None, NEXT, "pip install 'torch>=2.13' (or 'torch==2.9.*')"
+    yield apart and not bad and has_jax, NEXT, one
+    yield apart and not bad, NEXT, both
+
+
+def _of_jax(
+    version: Callable[[str], str | None], environment: Mapping[str, str]
+) -> Iterator[Check]:
+    jax, jaxlib = version("jax"), version("jaxlib")
+    if jax is None:
+        return
+    support = jax_support(jax)
+    tried = support.is_too_new and environment.get(ANY_JAX) == "1"
+    bad = not support.is_supported and not tried
+    other = jaxlib is not None and release(jax) != release(jaxlib)
+    yield jaxlib is None, PROBLEM, f"jax {jax} is installed without jaxlib"
+    yield other, PROBLEM, f"jax {jax} and jaxlib {jaxlib} are of different releases"
+    yield tried, NOTE, f"jax {jax} is {support.reason}; {ANY_JAX}=1 lets it be tried"
+    yield bad, PROBLEM, f"jax {jax} is {support.reason}"
+    yield bad, NEXT, "pip install 'jax>=0.10,<0.13'    (0.10 is the last one for Python 3.11)"
+
+
+def _of_libtpu(installed: Installed, environment: Mapping[str, str]) -> Iterator[Check]:
+    libtpu, jax, pins = installed.version("libtpu"), installed.version("jax"), installed.libtpu_pins
+    if libtpu is None:
+        return
+    met = [package for package, pin in pins.items() if satisfies(libtpu, pin)]
+    fits = f"; it fits {met[0]}[tpu]" if met else ""
+    for package, pin in pins.items():
+        text = (
+            f"libtpu {libtpu} is not what {package}[tpu] pins ({pin}){fits}: runtime "
+            f"{package} cannot be expected to use a TPU here, on CPU it does not matter"
+        )
+        yield package not in met, NOTE if met else PROBLEM, text
+    text = (
+        "jax[tpu] and torch_xla[tpu] pin different libtpu versions: for TPU, give each runtime "
+        "an environment of its own"
+    )
+    yield len(set(pins.values())) > 1, NOTE, text
+    platforms = environment.get("JAX_PLATFORMS", "")
+    text = f"libtpu is installed, but JAX_PLATFORMS={platforms} keeps jax off the TPU"
+    yield bool(platforms) and "tpu" not in platforms, NOTE, text
+    if is_importable("numpy"):
+        # The doctor itself starts without any package; mesh_utils needs numpy.
+        from mesh_utils.xla_flags import same_version, versions_of
+
+        tried = versions_of("libtpu")
+        new = not any(same_version(libtpu, version) for version in tried)
+        text = f"the XLA flags of tpu_configs were not tried with libtpu {libtpu}, only with "
+        yield new, NOTE, text + ", ".join(tried)
+    pin = pins.get("jax", "")
+    text = f"pip install 'jax[tpu]=={jax}'    (the libtpu that belongs to this jax: {pin})"
+    yield bool(jax and pin) and not satisfies(libtpu, pin), NEXT, text
+
+
+def _of_runtimes(situation: Situation) -> Iterator[Check]:
+    chosen, runtimes, hardware = situation.chosen, situation.runtimes, situation.hardware
+    names = ", ".join(runtimes)
+    missing = bool(runtimes) and chosen is not None and chosen not in runtimes
+    text = f"runtime {chosen!r} is asked for, but installed are only: {names}"
+    yield not runtimes, PROBLEM, "no runtime is installed"
+    yield missing, PROBLEM, text
+    for probe in situation.probes:
+        words = ", the one that would be chosen," if probe.runtime == chosen else ""
+        text = f"runtime {probe.runtime}{words} does not start: {probe.status}"
+        yield not probe.works, PROBLEM, text
+
+    without_torch = bool(runtimes) and situation.installed.version("torch") is None
+    extras = [_EXTRA_OF_RUNTIME[name] for name in runtimes if name in _EXTRA_OF_RUNTIME]
+    if not runtimes:
+        extras = ["jax", "torch-xla"]
+        if "tpu" in hardware:
+            extras = ["tpu", "torch-xla-tpu"]
+        elif "gpu" in hardware:
+            extras = ["cuda13", "cuda12"]
+    elif missing and not without_torch:
+        extras = [_EXTRA_OF_RUNTIME[chosen]] if chosen in _EXTRA_OF_RUNTIME else []
+    for extra in extras:
+        yield not runtimes or without_torch or missing, NEXT, _install(extra)
+
+
+def _of_hardware(situation: Situation) -> Iterator[Check]:
+    """What a runtime lacks that runs on CPU beside an accelerator, or that ran out of time."""
+    hardware, torch = situation.hardware, situation.installed.version("torch") or ""
+    cuda = "cuda12" if release(torch)[:2] == _TORCH_OF_TORCH_XLA else "cuda13"
+    for probe in situation.probes:
+        on_cpu = probe.works and probe.description.get("platform", "").lower() == "cpu"
+        is_jax, has_tpu = probe.runtime == "jax", "tpu" in hardware
+        yield on_cpu and has_tpu, NEXT, _install("tpu" if is_jax else "torch-xla-tpu")
+        yield on_cpu and not has_tpu and "gpu" in hardware and is_jax, NEXT, _install(cuda)
+    late = any(probe.status == "timed out" for probe in situation.probes)
+    looks = "tpu" not in hardware and not situation.environment.get("JAX_PLATFORMS")
+    text = "export JAX_PLATFORMS=cpu    (no TPU is seen; jax may be looking for one)"
+    yield late, NEXT, "python -m xla_dtensor env --time-limit 600    (a runtime ran out of time)"
+    yield late and looks, NEXT, text
 
 
 def _install(extra: str) -> str:
     return f"pip install 'xla-dtensor[{extra}]'    ({EXTRAS[extra]})"
 
 
-def _about_torch(installed: Installed) -> Iterator[str]:
-    torch, has_torch_xla = installed.version("torch"), installed.version("torch_xla") is not None
-    has_jax = installed.version("jax") is not None
-    wrong_for_torch_xla = torch is not None and release(torch)[:2] != _TORCH_OF_TORCH_XLA
-    if torch is not None and not torch_support(torch).is_supported:
-        if has_torch_xla:
-            yield "pip install 'torch==2.9.*'    (works with both runtimes)"
-        else:
-            yield "pip install 'torch>=2.13' (or 'torch==2.9.*')"
-    elif has_torch_xla and wrong_for_torch_xla:
-        if has_jax:
-            yield "pip uninstall torch_xla    (keeps torch, and runtime jax)"
-        yield "pip install 'torch==2.9.*' 'torch_xla==2.9.*'    (to use runtime torch_xla)"
-
-
-def _about_jax(situation: Situation) -> Iterator[str]:
-    jax = situation.installed.version("jax")
-    if jax is None or jax_support(jax).is_supported:
-        return
-    if not (jax_support(jax).is_too_new and situation.environment.get(ANY_JAX) == "1"):
-        yield "pip install 'jax>=0.10,<0.13'    (0.10 is the last one for Python 3.11)"
-
-
-def _about_libtpu(installed: Installed) -> Iterator[str]:
-    libtpu, jax = installed.version("libtpu"), installed.version("jax")
-    pin = installed.libtpu_pins.get("jax")
-    if libtpu and jax and pin and not satisfies(libtpu, pin):
-        yield f"pip install 'jax[tpu]=={jax}'    (the libtpu that belongs to this jax: {pin})"
-
-
-def _about_runtimes(situation: Situation) -> Iterator[str]:
-    if not situation.runtimes:
-        extras = ["jax", "torch-xla"]
-        if "tpu" in situation.hardware:
-            extras = ["tpu", "torch-xla-tpu"]
-        elif "gpu" in situation.hardware:
-            extras = ["cuda13", "cuda12"]
-        yield from map(_install, extras)
-    elif situation.installed.version("torch") is None:
-        yield from (
-            _install({"jax": "jax", "torch_xla": "torch-xla"}[runtime])
-            for runtime in situation.runtimes
-            if runtime in ("jax", "torch_xla")
-        )
-    elif situation.chosen in ("jax", "torch_xla") and situation.chosen not in situation.runtimes:
-        yield _install({"jax": "jax", "torch_xla": "torch-xla"}[situation.chosen])
-
-
-def _about_hardware(situation: Situation) -> Iterator[str]:
-    """What a runtime lacks that runs on CPU beside an accelerator."""
-    for probe in situation.probes:
-        if not probe.works or probe.description.get("platform", "").lower() != "cpu":
-            continue
-        if "tpu" in situation.hardware:
-            yield _install("tpu" if probe.runtime == "jax" else "torch-xla-tpu")
-        elif "gpu" in situation.hardware and probe.runtime == "jax":
-            torch = situation.installed.version("torch") or ""
-            yield _install("cuda12" if release(torch)[:2] == _TORCH_OF_TORCH_XLA else "cuda13")
-
-
-def _about_time_outs(situation: Situation) -> Iterator[str]:
-    if not any(probe.status == "timed out" for probe in situation.probes):
-        return
-    yield "python -m xla_dtensor env --time-limit 600    (a runtime ran out of time)"
-    if "tpu" not in situation.hardware and not situation.environment.get("JAX_PLATFORMS"):
-        yield "export JAX_PLATFORMS=cpu    (no TPU is seen; jax may be looking for one)"
-
-
 # ---------------------------------------- Which runtime would be chosen here, and whether it works
 
-RUNTIME_VARIABLE = "XLA_DTENSOR_RUNTIME"
-ENTRY_POINT_GROUP = "xla_dtensor.runtimes"
-# Runtime -> the modules that it needs, in order of preference.
-BUILT_IN_RUNTIMES = {"jax": ("jax",), "torch_xla": ("torch_xla",)}
-
-VARIABLES = (
-    RUNTIME_VARIABLE,
-    "XLA_DTENSOR_CPU_DEVICES",
-    "XLA_DTENSOR_DUMP_HLO",
-    "PJRT_DEVICE",
-    "JAX_PLATFORMS",
-    "XLA_FLAGS",
-    "NPROC",
-    "CPU_NUM_DEVICES",
-    "XLA_DISABLE_FUNCTIONALIZATION",
-    "LIBTPU_INIT_ARGS",
-)
-_VARIABLE_PREFIX = "TPU_"
 # Device files that drivers make.
 _DEVICE_FILES = {"tpu": ("accel[0-9]*", "vfio/[0-9]*"), "gpu": ("nvidia[0-9]*",)}
 
@@ -608,7 +543,7 @@ def seen_hardware() -> tuple[str, ...]:
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str | None]:
-    others = sorted(name for name in environment if name.startswith(_VARIABLE_PREFIX))
+    others = sorted(name for name in environment if name.startswith("TPU_"))
     return {name: environment.get(name) for name in (*VARIABLES, *others)}
 
 
@@ -630,46 +565,33 @@ def to_text(diagnosis: Diagnosis) -> str:
 
 
 def _lines(diagnosis: Diagnosis) -> Iterator[str]:
-    hardware = ", ".join(_NAMES_OF_HARDWARE[name] for name in diagnosis.hardware)
-    yield from _table(
-        [
-            ("Python", diagnosis.python),
-            ("System", diagnosis.system),
-            ("Accelerators", hardware or "none seen"),
-        ],
-        indent="",
-    )
+    hardware = ", ".join(_NAMES_OF_HARDWARE[name] for name in diagnosis.hardware) or "none seen"
+    first = ("Python", diagnosis.python), ("System", diagnosis.system), ("Accelerators", hardware)
+    yield from _table(first, indent="")
     yield from ("", "Packages")
     yield from _table(
         (package, version or "not installed", diagnosis.torch if package == "torch" else "")
         for package, version in diagnosis.installed.versions.items()
     )
     yield from ("", "Runtimes")
-    yield from _runtimes(diagnosis)
-    yield from ("", "Environment variables")
-    yield from _table((k, v if v is not None else "-") for k, v in diagnosis.variables.items())
-    yield from ("", "Findings")
-    yield from _table([(each.level, each.text) for each in diagnosis.findings] or [("none",)])
-    if diagnosis.advice:
-        yield from ("", "Next")
-        yield from (f"  {line}" for line in dict.fromkeys(diagnosis.advice))
-    working = [probe.runtime for probe in diagnosis.probes if probe.works]
-    yield ""
-    yield f"{', '.join(working)}: ready" if working else "No runtime works."
-
-
-def _runtimes(diagnosis: Diagnosis) -> Iterator[str]:
     probed = {probe.runtime: probe for probe in diagnosis.probes}
     names = dict.fromkeys((*BUILT_IN_RUNTIMES, *diagnosis.runtimes))
-    yield from _table(
-        (name, _status(name in diagnosis.runtimes, probed.get(name))) for name in names
-    )
+    yield from _table((n, _status(n in diagnosis.runtimes, probed.get(n))) for n in names)
     yield f"  chosen: {diagnosis.choice.runtime or 'none'} ({diagnosis.choice.reason})"
     for probe in diagnosis.probes:
         if probe.description or probe.detail:
             yield from ("", f"  {probe.runtime}")
             yield from _table(probe.description.items(), indent="    ")
             yield from (f"    {line}" for line in probe.detail.splitlines())
+    yield from ("", "Environment variables")
+    yield from _table((k, v if v is not None else "-") for k, v in diagnosis.variables.items())
+    yield from ("", "Findings")
+    yield from _table([(f.level, f.text) for f in diagnosis.findings] or [("none",)])
+    if diagnosis.advice:
+        yield from ("", "Next")
+        yield from (f"  {line}" for line in dict.fromkeys(diagnosis.advice))
+    working = [probe.runtime for probe in diagnosis.probes if probe.works]
+    yield from ("", f"{', '.join(working)}: ready" if working else "No runtime works.")
 
 
 def _status(is_installed: bool, probe: Probe | None) -> str:
@@ -691,3 +613,7 @@ def _table(rows: Iterable[Sequence[str]], indent: str = "  ") -> Iterator[str]:
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         yield (indent + "  ".join(cells)).rstrip()
+
+
+if __name__ == "__main__":
+    _child(sys.argv[1], sys.argv[2], float(sys.argv[3]))

@@ -226,10 +226,10 @@ def _lines(plans: Plans, strategy: str, drawing: Drawing) -> Iterator[str]:
     unit = "GB/s" if has_rate else "links"
     yield f"modelled, not measured: bus bandwidth per device in {unit} (% of the bound)"
     header = ("", "lies on", *COLLECTIVES, "permute")
-    rows = [header, *_rows_of_plan("search", plans.search)]
+    rows = list(_rows_of_plan("search", plans.search))
     if not isinstance(plans.jax, str):
         rows += _rows_of_plan("JAX", plans.jax)
-    yield from table(rows)
+    yield from table(rows, header)
     if isinstance(plans.jax, str):
         yield f"  {plans.jax}"
     else:
@@ -292,9 +292,7 @@ def topology_text(facts: dict[str, Any]) -> str:
     """
     what = "NVLink domains" if facts["torus_rank"] == 0 else "slices"
     several = "" if facts["slices"] == 1 else f", {facts['slices']} {what}"
-    return "\n".join(
-        [f"{facts['name']}: {facts['title']}{several}", *table(list(_rows_of_facts(facts)))]
-    )
+    return "\n".join([f"{facts['name']}: {facts['title']}{several}", *table(_rows_of_facts(facts))])
 
 
 def _rows_of_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -28,8 +28,8 @@ from xla_dtensor.cli.subcommand import run_or_refuse
 
 if TYPE_CHECKING:
     from mesh_utils import JobConfig
-    from xla_dtensor.plan.quick.estimate import Gradients
-    from xla_dtensor.plan.quick.sweep import QuickCase
+    from xla_dtensor.plan.estimate import Gradients
+    from xla_dtensor.plan.sweep import QuickCase
     from xla_dtensor.report.compile_report import CompileReport
     from xla_dtensor.report.report import Evidence
 
@@ -369,7 +369,7 @@ def _compiled(case: QuickCase, asked: argparse.Namespace) -> bool:
 
 def _quick(case: QuickCase, asked: argparse.Namespace, quiet: bool = False) -> bool:
     from xla_dtensor.cli import plan_text
-    from xla_dtensor.plan.quick.sweep import max_batch, quick_sweep, smallest_slice
+    from xla_dtensor.plan.sweep import max_batch, quick_sweep, smallest_slice
 
     fits, data, shown = True, {}, ""
     if asked.sweep is not None:
@@ -402,9 +402,9 @@ def _case(asked: argparse.Namespace) -> QuickCase:
     from mesh_utils.errors import JobError
     from mesh_utils.job import JobConfig
     from xla_dtensor.core.dtypes import itemsize_bytes
-    from xla_dtensor.plan.quick.optimizer import optimizer_state
-    from xla_dtensor.plan.quick.sweep import QuickCase
+    from xla_dtensor.plan.estimate import optimizer_state
     from xla_dtensor.plan.search import maker_of
+    from xla_dtensor.plan.sweep import QuickCase
 
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -431,8 +431,8 @@ def _case(asked: argparse.Namespace) -> QuickCase:
 
 def _own_case(job: JobConfig, model: str, optimizer: Any, asked: argparse.Namespace) -> QuickCase:
     """The case of a module:function, or of a model of Transformers; needs torch."""
-    from xla_dtensor.plan.quick.module import module_parameters, tied_parameters
-    from xla_dtensor.plan.quick.sweep import QuickCase
+    from xla_dtensor.plan.estimate import module_parameters, tied_parameters
+    from xla_dtensor.plan.sweep import QuickCase
 
     made = _own_model(job, model, asked)
     return QuickCase(

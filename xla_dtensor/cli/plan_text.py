@@ -21,10 +21,9 @@ from xla_dtensor.core.rules import folded
 
 if TYPE_CHECKING:
     from mesh_utils import JobConfig
-    from xla_dtensor.plan.quick.batch import Batch
-    from xla_dtensor.plan.quick.estimate import QuickEstimate, QuickTensor
-    from xla_dtensor.plan.quick.sweep import QuickCase, SweptMesh
+    from xla_dtensor.plan.estimate import Batch, QuickEstimate, QuickTensor
     from xla_dtensor.plan.search import Budget, Compile, Trial
+    from xla_dtensor.plan.sweep import QuickCase, SweptMesh
     from xla_dtensor.report.report import Evidence
 
 __all__ = [
@@ -81,7 +80,7 @@ def estimate_text(case: QuickCase, batch: Batch, estimate: QuickEstimate) -> str
         Lines.
     """
     lines = [_title(case, estimate), *_batch_lines(case, batch), ""]
-    rows = [("on each device", "tensors", "bytes", "")]
+    rows: list[tuple[str, ...]] = []
     for part in estimate.parts:
         name = f"{part.role}s" if part.role != "optimizer state" else part.role
         note = f", {size_text(part.padding_bytes)} of padding in all" if part.padding_bytes else ""
@@ -98,7 +97,8 @@ def estimate_text(case: QuickCase, batch: Batch, estimate: QuickEstimate) -> str
     room = estimate.capacity_bytes
     if room is not None:
         rows.append((_room_name(estimate), "", f"{room:,}", size_text(room)))
-    lines += [*table(rows), "", *_verdict(estimate), "", "largest parameters, on each device"]
+    lines += table(rows, ("on each device", "tensors", "bytes", ""))
+    lines += ["", *_verdict(estimate), "", "largest parameters, on each device"]
     lines += table(_tensor_rows(estimate.tensors))
     lines += _replicated_lines(estimate)
     return "\n".join(lines)
@@ -249,7 +249,6 @@ def sweep_text(case: QuickCase, meshes: Sequence[SweptMesh]) -> str:
     """
     devices = case.job.topology().num_devices
     header = ("mesh", "comm. s/step", "each axis, modelled", "at least", "")
-    rows = [header, *map(_mesh_row, meshes)]
     return "\n".join(
         [
             f"{case.job.name} on {case.job.topology().name}, {devices:,} sequences of "
@@ -257,7 +256,7 @@ def sweep_text(case: QuickCase, meshes: Sequence[SweptMesh]) -> str:
             "Seconds are modelled from the rules and the links, one collective after the other: "
             "they rank meshes.",
             "",
-            *table(rows),
+            *table(map(_mesh_row, meshes), header),
         ]
     )
 
@@ -442,7 +441,7 @@ def search_text(
         'from the rules before compiling, from the compiled program after it: "step" if all '
         "overlaps, then if nothing does.",
         "",
-        *table([_HEADER, *(_row(trial, case) for trial in trials)]),
+        *table((_row(trial, case) for trial in trials), _HEADER),
         "",
         _answer(case, found, trials),
     ]
@@ -475,7 +474,7 @@ def _name(trial: Trial, case: QuickCase) -> str:
 
 
 def _sequences(trial: Trial) -> int:
-    from xla_dtensor.plan.quick.batch import batch_of
+    from xla_dtensor.plan.estimate import batch_of
 
     return trial.per_group * batch_of(trial.job, sequence=_ANY).groups
 

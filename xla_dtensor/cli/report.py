@@ -57,7 +57,8 @@ def status_or_refusal(
 
     def run(asked: argparse.Namespace) -> int:
         from mesh_utils.errors import MeshError
-        from xla_dtensor.report.errors import EvidenceError, HloError, ReportError
+        from xla_dtensor.report.hlo_text import HloError
+        from xla_dtensor.report.report import EvidenceError, ReportError
 
         try:
             return command(asked)
@@ -162,7 +163,7 @@ def verify(asked: argparse.Namespace) -> int:
 def _tolerances(texts: list[str]) -> Tolerances:
     from dataclasses import fields
 
-    from xla_dtensor.report.errors import ReportError
+    from xla_dtensor.report.report import ReportError
     from xla_dtensor.report.verification import Tolerances
 
     names = [field.name for field in fields(Tolerances)]

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -199,25 +199,22 @@ def _wrap(dims: str | None) -> tuple[bool, bool, bool] | None:
 # Rows of words with their columns aligned, and numbers with units, as the commands print them.
 
 
-def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> Iterator[str]:
-    r"""Aligns rows.
+def table(rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> list[str]:
+    """Aligns rows.
 
     Args:
         rows: Cells, equally many in each row.
-        indent: What each line begins with.
+        header: What stands above them.
 
-    Yields:
-        A line for each row; cells are two spaces apart, and nothing follows the last word.
-
-    Example:
-        >>> print("\n".join(table([("a", "1"), ("bcd", "2")], indent="")))
-        a    1
-        bcd  2
+    Returns:
+        Lines, two spaces further to the right; folded only where the terminal is narrower.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        yield (indent + "  ".join(cells)).rstrip()
+    from xla_dtensor.report.render import Table, table_lines, terminal_width
+
+    cells = tuple(map(tuple, rows))
+    names = tuple(header) or ("",) * len(cells[0] if cells else ())
+    width = terminal_width() if sys.stdout.isatty() else None
+    return table_lines(Table(names, cells), "  ", width)
 
 
 def gigabytes_per_second(value: float) -> str:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from mesh_utils import JobConfig
 from mesh_utils.errors import JobError
 from xla_dtensor.models.training import CLIP, AdamW, Step, Training
-from xla_dtensor.plan.quick.batch import batch_of
+from xla_dtensor.plan.estimate import batch_of
 
 __all__ = ["make", "make_hugging_face"]
 

@@ -35,9 +35,8 @@ from xla_dtensor.core.rules import ShardingRules, read_rules
 from xla_dtensor.models.decoder import DecoderForCausalLM, Llama, Mixtral
 from xla_dtensor.nn.loss import linear_cross_entropy
 from xla_dtensor.nn.scan import checkpoint_name, scan_layers
+from xla_dtensor.plan.estimate import LAYER_INPUT, Batch, batch_of
 from xla_dtensor.plan.model_sizes import ModelSizes
-from xla_dtensor.plan.quick.activations import LAYER_INPUT
-from xla_dtensor.plan.quick.batch import Batch, batch_of
 
 __all__ = ["AdamW", "Training", "make", "rules_of"]
 

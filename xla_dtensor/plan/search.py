@@ -25,13 +25,13 @@ from mesh_utils.errors import JobError
 from mesh_utils.job import JobAxis
 from xla_dtensor.core.errors import CompileError
 from xla_dtensor.plan.model_sizes import ModelSizes
-from xla_dtensor.plan.quick.sweep import max_batch, quick_sweep, slices_not_refused
+from xla_dtensor.plan.sweep import max_batch, quick_sweep, slices_not_refused
 from xla_dtensor.report.compile_report import CompileReport
 
 if TYPE_CHECKING:
     from mesh_utils import JobConfig
-    from xla_dtensor.plan.quick.estimate import QuickEstimate
-    from xla_dtensor.plan.quick.sweep import QuickCase, SweptMesh
+    from xla_dtensor.plan.estimate import QuickEstimate
+    from xla_dtensor.plan.sweep import QuickCase, SweptMesh
     from xla_dtensor.report.report import Evidence
 
 __all__ = [

@@ -10,20 +10,31 @@ from xla_dtensor.report.collective import (
     COLLECTIVE_KINDS,
     Collective,
     CollectiveKind,
-    CollectiveSummary,
     ReplicaGroups,
-    summarize,
 )
 from xla_dtensor.report.compile_report import Attribution, CompileReport
-from xla_dtensor.report.errors import EvidenceError, HloError, ReportError
 from xla_dtensor.report.finding import CollectiveLine, Finding, Origin, origin_of
 from xla_dtensor.report.findings import findings
 from xla_dtensor.report.hlo import SourceLine
-from xla_dtensor.report.hlo_text import ArrayShape
+from xla_dtensor.report.hlo_text import ArrayShape, HloError
 from xla_dtensor.report.memory import MemoryPart, MemoryReport, memory_report
-from xla_dtensor.report.reading import HloReading, collectives, num_partitions, read_hlo
+from xla_dtensor.report.reading import (
+    CollectiveSummary,
+    HloReading,
+    collectives,
+    num_partitions,
+    read_hlo,
+    summarize,
+)
 from xla_dtensor.report.render import render_collectives
-from xla_dtensor.report.report import CompilerMemory, Evidence, Held, Role
+from xla_dtensor.report.report import (
+    CompilerMemory,
+    Evidence,
+    EvidenceError,
+    Held,
+    ReportError,
+    Role,
+)
 from xla_dtensor.report.roofline import Roofline, roofline
 from xla_dtensor.report.verification import DeviceMemory, Tolerances, Verification, verify
 

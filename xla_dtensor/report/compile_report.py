@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from xla_dtensor.report.collective import Collective
-from xla_dtensor.report.errors import ReportError
 from xla_dtensor.report.finding import CollectiveLine, Finding, collective_lines
 from xla_dtensor.report.findings import findings
 from xla_dtensor.report.hlo import HloModule
@@ -31,6 +30,7 @@ from xla_dtensor.report.report import (
     Evidence,
     Machine,
     MeshAxis,
+    ReportError,
     TensorLine,
     from_plain,
     json_schema,
@@ -234,7 +234,7 @@ class CompileReport:
         return to_html(self)
 
     def render(self, width: int | None = None, *, colour: bool | None = None) -> str:
-        """Writes it for a terminal, with rich if that is installed.
+        """Writes it for a terminal.
 
         Args:
             width: characters of a line; those of the terminal by default.

@@ -471,6 +471,10 @@ Severity: TypeAlias = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """An error: it cannot run. A warning: it runs, but likely not as meant. A note: good to know."""
 
+SMALL_GATHER_BYTES = 1 << 20
+"""What is gathered and is smaller costs little: tables of positions, masks, indices, scalars, the
+statistics of a softmax."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:

@@ -23,12 +23,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from xla_dtensor.report.errors import HloError
 from xla_dtensor.report.hlo_text import (
+    HloError,
     Shape,
     checked_devices,
+    closing_bracket,
     parse_shape,
     read_number,
+    split_commas,
     whole_lines,
 )
 
@@ -207,7 +209,6 @@ def _tables(text_lines: list[str]) -> dict[str, dict[int, str]]:
 _INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (\S.*?) ([a-z][\w\-]*)\(")
 _COMPUTATION = re.compile(r"\s*(ENTRY )?\s*%?([\w.\-]+)\s*(?:\(.*\)\s*->\s*.*)?\{\s*$")
 _HEADER_NUMBER = re.compile(r"\b(num_partitions|replica_count)=(\d+)")
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]|[^"(){}\[\],]+|"')
 _COMMENT = re.compile(r"/\*.*?\*/")
 _END = re.compile(r"\s*\}(?:\s*,.*)?\s*")
 # A line of a constant that is printed over several: numbers and brackets.
@@ -261,7 +262,7 @@ class Instruction:
 
     @cached_property
     def _parts(self) -> tuple[list[str], list[str]]:
-        end = _closing(self.rest)
+        end = closing_bracket(self.rest)
         return split_commas(self.rest[:end]), split_commas(self.rest[end + 1 :])
 
 
@@ -379,39 +380,6 @@ class HloModule:
         replicas = numbers.get("replica_count", 1) or 1
         checked_devices(partitions * replicas, head)
         return cls(partitions, replicas)
-
-
-def split_commas(text: str) -> list[str]:
-    """Splits at the commas that are in no brackets and no quotes.
-
-    Args:
-        text: a list as HLO prints it.
-
-    Returns:
-        Its parts, stripped, without the empty ones.
-
-    Example:
-        >>> split_commas('a={1,2}, b="x,y"')
-        ['a={1,2}', 'b="x,y"']
-    """
-    parts, depth = [""], 0
-    for token in _TOKEN.findall(text):
-        depth += (token in "({[") - (token in ")}]")
-        if token == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += token
-    return [part.strip() for part in parts if part.strip()]
-
-
-def _closing(text: str) -> int:
-    """The place of the bracket that closes one opened before the text."""
-    depth = 1
-    for match in _TOKEN.finditer(text):
-        depth += (match[0] in "({[") - (match[0] in ")}]")
-        if depth == 0:
-            return match.start()
-    return len(text)
 
 
 def _header(text: str) -> str:

@@ -23,10 +23,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from xla_dtensor.report.errors import HloError
 from xla_dtensor.report.hlo import Computation, HloModule, Instruction, called_computations
-from xla_dtensor.report.hlo_layout import DEVICE_SPACE, LaidArray, LaidShape, parse_laid_shape
-from xla_dtensor.report.hlo_text import ArrayShape
+from xla_dtensor.report.hlo_text import (
+    DEVICE_SPACE,
+    ArrayShape,
+    HloError,
+    LaidArray,
+    LaidShape,
+    parse_laid_shape,
+)
 
 __all__ = ["LivePeak", "live_peak"]
 

@@ -39,11 +39,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from mesh_utils import Mesh
-from xla_dtensor.report.errors import HloError
 from xla_dtensor.report.finding import Origin, origin_of, starred
 from xla_dtensor.report.hlo import HloModule, computation_runs, told_metadata
-from xla_dtensor.report.hlo_layout import (
+from xla_dtensor.report.hlo_text import (
     HOST_SPACE,
+    HloError,
     LaidArray,
     entry_aliases,
     entry_layouts,

@@ -1,4 +1,4 @@
-"""A program read as far as it can be read, with a list of what could not.
+"""The collectives of a program, read from its text, and where XLA gathered an array whole.
 
 `collectives` refuses a program of which it cannot read a part. A report rather says what it has,
 and what it lacks: one instruction that a newer compiler prints in a new way should not hide the
@@ -7,26 +7,273 @@ other thousand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh_utils import Mesh
+from mesh_utils import Axis, Mesh
 from xla_dtensor.core.argument_types import argument_types
 from xla_dtensor.report.collective import (
+    COLLECTIVE_KINDS,
     DCN_TARGET,
-    OPCODES,
-    SPREAD,
     Collective,
-    CollectiveReader,
+    CollectiveKind,
     ProgramAxes,
+    ReplicaGroups,
 )
-from xla_dtensor.report.errors import HloError
-from xla_dtensor.report.hlo import Computation, HloModule, Instruction, computation_runs
+from xla_dtensor.report.finding import SMALL_GATHER_BYTES, Finding, origin_of
+from xla_dtensor.report.hlo import (
+    Computation,
+    HloModule,
+    Instruction,
+    Runs,
+    SourceLine,
+    StackFrames,
+    computation_runs,
+    parse_fields,
+    told_metadata,
+    unquoted,
+)
+from xla_dtensor.report.hlo_text import (
+    ArrayShape,
+    HloError,
+    Shape,
+    arrays,
+    read_number,
+    split_commas,
+)
+from xla_dtensor.report.report import Evidence
+from xla_dtensor.report.texts import bytes_text
 
-__all__ = ["HloReading", "read_hlo"]
+__all__ = [
+    "CollectiveSummary",
+    "HloReading",
+    "collective_instructions",
+    "collectives",
+    "num_partitions",
+    "read_hlo",
+    "rematerialization_findings",
+    "summarize",
+]
+
+
+# ----------------------------- One collective instruction of an HLO module, read into a Collective
+
+OPCODES: dict[str, CollectiveKind] = {
+    **{kind: kind for kind in COLLECTIVE_KINDS},
+    **{f"{kind}-start": kind for kind in COLLECTIVE_KINDS},
+}
+"""The opcodes of collectives; a done says nothing that its start does not."""
+
+SPREAD = '"async_collective_fusion_config"'
+"""What XLA for TPU prints on each part of a collective spread over fusions."""
+
+_P2P_PAIRS = "_xla_send_recv_source_target_pairs"
+_PAIRS = re.compile(r"\{([0-9]+),([0-9]+)\}")
+_PAIR = r"\{[0-9]{1,12},[0-9]{1,12}\}"
+_ALL_PAIRS = re.compile(rf"\{{(?:{_PAIR}(?:,{_PAIR})*)?\}}")
+
+
+class CollectiveReader:
+    """Reads one collective instruction.
+
+    Args:
+        module: the module.
+        computation: the computation in which it stands.
+        instruction: one whose opcode is in OPCODES.
+        runs: how the computation runs.
+        namer: names its mesh axes; None leaves them out.
+    """
+
+    def __init__(
+        self,
+        module: HloModule,
+        computation: Computation,
+        instruction: Instruction,
+        runs: Runs,
+        namer: ProgramAxes | None,
+    ) -> None:
+        self.module = module
+        self.computation = computation
+        self.instruction = instruction
+        self.attributes = instruction.attributes
+        self.runs = runs
+        self.namer = namer
+        self.kind: CollectiveKind = OPCODES[instruction.opcode]
+        self.is_scatter = _is_all_reduce_scatter(self.kind, computation, runs.caller)
+        channel = self.attributes.get("channel_id")
+        self.channel_id = None if channel is None else read_number(channel)
+        self.global_ids = self.attributes.get("use_global_device_ids") == "true"
+        self.frontend = _frontend_attributes(self.attributes.get("frontend_attributes", ""))
+
+    def collective(self) -> Collective:
+        """Reads it.
+
+        Returns:
+            The instruction as a value.
+
+        Raises:
+            HloError: shapes, groups or pairs that cannot be read.
+        """
+        groups = self.attributes.get("replica_groups")
+        replica_groups = None if groups is None else ReplicaGroups.parse(groups)
+        pairs = self._pairs()
+        op_name, source = self._metadata()
+        return Collective(
+            kind="reduce-scatter" if self.is_scatter else self.kind,
+            name=self.instruction.name,
+            computation=self.computation.name,
+            operands=self._operands(),
+            results=self._results(),
+            replica_groups=replica_groups,
+            source_target_pairs=pairs,
+            channel_id=self.channel_id,
+            use_global_device_ids=self.global_ids,
+            axes=self._axes(replica_groups, pairs),
+            op_name=op_name,
+            source=source,
+            is_async=self._is_async(),
+            in_loop=self.runs.in_loop,
+            executions=self.runs.times,
+            frontend_attributes=self.frontend,
+        )
+
+    def _is_async(self) -> bool:
+        caller = self.runs.caller
+        wrapped = caller is not None and caller.opcode == "async-start"
+        is_start = self.instruction.opcode.endswith("-start")
+        return is_start or wrapped or SPREAD in self.instruction.rest
+
+    def _operands(self) -> tuple[ArrayShape, ...]:
+        if self.kind == "recv":
+            return ()
+        shapes = self.computation.operand_shapes(self.instruction)
+        return arrays(shapes[:1] if self.kind in ("ragged-all-to-all", "send") else shapes)
+
+    def _results(self) -> tuple[ArrayShape, ...]:
+        shape = self.instruction.shape
+        root = self.computation.root
+        if self.kind == "send":
+            return ()
+        if self.kind == "recv":
+            return arrays(shape[0] if isinstance(shape, tuple) and shape else shape)
+        if self.is_scatter and root is not None:
+            return arrays(root.shape)
+        if self.instruction.opcode.endswith("-start"):
+            return arrays(_started_result(self.kind, shape))
+        return arrays(shape)
+
+    def _pairs(self) -> tuple[tuple[int, int], ...]:
+        text = self.attributes.get("source_target_pairs") or dict(self.frontend).get(_P2P_PAIRS)
+        if text is None:
+            return ()
+        compact = re.sub(r"\s+", "", text)
+        if not _ALL_PAIRS.fullmatch(compact):
+            raise HloError(
+                f"The source-target pairs {text[:80]!r} were given. They are no list of pairs. "
+                "Pass them as XLA prints them: {{0,1},{1,0}}."
+            )
+        return tuple((int(source), int(target)) for source, target in _PAIRS.findall(compact))
+
+    def _axes(
+        self, groups: ReplicaGroups | None, pairs: tuple[tuple[int, int], ...]
+    ) -> tuple[Axis, ...] | None:
+        target = dict(self.frontend).get(DCN_TARGET)
+        if self.namer is None:
+            return None
+        if target is not None:
+            return self.namer.of_target(target)
+        if pairs or self.kind == "collective-permute":
+            return self.namer.of_pairs(pairs)
+        if groups is None:
+            return None
+        return self.namer.of_groups(groups, self.kind, self.channel_id, self.global_ids)
+
+    def _metadata(self) -> tuple[str | None, tuple[SourceLine, ...]]:
+        fields = told_metadata(self.module, self.computation, self.instruction, self.runs)
+        return fields.get("op_name"), self.module.frames.source(fields)
+
+
+def _is_all_reduce_scatter(
+    kind: CollectiveKind, computation: Computation, caller: Instruction | None
+) -> bool:
+    fused = caller is not None and caller.opcode == "fusion"
+    return kind == "all-reduce" and fused and computation.name.startswith("all-reduce-scatter")
+
+
+def _started_result(kind: CollectiveKind, shape: Shape) -> Shape:
+    """The result within what a start gives: (operands, results, contexts...).
+
+    An all-reduce-start gives its results alone, unless it is a wrapped computation.
+    """
+    if not isinstance(shape, tuple) or len(shape) < 2:
+        return shape
+    if kind == "all-reduce" and not isinstance(shape[0], tuple):
+        return shape
+    return shape[1]
+
+
+def _frontend_attributes(text: str) -> tuple[tuple[str, str], ...]:
+    pairs = (part.partition("=") for part in split_commas(text.strip()[1:-1]))
+    return tuple((name, unquoted(value)) for name, _, value in pairs)
+
+
+# -------------------------------------- The collectives of a program, summed by kind and mesh axes
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveSummary:
+    """All collectives of one kind over the same axes.
+
+    Attributes:
+        kind: the kind.
+        axes: the mesh axes; () for no communication, None for mixed or unknown.
+        count: how often they run in one run of the program.
+        bytes_per_device: their payload (`Collective.payload_bytes`) in all those runs. Not the
+            bytes on the wire, which depend on the algorithm.
+        at_least: whether a loop of unknown trip count makes both a lower bound: it counts once.
+    """
+
+    kind: CollectiveKind
+    axes: tuple[Axis, ...] | None
+    count: int
+    bytes_per_device: int
+    at_least: bool = False
+
+
+@argument_types
+def summarize(collectives: Iterable[Collective]) -> tuple[CollectiveSummary, ...]:
+    """Sums collectives by kind and axes.
+
+    Args:
+        collectives: as `collectives()` lists them.
+
+    Returns:
+        The sums, the most bytes first.
+
+    Example:
+        >>> summarize([])
+        ()
+    """
+    rows: dict[tuple[CollectiveKind, tuple[Axis, ...] | None], CollectiveSummary] = {}
+    for item in collectives:
+        key = item.kind, item.axes
+        row = rows.get(key, CollectiveSummary(*key, 0, 0))
+        times = 1 if item.executions is None else item.executions
+        rows[key] = CollectiveSummary(
+            *key,
+            row.count + times,
+            row.bytes_per_device + times * item.payload_bytes,
+            row.at_least or item.executions is None,
+        )
+    return tuple(sorted(rows.values(), key=_order))
+
+
+def _order(row: CollectiveSummary) -> tuple[int, str, bool, list[str]]:
+    return -row.bytes_per_device, row.kind, row.axes is None, [str(axis) for axis in row.axes or ()]
 
 
 # ----------------------------------- The collectives of a compiled program, read from its HLO text
@@ -240,3 +487,139 @@ def read_hlo(
 
 def _reason(error: HloError) -> str:
     return str(error).partition(" Pass ")[0]
+
+
+# -------------------------------------------------- Findings of involuntary full rematerialization
+#
+# An array gathered whole to shard it otherwise.
+#
+# XLA's partitioner knows ways from many shardings to many others. Where it knows none it gathers
+# the whole array on every device, and each takes its part. It says so in its log:
+#
+#     [spmd] Involuntary full rematerialization. The compiler cannot go from sharding {...} to {...}
+#     efficiently for HLO operation %add = bf16[...] add(...), metadata={op_name="..."}
+#
+# and it shows in the program, log or no log: an all-gather whose result goes into a dynamic-slice
+# at a place that depends on the device (partition-id), and nowhere else.
+
+_MOST = 5  # One reason often makes many.
+_LOG = re.compile(
+    r"Involuntary full rematerialization\.[^\n]*?from sharding (\{.*?\}) to (\{.*?\}) "
+    r"(?:efficiently )?for HLO operation:? %?([\w.\-]+)([^\n]*)"
+)
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_GATHERS = ("all-gather", "all-gather-done")
+_COPIES = ("bitcast", "copy", "reshape", "convert", "transpose")
+_REACH = 32
+"""Instructions that a place is followed back through: indices are short sums and products."""
+
+_FIX = (
+    "Give the array one layout on both sides: shard what produces it as what uses it needs it, or "
+    "put a redistribute through a layout between the two (first one dim, then the other)."
+)
+
+
+def rematerialization_findings(evidence: Evidence) -> Iterator[Finding]:
+    """Finds arrays that are gathered whole to be sharded otherwise.
+
+    Args:
+        evidence: what the compiled step left behind; the compiler's log, if any, in
+            `attributes["compiler_log"]`.
+
+    Yields:
+        The findings: those of the log if it has some, else those of the program.
+    """
+    logged = list(_logged(evidence.attributes.get("compiler_log", "")))
+    if logged:
+        yield from logged[:_MOST]
+        return
+    try:
+        module = HloModule.parse(evidence.hlo_text)
+    except HloError:
+        return
+    found = (
+        each
+        for computation in module.computations.values()
+        for each in _shown(computation, module.frames)
+    )
+    for _, each in zip(range(_MOST), found, strict=False):
+        yield each
+
+
+def _logged(log: str) -> Iterator[Finding]:
+    seen: set[tuple[str, ...]] = set()
+    for match in _LOG.finditer(log):
+        name = _OP_NAME.search(match[4])
+        key = match[1], match[2], name[1] if name else match[3]
+        if key in seen:
+            continue
+        seen.add(key)
+        yield Finding(
+            "warning",
+            "full-rematerialization",
+            f"XLA gathers {match[3]} whole on every device to shard it otherwise",
+            f"From {match[1]} to {match[2]}, as its log says.",
+            _FIX,
+            origin_of(name[1]) if name else None,
+        )
+
+
+def _shown(computation: Computation, frames: StackFrames) -> Iterator[Finding]:
+    table = computation.instructions
+    gathers = [one for one in table.values() if one.opcode in _GATHERS]
+    if not gathers:
+        return
+    for gather in gathers:
+        try:
+            size = max((array.bytes for array in arrays(gather.shape)), default=0)
+        except HloError:
+            continue
+        if size >= SMALL_GATHER_BYTES and _is_cut(gather, computation):
+            fields = parse_fields(gather.attributes.get("metadata", ""))
+            yield Finding(
+                "warning",
+                "full-rematerialization",
+                f"An array is gathered whole on every device, and each keeps a part: {gather.name}",
+                f"{bytes_text(size)}: {gather.shape_text.split('{')[0]}.",
+                _FIX,
+                origin_of(fields.get("op_name"), frames.source(fields)),
+            )
+
+
+def _is_cut(gather: Instruction, computation: Computation) -> bool:
+    """Whether all that uses it cuts the device's part out of it."""
+    followed, seen = [gather], {gather.name}
+    cuts = 0
+    while followed:
+        current = followed.pop()
+        for user in computation.users.get(current.name, ()):
+            if user.name in seen:
+                continue
+            seen.add(user.name)
+            if user.opcode in _COPIES:
+                followed.append(user)
+            elif _cuts(user, current, computation):
+                cuts += 1
+            else:
+                return False
+    return cuts > 0
+
+
+def _cuts(user: Instruction, array: Instruction, computation: Computation) -> bool:
+    """Whether an instruction is a dynamic-slice of the array, at a place of the device's own."""
+    is_slice = user.opcode == "dynamic-slice"
+    is_fused = user.opcode == "fusion" and "dynamic-slice" in user.name
+    if not (is_slice or is_fused):
+        return False
+    places = [name for name in user.operand_names if name != array.name]
+    seen: set[str] = set()
+    while places and len(seen) < _REACH:
+        name = places.pop()
+        source = computation.instructions.get(name)
+        if source is None or name in seen:
+            continue
+        seen.add(name)
+        if source.opcode == "partition-id" or "partition-id" in source.rest:
+            return True
+        places += source.operand_names
+    return False

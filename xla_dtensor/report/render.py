@@ -7,14 +7,14 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from mesh_utils import Axis
-from xla_dtensor.report.collective import CollectiveSummary
 from xla_dtensor.report.compile_report import CompileReport
 from xla_dtensor.report.finding import CollectiveLine, Finding, Origin, starred
+from xla_dtensor.report.reading import CollectiveSummary
 from xla_dtensor.report.report import MeshAxis, TensorLine
 from xla_dtensor.report.texts import bytes_text, seconds_text, share_text
 
@@ -38,19 +38,20 @@ __all__ = [
     "module_text",
     "one_line",
     "render",
+    "rich_table",
     "roofline_rows",
     "roofline_table",
     "source_text",
     "step_words",
+    "table_lines",
     "tensors_table",
+    "terminal_width",
     "to_markdown",
     "verdict",
 ]
 
 
 # --------------------------------------------------------------------------- Reports as plain text
-
-_HEADER = ("collective", "mesh axes", "count", "MB per device")
 
 
 def render_collectives(summary: Iterable[CollectiveSummary]) -> str:
@@ -69,29 +70,17 @@ def render_collectives(summary: Iterable[CollectiveSummary]) -> str:
         collective  mesh axes  count  MB per device
         all-reduce  tp             4          2.000
     """
-    rows = [_HEADER, *map(_cells, summary)]
-    if len(rows) == 1:
-        return "no collectives"
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(_line(row, widths) for row in rows)
-
-
-def _cells(row: CollectiveSummary) -> tuple[str, str, str, str]:
-    bound = ">=" if row.at_least else ""
-    axes = "mixed" if row.axes is None else ", ".join(map(str, row.axes)) or "-"
-    return row.kind, axes, f"{bound}{row.count}", f"{bound}{row.bytes_per_device / 1e6:,.3f}"
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    kind, axes, count, size = row
-    return "  ".join(
+    rows = tuple(
         (
-            kind.ljust(widths[0]),
-            axes.ljust(widths[1]),
-            count.rjust(widths[2]),
-            size.rjust(widths[3]),
+            row.kind,
+            "mixed" if row.axes is None else ", ".join(map(str, row.axes)) or "-",
+            f"{_bound(row.at_least)}{row.count}",
+            f"{_bound(row.at_least)}{row.bytes_per_device / 1e6:,.3f}",
         )
+        for row in summary
     )
+    header = ("collective", "mesh axes", ">count", ">MB per device")
+    return "\n".join(table_lines(Table(header, rows))) if rows else "no collectives"
 
 
 # --------------------------------------------------------------------------- The words of a report
@@ -272,9 +261,9 @@ def _axis_text(axis: str, sizes: dict[str, int]) -> str:
     return f"{name} ({size}{whole})"
 
 
-# ---------------------------------------------------------------- The tables of a report, as words
+# ------------------------------------------------------- Tables, and those of a report, as words
 #
-# Markdown and HTML write the same ones.
+# The terminal, Markdown and HTML write the same ones.
 
 MANY = 15
 """Rows of a table that shows the largest only."""
@@ -285,7 +274,8 @@ class Table:
     """Rows of words under a header.
 
     Attributes:
-        header: a word for each column; columns of numbers have ">" before it.
+        header: a word for each column; columns of numbers have ">" before it. A table whose words
+            are all empty has no line for them.
         rows: the cells.
         more: how many rows were left out.
     """
@@ -303,6 +293,53 @@ class Table:
     def right(self) -> tuple[bool, ...]:
         """For each column whether it holds numbers."""
         return tuple(name.startswith(">") for name in self.header)
+
+
+def table_lines(table: Table, indent: str = "", width: int | None = None) -> list[str]:
+    r"""Aligns the columns of a table.
+
+    Args:
+        table: the table; how many rows were left out is not written.
+        indent: what each line begins with.
+        width: characters of a line, beyond which words are folded; as many as are needed by
+            default.
+
+    Returns:
+        The lines; columns are two spaces apart, and nothing follows the last word.
+
+    Example:
+        >>> print("\n".join(table_lines(Table(("", ""), (("a", "1"), ("bcd", "2"))), indent="  ")))
+          a    1
+          bcd  2
+    """
+    from rich.console import Console
+
+    if not table.rows and not any(table.names):
+        return []
+    text = io.StringIO()
+    columns = (width or _ANY_WIDTH) - len(indent)
+    Console(file=text, width=columns, color_system=None).print(rich_table(table))
+    return [(indent + line).rstrip() for line in text.getvalue().splitlines()]
+
+
+def rich_table(table: Table) -> Any:
+    """Makes a table for a console of rich: words fold where there is no room, numbers do not."""
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    show_header = any(table.names)
+    drawn = RichTable(box=None, pad_edge=False, header_style="dim", show_header=show_header)
+    for name, is_number in zip(table.names, table.right, strict=True):
+        side = "right" if is_number else "left"
+        drawn.add_column(Text(name), justify=side, no_wrap=is_number, overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(Text(one_line(cell)) for cell in row))
+    return drawn
+
+
+def terminal_width() -> int:
+    """The characters of a line of the terminal, but at least 100."""
+    return max(NARROWEST, shutil.get_terminal_size().columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -825,12 +862,11 @@ def _markdown_block(block: Block) -> Iterator[str]:
 
 
 # ------------------------------------------------------------------------- A report for a terminal
-#
-# With rich if it is installed, else as Markdown.
 
 NARROWEST = 100
 """Tables of nine columns cannot be read in less."""
 
+_ANY_WIDTH = 1 << 20
 _TONES = {True: "bold green", False: "bold red", None: "bold yellow"}
 _COLOURS = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 
@@ -840,70 +876,54 @@ def render(report: CompileReport, width: int | None = None, *, colour: bool | No
 
     Args:
         report: the report.
-        width: characters of a line; those of the terminal by default, but at least 100. Without
-            rich, lines are as long as they are.
+        width: characters of a line; those of the terminal by default, but at least 100.
         colour: whether to use colours; by default where the output is a terminal.
 
     Returns:
         Lines, with a line break at the end.
     """
-    try:
-        from rich.console import Console
-        from rich.text import Text
-    except ImportError:
-        return to_markdown(report)
-    columns = max(NARROWEST, shutil.get_terminal_size().columns) if width is None else width
+    from rich.console import Console
+
     in_colour = sys.stdout.isatty() if colour is None else colour
-    file = io.StringIO()
+    text = io.StringIO()
     console = Console(
-        file=file,
-        width=columns,
+        file=text,
+        width=terminal_width() if width is None else width,
         force_terminal=in_colour,
         no_color=not in_colour,
         highlight=False,
+        markup=False,
+        emoji=False,
     )
     first, *others = opening(report)
-    console.print(Text(one_line(report.title), style="bold"))
-    console.print(Text(one_line(first), style=_TONES[report.fits]))
+    console.print(one_line(report.title), style="bold")
+    console.print(one_line(first), style=_TONES[report.fits])
     for sentence in others:
-        console.print(Text(one_line(sentence)))
+        console.print(one_line(sentence))
     for section in sections(report):
         console.print()
-        console.print(Text(section.title, style="bold underline"))
+        console.print(section.title, style="bold underline")
         for block in section.blocks:
             _print(console, block)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
 def _print(console: Any, block: Block) -> None:
     from rich.text import Text
 
     if isinstance(block, Table):
-        _print_table(console, block)
+        console.print(rich_table(block))
+        if block.more:
+            console.print(f"and {block.more:,} more", style="dim")
     elif isinstance(block, Finding):
         tone = _COLOURS.get(block.severity, "bold")
-        title = (f"{block.severity}: ", tone), (one_line(block.title), "bold")
-        console.print(Text.assemble(*title))
+        severity = f"{block.severity}: ", tone
+        console.print(Text.assemble(severity, (one_line(block.title), "bold")))
         fix = f"To try: {block.fix}" if block.fix else ""
         for words in (block.detail, fix, finding_place(block)):
             if words:
-                console.print(Text(f"  {one_line(words)}"))
+                console.print(f"  {one_line(words)}")
     elif isinstance(block, Command):
-        console.print(Text(one_line(block.text), style="bold"), soft_wrap=True)
+        console.print(one_line(block.text), style="bold", soft_wrap=True)
     else:
-        console.print(Text(one_line(block)))
-
-
-def _print_table(console: Any, table: Table) -> None:
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    drawn = RichTable(box=None, pad_edge=False, header_style="dim")
-    for name, is_number in zip(table.names, table.right, strict=True):
-        side = "right" if is_number else "left"
-        drawn.add_column(Text(name), justify=side, no_wrap=is_number, overflow="fold")
-    for row in table.rows:
-        drawn.add_row(*(Text(one_line(cell)) for cell in row))
-    console.print(drawn)
-    if table.more:
-        console.print(Text(f"and {table.more:,} more", style="dim"))
+        console.print(one_line(block))

@@ -34,7 +34,6 @@ from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 import numpy as np
 
 from mesh_utils import Axis, Mesh, Topology
-from xla_dtensor.report.errors import EvidenceError, ReportError
 from xla_dtensor.report.finding import starred
 from xla_dtensor.report.hlo_text import element_bytes
 
@@ -42,9 +41,11 @@ __all__ = [
     "ROLES",
     "CompilerMemory",
     "Evidence",
+    "EvidenceError",
     "Held",
     "Machine",
     "MeshAxis",
+    "ReportError",
     "Role",
     "TensorLine",
     "from_plain",
@@ -54,6 +55,38 @@ __all__ = [
     "tensor_lines",
     "to_plain",
 ]
+
+
+# ------------------------------------------------------------------------------------------ Errors
+#
+# Each message has three short sentences: what was given, why it cannot be read, what to pass.
+
+
+class EvidenceError(ValueError):
+    """What a compiled step left behind cannot be read, or contradicts itself.
+
+    Example:
+        >>> from xla_dtensor.report import Evidence, EvidenceError
+        >>> try:
+        ...     Evidence.load("/nowhere")
+        ... except EvidenceError as error:
+        ...     print(str(error).split(". ")[0])
+        Evidence was asked for from /nowhere
+    """
+
+
+class ReportError(ValueError):
+    """A stored report cannot be read.
+
+    Example:
+        >>> from xla_dtensor.report import ReportError
+        >>> from xla_dtensor.report.compile_report import from_json
+        >>> try:
+        ...     from_json("{}")
+        ... except ReportError as error:
+        ...     print(str(error).split(". ")[1])
+        It is something else
+    """
 
 
 # ---------------------------------------------------------------------------------------- Evidence

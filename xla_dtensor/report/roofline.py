@@ -30,8 +30,8 @@ from mesh_utils import Axis, Chip, MeshError, Network, TopologyError
 from mesh_utils.network import Collective as Exchange
 from mesh_utils.traffic import MeshTraffic, TrafficSeconds
 from xla_dtensor.report.collective import DCN_TARGET, Collective, Granules, device_groups
-from xla_dtensor.report.errors import HloError
 from xla_dtensor.report.hlo import HloModule
+from xla_dtensor.report.hlo_text import HloError
 from xla_dtensor.report.report import Evidence
 
 __all__ = [

@@ -14,10 +14,11 @@ Blocks are XLA's: a dim of 10 in 4 blocks has 3, 3, 3 and 1, and each device kee
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from html import escape
-from typing import Any, NewType
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,76 +26,64 @@ from numpy.typing import NDArray
 from mesh_utils import Mesh
 from xla_dtensor.core import Layout, OpSharding
 from xla_dtensor.core.translate import layout_of_op_sharding
-from xla_dtensor.report.errors import ReportError
-from xla_dtensor.report.render import Table, one_line
+from xla_dtensor.report.render import Table, one_line, table_lines
+from xla_dtensor.report.report import ReportError
+from xla_dtensor.report.texts import bytes_text, seconds_text, share_text
 
-__all__ = [
-    "DimCut",
-    "Element",
-    "ShardingPicture",
-    "element",
-    "join",
-    "number",
-    "picture_of",
-    "table_element",
-]
+__all__ = ["Box", "DimCut", "Label", "ShardingPicture", "fill", "number", "picture_of"]
 
 
-# -------------------------- Elements of HTML and SVG whose text and attributes are escaped, always
+# --------------------------------------------------------------------- Templates of pages, drawings
 #
-# An element is made by `element`; what is inside is text, which is escaped, or other elements,
-# which are not, because they have been. So nothing that comes from a model, a path or a flag can
-# become markup, and no other file of the report writes an angle bracket.
-
-Element = NewType("Element", tuple[str])
-"""Markup that is safe to write: a tuple, so that it cannot be taken for text."""
-
-_VOID = frozenset({"br", "meta", "rect", "line", "circle", "path", "use"})
+# No file but the templates writes an angle bracket, and they escape every value: nothing that comes
+# from a model, a path or a flag becomes markup.
 
 
-def element(
-    name: str, /, *children: Element | str | None, **attributes: str | float | None
-) -> Element:
-    """Makes an element.
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle of a drawing, in its units.
 
-    Args:
-        name: of the tag.
-        children: text or elements; None is left out.
-        attributes: their values; a trailing underscore of a name is dropped, other underscores
-            become hyphens. None is left out.
-
-    Returns:
-        The element.
-
-    Example:
-        >>> element("b", "1 < 2", element("i", "x"), class_="a")[0]
-        '<b class="a">1 &lt; 2<i>x</i></b>'
+    Attributes:
+        x: its left edge.
+        y: its upper edge.
+        width: its width.
+        height: its height.
+        look: further attributes of SVG.
     """
-    words = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{_attribute(value)}"'
-        for key, value in attributes.items()
-        if value is not None
-    )
-    inside = "".join(_markup(child) for child in children if child is not None)
-    if name in _VOID and not inside:
-        return Element((f"<{name}{words}>" if name in ("br", "meta") else f"<{name}{words}/>",))
-    return Element((f"<{name}{words}>{inside}</{name}>",))
+
+    x: float
+    y: float
+    width: float
+    height: float
+    look: Mapping[str, object]
+
+    @property
+    def attributes(self) -> dict[str, object]:
+        """All attributes of SVG."""
+        places = {"x": self.x, "y": self.y, "width": self.width, "height": self.height}
+        return {name: number(place) for name, place in places.items()} | dict(self.look)
 
 
-def join(*elements: Element | None) -> Element:
-    r"""Puts elements after each other, each on a line of its own.
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A line of text of a drawing.
 
-    Args:
-        elements: the elements; None is left out.
-
-    Returns:
-        All of them.
-
-    Example:
-        >>> join(element("br"), None, element("br"))[0]
-        '<br>\n<br>'
+    Attributes:
+        x: where it is anchored, in the units of the drawing.
+        y: its base line.
+        words: the text.
+        look: further attributes of SVG.
     """
-    return Element(("\n".join(each[0] for each in elements if each is not None),))
+
+    x: float
+    y: float
+    words: str
+    look: Mapping[str, object]
+
+    @property
+    def attributes(self) -> dict[str, object]:
+        """All attributes of SVG."""
+        return {"x": number(self.x), "y": number(self.y), **self.look}
 
 
 def number(value: float) -> str:
@@ -113,32 +102,37 @@ def number(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def table_element(table: Table) -> Element:
-    """Makes a table.
+def fill(template: str, **values: object) -> str:
+    """Fills a template.
 
     Args:
-        table: the words.
+        template: its name in this folder.
+        **values: what it asks for.
 
     Returns:
-        The element, scrollable if it is wider than the page.
+        The text, in which every value is escaped and on one line.
     """
-    sides = tuple("number" if is_number else None for is_number in table.right)
-    head = (element("th", name, class_=side) for name, side in zip(table.names, sides, strict=True))
-    body = (
-        element("tr", *(element("td", cell, class_=s) for cell, s in zip(row, sides, strict=True)))
-        for row in table.rows
+    return _templates().get_template(template).render(values)
+
+
+@cache
+def _templates() -> Any:
+    import jinja2
+
+    folder = files("xla_dtensor.report")
+    templates: Any = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: folder.joinpath(name).read_text("utf-8")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=True,
+        # What is escaped by then is of another type.
+        finalize=lambda value: one_line(value) if type(value) is str else value,
     )
-    rows = element("table", element("thead", element("tr", *head)), element("tbody", *body))
-    more = element("p", f"and {table.more:,} more", class_="quiet") if table.more else None
-    return element("div", rows, more, class_="scroll")
-
-
-def _markup(child: Element | str) -> str:
-    return escape(one_line(child), quote=False) if isinstance(child, str) else child[0]
-
-
-def _attribute(value: str | float) -> str:
-    return escape(one_line(value if isinstance(value, str) else number(value)), quote=True)
+    templates.filters.update(
+        bytes=bytes_text, seconds=seconds_text, share=share_text, number=number, count="{:,}".format
+    )
+    return templates
 
 
 # ---------------------------------------------------------------------------------- Sharding blocks
@@ -374,9 +368,6 @@ class ShardingPicture:
 
         Args:
             use_color: whether blocks have colours.
-
-        Raises:
-            ReportError: rich is not installed.
         """
         return to_rich(self, use_color=use_color)
 
@@ -610,11 +601,8 @@ def _label(picture: ShardingPicture, dim: int | None, block: int | None) -> tupl
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width)
-        for row in rows
-    ]
+    columns = [column for column in zip(*rows, strict=True) if any(column)]
+    return table_lines(Table(("",) * len(columns), tuple(zip(*columns, strict=True))))
 
 
 def to_rich(picture: ShardingPicture, *, use_color: bool = True) -> Any:
@@ -626,19 +614,11 @@ def to_rich(picture: ShardingPicture, *, use_color: bool = True) -> Any:
 
     Returns:
         A rich Group: heading, summary and tables.
-
-    Raises:
-        ReportError: rich is not installed.
     """
-    try:
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError as error:
-        raise ReportError(
-            "A picture of a sharding was asked for with rich. It is not installed. Use text(), "
-            "or pip install rich."
-        ) from error
+    from rich.console import Group
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
     parts: list[Any] = [Text(heading(picture), style="bold")]
     parts += [Text(f"  {line}") for line in picture.summary]
     colours: dict[Any, str] = {}
@@ -648,7 +628,7 @@ def to_rich(picture: ShardingPicture, *, use_color: bool = True) -> Any:
             continue
         words = table_of(picture, face)
         num_head = len(words) - len(face.rows)
-        table = Table(show_header=False, title=face.title or None, title_justify="left")
+        table = RichTable(show_header=False, title=face.title or None, title_justify="left")
         for _ in words[0]:
             table.add_column(justify="center")
         for row in words[:num_head]:
@@ -669,7 +649,7 @@ def _style(cell: tuple[int, ...] | None, colours: dict[Any, str]) -> str:
 
 # -------------------------------------------------------------------- A sharding as an SVG picture
 #
-# Self-contained, every text escaped.
+# Self-contained.
 
 _LINE, _LETTER, _PAD = 18.0, 7.0, 16.0
 _CELL_HEIGHT = 34.0
@@ -686,84 +666,70 @@ def to_svg(picture: ShardingPicture) -> str:
     Returns:
         The text of an SVG file.
     """
-    top = _PAD
-    parts: list[Element] = []
-    for place, line in enumerate((heading(picture), *picture.summary)):
-        if line:
-            parts.append(_text(_PAD, top + 12, line, weight="600" if place == 0 else None))
-            top += _LINE
-    widest = max((len(line) for line in (heading(picture), *picture.summary)), default=0)
-    width = _PAD + widest * _LETTER
+    lines = [line for line in (heading(picture), *picture.summary) if line]
+    labels = [_label_at(_PAD, _PAD + 12 + i * _LINE, line) for i, line in enumerate(lines)]
+    if heading(picture):
+        labels[0] = replace(labels[0], look={**labels[0].look, "font-weight": 600})
+    boxes: list[Box] = []
+    width = _PAD + max(map(len, lines), default=0) * _LETTER
+    top = _PAD + len(lines) * _LINE
     colours: dict[tuple[int, ...], str] = {}
     for face in picture.faces():
         top += 10
         if face.hidden:
-            parts.append(_text(_PAD, top + 12, f"\N{HORIZONTAL ELLIPSIS} and {face.hidden:,} more"))
+            words = f"\N{HORIZONTAL ELLIPSIS} and {face.hidden:,} more"
+            labels.append(_label_at(_PAD, top + 12, words))
             top += _LINE
             continue
-        drawn, size = _face(picture, face, top, colours)
-        parts += drawn
-        width, top = max(width, size[0]), top + size[1]
-    svg = element(
-        "svg",
-        element("title", heading(picture) or "a sharding"),
-        element("rect", x=0, y=0, width=width + _PAD, height=top + _PAD, fill="#ffffff"),
-        *parts,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {number(width + _PAD)} {number(top + _PAD)}",
+        drawn, written = _face(picture, face, top, colours)
+        boxes += drawn
+        labels += written
+        width = max(width, drawn[-1].x + drawn[-1].width)
+        top = drawn[-1].y + drawn[-1].height
+    return fill(
+        "sharding.svg.j2",
+        heading=heading(picture),
+        boxes=[Box(0, 0, width + _PAD, top + _PAD, {"fill": "#ffffff"}), *boxes],
+        labels=labels,
         width=width + _PAD,
         height=top + _PAD,
-        font_family="Helvetica, Arial, sans-serif",
-        font_size=12,
-        role="img",
     )
-    return svg[0] + "\n"
 
 
 def _face(
     picture: ShardingPicture, face: Face, top: float, colours: dict[tuple[int, ...], str]
-) -> tuple[list[Element], tuple[float, float]]:
-    """The elements of a face, and the right edge and the height that it takes."""
+) -> tuple[list[Box], list[Label]]:
+    """The blocks of a face, the last one at the right and at the bottom, and what is written."""
     row, column = picture.sides
     left_words = [_words(picture, row, block) for block in face.rows]
     top_words = [_words(picture, column, block) for block in face.columns]
     texts = [[cell_text(cell) for cell in cells] for cells in face.cells]
-    widest = max(len(word) for line in (*texts, *top_words) for word in line)
-    cell = max(44.0, widest * _LETTER + 12)
+    cell = max(
+        44.0, max(len(word) for line in (*texts, *top_words) for word in line) * _LETTER + 12
+    )
     margin = max((len(word) for words in left_words for word in words), default=0)
     left = _PAD + (margin * _LETTER + 10 if margin else 0)
-    drawn: list[Element] = []
-    down = top
+    boxes: list[Box] = []
+    labels: list[Label] = []
     if face.title:
-        drawn.append(_text(_PAD, down + 12, face.title))
-        down += _LINE
+        labels.append(_label_at(_PAD, top + 12, face.title))
+        top += _LINE
     if any(any(words) for words in top_words):
         for place, words in enumerate(top_words):
-            x = left + (place + 0.5) * cell
-            drawn += _stacked(x, down + 11, words, "middle")
-        down += 2 * 13 + 4
+            labels += _stacked(left + (place + 0.5) * cell, top + 11, words, "middle")
+        top += 2 * 13 + 4
     for i, (words, cells) in enumerate(zip(left_words, face.cells, strict=True)):
-        y = down + i * _CELL_HEIGHT
-        drawn += _stacked(left - 6, y + _CELL_HEIGHT / 2 - 2, words, "end")
+        y = top + i * _CELL_HEIGHT
+        labels += _stacked(left - 6, y + _CELL_HEIGHT / 2 - 2, words, "end")
         for j, devices in enumerate(cells):
-            drawn += _block(left + j * cell, y, cell, devices, texts[i][j], colours)
-    height = down + len(face.rows) * _CELL_HEIGHT - top
-    return drawn, (left + len(face.columns) * cell, height)
-
-
-def _block(
-    x: float,
-    y: float,
-    width: float,
-    devices: tuple[int, ...] | None,
-    text: str,
-    colours: dict[tuple[int, ...], str],
-) -> list[Element]:
-    fill = "#f4f4f4"
-    if devices is not None:
-        fill = colours.setdefault(devices, _HUES[len(colours) % len(_HUES)])
-    box = element("rect", x=x, y=y, width=width, height=_CELL_HEIGHT, fill=fill, stroke="#555555")
-    return [box, _text(x + width / 2, y + _CELL_HEIGHT / 2 + 4, text, anchor="middle")]
+            colour = "#f4f4f4"
+            if devices is not None:
+                colour = colours.setdefault(devices, _HUES[len(colours) % len(_HUES)])
+            x = left + j * cell
+            boxes.append(Box(x, y, cell, _CELL_HEIGHT, {"fill": colour, "stroke": "#555555"}))
+            middle = {"text-anchor": "middle"}
+            labels.append(_label_at(x + cell / 2, y + _CELL_HEIGHT / 2 + 4, texts[i][j], middle))
+    return boxes, labels
 
 
 def _words(picture: ShardingPicture, dim: int | None, block: int | None) -> tuple[str, str]:
@@ -772,32 +738,12 @@ def _words(picture: ShardingPicture, dim: int | None, block: int | None) -> tupl
     return picture.label(dim, block)
 
 
-def _stacked(x: float, y: float, words: Sequence[str], anchor: str) -> list[Element]:
-    told = [word for word in words if word]
-    start = y if len(told) > 1 else y + 6
-    return [
-        _text(x, start + 13 * place, word, anchor=anchor, size=11, fill="#444444")
-        for place, word in enumerate(told)
-    ]
+def _stacked(x: float, y: float, words: Sequence[str], anchor: str) -> list[Label]:
+    lines = [word for word in words if word]
+    start = y if len(lines) > 1 else y + 6
+    look = {"text-anchor": anchor, "font-size": 11, "fill": "#444444"}
+    return [Label(x, start + 13 * i, line, look) for i, line in enumerate(lines)]
 
 
-def _text(
-    x: float,
-    y: float,
-    words: str,
-    *,
-    anchor: str | None = None,
-    weight: str | None = None,
-    size: int | None = None,
-    fill: str = "#111111",
-) -> Element:
-    return element(
-        "text",
-        words,
-        x=x,
-        y=y,
-        text_anchor=anchor,
-        font_weight=weight,
-        font_size=size,
-        fill=fill,
-    )
+def _label_at(x: float, y: float, words: str, look: Mapping[str, object] | None = None) -> Label:
+    return Label(x, y, words, {"fill": "#111111", **(look or {})})

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from mesh_utils import Axis
 from xla_dtensor.core.argument_types import argument_types
 from xla_dtensor.report.compile_report import CompileReport
-from xla_dtensor.report.errors import ReportError
 from xla_dtensor.report.finding import CollectiveLine, Finding, starred
 from xla_dtensor.report.render import (
     Table,
@@ -40,7 +39,7 @@ from xla_dtensor.report.render import (
     source_text,
     verdict,
 )
-from xla_dtensor.report.report import MeshAxis
+from xla_dtensor.report.report import MeshAxis, ReportError
 from xla_dtensor.report.texts import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:

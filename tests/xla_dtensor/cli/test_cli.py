@@ -90,7 +90,7 @@ def test_starts_without_any_package() -> None:
 
 
 def test_imports_nothing_heavy() -> None:
-    heavy = ("numpy", "torch", "jax", "torch_xla", "torchax", "mesh_utils")
+    heavy = ("numpy", "torch", "jax", "torch_xla", "torchax", "mesh_utils", "rich", "jinja2")
     code = (
         "import sys; import xla_dtensor.cli, xla_dtensor.cli.env, xla_dtensor.cli.env; "
         f"print([name for name in {heavy!r} if name in sys.modules])"

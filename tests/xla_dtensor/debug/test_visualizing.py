@@ -13,7 +13,7 @@ import xla_dtensor as xd
 from xla_dtensor.core import Layout, OpSharding
 from xla_dtensor.debug.visualize import sharding_picture, visualize_sharding
 from xla_dtensor.errors import ArgumentTypeError
-from xla_dtensor.report.errors import ReportError
+from xla_dtensor.report.report import ReportError
 
 pytestmark = pytest.mark.usefixtures("runtime")
 

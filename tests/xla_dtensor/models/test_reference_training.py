@@ -14,8 +14,8 @@ from mesh_utils.errors import JobError
 from tests.xla_dtensor.models.jobs import JOBS, job_like
 from xla_dtensor.models import own_model
 from xla_dtensor.models.training import AdamW, Training, make, rules_of
+from xla_dtensor.plan.estimate import batch_of
 from xla_dtensor.plan.model_sizes import ModelSizes
-from xla_dtensor.plan.quick.batch import batch_of
 
 if TYPE_CHECKING:
     from xla_dtensor.runtimes import Runtime

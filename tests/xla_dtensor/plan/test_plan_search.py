@@ -9,7 +9,6 @@ import pytest
 
 from mesh_utils import JobConfig
 from xla_dtensor.errors import CompileError
-from xla_dtensor.plan.quick.sweep import QuickCase
 from xla_dtensor.plan.search import (
     Budget,
     Trial,
@@ -18,6 +17,7 @@ from xla_dtensor.plan.search import (
     compiled_sweep,
     short,
 )
+from xla_dtensor.plan.sweep import QuickCase
 from xla_dtensor.report.report import CompilerMemory, Evidence
 
 GIB = 1 << 30

@@ -11,8 +11,8 @@ import pytest
 
 from mesh_utils import Mesh, Topology, assign
 from tests.xla_dtensor.report.golden_programs import GOLDEN, PROGRAMS
-from xla_dtensor.report.errors import HloError
 from xla_dtensor.report.findings import findings
+from xla_dtensor.report.hlo_text import HloError
 from xla_dtensor.report.reading import collectives, read_hlo
 from xla_dtensor.report.report import Evidence, Held
 from xla_dtensor.report.roofline import roofline

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xla_dtensor.report import HloError
-from xla_dtensor.report.hlo_layout import (
+from xla_dtensor.report.hlo_text import (
     HOST_SPACE,
     LaidArray,
     entry_aliases,

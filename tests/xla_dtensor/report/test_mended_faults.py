@@ -12,7 +12,7 @@ import pytest
 
 from mesh_utils import Mesh
 from xla_dtensor.report import collectives
-from xla_dtensor.report.hlo_layout import entry_layouts
+from xla_dtensor.report.hlo_text import entry_layouts
 
 ROWS: list[Callable[[], tuple[Any, Any]]] = []
 MESH = Mesh.arange((2, 4), ("dp", "tp"))

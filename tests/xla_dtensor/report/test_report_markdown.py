@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from tests.xla_dtensor.report.sample_evidence import GIB, evidence
 from xla_dtensor.report.compile_report import CompileReport
-from xla_dtensor.report.render import Table, markdown_table, markdown_text
+from xla_dtensor.report.render import Table, markdown_table, markdown_text, table_lines
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +93,6 @@ def test_a_command_with_backticks_stays_in_its_block(report: CompileReport) -> N
 
 
 def test_in_a_terminal(report: CompileReport) -> None:
-    pytest.importorskip("rich")
     plain = report.render(120, colour=False)
     assert "\x1b" not in plain
     assert "Fits: each device needs" in plain
@@ -110,18 +107,20 @@ def test_escapes_of_names_do_not_reach_the_terminal(report: CompileReport) -> No
     assert "\x1b" not in hostile.to_markdown()
 
 
-def test_without_rich_it_is_markdown(
-    report: CompileReport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = builtins.__import__
-
-    def without_rich(name: str, *args: Any, **more: Any) -> Any:
-        if name.partition(".")[0] == "rich":
-            raise ImportError(name)
-        return found(name, *args, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without_rich)
-    assert report.render() == report.to_markdown()
+def test_a_table_folds_words_but_not_numbers() -> None:
+    table = Table(("name", ">bytes"), (("a word and more", "1,000,000"), ("[b]", "2")))
+    assert table_lines(table) == [
+        "name                 bytes",
+        "a word and more  1,000,000",
+        "[b]                      2",
+    ]
+    assert table_lines(table, indent="  ", width=21) == [
+        "  name          bytes",
+        "  a word    1,000,000",
+        "  and more",
+        "  [b]               2",
+    ]
+    assert table_lines(Table(("", ""), ())) == []
 
 
 def test_lists_are_found(report: CompileReport) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from mesh_utils import Mesh
 from tests.xla_dtensor.report.sample_evidence import evidence
@@ -133,8 +134,7 @@ def test_svg_is_well_formed_and_escaped() -> None:
 
 
 def test_rich_has_the_same_words() -> None:
-    console_module = pytest.importorskip("rich.console")
-    console = console_module.Console(width=100, record=True, file=io.StringIO())
+    console = Console(width=100, record=True, file=io.StringIO())
     console.print(picture("[dp, tp]", (10, 6)).rich())
     text = console.export_text()
     for word in ("dp 1", "5:10", "tp 3", "empty", "1 empty (2 of padding)"):

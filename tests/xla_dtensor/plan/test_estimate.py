@@ -20,12 +20,20 @@ from mesh_utils.errors import JobError
 from xla_dtensor.core import Layout, local_shape
 from xla_dtensor.core.dtypes import itemsize_bytes
 from xla_dtensor.core.errors import RulesError
-from xla_dtensor.plan.quick.activations import ActivationBound, ActivationPart
-from xla_dtensor.plan.quick.estimate import QuickEstimate, quick_estimate, quick_plan
-from xla_dtensor.plan.quick.optimizer import ADAMW, OPTIMIZERS, OptimizerState, optimizer_state
-from xla_dtensor.plan.quick.sweep import QuickCase
+from xla_dtensor.plan.estimate import (
+    ADAMW,
+    OPTIMIZERS,
+    ActivationBound,
+    ActivationPart,
+    OptimizerState,
+    QuickEstimate,
+    optimizer_state,
+    quick_estimate,
+    quick_plan,
+)
+from xla_dtensor.plan.sweep import QuickCase
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 AXES = {"dp": 2, "fsdp": 3, "tp": 4}
 
 

@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from xla_dtensor.plan.quick.module import module_parameters, quick_module, tied_parameters
-from xla_dtensor.plan.quick.optimizer import OptimizerState
+from xla_dtensor.plan.estimate import (
+    OptimizerState,
+    module_parameters,
+    quick_estimate,
+    tied_parameters,
+)
 
 if TYPE_CHECKING:
     from xla_dtensor import DeviceMesh
@@ -35,7 +39,9 @@ def bytes_on_first_device(tensors: Any) -> int:
 def test_bytes_are_what_devices_hold(runtime: Runtime, mesh: DeviceMesh) -> None:
     import xla_dtensor as xd
 
-    expected = quick_module(made(), RULES, mesh.value, optimizer=OptimizerState("Adam", ("", "")))
+    expected = quick_estimate(
+        module_parameters(made()), RULES, mesh.value, optimizer=OptimizerState("Adam", ("", ""))
+    )
     model = xd.shard_module(made(), mesh, RULES)
     assert bytes_on_first_device(model.parameters()) == expected.bytes_of("parameter")
     # As torch.optim makes them.
@@ -51,12 +57,13 @@ def test_tied_parameters() -> None:
     model["b"].weight = model["a"].weight
     assert tied_parameters(model) == {"b.weight": "a.weight"}
     assert [name for name, *_ in module_parameters(model)] == ["a.weight", "b.weight"]
-    found = quick_module(model, {"a.weight": ["x", None]}, {"x": 2})
+    rules, ties = {"a.weight": ["x", None]}, tied_parameters(model)
+    found = quick_estimate(module_parameters(model), rules, {"x": 2}, same_as=ties)
     assert found.bytes_of("parameter") == 32
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_dtypes(dtype: torch.dtype) -> None:
     model = nn.Linear(4, 4, bias=False, dtype=dtype, device="meta")
-    found = quick_module(model, {"weight": [None, None]}, {"x": 2})
+    found = quick_estimate(module_parameters(model), {"weight": [None, None]}, {"x": 2})
     assert found.bytes_of("parameter") == 16 * dtype.itemsize

@@ -9,11 +9,16 @@ import pytest
 
 from mesh_utils import JobConfig, find_chip
 from mesh_utils.errors import JobError, MeshError
+from xla_dtensor.plan.estimate import Batch, quick_plan
 from xla_dtensor.plan.model_sizes import ModelSizes
-from xla_dtensor.plan.quick.batch import Batch
-from xla_dtensor.plan.quick.estimate import quick_plan
-from xla_dtensor.plan.quick.sweep import QuickCase, max_batch, quick_sweep, smallest_slice
-from xla_dtensor.plan.quick.traffic import gathered_bytes, traffic
+from xla_dtensor.plan.sweep import (
+    QuickCase,
+    gathered_bytes,
+    max_batch,
+    quick_sweep,
+    smallest_slice,
+    traffic,
+)
 
 Moved = dict[tuple[str, str], float]
 

@@ -7,9 +7,8 @@ import pytest
 from mesh_utils import JobConfig
 from mesh_utils.errors import JobError
 from xla_dtensor.core.rules import read_rules
+from xla_dtensor.plan.estimate import Batch, axes_of_tokens, batch_of, decoder_activations
 from xla_dtensor.plan.model_sizes import ModelSizes
-from xla_dtensor.plan.quick.activations import decoder_activations
-from xla_dtensor.plan.quick.batch import Batch, axes_of_tokens, batch_of
 
 
 def parts_of(name: str, per_group: int = 1, dtype: str = "bfloat16") -> dict[str, tuple[int, int]]:
@@ -65,9 +64,9 @@ def test_batches_that_cannot_be(options: dict[str, int]) -> None:
 
 def test_axes_of_tokens() -> None:
     sizes = {"dp": 2, "fsdp": 4, "tp": 4}
-    assert axes_of_tokens(None, sizes) == (("dp", "fsdp"), ())
+    assert axes_of_tokens(None, sizes) == (("dp", "fsdp"), (), ())
     other = read_rules({"parameters": {"**": None}, "tp_axis": "dp"})
-    assert axes_of_tokens(other, sizes) == (("fsdp", "tp"), ())
+    assert axes_of_tokens(other, sizes) == (("fsdp", "tp"), (), ())
     given = read_rules(
         {
             "activations": {
@@ -76,4 +75,4 @@ def test_axes_of_tokens() -> None:
             }
         }
     )
-    assert axes_of_tokens(given, sizes) == (("dp",), ("tp", "fsdp"))
+    assert axes_of_tokens(given, sizes) == (("dp",), ("tp", "fsdp"), ())

@@ -19,22 +19,172 @@ from math import inf, prod
 from mesh_utils import JobConfig, assign, find_chip
 from mesh_utils.errors import JobError
 from mesh_utils.job import JobAxis, nearest
-from xla_dtensor.core.rules import ShardingPlan, read_rules
+from mesh_utils.network import Collective
+from xla_dtensor.core.dtypes import itemsize_bytes
+from xla_dtensor.core.rules import PlannedTensor, ShardingPlan, read_rules
+from xla_dtensor.plan.estimate import (
+    ADAMW,
+    Batch,
+    Gradients,
+    OptimizerState,
+    QuickEstimate,
+    batch_of,
+    decoder_activations,
+    quick_estimate,
+    quick_plan,
+)
 from xla_dtensor.plan.model_sizes import ModelSizes
-from xla_dtensor.plan.quick.activations import decoder_activations
-from xla_dtensor.plan.quick.batch import Batch, batch_of
-from xla_dtensor.plan.quick.estimate import Gradients, QuickEstimate, quick_estimate, quick_plan
-from xla_dtensor.plan.quick.optimizer import ADAMW, OptimizerState
-from xla_dtensor.plan.quick.traffic import gathered_bytes, traffic
 
 __all__ = [
     "QuickCase",
     "SweptMesh",
+    "Transfer",
+    "gathered_bytes",
     "max_batch",
     "quick_sweep",
     "slices_not_refused",
     "smallest_slice",
+    "traffic",
 ]
+
+
+# --------------------------------------------------- What a training step moves over each mesh axis
+#
+# The model reads only the sharding rules. An axis that cuts the batch (or sequences) is a data
+# axis. A parameter that it cuts as well is gathered before use and its gradient reduced and
+# scattered (FSDP); one that it does not cut has its gradient all-reduced. An axis that cuts a
+# weight and no tokens is a tensor-parallel one: where it cuts the dim that a matmul sums, the
+# result is all-reduced. Experts that a data axis cuts send tokens around. Per step, with layers
+# that are computed again in the backward pass:
+#
+#     gathered parameter        all-gather, forward and backward; reduce-scatter of the gradient
+#     copied parameter          all-reduce of the gradient
+#     summed dim of a layer     all-reduce of (tokens, out): forward, again, and for the input
+#     cut vocabulary            all-reduce of (tokens, hidden), once for embedding and output each
+#     experts                   all-to-all of arriving and leaving tokens: forward, again, backward
+#     cut sequence              all-gather of keys and values, forward, again; reduce-scatter back
+#
+# It ranks meshes. It is not what a compiler makes: that is found by compiling.
+
+_CAPACITY = 1.25
+"""Places of an expert per token that comes if all are chosen alike, as in the reference model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Equal collectives over one axis, summed.
+
+    Args:
+        axis: Over which axis.
+        collective: Of which kind.
+        size_bytes: Of one step, on each device: the results of all-gathers, the operands of others.
+    """
+
+    axis: str
+    collective: Collective
+    size_bytes: float
+
+
+def traffic(
+    plan: ShardingPlan, batch: Batch, sizes: ModelSizes | None = None, dtype: str = "bfloat16"
+) -> tuple[Transfer, ...]:
+    """Sums what a step moves over each axis.
+
+    Args:
+        plan: How the parameters lie.
+        batch: The tokens.
+        sizes: Of the model; None leaves experts and cut sequences out.
+        dtype: Of activations.
+
+    Returns:
+        One entry per axis and kind of collective; axes of one device are left out.
+
+    Example:
+        >>> from mesh_utils import Mesh
+        >>> plan = quick_plan([("w", (8, 8), "bf16")], {"w": ["fsdp", None]}, {"fsdp": 4})
+        >>> for one in traffic(plan, Batch(4, 8, ("fsdp",), (), {"fsdp": 4})):
+        ...     print(one.axis, one.collective, one.size_bytes)
+        fsdp all-gather 256.0
+        fsdp reduce-scatter 128.0
+    """
+    width = itemsize_bytes(dtype)
+    transfers = [
+        transfer
+        for tensor in plan.tensors
+        if tensor.facts.same_as is None
+        for transfer in _of_parameter(tensor, batch, sizes, width)
+    ]
+    sums: dict[tuple[str, Collective], float] = {}
+    for transfer in [*transfers, *_of_sequences(batch, sizes, width)]:
+        key = (transfer.axis, transfer.collective)
+        sums[key] = sums.get(key, 0.0) + transfer.size_bytes
+    return tuple(
+        Transfer(axis, collective, size)
+        for (axis, collective), size in sums.items()
+        if batch.sizes.get(axis, 1) > 1 and size
+    )
+
+
+def gathered_bytes(transfers: tuple[Transfer, ...], axis: str) -> float:
+    """What an axis moves, in bytes of an all-gather as long: an all-reduce counts twice."""
+    return sum(
+        transfer.size_bytes * (2 if transfer.collective == "all-reduce" else 1)
+        for transfer in transfers
+        if transfer.axis == axis
+    )
+
+
+def _of_parameter(
+    tensor: PlannedTensor, batch: Batch, sizes: ModelSizes | None, width: int
+) -> Iterator[Transfer]:
+    cuts = {str(axis): dim for dim, axes in enumerate(tensor.layout.dims) for axis in axes}
+    shape, size = tensor.facts.shape, batch.sizes
+    data = (*batch.batch_axes, *batch.sequence_axes)
+    is_expert = len(shape) == 3
+    gathered = [a for a, dim in cuts.items() if a in data and not (is_expert and dim == 0)]
+    held = float(tensor.device_bytes)
+    for axis in data:
+        if axis not in cuts:
+            yield Transfer(axis, "all-reduce", held)
+    for axis in reversed(gathered):  # the innermost cut is joined first
+        held *= size[axis]
+        yield Transfer(axis, "all-gather", 2 * held)
+        yield Transfer(axis, "reduce-scatter", held)
+    for axis, dim in cuts.items():
+        if axis not in gathered:
+            yield from _of_tokens(tensor, axis, dim, batch, sizes, width)
+
+
+def _of_tokens(
+    tensor: PlannedTensor, axis: str, dim: int, batch: Batch, sizes: ModelSizes | None, width: int
+) -> Iterator[Transfer]:
+    """What the tokens move because an axis cuts a weight and does not gather it."""
+    shape, tokens = tensor.facts.shape, batch.device_tokens * width
+    is_layers = ".layers." in f".{tensor.path}"
+    if len(shape) == 2 and is_layers and dim == 1:
+        yield Transfer(axis, "all-reduce", 3.0 * tokens * shape[0])
+    elif len(shape) == 2 and not is_layers and dim == 0:
+        yield Transfer(axis, "all-reduce", 1.0 * tokens * shape[1])
+    elif len(shape) == 3 and dim == 0 and sizes is not None:
+        choices = sizes.num_experts_per_tok
+        if axis in (*batch.batch_axes, *batch.sequence_axes):
+            sent = _CAPACITY * choices * tokens * sizes.hidden_size
+            yield Transfer(axis, "all-to-all", 3 * sent)
+        elif tensor.path.endswith("down_proj"):
+            yield Transfer(axis, "all-reduce", 3.0 * tokens * sizes.hidden_size)
+
+
+def _of_sequences(batch: Batch, sizes: ModelSizes | None, width: int) -> Iterator[Transfer]:
+    if sizes is None:
+        return
+    held = 2.0 * sizes.num_key_value_heads * sizes.head_dim * width * batch.device_tokens
+    for axis in reversed(batch.sequence_axes):
+        held *= batch.sizes[axis]
+        yield Transfer(axis, "all-gather", 2 * held * sizes.num_hidden_layers)
+        yield Transfer(axis, "reduce-scatter", held * sizes.num_hidden_layers)
+
+
+# ------------------------------------------------------------------------------ A job with a model
 
 _MOST_MESHES = 256
 _MOST_PER_GROUP = 1 << 20
@@ -76,7 +226,7 @@ class QuickCase:
         optimizer: OptimizerState = ADAMW,
         sequence: int = 8192,
     ) -> QuickCase:
-        """Make the case of a reference model.
+        """Makes the case of a reference model.
 
         Args:
             job: The job.
@@ -126,7 +276,7 @@ class QuickCase:
         return quick_estimate(
             self.parameters,
             rules,
-            self._axes,
+            {axis.name: axis.size for axis in self.job.axes},
             self.job.chip,
             optimizer=self.optimizer,
             gradients=self.gradients,
@@ -135,23 +285,16 @@ class QuickCase:
             unmatched="replicate" if rules is None else "error",
         )
 
-    @property
-    def _axes(self) -> dict[str, int]:
-        return {axis.name: axis.size for axis in self.job.axes}
-
     def plan(self) -> ShardingPlan:
         """How the parameters lie: see `quick_plan`."""
-        rules = self.job.sharding
+        axes = {axis.name: axis.size for axis in self.job.axes}
+        unmatched = "error" if self.job.sharding else "replicate"
         return quick_plan(
-            self.parameters,
-            rules,
-            self._axes,
-            same_as=self.same_as,
-            unmatched="error" if rules else "replicate",
+            self.parameters, self.job.sharding, axes, same_as=self.same_as, unmatched=unmatched
         )
 
     def empty_cut(self) -> str | None:
-        """Say which dim is cut into more parts than it is long; None if none is."""
+        """Says which dim is cut into more parts than it is long; None if none is."""
         for tensor in self.plan().tensors:
             for dim, extent in enumerate(tensor.facts.shape):
                 parts = tensor.layout.num_shards(dim)
@@ -160,7 +303,7 @@ class QuickCase:
         return None
 
     def communication(self, sequences: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Model what a step moves on the best mesh.
+        """Models what a step moves on the best mesh.
 
         Args:
             sequences: Of the whole batch.
@@ -171,22 +314,24 @@ class QuickCase:
         """
         moved = traffic(self.plan(), self.batch(sequences=sequences), self.sizes, self.dtype)
         weights = {axis.name: gathered_bytes(moved, axis.name) for axis in self.job.axes}
-        found = assign(
+        assignment = assign(
             self.job.topology(),
             self.job.ici_mesh_shape,
             self.job.dcn_mesh_shape,
             axis_names=self.job.axis_names,
             weights=weights if any(weights.values()) else None,
         )
-        spans = dict(zip(self.job.axis_names, found.spans, strict=True))
+        network = assignment.network
+        spans = dict(zip(self.job.axis_names, assignment.spans, strict=True))
         seconds = dict.fromkeys(self.job.axis_names, 0.0)
-        for one in moved:
-            seconds[one.axis] += found.network.seconds(
-                spans[one.axis], one.size_bytes, one.collective
+        for transfer in moved:
+            span = spans[transfer.axis]
+            seconds[transfer.axis] += network.seconds(
+                span, transfer.size_bytes, transfer.collective
             )
-        link = found.network.link_bytes_per_second or inf
-        rates = dict(zip(self.job.axis_names, (links * link for links in found.links), strict=True))
-        return seconds, rates
+        link = network.link_bytes_per_second or inf
+        rates = (links * link for links in assignment.links)
+        return seconds, dict(zip(self.job.axis_names, rates, strict=True))
 
 
 @dataclass(frozen=True)
@@ -216,7 +361,7 @@ class SweptMesh:
 def quick_sweep(
     case: QuickCase, pattern: str, *, sequences: int | None = None
 ) -> tuple[SweptMesh, ...]:
-    """Look at every mesh of a pattern.
+    """Looks at every mesh of a pattern.
 
     Args:
         case: A job with a model. Its slices, and the sizes of axes across slices, stay.
@@ -235,9 +380,9 @@ def quick_sweep(
         >>> len(quick_sweep(case, "fsdp=*,tp=*"))
         10
     """
-    whole = case.job.topology().num_devices if sequences is None else sequences
-    found = [_swept(case.with_axes(axes), whole) for axes in _meshes(case.job, pattern)]
-    return tuple(sorted(found, key=lambda mesh: (mesh.refused is not None, mesh.total_seconds)))
+    count = case.job.topology().num_devices if sequences is None else sequences
+    meshes = [_swept(case.with_axes(axes), count) for axes in _meshes(case.job, pattern)]
+    return tuple(sorted(meshes, key=lambda mesh: (mesh.refused is not None, mesh.total_seconds)))
 
 
 def _swept(case: QuickCase, sequences: int) -> SweptMesh:
@@ -292,21 +437,18 @@ def _meshes(job: JobConfig, pattern: str) -> Iterator[tuple[JobAxis, ...]]:
 
 def _factors(total: int, count: int) -> Iterator[tuple[int, ...]]:
     """Every way to write a number as a product of so many."""
-    if count == 0:
-        if total == 1:
-            yield ()
-        return
-    if count == 1:
-        yield (total,)
+    if count <= 1:
+        if count or total == 1:
+            yield (total,) * count
         return
     for first in range(total, 0, -1):
         if total % first == 0:
-            for rest in _factors(total // first, count - 1):
-                yield (first, *rest)
+            for others in _factors(total // first, count - 1):
+                yield (first, *others)
 
 
 def smallest_slice(case: QuickCase, chip: str) -> tuple[JobConfig, QuickEstimate] | None:
-    """Find the smallest slice that is not refused.
+    """Finds the smallest slice that is not refused.
 
     Args:
         case: A job with a model. Its largest axis takes what a slice has; others keep their size
@@ -329,7 +471,7 @@ def smallest_slice(case: QuickCase, chip: str) -> tuple[JobConfig, QuickEstimate
 
 
 def slices_not_refused(case: QuickCase, chip: str) -> Iterator[tuple[JobConfig, QuickEstimate]]:
-    """List the slices that the quick estimate does not refuse, the smallest first.
+    """Lists the slices that the quick estimate does not refuse, the smallest first.
 
     Args:
         case: As for :func:`smallest_slice`.
@@ -370,7 +512,7 @@ def slices_not_refused(case: QuickCase, chip: str) -> Iterator[tuple[JobConfig, 
 
 
 def max_batch(case: QuickCase) -> tuple[int, QuickEstimate] | None:
-    """Find the largest batch that the lower bound does not refuse.
+    """Finds the largest batch that the lower bound does not refuse.
 
     Args:
         case: A job with a reference model.
