@@ -46,7 +46,6 @@ PUBLIC = frozenset(
         "xla_dtensor.cli",
         "xla_dtensor.collectives",
         "xla_dtensor.data",
-        "xla_dtensor.nn.deferred",
         "xla_dtensor.cli.env",
         "xla_dtensor.errors",
         "xla_dtensor.hosts.hugging_face",

@@ -70,12 +70,12 @@ if TYPE_CHECKING:
     from xla_dtensor.hosts.processes import ProcessInfo as ProcessInfo
     from xla_dtensor.hosts.processes import init_distributed as init_distributed
     from xla_dtensor.nn.compile import compile as compile
-    from xla_dtensor.nn.deferred.materialization import materialize as materialize
     from xla_dtensor.nn.fsdp import FSDPModule as FSDPModule
     from xla_dtensor.nn.fsdp import fully_shard as fully_shard
     from xla_dtensor.nn.install import install as install
     from xla_dtensor.nn.install import uninstall as uninstall
     from xla_dtensor.nn.loss import linear_cross_entropy as linear_cross_entropy
+    from xla_dtensor.nn.materialize import materialize as materialize
     from xla_dtensor.nn.scan import ScannedLayers as ScannedLayers
     from xla_dtensor.nn.scan import checkpoint_name as checkpoint_name
     from xla_dtensor.nn.scan import scan_layers as scan_layers
@@ -134,7 +134,7 @@ _WHERE = {
     "linear_cross_entropy": "xla_dtensor.nn.loss",
     "loss_parallel": "xla_dtensor.dtensor.modes",
     "manual_seed": "xla_dtensor.dtensor.random",
-    "materialize": "xla_dtensor.nn.deferred",
+    "materialize": "xla_dtensor.nn.materialize",
     "ones": "xla_dtensor.dtensor.dtensor",
     "pack_sequences": "xla_dtensor.hosts.data",
     "process_part": "xla_dtensor.hosts.data",

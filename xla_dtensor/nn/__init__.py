@@ -1,1 +1,1 @@
-"""What acts on modules and steps: sharding, fully_shard, scanned layers, compile, deferred init."""
+"""What acts on modules and steps: sharding, fully_shard, scanned layers, compile, materialize."""

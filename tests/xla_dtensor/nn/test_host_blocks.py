@@ -1,8 +1,12 @@
-"""Values made run by run on the host: what torch draws at once, in blocks that devices hold."""
+"""Values made run by run on the host: what torch draws at once, in blocks that devices hold.
+
+No device and no host makes a whole parameter: the programs and the buffers are looked at.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +14,12 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import xla_dtensor as xd
-from xla_dtensor.nn.deferred.blocks import HostBlocks, boxes, runs
+from xla_dtensor.nn import host_blocks
+from xla_dtensor.nn.host_blocks import HostBlocks, boxes, runs
 
 DRAWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "normal": lambda t: t.normal_(0.1, 0.02),
@@ -63,7 +69,7 @@ def test_boxes_make_up_a_run(shape: list[int], data: st.DataObject) -> None:
 def test_blocks_become_the_tensor(
     mesh: xd.DeviceMesh, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xla_dtensor.nn.deferred.blocks.RUN", 16)
+    monkeypatch.setattr(host_blocks, "RUN", 16)
     lies = [
         [Replicate(), Replicate()],
         [Shard(0), Replicate()],
@@ -72,7 +78,8 @@ def test_blocks_become_the_tensor(
     for placements in lies if shape else lies[:1]:
         tensor = xd.zeros(shape, device_mesh=mesh, placements=placements)
         blocks = HostBlocks(tensor)
-        blocks.write_in_runs(lambda values, start: values.copy_(torch.arange(len(values)) + start))
+        for start, stop in runs(math.prod(shape)):
+            blocks.write(start, torch.arange(start, stop).float())
         made = tensor.rewrapped(blocks.payload())
         assert torch.equal(made.cpu(), torch.arange(math.prod(shape)).float().reshape(shape))
 
@@ -80,3 +87,73 @@ def test_blocks_become_the_tensor(
 def test_a_process_holds_its_blocks_once(mesh: xd.DeviceMesh) -> None:
     tensor = xd.zeros(8, 6, device_mesh=mesh, placements=[Shard(0), Replicate()])
     assert sorted(HostBlocks(tensor).buffers) == [(0, 0), (4, 0)]
+
+
+def made(mesh: xd.DeviceMesh, rng: Any) -> None:
+    model = nn.Linear(64, 256, bias=False, device="meta")
+    put = xd.distribute_tensor(model.weight.detach(), mesh, [Shard(1), Shard(0)])
+    model.weight = nn.Parameter(put)
+
+    def init(module: Any) -> None:
+        nn.init.trunc_normal_(module.weight)
+
+    xd.materialize(model, seed=0, rng=rng, init=init)
+
+
+@pytest.mark.only_on("jax")
+def test_programs_of_a_draw_know_its_tile_only(
+    mesh: xd.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import jax
+
+    texts: list[str] = []
+    compiled = jax.jit
+
+    def seen(function: Any, **options: Any) -> Any:
+        program = compiled(function, **options)
+
+        def call(*args: Any) -> Any:
+            texts.append(program.lower(*args).compile().as_text() or "")
+            return program(*args)
+
+        return call
+
+    from xla_dtensor.runtimes.jax import runtime as jax_making
+
+    for cached in (jax_making._drawer, jax_making._filler):
+        cached.cache_clear()
+    monkeypatch.setattr(jax_making.jax, "jit", seen)
+    try:
+        made(mesh, "device")
+    finally:
+        for cached in (jax_making._drawer, jax_making._filler):
+            cached.cache_clear()
+    shapes = set(re.findall(r"[fu]32\[[\d,]+\]", "\n".join(texts)))
+    assert "f32[64,32]" in shapes  # 256 over tp=4, 64 over dp=2
+    assert not {"f32[256,64]", "u32[256,64]", "u32[16384]"} & shapes
+    assert not re.search(r"all-gather|all-to-all|collective", "\n".join(texts))
+
+
+def test_buffers_of_the_host_are_a_part_and_a_run(
+    mesh: xd.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    empty = torch.empty
+
+    class Watched:
+        """torch, with its allocations of blocks written down."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def empty(self, *size: Any, **options: Any) -> torch.Tensor:
+            values = empty(*size, **options)
+            sizes.append(values.numel())
+            return values
+
+    monkeypatch.setattr(host_blocks, "RUN", 1024)
+    monkeypatch.setattr(host_blocks, "torch", Watched())
+    made(mesh, "torch")
+    tile = 64 * 256 // 8
+    assert sizes
+    assert max(sizes) == max(tile, 1024)
