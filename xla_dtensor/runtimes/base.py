@@ -556,9 +556,9 @@ class Runtime(ABC):
         return self.get_rng_state()
 
 
-def _missing(runtime: Runtime, what: str) -> UnsupportedOpError:
+def _missing(runtime: Runtime, method: str) -> UnsupportedOpError:
     return UnsupportedOpError(
-        f"The runtime {runtime.name!r} was asked for {what}. It does not have them. Use another "
+        f"The runtime {runtime.name!r} was asked for {method}. It does not have them. Use another "
         "runtime, or implement the methods of xla_dtensor.runtimes.base."
     )
 

@@ -74,17 +74,16 @@ class Bound:
     rule: str | None = None
     of: Callable[[Any], Any] | None = None
 
-    def complaint(self, op: str, wrong: Any) -> str:
+    def complaint(self, op: str, number: Any) -> str:
         """Return the message for a number that is out of range.
 
         Args:
             op: The op's name.
-            wrong: The number.
+            number: The number.
         """
         limits = f"It goes from {self.low} to {self.high - 1} there. Pass what is in this range"
-        return (
-            f"{op} was called with the {self.what} {wrong} for {self.where}. {self.rule or limits}."
-        )
+        called = f"{op} was called with the {self.what} {number} for {self.where}."
+        return f"{called} {self.rule or limits}."
 
 
 def _of_dims(x: Any, indices: Any, *_: Any, **__: Any) -> Iterator[Bound]:
@@ -114,10 +113,10 @@ def _of_written(x: Any, indices: Any, values: Any, *_: Any, **__: Any) -> Iterat
         points = torch.broadcast_shapes(*(indices[place].shape for place in places))
         shape = [size for dim, size in enumerate(x.shape) if dim not in places]
         # The points' dims stand where the indices do, or first where these are apart.
-        at = places[0] if places[-1] - places[0] + 1 == len(places) else 0
-        shape[at:at] = points
+        position = places[0] if places[-1] - places[0] + 1 == len(places) else 0
+        shape[position:position] = points
         ends = zip(reversed(values.shape), reversed(shape), strict=False)
-        if values.ndim > len(shape) or any(size not in (1, whole) for size, whole in ends):
+        if values.ndim > len(shape) or any(size not in (1, expanded) for size, expanded in ends):
             raise WriteError(
                 f"Values of shape={tuple(values.shape)} were written to x[indices], which has "
                 f"shape={tuple(shape)}. Pass values of that shape, or ones that expand to it."
@@ -127,9 +126,9 @@ def _of_written(x: Any, indices: Any, values: Any, *_: Any, **__: Any) -> Iterat
         behind = x.ndim - mask.ndim - places[0]
         number = values.shape[-1 - behind] if values.ndim > behind else 1
         if number != 1:
-            rule, what = "Pass as many values as the mask has True", "number of places"
+            rule, subject = "Pass as many values as the mask has True", "number of places"
             where = f"values of shape={tuple(values.shape)}"
-            yield Bound(mask, number, number + 1, where, what=what, rule=rule, of=_count)
+            yield Bound(mask, number, number + 1, where, what=subject, rule=rule, of=_count)
 
 
 def _count(mask: Any) -> Any:
@@ -193,12 +192,12 @@ def _kth(x: Any, k: int, dim: int = -1, *_: Any, **__: Any) -> Iterator[Bound]:
 def _masked(x: Any, mask: Any, source: Any) -> Iterator[Bound]:
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     rule = "Pass as many values as the mask has True, or more"
-    where, what = f"a source of {source.numel()} values", "number of places"
+    where, subject = f"a source of {source.numel()} values", "number of places"
 
     def count(mask: Any) -> Any:
         return mask.expand(shape).sum()
 
-    yield Bound(mask, 0, source.numel() + 1, where, what=what, rule=rule, of=count)
+    yield Bound(mask, 0, source.numel() + 1, where, what=subject, rule=rule, of=count)
 
 
 def _weights(x: Any, *_: Any, **__: Any) -> Iterator[Bound]:
@@ -225,15 +224,15 @@ def _divisor(x: Any, y: Any, *_: Any, rounding_mode: str | None = "floor") -> It
     """Floats are divided by 0; whole numbers are not, but by what gives a float (``x / y``)."""
     if rounding_mode is not None and _is_whole(x) and _is_whole(y):
         divisor = y if isinstance(y, torch.Tensor) else torch.tensor(y, device="cpu")
-        rule, what = "Whole numbers cannot be divided by 0: divide floats", "number of zeros"
-        yield Bound(divisor, 0, 1, "whole numbers", what=what, rule=rule, of=_zeros)
+        rule, subject = "Whole numbers cannot be divided by 0: divide floats", "number of zeros"
+        yield Bound(divisor, 0, 1, "whole numbers", what=subject, rule=rule, of=_zeros)
 
 
 def _repeats(repeats: Any, output_size: int | None = None) -> Iterator[Bound]:
     if output_size is not None:
-        rule, what = "Pass their sum as output_size", "sum of repeats"
+        rule, subject = "Pass their sum as output_size", "sum of repeats"
         where = f"output_size={output_size}"
-        yield Bound(repeats, output_size, output_size + 1, where, what=what, rule=rule, of=_sum)
+        yield Bound(repeats, output_size, output_size + 1, where, what=subject, rule=rule, of=_sum)
 
 
 def _lengths(
@@ -241,9 +240,9 @@ def _lengths(
 ) -> Iterator[Bound]:
     if lengths is not None and not unsafe:
         size = data.shape[axis]
-        rule, what = "Pass lengths that sum up to the dim's size", "sum of lengths"
+        rule, subject = "Pass lengths that sum up to the dim's size", "sum of lengths"
         where = f"dim {axis} of size {size}"
-        yield Bound(lengths, size, size + 1, where, what=what, rule=rule, of=_sum_of_last)
+        yield Bound(lengths, size, size + 1, where, what=subject, rule=rule, of=_sum_of_last)
 
 
 def _sorter(boundaries: Any, *_: Any, sorter: Any = None, **__: Any) -> Iterator[Bound]:
@@ -252,22 +251,22 @@ def _sorter(boundaries: Any, *_: Any, sorter: Any = None, **__: Any) -> Iterator
         yield Bound(sorter, 0, size, f"boundaries of size {size}", what="place in sorter")
 
 
-def _sum(value: Any) -> Any:
-    return value.sum()
+def _sum(numbers: Any) -> Any:
+    return numbers.sum()
 
 
-def _sum_of_last(value: Any) -> Any:
-    return value.sum(-1)
+def _sum_of_last(numbers: Any) -> Any:
+    return numbers.sum(-1)
 
 
-def _is_whole(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return not (value.is_floating_point() or value.is_complex())
-    return not isinstance(value, float | complex)
+def _is_whole(number: Any) -> bool:
+    if isinstance(number, torch.Tensor):
+        return not (number.is_floating_point() or number.is_complex())
+    return not isinstance(number, float | complex)
 
 
-def _zeros(value: Any) -> Any:
-    return (value == 0).to(torch.int8)
+def _zeros(numbers: Any) -> Any:
+    return (numbers == 0).to(torch.int8)
 
 
 BOUNDS: dict[Any, Callable[..., Iterator[Bound]]] = {
@@ -357,11 +356,11 @@ def check_bounds(
     if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateImportUsage]
         return
     for bound in BOUNDS[func](*args, **kwargs):
-        found = extremes(bound) if bound.index.numel() else None
-        if found is None or (bound.low <= found[0] and found[1] < bound.high):
+        limits = extremes(bound) if bound.index.numel() else None
+        if limits is None or (bound.low <= limits[0] and limits[1] < bound.high):
             continue
-        wrong = found[1] if found[0] >= bound.low else found[0]
-        raise IndexRangeError(bound.complaint(name_of(func), wrong))
+        number = limits[1] if limits[0] >= bound.low else limits[0]
+        raise IndexRangeError(bound.complaint(name_of(func), number))
 
 
 def name_of(func: Any) -> str:

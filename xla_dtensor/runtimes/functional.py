@@ -140,8 +140,8 @@ def is_traced(tensor: torch.Tensor) -> bool:
     return not get_runtime().is_payload(tensor)
 
 
-def _is_local(value: Any) -> bool:
-    return getattr(value, "_is_local_payload", False)
+def _is_local(payload: Any) -> bool:
+    return getattr(payload, "_is_local_payload", False)
 
 
 def constrain(payload: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -177,10 +177,10 @@ def _constrain(payload: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def _put(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    runtime, wanted = get_runtime(), layout_names.value(layout)
+    runtime, target = get_runtime(), layout_names.value(layout)
     if runtime.is_payload(tensor):  # a plain tensor of the runtime's, which a stand-in cannot show
-        return runtime.constrain(tensor, wanted)
-    return runtime.put(tensor.detach(), wanted)
+        return runtime.constrain(tensor, target)
+    return runtime.put(tensor.detach(), target)
 
 
 def _to_plain(payload: torch.Tensor) -> torch.Tensor:
@@ -215,22 +215,22 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> An
 def _functionalized(op: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     """Return what `op` does below functionalization: `run` payloads, record stand-ins."""
 
-    def unwrapped(value: Any) -> Any:
+    def from_functional(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and _is_functional(value):
             _sync(value)
             return _from_functional(value)
         return value
 
-    def wrapped(value: Any) -> Any:
+    def to_functional(value: Any) -> Any:
         return _to_functional(value) if isinstance(value, torch.Tensor) else value
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        inner = map_nested(unwrapped, (args, kwargs))
+        inner = map_nested(from_functional, (args, kwargs))
         if not any(isinstance(value, torch.Tensor) and is_traced(value) for value in leaves(inner)):
             return run(*args, **kwargs)
         functionalize = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
         with torch._C._ExcludeDispatchKeyGuard(functionalize):
-            return map_nested(wrapped, op(*inner[0], **inner[1]))
+            return map_nested(to_functional, op(*inner[0], **inner[1]))
 
     return kernel
 
@@ -249,19 +249,19 @@ def run_traced(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         kwargs: Its keyword arguments.
     """
     runtime = get_runtime()
-    if not any(isinstance(value, torch.Tensor) and is_traced(value) for value in leaves(args)):
+    if not any(isinstance(x, torch.Tensor) and is_traced(x) for x in leaves(args)):
         return func(*args, **kwargs)
     if torch.Tag.inplace_view in func.tags:
         # A new stand-in: torch cannot change the shape of one on an XLA device.
         return functional_form(func)(*args, **kwargs)
     if torch.device(runtime.torch_device).type != "cpu":
-        moved = 1 if func._schema.is_mutable else 0  # not what is written to
-        args = (*args[:moved], *map_nested(_on_device, tuple(args[moved:])))
+        num_written = 1 if func._schema.is_mutable else 0  # not what is written to
+        args = (*args[:num_written], *map_nested(_on_device, tuple(args[num_written:])))
     functional = functional_form(func) if func._schema.is_mutable else func
     if functional is None or not runtime.runs_itself(func):
         return func(*args, **kwargs)
-    result = _recorded(_fitting(functional, args))(*args, **kwargs)
-    return result if functional is func else args[0].copy_(result)
+    output = _recorded(_fitting(functional, args))(*args, **kwargs)
+    return output if functional is func else args[0].copy_(output)
 
 
 def reshaped(view: Any, payload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -276,10 +276,10 @@ def reshaped(view: Any, payload: Any, args: Sequence[Any], kwargs: Mapping[str, 
     return view(payload, *args[1:], **kwargs) if is_traced(payload) else payload
 
 
-def _on_device(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-        return value.to(get_runtime().torch_device)
-    return value
+def _on_device(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor) and argument.device.type == "cpu":
+        return argument.to(get_runtime().torch_device)
+    return argument
 
 
 def functional_form(func: Any) -> Any:
@@ -303,10 +303,8 @@ def _fitting(func: Any, args: Sequence[Any]) -> Any:
     """Return the overload that takes numbers, where `func` takes tensors made of them."""
 
     def takes(op: Any) -> bool:
-        given = zip(args, _takes(op), strict=False)
-        return all(
-            kind != "Tensor" or isinstance(value, torch.Tensor) for value, (_, kind) in given
-        )
+        pairs = zip(args, _takes(op), strict=False)
+        return all(kind != "Tensor" or isinstance(x, torch.Tensor) for x, (_, kind) in pairs)
 
     names = [name for name, _ in _takes(func)]
     overloads = [func, *_overloads(func.overloadpacket)]
@@ -494,14 +492,14 @@ def _communicate(local: torch.Tensor, collective: str) -> torch.Tensor:
 def _shape_after(
     name: str, shape: Sequence[int], members: int, options: Mapping[str, Any]
 ) -> list[int]:
-    after = list(shape)
+    sizes = list(shape)
     grows = {"all_gather": "dim", "all_to_all": "concat_dim"}
     shrinks = {"reduce_scatter": "dim", "all_to_all": "split_dim"}
     if name in shrinks:
-        after[options[shrinks[name]]] //= members
+        sizes[options[shrinks[name]]] //= members
     if name in grows:
-        after[options[grows[name]]] *= members
-    return [] if name == "axis_index" else after
+        sizes[options[grows[name]]] *= members
+    return [] if name == "axis_index" else sizes
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, device: Any = None) -> torch.Tensor:
@@ -609,16 +607,16 @@ def _factors(matrix: torch.Tensor, *, turned: bool) -> Any:
 
 
 def _solve_ex(
-    matrix: torch.Tensor, other: torch.Tensor, *, left: bool = True, check_errors: bool = False
+    matrix: torch.Tensor, rhs: torch.Tensor, *, left: bool = True, check_errors: bool = False
 ) -> Any:
     turned = _SOLVE_TURNS and _is_row_by_row(matrix)
     factors, pivots, info = _factors(matrix, turned=turned)
     if check_errors:
         aten._linalg_check_errors.default(info, "torch.linalg.solve_ex", is_matrix=matrix.ndim == 2)
-    is_vector = other.ndim == 1 or other.shape == matrix.shape[:-1]
-    columns = other.unsqueeze(-1) if is_vector else other
-    found = aten.linalg_lu_solve.default(factors, pivots, columns, left=left, adjoint=turned)
-    return (found.squeeze(-1) if is_vector else found), factors, pivots, info
+    is_vector = rhs.ndim == 1 or rhs.shape == matrix.shape[:-1]
+    columns = rhs.unsqueeze(-1) if is_vector else rhs
+    solution = aten.linalg_lu_solve.default(factors, pivots, columns, left=left, adjoint=turned)
+    return (solution.squeeze(-1) if is_vector else solution), factors, pivots, info
 
 
 def _sign_and_diagonal(matrix: torch.Tensor) -> tuple[Any, Any, Any, Any]:

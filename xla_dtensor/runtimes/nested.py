@@ -20,12 +20,12 @@ __all__ = ["Containers", "Writes", "leaves", "map_nested", "runs_as_it_is"]
 # ----------------------------------------------------------------- Map over the arguments of an op
 
 
-def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return `value` with `function` applied to everything that is no tuple, list or dict.
+def map_nested(function: Callable[[Any], Any], arguments: Any) -> Any:
+    """Return `arguments` with `function` applied to everything that is no tuple, list or dict.
 
     Args:
         function: Called once per leaf.
-        value: Arguments of an op. Subclasses, such as torch.Size, are leaves.
+        arguments: Arguments of an op. Subclasses, such as torch.Size, are leaves.
 
     Returns:
         The same structure.
@@ -34,32 +34,37 @@ def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
         >>> map_nested(lambda v: v + 1, (1, [2, 3], {"a": 4}))
         (2, [3, 4], {'a': 5})
     """
-    kind = type(value)
+    kind = type(arguments)
     if kind is tuple:
-        return tuple([map_nested(function, v) for v in value])
+        return tuple([map_nested(function, v) for v in arguments])
     if kind is list:
-        return [map_nested(function, v) for v in value]
+        return [map_nested(function, v) for v in arguments]
     if kind is dict:
-        return {k: map_nested(function, v) for k, v in value.items()}
-    return function(value)
+        return {k: map_nested(function, v) for k, v in arguments.items()}
+    return function(arguments)
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Yield everything in `value` that is no tuple, list or dict.
+def leaves(arguments: Any) -> list[Any]:
+    """Return everything in `arguments` that is no tuple, list or dict.
 
     Example:
-        >>> list(leaves((1, [2, {"a": 3}])))
+        >>> leaves((1, [2, {"a": 3}]))
         [1, 2, 3]
     """
-    kind = type(value)
-    if kind is tuple or kind is list:
-        for v in value:
-            yield from leaves(v)
-    elif kind is dict:
-        for v in value.values():
-            yield from leaves(v)
-    else:
-        yield value
+    # A loop and no recursion: every op comes here, and a generator in a generator costs a call
+    # for each leaf and level.
+    plain: list[Any] = []
+    pending = [arguments]
+    while pending:
+        arguments = pending.pop()
+        kind = type(arguments)
+        if kind is tuple or kind is list:
+            pending.extend(reversed(arguments))
+        elif kind is dict:
+            pending.extend(reversed(arguments.values()))
+        else:
+            plain.append(arguments)
+    return plain
 
 
 # --------------------------------------- Dicts and lists among the arguments that a step writes to
@@ -99,15 +104,15 @@ class Writes:
 
     paths: tuple[Path, ...] = ()
 
-    def do(self, given: Any, contents: Sequence[Any]) -> None:
+    def do(self, arguments: Any, contents: Sequence[Any]) -> None:
         """Write to the containers of a call.
 
         Args:
-            given: Its arguments and keyword arguments.
+            arguments: Its arguments and keyword arguments.
             contents: What each container holds from now on, as `Containers.written` returns it.
         """
         # All are looked up before one is changed.
-        stores = [_at(given, path) for path in self.paths]
+        stores = [_at(arguments, path) for path in self.paths]
         for store, new in zip(stores, contents, strict=True):
             _fill(store, new)
 
@@ -123,43 +128,43 @@ class Containers:
     before: list[tuple[Path, Any, Any]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, copies: Any, given: Any) -> Containers:
+    def of(cls, copies: Any, arguments: Any) -> Containers:
         """Take down what the containers among the arguments hold.
 
         Args:
             copies: The arguments and keyword arguments that the step is traced with.
-            given: Those of the call. What is the same object in both is no copy.
+            arguments: Those of the call. What is the same object in both is no copy.
         """
-        made = cls()
+        containers = cls()
         for number in (0, 1):  # The tuple and the dict themselves are nobody's.
             for key, copy in _elements(copies[number]):
-                made._add((number, key), copy, _store(given[number])[key])
-        return made
+                containers._add((number, key), copy, _store(arguments[number])[key])
+        return containers
 
-    def _add(self, path: Path, copy: Any, own: Any) -> None:
-        store = None if copy is own else _store(copy)
+    def _add(self, path: Path, copy: Any, original: Any) -> None:
+        store = None if copy is original else _store(copy)
         if store is None:
             return
         if not isinstance(store, tuple):
             self.before.append((path, store, _copied(store)))
         for key, element in _elements(store):
-            self._add((*path, key), element, _store(own)[key])
+            self._add((*path, key), element, _store(original)[key])
 
     def written(self) -> tuple[Writes, list[Any]]:
         """Return the containers that hold something else now, and what they hold."""
-        pairs = [(path, _changed(now, before)) for path, now, before in self.before]
-        found = [(path, new) for path, new in pairs if new is not None]
-        return Writes(tuple(path for path, _ in found)), [new for _, new in found]
+        pairs = [(path, _changed(store, elements)) for path, store, elements in self.before]
+        writes = [(path, new) for path, new in pairs if new is not None]
+        return Writes(tuple(path for path, _ in writes)), [new for _, new in writes]
 
 
-def _store(value: Any) -> Any:
+def _store(container: Any) -> Any:
     """Return what holds the elements of a container; None where it is none."""
-    if isinstance(value, dict | list | deque | tuple):
-        return value
-    if isinstance(value, UserDict):
-        return value.data
-    is_object = is_dataclass(value) and not isinstance(value, type)
-    return getattr(value, "__dict__", None) if is_object else None
+    if isinstance(container, dict | list | deque | tuple):
+        return container
+    if isinstance(container, UserDict):
+        return container.data
+    is_object = is_dataclass(container) and not isinstance(container, type)
+    return getattr(container, "__dict__", None) if is_object else None
 
 
 def _copied(store: Any) -> Any:
@@ -170,31 +175,36 @@ def _elements(store: Any) -> Iterator[tuple[Any, Any]]:
     yield from list(store.items() if isinstance(store, dict) else enumerate(store))
 
 
-def _at(value: Any, path: Path) -> Any:
+def _at(container: Any, path: Path) -> Any:
     for key in path:
-        value = _store(value)[key]
-    return _store(value)
+        container = _store(container)[key]
+    return _store(container)
 
 
-def _changed(now: Any, before: Any) -> Any:
+def _changed(store: Any, elements: Any) -> Any:
     """Return the new contents of a container, None where they are the old ones."""
-    keys = [key for key, _ in _elements(now)]
-    if keys == [key for key, _ in _elements(before)] and all(now[k] is before[k] for k in keys):
+    keys = [key for key, _ in _elements(store)]
+    if keys == [key for key, _ in _elements(elements)] and all(
+        store[k] is elements[k] for k in keys
+    ):
         return None
-    if isinstance(now, dict):
-        return {k: _Kept(k) if k in before and before[k] is v else v for k, v in now.items()}
-    places = {id(each): place for place, each in enumerate(before)}
-    return [_Kept(places[id(each)]) if id(each) in places else each for each in now]
+    if isinstance(store, dict):
+        return {k: _Kept(k) if k in elements and elements[k] is v else v for k, v in store.items()}
+    places = {id(element): place for place, element in enumerate(elements)}
+    return [_Kept(places[id(element)]) if id(element) in places else element for element in store]
 
 
 def _fill(store: Any, new: Any) -> None:
     old = _copied(store)
-    made = [(k, old[each.key] if isinstance(each, _Kept) else each) for k, each in _elements(new)]
+    contents = [
+        (k, old[element.key] if isinstance(element, _Kept) else element)
+        for k, element in _elements(new)
+    ]
     store.clear()
     if isinstance(store, dict):
-        store.update(made)
+        store.update(contents)
     else:
-        store.extend(each for _, each in made)
+        store.extend(element for _, element in contents)
 
 
 # ------------------------------------------------ Keep torch.compile out of the code that runs ops
@@ -218,11 +228,11 @@ def runs_as_it_is(kind: Kind) -> Kind:
     Returns:
         The same class.
     """
-    for value in vars(kind).values():
-        if isinstance(value, property):
-            functions = [value.fget, value.fset]
+    for member in vars(kind).values():
+        if isinstance(member, property):
+            functions = [member.fget, member.fset]
         else:
-            functions = [getattr(value, "__func__", value)]
+            functions = [getattr(member, "__func__", member)]
         for function in functions:
             if isinstance(function, FunctionType):
                 eval_frame.set_code_exec_strategy(function.__code__, _STRATEGY)

@@ -58,24 +58,24 @@ __all__ = [
 CACHE_VARIABLE = "XLA_DTENSOR_COMPILE_CACHE"
 
 
-def cache_folder(asked: str | os.PathLike[str] | bool | None, *, on_cpu: bool) -> Path | None:
+def cache_folder(choice: str | os.PathLike[str] | bool | None, *, on_cpu: bool) -> Path | None:
     """Return the folder for compiled programs; None where they are not to be kept.
 
     Args:
-        asked: The argument `compile_cache`.
+        choice: The argument `compile_cache`.
         on_cpu: Whether the devices are CPUs.
 
     Example:
         >>> cache_folder("/tmp/programs", on_cpu=True).name
         'programs'
     """
-    if asked is None:
-        asked = os.environ.get(CACHE_VARIABLE) or None
-    if asked in (None, "0", "1"):
-        asked = (not on_cpu) if asked is None else asked == "1"
-    if isinstance(asked, bool):
-        return _default_folder() if asked else None
-    return Path(asked).expanduser()  # pyright: ignore[reportArgumentType]
+    if choice is None:
+        choice = os.environ.get(CACHE_VARIABLE) or None
+    if choice in (None, "0", "1"):
+        choice = (not on_cpu) if choice is None else choice == "1"
+    if isinstance(choice, bool):
+        return _default_folder() if choice else None
+    return Path(choice).expanduser()  # pyright: ignore[reportArgumentType]
 
 
 def _default_folder() -> Path:
@@ -162,9 +162,11 @@ def get_runtime(name: str | None = None, **options: Any) -> Runtime:
     """
     global _current
     if _current is not None:
-        return _checked(_current, name, options)
-    chosen = name or os.environ.get(ENVIRONMENT_VARIABLE) or _running_already()
-    _current = _start(chosen or _first_installed(), options)
+        if name is not None or options:
+            _check_same(_current, name, options)
+        return _current
+    name = name or os.environ.get(ENVIRONMENT_VARIABLE) or _running_already()
+    _current = _start(name or _first_installed(), options)
     if "torch_xla" in sys.modules:
         importlib.import_module("xla_dtensor.runtimes.torch_own").put_back()
     return _current
@@ -195,7 +197,7 @@ def compile_only_runtime(topology: Any) -> Any:
     return _current
 
 
-def _checked(running: Runtime, name: str | None, options: dict[str, Any]) -> Runtime:
+def _check_same(running: Runtime, name: str | None, options: dict[str, Any]) -> None:
     if name is not None and name != running.name:
         raise RuntimeSetupError(
             f"Runtime name={name!r} was asked for, but runtime={running.name!r} already runs in "
@@ -209,7 +211,6 @@ def _checked(running: Runtime, name: str | None, options: dict[str, Any]) -> Run
             "runs. Options such as the number of devices are fixed when a runtime starts. Pass "
             "them on the first call of get_runtime, before the first tensor or mesh."
         )
-    return running
 
 
 def _running_already() -> str | None:
@@ -262,10 +263,10 @@ def _start(name: str, options: dict[str, Any]) -> Runtime:
         return getattr(importlib.import_module(entry.module), entry.class_name)(**options)
     registered = _entry_points()
     if name not in registered:
-        known = ", ".join(sorted({*BUILT_IN, *registered}))
+        names = ", ".join(sorted({*BUILT_IN, *registered}))
         raise RuntimeSetupError(
             f"Runtime name={name!r} was asked for, but there is none of that name. Runtimes are "
             f"built in or registered under the entry point group {ENTRY_POINT_GROUP!r}. Pass one "
-            f"of: {known}."
+            f"of: {names}."
         )
     return registered[name].load()(**options)

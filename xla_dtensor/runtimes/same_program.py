@@ -61,7 +61,7 @@ class Store(Protocol):
         """Wait for a text."""
         ...
 
-    def now(self, key: str) -> str | None:
+    def peek(self, key: str) -> str | None:
         """Return a text that is there."""
         ...
 
@@ -105,8 +105,8 @@ class Checks:
     def __init__(self, store: Store, mode: str, patience_seconds: float | None = None) -> None:
         self._store = store
         self.mode = mode
-        said = float(os.environ.get(SECONDS_VARIABLE) or _PATIENCE_SECONDS)
-        self.patience_seconds = said if patience_seconds is None else patience_seconds
+        patience = float(os.environ.get(SECONDS_VARIABLE) or _PATIENCE_SECONDS)
+        self.patience_seconds = patience if patience_seconds is None else patience_seconds
         self._counts: Counter[tuple[int, ...]] = Counter()
         self._agreed: set[tuple[tuple[int, ...], str]] = set()
         self._last = "nothing that is checked"
@@ -137,13 +137,13 @@ class Checks:
             return
         began = time.perf_counter()
         self._counts[members] += 1
-        n, others = self._counts[members], members[1:] if me == members[0] else members[:1]
+        n, processes = self._counts[members], members[1:] if me == members[0] else members[:1]
         mine = {"what": what, "digest": digest, "line": user_line()}
         self._store.put(_key(members, n, me), json.dumps(mine))
-        for other in others:
-            theirs = self._theirs(members, n, other, mine)
+        for process in processes:
+            theirs = self._theirs(members, n, process, mine)
             if theirs["digest"] != digest or theirs["what"] != what:
-                self._refuse(members, n, other, mine, theirs, text)
+                self._refuse(members, n, process, mine, theirs, text)
         if n > 1:
             self._store.drop(_key(members, n - 1, me))
         self._last = _text(mine)
@@ -155,7 +155,7 @@ class Checks:
         digest: str,
         group: Sequence[int],
         text: Callable[[], str],
-        given: Sequence[str] = (),
+        inputs: Sequence[str] = (),
     ) -> None:
         """Compare a program that is about to be compiled, unless the group has agreed on it.
 
@@ -164,62 +164,64 @@ class Checks:
             digest: The program's.
             group: The processes.
             text: Gives the program's text.
-            given: What else has to be equal for the first run, a line each.
+            inputs: What else has to be equal for the first run, a line each.
         """
-        known = tuple(sorted(group)), digest
-        if known not in self._agreed:
-            lines = "\n".join(given)
-            both = hashlib.sha256(f"{digest}{lines}".encode()).hexdigest()
-            self.compare(what, both, group, lambda: f"{lines}\n{text()}")
-            self._agreed.add(known)
+        agreement = tuple(sorted(group)), digest
+        if agreement not in self._agreed:
+            lines = "\n".join(inputs)
+            digest_of_both = hashlib.sha256(f"{digest}{lines}".encode()).hexdigest()
+            self.compare(what, digest_of_both, group, lambda: f"{lines}\n{text()}")
+            self._agreed.add(agreement)
 
     # ------------------------------------------------------------------ the other
 
-    def _theirs(self, members: tuple[int, ...], n: int, other: int, mine: Any) -> Any:
+    def _theirs(self, members: tuple[int, ...], n: int, process: int, mine: Any) -> Any:
         deadline = time.monotonic() + self.patience_seconds
-        while (left := deadline - time.monotonic()) > 0:
-            found = self._store.get(_key(members, n, other), min(left, _SLICE_SECONDS))
-            if found is not None:
-                return json.loads(found)
-            ended = self._store.now(f"{_PREFIX}/ended/{other}")
+        while (seconds_left := deadline - time.monotonic()) > 0:
+            text = self._store.get(_key(members, n, process), min(seconds_left, _SLICE_SECONDS))
+            if text is not None:
+                return json.loads(text)
+            ended = self._store.peek(f"{_PREFIX}/ended/{process}")
             if ended is not None:
                 raise ProgramMismatchError(
-                    f"{self._me()} is about to run {_text(mine)}, but process {other} has ended "
+                    f"{self._me()} is about to run {_text(mine)}, but process {process} has ended "
                     f"its program; its last was {ended}. All processes have to run the same "
                     "programs, as many times. See process "
-                    f"{other}'s log for an error; else give all the same number of steps."
+                    f"{process}'s log for an error; else give all the same number of steps."
                 )
-        before = self._store.now(_key(members, n - 1, other))
-        was = "nothing that is checked" if before is None else _text(json.loads(before))
+        previous = self._store.peek(_key(members, n - 1, process))
+        last = "nothing that is checked" if previous is None else _text(json.loads(previous))
         raise ProgramMismatchError(
-            f"{self._me()} is about to run {_text(mine)}, but process {other} did not come to it "
-            f"in {self.patience_seconds:.3g} s; its last was {was}. All processes have to run the "
+            f"{self._me()} is about to run {_text(mine)}, but process {process} did not come to it "
+            f"in {self.patience_seconds:.3g} s; its last was {last}. All processes have to run the "
             "same programs and to read tensors that are not whole on each alike. Look what that "
             f"one does, or wait longer by {SECONDS_VARIABLE}."
         )
 
-    def _refuse(self, members: Any, n: int, other: int, mine: Any, theirs: Any, text: Any) -> None:
+    def _refuse(
+        self, members: Any, n: int, process: int, mine: Any, theirs: Any, text: Any
+    ) -> None:
         difference = ""
         if mine["what"] == theirs["what"]:
-            difference = self._difference(members, n, other, text) if text is not None else ""
+            difference = self._difference(members, n, process, text) if text is not None else ""
             difference = difference or "What they work on differs. "
-        self._last = f"{_text(mine)}, which process {other} did not run alike"
+        self._last = f"{_text(mine)}, which process {process} did not run alike"
         raise ProgramMismatchError(
-            f"{self._me()} is about to run {_text(mine)}, but process {other} runs "
+            f"{self._me()} is about to run {_text(mine)}, but process {process} runs "
             f"{_text(theirs)}. {difference}All processes have to run the same programs in the "
             "same order, or they wait for each other for ever. Make shapes, arguments and the "
             "order of calls equal in every process."
         )
 
-    def _difference(self, members: Any, n: int, other: int, text: Any) -> str:
+    def _difference(self, members: Any, n: int, process: int, text: Any) -> str:
         """Return the first line that differs; each of the two puts its text."""
         key = f"{_key(members, n, self._store.index)}/text"
         lines = text()[:_LONGEST_TEXT].splitlines()
         self._store.put(key, base64.b64encode(zlib.compress("\n".join(lines).encode())).decode())
-        found = self._store.get(f"{_key(members, n, other)}/text", 10.0)
-        if found is None:
+        packed = self._store.get(f"{_key(members, n, process)}/text", 10.0)
+        if packed is None:
             return ""
-        there = zlib.decompress(base64.b64decode(found)).decode().splitlines()
+        there = zlib.decompress(base64.b64decode(packed)).decode().splitlines()
         for here, other_line in zip(lines, there, strict=False):
             if here != other_line:
                 return f"Here: {here.strip()[:300]!r}; there: {other_line.strip()[:300]!r}. "

@@ -76,9 +76,9 @@ _active: ContextVar[Check | None] = ContextVar("xla_dtensor.hosts.preemption", d
 
 
 @contextmanager
-def checking(each: Check | None) -> Iterator[None]:
-    """Let `each` be called with every program before it runs; None switches an outer one off."""
-    token = _active.set(each)
+def checking(checker: Check | None) -> Iterator[None]:
+    """Let `checker` be called with every program before it runs; None switches an outer one off."""
+    token = _active.set(checker)
     try:
         yield
     finally:
@@ -91,9 +91,9 @@ def check(program: Callable[[], ProgramToCheck]) -> None:
     Args:
         program: Makes what is checked; called only then.
     """
-    each = _active.get()
-    if each is not None:
-        each(program())
+    checker = _active.get()
+    if checker is not None:
+        checker(program())
 
 
 # ------------------------------------------------------------------------------------- Module names
@@ -127,7 +127,7 @@ class _Names:
         scope.__enter__()
         self._open.append((name, scope))
 
-    def leave(self, module: torch.nn.Module, args: Any, result: Any) -> None:
+    def leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Close it; a forward hook, called after an exception too."""
         if self._open:
             self._open.pop()[1].__exit__(None, None, None)
@@ -164,13 +164,13 @@ def named_from(models: Iterable[torch.nn.Module]) -> Iterator[None]:
     Args:
         models: The models that paths begin at.
     """
-    before = dict(_paths)
-    _paths.update((id(one), path) for m in models for path, one in m.named_modules() if path)
+    outer = dict(_paths)
+    _paths.update((id(module), path) for m in models for path, module in m.named_modules() if path)
     try:
         yield
     finally:
         _paths.clear()
-        _paths.update(before)
+        _paths.update(outer)
 
 
 @contextlib.contextmanager
@@ -212,9 +212,9 @@ def unpack_state(state: Any) -> int:
         ArgumentTypeError: Not a uint8 tensor of shape (8,).
     """
     if type(state) is not torch.Tensor or (state.dtype, *state.shape) != (torch.uint8, 8):
-        found = f"{state.dtype}{list(state.shape)}" if isinstance(state, torch.Tensor) else state
+        shown = f"{state.dtype}{list(state.shape)}" if isinstance(state, torch.Tensor) else state
         raise ArgumentTypeError(
-            f"A random number generator was given state={found!r} of type={type(state).__name__}. "
+            f"A random number generator was given state={shown!r} of type={type(state).__name__}. "
             "Its state is a plain uint8 tensor of shape (8,), and belongs to one runtime. Pass "
             "what get_rng_state() or get_states() returned."
         )
@@ -246,10 +246,10 @@ class StepClock:
 
     def start(self) -> None:
         """Note that a call begins."""
-        now = self._now()
+        began = self._now()
         if self._before is not None:
-            self._seconds.append(now - self._before)
-        self._before = now
+            self._seconds.append(began - self._before)
+        self._before = began
 
     def interrupt(self) -> None:
         """Leave out the time from this call to the next: it compiles."""
@@ -375,12 +375,12 @@ def trace_settings() -> tuple[tuple[str, Hashable], ...]:
 
 
 def _attention_kernels() -> tuple[bool, ...]:
-    found = torch.backends.cuda
+    backends = torch.backends.cuda
     return (
-        found.flash_sdp_enabled(),
-        found.mem_efficient_sdp_enabled(),
-        found.math_sdp_enabled(),
-        found.cudnn_sdp_enabled(),
+        backends.flash_sdp_enabled(),
+        backends.mem_efficient_sdp_enabled(),
+        backends.math_sdp_enabled(),
+        backends.cudnn_sdp_enabled(),
     )
 
 

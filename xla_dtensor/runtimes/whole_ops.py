@@ -143,11 +143,13 @@ def where_heads_lie(q: Any, k: Any, v: Any) -> str:
     """
     layouts = [_layout(tensor) for tensor in (q, k, v)]
     first = layouts[0]
-    if first is None or any(one is None or one.mesh != first.mesh for one in layouts):
+    if first is None or any(layout is None or layout.mesh != first.mesh for layout in layouts):
         return ""
     dims: list[Any] = [(), (), (), ()]
     for dim in (0, 1):
-        alike = all(one is not None and one.dims[dim] == first.dims[dim] for one in layouts)
+        alike = all(
+            layout is not None and layout.dims[dim] == first.dims[dim] for layout in layouts
+        )
         if alike and all(tensor.shape[dim] % first.num_shards(dim) == 0 for tensor in (q, k, v)):
             dims[dim] = first.dims[dim]
     if not any(dims) and first.mesh.size() > 1:
@@ -181,8 +183,8 @@ _NAMES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _bounded(by_tensor: Any, by_number: Any, x: torch.Tensor, other: Any) -> torch.Tensor:
-    return (by_tensor if isinstance(other, torch.Tensor) else by_number)(x, other)
+def _bounded(by_tensor: Any, by_number: Any, x: torch.Tensor, bound: Any) -> torch.Tensor:
+    return (by_tensor if isinstance(bound, torch.Tensor) else by_number)(x, bound)
 
 
 def is_foreach(func: Any) -> bool:
@@ -198,7 +200,7 @@ def writes_to_a_list(func: Any) -> bool:
 
 def num_places(args: Sequence[Any]) -> int:
     """Return how long the lists are that a foreach op is given; its first argument may be none."""
-    return next(len(value) for value in args if isinstance(value, (list, tuple)))
+    return next(len(argument) for argument in args if isinstance(argument, (list, tuple)))
 
 
 def run_foreach(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -220,8 +222,8 @@ def run_foreach(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
     if isinstance(values, torch.Tensor):
         kwargs = {**kwargs, "value": values.tolist()}
 
-    def dealt(value: Any, i: int) -> Any:
-        return value[i] if isinstance(value, (list, tuple)) else value
+    def dealt(argument: Any, i: int) -> Any:
+        return argument[i] if isinstance(argument, (list, tuple)) else argument
 
     keyword = {"scalars": "value", "scalar": "value"} if name in ("addcmul", "addcdiv") else {}
     return [
@@ -412,10 +414,12 @@ def refuse_second(what: str, inputs: Sequence[Any], *gradients: Any) -> Any:
     if not torch.is_grad_enabled():
         return gradients
     places = [i for i, gradient in enumerate(gradients) if gradient is not None]
-    known = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
-    marked = _NoSecond.apply(what, len(known), *known, *(gradients[i] for i in places))
+    differentiable = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+    refusing = _NoSecond.apply(
+        what, len(differentiable), *differentiable, *(gradients[i] for i in places)
+    )
     results = [None] * len(gradients)
-    for i, gradient in zip(places, marked, strict=True):  # pyright: ignore[reportArgumentType]
+    for i, gradient in zip(places, refusing, strict=True):  # pyright: ignore[reportArgumentType]
         results[i] = gradient
     return tuple(results)
 
@@ -498,8 +502,8 @@ def einsum(equation: str, tensors: Sequence[Any], *, path: Any = None) -> Any:
     a, b = a.permute(product.left), b.permute(product.right)
     if product.contracted == a.ndim - 1 > 1:
         # Several of them may be sharded; none are flattened.
-        found: Any = Contract.apply(a.movedim(0, -1), b)
-        return found.permute(product.result)
+        product_of_all: Any = Contract.apply(a.movedim(0, -1), b)
+        return product_of_all.permute(product.result)
     if product.contracted > 1:
         a = a.flatten(-product.contracted)
         b = b.flatten(product.batch, product.batch + product.contracted - 1)
@@ -522,7 +526,7 @@ def _product(equation: str, tensors: Sequence[Any]) -> _Product | None:
     swapped = len(own_b) > 1
     if swapped:
         a, b, own_a, own_b = b, a, own_b, own_a
-    made = [*batch, *own_a, *own_b]
+    letters_of_matmul = [*batch, *own_a, *own_b]
     return _Product(
         swapped=swapped,
         left=tuple(a.index(letter) for letter in (*batch, *own_a, *contracted)),
@@ -530,7 +534,7 @@ def _product(equation: str, tensors: Sequence[Any]) -> _Product | None:
         contracted=len(contracted),
         batch=len(batch),
         broadcast_dims=len(own_a) - 1 if batch else 0,
-        result=tuple(made.index(letter) for letter in out),
+        result=tuple(letters_of_matmul.index(letter) for letter in out),
     )
 
 
@@ -544,7 +548,7 @@ def _terms(equation: str, ndims: Sequence[int]) -> tuple[str, str, str] | None:
     if not comma or "," in b:
         return None
     if "..." in equation:
-        hidden = {ndim - len(each) + 3 for ndim, each in zip(ndims, (a, b), strict=True)}
+        hidden = {ndim - len(term) + 3 for ndim, term in zip(ndims, (a, b), strict=True)}
         if not ("..." in a and "..." in b and len(hidden) == 1):
             return None
         free = [letter for letter in ascii_letters if letter not in equation]
@@ -552,7 +556,7 @@ def _terms(equation: str, ndims: Sequence[int]) -> tuple[str, str, str] | None:
         if not arrow:
             # torch puts an ellipsis first.
             out = spelled + _implied((a + b).replace(".", ""))
-        a, b, out = (each.replace("...", spelled) for each in (a, b, out))
+        a, b, out = (term.replace("...", spelled) for term in (a, b, out))
     elif not arrow:
         out = _implied(a + b)
     return (a, b, out) if (a + b + out).isalpha() else None
@@ -587,11 +591,11 @@ _definitions.define(
 )
 _definitions.define(
     "sdpa_lean(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, "
-    "float? scale, str lies) -> (Tensor, Tensor)"
+    "float? scale, str layout) -> (Tensor, Tensor)"
 )
 _definitions.define(
     "sdpa_lean_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
-    "Tensor output, Tensor log_sum, bool is_causal, float? scale, str lies) "
+    "Tensor output, Tensor log_sum, bool is_causal, float? scale, str layout) "
     "-> (Tensor, Tensor, Tensor)"
 )
 
@@ -649,12 +653,12 @@ def _tensor_split(x: torch.Tensor, places: torch.Tensor, dim: int = 0) -> Any:
 
 def _lstm(*args: Any) -> Any:
     """torch's LSTM of its own ops, not of oneDNN, which reads the memory of CPU tensors."""
-    before = torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+    was_enabled = torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
         return aten.lstm.input.decompose(*args)
     finally:
-        torch._C._set_mkldnn_enabled(before)
+        torch._C._set_mkldnn_enabled(was_enabled)
 
 
 def _one_hot(index: Any, num_classes: int = -1) -> Any:
@@ -810,9 +814,9 @@ def _attention(
 
 def _refusal_of_a_mask_and_causal() -> str | None:
     """Return how torch refuses a mask beside ``is_causal``: 2.15 does, 2.9 takes both on a CPU."""
-    one, mask = torch.ones(1, 1, 1, 1, device="cpu"), torch.ones(1, 1, device="cpu")
+    q, mask = torch.ones(1, 1, 1, 1, device="cpu"), torch.ones(1, 1, device="cpu")
     try:
-        aten.scaled_dot_product_attention.default(one, one, one, mask, is_causal=True)
+        aten.scaled_dot_product_attention.default(q, q, q, mask, is_causal=True)
     except RuntimeError as error:
         return str(error)
     return None
@@ -929,8 +933,8 @@ class Remat:
                 "name, or by a context_fn of torch.utils.checkpoint. Pass 'none', 'full', 'dots', "
                 "'save:NAME', 'offload:NAME' or such a function."
             )
-        kind, colon, rest = value.partition(":")
-        names = tuple(name.strip() for name in rest.split(",") if name.strip())
+        kind, colon, names_text = value.partition(":")
+        names = tuple(name.strip() for name in names_text.split(",") if name.strip())
         if (kind in KINDS and not colon) or (kind in _WITH_NAMES and names):
             return cls(kind, names, text=value)
         raise ScanError(

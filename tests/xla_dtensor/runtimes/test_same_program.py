@@ -37,7 +37,7 @@ class OneStore:
             self.shared.changed.wait_for(lambda: key in self.shared.texts, timeout_seconds)
             return self.shared.texts.get(key)
 
-    def now(self, key: str) -> str | None:
+    def peek(self, key: str) -> str | None:
         return self.shared.texts.get(key)
 
     def drop(self, key: str) -> None:

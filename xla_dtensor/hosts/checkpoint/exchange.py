@@ -29,7 +29,7 @@ class Messages(Protocol):
     index: int
     count: int
 
-    def put_bytes(self, key: str, data: bytes, *, overwrite: bool = True) -> None:
+    def put_bytes(self, key: str, content: bytes, *, overwrite: bool = True) -> None:
         """Leave a message."""
 
     def get_bytes(self, key: str, timeout_seconds: float) -> bytes | None:

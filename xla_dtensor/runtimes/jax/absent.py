@@ -119,20 +119,20 @@ def absent_devices(topology: Topology) -> tuple[Any, ...]:
         )
     topologies: Any = importlib.import_module("jax.experimental.topologies")
     try:
-        found = tuple(topologies.get_topology_desc(name, "tpu", **options).devices)
+        devices = tuple(topologies.get_topology_desc(name, "tpu", **options).devices)
     except Exception as error:  # libtpu's errors have no common type
         raise CompileError(
             f"A program was asked for, for {topology.name}. libtpu refuses {name} with {options}: "
             f"{error}. Pass a slice that exists."
         ) from error
-    ids = {device.id for device in found}
+    ids = {device.id for device in devices}
     if ids != set(topology.device_ids.tolist()):
         raise CompileError(
             f"A program was asked for, for {topology.name}. libtpu lists other devices than were "
             f"expected: {len(ids)}, from {min(ids)} to {max(ids)}. Use the libtpu that this "
             "version was made for."
         )
-    return found
+    return devices
 
 
 # ---------------------------------------------------- A PyTorch step for devices that are not here
@@ -171,29 +171,29 @@ class AbsentRuntime(JaxRuntime):
             What there is to compile, with the names of what it holds.
         """
 
-        def named() -> Traced:
-            made = plan()
-            with named_from(made.models):
-                program = made.step.settled(*made.inputs)
-            tensors = [tensor for tensor in map(inner, made.inputs) if tensor is not None]
+        def trace() -> Traced:
+            training = plan()
+            with named_from(training.models):
+                program = training.step.settled(*training.inputs)
+            tensors = [tensor for tensor in map(inner, training.inputs) if tensor is not None]
             arguments = [tensor._storage for tensor in tensors]
-            return Traced(program, Names(made.models, made.inputs), arguments, root)
+            return Traced(program, Names(training.models, training.inputs), arguments, root)
 
-        return self.abstractly(named)
+        return self.abstractly(trace)
 
     def abstractly(self, build: Callable[[], T]) -> T:
         """Call `build` where tensors have no values, and return what it returns.
 
         What it returns must hold no tensors: their values end with the call.
         """
-        found: list[T] = []
+        built: list[T] = []
 
-        def called() -> None:
-            found.append(build())
+        def run() -> None:
+            built.append(build())
 
         with x64():
-            jax.make_jaxpr(called)()
-        return found[0]
+            jax.make_jaxpr(run)()
+        return built[0]
 
     def put(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         return self._made(tuple(tensor.shape), tensor.dtype, layout)
@@ -245,7 +245,7 @@ class AbsentProgram(Program):
             self.blueprint.program_of(self.blueprint.jaxpr), *self.blueprint.inputs
         )
         results = types[0][self.num_flags :]
-        return self._outputs(jnp.zeros(each.shape, each.dtype) for each in results)
+        return self._outputs(jnp.zeros(output.shape, output.dtype) for output in results)
 
 
 class AbsentStep(JaxCompiledStep):
@@ -268,10 +268,10 @@ class AbsentStep(JaxCompiledStep):
             CompileError: It makes new state on every call.
         """
         for _ in range(_MOST_TRACES):
-            before = self._traces
+            num_traces = self._traces
             self(*args, **kwargs)
             program = self._called()
-            if self._traces == before or program.stale() is None:
+            if self._traces == num_traces or program.stale() is None:
                 assert isinstance(program, AbsentProgram)
                 return program
         raise CompileError(
@@ -292,12 +292,13 @@ class AbsentStep(JaxCompiledStep):
         )
 
     def _lying(self, storage: Storage) -> NamedSharding:
-        lies = storage.lies
-        if not isinstance(lies, NamedSharding) or lies.device_set != self._everywhere.device_set:
-            return self._everywhere
+        sharding = storage.lies
+        everywhere = self._everywhere
+        if not isinstance(sharding, NamedSharding) or sharding.device_set != everywhere.device_set:
+            return everywhere
         # What is left open is XLA's to choose on real devices. Nothing is taken for granted here.
-        closed = (None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in lies.spec)
-        return NamedSharding(lies.mesh, PartitionSpec(*closed))
+        spec = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in sharding.spec]
+        return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
     def _inputs(
         self,
@@ -308,8 +309,8 @@ class AbsentStep(JaxCompiledStep):
         slots: Slots,
     ) -> tuple[Any, ...]:
         everywhere = self._everywhere
-        kept = [jax.ShapeDtypeStruct(c.shape, c.dtype, sharding=everywhere) for c in constants]
-        return super()._inputs(state, read, kept, arguments, slots)
+        shapes = [jax.ShapeDtypeStruct(c.shape, c.dtype, sharding=everywhere) for c in constants]
+        return super()._inputs(state, read, shapes, arguments, slots)
 
     def _held(self, storage: Storage) -> jax.ShapeDtypeStruct:
         shape = padded_shape(storage.shape, storage.sharding)
@@ -321,12 +322,12 @@ class AbsentStep(JaxCompiledStep):
         return self._runtime
 
 
-def _owners(wanted: set[int]) -> dict[int, DTensor]:
+def _owners(storages: set[int]) -> dict[int, DTensor]:
     """The DTensors whose values lie in these storages, by the storage's id."""
     gc.collect()
-    found: dict[int, DTensor] = {}
+    owners: dict[int, DTensor] = {}
     for candidate in live_objects(DTensor):
         tensor = inner(candidate)
-        if tensor is not None and not tensor._steps and id(tensor._storage) in wanted:
-            found[id(tensor._storage)] = candidate
-    return found
+        if tensor is not None and not tensor._steps and id(tensor._storage) in storages:
+            owners[id(tensor._storage)] = candidate
+    return owners

@@ -78,9 +78,9 @@ def visible_gpus() -> list[str]:
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return []
-    said = os.environ.get(_VISIBLE)
-    if said is not None:
-        return [name.strip() for name in said.split(",") if name.strip() not in ("", "-1")]
+    listed = os.environ.get(_VISIBLE)
+    if listed is not None:
+        return [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1")]
     return [str(i) for i in range(len(glob.glob("/proc/driver/nvidia/gpus/*")))]
 
 
@@ -108,8 +108,8 @@ def own_gpus(gpus: Sequence[str], local_index: int, local_count: int) -> list[in
             f"Start one process per GPU or per machine, or set {_VISIBLE} for each, or pass "
             "local_device_ids=."
         )
-    each = len(gpus) // local_count
-    return list(range(local_index * each, (local_index + 1) * each))
+    share = len(gpus) // local_count
+    return list(range(local_index * share, (local_index + 1) * share))
 
 
 def set_memory_fraction(fraction: float | None) -> None:

@@ -109,8 +109,8 @@ def _drawer(kind: str, shape: tuple[int, ...], dtype: Any, sharding: NamedShardi
 def named(tensor: JaxTensor, name: str) -> JaxTensor:
     """Return a tensor of the same values that has a name."""
     with x64():
-        made = Storage(checkpoint_name(tensor.value(), name))
-    return JaxTensor(made, shape=tuple(tensor.shape), stride=tensor.stride(), dtype=tensor.dtype)
+        storage = Storage(checkpoint_name(tensor.value(), name))
+    return JaxTensor(storage, shape=tuple(tensor.shape), stride=tensor.stride(), dtype=tensor.dtype)
 
 
 # --------------------------------------------------------------------------------- The JAX runtime
@@ -256,11 +256,11 @@ class JaxRuntime(Runtime):
         with x64():
             for device_id, shard in shards.items():
                 refuse_host_input(shard, "make a tensor of shards from")
-                data = numpy_from_torch(shard)
-                missing = [(0, t - n) for t, n in zip(tile, data.shape, strict=True)]
-                padded = np.pad(data, missing) if data.ndim else data
+                host = numpy_from_torch(shard)
+                missing = [(0, t - n) for t, n in zip(tile, host.shape, strict=True)]
+                padded = np.pad(host, missing) if host.ndim else host
                 arrays.append(jax.device_put(padded, by_id[device_id]))
-                del shard, data, padded  # `shards` may read the next one while this one waits
+                del shard, host, padded  # `shards` may read the next one while this one waits
             array = jax.make_array_from_single_device_arrays(target, sharding, arrays)
         return JaxTensor(Storage(array, shape, sharding))
 
@@ -288,8 +288,8 @@ class JaxRuntime(Runtime):
         with x64():
             array = payload.placed()
             shards = sorted(array.addressable_shards, key=lambda s: s.device.id)
-            wanted = [s for s in shards if devices is None or s.device.id in devices]
-            return tuple(_trimmed(shard, tuple(payload.shape)) for shard in wanted)
+            selected = [s for s in shards if devices is None or s.device.id in devices]
+            return tuple(_trimmed(shard, tuple(payload.shape)) for shard in selected)
 
     def to_host(self, payload: torch.Tensor) -> torch.Tensor:
         assert isinstance(payload, JaxTensor)
@@ -298,9 +298,9 @@ class JaxRuntime(Runtime):
     def barrier(self, payloads: Sequence[torch.Tensor]) -> None:
         tensors = [payload for payload in payloads if isinstance(payload, JaxTensor)]
         with x64():
-            values = jax.lax.optimization_barrier([tensor.value() for tensor in tensors])
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.set_value(value)
+            arrays = jax.lax.optimization_barrier([tensor.value() for tensor in tensors])
+            for tensor, array in zip(tensors, arrays, strict=True):
+                tensor.set_value(array)
 
     # ------------------------------------------------------------------ annotations in place
 
@@ -318,8 +318,8 @@ class JaxRuntime(Runtime):
         array = array_before(payload._storage)
         if payload._steps or is_tracer(array):
             return self.annotation(payload)
-        found = read_op_sharding(array, self._roots)
-        return found if found.is_tiled else self.annotation(payload)
+        sharding = read_op_sharding(array, self._roots)
+        return sharding if sharding.is_tiled else self.annotation(payload)
 
     def clear_annotation(self, payload: torch.Tensor) -> None:
         assert isinstance(payload, JaxTensor)
@@ -420,9 +420,11 @@ _ATTRIBUTES = ("coords", "core_on_chip", "slice_index", "process_index", "device
 
 
 def _attributes(device: Any) -> dict[str, Any]:
-    known = {name: getattr(device, name, None) for name in _ATTRIBUTES}
+    attributes = {name: getattr(device, name, None) for name in _ATTRIBUTES}
     name = f"{device.platform.upper()}:{device.id}"
-    return {"name": name} | {key: value for key, value in known.items() if value is not None}
+    return {"name": name} | {
+        key: attribute for key, attribute in attributes.items() if attribute is not None
+    }
 
 
 def _trimmed(shard: Any, shape: tuple[int, ...]) -> AddressableShard:
@@ -431,13 +433,13 @@ def _trimmed(shard: Any, shape: tuple[int, ...]) -> AddressableShard:
         for s, n in zip(shard.index, shape, strict=True)
     ]
     # Through an array of its own: the one that the shards are of would keep what was read.
-    one = jax.make_array_from_single_device_arrays(
+    copy = jax.make_array_from_single_device_arrays(
         shard.data.shape, shard.data.sharding, [shard.data]
     )
-    data = np.asarray(one)
-    kept = data[tuple(slice(0, stop - start) for start, stop in bounds)]
+    tile = np.asarray(copy)
+    logical = tile[tuple(slice(0, stop - start) for start, stop in bounds)]
     index = tuple(slice(start, stop) for start, stop in bounds)
-    return AddressableShard(shard.device.id, index, torch_from_numpy(kept), int(data.nbytes))
+    return AddressableShard(shard.device.id, index, torch_from_numpy(logical), int(tile.nbytes))
 
 
 def _short(ids: Sequence[int]) -> str:
@@ -458,11 +460,11 @@ def _start_jax(num_cpu_devices: int | None) -> dict[str, str]:
     """Start JAX's devices; return the settings that were made, for the doctor."""
     settings: dict[str, str] = {}
     if devices_have_started():
-        found = len(jax.devices())
-        if num_cpu_devices and jax.default_backend() == "cpu" and found != num_cpu_devices:
+        count = len(jax.devices())
+        if num_cpu_devices and jax.default_backend() == "cpu" and count != num_cpu_devices:
             raise RuntimeSetupError(
                 f"num_cpu_devices={num_cpu_devices} was asked for, but JAX already runs with "
-                f"{found} CPU devices. Their number is fixed when JAX makes its first array. Call "
+                f"{count} CPU devices. Their number is fixed when JAX makes its first array. Call "
                 "get_runtime('jax', num_cpu_devices=...) before any use of JAX, or set the "
                 "environment variable XLA_DTENSOR_CPU_DEVICES."
             )
@@ -476,21 +478,21 @@ def _start_jax(num_cpu_devices: int | None) -> dict[str, str]:
     flags = os.environ.get("XLA_FLAGS", "")
     if jax.__version__.startswith(_WRONG_WITH_IT) and _THIRD_FORM not in flags:
         added["XLA_FLAGS"] = f"{flags} --{_THIRD_FORM}=false".strip()
-    before = dict(os.environ)
+    environment = dict(os.environ)
     os.environ.update(added)
     try:
         jax.devices()
     finally:
         for name in added:
             os.environ.pop(name)
-            os.environ.update({name: before[name]} if name in before else {})
-    return settings | {f"{name} while starting": value for name, value in added.items()}
+            os.environ.update({name: environment[name]} if name in environment else {})
+    return settings | {f"{name} while starting": setting for name, setting in added.items()}
 
 
-def _keep_programs(asked: str | os.PathLike[str] | bool | None) -> dict[str, str]:
+def _keep_programs(choice: str | os.PathLike[str] | bool | None) -> dict[str, str]:
     """Let XLA keep what it compiles, unless the user has given JAX a folder of their own."""
     name = "jax_compilation_cache_dir"
-    folder = cache_folder(asked, on_cpu=jax.default_backend() == "cpu")
+    folder = cache_folder(choice, on_cpu=jax.default_backend() == "cpu")
     if folder is None or getattr(jax.config, name):
         return {}
     jax.config.update(name, str(folder))

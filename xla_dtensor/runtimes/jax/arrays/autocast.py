@@ -46,9 +46,9 @@ def register() -> None:
     )
     if _TORCH_XLA not in sys.modules:
         sys.meta_path.insert(0, _BesideTorchXla())
-        others = torch.library.Library("_", "IMPL")
-        others.fallback(torch.library.fallthrough_kernel, "AutocastXLA")
-        _registrations.append(others)
+        fallback = torch.library.Library("_", "IMPL")
+        fallback.fallback(torch.library.fallthrough_kernel, "AutocastXLA")
+        _registrations.append(fallback)
     _register_kernels()
 
 
@@ -60,11 +60,13 @@ def _register_kernels() -> None:
         for name in torch._C._dispatch_get_all_op_names():
             if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCPU"):
                 continue
-            namespace, _, rest = name.partition("::")
-            packet, _, overload = rest.partition(".")
+            namespace, _, qualified = name.partition("::")
+            packet, _, overload = qualified.partition(".")
             if namespace == "aten":
                 op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-                library.impl(rest, functools.partial(_under_autocast_of_cpu, op), "AutocastXLA")
+                library.impl(
+                    qualified, functools.partial(_under_autocast_of_cpu, op), "AutocastXLA"
+                )
 
 
 class _BesideTorchXla(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -99,7 +101,7 @@ class _BesideTorchXla(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _under_autocast_of_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
-    if any(isinstance(value, torch.Tensor) and value.device.type == "xla" for value in args):
+    if any(isinstance(x, torch.Tensor) and x.device.type == "xla" for x in args):
         raise UnsupportedOpError(
             f"The op {op} was called under autocast on a tensor of torch_xla. This process started "
             "the JAX runtime, whose autocast has taken the place of torch_xla's. Use one process "

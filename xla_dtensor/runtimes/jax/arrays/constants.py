@@ -43,11 +43,11 @@ def traced_program(closed: Any, rows: Sequence[Storage], trace: Trace) -> Traced
     num_arguments = len(arguments) - len(rows)
     of_rows = dict(zip(rows, arguments[num_arguments:], strict=True))
     # In the order of their first use: programs must come out alike in every process.
-    used = [storage for storage in trace.captured if storage in trace.taken]
+    used = [storage for storage in trace.captured if storage in trace.captured_rows]
     owner = {id(array): storage for storage, array in trace.captured.items()}
     owners = [owner.get(id(constant)) for constant in values]
     jaxpr = jaxpr.replace(
         invars=[*constants, *(of_rows[storage] for storage in used), *arguments[:num_arguments]]
     )
-    unowned = [value for value, owner in zip(values, owners, strict=True) if owner is None]
+    unowned = [constant for constant, owner in zip(values, owners, strict=True) if owner is None]
     return TracedProgram(jaxpr, [*owners, *used], unowned)

@@ -61,9 +61,9 @@ __all__ = [
 # ------------------------------------------------------------------ Jaxprs
 
 
-def is_jaxpr(value: Any) -> bool:
+def is_jaxpr(term: Any) -> bool:
     """Tell whether a value is a jaxpr, with values for its constants or without."""
-    return isinstance(value, Jaxpr | ClosedJaxpr)
+    return isinstance(term, Jaxpr | ClosedJaxpr)
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
@@ -124,10 +124,10 @@ def partial_evaluation(
         late_results: For each result whether it is wanted late.
         policy: One of ``jax.checkpoint_policies``: says which values are saved.
     """
-    known, staged, _, is_staged, num_saved = partial_eval.partial_eval_jaxpr_custom(
+    early, late, _, is_staged, num_saved = partial_eval.partial_eval_jaxpr_custom(
         jaxpr, list(is_late), [True] * len(is_late), list(late_results), list(late_results), policy
     )
-    return PartialEvaluation(known, staged, is_staged, num_saved)
+    return PartialEvaluation(early, late, is_staged, num_saved)
 
 
 # ------------------------------------------------------------------ values and programs
@@ -164,8 +164,8 @@ def executable_inputs(compiled: Any, count: int) -> list[int]:
             all.
         count: The number of inputs of the function that was compiled.
     """
-    kept = getattr(compiled._executable, "_kept_var_idx", None)
-    return list(range(count)) if kept is None else sorted(kept)
+    positions = getattr(compiled._executable, "_kept_var_idx", None)
+    return list(range(count)) if positions is None else sorted(positions)
 
 
 def through_hlo(module: Any) -> str:
@@ -201,13 +201,13 @@ def frames_of(origin: Any, name: str) -> Iterator[None]:
         name: What the names begin with.
     """
     state = source_info_util._source_info_context
-    before = state.context
+    outer = state.context
     names = source_info_util.new_name_stack(name) + origin.name_stack
-    state.context = before.replace(traceback=origin.traceback, name_stack=names)
+    state.context = outer.replace(traceback=origin.traceback, name_stack=names)
     try:
         yield
     finally:
-        state.context = before
+        state.context = outer
 
 
 def frames_of_equation(equation: Any) -> contextlib.AbstractContextManager[Any]:

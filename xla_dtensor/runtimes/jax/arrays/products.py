@@ -87,10 +87,10 @@ def operations(op: Any) -> Iterator[Any]:
 
 def numbered(module: Any, names: Sequence[str]) -> list[Any]:
     """Return all operations of some names, each marked with its place in the list."""
-    found = [op for op in operations(module) if op.name in names]
-    for number, op in enumerate(found):
+    ops = [op for op in operations(module) if op.name in names]
+    for number, op in enumerate(ops):
         _set_frontend(op, {**_frontend(op), _NUMBER: ir.StringAttr.get(str(number))})
-    return found
+    return ops
 
 
 def number_of(op: Any) -> int | None:
@@ -102,9 +102,11 @@ def number_of(op: Any) -> int | None:
 def unnumber(ops: Sequence[Any]) -> None:
     """Take the numbers away again."""
     for op in ops:
-        rest = {name: value for name, value in _frontend(op).items() if name != _NUMBER}
-        if rest:
-            _set_frontend(op, rest)
+        attributes = {
+            name: attribute for name, attribute in _frontend(op).items() if name != _NUMBER
+        }
+        if attributes:
+            _set_frontend(op, attributes)
         else:
             del op.attributes[_FRONTEND]
 
@@ -160,13 +162,13 @@ def _with_results(call: Any) -> None:
     types = [kind.get_type(i) for i in range(kind.num_types)]
     attributes = {name: call.attributes[name] for name in call.attributes}
     with ir.InsertionPoint(call):
-        made = ir.Operation.create(
+        copy = ir.Operation.create(
             _CALL, results=types, operands=list(call.operands), attributes=attributes
         )
     for use in list(call.result.uses):
         element = use.owner.operation
         number = ir.IntegerAttr(element.attributes["index"]).value
-        element.result.replace_all_uses_with(made.results[number])
+        element.result.replace_all_uses_with(copy.results[number])
         element.erase()
     call.erase()
 
@@ -178,7 +180,7 @@ def _target(custom_call: Any) -> str:
 def _frontend(op: Any) -> dict[str, Any]:
     if _FRONTEND not in op.attributes:
         return {}
-    return {each.name: each.attr for each in ir.DictAttr(op.attributes[_FRONTEND])}
+    return {entry.name: entry.attr for entry in ir.DictAttr(op.attributes[_FRONTEND])}
 
 
 def _set_frontend(op: Any, attributes: dict[str, Any]) -> None:
@@ -200,10 +202,10 @@ class Piece(NamedTuple):
     pre: int
     size: int
 
-    def overlaps(self, other: Piece) -> bool:
-        if self.axis != other.axis:
+    def overlaps(self, piece: Piece) -> bool:
+        if self.axis != piece.axis:
             return False
-        return self.pre < other.pre * other.size and other.pre < self.pre * self.size
+        return self.pre < piece.pre * piece.size and piece.pre < self.pre * self.size
 
 
 @dataclass(frozen=True)
@@ -236,23 +238,25 @@ class Cut:
         used = [place[piece] for dim in self.dims for piece in dim]
         manual = [place[d] for name in self.manual for d in digits[name]]
         copies = [i for i in place.values() if i not in used and i not in manual]
-        moved = grid.transpose([*manual, *used, *copies])[(0,) * len(manual)]
-        return moved.reshape([*(math.prod(p.size for p in dim) for dim in self.dims), -1])
+        ordered = grid.transpose([*manual, *used, *copies])[(0,) * len(manual)]
+        return ordered.reshape([*(math.prod(p.size for p in dim) for dim in self.dims), -1])
 
     def _digits(self, axis: str, size: int) -> list[Piece]:
         """Return the parts that `dims` take an axis in, and those between them."""
-        parts, found, pre = sorted(p for dim in self.dims for p in dim if p.axis == axis), [], 1
+        parts, digits, pre = sorted(p for dim in self.dims for p in dim if p.axis == axis), [], 1
         for part in parts:
             if part.pre > pre:
-                found.append(Piece(axis, pre, part.pre // pre))
-            found.append(part)
+                digits.append(Piece(axis, pre, part.pre // pre))
+            digits.append(part)
             pre = part.pre * part.size
-        return [*found, Piece(axis, pre, size // pre)] if pre < size or not found else found
+        return [*digits, Piece(axis, pre, size // pre)] if pre < size or not digits else digits
 
     def without(self, pieces: Iterable[Piece]) -> Cut:
         """Return the cut without whatever shares a digit with one of `pieces`."""
-        taken = list(pieces)
-        dims = tuple(tuple(p for p in dim if not any(map(p.overlaps, taken))) for dim in self.dims)
+        excluded = list(pieces)
+        dims = tuple(
+            tuple(p for p in dim if not any(map(p.overlaps, excluded))) for dim in self.dims
+        )
         return Cut(self.mesh, dims, self.manual)
 
     def attribute(self) -> Any:
@@ -281,8 +285,8 @@ def num_parts(cuts: Sequence[Cut]) -> int:
         bounds.setdefault(piece.axis, {1}).update((piece.pre, piece.pre * piece.size))
     parts = [
         Piece(axis, pre, end // pre)
-        for axis, found in bounds.items()
-        for pre, end in pairwise(sorted(found))
+        for axis, borders in bounds.items()
+        for pre, end in pairwise(sorted(borders))
     ]
     if any(cut.mesh is not mesh for cut in cuts):
         return len(parts)
@@ -295,13 +299,13 @@ def num_parts(cuts: Sequence[Cut]) -> int:
 def _cut_together(cut: Cut, part: Piece, following: Piece) -> bool:
     """Tell whether neither of two parts cuts a dim, or one does right after the other."""
     for dim in cut.dims:
-        for piece, after in zip(dim, (*dim, None)[1:], strict=True):
+        for piece, next_piece in zip(dim, (*dim, None)[1:], strict=True):
             if not piece.overlaps(part):
                 continue
             if piece.overlaps(following):
                 return True
             ends_alike = piece.pre * piece.size == part.pre * part.size
-            return ends_alike and after is not None and after[:2] == following[:2]
+            return ends_alike and next_piece is not None and next_piece[:2] == following[:2]
     return not any(piece.overlaps(following) for dim in cut.dims for piece in dim)
 
 
@@ -311,7 +315,7 @@ def meshes_of(module: Any) -> dict[str, MeshAxes]:
     Args:
         module: The operation of an MLIR module.
     """
-    found: dict[str, MeshAxes] = {}
+    meshes: dict[str, MeshAxes] = {}
     for op in module.regions[0].blocks[0].operations:
         if op.operation.name == "sdy.mesh":
             name = ir.StringAttr(op.attributes["sym_name"]).value
@@ -319,8 +323,8 @@ def meshes_of(module: Any) -> dict[str, MeshAxes]:
             axes: list[Any] = [sdy.MeshAxisAttr(axis) for axis in mesh.axes]
             sizes = {axis.name: axis.size for axis in axes}
             ids = np.array(list(mesh.device_ids) or range(math.prod(sizes.values())))
-            found[name] = MeshAxes(name, sizes, ids.reshape(list(sizes.values())))
-    return found
+            meshes[name] = MeshAxes(name, sizes, ids.reshape(list(sizes.values())))
+    return meshes
 
 
 def cut_of(value: Any, meshes: Mapping[str, MeshAxes]) -> Cut | None:
@@ -330,10 +334,10 @@ def cut_of(value: Any, meshes: Mapping[str, MeshAxes]) -> Cut | None:
         value: An MLIR value of a ranked tensor type.
         meshes: From :func:`meshes_of`.
     """
-    found = _sharding(value)
-    if found is None:
+    attribute = _sharding(value)
+    if attribute is None:
         return None
-    sharding = sdy.TensorShardingAttr(found)
+    sharding = sdy.TensorShardingAttr(attribute)
     mesh = meshes[ir.FlatSymbolRefAttr(sharding.mesh_or_ref).value]
     manual = _manual_axes(value).intersection(mesh.sizes)
     dims = [sdy.DimensionShardingAttr(dim).axes for dim in sharding.dimension_shardings]
@@ -367,8 +371,8 @@ def _sharding(value: Any) -> Any:
 def _of_function(function: Any, number: int) -> Any:
     if "arg_attrs" not in function.attributes:
         return None
-    given = ir.DictAttr(ir.ArrayAttr(function.attributes["arg_attrs"])[number])
-    return given[_PER_VALUE] if _PER_VALUE in given else None  # noqa: SIM401 - it has no get
+    attributes = ir.DictAttr(ir.ArrayAttr(function.attributes["arg_attrs"])[number])
+    return attributes[_PER_VALUE] if _PER_VALUE in attributes else None  # noqa: SIM401 - it has no get
 
 
 def _at(op: Any, name: str, number: int) -> Any:
@@ -382,13 +386,13 @@ def _manual_axes(value: Any) -> frozenset[str]:
     """Return the axes that are manual where a value is made."""
     of_block = isinstance(value.owner, ir.Block)
     op = value.owner.owner.operation if of_block else value.owner.parent
-    found: set[str] = set()
+    axes: set[str] = set()
     while op is not None:
         if op.name == "sdy.manual_computation":
             manual: Any = sdy.ManualAxesAttr(op.attributes["manual_axes"])
-            found.update(map(str, manual))
+            axes.update(map(str, manual))
         op = op.parent
-    return frozenset(found)
+    return frozenset(axes)
 
 
 # ------------------------------------------------------------------------------------- Product dims
@@ -397,44 +401,47 @@ def _manual_axes(value: Any) -> frozenset[str]:
 
 
 def agreed_cuts(
-    dims: ProductDims, left: Cut, right: Cut, shapes: Sequence[Sequence[int]]
+    dims: ProductDims, lhs: Cut, rhs: Cut, shapes: Sequence[Sequence[int]]
 ) -> tuple[Cut, Cut, Cut]:
     """Return cuts of left, right and result that agree, all on one mesh.
 
     Args:
         dims: What their dims mean.
-        left: How the left factor is cut.
-        right: How the right factor is cut; it is gathered if it is on another mesh.
+        lhs: How the left factor is cut.
+        rhs: How the right factor is cut; it is gathered if it is on another mesh.
         shapes: The sizes of both.
     """
-    of_right = right.dims if right.mesh is left.mesh else ((),) * len(right.dims)
-    factors = Factor(shapes[0], left.dims), Factor(shapes[1], of_right)
-    found = dims.agreed(*factors, size=lambda piece: piece.size, overlaps=Piece.overlaps)
-    one, other, result = (Cut(left.mesh, each, left.manual) for each in found)
-    return one, other, result
+    rhs_dims = rhs.dims if rhs.mesh is lhs.mesh else ((),) * len(rhs.dims)
+    factors = Factor(shapes[0], lhs.dims), Factor(shapes[1], rhs_dims)
+    agreed = dims.agreed(*factors, size=lambda piece: piece.size, overlaps=Piece.overlaps)
+    lhs_cut, rhs_cut, output_cut = (Cut(lhs.mesh, cut_dims, lhs.manual) for cut_dims in agreed)
+    return lhs_cut, rhs_cut, output_cut
 
 
 def dims_of_dot(product: Any) -> ProductDims:
     """Return what the dims of a ``stablehlo.dot_general`` mean."""
     numbers = stablehlo.DotDimensionNumbers(product.attributes["dot_dimension_numbers"])
-    of_left, of_right = numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions
-    left_batch, right_batch = numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions
-    summed = list(zip(of_left, of_right, strict=True))
-    batch = list(zip(left_batch, right_batch, strict=True))
-    rest = [
+    lhs_contracted, rhs_contracted = (
+        numbers.lhs_contracting_dimensions,
+        numbers.rhs_contracting_dimensions,
+    )
+    lhs_batch, rhs_batch = numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions
+    summed = list(zip(lhs_contracted, rhs_contracted, strict=True))
+    batch = list(zip(lhs_batch, rhs_batch, strict=True))
+    free = [
         (number, dim)
         for number, factor in enumerate(product.operands)
         for dim in range(ir.RankedTensorType(factor.type).rank)
         if all(pair[number] != dim for pair in (*summed, *batch))
     ]
-    return ProductDims(summed, batch, [*((0, dim) for dim, _ in batch), *rest])
+    return ProductDims(summed, batch, [*((0, dim) for dim, _ in batch), *free])
 
 
 def dims_of_convolution(product: Any, kernel: Cut) -> ProductDims:
     """Return what the dims of a ``stablehlo.convolution`` mean, whose kernel is cut in a way."""
     numbers = stablehlo.ConvDimensionNumbers(product.attributes["dimension_numbers"])
     summed = [(numbers.input_feature_dimension, numbers.kernel_input_feature_dimension)]
-    result = {
+    output_dims = {
         numbers.output_batch_dimension: (0, numbers.input_batch_dimension),
         numbers.output_feature_dimension: (1, numbers.kernel_output_feature_dimension),
     }
@@ -445,10 +452,10 @@ def dims_of_convolution(product: Any, kernel: Cut) -> ProductDims:
         strict=True,
     )
     for of_input, of_kernel, of_output in spatial:
-        result[of_output] = (0, of_input)
+        output_dims[of_output] = (0, of_input)
         if kernel.dims[of_kernel]:  # a gradient, whose kernel is as large as its input
             summed.append((of_input, of_kernel))
-    return ProductDims(summed, [], [result[dim] for dim in sorted(result)])
+    return ProductDims(summed, [], [output_dims[dim] for dim in sorted(output_dims)])
 
 
 # ------------------------------------------------------------------------------------ Product order
@@ -493,15 +500,15 @@ def keep_product_orders(lowered: Any) -> int:
         if all(mesh.num_axes < MIN_AXES for mesh in meshes.values()):
             return 0
         products = numbered(module, (_DOT, _CONVOLUTION))
-        told: set[int] = set()
-        while found := _concerned(products, propagated(module), meshes):
-            for number, cuts in found.items():
-                if number in told:
+        constrained: set[int] = set()
+        while cuts_by_number := _concerned(products, propagated(module), meshes):
+            for number, cuts in cuts_by_number.items():
+                if number in constrained:
                     raise _not_kept(products[number])
                 _tell(products[number], cuts)
-            told.update(found)
+            constrained.update(cuts_by_number)
         unnumber(products)
-    return len(told)
+    return len(constrained)
 
 
 def _not_kept(product: Any) -> CompileError:
@@ -519,7 +526,7 @@ def _concerned(
 
     One in a function that is called several times is told as the first of its calls needs it.
     """
-    found: dict[int, tuple[Cut, Cut, Cut]] = {}
+    cuts_by_number: dict[int, tuple[Cut, Cut, Cut]] = {}
     for op in operations(propagated_copy):
         number = number_of(op)
         if number is None:
@@ -527,32 +534,32 @@ def _concerned(
         cuts = _cuts_of(op, meshes)
         instead = None if cuts is None else _instead(products[number], cuts)
         if instead is not None:
-            found.setdefault(number, instead)
-    return found
+            cuts_by_number.setdefault(number, instead)
+    return cuts_by_number
 
 
 def _cuts_of(product: Any, meshes: Mapping[str, MeshAxes]) -> tuple[Cut, Cut, Cut] | None:
     """Return how the factors and the result of a product lie; None where nothing says so."""
     values = (*product.operands, product.result)
-    found = [cut_of(value, meshes) for value in values]
-    known = next((cut for cut in found if cut is not None), None)
-    if known is None:
+    cuts = [cut_of(value, meshes) for value in values]
+    known_cut = next((cut for cut in cuts if cut is not None), None)
+    if known_cut is None:
         return None
-    left, right, result = (
-        cut or Cut(known.mesh, ((),) * len(_shape(value)), known.manual)
-        for cut, value in zip(found, values, strict=True)
+    lhs, rhs, output = (
+        cut or Cut(known_cut.mesh, ((),) * len(_shape(value)), known_cut.manual)
+        for cut, value in zip(cuts, values, strict=True)
     )
-    return left, right, result
+    return lhs, rhs, output
 
 
 def _instead(product: Any, cuts: tuple[Cut, Cut, Cut]) -> tuple[Cut, Cut, Cut] | None:
     """Return how a product is to lie instead; None where XLA cannot get it wrong."""
-    left, right, result = cuts
-    dims = dims_of_dot(product) if product.name == _DOT else dims_of_convolution(product, right)
-    tiles = left.tiles(), right.tiles(), result.tiles()
+    lhs, rhs, output = cuts
+    dims = dims_of_dot(product) if product.name == _DOT else dims_of_convolution(product, rhs)
+    tiles = lhs.tiles(), rhs.tiles(), output.tiles()
     if not loses_order(*tiles, *dims, num_parts(cuts)):
         return None
-    return agreed_cuts(dims, left, right, [_shape(factor) for factor in product.operands])
+    return agreed_cuts(dims, lhs, rhs, [_shape(factor) for factor in product.operands])
 
 
 def _shape(value: Any) -> tuple[int, ...]:

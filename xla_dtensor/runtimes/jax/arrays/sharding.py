@@ -14,6 +14,7 @@ that cuts between the prime factors (a (4, 3) mesh against a root of (3, 4)) get
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -57,31 +58,26 @@ def padded_shape(shape: tuple[int, ...], sharding: NamedSharding | None) -> tupl
     """Return `shape` with each dim rounded up to a multiple of its number of tiles."""
     if sharding is None:
         return shape
-    return tuple(
-        -(-size // n) * n for size, n in zip(shape, _tiles(sharding, len(shape)), strict=True)
-    )
+    tiles = _num_tiles(sharding, len(shape))
+    return tuple([-(-size // n) * n for size, n in zip(shape, tiles, strict=True)])
 
 
 @lru_cache(maxsize=4096)
-def _tiles(sharding: NamedSharding, ndim: int) -> tuple[int, ...]:
-    entries = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
-    sizes = sharding.mesh.shape
-
-    def of(entry: Any) -> int:
-        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-            return 1
-        names = (entry,) if isinstance(entry, str) else entry
-        return int(np.prod([sizes[name] for name in names], dtype=np.int64))
-
-    return tuple(of(entry) for entry in entries)
+def _num_tiles(sharding: NamedSharding, ndim: int) -> tuple[int, ...]:
+    tiles = [1] * ndim
+    for dim, entry in enumerate(sharding.spec):
+        if entry is not None and entry is not PartitionSpec.UNCONSTRAINED:
+            axes = (entry,) if isinstance(entry, str) else entry
+            tiles[dim] = math.prod([sharding.mesh.shape[axis] for axis in axes])
+    return tuple(tiles)
 
 
-def padded(value: jax.Array, sharding: NamedSharding | None) -> jax.Array:
-    """Return `value` with zeros behind each dim so that it divides by the tiles."""
-    target = padded_shape(tuple(value.shape), sharding)
-    if target == tuple(value.shape):
-        return value
-    return jnp.pad(value, [(0, t - s) for t, s in zip(target, value.shape, strict=True)])
+def padded(array: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+    """Return `array` with zeros behind each dim so that it divides by the tiles."""
+    target = padded_shape(tuple(array.shape), sharding)
+    if target == tuple(array.shape):
+        return array
+    return jnp.pad(array, [(0, t - s) for t, s in zip(target, array.shape, strict=True)])
 
 
 def unpadded(
@@ -96,15 +92,15 @@ def unpadded(
     """
     if tuple(array.shape) == shape:
         return array
-    result = jax.lax.slice(array, (0,) * len(shape), shape)
-    single = [size == 1 < whole for size, whole in zip(shape, array.shape, strict=True)]
+    logical = jax.lax.slice(array, (0,) * len(shape), shape)
+    single = [size == 1 < padded_size for size, padded_size in zip(shape, array.shape, strict=True)]
     if sharding is None or not any(single) or not isinstance(array, jax.core.Tracer):
-        return result
+        return logical
     # One row lies on one device, and is made whole: Shardy 0.10 and 0.12 end the process where
     # dims behind one that it says to be cut are split by a reshape.
     spec = [None if is_one else PartitionSpec.UNCONSTRAINED for is_one in single]
-    where = NamedSharding(sharding.mesh, PartitionSpec(*spec))
-    return jax.lax.with_sharding_constraint(result, where)
+    constraint = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return jax.lax.with_sharding_constraint(logical, constraint)
 
 
 @lru_cache(maxsize=4096)
@@ -115,47 +111,47 @@ def _placer(sharding: NamedSharding | None) -> Any:
         return jax.jit(lambda x: jnp.array(padded(x, sharding), copy=True), out_shardings=sharding)
 
     def leaving_dims_open(x: jax.Array) -> jax.Array:
-        copied = jnp.array(padded(x, sharding), copy=True)
-        return jax.lax.with_sharding_constraint(copied, sharding)
+        copy = jnp.array(padded(x, sharding), copy=True)
+        return jax.lax.with_sharding_constraint(copy, sharding)
 
     return jax.jit(leaving_dims_open)
 
 
-def place(value: jax.Array, sharding: NamedSharding | None) -> jax.Array:
-    """Return a new array with `value` padded and placed as `sharding` says.
+def place(array: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+    """Return a new array with the values of `array`, padded and placed as `sharding` says.
 
     Works on arrays that span processes, and inside a traced step.
 
     Raises:
         ShardingDroppedError: XLA gave back another sharding than was asked for.
     """
-    if isinstance(value, jax.core.Tracer):
-        value = padded(value, sharding)
-        return value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)
-    if sharding is not None and same_program.checks() is not None and _gathers(value, sharding):
-        _compare_gather(value)
-    result = _placer(sharding)(value)
-    if isinstance(result, jax.core.Tracer):
-        return result  # an older array, used in a traced step: how it will lie is not known yet
+    if isinstance(array, jax.core.Tracer):
+        array = padded(array, sharding)
+        return array if sharding is None else jax.lax.with_sharding_constraint(array, sharding)
+    if sharding is not None and sharding.is_fully_replicated:
+        _compare_gather(array)
+    placed = _placer(sharding)(array)
+    if isinstance(placed, jax.core.Tracer):
+        return placed  # an older array, used in a traced step: how it will lie is not known yet
     if sharding is not None and PartitionSpec.UNCONSTRAINED not in tuple(sharding.spec):
-        check_sharding(result, sharding)
-    return result
+        check_sharding(placed, sharding)
+    return placed
 
 
-def constrained(value: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Return the logical `value`, told to lie as `sharding` says."""
-    return unpadded(place(value, sharding), tuple(value.shape))
+def constrained(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Return the logical `array`, told to lie as `sharding` says."""
+    return unpadded(place(array, sharding), tuple(array.shape))
 
 
-def check_sharding(array: jax.Array, asked: NamedSharding) -> None:
-    """Raise when `array` does not lie as `asked`."""
-    if array.sharding.is_equivalent_to(asked, array.ndim):
+def check_sharding(array: jax.Array, sharding: NamedSharding) -> None:
+    """Raise when `array` does not lie as `sharding` says."""
+    if array.sharding.is_equivalent_to(sharding, array.ndim):
         return
     raise ShardingDroppedError(
-        f"A tensor of shape={tuple(array.shape)} was asked to lie as {asked.spec} on a mesh "
-        f"{dict(asked.mesh.shape)}, but XLA placed it as {array.sharding}. Computing on would cost "
-        "memory and time without a word. Choose a sharding whose tiles divide the padded shape, "
-        "or replicate this dim."
+        f"A tensor of shape={tuple(array.shape)} was asked to lie as {sharding.spec} on a mesh "
+        f"{dict(sharding.mesh.shape)}, but XLA placed it as {array.sharding}. Computing on would "
+        "cost memory and time without a word. Choose a sharding whose tiles divide the padded "
+        "shape, or replicate this dim."
     )
 
 
@@ -166,46 +162,43 @@ def put_host_array(array: np.ndarray[Any, Any], sharding: Any) -> jax.Array:
     target = padded_shape(array.shape, sharding)
 
     def tile(index: Any) -> np.ndarray[Any, Any]:
-        starts = [s.start or 0 for s in index]
-        stops = [t if s.stop is None else s.stop for s, t in zip(index, target, strict=True)]
-        part = array[tuple(slice(a, b) for a, b in zip(starts, stops, strict=True))]
-        missing = [(0, b - a - n) for a, b, n in zip(starts, stops, part.shape, strict=True)]
+        part = array[index]
+        missing = [
+            (0, (size if s.stop is None else s.stop) - (s.start or 0) - n)
+            for s, size, n in zip(index, target, part.shape, strict=True)
+        ]
         # A copy: on CPU, JAX may otherwise keep looking at memory that torch will write to.
-        return np.pad(part, missing) if any(m for _, m in missing) else np.array(part)
+        return np.pad(part, missing) if any(map(any, missing)) else np.array(part)
 
-    result = jax.make_array_from_callback(target, sharding, tile)
-    check_sharding(result, sharding)
-    return result
+    placed = jax.make_array_from_callback(target, sharding, tile)
+    check_sharding(placed, sharding)
+    return placed
 
 
-def host_value(value: jax.Array) -> np.ndarray[Any, Any]:
+def host_value(array: jax.Array) -> np.ndarray[Any, Any]:
     """Return a whole value as a NumPy array, gathering it first when it spans processes."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(array, jax.core.Tracer):
         from xla_dtensor.runtimes.jax.arrays.trace import refuse_read
 
         refuse_read("read on the host")
-    if not value.is_fully_addressable and not value.is_fully_replicated:
-        mesh = value.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
-        _compare_gather(value)
-        value = _placer(NamedSharding(mesh, PartitionSpec()))(value)
-    if not value.is_fully_addressable:
-        value = value.addressable_data(0)
-    return np.asarray(value)
+    if not array.is_fully_addressable and not array.is_fully_replicated:
+        mesh = array.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+        _compare_gather(array)
+        array = _placer(NamedSharding(mesh, PartitionSpec()))(array)
+    if not array.is_fully_addressable:
+        array = array.addressable_data(0)
+    return np.asarray(array)
 
 
-def _gathers(value: jax.Array, sharding: NamedSharding) -> bool:
-    """Tell whether each process is given what only several of them hold together."""
-    spread = not value.is_fully_addressable and not value.is_fully_replicated
-    return spread and sharding.is_fully_replicated
-
-
-def _compare_gather(value: jax.Array) -> None:
-    """Have all processes that hold a part say that they gather it, too."""
-    found = same_program.checks()
-    if found is not None and found.mode != "off":
-        group = {device.process_index for device in value.sharding.device_set}
-        what = f"the gather of a tensor of shape={tuple(value.shape)}"
-        found.compare(what, str(value.dtype), tuple(group))
+def _compare_gather(array: jax.Array) -> None:
+    """Have all processes that hold a part of an array say that they gather it, too."""
+    checks = same_program.checks()
+    if checks is None or checks.mode == "off":
+        return
+    if not array.is_fully_addressable and not array.is_fully_replicated:
+        group = {device.process_index for device in array.sharding.device_set}
+        event = f"the gather of a tensor of shape={tuple(array.shape)}"
+        checks.compare(event, str(array.dtype), tuple(group))
 
 
 # ------------------------------------------------------ OpSharding to JAX's NamedSharding and back
@@ -234,13 +227,19 @@ def named_sharding(
     dims = _dim_digits(op_sharding, ndim, root)
     boundaries = _boundaries(dims, root)
     names = {stride: f"f{i}" for i, stride in enumerate(boundaries[1:])}
-    sizes = tuple(outer // inner for outer, inner in pairwise(boundaries))
-    spec = [
-        PartitionSpec.UNCONSTRAINED
-        if not digits and dim in open_dims and names  # on one device nothing is left to choose
-        else _names_of(digits, boundaries, names)
-        for dim, digits in enumerate(dims)
-    ]
+    sizes = tuple([outer // inner for outer, inner in pairwise(boundaries)])
+    spec: list[Any] = []
+    for dim, digits in enumerate(dims):
+        if not digits and dim in open_dims and names:  # on one device nothing is left to choose
+            spec.append(PartitionSpec.UNCONSTRAINED)
+            continue
+        factors = [
+            names[mark]
+            for size, stride in digits
+            for mark in boundaries[1:]
+            if stride <= mark < stride * size
+        ]
+        spec.append(tuple(factors) or None)
     mesh = _jax_mesh(root, sizes, tuple(names.values()))
     return NamedSharding(mesh, PartitionSpec(*spec))
 
@@ -265,17 +264,17 @@ def _dim_digits(op_sharding: OpSharding, ndim: int, root: Mesh) -> list[list[Dig
 
 def _cut(walk: Iterable[Digit], tile_dims: Sequence[int]) -> list[list[Digit]]:
     """Deal the walk's digits out to the tile dims, splitting a digit at a border between two."""
-    rest = [digit for digit in walk if digit[0] > 1][::-1]
+    pending = [digit for digit in walk if digit[0] > 1][::-1]
     dims: list[list[Digit]] = []
     for tiles in tile_dims:
         digits: list[Digit] = []
         while tiles > 1:
-            size, stride = rest.pop()
-            taken = min(size, tiles)
-            if taken < size:
-                rest.append((size // taken, stride))
-            digits.append((taken, stride * (size // taken)))
-            tiles //= taken
+            size, stride = pending.pop()
+            outer = min(size, tiles)
+            if outer < size:
+                pending.append((size // outer, stride))
+            digits.append((outer, stride * (size // outer)))
+            tiles //= outer
         dims.append(digits)
     return dims
 
@@ -303,18 +302,6 @@ def _prime_boundaries(mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
             size //= factor
             marks.append(marks[-1] * factor)
     return tuple(reversed(marks))
-
-
-def _names_of(
-    digits: Iterable[Digit], boundaries: Sequence[int], names: dict[int, str]
-) -> tuple[str, ...] | None:
-    found = [
-        names[mark]
-        for size, stride in digits
-        for mark in boundaries[1:]
-        if stride <= mark < stride * size
-    ]
-    return tuple(found) or None
 
 
 @lru_cache(maxsize=256)

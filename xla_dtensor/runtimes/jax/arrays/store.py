@@ -38,8 +38,8 @@ class KeyValueStore:
     @classmethod
     def of_job(cls) -> KeyValueStore | None:
         """Return the job's store; None for a process alone."""
-        mine = job()
-        return None if mine is None else cls(mine)
+        joined = job()
+        return None if joined is None else cls(joined)
 
     def put(self, key: str, text: str) -> None:
         """Set a text."""
@@ -49,16 +49,16 @@ class KeyValueStore:
         """Return a text, waiting for it; None if it does not come in time."""
         return self._waited(self._client.blocking_key_value_get, key, timeout_seconds)
 
-    def now(self, key: str) -> str | None:
+    def peek(self, key: str) -> str | None:
         """Return a text that is there; None if it is not."""
         try:
             return self._client.key_value_try_get(key)
         except jax.errors.JaxRuntimeError:
             return None
 
-    def put_bytes(self, key: str, data: bytes, *, overwrite: bool = True) -> None:
+    def put_bytes(self, key: str, content: bytes, *, overwrite: bool = True) -> None:
         """Set bytes, in parts that the service takes."""
-        parts = [data[i : i + _PART_BYTES] for i in range(0, len(data), _PART_BYTES)] or [b""]
+        parts = [content[i : i + _PART_BYTES] for i in range(0, len(content), _PART_BYTES)] or [b""]
         parts[0] = len(parts).to_bytes(4, "little") + parts[0]
         for number, part in reversed(list(enumerate(parts))):  # the head, last: all is there then
             self._client.key_value_set_bytes(f"{key}/{number}", part, allow_overwrite=overwrite)
@@ -70,8 +70,8 @@ class KeyValueStore:
         if head is None:
             return None
         count = int.from_bytes(head[:4], "little")
-        rest = [self._waited(get, f"{key}/{number}", timeout_seconds) for number in range(1, count)]
-        return None if None in rest else b"".join([head[4:], *rest])
+        parts = [self._waited(get, f"{key}/{n}", timeout_seconds) for n in range(1, count)]
+        return None if None in parts else b"".join([head[4:], *parts])
 
     def drop(self, key: str) -> None:
         """Take away what a key holds."""

@@ -43,8 +43,7 @@ __all__ = [
     "Trace",
     "active_trace",
     "array_before",
-    "note_created",
-    "note_read",
+    "array_read",
     "note_write",
     "refuse_read",
     "refuse_write_to_host",
@@ -76,24 +75,24 @@ class Recomputation:
         after: The value that it is not to begin before; None where there is none yet.
     """
 
-    def __init__(self, after: Any) -> None:
-        self._after = after
-        self._own: weakref.WeakSet[Storage] = weakref.WeakSet()
+    def __init__(self, predecessor: Any) -> None:
+        self._predecessor = predecessor
+        self._storages: weakref.WeakSet[Storage] = weakref.WeakSet()
         self._late: dict[int, tuple[Any, Any]] = {}
 
     def adopt(self, storage: Storage) -> None:
         """Note a storage that the recomputation itself makes."""
-        self._own.add(storage)
+        self._storages.add(storage)
 
     def array_of(self, storage: Storage) -> Any:
         """Return the storage's array, behind the barrier unless it is of this recomputation."""
         array = storage.array
-        if storage in self._own or self._after is None:
+        if storage in self._storages or self._predecessor is None:
             return array
         if id(array) not in self._late:
             import jax
 
-            late, _ = jax.lax.optimization_barrier((array, self._after))
+            late, _ = jax.lax.optimization_barrier((array, self._predecessor))
             # The array goes along: while it lives, nothing else has its id.
             self._late[id(array)] = (array, late)
         return self._late[id(array)][1]
@@ -109,11 +108,11 @@ def _recomputing() -> Iterator[None]:
     if trace is None:
         yield
         return
-    before, trace.recomputation = trace.recomputation, Recomputation(trace.latest)
+    outer, trace.recomputation = trace.recomputation, Recomputation(trace.latest)
     try:
         yield
     finally:
-        trace.recomputation = before
+        trace.recomputation = outer
 
 
 @contextlib.contextmanager
@@ -182,7 +181,7 @@ class Sources:
     """Frames and names of a trace's ops, by the number of their autograd node."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Any] = {}
+        self._frames: dict[int, Any] = {}
 
     @contextlib.contextmanager
     def of_op(self) -> Iterator[None]:
@@ -191,11 +190,11 @@ class Sources:
         if node is None:
             # A node takes its number just before its op runs; later ops without a node keep off.
             number = _next_node() - 1
-            if number not in self._known:
-                self._known[number] = frames_here()
+            if number not in self._frames:
+                self._frames[number] = frames_here()
             yield
             return
-        origin = self._known.get(node._sequence_nr())
+        origin = self._frames.get(node._sequence_nr())
         with contextlib.nullcontext() if origin is None else frames_of(origin, "backward"):
             yield
 
@@ -220,10 +219,10 @@ class Trace:
         self._arguments: dict[Storage, None] = {}
         self.arguments: set[int] = set()  # the ids of their tensors
         self._single: weakref.WeakSet[Storage] = weakref.WeakSet()
-        self._given: weakref.WeakKeyDictionary[Storage, tuple[Stack, int, Any]] = (
+        self._row_values: weakref.WeakKeyDictionary[Storage, tuple[Stack, int, Any]] = (
             weakref.WeakKeyDictionary()
         )
-        self.taken: dict[Storage, tuple[Stack, int]] = {}  # those of them that are captured
+        self.captured_rows: dict[Storage, tuple[Stack, int]] = {}  # those of them that are captured
         self._constrained: list[Storage] = []
         self._annotated: weakref.WeakSet[Storage] = weakref.WeakSet()
         self.at_end: list[Callable[[], None]] = []
@@ -236,35 +235,37 @@ class Trace:
         self.recomputation: Recomputation | None = None
         self.sources = Sources()
 
-    def give_rows(self, rows: Sequence[tuple[Storage, Stack, int]], values: Sequence[Any]) -> None:
+    def give_rows(
+        self, rows: Sequence[tuple[Storage, Stack, int]], stand_ins: Sequence[Any]
+    ) -> None:
         """Say what stands in this trace for storages that are rows of a stack, which stays whole.
 
         Args:
             rows: The storages, with their stacks and lanes.
-            values: A value of the trace for each.
+            stand_ins: A value of the trace for each.
         """
-        for (storage, stack, lane), value in zip(rows, values, strict=True):
-            self._given[storage] = (stack, lane, value)
+        for (storage, stack, lane), stand_in in zip(rows, stand_ins, strict=True):
+            self._row_values[storage] = (stack, lane, stand_in)
 
     def capture(self, storage: Storage) -> None:
         """Record that the step depends on `storage`."""
         if storage in self.captured or storage in self._created:
             return
-        given = self._given.get(storage)
-        if given is not None and storage.row == given[:2]:
-            storage.array = given[2]
-            self.taken[storage] = given[:2]
+        row = self._row_values.get(storage)
+        if row is not None and storage.row == row[:2]:
+            storage.array = row[2]
+            self.captured_rows[storage] = row[:2]
         self.captured[storage] = storage.array
 
-    def given_to(self, other: Trace) -> None:
+    def given_to(self, inner: Trace) -> None:
         """Let a trace inside of this one know the rows that this one was given, and the host's."""
-        other._given, other.host = self._given, self.host
+        inner._row_values, inner.host = self._row_values, self.host
 
     def array_before(self, storage: Storage) -> jax.Array | None:
         """Return the array of a storage that is older and was not written to; None for others."""
         if storage not in self.captured or storage in self.state:
             return None
-        row = self.taken.get(storage)
+        row = self.captured_rows.get(storage)
         return self.captured[storage] if row is None else row[0].row(row[1])
 
     def lasting(self) -> list[Storage]:
@@ -274,8 +275,8 @@ class Trace:
 
     def lasting_beyond(self, arguments: Iterable[Any]) -> list[Storage]:
         """Return the lasting storages that are no argument's."""
-        given = {id(tensor._storage) for tensor in arguments if tensor is not None}
-        return [s for s in self.lasting() if id(s) not in given]
+        passed = {id(tensor._storage) for tensor in arguments if tensor is not None}
+        return [s for s in self.lasting() if id(s) not in passed]
 
     def adopt(self, storage: Storage) -> None:
         """Treat `storage` as made by the step."""
@@ -328,8 +329,8 @@ class Trace:
     def undo(self) -> None:
         """Give every captured storage back the array it had before the trace."""
         for storage, array in self.captured.items():
-            if storage in self.taken:
-                stack, lane = self.taken[storage]
+            if storage in self.captured_rows:
+                stack, lane = self.captured_rows[storage]
                 stack.take_back(storage, lane)
             else:
                 storage.array = array
@@ -371,18 +372,6 @@ def refuse_nesting() -> None:
         )
 
 
-def note_created(storage: Storage) -> None:
-    """Report a new storage."""
-    if (trace := active_trace()) is not None:
-        trace.adopt(storage)
-
-
-def note_read(storage: Storage) -> None:
-    """Report that a storage's value was used."""
-    if (trace := active_trace()) is not None:
-        trace.capture(storage)
-
-
 def array_before(storage: Storage) -> Any:
     """Return the array of a storage, as it was before the trace in progress if that only reads it.
 
@@ -394,11 +383,13 @@ def array_before(storage: Storage) -> Any:
 
 
 def array_read(storage: Storage) -> Any:
-    """Return the array that a read of a storage is to see."""
+    """Return the array that a read of a storage sees; the trace in progress captures it."""
     trace = active_trace()
-    if trace is None or trace.recomputation is None:
+    if trace is None:
         return storage.array
-    return trace.recomputation.array_of(storage)
+    trace.capture(storage)
+    recomputation = trace.recomputation
+    return storage.array if recomputation is None else recomputation.array_of(storage)
 
 
 def note_write(storage: Storage) -> None:
@@ -454,8 +445,8 @@ def _user_line() -> str:
     return ""
 
 
-def is_tracer(value: Any) -> bool:
+def is_tracer(array: Any) -> bool:
     """Tell whether a JAX value belongs to a trace in progress."""
     import jax.core
 
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(array, jax.core.Tracer)

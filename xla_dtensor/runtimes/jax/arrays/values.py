@@ -136,15 +136,15 @@ def torch_from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def counted_scan(
-    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, given: Any, *, reverse: bool = False
+    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, rows: Any, *, reverse: bool = False
 ) -> tuple[Any, Any]:
-    """Run `body` over the first dim of `given`.
+    """Run `body` over the first dim of `rows`.
 
     Args:
         body: Called with the carry and one row of each array; returns the next carry, of the same
             shapes and dtypes, and what is to be kept of this turn.
         carry: What the first turn is given.
-        given: A tree of arrays that agree in their first dim, at least one array.
+        rows: A tree of arrays that agree in their first dim, at least one array.
         reverse: Whether to begin with the last row.
 
     Returns:
@@ -155,25 +155,25 @@ def counted_scan(
         >>> before.tolist()
         [0.0, 1.0, 2.0]
     """
-    length = jax.tree.leaves(given)[0].shape[0]
+    length = jax.tree.leaves(rows)[0].shape[0]
     if length == 0:
-        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), given)
-        _, kept = jax.eval_shape(body, carry, first)
-        return carry, jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), kept)
-    kept = _room(lambda: body(carry, jax.tree.map(lambda x: _row(x, 0), given))[1], length)
+        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
+        _, outputs = jax.eval_shape(body, carry, first)
+        return carry, jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), outputs)
+    outputs = _room(lambda: body(carry, jax.tree.map(lambda x: _row(x, 0), rows))[1], length)
 
-    def more(state: Any) -> Any:
+    def has_next(state: Any) -> Any:
         return state[0] < jnp.int32(length)
 
     def turn(state: Any) -> Any:
-        count, carry, kept = state
-        at = jnp.int32(length - 1) - count if reverse else count
-        carry, new = body(carry, jax.tree.map(lambda x: _row(x, at), given))
-        kept = jax.tree.map(lambda all_, one: _with_row(all_, one, at), kept, new)
-        return count + jnp.int32(1), carry, kept
+        count, carry, outputs = state
+        index = jnp.int32(length - 1) - count if reverse else count
+        carry, output = body(carry, jax.tree.map(lambda x: _row(x, index), rows))
+        outputs = jax.tree.map(lambda stack, row: _with_row(stack, row, index), outputs, output)
+        return count + jnp.int32(1), carry, outputs
 
-    _, carry, kept = lax.while_loop(more, turn, (jnp.int32(0), carry, kept))
-    return carry, kept
+    _, carry, outputs = lax.while_loop(has_next, turn, (jnp.int32(0), carry, outputs))
+    return carry, outputs
 
 
 def _room(row: Callable[[], Any], length: int) -> Any:
@@ -235,8 +235,8 @@ def device_count() -> int:
 
 def memory_statistics() -> Mapping[int, Mapping[str, int]]:
     """Return what each device of this process says of its memory; nothing where they do not."""
-    said = {} if _absent else {device.id: device.memory_stats() for device in jax.local_devices()}
-    return {device: dict(told) for device, told in said.items() if told}
+    statistics = {d.id: d.memory_stats() for d in ([] if _absent else jax.local_devices())}
+    return {device: dict(numbers) for device, numbers in statistics.items() if numbers}
 
 
 def platform() -> str:

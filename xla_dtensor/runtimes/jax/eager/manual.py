@@ -118,21 +118,21 @@ def _axes_on(
     region: ManualRegion, mesh: Mesh, root: Mesh
 ) -> tuple[ManualAxes, dict[Axis, tuple[str, ...]]]:
     """Return the region's axes and the names of each axis of `mesh`, a factored `region.mesh`."""
-    every = Layout(mesh, tuple((axis,) for axis in mesh.axis_names))
-    sharding = named_sharding(every.op_sharding(root), root, mesh.ndim)
+    axis_per_dim = Layout(mesh, tuple((axis,) for axis in mesh.axis_names))
+    sharding = named_sharding(axis_per_dim.op_sharding(root), root, mesh.ndim)
     names = dict(zip(mesh.axis_names, map(_tuple_of, sharding.spec), strict=True))
     # A factored mesh has several axes, one after the other, where the region's mesh has one.
     pieces = iter(zip(mesh.axis_names, mesh.mesh_shape, strict=True))
-    whole: dict[Axis, tuple[str, ...]] = {}
+    region_names: dict[Axis, tuple[str, ...]] = {}
     for axis, size in zip(region.mesh.axis_names, region.mesh.mesh_shape, strict=True):
         piece, covered = next(pieces)
-        whole[axis] = names[piece]
+        region_names[axis] = names[piece]
         while covered < size:
             piece, piece_size = next(pieces)
-            whole[axis] += names[piece]
+            region_names[axis] += names[piece]
             covered *= piece_size
     jax_mesh: Any = sharding.mesh
-    return ManualAxes(region, jax_mesh, tuple(whole[axis] for axis in region.axes)), names
+    return ManualAxes(region, jax_mesh, tuple(region_names[axis] for axis in region.axes)), names
 
 
 def _tuple_of(entry: Any) -> tuple[str, ...]:
@@ -212,8 +212,7 @@ def _on_tiles(
         tiles = [
             a.reshape(a.shape[ndim:]) if s else a for a, s in zip(arrays, stacked, strict=True)
         ]
-        result = function(*tiles)
-        return jax.tree.map(lambda r: jnp.expand_dims(r, tuple(range(ndim))), result)
+        return jax.tree.map(lambda x: jnp.expand_dims(x, tuple(range(ndim))), function(*tiles))
 
     return mapped_over(
         axes,
@@ -287,8 +286,9 @@ def leave(manual: JaxTensor, layout: Layout, region: ManualRegion, root: Mesh) -
         )
     with x64():
         array = _crossed(manual.raw(), region, layout, root, False)
-    whole = prod(region.sizes) == root.size()
-    pin = named_sharding(layout.op_sharding(root), root, layout.ndim) if whole else None
+    pin = None
+    if prod(region.sizes) == root.size():
+        pin = named_sharding(layout.op_sharding(root), root, layout.ndim)
     return JaxTensor(Storage(array, sharding=pin))
 
 
@@ -316,8 +316,8 @@ def run(
     Raises:
         ManualRegionError: `manual` is not in the region, or a dim does not divide.
     """
-    known = manual._storage.manual
-    if known is None or known.region != region:
+    region_axes = manual._storage.manual
+    if region_axes is None or region_axes.region != region:
         raise ManualRegionError(
             f"The collective {name!r} over the axes {tuple(axes)} was called on a tensor of shape="
             f"{tuple(manual.shape)} that is not in the manual region over {region.axes}. It has no "
@@ -325,27 +325,28 @@ def run(
         )
     with x64():
         if name == "axis_index":
-            return _axis_index(known, axes)
-        names = tuple(n for axis in axes for n in known.names[region.axes.index(axis)])
-        sizes = tuple(known.mesh.shape[n] for n in names)
-        function = _COLLECTIVES[name](known, names, sizes, manual, **options)
-        key = (name, names, tuple(sorted(options.items()))) if name != "permute" else None
+            return _axis_index(region_axes, axes)
+        names = tuple(n for axis in axes for n in region_axes.names[region.axes.index(axis)])
+        sizes = tuple(region_axes.mesh.shape[n] for n in names)
+        function = _COLLECTIVES[name](region_axes, names, sizes, manual, **options)
         if name == "permute":
             key = (name, names, tuple(tuple(pair) for pair in options["pairs"]))
-        return wrapped(mapped(known, function, [manual.raw()], [True], key), known)
+        else:
+            key = (name, names, tuple(sorted(options.items())))
+        return wrapped(mapped(region_axes, function, [manual.raw()], [True], key), region_axes)
 
 
-def _axis_index(known: ManualAxes, axes: Sequence[Axis]) -> JaxTensor:
-    region = known.region
-    where = [region.axes.index(axis) for axis in axes]
-    flat = np.arange(prod(region.sizes[i] for i in where), dtype=np.int64)
-    index = flat.reshape([region.sizes[i] for i in where])
-    index = index.transpose(np.argsort(where))
-    shape = [size if i in where else 1 for i, size in enumerate(region.sizes)]
+def _axis_index(region_axes: ManualAxes, axes: Sequence[Axis]) -> JaxTensor:
+    region = region_axes.region
+    dims = [region.axes.index(axis) for axis in axes]
+    flat = np.arange(prod(region.sizes[dim] for dim in dims), dtype=np.int64)
+    index = flat.reshape([region.sizes[dim] for dim in dims])
+    index = index.transpose(np.argsort(dims))
+    shape = [size if dim in dims else 1 for dim, size in enumerate(region.sizes)]
     stacked = np.array(np.broadcast_to(index.reshape(shape), region.sizes))
     if active_trace() is not None:
-        return wrapped(jnp.asarray(stacked), known)
-    return wrapped(put_host_array(stacked, NamedSharding(known.mesh, known.spec)), known)
+        return wrapped(jnp.asarray(stacked), region_axes)
+    return wrapped(put_host_array(stacked, stacked_sharding(region_axes)), region_axes)
 
 
 Tile = Callable[[Any], Any]
@@ -364,20 +365,20 @@ def _wide(function: Tile) -> Tile:
 
 
 def _all_reduce(
-    known: ManualAxes, names: tuple[str, ...], sizes: Any, manual: JaxTensor, *, op: str
+    region_axes: ManualAxes, names: tuple[str, ...], sizes: Any, manual: JaxTensor, *, op: str
 ) -> Tile:
     return _wide(lambda x: _REDUCTIONS[op](x, names)) if names else _copied
 
 
 def _all_gather(
-    known: ManualAxes, names: tuple[str, ...], sizes: Any, manual: JaxTensor, *, dim: int
+    region_axes: ManualAxes, names: tuple[str, ...], sizes: Any, manual: JaxTensor, *, dim: int
 ) -> Tile:
     dim %= manual.ndim
     return (lambda x: lax.all_gather(x, names, axis=dim, tiled=True)) if names else _copied
 
 
 def _reduce_scatter(
-    known: ManualAxes, names: tuple[str, ...], sizes: Any, manual: JaxTensor, *, dim: int
+    region_axes: ManualAxes, names: tuple[str, ...], sizes: Any, manual: JaxTensor, *, dim: int
 ) -> Tile:
     dim %= manual.ndim
     _check_divides("reduce_scatter", manual, dim, sizes)
@@ -387,7 +388,7 @@ def _reduce_scatter(
 
 
 def _all_to_all(
-    known: ManualAxes,
+    region_axes: ManualAxes,
     names: tuple[str, ...],
     sizes: Any,
     manual: JaxTensor,
@@ -403,7 +404,7 @@ def _all_to_all(
 
 
 def _permute_tiles(
-    known: ManualAxes,
+    region_axes: ManualAxes,
     names: tuple[str, ...],
     sizes: Sequence[int],
     manual: JaxTensor,
@@ -412,12 +413,12 @@ def _permute_tiles(
 ) -> Tile:
     if not names:
         return _copied if pairs else jnp.zeros_like
-    order = np.argsort([known.mesh.axis_names.index(n) for n in names])
+    order = np.argsort([region_axes.mesh.axis_names.index(n) for n in names])
     in_mesh_order = np.arange(prod(sizes)).reshape([sizes[i] for i in order])
     renumbered = in_mesh_order.transpose(np.argsort(order)).ravel().tolist()
-    moves = [(renumbered[source], renumbered[to]) for source, to in pairs]
+    renumbered_pairs = [(renumbered[source], renumbered[target]) for source, target in pairs]
     ordered = tuple(names[i] for i in order)
-    return lambda x: lax.ppermute(x, ordered, moves)
+    return lambda x: lax.ppermute(x, ordered, renumbered_pairs)
 
 
 def _copied(x: Any) -> Any:
@@ -477,30 +478,31 @@ class _Slot:
 
 
 class _Arguments:
-    """An op's arguments, taken apart into arrays and the rest."""
+    """An op's arguments, taken apart into arrays and all else."""
 
     def __init__(self, func: Any, axes: ManualAxes, args: Any, kwargs: Any) -> None:
         self.arrays: list[Any] = []
         self.stacked: list[bool] = []
         self._func, self._axes = func, axes
         self._floats_vary = func in _FLOATS_VARY and active_trace() is None
-        self.structure = map_nested(self._taken, (tuple(args), dict(kwargs)))
+        self.structure = map_nested(self._slot_of, (tuple(args), dict(kwargs)))
 
     def add(self, array: Any, stacked: bool) -> _Slot:
         self.arrays.append(array)
         self.stacked.append(stacked)
         return _Slot(len(self.arrays) - 1)
 
-    def _taken(self, value: Any) -> Any:
-        if isinstance(value, JaxTensor):
-            if value._storage.manual != self._axes:
-                _refuse_mixing(self._func, self._axes, value)
-            return self.add(value.raw(), True)
-        if isinstance(value, torch.Tensor):
-            stand_in = host_input(value)
-            host = np.array(numpy_from_torch(value)) if stand_in is None else stand_in.value()
+    def _slot_of(self, argument: Any) -> Any:
+        """Return the slot of a tensor, or of a number that varies; anything else as it is."""
+        if isinstance(argument, JaxTensor):
+            if argument._storage.manual != self._axes:
+                _refuse_mixing(self._func, self._axes, argument)
+            return self.add(argument.raw(), True)
+        if isinstance(argument, torch.Tensor):
+            stand_in = host_input(argument)
+            host = np.array(numpy_from_torch(argument)) if stand_in is None else stand_in.value()
             return self.add(host, False)
-        number = unwrap_number(value)
+        number = unwrap_number(argument)
         if isinstance(number, jax.Array) or (isinstance(number, float) and self._floats_vary):
             return self.add(number, False)
         return number
@@ -509,13 +511,13 @@ class _Arguments:
         return map_nested(lambda v: arrays[v.number] if isinstance(v, _Slot) else v, self.structure)
 
 
-def _refuse_mixing(func: Any, axes: ManualAxes, other: JaxTensor) -> NoReturn:
-    what = "global" if other._storage.manual is None else "in another region"
+def _refuse_mixing(func: Any, axes: ManualAxes, tensor: JaxTensor) -> NoReturn:
+    kind = "global" if tensor._storage.manual is None else "in another region"
     raise ManualRegionError(
         f"The op {func} was called on a manual tensor over the axes {axes.region.axes} and on a "
-        f"tensor of shape={tuple(other.shape)} that is {what}. The one has a value per device, the "
-        "other has not. Call enable_manual_sharding on the other one, or disable_manual_sharding "
-        "on this one."
+        f"tensor of shape={tuple(tensor.shape)} that is {kind}. The one has a value per device, "
+        "the other has not. Call enable_manual_sharding on the other one, or "
+        "disable_manual_sharding on this one."
     )
 
 
@@ -560,41 +562,41 @@ def _refuse_values(func: Any) -> NoReturn:
 def _run_lowering(
     axes: ManualAxes, func: Any, lowering: Lowering, args: Any, kwargs: Any, meta: Any
 ) -> Any:
-    given = _Arguments(func, axes, args, kwargs)
+    arguments = _Arguments(func, axes, args, kwargs)
     options = {"meta": meta} if lowering.wants_meta else {}
     draw = None
     if random.draws(lowering):
         ordinal = np.arange(prod(axes.region.sizes)).reshape(axes.region.sizes)
-        draw = (given.add(random.next_key_data(), False), given.add(ordinal, True))
+        draw = (arguments.add(random.next_key_data(), False), arguments.add(ordinal, True))
 
     def on_tile(*arrays: Any) -> Any:
-        tile_args, tile_kwargs = given.filled(arrays)
+        tile_args, tile_kwargs = arguments.filled(arrays)
         if draw is None:
-            result = lowering(*tile_args, **tile_kwargs, **options)
+            outputs = lowering(*tile_args, **tile_kwargs, **options)
         else:
             with random.lent(*(arrays[slot.number] for slot in draw)):
-                result = lowering(*tile_args, **tile_kwargs, **options)
-        return jax.tree.map(jnp.asarray, result)
+                outputs = lowering(*tile_args, **tile_kwargs, **options)
+        return jax.tree.map(jnp.asarray, outputs)
 
     try:
         precision = torch.get_float32_matmul_precision()
-        key = (func, _frozen(given.structure), _frozen(options), precision)
+        key = (func, _frozen(arguments.structure), _frozen(options), precision)
         hash(key)
     except TypeError:
         key = None
-    # The program that is kept holds `given`: its slots and constants, but no arrays.
-    arrays, given.arrays = given.arrays, []
-    return mapped(axes, on_tile, arrays, given.stacked, key)
+    # The program that is kept holds `arguments`: its slots and constants, but no arrays.
+    arrays, arguments.arrays = arguments.arrays, []
+    return mapped(axes, on_tile, arrays, arguments.stacked, key)
 
 
-def _frozen(value: Any) -> Hashable:
+def _frozen(structure: Any) -> Hashable:
     """Return a hashable form in which 1, 1.0 and True differ."""
-    kind = type(value)
+    kind = type(structure)
     if kind in (tuple, list):
-        return (kind, *map(_frozen, value))
+        return (kind, *map(_frozen, structure))
     if kind is dict:
-        return (kind, *((k, _frozen(v)) for k, v in value.items()))
-    return (kind, value.number if kind is _Slot else value)
+        return (kind, *((k, _frozen(v)) for k, v in structure.items()))
+    return (kind, structure.number if kind is _Slot else structure)
 
 
 # ---------------------------------------------------------------------- views and writes
@@ -606,8 +608,8 @@ def keyed(
     """Return a view step of a manual tensor with the key by which its program is kept."""
     if step is None or any(isinstance(v, torch.SymInt) for v in leaves((tuple(args), kwargs))):
         return step
-    rest = _frozen((tuple(args[1:]), dict(kwargs)))
-    return replace(step, key=(func, number, of_tensor(args[0]), rest))
+    options = _frozen((tuple(args[1:]), dict(kwargs)))
+    return replace(step, key=(func, number, of_tensor(args[0]), options))
 
 
 def _key_of_steps(steps: Sequence[ViewStep]) -> Any:
@@ -622,9 +624,9 @@ def read_steps(axes: ManualAxes, steps: Sequence[ViewStep], base: jax.Array) -> 
     return mapped(axes, lambda tile: read_through(steps, tile), [base], [True], key)
 
 
-def write(target: torch.Tensor, result: torch.Tensor) -> None:
-    """Give `target` the values of `result` on each device; at least one of them is manual."""
-    axes = axes_of((target, result))
+def write(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Give `target` the values of `source` on each device; at least one of them is manual."""
+    axes = axes_of((target, source))
     assert axes is not None
     if not isinstance(target, JaxTensor):
         raise ManualRegionError(
@@ -632,17 +634,17 @@ def write(target: torch.Tensor, result: torch.Tensor) -> None:
             f"shape={tuple(target.shape)}. Each device has a value of its own, and the CPU tensor "
             "has room for one. Call disable_manual_sharding first, or write to a manual tensor."
         )
-    given = _Arguments(aten.copy_.default, axes, (target, result), {})
+    arguments = _Arguments(aten.copy_.default, axes, (target, source), {})
     steps, shape, dtype = target._steps, tuple(target.shape), jax_dtype(target.dtype)
     keys = _key_of_steps(steps)
 
     def on_tile(base: Any, new: Any) -> Any:
         return write_through(steps, base, jnp.broadcast_to(in_dtype(new, dtype), shape))
 
-    # `given` holds what the target shows; below its views lies the whole tile.
-    arrays = [target._storage.read(), given.arrays[1]]
+    # `arguments` holds what the target shows; below its views lies the whole tile.
+    arrays = [target._storage.read(), arguments.arrays[1]]
     key = None if keys is None else ("write", keys, shape, dtype)
-    target._storage.write(mapped(axes, on_tile, arrays, given.stacked, key))
+    target._storage.write(mapped(axes, on_tile, arrays, arguments.stacked, key))
 
 
 # ---------------------------------------------------------------------------------------- View ops
@@ -696,9 +698,8 @@ def _permute(x: JaxTensor, meta: Meta, dims: Sequence[int]) -> ViewStep:
 
 def _expand(x: JaxTensor, meta: Meta, *_: Any, **__: Any) -> ViewStep:
     shape = (1,) * (len(meta.shape) - x.ndim) + tuple(x.shape)
-    repeated = tuple(
-        dim for dim, (own, size) in enumerate(zip(shape, meta.shape, strict=True)) if own != size
-    )
+    sizes = zip(shape, meta.shape, strict=True)
+    repeated = [dim for dim, (size, expanded) in enumerate(sizes) if size != expanded]
 
     def write(base: Array, new: Array) -> Array:
         if not repeated:
@@ -779,8 +780,8 @@ def _neg_view(x: JaxTensor, meta: Meta) -> ViewStep:
     return ViewStep(jnp.negative, lambda base, new: -new)
 
 
-def _real_pairs(value: Array) -> Array:
-    return jnp.stack([value.real, value.imag], axis=-1)
+def _real_pairs(numbers: Array) -> Array:
+    return jnp.stack([numbers.real, numbers.imag], axis=-1)
 
 
 def _complex_numbers(pairs: Array) -> Array:
@@ -825,66 +826,63 @@ def view_rule(func: Any) -> Callable[[Any, Sequence[Any], Mapping[str, Any]], An
     """Return the function that runs `func` as a view, or None when it is no view op."""
     if func in _RULES:
         return _run_rule
-    return _run_by_positions if _is_view(func) else None
-
-
-def _is_view(func: Any) -> bool:
-    if func._schema.is_mutable or func._schema.name in ("aten::reshape", "aten::contiguous"):
-        return False
-    first = func._schema.arguments[0] if func._schema.arguments else None
-    returns = func._schema.returns
-    return (
-        first is not None
-        and first.alias_info is not None
-        and bool(returns)
-        and all(r.alias_info is not None for r in returns)
+    schema = func._schema
+    if schema.is_mutable or schema.name in ("aten::reshape", "aten::contiguous"):
+        return None
+    # A view's first argument and its results share memory, and it is no composite of other ops.
+    is_view = (
+        len(schema.arguments) > 0
+        and schema.arguments[0].alias_info is not None
+        and len(schema.returns) > 0
+        and all(output.alias_info is not None for output in schema.returns)
         and func is not aten.view.dtype
         and not torch._C._dispatch_has_kernel_for_dispatch_key(
             func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
         )
     )
+    return _run_by_positions if is_view else None
 
 
 def _run_rule(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    x = args[0]
     meta = output_meta(func, args, kwargs)
     if meta is None:
         raise_torchs_error(func, args, kwargs)
-    return _all_viewed(func, args, kwargs, _RULES[func](x, meta, *args[1:], **kwargs), meta)
+    steps = _RULES[func](args[0], meta, *args[1:], **kwargs)
+    return _views(func, args, kwargs, steps, meta)
 
 
-def _all_viewed(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps: Any, meta: Any
-) -> Any:
-    x, several = args[0], isinstance(steps, list)
-    each, metas = (steps, meta) if several else ([steps], [meta])
+def _views(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps: Any, meta: Any) -> Any:
+    """Return a tensor one step further, or a list of them where `steps` is one."""
+    x, has_list = args[0], isinstance(steps, list)
+    steps, metas = (steps, meta) if has_list else ([steps], [meta])
     if x._storage.manual is not None:
-        each = [keyed(step, func, args, kwargs, i) for i, step in enumerate(each)]
-    views = [_viewed(x, step, m) for step, m in zip(each, metas, strict=True)]
-    return views if several else views[0]
-
-
-def _viewed(x: JaxTensor, step: ViewStep | None, meta: Meta) -> JaxTensor:
-    return JaxTensor(
-        x._storage,
-        x._steps if step is None else (*x._steps, step),
-        shape=meta.shape,
-        stride=meta.stride,
-        storage_offset=meta.storage_offset,
-        dtype=meta.dtype,
-    )
+        steps = [keyed(step, func, args, kwargs, i) for i, step in enumerate(steps)]
+    views = [
+        JaxTensor(
+            x._storage,
+            x._steps if step is None else (*x._steps, step),
+            shape=view.shape,
+            stride=view.stride,
+            storage_offset=view.storage_offset,
+            dtype=view.dtype,
+        )
+        for step, view in zip(steps, metas, strict=True)
+    ]
+    return views if has_list else views[0]
 
 
 def _run_by_positions(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     x = args[0]
     meta = output_meta(func, args, kwargs)
     if func is aten.as_strided.default:
-        found = _strided_positions(x, *args[1:], **kwargs)
+        positions = _strided_positions(x, *args[1:], **kwargs)
     else:
-        found = func(torch.arange(x.numel()).reshape(x.shape), *args[1:], **kwargs)
-    several = isinstance(found, (list, tuple))
-    steps = [_by_positions(f) for f in found] if several else _by_positions(found)
-    return _all_viewed(func, args, kwargs, steps, meta)
+        positions = func(torch.arange(x.numel()).reshape(x.shape), *args[1:], **kwargs)
+    if isinstance(positions, (list, tuple)):
+        steps: Any = [_by_positions(p) for p in positions]
+    else:
+        steps = _by_positions(positions)
+    return _views(func, args, kwargs, steps, meta)
 
 
 def _strided_positions(
@@ -893,8 +891,8 @@ def _strided_positions(
     """Positions in `x` of the elements of ``x.as_strided``, with x laid out as torch believes."""
     start = 0 if storage_offset is None else storage_offset - x.storage_offset()
     last = start + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-    held = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    memory = np.full(held if x.numel() else 0, -1)
+    extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    memory = np.full(extent if x.numel() else 0, -1)
     places = sum(
         np.arange(n).reshape((-1,) + (1,) * (x.ndim - d - 1)) * s
         for d, (n, s) in enumerate(zip(x.shape, x.stride(), strict=True))
@@ -902,21 +900,21 @@ def _strided_positions(
     memory[places] = np.arange(x.numel()).reshape(tuple(x.shape))
     if 0 in size:
         return torch.empty(tuple(size), dtype=torch.int64)
-    found = None
+    positions = None
     if start >= 0 and last < memory.size:
-        found = torch.from_numpy(memory).as_strided(tuple(size), tuple(stride), start)
-    if found is None or bool((found < 0).any()):
+        positions = torch.from_numpy(memory).as_strided(tuple(size), tuple(stride), start)
+    if positions is None or bool((positions < 0).any()):
         raise UnsupportedOpError(
             f"as_strided was called with size={tuple(size)}, stride={tuple(stride)}, "
             f"storage_offset={storage_offset} on a tensor of shape={tuple(x.shape)}, "
             f"stride={x.stride()}. It reaches memory outside that tensor, and a tensor of the JAX "
             "runtime is no memory. Take the view from the tensor that holds those elements."
         )
-    return found
+    return positions
 
 
-def _by_positions(found: torch.Tensor) -> ViewStep:
-    index = found.contiguous().numpy()
+def _by_positions(positions: torch.Tensor) -> ViewStep:
+    index = positions.contiguous().numpy()
     return ViewStep(
         lambda base: base.ravel()[index],
         lambda base, new: base.ravel().at[index].set(new).reshape(base.shape),

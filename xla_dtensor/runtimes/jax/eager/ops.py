@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -76,51 +76,7 @@ if TYPE_CHECKING:
 __all__ = ["JaxProgram", "run_op"]
 
 
-# --------------------------------------------------------------------------------------- Batch norm
-#
-# Batch norms that write their running statistics; ``native_batch_norm`` does so unsaid.
-
 aten = torch.ops.aten
-
-
-def _native_batch_norm(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Any:
-
-    given = [t for t in (running_mean, running_var) if t is not None]
-    if not given:
-        options = (training, momentum, eps)
-        return run_op(aten._native_batch_norm_legit.no_stats, (x, weight, bias, *options), {})
-    # The functional op takes both; one that is missing is not written, whatever it holds.
-    means = given[0] if running_mean is None else running_mean
-    variances = given[0] if running_var is None else running_var
-    *results, new_mean, new_var = run_op(
-        aten._native_batch_norm_legit_functional.default,
-        (x, weight, bias, means, variances, training, momentum, eps),
-        {},
-    )
-    if training:
-        for target, value in ((running_mean, new_mean), (running_var, new_var)):
-            if target is not None:
-                write(target, value)
-    else:  # as torch on the CPU: nothing to save
-        results[1:] = [run_op(aten.new_zeros.default, (x, [0]), {}) for _ in results[1:]]
-    return tuple(results)
-
-
-# Rules that take tensors, as the special ops do.
-RULES = {
-    aten.native_batch_norm.default: _native_batch_norm,
-    aten._native_batch_norm_legit.default: _native_batch_norm,
-}
-
 
 # ----------------------------------------------------------------------------------------- Compared
 #
@@ -161,15 +117,12 @@ def read_once(trace: Trace, func: Any, args: Sequence[Any]) -> None:
     """
     if func in _NORMS and not any(isinstance(n, float) and math.isinf(n) for n in args):
         return
-    for value in args:
-        if isinstance(value, JaxTensor) and trace.owns(value._storage):
-            _settle(value._storage)
-
-
-def _settle(storage: Storage) -> None:
-    array = storage.array
-    if is_tracer(array) and jnp.issubdtype(array.dtype, jnp.inexact):
-        storage.array = lax.optimization_barrier(array)
+    for tensor in args:
+        if not isinstance(tensor, JaxTensor) or not trace.owns(tensor._storage):
+            continue
+        array = tensor._storage.array
+        if is_tracer(array) and jnp.issubdtype(array.dtype, jnp.inexact):
+            tensor._storage.array = lax.optimization_barrier(array)
 
 
 # -------------------------------------------------------- Ops that need tensors rather than arrays
@@ -192,14 +145,14 @@ def _item(x: JaxTensor) -> Any:
     row = row_of(x)
     if row is not None and x.ndim == 0 and not (x.dtype == torch.bool or x.is_complex()):
         return number_of_row(*row)
-    value = x.value()
+    array = x.value()
     trace = active_trace()
     # An older tensor holds an array even now, though it is an input of the program like any other.
-    if is_tracer(value) or (trace is not None and not trace.owns(x._storage)):
+    if is_tracer(array) or (trace is not None and not trace.owns(x._storage)):
         if x.dtype == torch.bool:
             refuse_read("turned into a Python bool")
-        return sym_number(value.reshape(()))
-    return host_value(value).item()
+        return sym_number(array.reshape(()))
+    return host_value(array).item()
 
 
 @_special(aten.is_pinned.default)
@@ -209,21 +162,51 @@ def _is_pinned(x: JaxTensor, device: Any = None) -> bool:
 
 @_special(aten.copy_.default, torch.ops.prims.copy_to.default)
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-
     write(target, source)
     return target
 
 
 @_special(aten._has_same_storage_numel.default)
-def _has_same_storage_numel(x: torch.Tensor, other: torch.Tensor) -> bool:
-    return x.numel() == other.numel()  # forward mode asks whether a tangent may lie as its primal
+def _has_same_storage_numel(primal: torch.Tensor, tangent: torch.Tensor) -> bool:
+    return primal.numel() == tangent.numel()  # forward mode asks whether they may lie alike
 
 
 @_special(aten.eye.m_out)
 def _eye_out(n: int, m: int, *, out: torch.Tensor) -> torch.Tensor:
-
     write(out, torch.eye(n, m, dtype=out.dtype, device="cpu"))
     return out
+
+
+@_special(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
+def _native_batch_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """They write their running statistics; ``native_batch_norm`` does so unsaid by its schema."""
+    options = (training, momentum, eps)
+    if running_mean is None and running_var is None:
+        return run_op(aten._native_batch_norm_legit.no_stats, (x, weight, bias, *options), {})
+    # The functional op takes both; one that is missing is not written, whatever it holds.
+    means = running_var if running_mean is None else running_mean
+    variances = running_mean if running_var is None else running_var
+    *outputs, new_mean, new_var = run_op(
+        aten._native_batch_norm_legit_functional.default,
+        (x, weight, bias, means, variances, *options),
+        {},
+    )
+    if training:
+        for statistic, update in ((running_mean, new_mean), (running_var, new_var)):
+            if statistic is not None:
+                write(statistic, update)
+    else:  # as torch on the CPU: nothing to save
+        outputs[1:] = [run_op(aten.new_zeros.default, (x, [0]), {}) for _ in outputs[1:]]
+    return tuple(outputs)
 
 
 @_special(aten._to_copy.default)
@@ -233,14 +216,13 @@ def _to_copy(
     if device is not None and torch.device(device).type == "meta":
         return torch.empty_strided(x.shape, x.stride(), dtype=dtype or x.dtype, device="meta")
     meta = output_meta(aten._to_copy.default, (x,), {"dtype": dtype, **kwargs})
-    value = jnp.array(in_dtype(x.raw(), jax_dtype(dtype or x.dtype)), copy=True)
-    storage = Storage(value, manual=x._storage.manual)
+    array = jnp.array(in_dtype(x.raw(), jax_dtype(dtype or x.dtype)), copy=True)
+    storage = Storage(array, manual=x._storage.manual)
     return JaxTensor(storage, shape=x.shape, stride=meta.stride, dtype=dtype or x.dtype)
 
 
 @_special(aten.equal.default)
 def _equal(a: JaxTensor, b: JaxTensor) -> bool:
-
     if tuple(a.shape) != tuple(b.shape):
         return False
     same = jnp.all(as_array(a) == as_array(b))
@@ -299,8 +281,8 @@ def _binary_cross_entropy(
     from torch._decomp import decomposition_table
 
     # In a compiled step nobody has looked at its values.
-    right = torch.where((target >= 0) & (target <= 1), target, torch.nan)
-    return decomposition_table[aten.binary_cross_entropy.default](x, right, weight, reduction)
+    target = torch.where((target >= 0) & (target <= 1), target, torch.nan)
+    return decomposition_table[aten.binary_cross_entropy.default](x, target, weight, reduction)
 
 
 def _copy_of(view: Any, *args: Any, **kwargs: Any) -> Any:
@@ -323,8 +305,8 @@ def _view_copy(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
 
 
 @_composed(aten.ldexp.Tensor)
-def _ldexp(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return x * torch.pow(2.0, other)  # torch's decomposition takes the 2.0 for a float32
+def _ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    return x * torch.pow(2.0, exponent)  # torch's decomposition takes the 2.0 for a float32
 
 
 # ------------------------------------------------------------------ strides
@@ -341,12 +323,18 @@ def _as_strided_scatter(
             "beginning of the whole, so that little of what is written is in the part. Leave "
             "storage_offset out, or call it on the whole."
         )
-    result = x.clone()
-    aten.as_strided.default(result, size, stride, storage_offset).copy_(source)
-    return result
+    output = x.clone()
+    aten.as_strided.default(output, size, stride, storage_offset).copy_(source)
+    return output
 
 
-def _resized(x: JaxTensor, size: Sequence[int], memory_format: Any) -> JaxTensor:
+@_special(aten.resize_as_.default)
+def _resize_as_(x: JaxTensor, template: torch.Tensor, *, memory_format: Any = None) -> JaxTensor:
+    return _resize_(x, template.shape, memory_format=memory_format)
+
+
+@_special(aten.resize_.default)
+def _resize_(x: JaxTensor, size: Sequence[int], *, memory_format: Any = None) -> JaxTensor:
     is_plain = memory_format in (None, torch.contiguous_format, torch.preserve_format)
     if prod(size) != x.numel() or not is_plain:
         raise UnsupportedOpError(
@@ -364,21 +352,10 @@ def _resized(x: JaxTensor, size: Sequence[int], memory_format: Any) -> JaxTensor
     return x
 
 
-def _resize_(x: JaxTensor, size: Sequence[int], *, memory_format: Any = None) -> JaxTensor:
-    return _resized(x, size, memory_format)
-
-
-def _resize_as_(x: JaxTensor, template: torch.Tensor, *, memory_format: Any = None) -> JaxTensor:
-    return _resized(x, template.shape, memory_format)
-
-
-SPECIAL[aten.resize_.default] = _resize_
-SPECIAL[aten.resize_as_.default] = _resize_as_
-
-
 # ------------------------------------------------------------------ gradient scaling
 
 
+@_special(aten._amp_foreach_non_finite_check_and_unscale_.default)
 def _check_and_unscale(
     grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
 ) -> None:
@@ -388,8 +365,6 @@ def _check_and_unscale(
     for grad in grads:
         grad.mul_(inv_scale)
 
-
-SPECIAL[aten._amp_foreach_non_finite_check_and_unscale_.default] = _check_and_unscale
 
 # ------------------------------------------------------------------ eval's fast path
 
@@ -426,13 +401,13 @@ def _multi_head_attention(
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(mask, float("-inf"))
     if not need_weights:
-        mixed, weights = F.scaled_dot_product_attention(q, k, v, mask), None
+        heads, weights = F.scaled_dot_product_attention(q, k, v, mask), None
     else:
         scores = q @ k.mT / (embed_dim // num_head) ** 0.5
         weights = (scores if mask is None else scores + mask).softmax(-1)
-        mixed = weights @ v
+        heads = weights @ v
         weights = weights.mean(1) if average_attn_weights else weights
-    return F.linear(mixed.transpose(1, 2).flatten(2), proj_weight, proj_bias), weights
+    return F.linear(heads.transpose(1, 2).flatten(2), proj_weight, proj_bias), weights
 
 
 @_composed(aten._transformer_encoder_layer_fwd.default)
@@ -459,33 +434,32 @@ def _encoder_layer(
     mask_type: int | None = None,
 ) -> Any:
     """What ``nn.TransformerEncoderLayer`` calls in eval, without gradients: the layer as one op."""
-    act = F.gelu if use_gelu else F.relu
+    activation = F.gelu if use_gelu else F.relu
 
-    def attended(x: Any) -> Any:
+    def attention(x: Any) -> Any:
         weights = (qkv_weight, qkv_bias, proj_weight, proj_bias)
         return aten._native_multi_head_attention.default(
             x, x, x, embed_dim, num_heads, *weights, mask, False, True, mask_type
         )[0]
 
-    def fed(x: Any) -> Any:
-        return F.linear(act(F.linear(x, ffn_weight_1, ffn_bias_1)), ffn_weight_2, ffn_bias_2)
+    def mlp(x: Any) -> Any:
+        hidden = activation(F.linear(x, ffn_weight_1, ffn_bias_1))
+        return F.linear(hidden, ffn_weight_2, ffn_bias_2)
 
-    def first(x: Any) -> Any:
+    def norm_1(x: Any) -> Any:
         return F.layer_norm(x, (embed_dim,), norm_weight_1, norm_bias_1, eps)
 
-    def second(x: Any) -> Any:
+    def norm_2(x: Any) -> Any:
         return F.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
 
     if norm_first:
-        x = src + attended(first(src))
-        return x + fed(second(x))
-    x = first(src + attended(src))
-    return second(x + fed(x))
+        x = src + attention(norm_1(src))
+        return x + mlp(norm_2(x))
+    x = norm_1(src + attention(src))
+    return norm_2(x + mlp(x))
 
 
 # --------------------------------------------------- Run one aten op on JaxTensors, below autograd
-
-SPECIAL.update(RULES)
 
 
 def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -505,16 +479,16 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     trace = active_trace()
     if trace is None:
         return _run(func, args, kwargs)
-    given = (args, kwargs) if trace.host is None else admitted(func, args, kwargs)
+    call = (args, kwargs) if trace.host is None else admitted(func, args, kwargs)
     with trace.sources.of_op():
         try:
-            return _run(func, *given)
+            return _run(func, *call)
         except CompileError:
-            known = None if given[0] is args else with_values(func, args, kwargs)
-            if known is None:
+            call_of_values = None if call[0] is args else with_values(func, args, kwargs)
+            if call_of_values is None:
                 raise
             # Their values have to be known: a mask's, on which the shape of the result depends.
-            return _run(func, *known)
+            return _run(func, *call_of_values)
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -547,16 +521,16 @@ def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     meta = output_meta(func, args, kwargs)
     axes = manual.axes_of(args, kwargs)
     if axes is not None:
-        result = manual.run_lowering(axes, func, lowering, args, kwargs, meta)
-        return _wrapped(func, result, meta, axes)
+        arrays = manual.run_lowering(axes, func, lowering, args, kwargs, meta)
+        return _to_tensors(func, arrays, meta, axes)
     array_args, array_kwargs = map_nested(as_array, (tuple(args), dict(kwargs)))
     options = {"meta": meta} if lowering.wants_meta else {}
     try:
-        result = lowering(*array_args, **array_kwargs, **options)
+        arrays = lowering.function(*array_args, **array_kwargs, **options)
     except (TypeError, ValueError, AttributeError):  # JAX's, or a lowering's that wants the meta
         raise_torchs_error(func, args, kwargs)
         raise
-    return _wrapped(func, result, meta)
+    return _to_tensors(func, arrays, meta)
 
 
 def _extremes(func: Any, bound: Bound) -> tuple[float, float] | None:
@@ -587,35 +561,30 @@ def _low_and_high(array: jax.Array, ignored: int | None) -> jax.Array:
     return jnp.stack([jnp.min(low), jnp.max(high)])
 
 
-def as_array(value: Any) -> Any:
+def as_array(argument: Any) -> Any:
     """Return the JAX value of a tensor argument; anything else as it is."""
-    if isinstance(value, JaxTensor):
-        return value.value()
-    if isinstance(value, torch.Tensor):
-        return jnp.asarray(np.array(numpy_from_torch(value)))
-    return unwrap_number(value)
+    if isinstance(argument, JaxTensor):
+        return argument.value()
+    if isinstance(argument, torch.Tensor):
+        return jnp.asarray(np.array(numpy_from_torch(argument)))
+    return unwrap_number(argument)
 
 
-def _wrapped(func: Any, result: Any, meta: Any, axes: manual.ManualAxes | None = None) -> Any:
-    if isinstance(result, (jax.Array, np.ndarray, np.generic)):
-        array = result if isinstance(result, jax.Array) else jnp.asarray(result)
-        return _wrap_one(func, array, meta, axes)
-    if isinstance(result, (tuple, list)):
-        metas = meta if isinstance(meta, (tuple, list)) else [None] * len(result)
-        if len(metas) != len(result):
+def _to_tensors(func: Any, arrays: Any, meta: Any, axes: manual.ManualAxes | None = None) -> Any:
+    """Return a lowering's arrays as tensors of the shapes, strides and dtypes that torch says."""
+    if isinstance(arrays, (tuple, list)):
+        metas = meta if isinstance(meta, (tuple, list)) else [None] * len(arrays)
+        if len(metas) != len(arrays):
             raise UnsupportedOpError(
-                f"The op {func} gave {len(result)} results where torch gives {len(metas)}. Its "
+                f"The op {func} gave {len(arrays)} results where torch gives {len(metas)}. Its "
                 "lowering on the JAX runtime is wrong for these arguments. Please report it with "
                 "the arguments' shapes."
             )
-        wrapped = [_wrapped(func, r, m, axes) for r, m in zip(result, metas, strict=True)]
-        return wrapped if isinstance(result, list) else tuple(wrapped)
-    return result
-
-
-def _wrap_one(
-    func: Any, array: jax.Array, meta: Meta | None, axes: manual.ManualAxes | None
-) -> JaxTensor:
+        tensors = [_to_tensors(func, a, m, axes) for a, m in zip(arrays, metas, strict=True)]
+        return tensors if isinstance(arrays, list) else tuple(tensors)
+    if not isinstance(arrays, (jax.Array, np.ndarray, np.generic)):
+        return arrays
+    array = arrays if isinstance(arrays, jax.Array) else jnp.asarray(arrays)
     shape = tuple(array.shape if axes is None else array.shape[axes.ndim :])
     if not isinstance(meta, Meta):
         return JaxTensor(Storage(array, manual=axes), shape=shape)
@@ -626,8 +595,7 @@ def _wrap_one(
             "arguments' shapes."
         )
     dtype = jax_dtype(meta.dtype)
-    array = array if array.dtype == dtype else array.astype(dtype)
-    storage = Storage(array, manual=axes)
+    storage = Storage(array if array.dtype == dtype else array.astype(dtype), manual=axes)
     return JaxTensor(storage, shape=shape, stride=meta.stride, dtype=meta.dtype)
 
 
@@ -642,13 +610,13 @@ def _decompose(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     if decomposition is not None and func not in _decomposing:
         _decomposing.add(func)
         try:
-            return _all_jax(decomposition(*args, **kwargs), (args, kwargs))
+            return _onto_devices(decomposition(*args, **kwargs), args, kwargs)
         finally:
             _decomposing.discard(func)
     if torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
     ):
-        return _all_jax(func.decompose(*args, **kwargs), (args, kwargs))
+        return _onto_devices(func.decompose(*args, **kwargs), args, kwargs)
     raise UnsupportedOpError(
         f"The op {func} was called on tensors of the JAX runtime. It has no lowering to XLA there. "
         "Write it with other ops, move the tensor to the host with .full_tensor().cpu(), or "
@@ -656,17 +624,17 @@ def _decompose(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     )
 
 
-def _all_jax(result: Any, given: Any) -> Any:
+def _onto_devices(outputs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Put what a decomposition made on the host, such as an empty tensor, into JaxTensors."""
 
-    def made(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or isinstance(value, JaxTensor) or value.is_meta:
-            return value
+    def put(output: Any) -> Any:
+        if not isinstance(output, torch.Tensor) or isinstance(output, JaxTensor) or output.is_meta:
+            return output
         # In a manual region a host tensor is the same on every device, and may stay.
-        in_manual = manual.axes_of(given) is not None
-        return value if in_manual else JaxTensor(Storage(as_array(value)))
+        in_manual = manual.axes_of(args, kwargs) is not None
+        return output if in_manual else JaxTensor(Storage(as_array(output)))
 
-    return map_nested(made, result)
+    return map_nested(put, outputs)
 
 
 def _run_inplace_view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -687,10 +655,7 @@ def _run_inplace_view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    functional, prefix = _functional_variant(func)
-    names = [a.name for a in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    written = written_arguments(func)
+    functional, takes_the_same = _functional_variant(func)
     if functional is None:
         raise UnsupportedOpError(
             f"The op {func} writes to a tensor of the JAX runtime. It has no functional form that "
@@ -700,66 +665,56 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if writes_to_a_list(func):
         write_foreach(functional, args, kwargs, write)
         return None if not func._schema.returns else args[0]
-    if prefix:
-        result = run_op(functional, args, kwargs)
+    by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    targets = [by_name[name] for name in written_arguments(func)]
+    if takes_the_same:
+        outputs = run_op(functional, args, kwargs)
     else:
-        accepted = [a for a in functional._schema.arguments if a.name in given]
-        by_position = [given[a.name] for a in accepted if not a.kwarg_only]
-        result = run_op(
-            functional, by_position, {a.name: given[a.name] for a in accepted if a.kwarg_only}
+        accepted = [a for a in functional._schema.arguments if a.name in by_name]
+        outputs = run_op(
+            functional,
+            [by_name[a.name] for a in accepted if not a.kwarg_only],
+            {a.name: by_name[a.name] for a in accepted if a.kwarg_only},
         )
-    targets = [given[name] for name in written]
-    own = sum(returned.alias_info is None for returned in func._schema.returns)
-    if own:  # batch norm returns its output and writes the running statistics
-        for target, value in zip(targets, result[own:], strict=True):
-            write(target, value)
-        return result[0] if own == 1 else tuple(result[:own])
-    if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
-        _write_all(targets[0], result)
-    else:
-        _write_all(targets, result if isinstance(result, (tuple, list)) else [result])
+    outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    # Batch norm returns its output, and writes the running statistics behind it.
+    num_returned = sum(output.alias_info is None for output in func._schema.returns)
+    is_list = len(targets) == 1 and isinstance(targets[0], (list, tuple))
+    updates = outputs[num_returned:]
+    for target, update in zip(targets[0] if is_list else targets, updates, strict=True):
+        write(target, update)
     if not func._schema.returns:
         return None
-    return targets[0] if len(targets) == 1 else tuple(targets)
+    returned = outputs[:num_returned] or targets
+    return returned[0] if len(returned) == 1 else tuple(returned)
 
 
-def _write_all(targets: Sequence[Any], results: Sequence[Any]) -> None:
-    for target, result in zip(targets, results, strict=True):
-        write(target, result)
-
-
-def write(target: torch.Tensor, result: torch.Tensor) -> None:
-    """Give `target` the values of `result`, cast to its dtype and broadcast to its shape."""
-    if manual.axes_of((target, result)) is not None:
-        manual.write(target, result)
+def write(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Give `target` the values of `source`, cast to its dtype and broadcast to its shape."""
+    if manual.axes_of((target, source)) is not None:
+        manual.write(target, source)
         return
     if not isinstance(target, JaxTensor):
-        if isinstance(result, JaxTensor):
+        if isinstance(source, JaxTensor):
             refuse_write_to_host(target)
-        target.copy_(result.host() if isinstance(result, JaxTensor) else result)
+        target.copy_(source.host() if isinstance(source, JaxTensor) else source)
         return
-    value = in_dtype(jnp.asarray(as_array(result)), jax_dtype(target.dtype))
+    array = in_dtype(jnp.asarray(as_array(source)), jax_dtype(target.dtype))
     shape = tuple(target.shape)
-    if value.shape != shape and np.broadcast_shapes(value.shape, shape) != shape:
+    if array.shape != shape and np.broadcast_shapes(array.shape, shape) != shape:
         raise WriteError(
-            f"A result of shape={value.shape} was to be written to a tensor of shape={shape}. An "
+            f"A result of shape={array.shape} was to be written to a tensor of shape={shape}. An "
             "op in place cannot make its tensor larger. Use the op that returns its result instead."
         )
-    target.set_value(jnp.broadcast_to(value, shape))
+    target.set_value(jnp.broadcast_to(array, shape))
 
 
 _decomposing: set[Any] = set()
-_VARIANTS: dict[Any, tuple[Any, bool]] = {}
 
 
+@cache
 def _functional_variant(func: Any) -> tuple[Any, bool]:
     """Return the functional op of a mutating one, and whether it takes the very same arguments."""
-    if func not in _VARIANTS:
-        _VARIANTS[func] = _look_up_variant(func)
-    return _VARIANTS[func]
-
-
-def _look_up_variant(func: Any) -> tuple[Any, bool]:
     namespace, _, name = func._schema.name.partition("::")
     ops = getattr(torch.ops, namespace)
     if name.startswith("__i"):  # mask &= other
@@ -768,11 +723,9 @@ def _look_up_variant(func: Any) -> tuple[Any, bool]:
         return _overload(ops, (name[:-1], f"{name[:-1]}_functional"), _arguments(func)), True
     if any(returned.alias_info is None for returned in func._schema.returns):
         return _overload(ops, (f"{name}_functional",), _arguments(func)), True
-    kept = [(n, t) for n, t in _arguments(func) if not _is_written(func, n)]
-    found = _overload(ops, (name,), kept)
-    return (
-        (found, False) if found is not None else (_overload(ops, (name,), _arguments(func)), False)
-    )
+    targets = written_arguments(func)
+    inputs = [(n, t) for n, t in _arguments(func) if n not in targets]
+    return _overload(ops, (name,), inputs) or _overload(ops, (name,), _arguments(func)), False
 
 
 def _overload(ops: Any, names: Sequence[str], arguments: Sequence[Any]) -> Any:
@@ -791,13 +744,6 @@ def _overload(ops: Any, names: Sequence[str], arguments: Sequence[Any]) -> Any:
 
 def _arguments(func: Any) -> list[tuple[str, str]]:
     return [(a.name, str(a.type)) for a in func._schema.arguments]
-
-
-def _is_written(func: Any, name: str) -> bool:
-    return any(
-        a.name == name and a.alias_info is not None and a.alias_info.is_write
-        for a in func._schema.arguments
-    )
 
 
 # --------------------------------- A JAX function on each device's tiles, for xla_dtensor.call_jax
@@ -827,32 +773,31 @@ def named_mesh(mesh: Mesh, root: Mesh) -> jax.sharding.Mesh:
         DistributeError: An axis is no single digit of the root's order.
     """
     digits = mesh.digits(root)
-    named: list[tuple[int, int, str]] = []
-    ones: list[str] = []
-    for axis, axis_digits in zip(mesh.axis_names, digits or (), strict=bool(digits)):
-        if len(axis_digits) > 1:
-            _refuse_order(mesh, axis)
-        for size, stride in axis_digits:
-            named.append((stride, size, str(axis)))
-        if not axis_digits:
-            ones.append(str(axis))
     if digits is None:
         _refuse_order(mesh, mesh.axis_names[0])
-    sizes, names, left = [], [], root.size()
-    for stride, size, name in [*sorted(named, reverse=True), (1, 1, "")]:
-        if left > stride * size:
-            sizes.append(left // (stride * size))
+    axes: list[tuple[int, int, str]] = []
+    ones: list[str] = []
+    for axis, axis_digits in zip(mesh.axis_names, digits, strict=True):
+        if len(axis_digits) > 1:
+            _refuse_order(mesh, axis)
+        axes += [(stride, size, str(axis)) for size, stride in axis_digits]
+        if not axis_digits:
+            ones.append(str(axis))
+    sizes, names, outer = [], [], root.size()
+    for stride, size, name in [*sorted(axes, reverse=True), (1, 1, "")]:
+        if outer > stride * size:
+            sizes.append(outer // (stride * size))
             names.append(f"_rest{len(names)}")
         if size > 1:
             sizes.append(size)
             names.append(name)
-        left = stride
+        outer = stride
     by_id = {device.id: device for device in values.devices()}
     devices = np.array([by_id[i] for i in root.device_ids.flat], dtype=object)
     shape = (*sizes, *(1 for _ in ones))
-    every = (*names, *ones)
+    names += ones
     return jax.sharding.Mesh(
-        devices.reshape(shape), every, axis_types=(AxisType.Auto,) * len(every)
+        devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names)
     )
 
 
@@ -898,32 +843,23 @@ class JaxProgram:
     def tiles(self, payloads: Sequence[torch.Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of what `fn` returns on one device."""
 
-        def called(*tiles: Any) -> Any:
-            result = self._call(*tiles)
-            self.gives_one = not isinstance(result, (tuple, list))
-            return (result,) if self.gives_one else tuple(result)
+        def run(*tiles: Any) -> Any:
+            outputs = self._call(*tiles)
+            self.gives_one = not isinstance(outputs, (tuple, list))
+            return (outputs,) if self.gives_one else tuple(outputs)
 
         with x64():
             arrays = [as_array(p) for p in payloads]
             shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
-            found = jax.eval_shape(self._mapped(called, PartitionSpec()), *shapes)
-        return [self._described(tile) for tile in found]
-
-    def _described(self, tile: Any) -> tuple[tuple[int, ...], torch.dtype]:
-        try:
-            return tuple(tile.shape), torch_dtype(tile.dtype)
-        except (AttributeError, KeyError, TypeError):
-            raise UnsupportedOpError(
-                f"A function in call_jax returned {tile!r}. It is no array of a dtype that torch "
-                "has. Return arrays, one or a tuple of them, and convert them with astype."
-            ) from None
+            tiles = jax.eval_shape(self._mapped(run, PartitionSpec()), *shapes)
+        return [_shape_and_dtype(tile) for tile in tiles]
 
     def set_outputs(
         self, layouts: Sequence[Layout], reductions: Sequence[Sequence[tuple[Axis, str]]]
     ) -> None:
         """Say how the outputs lie, and over which axes ("sum" or "avg") each is reduced first."""
         self._out_layouts = tuple(layouts)
-        self._reductions = tuple(tuple((str(a), op) for a, op in each) for each in reductions)
+        self._reductions = tuple(tuple((str(a), op) for a, op in pairs) for pairs in reductions)
 
     # ------------------------------------------------------------------ running
 
@@ -931,36 +867,36 @@ class JaxProgram:
         """Return the outputs."""
         with x64():
             arrays = [as_array(p) for p in payloads]
-            results = (self._whole if active_trace() else self._jitted)(*arrays)
-        return self._wrapped(results)
+            outputs = (self._on_tiles if active_trace() else self._jitted)(*arrays)
+        return self._to_tensors(outputs, self._out_layouts)
 
     def run_for_grad(
-        self, payloads: Sequence[torch.Tensor], wanted: tuple[bool, ...]
+        self, payloads: Sequence[torch.Tensor], needs_grad: tuple[bool, ...]
     ) -> tuple[list[JaxTensor], Any]:
-        """Return the outputs, and what :meth:`gradients` needs; `wanted` says for which inputs."""
+        """Return the outputs, and what :meth:`gradients` needs; of which inputs, `needs_grad`."""
         with x64():
             arrays = [as_array(p) for p in payloads]
-            forward = lambda *given: self._forward(wanted, given)  # noqa: E731
+            forward: Callable[..., Any] = partial(self._forward, needs_grad)
             if not active_trace():
-                if wanted not in self._for_grad:
+                if needs_grad not in self._for_grad:
                     pins = (self._pins(self._out_layouts), None)
-                    self._for_grad[wanted] = jax.jit(forward, out_shardings=pins)
-                forward = self._for_grad[wanted]
-            results, pull = forward(*arrays)
-        return self._wrapped(results), pull
+                    self._for_grad[needs_grad] = jax.jit(forward, out_shardings=pins)
+                forward = self._for_grad[needs_grad]
+            outputs, pull = forward(*arrays)
+        return self._to_tensors(outputs, self._out_layouts), pull
 
     def gradients(
         self,
         pull: Any,
-        wanted: tuple[bool, ...],
+        needs_grad: tuple[bool, ...],
         outputs: Sequence[tuple[tuple[int, ...], torch.dtype]],
         grads: Sequence[torch.Tensor | None],
     ) -> list[JaxTensor | None]:
-        """Return the gradient of each input, None where it is not wanted.
+        """Return the gradient of each input, None where it is not needed.
 
         Args:
             pull: From :meth:`run_for_grad`.
-            wanted: As it was given there.
+            needs_grad: As there.
             outputs: Global shape and torch dtype of each output.
             grads: The gradient of each output; None is zero.
         """
@@ -972,16 +908,16 @@ class JaxProgram:
                 for (shape, dtype), grad in zip(outputs, grads, strict=True)
                 if dtype.is_floating_point or dtype.is_complex
             )
-            layouts = [layout for layout, w in zip(self._in_layouts, wanted, strict=True) if w]
+            layouts = [layout for layout, n in zip(self._in_layouts, needs_grad, strict=True) if n]
             if active_trace():
-                found = pull(cotangents)
+                arrays = pull(cotangents)
             else:
-                if wanted not in self._pulls:
+                if needs_grad not in self._pulls:
                     pins = self._pins(layouts)
-                    self._pulls[wanted] = jax.jit(lambda p, c: p(c), out_shardings=pins)
-                found = self._pulls[wanted](pull, cotangents)
-        made = iter(self._wrapped(found, layouts))
-        return [next(made) if w else None for w in wanted]
+                    self._pulls[needs_grad] = jax.jit(lambda p, c: p(c), out_shardings=pins)
+                arrays = self._pulls[needs_grad](pull, cotangents)
+        tensors = iter(self._to_tensors(arrays, layouts))
+        return [next(tensors) if n else None for n in needs_grad]
 
     # ------------------------------------------------------------------ the function for JAX
 
@@ -999,28 +935,27 @@ class JaxProgram:
         )
 
     @cached_property
-    def _whole(self) -> Callable[..., Any]:
-        def called(*tiles: Any) -> Any:
-            result = self._call(*tiles)
-            outputs = (result,) if self.gives_one else result
-            return tuple(map(_reduced, outputs, self._reductions))
+    def _on_tiles(self) -> Callable[..., Any]:
+        def run(*tiles: Any) -> Any:
+            outputs = self._call(*tiles)
+            return tuple(map(_reduce, (outputs,) if self.gives_one else outputs, self._reductions))
 
-        return self._mapped(called, tuple(map(_partition_spec, self._out_layouts)))
+        return self._mapped(run, tuple(map(_partition_spec, self._out_layouts)))
 
     @cached_property
     def _jitted(self) -> Callable[..., Any]:
-        return jax.jit(self._whole, out_shardings=self._pins(self._out_layouts))
+        return jax.jit(self._on_tiles, out_shardings=self._pins(self._out_layouts))
 
-    def _forward(self, wanted: tuple[bool, ...], arrays: Sequence[Any]) -> Any:
-        def of_wanted(*some: Any) -> Any:
-            given = iter(some)
-            merged = [next(given) if w else a for w, a in zip(wanted, arrays, strict=True)]
-            outputs = self._whole(*merged)
+    def _forward(self, needs_grad: tuple[bool, ...], *arrays: Any) -> Any:
+        def run(*differentiated: Any) -> Any:
+            pending = iter(differentiated)
+            inputs = [next(pending) if n else a for n, a in zip(needs_grad, arrays, strict=True)]
+            outputs = self._on_tiles(*inputs)
             # Only these have a gradient; the others go along as they are.
             return tuple(o for o in outputs if jnp.issubdtype(o.dtype, jnp.inexact)), outputs
 
-        some = [a for w, a in zip(wanted, arrays, strict=True) if w]
-        _, pull, outputs = jax.vjp(of_wanted, *some, has_aux=True)
+        differentiated = [a for n, a in zip(needs_grad, arrays, strict=True) if n]
+        _, pull, outputs = jax.vjp(run, *differentiated, has_aux=True)
         return outputs, pull
 
     def _pins(self, layouts: Sequence[Layout]) -> tuple[Any, ...]:
@@ -1029,23 +964,31 @@ class JaxProgram:
             for layout in layouts
         )
 
-    def _wrapped(
-        self, arrays: Sequence[Any], layouts: Sequence[Layout] | None = None
-    ) -> list[JaxTensor]:
-        pins = self._pins(self._out_layouts if layouts is None else layouts)
+    def _to_tensors(self, arrays: Sequence[Any], layouts: Sequence[Layout]) -> list[JaxTensor]:
+        pins = self._pins(layouts)
         return [JaxTensor(Storage(a, sharding=p)) for a, p in zip(arrays, pins, strict=True)]
 
 
+def _shape_and_dtype(tile: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    try:
+        return tuple(tile.shape), torch_dtype(tile.dtype)
+    except (AttributeError, KeyError, TypeError):
+        raise UnsupportedOpError(
+            f"A function in call_jax returned {tile!r}. It is no array of a dtype that torch "
+            "has. Return arrays, one or a tuple of them, and convert them with astype."
+        ) from None
+
+
 def _partition_spec(layout: Layout) -> PartitionSpec:
-    def named(entry: Any) -> Any:
+    def entry_of_names(entry: Any) -> Any:
         if entry is None:
             return None
         return tuple(map(str, entry)) if isinstance(entry, tuple) else str(entry)
 
-    return PartitionSpec(*map(named, layout.to_partition_spec()))
+    return PartitionSpec(*map(entry_of_names, layout.to_partition_spec()))
 
 
-def _reduced(output: Any, reductions: Sequence[tuple[str, str]]) -> Any:
+def _reduce(output: Any, reductions: Sequence[tuple[str, str]]) -> Any:
     for axis, op in reductions:
         output = _REDUCTIONS[op](output, axis)
     return output

@@ -64,9 +64,9 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "neg": lambda a: -a,
     "pos": lambda a: a,
     "abs": jnp.abs,
-    "floor": lambda a: _whole(jnp.floor, a),
-    "ceil": lambda a: _whole(jnp.ceil, a),
-    "trunc": lambda a: _whole(jnp.trunc, a),
+    "floor": lambda a: _integral(jnp.floor, a),
+    "ceil": lambda a: _integral(jnp.ceil, a),
+    "trunc": lambda a: _integral(jnp.trunc, a),
     "sym_sqrt": jnp.sqrt,
     "sym_exp": jnp.exp,
     "sym_log": jnp.log,
@@ -87,7 +87,7 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _whole(function: Callable[[Any], Any], number: Any) -> Any:
+def _integral(function: Callable[[Any], Any], number: Any) -> Any:
     """Python's floor and its like give integers."""
     return number if number.dtype.kind == "i" else function(number).astype(jnp.int64)
 
@@ -108,7 +108,7 @@ class ScalarNode:
 
     def __getattr__(self, name: str) -> Any:
         if name in _BINARY:
-            return lambda other: self._apply(_BINARY[name], self, other)
+            return lambda operand: self._apply(_BINARY[name], self, operand)
         if name in _UNARY:
             return lambda: self._apply(_UNARY[name], self)
         raise AttributeError(name)
@@ -116,22 +116,24 @@ class ScalarNode:
     @staticmethod
     def _apply(function: Callable[..., Any], *nodes: ScalarNode) -> ScalarNode:
         for node in nodes:
-            made = node.applied(function, nodes)
-            if made is not None:
-                return made
-        known = [node.current for node in nodes if node.current is not None]
-        if len(known) < len(nodes):
+            output = node.applied(function, nodes)
+            if output is not None:
+                return output
+        currents = [node.current for node in nodes if node.current is not None]
+        if len(currents) < len(nodes):
             with x64():
                 return ScalarNode(function(*(node.value for node in nodes)))
         trace = active_trace()
-        found = {} if trace is None else trace.numbers
+        numbers = {} if trace is None else trace.numbers
         key = (function, *(node.key() for node in nodes))
-        if key not in found:
+        if key not in numbers:
             with x64():
-                value = function(*(node.value for node in nodes))
-                made = ScalarNode(value, lambda: function(*(np.asarray(c()) for c in known)))
-            found[key] = made, nodes  # while these live, nothing else has their ids
-        return found[key][0]
+                number = function(*(node.value for node in nodes))
+                node_of_number = ScalarNode(
+                    number, lambda: function(*(np.asarray(c()) for c in currents))
+                )
+            numbers[key] = node_of_number, nodes  # while these live, nothing else has their ids
+        return numbers[key][0]
 
     def applied(self, function: Callable[..., Any], nodes: Sequence[ScalarNode]) -> Any:
         """Return what `function` makes of `nodes`, of which this is one; None: as usual."""
@@ -185,7 +187,7 @@ class ScalarNode:
 
     def round(self, ndigits: int | None = None) -> ScalarNode:
         if ndigits is None:
-            return self._apply(lambda a: _whole(jnp.round, a), self)
+            return self._apply(lambda a: _integral(jnp.round, a), self)
         return self._apply(lambda a: jnp.round(a, ndigits), self)
 
     def guard_bool(self, *_: Any) -> bool:
@@ -233,19 +235,19 @@ class _Constant(ScalarNode):
         return self._dtype.kind
 
 
-def sym_number(value: jax.Array, current: Callable[[], Any] | None = None) -> Any:
+def sym_number(number: jax.Array, current: Callable[[], Any] | None = None) -> Any:
     """Return a traced 0-dim value as the SymFloat or SymInt that torch code can compute with.
 
     Args:
-        value: The value in the program.
+        number: The value in the program.
         current: Returns the number as Python knows it, where it does.
     """
     with x64():
-        if jnp.issubdtype(value.dtype, jnp.floating):
-            return sym_of_node(ScalarNode(value.astype(jnp.float64), current))
-        if jnp.issubdtype(value.dtype, jnp.integer):
-            return sym_of_node(ScalarNode(value.astype(jnp.int64), current))
-    kind = "complex number" if value.dtype.kind == "c" else "bool"
+        if jnp.issubdtype(number.dtype, jnp.floating):
+            return sym_of_node(ScalarNode(number.astype(jnp.float64), current))
+        if jnp.issubdtype(number.dtype, jnp.integer):
+            return sym_of_node(ScalarNode(number.astype(jnp.int64), current))
+    kind = "complex number" if number.dtype.kind == "c" else "bool"
     refuse_read(f"turned into a Python {kind}")
 
 

@@ -34,10 +34,14 @@ from torch.distributed.tensor import DTensor
 
 from xla_dtensor.core import OpSharding
 from xla_dtensor.runtimes.jax.arrays import autocast
-from xla_dtensor.runtimes.jax.arrays import trace as jax_trace
 from xla_dtensor.runtimes.jax.arrays.private import hlo_sharding_text
 from xla_dtensor.runtimes.jax.arrays.sharding import constrained, host_value, place, unpadded
-from xla_dtensor.runtimes.jax.arrays.trace import active_trace
+from xla_dtensor.runtimes.jax.arrays.trace import (
+    active_trace,
+    array_before,
+    array_read,
+    note_write,
+)
 from xla_dtensor.runtimes.jax.arrays.values import torch_dtype, torch_from_numpy, x64
 from xla_dtensor.runtimes.nested import runs_as_it_is
 
@@ -111,7 +115,9 @@ class Storage:
         # is older than it, and a value of its own as it was before it was annotated.
         self.constraint: NamedSharding | None = None
         self.unannotated: tuple[jax.Array, jax.Array] | None = None
-        jax_trace.note_created(self)
+        trace = active_trace()
+        if trace is not None:
+            trace.adopt(self)
 
     @property
     def array(self) -> jax.Array:
@@ -137,16 +143,15 @@ class Storage:
 
     def read(self) -> jax.Array:
         """Return the logical value."""
-        jax_trace.note_read(self)
-        value = unpadded(jax_trace.array_read(self), self.shape, self.sharding)
-        return value if self.constraint is None else constrained(value, self.constraint)
+        array = unpadded(array_read(self), self.shape, self.sharding)
+        return array if self.constraint is None else constrained(array, self.constraint)
 
-    def write(self, value: jax.Array) -> None:
-        """Rebind to `value`, of the logical shape and dtype."""
-        jax_trace.note_write(self)
-        if self.sharding is not None and not isinstance(value, jax.core.Tracer):
-            value = place(value, self.sharding)
-        self.array = value
+    def write(self, array: jax.Array) -> None:
+        """Rebind to `array`, of the logical shape and dtype."""
+        note_write(self)
+        if self.sharding is not None and not isinstance(array, jax.core.Tracer):
+            array = place(array, self.sharding)
+        self.array = array
 
     @property
     def lies(self) -> Any:
@@ -176,21 +181,21 @@ class ViewStep:
     key: Hashable | None = field(default=None, kw_only=True)
 
 
-def read_through(steps: Iterable[ViewStep], value: jax.Array) -> jax.Array:
-    """Return what a chain of views shows of `value`."""
+def read_through(steps: Iterable[ViewStep], array: jax.Array) -> jax.Array:
+    """Return what a chain of views shows of `array`."""
     for step in steps:
-        value = step.read(value)
-    return value
+        array = step.read(array)
+    return array
 
 
-def write_through(steps: Sequence[ViewStep], base: jax.Array, value: jax.Array) -> jax.Array:
-    """Return `base` with what a chain of views shows of it replaced by `value`."""
-    below = [base] if steps else []
+def write_through(steps: Sequence[ViewStep], base: jax.Array, array: jax.Array) -> jax.Array:
+    """Return `base` with what a chain of views shows of it replaced by `array`."""
+    bases = [base] if steps else []
     for step in steps[:-1]:
-        below.append(step.read(below[-1]))
-    for step, under in zip(reversed(steps), reversed(below), strict=True):
-        value = step.write(under, value)
-    return value
+        bases.append(step.read(bases[-1]))
+    for step, below in zip(reversed(steps), reversed(bases), strict=True):
+        array = step.write(below, array)
+    return array
 
 
 @runs_as_it_is
@@ -249,27 +254,27 @@ class JaxTensor(torch.Tensor):
         base = self._storage.read()
         if not self._steps:
             return base
-        array = jax_trace.array_read(self._storage)
+        array = array_read(self._storage)
         if self._cached is None or self._cached[0] is not array:
-            self._cached = (array, self._through_steps(base))
+            axes = self._storage.manual
+            if axes is None:
+                view = read_through(self._steps, base)
+            else:
+                from xla_dtensor.runtimes.jax.eager.manual import read_steps
+
+                view = read_steps(axes, self._steps, base)
+            self._cached = (array, view)
         return self._cached[1]
-
-    def _through_steps(self, base: jax.Array) -> jax.Array:
-        if self._storage.manual is None:
-            return read_through(self._steps, base)
-        from xla_dtensor.runtimes.jax.eager.manual import read_steps
-
-        return read_steps(self._storage.manual, self._steps, base)
 
     def placed(self) -> jax.Array:
         """Return the array as it lies on the devices, with padding unless this is a view."""
         manual = self._storage.manual is not None
-        return self.value() if self._steps or manual else jax_trace.array_before(self._storage)
+        return self.value() if self._steps or manual else array_before(self._storage)
 
-    def set_value(self, value: jax.Array) -> None:
-        """Write `value` (of this tensor's shape and dtype) through the views to the storage."""
-        base = self._storage.read() if self._steps else value
-        self._storage.write(write_through(self._steps, base, value))
+    def set_value(self, array: jax.Array) -> None:
+        """Write `array` (of this tensor's shape and dtype) through the views to the storage."""
+        base = self._storage.read() if self._steps else array
+        self._storage.write(write_through(self._steps, base, array))
 
     @classmethod
     def __torch_dispatch__(
@@ -277,7 +282,10 @@ class JaxTensor(torch.Tensor):
     ) -> Any:
         from xla_dtensor.runtimes.jax.eager.ops import run_op
 
-        if len(types) > 1 and any(map(_answers_first, types)):
+        # Ops on a JaxTensor and a DTensor, or another class over it, are that one's.
+        if len(types) > 1 and any(
+            issubclass(kind, DTensor) or getattr(kind, "_is_per_device", False) for kind in types
+        ):
             return NotImplemented
         return run_op(func, args, kwargs or {})
 
@@ -311,28 +319,22 @@ class JaxTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> JaxTensor:
         if id(self) not in memo:
             with x64(), torch.no_grad():
-                copied = self._copied().requires_grad_(self.requires_grad)
-                is_parameter = getattr(self, "_is_param", False)
-                memo[id(self)] = (
-                    torch.nn.Parameter(copied, self.requires_grad) if is_parameter else copied
-                )
+                copy: torch.Tensor
+                if self._steps or self._storage.manual is not None:
+                    copy = self.clone()
+                else:
+                    array = place(self.value(), self._storage.sharding)
+                    storage = Storage(array, self._storage.shape, self._storage.sharding)
+                    copy = JaxTensor(storage, stride=self.stride())
+                copy.requires_grad_(self.requires_grad)
+                if getattr(self, "_is_param", False):
+                    copy = torch.nn.Parameter(copy, self.requires_grad)
+                memo[id(self)] = copy
         return memo[id(self)]
-
-    def _copied(self) -> JaxTensor:
-        if self._steps or self._storage.manual is not None:
-            return self.clone()  # pyright: ignore[reportReturnType]
-        copied = place(self.value(), self._storage.sharding)
-        storage = Storage(copied, self._storage.shape, self._storage.sharding)
-        return JaxTensor(storage, stride=self.stride())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         is_parameter = bool(getattr(self, "_is_param", False))
         return (_from_host, (self.host(), self.requires_grad, is_parameter))
-
-
-def _answers_first(kind: type) -> bool:
-    """Tell whether ops on a JaxTensor and one of this kind are that one's, in either order."""
-    return issubclass(kind, DTensor) or getattr(kind, "_is_per_device", False)
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -349,10 +351,10 @@ def _from_host(
     from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
 
     with x64():
-        made = JaxTensor(Storage(jnp.array(numpy_from_torch(tensor))))
+        copy = JaxTensor(Storage(jnp.array(numpy_from_torch(tensor))))
     if is_parameter:
-        return torch.nn.Parameter(made, requires_grad)
-    return made.requires_grad_(requires_grad)
+        return torch.nn.Parameter(copy, requires_grad)
+    return copy.requires_grad_(requires_grad)
 
 
 # --------------------------------------------------------- Annotations in place on the JAX runtime
@@ -393,10 +395,10 @@ def annotate(tensor: JaxTensor, sharding: NamedSharding) -> None:
         storage.array = place(storage.read(), sharding)
         storage.sharding = sharding
     elif trace.owns(storage):
-        before = storage.array if storage.unannotated is None else storage.unannotated[1]
+        unannotated = storage.array if storage.unannotated is None else storage.unannotated[1]
         storage.array = place(storage.read(), sharding)
         storage.sharding = sharding
-        storage.unannotated = (storage.array, before)
+        storage.unannotated = (storage.array, unannotated)
         trace.note_annotated(storage)
     else:
         trace.capture(storage)
@@ -412,11 +414,11 @@ def annotation(tensor: JaxTensor) -> OpSharding | None:
         storage, trace = tensor._storage, active_trace()
         cleared = trace is not None and trace.has_cleared(storage)
         sharding = None if cleared else storage.constraint or storage.sharding
-    return None if sharding is None else _asked(sharding, tensor.ndim)
+    return None if sharding is None else _op_sharding(sharding, tensor.ndim)
 
 
 @lru_cache(maxsize=4096)
-def _asked(sharding: NamedSharding, ndim: int) -> OpSharding:
+def _op_sharding(sharding: NamedSharding, ndim: int) -> OpSharding:
     return OpSharding.parse(hlo_sharding_text(sharding, ndim)).canonical()
 
 
@@ -434,9 +436,9 @@ def clear_annotation(tensor: JaxTensor) -> None:
         if storage.unannotated is not None and storage.unannotated[0] is storage.array:
             storage.array = storage.unannotated[1]
         return
-    lying = sharding or storage.array.sharding
-    if isinstance(lying, NamedSharding) and not lying.is_fully_replicated:
-        storage.array = place(storage.read(), NamedSharding(lying.mesh, PartitionSpec()))
+    old_sharding = sharding or storage.array.sharding
+    if isinstance(old_sharding, NamedSharding) and not old_sharding.is_fully_replicated:
+        storage.array = place(storage.read(), NamedSharding(old_sharding.mesh, PartitionSpec()))
 
 
 def when_step_ends(tensor: JaxTensor, undo: Callable[[], None]) -> None:
