@@ -15,8 +15,7 @@ import xla_dtensor as xd
 import xla_dtensor.spmd as xs
 from mesh_utils import Mesh
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
-from xla_dtensor.hosts.data.order import shuffled
-from xla_dtensor.hosts.data.sampler import LastBatch
+from xla_dtensor.hosts.data.sampler import LastBatch, shuffled
 
 
 class Rows:

@@ -12,8 +12,7 @@ On one process all of it works the same, and is just a loader.
 from __future__ import annotations
 
 from xla_dtensor.hosts.data.batch import shard_batch
-from xla_dtensor.hosts.data.loader import ShardedLoader
-from xla_dtensor.hosts.data.mp import MpDeviceLoader
+from xla_dtensor.hosts.data.loader import MpDeviceLoader, ShardedLoader
 from xla_dtensor.hosts.data.packing import PackedBatches, pack_sequences
 from xla_dtensor.hosts.data.part import ProcessPart, process_part
 from xla_dtensor.hosts.data.sampler import ShardedSampler

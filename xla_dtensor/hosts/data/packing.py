@@ -19,7 +19,7 @@ import torch
 
 from xla_dtensor.core.argument_types import argument_types
 from xla_dtensor.core.errors import DataError
-from xla_dtensor.hosts.data.state import begin, state_after
+from xla_dtensor.hosts.data.sampler import begin, state_after
 
 __all__ = ["PackedBatches", "pack_sequences"]
 
@@ -246,7 +246,7 @@ def _length_of(fields: Fields) -> int:
 
 
 def _padding(name: str, shape: tuple[int, ...], dtype: torch.dtype, pad_value: Any) -> torch.Tensor:
-    pad = _pad_of(pad_value, name)
+    pad = pad_value.get(name, 0) if isinstance(pad_value, Mapping) else pad_value
     try:
         return torch.full(shape, pad, dtype=dtype)
     except (TypeError, RuntimeError) as error:
@@ -254,7 +254,3 @@ def _padding(name: str, shape: tuple[int, ...], dtype: torch.dtype, pad_value: A
             f"The field {name!r} of {dtype} was to be filled up with pad_value={pad!r}. It has no "
             "such number. Pass one of that dtype."
         ) from error
-
-
-def _pad_of(pad_value: Any, name: str) -> Any:
-    return pad_value.get(name, 0) if isinstance(pad_value, Mapping) else pad_value

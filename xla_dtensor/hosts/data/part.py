@@ -1,19 +1,8 @@
-"""Which part of a global tensor the devices of one process hold.
-
-    mesh (dp=4, tp=2) over 2 processes of 4 devices, a batch of shape (8, 6)
-
-    [Shard(0), Replicate()]     process 0: rows 0 to 3, process 1: rows 4 to 7
-    [Replicate(), Shard(0)]     each process all rows
-    [Shard(1), Shard(0)]        process 0: columns 0 to 3 of all rows (tiles of 2, 2, 2)
-
-A part is a product of *runs*, one tuple of (start, stop) per dim. The devices of a process need not
-be neighbours, so that there may be several runs along a dim; a process's own tensor then holds them
-joined. Where a process's shards are no such product, its part is the smallest one that covers them.
-"""
+"""Which part of a batch a process has: of a global tensor, of the rows, in a batch's structure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -21,20 +10,56 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Placement, Replicate
 
 from mesh_utils import Mesh
 from xla_dtensor.core import Layout
 from xla_dtensor.core.argument_types import argument_types
-from xla_dtensor.core.errors import DataError
-from xla_dtensor.dtensor.mesh import as_device_mesh, current_mesh, mesh_text
-from xla_dtensor.dtensor.redistribute import checked_placements
-from xla_dtensor.hosts.data.exchange import own_process, process_of_device
+from xla_dtensor.core.errors import ArgumentTypeError, DataError
+from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh, current_mesh, mesh_text
+from xla_dtensor.dtensor.redistribute import checked_placements, torch_placements
+from xla_dtensor.hosts.exchange import feeding_processes, own_process, process_of_device
 from xla_dtensor.runtimes.registry import get_runtime
 
-__all__ = ["ProcessPart", "part_of", "process_part", "tiles_of"]
+__all__ = [
+    "Path",
+    "ProcessPart",
+    "Said",
+    "map_batch",
+    "part_of",
+    "path_text",
+    "placements_for",
+    "process_part",
+    "read_sharding_specs",
+    "rows_layout",
+    "rows_part",
+    "rows_placements",
+    "said_placements",
+    "said_shape",
+    "tensors_of",
+    "tiles_of",
+    "with_tensors",
+]
+
+Path = tuple[Any, ...]
+"""Keys that lead to a leaf of a batch."""
 
 Run: TypeAlias = tuple[int, int]
 """(start, stop): consecutive positions along a dim."""
+
+# ----------------------------------------------------------------------- Which part a process holds
+#
+#     mesh (dp=4, tp=2) over 2 processes of 4 devices, a batch of shape (8, 6)
+#
+#     [Shard(0), Replicate()]     process 0: rows 0 to 3, process 1: rows 4 to 7
+#     [Replicate(), Shard(0)]     each process all rows
+#     [Shard(1), Shard(0)]        process 0: columns 0 to 3 of all rows (tiles of 2, 2, 2)
+#
+# A part is a product of runs, one tuple of (start, stop) per dim. The devices of a process need not
+# be neighbours, so that there may be several runs along a dim; a process's own tensor then holds
+# them joined. Where a process's shards are no such product, its part is the smallest one that
+# covers them.
 
 
 @dataclass(frozen=True)
@@ -170,3 +195,210 @@ def tiles_of(layout: Layout, dim: int) -> tuple[int, int]:
     count = layout.num_shards(dim)
     shape = tuple(layout.num_shards(d) for d in range(layout.ndim))
     return count, part_of(shape, layout).shape[dim]
+
+
+# -------------------------------------------------------------------------------- Walk over a batch
+#
+# Tensors in dicts, lists, tuples and named tuples, with a path to each. What is said of a batch
+# (placements, shapes, padding) may be said once for all of it, or in the batch's own structure,
+# down to any depth: what stands at a place holds for all below it.
+#
+#     batch        {"text": {"tokens": t, "labels": l}, "weight": w}
+#     placements   {"text": [Shard(0), Shard(1)], "weight": [Shard(0), Replicate()]}
+
+
+class Said:
+    """Something said of a batch, once or in the batch's structure."""
+
+    def __init__(self, name: str, value: Any, is_value: Callable[[Any], bool]) -> None:
+        self.name = name  # the argument that said it, for messages
+        self.value = value
+        self.is_value = is_value  # whether an object is what is said, and no structure
+
+    def at(self, path: Path) -> Any:
+        """Return what was said of a leaf."""
+        value = self.value
+        for depth, key in enumerate(path, start=1):
+            if self.is_value(value):
+                return value
+            try:
+                value = value[key]
+            except (KeyError, IndexError, TypeError):
+                raise DataError(
+                    f"{self.name} was passed in a structure that has nothing for the batch's leaf "
+                    f"{path_text(path[:depth])}. What is not said once has to be said for every "
+                    "leaf. Add it, or pass one value for the whole batch."
+                ) from None
+        if self.is_value(value):
+            return value
+        raise DataError(
+            f"{self.name}={value!r} was passed for the batch's leaf {path_text(path)}. It is "
+            "neither a value nor of the batch's structure. Pass one value for the whole batch, or "
+            "one per leaf."
+        )
+
+
+def said_placements(value: Any) -> Said:
+    """Return placements: None, placements or aliases in a sequence, or a ShardingSpec."""
+    return Said("placements", value, _is_placements)
+
+
+def said_shape(value: Any) -> Said:
+    """Return global shapes: None, or a sequence of sizes and None."""
+    return Said("global_shape", value, _is_shape)
+
+
+def _is_placements(value: Any) -> bool:
+    if value is None or hasattr(value, "partition_spec"):
+        return True
+    if not isinstance(value, (list, tuple)):
+        return not hasattr(value, "keys")  # no placements: refused later, with its own message
+    return all(isinstance(entry, Placement) for entry in value) or all(map(_is_alias, value))
+
+
+def _is_alias(entry: Any) -> bool:
+    named = isinstance(entry, tuple) and bool(entry) and all(isinstance(e, str) for e in entry)
+    return entry is None or isinstance(entry, str) or named
+
+
+def _is_shape(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, (list, tuple))
+        and all(entry is None or isinstance(entry, int) for entry in value)
+    )
+
+
+def map_batch(function: Callable[[Path, Any], Any], batch: Any, path: Path = ()) -> Any:
+    """Return `batch` with ``function(path, tensor)`` for every host tensor and array of numbers.
+
+    Everything else, such as texts and DTensors, stays. Mappings come back as dicts: torch's pytrees
+    would take those of a class that nobody registered, such as a tokenizer's, for leaves.
+    """
+    if isinstance(batch, Mapping):
+        return {key: map_batch(function, v, (*path, key)) for key, v in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        values = [map_batch(function, v, (*path, place)) for place, v in enumerate(batch)]
+        if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+            return type(batch)(*values)
+        return values if isinstance(batch, list) else tuple(values)
+    tensor = _host_tensor(batch)
+    return batch if tensor is None else function(path, tensor)
+
+
+def _host_tensor(leaf: Any) -> torch.Tensor | None:
+    if isinstance(leaf, torch.Tensor):
+        return None if isinstance(leaf, TorchDTensor) else leaf
+    if not isinstance(leaf, np.ndarray):
+        return None
+    is_bfloat16 = leaf.dtype.name == "bfloat16"
+    if not is_bfloat16 and leaf.dtype.kind not in "biufc":
+        return None
+    # torch has neither read-only tensors nor negative strides.
+    array = leaf if leaf.flags.writeable else leaf.copy()
+    array = np.ascontiguousarray(array) if min(array.strides, default=0) < 0 else array
+    if is_bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def with_tensors(batch: Any) -> Any:
+    """Return a batch with tensors for its arrays."""
+    return map_batch(lambda path, tensor: tensor, batch)
+
+
+def tensors_of(batch: Any) -> dict[Path, torch.Tensor]:
+    """Return the host tensors of a batch by their paths."""
+    tensors: dict[Path, torch.Tensor] = {}
+    map_batch(tensors.__setitem__, batch)
+    return tensors
+
+
+def path_text(path: Path) -> str:
+    """Return a path as Python would write it, e.g. ``['text'][0]``; ``itself`` for the batch."""
+    return "".join(f"[{key!r}]" for key in path) or "itself"
+
+
+# ------------------------------------------------------------- ShardingSpecs of torch_xla's loaders
+#
+# ShardingSpec(mesh, ("data", None), minibatch=True) says that each process passes its own rows,
+# whole along the other dims; minibatch=False that each passes the whole batch. Tensors of another
+# rank than the spec's are replicated, as torch_xla does.
+
+_MANY_DIMS = 64
+
+
+def read_sharding_specs(asked: Any) -> tuple[DeviceMesh, bool | range]:
+    """Return the mesh of ``input_sharding=``, and what each process passes whole."""
+    specs = list(_specs(asked))
+    meshes = {as_device_mesh(spec.mesh) for spec in specs}
+    kinds = {bool(spec.minibatch) for spec in specs}
+    if len(meshes) != 1 or len(kinds) != 1:
+        raise DataError(
+            f"input_sharding has {len(specs)} specs on {len(meshes)} meshes with "
+            f"minibatch={sorted(kinds)}. A batch lies on one mesh, and a process passes its own "
+            "rows or the whole batch. Pass specs that agree on both."
+        )
+    return meshes.pop(), range(1, _MANY_DIMS) if kinds.pop() else True
+
+
+def _specs(asked: Any) -> Iterator[Any]:
+    if hasattr(asked, "partition_spec") and hasattr(asked, "mesh"):
+        yield asked
+    elif isinstance(asked, (Mapping, list, tuple)):
+        for each in asked.values() if isinstance(asked, Mapping) else asked:
+            if each is not None:
+                yield from _specs(each)
+    else:
+        raise ArgumentTypeError(
+            f"input_sharding holds an object of type={type(asked).__name__}. It takes what "
+            "torch_xla's loaders take. Pass a ShardingSpec, or ShardingSpecs in the structure of "
+            "the batch."
+        )
+
+
+def placements_for(asked: Any, ndim: int, path: tuple[Any, ...]) -> Any:
+    """Return the placements that a spec means for a tensor; anything else as it is."""
+    if not hasattr(asked, "partition_spec"):
+        return asked
+    spec, mesh = tuple(asked.partition_spec), as_device_mesh(asked.mesh).value
+    if len(spec) == ndim:
+        return torch_placements(Layout.from_partition_spec(spec, mesh))
+    if ndim and asked.minibatch and len(feeding_processes(mesh)) > 1:
+        raise DataError(
+            f"A ShardingSpec with partition_spec={spec} and minibatch=True was given for a tensor "
+            f"of {ndim} dims, at {path!r}. It is for {len(spec)} dims, and a tensor of each "
+            "process's own rows cannot be replicated. Pass specs in the structure of the batch."
+        )
+    return None
+
+
+# --------------------------------------------- How the rows of a batch are cut: its first dim alone
+
+
+def rows_placements(asked: Any, mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """Return how rows lie: of the batch's placements, in a structure of the first."""
+    said = said_placements(asked)
+    while not said.is_value(said.value):
+        children = said.value.values() if hasattr(said.value, "values") else said.value
+        said = said_placements(next(iter(children), None))
+    value = said.value
+    if hasattr(value, "partition_spec"):
+        value = placements_for(value, len(value.partition_spec), ())
+    if not isinstance(value, (list, tuple)):
+        return checked_placements("ShardedLoader", value, mesh, 1, partial=False)
+    if value and not any(isinstance(p, Placement) for p in value):
+        value = torch_placements(Layout.from_aliases(tuple(value), mesh.value))
+    rows = [p if getattr(p, "dim", None) == 0 else Replicate() for p in value]
+    return checked_placements("ShardedLoader", rows, mesh, 1, partial=False)
+
+
+def rows_layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Layout:
+    """Return the layout of a tensor of one dim."""
+    return Layout.from_placements(placements, 1, mesh.value)
+
+
+def rows_part(
+    rows: int, mesh: DeviceMesh, placements: tuple[Placement, ...], process: int | None = None
+) -> ProcessPart:
+    """Return which of `rows` rows a process holds; this one when None."""
+    return part_of((rows,), rows_layout(mesh, placements), process)

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from xla_dtensor.core.argument_types import argument_types
 from xla_dtensor.core.errors import DataError
 from xla_dtensor.dtensor.mesh import as_device_mesh, current_mesh
-from xla_dtensor.hosts.data.order import shuffled
-from xla_dtensor.hosts.data.rows import rows_part, rows_placements
+from xla_dtensor.hosts.data.part import rows_part, rows_placements
 
-__all__ = ["LastBatch", "ShardedSampler", "check_last"]
+__all__ = [
+    "LastBatch",
+    "ShardedSampler",
+    "begin",
+    "check_last",
+    "has_state",
+    "shuffled",
+    "state_after",
+]
+
+_SORTED_UP_TO = 1 << 16
+_ROUNDS = 6
 
 LastBatch = Literal["drop", "pad", "error"]
 
@@ -150,3 +164,97 @@ class ShardedSampler(Sampler[list[int]]):
                     "and left out. Make the sampler as it was, or begin a new epoch."
                 )
         self.epoch, self._first_batch = int(state["epoch"]), int(state["batch"])
+
+
+# -------------------------------------------------------------- The order of a data set in an epoch
+#
+# A permutation that is computed, not stored. The position of every sample follows from (length,
+# seed, epoch) by integer arithmetic of our own: it is the same on every process, machine and
+# version of the libraries, so that a resumed job goes on in the order in which it began. Small data
+# sets are sorted by a hash. Large ones go through a Feistel network of six rounds, which permutes
+# the numbers below the next power of four; a number that falls outside of the data set goes through
+# again. A billion samples need no table of 8 GB.
+
+
+def shuffled(positions: NDArray[np.int64], length: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return which samples stand at some positions of an epoch.
+
+    Example:
+        >>> sorted(shuffled(np.arange(5), 5, seed=1, epoch=0).tolist())
+        [0, 1, 2, 3, 4]
+    """
+    key = _key(seed, epoch)
+    if length <= _SORTED_UP_TO:
+        return _sorted_order(length, key)[positions]
+    half_bits = (int(length - 1).bit_length() + 1) // 2
+    values = positions.astype(np.uint64)
+    outside = np.ones(len(values), dtype=bool)
+    while outside.any():
+        values[outside] = _feistel(values[outside], half_bits, key)
+        outside = values >= length
+    return values.astype(np.int64)
+
+
+@lru_cache(maxsize=4)
+def _sorted_order(length: int, key: int) -> NDArray[np.int64]:
+    hashed = _mixed(np.arange(length, dtype=np.uint64) + np.uint64(key))
+    return np.argsort(hashed, kind="stable").astype(np.int64)
+
+
+def _key(seed: int, epoch: int) -> int:
+    first = _mixed(np.array([seed % 2**64], dtype=np.uint64))
+    return int(_mixed(first + np.uint64(epoch % 2**64))[0])
+
+
+def _feistel(values: NDArray[np.uint64], half_bits: int, key: int) -> NDArray[np.uint64]:
+    mask, shift = np.uint64((1 << half_bits) - 1), np.uint64(half_bits)
+    left, right = values >> shift, values & mask
+    for turn in range(_ROUNDS):
+        salt = _mixed(np.array([(key + turn) % 2**64], dtype=np.uint64))[0]
+        left, right = right, left ^ (_mixed(right + salt) & mask)
+    return (left << shift) | right
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a hash of each number: splitmix64."""
+    with np.errstate(over="ignore"):
+        z = values + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+# -------------------------------------------------------------- The state of somebody else's loader
+#
+# Two protocols are known. torchdata's StatefulDataLoader and torchdata.nodes.Loader have
+# state_dict() and load_state_dict(state) on the loader; grain's iterators have get_state() and
+# set_state(state). Both say where the loader is after the batch it gave last, which is why the
+# state is taken right there, by the thread that reads, and travels with the batch. A loader with
+# neither is read again up to the batch.
+
+
+def has_state(loader: Any, iterator: Any = None) -> bool:
+    """Tell whether a loader, or its iterator, says where it is."""
+    on_loader = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return on_loader or hasattr(iterator, "get_state")
+
+
+def begin(loader: Iterable[Any], state: Any, skip: int) -> Iterator[Any]:
+    """Return an iterator over a loader, from a state on, of which it drops `skip` batches."""
+    if state is not None and state["of"] == "loader":
+        loader.load_state_dict(state["state"])  # pyright: ignore[reportAttributeAccessIssue]
+    iterator = iter(loader)
+    if state is not None and state["of"] == "iterator":
+        iterator.set_state(state["state"])  # pyright: ignore[reportAttributeAccessIssue]
+    for _ in itertools.islice(iterator, skip):
+        pass
+    return iterator
+
+
+def state_after(loader: Any, iterator: Any) -> dict[str, Any] | None:
+    """Return where a loader is after the batch that it gave last; None where it cannot tell."""
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return {"of": "loader", "state": copy.deepcopy(loader.state_dict())}
+    if hasattr(iterator, "get_state"):
+        return {"of": "iterator", "state": copy.deepcopy(iterator.get_state())}
+    return None

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import xla_dtensor as xd
 from xla_dtensor.errors import DataError
-from xla_dtensor.hosts.data.order import shuffled
+from xla_dtensor.hosts.data.sampler import shuffled
 
 ROWS = [Shard(0), Replicate()]
 

@@ -13,19 +13,13 @@ import pickle
 import time
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 from mesh_utils import Mesh
 from xla_dtensor.core.errors import DataError, FeedMismatchError
 from xla_dtensor.runtimes.registry import get_runtime
 
-__all__ = [
-    "Exchange",
-    "exchange_name",
-    "feeding_processes",
-    "own_process",
-    "process_of_device",
-]
+__all__ = ["Exchange", "exchange_name", "feeding_processes", "own_process", "process_of_device"]
 
 _SLICE_SECONDS = 1.0
 _GRACE_SECONDS = 10.0
@@ -34,9 +28,9 @@ _GRACE_SECONDS = 10.0
 @lru_cache(maxsize=64)
 def _process_of_device(devices: tuple[int, ...]) -> dict[int, int]:
     runtime = get_runtime()
-    attributes, reached = runtime.device_attributes(), set(runtime.addressable_device_ids())
+    attributes, own = runtime.device_attributes(), set(runtime.addressable_device_ids())
     return {  # where the platform does not say who holds a device: 0 is this process, 1 another
-        device: int(each.get("process_index", device not in reached))
+        device: int(each.get("process_index", device not in own))
         for device, each in zip(devices, attributes, strict=True)
     }
 
@@ -48,21 +42,13 @@ def process_of_device() -> dict[int, int]:
 
 def feeding_processes(mesh: Mesh) -> tuple[int, ...]:
     """Return the processes that hold a device of the mesh's root, in order."""
-    root = get_runtime().root(mesh)
-    processes = process_of_device()
+    root, processes = get_runtime().root(mesh), process_of_device()
     return tuple(sorted({processes[int(device)] for device in root.device_ids.ravel()}))
 
 
 def own_process() -> int:
     """Return which of the job's processes this is."""
     return process_of_device()[get_runtime().addressable_device_ids()[0]]
-
-
-def _store() -> Any:
-    """What carries values between processes; None where the runtime has nothing."""
-    if get_runtime().name != "jax":
-        return None
-    return importlib.import_module("xla_dtensor.runtimes.jax.arrays.store").KeyValueStore.of_job()
 
 
 def exchange_name(mesh: Mesh) -> str:
@@ -84,10 +70,13 @@ class Exchange:
     """
 
     def __init__(self, name: str, mesh: Mesh, timeout_seconds: float) -> None:
-        self.processes = feeding_processes(mesh)
-        self.own = own_process()
+        self.processes, self.own = feeding_processes(mesh), own_process()
         self.timeout_seconds = timeout_seconds
-        self._store: Any = _store() if len(self.processes) > 1 else None
+        self._is_leader = self.own == self.processes[0]
+        self._store: Any = None
+        if len(self.processes) > 1 and get_runtime().name == "jax":
+            store = importlib.import_module("xla_dtensor.runtimes.jax.arrays.store")
+            self._store = store.KeyValueStore.of_job()
         self._name, self._round = name, 0
 
     @property
@@ -112,72 +101,62 @@ class Exchange:
         if self._store is None:
             return {self.own: value}
         self._round += 1
-        leader = self.processes[0]
-        if self.own == leader:
+        if self._is_leader:
             outcome = self._collect(value, what, stopped)
             self._store.put_bytes(self._key("all"), pickle.dumps(outcome))
         else:
             self._store.put_bytes(self._key(self.own), value)
             # Later than the leader gives up, so that it can say whom it waited for.
-            found = self._wait("all", leader, self.timeout_seconds + _GRACE_SECONDS, stopped, what)
-            outcome = ([], leader) if found is None else pickle.loads(found)
-        said, late = outcome
+            seconds, leader = self.timeout_seconds + _GRACE_SECONDS, self.processes[0]
+            answer = self._wait("all", leader, seconds, what, stopped)
+            outcome = ([], leader) if answer is None else pickle.loads(answer)
+        values, late = outcome
         if late is not None:
-            self._refuse(late, what)
+            raise FeedMismatchError(
+                f"Process {self.own} waited {self.timeout_seconds:g} s for process {late} to say "
+                f"{what}. It did not come: it failed, is slower than that, or does not call this. "
+                "Call shard_batch and loaders alike in all processes of the mesh, or raise "
+                "timeout_seconds."
+            )
         # Everyone has come to this round, so everyone has read what was said in the one before.
         if self._round > 1:
-            self._store.drop(self._key("all" if self.own == leader else self.own, -1))
-        return {process: text for text, processes in said for process in processes}
+            self._store.drop(self._key("all" if self._is_leader else self.own, -1))
+        return {process: each for each, processes in values for process in processes}
 
     def fail(self, value: bytes) -> None:
         """Say something in place of coming to the next round, which this process will not do."""
-        if self._store is None:
-            return
-        if self.own == self.processes[0]:
+        if self._store is not None and self._is_leader:
             self._store.put_bytes(self._key("all", 1), pickle.dumps(([(value, [self.own])], None)))
-        else:
+        elif self._store is not None:
             self._store.put_bytes(self._key(self.own, 1), value)
 
     def _collect(
         self, value: bytes, what: str, stopped: Callable[[], bool]
     ) -> tuple[list[tuple[bytes, list[int]]], int | None]:
         """Read what each process says; the second is one that did not come."""
-        found: dict[bytes, list[int]] = {value: [self.own]}
+        values: dict[bytes, list[int]] = {value: [self.own]}
         end = time.monotonic() + self.timeout_seconds
         for process in self.processes[1:]:
-            left = end - time.monotonic()
-            said = self._wait(process, process, left, stopped, what)
-            if said is None:
+            answer = self._wait(process, process, end - time.monotonic(), what, stopped)
+            if answer is None:
                 return [], process
-            found.setdefault(said, []).append(process)
-        return list(found.items()), None
+            values.setdefault(answer, []).append(process)
+        return list(values.items()), None
 
     def _key(self, who: int | str, later: int = 0) -> str:
         return f"xla_dtensor/feed/{self._name}/{self._round + later}/{who}"
 
     def _wait(
-        self,
-        who: int | str,
-        process: int,
-        seconds: float,
-        stopped: Callable[[], bool],
-        what: str,
+        self, who: int | str, process: int, seconds: float, what: str, stopped: Callable[[], bool]
     ) -> bytes | None:
         end = time.monotonic() + seconds
         while True:
             left = min(_SLICE_SECONDS, end - time.monotonic())
-            found = self._store.get_bytes(self._key(who), max(left, 0.001))
-            if found is not None or left <= 0:
-                return found
+            answer = self._store.get_bytes(self._key(who), max(left, 0.001))
+            if answer is not None or left <= 0:
+                return answer
             if stopped():
                 raise DataError(
                     f"Process {self.own} waited for process {process} to say {what}. Its loader "
                     "was closed meanwhile. Close loaders in all processes alike."
                 )
-
-    def _refuse(self, late: int, what: str) -> NoReturn:
-        raise FeedMismatchError(
-            f"Process {self.own} waited {self.timeout_seconds:g} s for process {late} to say "
-            f"{what}. It did not come: it failed, is slower than that, or does not call this. Call "
-            "shard_batch and loaders alike in all processes of the mesh, or raise timeout_seconds."
-        )
