@@ -200,6 +200,8 @@ class LocalViews:
             try:
                 return run_batched(func, args, kwargs, region)
             except RuntimeError as error:
+                if is_masked:
+                    raise
                 # In a manual region the op says what is wrong in terms of one device's shapes.
                 if has_one_way:
                     raise _refusal(func, args, kwargs) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import prod
 from typing import Any, TypeAlias
 
@@ -198,9 +198,10 @@ def leave_tile(tile: torch.Tensor, region: ManualRegion, cuts: OuterCuts = ()) -
 
 # -------------------------------------------------- Ops on the stacks that are said with other ops
 #
-# Of the first five torch_xla and XLA's partitioner make a wrong program, or one with collectives,
-# or none. The others run well on each device by itself; but in a region over some mesh axes that
-# would gather along the rest, so they are said with ops that leave the rest to XLA.
+# Of random numbers, writes through a mask and the gradient of glu, torch_xla and XLA's partitioner
+# make a wrong program, or one with collectives, or none. The others run well on each device by
+# itself. But in a region over some mesh axes that would gather along the rest, which these leave to
+# XLA.
 
 _NONE, _MEAN = 0, 1  # torch's numbers for reductions of a loss
 _WRITES = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
@@ -246,6 +247,11 @@ def _masked_write(
     """What a mask picks differs in size from device to device: write where it says, uncounted."""
     lead, mask = next((dim, index) for dim, index in enumerate(indices) if index is not None)
     trailing = target.ndim - lead - mask.ndim
+    if mask.shape != target.shape[lead : lead + mask.ndim]:  # In one device's shapes, as PyTorch.
+        raise IndexError(
+            f"The shape of the mask {list(mask.shape)} at index {lead} does not match the shape of "
+            f"the indexed tensor {list(target.shape)} at index {lead}"
+        )
     picked = mask.view([*mask.shape, *[1] * trailing]).to(torch.bool)
     while source.ndim > trailing:
         source = source.select(0, 0)
@@ -277,6 +283,9 @@ def _nll_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mask, weights = _class_mask(x, target, weight, ignored)
     losses = -torch.where(mask, x, torch.zeros_like(x)).sum(-1) * weights
+    # As `poison` has it, but row by row: to look at all would reduce over other axes.
+    is_class = (target == ignored) | ((target >= 0) & (target < x.shape[-1]))
+    losses = torch.where(is_class, losses, float("nan")).to(x.dtype)
     total = weights.sum()
     if reduction == _NONE:
         return losses, torch.zeros_like(total)
@@ -323,20 +332,22 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
 # Wrapper subclasses are called with the keys of vmap switched off; here they are switched on. An op
 # without a rule would be run once per device: that is switched off.
 
-_KEYS = DispatchKeySet(DispatchKey.Functionalize)
-for _key in (
-    DispatchKey.FuncTorchDynamicLayerFrontMode,
-    DispatchKey.FuncTorchDynamicLayerBackMode,
-    DispatchKey.FuncTorchBatched,
-    DispatchKey.FuncTorchBatchedDecomposition,
-    DispatchKey.FuncTorchVmapMode,
-):
-    _KEYS = _KEYS.add(_key)
+_KEYS = reduce(
+    DispatchKeySet.add,
+    (
+        DispatchKey.FuncTorchDynamicLayerFrontMode,
+        DispatchKey.FuncTorchDynamicLayerBackMode,
+        DispatchKey.FuncTorchBatched,
+        DispatchKey.FuncTorchBatchedDecomposition,
+        DispatchKey.FuncTorchVmapMode,
+    ),
+    DispatchKeySet(DispatchKey.Functionalize),
+)
 # Beside views, pointwise ops and what draws random numbers. Each compiles to no collective.
 _BATCHED = frozenset(
     (
         *("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "linear", "_unsafe_view"),
-        *("sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "any", "all"),
+        *("sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "any", "all", "count_nonzero"),
         *("var", "std", "logsumexp", "linalg_vector_norm", "cumsum", "cumprod", "topk", "sort"),
         *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
         *("cat", "stack", "flip", "roll", "tril", "triu", "constant_pad_nd"),
@@ -423,6 +434,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _WRITES and func._schema.is_mutable:
         return args[0].copy_(_masked_write(*args, **kwargs))
     if func in COMPOSED:
+        device = kwargs.get("device")
+        if device is not None and device.type != "xla":
+            raise NotImplementedError(str(func))  # As a manual region, which says so.
         return COMPOSED[func](*args, **kwargs)
     return in_torchs_dtypes(func, args, kwargs, _run_once)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from mesh_utils import Mesh
 from tests.xla_dtensor.runtimes.torch_xla.torch_xla_locals import (
@@ -62,6 +63,30 @@ def test_shapes_that_depend_on_values_are_refused(runtime: Runtime, call: Any) -
     x = localized(runtime, numbers(WHOLE, 8, 8), WHOLE)
     with pytest.raises(UnsupportedOpError, match=r"depends on the values.*torch\.where"):
         call(x)
+
+
+@pytest.mark.parametrize("axes", [("dp", "tp"), ("tp",)])
+def test_a_class_that_is_out_of_range_has_no_loss(runtime: Runtime, axes: tuple[str, ...]) -> None:
+    region = ManualRegion.over(MESH, axes)
+    x = localized(runtime, numbers(region, 4, 8), region)
+    classes = torch.tensor([0, 7, 8, -3]).expand(*region.sizes, 4)
+    target = localized(runtime, classes, region)
+    losses = on_devices(runtime, F.cross_entropy(x, target, reduction="none"), region)
+    assert torch.equal(losses.isnan(), classes.ne(0) & classes.ne(7))
+    assert on_devices(runtime, F.cross_entropy(x, target), region).isnan().all()
+
+
+def test_a_mask_of_another_shape_is_refused(runtime: Runtime) -> None:
+    x = localized(runtime, numbers(WHOLE, 8, 8), WHOLE)
+    with pytest.raises(IndexError, match=r"mask \[4\] at index 0 .* tensor \[8, 8\] at index 0"):
+        x[x[:4, 0] > 0] = 1.0
+
+
+@pytest.mark.parametrize("call", [torch.zeros_like, torch.ones_like, torch.empty_like])
+def test_copies_of_another_device_are_refused(runtime: Runtime, call: Any) -> None:
+    x = localized(runtime, numbers(WHOLE, 8, 8), WHOLE)
+    with pytest.raises(UnsupportedOpError, match="cannot run it on each device by itself"):
+        call(x, device="cpu")
 
 
 def test_writing_into_host_tensors_is_refused(runtime: Runtime) -> None:
