@@ -246,7 +246,8 @@ class HybridMesh(Mesh):
         )
 
     # Python takes the hash away from a class that defines equality.
-    __hash__ = Mesh.__hash__
+    def __hash__(self) -> int:
+        return hash(self._hybrid_hash or self.to_hash())
 
     def __repr__(self) -> str:
         ids = describe_device_ids(self.device_ids)

@@ -622,7 +622,7 @@ class Mesh:
         """
         if axis is None:
             return self._device_ids.size
-        return self.mesh_shape[self.axis_index(axis)]
+        return self._device_ids.shape[self.axis_index(axis)]
 
     def axis_index(self, axis: Axis) -> int:
         """Finds one axis.
@@ -944,7 +944,7 @@ class Mesh:
         return self is other or self.to_hash() == other.to_hash()
 
     def __hash__(self) -> int:
-        return hash(self.to_hash())
+        return hash(self._to_hash or self.to_hash())
 
     def __repr__(self) -> str:
         return f"Mesh({self.axes_text()}, devices={describe_device_ids(self._device_ids)})"

@@ -295,7 +295,7 @@ def op_sharding_of_dims(dims: Sequence[Dim], mesh: Mesh, root: Mesh) -> OpShardi
         MeshError: The mesh has devices that the root lacks.
     """
     sizes = axis_sizes(mesh)
-    dims = tuple(cuts(dim, sizes) for dim in dims)
+    dims = tuple([cuts(dim, sizes) for dim in dims])
     _refuse_gaps(dims, mesh)
     if not any(dims):
         return OpSharding.replicated()
@@ -563,7 +563,7 @@ class Layout:
     def __post_init__(self) -> None:
         sizes = axis_sizes(self.mesh)
         turn = {axis: index for index, axis in enumerate(sizes)}
-        dims = tuple(normal_dim(dim, sizes) for dim in self.dims)
+        dims = tuple([normal_dim(dim, sizes) for dim in self.dims])
         partial = tuple(sorted(self.partial, key=lambda pair: turn.get(pair[0], 0)))
         object.__setattr__(self, "dims", dims)
         object.__setattr__(self, "partial", partial)

@@ -108,12 +108,12 @@ def local_shape(
         runs = _torch_runs(layout, global_shape, coordinate)
         longest = _torch_runs(layout, global_shape, (0,) * len(coordinate))
         sizes = tuple(map(_run_size, runs))
-        offset = tuple(
+        offset = [
             dim_runs[0][0] if size else extent
             for dim_runs, size, extent in zip(runs, sizes, global_shape, strict=True)
-        )
-        padding = (_run_size(most) - size for most, size in zip(longest, sizes, strict=True))
-        return LocalShape(sizes, offset, tuple(padding))
+        ]
+        padding = [_run_size(most) - size for most, size in zip(longest, sizes, strict=True)]
+        return LocalShape(sizes, tuple(offset), tuple(padding))
     sizes_of_axes = axis_sizes(layout.mesh)
     on_axis = dict(zip(sizes_of_axes, coordinate, strict=True))
     dims: list[tuple[int, int, int]] = []
@@ -216,7 +216,7 @@ def _chunk(runs: list[Run], count: int, index: int) -> list[Run]:
 
 
 def _run_size(runs: Sequence[Run]) -> int:
-    return sum(stop - start for start, stop in runs)
+    return sum([stop - start for start, stop in runs])
 
 
 def may_leave_shards(size: int, count: int, n_devices: int) -> bool:

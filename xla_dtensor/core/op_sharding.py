@@ -89,7 +89,7 @@ Walk: TypeAlias = tuple[Digit, ...]
 
 def walk_size(walk: Iterable[Digit]) -> int:
     """Number of places a walk visits."""
-    return prod(size for size, _ in walk)
+    return prod([size for size, _ in walk])
 
 
 def merged(walk: Iterable[Digit]) -> Walk:
@@ -162,9 +162,8 @@ def remaining_walk(walk: Iterable[Digit], total: int) -> Walk | None:
     """
     digits: list[Digit] = []
     free = total
-    for size, stride in sorted(
-        (digit for digit in walk if digit[0] > 1), key=_stride, reverse=True
-    ):
+    cutting = [digit for digit in walk if digit[0] > 1]
+    for size, stride in sorted(cutting, key=_stride, reverse=True):
         count, remainder = divmod(free, size * stride)
         if remainder or not count:
             return None
@@ -188,7 +187,7 @@ def iota_form(walk: Iterable[Digit]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     perm = [0] * len(digits)
     for rank, index in enumerate(order):
         perm[index] = rank
-    return tuple(digits[index][0] for index in order), tuple(perm)
+    return tuple([digits[index][0] for index in order]), tuple(perm)
 
 
 def iota_walk(reshape_dims: Sequence[int], transpose_perm: Sequence[int]) -> Walk:

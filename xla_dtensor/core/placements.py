@@ -91,7 +91,11 @@ def normal_dim(entries: Iterable[Entry], sizes: AxisSizes) -> Dim:
             normal.append(entry)
     while normal and isinstance(normal[-1], Gap):
         normal.pop()
-    return tuple(_bare_axis(entry, sizes) for entry in normal)
+    for place, entry in enumerate(normal):
+        # A part that is all of its axis is the bare axis.
+        if isinstance(entry, AxisPart) and entry.inner == 1 and sizes.get(entry.axis) == entry.size:
+            normal[place] = entry.axis
+    return tuple(normal)
 
 
 def _joined(outer: Entry, inner: Entry) -> Entry | None:
@@ -104,16 +108,9 @@ def _joined(outer: Entry, inner: Entry) -> Entry | None:
     return AxisPart(outer.axis, outer.size * inner.size, inner.inner)
 
 
-def _bare_axis(entry: Entry, sizes: AxisSizes) -> Entry:
-    """A part that is all of its axis, as the bare axis."""
-    if isinstance(entry, AxisPart) and entry.inner == 1 and sizes.get(entry.axis) == entry.size:
-        return entry.axis
-    return entry
-
-
 def cuts(dim: Iterable[Entry], sizes: AxisSizes) -> Dim:
     """The entries that cut: without axes of size 1, and without gaps that lie outside nothing."""
-    return normal_dim((entry for entry in dim if entry_size(entry, sizes) > 1), sizes)
+    return normal_dim([entry for entry in dim if entry_size(entry, sizes) > 1], sizes)
 
 
 def check_entries(dims: Sequence[Dim], partial_axes: Sequence[Axis], mesh: Mesh) -> None:
@@ -180,9 +177,12 @@ def with_whole_axes(dims: Sequence[Dim], mesh: Mesh) -> tuple[Mesh, tuple[Dim, .
         (mesh of the same device order, dims without parts).
     """
     parts: dict[Axis, list[AxisPart]] = {}
-    for entry in (entry for entries in dims for entry in entries):
-        if isinstance(entry, AxisPart):
-            parts.setdefault(entry.axis, []).append(entry)
+    for entries in dims:
+        for entry in entries:
+            if isinstance(entry, AxisPart):
+                parts.setdefault(entry.axis, []).append(entry)
+    if not parts:
+        return mesh, tuple(dims)
     names: dict[Entry, Axis] = {}
     axis_names = {str(axis) for axis in mesh.axis_names}
     for axis, pieces in parts.items():
@@ -194,7 +194,7 @@ def with_whole_axes(dims: Sequence[Dim], mesh: Mesh) -> tuple[Mesh, tuple[Dim, .
             names[piece] = name
     factors = {axis: [(names[p], p.size) for p in pieces] for axis, pieces in parts.items()}
     new_dims = tuple(tuple(names.get(entry, entry) for entry in entries) for entries in dims)
-    return (mesh.factored(factors) if factors else mesh), new_dims
+    return mesh.factored(factors), new_dims
 
 
 # -------------------------------------------------------------- How a tensor lies on one mesh axis
@@ -463,7 +463,7 @@ def cuts_of_placements(
         elif isinstance(placement, StridedShard):
             takes[placement.dim].append((axis, size, placement.split_factor))
     try:
-        dims = tuple(normal_dim(_cuts(dim_takes), sizes) for dim_takes in takes)
+        dims = tuple([normal_dim(_cuts(dim_takes), sizes) for dim_takes in takes])
     except _MisfitError as misfit:
         raise _misfit_error(placements, misfit, mesh) from None
     return dims, tuple(partial)
