@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+WAYS = ("xla_dtensor", "background", "dcp", "dcp_dtensors", "orbax")
+WAYS += ("hugging_face", "hugging_face_dcp")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -29,12 +31,11 @@ def test_checkpoint(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     stored = json.loads((tmp_path / "checkpoint.json").read_text())
-    ways = ["xla_dtensor", "background", "dcp"]
+    ways = [*WAYS]
     if importlib.util.find_spec("orbax") is None:
+        ways.remove("orbax")
         assert stored["absent"] == ["orbax"]
         assert "orbax is not installed: left out" in done.stdout
-    else:
-        ways.append("orbax")
     assert [row["way"] for row in stored["rows"]] == ways
     for row in stored["rows"]:
         assert row["save_mb_per_second"] > 0

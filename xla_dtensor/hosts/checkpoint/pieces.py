@@ -200,9 +200,8 @@ class _Writer:
 
     def write(self, data: Any) -> int:
         """Append bytes."""
-        if self._size and len(data) == self._size:
-            if np.frombuffer(data, np.uint8).ctypes.data == self._address:
-                self._values = (self.position, zlib.crc32(data))
+        if len(data) == self._size > 0 and _address(data) == self._address:
+            self._values = (self.position, zlib.crc32(data))
         if self._error is None:
             try:
                 with naming_file(self._path, "written"):

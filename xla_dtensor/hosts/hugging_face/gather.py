@@ -21,6 +21,7 @@ from xla_dtensor.dtensor.dcp import Index, Offset, extents_of, offset_of
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh
 from xla_dtensor.hosts.blocks import intersection, relative, shifted, whole, windows
+from xla_dtensor.hosts.exchange import own_process, process_of_device
 from xla_dtensor.runtimes.registry import current_runtime, get_runtime
 
 __all__ = ["GATHERED_BYTES", "Team", "part_of"]
@@ -60,7 +61,7 @@ class Team:
                     "tensor of it from the others. Write the parts of the model one by one."
                 )
             self.members, self._mesh = members, self._mesh or tensor._spec.mesh
-        mine = _own_process(processes)
+        mine = own_process() if processes else 0
         if not self.members:  # every process has all; the first one writes
             self.members = tuple(sorted(set(processes.values()))) or (0,)
         if mine not in self.members:
@@ -96,20 +97,8 @@ class Team:
 
 
 def _processes() -> dict[int, int]:
-    """Device id -> the process that has it."""
-    runtime = current_runtime()
-    if runtime is None:
-        return {}
-    ids = sorted(runtime.device_ids())
-    found = runtime.device_attributes()
-    return {i: int(each.get("process_index", 0)) for i, each in zip(ids, found, strict=True)}
-
-
-def _own_process(processes: dict[int, int]) -> int:
-    runtime = current_runtime()
-    if runtime is None:
-        return 0
-    return next((processes.get(i, 0) for i in runtime.addressable_device_ids()), 0)
+    """Device id -> the process that has it; nothing before a runtime has started."""
+    return {} if current_runtime() is None else process_of_device()
 
 
 def part_of(tensor: torch.Tensor, part: Index, wanted: bool) -> torch.Tensor | None:
