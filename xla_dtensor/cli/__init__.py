@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: Wrong arguments, ``--help`` or ``--version``.
     """
-    asked = _parser().parse_args(arguments)
-    return asked.command(asked)
+    args = _parser().parse_args(arguments)
+    return args.command(args)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -189,12 +189,12 @@ def _child(runtime: str, path: str, limit_seconds: float) -> None:
     faulthandler.enable()
     faulthandler.dump_traceback_later(limit_seconds)
     try:
-        found = _start(runtime)
+        outcome = _start(runtime)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        found = {"status": "failed", "detail": text}
+        outcome = {"status": "failed", "detail": text}
     partial = Path(f"{path}.partial")
-    partial.write_text(json.dumps(found), encoding="utf-8")
+    partial.write_text(json.dumps(outcome), encoding="utf-8")
     partial.replace(path)
     # What matters is known. Libraries that crash or hang as they are torn down are left out.
     os._exit(0)
@@ -297,10 +297,10 @@ def _of_torch(version: Callable[[str], str | None]) -> Iterator[Check]:
     yield apart, PROBLEM, f"torch_xla {xla} works with torch 2.9 only, and torch is {torch}"
 
     both = "pip install 'torch==2.9.*' 'torch_xla==2.9.*'    (to use runtime torch_xla)"
-    one = "pip uninstall torch_xla    (keeps torch, and runtime jax)"
+    without_xla = "pip uninstall torch_xla    (keeps torch, and runtime jax)"
     yield bad and xla is not None, NEXT, "pip install 'torch==2.9.*'    (works with both runtimes)"
     yield bad and xla is None, NEXT, "pip install 'torch>=2.13' (or 'torch==2.9.*')"
-    yield apart and not bad and has_jax, NEXT, one
+    yield apart and not bad and has_jax, NEXT, without_xla
     yield apart and not bad, NEXT, both
 
 
@@ -313,9 +313,9 @@ def _of_jax(
     support = jax_support(jax)
     tried = support.is_too_new and environment.get(ANY_JAX) == "1"
     bad = not support.is_supported and not tried
-    other = jaxlib is not None and release(jax) != release(jaxlib)
+    apart = jaxlib is not None and release(jax) != release(jaxlib)
     yield jaxlib is None, PROBLEM, f"jax {jax} is installed without jaxlib"
-    yield other, PROBLEM, f"jax {jax} and jaxlib {jaxlib} are of different releases"
+    yield apart, PROBLEM, f"jax {jax} and jaxlib {jaxlib} are of different releases"
     yield tried, NOTE, f"jax {jax} is {support.reason}; {ANY_JAX}=1 lets it be tried"
     yield bad, PROBLEM, f"jax {jax} is {support.reason}"
     yield bad, NEXT, "pip install 'jax>=0.10,<0.13'    (0.10 is the last one for Python 3.11)"
@@ -447,7 +447,7 @@ class Diagnosis:
     @property
     def works(self) -> bool:
         """Whether at least one runtime started and computed."""
-        return any(each.works for each in self.probes)
+        return any(probe.works for probe in self.probes)
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain values, for JSON."""
@@ -505,8 +505,8 @@ def installed_runtimes() -> tuple[str, ...]:
         registered = [e.name for e in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)]
     except Exception:
         registered = []  # Damaged metadata of any package can end up here.
-    others = [name for name in registered if name not in BUILT_IN_RUNTIMES]
-    return (*built_in, *dict.fromkeys(others))
+    third_party = [name for name in registered if name not in BUILT_IN_RUNTIMES]
+    return (*built_in, *dict.fromkeys(third_party))
 
 
 def choose(
@@ -543,8 +543,8 @@ def seen_hardware() -> tuple[str, ...]:
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str | None]:
-    others = sorted(name for name in environment if name.startswith("TPU_"))
-    return {name: environment.get(name) for name in (*VARIABLES, *others)}
+    of_tpu = sorted(name for name in environment if name.startswith("TPU_"))
+    return {name: environment.get(name) for name in (*VARIABLES, *of_tpu)}
 
 
 # -------------------------------------------------------------- A diagnosis as plain, aligned text

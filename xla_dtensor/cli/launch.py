@@ -113,54 +113,54 @@ def _add_local(launch: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(asked: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     """The exit status: that of the job where it runs here."""
     statuses: list[int] = []
 
-    def act(asked: argparse.Namespace) -> None:
-        statuses.append(_launch(asked))
+    def act(args: argparse.Namespace) -> None:
+        statuses.append(_launch(args))
 
-    return run_or_refuse(act)(asked) or statuses[0]
+    return run_or_refuse(act)(args) or statuses[0]
 
 
-def _launch(asked: argparse.Namespace) -> int:
+def _launch(args: argparse.Namespace) -> int:
     from mesh_utils.job import JobConfig
     from mesh_utils.launch import flag_notes, render
 
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        job = JobConfig.load(asked.job)
-    for warning in found:
+        job = JobConfig.load(args.job)
+    for warning in caught:
         print(f"warning: {warning.message}", file=sys.stderr)
-    if asked.local is not None:
-        return _launch_here(asked, job)
-    _refuse_local_arguments(asked)
+    if args.local is not None:
+        return _launch_here(args, job)
+    _refuse_local_arguments(args)
     for note in flag_notes(job):
         print(f"note: {note}", file=sys.stderr)
     text = render(
         job,
-        asked.launcher or "jobset",
-        command=_words(asked.words, job),
-        image=_image(asked, job),
-        env=_pairs(asked.env, "--env"),
-        **_pairs(asked.option, "--option"),
+        args.launcher or "jobset",
+        command=_words(args.words, job),
+        image=_image(args, job),
+        env=_pairs(args.env, "--env"),
+        **_pairs(args.option, "--option"),
     )
     print(text, end="")
     return 0
 
 
-def _refuse_local_arguments(asked: argparse.Namespace) -> None:
+def _refuse_local_arguments(args: argparse.Namespace) -> None:
     from mesh_utils.errors import JobError
 
     for name in ("devices", "axes", "logs", "timeout", "grace"):
-        if getattr(asked, name) is not None:
+        if getattr(args, name) is not None:
             raise JobError(
-                f"--{name} {getattr(asked, name)} was given without --local. It says how a job "
+                f"--{name} {getattr(args, name)} was given without --local. It says how a job "
                 "runs on this machine. Pass --local N with it, or leave it out."
             )
 
 
-def _launch_here(asked: argparse.Namespace, job: JobConfig) -> int:
+def _launch_here(args: argparse.Namespace, job: JobConfig) -> int:
     import tempfile
     from pathlib import Path
 
@@ -170,32 +170,32 @@ def _launch_here(asked: argparse.Namespace, job: JobConfig) -> int:
     from mesh_utils.launch.text import dns_name
     from xla_dtensor.cli.launch_local import LocalRun, local_environment
 
-    if asked.launcher or asked.image or asked.option:
+    if args.launcher or args.image or args.option:
         raise JobError(
             "--local was given with --with, --image or --option. It starts processes on this "
             "machine, without launcher and image. Leave them out, or leave out --local."
         )
-    axes = None if asked.axes is None else read_yaml(asked.axes, "--axes")
-    plan = local_plan(job, asked.local, 2 if asked.devices is None else asked.devices, axes)
-    words, env = _words(asked.words, job), _pairs(asked.env, "--env")
+    axes = None if args.axes is None else read_yaml(args.axes, "--axes")
+    plan = local_plan(job, args.local, 2 if args.devices is None else args.devices, axes)
+    words, env = _words(args.words, job), _pairs(args.env, "--env")
     sizes = " ".join(map(str, plan.axes))
     title = f"{plan.processes} processes x {plan.devices} CPU devices, {sizes}"
     print(f"job {job.name}: {title}", file=sys.stderr)
-    if asked.only_print:
+    if args.only_print:
         for index in range(plan.processes):
             here = local_environment(job, plan, index, "127.0.0.1:PORT", env)
             pairs = [f"{name}={shlex.quote(value)}" for name, value in here.items()]
             print(" ".join([*pairs, shlex.join(words)]))
         return 0
-    logs = asked.logs or tempfile.mkdtemp(prefix=f"{dns_name(job.name)}-")
+    logs = args.logs or tempfile.mkdtemp(prefix=f"{dns_name(job.name)}-")
     run = LocalRun(
         job,
         plan,
         words,
         logs=Path(logs),
         env=env,
-        grace_seconds=asked.grace,
-        timeout_seconds=asked.timeout,
+        grace_seconds=args.grace,
+        timeout_seconds=args.timeout,
     )
     status = run.run()
     print(f"job {job.name} {run.reason}", file=sys.stderr)
@@ -204,41 +204,41 @@ def _launch_here(asked: argparse.Namespace, job: JobConfig) -> int:
     return status
 
 
-def _words(given: Sequence[str] | None, job: JobConfig) -> list[str]:
+def _words(command: Sequence[str] | None, job: JobConfig) -> list[str]:
     from mesh_utils.errors import JobError
 
-    if not given and job.run.command:
+    if not command and job.run.command:
         return list(job.run.command)
-    if not given:
+    if not command:
         print(f"note: no --command, {shlex.join(_DEFAULT_COMMAND)} stands for it", file=sys.stderr)
         return list(_DEFAULT_COMMAND)
-    if len(given) > 1:
-        return list(given)
+    if len(command) > 1:
+        return list(command)
     try:
-        return shlex.split(given[0])
+        return shlex.split(command[0])
     except ValueError as error:
         raise JobError(
-            f"--command {given[0]!r} was given. It is no line of shell: {error}. "
+            f"--command {command[0]!r} was given. It is no line of shell: {error}. "
             "Pass the words one by one, or close the quotes."
         ) from None
 
 
-def _image(asked: argparse.Namespace, job: JobConfig) -> str | None:
-    if asked.image is None and job.run.image is None and asked.launcher in (None, "jobset"):
+def _image(args: argparse.Namespace, job: JobConfig) -> str | None:
+    if args.image is None and job.run.image is None and args.launcher in (None, "jobset"):
         print(f"note: no --image, {_DEFAULT_IMAGE} stands for it", file=sys.stderr)
         return _DEFAULT_IMAGE
-    return asked.image
+    return args.image
 
 
-def _pairs(given: Sequence[str], argument: str) -> dict[str, str]:
+def _pairs(options: Sequence[str], argument: str) -> dict[str, str]:
     from mesh_utils.errors import JobError
 
     pairs: dict[str, str] = {}
-    for each in given:
-        name, equals, value = each.partition("=")
+    for option in options:
+        name, equals, value = option.partition("=")
         if not equals or not name.isidentifier():
             raise JobError(
-                f"{argument} {each!r} was given. It names nothing. Pass such as {argument} "
+                f"{argument} {option!r} was given. It names nothing. Pass such as {argument} "
                 "NAME=VALUE."
             )
         pairs[name] = value

@@ -190,10 +190,10 @@ class LocalRun:
         address = f"127.0.0.1:{_free_port()}"
         die_with_us = _death_signal()
         for index in range(self.plan.processes):
-            given = local_environment(self.job, self.plan, index, address, self.env)
+            variables = local_environment(self.job, self.plan, index, address, self.env)
             child = subprocess.Popen(
                 self.command,
-                env=_surroundings() | given,
+                env=_surroundings() | variables,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -225,14 +225,16 @@ class LocalRun:
 
     def _wait(self) -> bool:
         """Wait until all have ended; whether that took too long."""
-        left, timed_out = len(self._processes), False
-        while left:
-            now = time.monotonic()
-            if self._kill_at is not None and now >= self._kill_at:
+        running, timed_out = len(self._processes), False
+        while running:
+            moment = time.monotonic()
+            if self._kill_at is not None and moment >= self._kill_at:
                 self._kill_at = None
                 for process in self._processes:
                     process.send(signal.SIGKILL)
-            late = self.timeout_seconds is not None and now - self._started > self.timeout_seconds
+            late = (
+                self.timeout_seconds is not None and moment - self._started > self.timeout_seconds
+            )
             if late and not timed_out:
                 timed_out = True
                 self._end_all(signal.SIGTERM, _SECONDS_AFTER_A_FAILURE)
@@ -240,7 +242,7 @@ class LocalRun:
                 process = self._ended.get(timeout=0.1)
             except queue.Empty:
                 continue
-            left -= 1
+            running -= 1
             if process.status == PREEMPTED:
                 self._kill_at = self._kill_at or time.monotonic() + self.grace_seconds
             elif process.status and not (self._failed or self._signal or timed_out):
@@ -259,11 +261,11 @@ class LocalRun:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        handlers = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
@@ -321,16 +323,16 @@ def _lines(pipe: IO[bytes]) -> Iterator[bytes]:
 
 def _surroundings() -> dict[str, str]:
     """This process's variables, without those that would change the job's devices."""
-    found = dict(os.environ)
-    flags = _XLA_DEVICES.sub("", found.pop("XLA_FLAGS", "")).strip()
+    variables = dict(os.environ)
+    flags = _XLA_DEVICES.sub("", variables.pop("XLA_FLAGS", "")).strip()
     if flags:
-        found["XLA_FLAGS"] = flags
+        variables["XLA_FLAGS"] = flags
     # XLA:CPU's collectives can starve its threads where there are more devices than cores.
-    found.setdefault("NPROC", "64")
-    found.setdefault("PYTHONUNBUFFERED", "1")
+    variables.setdefault("NPROC", "64")
+    variables.setdefault("PYTHONUNBUFFERED", "1")
     # `python` is the one that runs this, also where its environment was not activated.
-    found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found.get('PATH', '')}"
-    return found
+    variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables.get('PATH', '')}"
+    return variables
 
 
 def _death_signal() -> Callable[[], None] | None:
@@ -342,9 +344,9 @@ def _death_signal() -> Callable[[], None] | None:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
 
 
 def _print(line: str) -> None:

@@ -70,18 +70,18 @@ def add_mesh(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     mesh.set_defaults(command=run_or_refuse(_mesh))
 
 
-def _mesh(asked: argparse.Namespace) -> None:
+def _mesh(args: argparse.Namespace) -> None:
     from mesh_utils.draw import check_format
     from mesh_utils.errors import MeshError
     from xla_dtensor.cli.mesh_text import make_plans
 
-    if asked.draw is not None:
-        check_format(Path(asked.draw))
-    axes = _sizes("--axes", asked.axes)
-    dcn = {} if asked.dcn is None else _sizes("--dcn", asked.dcn)
-    weights = None if asked.weights is None else _weights(asked.weights)
+    if args.draw is not None:
+        check_format(Path(args.draw))
+    axes = _sizes("--axes", args.axes)
+    dcn = {} if args.dcn is None else _sizes("--dcn", args.dcn)
+    weights = None if args.weights is None else _weights(args.weights)
     product = math.prod(dcn.values())
-    topology = read_topology(asked, product if dcn and product > 0 else None)
+    topology = read_topology(args, product if dcn and product > 0 else None)
     _refuse_unknowns(topology, axes, dcn)
     # Axes that are only in --dcn need the network least: they come first.
     names = [*(name for name in dcn if name not in axes), *axes]
@@ -92,7 +92,7 @@ def _mesh(asked: argparse.Namespace) -> None:
         [dcn.get(name, 1) for name in names],
         weights,
     )
-    drawn = plans.mesh_of(asked.strategy)
+    drawn = plans.mesh_of(args.strategy)
     if isinstance(drawn, str):
         raise MeshError(
             f"JAX's mesh of {plans.found.mesh.axes_text()} on {plans.found.topology.name} was "
@@ -101,24 +101,24 @@ def _mesh(asked: argparse.Namespace) -> None:
     from mesh_utils.draw import draw_mesh
 
     drawing = draw_mesh(plans.found.topology, drawn.mesh, plans.found.network)
-    if asked.draw is not None:
-        drawing.save(asked.draw)
-    if asked.json:
-        print(json.dumps(plans.to_dict(asked.strategy), indent=1))
+    if args.draw is not None:
+        drawing.save(args.draw)
+    if args.json:
+        print(json.dumps(plans.to_dict(args.strategy), indent=1))
         return
     from xla_dtensor.cli.mesh_text import plans_text
 
-    print(plans_text(plans, asked.strategy, drawing))
-    if asked.draw is not None:
-        print(f"\ndrawn to {asked.draw}")
+    print(plans_text(plans, args.strategy, drawing))
+    if args.draw is not None:
+        print(f"\ndrawn to {args.draw}")
 
 
 def _sizes(option: str, text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
-    for name, value in _pairs(option, text):
-        if not value.removeprefix("-").isdecimal():
-            _refuse(option, text, f"{value!r} is no size")
-        sizes[name] = int(value)
+    for name, size in _pairs(option, text):
+        if not size.removeprefix("-").isdecimal():
+            _refuse(option, text, f"{size!r} is no size")
+        sizes[name] = int(size)
     return sizes
 
 
@@ -198,10 +198,10 @@ def add_topology(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     topology.set_defaults(command=run_or_refuse(_topology))
 
 
-def _topology(asked: argparse.Namespace) -> None:
-    found = read_topology(asked)
-    facts = topology_facts(found)
-    if asked.json:
+def _topology(args: argparse.Namespace) -> None:
+    topology = read_topology(args)
+    facts = topology_facts(topology)
+    if args.json:
         print(json.dumps(facts, indent=1))
         return
     from xla_dtensor.cli.mesh_text import topology_text
@@ -250,7 +250,7 @@ def topology_facts(topology: Topology) -> dict[str, Any]:
         "hbm": _figure(chip.figure("hbm")),
         "usable_hbm_per_device": _figure(chip.figure("usable_hbm_per_device")),
         "hbm_bandwidth": _figure(chip.figure("hbm_bandwidth")),
-        "peak_flops": {name: _figure(each) for name, each in chip.peak_flops.items()},
+        "peak_flops": {name: _figure(figure) for name, figure in chip.peak_flops.items()},
         "names": _names_of_chip(topology, chip),
         "nearest": _nearest(topology, chip),
         "assumptions": list(topology.assumptions),

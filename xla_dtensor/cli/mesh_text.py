@@ -85,21 +85,26 @@ class Plans:
         Returns:
             What was asked, both meshes, the runner-up, reasons, and the device ids.
         """
-        found, chosen = self.found, self.mesh_of(strategy)
-        columns = (found.axis_names, found.ici_mesh_shape, found.dcn_mesh_shape, found.weights)
+        assignment, chosen = self.found, self.mesh_of(strategy)
+        columns = (
+            assignment.axis_names,
+            assignment.ici_mesh_shape,
+            assignment.dcn_mesh_shape,
+            assignment.weights,
+        )
         keys = ("name", "ici", "dcn", "weight")
         return {
             "modelled": True,
-            "topology": found.topology.name,
+            "topology": assignment.topology.name,
             "axes": [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)],
             "strategy": strategy,
-            "bound_links": json_number(found.bound),
-            "is_exact": found.is_exact,
-            "choices": found.choices,
+            "bound_links": json_number(assignment.bound),
+            "is_exact": assignment.is_exact,
+            "choices": assignment.choices,
             "search": self.search.to_dict(),
             "jax": {"refused": self.jax} if isinstance(self.jax, str) else self.jax.to_dict(),
-            "runner_up": _runner_up(found.runner_up),
-            "reasons": list(found.reasons),
+            "runner_up": _runner_up(assignment.runner_up),
+            "reasons": list(assignment.reasons),
             "device_ids": None if isinstance(chosen, str) else chosen.mesh.device_ids.tolist(),
         }
 
@@ -126,17 +131,17 @@ def make_plans(
     Raises:
         MeshError: Sizes that do not fit, or weights that are none.
     """
-    found = assign(topology, ici, dcn, axis_names=names, weights=weights)
-    search = Plan(found.mesh, found.reports, found.score, "search")
-    return Plans(found, search, _jax_plan(found))
+    assignment = assign(topology, ici, dcn, axis_names=names, weights=weights)
+    search = Plan(assignment.mesh, assignment.reports, assignment.score, "search")
+    return Plans(assignment, search, _jax_plan(assignment))
 
 
-def _jax_plan(found: Assignment) -> Plan | str:
+def _jax_plan(assignment: Assignment) -> Plan | str:
     """JAX's mesh, with split dims only where it makes none without."""
     refusals: list[str] = []
     for split in (False, True):
         try:
-            devices = _jax_devices(found, split)
+            devices = _jax_devices(assignment, split)
         except MeshError as error:  # JAX is not there
             return f"JAX's mesh is not known: {str(error).split('. ')[1]}"
         except Exception as error:  # JAX raises five types, some by accident
@@ -147,19 +152,21 @@ def _jax_plan(found: Assignment) -> Plan | str:
         if refusals:
             note += f"; by default it raises {refusals[0].split(':')[0]}"
         ids = [[device.id for device in devices.reshape(-1)]]
-        mesh = Mesh(ids, found.mesh_shape, found.axis_names)
-        reports = axis_reports(found.topology, mesh, network=found.network)
+        mesh = Mesh(ids, assignment.mesh_shape, assignment.axis_names)
+        reports = axis_reports(assignment.topology, mesh, network=assignment.network)
         links = [report.links["all-gather"] for report in reports]
-        return Plan(mesh, reports, mesh_score(found.mesh_shape, found.weights, links), note)
+        return Plan(
+            mesh, reports, mesh_score(assignment.mesh_shape, assignment.weights, links), note
+        )
     return f"JAX raises {refusals[-1].rstrip('.')}"
 
 
-def _jax_devices(found: Assignment, split: bool) -> Any:
+def _jax_devices(assignment: Assignment, split: bool) -> Any:
     options: Any = {"strategy": "jax", "allow_split_physical_axes": split}
-    if found.topology.num_slices == 1:
-        return create_device_mesh(found.ici_mesh_shape, found.topology, **options)
+    if assignment.topology.num_slices == 1:
+        return create_device_mesh(assignment.ici_mesh_shape, assignment.topology, **options)
     return create_hybrid_device_mesh(
-        found.ici_mesh_shape, found.dcn_mesh_shape, found.topology, **options
+        assignment.ici_mesh_shape, assignment.dcn_mesh_shape, assignment.topology, **options
     )
 
 
@@ -190,13 +197,13 @@ def _axis_dict(report: AxisReport) -> dict[str, Any]:
     }
 
 
-def _runner_up(other: RunnerUp | None) -> dict[str, Any] | None:
-    if other is None:
+def _runner_up(runner_up: RunnerUp | None) -> dict[str, Any] | None:
+    if runner_up is None:
         return None
     return {
-        "score_links": json_number(other.score),
-        "spans": [str(span)[5:-1] for span in other.spans],
-        "links": [json_number(links) for links in other.links],
+        "score_links": json_number(runner_up.score),
+        "spans": [str(span)[5:-1] for span in runner_up.spans],
+        "links": [json_number(links) for links in runner_up.links],
     }
 
 
@@ -218,11 +225,11 @@ def plans_text(plans: Plans, strategy: str, drawing: Drawing) -> str:
 
 
 def _lines(plans: Plans, strategy: str, drawing: Drawing) -> Iterator[str]:
-    found = plans.found
-    yield f"{found.topology.name}: {found.mesh.axes_text()}"
+    assignment = plans.found
+    yield f"{assignment.topology.name}: {assignment.mesh.axes_text()}"
     yield from (f"  {line}" for line in _reasons(plans, strategy))
     yield ""
-    has_rate = found.network.link_bytes_per_second is not None
+    has_rate = assignment.network.link_bytes_per_second is not None
     unit = "GB/s" if has_rate else "links"
     yield f"modelled, not measured: bus bandwidth per device in {unit} (% of the bound)"
     header = ("", "lies on", *COLLECTIVES, "permute")
@@ -237,8 +244,12 @@ def _lines(plans: Plans, strategy: str, drawing: Drawing) -> Iterator[str]:
     yield "  an all-reduce takes twice the seconds of an all-gather of as many bytes"
     yield ""
     whose = "the search's mesh" if strategy == "search" else "JAX's mesh"
-    several = f", slice 0 of {found.topology.num_slices}" if found.topology.num_slices > 1 else ""
-    names = ",".join(map(str, found.axis_names))
+    several = (
+        f", slice 0 of {assignment.topology.num_slices}"
+        if assignment.topology.num_slices > 1
+        else ""
+    )
+    names = ",".join(map(str, assignment.axis_names))
     yield f"{whose}{several}: {names} of each chip"
     yield from (f"  {line}".rstrip() for line in drawing.text().splitlines())
 
@@ -258,7 +269,10 @@ def _rows_of_plan(whose: str, plan: Plan) -> Iterator[tuple[str, ...]]:
     yield (whose, score, *("" for _ in COLLECTIVES), "")
     for report in plan.reports:
         where = "no rows of chips" if report.span is None else str(report.span)[5:-1]
-        rates = [_rate(report, report.links[each], report.fraction(each)) for each in COLLECTIVES]
+        rates = [
+            _rate(report, report.links[collective], report.fraction(collective))
+            for collective in COLLECTIVES
+        ]
         hops = f", {report.max_hops} hop{'' if report.max_hops == 1 else 's'}"
         hops = hops if report.max_hops else ", over DCN" if report.crosses_slices else ""
         permute = "-" if report.size == 1 else _rate(report, report.shift_links, None) + hops
@@ -299,8 +313,8 @@ def _rows_of_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     is_gpu = facts["torus_rank"] == 0
     chip = "GPU" if is_gpu else "chip"
     shape = " x ".join(map(str, facts["shape"]))
-    each = f" in each {'domain' if is_gpu else 'slice'}" if facts["slices"] > 1 else ""
-    yield f"{chip}s", f"{facts['chips']}: {shape}{each}"
+    where = f" in each {'domain' if is_gpu else 'slice'}" if facts["slices"] > 1 else ""
+    yield f"{chip}s", f"{facts['chips']}: {shape}{where}"
     if not is_gpu:
         yield "cores", str(facts["cores"])
         yield "devices", f"{facts['devices']}, as JAX sees them"
@@ -374,10 +388,10 @@ def _memory(facts: dict[str, Any], chip: str) -> str:
 def _speed(figure: dict[str, Any]) -> str:
     if figure["value"] is None:
         return "not known"
-    others = [each["value"] for each in figure["others"] if each["value"] is not None]
-    far = [each for each in others if abs(each - figure["value"]) > 0.01 * figure["value"]]
-    said = ", ".join(dict.fromkeys(gigabytes_per_second(each) for each in far))
-    return gigabytes_per_second(figure["value"]) + (f" (others say {said})" if said else "")
+    rates = [rate["value"] for rate in figure["others"] if rate["value"] is not None]
+    far = [rate for rate in rates if abs(rate - figure["value"]) > 0.01 * figure["value"]]
+    words = ", ".join(dict.fromkeys(gigabytes_per_second(rate) for rate in far))
+    return gigabytes_per_second(figure["value"]) + (f" (others say {words})" if words else "")
 
 
 def _peak(figure: dict[str, Any], chips: int, chip: str) -> str:

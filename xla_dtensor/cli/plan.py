@@ -90,12 +90,12 @@ def add_full_options(plan: argparse.ArgumentParser) -> None:
     full.add_argument("--no-cache", action="store_true", help="compile though it was before")
 
 
-def plan_fully(job: JobConfig, asked: argparse.Namespace) -> bool | None:
+def plan_fully(job: JobConfig, args: argparse.Namespace) -> bool | None:
     """Compiles a job's step, prints the report, and writes what was asked for.
 
     Args:
         job: The job.
-        asked: The arguments.
+        args: The arguments.
 
     Returns:
         Whether it fits; None if nobody knows.
@@ -106,19 +106,19 @@ def plan_fully(job: JobConfig, asked: argparse.Namespace) -> bool | None:
     """
     from xla_dtensor.report.compile_report import CompileReport
 
-    evidence = compiled(job, asked, asked.per_group, asked.time_limit)
+    evidence = compiled(job, args, args.per_group, args.time_limit)
     report = CompileReport.of(evidence)
-    keep(evidence, report, asked.out)
-    print(report.to_json() if asked.json else report.render().removesuffix("\n"))
+    keep(evidence, report, args.out)
+    print(report.to_json() if args.json else report.render().removesuffix("\n"))
     return report.fits
 
 
-def compiled(job: JobConfig, asked: argparse.Namespace, per_group: int, seconds: float) -> Evidence:
+def compiled(job: JobConfig, args: argparse.Namespace, per_group: int, seconds: float) -> Evidence:
     """Compiles a job's step.
 
     Args:
         job: The job; its axes and its slice may be others than its file's.
-        asked: The arguments.
+        args: The arguments.
         per_group: Sequences per part of the batch.
         seconds: How long it may take.
 
@@ -134,9 +134,9 @@ def compiled(job: JobConfig, asked: argparse.Namespace, per_group: int, seconds:
     from xla_dtensor.plan.aot import evidence_for
     from xla_dtensor.plan.search import is_too_large, reporting_job
 
-    is_searched = any((asked.sweep, asked.smallest, asked.max_batch))
+    is_searched = any((args.sweep, args.smallest, args.max_batch))
     where = f", {job.topology().name}, {' '.join(map(str, job.axes))}" if is_searched else ""
-    keywords = _keywords(job, asked, per_group)
+    keywords = _keywords(job, args, per_group)
     start = time.monotonic()
 
     def evidence(to_compile: JobConfig, left: float) -> Evidence:
@@ -144,21 +144,21 @@ def compiled(job: JobConfig, asked: argparse.Namespace, per_group: int, seconds:
             "xla_dtensor.plan.job_plan:job_plan",
             to_compile,
             keywords=keywords,
-            title=f"{job.name}: {asked.model or job.model}{where}",
-            command=_launch_command(job, asked, per_group),
-            cache=not asked.no_cache,
-            python=asked.python,
+            title=f"{job.name}: {args.model or job.model}{where}",
+            command=_launch_command(job, args, per_group),
+            cache=not args.no_cache,
+            python=args.python,
             time_limit_seconds=left,
             memory_limit_bytes=(
-                None if asked.memory_limit is None else int(asked.memory_limit * _GIB)
+                None if args.memory_limit is None else int(args.memory_limit * _GIB)
             ),
         )
 
-    to_compile = flagged(job, asked)
+    to_compile = flagged(job, args)
     try:
         return evidence(to_compile, seconds)
     except CompileError as error:
-        if not (is_too_large(error) and reports_too_much(asked.python)):
+        if not (is_too_large(error) and reports_too_much(args.python)):
             raise
         try:  # once more, for a report of what takes the memory
             return evidence(reporting_job(to_compile), seconds - (time.monotonic() - start))
@@ -192,33 +192,33 @@ def write_report(report: CompileReport, folder: Path) -> None:
     (folder / "report.html").write_text(report.to_html(), encoding="utf-8")
 
 
-def _keywords(job: JobConfig, asked: argparse.Namespace, per_group: int) -> dict[str, Any]:
+def _keywords(job: JobConfig, args: argparse.Namespace, per_group: int) -> dict[str, Any]:
     from mesh_utils.errors import JobError
     from xla_dtensor.plan.search import variant_of
 
-    keywords: dict[str, Any] = {"job": asked.job, "model": asked.model, "variant": variant_of(job)}
-    if ":" in (asked.model or job.model or ""):
+    keywords: dict[str, Any] = {"job": args.job, "model": args.model, "variant": variant_of(job)}
+    if ":" in (args.model or job.model or ""):
         return keywords  # the function is called with the job alone
     what = f"Job {job.name!r} was to be compiled with"
-    if asked.optimizer not in _MOMENTS:
+    if args.optimizer not in _MOMENTS:
         raise JobError(
-            f"{what} --optimizer {asked.optimizer}. The "
+            f"{what} --optimizer {args.optimizer}. The "
             f"reference models are trained by one of {', '.join(_MOMENTS)}. Pass one of these, "
             "or --quick."
         )
-    if asked.gradients != "together":
+    if args.gradients != "together":
         raise JobError(
-            f"{what} --gradients {asked.gradients}. The reference models' step clips all gradients "
+            f"{what} --gradients {args.gradients}. The reference models' step clips all gradients "
             "by their common norm, so that all are alive at once. Pass --quick, or a "
             "module:function whose step does not."
         )
-    batch = {"sequence": asked.sequence, "per_group": per_group, "remat": asked.remat}
-    dtypes = {"dtype": asked.dtype, "moment_dtype": _MOMENTS[asked.optimizer]}
+    batch = {"sequence": args.sequence, "per_group": per_group, "remat": args.remat}
+    dtypes = {"dtype": args.dtype, "moment_dtype": _MOMENTS[args.optimizer]}
     return keywords | batch | dtypes
 
 
-def _launch_command(job: JobConfig, asked: argparse.Namespace, per_group: int) -> str:
-    words = ["python", "-m", "xla_dtensor", "plan", asked.job]
+def _launch_command(job: JobConfig, args: argparse.Namespace, per_group: int) -> str:
+    words = ["python", "-m", "xla_dtensor", "plan", args.job]
     usual = {
         "model": None,
         "sequence": 8192,
@@ -227,16 +227,16 @@ def _launch_command(job: JobConfig, asked: argparse.Namespace, per_group: int) -
         "remat": "full",
     }
     for name, value in usual.items():
-        if getattr(asked, name) != value:
-            words += [f"--{name}", str(getattr(asked, name))]
-    for name in asked.without_flags:
+        if getattr(args, name) != value:
+            words += [f"--{name}", str(getattr(args, name))]
+    for name in args.without_flags:
         words += ["--without-flags", name]
-    if asked.all_flags:
+    if args.all_flags:
         words.append("--all-flags")
-    if asked.sweep:
+    if args.sweep:
         words += ["--sweep", ",".join(f"{axis.name}={axis.ici}" for axis in job.axes)]
-    elif asked.smallest:
-        words += ["--smallest", asked.smallest]
+    elif args.smallest:
+        words += ["--smallest", args.smallest]
     elif per_group != 1:
         words += ["--per-group", str(per_group)]
     return shlex.join(words)
@@ -308,58 +308,60 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="one-by-one counts the largest only, for a step that updates each parameter inside "
         "its backward (default: %(default)s, as clipping by their norm needs)",
     )
-    others = plan.add_mutually_exclusive_group()
-    others.add_argument(
+    searches = plan.add_mutually_exclusive_group()
+    searches.add_argument(
         "--sweep", metavar="AXES", help='rank meshes, and compile the best: "fsdp=*,tp=*"'
     )
-    others.add_argument("--smallest", metavar="CHIP", help="find the smallest slice of v5e, say")
-    others.add_argument("--max-batch", action="store_true", help="find the largest batch that fits")
+    searches.add_argument("--smallest", metavar="CHIP", help="find the smallest slice of v5e, say")
+    searches.add_argument(
+        "--max-batch", action="store_true", help="find the largest batch that fits"
+    )
     plan.add_argument("--json", action="store_true", help="print JSON")
     add_full_options(plan)
     plan.set_defaults(command=_command)
 
 
-def _command(asked: argparse.Namespace) -> int:
+def _command(args: argparse.Namespace) -> int:
     fits: list[bool] = []
-    refused = run_or_refuse(lambda asked: fits.append(_plan(asked)))(asked)
+    refused = run_or_refuse(lambda args: fits.append(_plan(args)))(args)
     return refused or (0 if all(fits) else DOES_NOT_FIT)
 
 
-def _plan(asked: argparse.Namespace) -> bool:
+def _plan(args: argparse.Namespace) -> bool:
     """Answers what was asked, and tells whether it fits."""
     from mesh_utils.errors import JobError
     from xla_dtensor.core.errors import LayoutError
 
     try:
-        case = _case(asked)
-        if not asked.quick:
-            _say_flags(case.job, asked)
-        fits = _quick(case, asked, quiet=asked.json and not asked.quick)
+        case = _case(args)
+        if not args.quick:
+            _say_flags(case.job, args)
+        fits = _quick(case, args, quiet=args.json and not args.quick)
     except LayoutError as error:  # rules that do not fit the model
         raise JobError(str(error)) from error
-    if asked.quick or not fits:
+    if args.quick or not fits:
         return fits
-    return _compiled(case, asked)
+    return _compiled(case, args)
 
 
-def _say_flags(job: JobConfig, asked: argparse.Namespace) -> None:
+def _say_flags(job: JobConfig, args: argparse.Namespace) -> None:
     """First what is compiled otherwise than launched; a libtpu that refuses it ends the plan."""
     from xla_dtensor.cli.plan_flags import flag_lines
 
-    for line in flag_lines(job, asked):
-        print(line, file=sys.stderr if asked.json else sys.stdout, flush=True)
+    for line in flag_lines(job, args):
+        print(line, file=sys.stderr if args.json else sys.stdout, flush=True)
 
 
-def _compiled(case: QuickCase, asked: argparse.Namespace) -> bool:
+def _compiled(case: QuickCase, args: argparse.Namespace) -> bool:
     from mesh_utils.errors import JobError
     from xla_dtensor.cli.plan_text import search
     from xla_dtensor.core.errors import CompileError
     from xla_dtensor.plan.search import is_too_large, short
 
-    if asked.sweep is not None or asked.smallest is not None or asked.max_batch:
-        return search(case, asked)
+    if args.sweep is not None or args.smallest is not None or args.max_batch:
+        return search(case, args)
     try:
-        return plan_fully(case.job, asked) is not False
+        return plan_fully(case.job, args) is not False
     except CompileError as error:
         if is_too_large(error):
             print(f"DOES NOT FIT, says libtpu: {short(str(error))}", file=sys.stderr)
@@ -367,38 +369,38 @@ def _compiled(case: QuickCase, asked: argparse.Namespace) -> bool:
         raise JobError(str(error)) from error
 
 
-def _quick(case: QuickCase, asked: argparse.Namespace, quiet: bool = False) -> bool:
+def _quick(case: QuickCase, args: argparse.Namespace, quiet: bool = False) -> bool:
     from xla_dtensor.cli import plan_text
     from xla_dtensor.plan.sweep import max_batch, quick_sweep, smallest_slice
 
-    fits, data, shown = True, {}, ""
-    if asked.sweep is not None:
-        meshes = quick_sweep(case, asked.sweep)
+    fits, plain, shown = True, {}, ""
+    if args.sweep is not None:
+        meshes = quick_sweep(case, args.sweep)
         fits = meshes[0].refused is None
-        data, shown = plan_text.sweep_data(case, meshes), plan_text.sweep_text(case, meshes)
-    elif asked.smallest is not None:
-        found = smallest_slice(case, asked.smallest)
-        fits = found is not None
-        data, shown = (
-            plan_text.smallest_data(asked.smallest, found),
-            plan_text.smallest_text(case, asked.smallest, found),
+        plain, shown = plan_text.sweep_data(case, meshes), plan_text.sweep_text(case, meshes)
+    elif args.smallest is not None:
+        smallest = smallest_slice(case, args.smallest)
+        fits = smallest is not None
+        plain, shown = (
+            plan_text.smallest_data(args.smallest, smallest),
+            plan_text.smallest_text(case, args.smallest, smallest),
         )
-    elif asked.max_batch:
+    elif args.max_batch:
         most = max_batch(case)
         fits = most is not None
-        data, shown = plan_text.batch_data(case, most), plan_text.batch_text(case, most)
+        plain, shown = plan_text.batch_data(case, most), plan_text.batch_text(case, most)
     else:
-        estimate = case.estimate(asked.per_group)
+        estimate = case.estimate(args.per_group)
         fits = not estimate.batch_cannot_fit
-        batch = case.batch(asked.per_group)
-        data = plan_text.estimate_data(case, batch, estimate)
+        batch = case.batch(args.per_group)
+        plain = plan_text.estimate_data(case, batch, estimate)
         shown = plan_text.estimate_text(case, batch, estimate)
     if not quiet:
-        print(json.dumps(data, indent=1) if asked.json else shown, flush=True)
+        print(json.dumps(plain, indent=1) if args.json else shown, flush=True)
     return fits
 
 
-def _case(asked: argparse.Namespace) -> QuickCase:
+def _case(args: argparse.Namespace) -> QuickCase:
     from mesh_utils.errors import JobError
     from mesh_utils.job import JobConfig
     from xla_dtensor.core.dtypes import itemsize_bytes
@@ -406,48 +408,46 @@ def _case(asked: argparse.Namespace) -> QuickCase:
     from xla_dtensor.plan.search import maker_of
     from xla_dtensor.plan.sweep import QuickCase
 
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        job = JobConfig.load(asked.job)
-    for warning in found:
+        job = JobConfig.load(args.job)
+    for warning in caught:
         print(f"warning: {warning.message}", file=sys.stderr)
-    for option, value in (("--sequence", asked.sequence), ("--per-group", asked.per_group)):
-        if value < 1:
+    for option, number in (("--sequence", args.sequence), ("--per-group", args.per_group)):
+        if number < 1:
             raise JobError(
-                f"A plan of job {job.name!r} was asked for with {option} {value}. It has to be a "
+                f"A plan of job {job.name!r} was asked for with {option} {number}. It has to be a "
                 f"positive number. Pass {option} 1 or more."
             )
-    optimizer = optimizer_state(asked.optimizer)
-    itemsize_bytes(asked.dtype)
-    model = asked.model or job.model
+    optimizer = optimizer_state(args.optimizer)
+    itemsize_bytes(args.dtype)
+    model = args.model or job.model
     maker = None if model is None else maker_of(model)
     if model is not None and maker in ("function", "transformers"):
-        return _own_case(job, model, optimizer, asked)
-    found = QuickCase.of(
-        job, model, dtype=asked.dtype, optimizer=optimizer, sequence=asked.sequence
-    )
-    return replace(found, gradients=_gradients(asked), remat=asked.remat)
+        return _own_case(job, model, optimizer, args)
+    caught = QuickCase.of(job, model, dtype=args.dtype, optimizer=optimizer, sequence=args.sequence)
+    return replace(caught, gradients=_gradients(args), remat=args.remat)
 
 
-def _own_case(job: JobConfig, model: str, optimizer: Any, asked: argparse.Namespace) -> QuickCase:
+def _own_case(job: JobConfig, model: str, optimizer: Any, args: argparse.Namespace) -> QuickCase:
     """The case of a module:function, or of a model of Transformers; needs torch."""
     from xla_dtensor.plan.estimate import module_parameters, tied_parameters
     from xla_dtensor.plan.sweep import QuickCase
 
-    made = _own_model(job, model, asked)
+    module = _own_model(job, model, args)
     return QuickCase(
         job,
-        tuple(module_parameters(made)),
+        tuple(module_parameters(module)),
         None,
         optimizer,
-        asked.dtype,
-        asked.sequence,
-        tied_parameters(made),
-        gradients=_gradients(asked),
+        args.dtype,
+        args.sequence,
+        tied_parameters(module),
+        gradients=_gradients(args),
     )
 
 
-def _own_model(job: JobConfig, model: str, asked: argparse.Namespace) -> Any:
+def _own_model(job: JobConfig, model: str, args: argparse.Namespace) -> Any:
     from mesh_utils.errors import JobError
     from xla_dtensor.core.errors import CompileError
     from xla_dtensor.plan.aot import function_of
@@ -457,25 +457,25 @@ def _own_model(job: JobConfig, model: str, asked: argparse.Namespace) -> Any:
 
         from xla_dtensor.models.hugging_face import make_hugging_face
 
-        return make_hugging_face(model, dtype=getattr(torch, asked.dtype.removeprefix("torch.")))
+        return make_hugging_face(model, dtype=getattr(torch, args.dtype.removeprefix("torch.")))
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # an installed command has its own folder there instead
     try:
-        made = function_of(model)(job)
+        training = function_of(model)(job)
     except CompileError as error:
         why = str(error.__cause__ or error)
         raise JobError(
             f"Model {model!r} was asked for. It cannot be imported: {why}. Pass module:function "
             "or file.py:function, of a module in this folder or installed."
         ) from error
-    if not isinstance(made, tuple) or len(made) not in (4, 5):
+    if not isinstance(training, tuple) or len(training) not in (4, 5):
         raise JobError(
-            f"Model {model!r} was called with the job. It returned a {type(made).__name__}. "
+            f"Model {model!r} was called with the job. It returned a {type(training).__name__}. "
             "Return (model, make_step, inputs, placements), as xla_dtensor/models/training.py "
             "does."
         )
-    return made[0]
+    return training[0]
 
 
-def _gradients(asked: argparse.Namespace) -> Gradients:
-    return "together" if asked.gradients == "together" else "one by one"
+def _gradients(args: argparse.Namespace) -> Gradients:
+    return "together" if args.gradients == "together" else "one by one"

@@ -31,12 +31,12 @@ _ASK = (
 )
 
 
-def flagged(job: JobConfig, asked: argparse.Namespace) -> JobConfig:
+def flagged(job: JobConfig, args: argparse.Namespace) -> JobConfig:
     """Returns the job with the flags that are to be compiled.
 
     Args:
         job: The job.
-        asked: The arguments.
+        args: The arguments.
 
     Returns:
         The job without the sets of ``--without-flags``, and without slow ones.
@@ -46,15 +46,15 @@ def flagged(job: JobConfig, asked: argparse.Namespace) -> JobConfig:
     """
     from xla_dtensor.plan.search import without_flags
 
-    return without_flags(job, [*dict.fromkeys([*asked.without_flags, *_left_out(job, asked)])])
+    return without_flags(job, [*dict.fromkeys([*args.without_flags, *_left_out(job, args)])])
 
 
-def flag_lines(job: JobConfig, asked: argparse.Namespace) -> Iterator[str]:
+def flag_lines(job: JobConfig, args: argparse.Namespace) -> Iterator[str]:
     """Says what is left out, and what nobody has tried; checks the flags on the way.
 
     Args:
         job: The job.
-        asked: The arguments.
+        args: The arguments.
 
     Yields:
         Lines for people.
@@ -64,15 +64,15 @@ def flag_lines(job: JobConfig, asked: argparse.Namespace) -> Iterator[str]:
     """
     from mesh_utils.xla_flags import flag_table
 
-    for name in _left_out(job, asked):
+    for name in _left_out(job, args):
         slow = flag_table().sets[name].slow
         assert slow is not None
         yield (
             f"XLA flags left out: {name}, slow to compile ({slow.program}: {slow.seconds:g} CPU "
             f"seconds, {slow.without:g} without). --all-flags compiles what launch runs."
         )
-    installed = _at_hand(asked.python)
-    yield from check_at_hand(flagged(job, asked), installed)
+    installed = _at_hand(args.python)
+    yield from check_at_hand(flagged(job, args), installed)
 
 
 def check_at_hand(job: JobConfig, installed: Installed) -> list[str]:
@@ -101,8 +101,8 @@ def check_at_hand(job: JobConfig, installed: Installed) -> list[str]:
             f"belong together: this jax pins libtpu{pin}. "
             f"Install it with pip install 'jax[tpu]=={jax}'."
         )
-    asked = f"Job {job.name!r} was to be compiled with libtpu {libtpu}"
-    return [f"note: {note}" for note in check_taken(job.xla_flags(), job.chip, libtpu, asked)]
+    args = f"Job {job.name!r} was to be compiled with libtpu {libtpu}"
+    return [f"note: {note}" for note in check_taken(job.xla_flags(), job.chip, libtpu, args)]
 
 
 def reports_too_much(python: str | None) -> bool:
@@ -120,26 +120,26 @@ def reports_too_much(python: str | None) -> bool:
     return libtpu is None or release(libtpu) < (0, 0, 48)
 
 
-def _left_out(job: JobConfig, asked: argparse.Namespace) -> list[str]:
+def _left_out(job: JobConfig, args: argparse.Namespace) -> list[str]:
     from mesh_utils.xla_flags import flag_table
 
-    taken = dict.fromkeys(flag.flag_set for flag in job.xla_flags() if flag.flag_set)
-    slow = [name for name in taken if flag_table().sets[name].slow is not None]
-    return [] if asked.all_flags else [name for name in slow if name not in asked.without_flags]
+    names = dict.fromkeys(flag.flag_set for flag in job.xla_flags() if flag.flag_set)
+    slow = [name for name in names if flag_table().sets[name].slow is not None]
+    return [] if args.all_flags else [name for name in slow if name not in args.without_flags]
 
 
 def _at_hand(python: str | None) -> Installed:
     """What is installed here, or where ``--python`` is, seen as the compiling process sees it."""
     if python is None:
         return read_installed()
-    done = subprocess.run(
+    process = subprocess.run(
         [python, "-c", _ASK],
         env={**os.environ, "PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:  # the compiling process will say what is wrong with it
+    if process.returncode:  # the compiling process will say what is wrong with it
         return replace(read_installed(), versions={}, libtpu_pins={})
-    versions, pins = json.loads(done.stdout)
+    versions, pins = json.loads(process.stdout)
     return Installed(versions, pins)

@@ -130,8 +130,8 @@ def _batch_lines(case: QuickCase, batch: Batch) -> list[str]:
 
 
 def _room_name(estimate: QuickEstimate) -> str:
-    known = estimate.chip is not None and estimate.chip.usable_hbm_bytes is not None
-    return "usable HBM" if known else "HBM (what is usable is not known)"
+    is_usable = estimate.chip is not None and estimate.chip.usable_hbm_bytes is not None
+    return "usable HBM" if is_usable else "HBM (what is usable is not known)"
 
 
 def _verdict(estimate: QuickEstimate) -> list[str]:
@@ -165,14 +165,14 @@ def _tensor_rows(tensors: Sequence[QuickTensor]) -> list[tuple[str, ...]]:
 
 
 def _replicated_lines(estimate: QuickEstimate) -> list[str]:
-    found = estimate.replicated
-    if not found:
+    tensors = estimate.replicated
+    if not tensors:
         return []
-    total = size_text(sum(tensor.device_bytes for tensor in found))
+    total = size_text(sum(tensor.device_bytes for tensor in tensors))
     return [
         "",
-        f"whole on every device: {len(found):,} parameters, {total}",
-        *table(_tensor_rows(found)),
+        f"whole on every device: {len(tensors):,} parameters, {total}",
+        *table(_tensor_rows(tensors)),
     ]
 
 
@@ -264,13 +264,13 @@ def sweep_text(case: QuickCase, meshes: Sequence[SweptMesh]) -> str:
 def _mesh_row(mesh: SweptMesh) -> tuple[str, ...]:
     axes = " ".join(map(str, mesh.axes))
     least = "" if mesh.estimate is None else size_text(mesh.estimate.lower_bound_bytes)
-    each = ", ".join(
+    per_axis = ", ".join(
         f"{axis} {seconds:.3g} s at {gigabytes_per_second(mesh.bytes_per_second[axis])}"
         for axis, seconds in mesh.seconds.items()
         if seconds
     )
     total = f"{mesh.total_seconds:.3g}" if mesh.seconds else "-"
-    return (axes, total, each, least, mesh.refused or "")
+    return (axes, total, per_axis, least, mesh.refused or "")
 
 
 def sweep_data(case: QuickCase, meshes: Sequence[SweptMesh]) -> dict[str, Any]:
@@ -306,20 +306,22 @@ def sweep_data(case: QuickCase, meshes: Sequence[SweptMesh]) -> dict[str, Any]:
     }
 
 
-def smallest_text(case: QuickCase, chip: str, found: tuple[JobConfig, QuickEstimate] | None) -> str:
+def smallest_text(
+    case: QuickCase, chip: str, smallest: tuple[JobConfig, QuickEstimate] | None
+) -> str:
     """Write which slice is the smallest that is not refused.
 
     Args:
         case: Of what.
         chip: Of which chip.
-        found: The job on that slice, and what it takes; None for none.
+        smallest: The job on that slice, and what it takes; None for none.
 
     Returns:
         Lines.
     """
-    if found is None:
+    if smallest is None:
         return f"No slice of {chip} is large enough for {case.job.name} with these axes."
-    job, estimate = found
+    job, estimate = smallest
     least, room = estimate.lower_bound_bytes, estimate.capacity_bytes or 0
     axes = " ".join(map(str, job.axes))
     return "\n".join(
@@ -332,19 +334,19 @@ def smallest_text(case: QuickCase, chip: str, found: tuple[JobConfig, QuickEstim
     )
 
 
-def smallest_data(chip: str, found: tuple[JobConfig, QuickEstimate] | None) -> dict[str, Any]:
+def smallest_data(chip: str, smallest: tuple[JobConfig, QuickEstimate] | None) -> dict[str, Any]:
     """Gather it for JSON.
 
     Args:
         chip: Of which chip.
-        found: The job on that slice, and what it takes; None for none.
+        smallest: The job on that slice, and what it takes; None for none.
 
     Returns:
         Numbers and text.
     """
-    if found is None:
+    if smallest is None:
         return {"schema": SCHEMA, "chip": chip, "topology": None}
-    job, estimate = found
+    job, estimate = smallest
     return {
         "schema": SCHEMA,
         "chip": chip,
@@ -356,21 +358,21 @@ def smallest_data(chip: str, found: tuple[JobConfig, QuickEstimate] | None) -> d
     }
 
 
-def batch_text(case: QuickCase, found: tuple[int, QuickEstimate] | None) -> str:
+def batch_text(case: QuickCase, largest: tuple[int, QuickEstimate] | None) -> str:
     """Write the largest batch that is not refused.
 
     Args:
         case: Of what.
-        found: Sequences per part of the batch, and what they take; None for none.
+        largest: Sequences per part of the batch, and what they take; None for none.
 
     Returns:
         Lines.
     """
-    if found is None:
+    if largest is None:
         if case.sizes is None:
             return "No batch can be named: activations of this model are not known."
         return f"Not even one sequence of {case.sequence:,} tokens per part of the batch fits."
-    count, estimate = found
+    count, estimate = largest
     batch = case.batch(count)
     least = size_text(estimate.lower_bound_bytes)
     return "\n".join(
@@ -383,24 +385,24 @@ def batch_text(case: QuickCase, found: tuple[int, QuickEstimate] | None) -> str:
     )
 
 
-def batch_data(case: QuickCase, found: tuple[int, QuickEstimate] | None) -> dict[str, Any]:
+def batch_data(case: QuickCase, largest: tuple[int, QuickEstimate] | None) -> dict[str, Any]:
     """Gather it for JSON.
 
     Args:
         case: Of what.
-        found: Sequences per part of the batch, and what they take; None for none.
+        largest: Sequences per part of the batch, and what they take; None for none.
 
     Returns:
         Numbers and text.
     """
-    count = 0 if found is None else found[0]
+    count = 0 if largest is None else largest[0]
     return {
         "schema": SCHEMA,
         "job": case.job.name,
         "sequence_tokens": case.sequence,
         "sequences_per_group_at_most": count,
         "sequences_at_most": case.batch(count).sequences if count else 0,
-        "lower_bound_bytes": None if found is None else found[1].lower_bound_bytes,
+        "lower_bound_bytes": None if largest is None else largest[1].lower_bound_bytes,
     }
 
 
@@ -419,14 +421,14 @@ _HEADER = (
 
 
 def search_text(
-    case: QuickCase, trials: Sequence[Trial], found: Trial | None, spent: float, budget: float
+    case: QuickCase, trials: Sequence[Trial], answer: Trial | None, spent: float, budget: float
 ) -> str:
     """Write a table of what was tried.
 
     Args:
         case: The job.
         trials: What was tried.
-        found: The answer; None if nothing fits.
+        answer: The answer; None if nothing fits.
         spent: Seconds.
         budget: Seconds that might have been spent.
 
@@ -443,7 +445,7 @@ def search_text(
         "",
         *table((_row(trial, case) for trial in trials), _HEADER),
         "",
-        _answer(case, found, trials),
+        _answer(case, answer, trials),
     ]
     return "\n".join(lines)
 
@@ -483,25 +485,25 @@ _ANY = 1 << 30
 """Tokens: a length that every axis divides."""
 
 
-def _answer(case: QuickCase, found: Trial | None, trials: Sequence[Trial]) -> str:
-    if found is None:
+def _answer(case: QuickCase, answer: Trial | None, trials: Sequence[Trial]) -> str:
+    if answer is None:
         tried = any(trial.report is not None or trial.seconds for trial in trials)
         return "Nothing that was compiled fits." if tried else "Nothing was compiled."
-    room = None if found.report is None else found.report.memory.spare_bytes
-    left = "" if room is None else f", {size_text(room)} to spare"
-    each = f"{found.per_group:,} sequences per part of the batch"
-    return f"found: {_name(found, case)}, {each}{left}."
+    room = None if answer.report is None else answer.report.memory.spare_bytes
+    spare = "" if room is None else f", {size_text(room)} to spare"
+    batch = f"{answer.per_group:,} sequences per part of the batch"
+    return f"found: {_name(answer, case)}, {batch}{spare}."
 
 
 def search_data(
-    case: QuickCase, trials: Sequence[Trial], found: Trial | None, spent: float
+    case: QuickCase, trials: Sequence[Trial], answer: Trial | None, spent: float
 ) -> dict[str, Any]:
     """Gather it for JSON.
 
     Args:
         case: The job.
         trials: What was tried.
-        found: The answer; None if nothing fits.
+        answer: The answer; None if nothing fits.
         spent: Seconds.
 
     Returns:
@@ -511,7 +513,7 @@ def search_data(
         "schema": SCHEMA,
         "job": case.job.name,
         "seconds": spent,
-        "found": None if found is None else trials.index(found),
+        "found": None if answer is None else trials.index(answer),
         "trials": [_trial_data(trial) for trial in trials],
     }
 
@@ -538,7 +540,7 @@ def _trial_data(trial: Trial) -> dict[str, Any]:
                 None if roofline is None else roofline.step_seconds_no_overlap
             ),
             "binding": None if roofline is None else roofline.binding,
-            "findings": [each.code for each in report.findings],
+            "findings": [finding.code for finding in report.findings],
         },
         "compile_seconds": trial.seconds,
     }
@@ -547,12 +549,12 @@ def _trial_data(trial: Trial) -> dict[str, Any]:
 # ------------------------------------------------------- plan JOB --sweep, --smallest, --max-batch
 
 
-def search(case: QuickCase, asked: argparse.Namespace) -> bool:
+def search(case: QuickCase, args: argparse.Namespace) -> bool:
     """Compiles what was asked about, prints the table, and writes the report of what was found.
 
     Args:
         case: The job.
-        asked: The arguments.
+        args: The arguments.
 
     Returns:
         Whether something fits.
@@ -564,40 +566,38 @@ def search(case: QuickCase, asked: argparse.Namespace) -> bool:
     from xla_dtensor.plan.search import Budget
 
     def compile(job: JobConfig, per_group: int, seconds: float) -> Evidence:
-        return compiled(job, asked, per_group, min(seconds, asked.time_limit))
+        return compiled(job, args, per_group, min(seconds, args.time_limit))
 
-    budget = Budget(asked.budget)
-    trials = _trials(case, asked, compile, budget)
-    found = _found(trials, asked)
+    budget = Budget(args.budget)
+    trials = _trials(case, args, compile, budget)
+    answer = _found(trials, args)
     spent = budget.seconds - budget.left
-    if asked.json:
-        print(json.dumps(search_data(case, trials, found, spent), indent=1))
+    if args.json:
+        print(json.dumps(search_data(case, trials, answer, spent), indent=1))
     else:
-        print(search_text(case, trials, found, spent, budget.seconds))
-    if found is not None and found.evidence is not None and found.report is not None:
-        keep(found.evidence, found.report, asked.out)
-    elif asked.out is not None:
-        print(f"nothing is written to {asked.out}: nothing fits", file=sys.stderr)
-    return found is not None
+        print(search_text(case, trials, answer, spent, budget.seconds))
+    if answer is not None and answer.evidence is not None and answer.report is not None:
+        keep(answer.evidence, answer.report, args.out)
+    elif args.out is not None:
+        print(f"nothing is written to {args.out}: nothing fits", file=sys.stderr)
+    return answer is not None
 
 
 def _trials(
-    case: QuickCase, asked: argparse.Namespace, compile: Compile, budget: Budget
+    case: QuickCase, args: argparse.Namespace, compile: Compile, budget: Budget
 ) -> tuple[Trial, ...]:
     from xla_dtensor.plan import search as plan_search
 
-    if asked.sweep is not None:
-        return plan_search.compiled_sweep(
-            case, asked.sweep, compile, budget=budget, best=asked.best
-        )
-    if asked.smallest is not None:
-        return plan_search.compiled_smallest(case, asked.smallest, compile, budget=budget)
+    if args.sweep is not None:
+        return plan_search.compiled_sweep(case, args.sweep, compile, budget=budget, best=args.best)
+    if args.smallest is not None:
+        return plan_search.compiled_smallest(case, args.smallest, compile, budget=budget)
     return plan_search.compiled_batch(case, compile, budget=budget)
 
 
-def _found(trials: tuple[Trial, ...], asked: argparse.Namespace) -> Trial | None:
+def _found(trials: tuple[Trial, ...], args: argparse.Namespace) -> Trial | None:
     """The answer: the first mesh, the only slice, or the largest batch that fits."""
     fitting = [trial for trial in trials if trial.outcome in ("fits", "unknown")]
-    if asked.max_batch:
+    if args.max_batch:
         return max(fitting, key=lambda trial: trial.per_group, default=None)
     return next(iter(fitting), None)

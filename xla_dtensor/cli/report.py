@@ -55,13 +55,13 @@ def status_or_refusal(
         The same; 2 after a refusal.
     """
 
-    def run(asked: argparse.Namespace) -> int:
+    def run(args: argparse.Namespace) -> int:
         from mesh_utils.errors import MeshError
         from xla_dtensor.report.hlo_text import HloError
         from xla_dtensor.report.report import EvidenceError, ReportError
 
         try:
-            return command(asked)
+            return command(args)
         except (MeshError, EvidenceError, HloError, ReportError) as error:
             print(f"error: {error}", file=sys.stderr)
         except (OSError, UnicodeDecodeError) as error:
@@ -103,10 +103,10 @@ def add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     diff.set_defaults(command=status_or_refusal(_diff))
 
 
-def _diff(asked: argparse.Namespace) -> int:
+def _diff(args: argparse.Namespace) -> int:
     from xla_dtensor.report.compile_report import CompileReport
 
-    before, after = (CompileReport.load(path) for path in (asked.before, asked.after))
+    before, after = (CompileReport.load(path) for path in (args.before, args.after))
     print(before.diff(after).to_markdown().removesuffix("\n"))
     return fits_status(after.fits)
 
@@ -138,11 +138,11 @@ def add_verify(command: argparse.ArgumentParser) -> None:
     )
 
 
-def verify(asked: argparse.Namespace) -> int:
+def verify(args: argparse.Namespace) -> int:
     """Prints what a job does against what was predicted.
 
     Args:
-        asked: The arguments.
+        args: The arguments.
 
     Returns:
         The exit status.
@@ -154,9 +154,9 @@ def verify(asked: argparse.Namespace) -> int:
     from xla_dtensor.report.compile_report import CompileReport
     from xla_dtensor.report.verification import verdict_text
 
-    predicted, job = (CompileReport.load(path) for path in (asked.evidence, asked.verify))
-    outcome = predicted.verify(job, tolerances=_tolerances(asked.tolerance))
-    print(verdict_text(outcome) if asked.quiet else outcome.to_markdown().removesuffix("\n"))
+    predicted, job = (CompileReport.load(path) for path in (args.evidence, args.verify))
+    outcome = predicted.verify(job, tolerances=_tolerances(args.tolerance))
+    print(verdict_text(outcome) if args.quiet else outcome.to_markdown().removesuffix("\n"))
     return outcome.status
 
 
@@ -167,11 +167,11 @@ def _tolerances(texts: list[str]) -> Tolerances:
     from xla_dtensor.report.verification import Tolerances
 
     names = [field.name for field in fields(Tolerances)]
-    given: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for text in texts:
-        name, _, value = text.partition("=")
+        name, _, number = text.partition("=")
         try:
-            share = float(value)
+            share = float(number)
         except ValueError:
             share = None
         if name not in names or share is None:
@@ -180,8 +180,8 @@ def _tolerances(texts: list[str]) -> Tolerances:
                 f"share. Pass one of {', '.join(names)}, an equals sign and a share, as in "
                 "total=0.1."
             )
-        given[name] = share
-    return Tolerances(**given)
+        shares[name] = share
+    return Tolerances(**shares)
 
 
 # --------------------------------------- python -m xla_dtensor report evidence/ --html report.html
@@ -222,12 +222,12 @@ def add_report_outputs(command: argparse.ArgumentParser) -> None:
     command.add_argument("--quiet", action="store_true", help="print only whether it fits")
 
 
-def write_report(report: CompileReport, asked: argparse.Namespace) -> int:
+def write_report(report: CompileReport, args: argparse.Namespace) -> int:
     """Prints a report and writes the files that were asked for.
 
     Args:
         report: The report.
-        asked: The arguments, those of `add_report_outputs` among them.
+        args: The arguments, those of `add_report_outputs` among them.
 
     Returns:
         The exit status.
@@ -237,19 +237,19 @@ def write_report(report: CompileReport, asked: argparse.Namespace) -> int:
     """
     from xla_dtensor.report.render import verdict
 
-    if asked.json is not None:
-        Path(asked.json).write_text(report.to_json() + "\n", encoding="utf-8")
-    if asked.html is not None:
-        Path(asked.html).write_text(report.to_html(), encoding="utf-8")
-    if asked.markdown is not None:
-        Path(asked.markdown).write_text(report.to_markdown(), encoding="utf-8")
-    print(verdict(report) if asked.quiet else report.render().removesuffix("\n"))
+    if args.json is not None:
+        Path(args.json).write_text(report.to_json() + "\n", encoding="utf-8")
+    if args.html is not None:
+        Path(args.html).write_text(report.to_html(), encoding="utf-8")
+    if args.markdown is not None:
+        Path(args.markdown).write_text(report.to_markdown(), encoding="utf-8")
+    print(verdict(report) if args.quiet else report.render().removesuffix("\n"))
     return fits_status(report.fits)
 
 
-def _report(asked: argparse.Namespace) -> int:
+def _report(args: argparse.Namespace) -> int:
     from xla_dtensor.report.compile_report import CompileReport
 
-    if asked.verify is not None:
-        return verify(asked)
-    return write_report(CompileReport.load(asked.evidence), asked)
+    if args.verify is not None:
+        return verify(args)
+    return write_report(CompileReport.load(args.evidence), args)

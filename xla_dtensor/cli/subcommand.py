@@ -67,11 +67,11 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _env(asked: argparse.Namespace) -> int:
+def _env(args: argparse.Namespace) -> int:
     from xla_dtensor.cli.env import examine, to_text
 
-    diagnosis = examine(asked.runtime, time_limit_seconds=asked.time_limit)
-    print(json.dumps(diagnosis.to_dict(), indent=1) if asked.json else to_text(diagnosis))
+    diagnosis = examine(args.runtime, time_limit_seconds=args.time_limit)
+    print(json.dumps(diagnosis.to_dict(), indent=1) if args.json else to_text(diagnosis))
     return 0 if diagnosis.works else 1
 
 
@@ -117,11 +117,11 @@ def add_topology_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
-def read_topology(asked: argparse.Namespace, num_slices: int | None = None) -> Topology:
+def read_topology(args: argparse.Namespace, num_slices: int | None = None) -> Topology:
     """Makes the topology that was named.
 
     Args:
-        asked: The arguments.
+        args: The arguments.
         num_slices: How many slices, where neither the name nor ``--slices`` says.
 
     Returns:
@@ -133,15 +133,15 @@ def read_topology(asked: argparse.Namespace, num_slices: int | None = None) -> T
     from mesh_utils import Topology
     from mesh_utils.devices import read_topology_name
 
-    slices = asked.slices
-    if slices is None and read_topology_name(asked.topology).num_slices is None:
+    slices = args.slices
+    if slices is None and read_topology_name(args.topology).num_slices is None:
         slices = num_slices
     return Topology.parse(
-        asked.topology,
+        args.topology,
         num_slices=slices,
-        wrap=_wrap(asked.wrap),
-        twist=asked.twist,
-        allow_unreal=asked.allow_unreal,
+        wrap=_wrap(args.wrap),
+        twist=args.twist,
+        allow_unreal=args.allow_unreal,
     )
 
 
@@ -157,11 +157,11 @@ def run_or_refuse(
         The same, returning the exit status: 0, or 2 after a refusal.
     """
 
-    def run(asked: argparse.Namespace) -> int:
+    def run(args: argparse.Namespace) -> int:
         from mesh_utils.errors import MeshError
 
         try:
-            command(asked)
+            command(args)
         except MeshError as error:
             text = str(error)
             for python, option in _OPTIONS:

@@ -170,25 +170,25 @@ def _of_dtensor(tensor: DTensor) -> Explanation:
     real = _real(tensor)
     layout = state.span_layout
     root = get_runtime().root(layout.mesh)
-    wanted = layout.op_sharding(root)
+    labelled = layout.op_sharding(root)
     pending = [str(axis) for axis, _ in state.layout.partial]
-    agrees = None if real is None or pending else real == wanted
-    found = real if real is not None else wanted
-    tile = found.shape_per_tile(shape) if found.kind in ("tiled", "replicated") else shape
+    agrees = None if real is None or pending else real == labelled
+    sharding = real if real is not None else labelled
+    tile = sharding.shape_per_tile(shape) if sharding.kind in ("tiled", "replicated") else shape
     size = tensor.element_size()
-    device, whole = math.prod(tile) * size, math.prod(shape) * size
+    device, total = math.prod(tile) * size, math.prod(shape) * size
     dtype = str(tensor.dtype).removeprefix("torch.")
     kind = "parameter" if getattr(tensor, "_is_param", False) else "tensor"
-    held = [f"A device holds {tile}, {bytes_text(device)} of {bytes_text(whole)}."]
+    held = [f"A device holds {tile}, {bytes_text(device)} of {bytes_text(total)}."]
     held += padding_words(shape, tile)
-    lies = layout if real is None or real == wanted else _layout(real, layout, root)
+    real_layout = layout if real is None or real == labelled else _layout(real, layout, root)
     advice = _label_advice(tensor, pending, agrees)
-    if lies is not None:
-        advice += sharding_advice(lies, shape, tile)
+    if real_layout is not None:
+        advice += sharding_advice(real_layout, shape, tile)
     return Explanation(
         what=f"A {dtype} {kind} of shape {shape} on the mesh {mesh_text(state.mesh.value)}.",
         asked=tuple(_label_words(tensor)),
-        real=_real_words(real, wanted, lies, pending),
+        real=_real_words(real, labelled, real_layout, pending),
         held=tuple(held),
         advice=tuple(advice),
         agrees=agrees,
@@ -226,7 +226,7 @@ def _label_words(tensor: DTensor) -> list[str]:
 
 
 def _real_words(
-    real: OpSharding | None, wanted: OpSharding, lies: Layout | None, pending: list[str]
+    real: OpSharding | None, labelled: OpSharding, real_layout: Layout | None, pending: list[str]
 ) -> str:
     if real is None:
         return "How it really lies is not known: it has no value yet, or none in this process."
@@ -236,9 +236,9 @@ def _real_words(
             f"The label says that a sum over {over} is pending; a global value has none, so it is "
             f"whole or XLA still holds it back. It lies as {real}."
         )
-    if real == wanted:
+    if real == labelled:
         return f"It lies as labelled: {real}."
-    words = "" if lies is None else f", that is {lies}"
+    words = "" if real_layout is None else f", that is {real_layout}"
     return (
         f"It does NOT lie as labelled: XLA chose {real}{words}, from what it computes with it. "
         f"Labels are not enforced."
@@ -317,9 +317,9 @@ def _fixes(report: CompileReport, line: TensorLine, name: str) -> list[str]:
     """What the report's findings say of it."""
     names = {name, line.name}
     return [
-        f"{each.title}: {each.fix}"
-        for each in report.findings
-        if any(one in f"{each.title} {each.detail}" for one in names)
+        f"{finding.title}: {finding.fix}"
+        for finding in report.findings
+        if any(one in f"{finding.title} {finding.detail}" for one in names)
     ]
 
 

@@ -138,19 +138,20 @@ class ExplicitRedistributionContext:
         if mesh is not None:
             names = map(str, mesh.axis_names)
             sizes = dict(zip(names, mesh.mesh_shape, strict=True))
-        found = unasked(reading.collectives, program.asked(), sizes, self._allowed)
-        if not found:
+        collectives = unasked(reading.collectives, program.asked(), sizes, self._allowed)
+        if not collectives:
             return
-        total = sum(one.bytes for one in found)
-        what = "collective" if len(found) == 1 else "collectives"
+        total = sum(collective.bytes for collective in collectives)
+        what = "collective" if len(collectives) == 1 else "collectives"
         message = (
             f"The compiled step {program.name} was called in an ExplicitRedistributionContext. It "
-            f"runs {len(found)} {what} that nobody asked for, {total:,} bytes on each device: "
-            f"{'; '.join(words_of(found))}. Call redistribute where it is meant, change the "
+            f"runs {len(collectives)} {what} that nobody asked for, {total:,} bytes on each "
+            "device: "
+            f"{'; '.join(words_of(collectives))}. Call redistribute where it is meant, change the "
             "placements, or let it through with kinds, modules, gradients or below_bytes."
         )
         if self._raises:
-            raise ImplicitRedistributionError(message, found)
+            raise ImplicitRedistributionError(message, collectives)
         logger.warning("%s", message)
 
 

@@ -144,8 +144,8 @@ def sharding_picture(
 def _layout(sharding: Any, mesh: Mesh, shape: Sequence[int] | None) -> Layout:
     if isinstance(sharding, str):
         return Layout.parse(sharding, mesh)
-    if any(hasattr(one, "is_replicate") or hasattr(one, "is_shard") for one in sharding):
-        dims = [getattr(one, "dim", -1) for one in sharding]
+    if any(hasattr(entry, "is_replicate") or hasattr(entry, "is_shard") for entry in sharding):
+        dims = [getattr(entry, "dim", -1) for entry in sharding]
         ndim = max(dims, default=-1) + 1 if shape is None else len(shape)
         return Layout.from_placements(sharding, ndim, mesh)
     ndim = None if shape is None else len(shape)

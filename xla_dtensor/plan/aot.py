@@ -83,7 +83,9 @@ def python_path() -> str:
     and may be of another version.
     """
     own = (sys.prefix, sys.base_prefix)
-    users = (path for path in sys.path if not any(Path(path).is_relative_to(each) for each in own))
+    users = (
+        path for path in sys.path if not any(Path(path).is_relative_to(folder) for folder in own)
+    )
     return os.pathsep.join([os.getcwd(), *filter(None, users)])
 
 
@@ -101,12 +103,12 @@ class CompilingProcess:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
         self._said = folder / "said.txt"
         self._errors = folder / "errors.txt"
-        with self._said.open("wb") as said, self._errors.open("wb") as errors:
+        with self._said.open("wb") as output, self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
                 self._command,
                 env={**inherited, **environment, "PYTHONPATH": python_path()},
                 stdin=subprocess.DEVNULL,
-                stdout=said,
+                stdout=output,
                 stderr=errors,
                 start_new_session=True,
             )
@@ -155,8 +157,8 @@ class CompilingProcess:
 
     def _last(self) -> str:
         parts = self._said.read_text(encoding="utf-8", errors="replace").split("\n")
-        done = [part for part in parts if part]
-        return f" while it was at {done[-1]!r}" if done else " before it began"
+        stages = [part for part in parts if part]
+        return f" while it was at {stages[-1]!r}" if stages else " before it began"
 
     def _refuse(self, title: str, why: str) -> None:
         raise CompileError(
@@ -168,15 +170,15 @@ class CompilingProcess:
     def _fail(self, title: str) -> None:
         status = self._process.returncode
         how = f"signal {-status}" if status < 0 else f"status {status}"
-        said = self._errors.read_text(encoding="utf-8", errors="replace").strip()
-        flag = _UNKNOWN_FLAG.search(said)
+        output = self._errors.read_text(encoding="utf-8", errors="replace").strip()
+        flag = _UNKNOWN_FLAG.search(output)
         if flag:
             raise CompileError(
                 f"{title!r} was to be compiled with the XLA flag {flag[1]}. The libtpu at hand "
                 "does not know it. Leave it out of xla_flags: flags, or compile with a libtpu that "
                 "does (--python names the interpreter of its environment)."
             )
-        last = [line for line in said.splitlines() if not _DUMP.match(line)][-12:]
+        last = [line for line in output.splitlines() if not _DUMP.match(line)][-12:]
         hint = _OF_SEVERAL_SLICES if -status == signal.SIGSEGV else "Mend what it says last:"
         raise CompileError(
             f"{title!r} was being compiled in a process of its own. It ended with {how}"
@@ -234,10 +236,10 @@ class Request:
     @classmethod
     def from_json(cls, text: str) -> Request:
         """Read what `to_json` wrote."""
-        data = json.loads(text)
+        plain = json.loads(text)
         for name in ("wrap", "device_ids", "mesh_shape", "axis_names"):
-            data[name] = None if data[name] is None else tuple(data[name])
-        return cls(**data)
+            plain[name] = None if plain[name] is None else tuple(plain[name])
+        return cls(**plain)
 
     def read_topology(self) -> Topology:
         """The machine."""
@@ -300,15 +302,15 @@ def function_of(name: str) -> Callable[..., Any]:
     """
     place, _, attribute = name.rpartition(":")
     try:
-        found: Any = _script(place) if place.endswith(".py") else importlib.import_module(place)
+        function: Any = _script(place) if place.endswith(".py") else importlib.import_module(place)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            function = getattr(function, part)
     except (ImportError, OSError, AttributeError) as error:
         raise CompileError(
             f"A step was asked for as {name!r}. It cannot be imported: {error}. Pass "
             "'module:function' of a module on the path, or 'file.py:function'."
         ) from error
-    return found
+    return function
 
 
 def _script(path: str) -> Any:

@@ -110,8 +110,8 @@ def _keep(evidence: Evidence, folder: Path) -> None:
 
 
 def _versions() -> dict[str, str]:
-    found = {name: version for name, version in read_installed().versions.items() if version}
-    return found | {"python": platform.python_version()}
+    versions = {name: version for name, version in read_installed().versions.items() if version}
+    return versions | {"python": platform.python_version()}
 
 
 def _say(part: str) -> None:

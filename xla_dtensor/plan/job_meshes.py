@@ -45,14 +45,14 @@ def job_mesh(
         >>> job_mesh(job, environment={"XLA_DTENSOR_LOCAL_AXES": axes})
         DeviceMesh((dp=2, fsdp=2, tp=2), device: 'xla')
     """
-    said = os.environ if environment is None else environment
-    job = job_from(said) if job is None else job
+    variables = os.environ if environment is None else environment
+    job = job_from(variables) if job is None else job
     runtime = get_runtime()
-    if said.get(LOCAL_AXES):
-        axes = read_sizes(read_yaml(said[LOCAL_AXES], LOCAL_AXES), LOCAL_AXES)
+    if variables.get(LOCAL_AXES):
+        axes = read_sizes(read_yaml(variables[LOCAL_AXES], LOCAL_AXES), LOCAL_AXES)
         ids = local_mesh_ids(axes, runtime.device_ids())
-        found = Mesh(ids.ravel().tolist(), ids.shape, [axis.name for axis in axes])
-        mesh = as_device_mesh(found)
+        local = Mesh(ids.ravel().tolist(), ids.shape, [axis.name for axis in axes])
+        mesh = as_device_mesh(local)
         runtime.root(mesh.value)
         return mesh
     try:

@@ -61,36 +61,39 @@ def job_plan(
         )
     maker = maker_of(name)
     if maker == "function":
-        made = function_of(name)(config, **options)
+        training = function_of(name)(config, **options)
     else:
         function = REFERENCE if maker == "reference" else HUGGING_FACE
-        made = function_of(function)(name, config, **_read(options))
-    if not isinstance(made, tuple) or len(made) not in (4, 5):
+        training = function_of(function)(name, config, **_read(options))
+    if not isinstance(training, tuple) or len(training) not in (4, 5):
         raise CompileError(
             f"The model {name!r} of job {config.name!r} was called with the job. It returned "
-            f"{type(made).__name__}. Return (model, make_step, inputs, placements), as "
+            f"{type(training).__name__}. Return (model, make_step, inputs, placements), as "
             "xla_dtensor/models/training.py does."
         )
-    built, make_step, inputs, placements, *given = made
-    rules = given[0] if given and given[0] is not None else config.sharding
+    built, make_step, inputs, placements, *own_rules = training
+    rules = own_rules[0] if own_rules and own_rules[0] is not None else config.sharding
     sharded = built if rules is None else shard_module(built, mesh, rules)
     step = make_step(sharded, mesh)
-    lies = [_placements(each, value, mesh) for each, value in zip(placements, inputs, strict=True)]
+    lies = [
+        _placements(placement, tensor, mesh)
+        for placement, tensor in zip(placements, inputs, strict=True)
+    ]
     return sharded, step, tuple(inputs), tuple(lies)
 
 
 def _read(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options as they come from JSON: a dtype is its name."""
-    found = dict(options)
+    keywords = dict(options)
     for name in ("dtype", "moment_dtype"):
-        if isinstance(found.get(name), str):
-            found[name] = getattr(torch, found[name])
-    return found
+        if isinstance(keywords.get(name), str):
+            keywords[name] = getattr(torch, keywords[name])
+    return keywords
 
 
-def _placements(lies: Any, value: Any, mesh: DeviceMesh) -> Sequence[Placement] | None:
+def _placements(lies: Any, tensor: Any, mesh: DeviceMesh) -> Sequence[Placement] | None:
     """An entry per dim, as in sharding rules, in DTensor's words: a placement per axis."""
     if lies is None:
         return None
-    layout = Layout.from_partition_spec(lies, mesh.value, tensor_ndim=value.ndim)
+    layout = Layout.from_partition_spec(lies, mesh.value, tensor_ndim=tensor.ndim)
     return torch_placements(layout)

@@ -97,10 +97,10 @@ def evidence_of(
 def _topology() -> Topology | None:
     """The machine, where its devices say what and where they are."""
     try:
-        found = Topology.from_devices(get_runtime().device_attributes())
+        topology = Topology.from_devices(get_runtime().device_attributes())
     except MeshError:
         return None
-    return None if found.chip is None or found.wrap is None else found
+    return None if topology.chip is None or topology.wrap is None else topology
 
 
 # -------------------------------------------------------------------------------- Live verification
@@ -152,8 +152,8 @@ def verify(
         0
     """
     actual = report_of(step, mesh, *models, title=title)
-    said = get_runtime().memory_statistics()
-    return compare(predicted, actual, device_memories(said), tolerances)
+    statistics = get_runtime().memory_statistics()
+    return compare(predicted, actual, device_memories(statistics), tolerances)
 
 
 def device_memories(said: Mapping[int, Mapping[str, int]]) -> tuple[DeviceMemory, ...]:

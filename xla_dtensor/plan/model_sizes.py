@@ -113,9 +113,9 @@ class ModelSizes:
             >>> ModelSizes.load("llama3-405b").num_hidden_layers
             126
         """
-        known = _reference_models()
-        if name_or_path in known:
-            figures = known[name_or_path]["figures"]
+        models = _reference_models()
+        if name_or_path in models:
+            figures = models[name_or_path]["figures"]
             merged = {key: value for part in figures.values() for key, value in part.items()}
             return cls.from_config(merged, name_or_path)
         path = Path(name_or_path)
@@ -123,7 +123,7 @@ class ModelSizes:
             raise JobError(
                 f"Model {name_or_path!r} was asked for. There is no such file, nor a reference "
                 "model of that name. Pass the path of a config.json, or "
-                f"{nearest(name_or_path, known)}."
+                f"{nearest(name_or_path, models)}."
             )
         try:
             config = json.loads(path.read_text(encoding="utf-8"))

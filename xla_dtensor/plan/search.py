@@ -132,14 +132,14 @@ def without_flags(job: JobConfig, names: Sequence[str]) -> JobConfig:
     """
     if not names:
         return job
-    taken = tuple(dict.fromkeys(flag.flag_set for flag in job.xla_flags() if flag.flag_set))
+    sets = tuple(dict.fromkeys(flag.flag_set for flag in job.xla_flags() if flag.flag_set))
     for name in names:
-        if name not in taken:
+        if name not in sets:
             raise JobError(
                 f"Job {job.name!r} was to be compiled without_flags={name!r}. It takes the sets "
-                f"{', '.join(taken) or 'none'}. Pass one of these."
+                f"{', '.join(sets) or 'none'}. Pass one of these."
             )
-    return replace(job, flag_sets=tuple(each for each in taken if each not in names))
+    return replace(job, flag_sets=tuple(flag_set for flag_set in sets if flag_set not in names))
 
 
 def reporting_job(job: JobConfig) -> JobConfig:
@@ -317,16 +317,16 @@ def compiled_sweep(
         JobError: As ``quick_sweep``.
     """
     meshes = quick_sweep(case, pattern, sequences=sequences)
-    whole = case.job.topology().num_devices if sequences is None else sequences
-    found: list[Trial] = []
-    left = best
+    count = case.job.topology().num_devices if sequences is None else sequences
+    trials: list[Trial] = []
+    to_compile = best
     for mesh in meshes:
-        trial = _of_mesh(case, mesh, whole)
-        if trial.outcome == "not compiled" and left and budget.left > 0:
+        trial = _of_mesh(case, mesh, count)
+        if trial.outcome == "not compiled" and to_compile and budget.left > 0:
             trial = _compiled(trial, compile, budget)
-            left -= trial.outcome in ("fits", "unknown")
-        found.append(trial)
-    return tuple(sorted(found, key=_rank))
+            to_compile -= trial.outcome in ("fits", "unknown")
+        trials.append(trial)
+    return tuple(sorted(trials, key=_rank))
 
 
 def _of_mesh(case: QuickCase, mesh: SweptMesh, sequences: int) -> Trial:
@@ -419,15 +419,15 @@ def compiled_smallest(
     Raises:
         MeshError: No such chip.
     """
-    found: list[Trial] = []
+    trials: list[Trial] = []
     for job, estimate in slices_not_refused(case, chip):
         trial = Trial(job, 1, "not compiled", estimate)
         if budget.left > 0:
             trial = _compiled(trial, compile, budget)
-        found.append(trial)
+        trials.append(trial)
         if trial.outcome in ("fits", "unknown", "not compiled"):
             break
-    return tuple(found)
+    return tuple(trials)
 
 
 def compiled_batch(case: QuickCase, compile: Compile, *, budget: Budget) -> tuple[Trial, ...]:
@@ -447,20 +447,20 @@ def compiled_batch(case: QuickCase, compile: Compile, *, budget: Budget) -> tupl
     most = max_batch(case)
     if most is None:
         return ()
-    found: list[Trial] = []
+    trials: list[Trial] = []
     fits, too_many = 0, most[0] + 1
     count = most[0]
     while too_many - fits > 1 and budget.left > 0:
         trial = _compiled(
             Trial(case.job, count, "not compiled", case.estimate(count)), compile, budget
         )
-        found.append(trial)
+        trials.append(trial)
         if trial.outcome in ("fits", "unknown"):
             fits = count
         else:
             too_many = count
-        count = _next_count(found, fits, too_many)
-    return tuple(found)
+        count = _next_count(trials, fits, too_many)
+    return tuple(trials)
 
 
 def _next_count(tried: list[Trial], fits: int, too_many: int) -> int:
@@ -475,13 +475,13 @@ def _next_count(tried: list[Trial], fits: int, too_many: int) -> int:
         return (low + high) // 2
     count, total, capacity = points[-1]
     base = tried[-1].estimate
-    held = 0 if base is None else base.exact_bytes
+    base_bytes = 0 if base is None else base.exact_bytes
     others = [point for point in points[:-1] if point[0] != count]
     if others:
         nearest = min(others, key=lambda point: abs(point[1] - capacity))
         slope = (total - nearest[1]) / (count - nearest[0])
     else:
-        slope = (total - held) / count
+        slope = (total - base_bytes) / count
     if slope <= 0:
         return (low + high) // 2
     met = count + (capacity - total) / slope

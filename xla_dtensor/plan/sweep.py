@@ -139,17 +139,17 @@ def _of_parameter(
 ) -> Iterator[Transfer]:
     cuts = {str(axis): dim for dim, axes in enumerate(tensor.layout.dims) for axis in axes}
     shape, size = tensor.facts.shape, batch.sizes
-    data = (*batch.batch_axes, *batch.sequence_axes)
+    data_axes = (*batch.batch_axes, *batch.sequence_axes)
     is_expert = len(shape) == 3
-    gathered = [a for a, dim in cuts.items() if a in data and not (is_expert and dim == 0)]
-    held = float(tensor.device_bytes)
-    for axis in data:
+    gathered = [a for a, dim in cuts.items() if a in data_axes and not (is_expert and dim == 0)]
+    num_bytes = float(tensor.device_bytes)
+    for axis in data_axes:
         if axis not in cuts:
-            yield Transfer(axis, "all-reduce", held)
+            yield Transfer(axis, "all-reduce", num_bytes)
     for axis in reversed(gathered):  # the innermost cut is joined first
-        held *= size[axis]
-        yield Transfer(axis, "all-gather", 2 * held)
-        yield Transfer(axis, "reduce-scatter", held)
+        num_bytes *= size[axis]
+        yield Transfer(axis, "all-gather", 2 * num_bytes)
+        yield Transfer(axis, "reduce-scatter", num_bytes)
     for axis, dim in cuts.items():
         if axis not in gathered:
             yield from _of_tokens(tensor, axis, dim, batch, sizes, width)
@@ -177,11 +177,11 @@ def _of_tokens(
 def _of_sequences(batch: Batch, sizes: ModelSizes | None, width: int) -> Iterator[Transfer]:
     if sizes is None:
         return
-    held = 2.0 * sizes.num_key_value_heads * sizes.head_dim * width * batch.device_tokens
+    num_bytes = 2.0 * sizes.num_key_value_heads * sizes.head_dim * width * batch.device_tokens
     for axis in reversed(batch.sequence_axes):
-        held *= batch.sizes[axis]
-        yield Transfer(axis, "all-gather", 2 * held * sizes.num_hidden_layers)
-        yield Transfer(axis, "reduce-scatter", held * sizes.num_hidden_layers)
+        num_bytes *= batch.sizes[axis]
+        yield Transfer(axis, "all-gather", 2 * num_bytes * sizes.num_hidden_layers)
+        yield Transfer(axis, "reduce-scatter", num_bytes * sizes.num_hidden_layers)
 
 
 # ------------------------------------------------------------------------------ A job with a model
@@ -312,8 +312,8 @@ class QuickCase:
             For each axis the seconds of its collectives, without overlap, and its bandwidth for
             gathers in bytes per second.
         """
-        moved = traffic(self.plan(), self.batch(sequences=sequences), self.sizes, self.dtype)
-        weights = {axis.name: gathered_bytes(moved, axis.name) for axis in self.job.axes}
+        transfers = traffic(self.plan(), self.batch(sequences=sequences), self.sizes, self.dtype)
+        weights = {axis.name: gathered_bytes(transfers, axis.name) for axis in self.job.axes}
         assignment = assign(
             self.job.topology(),
             self.job.ici_mesh_shape,
@@ -324,7 +324,7 @@ class QuickCase:
         network = assignment.network
         spans = dict(zip(self.job.axis_names, assignment.spans, strict=True))
         seconds = dict.fromkeys(self.job.axis_names, 0.0)
-        for transfer in moved:
+        for transfer in transfers:
             span = spans[transfer.axis]
             seconds[transfer.axis] += network.seconds(
                 span, transfer.size_bytes, transfer.collective
@@ -407,27 +407,27 @@ def _swept(case: QuickCase, sequences: int) -> SweptMesh:
 def _meshes(job: JobConfig, pattern: str) -> Iterator[tuple[JobAxis, ...]]:
     """Every choice of axes whose sizes multiply to a slice."""
     sizes: dict[str, int | None] = {axis.name: axis.ici for axis in job.axes}
-    asked = f"A sweep of {pattern!r} was asked for"
+    start = f"A sweep of {pattern!r} was asked for"
     for part in pattern.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
         if name not in sizes:
             raise JobError(
-                f"{asked} for job {job.name!r}. It has no axis {name!r}. "
+                f"{start} for job {job.name!r}. It has no axis {name!r}. "
                 f"Pass {nearest(name, sizes)}."
             )
         if size != "*" and not (size.isdecimal() and int(size)):
             raise JobError(
-                f"{asked}. {size!r} is no size of axis {name!r}. Pass such as fsdp=*,tp=4."
+                f"{start}. {size!r} is no size of axis {name!r}. Pass such as fsdp=*,tp=4."
             )
         sizes[name] = None if size == "*" else int(size)
     total = job.topology().devices_per_slice
-    known = prod(size for size in sizes.values() if size is not None)
+    fixed = prod(size for size in sizes.values() if size is not None)
     free = [name for name, size in sizes.items() if size is None]
-    choices = [] if total % known else list(_factors(total // known, len(free)))
+    choices = [] if total % fixed else list(_factors(total // fixed, len(free)))
     if not choices or len(choices) > _MOST_MESHES:
         count = "No mesh has" if not choices else f"{len(choices)} meshes have"
         raise JobError(
-            f"{asked} on {total} devices of a slice. {count} those sizes. "
+            f"{start} on {total} devices of a slice. {count} those sizes. "
             f"Pass sizes that divide {total}, with * for one to three axes."
         )
     for choice in choices:
@@ -443,8 +443,8 @@ def _factors(total: int, count: int) -> Iterator[tuple[int, ...]]:
         return
     for first in range(total, 0, -1):
         if total % first == 0:
-            for others in _factors(total // first, count - 1):
-                yield (first, *others)
+            for factors in _factors(total // first, count - 1):
+                yield (first, *factors)
 
 
 def smallest_slice(case: QuickCase, chip: str) -> tuple[JobConfig, QuickEstimate] | None:
@@ -489,12 +489,12 @@ def slices_not_refused(case: QuickCase, chip: str) -> Iterator[tuple[JobConfig, 
     if not kind.torus_rank:
         shapes = tuple((count, 1, 1) for count in range(1, shapes[0][0] + 1))
     for shape in sorted(shapes, key=prod):
-        others = prod(axis.ici for axis in case.job.axes if axis != largest)
+        divisor = prod(axis.ici for axis in case.job.axes if axis != largest)
         devices = prod(shape) * kind.devices_per_chip
-        if devices % others:
+        if devices % divisor:
             continue
         axes = tuple(
-            JobAxis(axis.name, devices // others if axis == largest else axis.ici)
+            JobAxis(axis.name, devices // divisor if axis == largest else axis.ici)
             for axis in case.job.axes
         )
         rank = kind.torus_rank or 1
@@ -525,8 +525,8 @@ def max_batch(case: QuickCase) -> tuple[int, QuickEstimate] | None:
         >>> max_batch(QuickCase.of(JobConfig.load("llama3_8b_v5e")))[0]
         6
     """
-    one = case.estimate()
-    if one.batch_cannot_fit or one.activations is None or one.capacity_bytes is None:
+    smallest = case.estimate()
+    if smallest.batch_cannot_fit or smallest.activations is None or smallest.capacity_bytes is None:
         return None
     low, high = 1, 2
     while high < _MOST_PER_GROUP and not case.estimate(high).batch_cannot_fit:

@@ -63,18 +63,18 @@ class TrainingPlan:
         Raises:
             CompileError: It gives something else, or a model of which parameters lie nowhere.
         """
-        given = function(mesh, **keywords)
-        if not isinstance(given, Sequence) or len(given) != 4 or not callable(given[1]):
+        training = function(mesh, **keywords)
+        if not isinstance(training, Sequence) or len(training) != 4 or not callable(training[1]):
             raise CompileError(
                 f"The function {_name(function)} was called to learn what to compile. It gave "
-                f"{type(given).__name__} where (model, step, inputs, placements) is read. Return "
-                "these four."
+                f"{type(training).__name__} where (model, step, inputs, placements) is read. "
+                "Return these four."
             )
-        model, step, inputs, placements = given
+        model, step, inputs, placements = training
         models = tuple(model) if isinstance(model, list | tuple) else (model,)
-        for one in models:
-            _check_parameters(one)
-            _place_buffers(one, mesh)
+        for module in models:
+            _check_parameters(module)
+            _place_buffers(module, mesh)
         compiled = step if isinstance(step, CompiledStep) else compile(step)
         return cls(models, compiled, tuple(_placed(inputs, placements, mesh)))
 
@@ -84,12 +84,13 @@ def _name(function: Any) -> str:
 
 
 def _check_parameters(model: torch.nn.Module) -> None:
-    left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-    if left:
+    unplaced = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    if unplaced:
         raise CompileError(
-            f"A model was to be compiled for a mesh of which {len(left)} parameters lie nowhere, "
-            f"{left[0]!r} the first of them. Who replicates weights unasked wastes the memory that "
-            "is to be found out here. Place every parameter: shard_module(model, mesh, rules)."
+            f"A model was to be compiled for a mesh of which {len(unplaced)} parameters lie "
+            f"nowhere, {unplaced[0]!r} the first of them. Who replicates weights unasked wastes "
+            "the memory that is to be found out here. Place every parameter: "
+            "shard_module(model, mesh, rules)."
         )
 
 
@@ -104,14 +105,14 @@ def _place_buffers(model: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _placed(inputs: Any, placements: Any, mesh: DeviceMesh) -> Iterator[Any]:
-    given = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
-    asked = (None,) * len(given) if placements is None else tuple(placements)
-    if len(asked) != len(given):
+    values = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
+    layouts = (None,) * len(values) if placements is None else tuple(placements)
+    if len(layouts) != len(values):
         raise CompileError(
-            f"A step was given {len(given)} inputs and {len(asked)} placements. Each input lies in "
-            "its own way. Give as many placements as inputs, None for those that are no tensors."
+            f"A step was given {len(values)} inputs and {len(layouts)} placements. Each input lies "
+            "in its own way. Give as many placements as inputs, None for those that are no tensors."
         )
-    for value, lies in zip(given, asked, strict=True):
+    for value, lies in zip(values, layouts, strict=True):
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             value = distribute_tensor(value, mesh, lies or [Replicate()] * mesh.ndim)
         yield value

@@ -287,12 +287,12 @@ def changes_in(name: str) -> Mapping[str, tuple[str, str]] | None:
         raise ValueError(f"no redistribute in {name!r}")
     if inside[0] == "*":
         return None
-    found: dict[str, tuple[str, str]] = {}
+    changes: dict[str, tuple[str, str]] = {}
     for part in filter(None, inside[0].split(",")):
         axis, _, change = part.partition("=")
         before, _, after = change.partition(".")
-        found[unquote(axis)] = before, after
-    return found
+        changes[unquote(axis)] = before, after
+    return changes
 
 
 def unasked(
@@ -316,20 +316,20 @@ def unasked(
         >>> unasked([], [], {})
         ()
     """
-    given = Allowance() if allowed is None else allowed
-    found: list[Unasked] = []
-    for item in collectives:
-        if item.axes == () or item.kind in ("recv",):
+    allowance = Allowance() if allowed is None else allowed
+    rows: list[Unasked] = []
+    for collective in collectives:
+        if collective.axes == () or collective.kind in ("recv",):
             continue  # nothing is sent; or it is the other end of a send
-        times = 1 if item.executions is None else item.executions
-        for place, (name, size) in enumerate(named_parts(item)):
-            if _is_asked(item, name, size, asked, sizes):
+        times = 1 if collective.executions is None else collective.executions
+        for place, (name, size) in enumerate(named_parts(collective)):
+            if _is_asked(collective, name, size, asked, sizes):
                 continue
-            origin = origin_of(name, item.source if place == 0 else ())
-            one = Unasked(item.kind, item.axes, origin, size * times)
-            if not _is_allowed(one, given):
-                found.append(one)
-    return tuple(sorted(found, key=lambda one: (-one.bytes, one.kind)))
+            origin = origin_of(name, collective.source if place == 0 else ())
+            communication = Unasked(collective.kind, collective.axes, origin, size * times)
+            if not _is_allowed(communication, allowance):
+                rows.append(communication)
+    return tuple(sorted(rows, key=lambda row: (-row.bytes, row.kind)))
 
 
 def _is_asked(
@@ -349,9 +349,9 @@ def _is_asked(
         return own is None or _is_kind_of(item.kind, axes, own)
     short = _JIT.sub("", name, count=1)
     return any(
-        _brings(item.kind, axes, size, one, sizes)
-        for one in asked
-        if any(short.startswith(first) and short.endswith(last) for first, last in one.names)
+        _brings(item.kind, axes, size, asked_for, sizes)
+        for asked_for in asked
+        if any(short.startswith(first) and short.endswith(last) for first, last in asked_for.names)
     )
 
 
@@ -359,16 +359,16 @@ def _brings(
     kind: str,
     axes: tuple[str, ...] | None,
     size: int,
-    one: AskedFor,
+    asked_for: AskedFor,
     sizes: Mapping[str, int],
 ) -> bool:
-    if one.changes is None:
+    if asked_for.changes is None:
         return True
-    if not _is_kind_of(kind, axes, one.changes):
+    if not _is_kind_of(kind, axes, asked_for.changes):
         return False
-    newly = (sizes.get(x, 1) for x, (b, a) in one.changes.items() if a[:1] == "S" != b[:1])
+    newly = (sizes.get(x, 1) for x, (b, a) in asked_for.changes.items() if a[:1] == "S" != b[:1])
     # XLA for CPU sums elements of two bytes as floats of four.
-    return size <= one.elements * math.prod(newly) * max(4, one.element_bytes)
+    return size <= asked_for.elements * math.prod(newly) * max(4, asked_for.element_bytes)
 
 
 def _is_kind_of(
@@ -380,20 +380,20 @@ def _is_kind_of(
     return any(kind in _BRINGS.get((b[:1], a[:1]), ()) for b, a in map(changes.get, axes))  # pyright: ignore
 
 
-def _is_allowed(one: Unasked, given: Allowance) -> bool:
-    if one.bytes < given.below_bytes or one.kind in given.kinds:
+def _is_allowed(collective: Unasked, allowance: Allowance) -> bool:
+    if collective.bytes < allowance.below_bytes or collective.kind in allowance.kinds:
         return True
-    module = one.origin.module
+    module = collective.origin.module
     if module is not None and any(
-        module == path or module.startswith(f"{path}.") for path in given.modules
+        module == path or module.startswith(f"{path}.") for path in allowance.modules
     ):
         return True
-    axes = base_axes(one.axes)  # pyright: ignore[reportArgumentType]
+    axes = base_axes(collective.axes)  # pyright: ignore[reportArgumentType]
     return (
-        one.kind in ("all-reduce", "reduce-scatter")
-        and one.origin.phase in ("backward", "optimizer")
+        collective.kind in ("all-reduce", "reduce-scatter")
+        and collective.origin.phase in ("backward", "optimizer")
         and axes is not None
-        and set(axes) <= set(given.gradients)
+        and set(axes) <= set(allowance.gradients)
     )
 
 
@@ -502,7 +502,7 @@ class ModuleComm:
         for part in self.parts:
             key = part.phase, part.kind, part.axes if with_axes else ""
             groups.setdefault(key, []).append(part)
-        found = [
+        rows = [
             CommEntry(
                 *(kind, axes, phase, _count(parts), sum(part.bytes for part in parts)),
                 at_least=any(part.at_least for part in parts),
@@ -510,7 +510,7 @@ class ModuleComm:
             for (phase, kind, axes), parts in groups.items()
         ]
         order = {phase: place for place, phase in enumerate(PHASES)}
-        return tuple(sorted(found, key=lambda e: (order[e.phase], -e.bytes, e.kind, e.axes)))
+        return tuple(sorted(rows, key=lambda e: (order[e.phase], -e.bytes, e.kind, e.axes)))
 
     @property
     def total_count(self) -> int:
@@ -655,9 +655,17 @@ def comm_counts(source: Evidence | CompileReport) -> CommCounts:
     reading = read_hlo(source.hlo_text, source.mesh, source.granules)
     # Each by itself: the lines of a report put equal layers together. Sends and receives of one
     # rendezvous are one collective, so those stay together.
-    paired = [one for one in reading.collectives if one.kind in ("send", "recv")]
-    single = [one for one in reading.collectives if one.kind not in ("send", "recv")]
-    lines = [(line, parts_of(one)) for one in single for line in collective_lines([one])]
+    paired = [
+        collective for collective in reading.collectives if collective.kind in ("send", "recv")
+    ]
+    single = [
+        collective for collective in reading.collectives if collective.kind not in ("send", "recv")
+    ]
+    lines = [
+        (line, parts_of(collective))
+        for collective in single
+        for line in collective_lines([collective])
+    ]
     lines += [(line, ()) for line in collective_lines(paired)]
     told = [
         (origin, _part(number, line, origin.phase, size * line.executions))
@@ -710,19 +718,19 @@ def _by_kind(parts: Iterable[CommPart]) -> dict[str, int]:
 
 
 def _bytes_by_kind(parts: Iterable[CommPart]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    totals: dict[str, int] = {}
     for part in parts:
-        found[part.kind] = found.get(part.kind, 0) + part.bytes
-    return found
+        totals[part.kind] = totals.get(part.kind, 0) + part.bytes
+    return totals
 
 
 def _by_phase(module: ModuleComm) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {"forward": {}, "backward": {}}
+    phases: dict[str, dict[str, int]] = {"forward": {}, "backward": {}}
     for phase in PHASES:
         kinds = _by_kind(part for part in module.parts if part.phase == phase)
         if kinds:
-            found[phase] = kinds
-    return found
+            phases[phase] = kinds
+    return phases
 
 
 def _data(module: ModuleComm) -> dict[str, object]:

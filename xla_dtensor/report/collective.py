@@ -277,8 +277,8 @@ def _ranges(text: str, granules: Granules) -> NDArray[np.int64] | None:
 def _places(ids: NDArray[np.int64], mesh: Mesh) -> NDArray[np.int64] | None:
     """The places of device ids in the mesh; None if it has not all of them."""
     order = np.argsort(mesh.device_ids, axis=None)
-    found = np.searchsorted(mesh.device_ids.reshape(-1), ids, sorter=order)
-    places = order[np.minimum(found, order.size - 1)]
+    ranks = np.searchsorted(mesh.device_ids.reshape(-1), ids, sorter=order)
+    places = order[np.minimum(ranks, order.size - 1)]
     return places if np.array_equal(mesh.device_ids.reshape(-1)[places], ids) else None
 
 
@@ -329,10 +329,10 @@ def _along(
 ) -> NDArray[np.int64]:
     keys = list(parts)
     members = [keys.index(part) for part in wanted]
-    others = [index for index in range(len(keys)) if index not in members]
+    outside = [index for index in range(len(keys)) if index not in members]
     group_size = math.prod(parts[part] for part in wanted)
     grid = devices.reshape(tuple(parts.values()))
-    return grid.transpose(*others, *members).reshape(-1, group_size)
+    return grid.transpose(*outside, *members).reshape(-1, group_size)
 
 
 def _parts(sizes: dict[str, int], refs: list[tuple[str, int, int]]) -> dict[_Part, int]:
@@ -702,8 +702,8 @@ def device_groups(
         return _take(devices.T, groups)
     if not has_channel:
         return _take(devices, groups)
-    found = _take(np.arange(replica_count)[:, None], groups)
-    return None if found is None else devices[found].reshape(found.shape[0], -1)
+    rows = _take(np.arange(replica_count)[:, None], groups)
+    return None if rows is None else devices[rows].reshape(rows.shape[0], -1)
 
 
 def _take(table: NDArray[np.int64], groups: ReplicaGroups) -> NDArray[np.int64] | None:
@@ -756,20 +756,20 @@ class ProgramAxes:
         Raises:
             HloError: a mesh, or slices, of another size than the program.
         """
-        whole = mesh if mesh.size() == mesh.root.size() else mesh.root
+        root = mesh if mesh.size() == mesh.root.size() else mesh.root
         size = module.replica_count * module.num_partitions
-        if whole.size() % size:
+        if root.size() % size:
             raise HloError(
-                f"The axes of {whole!r} were asked for a program of {size} devices. "
-                f"{whole.size()} devices do not run it. Pass the mesh it was compiled for."
+                f"The axes of {root!r} were asked for a program of {size} devices. "
+                f"{root.size()} devices do not run it. Pass the mesh it was compiled for."
             )
         slices = None if granules is None else Granules(granules)
-        if slices is not None and slices.places.size != whole.size():
+        if slices is not None and slices.places.size != root.size():
             raise HloError(
-                f"Granules of {slices.places.size} devices were given for {whole!r}. Each device "
-                f"has one. Pass {whole.size()} granules, in the order of mesh.device_ids.flat."
+                f"Granules of {slices.places.size} devices were given for {root!r}. Each device "
+                f"has one. Pass {root.size()} granules, in the order of mesh.device_ids.flat."
             )
-        return cls(whole, module.replica_count, module.num_partitions, slices)
+        return cls(root, module.replica_count, module.num_partitions, slices)
 
     def of_groups(
         self, groups: ReplicaGroups, kind: str, channel_id: int | None, global_ids: bool

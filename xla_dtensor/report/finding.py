@@ -109,8 +109,8 @@ class Origin:
 
     def __str__(self) -> str:
         where = f"{self.module or 'no module'} ({self.phase})"
-        told = [where, self.op or "", "" if self.source is None else str(self.source)]
-        return ", ".join(part for part in told if part)
+        words = [where, self.op or "", "" if self.source is None else str(self.source)]
+        return ", ".join(part for part in words if part)
 
 
 @argument_types
@@ -354,16 +354,16 @@ def collective_lines(
     """
     slices = None if slice_of is None else np.asarray(slice_of)
     lines: dict[tuple[object, ...], CollectiveLine] = {}
-    for item, kind, size in _paired(collectives):
+    for collective, kind, size in _paired(collectives):
         line = CollectiveLine(
             kind=kind,
-            axes=item.axes,
-            network=_network(item, slices, program_size, fast),
+            axes=collective.axes,
+            network=_network(collective, slices, program_size, fast),
             bytes_each=size,
             count=1,
-            executions=1 if item.executions is None else item.executions,
-            at_least=item.executions is None,
-            origin=origin_of(item.op_name, item.source),
+            executions=1 if collective.executions is None else collective.executions,
+            at_least=collective.executions is None,
+            origin=origin_of(collective.op_name, collective.source),
         )
         key = (
             *(line.kind, line.axes, line.network, line.bytes_each),
@@ -392,44 +392,44 @@ def starred(name: str) -> str:
 
 def _paired(collectives: Iterable[Collective]) -> list[tuple[Collective, str, int]]:
     """Each collective with its kind and payload; a send and a recv that belong together are one."""
-    found: list[tuple[Collective, str, int]] = []
+    pairs: list[tuple[Collective, str, int]] = []
     places: dict[tuple[str, str, str], int] = {}
-    for item in collectives:
-        attributes = dict(item.frontend_attributes)
+    for collective in collectives:
+        attributes = dict(collective.frontend_attributes)
         meeting, transfer = attributes.get(_RENDEZVOUS), attributes.get(_TRANSFER)
-        if meeting is None or transfer is None or item.kind not in ("send", "recv"):
-            found.append((item, item.kind, item.payload_bytes))
+        if meeting is None or transfer is None or collective.kind not in ("send", "recv"):
+            pairs.append((collective, collective.kind, collective.payload_bytes))
             continue
-        key = item.computation, meeting, transfer
+        key = collective.computation, meeting, transfer
         if key not in places:
-            places[key] = len(found)
-            found.append((item, transfer.lower().replace("_", "-"), item.payload_bytes))
+            places[key] = len(pairs)
+            pairs.append((collective, transfer.lower().replace("_", "-"), collective.payload_bytes))
             continue
-        first, kind, size = found[places[key]]
-        told = first if first.op_name is not None or item.op_name is None else item
-        found[places[key]] = told, kind, max(size, item.payload_bytes)
-    return found
+        first, kind, size = pairs[places[key]]
+        named = first if first.op_name is not None or collective.op_name is None else collective
+        pairs[places[key]] = named, kind, max(size, collective.payload_bytes)
+    return pairs
 
 
 def _network(
-    item: Collective,
+    collective: Collective,
     slices: np.ndarray[tuple[int], np.dtype[np.int64]] | None,
     program_size: int | None,
     fast: NetworkName,
 ) -> NetworkName:
-    if DCN_TARGET in dict(item.frontend_attributes):
+    if DCN_TARGET in dict(collective.frontend_attributes):
         return "DCN"
-    if item.axes == ():
+    if collective.axes == ():
         return "-"
     if slices is None or (program_size is not None and program_size < slices.size):
         return fast  # A program of one slice talks inside of it, but for its DCN transfers.
-    if item.source_target_pairs:
-        members = np.array(item.source_target_pairs)
-    elif item.replica_groups is not None:
-        channel = item.channel_id is not None
-        ids = item.use_global_device_ids
-        groups = item.replica_groups
-        members = device_groups(groups, item.kind, channel, ids, 1, slices.size)
+    if collective.source_target_pairs:
+        members = np.array(collective.source_target_pairs)
+    elif collective.replica_groups is not None:
+        channel = collective.channel_id is not None
+        ids = collective.use_global_device_ids
+        groups = collective.replica_groups
+        members = device_groups(groups, collective.kind, channel, ids, 1, slices.size)
     else:
         return "-"
     if members is None or members.max(initial=0) >= slices.size:
@@ -438,16 +438,16 @@ def _network(
     return "DCN" if (places != places[:, :1]).any() else fast
 
 
-def _sum(one: CollectiveLine, other: CollectiveLine) -> CollectiveLine:
-    same = one.origin.module == other.origin.module
-    origin = one.origin
+def _sum(line: CollectiveLine, more: CollectiveLine) -> CollectiveLine:
+    same = line.origin.module == more.origin.module
+    origin = line.origin
     if not same and origin.module is not None:
         origin = replace(origin, module=starred(origin.module))
     return replace(
-        one,
-        count=one.count + other.count,
-        executions=one.executions + other.executions,
-        at_least=one.at_least or other.at_least,
+        line,
+        count=line.count + more.count,
+        executions=line.executions + more.executions,
+        at_least=line.at_least or more.at_least,
         origin=origin,
     )
 
@@ -501,5 +501,5 @@ class Finding:
     origin: Origin | None = None
 
     def __str__(self) -> str:
-        told = [f"{self.severity}: {self.title}.", self.detail, self.fix, f"[{self.code}]"]
-        return " ".join(part for part in told if part)
+        words = [f"{self.severity}: {self.title}.", self.detail, self.fix, f"[{self.code}]"]
+        return " ".join(part for part in words if part)

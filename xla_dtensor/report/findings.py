@@ -80,21 +80,23 @@ def axis_findings(
     Yields:
         The findings; none where the evidence does not say what goes in and how it lies.
     """
-    inputs = [one for one in evidence.held if one.role == "argument" and one.shape]
-    laid = {id(one): axis_dims(one, evidence.mesh) for one in evidence.held}
-    if not inputs or any(laid[id(one)] is None for one in inputs):
+    inputs = [tensor for tensor in evidence.held if tensor.role == "argument" and tensor.shape]
+    laid = {id(tensor): axis_dims(tensor, evidence.mesh) for tensor in evidence.held}
+    if not inputs or any(laid[id(tensor)] is None for tensor in inputs):
         return
     cut = {
         axis
-        for one in evidence.held
-        for axis, dim in (laid[id(one)] or {}).items()
+        for tensor in evidence.held
+        for axis, dim in (laid[id(tensor)] or {}).items()
         if dim is not None
     }
     of_inputs = batch_axes(evidence)
     collectives = tuple(collectives)
-    talking = {axis for each in collectives for axis in _names(each)}
+    talking = {axis for collective in collectives for axis in _names(collective)}
     # Products that are summed over an axis are shared by its devices: tensor parallelism.
-    summed = {axis for each in collectives if _sums(each) for axis in _names(each)}
+    summed = {
+        axis for collective in collectives if _sums(collective) for axis in _names(collective)
+    }
     fsdp = set(gathered) - summed
     for axis, size in zip(evidence.mesh.axis_names, evidence.mesh.mesh_shape, strict=True):
         name = str(axis)
@@ -121,17 +123,17 @@ def axis_findings(
             )
 
 
-def _names(item: Collective) -> set[str]:
-    axes = ("mixed",) if item.axes is None else item.axes
+def _names(collective: Collective) -> set[str]:
+    axes = ("mixed",) if collective.axes is None else collective.axes
     return {str(axis).partition(":")[0] for axis in axes}
 
 
-def _sums(item: Collective) -> bool:
+def _sums(collective: Collective) -> bool:
     """Whether it sums arrays, and not only numbers of statistics, in the forward."""
-    if item.kind not in ("all-reduce", "reduce-scatter"):
+    if collective.kind not in ("all-reduce", "reduce-scatter"):
         return False
-    is_array = any(sum(dim > 1 for dim in array.dims) > 1 for array in item.results)
-    return is_array and origin_of(item.op_name, item.source).phase == "forward"
+    is_array = any(sum(dim > 1 for dim in array.dims) > 1 for array in collective.results)
+    return is_array and origin_of(collective.op_name, collective.source).phase == "forward"
 
 
 def batch_axes(evidence: Evidence, dim: int | None = None) -> set[str]:
@@ -150,14 +152,14 @@ def batch_axes(evidence: Evidence, dim: int | None = None) -> set[str]:
         >>> batch_axes(Evidence("t", "HloModule m", Mesh([0, 1], (2,), ("dp",)), held=(tokens,)))
         {'dp'}
     """
-    found: set[str] = set()
-    for one in evidence.held:
-        if one.role == "argument":
-            dims = axis_dims(one, evidence.mesh) or {}
-            found |= {
+    axes: set[str] = set()
+    for tensor in evidence.held:
+        if tensor.role == "argument":
+            dims = axis_dims(tensor, evidence.mesh) or {}
+            axes |= {
                 axis for axis, at in dims.items() if at is not None and (dim is None or at == dim)
             }
-    return found
+    return axes
 
 
 # --------------------------------------------------------- Findings about gathers inside attention
@@ -273,9 +275,9 @@ def _why(names: set[str], batch: set[str], sequence: set[str]) -> tuple[str, str
 def _finding(
     block: str, axes: str, gathered: list[tuple[Move, ArrayShape]], why: tuple[str, str]
 ) -> Finding:
-    arrays = ", ".join(str(one) for _, one in gathered[:3])
+    arrays = ", ".join(str(array) for _, array in gathered[:3])
     more = len(gathered) - 3
-    size = sum(one.bytes for _, one in gathered)
+    size = sum(array.bytes for _, array in gathered)
     return Finding(
         "warning",
         "attention-gathered",
@@ -340,69 +342,76 @@ def moves_of(collectives: Iterable[Collective], held: Iterable[Held]) -> tuple[M
     Returns:
         One move for each collective, in their order.
     """
-    weights = [one for one in held if one.role in _WEIGHTS]
+    weights = [tensor for tensor in held if tensor.role in _WEIGHTS]
     return tuple(
         Move(
-            item,
-            origin_of(item.op_name, item.source),
-            _whole(item.axes),
-            tuple(array for array in item.results if weight_of(array, weights, item) is None),
+            collective,
+            origin_of(collective.op_name, collective.source),
+            _whole(collective.axes),
+            tuple(
+                array
+                for array in collective.results
+                if weight_of(array, weights, collective) is None
+            ),
         )
-        for item in collectives
+        for collective in collectives
     )
 
 
-def are_weights(arrays: Iterable[ArrayShape], weights: list[Held], item: Collective) -> bool:
+def are_weights(arrays: Iterable[ArrayShape], weights: list[Held], collective: Collective) -> bool:
     """Whether all arrays can be weights. Where nobody says what the weights are, they can.
 
     Args:
         arrays: operands or results.
         weights: the weights.
-        item: the collective whose they are.
+        collective: the collective whose they are.
     """
-    return not weights or all(weight_of(array, weights, item) is not None for array in arrays)
+    return not weights or all(weight_of(array, weights, collective) is not None for array in arrays)
 
 
-def weight_of(array: ArrayShape, weights: Iterable[Held], item: Collective) -> Held | None:
+def weight_of(array: ArrayShape, weights: Iterable[Held], collective: Collective) -> Held | None:
     """Finds a weight that an array can be, whole or in shards, transposed or not.
 
     Args:
         array: operand or result.
         weights: the weights.
-        item: the collective whose it is.
+        collective: the collective whose it is.
 
     Returns:
         The first that it can be; None if it can be none.
     """
     dims = sorted(dim for dim in array.dims if dim > 1)
-    for one in weights:
-        shapes = [one.shape, *([one.shape[1:]] if _is_stacked(one, item) else [])]
+    for weight in weights:
+        shapes = [weight.shape, *([weight.shape[1:]] if _is_stacked(weight, collective) else [])]
         for shape in shapes:
-            whole = sorted(dim for dim in shape if dim > 1)
-            if len(whole) == len(dims) and all(
-                large % small == 0 for small, large in zip(dims, whole, strict=True)
+            extents = sorted(dim for dim in shape if dim > 1)
+            if len(extents) == len(dims) and all(
+                large % small == 0 for small, large in zip(dims, extents, strict=True)
             ):
-                return one
+                return weight
     return None
 
 
-def largest_weight(item: Collective, weights: list[Held]) -> int:
+def largest_weight(collective: Collective, weights: list[Held]) -> int:
     """Returns the bytes of the largest weight, vocabulary matrices aside where there are others.
 
     Args:
-        item: a collective; in a loop, of weights that are stacked layer by layer one layer's count.
+        collective: a collective; in a loop, of weights that are stacked layer by layer one layer's
+            count.
         weights: the weights.
     """
-    layers = [one for one in weights if not is_vocabulary(one)] or weights
+    layers = [weight for weight in weights if not is_vocabulary(weight)] or weights
     return max(
-        one.global_bytes // one.layers // (one.shape[0] if _is_stacked(one, item) else 1)
-        for one in layers
+        weight.global_bytes
+        // weight.layers
+        // (weight.shape[0] if _is_stacked(weight, collective) else 1)
+        for weight in layers
     )
 
 
-def _is_stacked(held: Held, item: Collective) -> bool:
-    layers = held.shape[0] if len(held.shape) > 1 else 0
-    return item.in_loop and bool(layers) and layers == item.executions
+def _is_stacked(weight: Held, collective: Collective) -> bool:
+    layers = weight.shape[0] if len(weight.shape) > 1 else 0
+    return collective.in_loop and bool(layers) and layers == collective.executions
 
 
 def _whole(axes: tuple[Axis, ...] | None) -> tuple[Axis, ...] | None:
@@ -434,35 +443,37 @@ def expert_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[Findi
     Yields:
         One finding for each axis.
     """
-    weights = [one for one in evidence.held if one.role in ("parameter", "frozen parameter")]
-    experts = [one for one in weights if len(one.shape) == _EXPERT_DIMS]
-    cut = {axis: one for one in experts for axis in _expert_axes(one, evidence)}
+    weights = [
+        tensor for tensor in evidence.held if tensor.role in ("parameter", "frozen parameter")
+    ]
+    experts = [tensor for tensor in weights if len(tensor.shape) == _EXPERT_DIMS]
+    cut = {axis: tensor for tensor in experts for axis in _expert_axes(tensor, evidence)}
     if not cut:
         return
-    others = [one for one in weights if len(one.shape) < _EXPERT_DIMS]
-    found: dict[str, list[tuple[Move, Held]]] = {}
+    matrices = [tensor for tensor in weights if len(tensor.shape) < _EXPERT_DIMS]
+    gathers_over: dict[str, list[tuple[Move, Held]]] = {}
     fsdp: set[str] = set()
     for move in moves:
         if not move.is_gather or not move.axes:
             continue
         axes = {str(axis) for axis in move.axes}
         for array in move.collective.results:
-            if weight_of(array, others, move.collective) is not None:
+            if weight_of(array, matrices, move.collective) is not None:
                 fsdp |= axes
                 continue
-            one = weight_of(array, experts, move.collective)
-            if one is not None and move.origin.phase == "forward":
-                for axis in axes & set(_expert_axes(one, evidence)):
-                    found.setdefault(axis, []).append((move, one))
-    for axis, gathers in found.items():
+            tensor = weight_of(array, experts, move.collective)
+            if tensor is not None and move.origin.phase == "forward":
+                for axis in axes & set(_expert_axes(tensor, evidence)):
+                    gathers_over.setdefault(axis, []).append((move, tensor))
+    for axis, gathers in gathers_over.items():
         if axis in fsdp:
             continue
-        move, one = gathers[0]
+        move, tensor = gathers[0]
         size = sum(m.collective.result_bytes * m.times for m, _ in gathers)
         yield Finding(
             "warning",
             "experts-gathered",
-            f"Experts are gathered over axis {axis}, which cuts them: {starred(one.name)}",
+            f"Experts are gathered over axis {axis}, which cuts them: {starred(tensor.name)}",
             f"{bytes_text(size)} a step in the forward on each device, which then computes all "
             "experts for its tokens.",
             f"Let the tokens travel: pin what arrives at the experts as they are cut over {axis} "
@@ -471,8 +482,8 @@ def expert_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[Findi
         )
 
 
-def _expert_axes(one: Held, evidence: Evidence) -> list[str]:
-    dims = axis_dims(one, evidence.mesh) or {}
+def _expert_axes(expert: Held, evidence: Evidence) -> list[str]:
+    dims = axis_dims(expert, evidence.mesh) or {}
     return [axis for axis, dim in dims.items() if dim == 0]
 
 
@@ -539,13 +550,13 @@ def state_findings(evidence: Evidence, memory: MemoryReport | None) -> Iterator[
 
 def _does_not_fit(memory: MemoryReport, evidence: Evidence) -> Finding:
     causes = memory.causes[:CAUSES]
-    told = " ".join(f"({place}) {cause.text}" for place, cause in enumerate(causes, 1))
+    words = " ".join(f"({place}) {cause.text}" for place, cause in enumerate(causes, 1))
     needed, there = memory.total_bytes, memory.capacity_bytes or 0
     return Finding(
         "error",
         "does-not-fit",
         f"The step does not fit: {bytes_text(needed - there)} too much on each device",
-        f"It needs {bytes_text(needed)} of {bytes_text(there)}. The largest causes: {told}",
+        f"It needs {bytes_text(needed)} of {bytes_text(there)}. The largest causes: {words}",
         _room(causes[0].kind if causes else "", evidence),
     )
 
@@ -558,7 +569,7 @@ def _room(cause: str, evidence: Evidence) -> str:
         )
     if cause == "program":
         return "Run equal layers as a loop: scan_layers."
-    state = [one for one in evidence.held if one.role in _STATE]
+    state = [tensor for tensor in evidence.held if tensor.role in _STATE]
     if _typical_shards(state) < evidence.mesh.size():
         return (
             "Shard the state over more devices (fully_shard over every axis), or take more chips."
@@ -581,60 +592,60 @@ class _Group:
 
     @property
     def device_bytes(self) -> int:
-        return sum(one.device_bytes for one in self.held)
+        return sum(tensor.device_bytes for tensor in self.held)
 
     @property
     def least_sharded(self) -> Held:
-        return min(self.held, key=lambda one: (shards(one), -one.device_bytes))
+        return min(self.held, key=lambda tensor: (shards(tensor), -tensor.device_bytes))
 
 
 def _unsharded(evidence: Evidence, capacity: int | None) -> Iterator[Finding]:
-    state = [one for one in evidence.held if one.role in _STATE and one.device_bytes]
-    whole = _optimizer_finding(state, evidence.mesh, capacity)
-    if whole is not None:
-        yield whole
-        state = [one for one in state if one.role != "optimizer state"]
+    state = [tensor for tensor in evidence.held if tensor.role in _STATE and tensor.device_bytes]
+    finding = _optimizer_finding(state, evidence.mesh, capacity)
+    if finding is not None:
+        yield finding
+        state = [tensor for tensor in state if tensor.role != "optimizer state"]
     groups: dict[str, list[Held]] = {}
-    for one in state:
-        groups.setdefault(one.name.split(" ")[0], []).append(one)
+    for tensor in state:
+        groups.setdefault(tensor.name.split(" ")[0], []).append(tensor)
     typical = _typical_shards(state)
     least = SMALL_BYTES if capacity is None else SMALL_SHARE * capacity
     if typical == 1:
         yield from _all_whole(evidence, state, capacity)
         return
     found: dict[str, list[_Group]] = {}
-    for name, held in groups.items():
-        group = _Group(tuple(held))
+    for name, tensors in groups.items():
+        group = _Group(tuple(tensors))
         worst = group.least_sharded
         axes = free_axes(worst, evidence.mesh)
         few = shards(worst) * FEWER_SHARDS <= typical
         if few and axes and group.device_bytes >= least:
             found.setdefault(starred(name), []).append(group)
-    ranked = sorted(found.items(), key=lambda item: -sum(one.device_bytes for one in item[1]))
+    ranked = sorted(found.items(), key=lambda pair: -sum(tensor.device_bytes for tensor in pair[1]))
     for name, alike in islice(ranked, MOST):
         yield _unsharded_finding(name, alike, typical, evidence.mesh)
 
 
 def _optimizer_finding(state: list[Held], mesh: Mesh, capacity: int | None) -> Finding | None:
     """Moments that lie otherwise than their parameters, most of them: made before sharding."""
-    moments = [one for one in state if one.role == "optimizer state"]
-    parameters = {one.name: one for one in state if one.role == "parameter"}
-    owned = [(one, parameters.get(one.name.split(" ")[0])) for one in moments]
+    moments = [tensor for tensor in state if tensor.role == "optimizer state"]
+    parameters = {tensor.name: tensor for tensor in state if tensor.role == "parameter"}
+    owned = [(tensor, parameters.get(tensor.name.split(" ")[0])) for tensor in moments]
     less = [
-        one
-        for one, owner in owned
+        tensor
+        for tensor, owner in owned
         if owner is not None
-        and one.shape == owner.shape
-        and shards(one) * FEWER_SHARDS <= shards(owner)
+        and tensor.shape == owner.shape
+        and shards(tensor) * FEWER_SHARDS <= shards(owner)
     ]
-    size = sum(one.device_bytes for one in less)
+    size = sum(tensor.device_bytes for tensor in less)
     least = SMALL_BYTES if capacity is None else SMALL_SHARE * capacity
     # Of a few tensors the finding about each says more.
-    if size < max(least, sum(one.device_bytes for one in moments) / 2) or mesh.size() == 1:
+    if size < max(least, sum(tensor.device_bytes for tensor in moments) / 2) or mesh.size() == 1:
         return None
     typical = _typical_shards(parameters.values())
-    should = sum(one.global_bytes for one in less) // typical
-    number = sum(one.layers for one in less)
+    should = sum(tensor.global_bytes for tensor in less) // typical
+    number = sum(tensor.layers for tensor in less)
     return Finding(
         "warning",
         "optimizer-state-unsharded",
@@ -669,10 +680,10 @@ def _unsharded_finding(name: str, alike: list[_Group], typical: int, mesh: Mesh)
 
 def _all_whole(evidence: Evidence, state: list[Held], capacity: int | None) -> Iterator[Finding]:
     """Plain data parallelism is right until its state fills the memory."""
-    size = sum(one.device_bytes for one in state)
+    size = sum(tensor.device_bytes for tensor in state)
     if capacity is None or evidence.mesh.size() == 1 or size < LARGE_STATE * capacity:
         return
-    largest = max(state, key=lambda one: one.device_bytes)
+    largest = max(state, key=lambda tensor: tensor.device_bytes)
     yield Finding(
         "warning",
         "state-unsharded",
@@ -685,11 +696,11 @@ def _all_whole(evidence: Evidence, state: list[Held], capacity: int | None) -> I
 
 def _typical_shards(state: Iterable[Held]) -> int:
     """The number of shards that half of the bytes have at least."""
-    ranked = sorted(((shards(one), one.global_bytes) for one in state), reverse=True)
-    half, seen = sum(size for _, size in ranked) / 2, 0
+    ranked = sorted(((shards(tensor), tensor.global_bytes) for tensor in state), reverse=True)
+    half, total = sum(size for _, size in ranked) / 2, 0
     for parts, size in ranked:
-        seen += size
-        if seen >= half:
+        total += size
+        if total >= half:
             return parts
     return 1
 
@@ -698,23 +709,26 @@ def _typical_shards(state: Iterable[Held]) -> int:
 
 
 def _differing(held: Iterable[Held]) -> Iterator[Finding]:
-    found: dict[tuple[str, str, str], list[Held]] = {}
-    for one in held:
-        asked, chosen = _words(one.requested), _words(one.chosen)
-        if asked and chosen and asked != chosen:
-            found.setdefault((starred(one.name), asked, chosen), []).append(one)
-    ranked = sorted(found.items(), key=lambda item: -sum(one.device_bytes for one in item[1]))
-    for (name, asked, chosen), alike in ranked[:MOST]:
-        size = sum(one.device_bytes for one in alike)
-        number = sum(one.layers for one in alike)
+    groups: dict[tuple[str, str, str], list[Held]] = {}
+    for tensor in held:
+        requested, chosen = _words(tensor.requested), _words(tensor.chosen)
+        if requested and chosen and requested != chosen:
+            groups.setdefault((starred(tensor.name), requested, chosen), []).append(tensor)
+    ranked = sorted(
+        groups.items(), key=lambda pair: -sum(tensor.device_bytes for tensor in pair[1])
+    )
+    for (name, requested, chosen), alike in ranked[:MOST]:
+        size = sum(tensor.device_bytes for tensor in alike)
+        number = sum(tensor.layers for tensor in alike)
         more = f" ({number} of them)" if number > 1 else ""
-        rest = len(ranked) - MOST
-        last = f" {rest} more differ." if rest > 0 and name == ranked[MOST - 1][0][0] else ""
+        hidden = len(ranked) - MOST
+        last = f" {hidden} more differ." if hidden > 0 and name == ranked[MOST - 1][0][0] else ""
         yield Finding(
             "warning",
             "sharding-differs",
             f"{name} is laid out otherwise than asked{more}",
-            f"Asked for: {asked}. XLA chose: {chosen}, {bytes_text(size)} on each device.{last}",
+            f"Asked for: {requested}. XLA chose: {chosen}, {bytes_text(size)} on each device."
+            f"{last}",
             "Ask for what XLA chose, or pin it in the step with redistribute.",
         )
 
@@ -759,7 +773,7 @@ def traffic_findings(
         The findings.
     """
     moves = moves_of(reading.collectives, evidence.held)
-    weights = [one for one in evidence.held if one.role in _WEIGHTS]
+    weights = [tensor for tensor in evidence.held if tensor.role in _WEIGHTS]
     gathered = gathering_axes(moves) if weights else frozenset[str]()
     yield from _over_dcn(moves, weights, roofline)
     if weights:
@@ -775,18 +789,28 @@ def traffic_findings(
 def _over_dcn(
     moves: Sequence[Move], weights: list[Held], roofline: Roofline | None
 ) -> Iterator[Finding]:
-    found: dict[str, list[Move]] = {}
+    moves_over: dict[str, list[Move]] = {}
     for move in moves:
-        item = move.collective
-        attributes = dict(item.frontend_attributes)
-        if item.kind != "send" or DCN_TARGET not in attributes or move.origin.phase != "forward":
+        collective = move.collective
+        attributes = dict(collective.frontend_attributes)
+        if (
+            collective.kind != "send"
+            or DCN_TARGET not in attributes
+            or move.origin.phase != "forward"
+        ):
             continue
         transfer = attributes.get(_TRANSFER, "ONE_TO_ONE")
-        moves_weight = transfer == "ALL_GATHER" and are_weights(item.operands, weights, item)
-        if transfer == "ONE_TO_ONE" or moves_weight or item.operand_bytes < SMALL_MESSAGE_BYTES:
+        moves_weight = transfer == "ALL_GATHER" and are_weights(
+            collective.operands, weights, collective
+        )
+        if (
+            transfer == "ONE_TO_ONE"
+            or moves_weight
+            or collective.operand_bytes < SMALL_MESSAGE_BYTES
+        ):
             continue
-        found.setdefault(axes_text(move.axes), []).append(move)
-    for axes, slow in found.items():
+        moves_over.setdefault(axes_text(move.axes), []).append(move)
+    for axes, slow in moves_over.items():
         times = sum(move.times for move in slow)
         size = sum(move.times * move.collective.operand_bytes for move in slow)
         modelled = "" if roofline is None else f"; DCN {seconds_text(roofline.dcn_seconds)} a step"
@@ -814,30 +838,30 @@ def gathering_axes(moves: Iterable[Move]) -> frozenset[str]:
     Returns:
         Their names.
     """
-    found = (move.axes or () for move in moves if move.gathers_weights)
-    return frozenset(str(axis) for axes in found for axis in axes)
+    spans = (move.axes or () for move in moves if move.gathers_weights)
+    return frozenset(str(axis) for axes in spans for axis in axes)
 
 
 def _gathered_activations(
     moves: Sequence[Move], weights: list[Held], gathered: frozenset[str], mesh: Mesh
 ) -> Iterator[Finding]:
-    found: dict[tuple[str, str | None], list[tuple[Move, int]]] = {}
+    groups: dict[tuple[str, str | None], list[tuple[Move, int]]] = {}
     for move in moves:
-        item, axes = move.collective, [str(axis) for axis in move.axes or ()]
+        collective, axes = move.collective, [str(axis) for axis in move.axes or ()]
         if not move.is_gather or move.origin.phase != "forward" or not axes:
             continue
         if is_attention(move.origin.module):
             continue
         # Megatron: the weights of the next product are sharded over the axis, and stay so.
-        kept = not gathered.intersection(axes) and any(
-            is_sharded_over(one, axis, mesh) for one in weights for axis in axes
+        is_sharded = not gathered.intersection(axes) and any(
+            is_sharded_over(weight, axis, mesh) for weight in weights for axis in axes
         )
         size = max((array.bytes for array in move.activations), default=0)
-        if not kept and size >= LARGE_GATHER * largest_weight(item, weights) > 0:
-            found.setdefault((axes_text(move.axes), move.origin.module), []).append((move, size))
-    for (axes, module), gathers in found.items():
+        if not is_sharded and size >= LARGE_GATHER * largest_weight(collective, weights) > 0:
+            groups.setdefault((axes_text(move.axes), move.origin.module), []).append((move, size))
+    for (axes, module), gathers in groups.items():
         move, size = gathers[0]
-        array = max(move.collective.results, key=lambda each: each.bytes)
+        array = max(move.collective.results, key=lambda part: part.bytes)
         yield Finding(
             "warning",
             "activation-gathered",
@@ -882,34 +906,34 @@ def findings(
     """
     reading = read_hlo(evidence.hlo_text, evidence.mesh, evidence.granules)
     cut_again = list(rematerialization_findings(evidence))
-    found = [
+    listed = [
         *state_findings(evidence, memory),
         # What is gathered only to be cut again is said once.
         *(
-            each
-            for each in traffic_findings(evidence, reading, roofline)
-            if not _is_said(each, cut_again)
+            finding
+            for finding in traffic_findings(evidence, reading, roofline)
+            if not _is_said(finding, cut_again)
         ),
         *cut_again,
         *_unread(reading, lines),
     ]
-    return tuple(sorted(found, key=lambda each: SEVERITIES.index(each.severity)))
+    return tuple(sorted(listed, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
-def _is_said(finding: Finding, others: Iterable[Finding]) -> bool:
+def _is_said(finding: Finding, earlier: Iterable[Finding]) -> bool:
     if finding.code != "activation-gathered" or finding.origin is None:
         return False
     here = finding.origin
     return any(
         other.origin is not None
         and (other.origin.module, other.origin.op) == (here.module, here.op)
-        for other in others
+        for other in earlier
     )
 
 
 def _unread(reading: HloReading, lines: Iterable[CollectiveLine]) -> Iterator[Finding]:
     if reading.unread:
-        shown = "; ".join(f"{each.where}: {each.why}" for each in reading.unread[:_SHOWN])
+        shown = "; ".join(f"{part.where}: {part.why}" for part in reading.unread[:_SHOWN])
         more = len(reading.unread) - _SHOWN
         yield Finding(
             "note",

@@ -99,9 +99,9 @@ class StackFrames:
             The frames; none if the module has no tables.
         """
         tables = _tables(text_lines)
-        files = {key: unquoted(value) for key, value in tables["FileNames"].items()}
-        places = {key: parse_fields(value) for key, value in tables["FileLocations"].items()}
-        frames = {key: parse_fields(value) for key, value in tables["StackFrames"].items()}
+        files = {key: unquoted(words) for key, words in tables["FileNames"].items()}
+        places = {key: parse_fields(words) for key, words in tables["FileLocations"].items()}
+        frames = {key: parse_fields(words) for key, words in tables["StackFrames"].items()}
         lines: dict[int, SourceLine] = {}
         parents: dict[int, int] = {}
         # XLA prints a parent as its number plus one (1: none), so that a frame may name itself;
@@ -145,15 +145,15 @@ class StackFrames:
             Its line and those that called it, innermost first; frames that follow each other on
             one line (JAX makes them inside a scan) are one.
         """
-        found: list[SourceLine] = []
+        lines: list[SourceLine] = []
         seen: set[int] = set()
         while frame_id in self.parents and frame_id not in seen:
             seen.add(frame_id)
             line = self.lines.get(frame_id)
-            if line is not None and line not in found[-1:]:
-                found.append(line)
+            if line is not None and line not in lines[-1:]:
+                lines.append(line)
             frame_id = self.parents[frame_id]
-        return tuple(found)
+        return tuple(lines)
 
 
 def parse_fields(text: str) -> dict[str, str]:
@@ -169,7 +169,7 @@ def parse_fields(text: str) -> dict[str, str]:
         >>> parse_fields('{op_name="jit(f)/dot" source_line=7}')
         {'op_name': 'jit(f)/dot', 'source_line': '7'}
     """
-    return {name: unquoted(value) for name, value in _FIELD.findall(text)}
+    return {name: unquoted(words) for name, words in _FIELD.findall(text)}
 
 
 def unquoted(text: str) -> str:
@@ -251,14 +251,16 @@ class Instruction:
     @cached_property
     def attributes(self) -> dict[str, str]:
         """The attributes by name, their values as printed."""
-        found: dict[str, str] = {}
+        attributes: dict[str, str] = {}
         for attribute in self._parts[1]:
-            name, equals, value = attribute.partition("=")
+            name, equals, words = attribute.partition("=")
             if name.strip() == "device_ids":  # the second half of groups printed as mesh axes
-                found["replica_groups"] = f"{found.get('replica_groups', '')}, {attribute.strip()}"
+                attributes["replica_groups"] = (
+                    f"{attributes.get('replica_groups', '')}, {attribute.strip()}"
+                )
             elif equals:
-                found[name.strip()] = value
-        return found
+                attributes[name.strip()] = words
+        return attributes
 
     @cached_property
     def _parts(self) -> tuple[list[str], list[str]]:
@@ -288,11 +290,11 @@ class Computation:
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
         """By the name of each instruction, those of the computation that it is an operand of."""
-        found: dict[str, list[Instruction]] = {}
+        users_of: dict[str, list[Instruction]] = {}
         for user in self.instructions.values():
             for name in user.operand_names:
-                found.setdefault(name, []).append(user)
-        return found
+                users_of.setdefault(name, []).append(user)
+        return users_of
 
     def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
         """Finds the shapes of an instruction's operands.
@@ -357,9 +359,12 @@ class HloModule:
         header = cls.parse_header(text)
         lines = text.splitlines()
         unread: list[tuple[str, str]] = []
-        found = {each.name: each for each in _computations(list(whole_lines(lines)), unread)}
+        computations = {
+            computation.name: computation
+            for computation in _computations(list(whole_lines(lines)), unread)
+        }
         frames = StackFrames.parse(lines)
-        return replace(header, computations=found, frames=frames, unread=tuple(unread))
+        return replace(header, computations=computations, frames=frames, unread=tuple(unread))
 
     @classmethod
     def parse_header(cls, text: str) -> HloModule:
@@ -375,7 +380,7 @@ class HloModule:
             HloError: text that is no HLO module.
         """
         head = _header(text)
-        numbers = {name: read_number(value) for name, value in _HEADER_NUMBER.findall(head)}
+        numbers = {name: read_number(digits) for name, digits in _HEADER_NUMBER.findall(head)}
         partitions = numbers.get("num_partitions", 1) or 1
         replicas = numbers.get("replica_count", 1) or 1
         checked_devices(partitions * replicas, head)
@@ -393,24 +398,26 @@ def _header(text: str) -> str:
 
 
 def _computations(lines: list[str], unread: list[tuple[str, str]]) -> Iterator[Computation]:
-    opened: Computation | None = None
-    found: dict[str, Instruction] = {}
+    computation: Computation | None = None
+    instructions: dict[str, Instruction] = {}
     for line in lines:
-        if opened is None:
+        if computation is None:
             match = _COMPUTATION.match(line) if line.rstrip().endswith("{") else None
             if match:
-                found = {}
-                opened = Computation(match[2], bool(match[1]), found)
+                instructions = {}
+                computation = Computation(match[2], bool(match[1]), instructions)
         elif _END.fullmatch(line):
-            yield opened
-            opened = None
+            yield computation
+            computation = None
         elif match := _INSTRUCTION.match(line):
             is_root, name, shape, opcode = match.groups()
-            found[name] = Instruction(name, shape, opcode, bool(is_root), line[match.end() :])
+            instructions[name] = Instruction(
+                name, shape, opcode, bool(is_root), line[match.end() :]
+            )
         elif not _LITERAL.fullmatch(line):
-            unread.append((opened.name, line.strip()))
-    if opened is not None:
-        unread.append((opened.name, "its closing bracket is not there"))
+            unread.append((computation.name, line.strip()))
+    if computation is not None:
+        unread.append((computation.name, "its closing bracket is not there"))
 
 
 # ---------------------------------------------------- How often a while loop of an HLO module runs
@@ -439,9 +446,9 @@ def trip_count(module: HloModule, caller: Computation, loop: Instruction) -> int
     Returns:
         The number of runs; None if it is not known.
     """
-    known = _KNOWN.search(loop.rest)
-    if known:
-        return read_number(known[1])
+    match = _KNOWN.search(loop.rest)
+    if match:
+        return read_number(match[1])
     condition = _called(module, loop, "condition")
     body = _called(module, loop, "body")
     if condition is None or body is None:
@@ -515,10 +522,14 @@ class _Loop:
         return _tuple_element(_source(self.caller, started), element)
 
 
-def _tuple_element(made: Instruction | None, element: int) -> str | None:
-    if made is None or made.opcode != "tuple" or element >= len(made.operand_names):
+def _tuple_element(instruction: Instruction | None, element: int) -> str | None:
+    if (
+        instruction is None
+        or instruction.opcode != "tuple"
+        or element >= len(instruction.operand_names)
+    ):
         return None
-    return made.operand_names[element]
+    return instruction.operand_names[element]
 
 
 def _source(computation: Computation, name: str | None) -> Instruction | None:
@@ -536,8 +547,8 @@ def _constant(computation: Computation, name: str | None) -> int | None:
     source = _source(computation, name)
     if source is None or source.opcode != "constant":
         return None
-    value = source.operands[0] if source.operands else ""
-    return read_number(value) if re.fullmatch(r"-?[0-9]{1,18}", value) else None
+    digits = source.operands[0] if source.operands else ""
+    return read_number(digits) if re.fullmatch(r"-?[0-9]{1,18}", digits) else None
 
 
 # ------------------------ How often each computation of an HLO module runs, and which run in loops
@@ -628,16 +639,16 @@ def _count(
         return runs[name]
     # What calls itself, which no program does, is taken to run an unknown number of times.
     runs[name] = Runs(None, False, None)
-    found = Runs(0, False, None) if name in calls else Runs(1, False, None)
+    run = Runs(0, False, None) if name in calls else Runs(1, False, None)
     for calling, instruction, trips in calls.get(name, ()):
         outer = _count(calling, calls, runs)
         times = None
-        if found.times is not None and outer.times is not None and trips is not None:
-            times = found.times + outer.times * trips
-        in_loop = found.in_loop or outer.in_loop or instruction.opcode == "while"
-        found = Runs(times, in_loop, instruction, calling)
-    runs[name] = found
-    return found
+        if run.times is not None and outer.times is not None and trips is not None:
+            times = run.times + outer.times * trips
+        in_loop = run.in_loop or outer.in_loop or instruction.opcode == "while"
+        run = Runs(times, in_loop, instruction, calling)
+    runs[name] = run
+    return run
 
 
 # ---------------------------------------------- Metadata of instructions that XLA made without any
@@ -732,9 +743,9 @@ class Neighbours:
         """
         for may_move in (False, True):
             for follow in (self._sources, self._followers):
-                found = self._nearest(instruction, follow, may_move)
-                if found:
-                    return found
+                fields = self._nearest(instruction, follow, may_move)
+                if fields:
+                    return fields
         return {}
 
     def metadata_of_user(self, instruction: Instruction, module: HloModule) -> dict[str, str]:
@@ -794,9 +805,9 @@ class Neighbours:
 
     def _followers(self, instruction: Instruction) -> Iterator[Instruction]:
         if instruction.name.startswith(_START):
-            done = self._done_of(instruction)
-            if done is not None:
-                yield done
+            end = self._done_of(instruction)
+            if end is not None:
+                yield end
                 return
         for user in self._users_of(instruction):
             if user.is_root and user.opcode == "tuple":
@@ -806,15 +817,20 @@ class Neighbours:
 
     def _last_turn(self, element: Instruction) -> Iterator[Instruction]:
         table, root = self._computation.instructions, self._computation.root
-        given = table.get(element.operand_names[0]) if element.operand_names else None
-        if given is None or given.opcode != "parameter" or root is None or root.opcode != "tuple":
+        parameter = table.get(element.operand_names[0]) if element.operand_names else None
+        if (
+            parameter is None
+            or parameter.opcode != "parameter"
+            or root is None
+            or root.opcode != "tuple"
+        ):
             return
-        index, made = element.attributes.get("index", ""), root.operand_names
-        if index.isdecimal() and int(index) < len(made) and made[int(index)] in table:
-            yield table[made[int(index)]]
+        index, names = element.attributes.get("index", ""), root.operand_names
+        if index.isdecimal() and int(index) < len(names) and names[int(index)] in table:
+            yield table[names[int(index)]]
 
-    def _next_turn(self, result: Instruction, part: Instruction) -> Iterator[Instruction]:
-        places = {str(i) for i, name in enumerate(result.operand_names) if name == part.name}
+    def _next_turn(self, root: Instruction, part: Instruction) -> Iterator[Instruction]:
+        places = {str(i) for i, name in enumerate(root.operand_names) if name == part.name}
         for parameter in self._computation.instructions.values():
             if parameter.opcode == "parameter":
                 for user in self._users_of(parameter):
@@ -842,9 +858,9 @@ class Neighbours:
         """What is received was sent by the others, as this device sends to them."""
         if self._sends is None:
             self._sends = {}
-            for each in self._computation.instructions.values():
-                if each.opcode == "send":
-                    self._sends[_meeting(each)] = each
+            for instruction in self._computation.instructions.values():
+                if instruction.opcode == "send":
+                    self._sends[_meeting(instruction)] = instruction
         return self._sends.get(_meeting(recv))
 
 

@@ -101,7 +101,10 @@ class ValueFlow:
             HloError: computations that call themselves.
         """
         flow = cls(module)
-        entry = next((each for each in module.computations.values() if each.is_entry), None)
+        entry = next(
+            (computation for computation in module.computations.values() if computation.is_entry),
+            None,
+        )
         if entry is not None:
             root = flow._walk(entry, None)
             flow.results = tuple(_leaves(root))
@@ -125,10 +128,10 @@ class ValueFlow:
 
     def groups(self) -> dict[int, list[Value]]:
         """The values by group."""
-        found: dict[int, list[Value]] = {}
+        groups: dict[int, list[Value]] = {}
         for number, value in enumerate(self.values):
-            found.setdefault(self.group(number), []).append(value)
-        return found
+            groups.setdefault(self.group(number), []).append(value)
+        return groups
 
     def _join(self, one: _Node, other: _Node) -> None:
         for left, right in zip(_leaves(one), _leaves(other), strict=False):
@@ -147,7 +150,7 @@ class ValueFlow:
         self._parents.append(len(self.values) - 1)
         return len(self.values) - 1
 
-    def _walk(self, computation: Computation, given: list[_Node] | None) -> _Node:
+    def _walk(self, computation: Computation, arguments: list[_Node] | None) -> _Node:
         """Follows one computation; `given` are its arguments, None those of the program."""
         if computation.name in self._open:
             raise HloError(
@@ -155,31 +158,31 @@ class ValueFlow:
                 "has no recursion. Pass HLO text as XLA prints it."
             )
         self._open.append(computation.name)
-        known: dict[str, _Node] = {}
+        nodes: dict[str, _Node] = {}
         last: _Node = ()
         for instruction in computation.instructions.values():
             self._time += 1
             if instruction.opcode == "parameter":
-                made = self._parameter(instruction, given)
+                node = self._parameter(instruction, arguments)
             else:
-                operands = [known.get(name, ()) for name in _operand_names(instruction)]
-                made = self._step(instruction, operands)
-            known[instruction.name] = made
-            last = made if instruction.is_root else last
+                operands = [nodes.get(name, ()) for name in _operand_names(instruction)]
+                node = self._step(instruction, operands)
+            nodes[instruction.name] = node
+            last = node if instruction.is_root else last
         self._open.pop()
         return last
 
-    def _parameter(self, instruction: Instruction, given: list[_Node] | None) -> _Node:
+    def _parameter(self, instruction: Instruction, arguments: list[_Node] | None) -> _Node:
         text = instruction.operands[0] if instruction.operands else ""
         number = int(text) if _NUMBER.fullmatch(text) else 0
-        if given is not None:
-            return given[number] if number < len(given) else self._new(instruction)
-        made = self._new(instruction)
-        leaves = list(_leaves(made))
+        if arguments is not None:
+            return arguments[number] if number < len(arguments) else self._new(instruction)
+        node = self._new(instruction)
+        leaves = list(_leaves(node))
         for place, leaf in enumerate(leaves, start=0 if len(leaves) > 1 else number):
             self.values[leaf].is_input = True
             self.inputs[place] = leaf
-        return made
+        return node
 
     def _step(self, instruction: Instruction, operands: list[_Node]) -> _Node:
         opcode = instruction.opcode
@@ -198,36 +201,36 @@ class ValueFlow:
         self._touch(tuple(operands))
         if opcode.endswith("-done"):
             return self._done(instruction, first)
-        made = self._new(instruction)
-        self._alias(instruction, operands, made)
-        return made
+        node = self._new(instruction)
+        self._alias(instruction, operands, node)
+        return node
 
     def _done(self, instruction: Instruction, started: _Node) -> _Node:
         place = 0 if instruction.opcode in ("copy-done", "recv-done") else 1
-        made = _element(started, place)
+        node = _element(started, place)
         if instruction.opcode == "recv-done":
-            return (made, ())
-        return made if isinstance(started, tuple) and len(started) > place else started
+            return (node, ())
+        return node if isinstance(started, tuple) and len(started) > place else started
 
-    def _alias(self, instruction: Instruction, operands: list[_Node], made: _Node) -> None:
+    def _alias(self, instruction: Instruction, operands: list[_Node], node: _Node) -> None:
         opcode = instruction.opcode
         first: _Node = operands[0] if operands else ()
         if opcode == "copy-start":  # (what it makes, what it reads, ...)
-            self._join(first, _element(made, 1))
+            self._join(first, _element(node, 1))
         elif opcode == "send" or (opcode.endswith("-start") and opcode != "all-reduce-start"):
             # ((what it reads), what it makes, ...)
-            self._join(tuple(operands), _element(made, 0))
+            self._join(tuple(operands), _element(node, 0))
         elif opcode in _UPDATES:
-            self._join(first, made)
+            self._join(first, node)
         elif opcode == "fusion":
             for output, operand in self._fused_updates(instruction):
                 if operand < len(operands):
-                    self._join(operands[operand], made if output is None else _at(made, [output]))
+                    self._join(operands[operand], node if output is None else _at(node, [output]))
         listed = _ALIASING.search(instruction.rest)
         for output, number, place in _ALIAS.findall(listed[1]) if listed else ():
             if int(number) < len(operands):
                 source = _at(operands[int(number)], _numbers(place))
-                self._join(source, _at(made, _numbers(output)))
+                self._join(source, _at(node, _numbers(output)))
 
     def _fused_updates(self, fusion: Instruction) -> Iterator[tuple[int | None, int]]:
         """Which of a fusion's outputs (None: the only one) updates which operand in place."""
@@ -237,12 +240,12 @@ class ValueFlow:
                 continue
             root = fused.root
             if root.opcode != "tuple":
-                found = _updated_parameter(fused, root.name)
-                yield from () if found is None else [(None, found)]
+                parameter = _updated_parameter(fused, root.name)
+                yield from () if parameter is None else [(None, parameter)]
                 continue
             for output, part in enumerate(root.operand_names):
-                found = _updated_parameter(fused, part)
-                yield from () if found is None else [(output, found)]
+                parameter = _updated_parameter(fused, part)
+                yield from () if parameter is None else [(output, parameter)]
 
     def _loop(self, loop: Instruction, start: _Node) -> _Node:
         body = self._called(loop, "body")
@@ -259,17 +262,17 @@ class ValueFlow:
         after = self._walk(body, [carried])
         self._time += 1
         self._touch(after)
-        result = self._new(loop, shape)
+        node = self._new(loop, shape)
         places = zip(_leaves(start), _leaves(carried), _leaves(after), strict=False)
         same: dict[int, int] = {}
-        for (before, inside, end), outside in zip(places, _leaves(result), strict=False):
-            self._join(before, inside)
-            self._join(before, end)
-            self._join(before, outside)
+        for (entry, inside, end), outside in zip(places, _leaves(node), strict=False):
+            self._join(entry, inside)
+            self._join(entry, end)
+            self._join(entry, outside)
             if inside == end:  # passed through: one array, from before the loop until after it
-                self.values[before].death = self._time
-                same[outside] = before
-        return _replaced(result, same)
+                self.values[entry].death = self._time
+                same[outside] = entry
+        return _replaced(node, same)
 
     def _call(self, instruction: Instruction, operands: list[_Node]) -> _Node:
         names = called_computations(instruction)
@@ -278,16 +281,16 @@ class ValueFlow:
             return self._walk(called[0], operands)
         ends: list[_Node] = []
         for place, branch in enumerate(called):
-            given = operands[place + 1 : place + 2] or operands[-1:]
+            arguments = operands[place + 1 : place + 2] or operands[-1:]
             self._touch(tuple(operands[1:]))
-            ends.append(self._walk(branch, given))
+            ends.append(self._walk(branch, arguments))
             self._time += 1
             self._touch(ends[-1])
         self._touch(tuple(operands))
-        made = self._new(instruction)
+        node = self._new(instruction)
         for end in ends:
-            self._join(end, made)
-        return made
+            self._join(end, node)
+        return node
 
     def _called(self, instruction: Instruction, attribute: str) -> Computation | None:
         name = re.search(rf"\b{attribute}=%?([\w.\-]+)", instruction.rest)
@@ -326,26 +329,26 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in _NUMBER.findall(text)]
 
 
-def _replaced(node: _Node, others: dict[int, int]) -> _Node:
+def _replaced(node: _Node, numbers: dict[int, int]) -> _Node:
     if isinstance(node, int):
-        return others.get(node, node)
-    return tuple(_replaced(part, others) for part in node)
+        return numbers.get(node, node)
+    return tuple(_replaced(part, numbers) for part in node)
 
 
 def _updated_parameter(fused: Computation, name: str) -> int | None:
     """The number of the parameter that an instruction of a fusion updates in place."""
     updates = False
     for _ in fused.instructions:  # no path is longer
-        made = fused.instructions.get(name)
-        if made is None or not made.operands:
+        source = fused.instructions.get(name)
+        if source is None or not source.operands:
             return None
-        if made.opcode == "parameter":
-            number = _NUMBER.fullmatch(made.operands[0])
+        if source.opcode == "parameter":
+            number = _NUMBER.fullmatch(source.operands[0])
             return int(number[0]) if updates and number else None
-        if made.opcode not in ("bitcast", *_UPDATES):
+        if source.opcode not in ("bitcast", *_UPDATES):
             return None
-        updates = updates or made.opcode in _UPDATES
-        name = made.operand_names[0]
+        updates = updates or source.opcode in _UPDATES
+        name = source.operand_names[0]
     return None
 
 
@@ -410,11 +413,11 @@ def live_peak(module: HloModule) -> LivePeak:
         32
     """
     flow = ValueFlow.of(module)
-    kept = {flow.group(number) for number in flow.results}
-    kept |= {flow.group(number) for number, value in enumerate(flow.values) if value.is_input}
+    outside = {flow.group(number) for number in flow.results}
+    outside |= {flow.group(number) for number, value in enumerate(flow.values) if value.is_input}
     steps: list[tuple[int, int, int]] = []
     sizes: dict[int, int] = {}
-    groups = {group: values for group, values in flow.groups().items() if group not in kept}
+    groups = {group: values for group, values in flow.groups().items() if group not in outside}
     for group, values in groups.items():
         sizes[group] = max(_bytes(value) for value in values)
         if sizes[group]:
@@ -422,16 +425,16 @@ def live_peak(module: HloModule) -> LivePeak:
                 steps += [(birth, 1, group), (death + 1, 0, group)]
     alive: set[int] = set()
     best: set[int] = set()
-    most = now = 0
+    most = live = 0
     for _, begins, group in sorted(steps):
         if begins:
             alive.add(group)
-            now += sizes[group]
-            if now > most:
-                most, best = now, set(alive)
+            live += sizes[group]
+            if live > most:
+                most, best = live, set(alive)
         else:
             alive.discard(group)
-            now -= sizes[group]
+            live -= sizes[group]
     buffers = [_buffer(groups[group]) for group in best]
     buffers.sort(key=lambda buffer: (-buffer.bytes, buffer.instruction.name))
     return LivePeak(most, tuple(buffers), sum(sizes.values()))

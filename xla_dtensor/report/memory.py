@@ -89,7 +89,7 @@ def shards(held: Held) -> int:
         4
     """
     parts = zip(held.shape, held.device_shape, strict=True)
-    return math.prod(-(-whole // part) for whole, part in parts if part)
+    return math.prod(-(-extent // part) for extent, part in parts if part)
 
 
 def is_sharded_over(held: Held, axis: str, mesh: Mesh) -> bool:
@@ -264,12 +264,12 @@ class EntryBytes:
     @property
     def argument_bytes(self) -> int:
         """What the inputs take."""
-        return sum(_device_bytes(one) for one in self.inputs)
+        return sum(_device_bytes(array) for array in self.inputs)
 
     @property
     def result_bytes(self) -> int:
         """What the results take, without their table."""
-        return sum(_device_bytes(one) for one in self.outputs)
+        return sum(_device_bytes(array) for array in self.outputs)
 
     @property
     def aliased_bytes(self) -> int:
@@ -319,28 +319,28 @@ class _Parts:
     def add(
         self, role: str, logical: int, array: LaidArray | None, elsewhere: bool = False
     ) -> None:
-        found = self.sums.setdefault(role, _Sum())
+        total = self.sums.setdefault(role, _Sum())
         physical = logical if array is None else array.padded_bytes
-        found.count += 1
-        found.logical += logical
-        found.physical += physical
+        total.count += 1
+        total.logical += logical
+        total.physical += physical
         if elsewhere or (array is not None and array.space == HOST_SPACE):
-            found.elsewhere += physical
+            total.elsewhere += physical
 
-    def add_held(self, one: Held) -> None:
-        given = _at(self.entry.inputs, one.input)
-        result = _at(self.entry.outputs, one.output)
-        in_place = one.output in self.entry.aliased
-        if one.input is not None or one.output is None:
-            self.add(one.role, one.device_bytes, given)
-            if one.output is not None and not in_place:
-                self.add(COPIES, one.device_bytes, result)
+    def add_held(self, tensor: Held) -> None:
+        argument = _at(self.entry.inputs, tensor.input)
+        output = _at(self.entry.outputs, tensor.output)
+        in_place = tensor.output in self.entry.aliased
+        if tensor.input is not None or tensor.output is None:
+            self.add(tensor.role, tensor.device_bytes, argument)
+            if tensor.output is not None and not in_place:
+                self.add(COPIES, tensor.device_bytes, output)
         else:
-            self.add(one.role, one.device_bytes, result, elsewhere=in_place)
+            self.add(tensor.role, tensor.device_bytes, output, elsewhere=in_place)
 
     def add_unnamed(self, held: Iterable[Held]) -> None:
         held = tuple(held)
-        inputs, outputs = {one.input for one in held}, {one.output for one in held}
+        inputs, outputs = {tensor.input for tensor in held}, {tensor.output for tensor in held}
         for number, array in enumerate(self.entry.inputs):
             if number not in inputs:
                 self.add(UNNAMED, array.bytes, array)
@@ -361,8 +361,8 @@ def memory_parts(evidence: Evidence, entry: EntryBytes) -> tuple[MemoryPart, ...
         sum of `device_bytes` of a role is that of its arrays' `device_bytes`, exactly.
     """
     parts = _Parts(entry)
-    for one in evidence.held:
-        parts.add_held(one)
+    for tensor in evidence.held:
+        parts.add_held(tensor)
     parts.add_unnamed(evidence.held)
     order = (*ROLES, COPIES, UNNAMED)
     return tuple(parts.sums[role].part(role) for role in order if role in parts.sums)
@@ -482,8 +482,8 @@ class MemoryReport:
     @property
     def unexplained_bytes(self) -> int:
         """What of the total neither a part nor the temporaries nor the program explain."""
-        known = sum(part.memory_bytes for part in self.parts)
-        return self.total_bytes - known - self.temporaries_bytes - self.code_bytes
+        named = sum(part.memory_bytes for part in self.parts)
+        return self.total_bytes - named - self.temporaries_bytes - self.code_bytes
 
     @property
     def padding_bytes(self) -> int:
@@ -521,26 +521,26 @@ def memory_report(evidence: Evidence) -> MemoryReport:
     entry, no_layouts = _entry(evidence.hlo_text)
     parts = memory_parts(evidence, entry)
     peak, module, no_schedule = _peak(evidence.hlo_text)
-    outside = sum(one.device_bytes for one in evidence.held if _is_outside(one))
-    said = evidence.memory
+    outside = sum(tensor.device_bytes for tensor in evidence.held if _is_outside(tensor))
+    compiler = evidence.memory
     differences = Differences()
-    if said is None:
+    if compiler is None:
         temporaries, code = (0 if peak is None else peak.bytes), 0
         program = entry.argument_bytes + entry.result_bytes - entry.aliased_bytes + temporaries
     else:
-        temporaries, code, program = said.temporaries, said.code, said.total_bytes
-        left = said.results - entry.result_bytes
-        if entry.could_be_table(left):
-            parts = (*parts, MemoryPart(TABLE, 1, left))
-            left = 0
-        given = said.arguments - entry.argument_bytes
-        if entry.could_be_table_of_inputs(given):
-            parts = (*parts, MemoryPart(TABLE_OF_INPUTS, 1, given))
-            given = 0
-        differences = Differences(given, left, said.aliased - entry.aliased_bytes)
+        temporaries, code, program = compiler.temporaries, compiler.code, compiler.total_bytes
+        results = compiler.results - entry.result_bytes
+        if entry.could_be_table(results):
+            parts = (*parts, MemoryPart(TABLE, 1, results))
+            results = 0
+        arguments = compiler.arguments - entry.argument_bytes
+        if entry.could_be_table_of_inputs(arguments):
+            parts = (*parts, MemoryPart(TABLE_OF_INPUTS, 1, arguments))
+            arguments = 0
+        differences = Differences(arguments, results, compiler.aliased - entry.aliased_bytes)
     total, capacity = program + outside, capacity_bytes(evidence)
     buffers = [*_held_buffers(evidence, entry), *_temporary_buffers(peak, module)]
-    buffers.sort(key=lambda one: (-one.bytes, one.name))
+    buffers.sort(key=lambda buffer: (-buffer.bytes, buffer.name))
     report = MemoryReport(
         parts=parts,
         temporaries_bytes=temporaries,
@@ -552,8 +552,8 @@ def memory_report(evidence: Evidence) -> MemoryReport:
         differences=differences,
         outside_bytes=outside,
         estimated_temporaries_bytes=None if peak is None else peak.bytes,
-        from_compiler=said is not None,
-        not_read=" ".join(each for each in (no_layouts, no_schedule) if each),
+        from_compiler=compiler is not None,
+        not_read=" ".join(reason for reason in (no_layouts, no_schedule) if reason),
     )
     return report if report.fits is not False else replace(report, causes=_causes(report, buffers))
 
@@ -575,8 +575,8 @@ def capacity_bytes(evidence: Evidence) -> int | None:
     return of_chip // max(1, topology.devices_per_chip)
 
 
-def _is_outside(one: Held) -> bool:
-    return one.input is None and one.output is None
+def _is_outside(tensor: Held) -> bool:
+    return tensor.input is None and tensor.output is None
 
 
 def _entry(hlo_text: str) -> tuple[EntryBytes, str]:
@@ -597,26 +597,32 @@ def _peak(hlo_text: str) -> tuple[LivePeak | None, HloModule | None, str]:
 
 
 def _held_buffers(evidence: Evidence, entry: EntryBytes) -> Iterator[LargeBuffer]:
-    for one in evidence.held:
-        arrays, number = entry.inputs, one.input
+    for tensor in evidence.held:
+        arrays, number = entry.inputs, tensor.input
         if number is None:
-            arrays, number = entry.outputs, one.output
-        known = number is not None and number < len(arrays)
-        size = arrays[number].padded_bytes if known and number is not None else one.device_bytes
-        dims = (one.layers, *one.device_shape) if one.layers > 1 else one.device_shape
-        shape = f"{one.dtype}[{','.join(map(str, dims))}]"
-        yield LargeBuffer(size, shape, one.name, one.role)
+            arrays, number = entry.outputs, tensor.output
+        is_laid = number is not None and number < len(arrays)
+        size = (
+            arrays[number].padded_bytes if is_laid and number is not None else tensor.device_bytes
+        )
+        dims = (tensor.layers, *tensor.device_shape) if tensor.layers > 1 else tensor.device_shape
+        shape = f"{tensor.dtype}[{','.join(map(str, dims))}]"
+        yield LargeBuffer(size, shape, tensor.name, tensor.role)
 
 
 def _temporary_buffers(peak: LivePeak | None, module: HloModule | None) -> Iterator[LargeBuffer]:
     if peak is None or module is None:
         return
-    place = {name: one for one in module.computations.values() for name in one.instructions}
+    place = {
+        name: computation
+        for computation in module.computations.values()
+        for name in computation.instructions
+    }
     runs = computation_runs(module)
     for buffer in peak.buffers[:_LOOKED_AT]:
         computation = place[buffer.instruction.name]
-        found = runs[computation.name]
-        fields = told_metadata(module, computation, buffer.instruction, found)
+        run = runs[computation.name]
+        fields = told_metadata(module, computation, buffer.instruction, run)
         origin = origin_of(fields.get("op_name"), module.frames.source(fields))
         yield LargeBuffer(
             buffer.bytes, str(buffer.shape), buffer.instruction.name, TEMPORARY, origin
@@ -630,42 +636,42 @@ def _largest(buffers: list[LargeBuffer]) -> tuple[LargeBuffer, ...]:
     that the program makes; of a large group all are there, since readers count them.
     """
     groups: dict[tuple[object, ...], list[LargeBuffer]] = {}
-    for one in buffers:
-        origin = one.origin
-        name = starred(one.name)
+    for buffer in buffers:
+        origin = buffer.origin
+        name = starred(buffer.name)
         if origin is not None:
-            name = f"{starred(origin.module or one.name)} {origin.phase} {origin.op}"
-        groups.setdefault((one.bytes, one.shape, one.kind, name), []).append(one)
-    found = list(groups.values())
-    first = found[:_MANY]
+            name = f"{starred(origin.module or buffer.name)} {origin.phase} {origin.op}"
+        groups.setdefault((buffer.bytes, buffer.shape, buffer.kind, name), []).append(buffer)
+    ranked = list(groups.values())
+    first = ranked[:_MANY]
     shown = sum(group[0].kind == TEMPORARY for group in first)
-    more = [group for group in found[_MANY:] if group[0].kind == TEMPORARY]
+    more = [group for group in ranked[_MANY:] if group[0].kind == TEMPORARY]
     first += more[: max(0, _LEAST_TEMPORARIES - shown)]
-    return tuple(one for group in first for one in group)
+    return tuple(buffer for group in first for buffer in group)
 
 
 def _causes(report: MemoryReport, buffers: list[LargeBuffer]) -> tuple[Cause, ...]:
-    found = [
+    causes = [
         _cause(part.device_bytes - part.elsewhere_bytes, part.role, part.count, buffers)
         for part in report.parts
     ]
-    live = sum(one.kind == TEMPORARY for one in buffers)
-    found.append(_cause(report.temporaries_bytes, "temporaries", live, buffers))
+    live = sum(buffer.kind == TEMPORARY for buffer in buffers)
+    causes.append(_cause(report.temporaries_bytes, "temporaries", live, buffers))
     padding, code = report.padding_bytes, report.code_bytes
     text = f"Tiles of the memory layouts add {bytes_text(padding)} to what goes in and out."
-    found.append(Cause(padding, "padding of layouts", text))
-    found.append(Cause(code, "program", f"The program itself takes {bytes_text(code)}."))
-    found.sort(key=lambda one: -one.bytes)
-    return tuple(one for one in found[:_CAUSES] if one.bytes > 0)
+    causes.append(Cause(padding, "padding of layouts", text))
+    causes.append(Cause(code, "program", f"The program itself takes {bytes_text(code)}."))
+    causes.sort(key=lambda cause: -cause.bytes)
+    return tuple(cause for cause in causes[:_CAUSES] if cause.bytes > 0)
 
 
 def _cause(size: int, kind: str, count: int, buffers: list[LargeBuffer]) -> Cause:
     role = TEMPORARY if kind == "temporaries" else kind
-    first = next((one for one in buffers if one.kind == role), None)
+    first = next((buffer for buffer in buffers if buffer.kind == role), None)
     text = f"{kind[:1].upper()}{kind[1:]}: {bytes_text(size)}"
     if count and role != TEMPORARY:
         text += f" in {count:,} {'array' if count == 1 else 'arrays'}"
     if first is not None:
-        made = f", {first.origin}" if first.origin else ""
-        text += f"; the largest is {first.name} {first.shape}, {bytes_text(first.bytes)}{made}"
+        origin = f", {first.origin}" if first.origin else ""
+        text += f"; the largest is {first.name} {first.shape}, {bytes_text(first.bytes)}{origin}"
     return Cause(size, kind, text + ".")

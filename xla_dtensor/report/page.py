@@ -571,19 +571,19 @@ def layout_of_text(text: str | None, mesh: Sequence[MeshAxis], ndim: int) -> Lay
     """
     if text is None:
         return None
-    value = Mesh.arange(tuple(axis.size for axis in mesh), tuple(axis.name for axis in mesh))
+    on = Mesh.arange(tuple(axis.size for axis in mesh), tuple(axis.name for axis in mesh))
     if text.lstrip().startswith("["):
         try:
-            found = Layout.parse(text, value)
+            layout = Layout.parse(text, on)
         except LayoutError:
             return None
-        return found if found.ndim == ndim else None
+        return layout if layout.ndim == ndim else None
     uses = axis_uses(text, mesh, ndim)
     if uses is None or any(use.is_strided for use in uses):
         return None
     dims = ([mesh[use.place].name for use in uses if use.dim == dim] for dim in range(ndim))
     partial = tuple((mesh[use.place].name, "sum") for use in uses if use.is_partial)
-    return Layout(value, tuple(map(tuple, dims)), partial)
+    return Layout(on, tuple(map(tuple, dims)), partial)
 
 
 def picture_of_tensor(report: CompileReport, line: TensorLine) -> ShardingPicture:

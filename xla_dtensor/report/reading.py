@@ -218,7 +218,7 @@ def _started_result(kind: CollectiveKind, shape: Shape) -> Shape:
 
 def _frontend_attributes(text: str) -> tuple[tuple[str, str], ...]:
     pairs = (part.partition("=") for part in split_commas(text.strip()[1:-1]))
-    return tuple((name, unquoted(value)) for name, _, value in pairs)
+    return tuple((name, unquoted(words)) for name, _, words in pairs)
 
 
 # -------------------------------------- The collectives of a program, summed by kind and mesh axes
@@ -259,15 +259,15 @@ def summarize(collectives: Iterable[Collective]) -> tuple[CollectiveSummary, ...
         ()
     """
     rows: dict[tuple[CollectiveKind, tuple[Axis, ...] | None], CollectiveSummary] = {}
-    for item in collectives:
-        key = item.kind, item.axes
+    for collective in collectives:
+        key = collective.kind, collective.axes
         row = rows.get(key, CollectiveSummary(*key, 0, 0))
-        times = 1 if item.executions is None else item.executions
+        times = 1 if collective.executions is None else collective.executions
         rows[key] = CollectiveSummary(
             *key,
             row.count + times,
-            row.bytes_per_device + times * item.payload_bytes,
-            row.at_least or item.executions is None,
+            row.bytes_per_device + times * collective.payload_bytes,
+            row.at_least or collective.executions is None,
         )
     return tuple(sorted(rows.values(), key=_order))
 
@@ -368,16 +368,16 @@ def collective_instructions(module: HloModule) -> Iterator[tuple[Computation, In
     Yields:
         The computation in which it stands, and the instruction.
     """
-    found = [
+    instructions = [
         (computation, instruction)
         for computation in module.computations.values()
         for instruction in computation.instructions.values()
         if instruction.opcode in OPCODES and not _is_host_callback(instruction)
     ]
-    spread = [(c, i) for c, i in found if SPREAD in i.rest]
+    spread = [(c, i) for c, i in instructions if SPREAD in i.rest]
     started = {_chain(i) for c, i in spread if _starts(c)}
     seen: set[tuple[str | None, ...]] = set()
-    for computation, instruction in found:
+    for computation, instruction in instructions:
         if SPREAD in instruction.rest and not _starts(computation):
             chain = _chain(instruction)
             if chain in started or chain in seen:
@@ -473,16 +473,16 @@ def read_hlo(
         except HloError as error:
             unread.append(Unread("the mesh axes of all collectives", _reason(error)))
     runs = computation_runs(module)
-    found: list[Collective] = []
+    readable: list[Collective] = []
     for computation, instruction in collective_instructions(module):
         try:
             reader = CollectiveReader(
                 module, computation, instruction, runs[computation.name], namer
             )
-            found.append(reader.collective())
+            readable.append(reader.collective())
         except HloError as error:
             unread.append(Unread(f"{computation.name}, %{instruction.name}", _reason(error)))
-    return HloReading(tuple(found), tuple(unread))
+    return HloReading(tuple(readable), tuple(unread))
 
 
 def _reason(error: HloError) -> str:
@@ -537,13 +537,13 @@ def rematerialization_findings(evidence: Evidence) -> Iterator[Finding]:
         module = HloModule.parse(evidence.hlo_text)
     except HloError:
         return
-    found = (
-        each
+    shown = (
+        finding
         for computation in module.computations.values()
-        for each in _shown(computation, module.frames)
+        for finding in _shown(computation, module.frames)
     )
-    for _, each in zip(range(_MOST), found, strict=False):
-        yield each
+    for _, finding in zip(range(_MOST), shown, strict=False):
+        yield finding
 
 
 def _logged(log: str) -> Iterator[Finding]:
@@ -566,7 +566,7 @@ def _logged(log: str) -> Iterator[Finding]:
 
 def _shown(computation: Computation, frames: StackFrames) -> Iterator[Finding]:
     table = computation.instructions
-    gathers = [one for one in table.values() if one.opcode in _GATHERS]
+    gathers = [instruction for instruction in table.values() if instruction.opcode in _GATHERS]
     if not gathers:
         return
     for gather in gathers:

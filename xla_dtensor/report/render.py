@@ -257,8 +257,8 @@ def _axis_text(axis: str, sizes: dict[str, int]) -> str:
     if part is None:
         return axis
     name, size = part[1], int(part[3])
-    whole = f" of {sizes[name]}" if name in sizes else ""
-    return f"{name} ({size}{whole})"
+    of = f" of {sizes[name]}" if name in sizes else ""
+    return f"{name} ({size}{of})"
 
 
 # ------------------------------------------------------- Tables, and those of a report, as words
@@ -462,10 +462,10 @@ def memory_table(report: CompileReport) -> Table:
 def buffers_table(report: CompileReport) -> Table:
     """The largest buffers, with what made them."""
     counts: dict[tuple[str, ...], int] = {}
-    for one in report.memory.largest:
-        name = one.name if one.origin is not None else starred(one.name)
-        place = module_text(one.origin), source_text(one.origin)
-        key = bytes_text(one.bytes), one.shape, one.kind, name, *place
+    for buffer in report.memory.largest:
+        name = buffer.name if buffer.origin is not None else starred(buffer.name)
+        place = module_text(buffer.origin), source_text(buffer.origin)
+        key = bytes_text(buffer.bytes), buffer.shape, buffer.kind, name, *place
         counts[key] = counts.get(key, 0) + 1
     rows = [(key[0], f"{count:,}", *key[1:]) for key, count in counts.items()]
     header = (">bytes each", ">arrays", "shape", "kind", "name", "made for", "line")
@@ -477,7 +477,9 @@ def roofline_rows(report: CompileReport) -> tuple[tuple[str, str, float], ...]:
     model = report.roofline
     if model is None:
         return ()
-    axes = [(each, axes_text(tuple(each.split(", ")), report.mesh)) for each in model.ici_seconds]
+    axes = [
+        (names, axes_text(tuple(names.split(", ")), report.mesh)) for names in model.ici_seconds
+    ]
     each_axis = [
         (f"ici {axis}", f"ICI, {words}", model.ici_seconds[axis])
         for axis, words in axes
@@ -499,8 +501,8 @@ def roofline_table(report: CompileReport) -> Table:
     model = report.roofline
     step = 0.0 if model is None else model.step_seconds
     rows = [
-        (name, seconds_text(each), share_text(each / step) if step else "-")
-        for _, name, each in roofline_rows(report)
+        (name, seconds_text(seconds), share_text(seconds / step) if step else "-")
+        for _, name, seconds in roofline_rows(report)
     ]
     return Table(("modelled", ">seconds", ">of the step"), tuple(rows))
 
@@ -535,10 +537,10 @@ def differing_table(report: CompileReport) -> Table:
 def made_by_table(report: CompileReport) -> Table:
     """Versions, options, times and further facts: how the report came to be."""
     rows = [(f"{name}", version) for name, version in report.versions.items()]
-    rows += [(f"{name} took", seconds_text(each)) for name, each in report.seconds.items()]
+    rows += [(f"{name} took", seconds_text(seconds)) for name, seconds in report.seconds.items()]
     if report.peak_host_bytes is not None:
         rows.append(("memory of the compiling process", bytes_text(report.peak_host_bytes)))
-    rows += [(f"option {name}", value) for name, value in report.options.items()]
+    rows += [(f"option {name}", option) for name, option in report.options.items()]
     rows += list(report.attributes.items())
     return Table(("what", "value"), tuple(rows))
 
@@ -583,7 +585,7 @@ def _summed(lines: list[CollectiveLine], key_of: Callable[[CollectiveLine], str]
     sums: dict[str, int] = {}
     for line in lines:
         sums[key_of(line)] = sums.get(key_of(line), 0) + line.bytes_per_device
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+    return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
 
 
 def _tensor(line: TensorLine) -> tuple[str, ...]:
@@ -687,11 +689,11 @@ def sections(report: CompileReport) -> Iterator[Section]:
     Yields:
         The sections that have something to say.
     """
-    found = report.findings or ("Nothing to look at was found.",)
-    yield Section("Findings", tuple(found))
-    said = () if report.memory.from_compiler else (NOT_FROM_COMPILER,)
+    lines = report.findings or ("Nothing to look at was found.",)
+    yield Section("Findings", tuple(lines))
+    source = () if report.memory.from_compiler else (NOT_FROM_COMPILER,)
     causes = tuple(cause.text for cause in report.memory.causes)
-    yield Section("Memory of one device", (memory_table(report), *said, *causes))
+    yield Section("Memory of one device", (memory_table(report), *source, *causes))
     if report.memory.largest:
         yield Section("Largest buffers", (buffers_table(report),))
     yield Section("Communication of one step, per device", tuple(_communication(report)))
@@ -699,7 +701,7 @@ def sections(report: CompileReport) -> Iterator[Section]:
         blocks = (
             roofline_sentence(report),
             roofline_table(report),
-            *(f"Assumed: {each}." for each in report.roofline.assumptions),
+            *(f"Assumed: {assumption}." for assumption in report.roofline.assumptions),
         )
         yield Section("Time of one step (modelled)", blocks)
     if report.tensors:
@@ -764,8 +766,8 @@ def to_markdown(report: CompileReport) -> str:
         GitHub's Markdown, with a line break at the end.
     """
     lines = [f"# {markdown_text(report.title)}", ""]
-    first, *others = (markdown_text(sentence) for sentence in opening(report))
-    lines += [f"**{first}**", "", *(f"- {sentence}" for sentence in others), ""]
+    first, *sentences = (markdown_text(sentence) for sentence in opening(report))
+    lines += [f"**{first}**", "", *(f"- {sentence}" for sentence in sentences), ""]
     for section in sections(report):
         lines += [f"## {section.title}", ""]
         for block in section.blocks:
@@ -823,14 +825,14 @@ def markdown_text(text: str) -> str:
 
 def _words(text: str) -> Iterator[str]:
     """Words, and what stands in square brackets as one of them."""
-    held: list[str] = []
+    pending: list[str] = []
     for word in text.split(" "):
-        held.append(word)
-        joined = " ".join(held)
+        pending.append(word)
+        joined = " ".join(pending)
         if joined.count("[") <= joined.count("]"):
             yield joined
-            held.clear()
-    yield from held
+            pending.clear()
+    yield from pending
 
 
 def _word(word: str) -> str:
@@ -895,10 +897,10 @@ def render(report: CompileReport, width: int | None = None, *, colour: bool | No
         markup=False,
         emoji=False,
     )
-    first, *others = opening(report)
+    first, *sentences = opening(report)
     console.print(one_line(report.title), style="bold")
     console.print(one_line(first), style=_TONES[report.fits])
-    for sentence in others:
+    for sentence in sentences:
         console.print(one_line(sentence))
     for section in sections(report):
         console.print()

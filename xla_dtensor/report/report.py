@@ -238,18 +238,20 @@ class Evidence:
     def check_valid(self) -> None:
         """Raise EvidenceError when the parts contradict each other."""
         for name in ("input", "output"):
-            numbers = [getattr(one, name) for one in self.held if getattr(one, name) is not None]
+            numbers = [
+                getattr(tensor, name) for tensor in self.held if getattr(tensor, name) is not None
+            ]
             twice = {number for number in numbers if numbers.count(number) > 1}
             if twice:
                 raise EvidenceError(
                     f"Evidence was read in which {name}={min(twice)} of the program belongs to "
                     "several arrays. Each has one owner. List every array once."
                 )
-        for one in self.held:
-            if len(one.shape) != len(one.device_shape):
+        for tensor in self.held:
+            if len(tensor.shape) != len(tensor.device_shape):
                 raise EvidenceError(
-                    f"Evidence was read with {one.name} of shape={one.shape} and "
-                    f"device_shape={one.device_shape}. A part has as many dims as the whole. "
+                    f"Evidence was read with {tensor.name} of shape={tensor.shape} and "
+                    f"device_shape={tensor.device_shape}. A part has as many dims as the whole. "
                     "Give both with the same number of dims."
                 )
 
@@ -266,7 +268,7 @@ class Evidence:
             "title": self.title,
             "mesh": _mesh_data(self.mesh.root),
             "topology": None if self.topology is None else _topology_data(self.topology),
-            "held": [asdict(one) for one in self.held],
+            "held": [asdict(tensor) for tensor in self.held],
             "memory": None if self.memory is None else asdict(self.memory),
             "flops": self.flops,
             "compute_dtype": self.compute_dtype,
@@ -309,11 +311,11 @@ class Evidence:
                 "Compile the step again with this version."
             )
         held = tuple(
-            Held(**one | {name: tuple(one[name]) for name in ("shape", "device_shape")})
-            for one in data.pop("held")
+            Held(**tensor | {name: tuple(tensor[name]) for name in ("shape", "device_shape")})
+            for tensor in data.pop("held")
         )
         memory, topology = data.pop("memory"), data.pop("topology")
-        found = cls(
+        evidence = cls(
             hlo_text=text,
             mesh=_mesh(data.pop("mesh")),
             topology=None if topology is None else _topology(topology),
@@ -321,8 +323,8 @@ class Evidence:
             memory=None if memory is None else CompilerMemory(**memory),
             **data,
         )
-        found.check_valid()
-        return found
+        evidence.check_valid()
+        return evidence
 
 
 def _mesh_data(mesh: Mesh) -> dict[str, Any]:
@@ -382,11 +384,11 @@ def to_plain(value: Any) -> Any:
         [{'file': 'a.py', 'line': 7}, 'Infinity']
     """
     if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: to_plain(getattr(value, each.name)) for each in _stored(type(value))}
+        return {part.name: to_plain(getattr(value, part.name)) for part in _stored(type(value))}
     if isinstance(value, Mapping):
-        return {str(key): to_plain(each) for key, each in value.items()}
+        return {str(key): to_plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [to_plain(each) for each in value]
+        return [to_plain(part) for part in value]
     if isinstance(value, np.generic):
         return to_plain(value.item())
     if isinstance(value, float) and value - value != 0:
@@ -437,7 +439,7 @@ def json_schema(kind: type[Any]) -> dict[str, Any]:
 
 @cache
 def _stored(kind: type[Any]) -> tuple[Field[Any], ...]:
-    return tuple(each for each in fields(kind) if each.init)
+    return tuple(member for member in fields(kind) if member.init)
 
 
 @cache
@@ -462,7 +464,7 @@ def _read(hint: Any, data: Any, where: str) -> Any:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         if not isinstance(data, dict):
             _refuse(where, data, "an object")
-        return {key: _read(parts[1], each, f"{where}.{key}") for key, each in data.items()}
+        return {key: _read(parts[1], part, f"{where}.{key}") for key, part in data.items()}
     if isinstance(hint, type) and is_dataclass(hint):
         return _read_dataclass(hint, data, where)
     return _read_simple(hint, data, where)
@@ -471,25 +473,25 @@ def _read(hint: Any, data: Any, where: str) -> Any:
 def _read_union(parts: tuple[Any, ...], data: Any, where: str) -> Any:
     if data is None and type(None) in parts:
         return None
-    others = [part for part in parts if part is not type(None)]
-    for part in others[:-1]:
+    kinds = [part for part in parts if part is not type(None)]
+    for part in kinds[:-1]:
         try:
             return _read(part, data, where)
         except ReportError:
             continue
-    return _read(others[-1], data, where)
+    return _read(kinds[-1], data, where)
 
 
 def _read_tuple(parts: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(data, list):
         _refuse(where, data, "an array")
     if len(parts) == 2 and parts[1] is Ellipsis:
-        return tuple(_read(parts[0], each, f"{where}[{i}]") for i, each in enumerate(data))
+        return tuple(_read(parts[0], element, f"{where}[{i}]") for i, element in enumerate(data))
     if len(parts) != len(data):
         _refuse(where, data, f"an array of {len(parts)}")
     return tuple(
-        _read(part, each, f"{where}[{i}]")
-        for i, (part, each) in enumerate(zip(parts, data, strict=True))
+        _read(part, element, f"{where}[{i}]")
+        for i, (part, element) in enumerate(zip(parts, data, strict=True))
     )
 
 
@@ -497,7 +499,7 @@ def _read_dataclass(kind: type[Any], data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         _refuse(where, data, "an object")
     hints = _hints(kind)
-    names = {each.name: each for each in _stored(kind)}
+    names = {member.name: member for member in _stored(kind)}
     for name in data:
         if name not in names:
             raise ReportError(
@@ -511,7 +513,7 @@ def _read_dataclass(kind: type[Any], data: Any, where: str) -> Any:
                 "Pass a whole report, as CompileReport.to_json writes it."
             )
     return kind(
-        **{name: _read(hints[name], each, f"{where}.{name}") for name, each in data.items()}
+        **{name: _read(hints[name], member, f"{where}.{name}") for name, member in data.items()}
     )
 
 
@@ -558,9 +560,9 @@ def _describe_dataclass(kind: Any, definitions: dict[str, Any]) -> dict[str, Any
         definitions[kind.__name__] = {
             "type": "object",
             "properties": {
-                each.name: _describe(hints[each.name], definitions) for each in _stored(kind)
+                member.name: _describe(hints[member.name], definitions) for member in _stored(kind)
             },
-            "required": [each.name for each in _stored(kind) if not _is_optional(each)],
+            "required": [member.name for member in _stored(kind) if not _is_optional(member)],
             "additionalProperties": False,
         }
     return {"$ref": f"#/$defs/{kind.__name__}"}
@@ -681,22 +683,22 @@ def mesh_axes(evidence: Evidence) -> tuple[MeshAxis, ...]:
     mesh = evidence.mesh
     mesh = mesh if mesh.size() == mesh.root.size() else mesh.root
     slices = _slices(mesh, evidence)
-    found: list[MeshAxis] = []
+    sized: list[MeshAxis] = []
     for place, (name, size) in enumerate(zip(mesh.axis_names, mesh.mesh_shape, strict=True)):
         lines = np.moveaxis(slices, place, -1).reshape(-1, size)
         counts = {np.unique(line).size for line in lines}
         # Where the lines of an axis differ, or its size is no multiple, no such product is true.
         count = max(counts)
-        found.append(MeshAxis(name, size, count if size % count == 0 else size))
-    return tuple(found)
+        sized.append(MeshAxis(name, size, count if size % count == 0 else size))
+    return tuple(sized)
 
 
 def _slices(mesh: Mesh, evidence: Evidence) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     """The slice of each device of the mesh, in its shape."""
-    given = evidence.granules
-    if given is None:
+    granules = evidence.granules
+    if granules is None:
         return np.zeros(mesh.mesh_shape, np.int64)
-    of_device = dict(zip(evidence.mesh.root.device_ids.flat, given, strict=True))
+    of_device = dict(zip(evidence.mesh.root.device_ids.flat, granules, strict=True))
     return np.vectorize(of_device.__getitem__, otypes=[np.int64])(mesh.device_ids)
 
 
@@ -768,7 +770,7 @@ class TensorLine:
         if not math.prod(self.device_shape):
             return 1
         return math.prod(
-            -(-whole // part) for whole, part in zip(self.shape, self.device_shape, strict=True)
+            -(-extent // part) for extent, part in zip(self.shape, self.device_shape, strict=True)
         )
 
 
@@ -786,25 +788,25 @@ def tensor_lines(held: Iterable[Held]) -> tuple[TensorLine, ...]:
         ()
     """
     lines: dict[tuple[object, ...], TensorLine] = {}
-    for one in held:
+    for tensor in held:
         key = (
-            *(starred(one.name), one.role, one.shape, one.dtype, one.device_shape),
-            *(one.requested, one.chosen),
+            *(starred(tensor.name), tensor.role, tensor.shape, tensor.dtype, tensor.device_shape),
+            *(tensor.requested, tensor.chosen),
         )
         if key in lines:
-            count = lines[key].count + one.layers
-            lines[key] = replace(lines[key], name=starred(one.name), count=count)
+            count = lines[key].count + tensor.layers
+            lines[key] = replace(lines[key], name=starred(tensor.name), count=count)
             continue
         lines[key] = TensorLine(
-            name=one.name,
-            role=one.role,
-            count=one.layers,
-            shape=one.shape,
-            dtype=one.dtype,
-            device_shape=one.device_shape,
-            requested=one.requested,
-            chosen=one.chosen,
-            global_bytes=one.global_bytes // one.layers,
-            device_bytes=one.device_bytes // one.layers,
+            name=tensor.name,
+            role=tensor.role,
+            count=tensor.layers,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            device_shape=tensor.device_shape,
+            requested=tensor.requested,
+            chosen=tensor.chosen,
+            global_bytes=tensor.global_bytes // tensor.layers,
+            device_bytes=tensor.device_bytes // tensor.layers,
         )
     return tuple(sorted(lines.values(), key=lambda line: (-line.total_device_bytes, line.name)))

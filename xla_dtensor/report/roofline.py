@@ -302,25 +302,25 @@ def roofline(evidence: Evidence, collectives: Iterable[Collective]) -> Roofline 
     assert hbm_rate is not None
     cores = topology.devices_per_chip
     times = CollectiveTimes(evidence)
-    for each in collectives:
-        times.add(each)
+    for collective in collectives:
+        times.add(collective)
     compute = flops / evidence.mesh.root.size() / (peak / cores)
-    moved = hbm_bytes(evidence)
-    hbm = moved / (hbm_rate / cores)
+    size = hbm_bytes(evidence)
+    hbm = size / (hbm_rate / cores)
     ici = sum(times.ici.values())
     parts = {"compute": compute, "HBM": hbm, "ICI": ici, "DCN": times.dcn}
     longest, total = max(parts.values()), sum(parts.values())
     return Roofline(
         compute_seconds=compute,
         hbm_seconds=hbm,
-        ici_seconds=dict(sorted(times.ici.items(), key=lambda item: (-item[1], item[0]))),
+        ici_seconds=dict(sorted(times.ici.items(), key=lambda pair: (-pair[1], pair[0]))),
         dcn_seconds=times.dcn,
         binding=max(parts, key=lambda name: parts[name]),
         step_seconds=longest,
         step_seconds_no_overlap=total,
         mfu=compute / longest if longest else None,
         mfu_no_overlap=compute / total if total else None,
-        hbm_bytes=moved,
+        hbm_bytes=size,
         assumptions=(*_assumptions(evidence, chip), *times.doubts),
     )
 
@@ -374,25 +374,28 @@ def hbm_bytes(evidence: Evidence) -> int:
         >>> hbm_bytes(Evidence("a step", "HloModule m", Mesh.arange((2,)), held=(weight,)))
         128
     """
-    held = sum(
-        each.device_bytes * ((each.input is not None) + (each.output is not None))
-        for each in evidence.held
+    size = sum(
+        tensor.device_bytes * ((tensor.input is not None) + (tensor.output is not None))
+        for tensor in evidence.held
     )
     memory = evidence.memory
     if memory is None:
-        return held
-    return (held or memory.arguments + memory.results) + 2 * memory.temporaries
+        return size
+    return (size or memory.arguments + memory.results) + 2 * memory.temporaries
 
 
 def _assumptions(evidence: Evidence, chip: Chip) -> tuple[str, ...]:
     topology = evidence.topology
-    told = () if topology is None else topology.assumptions
+    sentences = () if topology is None else topology.assumptions
     dtype = evidence.compute_dtype
     if _peak_name(dtype) == "bf16" and dtype != "bf16":
-        told = (*told, f"products of {dtype} run at the peak of bf16 on {chip.title}")
+        sentences = (*sentences, f"products of {dtype} run at the peak of bf16 on {chip.title}")
     if evidence.memory is None:
-        told = (*told, "the compiler did not say what its temporaries take: HBM without them")
-    return told
+        sentences = (
+            *sentences,
+            "the compiler did not say what its temporaries take: HBM without them",
+        )
+    return sentences
 
 
 def _peak_name(dtype: str) -> str:

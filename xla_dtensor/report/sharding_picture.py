@@ -273,12 +273,12 @@ class ShardingPicture:
         if self.num_copies > 1:
             along = f", copied along {' x '.join(self.copied_along)}" if self.copied_along else ""
             lines.append(f"each block on {self.num_copies:,} devices{along}")
-        held = [cut.block for cut in self.dims]
-        if self.element_bytes is not None and None not in held:
-            whole = math.prod(cut.extent or 0 for cut in self.dims) * self.element_bytes
-            each = math.prod(size or 0 for size in held) * self.element_bytes
-            shape = " x ".join(f"{size:,}" for size in held if size is not None) or "1"
-            lines.append(f"a device holds {shape}, {each:,} of {whole:,} bytes")
+        blocks = [cut.block for cut in self.dims]
+        if self.element_bytes is not None and None not in blocks:
+            total = math.prod(cut.extent or 0 for cut in self.dims) * self.element_bytes
+            each = math.prod(size or 0 for size in blocks) * self.element_bytes
+            shape = " x ".join(f"{size:,}" for size in blocks if size is not None) or "1"
+            lines.append(f"a device holds {shape}, {each:,} of {total:,} bytes")
         return (*lines, *self.notes)
 
     def label(self, dim: int, block: int) -> tuple[str, str]:
@@ -340,13 +340,13 @@ class ShardingPicture:
             at = fixed | {d: k for d, k in ((row, i), (column, j)) if d is not None}
             return tuple(self.devices[tuple(at[cut.dim] for cut in self.dims)].tolist())
 
-        told = (
+        labels = (
             ", ".join(word for word in self.label(dim, block) if word) or f"block {block}"
             for dim, block in fixed.items()
         )
         title = "; ".join(
             f"dim {dim}: {words}"
-            for dim, words in zip(fixed, told, strict=True)
+            for dim, words in zip(fixed, labels, strict=True)
             if self.dims[dim].blocks > 1
         )
         cells = tuple(tuple(cell(i, j) for j in across) for i in down)
@@ -478,12 +478,12 @@ def _axes(layout: Layout | None, ndim: int) -> tuple[tuple[str, ...], ...] | Non
     if layout is None or layout.ndim != ndim:
         return None
     sizes = dict(zip(layout.mesh.axis_names, layout.mesh.mesh_shape, strict=True))
-    found: list[tuple[str, ...]] = []
+    names: list[tuple[str, ...]] = []
     for entries in layout.dims:
         if any(entry not in sizes for entry in entries):
             return None  # part of an axis, or a gap
-        found.append(tuple(str(entry) for entry in entries if sizes[entry] > 1))  # pyright: ignore
-    return tuple(found)
+        names.append(tuple(str(entry) for entry in entries if sizes[entry] > 1))  # pyright: ignore
+    return tuple(names)
 
 
 def _copied(layout: Layout, axes: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:

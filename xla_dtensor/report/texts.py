@@ -47,10 +47,10 @@ def layout_uses(text: str, mesh: Sequence[MeshAxis], ndim: int) -> tuple[LayoutU
         >>> layout_uses("[-, tp]", [MeshAxis("dp", 2, 1), MeshAxis("tp", 4, 1)], 2)
         ((None, False, False), (1, False, False))
     """
-    found = _TEXT.fullmatch(text.strip())
-    if found is None:
+    match = _TEXT.fullmatch(text.strip())
+    if match is None:
         return None
-    words = [word.strip().removesuffix("?") for word in found[1].split(",")] if found[1] else []
+    words = [word.strip().removesuffix("?") for word in match[1].split(",")] if match[1] else []
     names = [str(axis.name) for axis in mesh]
     if len(words) != ndim:
         return None
@@ -65,7 +65,7 @@ def layout_uses(text: str, mesh: Sequence[MeshAxis], ndim: int) -> tuple[LayoutU
         strided |= {
             axis for at, axis in enumerate(axes) if any(place > places[at] for place in places[:at])
         }
-    summed = {name.strip() for part in _SUM.finditer(found[2]) for name in part[1].split(",")}
+    summed = {name.strip() for part in _SUM.finditer(match[2]) for name in part[1].split(",")}
     return tuple((dims.get(name), name in strided, name in summed) for name in names)
 
 

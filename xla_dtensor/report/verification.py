@@ -137,10 +137,12 @@ class ReportDiff:
         lines.append("")
         if self.is_empty:
             lines += ["Nothing that the step does differs.", ""]
-        for name, found in (("gone", self.findings_gone), ("new", self.findings_new)):
-            if found:
+        for name, findings in (("gone", self.findings_gone), ("new", self.findings_new)):
+            if findings:
                 lines += [f"## Findings that are {name}", ""]
-                lines += [f"- {each.severity}: {markdown_text(each.title)}" for each in found]
+                lines += [
+                    f"- {finding.severity}: {markdown_text(finding.title)}" for finding in findings
+                ]
                 lines.append("")
         for title, table in self.tables():
             lines += [f"## {title}", "", *markdown_table(table), ""]
@@ -205,35 +207,35 @@ def diff(before: CompileReport, after: CompileReport) -> ReportDiff:
 
 def _memory(report: CompileReport) -> dict[str, float]:
     memory = report.memory
-    found: dict[str, float] = {}
+    sizes: dict[str, float] = {}
     for part in memory.parts:
         name = kind_words(part.role, 2)
-        found[name] = found.get(name, 0) + part.memory_bytes
-    found["temporaries"] = memory.temporaries_bytes
-    found["program"] = memory.code_bytes
-    found["in all"] = memory.total_bytes
+        sizes[name] = sizes.get(name, 0) + part.memory_bytes
+    sizes["temporaries"] = memory.temporaries_bytes
+    sizes["program"] = memory.code_bytes
+    sizes["in all"] = memory.total_bytes
     if memory.capacity_bytes is not None:
-        found["usable"] = memory.capacity_bytes
-    return found
+        sizes["usable"] = memory.capacity_bytes
+    return sizes
 
 
 def _collectives(report: CompileReport) -> dict[str, float]:
-    found: dict[str, float] = {}
+    sizes: dict[str, float] = {}
     for line in report.collectives:
         if line.moves:
             name = f"{line.kind} over {axes_text(line.axes, report.mesh)}"
             name += "" if line.network == "-" else f" on {line.network}"
-            found[name] = found.get(name, 0) + line.bytes_per_device
-    found["in all"] = report.collective_bytes
-    return found
+            sizes[name] = sizes.get(name, 0) + line.bytes_per_device
+    sizes["in all"] = report.collective_bytes
+    return sizes
 
 
 def _roofline(report: CompileReport) -> dict[str, float]:
-    found = {name: seconds for _, name, seconds in roofline_rows(report)}
+    times = {name: seconds for _, name, seconds in roofline_rows(report)}
     model = report.roofline
     if model is None:
-        return found
-    return found | {
+        return times
+    return times | {
         "step, if everything overlaps": model.step_seconds,
         "step, if nothing overlaps": model.step_seconds_no_overlap,
     }
@@ -268,15 +270,15 @@ def _findings(
 
 
 def _only(report: CompileReport, other: CompileReport) -> tuple[Finding, ...]:
-    there = Counter((each.code, each.origin) for each in other.findings)
-    found: list[Finding] = []
-    for each in report.findings:
-        key = each.code, each.origin
+    there = Counter((finding.code, finding.origin) for finding in other.findings)
+    findings: list[Finding] = []
+    for finding in report.findings:
+        key = finding.code, finding.origin
         if there[key] > 0:
             there[key] -= 1
         else:
-            found.append(each)
-    return tuple(found)
+            findings.append(finding)
+    return tuple(findings)
 
 
 def _words(before: CompileReport, after: CompileReport) -> Iterator[tuple[str, str, str]]:
@@ -294,9 +296,9 @@ def _about(report: CompileReport) -> dict[str, str]:
     }
 
 
-def _signed(value: float | None, write: Callable[[float | None], str]) -> str:
-    text = write(value)
-    return f"+{text}" if value is not None and value > 0 else text
+def _signed(amount: float | None, write: Callable[[float | None], str]) -> str:
+    text = write(amount)
+    return f"+{text}" if amount is not None and amount > 0 else text
 
 
 def _factor(change: Change) -> str:
@@ -343,10 +345,10 @@ class Tolerances:
     peak: float = 0.1
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not 0 <= value < float("inf"):
+        for name, share in asdict(self).items():
+            if not 0 <= share < float("inf"):
                 raise ReportError(
-                    f"A report was to be verified with the tolerance {name}={value}. A tolerance "
+                    f"A report was to be verified with the tolerance {name}={share}. A tolerance "
                     "is a share of what was predicted. Pass a number from 0 on; 0.05 is 5 %."
                 )
 
@@ -472,10 +474,10 @@ class Verification:
 
     def to_json(self) -> str:
         """Writes it as JSON, with the outcome of each check and the status."""
-        data = asdict(self)
-        for written, check in zip(data["checks"], self.checks, strict=True):
+        plain = asdict(self)
+        for written, check in zip(plain["checks"], self.checks, strict=True):
             written["outcome"] = check.outcome
-        return json.dumps(data | {"status": self.status}, indent=1)
+        return json.dumps(plain | {"status": self.status}, indent=1)
 
     def __str__(self) -> str:
         return self.to_markdown()
@@ -505,24 +507,24 @@ def verify(
         >>> verify(report, report).status
         0
     """
-    given = Tolerances() if tolerances is None else tolerances
+    limits = Tolerances() if tolerances is None else tolerances
     between = diff(predicted, actual)
     new, missing, changed = _lines(predicted.collectives, actual.collectives)
     return Verification(
         titles=between.titles,
         checks=(
-            *_by_role(predicted, actual, given),
-            *_of_program(predicted, actual, given),
-            *_communication(predicted, actual, given),
+            *_by_role(predicted, actual, limits),
+            *_of_program(predicted, actual, limits),
+            *_communication(predicted, actual, limits),
             Check(
                 "operations",
                 "of one step",
                 predicted.flops,
                 actual.flops,
-                given.flops,
+                limits.flops,
                 unit="operations",
             ),
-            *_of_devices(predicted, devices, given),
+            *_of_devices(predicted, devices, limits),
         ),
         new=new,
         missing=missing,
@@ -539,38 +541,40 @@ def _plain(report: CompileReport) -> Iterator[MeshAxis]:
     return (replace(axis, slices=1) for axis in report.mesh)
 
 
-def _by_role(predicted: CompileReport, actual: CompileReport, given: Tolerances) -> Iterator[Check]:
+def _by_role(
+    predicted: CompileReport, actual: CompileReport, limits: Tolerances
+) -> Iterator[Check]:
     before, after = _roles(predicted), _roles(actual)
     for role in _HELD:
         if role in before or role in after:
-            known = [found.get(role, 0.0) if found else None for found in (before, after)]
-            yield Check("memory by role", kind_words(role, 2), known[0], known[1], given.state)
+            sizes = [totals.get(role, 0.0) if totals else None for totals in (before, after)]
+            yield Check("memory by role", kind_words(role, 2), sizes[0], sizes[1], limits.state)
 
 
 def _roles(report: CompileReport) -> dict[str, float]:
     """The bytes of elements on one device, for each role; nothing where no tensor is named."""
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for line in report.tensors:
-        found[line.role] = found.get(line.role, 0.0) + line.total_device_bytes
-    return found
+        totals[line.role] = totals.get(line.role, 0.0) + line.total_device_bytes
+    return totals
 
 
 def _of_program(
-    predicted: CompileReport, actual: CompileReport, given: Tolerances
+    predicted: CompileReport, actual: CompileReport, limits: Tolerances
 ) -> Iterator[Check]:
     both = [r.memory if r.memory.from_compiler else None for r in (predicted, actual)]
     totals = [None if memory is None else memory.total_bytes for memory in both]
-    made = [None if memory is None else memory.temporaries_bytes for memory in both]
+    temporaries = [None if memory is None else memory.temporaries_bytes for memory in both]
     group = "memory of the program"
-    yield Check(group, "in all", totals[0], totals[1], given.total)
-    yield Check(group, "temporaries", made[0], made[1], given.temporaries)
+    yield Check(group, "in all", totals[0], totals[1], limits.total)
+    yield Check(group, "temporaries", temporaries[0], temporaries[1], limits.temporaries)
 
 
 def _communication(
-    predicted: CompileReport, actual: CompileReport, given: Tolerances
+    predicted: CompileReport, actual: CompileReport, limits: Tolerances
 ) -> Iterator[Check]:
     before, after = _bytes_moved(predicted), _bytes_moved(actual)
-    fine = given.communication * predicted.collective_bytes
+    fine = limits.communication * predicted.collective_bytes
     for name in dict.fromkeys([*before, *after]):
         both = name in before and name in after
         yield Check(
@@ -578,34 +582,36 @@ def _communication(
             name,
             before.get(name, 0),
             after.get(name, 0),
-            given.communication,
+            limits.communication,
             allowance=0.0 if both else fine,
         )
-    moved = actual.collective_bytes
-    yield Check("communication", "in all", predicted.collective_bytes, moved, given.communication)
+    measured = actual.collective_bytes
+    yield Check(
+        "communication", "in all", predicted.collective_bytes, measured, limits.communication
+    )
 
 
 def _bytes_moved(report: CompileReport) -> dict[str, float]:
     # Not by network: virtual devices have none.
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for line in report.collectives:
         if line.moves:
             name = f"{line.kind} over {axes_text(line.axes, report.mesh)}"
-            found[name] = found.get(name, 0) + line.bytes_per_device
-    return found
+            totals[name] = totals.get(name, 0) + line.bytes_per_device
+    return totals
 
 
 def _of_devices(
     predicted: CompileReport, devices: Iterable[DeviceMemory], given: Tolerances
 ) -> Iterator[Check]:
-    told = list(devices)
+    memories = list(devices)
     total, group = predicted.memory.total_bytes, "memory of the devices"
-    peaks = {one.device: one.peak for one in told if one.peak is not None}
+    peaks = {memory.device: memory.peak for memory in memories if memory.peak is not None}
     if peaks:
         worst = max(peaks, key=lambda device: peaks[device])
         name = f"the most in use, on device {worst}"
         yield Check(group, name, total, peaks[worst], given.peak, one_sided=True)
-    limits = {one.device: one.limit for one in told if one.limit is not None}
+    limits = {memory.device: memory.limit for memory in memories if memory.limit is not None}
     if limits:
         least = min(limits, key=lambda device: limits[device])
         name = f"needed, of what device {least} has"
@@ -624,15 +630,15 @@ def _lines(
     missing: list[CollectiveLine] = []
     changed: list[LineChange] = []
     for key in dict.fromkeys([*here, *there]):
-        left, right = list(here.get(key, ())), list(there.get(key, ()))
-        for line in list(left):
+        unpaired, right = list(here.get(key, ())), list(there.get(key, ()))
+        for line in list(unpaired):
             same = next((o for o in right if o.bytes_per_device == line.bytes_per_device), None)
             if same is not None:
-                left.remove(line)
+                unpaired.remove(line)
                 right.remove(same)
-        pairs = list(zip(left, right, strict=False))
+        pairs = list(zip(unpaired, right, strict=False))
         changed += [LineChange(*pair) for pair in pairs]
-        missing += left[len(pairs) :]
+        missing += unpaired[len(pairs) :]
         new += right[len(pairs) :]
     return _largest(new), _largest(missing), tuple(changed)
 
@@ -640,12 +646,12 @@ def _lines(
 def _by_key(
     lines: Iterable[CollectiveLine],
 ) -> dict[tuple[str, tuple[Axis, ...] | None, str, str], list[CollectiveLine]]:
-    found: dict[tuple[str, tuple[Axis, ...] | None, str, str], list[CollectiveLine]] = {}
+    groups: dict[tuple[str, tuple[Axis, ...] | None, str, str], list[CollectiveLine]] = {}
     for line in lines:
         if line.moves:
             key = (line.kind, line.axes, line.origin.phase, starred(line.origin.module or ""))
-            found.setdefault(key, []).append(line)
-    return found
+            groups.setdefault(key, []).append(line)
+    return groups
 
 
 def _largest(lines: Iterable[CollectiveLine]) -> tuple[CollectiveLine, ...]:
@@ -662,7 +668,7 @@ def _unknown(
             yield f"{words} comes without its compiler's word on memory."
         for part in report.unread:
             yield f"{words} could not be read in full: {part}"
-    if not any(one.peak is not None or one.limit is not None for one in devices):
+    if not any(memory.peak is not None or memory.limit is not None for memory in devices):
         yield "The devices do not say what memory they use, or were not asked."
 
 
@@ -683,7 +689,7 @@ def verdict_text(verification: Verification) -> str:
     Returns:
         A sentence; it begins with "As predicted" or "NOT as predicted".
     """
-    known = [check for check in verification.checks if check.outcome != "unknown"]
+    checked = [check for check in verification.checks if check.outcome != "unknown"]
     if verification.meshes[0] != verification.meshes[1]:
         return (
             f"NOT as predicted: the prediction is for the mesh {verification.meshes[0]}, the job "
@@ -691,10 +697,10 @@ def verdict_text(verification: Verification) -> str:
         )
     failed = verification.differing
     if not failed:
-        return f"As predicted: {len(known)} quantities are the same within their tolerances."
+        return f"As predicted: {len(checked)} quantities are the same within their tolerances."
     names = ", ".join(f"{check.group}, {check.name}" for check in failed[:3])
     more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
-    return f"NOT as predicted: {len(failed)} of {len(known)} quantities differ ({names}{more})."
+    return f"NOT as predicted: {len(failed)} of {len(checked)} quantities differ ({names}{more})."
 
 
 def to_markdown(verification: Verification) -> str:
@@ -768,14 +774,14 @@ def _check_row(check: Check) -> tuple[str, ...]:
     )
 
 
-def _number(value: float | None, unit: str) -> str:
+def _number(amount: float | None, unit: str) -> str:
     if unit == "bytes":
-        return bytes_text(value)
-    return "-" if value is None else f"{value:.4g}"
+        return bytes_text(amount)
+    return "-" if amount is None else f"{amount:.4g}"
 
 
 def _lines_table(lines: Iterable[CollectiveLine]) -> Table:
-    told = list(lines)
+    changes = list(lines)
     rows = [
         (
             line.kind,
@@ -786,7 +792,7 @@ def _lines_table(lines: Iterable[CollectiveLine]) -> Table:
             f"{line.executions:,}",
             bytes_text(line.bytes_per_device),
         )
-        for line in told[:_MANY]
+        for line in changes[:_MANY]
     ]
     header = ("kind", "mesh axes", "phase", "module", "source", ">runs", ">bytes")
-    return Table(header, tuple(rows), max(0, len(told) - _MANY))
+    return Table(header, tuple(rows), max(0, len(changes) - _MANY))
