@@ -245,6 +245,10 @@ class _Writer:
         return Chunk((), (), self._name, start, len(data), start, zlib.crc32(data))
 
 
+def _address(data: Any) -> int:
+    return np.frombuffer(data, np.uint8).ctypes.data
+
+
 # ------------------------------------------------------------------------------------------ Reading
 
 
