@@ -22,7 +22,6 @@ LARGE_FILES = {
     "mesh_utils/topology.py": 1096,
     "xla_dtensor/report/collective.py": 1064,
     "xla_dtensor/report/findings.py": 1074,
-    "xla_dtensor/runtimes/jax/lower/conv.py": 1046,
 }
 LARGE_FOLDERS = {
     "xla_dtensor": 19,
