@@ -14,9 +14,7 @@ MAX_FILE_LINES = 1000
 MAX_FOLDER_ENTRIES = 18
 MAX_FUNCTION_LINES = 80
 # Larger for now, by how much at most. These only shrink.
-LARGE_FILES = {
-    "xla_dtensor/runtimes/jax/lower/conv.py": 1046,
-}
+LARGE_FILES: dict[str, int] = {}
 LARGE_FOLDERS = {
     "xla_dtensor": 19,
     "xla_dtensor/runtimes": 20,

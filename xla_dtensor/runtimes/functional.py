@@ -102,9 +102,12 @@ layout_names = Names("layout")
 
 def name_of(layout: Layout) -> str:
     """Return the text that stands for a layout."""
+    return layout_names.name(layout, f"{layout} on ({_axes_text(layout)})")
+
+
+def _axes_text(layout: Layout) -> str:
     axes = zip(layout.mesh.axis_names, layout.mesh.mesh_shape, strict=True)
-    mesh = ", ".join(f"{name}={size}" for name, size in axes)
-    return layout_names.name(layout, f"{layout} on ({mesh})")
+    return ", ".join(f"{name}={size}" for name, size in axes)
 
 
 # ----------------------------------------------------------------------------------- Functional ops
@@ -260,7 +263,7 @@ def run_traced(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     functional = functional_form(func) if func._schema.is_mutable else func
     if functional is None or not runtime.runs_itself(func):
         return func(*args, **kwargs)
-    output = _recorded(_fitting(functional, args))(*args, **kwargs)
+    output = _recorded_op(_overload_for_numbers(functional, args))(*args, **kwargs)
     return output if functional is func else args[0].copy_(output)
 
 
@@ -299,7 +302,7 @@ def _takes(func: Any) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in func._schema.arguments]
 
 
-def _fitting(func: Any, args: Sequence[Any]) -> Any:
+def _overload_for_numbers(func: Any, args: Sequence[Any]) -> Any:
     """Return the overload that takes numbers, where `func` takes tensors made of them."""
 
     def takes(op: Any) -> bool:
@@ -313,7 +316,7 @@ def _fitting(func: Any, args: Sequence[Any]) -> Any:
 
 
 @cache
-def _recorded(func: Any) -> Any:
+def _recorded_op(func: Any) -> Any:
     """Return an op of ours that stands for `func` in graphs, and has the runtime run it."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -353,13 +356,8 @@ _collectives = Names("collective")
 _sizes = Names("table of sizes")
 
 
-def _on(layout: Layout) -> str:
-    axes = zip(layout.mesh.axis_names, layout.mesh.mesh_shape, strict=True)
-    return ", ".join(f"{name}={size}" for name, size in axes)
-
-
 def _border_name(border: Crossing) -> str:
-    text = f"{border.shape} as {border.layout} on ({_on(border.layout)})"
+    text = f"{border.shape} as {border.layout} on ({_axes_text(border.layout)})"
     return _borders.name(border, text, (border.layout, border.shape))
 
 
@@ -457,7 +455,7 @@ def _numbers(sizes: Any, region: ManualRegion) -> torch.Tensor:
     return runtime.enter_local(runtime.put(torch.from_numpy(sizes), layout), layout, region)
 
 
-def _whole(region: ManualRegion, ndim: int) -> Layout:
+def _layout_of_region(region: ManualRegion, ndim: int) -> Layout:
     open_dims = frozenset() if region.is_whole else frozenset(range(ndim))
     return Layout(region.mesh, ((),) * ndim, (), open_dims)
 
@@ -466,7 +464,7 @@ def _spread(tensor: torch.Tensor, region: str) -> torch.Tensor:
     runtime, over = get_runtime(), _regions.value(region)
     if not runtime.is_payload(tensor):
         tensor = runtime.put(tensor.detach(), Layout.replicated(over.mesh, tensor.ndim))
-    return runtime.enter_local(tensor, _whole(over, tensor.ndim), over)
+    return runtime.enter_local(tensor, _layout_of_region(over, tensor.ndim), over)
 
 
 def _operand(tensor: torch.Tensor, region: str) -> torch.Tensor:
@@ -476,7 +474,7 @@ def _operand(tensor: torch.Tensor, region: str) -> torch.Tensor:
 
 def _gather(local: torch.Tensor, like: torch.Tensor, region: str) -> torch.Tensor:
     over = _regions.value(region)
-    return _plain(get_runtime().leave_local(local, _whole(over, local.ndim), over), like)
+    return _plain(get_runtime().leave_local(local, _layout_of_region(over, local.ndim), over), like)
 
 
 def _plain(payload: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,8 @@ __all__ = ["Containers", "Writes", "leaves", "map_nested", "runs_as_it_is"]
 
 # ----------------------------------------------------------------- Map over the arguments of an op
 
+_CONTAINERS = frozenset({tuple, list, dict})
+
 
 def map_nested(function: Callable[[Any], Any], arguments: Any) -> Any:
     """Return `arguments` with `function` applied to everything that is no tuple, list or dict.
@@ -35,10 +37,11 @@ def map_nested(function: Callable[[Any], Any], arguments: Any) -> Any:
         (2, [3, 4], {'a': 5})
     """
     kind = type(arguments)
-    if kind is tuple:
-        return tuple([map_nested(function, v) for v in arguments])
-    if kind is list:
-        return [map_nested(function, v) for v in arguments]
+    if kind is tuple or kind is list:
+        mapped = [
+            map_nested(function, v) if type(v) in _CONTAINERS else function(v) for v in arguments
+        ]
+        return mapped if kind is list else tuple(mapped)
     if kind is dict:
         return {k: map_nested(function, v) for k, v in arguments.items()}
     return function(arguments)
@@ -88,7 +91,7 @@ Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _OldElement:
     """An element that a container had before, under a key or at a place."""
 
     key: Any
@@ -112,7 +115,7 @@ class Writes:
             contents: What each container holds from now on, as `Containers.written` returns it.
         """
         # All are looked up before one is changed.
-        stores = [_at(arguments, path) for path in self.paths]
+        stores = [_store_at(arguments, path) for path in self.paths]
         for store, new in zip(stores, contents, strict=True):
             _fill(store, new)
 
@@ -152,7 +155,7 @@ class Containers:
 
     def written(self) -> tuple[Writes, list[Any]]:
         """Return the containers that hold something else now, and what they hold."""
-        pairs = [(path, _changed(store, elements)) for path, store, elements in self.before]
+        pairs = [(path, _new_contents(store, elements)) for path, store, elements in self.before]
         writes = [(path, new) for path, new in pairs if new is not None]
         return Writes(tuple(path for path, _ in writes)), [new for _, new in writes]
 
@@ -175,13 +178,13 @@ def _elements(store: Any) -> Iterator[tuple[Any, Any]]:
     yield from list(store.items() if isinstance(store, dict) else enumerate(store))
 
 
-def _at(container: Any, path: Path) -> Any:
+def _store_at(container: Any, path: Path) -> Any:
     for key in path:
         container = _store(container)[key]
     return _store(container)
 
 
-def _changed(store: Any, elements: Any) -> Any:
+def _new_contents(store: Any, elements: Any) -> Any:
     """Return the new contents of a container, None where they are the old ones."""
     keys = [key for key, _ in _elements(store)]
     if keys == [key for key, _ in _elements(elements)] and all(
@@ -189,15 +192,19 @@ def _changed(store: Any, elements: Any) -> Any:
     ):
         return None
     if isinstance(store, dict):
-        return {k: _Kept(k) if k in elements and elements[k] is v else v for k, v in store.items()}
+        return {
+            k: _OldElement(k) if k in elements and elements[k] is v else v for k, v in store.items()
+        }
     places = {id(element): place for place, element in enumerate(elements)}
-    return [_Kept(places[id(element)]) if id(element) in places else element for element in store]
+    return [
+        _OldElement(places[id(element)]) if id(element) in places else element for element in store
+    ]
 
 
 def _fill(store: Any, new: Any) -> None:
     old = _copied(store)
     contents = [
-        (k, old[element.key] if isinstance(element, _Kept) else element)
+        (k, old[element.key] if isinstance(element, _OldElement) else element)
         for k, element in _elements(new)
     ]
     store.clear()

@@ -73,14 +73,11 @@ def cache_folder(choice: str | os.PathLike[str] | bool | None, *, on_cpu: bool) 
         choice = os.environ.get(CACHE_VARIABLE) or None
     if choice in (None, "0", "1"):
         choice = (not on_cpu) if choice is None else choice == "1"
-    if isinstance(choice, bool):
-        return _default_folder() if choice else None
-    return Path(choice).expanduser()  # pyright: ignore[reportArgumentType]
-
-
-def _default_folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "xla_dtensor"
+    if choice is False:
+        return None
+    if choice is True:
+        choice = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/xla_dtensor"
+    return Path(choice).expanduser()
 
 
 # --------------------------------------------- Find, choose and start the one runtime of a process

@@ -360,17 +360,23 @@ def register_setting(name: str, read: Callable[[], Hashable]) -> None:
 
 def trace_settings() -> tuple[tuple[str, Hashable], ...]:
     """Return the present value of every setting, by name: torch's, then the registered ones."""
+    autocast = [
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in _DEVICE_TYPES
+    ]
+    # The user's modes that see every function of torch are told apart by what they are.
+    modes = [id(mode) for mode in torch.overrides._get_current_function_mode_stack()]
     return (
         ("the precision of float32 products", torch.get_float32_matmul_precision()),
         ("grad mode", torch.is_grad_enabled()),
         ("inference mode", torch.is_inference_mode_enabled()),
-        ("autocast", tuple(map(_autocast_dtype, _DEVICE_TYPES))),
+        ("autocast", tuple(autocast)),
         ("the default dtype", torch.get_default_dtype()),
         ("the default device", str(torch.get_default_device())),
         ("deterministic algorithms", torch.are_deterministic_algorithms_enabled()),
         ("kernels of attention", _attention_kernels()),
-        ("modes for functions", _function_modes()),
-        *((name, read()) for name, read in _readers.items()),
+        ("modes for functions", tuple(modes)),
+        *[(name, read()) for name, read in _readers.items()],
     )
 
 
@@ -382,15 +388,3 @@ def _attention_kernels() -> tuple[bool, ...]:
         backends.math_sdp_enabled(),
         backends.cudnn_sdp_enabled(),
     )
-
-
-def _function_modes() -> tuple[int, ...]:
-    """Return what tells the modes of the user's apart that see every function of torch."""
-    if not torch._C._len_torch_function_stack():
-        return ()
-    return tuple(id(mode) for mode in torch.overrides._get_current_function_mode_stack())
-
-
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    on = torch.is_autocast_enabled(device_type)
-    return torch.get_autocast_dtype(device_type) if on else None

@@ -178,8 +178,8 @@ _NAMES: dict[str, Callable[..., Any]] = {
     "norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
     "copy": lambda x, source, *_: source.to(x.dtype),
     "zero": torch.zeros_like,
-    "maximum": lambda x, other: _bounded(torch.maximum, torch.clamp_min, x, other),
-    "minimum": lambda x, other: _bounded(torch.minimum, torch.clamp_max, x, other),
+    "maximum": lambda x, bound: _bounded(torch.maximum, torch.clamp_min, x, bound),
+    "minimum": lambda x, bound: _bounded(torch.minimum, torch.clamp_max, x, bound),
 }
 
 
@@ -257,8 +257,8 @@ _linear_loss.define(
 @torch.library.impl(_linear_loss, "linear_loss", "Meta")
 def _(input: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.promote_types(input.dtype, torch.float32)
-    one, other = (torch.empty(input.shape[:-1], dtype=wide, device="meta") for _ in range(2))
-    return one, other
+    loss, log_sum = (torch.empty(input.shape[:-1], dtype=wide, device="meta") for _ in range(2))
+    return loss, log_sum
 
 
 @torch.library.impl(_linear_loss, "linear_loss_backward", "Meta")
@@ -304,9 +304,27 @@ class OneResult(torch.autograd.Function):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "forward" in cls.__dict__:
-            cls.forward = staticmethod(_keeps_undefined(cls.forward))
-            cls.backward = staticmethod(_passes_undefined(cls.backward))
+        if "forward" not in cls.__dict__:
+            return
+        forward, backward = cls.forward, cls.backward
+
+        @wraps(forward)
+        def keep_undefined(ctx: Any, *args: Any) -> Any:
+            ctx.set_materialize_grads(False)
+            ctx.num_inputs = len(args)
+            if issubclass(ctx._forward_cls, LinearResult):
+                ctx.constants = args[1:]
+            return forward(ctx, *args)
+
+        @wraps(backward)
+        def pass_undefined(ctx: Any, grad: Any) -> Any:
+            # Of a view that was written to PyTorch makes zeros without memory: plain tensors.
+            is_undefined = grad is None or grad._is_zerotensor()
+            return (None,) * ctx.num_inputs if is_undefined else backward(ctx, grad)
+
+        function: Any = cls
+        function.forward = staticmethod(keep_undefined)
+        function.backward = staticmethod(pass_undefined)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -324,7 +342,7 @@ class LinearResult(OneResult):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """Return the tangent of the result."""
-        return ctx._forward_cls.apply(tangents[0], *ctx.others)
+        return ctx._forward_cls.apply(tangents[0], *ctx.constants)
 
 
 def has_tangent(*tensors: Any) -> bool:
@@ -333,28 +351,6 @@ def has_tangent(*tensors: Any) -> bool:
         tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
         for tensor in tensors
     )
-
-
-def _keeps_undefined(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)
-    def run(ctx: Any, *args: Any) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.num_inputs = len(args)
-        if issubclass(ctx._forward_cls, LinearResult):
-            ctx.others = args[1:]
-        return forward(ctx, *args)
-
-    return run
-
-
-def _passes_undefined(backward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(backward)
-    def run(ctx: Any, grad: Any) -> Any:
-        # Of a view that was written to PyTorch makes zeros without memory, which are plain ones.
-        is_undefined = grad is None or grad._is_zerotensor()
-        return (None,) * ctx.num_inputs if is_undefined else backward(ctx, grad)
-
-    return run
 
 
 def below(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -476,12 +472,12 @@ class _Product:
     """An einsum as a matmul: the left operand's dims, then the right one's, then the result's."""
 
     swapped: bool
-    left: tuple[int, ...]
-    right: tuple[int, ...]
+    lhs_dims: tuple[int, ...]
+    rhs_dims: tuple[int, ...]
     contracted: int
     batch: int
     broadcast_dims: int
-    result: tuple[int, ...]
+    output_dims: tuple[int, ...]
 
 
 def einsum(equation: str, tensors: Sequence[Any], *, path: Any = None) -> Any:
@@ -499,17 +495,17 @@ def einsum(equation: str, tensors: Sequence[Any], *, path: Any = None) -> Any:
     if product is None:
         return aten.einsum.default.decompose(equation, tensors, path=path)
     a, b = reversed(tensors) if product.swapped else tensors
-    a, b = a.permute(product.left), b.permute(product.right)
+    a, b = a.permute(product.lhs_dims), b.permute(product.rhs_dims)
     if product.contracted == a.ndim - 1 > 1:
         # Several of them may be sharded; none are flattened.
-        product_of_all: Any = Contract.apply(a.movedim(0, -1), b)
-        return product_of_all.permute(product.result)
+        contraction: Any = Contract.apply(a.movedim(0, -1), b)
+        return contraction.permute(product.output_dims)
     if product.contracted > 1:
         a = a.flatten(-product.contracted)
         b = b.flatten(product.batch, product.batch + product.contracted - 1)
     for _ in range(product.broadcast_dims):
         b = b.unsqueeze(product.batch)
-    return torch.matmul(a, b).permute(product.result)
+    return torch.matmul(a, b).permute(product.output_dims)
 
 
 def _product(equation: str, tensors: Sequence[Any]) -> _Product | None:
@@ -526,15 +522,15 @@ def _product(equation: str, tensors: Sequence[Any]) -> _Product | None:
     swapped = len(own_b) > 1
     if swapped:
         a, b, own_a, own_b = b, a, own_b, own_a
-    letters_of_matmul = [*batch, *own_a, *own_b]
+    letters = [*batch, *own_a, *own_b]
     return _Product(
         swapped=swapped,
-        left=tuple(a.index(letter) for letter in (*batch, *own_a, *contracted)),
-        right=tuple(b.index(letter) for letter in (*batch, *contracted, *own_b)),
+        lhs_dims=tuple(a.index(letter) for letter in (*batch, *own_a, *contracted)),
+        rhs_dims=tuple(b.index(letter) for letter in (*batch, *contracted, *own_b)),
         contracted=len(contracted),
         batch=len(batch),
         broadcast_dims=len(own_a) - 1 if batch else 0,
-        result=tuple(letters_of_matmul.index(letter) for letter in out),
+        output_dims=tuple(letters.index(letter) for letter in out),
     )
 
 

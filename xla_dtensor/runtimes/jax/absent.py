@@ -196,22 +196,24 @@ class AbsentRuntime(JaxRuntime):
         return built[0]
 
     def put(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-        return self._made(tuple(tensor.shape), tensor.dtype, layout)
+        return self._placeholder(tuple(tensor.shape), tensor.dtype, layout)
 
     def make(
         self, fill: float | str, shape: Sequence[int], dtype: torch.dtype, layout: Layout
     ) -> torch.Tensor:
-        return self._made(tuple(shape), dtype, layout)
+        return self._placeholder(tuple(shape), dtype, layout)
 
     def from_shards(
         self, shards: Mapping[int, torch.Tensor], shape: Sequence[int], layout: Layout
     ) -> torch.Tensor:
-        return self._made(tuple(shape), next(iter(shards.values())).dtype, layout)
+        return self._placeholder(tuple(shape), next(iter(shards.values())).dtype, layout)
 
     def compile(self, step: Callable[..., Any]) -> AbsentStep:
         return AbsentStep(step, self)
 
-    def _made(self, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> torch.Tensor:
+    def _placeholder(
+        self, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout
+    ) -> torch.Tensor:
         with x64():
             sharding = self._sharding(layout)
             array = place(jnp.zeros(shape, jax_dtype(dtype)), sharding)

@@ -11,7 +11,7 @@ from xla_dtensor.runtimes.jax.arrays.private import job
 
 __all__ = ["is_joined", "meet", "reached"]
 
-_asked = [0]  # how often, since this process joined: the service keeps one count per process
+_count = [0]  # how often, since this process joined: the service keeps one count per process
 
 
 def is_joined() -> bool:
@@ -24,8 +24,8 @@ def reached() -> bool:
     """Ask once more; true where all processes settled on this count."""
     mine = job()
     assert mine is not None, "is_joined says so"
-    _asked[0] += 1
-    return bool(mine.preemption.reached_sync_point(_asked[0]))
+    _count[0] += 1
+    return bool(mine.preemption.reached_sync_point(_count[0]))
 
 
 def meet(seconds: float) -> None:

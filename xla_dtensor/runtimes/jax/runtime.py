@@ -473,7 +473,8 @@ def _start_jax(num_cpu_devices: int | None) -> dict[str, str]:
         jax.config.update("jax_num_cpu_devices", num_cpu_devices)
         settings["jax_num_cpu_devices"] = str(num_cpu_devices)
     added: dict[str, str] = {}
-    if "NPROC" not in os.environ and _may_use_cpu():
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    if "NPROC" not in os.environ and (not platforms or "cpu" in platforms):
         added["NPROC"] = _THREADS_ON_CPU
     flags = os.environ.get("XLA_FLAGS", "")
     if jax.__version__.startswith(_WRONG_WITH_IT) and _THIRD_FORM not in flags:
@@ -497,8 +498,3 @@ def _keep_programs(choice: str | os.PathLike[str] | bool | None) -> dict[str, st
         return {}
     jax.config.update(name, str(folder))
     return {name: str(folder)}
-
-
-def _may_use_cpu() -> bool:
-    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
-    return not platforms or "cpu" in platforms

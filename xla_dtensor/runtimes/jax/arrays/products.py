@@ -360,12 +360,12 @@ def _sharding(value: Any) -> Any:
         if op.operation.name == "func.func":
             return _of_function(op, number)
         name = _REGION_IN if op.operation.name in _COMPUTATIONS else _PER_VALUE
-        return _at(op, name, number)
+        return _sharding_at(op, name, number)
     op = value.owner.operation  # the view of a named computation has another `name`
     if op.name in _CONSTRAINTS:
         return op.attributes["sharding"]
     name = _REGION_OUT if op.name in _COMPUTATIONS else _PER_VALUE
-    return _at(op, name, ir.OpResult(value).result_number)
+    return _sharding_at(op, name, ir.OpResult(value).result_number)
 
 
 def _of_function(function: Any, number: int) -> Any:
@@ -375,7 +375,7 @@ def _of_function(function: Any, number: int) -> Any:
     return attributes[_PER_VALUE] if _PER_VALUE in attributes else None  # noqa: SIM401 - it has no get
 
 
-def _at(op: Any, name: str, number: int) -> Any:
+def _sharding_at(op: Any, name: str, number: int) -> Any:
     if name not in op.attributes:
         return None
     shardings: Sequence[Any] = sdy.TensorShardingPerValueAttr(op.attributes[name]).shardings
@@ -501,17 +501,17 @@ def keep_product_orders(lowered: Any) -> int:
             return 0
         products = numbered(module, (_DOT, _CONVOLUTION))
         constrained: set[int] = set()
-        while cuts_by_number := _concerned(products, propagated(module), meshes):
+        while cuts_by_number := _cuts_to_constrain(products, propagated(module), meshes):
             for number, cuts in cuts_by_number.items():
                 if number in constrained:
-                    raise _not_kept(products[number])
-                _tell(products[number], cuts)
+                    raise _order_error(products[number])
+                _constrain(products[number], cuts)
             constrained.update(cuts_by_number)
         unnumber(products)
     return len(constrained)
 
 
-def _not_kept(product: Any) -> CompileError:
+def _order_error(product: Any) -> CompileError:
     return CompileError(
         f"A product at {product.location} was about to be compiled. XLA would put its tiles on the "
         "wrong devices, and no cut was found that keeps their order. Redistribute what it is made "
@@ -519,7 +519,7 @@ def _not_kept(product: Any) -> CompileError:
     )
 
 
-def _concerned(
+def _cuts_to_constrain(
     products: Sequence[Any], propagated_copy: Any, meshes: Mapping[str, MeshAxes]
 ) -> dict[int, tuple[Cut, Cut, Cut]]:
     """Return how the products that XLA might get wrong are to lie instead, by number.
@@ -532,7 +532,7 @@ def _concerned(
         if number is None:
             continue
         cuts = _cuts_of(op, meshes)
-        instead = None if cuts is None else _instead(products[number], cuts)
+        instead = None if cuts is None else _order_keeping_cuts(products[number], cuts)
         if instead is not None:
             cuts_by_number.setdefault(number, instead)
     return cuts_by_number
@@ -552,7 +552,7 @@ def _cuts_of(product: Any, meshes: Mapping[str, MeshAxes]) -> tuple[Cut, Cut, Cu
     return lhs, rhs, output
 
 
-def _instead(product: Any, cuts: tuple[Cut, Cut, Cut]) -> tuple[Cut, Cut, Cut] | None:
+def _order_keeping_cuts(product: Any, cuts: tuple[Cut, Cut, Cut]) -> tuple[Cut, Cut, Cut] | None:
     """Return how a product is to lie instead; None where XLA cannot get it wrong."""
     lhs, rhs, output = cuts
     dims = dims_of_dot(product) if product.name == _DOT else dims_of_convolution(product, rhs)
@@ -566,7 +566,7 @@ def _shape(value: Any) -> tuple[int, ...]:
     return tuple(ir.RankedTensorType(value.type).shape)
 
 
-def _tell(product: Any, cuts: tuple[Cut, Cut, Cut]) -> None:
+def _constrain(product: Any, cuts: tuple[Cut, Cut, Cut]) -> None:
     """Constrain the factors of a product and its result."""
     with ir.InsertionPoint(product):
         for number, cut in enumerate(cuts[:2]):

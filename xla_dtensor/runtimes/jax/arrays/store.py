@@ -47,7 +47,7 @@ class KeyValueStore:
 
     def get(self, key: str, timeout_seconds: float) -> str | None:
         """Return a text, waiting for it; None if it does not come in time."""
-        return self._waited(self._client.blocking_key_value_get, key, timeout_seconds)
+        return self._get_in_time(self._client.blocking_key_value_get, key, timeout_seconds)
 
     def peek(self, key: str) -> str | None:
         """Return a text that is there; None if it is not."""
@@ -66,18 +66,18 @@ class KeyValueStore:
     def get_bytes(self, key: str, timeout_seconds: float) -> bytes | None:
         """Return bytes, waiting for them; None if they do not come in time."""
         get = self._client.blocking_key_value_get_bytes
-        head = self._waited(get, f"{key}/0", timeout_seconds)
+        head = self._get_in_time(get, f"{key}/0", timeout_seconds)
         if head is None:
             return None
         count = int.from_bytes(head[:4], "little")
-        parts = [self._waited(get, f"{key}/{n}", timeout_seconds) for n in range(1, count)]
+        parts = [self._get_in_time(get, f"{key}/{n}", timeout_seconds) for n in range(1, count)]
         return None if None in parts else b"".join([head[4:], *parts])
 
     def drop(self, key: str) -> None:
         """Take away what a key holds."""
         self._client.key_value_delete(key)
 
-    def _waited(self, get: Any, key: str, timeout_seconds: float) -> Any:
+    def _get_in_time(self, get: Any, key: str, timeout_seconds: float) -> Any:
         try:
             return get(key, max(1, int(timeout_seconds * 1000)))
         except jax.errors.JaxRuntimeError as error:

@@ -98,7 +98,7 @@ class Recomputation:
         return self._late[id(array)][1]
 
 
-_honoured = False
+_hooks_installed = False
 
 
 @contextlib.contextmanager
@@ -118,8 +118,8 @@ def _recomputing() -> Iterator[None]:
 @contextlib.contextmanager
 def honouring_checkpoints() -> Iterator[None]:
     """Let torch's checkpoint tell the trace in progress when it computes a region again."""
-    global _honoured
-    if _honoured:  # a trace in a trace
+    global _hooks_installed
+    if _hooks_installed:  # a trace in a trace
         yield
         return
     hooks, function = torch_checkpoint._recomputation_hook, torch_checkpoint.CheckpointFunction
@@ -150,11 +150,11 @@ def honouring_checkpoints() -> Iterator[None]:
 
     torch_checkpoint._recomputation_hook = Hooks
     function.backward = staticmethod(reentrant)
-    _honoured = True
+    _hooks_installed = True
     try:
         yield
     finally:
-        _honoured = False
+        _hooks_installed = False
         torch_checkpoint._recomputation_hook = hooks
         function.backward = staticmethod(backward)
 

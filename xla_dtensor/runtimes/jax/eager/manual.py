@@ -100,12 +100,12 @@ class ManualAxes:
     @property
     def flat_names(self) -> tuple[str, ...]:
         """All factors."""
-        return tuple(name for names in self.names for name in names)
+        return tuple([name for names in self.names for name in names])
 
     @property
     def spec(self) -> PartitionSpec:
         """How a stacked array lies."""
-        return PartitionSpec(*(names or None for names in self.names))
+        return PartitionSpec(*[names or None for names in self.names])
 
 
 @lru_cache(maxsize=1024)
@@ -118,9 +118,10 @@ def _axes_on(
     region: ManualRegion, mesh: Mesh, root: Mesh
 ) -> tuple[ManualAxes, dict[Axis, tuple[str, ...]]]:
     """Return the region's axes and the names of each axis of `mesh`, a factored `region.mesh`."""
-    axis_per_dim = Layout(mesh, tuple((axis,) for axis in mesh.axis_names))
+    axis_per_dim = Layout(mesh, tuple([(axis,) for axis in mesh.axis_names]))
     sharding = named_sharding(axis_per_dim.op_sharding(root), root, mesh.ndim)
-    names = dict(zip(mesh.axis_names, map(_tuple_of, sharding.spec), strict=True))
+    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in sharding.spec]
+    names: dict[Axis, tuple[str, ...]] = dict(zip(mesh.axis_names, entries, strict=True))
     # A factored mesh has several axes, one after the other, where the region's mesh has one.
     pieces = iter(zip(mesh.axis_names, mesh.mesh_shape, strict=True))
     region_names: dict[Axis, tuple[str, ...]] = {}
@@ -132,11 +133,7 @@ def _axes_on(
             region_names[axis] += names[piece]
             covered *= piece_size
     jax_mesh: Any = sharding.mesh
-    return ManualAxes(region, jax_mesh, tuple(region_names[axis] for axis in region.axes)), names
-
-
-def _tuple_of(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return ManualAxes(region, jax_mesh, tuple([region_names[axis] for axis in region.axes])), names
 
 
 def axes_of(args: Any, kwargs: Any = None) -> ManualAxes | None:
@@ -171,7 +168,7 @@ def stacked_sharding(axes: ManualAxes) -> NamedSharding:
 # ----------------------------------------------------------------------- One function on every tile
 
 
-def mapped(
+def run_on_tiles(
     axes: ManualAxes,
     function: Callable[..., Any],
     arrays: Sequence[Any],
@@ -191,19 +188,19 @@ def mapped(
         What `function` returns, stacked.
     """
     if active_trace() is not None or any(isinstance(a, jax.core.Tracer) for a in arrays):
-        return _on_tiles(axes, function, stacked)(*arrays)
+        return _tile_program(axes, function, stacked)(*arrays)
     if key is None:
-        return jax.jit(_on_tiles(axes, function, stacked))(*arrays)
+        return jax.jit(_tile_program(axes, function, stacked))(*arrays)
     key = (axes, tuple(stacked), key)
     program = _programs.get(key)
     if program is None:
-        program = _programs[key] = jax.jit(_on_tiles(axes, function, stacked))
+        program = _programs[key] = jax.jit(_tile_program(axes, function, stacked))
         if len(_programs) > _PROGRAMS_KEPT:
             _programs.popitem(last=False)
     return program(*arrays)
 
 
-def _on_tiles(
+def _tile_program(
     axes: ManualAxes, function: Callable[..., Any], stacked: Sequence[bool]
 ) -> Callable[..., Any]:
     ndim = axes.ndim
@@ -242,7 +239,7 @@ def mapped_over(
 
 
 @lru_cache(maxsize=4096)
-def _crossing(region: ManualRegion, layout: Layout, root: Mesh, entering: bool) -> Any:
+def _border_programs(region: ManualRegion, layout: Layout, root: Mesh, entering: bool) -> Any:
     factored = layout.factored()
     axes, names = _axes_on(region, factored.mesh, root)
     tiled = PartitionSpec(
@@ -258,8 +255,8 @@ def _crossing(region: ManualRegion, layout: Layout, root: Mesh, entering: bool) 
     return function, jax.jit(function)
 
 
-def _crossed(array: Any, *crossing: Any) -> Any:
-    plain, jitted = _crossing(*crossing)
+def _cross(array: Any, *crossing: Any) -> Any:
+    plain, jitted = _border_programs(*crossing)
     traced = active_trace() is not None or isinstance(array, jax.core.Tracer)
     return plain(array) if traced else jitted(array)
 
@@ -267,7 +264,7 @@ def _crossed(array: Any, *crossing: Any) -> Any:
 def enter(payload: JaxTensor, layout: Layout, region: ManualRegion, root: Mesh) -> JaxTensor:
     """Return each device's tile of `payload`; see ``Runtime.enter_manual``."""
     with x64():
-        array = _crossed(payload.value(), region, layout, root, True)
+        array = _cross(payload.value(), region, layout, root, True)
         return wrapped(array, manual_axes(region, root))
 
 
@@ -285,7 +282,7 @@ def leave(manual: JaxTensor, layout: Layout, region: ManualRegion, root: Mesh) -
             "returned for the same mesh and axes."
         )
     with x64():
-        array = _crossed(manual.raw(), region, layout, root, False)
+        array = _cross(manual.raw(), region, layout, root, False)
     pin = None
     if prod(region.sizes) == root.size():
         pin = named_sharding(layout.op_sharding(root), root, layout.ndim)
@@ -333,7 +330,9 @@ def run(
             key = (name, names, tuple(tuple(pair) for pair in options["pairs"]))
         else:
             key = (name, names, tuple(sorted(options.items())))
-        return wrapped(mapped(region_axes, function, [manual.raw()], [True], key), region_axes)
+        return wrapped(
+            run_on_tiles(region_axes, function, [manual.raw()], [True], key), region_axes
+        )
 
 
 def _axis_index(region_axes: ManualAxes, axes: Sequence[Axis]) -> JaxTensor:
@@ -367,14 +366,14 @@ def _wide(function: Tile) -> Tile:
 def _all_reduce(
     region_axes: ManualAxes, names: tuple[str, ...], sizes: Any, manual: JaxTensor, *, op: str
 ) -> Tile:
-    return _wide(lambda x: _REDUCTIONS[op](x, names)) if names else _copied
+    return _wide(lambda x: _REDUCTIONS[op](x, names)) if names else _copy
 
 
 def _all_gather(
     region_axes: ManualAxes, names: tuple[str, ...], sizes: Any, manual: JaxTensor, *, dim: int
 ) -> Tile:
     dim %= manual.ndim
-    return (lambda x: lax.all_gather(x, names, axis=dim, tiled=True)) if names else _copied
+    return (lambda x: lax.all_gather(x, names, axis=dim, tiled=True)) if names else _copy
 
 
 def _reduce_scatter(
@@ -383,7 +382,7 @@ def _reduce_scatter(
     dim %= manual.ndim
     _check_divides("reduce_scatter", manual, dim, sizes)
     if not names:
-        return _copied
+        return _copy
     return _wide(lambda x: lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True))
 
 
@@ -399,7 +398,7 @@ def _all_to_all(
     split_dim, concat_dim = split_dim % manual.ndim, concat_dim % manual.ndim
     _check_divides("all_to_all", manual, split_dim, sizes)
     if not names:
-        return _copied
+        return _copy
     return lambda x: lax.all_to_all(x, names, split_dim, concat_dim, tiled=True)
 
 
@@ -412,7 +411,7 @@ def _permute_tiles(
     pairs: Sequence[tuple[int, int]],
 ) -> Tile:
     if not names:
-        return _copied if pairs else jnp.zeros_like
+        return _copy if pairs else jnp.zeros_like
     order = np.argsort([region_axes.mesh.axis_names.index(n) for n in names])
     in_mesh_order = np.arange(prod(sizes)).reshape([sizes[i] for i in order])
     renumbered = in_mesh_order.transpose(np.argsort(order)).ravel().tolist()
@@ -421,7 +420,7 @@ def _permute_tiles(
     return lambda x: lax.ppermute(x, ordered, renumbered_pairs)
 
 
-def _copied(x: Any) -> Any:
+def _copy(x: Any) -> Any:
     return jnp.array(x, copy=True)
 
 
@@ -574,7 +573,7 @@ def _run_lowering(
         if draw is None:
             outputs = lowering(*tile_args, **tile_kwargs, **options)
         else:
-            with random.lent(*(arrays[slot.number] for slot in draw)):
+            with random.drawing_from(*(arrays[slot.number] for slot in draw)):
                 outputs = lowering(*tile_args, **tile_kwargs, **options)
         return jax.tree.map(jnp.asarray, outputs)
 
@@ -586,7 +585,7 @@ def _run_lowering(
         key = None
     # The program that is kept holds `arguments`: its slots and constants, but no arrays.
     arrays, arguments.arrays = arguments.arrays, []
-    return mapped(axes, on_tile, arrays, arguments.stacked, key)
+    return run_on_tiles(axes, on_tile, arrays, arguments.stacked, key)
 
 
 def _frozen(structure: Any) -> Hashable:
@@ -602,7 +601,7 @@ def _frozen(structure: Any) -> Hashable:
 # ---------------------------------------------------------------------- views and writes
 
 
-def keyed(
+def with_key(
     step: ViewStep | None, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: int
 ) -> ViewStep | None:
     """Return a view step of a manual tensor with the key by which its program is kept."""
@@ -621,7 +620,7 @@ def read_steps(axes: ManualAxes, steps: Sequence[ViewStep], base: jax.Array) -> 
     """Return what a view of a manual tensor shows, stacked."""
     keys = _key_of_steps(steps)
     key = None if keys is None else ("read", keys)
-    return mapped(axes, lambda tile: read_through(steps, tile), [base], [True], key)
+    return run_on_tiles(axes, lambda tile: read_through(steps, tile), [base], [True], key)
 
 
 def write(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -644,7 +643,7 @@ def write(target: torch.Tensor, source: torch.Tensor) -> None:
     # `arguments` holds what the target shows; below its views lies the whole tile.
     arrays = [target._storage.read(), arguments.arrays[1]]
     key = None if keys is None else ("write", keys, shape, dtype)
-    target._storage.write(mapped(axes, on_tile, arrays, arguments.stacked, key))
+    target._storage.write(run_on_tiles(axes, on_tile, arrays, arguments.stacked, key))
 
 
 # ---------------------------------------------------------------------------------------- View ops
@@ -659,12 +658,6 @@ def write(target: torch.Tensor, source: torch.Tensor) -> None:
 Array = jax.Array
 
 
-def _reshaped(x: JaxTensor, meta: Meta) -> ViewStep:
-    return ViewStep(
-        lambda base: base.reshape(meta.shape), lambda base, new: new.reshape(base.shape)
-    )
-
-
 def _permuted(perm: Sequence[int]) -> ViewStep:
     inverse = tuple(int(i) for i in np.argsort(perm))
     return ViewStep(
@@ -677,7 +670,9 @@ def _identity(x: JaxTensor, meta: Meta, *_: Any, **__: Any) -> ViewStep | None:
 
 
 def _view(x: JaxTensor, meta: Meta, *_: Any, **__: Any) -> ViewStep:
-    return _reshaped(x, meta)
+    return ViewStep(
+        lambda base: base.reshape(meta.shape), lambda base, new: new.reshape(base.shape)
+    )
 
 
 def _t(x: JaxTensor, meta: Meta) -> ViewStep | None:
@@ -856,7 +851,7 @@ def _views(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps: Any
     x, has_list = args[0], isinstance(steps, list)
     steps, metas = (steps, meta) if has_list else ([steps], [meta])
     if x._storage.manual is not None:
-        steps = [keyed(step, func, args, kwargs, i) for i, step in enumerate(steps)]
+        steps = [with_key(step, func, args, kwargs, i) for i, step in enumerate(steps)]
     views = [
         JaxTensor(
             x._storage,

@@ -80,16 +80,16 @@ class Scores(NamedTuple):
         )
         scores = products * jnp.asarray(self.scale, wide)
         columns = first_key + lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-        seen = columns < n_keys
+        visible = columns < n_keys
         if self.is_causal:
             rows = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 2)
-            seen = seen & (columns <= rows)
+            visible = visible & (columns <= rows)
         mask = self._block_of_mask(first_key, k.shape[-2])
         if mask is not None and mask.dtype == jnp.bool_:
-            seen = seen & mask
+            visible = visible & mask
         elif mask is not None:
             scores = scores + mask
-        return jnp.where(seen, scores, -jnp.inf)
+        return jnp.where(visible, scores, -jnp.inf)
 
     def _block_of_mask(self, first_key: Any, size: int) -> Any:
         mask = self.mask
@@ -132,9 +132,9 @@ def blocks_forward(q: Any, k: Any, v: Any, scores: Scores, block: int = BLOCK) -
         output, largest, total = state
         first = index * block
         s = scores.of(q, _block(padded_k, first, block), first, n_keys)
-        now = jnp.maximum(largest, s.max(-1))
+        maximum = jnp.maximum(largest, s.max(-1))
         # -inf - -inf is no number; where nothing was seen so far every weight is 0 anyway.
-        base = jnp.where(jnp.isneginf(now), 0, now)
+        base = jnp.where(jnp.isneginf(maximum), 0, maximum)
         weights, shrink = jnp.exp(s - base[..., None]), jnp.exp(largest - base)
         added = jnp.einsum(
             "...qk,...kd->...qd",
@@ -143,7 +143,7 @@ def blocks_forward(q: Any, k: Any, v: Any, scores: Scores, block: int = BLOCK) -
             precision=precision(),
             preferred_element_type=wide,
         )
-        state = output * shrink[..., None] + added, now, total * shrink + weights.sum(-1)
+        state = output * shrink[..., None] + added, maximum, total * shrink + weights.sum(-1)
         return state, None
 
     start = (
@@ -153,10 +153,10 @@ def blocks_forward(q: Any, k: Any, v: Any, scores: Scores, block: int = BLOCK) -
     )
     blocks = jnp.arange(padded_k.shape[-2] // block, dtype=jnp.int32)
     (output, largest, total), _ = counted_scan(body, start, blocks)
-    is_seen = total > 0
-    total = jnp.where(is_seen, total, 1)
+    is_visible = total > 0
+    total = jnp.where(is_visible, total, 1)
     output = (output / total[..., None]).astype(v.dtype)
-    return output, jnp.where(is_seen, largest + jnp.log(total), 0)
+    return output, jnp.where(is_visible, largest + jnp.log(total), 0)
 
 
 def blocks_backward(
@@ -205,7 +205,7 @@ def blocks_backward(
     start = jnp.zeros((*log_sum.shape, q.shape[-1]), wide)
     blocks = jnp.arange(padded_k.shape[-2] // block, dtype=jnp.int32)
     grad_q, (grads_k, grads_v) = counted_scan(body, start, blocks)
-    grad_k, grad_v = _joined(grads_k, n_keys), _joined(grads_v, n_keys)
+    grad_k, grad_v = _concatenate_blocks(grads_k, n_keys), _concatenate_blocks(grads_v, n_keys)
     return _summed(grad_q, q).astype(q.dtype), grad_k, grad_v
 
 
@@ -222,10 +222,10 @@ def _summed(gradient: Any, like: Any) -> Any:
     return gradient.sum(wide, keepdims=True).reshape(*like.shape[:-2], *gradient.shape[-2:])
 
 
-def _joined(blocks: Any, n_keys: int) -> Any:
+def _concatenate_blocks(blocks: Any, n_keys: int) -> Any:
     """Return (blocks, ..., block, dim) as (..., keys, dim)."""
-    moved = jnp.moveaxis(blocks, 0, -3)
-    joined = moved.reshape(*moved.shape[:-3], -1, moved.shape[-1])
+    ordered = jnp.moveaxis(blocks, 0, -3)
+    joined = ordered.reshape(*ordered.shape[:-3], -1, ordered.shape[-1])
     return lax.slice_in_dim(joined, 0, n_keys, axis=joined.ndim - 2)
 
 
@@ -280,26 +280,26 @@ class Kernel(NamedTuple):
     Args:
         is_causal: Whether query i sees the keys 0...i only.
         scale: What the products are multiplied by.
-        lies: How the first two dims of q, k and v lie; it divides them evenly.
+        sharding: How the first two dims of q, k and v lie; it divides them evenly.
         interpret: Run by JAX instead of Mosaic: on any device, slowly.
     """
 
     is_causal: bool
     scale: float
-    lies: NamedSharding
+    sharding: NamedSharding
     interpret: bool = False
 
     def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """Return the output and the logarithm of the sums (batch, heads, queries), float32."""
         splash = _splash(self.is_causal, q.shape[2], k.shape[2], self.interpret)
 
-        def one(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        def one_sequence(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
             output, (log_sum,) = splash(q, k, v)
             return output, log_sum
 
         def tiles(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
             with jax.named_scope("splash_attention"), _narrow_indices():
-                return jax.vmap(one)(self._scaled(q), k, v)
+                return jax.vmap(one_sequence)(self._scaled(q), k, v)
 
         return self._by_device(tiles, (4, 4, 4), (4, 3))(q, k, v)
 
@@ -314,15 +314,15 @@ class Kernel(NamedTuple):
         splash = _splash(self.is_causal, q.shape[2], k.shape[2], self.interpret)
         options = {**splash.kwargs, "save_residuals": False}
 
-        def one(grad: Any, q: Any, k: Any, v: Any, output: Any, log_sum: Any) -> Any:
+        def one_sequence(grad: Any, q: Any, k: Any, v: Any, output: Any, log_sum: Any) -> Any:
             tables = splash.dq_mask_info, splash.dkv_mask_info
             saved = (q, k, v, None, None, output, log_sum, *tables)
             return kernels._splash_attention_bwd(res=saved, do=grad, **options)[3:6]
 
         def tiles(grad: Any, q: Any, k: Any, v: Any, output: Any, log_sum: Any) -> Any:
             with jax.named_scope("splash_attention_backward"), _narrow_indices():
-                found = jax.vmap(one)(grad, self._scaled(q), k, v, output, log_sum)
-            return (self._scaled(found[0]), *found[1:])
+                grads = jax.vmap(one_sequence)(grad, self._scaled(q), k, v, output, log_sum)
+            return (self._scaled(grads[0]), *grads[1:])
 
         call = self._by_device(tiles, (4, 4, 4, 4, 4, 3), (4, 4, 4))
         return call(grad, q, k, v, output, log_sum)
@@ -330,18 +330,18 @@ class Kernel(NamedTuple):
     def _scaled(self, q: Any) -> Any:
         return q * jnp.asarray(self.scale, q.dtype)
 
-    def _by_device(self, tiles: Any, given: tuple[int, ...], made: tuple[int, ...]) -> Any:
+    def _by_device(self, tiles: Any, in_ranks: tuple[int, ...], out_ranks: tuple[int, ...]) -> Any:
         """Return `tiles` on each device, for arguments and results of so many dims."""
 
         def specs(ranks: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
-            heads = (*self.lies.spec, None, None)[:2]
+            heads = (*self.sharding.spec, None, None)[:2]
             return tuple(PartitionSpec(*heads, *(None,) * (rank - 2)) for rank in ranks)
 
         return jax.shard_map(
             tiles,
-            mesh=self.lies.mesh,
-            in_specs=specs(given),
-            out_specs=specs(made),
+            mesh=self.sharding.mesh,
+            in_specs=specs(in_ranks),
+            out_specs=specs(out_ranks),
             check_vma=False,  # Pallas calls say nothing of the axes over which results vary.
         )
 
@@ -368,7 +368,7 @@ def _splash(is_causal: bool, queries: int, keys: int, interpret: bool) -> Any:
     # The mask is the same for each head: its tables have one row, whatever the heads are.
     kind = masks.CausalMask if is_causal else masks.FullMask
     with jax.ensure_compile_time_eval(), _narrow_indices():
-        made = kernels.make_splash_mha(
+        kernel = kernels.make_splash_mha(
             masks.MultiHeadMask([kind((queries, keys))]),
             block_sizes=sizes,
             save_residuals=True,
@@ -376,7 +376,7 @@ def _splash(is_causal: bool, queries: int, keys: int, interpret: bool) -> Any:
             q_seq_shards=1,
             interpret=interpret,
         )
-    return jax.tree.map(np.asarray, made)
+    return jax.tree.map(np.asarray, kernel)
 
 
 def _narrow_indices() -> Any:
@@ -404,12 +404,12 @@ class HeadGroups:
         if q.ndim > 2 and k.ndim > 2 and q.shape[-3] != k.shape[-3]:
             self._heads = k.shape[-3], q.shape[-3] // k.shape[-3]
 
-    def query(self, tensor: Any, after: int = 3) -> Any:
-        """Split the heads of a tensor that has them `after` dims from its end."""
+    def query(self, tensor: Any, num_after: int = 3) -> Any:
+        """Split the heads of a tensor that has them `num_after` dims from its end."""
         if self._heads is None:
             return tensor
-        at = tensor.ndim - after
-        return tensor.reshape(*tensor.shape[:at], *self._heads, *tensor.shape[at + 1 :])
+        head_dim = tensor.ndim - num_after
+        return tensor.reshape(*tensor.shape[:head_dim], *self._heads, *tensor.shape[head_dim + 1 :])
 
     def key(self, tensor: Any) -> Any:
         """Give keys or values a dim of size 1 for the group."""
@@ -421,13 +421,13 @@ class HeadGroups:
             return mask
         return mask[..., None, :, :] if mask.shape[-3] == 1 else self.query(mask)
 
-    def flat(self, tensor: Any, after: int) -> Any:
-        """Put the heads of a result together, `after` dims from its end."""
+    def flat(self, tensor: Any, num_after: int) -> Any:
+        """Put the heads of a result together, `num_after` dims from its end."""
         if self._heads is None:
             return tensor
-        at = tensor.ndim - after - 1
+        head_dim = tensor.ndim - num_after - 1
         heads = self._heads[0] * self._heads[1]
-        return tensor.reshape(*tensor.shape[:at], heads, *tensor.shape[at + 2 :])
+        return tensor.reshape(*tensor.shape[:head_dim], heads, *tensor.shape[head_dim + 2 :])
 
 
 # ----------------------------------- Attention that never holds the scores of all queries and keys
@@ -459,7 +459,7 @@ def lean_forward(
     mask: Any,
     is_causal: bool,
     scale: float,
-    lies: NamedSharding | None = None,
+    sharding: NamedSharding | None = None,
 ) -> tuple[Any, Any]:
     """Return the output, and the logarithm of the sums of each query's exponentials.
 
@@ -470,7 +470,7 @@ def lean_forward(
         mask: Boolean or added, broadcast to (..., query heads, queries, keys); None for none.
         is_causal: Whether query i sees the keys 0...i only.
         scale: What the products are multiplied by.
-        lies: How batch and heads lie on the devices, where that is known.
+        sharding: How batch and heads lie on the devices, where that is known.
     """
 
     def blocks(q: Any, k: Any, v: Any, *mask: Any) -> tuple[Any, Any]:
@@ -483,14 +483,14 @@ def lean_forward(
         return grouped.flat(output, 3), grouped.flat(log_sum, 2)
 
     def splash(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        assert lies is not None
-        return Kernel(is_causal, scale, lies).forward(q, k, v)
+        assert sharding is not None
+        return Kernel(is_causal, scale, sharding).forward(q, k, v)
 
     def cudnn(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         output = _cudnn(q, k, v, is_causal, scale)
         return output, jnp.zeros(q.shape[:-1], jnp.float32)
 
-    kernels = _fitting(q, k, v, mask, is_causal, lies, splash, cudnn)
+    kernels = _kernels_that_fit(q, k, v, mask, is_causal, sharding, splash, cudnn)
     return _by_platform((q, k, v), mask, blocks, kernels)
 
 
@@ -504,7 +504,7 @@ def lean_backward(
     log_sum: Any,
     is_causal: bool,
     scale: float,
-    lies: NamedSharding | None = None,
+    sharding: NamedSharding | None = None,
 ) -> tuple[Any, Any, Any]:
     """Return the gradients of `q`, `k` and `v`.
 
@@ -518,7 +518,7 @@ def lean_backward(
         log_sum: What :func:`lean_forward` returned.
         is_causal: As in :func:`lean_forward`.
         scale: As in :func:`lean_forward`.
-        lies: As in :func:`lean_forward`.
+        sharding: As in :func:`lean_forward`.
     """
 
     def blocks(grad: Any, q: Any, k: Any, v: Any, output: Any, log_sum: Any, *mask: Any) -> Any:
@@ -537,8 +537,8 @@ def lean_backward(
         return tuple(g.reshape(t.shape) for g, t in zip(grads, (q, k, v), strict=True))
 
     def splash(grad: Any, q: Any, k: Any, v: Any, output: Any, log_sum: Any) -> Any:
-        assert lies is not None
-        kernel = Kernel(is_causal, scale, lies)
+        assert sharding is not None
+        kernel = Kernel(is_causal, scale, sharding)
         return kernel.backward(grad, q, k, v, output, log_sum)
 
     def cudnn(grad: Any, q: Any, k: Any, v: Any, *_: Any) -> Any:
@@ -546,15 +546,15 @@ def lean_backward(
         return jax.vjp(lambda q, k, v: _cudnn(q, k, v, is_causal, scale), q, k, v)[1](grad)
 
     arguments = (grad.astype(output.dtype), q, k, v, output, log_sum)
-    kernels = _fitting(q, k, v, mask, is_causal, lies, splash, cudnn)
+    kernels = _kernels_that_fit(q, k, v, mask, is_causal, sharding, splash, cudnn)
     return _by_platform(arguments, mask, blocks, kernels)
 
 
-def _fitting(
-    q: Any, k: Any, v: Any, mask: Any, is_causal: bool, lies: Any, splash: Any, cudnn: Any
+def _kernels_that_fit(
+    q: Any, k: Any, v: Any, mask: Any, is_causal: bool, sharding: Any, splash: Any, cudnn: Any
 ) -> dict[str, Any]:
     kernels = {}
-    if lies is not None and fits(q, k, v, mask):
+    if sharding is not None and fits(q, k, v, mask):
         kernels["tpu"] = splash
     if mask is None and _fits_cudnn(q, k, v, is_causal):
         kernels["cuda"] = cudnn
@@ -602,7 +602,7 @@ def _scale(q: Any, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _lies(name: str) -> NamedSharding | None:
+def _sharding_of(name: str) -> NamedSharding | None:
     if not name:
         return None
     layout = layout_names.value(name)
@@ -612,9 +612,9 @@ def _lies(name: str) -> NamedSharding | None:
 
 @lower(torch.ops.xla_dtensor.sdpa_lean.default)
 def _sdpa_lean(
-    q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None, lies: str
+    q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: float | None, layout: str
 ) -> Any:
-    return lean_forward(q, k, v, mask, is_causal, _scale(q, scale), _lies(lies))
+    return lean_forward(q, k, v, mask, is_causal, _scale(q, scale), _sharding_of(layout))
 
 
 @lower(torch.ops.xla_dtensor.sdpa_lean_backward.default)
@@ -628,10 +628,12 @@ def _sdpa_lean_backward(
     log_sum: Any,
     is_causal: bool,
     scale: float | None,
-    lies: str,
+    layout: str,
 ) -> Any:
     scale = _scale(q, scale)
-    return lean_backward(grad, q, k, v, mask, output, log_sum, is_causal, scale, _lies(lies))
+    return lean_backward(
+        grad, q, k, v, mask, output, log_sum, is_causal, scale, _sharding_of(layout)
+    )
 
 
 # ---------------------------------------------------------------------------------------- Attention
@@ -647,8 +649,8 @@ def attention(
     """Return softmax(q k^T * scale + mask) v."""
     if gqa and q.shape[-3] != k.shape[-3]:
         groups = HeadGroups(q, k)
-        given = groups.query(q), groups.key(k), groups.key(v), groups.mask(mask)
-        return groups.flat(attention(*given, is_causal, scale, False), 3)
+        tensors = groups.query(q), groups.key(k), groups.key(v), groups.mask(mask)
+        return groups.flat(attention(*tensors, is_causal, scale, False), 3)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum(

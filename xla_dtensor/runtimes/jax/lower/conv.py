@@ -18,18 +18,16 @@ import numpy as np
 import torch
 from jax import lax
 
-from xla_dtensor.runtimes.jax.lower.index import put_points, whole
+from xla_dtensor.runtimes.jax.lower.index import put_points, uncut
 from xla_dtensor.runtimes.jax.lower.matmul import precision
 from xla_dtensor.runtimes.jax.lower.pointwise import lower_derivative, pull_back, quotient
 from xla_dtensor.runtimes.jax.lower.random import as_one
 from xla_dtensor.runtimes.jax.lower.table import lower
 
-__all__ = []
+__all__: list[str] = []
 
 
 # --------------------------------------------------------------------------------------------- Grid
-
-__all__: list[str] = []
 
 aten = torch.ops.aten
 _BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
@@ -58,8 +56,8 @@ def _reflected(position: Any, size: int, align: bool) -> Any:
         return jnp.zeros_like(position)
     distance = jnp.where(position < low, low - position, position - low)
     flips = lax.stop_gradient(jnp.floor(quotient(distance, span)))
-    rest = distance - flips * span
-    return jnp.where(flips % 2 == 0, rest + low, span - rest + low)
+    remainder = distance - flips * span
+    return jnp.where(flips % 2 == 0, remainder + low, span - remainder + low)
 
 
 def _placed(position: Any, size: int, padding: int, align: bool) -> Any:
@@ -106,8 +104,8 @@ def _elements(x: Any, corner: Sequence[Any]) -> Any:
     for place, size in zip(corner, sizes, strict=True):
         inside &= (place >= 0) & (place < size)
         index = index * size + jnp.clip(place, 0, size - 1).astype(jnp.int32)
-    found = _read(x.reshape(*x.shape[:2], math.prod(sizes)), index)
-    return jnp.where(inside[:, None], found, 0)
+    elements = _read(x.reshape(*x.shape[:2], math.prod(sizes)), index)
+    return jnp.where(inside[:, None], elements, 0)
 
 
 # ------------------------------------------------------------------ sampling
@@ -148,8 +146,8 @@ def _cubic(x: Any, positions: Sequence[Any], padding: int, align: bool) -> Any:
             for start, step, size in zip(starts, corner, x.shape[2:], strict=True)
         ]
         weight: Any = 1.0
-        for each, step in zip(weights, corner, strict=True):
-            weight = weight * each[step]
+        for dim_weights, step in zip(weights, corner, strict=True):
+            weight = weight * dim_weights[step]
         total = total + _elements(x, [lax.stop_gradient(p) for p in places]) * weight[:, None]
     return total
 
@@ -166,16 +164,16 @@ def _grid_sampler(x: Any, grid: Any, interpolation: int, padding: int, align: bo
         _unnormalized(points[..., -1 - d], size, align) for d, size in enumerate(x.shape[2:])
     ]
     if interpolation == _BICUBIC:
-        found = _cubic(wide, positions, padding, align)
+        samples = _cubic(wide, positions, padding, align)
     else:
-        moved = zip(positions, x.shape[2:], strict=True)
-        positions = [_placed(position, size, padding, align) for position, size in moved]
+        dims = zip(positions, x.shape[2:], strict=True)
+        positions = [_placed(position, size, padding, align) for position, size in dims]
         if interpolation == _NEAREST:
             nearest = [lax.stop_gradient(jnp.round(position)) for position in positions]
-            found = _elements(wide, nearest)
+            samples = _elements(wide, nearest)
         else:
-            found = _linear(wide, positions)
-    return found.reshape(*x.shape[:2], *grid.shape[1:-1]).astype(x.dtype)
+            samples = _linear(wide, positions)
+    return samples.reshape(*x.shape[:2], *grid.shape[1:-1]).astype(x.dtype)
 
 
 for _name in ("grid_sampler_2d", "grid_sampler_3d"):
@@ -222,7 +220,7 @@ def grouped(
         shifted = lax.slice(x, (0, 0, 0, *starts), (*x.shape[:3], *ends), (1, 1, 1, *steps))
         part = _product("ngc{0},goc->ngo{0}", ndim, shifted, weight[(..., *place)])
         total = part if total is None else total + part
-    return _merged(total)
+    return _merge_groups(total)
 
 
 def grouped_transpose(
@@ -260,18 +258,18 @@ def grouped_transpose(
         ]
         part = lax.pad(part, jnp.zeros((), part.dtype), [(0, 0, 0)] * 3 + pads)
         total = part if total is None else total + part
-    more = [(0, 0, 0)] * 3 + [(0, extra, 0) for extra in output_padding]
-    total = lax.pad(total, jnp.zeros((), total.dtype), more)
+    pads_at_end = [(0, 0, 0)] * 3 + [(0, extra, 0) for extra in output_padding]
+    total = lax.pad(total, jnp.zeros((), total.dtype), pads_at_end)
     begin = (0, 0, 0, *padding)
     end = [n - b for n, b in zip(total.shape, begin, strict=True)]
-    return _merged(lax.slice(total, begin, end))
+    return _merge_groups(lax.slice(total, begin, end))
 
 
 def _split(x: Any, groups: int) -> Any:
     return x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
 
 
-def _merged(x: Any) -> Any:
+def _merge_groups(x: Any) -> Any:
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
 
 
@@ -295,12 +293,13 @@ def _product(formula: str, ndim: int, x: Any, weight: Any) -> Any:
 #
 # Batch, channels and image dims stay what they are, so a sharded batch costs no communication but
 # the sum of the weight's gradient, and sharded channels cost one sum of the output or of the
-# gradient. Image dims that are cut are gathered (see ``images``).
+# gradient. Image dims that are cut are gathered (``index.uncut``).
 
 
-def _each(value: Sequence[int], ndim: int) -> tuple[int, ...]:
+def _per_dim(numbers: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     """One number per image dim; torch lets a single one stand for all."""
-    return tuple(value) * ndim if len(value) == 1 else tuple(value)
+    numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    return numbers * ndim if len(numbers) == 1 else numbers
 
 
 @lower(aten.convolution.default)
@@ -316,10 +315,10 @@ def _convolution(
     groups: int,
 ) -> Any:
     ndim = x.ndim - 2
-    x, weight = whole(x, 2), whole(weight, 2)
-    stride, padding, dilation = (_each(v, ndim) for v in (stride, padding, dilation))
+    x, weight = uncut(x, 2), uncut(weight, 2)
+    stride, padding, dilation = (_per_dim(v, ndim) for v in (stride, padding, dilation))
     if transposed:
-        output_padding = _each(output_padding, ndim)
+        output_padding = _per_dim(output_padding, ndim)
         settings = (x, weight, stride, padding, dilation, output_padding)
         y = _transposed(*settings) if groups == 1 else grouped_transpose(*settings, groups)
     elif groups > 1:
@@ -333,7 +332,7 @@ def _convolution(
             rhs_dilation=dilation,
             precision=precision(),
         )
-    y = whole(y, 2)
+    y = uncut(y, 2)
     return y if bias is None else y + bias.reshape(-1, *(1,) * ndim)
 
 
@@ -366,20 +365,19 @@ def _convolution_backward(
     grad: Any, x: Any, weight: Any, bias_sizes: Any, *options: Any
 ) -> tuple[Any, Any, Any]:
     *settings, mask = options
-    grad, x, weight = whole(grad, 2), whole(x, 2), whole(weight, 2)
-    needed = [value for value, wanted in zip((x, weight), mask, strict=False) if wanted]
+    grad, x, weight = uncut(grad, 2), uncut(x, 2), uncut(weight, 2)
+    differentiated = [x] * mask[0] + [weight] * mask[1]
 
-    def function(*values: Any) -> Any:
-        rest = list(values)
-        image = rest.pop(0) if mask[0] else x
-        kernel = rest.pop(0) if mask[1] else weight
+    def function(*inputs: Any) -> Any:
+        image = inputs[0] if mask[0] else x
+        kernel = inputs[-1] if mask[1] else weight
         return _convolution(image, kernel, None, *settings)
 
-    grads = list(pull_back(function, needed, grad)) if needed else []
-    to_x = grads.pop(0) if mask[0] else None
-    to_weight = grads.pop(0) if mask[1] else None
-    to_bias = jnp.sum(grad, (0, *range(2, grad.ndim))) if mask[2] else None
-    return to_x, to_weight, to_bias
+    grads = pull_back(function, differentiated, grad) if differentiated else []
+    grad_x = grads[0] if mask[0] else None
+    grad_weight = grads[-1] if mask[1] else None
+    grad_bias = jnp.sum(grad, (0, *range(2, grad.ndim))) if mask[2] else None
+    return grad_x, grad_weight, grad_bias
 
 
 # ------------------------------------------------------------- Read and write by index into images
@@ -415,17 +413,17 @@ def add_on_planes(values: Any, indices: Any, shape: Sequence[int], ndim: int) ->
         shape: The result's.
         ndim: How many dims a plane has.
     """
-    rest = tuple(shape[: len(shape) - ndim])
+    batch = tuple(shape[: len(shape) - ndim])
     plane = tuple(shape[len(shape) - ndim :])
-    size, count = math.prod(plane), math.prod(values.shape[len(rest) :])
-    flat_values = values.reshape(*rest, count)
-    flat_indices = indices.reshape(*rest, count)
+    size, count = math.prod(plane), math.prod(values.shape[len(batch) :])
+    flat_values = values.reshape(*batch, count)
+    flat_indices = indices.reshape(*batch, count)
     if size * count <= _MOST_COMPARED:
         # Partitioned over the planes, whatever their number; XLA never writes the pairs out.
         pairs = flat_indices[..., None] == lax.iota(flat_indices.dtype, size)
         return jnp.sum(jnp.where(pairs, flat_values[..., None], 0), axis=-2).reshape(shape)
-    points = [lax.broadcasted_iota(jnp.int32, flat_indices.shape, d) for d in range(len(rest))]
-    zeros = jnp.zeros((*rest, size), values.dtype)
+    points = [lax.broadcasted_iota(jnp.int32, flat_indices.shape, d) for d in range(len(batch))]
+    zeros = jnp.zeros((*batch, size), values.dtype)
     points.append(flat_indices.astype(jnp.int32))
     return put_points(zeros, points, flat_values, accumulate=True).reshape(shape)
 
@@ -468,10 +466,10 @@ class Taps:
         counts = np.bincount(sources, minlength=self.size)
         slot = np.arange(len(sources)) - np.repeat(np.cumsum(counts) - counts, counts)
         shape = (self.size, max(int(counts.max(initial=0)), 1))
-        found = Taps(np.zeros(shape, np.int64), np.zeros(shape), len(self.indices))
-        found.indices[sources, slot] = outputs
-        found.weights[sources, slot] = weights
-        return found
+        transpose = Taps(np.zeros(shape, np.int64), np.zeros(shape), len(self.indices))
+        transpose.indices[sources, slot] = outputs
+        transpose.weights[sources, slot] = weights
+        return transpose
 
 
 def apply_taps(x: Any, dim: int, taps: Taps) -> Any:
@@ -483,13 +481,13 @@ def apply_taps(x: Any, dim: int, taps: Taps) -> Any:
         taps: The map.
     """
     outputs, count = taps.indices.shape
-    taken = jnp.take(x, taps.indices.reshape(-1), axis=dim, mode="clip")
+    elements = jnp.take(x, taps.indices.reshape(-1), axis=dim, mode="clip")
     if count == 1 and np.all(taps.weights == 1):
-        return taken
-    taken = taken.reshape(*x.shape[:dim], outputs, count, *x.shape[dim + 1 :])
+        return elements
+    elements = elements.reshape(*x.shape[:dim], outputs, count, *x.shape[dim + 1 :])
     weights = taps.weights.reshape(outputs, count, *(1,) * (x.ndim - dim - 1))
     # A tap that is not used must not let an infinity in as 0 * inf.
-    parts = jnp.where(weights != 0, taken * jnp.asarray(weights, x.dtype), 0)
+    parts = jnp.where(weights != 0, elements * jnp.asarray(weights, x.dtype), 0)
     return jnp.sum(parts, axis=dim + 1)
 
 
@@ -503,9 +501,9 @@ def apply_taps(x: Any, dim: int, taps: Taps) -> Any:
 )
 def _replication_backward(grad: Any, x: Any, padding: Any) -> Any:
     wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
-    for last, before in enumerate(padding[::2]):
+    for last, pad in enumerate(padding[::2]):
         dim = x.ndim - 1 - last
-        places = np.arange(grad.shape[dim]) - before
+        places = np.arange(grad.shape[dim]) - pad
         indices = np.clip(places, 0, x.shape[dim] - 1)[:, None]
         taps = Taps(indices, np.ones(indices.shape), x.shape[dim])
         wide = apply_taps(wide, dim, taps.transposed())
@@ -536,24 +534,24 @@ def _positions(size: int, outputs: int, align: bool, factor: float | None, dtype
     return scale * place if align else scale * (place + dtype(0.5)) - dtype(0.5)
 
 
-def _one(indices: Any, size: int) -> Taps:
+def _single_taps(indices: Any, size: int) -> Taps:
     clipped = np.minimum(indices, size - 1).astype(np.int64)
     return Taps(clipped[:, None], np.ones((len(clipped), 1)), size)
 
 
 def _nearest(size: int, outputs: int, align: bool, factor: float | None, dtype: Any) -> Taps:
     scale = _scale(size, outputs, False, factor, dtype)
-    return _one(np.floor(scale * np.arange(outputs).astype(dtype)), size)
+    return _single_taps(np.floor(scale * np.arange(outputs).astype(dtype)), size)
 
 
 def _nearest_exact(size: int, outputs: int, align: bool, factor: float | None, dtype: Any) -> Taps:
     positions = _positions(size, outputs, False, factor, dtype)
-    return _one(np.floor(np.maximum(positions, 0) + dtype(0.5)), size)
+    return _single_taps(np.floor(np.maximum(positions, 0) + dtype(0.5)), size)
 
 
 def _linear_taps(size: int, outputs: int, align: bool, factor: float | None, dtype: Any) -> Taps:
     if size == outputs:
-        return _one(np.arange(size), size)
+        return _single_taps(np.arange(size), size)
     positions = np.maximum(_positions(size, outputs, align, factor, dtype), 0)
     first = np.minimum(positions.astype(np.int64), size - 1)
     second = np.minimum(first + 1, size - 1)
@@ -603,18 +601,18 @@ _cubic_aa = _antialiased(lambda d: _cubic_weight(d, -0.5), 4)
 
 def _maps(make: Maker, sizes: Any, outputs: Any, align: bool, factors: Any, dtype: Any) -> Any:
     dtype = np.float64 if dtype == jnp.float64 else np.float32
-    rest = len(sizes) - len(outputs)
-    given = [*factors, *[None] * (len(outputs) - len(factors))]
-    for dim, (count, factor) in enumerate(zip(outputs, given, strict=True), rest):
+    factors = [*factors, *[None] * (len(outputs) - len(factors))]
+    dims = enumerate(zip(outputs, factors, strict=True), len(sizes) - len(outputs))
+    for dim, (count, factor) in dims:
         yield dim, make(int(sizes[dim]), int(count), align, factor, dtype)
 
 
-def _mapped(x: Any, maps: Any) -> Any:
-    whole = x.dtype.kind in "iu"
-    wide = x.astype(jnp.promote_types(jnp.float32 if whole else x.dtype, jnp.float32))
+def _resize(x: Any, maps: Any) -> Any:
+    integer = x.dtype.kind in "iu"
+    wide = x.astype(jnp.promote_types(jnp.float32 if integer else x.dtype, jnp.float32))
     for dim, taps in maps:
         wide = apply_taps(wide, dim, taps)
-    if whole:  # the cubic kernel has negative weights, which lead out of a byte's range
+    if integer:  # the cubic kernel has negative weights, which lead out of a byte's range
         limits = jnp.iinfo(x.dtype)
         wide = jnp.clip(jnp.round(wide), limits.min, limits.max)
     return wide.astype(x.dtype)
@@ -623,12 +621,12 @@ def _mapped(x: Any, maps: Any) -> Any:
 def _lower_resize(name: str, make: Maker, aligns: bool) -> None:
     def forward(x: Any, output_size: Any, *options: Any) -> Any:
         align, factors = (options[0], options[1:]) if aligns else (False, options)
-        return _mapped(x, _maps(make, x.shape, output_size, align, factors, x.dtype))
+        return _resize(x, _maps(make, x.shape, output_size, align, factors, x.dtype))
 
     def backward(grad: Any, output_size: Any, input_size: Any, *options: Any) -> Any:
         align, factors = (options[0], options[1:]) if aligns else (False, options)
         maps = _maps(make, input_size, output_size, align, factors, grad.dtype)
-        return _mapped(grad, [(dim, taps.transposed()) for dim, taps in maps])
+        return _resize(grad, [(dim, taps.transposed()) for dim, taps in maps])
 
     lower(getattr(aten, name).default)(as_one(forward))
     lower(getattr(aten, f"{name}_backward").default)(as_one(backward))
@@ -695,14 +693,9 @@ class Windows:
             ceil_mode: Whether a window may lack elements at the end.
             dilation: As `kernel`.
         """
-
-        def each(value: Any) -> tuple[int, ...]:
-            value = (value,) if isinstance(value, int) else tuple(value)
-            return value * ndim if len(value) == 1 else value
-
-        sizes = tuple(shape[len(shape) - ndim :])
-        size, steps = each(kernel), each(stride) if stride else each(kernel)
-        pads, gaps = each(padding), each(dilation)
+        sizes, size = tuple(shape[len(shape) - ndim :]), _per_dim(kernel, ndim)
+        steps = _per_dim(stride, ndim) if stride else size
+        pads, gaps = _per_dim(padding, ndim), _per_dim(dilation, ndim)
         outputs: list[int] = []
         for n, k, s, p, d in zip(sizes, size, steps, pads, gaps, strict=True):
             count = (n + 2 * p - d * (k - 1) - 1 + (s - 1 if ceil_mode else 0)) // s + 1
@@ -712,12 +705,12 @@ class Windows:
 
     def reduce_window(self, ndim: int) -> dict[str, Any]:
         """Return the options of ``lax.reduce_window`` for a tensor of `ndim` dims."""
-        rest = ndim - len(self.sizes)
+        batch = ndim - len(self.sizes)
         return {
-            "window_dimensions": (1,) * rest + self.kernel,
-            "window_strides": (1,) * rest + self.stride,
-            "padding": [(0, 0)] * rest + list(zip(self.padding, self.padding_after, strict=True)),
-            "window_dilation": (1,) * rest + self.dilation,
+            "window_dimensions": (1,) * batch + self.kernel,
+            "window_strides": (1,) * batch + self.stride,
+            "padding": [(0, 0)] * batch + list(zip(self.padding, self.padding_after, strict=True)),
+            "window_dilation": (1,) * batch + self.dilation,
         }
 
     @property
@@ -751,16 +744,13 @@ class Windows:
 #
 # Averages, maxima and where these lie. Batch and channels stay apart.
 #
-# Image dims that are cut are gathered (see ``images``). A maximum's index counts the elements of
+# Image dims that are cut are gathered (``index.uncut``). A maximum's index counts the elements of
 # its plane in order. The backward of a maximum does not scatter by these indices, which XLA's
 # partitioner would gather for: each element of a window is compared with the window's index, and
 # spread back with a pad.
 
 # Windows of more elements than this are not unrolled, so that programs stay small.
 _LARGEST_UNROLLED = 64
-
-
-# ------------------------------------------------------------------ averages
 
 
 def _average(
@@ -773,8 +763,8 @@ def _average(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
-    rest = x.ndim - ndim
-    x = whole(x, rest)
+    batch = x.ndim - ndim
+    x = uncut(x, batch)
     windows = Windows.of(x.shape, ndim, kernel_size, stride, padding, ceil_mode)
     divisor = windows.counts(count_include_pad) if divisor_override is None else divisor_override
     integer = x.dtype.kind in "iu"
@@ -782,35 +772,7 @@ def _average(
     zero = np.zeros((), wide.dtype)  # not traced, or JAX does not see the sum
     total = lax.reduce_window(wide, zero, lax.add, **windows.reduce_window(x.ndim))
     divisor = jnp.broadcast_to(jnp.asarray(divisor, total.dtype), total.shape)
-    return whole(lax.div(total, divisor).astype(x.dtype), rest)
-
-
-@lower(aten.avg_pool2d.default)
-def _avg_pool2d(x: Any, *options: Any) -> Any:
-    return _average(x, 2, *options)
-
-
-@lower(aten.avg_pool3d.default)
-def _avg_pool3d(x: Any, *options: Any) -> Any:
-    return _average(x, 3, *options)
-
-
-def _average_backward(grad: Any, x: Any, ndim: int, options: Any) -> Any:
-    grad, x = whole(grad, x.ndim - ndim), whole(x, x.ndim - ndim)
-    return pull_back(lambda v: _average(v, ndim, *options), (x,), grad)[0]
-
-
-@lower(aten.avg_pool2d_backward.default)
-def _avg_pool2d_backward(grad: Any, x: Any, *options: Any) -> Any:
-    return _average_backward(grad, x, 2, options)
-
-
-@lower(aten.avg_pool3d_backward.default)
-def _avg_pool3d_backward(grad: Any, x: Any, *options: Any) -> Any:
-    return _average_backward(grad, x, 3, options)
-
-
-# ------------------------------------------------------------------ maxima
+    return uncut(lax.div(total, divisor).astype(x.dtype), batch)
 
 
 def lowest(dtype: Any) -> Any:
@@ -818,9 +780,9 @@ def lowest(dtype: Any) -> Any:
     return jnp.array(-jnp.inf if dtype.kind not in "iu" else jnp.iinfo(dtype).min, dtype)
 
 
-def larger(one: Any, other: Any) -> Any:
+def larger(pair_a: Any, pair_b: Any) -> Any:
     """Return the (value, index) of the larger value: of equal ones the first, of NaNs the last."""
-    (a, i), (b, j) = one, other
+    (a, i), (b, j) = pair_a, pair_b
     nan_a, nan_b = a != a, b != b
     tied = jnp.where(nan_a, i > j, i < j)
     first = jnp.where(nan_a == nan_b, (a > b) | (((a == b) | nan_a) & tied), nan_a)
@@ -828,46 +790,40 @@ def larger(one: Any, other: Any) -> Any:
 
 
 def _maximum(x: Any, windows: Windows) -> Any:
-    ndim = len(windows.sizes)
-    rest = x.ndim - ndim
+    ndim, batch = len(windows.sizes), x.ndim - len(windows.sizes)
     start = (lowest(x.dtype), jnp.array(jnp.iinfo(jnp.int32).max, jnp.int32))
-    pairs = (whole(x, rest), flat_index(x.shape, ndim))
-    results = lax.reduce_window(pairs, start, larger, **windows.reduce_window(x.ndim))
-    return tuple(whole(result, rest) for result in results)
-
-
-def _maximum_backward(grad: Any, x: Any, windows: Windows, indices: Any) -> Any:
-    rest = x.ndim - len(windows.sizes)
-    return _put_back(whole(grad, rest), x, windows, whole(indices, rest))
+    pairs = (uncut(x, batch), flat_index(x.shape, ndim))
+    maxima, indices = lax.reduce_window(pairs, start, larger, **windows.reduce_window(x.ndim))
+    return uncut(maxima, batch), uncut(indices, batch)
 
 
 @as_one
 def _put_back(grad: Any, x: Any, windows: Windows, indices: Any) -> Any:
     """Give each window's gradient to the element that `indices` names; sums where windows meet."""
-    ndim, rest = len(windows.sizes), x.ndim - len(windows.sizes)
+    ndim, batch = len(windows.sizes), x.ndim - len(windows.sizes)
     if math.prod(windows.kernel) > _LARGEST_UNROLLED:
         return add_on_planes(grad, indices, x.shape, ndim)
     # Windows are spread over the padded image: XLA's partitioner aborts on pads below zero.
     edges = list(zip(windows.padding, windows.sizes, windows.padding_after, strict=True))
-    padded = [before + size + after for before, size, after in edges]
-    total = jnp.zeros((*x.shape[:rest], *padded), jnp.promote_types(grad.dtype, jnp.float32))
+    padded = [low + size + high for low, size, high in edges]
+    total = jnp.zeros((*x.shape[:batch], *padded), jnp.promote_types(grad.dtype, jnp.float32))
     for offsets in itertools.product(*map(range, windows.kernel)):
         index, inside = jnp.zeros((), indices.dtype), jnp.ones((), jnp.bool_)
-        pads = [(0, 0, 0)] * rest
+        pads = [(0, 0, 0)] * batch
         for dim, offset in enumerate(offsets):
             count, step, size = windows.outputs[dim], windows.stride[dim], windows.sizes[dim]
             begin = offset * windows.dilation[dim]
-            place = begin + step * lax.broadcasted_iota(indices.dtype, grad.shape, rest + dim)
+            place = begin + step * lax.broadcasted_iota(indices.dtype, grad.shape, batch + dim)
             place = place - windows.padding[dim]
             inside &= (place >= 0) & (place < size)
             index = index * size + place
             pads.append((begin, padded[dim] - begin - step * (count - 1) - 1, step - 1))
         here = jnp.where(inside & (indices == index), grad, 0).astype(total.dtype)
         total = total + lax.pad(here, np.zeros((), total.dtype), pads)
-    begins = [before for before, _, _ in edges]
-    ends = [before + size for before, size, _ in edges]
-    total = lax.slice(total, [0] * rest + begins, [*x.shape[:rest], *ends])
-    return whole(total.astype(grad.dtype), rest)
+    begins = [low for low, _, _ in edges]
+    ends = [low + size for low, size, _ in edges]
+    total = lax.slice(total, [0] * batch + begins, [*x.shape[:batch], *ends])
+    return uncut(total.astype(grad.dtype), batch)
 
 
 def _of_maximum(x: Any, ndim: int, options: Any) -> Windows:
@@ -876,26 +832,30 @@ def _of_maximum(x: Any, ndim: int, options: Any) -> Windows:
     return Windows.of(x.shape, ndim, **(defaults | dict(zip(names, options, strict=False))))
 
 
-@lower(aten.max_pool2d_with_indices.default)
-def _max_pool2d(x: Any, *options: Any) -> Any:
-    return _maximum(x, _of_maximum(x, 2, options))
+def _lower_pools(ndim: int) -> None:
+    def average(x: Any, *options: Any) -> Any:
+        return _average(x, ndim, *options)
+
+    def average_backward(grad: Any, x: Any, *options: Any) -> Any:
+        grad, x = uncut(grad, x.ndim - ndim), uncut(x, x.ndim - ndim)
+        return pull_back(lambda v: _average(v, ndim, *options), (x,), grad)[0]
+
+    def maximum(x: Any, *options: Any) -> Any:
+        return _maximum(x, _of_maximum(x, ndim, options))
+
+    def maximum_backward(grad: Any, x: Any, *options: Any) -> Any:
+        *settings, indices = options
+        grad, indices = uncut(grad, x.ndim - ndim), uncut(indices, x.ndim - ndim)
+        return _put_back(grad, x, _of_maximum(x, ndim, settings), indices)
+
+    lower(getattr(aten, f"avg_pool{ndim}d").default)(average)
+    lower(getattr(aten, f"avg_pool{ndim}d_backward").default)(average_backward)
+    lower(getattr(aten, f"max_pool{ndim}d_with_indices").default)(maximum)
+    lower(getattr(aten, f"max_pool{ndim}d_with_indices_backward").default)(maximum_backward)
 
 
-@lower(aten.max_pool3d_with_indices.default)
-def _max_pool3d(x: Any, *options: Any) -> Any:
-    return _maximum(x, _of_maximum(x, 3, options))
-
-
-@lower(aten.max_pool2d_with_indices_backward.default)
-def _max_pool2d_backward(grad: Any, x: Any, *options: Any) -> Any:
-    *settings, indices = options
-    return _maximum_backward(grad, x, _of_maximum(x, 2, settings), indices)
-
-
-@lower(aten.max_pool3d_with_indices_backward.default)
-def _max_pool3d_backward(grad: Any, x: Any, *options: Any) -> Any:
-    *settings, indices = options
-    return _maximum_backward(grad, x, _of_maximum(x, 3, settings), indices)
+_lower_pools(2)
+_lower_pools(3)
 
 
 # ----------------------------------------------------------------------------------------- Adaptive
@@ -914,8 +874,8 @@ def _adaptive(size: int, outputs: int) -> Taps:
 
 
 def _averages(shape: Sequence[int], outputs: Sequence[int]) -> list[tuple[int, Taps]]:
-    rest = len(shape) - len(outputs)
-    return [(d, _adaptive(shape[d], n)) for d, n in enumerate(outputs, rest)]
+    first = len(shape) - len(outputs)
+    return [(d, _adaptive(shape[d], n)) for d, n in enumerate(outputs, first)]
 
 
 @lower(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
@@ -927,65 +887,31 @@ def _adaptive_average(x: Any, output_size: Any) -> Any:
     return wide.astype(x.dtype)
 
 
-def _adaptive_average_backward(grad: Any, x: Any, ndim: int) -> Any:
-    wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
-    for dim, taps in _averages(x.shape, grad.shape[grad.ndim - ndim :]):
-        wide = apply_taps(wide, dim, taps.transposed())
-    return wide.astype(grad.dtype)
-
-
-@lower(aten._adaptive_avg_pool2d_backward.default)
-@as_one
-def _adaptive_average2d_backward(grad: Any, x: Any) -> Any:
-    return _adaptive_average_backward(grad, x, 2)
-
-
-@lower(aten._adaptive_avg_pool3d_backward.default)
-@as_one
-def _adaptive_average3d_backward(grad: Any, x: Any) -> Any:
-    return _adaptive_average_backward(grad, x, 3)
-
-
 # ------------------------------------------------------------------ maxima
 
 
-def _largest(x: Any, places: Any, kernel: Sequence[int]) -> Any:
+def _largest(x: Any, places: Any, ndim: int) -> Any:
     """Reduce windows whose elements lie side by side: dims (window, element) for each image dim."""
-    ndim = len(kernel)
-    rest = x.ndim - 2 * ndim
+    batch = x.ndim - 2 * ndim
     start = (lowest(x.dtype), jnp.array(jnp.iinfo(jnp.int32).max, jnp.int32))
-    return lax.reduce((x, places), start, larger, tuple(range(rest + 1, x.ndim, 2)))
+    return lax.reduce((x, places), start, larger, tuple(range(batch + 1, x.ndim, 2)))
 
 
 @lower(aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)
 @as_one
 def _adaptive_maximum(x: Any, output_size: Any) -> Any:
-    ndim, rest = len(output_size), x.ndim - len(output_size)
+    ndim, batch = len(output_size), x.ndim - len(output_size)
     places = flat_index(x.shape, ndim)
-    kernel: list[int] = []
     for d, n in enumerate(output_size):
         # An element that a short window takes twice changes no maximum.
-        indices = _adaptive(x.shape[rest + 2 * d], n).indices
-        kernel.append(indices.shape[1])
-        x, places = (_windows_along(v, rest + 2 * d, indices) for v in (x, places))
-    return _largest(x, places, kernel)
+        indices = _adaptive(x.shape[batch + 2 * d], n).indices
+        x, places = (_windows_along(v, batch + 2 * d, indices) for v in (x, places))
+    return _largest(x, places, ndim)
 
 
 def _windows_along(x: Any, dim: int, indices: Any) -> Any:
-    taken = jnp.take(x, indices.reshape(-1), axis=dim, mode="clip")
-    return taken.reshape(*x.shape[:dim], *indices.shape, *x.shape[dim + 1 :])
-
-
-@lower(aten.adaptive_max_pool2d_backward.default)
-@as_one
-def _adaptive_maximum2d_backward(grad: Any, x: Any, indices: Any) -> Any:
-    return add_on_planes(grad, indices, x.shape, 2)
-
-
-@lower(aten.adaptive_max_pool3d_backward.default)
-@as_one
-def _adaptive_maximum3d_backward(grad: Any, x: Any, indices: Any) -> Any:
-    return add_on_planes(grad, indices, x.shape, 3)
+    elements = jnp.take(x, indices.reshape(-1), axis=dim, mode="clip")
+    return elements.reshape(*x.shape[:dim], *indices.shape, *x.shape[dim + 1 :])
 
 
 # ------------------------------------------------------------------ at random places
@@ -1014,33 +940,40 @@ def _fractional(x: Any, kernel_size: Any, output_size: Any, samples: Any, order:
         indices = starts[..., None] + jnp.arange(k, dtype=jnp.int32)
         behind = (1,) * (x.ndim - dim - 1)
         across = indices.reshape(*x.shape[:2], *(1,) * (dim - 2), n * k, *behind)
-        taken = [jnp.take_along_axis(v, across, axis=dim, mode="clip") for v in (x, places)]
-        x, places = (v.reshape(*v.shape[:dim], n, k, *v.shape[dim + 1 :]) for v in taken)
-    values, indices = _largest(x, places, kernel_size)
-    result = (*shape[: len(shape) - ndim], *output_size)
-    return values.reshape(result), indices.reshape(result)
+        elements = [jnp.take_along_axis(v, across, axis=dim, mode="clip") for v in (x, places)]
+        x, places = (v.reshape(*v.shape[:dim], n, k, *v.shape[dim + 1 :]) for v in elements)
+    maxima, indices = _largest(x, places, ndim)
+    output_shape = (*shape[: len(shape) - ndim], *output_size)
+    return maxima.reshape(output_shape), indices.reshape(output_shape)
 
 
-@lower(aten.fractional_max_pool2d.default)
-@as_one
-def _fractional2d(x: Any, kernel_size: Any, output_size: Any, samples: Any) -> Any:
+# ------------------------------------------------------------------ registered for 2 and 3 dims
+
+
+def _lower_pools_of_any_windows(ndim: int) -> None:
     # torch takes the first number of each pair for the second dim.
-    return _fractional(x, kernel_size, output_size, samples, (1, 0))
+    order = (1, 0) if ndim == 2 else (0, 1, 2)
+
+    def average_backward(grad: Any, x: Any) -> Any:
+        wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+        for dim, taps in _averages(x.shape, grad.shape[grad.ndim - ndim :]):
+            wide = apply_taps(wide, dim, taps.transposed())
+        return wide.astype(grad.dtype)
+
+    def fractional_maximum(x: Any, kernel_size: Any, output_size: Any, samples: Any) -> Any:
+        return _fractional(x, kernel_size, output_size, samples, order)
+
+    def maximum_backward(grad: Any, x: Any, *options: Any) -> Any:
+        return add_on_planes(grad, options[-1], x.shape, ndim)
+
+    for name, rule in (
+        ("_adaptive_avg_pool{}d_backward", average_backward),
+        ("adaptive_max_pool{}d_backward", maximum_backward),
+        ("fractional_max_pool{}d", fractional_maximum),
+        ("fractional_max_pool{}d_backward", maximum_backward),
+    ):
+        lower(getattr(aten, name.format(ndim)).default)(as_one(rule))
 
 
-@lower(aten.fractional_max_pool3d.default)
-@as_one
-def _fractional3d(x: Any, kernel_size: Any, output_size: Any, samples: Any) -> Any:
-    return _fractional(x, kernel_size, output_size, samples, (0, 1, 2))
-
-
-@lower(aten.fractional_max_pool2d_backward.default)
-@as_one
-def _fractional2d_backward(grad: Any, x: Any, k: Any, output_size: Any, indices: Any) -> Any:
-    return add_on_planes(grad, indices, x.shape, 2)
-
-
-@lower(aten.fractional_max_pool3d_backward.default)
-@as_one
-def _fractional3d_backward(grad: Any, x: Any, k: Any, output_size: Any, indices: Any) -> Any:
-    return add_on_planes(grad, indices, x.shape, 3)
+_lower_pools_of_any_windows(2)
+_lower_pools_of_any_windows(3)

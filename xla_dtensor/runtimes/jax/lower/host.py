@@ -28,22 +28,22 @@ __all__ = ["read_on_host"]
 # -------------------------- Read a value on the host, for an op whose result's shape depends on it
 
 
-def read_on_host(value: Any, what: str) -> np.ndarray[Any, Any]:
+def read_on_host(array: Any, usage: str) -> np.ndarray[Any, Any]:
     """Return the whole value of an array. With several processes, all of them call this alike.
 
     Args:
-        value: The array.
-        what: For the text, what happens to "a tensor's value".
+        array: The array.
+        usage: For the text, what happens to "a tensor's value".
 
     Raises:
         CompileError: A step is traced, and the value is one that changes between its calls.
     """
     trace = active_trace()
     # What the step captured is an input of its program, though the trace sees the array itself.
-    captured = trace is not None and any(value is array for array in trace.captured.values())
-    if captured or is_tracer(value):
-        refuse_read(what)
-    return host_value(value)
+    captured = trace is not None and any(array is input for input in trace.captured.values())
+    if captured or is_tracer(array):
+        refuse_read(usage)
+    return host_value(array)
 
 
 # ------------------------------------------------------ Ops whose result's shape depends on values
@@ -57,31 +57,31 @@ _logged: set[Any] = set()
 
 def _on_host(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an op on the host's copies of its arguments."""
-    what = f"read by {func}, the shape of whose result depends on it,"
+    usage = f"read by {func}, the shape of whose result depends on it,"
 
-    def to_host(value: Any) -> Any:
-        if not isinstance(value, jax.Array):
-            return value
-        return torch_from_numpy(read_on_host(value, what))
+    def to_host(argument: Any) -> Any:
+        if not isinstance(argument, jax.Array):
+            return argument
+        return torch_from_numpy(read_on_host(argument, usage))
 
     host_args, host_kwargs = map_nested(to_host, (args, kwargs))
     _log_once(func)
     sharding = _replicated(args, kwargs)
 
-    def to_devices(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return put_host_array(np.array(numpy_from_torch(value)), sharding)
+    def to_devices(output: Any) -> Any:
+        if not isinstance(output, torch.Tensor):
+            return output
+        return put_host_array(np.array(numpy_from_torch(output)), sharding)
 
-    result = func(*host_args, **host_kwargs)
-    return tuple(map(to_devices, result)) if isinstance(result, tuple) else to_devices(result)
+    outputs = func(*host_args, **host_kwargs)
+    return tuple(map(to_devices, outputs)) if isinstance(outputs, tuple) else to_devices(outputs)
 
 
 def _replicated(args: Any, kwargs: Any) -> NamedSharding | None:
     """Return the whole tensor on every device of the arguments; None where these lie on one."""
-    for value in leaves((args, kwargs)):
-        if isinstance(value, jax.Array) and isinstance(value.sharding, NamedSharding):
-            return NamedSharding(value.sharding.mesh, PartitionSpec())
+    for argument in leaves((args, kwargs)):
+        if isinstance(argument, jax.Array) and isinstance(argument.sharding, NamedSharding):
+            return NamedSharding(argument.sharding.mesh, PartitionSpec())
     return None
 
 

@@ -36,7 +36,7 @@ __all__ = [
     "put_points",
     "reduce_points",
     "smallest",
-    "whole",
+    "uncut",
     "write_index",
     "write_slice",
 ]
@@ -51,8 +51,8 @@ __all__: list[str] = []
 aten = torch.ops.aten
 
 
-def _filled(value: Any, meta: Any) -> Any:
-    return jnp.full(meta.shape, value, jax_dtype(meta.dtype))
+def _filled(number: Any, meta: Any) -> Any:
+    return jnp.full(meta.shape, number, jax_dtype(meta.dtype))
 
 
 @lower(
@@ -127,8 +127,8 @@ def _extreme(reduce: Any, x: Any, axis: Any, keepdims: bool, *, nan_is_largest: 
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return reduce(x, axis=axis, keepdims=keepdims)
     wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
-    found = reduce(ordered(wide, nan_is_largest), axis=axis, keepdims=keepdims)
-    return unordered(found, wide.dtype).astype(x.dtype)
+    extreme = reduce(ordered(wide, nan_is_largest), axis=axis, keepdims=keepdims)
+    return unordered(extreme, wide.dtype).astype(x.dtype)
 
 
 # ------------------------------------------------------------------------------- Keep images whole
@@ -141,23 +141,23 @@ def _extreme(reduce: Any, x: Any, axis: Any, keepdims: bool, *, nan_is_largest: 
 # is cut is gathered first; batch and channels stay as they lie.
 
 
-def whole(x: Any, rest: int) -> Any:
-    """Return `x` with all dims but the first `rest` in one piece on each device.
+def uncut(x: Any, num_free: int) -> Any:
+    """Return `x` with all dims but the first `num_free` in one piece on each device.
 
     Args:
         x: An array, or a tracer; the values stay.
-        rest: How many dims may stay cut, in whichever way.
+        num_free: How many dims may stay cut, in whichever way.
     """
     if isinstance(x, Tracer):
         mesh = mesh_of_program()
         if mesh is None:
             return x
-        spec = (*[PartitionSpec.UNCONSTRAINED] * rest, *[None] * (x.ndim - rest))
+        spec = (*[PartitionSpec.UNCONSTRAINED] * num_free, *[None] * (x.ndim - num_free))
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
     sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or not any(sharding.spec[rest:]):
+    if not isinstance(sharding, NamedSharding) or not any(sharding.spec[num_free:]):
         return x
-    return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:rest])))
+    return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:num_free])))
 
 
 def mesh_of_program() -> Mesh | None:
@@ -186,11 +186,11 @@ def on_rows(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """Give a lowering of (x, dim, index, ...) that writes to `x` one row where `x` has no dims."""
 
     @functools.wraps(lowering)
-    def run(x: Any, dim: int, index: Any, *others: Any, **options: Any) -> Any:
+    def run(x: Any, dim: int, index: Any, *operands: Any, **options: Any) -> Any:
         if x.ndim:
-            return lowering(x, dim, index, *others, **options)
-        others = tuple(other.reshape(-1) if hasattr(other, "ndim") else other for other in others)
-        return lowering(x[None], 0, index.reshape(-1), *others, **options)[0]
+            return lowering(x, dim, index, *operands, **options)
+        operands = tuple(v.reshape(-1) if hasattr(v, "ndim") else v for v in operands)
+        return lowering(x[None], 0, index.reshape(-1), *operands, **options)[0]
 
     return run
 
@@ -230,21 +230,21 @@ def put_points(
         return x
     if x.dtype == jnp.bool_ and accumulate:  # the sum of bools is whether one of them is true
         numbers = x.astype(jnp.int32)
-        found = put_points(numbers, points, values, accumulate, from_the_end=from_the_end)
-        return found.astype(jnp.bool_)
-    rest = x.shape[len(points) :]
+        sums = put_points(numbers, points, values, accumulate, from_the_end=from_the_end)
+        return sums.astype(jnp.bool_)
+    row_shape = x.shape[len(points) :]
     shape = [size for size in points[0].shape if size > 1]
     if not shape or any(size % jax_devices.device_count() for size in shape):
         shape = [math.prod(shape)]
     points = [point.reshape(shape) for point in points]
-    values = values.astype(x.dtype).reshape(*shape, *rest)
+    values = values.astype(x.dtype).reshape(*shape, *row_shape)
     lack = -shape[0] % jax_devices.device_count() if len(shape) == 1 else 0
     if lack:
         points = [jnp.pad(point, (0, lack), mode="edge") for point in points]
-        padding = [(0, lack), *[(0, 0)] * len(rest)]
+        padding = [(0, lack), *[(0, 0)] * len(row_shape)]
         values = jnp.pad(values, padding, mode="constant" if accumulate else "edge")
-    at = x.at[tuple(points)]
-    write = at.add if accumulate else at.set
+    target = x.at[tuple(points)]
+    write = target.add if accumulate else target.set
     return write(values, wrap_negative_indices=from_the_end)
 
 
@@ -295,8 +295,8 @@ def _maximum(weight: Any, indices: Any, inside: Any) -> Any:
     """The largest element per bag and column, and the index of the row that has it."""
     values = jnp.where(inside[..., None], _rows(weight, indices), -jnp.inf)
     place = jnp.argmax(values, axis=1)
-    found = jnp.where(jnp.any(inside, 1)[:, None], jnp.max(values, axis=1), 0)
-    return found, jnp.where(jnp.any(inside, 1)[:, None], indices[place], 0)
+    maxima = jnp.where(jnp.any(inside, 1)[:, None], jnp.max(values, axis=1), 0)
+    return maxima, jnp.where(jnp.any(inside, 1)[:, None], indices[place], 0)
 
 
 @lower(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
@@ -314,25 +314,25 @@ def _embedding_bag(
 ) -> Any:
     count = offsets.shape[0] - include_last_offset
     bags = _bag_of(indices, offsets[:count])
-    kept = indices != padding_idx
-    sizes = _total(bags, kept.astype(jnp.int64), count)
+    is_used = indices != padding_idx
+    sizes = _total(bags, is_used.astype(jnp.int64), count)
     largest = jnp.zeros((0,), indices.dtype)
     if mode == _MAX and not indices.size:
-        result = jnp.zeros((count, weight.shape[1]), weight.dtype)
-        largest = jnp.zeros(result.shape, indices.dtype)
+        output = jnp.zeros((count, weight.shape[1]), weight.dtype)
+        largest = jnp.zeros(output.shape, indices.dtype)
     elif mode == _MAX:
-        inside = (bags == jnp.arange(count, dtype=bags.dtype)[:, None]) & kept
-        result, largest = _maximum(weight, indices, inside)
+        inside = (bags == jnp.arange(count, dtype=bags.dtype)[:, None]) & is_used
+        output, largest = _maximum(weight, indices, inside)
     else:
         rows = _rows(weight, indices)
         rows = rows if per_sample_weights is None else rows * per_sample_weights[:, None]
-        result = _total(bags, jnp.where(kept[:, None], rows, 0), count)
+        output = _total(bags, jnp.where(is_used[:, None], rows, 0), count)
         if mode == _MEAN:
-            result = result / jnp.maximum(sizes, 1)[:, None]
-    is_right = jnp.all((offsets >= 0) & (offsets <= indices.shape[0]))
-    result = jnp.where(is_right, result, jnp.nan)
+            output = output / jnp.maximum(sizes, 1)[:, None]
+    is_in_order = jnp.all((offsets >= 0) & (offsets <= indices.shape[0]))
+    output = jnp.where(is_in_order, output, jnp.nan)
     sizes = jnp.pad(sizes, (0, int(include_last_offset)))
-    return result.astype(weight.dtype), bags, sizes, largest
+    return output.astype(weight.dtype), bags, sizes, largest
 
 
 def _refuse(option: str, reason: str) -> NoReturn:
@@ -424,8 +424,8 @@ def _sample_weights_backward(
     mode: int,
     padding_idx: int = -1,
 ) -> Any:
-    found = jnp.sum(_rows(grad, bags) * _rows(weight, indices), axis=1)
-    return jnp.where(indices == padding_idx, 0, found)
+    grads = jnp.sum(_rows(grad, bags) * _rows(weight, indices), axis=1)
+    return jnp.where(indices == padding_idx, 0, grads)
 
 
 # ----------------------------------------------------------------------------------------- Indexing
@@ -516,8 +516,8 @@ def _advanced(indices: Any) -> tuple[Any, ...]:
             return slice(None)
         if i.dtype not in (jnp.bool_, jnp.uint8):  # to torch, uint8 is a mask as well
             return i
-        what = "used as a mask that decides how many elements there are"
-        return read_on_host(i, what).astype(bool)
+        usage = "used as a mask that decides how many elements there are"
+        return read_on_host(i, usage).astype(bool)
 
     return tuple(map(index, indices))
 
@@ -539,16 +539,16 @@ def _index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> A
         mask = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
         return jnp.where(mask, x + values.reshape(()) if accumulate else values.reshape(()), x)
     if any(i is not None and i.dtype in (jnp.bool_, jnp.uint8) for i in indices):
-        at = x.at[_advanced(indices)]
-        return at.add(values) if accumulate else at.set(values)
+        target = x.at[_advanced(indices)]
+        return target.add(values) if accumulate else target.set(values)
     dims = [dim for dim, i in enumerate(indices) if i is not None]
     points = jnp.broadcast_arrays(*(indices[dim] for dim in dims))
     shape = points[0].shape
-    rest = [x.shape[dim] for dim in range(x.ndim) if dim not in dims]
+    row_shape = [x.shape[dim] for dim in range(x.ndim) if dim not in dims]
     # Values have the indices' dims in place of the indexed ones, or first where these are apart.
-    at = dims[0] if dims[-1] - dims[0] + 1 == len(dims) else 0
-    values = jnp.broadcast_to(values, (*rest[:at], *shape, *rest[at:]))
-    values = jnp.moveaxis(values, range(at, at + len(shape)), range(len(shape)))
+    position = dims[0] if dims[-1] - dims[0] + 1 == len(dims) else 0
+    values = jnp.broadcast_to(values, (*row_shape[:position], *shape, *row_shape[position:]))
+    values = jnp.moveaxis(values, range(position, position + len(shape)), range(len(shape)))
     return put_points_along(x, dims, points, values, accumulate)
 
 
@@ -571,8 +571,8 @@ def _index_copy(x: Any, dim: int, index: Any, source: Any) -> Any:
 @on_rows
 def _index_fill(x: Any, dim: int, index: Any, value: Any) -> Any:
     index, value = index.reshape(-1), jnp.asarray(value).reshape(())
-    rest = [size for d, size in enumerate(x.shape) if d != dim % x.ndim]
-    values = jnp.broadcast_to(value, (*index.shape, *rest))
+    row_shape = [size for d, size in enumerate(x.shape) if d != dim % x.ndim]
+    values = jnp.broadcast_to(value, (*index.shape, *row_shape))
     return put_points_along(x, [dim], [index], values, accumulate=False)
 
 
@@ -590,8 +590,8 @@ def _max_unpool(x: Any, indices: Any, output_size: Any, *_: Any) -> Any:
     lead = x.shape[: -len(output_size)]
     volume = jnp.zeros((*lead, math.prod(output_size)), x.dtype)
     places, values = indices.reshape(*lead, -1), x.reshape(*lead, -1)
-    found = _scattered(volume, -1, places, values, accumulate=False)
-    return found.reshape(*lead, *output_size)
+    filled = _scattered(volume, -1, places, values, accumulate=False)
+    return filled.reshape(*lead, *output_size)
 
 
 # ------------------------------------------------------------------ class-picking losses
@@ -605,10 +605,10 @@ def _picked(shape: tuple[int, ...], target: Any) -> Any:
 
 
 def _row_weights(log_probs: Any, target: Any, weight: Any, ignore_index: int) -> Any:
-    kept = target != ignore_index
+    is_used = target != ignore_index
     if weight is None:
-        return kept.astype(log_probs.dtype)
-    return jnp.where(kept, weight[jnp.where(kept, target, 0)], 0)
+        return is_used.astype(log_probs.dtype)
+    return jnp.where(is_used, weight[jnp.where(is_used, target, 0)], 0)
 
 
 @lower(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
@@ -672,7 +672,7 @@ def reduce_points(x: Any, points: Sequence[Any], values: Any, reduce: str) -> An
     The points are padded to a size that XLA's partitioner never cuts unevenly; see
     :mod:`~xla_dtensor.runtimes.jax.lower.index`.
     """
-    rest = x.shape[len(points) :]
+    row_shape = x.shape[len(points) :]
     count = math.prod(points[0].shape)
     if not count:
         return x
@@ -684,8 +684,8 @@ def reduce_points(x: Any, points: Sequence[Any], values: Any, reduce: str) -> An
         return unordered(numbers, x.dtype)
     lack = -count % jax_devices.device_count()
     flat = [jnp.pad(point.reshape(-1), (0, lack)) for point in points]
-    values = values.astype(x.dtype).reshape(count, *rest)
-    padding = [(0, lack), *[(0, 0)] * len(rest)]
+    values = values.astype(x.dtype).reshape(count, *row_shape)
+    padding = [(0, lack), *[(0, 0)] * len(row_shape)]
     values = jnp.pad(values, padding, constant_values=identity(reduce, x.dtype))
     return getattr(x.at[tuple(flat)], _METHODS[reduce])(values, mode="drop")
 
@@ -710,11 +710,11 @@ def _reduced(x: Any, points: Sequence[Any], values: Any, reduce: str, include_se
     base = x
     if not include_self and counts is not None:
         base = jnp.where(counts > 0, identity(reduce, x.dtype), x)
-    found = reduce_points(base, points, values, reduce)
+    reduced = reduce_points(base, points, values, reduce)
     if reduce == "mean" and counts is not None:
         number = jnp.maximum(counts + (1 if include_self else 0), 1)
-        found = found // number if kind.kind in "iu" else found / number.astype(found.dtype)
-    return found.astype(kind)
+        reduced = reduced // number if kind.kind in "iu" else reduced / number.astype(reduced.dtype)
+    return reduced.astype(kind)
 
 
 @lower(aten.scatter_reduce.two)
@@ -750,9 +750,9 @@ def _index_reduce(
     x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
 ) -> Any:
     source = jnp.moveaxis(source.reshape((-1,) if not source.ndim else source.shape), dim, 0)
-    moved = jnp.moveaxis(x, dim, 0)
-    found = _reduced(moved, [index.reshape(-1)], source, reduce, include_self)
-    return jnp.moveaxis(found, 0, dim)
+    rows = jnp.moveaxis(x, dim, 0)
+    reduced = _reduced(rows, [index.reshape(-1)], source, reduce, include_self)
+    return jnp.moveaxis(reduced, 0, dim)
 
 
 # ------------------------------------------------------------------ through a mask
@@ -764,8 +764,8 @@ def _masked_scatter(x: Any, mask: Any, source: Any, *, meta: Any) -> Any:
     if not source.size or not x.size:
         return x
     number = (jnp.cumsum(mask.reshape(-1)) - 1).reshape(mask.shape)
-    taken = jnp.take(source.reshape(-1), jnp.where(mask, number, 0), mode="fill")
-    return jnp.where(mask, taken, x)
+    elements = jnp.take(source.reshape(-1), jnp.where(mask, number, 0), mode="fill")
+    return jnp.where(mask, elements, x)
 
 
 @lower(aten.masked_scatter_backward.default)
@@ -776,8 +776,8 @@ def _masked_scatter_backward(grad: Any, mask: Any, sizes: Any) -> Any:
     if not count or not mask.size:
         return jnp.zeros(sizes, grad.dtype)
     order = jnp.argsort(~mask, stable=True)[:count]
-    taken = jnp.where(mask[order], grad.reshape(-1)[order], 0)
-    return jnp.pad(taken, (0, count - taken.shape[0])).reshape(sizes)
+    grads = jnp.where(mask[order], grad.reshape(-1)[order], 0)
+    return jnp.pad(grads, (0, count - grads.shape[0])).reshape(sizes)
 
 
 # ------------------------------------------------------------------------------------------- Slices
@@ -804,12 +804,12 @@ def cut(base: Any, dim: int, start: int, stop: int, step: int = 1) -> Any:
     """Return ``base[start:stop:step]`` along a dim."""
     if stop - start <= step:
         stop, step = min(stop, start + 1), 1
-    result = lax.slice_in_dim(base, start, stop, step, dim)
+    part = lax.slice_in_dim(base, start, stop, step, dim)
     mesh = mesh_of_program() if start == 0 and step == 1 and isinstance(base, Tracer) else None
     if mesh is None or not may_leave_shards(base.shape[dim], stop, mesh.size):
-        return result
+        return part
     is_open = NamedSharding(mesh, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * base.ndim))
-    return lax.with_sharding_constraint(result, is_open)
+    return lax.with_sharding_constraint(part, is_open)
 
 
 def spread(new: Any, shape: Sequence[int], dim: int, start: int, step: int = 1) -> Any:
@@ -866,8 +866,8 @@ def _reshape(x: Any, size: Any, *, meta: Any) -> Any:
 @lower(aten.cat.default)
 def _cat(tensors: Any, dim: int = 0) -> Any:
     # torch skips empty 1-D tensors whatever the shape of the others.
-    kept = [t for t in tensors if t.shape != (0,)]
-    return jnp.concatenate(kept, axis=dim) if kept else jnp.zeros(0, tensors[0].dtype)
+    parts = [t for t in tensors if t.shape != (0,)]
+    return jnp.concatenate(parts, axis=dim) if parts else jnp.zeros(0, tensors[0].dtype)
 
 
 @lower(aten.stack.default)

@@ -63,18 +63,18 @@ def _first_bad_minor(x: Any) -> Any:
     """Return, per matrix, the order of the first leading minor that is not positive; 0 for none."""
 
     def eliminate(k: Any, state: Any) -> Any:
-        rest, info = state
-        pivot = jnp.real(rest[..., k, k])
+        remainder, info = state
+        pivot = jnp.real(remainder[..., k, k])
         is_good = pivot > 0
         info = jnp.where((info == 0) & ~is_good, k + 1, info)
-        column = rest[..., :, k]
+        column = remainder[..., :, k]
         scaled = jnp.conj(column) / jnp.where(is_good, pivot, 1).astype(x.dtype)[..., None]
-        return rest - column[..., :, None] * scaled[..., None, :], info
+        return remainder - column[..., :, None] * scaled[..., None, :], info
 
     lower = jnp.tril(x)
-    whole = lower + adjoint(jnp.tril(x, -1))
+    symmetric = lower + adjoint(jnp.tril(x, -1))
     info = jnp.zeros(x.shape[:-2], jnp.int32)
-    return lax.fori_loop(0, x.shape[-1], eliminate, (whole, info))[1].astype(jnp.int32)
+    return lax.fori_loop(0, x.shape[-1], eliminate, (symmetric, info))[1].astype(jnp.int32)
 
 
 @lower(aten.linalg_cholesky_ex.default)
@@ -82,10 +82,10 @@ def _cholesky_ex(x: Any, *, upper: bool = False, check_errors: bool = False) -> 
     x = adjoint(x) if upper else x
     factor = linalg.cholesky(x, symmetrize_input=False)
     failed = jnp.any(jnp.isnan(factor), axis=(-2, -1))
-    nothing = jnp.zeros(x.shape[:-2], jnp.int32)
+    zeros = jnp.zeros(x.shape[:-2], jnp.int32)
     if not x.size:
-        return factor, nothing
-    minors = lax.cond(jnp.any(failed), _first_bad_minor, lambda _: nothing, x)
+        return factor, zeros
+    minors = lax.cond(jnp.any(failed), _first_bad_minor, lambda _: zeros, x)
     info = jnp.where(failed, jnp.maximum(minors, 1), 0)
     if check_errors:
         raise_if_failed(info, "torch.linalg.cholesky_ex", x.ndim == 2)
@@ -169,8 +169,9 @@ def _permutation_matrix(rows: Any, dtype: Any) -> Any:
 
 def _triangles(factors: Any) -> tuple[Any, Any]:
     rank = min(factors.shape[-2:])
-    below = jnp.tril(factors[..., :, :rank], -1)
-    return below + jnp.eye(*below.shape[-2:], dtype=below.dtype), jnp.triu(factors[..., :rank, :])
+    lower = jnp.tril(factors[..., :, :rank], -1)
+    lower = lower + jnp.eye(*lower.shape[-2:], dtype=lower.dtype)
+    return lower, jnp.triu(factors[..., :rank, :])
 
 
 @lower(aten.linalg_lu.default)
@@ -184,8 +185,8 @@ def _lu(x: Any, *, pivot: bool = True) -> Any:
 def _lu_unpack(
     factors: Any, pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True, *, meta: Any
 ) -> Any:
-    nothing = [jnp.zeros(m.shape, jax_dtype(m.dtype)) for m in meta]
-    matrix, triangles = nothing[0], tuple(nothing[1:])
+    zeros = [jnp.zeros(m.shape, jax_dtype(m.dtype)) for m in meta]
+    matrix, triangles = zeros[0], tuple(zeros[1:])
     if unpack_pivots:
         matrix = _permutation_matrix(permutation(pivots, factors.shape[-2]), factors.dtype)
     return (matrix, *(_triangles(factors) if unpack_data else triangles))
@@ -215,8 +216,8 @@ def _transformed(function: Callable[..., Any], x: Any, dim: int, **options: Any)
     x = jnp.moveaxis(x, dim, -1)
     batch = x.shape[:-1]
     merge = len(batch) > 1 and jax_devices.platform() == "cpu"
-    found = function(x.reshape(-1, x.shape[-1]) if merge else x, axis=-1, **options)
-    return jnp.moveaxis(found.reshape(*batch, found.shape[-1]), -1, dim)
+    spectrum = function(x.reshape(-1, x.shape[-1]) if merge else x, axis=-1, **options)
+    return jnp.moveaxis(spectrum.reshape(*batch, spectrum.shape[-1]), -1, dim)
 
 
 def _along(x: Any, dims: Sequence[int], forward: bool) -> Any:
@@ -246,9 +247,9 @@ def _r2c(x: Any, dim: Any, normalization: int, onesided: bool) -> Any:
 @lower(aten._fft_c2r.default)
 def _c2r(x: Any, dim: Any, normalization: int, last_dim_size: int) -> Any:
     sizes = [*(x.shape[d] for d in dim[:-1]), last_dim_size]
-    rest = _along(x, dim[:-1], forward=False)
-    found = _transformed(jnp.fft.irfft, rest, dim[-1], n=last_dim_size, norm="forward")
-    return _scaled(found, normalization, sizes)
+    x = _along(x, dim[:-1], forward=False)
+    signal = _transformed(jnp.fft.irfft, x, dim[-1], n=last_dim_size, norm="forward")
+    return _scaled(signal, normalization, sizes)
 
 
 # ------------------------------------------------------------------------------------------ Solving
@@ -280,10 +281,10 @@ def _old_triangular_solve(
     b: Any, a: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False
 ) -> Any:
     a, b = _same_batch(a, b)
-    found = _triangular(
+    solution = _triangular(
         a, b, left_side=True, lower=not upper, transpose_a=transpose, unit_diagonal=unitriangular
     )
-    return found, jnp.array(a, copy=True)
+    return solution, jnp.array(a, copy=True)
 
 
 @lower(aten.cholesky_solve.default)
@@ -310,8 +311,8 @@ def _solve_by_lu(factors: Any, pivots: Any, b: Any, adjoint_of_a: bool) -> Any:
         return _triangular(factors, half, left_side=True, lower=False)
     turned = {"left_side": True, "transpose_a": True, "conjugate_a": True}
     half = _triangular(factors, b, lower=False, **turned)
-    found = _triangular(factors, half, lower=True, unit_diagonal=True, **turned)
-    return jnp.take_along_axis(found, jnp.argsort(rows, axis=-2), axis=-2)
+    solution = _triangular(factors, half, lower=True, unit_diagonal=True, **turned)
+    return jnp.take_along_axis(solution, jnp.argsort(rows, axis=-2), axis=-2)
 
 
 @lower(aten.linalg_lu_solve.default)
@@ -341,7 +342,7 @@ def _inv_ex(x: Any, *, check_errors: bool = False) -> Any:
 # Singular values, eigenvalues, and functions of a matrix that rest on them.
 
 
-def _nothing(meta: Any) -> Any:
+def _zeros_of(meta: Any) -> Any:
     return jnp.zeros(meta.shape, jax_dtype(meta.dtype))
 
 
@@ -359,14 +360,14 @@ def _svd(
     meta: Any,
 ) -> Any:
     if not compute_uv:
-        return _nothing(meta[0]), linalg.svd(x, compute_uv=False), _nothing(meta[2])
+        return _zeros_of(meta[0]), linalg.svd(x, compute_uv=False), _zeros_of(meta[2])
     return linalg.svd(x, full_matrices=full_matrices)
 
 
 @lower(aten._linalg_eigh.default, wants_meta=True)
 def _eigh(x: Any, uplo: str = "L", compute_v: bool = True, *, meta: Any) -> Any:
     vectors, values = linalg.eigh(x, lower=uplo.upper() == "L", symmetrize_input=False)
-    return values, (vectors if compute_v else _nothing(meta[1]))
+    return values, (vectors if compute_v else _zeros_of(meta[1]))
 
 
 def _need_cpu() -> None:
@@ -415,13 +416,13 @@ def _pinv(x: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool = False
     if hermitian:
         vectors, values = linalg.eigh(x, symmetrize_input=False)
         largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
-        left, right = vectors, adjoint(vectors)
+        v, uh = vectors, adjoint(vectors)
     else:
         u, values, vh = linalg.svd(x, full_matrices=False)
         largest = values[..., :1]
-        left, right = adjoint(vh), adjoint(u)
+        v, uh = adjoint(vh), adjoint(u)
     inverted = _inverted(values, _tolerance(x, atol, rtol, largest)).astype(x.dtype)
-    return _product(left * inverted[..., None, :], right)
+    return _product(v * inverted[..., None, :], uh)
 
 
 @lower(aten.linalg_matrix_exp.default)
@@ -440,8 +441,8 @@ def _has_residuals(a: Any, rank: Any, driver: str) -> bool:
         return False
     if driver == "gels":
         return True
-    what = "asked for the rank of a matrix, which decides whether there are residuals,"
-    return bool((read_on_host(rank, what) == a.shape[-1]).all())
+    usage = "asked for the rank of a matrix, which decides whether there are residuals,"
+    return bool((read_on_host(rank, usage) == a.shape[-1]).all())
 
 
 @lower(aten.linalg_lstsq.default)
@@ -457,16 +458,16 @@ def _lstsq(a: Any, b: Any, rcond: float | None = None, *, driver: str | None = N
     tolerance = (
         0.0 if driver == "gels" else rtol * jnp.max(values, axis=-1, keepdims=True, initial=0)
     )
-    is_kept = values > tolerance
+    is_large = values > tolerance
     inverted = _inverted(values, tolerance).astype(a.dtype)
-    found = _product(adjoint(vh), inverted[..., :, None] * _product(adjoint(u), b))
-    rank = jnp.sum(is_kept, axis=-1, dtype=jnp.int64)
+    solution = _product(adjoint(vh), inverted[..., :, None] * _product(adjoint(u), b))
+    rank = jnp.sum(is_large, axis=-1, dtype=jnp.int64)
     residuals = jnp.zeros((0,), values.dtype)
     if _has_residuals(a, rank, driver):
-        residuals = jnp.sum(jnp.abs(_product(a, found) - b) ** 2, axis=-2)
-    shown = jnp.zeros((0,), values.dtype) if driver in ("gels", "gelsy") else values
+        residuals = jnp.sum(jnp.abs(_product(a, solution) - b) ** 2, axis=-2)
+    singular_values = jnp.zeros((0,), values.dtype) if driver in ("gels", "gelsy") else values
     rank = jnp.zeros((0,), jnp.int64) if driver == "gels" else rank
-    return (found[..., 0] if is_vector else found), residuals, rank, shown
+    return (solution[..., 0] if is_vector else solution), residuals, rank, singular_values
 
 
 if hasattr(aten, "linalg_polar"):  # torch 2.15 has both

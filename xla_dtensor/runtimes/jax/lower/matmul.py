@@ -29,8 +29,6 @@ __all__ = ["precision"]
 
 # ---------------------------------------------------------- Distances between the rows of matrices
 
-__all__: list[str] = []
-
 aten = torch.ops.aten
 
 
@@ -103,14 +101,14 @@ def _pdist_backward(grad: Any, x: Any, p: float, pdist: Any) -> Any:
     if x.shape[0] < 2 or not x.size:
         return jnp.zeros_like(x)
     _, _, pair = _pairs(x.shape[0])
-    others = ~np.eye(x.shape[0], dtype=bool)
-    full_grad, full = (jnp.where(others, jnp.take(v, pair), 0) for v in (grad, pdist))
+    off_diagonal = ~np.eye(x.shape[0], dtype=bool)
+    full_grad, full = (jnp.where(off_diagonal, jnp.take(v, pair), 0) for v in (grad, pdist))
     return jnp.sum(_norm_backward(full_grad, _differences(x, x), p, full), axis=-2)
 
 
 # ------------------------------------------- Products, as one dot over exactly the contracted dims
 
-whole = torch.ops.xla_dtensor
+library = torch.ops.xla_dtensor
 
 _PRECISION = {
     "highest": lax.Precision.HIGHEST,
@@ -132,16 +130,12 @@ def _check_dtypes(a: Any, b: Any) -> None:
         )
 
 
+@lower(aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.matmul.default)
 def _matmul(a: Any, b: Any) -> Any:
     _check_dtypes(a, b)
     if a.dtype.kind in "biu":
         return jnp.matmul(a, b).astype(a.dtype)
     return jnp.matmul(a, b, precision=precision())
-
-
-@lower(aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.matmul.default)
-def _mm(a: Any, b: Any) -> Any:
-    return _matmul(a, b)
 
 
 @lower(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
@@ -156,19 +150,18 @@ def _combined(bias: Any, product: Any, beta: Any, alpha: Any) -> Any:
         alpha, beta = int(alpha), int(beta)
     if not (_is_number(alpha, 1) and _is_number(beta, 1)):
         # Only here: the product keeps its dtype where XLA sums it over devices.
-        product, bias = (_widened(value) for value in (product, bias))
+        product, bias = (
+            x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+            for x in (product, bias)
+        )
     product = product if _is_number(alpha, 1) else product * alpha
     if _is_number(beta, 0):
         return product.astype(dtype)
     return (product + (bias if _is_number(beta, 1) else bias * beta)).astype(dtype)
 
 
-def _is_number(value: Any, number: int) -> bool:
-    return isinstance(value, (int, float)) and value == number
-
-
-def _widened(value: Any) -> Any:
-    return value.astype(jnp.float32) if value.dtype in (jnp.bfloat16, jnp.float16) else value
+def _is_number(scalar: Any, number: int) -> bool:
+    return isinstance(scalar, (int, float)) and scalar == number
 
 
 @lower(aten.addbmm.default)
@@ -186,7 +179,7 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
     return y if bias is None else y + bias
 
 
-@lower(whole.linear_weight_grad.default)
+@lower(library.linear_weight_grad.default)
 def _linear_weight_grad(grad: Any, x: Any) -> Any:
     leading = tuple(range(x.ndim - 1))
     return lax.dot_general(grad, x, ((leading, leading), ((), ())), precision=precision())
@@ -212,8 +205,8 @@ def _trilinear(
     for factor, expanded in ((i1, expand1), (i2, expand2), (i3, expand3)):
         dims = [dim for dim in range(ndim) if dim not in expanded]
         factors += [factor, dims]
-    kept = [dim for dim in range(ndim) if dim not in sumdim]
-    return jnp.einsum(*factors, kept, precision=precision())
+    output_dims = [dim for dim in range(ndim) if dim not in sumdim]
+    return jnp.einsum(*factors, output_dims, precision=precision())
 
 
 # --------------------------------------- Products of groups of rows, each with a matrix of its own
@@ -327,13 +320,13 @@ def _linear_loss(
         largest, total, picked, summed = state
         rows, classes = layer.chunk(index)
         logits = layer.logits(x, rows, index, classes)
-        now = jnp.maximum(largest, logits.max(-1))
-        base = jnp.where(jnp.isneginf(now), 0, now)
+        maximum = jnp.maximum(largest, logits.max(-1))
+        base = jnp.where(jnp.isneginf(maximum), 0, maximum)
         total = total * jnp.exp(largest - base) + jnp.exp(logits - base[..., None]).sum(-1)
         is_target = classes == target[..., None]
         picked = picked + jnp.where(is_target, logits, 0).sum(-1)
         summed = summed + jnp.where(classes < layer.classes, logits, 0).sum(-1)
-        return (now, total, picked, summed), None
+        return (maximum, total, picked, summed), None
 
     zeros = jnp.zeros(x.shape[:-1], wide)
     start = (jnp.full(x.shape[:-1], -jnp.inf, wide), zeros, zeros, zeros)
@@ -365,10 +358,10 @@ def _linear_loss_backward(
     def body(grad_x: Any, index: Any) -> Any:
         rows, classes = layer.chunk(index)
         weights = jnp.exp(layer.logits(x, rows, index, classes) - log_sum[..., None])
-        wanted = (1 - smoothing) * (classes == target[..., None])
+        target_weights = (1 - smoothing) * (classes == target[..., None])
         if smoothing:
-            wanted = wanted + smoothing / layer.classes * (classes < layer.classes)
-        of_logits = grad[..., None] * (weights - wanted)
+            target_weights = target_weights + smoothing / layer.classes * (classes < layer.classes)
+        of_logits = grad[..., None] * (weights - target_weights)
         narrow = of_logits.astype(x.dtype)
         grad_x = grad_x + _product("...v,vd->...d", narrow, rows, wide)
         of_rows = _product("...v,...d->vd", narrow, x, wide).astype(weight.dtype)

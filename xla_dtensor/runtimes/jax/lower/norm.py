@@ -52,8 +52,8 @@ def _statistics(x: Any) -> tuple[Any, Any]:
     return mean, jnp.mean(centred * centred, _dims(x))
 
 
-def _moved(running: Any, new: Any, momentum: float) -> Any:
-    return (momentum * new + (1 - momentum) * running).astype(running.dtype)
+def _update_average(average: Any, new: Any, momentum: float) -> Any:
+    return (momentum * new + (1 - momentum) * average).astype(average.dtype)
 
 
 @lower(aten._native_batch_norm_legit_functional.default)
@@ -77,8 +77,8 @@ def _functional(
     count = math.prod(x.shape[d] for d in _dims(x))
     unbiased = var * (count / (count - 1) if count != 1 else math.nan)
     means, variances = (
-        _moved(running_mean, mean, momentum),
-        _moved(running_var, unbiased, momentum),
+        _update_average(running_mean, mean, momentum),
+        _update_average(running_var, unbiased, momentum),
     )
     return _normalized(x, mean, rstd, weight, bias), mean, rstd, means, variances
 
@@ -132,7 +132,7 @@ def _backward(
         to_x = grad - (_across(to_bias, x) + normal * _across(to_weight, x)) / count
     gradients = (to_x * _across(scale, x), to_weight, to_bias)
     pairs = zip(gradients, output_mask, strict=True)
-    return tuple(gradient if wanted else None for gradient, wanted in pairs)
+    return tuple(gradient if is_needed else None for gradient, is_needed in pairs)
 
 
 @lower(aten.batch_norm_backward.default)
@@ -216,7 +216,7 @@ def _group_norm_backward(
     to_x = (scaled - jnp.sum(scaled, dims, keepdims=True) / count - normal * along) * rstd
     gradients = (to_x.reshape(x.shape), to_weight, to_bias)
     pairs = zip(gradients, output_mask, strict=True)
-    return tuple(gradient if wanted else None for gradient, wanted in pairs)
+    return tuple(gradient if is_needed else None for gradient, is_needed in pairs)
 
 
 # ------------------------------------------------------------------------------------ Normalization
@@ -250,8 +250,8 @@ def _layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
 def _weight_norm_backward(grad: Any, v: Any, g: Any, norms: Any, dim: int) -> tuple[Any, Any]:
     """Return the gradients of ``v * g / norms`` by `v` and by `g`, `norms` over all but `dim`."""
     # torch keeps the norms of half precision in float32.
-    grad, wide, norms = (each.astype(norms.dtype) for each in (grad, v, norms))
-    others = tuple(axis for axis in range(v.ndim) if axis != dim % v.ndim)
-    along = jnp.sum(grad * wide, axis=others, keepdims=True) / norms
+    grad, wide, norms = (x.astype(norms.dtype) for x in (grad, v, norms))
+    dims = tuple(axis for axis in range(v.ndim) if axis != dim % v.ndim)
+    along = jnp.sum(grad * wide, axis=dims, keepdims=True) / norms
     grad_v = g.astype(norms.dtype) / norms * (grad - wide * (along / norms))
     return grad_v.astype(v.dtype), along.astype(g.dtype)

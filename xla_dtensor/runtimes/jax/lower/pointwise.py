@@ -93,20 +93,20 @@ def lower_derivative(backward: Any, forward: Any, *wrt: str) -> None:
     backward_names = [argument.name for argument in backward._schema.arguments]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(backward_names, args, strict=False)) | kwargs
-        grad = given[backward_names[0]]
-        mask = given.get("output_mask", [True] * len(wrt))
-        needed = [name for name, wanted in zip(wrt, mask, strict=True) if wanted]
+        arguments = dict(zip(backward_names, args, strict=False)) | kwargs
+        grad = arguments[backward_names[0]]
+        mask = arguments.get("output_mask", [True] * len(wrt))
+        needed = [name for name, is_needed in zip(wrt, mask, strict=True) if is_needed]
 
-        def function(*values: Any) -> Any:
-            every = {**defaults, **given, **dict(zip(needed, values, strict=True))}
-            result = lowering(*(every[name] for name in forward_names))
-            return result[0] if isinstance(result, tuple) else result
+        def function(*differentiated: Any) -> Any:
+            inputs = {**defaults, **arguments, **dict(zip(needed, differentiated, strict=True))}
+            output = lowering(*(inputs[name] for name in forward_names))
+            return output[0] if isinstance(output, tuple) else output
 
-        primals = [given[name] for name in needed]
-        found = dict(zip(needed, pull_back(function, primals, grad), strict=True))
-        results = tuple(found.get(name) for name in wrt)
-        return results if len(backward._schema.returns) > 1 else results[0]
+        primals = [arguments[name] for name in needed]
+        grads = dict(zip(needed, pull_back(function, primals, grad), strict=True))
+        outputs = tuple(grads.get(name) for name in wrt)
+        return outputs if len(backward._schema.returns) > 1 else outputs[0]
 
     lower(backward)(as_one(run))
 
@@ -116,8 +116,8 @@ def lower_derivative(backward: Any, forward: Any, *wrt: str) -> None:
 _HALF = (jnp.bfloat16, jnp.float16)
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, jax.Array)
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)
 
 
 def _compute_dtype(dtype: Any) -> Any:
@@ -137,12 +137,12 @@ def _common(args: tuple[Any, ...]) -> Any:
     return jax_dtype(torch.result_type(*kinds))
 
 
-def _cast(value: Any, dtype: Any) -> Any:
-    if _is_array(value):
-        return value if value.dtype == dtype else in_dtype(value, dtype)
-    if isinstance(value, int) and jnp.issubdtype(dtype, jnp.integer):
-        return jnp.asarray(np.asarray(value).astype(dtype))  # -3 is 253 of uint8
-    return jnp.asarray(value, dtype) if isinstance(value, (int, float, complex)) else value
+def _cast(x: Any, dtype: Any) -> Any:
+    if _is_array(x):
+        return x if x.dtype == dtype else in_dtype(x, dtype)
+    if isinstance(x, int) and jnp.issubdtype(dtype, jnp.integer):
+        return jnp.asarray(np.asarray(x).astype(dtype))  # -3 is 253 of uint8
+    return jnp.asarray(x, dtype) if isinstance(x, (int, float, complex)) else x
 
 
 def _arithmetic(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -276,10 +276,10 @@ def _heaviside(x: Any, y: Any) -> Any:
 
 def _pow(x: Any, y: Any) -> Any:
     if x.dtype.kind not in "iu":
-        found = jnp.logical_or(x, ~y) if x.dtype.kind == "b" else jnp.power(x, y)
-        if found.dtype.kind != "c":
-            return found
-        return jnp.where((x == 0) & (jnp.real(y) > 0), 0, found)  # it is exp(y * log(0)) otherwise
+        power = jnp.logical_or(x, ~y) if x.dtype.kind == "b" else jnp.power(x, y)
+        if power.dtype.kind != "c":
+            return power
+        return jnp.where((x == 0) & (jnp.real(y) > 0), 0, power)  # it is exp(y * log(0)) otherwise
     # torch rounds 1 / x**n to an integer; jnp.power leaves it undefined.
     inverse = jnp.where(x == 1, 1, jnp.where(x == -1, 1 - 2 * (y & 1), 0)).astype(x.dtype)
     return jnp.where(y < 0, inverse, _int_power(x, y))
@@ -289,8 +289,8 @@ def _int_power(x: Any, n: Any) -> Any:
     """x ** n for n >= 0, wrapped on overflow; jnp.power looks at six bits of n only."""
 
     def square(_: Any, state: Any) -> Any:
-        product, base, rest = state
-        return product * jnp.where(rest & 1, base, 1).astype(x.dtype), base * base, rest >> 1
+        product, base, m = state
+        return product * jnp.where(m & 1, base, 1).astype(x.dtype), base * base, m >> 1
 
     x, n = jnp.broadcast_arrays(x, n)
     bits = jnp.iinfo(x.dtype).bits
@@ -316,14 +316,14 @@ def _is_one(alpha: Any) -> bool:
     return isinstance(alpha, (int, float)) and alpha == 1
 
 
-def _scaled(value: Any, alpha: Any, dtype: Any) -> Any:
-    return value if _is_one(alpha) else value * _cast(alpha, dtype)
+def _scaled(x: Any, alpha: Any, dtype: Any) -> Any:
+    return x if _is_one(alpha) else x * _cast(alpha, dtype)
 
 
 @lower(aten.add.Tensor, aten.add.Scalar, wants_meta=True)
 def _add(x: Any, y: Any, alpha: Any = 1, *, meta: Any) -> Any:
     dtype = jax_dtype(meta.dtype)
-    if not all(_is_array(value) and value.dtype == dtype for value in (x, y)) or not _is_one(alpha):
+    if not all(_is_array(v) and v.dtype == dtype for v in (x, y)) or not _is_one(alpha):
         dtype = _compute_dtype(dtype)
     # else: one sum of two numbers is rounded the same in half precision. Without converts between,
     # XLA sums what is to be reduced before it reduces: backward of q, k and v sends a third.
@@ -363,8 +363,8 @@ def log_add_exp(x: Any, y: Any) -> Any:
     low, high = jnp.where(x.real < y.real, x, y), jnp.where(x.real >= y.real, x, y)
     is_edge = ~jnp.isfinite(low.real) & (low.real == high.real)
     edge = jnp.where(low.real < 0, low, jnp.log(jnp.exp(low) + jnp.exp(high)))
-    found = jnp.where(is_edge, edge, high + jnp.log1p(jnp.exp(low - high)))
-    return jnp.where(jnp.isnan(x) | jnp.isnan(y), complex("nan+nanj"), found)
+    log_sum = jnp.where(is_edge, edge, high + jnp.log1p(jnp.exp(low - high)))
+    return jnp.where(jnp.isnan(x) | jnp.isnan(y), complex("nan+nanj"), log_sum)
 
 
 def quotient(x: Any, y: Any) -> Any:

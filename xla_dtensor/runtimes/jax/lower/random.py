@@ -29,9 +29,9 @@ from xla_dtensor.runtimes.nested import leaves, map_nested
 
 __all__ = [
     "as_one",
+    "drawing_from",
     "draws",
     "first_process_state",
-    "lent",
     "new_rng",
     "next_key",
     "next_key_data",
@@ -61,7 +61,7 @@ __all__ = [
 _state: Storage | None = None
 _MARKS_KEPT = 16_384
 _eager_keys: OrderedDict[int, Any] = OrderedDict()
-_lent: list[Any] | None = None  # the one key of the lowering that runs on a device's tile
+_device_key: list[Any] | None = None  # the one key of the lowering that runs on a device's tile
 _traced_keys: weakref.WeakKeyDictionary[Any, OrderedDict[int, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -136,11 +136,11 @@ def read(rng: Storage | None) -> int:
 def using(rng: Storage) -> Iterator[None]:
     """Let draws take from `rng` and advance it, and leave the generator in use alone."""
     global _state
-    before, _state = _current(), rng
+    outer, _state = _current(), rng
     try:
         yield
     finally:
-        _state = before
+        _state = outer
 
 
 def _keys() -> OrderedDict[int, Any]:
@@ -154,11 +154,11 @@ def next_key(generator: torch.Generator | None = None) -> Any:
     Args:
         generator: The user's own, from which one number is drawn to be the key.
     """
-    global _lent
+    global _device_key
     if generator is not None:
         return _key_from(generator)
-    if _lent is not None:
-        key, _lent[0] = jax.random.split(_lent[0])
+    if _device_key is not None:
+        key, _device_key[0] = jax.random.split(_device_key[0])
         return key
     mark, keys = int(torch.randint(2**63 - 1, (), device="cpu")), _keys()
     if mark not in keys:
@@ -177,12 +177,12 @@ def span() -> tuple[Any, Callable[[Any], None]]:
     mark, keys = int(torch.randint(2**63 - 1, (), device="cpu")), _keys()
     if mark in keys:
         return keys[mark], lambda after: None
-    keys[mark] = before = _current().read()
-    return before, _current().write
+    keys[mark] = state = _current().read()
+    return state, _current().write
 
 
 def _key_from(generator: torch.Generator) -> Any:
-    if _lent is not None:
+    if _device_key is not None:
         raise UnsupportedOpError(
             f"A random op was given generator={generator} on tensors that differ by device. One "
             "generator would give all devices the same numbers. Leave it out, and seed by "
@@ -200,12 +200,12 @@ def _key_from(generator: torch.Generator) -> Any:
 
 
 def next_key_data() -> Any:
-    """Return :func:`next_key` as two integers, to be handed to :func:`lent`."""
+    """Return :func:`next_key` as two integers, to be handed to :func:`drawing_from`."""
     return jax.random.key_data(next_key())
 
 
 @contextlib.contextmanager
-def lent(key_data: Any, device: Any) -> Iterator[None]:
+def drawing_from(key_data: Any, device: Any) -> Iterator[None]:
     """Let lowerings draw from a key made for one device.
 
     On a device's own tile the generator's storage is out of reach, and with one key for all the
@@ -215,13 +215,13 @@ def lent(key_data: Any, device: Any) -> Iterator[None]:
         key_data: From :func:`next_key_data`.
         device: The device's number among those that draw, a 0-dim array.
     """
-    global _lent
+    global _device_key
     key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
-    _lent = [jax.random.fold_in(key, device)]
+    _device_key = [jax.random.fold_in(key, device)]
     try:
         yield
     finally:
-        _lent = None
+        _device_key = None
 
 
 def _fresh_key() -> Any:
@@ -236,7 +236,7 @@ def _fresh_key() -> Any:
 # Outside a compiled step every JAX function is a program of its own, and a loop is compiled anew at
 # each call. A lowering with this decorator is one program per kind of arguments, and is kept.
 
-_Kept = dict[Hashable, Callable[..., Any]]
+_Programs = dict[Hashable, Callable[..., Any]]
 _LIMIT = 1024
 
 
@@ -258,39 +258,43 @@ def as_one(function: Callable[..., Any]) -> Callable[..., Any]:
         >>> double_all(np.ones(2, np.float32), 2)
         Array([2., 2.], dtype=float32)
     """
-    kept: _Kept = {}
+    programs: _Programs = {}
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = (args, kwargs)
-        arrays = [v for v in leaves(given) if isinstance(v, (jax.Array, np.ndarray))]
+        arguments = (args, kwargs)
+        arrays = [v for v in leaves(arguments) if _place_of_array(v) is _PLACE]
         if any(isinstance(array, Tracer) for array in arrays):
             return function(*args, **kwargs)
-        rest = map_nested(lambda v: _PLACE if isinstance(v, (jax.Array, np.ndarray)) else v, given)
+        template = map_nested(_place_of_array, arguments)
         # 1, 1.0 and True are equal, and None of them means the same.
-        kinds = tuple(type(v) for v in leaves(rest))
-        key = (_hashable(rest), kinds, torch.get_float32_matmul_precision())
-        if key not in kept:
-            if len(kept) >= _LIMIT:
-                kept.clear()
-            kept[key] = jax.jit(functools.partial(_filled, function, rest))
-        return kept[key](*arrays)
+        kinds = tuple(type(v) for v in leaves(template))
+        key = (_hashable(template), kinds, torch.get_float32_matmul_precision())
+        if key not in programs:
+            if len(programs) >= _LIMIT:
+                programs.clear()
+            programs[key] = jax.jit(functools.partial(_filled, function, template))
+        return programs[key](*arrays)
 
     return run
 
 
-def _filled(function: Callable[..., Any], rest: Any, *arrays: Any) -> Any:
+def _place_of_array(argument: Any) -> Any:
+    return _PLACE if isinstance(argument, (jax.Array, np.ndarray)) else argument
+
+
+def _filled(function: Callable[..., Any], template: Any, *arrays: Any) -> Any:
     following = iter(arrays)
-    args, kwargs = map_nested(lambda v: next(following) if v is _PLACE else v, rest)
+    args, kwargs = map_nested(lambda v: next(following) if v is _PLACE else v, template)
     return function(*args, **kwargs)
 
 
-def _hashable(value: Any) -> Hashable:
-    if isinstance(value, (tuple, list)):
-        return (type(value), *map(_hashable, value))
-    if isinstance(value, dict):
-        return tuple((name, _hashable(v)) for name, v in value.items())
-    return value
+def _hashable(structure: Any) -> Hashable:
+    if isinstance(structure, (tuple, list)):
+        return (type(structure), *map(_hashable, structure))
+    if isinstance(structure, dict):
+        return tuple((name, _hashable(v)) for name, v in structure.items())
+    return structure
 
 
 # -------------------------------------------------------------------------------------- Random ops
@@ -444,8 +448,8 @@ def _multinomial(
 def _dropout(x: Any, p: float, train: bool | None) -> Any:
     if train is False or p == 0:
         return x, jnp.ones(x.shape, jnp.bool_)
-    kept = jax.random.bernoulli(next_key(), 1 - p, x.shape)
-    return jnp.where(kept, x / (1 - p), 0).astype(x.dtype), kept
+    mask = jax.random.bernoulli(next_key(), 1 - p, x.shape)
+    return jnp.where(mask, x / (1 - p), 0).astype(x.dtype), mask
 
 
 @lower(aten.rrelu_with_noise_functional.default)

@@ -67,10 +67,10 @@ def _edges(low: Any, high: Any, bins: int) -> Any:
 def _bin_of(values: Any, edges: Any) -> Any:
     """Return each value's bin; the number of bins where it has none."""
     bins = edges.shape[0] - 1
-    found = jnp.searchsorted(edges, values, side="right") - 1
-    found = jnp.where(values == edges[-1], bins - 1, found)
+    bin_index = jnp.searchsorted(edges, values, side="right") - 1
+    bin_index = jnp.where(values == edges[-1], bins - 1, bin_index)
     inside = (values >= edges[0]) & (values <= edges[-1])
-    return jnp.where(inside, found, bins)
+    return jnp.where(inside, bin_index, bins)
 
 
 def _counted(columns: Any, edges: Sequence[Any], weight: Any) -> Any:
@@ -94,9 +94,9 @@ def _histc(x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
     flat = x.reshape(-1)
     low, high = _range_of(flat, min, max, margin=1)
     wide = flat.astype(jnp.promote_types(flat.dtype, jnp.float32))
-    found = jnp.floor(quotient((wide - low) * bins, high - low)).astype(jnp.int64)
-    found = jnp.where((wide >= low) & (wide <= high), jnp.clip(found, 0, bins - 1), bins)
-    return reduce_points(jnp.zeros(bins, x.dtype), [found], jnp.ones_like(flat), "sum")
+    bin_index = jnp.floor(quotient((wide - low) * bins, high - low)).astype(jnp.int64)
+    bin_index = jnp.where((wide >= low) & (wide <= high), jnp.clip(bin_index, 0, bins - 1), bins)
+    return reduce_points(jnp.zeros(bins, x.dtype), [bin_index], jnp.ones_like(flat), "sum")
 
 
 @lower(aten.histogram.bins_tensor)
@@ -225,11 +225,11 @@ def _problem(
     labels = jnp.full((len(lengths), 2 * longest + 1), blank, jnp.int32)
     spread = jnp.stack([padded.astype(jnp.int32), labels[:, 1::2]], 2).reshape(len(lengths), -1)
     labels = jnp.concatenate([labels[:, :1], spread], 1)
-    before = jnp.pad(labels, ((0, 0), (2, 0)), constant_values=blank)[:, :-2]
+    previous = jnp.pad(labels, ((0, 0), (2, 0)), constant_values=blank)[:, :-2]
     scores = jnp.take_along_axis(log_probs, labels[None], axis=2, mode="clip")
     exists = jnp.arange(labels.shape[1], dtype=jnp.int32) <= 2 * lengths[:, None]
     scores = jnp.where(exists, scores, -jnp.inf)
-    return _Problem(scores, labels, (labels != blank) & (labels != before), steps, 2 * lengths)
+    return _Problem(scores, labels, (labels != blank) & (labels != previous), steps, 2 * lengths)
 
 
 def _log_sum(*terms: Any) -> Any:
@@ -256,8 +256,8 @@ def _forward_sums(problem: _Problem) -> Any:
         sums = _log_sum(sums, _from(sums, 1), skipped) + scores
         return sums, sums
 
-    _, rest = counted_scan(step, first, problem.scores[1:])
-    return jnp.concatenate([first[None], rest])
+    _, later_sums = counted_scan(step, first, problem.scores[1:])
+    return jnp.concatenate([first[None], later_sums])
 
 
 def _backward_sums(problem: _Problem) -> Any:
@@ -266,8 +266,8 @@ def _backward_sums(problem: _Problem) -> Any:
     ends = (states == problem.last[:, None]) | (states == problem.last[:, None] - 1)
     may_skip = jnp.pad(problem.skips, ((0, 0), (0, 2)))[:, 2:]
 
-    def step(sums: Any, given: Any) -> Any:
-        scores, number = given
+    def step(sums: Any, row: Any) -> Any:
+        scores, number = row
         skipped = jnp.where(may_skip, _from(sums, -2), -jnp.inf)
         sums = _log_sum(sums, _from(sums, -1), skipped)
         at_end = (number == problem.steps - 1)[:, None]
@@ -339,12 +339,12 @@ def _ctc_loss_backward(
         "tns,nsc->tnc", share, classes.astype(share.dtype), precision=lax.Precision.HIGHEST
     )
     # As torch's: the gradient of what a log_softmax before the loss was given.
-    found = (jnp.exp(probs) - share) * grad.reshape(-1)[:, None]
+    grads = (jnp.exp(probs) - share) * grad.reshape(-1)[:, None]
     impossible = jnp.isposinf(loss)[:, None]
-    found = jnp.where(impossible, 0 if zero_infinity else jnp.nan, found)
+    grads = jnp.where(impossible, 0 if zero_infinity else jnp.nan, grads)
     steps = jnp.arange(probs.shape[0], dtype=jnp.int32)[:, None, None]
-    found = jnp.where(steps < problem.steps[:, None], found, 0)
-    return found if batched else found[:, 0]
+    grads = jnp.where(steps < problem.steps[:, None], grads, 0)
+    return grads if batched else grads[:, 0]
 
 
 # --------------------------------------------------------------------------- Margin losses and CTC
@@ -370,16 +370,16 @@ def _multi_margin_loss(
 ) -> Any:
     scores = x if x.ndim == 2 else x.reshape(1, -1)
     classes = target.reshape(-1)
-    right = lax.broadcasted_iota(classes.dtype, scores.shape, 1) == classes[:, None]
-    chosen = jnp.sum(jnp.where(right, scores, 0), axis=1, keepdims=True)
+    is_target = lax.broadcasted_iota(classes.dtype, scores.shape, 1) == classes[:, None]
+    chosen = jnp.sum(jnp.where(is_target, scores, 0), axis=1, keepdims=True)
     lack = margin - chosen + scores
     # Where nothing is lacking there is no gradient, at zero too.
-    lack = jnp.where((lack > 0) & ~right, lack, 0)
-    each = lack if p == 1 else lack * lack
+    lack = jnp.where((lack > 0) & ~is_target, lack, 0)
+    penalties = lack if p == 1 else lack * lack
     if weight is not None:
-        each = each * jnp.take(weight, classes, mode="fill")[:, None]
-    losses = jnp.sum(each, axis=1) / scores.shape[1]
-    losses = jnp.where(jnp.any(right, axis=1), losses, jnp.nan)  # there is no such class
+        penalties = penalties * jnp.take(weight, classes, mode="fill")[:, None]
+    losses = jnp.sum(penalties, axis=1) / scores.shape[1]
+    losses = jnp.where(jnp.any(is_target, axis=1), losses, jnp.nan)  # there is no such class
     return _reduced(losses.reshape(target.shape), reduction)
 
 
@@ -393,10 +393,10 @@ def _multilabel_margin_loss(x: Any, target: Any, reduction: int) -> Any:
     scores, classes = (v.reshape(-1, v.shape[-1] if v.ndim else 1) for v in (x, target))
     listed = jnp.cumsum(classes < 0, axis=1) == 0
     # Dims: row, place in the list, class.
-    named = classes[..., None] == jnp.arange(scores.shape[1], dtype=classes.dtype)
-    named &= listed[..., None]
-    is_target = jnp.any(named, axis=1)
-    chosen = jnp.sum(jnp.where(named, scores[:, None, :], 0), axis=2)
+    is_listed_class = classes[..., None] == jnp.arange(scores.shape[1], dtype=classes.dtype)
+    is_listed_class &= listed[..., None]
+    is_target = jnp.any(is_listed_class, axis=1)
+    chosen = jnp.sum(jnp.where(is_listed_class, scores[:, None, :], 0), axis=2)
     lack = 1 - chosen[..., None] + scores[:, None, :]
     counted = (lack > 0) & listed[..., None] & ~is_target[:, None, :]
     losses = jnp.sum(jnp.where(counted, lack, 0), axis=(1, 2)) / scores.shape[1]
@@ -653,8 +653,8 @@ def _borders(lengths: Any, offsets: Any) -> Any:
 def _segment_of(borders: Any, size: int) -> Any:
     """Return each place's segment; -1 and the number of segments outside of all of them."""
 
-    def search(one: Any) -> Any:
-        return jnp.searchsorted(one, jnp.arange(size), side="right") - 1
+    def search(row: Any) -> Any:
+        return jnp.searchsorted(row, jnp.arange(size), side="right") - 1
 
     for _ in range(borders.ndim - 1):
         search = jax.vmap(search)
@@ -691,15 +691,15 @@ def _segment_reduce(
     base = jnp.full(shape, start, data.dtype)
     # A negative place would count from the end, and one at the end is dropped.
     points = _points(jnp.where(segments < 0, count, segments))
-    found = reduce_points(base, points, data, _REDUCE[reduce])
+    reduced = reduce_points(base, points, data, _REDUCE[reduce])
     if lengths is not None and not unsafe:
         is_sum = jnp.all(borders[..., -1] == data.shape[axis])
-        found = jnp.where(is_sum, found, jnp.nan)
+        reduced = jnp.where(is_sum, reduced, jnp.nan)
     if reduce != "mean":
-        return found
-    sizes = _beside(jnp.diff(borders, axis=-1), found.ndim).astype(found.dtype)
-    without = jnp.asarray(jnp.nan if initial is None else initial, found.dtype)
-    return jnp.where(sizes > 0, found / jnp.maximum(sizes, 1), without)
+        return reduced
+    sizes = _beside(jnp.diff(borders, axis=-1), reduced.ndim).astype(reduced.dtype)
+    without = jnp.asarray(jnp.nan if initial is None else initial, reduced.dtype)
+    return jnp.where(sizes > 0, reduced / jnp.maximum(sizes, 1), without)
 
 
 def _product_of_others(data: Any, segments: Any, output: Any, initial: Any, pull: Any) -> Any:
@@ -734,17 +734,17 @@ def _segment_reduce_backward(
         return jnp.take_along_axis(x, index, axis=axis)
 
     points = _points(jnp.where(segments < 0, count, segments))
-    found = pull(grad)
+    grads = pull(grad)
     if reduce == "mean":
         sizes = _beside(jnp.diff(borders, axis=-1), output.ndim).astype(grad.dtype)
-        found = found / pull(jnp.broadcast_to(jnp.maximum(sizes, 1), output.shape))
+        grads = grads / pull(jnp.broadcast_to(jnp.maximum(sizes, 1), output.shape))
     elif reduce in ("max", "min"):
         hit = (data == pull(output)) | jnp.isnan(data)
         ties = reduce_points(jnp.zeros(output.shape, jnp.int64), points, hit, "sum")
-        found = jnp.where(hit, found / jnp.maximum(pull(ties), 1).astype(grad.dtype), 0)
+        grads = jnp.where(hit, grads / jnp.maximum(pull(ties), 1).astype(grad.dtype), 0)
     elif reduce == "prod":
-        found = found * _product_of_others(data, points, output, initial, pull)
-    return jnp.where(inside, found, 0)
+        grads = grads * _product_of_others(data, points, output, initial, pull)
+    return jnp.where(inside, grads, 0)
 
 
 # -------------------------------------------------------------------------------- Order statistics
@@ -824,8 +824,8 @@ def _mode(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
     values = jnp.take_along_axis(x, order, axis=dim)
     # How many equal elements end at each place; the first maximum is the least of the modes.
     place = lax.broadcasted_iota(jnp.int64, x.shape, dim)
-    before = jnp.roll(values, 1, axis=dim)
-    starts = (place == 0) | (values != before)
+    previous = jnp.roll(values, 1, axis=dim)
+    starts = (place == 0) | (values != previous)
     run = place - lax.cummax(jnp.where(starts, place, 0), axis=dim)
     return _picked(x, order, jnp.argmax(run, axis=dim, keepdims=True), dim, keepdim)
 
@@ -833,7 +833,7 @@ def _mode(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
 # ------------------------------------------------------------------ running extrema
 
 
-def _running(x: Any, dim: int, scan: Any) -> Any:
+def _cumulative_extremum(x: Any, dim: int, scan: Any) -> Any:
     if not x.ndim:
         return x, jnp.zeros((), jnp.int64)
     dim %= x.ndim
@@ -847,12 +847,12 @@ def _running(x: Any, dim: int, scan: Any) -> Any:
 
 @lower(aten.cummax.default)
 def _cummax(x: Any, dim: int) -> Any:
-    return _running(x, dim, lax.cummax)
+    return _cumulative_extremum(x, dim, lax.cummax)
 
 
 @lower(aten.cummin.default)
 def _cummin(x: Any, dim: int) -> Any:
-    return _running(x, dim, lax.cummin)
+    return _cumulative_extremum(x, dim, lax.cummin)
 
 
 # ------------------------------------------------------------------ places in a sequence
@@ -875,8 +875,8 @@ def _searchsorted(
     sequence, values = sequence.astype(kind), values.astype(kind)
     where = "right" if right or side == "right" else "left"
 
-    def search(one: Any, its: Any) -> Any:
-        return jnp.searchsorted(one, its, side=where)
+    def search(row: Any, row_values: Any) -> Any:
+        return jnp.searchsorted(row, row_values, side=where)
 
     for _ in range(sequence.ndim - 1):
         search = jax.vmap(search)

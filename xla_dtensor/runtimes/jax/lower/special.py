@@ -338,18 +338,18 @@ def _polynomial(x: Array, coefficients: Sequence[float]) -> Array:
     return total
 
 
-def _ratio(x: Array, above: Sequence[float], below: Sequence[float]) -> Array:
-    return _polynomial(x, above) / _polynomial(x, below)
+def _ratio(x: Array, numerator: Sequence[float], denominator: Sequence[float]) -> Array:
+    return _polynomial(x, numerator) / _polynomial(x, denominator)
 
 
 def _series(x: Array, coefficients: Sequence[float]) -> Array:
     """Return the Chebyshev series, by Clenshaw's recurrence."""
-    before = last = jnp.zeros_like(x)
+    second_last = last = jnp.zeros_like(x)
     total = jnp.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
-        before, last = last, total
-        total = x * last - before + jnp.asarray(coefficient, x.dtype)
-    return 0.5 * (total - before)
+        second_last, last = last, total
+        total = x * last - second_last + jnp.asarray(coefficient, x.dtype)
+    return 0.5 * (total - second_last)
 
 
 # --------------------------------------------------------------------- Of the first and second kind
@@ -398,28 +398,28 @@ def _j1(x: Array) -> Array:
         * (square - 1.46819706421238932572e01)
         * (square - 4.92184563216946036703e01)
     )
-    found = jnp.where(size <= 5, near, _far(jnp.where(size <= 5, 5, size), 1, _first_kind))
-    return jnp.where(x < 0, -found, found)
+    y = jnp.where(size <= 5, near, _far(jnp.where(size <= 5, 5, size), 1, _first_kind))
+    return jnp.where(x < 0, -y, y)
 
 
-def _of_positive(x: Array, at_zero: float, found: Array) -> Array:
-    return jnp.where(x == 0, at_zero, jnp.where(x < 0, jnp.nan, found))
+def _of_positive(x: Array, at_zero: float, y: Array) -> Array:
+    return jnp.where(x == 0, at_zero, jnp.where(x < 0, jnp.nan, y))
 
 
 @elementwise("special_bessel_y0")
 def _y0(x: Array) -> Array:
     square = x * x
     near = _ratio(square, Y0_YP, Y0_YQ) + _TWO_BY_PI * jnp.log(x) * _j0(x)
-    found = jnp.where(x <= 5, near, _far(jnp.where(x <= 5, 5, x), 0, _second_kind))
-    return _of_positive(x, -jnp.inf, found)
+    y = jnp.where(x <= 5, near, _far(jnp.where(x <= 5, 5, x), 0, _second_kind))
+    return _of_positive(x, -jnp.inf, y)
 
 
 @elementwise("special_bessel_y1")
 def _y1(x: Array) -> Array:
     square = x * x
     near = x * _ratio(square, Y1_YP, Y1_YQ) + _TWO_BY_PI * (_j1(x) * jnp.log(x) - 1 / x)
-    found = jnp.where(x <= 5, near, _far(jnp.where(x <= 5, 5, x), 1, _second_kind))
-    return _of_positive(x, -jnp.inf, found)
+    y = jnp.where(x <= 5, near, _far(jnp.where(x <= 5, 5, x), 1, _second_kind))
+    return _of_positive(x, -jnp.inf, y)
 
 
 @elementwise("special_spherical_bessel_j0")
@@ -436,15 +436,15 @@ def _spherical_j0(x: Array) -> Array:
 def _scaled_k0(x: Array) -> Array:
     near = _series(x * x - 2, K0_A) - jnp.log(0.5 * x) * special.i0(x)
     far = _series(8 / x - 2, K0_B) / jnp.sqrt(x)
-    found = jnp.where(x <= 2, near * jnp.exp(jnp.minimum(x, 2)), far)
-    return _of_positive(x, jnp.inf, found)
+    y = jnp.where(x <= 2, near * jnp.exp(jnp.minimum(x, 2)), far)
+    return _of_positive(x, jnp.inf, y)
 
 
 def _scaled_k1(x: Array) -> Array:
     near = jnp.log(0.5 * x) * special.i1(x) + _series(x * x - 2, K1_A) / x
     far = _series(8 / x - 2, K1_B) / jnp.sqrt(x)
-    found = jnp.where(x <= 2, near * jnp.exp(jnp.minimum(x, 2)), far)
-    return _of_positive(x, jnp.inf, found)
+    y = jnp.where(x <= 2, near * jnp.exp(jnp.minimum(x, 2)), far)
+    return _of_positive(x, jnp.inf, y)
 
 
 elementwise("special_scaled_modified_bessel_k0")(_scaled_k0)
@@ -494,18 +494,18 @@ def _airy_middle(x: Array) -> Array:
         n = n * cube / ((k + 3) * (k + 4))
         return f + m, g + n, m, n
 
-    one = jnp.ones_like(x)
-    f, g, _, _ = lax.fori_loop(0, _AIRY_TERMS, add_term, (one, x, one, x))
+    ones = jnp.ones_like(x)
+    f, g, _, _ = lax.fori_loop(0, _AIRY_TERMS, add_term, (ones, x, ones, x))
     return _AIRY_AT_ZERO[0] * f - _AIRY_AT_ZERO[1] * g
 
 
 @elementwise("special_airy_ai")
 def _airy(x: Array) -> Array:
     is_left, is_right = x < -2.09, x >= 2.09
-    found = _airy_middle(jnp.where(is_left | is_right, 0, x))
-    found = jnp.where(is_left, _airy_left(jnp.where(is_left, x, -3)), found)
-    found = jnp.where(is_right, _airy_right(jnp.where(is_right, x, 3)), found)
-    return jnp.where(jnp.isinf(x), jnp.nan, jnp.where(x > 103.892, 0, found))
+    y = _airy_middle(jnp.where(is_left | is_right, 0, x))
+    y = jnp.where(is_left, _airy_left(jnp.where(is_left, x, -3)), y)
+    y = jnp.where(is_right, _airy_right(jnp.where(is_right, x, 3)), y)
+    return jnp.where(jnp.isinf(x), jnp.nan, jnp.where(x > 103.892, 0, y))
 
 
 # ----------------------------------- Orthogonal polynomials of an order that may differ by element
@@ -518,7 +518,7 @@ def _airy(x: Array) -> Array:
 def _recurrence(n: Array, first: Array, step: Callable[..., Array], x: Array) -> Array:
     """Return the polynomial of order `n`: 1 for 0, `first` for 1, 0 below."""
 
-    def more(state: Any) -> Any:
+    def has_next(state: Any) -> Any:
         k, _, q = state
         return jnp.any((k < n) & ~jnp.isnan(q))
 
@@ -529,7 +529,7 @@ def _recurrence(n: Array, first: Array, step: Callable[..., Array], x: Array) ->
         return k + 1, jnp.where(active, q, p), jnp.where(active, following, q)
 
     start = (jnp.ones((), n.dtype), jnp.ones_like(x), first)
-    _, _, last = lax.while_loop(more, advance, start)
+    _, _, last = lax.while_loop(has_next, advance, start)
     return jnp.where(n < 0, 0, jnp.where(n == 0, 1, last)).astype(x.dtype)
 
 
@@ -539,7 +539,7 @@ def _orders(x: Array, n: Array) -> tuple[Array, Array]:
     return x, jnp.where(jnp.isfinite(n), jnp.trunc(n), -1).astype(jnp.int64)
 
 
-def _named(name: str) -> tuple[str, str, str]:
+def _overloads(name: str) -> tuple[str, str, str]:
     return name, f"{name}.x_scalar", f"{name}.n_scalar"
 
 
@@ -550,7 +550,7 @@ def _register_recurrence(
         x, n = _orders(x, n)
         return _recurrence(n, first(x), step, x)
 
-    elementwise(*_named(f"special_{name}"))(polynomial)
+    elementwise(*_overloads(f"special_{name}"))(polynomial)
 
 
 _register_recurrence(
@@ -569,16 +569,16 @@ def _hermite(scale: int) -> Callable[[Array, Array], Array]:
     def polynomial(x: Array, n: Array) -> Array:
         x, n = _orders(x, n)
         limit = 512 if x.dtype == jnp.float64 else 128
-        found = _recurrence(
+        y = _recurrence(
             jnp.minimum(n, limit), scale * x, lambda k, x, q, p: scale * (x * q - k * p), x
         )
-        return jnp.where(n > limit, jnp.nan, found)  # torch computes none beyond
+        return jnp.where(n > limit, jnp.nan, y)  # torch computes none beyond
 
     return polynomial
 
 
-elementwise(*_named("special_hermite_polynomial_h"))(_hermite(2))
-elementwise(*_named("special_hermite_polynomial_he"))(_hermite(1))
+elementwise(*_overloads("special_hermite_polynomial_h"))(_hermite(2))
+elementwise(*_overloads("special_hermite_polynomial_he"))(_hermite(1))
 
 
 # ------------------------------------------------------------------ Chebyshev's
@@ -645,18 +645,20 @@ def _chebyshev(kind: str, shifted: bool) -> Callable[[Array, Array], Array]:
         turned = (n > thresholds[shifted]) & (jnp.abs(x) < 1)
         ends = jnp.abs(x) == 1
         steps = jnp.where(turned | ends, 0, n)
-        found = _recurrence(steps, first(x), lambda k, x, q, p: (x + x) * q - p, x)
-        found = jnp.where(turned, by_angle(jnp.where(turned, x, 0.5), n.astype(x.dtype)), found)
-        found = jnp.where(x == 1, at_one(n), found)
-        found = jnp.where(x == -1, at_minus_one(n), found)
-        return jnp.where(n < 0, 0, found).astype(x.dtype)
+        y = _recurrence(steps, first(x), lambda k, x, q, p: (x + x) * q - p, x)
+        y = jnp.where(turned, by_angle(jnp.where(turned, x, 0.5), n.astype(x.dtype)), y)
+        y = jnp.where(x == 1, at_one(n), y)
+        y = jnp.where(x == -1, at_minus_one(n), y)
+        return jnp.where(n < 0, 0, y).astype(x.dtype)
 
     return polynomial
 
 
 for _kind in _CHEBYSHEV:
-    elementwise(*_named(f"special_chebyshev_polynomial_{_kind}"))(_chebyshev(_kind, False))
-    elementwise(*_named(f"special_shifted_chebyshev_polynomial_{_kind}"))(_chebyshev(_kind, True))
+    elementwise(*_overloads(f"special_chebyshev_polynomial_{_kind}"))(_chebyshev(_kind, False))
+    elementwise(*_overloads(f"special_shifted_chebyshev_polynomial_{_kind}"))(
+        _chebyshev(_kind, True)
+    )
 
 
 # ------------------------------------------------------------------------------- Special functions
@@ -703,14 +705,14 @@ def _igammac(a: Any, x: Any) -> Any:
     return _at_the_ends(special.gammaincc(a, x), a, x, at_zero=1.0)
 
 
-def _at_the_ends(found: Any, a: Any, x: Any, at_zero: float) -> Any:
+def _at_the_ends(y: Any, a: Any, x: Any, at_zero: float) -> Any:
     """Put in what torch returns where `a` or `x` is zero, infinite, negative or NaN."""
-    found = jnp.where(jnp.isnan(a) | jnp.isnan(x), jnp.nan, found)
-    found = jnp.where(jnp.isinf(x), 1 - at_zero, found)
-    found = jnp.where(jnp.isinf(a), jnp.where(jnp.isinf(x), jnp.nan, at_zero), found)
-    found = jnp.where(x == 0, at_zero, found)
-    found = jnp.where(a == 0, jnp.where(x > 0, 1 - at_zero, jnp.nan), found)
-    return jnp.where((a < 0) | (x < 0), jnp.nan, found)
+    y = jnp.where(jnp.isnan(a) | jnp.isnan(x), jnp.nan, y)
+    y = jnp.where(jnp.isinf(x), 1 - at_zero, y)
+    y = jnp.where(jnp.isinf(a), jnp.where(jnp.isinf(x), jnp.nan, at_zero), y)
+    y = jnp.where(x == 0, at_zero, y)
+    y = jnp.where(a == 0, jnp.where(x > 0, 1 - at_zero, jnp.nan), y)
+    return jnp.where((a < 0) | (x < 0), jnp.nan, y)
 
 
 @lower(aten.angle.default)

@@ -66,7 +66,7 @@ def elementwise(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
         def rule(*args: Any, meta: Any) -> Any:
             dtype = jnp.dtype(jnp.float32) if meta.dtype in _HALF else jax_dtype(meta.dtype)
-            return compiled(*(jnp.asarray(value).astype(dtype) for value in args))
+            return compiled(*(jnp.asarray(argument).astype(dtype) for argument in args))
 
         for name in names:
             packet, _, overload = name.partition(".")
