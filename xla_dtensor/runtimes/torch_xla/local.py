@@ -32,7 +32,7 @@ from xla_dtensor.core.errors import (
     ManualRegionError,
     UnsupportedOpError,
 )
-from xla_dtensor.core.placements import entry_axis
+from xla_dtensor.core.placements import AxisPart, Gap, entry_axis
 from xla_dtensor.core.translate import layout_of_op_sharding
 from xla_dtensor.runtimes.functional import functional_form
 from xla_dtensor.runtimes.nested import leaves, map_nested
@@ -82,12 +82,17 @@ def _cuts_within(
     """Along which axes a tensor is cut within the shards of a layout; none if otherwise too."""
     root = Mesh.arange((region.mesh.root.size(),), ("device",))
     present = layout_of_op_sharding(annotation, region.mesh, len(shape), root)
+    if present is None:
+        return ()
     cuts: list[tuple[Axis, int]] = []
-    for dim, outer in enumerate(layout.dims if present is not None else ()):
+    for dim, outer in enumerate(layout.dims):
         entries = present.dims[dim]
         if entries[: len(outer)] != outer or shape[dim] % annotation.num_tiles(dim):
             return ()
-        cuts += [(axis, dim) for axis in entries[len(outer) :]]
+        for entry in entries[len(outer) :]:
+            if isinstance(entry, (AxisPart, Gap)):  # a part of an axis is none that a region has
+                return ()
+            cuts.append((entry, dim))
     return even_cuts(region.tile_shape(layout, shape), region, tuple(cuts), frozenset())
 
 
