@@ -9,6 +9,9 @@ holds the *payload*: the runtime's tensor for the whole global value. Every aten
    global and XLA partitions it,
 3. wraps the results, labelled with the placements that PyTorch's propagator gives.
 
+Linear, matmul, einsum and attention are caught before that, whole, on the autograd key
+(``runtimes/whole_ops.py``): `x @ w` arrives here as one op whose dims are not flattened.
+
 A worked example, on a (dp=2, tp=4) mesh::
 
     w = distribute_tensor(weight, mesh, [Replicate(), Shard(0)])   annotated: XLA keeps rows on tp
@@ -71,129 +74,12 @@ __all__ = [
     "zeros",
 ]
 
-
-# ------------------------------- CommDebugMode counts torch's collectives, and there are none here
-#
-# A warning says so.
-#
-# PyTorch's DTensor calls collectives, and ``torch.distributed.tensor.debug.CommDebugMode`` counts
-# the calls. Here the partitioner puts them into the compiled program, where no mode of Python's
-# sees them, and the count would be 0 whatever is communicated. What a program communicates is read
-# from the program itself::
-#
-#     step = xd.compile(function)
-#     step(x)
-#     summarize(collectives(step.hlo()))      of xla_dtensor.report
-
-_TRACKERS = "torch.distributed.tensor.debug._comm_mode"
-_WARNED = "_xla_dtensor_has_warned"
-
-# CommDebugMode takes itself off the stack of modes while an op runs, but its hooks stay.
-module_hooks = torch_module._global_forward_pre_hooks
-
-
-def warn_if_communication_is_counted() -> None:
-    """Warn, once per CommDebugMode that is open, that it counts nothing of what XLA does.
-
-    To be called where an op on a DTensor arrives while `module_hooks` is not empty.
-
-    Example:
-        >>> import torch, xla_dtensor as xd
-        >>> from torch.distributed.tensor.debug import CommDebugMode
-        >>> mesh = xd.init_device_mesh("xla", (8,))
-        >>> with warnings.catch_warnings(record=True) as caught, CommDebugMode() as mode:
-        ...     _ = xd.distribute_tensor(torch.ones(8), mesh) + 1
-        >>> len(caught), mode.get_total_counts()
-        (1, 0)
-    """
-    for hook in list(module_hooks.values()):
-        tracker = getattr(hook, "__self__", None)
-        if type(tracker).__module__ == _TRACKERS and _WARNED not in vars(tracker):
-            setattr(tracker, _WARNED, True)
-            warnings.warn(
-                "CommDebugMode saw an op on a DTensor of xla_dtensor. It counts calls of "
-                "collectives, but here XLA's partitioner makes them, and the counts stay 0. Pass "
-                "the hlo() of a function compiled with xla_dtensor.compile to "
-                "xla_dtensor.report.collectives.",
-                UserWarning,
-                stacklevel=3,
-            )
-
-
-# ---------------------------------------------------------- Save and load DTensors with torch.save
-#
-# The whole value with mesh and placements.
-#
-# A file holds the global value as a CPU tensor, so it can be read anywhere; loading puts it on the
-# mesh again. The record is made of plain values only, so that ``torch.load`` accepts it with its
-# default ``weights_only=True``. (Sharded checkpoints of big models are another matter.)
-
-
-def reduce_dtensor(tensor: DTensor) -> Any:
-    """Return the pickle record of `tensor`. All processes have to call this alike."""
-    mesh = tensor._spec.mesh.value
-    payload = tensor._local_tensor
-    host = payload if payload.is_meta else get_runtime().to_host(payload.detach())
-    record = {
-        "value": host,
-        "root": _mesh_record(mesh.root),
-        "axes": None if mesh.is_root else tuple(mesh.axis_names),
-        "placements": [_placement_record(p) for p in tensor._spec.placements],
-        "requires_grad": tensor.requires_grad,
-        "is_parameter": bool(getattr(tensor, "_is_param", False)),
-    }
-    return (load_dtensor, (record,))
-
-
-def load_dtensor(record: dict[str, Any]) -> DTensor:
-    """Return the DTensor of a record made by :func:`reduce_dtensor`."""
-    ranks, *shape_and_names = record["root"]
-    root = Mesh(devices_of_ranks(ranks).tolist(), *shape_and_names)
-    mesh = as_device_mesh(root if record["axes"] is None else root[record["axes"]])
-    placements = tuple(_placement(*fields) for fields in record["placements"])
-    host: torch.Tensor = record["value"]
-    layout = Layout.from_placements(placements, host.ndim, mesh.value)
-    payload = host if host.is_meta else get_runtime().put(host, layout)
-    tensor = DTensor._wrapping(payload, mesh, placements, requires_grad=record["requires_grad"])
-    if record["is_parameter"]:
-        return torch.nn.Parameter(tensor, record["requires_grad"])  # pyright: ignore
-    return tensor
-
-
-def _mesh_record(mesh: Mesh) -> tuple[Any, ...]:
-    # Ranks, so that another job, whose processes hold other ids, finds its devices.
-    return (
-        ranks_of_devices(mesh.device_ids).ravel().tolist(),
-        tuple(mesh.mesh_shape),
-        tuple(mesh.axis_names),
-    )
-
-
-def _placement_record(placement: Any) -> tuple[Any, ...]:
-    if isinstance(placement, _StridedShard):
-        return ("strided", placement.dim, placement.split_factor)
-    if placement.is_partial():
-        return ("partial", placement.reduce_op)
-    return ("shard", placement.dim) if placement.is_shard() else ("replicate",)
-
-
-def _placement(kind: str, *fields: Any) -> Any:
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    if kind == "strided":
-        return _StridedShard(fields[0], split_factor=fields[1])
-    return {"partial": Partial, "shard": Shard, "replicate": Replicate}[kind](*fields)
-
-
-torch.serialization.add_safe_globals(
-    [load_dtensor, (load_dtensor, "xla_dtensor.pickling.load_dtensor")]  # the name in older files
-)
+aten = torch.ops.aten
 
 
 # -------------------------------------------------------------------------- DTensor in global view
 
 check_dispatch()
-aten = torch.ops.aten
 
 
 @runs_as_it_is
@@ -785,3 +671,121 @@ def _shape(function: str, size: tuple[Any, ...]) -> tuple[int, ...]:
             "Pass them one by one or as one sequence; mesh and placements go behind or by name."
         )
     return tuple(size)
+
+
+# ---------------------------------------------------------- Save and load DTensors with torch.save
+#
+# The whole value with mesh and placements.
+#
+# A file holds the global value as a CPU tensor, so it can be read anywhere; loading puts it on the
+# mesh again. The record is made of plain values only, so that ``torch.load`` accepts it with its
+# default ``weights_only=True``. (Sharded checkpoints of big models are another matter.)
+
+
+def reduce_dtensor(tensor: DTensor) -> Any:
+    """Return the pickle record of `tensor`. All processes have to call this alike."""
+    mesh = tensor._spec.mesh.value
+    payload = tensor._local_tensor
+    host = payload if payload.is_meta else get_runtime().to_host(payload.detach())
+    record = {
+        "value": host,
+        "root": _mesh_record(mesh.root),
+        "axes": None if mesh.is_root else tuple(mesh.axis_names),
+        "placements": [_placement_record(p) for p in tensor._spec.placements],
+        "requires_grad": tensor.requires_grad,
+        "is_parameter": bool(getattr(tensor, "_is_param", False)),
+    }
+    return (load_dtensor, (record,))
+
+
+def load_dtensor(record: dict[str, Any]) -> DTensor:
+    """Return the DTensor of a record made by :func:`reduce_dtensor`."""
+    ranks, *shape_and_names = record["root"]
+    root = Mesh(devices_of_ranks(ranks).tolist(), *shape_and_names)
+    mesh = as_device_mesh(root if record["axes"] is None else root[record["axes"]])
+    placements = tuple(_placement(*fields) for fields in record["placements"])
+    host: torch.Tensor = record["value"]
+    layout = Layout.from_placements(placements, host.ndim, mesh.value)
+    payload = host if host.is_meta else get_runtime().put(host, layout)
+    tensor = DTensor._wrapping(payload, mesh, placements, requires_grad=record["requires_grad"])
+    if record["is_parameter"]:
+        return torch.nn.Parameter(tensor, record["requires_grad"])  # pyright: ignore
+    return tensor
+
+
+def _mesh_record(mesh: Mesh) -> tuple[Any, ...]:
+    # Ranks, so that another job, whose processes hold other ids, finds its devices.
+    return (
+        ranks_of_devices(mesh.device_ids).ravel().tolist(),
+        tuple(mesh.mesh_shape),
+        tuple(mesh.axis_names),
+    )
+
+
+def _placement_record(placement: Any) -> tuple[Any, ...]:
+    if isinstance(placement, _StridedShard):
+        return ("strided", placement.dim, placement.split_factor)
+    if placement.is_partial():
+        return ("partial", placement.reduce_op)
+    return ("shard", placement.dim) if placement.is_shard() else ("replicate",)
+
+
+def _placement(kind: str, *fields: Any) -> Any:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if kind == "strided":
+        return _StridedShard(fields[0], split_factor=fields[1])
+    return {"partial": Partial, "shard": Shard, "replicate": Replicate}[kind](*fields)
+
+
+torch.serialization.add_safe_globals(
+    [load_dtensor, (load_dtensor, "xla_dtensor.pickling.load_dtensor")]  # the name in older files
+)
+
+
+# ------------------------------- CommDebugMode counts torch's collectives, and there are none here
+#
+# A warning says so.
+#
+# PyTorch's DTensor calls collectives, and ``torch.distributed.tensor.debug.CommDebugMode`` counts
+# the calls. Here the partitioner puts them into the compiled program, where no mode of Python's
+# sees them, and the count would be 0 whatever is communicated. What a program communicates is read
+# from the program itself::
+#
+#     step = xd.compile(function)
+#     step(x)
+#     summarize(collectives(step.hlo()))      of xla_dtensor.report
+
+_TRACKERS = "torch.distributed.tensor.debug._comm_mode"
+_WARNED = "_xla_dtensor_has_warned"
+
+# CommDebugMode takes itself off the stack of modes while an op runs, but its hooks stay.
+module_hooks = torch_module._global_forward_pre_hooks
+
+
+def warn_if_communication_is_counted() -> None:
+    """Warn, once per CommDebugMode that is open, that it counts nothing of what XLA does.
+
+    To be called where an op on a DTensor arrives while `module_hooks` is not empty.
+
+    Example:
+        >>> import torch, xla_dtensor as xd
+        >>> from torch.distributed.tensor.debug import CommDebugMode
+        >>> mesh = xd.init_device_mesh("xla", (8,))
+        >>> with warnings.catch_warnings(record=True) as caught, CommDebugMode() as mode:
+        ...     _ = xd.distribute_tensor(torch.ones(8), mesh) + 1
+        >>> len(caught), mode.get_total_counts()
+        (1, 0)
+    """
+    for hook in list(module_hooks.values()):
+        tracker = getattr(hook, "__self__", None)
+        if type(tracker).__module__ == _TRACKERS and _WARNED not in vars(tracker):
+            setattr(tracker, _WARNED, True)
+            warnings.warn(
+                "CommDebugMode saw an op on a DTensor of xla_dtensor. It counts calls of "
+                "collectives, but here XLA's partitioner makes them, and the counts stay 0. Pass "
+                "the hlo() of a function compiled with xla_dtensor.compile to "
+                "xla_dtensor.report.collectives.",
+                UserWarning,
+                stacklevel=3,
+            )

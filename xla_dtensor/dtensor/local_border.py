@@ -9,6 +9,10 @@ Below autograd, on payloads. A worked example, 10 rows as [Partial(), Shard(0)] 
 
 and back the same way: leave as (2, 12), sum over the leading dim, drop two rows.
 
+`border_of` says how a tensor's border is, `Border.cut` goes in and `Border.joined` back. The other
+sections are what stands at the border: uneven dims, a tensor that each device has for itself,
+memory that a view shares with its source, reading a view from Python.
+
 Which rows a device has is PyTorch's rule: `torch.chunk` once per mesh axis. Where these are no
 tiles of XLA's (several axes on one uneven dim, strided shards with a gap) the rows are first put in
 the order of the devices, which moves data.
@@ -71,350 +75,169 @@ __all__ = [
     "spread_payload",
 ]
 
-
-# ---------------------------------- Shared memory between a DTensor and the LocalViews cut from it
-#
-# In PyTorch ``x.to_local()`` is the very memory of x: ``x.to_local().zero_()`` empties x, and what
-# an optimizer does to x is seen in the local tensor. Here the two are different arrays on the
-# devices, so a link between them carries writes over, each time before the other side is used:
-#
-#     v = x.to_local()       link: (x, v's memory)
-#     v[0].zero_()           the view v[0] has the same link; it pushes: x is written as v is
-#     x.add_(1)              x's version counter moves
-#     v.sum()                v pulls first: its memory is written as x is
-#
-# Where a gradient is recorded, writing to a view raises, as in PyTorch; under ``no_grad`` a view
-# that requires grad is written to like any other.
-
-
-class Memory:
-    """What a view and all views of it share.
-
-    Args:
-        varying: The mesh axes along which devices may hold different values.
-        link: Ties the memory to a DTensor's.
-        stands_for_plain: Whether it is a copy of a plain tensor, which writes would not reach.
-    """
-
-    __slots__ = ("link", "stands_for_plain", "varying")
-
-    def __init__(
-        self, varying: frozenset[Axis], link: Link | None = None, stands_for_plain: bool = False
-    ) -> None:
-        self.varying, self.link, self.stands_for_plain = varying, link, stands_for_plain
-
-    def wrote(self, varying: frozenset[Axis]) -> None:
-        """Hear that values were written that differ along some axes."""
-        self.varying = self.varying | varying
-        if self.link is not None:
-            self.link.push()
-
-
-def check_writes(
-    func: Any, args: Sequence[Any], kwargs: Any, view: Any, varying: frozenset[Axis]
-) -> None:
-    """Raise, before anything is written, where a mutating op would write values that get lost.
-
-    Args:
-        func: The op.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        view: A LocalView among them.
-        varying: The axes along which the values to write may differ.
-
-    Raises:
-        LocalViewError: A plain tensor, a recorded view or equal shards would be written to.
-    """
-    for target in leaves(written_values(func, args, kwargs)):
-        if not isinstance(target, torch.Tensor):
-            continue
-        memory = getattr(target, "_memory", None)
-        if memory is None or memory.stands_for_plain:
-            raise LocalViewError(
-                f"{func} was called to write to a plain tensor of shape={tuple(target.shape)}, "
-                f"with a local view of local shape={tuple(view.shape)} among its arguments. Each "
-                "device has values of its own, and a plain tensor has one for all. Make the "
-                "destination with view.new_zeros(shape) or torch.zeros_like(view)."
-            )
-        if memory.link is None:
-            continue
-        if target.requires_grad and torch.is_grad_enabled():
-            raise LocalViewError(
-                f"{func} was called to write to {target!r}, the memory of a DTensor, while "
-                "gradients are recorded. The write would override the gradient of to_local(). "
-                "Call clone() on it first, or write under torch.no_grad()."
-            )
-        memory.link.check(varying)
-
-
-class Link:
-    """Ties a DTensor to the memory of the view that was cut from it.
-
-    Args:
-        source: The DTensor, detached.
-        cut: Cuts the DTensor's present value: a local payload.
-        joined: Puts the local payload together again: a payload like the DTensor's.
-        replicated: The axes along which all devices must hold the same values.
-    """
-
-    def __init__(
-        self,
-        source: torch.Tensor,
-        cut: Callable[[], torch.Tensor],
-        joined: Callable[[torch.Tensor], torch.Tensor],
-        replicated: frozenset[Axis],
-    ) -> None:
-        self._source, self._cut, self._joined = source, cut, joined
-        self._replicated = replicated
-        self.memory = cut()
-        self._version = _version(source)
-
-    def pull(self) -> None:
-        """Write what the DTensor became since the last look to the view's memory."""
-        count, token = _version(self._source)
-        if count != self._version[0] or token is not self._version[1] or count < 0:
-            self._version = count, token
-            _write(self.memory, self._cut(), local=True)
-
-    def check(self, varying: frozenset[Axis]) -> None:
-        """Raise where the DTensor cannot hold values that differ along some axes."""
-        differ = sorted(map(str, self._replicated & varying))
-        if differ:
-            raise LocalViewError(
-                f"A local view was written in place with values that differ along the axes "
-                f"{differ}, where its DTensor is Replicate. The DTensor has one value there. Write "
-                "values that are equal on these devices, or use clone() first."
-            )
-
-    def push(self) -> None:
-        """Write the view's memory to the DTensor."""
-        payload: Any = self._source
-        _write(payload._local_tensor, self._joined(self.memory), local=False)
-        if not payload.is_inference():
-            torch.autograd.graph.increment_version(payload)  # for other views of the same tensor
-        self._version = _version(self._source)
-
-
-def _write(target: torch.Tensor, source: torch.Tensor, local: bool) -> None:
-    run = run_local_op if local or is_traced(target) else get_runtime().run_op
-    # A tensor of inference mode may be written to in inference mode only.
-    with torch.inference_mode(target.is_inference() or torch.is_inference_mode_enabled()):
-        run(torch.ops.aten.copy_.default, (target, source), {})
-
-
-def _version(source: Any) -> tuple[int, Any]:
-    """Return what changes when a DTensor is written to.
-
-    Its version counter, which inference mode has not, and which a compiled step that only launches
-    its program may not move; and what the runtime says of the value.
-    """
-    payload = source._local_tensor
-    token = None if is_traced(payload) else get_runtime().value_token(payload)
-    version = -1 if source.is_inference() else source._version
-    return (version if token is None else max(version, 0)), token
-
-
-# ----------------------------------------------------------------- Reading a LocalView from Python
-#
-# The first reachable device's tensor, or all of them.
-
 aten = torch.ops.aten
-_ASKING = frozenset(
-    {
-        torch.Tensor.item,
-        torch.Tensor.__bool__,
-        torch.Tensor.__int__,
-        torch.Tensor.__float__,
-        torch.Tensor.__complex__,
-        torch.Tensor.__index__,
-        torch.Tensor.__contains__,
-        torch.Tensor.is_nonzero,
-        torch.is_nonzero,
-    }
-)
-_asked: ContextVar[bool] = ContextVar("_asked", default=False)
-_READS = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default})
 
 
-@contextmanager
-def asked_for(func: Any) -> Iterator[None]:
-    """Note, for the time of a call, whether the program itself asks for a value.
+# ------------------------------------------------------------------------------------------ Border
+
+_REDUCTIONS: dict[str, Any] = {
+    "sum": aten.sum.dim_IntList,
+    "avg": aten.mean.dim,
+    "max": aten.amax.default,
+    "min": aten.amin.default,
+}
+_NEUTRAL = {"sum": 0.0, "product": 1.0}
+
+
+@dataclass(frozen=True)
+class _Dim:
+    """How one dim is cut.
 
     Args:
-        func: What is called: ``torch.Tensor.item`` asks, ``torch.nn.functional.one_hot`` does not.
+        axes: The axes that cut it, outermost first.
+        pieces: Into how many they cut it.
+        tile: Its size on the first device.
+        rows: The global positions in the order of the devices, -1 for padding; None where XLA's
+            tiles are the shards.
     """
-    token = _asked.set(func in _ASKING)
-    try:
-        yield
-    finally:
-        _asked.reset(token)
+
+    axes: tuple[Axis, ...]
+    pieces: int
+    tile: int
+    rows: np.ndarray[Any, Any] | None
 
 
-def read_op(func: Any, args: Sequence[Any], kwargs: Any) -> Callable[[], Any] | None:
-    """Return what runs an op that reads values, on the first reachable device's; None if it none.
+class Border:
+    """What lies between the global tensors of one layout and shape, and their local views.
 
     Args:
-        func: The op.
-        args: Its arguments, LocalViews among them.
-        kwargs: Its keyword arguments.
+        layout: Of the global tensor, on the mesh that ``to_local`` refers to.
+        shape: The global shape.
     """
-    device = kwargs.get("device") if func is aten._to_copy.default else None
-    leaves_device = (
-        device is not None
-        and torch.device(device).type == "cpu"
-        and torch.device(get_runtime().torch_device).type != "cpu"
-    )
-    if func not in _READS and not leaves_device:
-        return None
-    if func is aten._local_scalar_dense.default and args[0]._varying and not _asked.get():
-        raise LocalViewError(
-            f"A value of {args[0]!r} was asked for inside of PyTorch, to choose a shape, a number "
-            "or a branch for all devices. They may hold different values. Say it in numbers, such "
-            "as num_classes=, use ops such as torch.where and index_select, or read item() first, "
-            "which gives the first device's."
-        )
 
-    def read() -> Any:
-        host_args, host_kwargs = map_nested(
-            lambda v: first_shard(v, str(func)) if hasattr(v, "_varying") else v,
-            (tuple(args), kwargs),
-        )
-        return func(*host_args, **host_kwargs)
+    def __init__(self, layout: Layout, shape: tuple[int, ...]) -> None:
+        self.layout, self.shape = layout, shape
+        self.region: ManualRegion = region_of(layout.mesh)
+        first = local_shape(layout, shape, (0,) * layout.mesh.ndim, rule="torch").shape
+        self.dims = [_dim(layout, shape, dim, tile) for dim, tile in enumerate(first)]
+        axes = (*[(axis,) for axis, _ in layout.partial], *[dim.axes for dim in self.dims])
+        self._inside = Layout(self.region.mesh, axes)
 
-    return read
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the first device's shard, which is the longest.
 
+        Not always with a gap, where a strided shard has no axis for its outer cut; but nothing that
+        has one comes here, since no DTensor lies so and ``from_local`` refuses it.
+        """
+        return tuple(dim.tile for dim in self.dims)
 
-def first_shard(view: LocalView, what: str) -> torch.Tensor:
-    """Return the local tensor of the first device that this process reaches, on the host.
+    @cached_property
+    def uneven(self) -> Uneven | None:
+        """How much of each device's array is real."""
+        if self.shape == tuple([dim.tile * dim.pieces for dim in self.dims]):
+            return None
+        mesh, region = self.layout.mesh, self.region
+        names = tuple(mesh.axis_names)
+        tables: dict[int, list[int]] = {dim: [] for dim in range(len(self.shape))}
+        for place in product(*map(range, region.sizes)):
+            by_axis = dict(zip(region.axes, place, strict=True))
+            coordinate = tuple(by_axis[name] for name in names)
+            sizes = local_shape(self.layout, self.shape, coordinate, rule="torch").shape
+            for dim, size in enumerate(sizes):
+                tables[dim].append(size)
+        return Uneven.of({dim: tuple(table) for dim, table in tables.items()})
 
-    Args:
-        view: The view.
-        what: What reads it, for messages.
+    @property
+    def varying(self) -> frozenset[Axis]:
+        """The axes along which the shards differ."""
+        cut = {axis for dim in self.dims for axis in dim.axes}
+        return frozenset(cut | {axis for axis, op in self.layout.partial if op in _NEUTRAL})
 
-    Raises:
-        LocalViewError: Each of several processes would read another value.
-    """
-    runtime = get_runtime()
-    if view._varying and len(runtime.addressable_device_ids()) < len(runtime.device_ids()):
-        raise LocalViewError(
-            f"{what} was called on {view!r} in a job of several processes. Each would read another "
-            "device's value, and their programs would part. Use addressable_shards(), or reduce "
-            f"over the axes {sorted(map(str, view._varying))} first."
-        )
-    order = {int(device): place for place, device in enumerate(view._region.mesh.device_ids.flat)}
-    return min(shards_of(view), key=lambda shard: order[shard.device_id]).data
+    @property
+    def replicated(self) -> frozenset[Axis]:
+        """The axes along which all devices hold the same."""
+        used = {axis for dim in self.dims for axis in dim.axes}
+        return frozenset(self.region.axes) - used - {axis for axis, _ in self.layout.partial}
 
+    def cut(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return the local payload of a global one."""
+        runtime = get_runtime()
+        run = runtime.run_op
+        for number, dim in enumerate(self.dims):
+            if dim.rows is not None:
+                rows = torch.from_numpy(np.maximum(dim.rows, 0))
+                payload = run(aten.index_select.default, (payload, number, rows), {})
+        padding = [
+            dim.tile * dim.pieces - payload.shape[number] for number, dim in enumerate(self.dims)
+        ]
+        if any(padding):
+            behind = [pad for amount in reversed(padding) for pad in (0, amount)]
+            payload = run(aten.constant_pad_nd.default, (payload, behind), {})
+        for axis, op in reversed(self.layout.partial):
+            payload = _parts(run, payload, self.region.mesh.size(axis), op)
+        local = runtime.enter_local(payload, self._inside, self.region)
+        for _ in self.layout.partial:
+            local = runtime.run_local_op(aten.squeeze.dim, (local, 0), {})
+        return local
 
-def shards_of(view: LocalView) -> tuple[AddressableShard, ...]:
-    """Return the local tensors of this process's devices, ordered by device id."""
-    runtime, region = get_runtime(), view._region
-    stacked = view._payload
-    for _ in region.axes:
-        stacked = runtime.run_local_op(aten.unsqueeze.default, (stacked, 0), {})
-    layout = Layout(region.mesh, (*((axis,) for axis in region.axes), *((),) * view.ndim))
-    shards = runtime.addressable_shards(runtime.leave_local(stacked, layout, region))
-    sizes = None if view._uneven is None else view._uneven.sizes_on(region)
-    return tuple(_unstacked(shard, region, sizes) for shard in shards)
-
-
-def _unstacked(shard: AddressableShard, region: ManualRegion, sizes: Any) -> AddressableShard:
-    ndim, place = len(region.axes), region.mesh.coordinates
-    tensor = shard.data[(0,) * ndim]
-    if sizes is not None:
-        by_axis = dict(zip(region.mesh.axis_names, map(int, place(shard.device_id)), strict=True))
-        coordinate = tuple(by_axis[axis] for axis in region.axes)
-        for dim, table in sizes.items():
-            tensor = tensor.narrow(dim, 0, int(table[coordinate]))
-    return replace(shard, index=tuple(slice(0, n) for n in tensor.shape), data=tensor)
-
-
-# ---------------------------------------------------------------- A plain tensor beside LocalViews
-#
-# The same on every device, its gradient gathered from all.
-#
-# ``F.linear(view, weight)`` with a plain `weight` uses it on every device. What each device sends
-# back is its own part of the gradient: along mesh axes where these parts differ they are summed, as
-# they are parts of one derivative; along the others all devices hold the same gradient already.
-
-
-def spread_payload(payload: torch.Tensor, region: ManualRegion) -> torch.Tensor:
-    """Return a local payload with a copy of `payload` on each device."""
-    if is_traced(payload):
-        return operand_everywhere(payload, region)
-    return get_runtime().enter_local(payload, uncut_layout(region, payload.ndim), region)
+    def joined(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the global payload of a local one; reductions are made."""
+        runtime = get_runtime()
+        run = runtime.run_op
+        for _ in self.layout.partial:
+            local = runtime.run_local_op(aten.unsqueeze.default, (local, 0), {})
+        payload = runtime.leave_local(local, self._inside, self.region)
+        for _, op in self.layout.partial:
+            # PyTorch would make int64 of the sum of int32.
+            options = {"dtype": payload.dtype} if op in _NEUTRAL else {}
+            payload = (
+                run(aten.prod.dim_int, (payload, 0), options)
+                if op == "product"
+                else run(_REDUCTIONS[op], (payload, [0]), options)
+            )
+        for number, dim in enumerate(self.dims):
+            if dim.rows is not None:
+                order = np.argsort(np.where(dim.rows < 0, dim.rows.size, dim.rows), kind="stable")
+                order = torch.from_numpy(order[: self.shape[number]])
+                payload = run(aten.index_select.default, (payload, number, order), {})
+            elif payload.shape[number] != self.shape[number]:
+                cut = (payload, number, 0, self.shape[number])
+                payload = run(aten.slice.Tensor, cut, {})
+        return payload
 
 
 @lru_cache(maxsize=4096)
-def uncut_layout(region: ManualRegion, ndim: int) -> Layout:
-    """Return the layout of a tensor that the region's axes do not cut."""
-    open_dims = frozenset() if region.is_whole else frozenset(range(ndim))
-    return Layout(region.mesh, ((),) * ndim, (), open_dims)
+def border_of(layout: Layout, shape: tuple[int, ...]) -> Border:
+    """Return the border of a layout and a global shape; the same object each time."""
+    return Border(layout, shape)
 
 
-def as_gradient(grad: Any, output: Any) -> Any:
-    """Return a plain gradient given for a LocalView as a view; anything else as it is.
-
-    It differs where `output` does: each device's is the gradient of its own value.
-    """
-    plain = isinstance(grad, torch.Tensor) and not hasattr(grad, "_local_tensor")
-    if not plain or getattr(grad, "_is_per_device", False) or not hasattr(output, "_varying"):
-        return grad
-    view: Any = same_on_all(grad, output.region)
-    return view._labelled(output._varying)
-
-
-def gathered(grad: Any, on_host: bool) -> torch.Tensor:
-    """Return the gradient of a plain tensor of which each device had a copy."""
-    region, runtime = grad.region, get_runtime()
-    total = _summed_gradient(grad)
-    payload = runtime.leave_local(total._payload, uncut_layout(region, grad.ndim), region)
-    return runtime.to_host(payload) if on_host else runtime.to_plain(payload)
+def _dim(layout: Layout, shape: tuple[int, ...], dim: int, tile: int) -> _Dim:
+    mesh = layout.mesh
+    entries = [entry_axis(entry) for entry in layout.dims[dim]]
+    cutting = [axis for axis in mesh.axis_names if axis in entries]
+    pieces = prod([mesh.size(axis) for axis in cutting])
+    axes = tuple([axis for axis in entries if axis is not None])
+    are_tiles = len(axes) == len(entries) == len(cutting)
+    if are_tiles and (len(cutting) < 2 or shape[dim] % max(pieces, 1) == 0):
+        return _Dim(axes, pieces, tile, None)
+    rows: list[Any] = []
+    for place in product(*(range(mesh.size(axis)) for axis in cutting)):
+        by_axis = dict(zip(cutting, place, strict=True))
+        coordinate = tuple(by_axis.get(axis, 0) for axis in mesh.axis_names)
+        shard = torch_indices(layout, shape, coordinate)[dim]
+        rows.append(np.pad(shard, (0, tile - len(shard)), constant_values=-1))
+    return _Dim(tuple(cutting), pieces, tile, np.concatenate(rows))
 
 
-def _summed_gradient(grad: Any) -> Any:
-    from xla_dtensor.dtensor.collectives import psum
-
-    over = grad._varies_over(grad.region.axes)
-    return psum(grad, over) if over else grad
-
-
-def same_on_all(tensor: torch.Tensor, region: ManualRegion) -> torch.Tensor:
-    """Return a plain tensor as a LocalView that differs nowhere, differentiably.
-
-    Args:
-        tensor: A CPU tensor or a plain tensor of the runtime.
-        region: The region of the view.
-    """
-    return _SameOnAll.apply(tensor, region)  # pyright: ignore[reportReturnType]
-
-
-class _SameOnAll(LinearResult):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, region: ManualRegion) -> Any:
-        from xla_dtensor.dtensor.local import LocalView
-
-        runtime = get_runtime()
-        ctx.inputs = [tensor]
-        if is_traced(tensor):
-            ctx.on_host, ctx.region = None, region
-            ctx.save_for_backward(tensor)
-            memory = Memory(frozenset(), stands_for_plain=True)
-            return LocalView(enter_everywhere(tensor, region), region, memory=memory)
-        ctx.on_host = not runtime.is_payload(tensor)
-        payload = tensor.detach()
-        if ctx.on_host:
-            payload = runtime.put(payload, Layout.replicated(region.mesh, tensor.ndim))
-        memory = Memory(frozenset(), stands_for_plain=True)
-        return LocalView(spread_payload(payload, region), region, memory=memory)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        if ctx.on_host is None:
-            total, (like,) = _summed_gradient(grad), ctx.saved_tensors
-            gradient = gather_everywhere(total._payload, like, ctx.region)
-        else:
-            gradient = gathered(grad, ctx.on_host)
-        return (*refuse_second("a plain tensor beside local tensors", ctx.inputs, gradient), None)
+def _parts(run: Any, payload: torch.Tensor, count: int, op: str) -> torch.Tensor:
+    """Return [count, *shape]: parts of which the reduction is `payload`."""
+    row = run(aten.unsqueeze.default, (payload, 0), {})
+    if op not in _NEUTRAL:
+        return run(aten.expand.default, (row, [count, *payload.shape]), {})
+    behind = [*(0 for _ in range(2 * payload.ndim)), 0, count - 1]
+    return run(aten.constant_pad_nd.default, (row, behind, _NEUTRAL[op]), {})
 
 
 # ------------------------------------------------ LocalViews of dims that the mesh does not divide
@@ -660,168 +483,6 @@ def _places_after_view(shape: tuple[int, ...], new_shape: tuple[int, ...]) -> di
     return places
 
 
-# ------------------------------------------------------------------------------------------ Border
-
-_REDUCTIONS: dict[str, Any] = {
-    "sum": aten.sum.dim_IntList,
-    "avg": aten.mean.dim,
-    "max": aten.amax.default,
-    "min": aten.amin.default,
-}
-_NEUTRAL = {"sum": 0.0, "product": 1.0}
-
-
-@dataclass(frozen=True)
-class _Dim:
-    """How one dim is cut.
-
-    Args:
-        axes: The axes that cut it, outermost first.
-        pieces: Into how many they cut it.
-        tile: Its size on the first device.
-        rows: The global positions in the order of the devices, -1 for padding; None where XLA's
-            tiles are the shards.
-    """
-
-    axes: tuple[Axis, ...]
-    pieces: int
-    tile: int
-    rows: np.ndarray[Any, Any] | None
-
-
-class Border:
-    """What lies between the global tensors of one layout and shape, and their local views.
-
-    Args:
-        layout: Of the global tensor, on the mesh that ``to_local`` refers to.
-        shape: The global shape.
-    """
-
-    def __init__(self, layout: Layout, shape: tuple[int, ...]) -> None:
-        self.layout, self.shape = layout, shape
-        self.region: ManualRegion = region_of(layout.mesh)
-        first = local_shape(layout, shape, (0,) * layout.mesh.ndim, rule="torch").shape
-        self.dims = [_dim(layout, shape, dim, tile) for dim, tile in enumerate(first)]
-        axes = (*[(axis,) for axis, _ in layout.partial], *[dim.axes for dim in self.dims])
-        self._inside = Layout(self.region.mesh, axes)
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """The shape of the first device's shard, which is the longest.
-
-        Not always with a gap, where a strided shard has no axis for its outer cut; but nothing that
-        has one comes here, since no DTensor lies so and ``from_local`` refuses it.
-        """
-        return tuple(dim.tile for dim in self.dims)
-
-    @cached_property
-    def uneven(self) -> Uneven | None:
-        """How much of each device's array is real."""
-        if self.shape == tuple([dim.tile * dim.pieces for dim in self.dims]):
-            return None
-        mesh, region = self.layout.mesh, self.region
-        names = tuple(mesh.axis_names)
-        tables: dict[int, list[int]] = {dim: [] for dim in range(len(self.shape))}
-        for place in product(*map(range, region.sizes)):
-            by_axis = dict(zip(region.axes, place, strict=True))
-            coordinate = tuple(by_axis[name] for name in names)
-            sizes = local_shape(self.layout, self.shape, coordinate, rule="torch").shape
-            for dim, size in enumerate(sizes):
-                tables[dim].append(size)
-        return Uneven.of({dim: tuple(table) for dim, table in tables.items()})
-
-    @property
-    def varying(self) -> frozenset[Axis]:
-        """The axes along which the shards differ."""
-        cut = {axis for dim in self.dims for axis in dim.axes}
-        return frozenset(cut | {axis for axis, op in self.layout.partial if op in _NEUTRAL})
-
-    @property
-    def replicated(self) -> frozenset[Axis]:
-        """The axes along which all devices hold the same."""
-        used = {axis for dim in self.dims for axis in dim.axes}
-        return frozenset(self.region.axes) - used - {axis for axis, _ in self.layout.partial}
-
-    def cut(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return the local payload of a global one."""
-        runtime = get_runtime()
-        run = runtime.run_op
-        for number, dim in enumerate(self.dims):
-            if dim.rows is not None:
-                rows = torch.from_numpy(np.maximum(dim.rows, 0))
-                payload = run(aten.index_select.default, (payload, number, rows), {})
-        padding = [
-            dim.tile * dim.pieces - payload.shape[number] for number, dim in enumerate(self.dims)
-        ]
-        if any(padding):
-            behind = [pad for amount in reversed(padding) for pad in (0, amount)]
-            payload = run(aten.constant_pad_nd.default, (payload, behind), {})
-        for axis, op in reversed(self.layout.partial):
-            payload = _parts(run, payload, self.region.mesh.size(axis), op)
-        local = runtime.enter_local(payload, self._inside, self.region)
-        for _ in self.layout.partial:
-            local = runtime.run_local_op(aten.squeeze.dim, (local, 0), {})
-        return local
-
-    def joined(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the global payload of a local one; reductions are made."""
-        runtime = get_runtime()
-        run = runtime.run_op
-        for _ in self.layout.partial:
-            local = runtime.run_local_op(aten.unsqueeze.default, (local, 0), {})
-        payload = runtime.leave_local(local, self._inside, self.region)
-        for _, op in self.layout.partial:
-            # PyTorch would make int64 of the sum of int32.
-            options = {"dtype": payload.dtype} if op in _NEUTRAL else {}
-            payload = (
-                run(aten.prod.dim_int, (payload, 0), options)
-                if op == "product"
-                else run(_REDUCTIONS[op], (payload, [0]), options)
-            )
-        for number, dim in enumerate(self.dims):
-            if dim.rows is not None:
-                order = np.argsort(np.where(dim.rows < 0, dim.rows.size, dim.rows), kind="stable")
-                order = torch.from_numpy(order[: self.shape[number]])
-                payload = run(aten.index_select.default, (payload, number, order), {})
-            elif payload.shape[number] != self.shape[number]:
-                cut = (payload, number, 0, self.shape[number])
-                payload = run(aten.slice.Tensor, cut, {})
-        return payload
-
-
-@lru_cache(maxsize=4096)
-def border_of(layout: Layout, shape: tuple[int, ...]) -> Border:
-    """Return the border of a layout and a global shape; the same object each time."""
-    return Border(layout, shape)
-
-
-def _dim(layout: Layout, shape: tuple[int, ...], dim: int, tile: int) -> _Dim:
-    mesh = layout.mesh
-    entries = [entry_axis(entry) for entry in layout.dims[dim]]
-    cutting = [axis for axis in mesh.axis_names if axis in entries]
-    pieces = prod([mesh.size(axis) for axis in cutting])
-    axes = tuple([axis for axis in entries if axis is not None])
-    are_tiles = len(axes) == len(entries) == len(cutting)
-    if are_tiles and (len(cutting) < 2 or shape[dim] % max(pieces, 1) == 0):
-        return _Dim(axes, pieces, tile, None)
-    rows: list[Any] = []
-    for place in product(*(range(mesh.size(axis)) for axis in cutting)):
-        by_axis = dict(zip(cutting, place, strict=True))
-        coordinate = tuple(by_axis.get(axis, 0) for axis in mesh.axis_names)
-        shard = torch_indices(layout, shape, coordinate)[dim]
-        rows.append(np.pad(shard, (0, tile - len(shard)), constant_values=-1))
-    return _Dim(tuple(cutting), pieces, tile, np.concatenate(rows))
-
-
-def _parts(run: Any, payload: torch.Tensor, count: int, op: str) -> torch.Tensor:
-    """Return [count, *shape]: parts of which the reduction is `payload`."""
-    row = run(aten.unsqueeze.default, (payload, 0), {})
-    if op not in _NEUTRAL:
-        return run(aten.expand.default, (row, [count, *payload.shape]), {})
-    behind = [*(0 for _ in range(2 * payload.ndim)), 0, count - 1]
-    return run(aten.constant_pad_nd.default, (row, behind, _NEUTRAL[op]), {})
-
-
 # --------------------------------------------------------------------------------- PerDeviceTensor
 #
 # A tensor that has one value on each device, all of one shape.
@@ -896,6 +557,350 @@ class PerDeviceTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.data.__set__(self, self._like(self._payload))  # pyright: ignore
         return self
+
+
+# ---------------------------------- Shared memory between a DTensor and the LocalViews cut from it
+#
+# In PyTorch ``x.to_local()`` is the very memory of x: ``x.to_local().zero_()`` empties x, and what
+# an optimizer does to x is seen in the local tensor. Here the two are different arrays on the
+# devices, so a link between them carries writes over, each time before the other side is used:
+#
+#     v = x.to_local()       link: (x, v's memory)
+#     v[0].zero_()           the view v[0] has the same link; it pushes: x is written as v is
+#     x.add_(1)              x's version counter moves
+#     v.sum()                v pulls first: its memory is written as x is
+#
+# Where a gradient is recorded, writing to a view raises, as in PyTorch; under ``no_grad`` a view
+# that requires grad is written to like any other.
+
+
+class Memory:
+    """What a view and all views of it share.
+
+    Args:
+        varying: The mesh axes along which devices may hold different values.
+        link: Ties the memory to a DTensor's.
+        stands_for_plain: Whether it is a copy of a plain tensor, which writes would not reach.
+    """
+
+    __slots__ = ("link", "stands_for_plain", "varying")
+
+    def __init__(
+        self, varying: frozenset[Axis], link: Link | None = None, stands_for_plain: bool = False
+    ) -> None:
+        self.varying, self.link, self.stands_for_plain = varying, link, stands_for_plain
+
+    def wrote(self, varying: frozenset[Axis]) -> None:
+        """Hear that values were written that differ along some axes."""
+        self.varying = self.varying | varying
+        if self.link is not None:
+            self.link.push()
+
+
+def check_writes(
+    func: Any, args: Sequence[Any], kwargs: Any, view: Any, varying: frozenset[Axis]
+) -> None:
+    """Raise, before anything is written, where a mutating op would write values that get lost.
+
+    Args:
+        func: The op.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        view: A LocalView among them.
+        varying: The axes along which the values to write may differ.
+
+    Raises:
+        LocalViewError: A plain tensor, a recorded view or equal shards would be written to.
+    """
+    for target in leaves(written_values(func, args, kwargs)):
+        if not isinstance(target, torch.Tensor):
+            continue
+        memory = getattr(target, "_memory", None)
+        if memory is None or memory.stands_for_plain:
+            raise LocalViewError(
+                f"{func} was called to write to a plain tensor of shape={tuple(target.shape)}, "
+                f"with a local view of local shape={tuple(view.shape)} among its arguments. Each "
+                "device has values of its own, and a plain tensor has one for all. Make the "
+                "destination with view.new_zeros(shape) or torch.zeros_like(view)."
+            )
+        if memory.link is None:
+            continue
+        if target.requires_grad and torch.is_grad_enabled():
+            raise LocalViewError(
+                f"{func} was called to write to {target!r}, the memory of a DTensor, while "
+                "gradients are recorded. The write would override the gradient of to_local(). "
+                "Call clone() on it first, or write under torch.no_grad()."
+            )
+        memory.link.check(varying)
+
+
+class Link:
+    """Ties a DTensor to the memory of the view that was cut from it.
+
+    Args:
+        source: The DTensor, detached.
+        cut: Cuts the DTensor's present value: a local payload.
+        joined: Puts the local payload together again: a payload like the DTensor's.
+        replicated: The axes along which all devices must hold the same values.
+    """
+
+    def __init__(
+        self,
+        source: torch.Tensor,
+        cut: Callable[[], torch.Tensor],
+        joined: Callable[[torch.Tensor], torch.Tensor],
+        replicated: frozenset[Axis],
+    ) -> None:
+        self._source, self._cut, self._joined = source, cut, joined
+        self._replicated = replicated
+        self.memory = cut()
+        self._version = _version(source)
+
+    def pull(self) -> None:
+        """Write what the DTensor became since the last look to the view's memory."""
+        count, token = _version(self._source)
+        if count != self._version[0] or token is not self._version[1] or count < 0:
+            self._version = count, token
+            _write(self.memory, self._cut(), local=True)
+
+    def check(self, varying: frozenset[Axis]) -> None:
+        """Raise where the DTensor cannot hold values that differ along some axes."""
+        differ = sorted(map(str, self._replicated & varying))
+        if differ:
+            raise LocalViewError(
+                f"A local view was written in place with values that differ along the axes "
+                f"{differ}, where its DTensor is Replicate. The DTensor has one value there. Write "
+                "values that are equal on these devices, or use clone() first."
+            )
+
+    def push(self) -> None:
+        """Write the view's memory to the DTensor."""
+        payload: Any = self._source
+        _write(payload._local_tensor, self._joined(self.memory), local=False)
+        if not payload.is_inference():
+            torch.autograd.graph.increment_version(payload)  # for other views of the same tensor
+        self._version = _version(self._source)
+
+
+def _write(target: torch.Tensor, source: torch.Tensor, local: bool) -> None:
+    run = run_local_op if local or is_traced(target) else get_runtime().run_op
+    # A tensor of inference mode may be written to in inference mode only.
+    with torch.inference_mode(target.is_inference() or torch.is_inference_mode_enabled()):
+        run(torch.ops.aten.copy_.default, (target, source), {})
+
+
+def _version(source: Any) -> tuple[int, Any]:
+    """Return what changes when a DTensor is written to.
+
+    Its version counter, which inference mode has not, and which a compiled step that only launches
+    its program may not move; and what the runtime says of the value.
+    """
+    payload = source._local_tensor
+    token = None if is_traced(payload) else get_runtime().value_token(payload)
+    version = -1 if source.is_inference() else source._version
+    return (version if token is None else max(version, 0)), token
+
+
+# ----------------------------------------------------------------- Reading a LocalView from Python
+#
+# The first reachable device's tensor, or all of them.
+
+_ASKING = frozenset(
+    {
+        torch.Tensor.item,
+        torch.Tensor.__bool__,
+        torch.Tensor.__int__,
+        torch.Tensor.__float__,
+        torch.Tensor.__complex__,
+        torch.Tensor.__index__,
+        torch.Tensor.__contains__,
+        torch.Tensor.is_nonzero,
+        torch.is_nonzero,
+    }
+)
+_asked: ContextVar[bool] = ContextVar("_asked", default=False)
+_READS = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default})
+
+
+@contextmanager
+def asked_for(func: Any) -> Iterator[None]:
+    """Note, for the time of a call, whether the program itself asks for a value.
+
+    Args:
+        func: What is called: ``torch.Tensor.item`` asks, ``torch.nn.functional.one_hot`` does not.
+    """
+    token = _asked.set(func in _ASKING)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def read_op(func: Any, args: Sequence[Any], kwargs: Any) -> Callable[[], Any] | None:
+    """Return what runs an op that reads values, on the first reachable device's; None if it none.
+
+    Args:
+        func: The op.
+        args: Its arguments, LocalViews among them.
+        kwargs: Its keyword arguments.
+    """
+    device = kwargs.get("device") if func is aten._to_copy.default else None
+    leaves_device = (
+        device is not None
+        and torch.device(device).type == "cpu"
+        and torch.device(get_runtime().torch_device).type != "cpu"
+    )
+    if func not in _READS and not leaves_device:
+        return None
+    if func is aten._local_scalar_dense.default and args[0]._varying and not _asked.get():
+        raise LocalViewError(
+            f"A value of {args[0]!r} was asked for inside of PyTorch, to choose a shape, a number "
+            "or a branch for all devices. They may hold different values. Say it in numbers, such "
+            "as num_classes=, use ops such as torch.where and index_select, or read item() first, "
+            "which gives the first device's."
+        )
+
+    def read() -> Any:
+        host_args, host_kwargs = map_nested(
+            lambda v: first_shard(v, str(func)) if hasattr(v, "_varying") else v,
+            (tuple(args), kwargs),
+        )
+        return func(*host_args, **host_kwargs)
+
+    return read
+
+
+def first_shard(view: LocalView, what: str) -> torch.Tensor:
+    """Return the local tensor of the first device that this process reaches, on the host.
+
+    Args:
+        view: The view.
+        what: What reads it, for messages.
+
+    Raises:
+        LocalViewError: Each of several processes would read another value.
+    """
+    runtime = get_runtime()
+    if view._varying and len(runtime.addressable_device_ids()) < len(runtime.device_ids()):
+        raise LocalViewError(
+            f"{what} was called on {view!r} in a job of several processes. Each would read another "
+            "device's value, and their programs would part. Use addressable_shards(), or reduce "
+            f"over the axes {sorted(map(str, view._varying))} first."
+        )
+    order = {int(device): place for place, device in enumerate(view._region.mesh.device_ids.flat)}
+    return min(shards_of(view), key=lambda shard: order[shard.device_id]).data
+
+
+def shards_of(view: LocalView) -> tuple[AddressableShard, ...]:
+    """Return the local tensors of this process's devices, ordered by device id."""
+    runtime, region = get_runtime(), view._region
+    stacked = view._payload
+    for _ in region.axes:
+        stacked = runtime.run_local_op(aten.unsqueeze.default, (stacked, 0), {})
+    layout = Layout(region.mesh, (*((axis,) for axis in region.axes), *((),) * view.ndim))
+    shards = runtime.addressable_shards(runtime.leave_local(stacked, layout, region))
+    sizes = None if view._uneven is None else view._uneven.sizes_on(region)
+    return tuple(_unstacked(shard, region, sizes) for shard in shards)
+
+
+def _unstacked(shard: AddressableShard, region: ManualRegion, sizes: Any) -> AddressableShard:
+    ndim, place = len(region.axes), region.mesh.coordinates
+    tensor = shard.data[(0,) * ndim]
+    if sizes is not None:
+        by_axis = dict(zip(region.mesh.axis_names, map(int, place(shard.device_id)), strict=True))
+        coordinate = tuple(by_axis[axis] for axis in region.axes)
+        for dim, table in sizes.items():
+            tensor = tensor.narrow(dim, 0, int(table[coordinate]))
+    return replace(shard, index=tuple(slice(0, n) for n in tensor.shape), data=tensor)
+
+
+# ---------------------------------------------------------------- A plain tensor beside LocalViews
+#
+# The same on every device, its gradient gathered from all.
+#
+# ``F.linear(view, weight)`` with a plain `weight` uses it on every device. What each device sends
+# back is its own part of the gradient: along mesh axes where these parts differ they are summed, as
+# they are parts of one derivative; along the others all devices hold the same gradient already.
+
+
+def spread_payload(payload: torch.Tensor, region: ManualRegion) -> torch.Tensor:
+    """Return a local payload with a copy of `payload` on each device."""
+    if is_traced(payload):
+        return operand_everywhere(payload, region)
+    return get_runtime().enter_local(payload, uncut_layout(region, payload.ndim), region)
+
+
+@lru_cache(maxsize=4096)
+def uncut_layout(region: ManualRegion, ndim: int) -> Layout:
+    """Return the layout of a tensor that the region's axes do not cut."""
+    open_dims = frozenset() if region.is_whole else frozenset(range(ndim))
+    return Layout(region.mesh, ((),) * ndim, (), open_dims)
+
+
+def as_gradient(grad: Any, output: Any) -> Any:
+    """Return a plain gradient given for a LocalView as a view; anything else as it is.
+
+    It differs where `output` does: each device's is the gradient of its own value.
+    """
+    plain = isinstance(grad, torch.Tensor) and not hasattr(grad, "_local_tensor")
+    if not plain or getattr(grad, "_is_per_device", False) or not hasattr(output, "_varying"):
+        return grad
+    view: Any = same_on_all(grad, output.region)
+    return view._labelled(output._varying)
+
+
+def gathered(grad: Any, on_host: bool) -> torch.Tensor:
+    """Return the gradient of a plain tensor of which each device had a copy."""
+    region, runtime = grad.region, get_runtime()
+    total = _summed_gradient(grad)
+    payload = runtime.leave_local(total._payload, uncut_layout(region, grad.ndim), region)
+    return runtime.to_host(payload) if on_host else runtime.to_plain(payload)
+
+
+def _summed_gradient(grad: Any) -> Any:
+    from xla_dtensor.dtensor.collectives import psum
+
+    over = grad._varies_over(grad.region.axes)
+    return psum(grad, over) if over else grad
+
+
+def same_on_all(tensor: torch.Tensor, region: ManualRegion) -> torch.Tensor:
+    """Return a plain tensor as a LocalView that differs nowhere, differentiably.
+
+    Args:
+        tensor: A CPU tensor or a plain tensor of the runtime.
+        region: The region of the view.
+    """
+    return _SameOnAll.apply(tensor, region)  # pyright: ignore[reportReturnType]
+
+
+class _SameOnAll(LinearResult):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, region: ManualRegion) -> Any:
+        from xla_dtensor.dtensor.local import LocalView
+
+        runtime = get_runtime()
+        ctx.inputs = [tensor]
+        if is_traced(tensor):
+            ctx.on_host, ctx.region = None, region
+            ctx.save_for_backward(tensor)
+            memory = Memory(frozenset(), stands_for_plain=True)
+            return LocalView(enter_everywhere(tensor, region), region, memory=memory)
+        ctx.on_host = not runtime.is_payload(tensor)
+        payload = tensor.detach()
+        if ctx.on_host:
+            payload = runtime.put(payload, Layout.replicated(region.mesh, tensor.ndim))
+        memory = Memory(frozenset(), stands_for_plain=True)
+        return LocalView(spread_payload(payload, region), region, memory=memory)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if ctx.on_host is None:
+            total, (like,) = _summed_gradient(grad), ctx.saved_tensors
+            gradient = gather_everywhere(total._payload, like, ctx.region)
+        else:
+            gradient = gathered(grad, ctx.on_host)
+        return (*refuse_second("a plain tensor beside local tensors", ctx.inputs, gradient), None)
 
 
 # -------------------------------------------------------- Backward passes that start at LocalViews

@@ -14,6 +14,7 @@
     full-rematerialization       XLA gathered an array whole to shard it in another way
     sharding-differs             XLA chose another layout than was asked for
     axis-of-size-1               an axis of the mesh does nothing
+    groups-along-no-axes         XLA made groups of devices that are no axis of the mesh
     hlo-unread                   a part of the program could not be read
 
 The codes stay the same from version to version. Right plans have no findings (an axis of size 1 is

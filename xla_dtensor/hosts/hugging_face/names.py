@@ -42,13 +42,16 @@ Names: TypeAlias = Mapping[str, Any] | Callable[[str], Any] | None
 
 _Target: TypeAlias = tuple[str, int | None]  # a key, # for the place along dim 0, and a length
 
-_MIXTRAL = {
-    "**.mlp.experts.gate_up_proj": [
-        "**.block_sparse_moe.experts.#.w1.weight",
-        "**.block_sparse_moe.experts.#.w3.weight",
-    ],
-    "**.mlp.experts.down_proj": "**.block_sparse_moe.experts.#.w2.weight",
-    "**.mlp.gate.weight": "**.block_sparse_moe.gate.weight",
+# How files have the experts of a layer, for models of xla_dtensor/models, by model_type.
+_OWN_MODELS = {
+    "mixtral": {
+        "**.mlp.experts.gate_up_proj": [
+            "**.block_sparse_moe.experts.#.w1.weight",
+            "**.block_sparse_moe.experts.#.w3.weight",
+        ],
+        "**.mlp.experts.down_proj": "**.block_sparse_moe.experts.#.w2.weight",
+        "**.mlp.gate.weight": "**.block_sparse_moe.gate.weight",
+    }
 }
 
 
@@ -77,7 +80,7 @@ class NameRules:
 
     Args:
         names: See the module docstring.
-        model_type: As in a ``config.json``; "mixtral" of this library stores experts one by one.
+        model_type: As in a ``config.json``: of models of this library, how files have experts.
         stored: Pieces by name, as `stored_by_transformers` found them.
 
     Raises:
@@ -103,8 +106,9 @@ class NameRules:
             )
         self._function = names if callable(names) else None
         self._patterns = _compiled(names) if isinstance(names, Mapping) else []
-        self._experts = _compiled(_MIXTRAL)
-        self._has_experts = model_type == "mixtral"
+        tables = {kind: _compiled(table) for kind, table in _OWN_MODELS.items()}
+        self._ways_to_write = [tables[model_type]] if model_type in tables else []
+        self._ways_to_read = list(tables.values())
         self._stored = stored or {}
 
     def pieces(
@@ -128,18 +132,10 @@ class NameRules:
         if len(targets) == 1 and "#" not in targets[0][0]:
             key = targets[0][0]
             if keys is None or key not in keys:
-                pieces = self._stored.get(key) or self._experts_of(key, path, shape, keys is None)
+                ways = self._ways_to_write if keys is None else self._ways_to_read
+                pieces = self._stored.get(key) or _first_way(ways, key, path, shape)
                 if pieces and (keys is None or any(piece.key in keys for piece in pieces)):
                     return pieces
-        return _pieces(path, shape, targets)
-
-    def _experts_of(
-        self, key: str, path: str, shape: Sequence[int], is_written: bool
-    ) -> tuple[Piece, ...]:
-        """How a model of this library has the experts of a layer in files."""
-        targets = _first_match(self._experts, key)
-        if targets is None or not _fits(targets, shape) or (is_written and not self._has_experts):
-            return ()
         return _pieces(path, shape, targets)
 
     def _targets(self, path: str) -> list[_Target]:
@@ -204,6 +200,17 @@ def _first_match(rules: _Rules, path: str) -> list[_Target] | None:
             texts = match.groups()
             return [(_filled(key, texts), length) for key, length in targets]
     return None
+
+
+def _first_way(
+    ways: Sequence[_Rules], key: str, path: str, shape: Sequence[int]
+) -> tuple[Piece, ...]:
+    """What a tensor is made of by the first of some tables that has a rule for it."""
+    for rules in ways:
+        targets = _first_match(rules, key)
+        if targets and _fits(targets, shape):
+            return _pieces(path, shape, targets)
+    return ()
 
 
 def _filled(key: str, texts: Sequence[str]) -> str:

@@ -1,13 +1,19 @@
 """Ops that torch_xla 2.9 computes wrongly, in silence, said with ops that it computes right.
 
-Integer division goes through float32, so that ``2**40 // 3`` is 10,923 off; a quotient in half
-precision is rounded before it is cut off. A shift to the right rounds to zero, and is 0 by a
-tensor. Of an exponent only the last six bits are read.
+`correction` is asked before an op runs, and returns what to run in its place, or None::
 
-Extrema are in `correct_values`, writes by index in `correct_writes`,
-other calls in a section of their own.
+    2**40 // 3              torch_xla: 10,923 off, it divides in float32      a rule of this file
+    amax of infinities      torch_xla: the largest finite number              `correct_values`
+    x[i] = y, i uneven      GSPMD: other rows                                 `correct_writes`
+    the gradient of amax    torch_xla: of one of equal values                 `correct_derivatives`
 
-Whole ops, whose sharded dims it would flatten, are in `whole_ops`.
+To add one, write a function that takes what the op takes and returns such a call, and name it in
+the table of its file: `_REWRITTEN`, `_DECOMPOSED` or `_ON_HOST` here. Its case is a row of
+tests/xla_dtensor/test_mended_faults.py.
+
+Here are what is wrong by value (integer division and shifts, powers beyond six bits, quotients in
+half precision), and what torch_xla raises that PyTorch does not (`recovered`). Whole ops, whose
+sharded dims it would flatten, are in `whole_ops`.
 """
 
 from __future__ import annotations
@@ -49,121 +55,150 @@ from xla_dtensor.runtimes.whole_ops import WHOLE_OPS
 
 __all__ = ["correction", "full_arguments", "may_be_corrected", "recovered"]
 
-
-# ------------------------ What is done when torch_xla raises an error that PyTorch would not raise
-#
-# torch_xla 2.9 refuses calls that are right: reductions over the one dim that PyTorch lends to a
-# number, negative padding, operands of different ranks, ops that it has only under its own
-# functionalization. PyTorch's meta device tells such a call from one that is wrong. What it accepts
-# is said in other words (a number as a tensor of one dim, PyTorch's own decomposition of the op),
-# or else run on the host.
-
-# What torch_xla says where a compiled step reads a value: there is no way around that.
-_READ_IN_STEP = "Unexpected execution happens inside the compiled function"
-Run = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
+aten = torch.ops.aten
 
 
-def recovered(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception, run: Run
-) -> Any:
-    """Return the result of an op that torch_xla has refused.
+# -------------------------------------------------------------------------------------- Corrections
+
+_DIVISIONS = {
+    aten.floor_divide.default,
+    aten.floor_divide.Scalar,
+    aten.div.Tensor_mode,
+    aten.div.Scalar_mode,
+}
+_DIVISIONS_IN_PLACE = {
+    aten.floor_divide_.Tensor,
+    aten.floor_divide_.Scalar,
+    aten.div_.Tensor_mode,
+    aten.div_.Scalar_mode,
+}
+_POWERS = {aten.pow, aten.pow_}
+_SHIFTS = {aten.bitwise_right_shift, aten.__rshift__}
+_SHIFTS_IN_PLACE = {aten.bitwise_right_shift_, aten.__irshift__}
+
+
+def correction(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[[], torch.Tensor] | None:
+    """Return what to run in place of the op; None where torch_xla is right.
 
     Args:
         func: An ``OpOverload``.
         args: Its positional arguments, payloads in place.
         kwargs: Its keyword arguments.
-        error: What torch_xla raised.
-        run: Runs an op, corrected where torch_xla is wrong.
-
-    Raises:
-        Exception: `error`, where PyTorch refuses the call as well, and in a manual region.
-        UnsupportedOpError: PyTorch accepts it, and the host cannot run it either, or must not,
-            because a step is being compiled.
     """
-    if has_manual(args, kwargs) or _READ_IN_STEP in str(error):
-        raise error
-    try:
-        meta = _on_meta(func, args, kwargs)
-    except NotImplementedError:
-        meta = None
-    except Exception as torchs:
-        # Some of what PyTorch checks is asserted there; and torch_xla's classes are often others.
-        kind = RuntimeError if isinstance(torchs, AssertionError) else type(torchs)
-        of_host = hosts_error(func, args, kwargs)
-        if isinstance(of_host, IndexError):
-            raise of_host from None
-        raise (error if isinstance(error, kind | IndexError) else kind(str(torchs))) from None
-    if not func._schema.is_mutable:
-        # torch_xla's errors are of many types.
-        with contextlib.suppress(Exception):
-            return _with_a_dim(func, args, kwargs, meta, run)
-        with contextlib.suppress(Exception):
-            return decomposed(func, args, kwargs)
-    try:
-        return run_on_host(func, args, kwargs)
-    except (UnsupportedOpError, IndexError):
-        raise
-    except Exception:
-        raise UnsupportedOpError(
-            f"The op {func} was called on tensors of the torch_xla runtime. torch_xla refuses it "
-            f"({_first_words(error)}), and its result cannot be brought back from the host. Write "
-            "it with other ops, or move the tensor to the host with .full_tensor().cpu()."
-        ) from error
+    if not _is_listed(func):
+        return None
+    if func in EXTREMA:
+        return EXTREMA[func](*args, **kwargs)
+    if func in _DIVISIONS or func in _DIVISIONS_IN_PLACE:
+        in_place = func in _DIVISIONS_IN_PLACE
+        return _rounded_division(in_place, *args, **kwargs)
+    if func.overloadpacket in _SHIFTS | _SHIFTS_IN_PLACE and "out" not in kwargs:
+        return _right_shift(func.overloadpacket in _SHIFTS_IN_PLACE, *args)
+    if func.overloadpacket in _POWERS and "out" not in kwargs:
+        return _integer_power(func.overloadpacket is aten.pow_, *args)
+    if func in WHOLE_OPS:
+        return whole_op(func, args, kwargs)
+    return write_correction(func, args, kwargs) or call_correction(func, args, kwargs)
 
 
-def _first_words(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:80]
+def may_be_corrected(func: Any) -> bool:
+    """Tell whether :func:`correction` has something to say of an aten op, for some arguments."""
+    divisions = func in _DIVISIONS or func in _DIVISIONS_IN_PLACE
+    integers = _SHIFTS | _SHIFTS_IN_PLACE | _POWERS
+    divisions = divisions or func.overloadpacket in integers
+    is_whole_op = func in WHOLE_OPS and func.namespace == "aten"
+    listed = divisions or func in EXTREMA or is_whole_op
+    return listed or has_write_rule(func) or has_call_rule(func)
 
 
-def decomposed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run PyTorch's own decomposition of an op.
-
-    Raises:
-        NotImplementedError: There is none.
-    """
-    from torch._decomp import decomposition_table
-
-    decomposition = decomposition_table.get(func)
-    if decomposition is None:
-        raise NotImplementedError(str(func))
-    output = decomposition(*args, **kwargs)
-    # Some are named tuples, which cannot be made from a list of their items.
-    return tuple(output) if isinstance(output, tuple) else output
+@cache
+def _is_listed(func: Any) -> bool:
+    """Whether an op, or the op that returns what it writes, is in one of the tables."""
+    functional = functional_form(func) if func._schema.is_mutable else None
+    listed = func in WHOLE_OPS or may_be_corrected(func)
+    return listed or (functional is not None and may_be_corrected(functional))
 
 
-def _with_a_dim(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], meta: Any, run: Run
-) -> Any:
-    first = args[0] if args else None
-    if meta is None or not isinstance(first, torch.Tensor) or first.ndim:
-        raise NotImplementedError(str(func))
+def _rounded_division(
+    in_place: bool, first: Any, b: Any, rounding_mode: str | None = "floor"
+) -> Callable[[], torch.Tensor] | None:
+    dtype = torch.result_type(first, b)
+    if rounding_mode is None or dtype in (torch.float32, torch.float64) or dtype.is_complex:
+        return None
 
-    def raised(tensor: Any) -> Any:
-        is_number = isinstance(tensor, torch.Tensor) and tensor.ndim == 0
-        return tensor.reshape(1) if is_number else tensor
+    def divide() -> torch.Tensor:
+        a = first if isinstance(first, torch.Tensor) else torch.full_like(b, first)
+        if dtype.is_floating_point:
+            wide = b.float() if isinstance(b, torch.Tensor) else b
+            quotient = torch.div(a.float(), wide, rounding_mode=rounding_mode).to(dtype)
+        else:
+            # By the remainder that is nearer to zero: a - remainder cannot overflow.
+            remainder = torch.fmod(a, b)
+            quotient = _exact_quotient(a - remainder, b, dtype)
+            if rounding_mode == "floor":
+                quotient = quotient - ((remainder != 0) & ((remainder < 0) != (b < 0))).to(dtype)
+        return assign(a, quotient) if in_place else quotient
 
-    output = run(func, map_nested(raised, tuple(args)), map_nested(raised, dict(kwargs)))
-    return tree_map(
-        lambda tensor, like: (
-            tensor.reshape(like.shape) if isinstance(like, torch.Tensor) else tensor
-        ),
-        output,
-        meta,
-    )
+    return divide
 
 
-def _on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    def stand_in(argument: Any) -> Any:
-        if isinstance(argument, torch.device):
-            return torch.device("meta")
-        if not isinstance(argument, torch.Tensor):
-            return argument
-        return torch.empty_strided(
-            argument.shape, argument.stride(), dtype=argument.dtype, device="meta"
+def _right_shift(in_place: bool, first: Any, second: Any) -> Callable[[], torch.Tensor]:
+    """A division by a power of two, rounded down; torch takes what is no bit for all of them."""
+
+    def shift() -> torch.Tensor:
+        like = first if isinstance(first, torch.Tensor) else second
+        dtype = torch.result_type(first, second)
+        a, bits = (
+            operand.to(torch.int64)
+            if isinstance(operand, torch.Tensor)
+            else torch.full_like(like, operand, dtype=torch.int64)
+            for operand in (first, second)
         )
+        number = torch.iinfo(dtype).bits
+        by_some = (bits >= 0) & (bits < min(number, 63))
+        divisor = torch.ones_like(bits) << torch.where(by_some, bits, 0)
+        divide = _rounded_division(False, a, divisor)
+        assert divide is not None
+        output = torch.where(by_some, divide(), -(a < 0).to(torch.int64)).to(dtype)
+        return assign(first, output) if in_place else output
 
-    meta_args, meta_kwargs = map_nested(stand_in, (tuple(args), dict(kwargs)))
-    return func(*meta_args, **meta_kwargs)
+    return shift
+
+
+def _integer_power(in_place: bool, base: Any, exponent: Any) -> Callable[[], torch.Tensor] | None:
+    """Take an exponent six bits at a time: of x**64, x**4096 and so on up to the 63rd power."""
+    dtype = torch.result_type(base, exponent)
+    is_whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    if not is_whole or (not isinstance(exponent, torch.Tensor) and exponent < 64):
+        return None
+    like = base if isinstance(base, torch.Tensor) else exponent
+
+    def power() -> torch.Tensor:
+        x, exponents = (
+            operand.to(dtype)
+            if isinstance(operand, torch.Tensor)
+            else torch.full_like(like, operand, dtype=dtype)
+            for operand in (base, exponent)
+        )
+        negative, output = torch.pow(x, exponents), torch.ones_like(x)
+        for bits in range(0, torch.iinfo(dtype).bits - 1, 6):
+            output = output * torch.pow(x, torch.clamp(exponents >> bits, min=0) & 63)
+            x = torch.pow(torch.pow(x, torch.full_like(x, 32)), torch.full_like(x, 2))
+        output = torch.where(exponents < 0, negative, output)
+        return assign(base, output) if in_place else output
+
+    return power
+
+
+def _exact_quotient(a: torch.Tensor, b: Any, dtype: torch.dtype) -> torch.Tensor:
+    """`a / b` where `b` divides `a`: float64's answer, and what it is off for long integers."""
+    divisor = b.double() if isinstance(b, torch.Tensor) else float(b)
+    quotient = (a.double() / divisor).round().to(dtype)
+    if dtype != torch.int64:
+        return quotient
+    return quotient + ((a - quotient * b).double() / divisor).round().to(dtype)
 
 
 # -------------------------------------------------------------------------------------------- Calls
@@ -173,7 +208,6 @@ def _on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 # An error at the call itself is dealt with below. What is listed here
 # would be noticed too late: a wrong value never, a failed compilation only when a result is read.
 
-aten = torch.ops.aten
 _LAST_TWO = (-2, -1)
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -632,144 +666,117 @@ _ON_HOST: dict[Any, Callable[..., bool]] = {
 }
 
 
-# -------------------------------------------------------------------------------------- Corrections
+# ------------------------ What is done when torch_xla raises an error that PyTorch would not raise
+#
+# torch_xla 2.9 refuses calls that are right: reductions over the one dim that PyTorch lends to a
+# number, negative padding, operands of different ranks, ops that it has only under its own
+# functionalization. PyTorch's meta device tells such a call from one that is wrong. What it accepts
+# is said in other words (a number as a tensor of one dim, PyTorch's own decomposition of the op),
+# or else run on the host.
 
-_DIVISIONS = {
-    aten.floor_divide.default,
-    aten.floor_divide.Scalar,
-    aten.div.Tensor_mode,
-    aten.div.Scalar_mode,
-}
-_DIVISIONS_IN_PLACE = {
-    aten.floor_divide_.Tensor,
-    aten.floor_divide_.Scalar,
-    aten.div_.Tensor_mode,
-    aten.div_.Scalar_mode,
-}
-_POWERS = {aten.pow, aten.pow_}
-_SHIFTS = {aten.bitwise_right_shift, aten.__rshift__}
-_SHIFTS_IN_PLACE = {aten.bitwise_right_shift_, aten.__irshift__}
+# What torch_xla says where a compiled step reads a value: there is no way around that.
+_READ_IN_STEP = "Unexpected execution happens inside the compiled function"
+Run = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 
-def correction(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Callable[[], torch.Tensor] | None:
-    """Return what to run in place of the op; None where torch_xla is right.
+def recovered(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception, run: Run
+) -> Any:
+    """Return the result of an op that torch_xla has refused.
 
     Args:
         func: An ``OpOverload``.
         args: Its positional arguments, payloads in place.
         kwargs: Its keyword arguments.
+        error: What torch_xla raised.
+        run: Runs an op, corrected where torch_xla is wrong.
+
+    Raises:
+        Exception: `error`, where PyTorch refuses the call as well, and in a manual region.
+        UnsupportedOpError: PyTorch accepts it, and the host cannot run it either, or must not,
+            because a step is being compiled.
     """
-    if not _is_listed(func):
-        return None
-    if func in EXTREMA:
-        return EXTREMA[func](*args, **kwargs)
-    if func in _DIVISIONS or func in _DIVISIONS_IN_PLACE:
-        in_place = func in _DIVISIONS_IN_PLACE
-        return _rounded_division(in_place, *args, **kwargs)
-    if func.overloadpacket in _SHIFTS | _SHIFTS_IN_PLACE and "out" not in kwargs:
-        return _right_shift(func.overloadpacket in _SHIFTS_IN_PLACE, *args)
-    if func.overloadpacket in _POWERS and "out" not in kwargs:
-        return _integer_power(func.overloadpacket is aten.pow_, *args)
-    if func in WHOLE_OPS:
-        return whole_op(func, args, kwargs)
-    return write_correction(func, args, kwargs) or call_correction(func, args, kwargs)
+    if has_manual(args, kwargs) or _READ_IN_STEP in str(error):
+        raise error
+    try:
+        meta = _on_meta(func, args, kwargs)
+    except NotImplementedError:
+        meta = None
+    except Exception as torchs:
+        # Some of what PyTorch checks is asserted there; and torch_xla's classes are often others.
+        kind = RuntimeError if isinstance(torchs, AssertionError) else type(torchs)
+        of_host = hosts_error(func, args, kwargs)
+        if isinstance(of_host, IndexError):
+            raise of_host from None
+        raise (error if isinstance(error, kind | IndexError) else kind(str(torchs))) from None
+    if not func._schema.is_mutable:
+        # torch_xla's errors are of many types.
+        with contextlib.suppress(Exception):
+            return _with_a_dim(func, args, kwargs, meta, run)
+        with contextlib.suppress(Exception):
+            return decomposed(func, args, kwargs)
+    try:
+        return run_on_host(func, args, kwargs)
+    except (UnsupportedOpError, IndexError):
+        raise
+    except Exception:
+        raise UnsupportedOpError(
+            f"The op {func} was called on tensors of the torch_xla runtime. torch_xla refuses it "
+            f"({_first_words(error)}), and its result cannot be brought back from the host. Write "
+            "it with other ops, or move the tensor to the host with .full_tensor().cpu()."
+        ) from error
 
 
-def may_be_corrected(func: Any) -> bool:
-    """Tell whether :func:`correction` has something to say of an aten op, for some arguments."""
-    divisions = func in _DIVISIONS or func in _DIVISIONS_IN_PLACE
-    integers = _SHIFTS | _SHIFTS_IN_PLACE | _POWERS
-    divisions = divisions or func.overloadpacket in integers
-    is_whole_op = func in WHOLE_OPS and func.namespace == "aten"
-    listed = divisions or func in EXTREMA or is_whole_op
-    return listed or has_write_rule(func) or has_call_rule(func)
+def _first_words(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:80]
 
 
-@cache
-def _is_listed(func: Any) -> bool:
-    """Whether an op, or the op that returns what it writes, is in one of the tables."""
-    functional = functional_form(func) if func._schema.is_mutable else None
-    listed = func in WHOLE_OPS or may_be_corrected(func)
-    return listed or (functional is not None and may_be_corrected(functional))
+def decomposed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run PyTorch's own decomposition of an op.
+
+    Raises:
+        NotImplementedError: There is none.
+    """
+    from torch._decomp import decomposition_table
+
+    decomposition = decomposition_table.get(func)
+    if decomposition is None:
+        raise NotImplementedError(str(func))
+    output = decomposition(*args, **kwargs)
+    # Some are named tuples, which cannot be made from a list of their items.
+    return tuple(output) if isinstance(output, tuple) else output
 
 
-def _rounded_division(
-    in_place: bool, first: Any, b: Any, rounding_mode: str | None = "floor"
-) -> Callable[[], torch.Tensor] | None:
-    dtype = torch.result_type(first, b)
-    if rounding_mode is None or dtype in (torch.float32, torch.float64) or dtype.is_complex:
-        return None
+def _with_a_dim(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], meta: Any, run: Run
+) -> Any:
+    first = args[0] if args else None
+    if meta is None or not isinstance(first, torch.Tensor) or first.ndim:
+        raise NotImplementedError(str(func))
 
-    def divide() -> torch.Tensor:
-        a = first if isinstance(first, torch.Tensor) else torch.full_like(b, first)
-        if dtype.is_floating_point:
-            wide = b.float() if isinstance(b, torch.Tensor) else b
-            quotient = torch.div(a.float(), wide, rounding_mode=rounding_mode).to(dtype)
-        else:
-            # By the remainder that is nearer to zero: a - remainder cannot overflow.
-            remainder = torch.fmod(a, b)
-            quotient = _exact_quotient(a - remainder, b, dtype)
-            if rounding_mode == "floor":
-                quotient = quotient - ((remainder != 0) & ((remainder < 0) != (b < 0))).to(dtype)
-        return assign(a, quotient) if in_place else quotient
+    def raised(tensor: Any) -> Any:
+        is_number = isinstance(tensor, torch.Tensor) and tensor.ndim == 0
+        return tensor.reshape(1) if is_number else tensor
 
-    return divide
+    output = run(func, map_nested(raised, tuple(args)), map_nested(raised, dict(kwargs)))
+    return tree_map(
+        lambda tensor, like: (
+            tensor.reshape(like.shape) if isinstance(like, torch.Tensor) else tensor
+        ),
+        output,
+        meta,
+    )
 
 
-def _right_shift(in_place: bool, first: Any, second: Any) -> Callable[[], torch.Tensor]:
-    """A division by a power of two, rounded down; torch takes what is no bit for all of them."""
-
-    def shift() -> torch.Tensor:
-        like = first if isinstance(first, torch.Tensor) else second
-        dtype = torch.result_type(first, second)
-        a, bits = (
-            operand.to(torch.int64)
-            if isinstance(operand, torch.Tensor)
-            else torch.full_like(like, operand, dtype=torch.int64)
-            for operand in (first, second)
+def _on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def stand_in(argument: Any) -> Any:
+        if isinstance(argument, torch.device):
+            return torch.device("meta")
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        return torch.empty_strided(
+            argument.shape, argument.stride(), dtype=argument.dtype, device="meta"
         )
-        number = torch.iinfo(dtype).bits
-        by_some = (bits >= 0) & (bits < min(number, 63))
-        divisor = torch.ones_like(bits) << torch.where(by_some, bits, 0)
-        divide = _rounded_division(False, a, divisor)
-        assert divide is not None
-        output = torch.where(by_some, divide(), -(a < 0).to(torch.int64)).to(dtype)
-        return assign(first, output) if in_place else output
 
-    return shift
-
-
-def _integer_power(in_place: bool, base: Any, exponent: Any) -> Callable[[], torch.Tensor] | None:
-    """Take an exponent six bits at a time: of x**64, x**4096 and so on up to the 63rd power."""
-    dtype = torch.result_type(base, exponent)
-    is_whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-    if not is_whole or (not isinstance(exponent, torch.Tensor) and exponent < 64):
-        return None
-    like = base if isinstance(base, torch.Tensor) else exponent
-
-    def power() -> torch.Tensor:
-        x, exponents = (
-            operand.to(dtype)
-            if isinstance(operand, torch.Tensor)
-            else torch.full_like(like, operand, dtype=dtype)
-            for operand in (base, exponent)
-        )
-        negative, output = torch.pow(x, exponents), torch.ones_like(x)
-        for bits in range(0, torch.iinfo(dtype).bits - 1, 6):
-            output = output * torch.pow(x, torch.clamp(exponents >> bits, min=0) & 63)
-            x = torch.pow(torch.pow(x, torch.full_like(x, 32)), torch.full_like(x, 2))
-        output = torch.where(exponents < 0, negative, output)
-        return assign(base, output) if in_place else output
-
-    return power
-
-
-def _exact_quotient(a: torch.Tensor, b: Any, dtype: torch.dtype) -> torch.Tensor:
-    """`a / b` where `b` divides `a`: float64's answer, and what it is off for long integers."""
-    divisor = b.double() if isinstance(b, torch.Tensor) else float(b)
-    quotient = (a.double() / divisor).round().to(dtype)
-    if dtype != torch.int64:
-        return quotient
-    return quotient + ((a - quotient * b).double() / divisor).round().to(dtype)
+    meta_args, meta_kwargs = map_nested(stand_in, (tuple(args), dict(kwargs)))
+    return func(*meta_args, **meta_kwargs)

@@ -638,8 +638,6 @@ def _sdpa_lean_backward(
 
 # ---------------------------------------------------------------------------------------- Attention
 
-__all__: list[str] = []
-
 aten = torch.ops.aten
 
 

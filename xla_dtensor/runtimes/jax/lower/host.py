@@ -48,8 +48,6 @@ def read_on_host(array: Any, usage: str) -> np.ndarray[Any, Any]:
 
 # ------------------------------------------------------ Ops whose result's shape depends on values
 
-__all__: list[str] = []
-
 aten = torch.ops.aten
 logger = logging.getLogger("xla_dtensor")
 _logged: set[Any] = set()

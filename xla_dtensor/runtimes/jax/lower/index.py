@@ -46,8 +46,6 @@ __all__ = [
 #
 # Factories without a tensor argument never reach this runtime.
 
-__all__: list[str] = []
-
 aten = torch.ops.aten
 
 

@@ -197,8 +197,6 @@ def _lu_unpack(
 # Torch hands down what to scale by as a code: 0 for nothing, 1 for the root of the number of
 # elements, 2 for their number.
 
-__all__: list[str] = []
-
 
 def _scaled(x: Any, normalization: int, sizes: Sequence[int]) -> Any:
     if normalization == 0:

@@ -16,12 +16,10 @@ from jax import lax
 from xla_dtensor.runtimes.jax.lower.random import as_one
 from xla_dtensor.runtimes.jax.lower.table import lower
 
-__all__ = []
+__all__: list[str] = []
 
 
 # ------------------------------------------------------ Batch normalisation, statistics in float32
-
-__all__: list[str] = []
 
 aten = torch.ops.aten
 

@@ -32,8 +32,6 @@ __all__ = ["log_add_exp", "lower_derivative", "pull_back", "quotient"]
 #
 # What a program claims of a value, checked where the value is there.
 
-__all__: list[str] = []
-
 aten = torch.ops.aten
 
 

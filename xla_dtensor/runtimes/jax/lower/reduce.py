@@ -21,14 +21,12 @@ from xla_dtensor.runtimes.jax.lower.pointwise import log_add_exp, lower_derivati
 from xla_dtensor.runtimes.jax.lower.random import as_one
 from xla_dtensor.runtimes.jax.lower.table import lower
 
-__all__ = []
+__all__: list[str] = []
 
 
 # ----------------------------------------------------------------------------------------- Counting
 #
 # Histograms, places of nonzero elements in a fixed number of rows, and hashes.
-
-__all__: list[str] = []
 
 aten = torch.ops.aten
 

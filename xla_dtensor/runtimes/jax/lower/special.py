@@ -13,7 +13,7 @@ from jax.scipy import special
 
 from xla_dtensor.runtimes.jax.lower.table import elementwise, lower
 
-__all__ = []
+__all__: list[str] = []
 
 
 # ------------------------------------------------------------------------------ Bessel coefficients
@@ -316,8 +316,6 @@ K1_B = (
 # ------------------------------------------------------------------------------------------- Bessel
 #
 # Bessel and Airy functions, by the rational approximations of torch's own kernels.
-
-__all__: list[str] = []
 
 Array = Any
 _TWO_BY_PI = 2 / math.pi
