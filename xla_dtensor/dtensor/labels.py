@@ -1,8 +1,8 @@
 """Labels: what a DTensor knows beside its payload, and the placements of an op's result.
 
 `propagate` gives the placements of what an op returns, forward or backward: a gradient is the
-result of an op like any other. Whole ops have rules here (`WHOLE_OP_LABELS`); of all others PyTorch's
-ShardingPropagator is asked, on a mesh that only has the shape.
+result of an op like any other. Whole ops have rules here (`WHOLE_OP_LABELS`); of all others
+PyTorch's ShardingPropagator is asked, on a mesh that only has the shape.
 
 Many DTensors share one GlobalState: an op's answer is kept with the state of its output, so a
 repeated op makes none. Its parts are therefore never assigned to; a DTensor that changes is given
