@@ -30,7 +30,7 @@ import torch
 from xla_dtensor.core.errors import CheckpointError
 from xla_dtensor.dtensor.dcp import Index, Offset, distinct_indices, extents_of, offset_of
 from xla_dtensor.dtensor.dtensor import DTensor
-from xla_dtensor.hosts.blocks import intersection, relative, shifted, whole, windows
+from xla_dtensor.hosts.blocks import intersection, relative, shifted, whole_block, windows
 from xla_dtensor.hosts.checkpoint.manifest import Chunk, Entry
 from xla_dtensor.hosts.checkpoint.storage import Storage, naming_file
 from xla_dtensor.runtimes.registry import get_runtime
@@ -79,7 +79,7 @@ def pieces_of(name: str, tensor: torch.Tensor, process: int) -> Iterator[Piece]:
         host = torch.empty(tensor.shape, dtype=tensor.dtype)
         if tensor.numel():
             host = tensor.detach().cpu().resolve_conj().resolve_neg()
-        yield from _cut(name, whole(tensor.shape), tensor.element_size(), lambda _: host)
+        yield from _cut(name, whole_block(tensor.shape), tensor.element_size(), lambda _: host)
 
 
 def _owned(tensor: DTensor, payload: torch.Tensor) -> list[tuple[int, Index]]:
@@ -117,7 +117,7 @@ def _cut(
 ) -> Iterator[Piece]:
     shape = extents_of(index)
     # A tensor without elements is a record, too: its name is in the checkpoint.
-    parts = list(windows(shape, item_bytes, LIMIT_BYTES)) or [whole(shape)]
+    parts = list(windows(shape, item_bytes, LIMIT_BYTES)) or [whole_block(shape)]
     for number, part in enumerate(parts, 1):
 
         def read(part: Index = part, is_last: bool = number == len(parts)) -> torch.Tensor:

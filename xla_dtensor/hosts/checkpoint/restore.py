@@ -18,7 +18,7 @@ import torch
 from xla_dtensor.core.errors import CheckpointError
 from xla_dtensor.dtensor.dcp import Index
 from xla_dtensor.dtensor.dtensor import DTensor
-from xla_dtensor.hosts.blocks import filled, moving, whole
+from xla_dtensor.hosts.blocks import filled, moving, whole_block
 from xla_dtensor.hosts.checkpoint.exchange import Exchange
 from xla_dtensor.hosts.checkpoint.folders import folder_of, read_manifest, whole_steps
 from xla_dtensor.hosts.checkpoint.manifest import Entry, Manifest, own_name
@@ -216,7 +216,7 @@ class Restore:
             leaf.set(reader.value(name, entry))
         elif not isinstance(leaf.value, DTensor):
             values = torch.empty(entry.shape, dtype=leaf.value.dtype)
-            reader.read(name, entry, whole(entry.shape), values)
+            reader.read(name, entry, whole_block(entry.shape), values)
             leaf.value.copy_(values)
         elif not leaf.value._local_tensor.is_meta and leaf.value.numel():
             # On the meta device is what no device of this process has.

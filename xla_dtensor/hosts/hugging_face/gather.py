@@ -20,7 +20,7 @@ from xla_dtensor.core.errors import WeightsError
 from xla_dtensor.dtensor.dcp import Index, Offset, extents_of, offset_of
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh
-from xla_dtensor.hosts.blocks import intersection, relative, shifted, whole, windows
+from xla_dtensor.hosts.blocks import intersection, relative, shifted, whole_block, windows
 from xla_dtensor.hosts.exchange import own_process, process_of_device
 from xla_dtensor.runtimes.registry import current_runtime, get_runtime
 
@@ -159,10 +159,10 @@ def _local_part(payload: torch.Tensor, mesh: Mesh, part: Index) -> torch.Tensor:
         return runtime.to_host(payload)
     sharding = runtime.op_sharding(payload)
     tile = prod(sharding.shape_per_tile(shape))
-    if tile * payload.element_size() > 2 * GATHERED_BYTES and part != whole(shape):
+    if tile * payload.element_size() > 2 * GATHERED_BYTES and part != whole_block(shape):
         # One device's shard is too much at once.
         cut = runtime.run_op(aten.clone.default, (_sliced(payload, part),), {})
-        return _local_part(cut, mesh, whole(cut.shape))
+        return _local_part(cut, mesh, whole_block(cut.shape))
     out = torch.empty(extents_of(part), dtype=payload.dtype)
     mine = set(runtime.addressable_device_ids())
     done: set[Offset] = set()

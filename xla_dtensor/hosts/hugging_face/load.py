@@ -24,7 +24,7 @@ from xla_dtensor.hosts.blocks import (
     moving,
     relative,
     shifted,
-    whole,
+    whole_block,
     windows,
 )
 from xla_dtensor.hosts.hugging_face.files import FileTensor, WeightFiles
@@ -236,12 +236,12 @@ def _give_values(slot: Slot, dtype: torch.dtype, read: Read) -> None:
             lies = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
             value = DTensor._wrapping(filled(tensor, dtype, read), spec.mesh, lies)
         elif in_place and tensor.device.type == "cpu" and tensor.is_contiguous():
-            read(whole(tensor.shape), tensor.detach())
+            read(whole_block(tensor.shape), tensor.detach())
             torch.autograd.graph.increment_version(tensor)
             return
         else:
             value = torch.empty(tensor.shape, dtype=dtype)
-            read(whole(tensor.shape), value)
+            read(whole_block(tensor.shape), value)
             value = value if tensor.is_meta else value.to(tensor.device)
         if in_place:
             tensor.copy_(value)
