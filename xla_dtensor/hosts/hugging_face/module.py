@@ -36,12 +36,12 @@ class Slot:
     tensor: torch.Tensor
     holders: list[tuple[dict[str, Any], str]] = field(default_factory=list)
 
-    def replace(self, value: torch.Tensor) -> None:
+    def replace(self, content: torch.Tensor) -> None:
         """Give it another content: the object stays, where torch can do that, or is replaced."""
         old: Any = self.tensor
-        new: Any = value
+        new: Any = content
         if isinstance(old, nn.Parameter):
-            new = nn.Parameter(value, old.requires_grad)
+            new = nn.Parameter(content, old.requires_grad)
         new.__dict__.update(old.__dict__)
         hooks = old._backward_hooks or getattr(old, "_post_accumulate_grad_hooks", None)
         if not hooks:
