@@ -13,31 +13,14 @@ import importlib
 import itertools
 import json
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from xla_dtensor.core.errors import CheckpointError
 from xla_dtensor.runtimes.registry import current_runtime
 
-__all__ = ["Exchange", "Messages"]
+__all__ = ["Exchange"]
 
 _rounds = itertools.count()
-
-
-class Messages(Protocol):
-    """Messages between the processes of a job, see ``runtimes/jax/arrays/store.py``."""
-
-    index: int
-    count: int
-
-    def put_bytes(self, key: str, content: bytes, *, overwrite: bool = True) -> None:
-        """Leave a message."""
-
-    def get_bytes(self, key: str, timeout_seconds: float) -> bytes | None:
-        """Wait for a message and return it; None if it does not come."""
-        ...
-
-    def drop(self, key: str) -> None:
-        """Remove a message."""
 
 
 class Exchange:
@@ -45,19 +28,18 @@ class Exchange:
 
     Args:
         timeout_seconds: How long to wait for the slowest process.
-        messages: How to reach the others. None: found out.
 
     Attributes:
         index: This process's place.
         count: How many processes there are.
     """
 
-    def __init__(self, timeout_seconds: float, messages: Messages | None = None) -> None:
-        self._messages = _messages() if messages is None else messages
+    def __init__(self, timeout_seconds: float) -> None:
+        self._store = _store_of_job()
         self._timeout_seconds = timeout_seconds
         self._name = f"xla_dtensor/checkpoint/{next(_rounds)}"
-        self.index = 0 if self._messages is None else self._messages.index
-        self.count = 1 if self._messages is None else self._messages.count
+        self.index = 0 if self._store is None else self._store.index
+        self.count = 1 if self._store is None else self._store.count
 
     def agree(
         self,
@@ -75,7 +57,7 @@ class Exchange:
         Raises:
             CheckpointError: One of the processes failed, or was not heard of in time.
         """
-        if self._messages is None:
+        if self._store is None:
             return decide([contribute()])
         own_error: BaseException | None = None
         try:
@@ -102,7 +84,6 @@ class Exchange:
         decide: Callable[[list[Any]], Any],
         own_error: BaseException | None,
     ) -> tuple[dict[str, Any], BaseException | None]:
-        assert self._messages is not None
         outcome: dict[str, Any] = {}
         try:
             contributions = [contribution]
@@ -120,24 +101,21 @@ class Exchange:
         return outcome, own_error
 
     def _put(self, name: str, message: Any) -> None:
-        assert self._messages is not None
         text = json.dumps(message).encode()
-        self._messages.put_bytes(f"{self._name}/{name}", text, overwrite=False)
+        self._store.put_bytes(f"{self._name}/{name}", text, overwrite=False)
 
     def _contribution_of(self, what: str, index: int) -> Any:
-        assert self._messages is not None
         key = f"{self._name}/{what}/{index}"
-        message = self._messages.get_bytes(key, self._timeout_seconds)
+        message = self._store.get_bytes(key, self._timeout_seconds)
         if message is None:
             return {"error": self._late_text(what, index)}
-        self._messages.drop(key)
+        self._store.drop(key)
         return json.loads(message)
 
     def _decision(self, what: str) -> Any:
-        assert self._messages is not None
         # The first process may itself have waited as long before it decides.
         timeout_seconds = 2 * self._timeout_seconds + 30
-        message = self._messages.get_bytes(f"{self._name}/{what}/decision", timeout_seconds)
+        message = self._store.get_bytes(f"{self._name}/{what}/decision", timeout_seconds)
         return {"error": self._late_text(what, 0)} if message is None else json.loads(message)
 
     def _late_text(self, what: str, index: int) -> str:
@@ -148,7 +126,8 @@ class Exchange:
         )
 
 
-def _messages() -> Messages | None:
+def _store_of_job() -> Any:
+    """Return the key-value store of ``runtimes/jax/arrays/store.py``; None for a process alone."""
     runtime = current_runtime()
     if runtime is None or set(runtime.device_ids()) == set(runtime.addressable_device_ids()):
         return None

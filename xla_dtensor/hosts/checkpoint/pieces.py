@@ -270,7 +270,7 @@ class Reader:
         storage: Storage,
         folder: str,
         files: Mapping[str, int],
-        advance: Callable[[int], None] = lambda _: None,
+        advance: Callable[[int], None],
     ) -> None:
         self._storage, self._folder, self._advance = storage, folder, advance
         self._sizes = files

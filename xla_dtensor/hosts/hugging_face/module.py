@@ -113,12 +113,12 @@ def is_ignorable(module: nn.Module, key: str) -> bool:
     return bool(_OLD_BUFFERS.search(key)) or any(re.search(text, key) for text in patterns)
 
 
-def model_type_of(module: nn.Module, config: Any = None) -> str | None:
+def model_type_of(module: nn.Module, config: Any) -> str | None:
     """Return what a ``config.json`` of the module says as its model_type, if that is known.
 
     Args:
         module: One of transformers has a `config`, those in ``xla_dtensor/models`` have `sizes`.
-        config: A config that goes before these.
+        config: A config that goes before these, or None.
     """
     sources = [config, getattr(module, "config", None)]
     sources += [getattr(part, "sizes", None) for part in module.modules()]
