@@ -43,7 +43,7 @@ __all__ = [
     "moving",
     "relative",
     "shifted",
-    "whole",
+    "whole_block",
     "windows",
 ]
 
@@ -56,7 +56,7 @@ _TRIM_BYTES = 256 << 20
 # ------------------------------------------------------------------------ Blocks against each other
 
 
-def whole(shape: Sequence[int]) -> Index:
+def whole_block(shape: Sequence[int]) -> Index:
     """Return the block that is everything."""
     return tuple(slice(0, size) for size in shape)
 
@@ -80,7 +80,7 @@ def windows(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[Index]:
     if not all(shape):
         return
     if prod(shape) * itemsize <= limit or not shape:
-        yield whole(shape)
+        yield whole_block(shape)
         return
     cut = 0
     while cut < len(shape) - 1 and prod(shape[cut + 1 :]) * itemsize > limit:
@@ -89,7 +89,7 @@ def windows(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[Index]:
     for place in itertools.product(*map(range, shape[:cut])):
         for start in range(0, shape[cut], step):
             part = slice(start, min(start + step, shape[cut]))
-            yield (*(slice(i, i + 1) for i in place), part, *whole(shape[cut + 1 :]))
+            yield (*(slice(i, i + 1) for i in place), part, *whole_block(shape[cut + 1 :]))
 
 
 def intersection(first: Index, second: Index) -> Index | None:
@@ -140,7 +140,7 @@ def blocks_of(tensor: torch.Tensor) -> list[Index]:
         tensor: A DTensor, of which blocks are those of its placements; or a plain tensor.
     """
     if not isinstance(tensor, DTensor):
-        return [whole(tensor.shape)]
+        return [whole_block(tensor.shape)]
     return list(distinct_indices(_indices(tensor).values()).values())
 
 
@@ -158,10 +158,10 @@ def filled(tensor: DTensor, dtype: torch.dtype, read: Read) -> torch.Tensor:
         tiles = _Tiles(_indices(tensor), dtype, read)
         # JAX asks for each once, so that no more than one is on the host.
         return runtime.from_shards(tiles if runtime.name == "jax" else dict(tiles), shape, layout)
-    value = torch.empty(shape, dtype=dtype)  # a number, or nothing: there are no tiles
-    if value.numel():
-        read(whole(shape), value)
-    return runtime.put(value, layout)
+    content = torch.empty(shape, dtype=dtype)  # a number, or nothing: there are no tiles
+    if content.numel():
+        read(whole_block(shape), content)
+    return runtime.put(content, layout)
 
 
 def _indices(tensor: DTensor) -> dict[int, Index]:
@@ -173,7 +173,7 @@ class _Tiles(Mapping[int, torch.Tensor]):
     """Device -> its tile, read when it is asked for; devices that hold the same come together."""
 
     def __init__(self, indices: Mapping[int, Index], dtype: torch.dtype, read: Read) -> None:
-        self._indices = dict(sorted(indices.items(), key=lambda item: offset_of(item[1])))
+        self._indices = dict(sorted(indices.items(), key=lambda pair: offset_of(pair[1])))
         self._dtype, self._read = dtype, read
         self._latest: tuple[Index, torch.Tensor] | None = None
 

@@ -30,8 +30,8 @@ def _process_of_device(devices: tuple[int, ...]) -> dict[int, int]:
     runtime = get_runtime()
     attributes, own = runtime.device_attributes(), set(runtime.addressable_device_ids())
     return {  # where the platform does not say who holds a device: 0 is this process, 1 another
-        device: int(each.get("process_index", device not in own))
-        for device, each in zip(devices, attributes, strict=True)
+        device: int(fields.get("process_index", device not in own))
+        for device, fields in zip(devices, attributes, strict=True)
     }
 
 
@@ -85,12 +85,12 @@ class Exchange:
         return self._store is None
 
     def all(
-        self, value: bytes, what: str, stopped: Callable[[], bool] = lambda: False
+        self, message: bytes, what: str, stopped: Callable[[], bool] = lambda: False
     ) -> dict[int, bytes]:
         """Say something, and return what each process says in this round, by process.
 
         Args:
-            value: What this process says.
+            message: What this process says.
             what: What the round is about, for the message.
             stopped: Asked every second while others are waited for; True gives up.
 
@@ -99,18 +99,18 @@ class Exchange:
             DataError: Stopped.
         """
         if self._store is None:
-            return {self.own: value}
+            return {self.own: message}
         self._round += 1
         if self._is_leader:
-            outcome = self._collect(value, what, stopped)
+            outcome = self._collect(message, what, stopped)
             self._store.put_bytes(self._key("all"), pickle.dumps(outcome))
         else:
-            self._store.put_bytes(self._key(self.own), value)
+            self._store.put_bytes(self._key(self.own), message)
             # Later than the leader gives up, so that it can say whom it waited for.
             seconds, leader = self.timeout_seconds + _GRACE_SECONDS, self.processes[0]
             answer = self._wait("all", leader, seconds, what, stopped)
             outcome = ([], leader) if answer is None else pickle.loads(answer)
-        values, late = outcome
+        messages, late = outcome
         if late is not None:
             raise FeedMismatchError(
                 f"Process {self.own} waited {self.timeout_seconds:g} s for process {late} to say "
@@ -121,27 +121,28 @@ class Exchange:
         # Everyone has come to this round, so everyone has read what was said in the one before.
         if self._round > 1:
             self._store.drop(self._key("all" if self._is_leader else self.own, -1))
-        return {process: each for each, processes in values for process in processes}
+        return {process: answer for answer, processes in messages for process in processes}
 
-    def fail(self, value: bytes) -> None:
+    def fail(self, message: bytes) -> None:
         """Say something in place of coming to the next round, which this process will not do."""
         if self._store is not None and self._is_leader:
-            self._store.put_bytes(self._key("all", 1), pickle.dumps(([(value, [self.own])], None)))
+            outcome = ([(message, [self.own])], None)
+            self._store.put_bytes(self._key("all", 1), pickle.dumps(outcome))
         elif self._store is not None:
-            self._store.put_bytes(self._key(self.own, 1), value)
+            self._store.put_bytes(self._key(self.own, 1), message)
 
     def _collect(
-        self, value: bytes, what: str, stopped: Callable[[], bool]
+        self, message: bytes, what: str, stopped: Callable[[], bool]
     ) -> tuple[list[tuple[bytes, list[int]]], int | None]:
         """Read what each process says; the second is one that did not come."""
-        values: dict[bytes, list[int]] = {value: [self.own]}
+        senders: dict[bytes, list[int]] = {message: [self.own]}
         end = time.monotonic() + self.timeout_seconds
         for process in self.processes[1:]:
             answer = self._wait(process, process, end - time.monotonic(), what, stopped)
             if answer is None:
                 return [], process
-            values.setdefault(answer, []).append(process)
-        return list(values.items()), None
+            senders.setdefault(answer, []).append(process)
+        return list(senders.items()), None
 
     def _key(self, who: int | str, later: int = 0) -> str:
         return f"xla_dtensor/feed/{self._name}/{self._round + later}/{who}"
@@ -151,9 +152,9 @@ class Exchange:
     ) -> bytes | None:
         end = time.monotonic() + seconds
         while True:
-            left = min(_SLICE_SECONDS, end - time.monotonic())
-            answer = self._store.get_bytes(self._key(who), max(left, 0.001))
-            if answer is not None or left <= 0:
+            slice_seconds = min(_SLICE_SECONDS, end - time.monotonic())
+            answer = self._store.get_bytes(self._key(who), max(slice_seconds, 0.001))
+            if answer is not None or slice_seconds <= 0:
                 return answer
             if stopped():
                 raise DataError(

@@ -151,7 +151,9 @@ def async_save(
         [1]
     """
     prepared = _prepared(folder, state, step, keep, rng, False, timeout_seconds, copied=True)
-    return _start_pending(prepared.run)
+    global _pending
+    _pending = Pending(prepared.run)
+    return _pending
 
 
 @argument_types
@@ -248,16 +250,15 @@ def verify(
         CheckpointError: There is no such checkpoint, or it is damaged. The message names the file.
     """
     storage = open_storage(folder)
-    chosen = chosen_step(storage, step)
-    manifest = read_manifest(storage, chosen)
+    manifest = read_manifest(storage, chosen_step(storage, step))
     total = sum(entry.num_bytes for entry in manifest.entries.values())
     with (
         moving("verifying", total, progress) as advance,
-        Reader(storage, folder_of(chosen), manifest.files, advance) as reader,
+        Reader(storage, folder_of(manifest.step), manifest.files, advance) as reader,
     ):
         for name, entry in manifest.entries.items():
             reader.check(name, entry)
-    return chosen
+    return manifest.step
 
 
 def _prepared(
@@ -306,8 +307,8 @@ def _with_generators(state: Mapping[str, Any], rng: bool) -> dict[str, Any] | Ma
 class _Beside(dict[str, Any]):
     """A state with the generators beside it; what is set is set in the state."""
 
-    def __init__(self, state: Mapping[str, Any], more: Mapping[str, Any]) -> None:
-        super().__init__({**state, **more})
+    def __init__(self, state: Mapping[str, Any], generators: Mapping[str, Any]) -> None:
+        super().__init__({**state, **generators})
         self._state = state
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -375,9 +376,3 @@ def _finish_pending() -> None:
     pending, _pending = _pending, None
     if pending is not None and not pending.is_awaited:
         pending.wait()
-
-
-def _start_pending(write: Callable[[], str]) -> Pending:
-    global _pending
-    _pending = Pending(write)
-    return _pending

@@ -13,31 +13,14 @@ import importlib
 import itertools
 import json
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from xla_dtensor.core.errors import CheckpointError
 from xla_dtensor.runtimes.registry import current_runtime
 
-__all__ = ["Exchange", "Messages"]
+__all__ = ["Exchange"]
 
 _rounds = itertools.count()
-
-
-class Messages(Protocol):
-    """Messages between the processes of a job, see ``runtimes/jax/arrays/store.py``."""
-
-    index: int
-    count: int
-
-    def put_bytes(self, key: str, content: bytes, *, overwrite: bool = True) -> None:
-        """Leave a message."""
-
-    def get_bytes(self, key: str, timeout_seconds: float) -> bytes | None:
-        """Wait for a message and return it; None if it does not come."""
-        ...
-
-    def drop(self, key: str) -> None:
-        """Remove a message."""
 
 
 class Exchange:
@@ -45,19 +28,18 @@ class Exchange:
 
     Args:
         timeout_seconds: How long to wait for the slowest process.
-        messages: How to reach the others. None: found out.
 
     Attributes:
         index: This process's place.
         count: How many processes there are.
     """
 
-    def __init__(self, timeout_seconds: float, messages: Messages | None = None) -> None:
-        self._messages = _messages() if messages is None else messages
+    def __init__(self, timeout_seconds: float) -> None:
+        self._store = _store_of_job()
         self._timeout_seconds = timeout_seconds
         self._name = f"xla_dtensor/checkpoint/{next(_rounds)}"
-        self.index = 0 if self._messages is None else self._messages.index
-        self.count = 1 if self._messages is None else self._messages.count
+        self.index = 0 if self._store is None else self._store.index
+        self.count = 1 if self._store is None else self._store.count
 
     def agree(
         self,
@@ -75,67 +57,68 @@ class Exchange:
         Raises:
             CheckpointError: One of the processes failed, or was not heard of in time.
         """
-        if self._messages is None:
+        if self._store is None:
             return decide([contribute()])
-        own: BaseException | None = None
+        own_error: BaseException | None = None
         try:
-            said: dict[str, Any] = {"value": contribute()}
+            contribution: dict[str, Any] = {"value": contribute()}
         except BaseException as error:
-            own, said = error, {"error": f"{error}"}
+            own_error, contribution = error, {"error": f"{error}"}
         if self.index:
-            self._put(f"{what}/{self.index}", said)
-            if own is not None and not isinstance(own, Exception):
-                raise own
+            self._put(f"{what}/{self.index}", contribution)
+            if own_error is not None and not isinstance(own_error, Exception):
+                raise own_error
             outcome = self._decision(what)
         else:
-            outcome, own = self._decided(what, said, decide, own)
-        if own is not None:
-            raise own
+            outcome, own_error = self._collect_and_decide(what, contribution, decide, own_error)
+        if own_error is not None:
+            raise own_error
         if "error" in outcome:
             raise CheckpointError(outcome["error"])
         return outcome["value"]
 
-    def _decided(
-        self, what: str, said: Any, decide: Callable[[list[Any]], Any], own: BaseException | None
+    def _collect_and_decide(
+        self,
+        what: str,
+        contribution: Any,
+        decide: Callable[[list[Any]], Any],
+        own_error: BaseException | None,
     ) -> tuple[dict[str, Any], BaseException | None]:
-        assert self._messages is not None
         outcome: dict[str, Any] = {}
         try:
-            all_said = [said, *(self._heard(what, i) for i in range(1, self.count))]
-            failed = {i: s["error"] for i, s in enumerate(all_said) if "error" in s}
-            if failed:
-                index, text = next(iter(failed.items()))
+            contributions = [contribution]
+            contributions += [self._contribution_of(what, i) for i in range(1, self.count)]
+            errors = {i: s["error"] for i, s in enumerate(contributions) if "error" in s}
+            if errors:
+                index, text = next(iter(errors.items()))
                 outcome = {"error": f"In process {index} of {self.count}: {text}"}
             else:
-                outcome = {"value": decide([s["value"] for s in all_said])}
+                outcome = {"value": decide([s["value"] for s in contributions])}
         except BaseException as error:
-            own = own or error
-            outcome = {"error": f"In process 0 of {self.count}: {own}"}
+            own_error = own_error or error
+            outcome = {"error": f"In process 0 of {self.count}: {own_error}"}
         self._put(f"{what}/decision", outcome)
-        return outcome, own
+        return outcome, own_error
 
-    def _put(self, name: str, said: Any) -> None:
-        assert self._messages is not None
-        text = json.dumps(said).encode()
-        self._messages.put_bytes(f"{self._name}/{name}", text, overwrite=False)
+    def _put(self, name: str, message: Any) -> None:
+        text = json.dumps(message).encode()
+        self._store.put_bytes(f"{self._name}/{name}", text, overwrite=False)
 
-    def _heard(self, what: str, index: int) -> Any:
-        assert self._messages is not None
+    def _contribution_of(self, what: str, index: int) -> Any:
         key = f"{self._name}/{what}/{index}"
-        said = self._messages.get_bytes(key, self._timeout_seconds)
-        if said is None:
-            return {"error": self._late(what, index)}
-        self._messages.drop(key)
-        return json.loads(said)
+        message = self._store.get_bytes(key, self._timeout_seconds)
+        if message is None:
+            return {"error": self._late_text(what, index)}
+        self._store.drop(key)
+        return json.loads(message)
 
     def _decision(self, what: str) -> Any:
-        assert self._messages is not None
         # The first process may itself have waited as long before it decides.
-        waited = 2 * self._timeout_seconds + 30
-        said = self._messages.get_bytes(f"{self._name}/{what}/decision", waited)
-        return {"error": self._late(what, 0)} if said is None else json.loads(said)
+        timeout_seconds = 2 * self._timeout_seconds + 30
+        message = self._store.get_bytes(f"{self._name}/{what}/decision", timeout_seconds)
+        return {"error": self._late_text(what, 0)} if message is None else json.loads(message)
 
-    def _late(self, what: str, index: int) -> str:
+    def _late_text(self, what: str, index: int) -> str:
         return (
             f"The step {what!r} of a checkpoint waited for process {index}. It was not heard of "
             f"within timeout_seconds={self._timeout_seconds:g}. Look into its log; if its file "
@@ -143,7 +126,8 @@ class Exchange:
         )
 
 
-def _messages() -> Messages | None:
+def _store_of_job() -> Any:
+    """Return the key-value store of ``runtimes/jax/arrays/store.py``; None for a process alone."""
     runtime = current_runtime()
     if runtime is None or set(runtime.device_ids()) == set(runtime.addressable_device_ids()):
         return None

@@ -137,8 +137,8 @@ def discard(storage: Storage, place: str, save_id: str) -> None:
             return
         # The manifest may be in its place, though putting it there has failed: then all is needed.
         if storage.size(f"{place}/{MANIFEST}") is not None:
-            data = storage.read_all(f"{place}/{MANIFEST}")
-            if Manifest.from_bytes(data, place).save_id == save_id:
+            content = storage.read_all(f"{place}/{MANIFEST}")
+            if Manifest.from_bytes(content, place).save_id == save_id:
                 return
         for name in storage.names(place):
             if name.startswith(save_id):
@@ -170,9 +170,9 @@ def prune(storage: Storage, step: int, keep: int | None, save_id: str) -> None:
 def _remove(storage: Storage, folder: str, save_id: str) -> None:
     # Whoever looks for checkpoints no longer sees it before its first file goes.
     if storage.can_rename:
-        gone = f"{folder}.removed-{save_id}"
-        storage.rename(folder, gone)
-        storage.remove_folder(gone)
+        removal = f"{folder}.removed-{save_id}"
+        storage.rename(folder, removal)
+        storage.remove_folder(removal)
     else:
         storage.remove_file(f"{folder}/{MANIFEST}")
         storage.remove_folder(folder)

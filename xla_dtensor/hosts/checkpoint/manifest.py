@@ -155,34 +155,35 @@ class Manifest:
             f"  {json.dumps(name)}: {json.dumps(entry.to_json())}"
             for name, entry in self.entries.items()
         )
-        head = json.dumps(self._head())
+        head = json.dumps(
+            {
+                "format": _FORMAT,
+                "version": _VERSION,
+                "step": self.step,
+                "save_id": self.save_id,
+                "processes": self.processes,
+                "files": dict(self.files),
+            }
+        )
         body = f'{head[:-1]},\n "entries": {{\n{lines}\n }}}}'
         checksum = zlib.crc32(_canonical(json.loads(body)))
         return f'{{"crc32": "{checksum:08x}",\n "manifest": {body}}}'.encode()
 
-    def _head(self) -> dict[str, Any]:
-        head = {"format": _FORMAT, "version": _VERSION, "step": self.step}
-        return head | {
-            "save_id": self.save_id,
-            "processes": self.processes,
-            "files": dict(self.files),
-        }
-
     @classmethod
-    def from_bytes(cls, data: bytes, path: str) -> Manifest:
+    def from_bytes(cls, content: bytes, path: str) -> Manifest:
         """Read the content of the file.
 
         Args:
-            data: The content.
+            content: What the file holds.
             path: The file, for messages.
 
         Raises:
             CheckpointError: It is damaged, or of another kind.
         """
         try:
-            content = json.loads(data)
-            head = content["manifest"]
-            if int(content["crc32"], 16) != zlib.crc32(_canonical(head)):
+            document = json.loads(content)
+            head = document["manifest"]
+            if int(document["crc32"], 16) != zlib.crc32(_canonical(head)):
                 raise ValueError("its content does not have the checksum that it names")
             if (head["format"], head["version"]) != (_FORMAT, _VERSION):
                 raise ValueError(

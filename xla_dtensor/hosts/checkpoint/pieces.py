@@ -30,7 +30,7 @@ import torch
 from xla_dtensor.core.errors import CheckpointError
 from xla_dtensor.dtensor.dcp import Index, Offset, distinct_indices, extents_of, offset_of
 from xla_dtensor.dtensor.dtensor import DTensor
-from xla_dtensor.hosts.blocks import intersection, relative, shifted, whole, windows
+from xla_dtensor.hosts.blocks import intersection, relative, shifted, whole_block, windows
 from xla_dtensor.hosts.checkpoint.manifest import Chunk, Entry
 from xla_dtensor.hosts.checkpoint.storage import Storage, naming_file
 from xla_dtensor.runtimes.registry import get_runtime
@@ -73,27 +73,27 @@ def pieces_of(name: str, tensor: torch.Tensor, process: int) -> Iterator[Piece]:
     if isinstance(tensor, DTensor) and tensor.numel():
         payload = tensor._local_tensor
         if not payload.is_meta:  # else this process reaches none of its devices
-            for device, index in _owned(tensor, payload):
+            for device, index in _own_blocks(tensor, payload):
                 yield from _cut(name, index, tensor.element_size(), _Shard(payload, device))
     elif process == 0:
         host = torch.empty(tensor.shape, dtype=tensor.dtype)
         if tensor.numel():
             host = tensor.detach().cpu().resolve_conj().resolve_neg()
-        yield from _cut(name, whole(tensor.shape), tensor.element_size(), lambda _: host)
+        yield from _cut(name, whole_block(tensor.shape), tensor.element_size(), lambda _: host)
 
 
-def _owned(tensor: DTensor, payload: torch.Tensor) -> list[tuple[int, Index]]:
+def _own_blocks(tensor: DTensor, payload: torch.Tensor) -> list[tuple[int, Index]]:
     """The blocks whose first device is of this process, with that device."""
     runtime, shape = get_runtime(), tuple(tensor.shape)
     sharding = runtime.op_sharding(payload)
     root = runtime.root(tensor._spec.mesh.value).device_ids.ravel().tolist()
     indices = [sharding.shard_index(place, shape) for place in range(len(root))]
-    first: dict[Offset, int] = {}
+    first_device: dict[Offset, int] = {}
     for device, index in zip(root, indices, strict=True):
-        first.setdefault(offset_of(index), int(device))
+        first_device.setdefault(offset_of(index), int(device))
     own = set(runtime.addressable_device_ids())
     distinct = distinct_indices(indices)
-    return [(first[o], index) for o, index in distinct.items() if first[o] in own]
+    return [(first_device[o], index) for o, index in distinct.items() if first_device[o] in own]
 
 
 class _Shard:
@@ -101,15 +101,15 @@ class _Shard:
 
     def __init__(self, payload: torch.Tensor, device: int) -> None:
         self._payload, self._device = payload.detach(), device
-        self._data: torch.Tensor | None = None
+        self._shard: torch.Tensor | None = None
 
     def __call__(self, is_last: bool) -> torch.Tensor:
-        data = self._data
-        if data is None:
+        values = self._shard
+        if values is None:
             shards = get_runtime().addressable_shards(self._payload, devices=[self._device])
-            data = shards[0].data.detach()
-        self._data = None if is_last else data
-        return data
+            values = shards[0].data.detach()
+        self._shard = None if is_last else values
+        return values
 
 
 def _cut(
@@ -117,7 +117,7 @@ def _cut(
 ) -> Iterator[Piece]:
     shape = extents_of(index)
     # A tensor without elements is a record, too: its name is in the checkpoint.
-    parts = list(windows(shape, item_bytes, LIMIT_BYTES)) or [whole(shape)]
+    parts = list(windows(shape, item_bytes, LIMIT_BYTES)) or [whole_block(shape)]
     for number, part in enumerate(parts, 1):
 
         def read(part: Index = part, is_last: bool = number == len(parts)) -> torch.Tensor:
@@ -166,10 +166,10 @@ def write_file(
             writer = writer or _Writer(storage, name)
             chunks.append((piece.name, writer.add_tensor(piece)))
             advance(piece.num_bytes)
-        for key, data in values.items():
+        for key, record in values.items():
             writer = writer or _Writer(storage, name)
-            chunks.append((key, writer.add_value(data)))
-            advance(len(data))
+            chunks.append((key, writer.add_value(record)))
+            advance(len(record))
         if writer is None:
             return 0, []
         storage.finish(writer.file)
@@ -198,19 +198,19 @@ class _Writer:
         self._values: tuple[int, int] | None = None
         self._error: BaseException | None = None
 
-    def write(self, data: Any) -> int:
+    def write(self, buffer: Any) -> int:
         """Append bytes."""
-        if len(data) == self._size > 0 and _address(data) == self._address:
-            self._values = (self.position, zlib.crc32(data))
+        if len(buffer) == self._size > 0 and _address(buffer) == self._address:
+            self._values = (self.position, zlib.crc32(buffer))
         if self._error is None:
             try:
                 with naming_file(self._path, "written"):
-                    self.file.write(data)
+                    self.file.write(buffer)
             except BaseException as error:
                 # torch.save would go on to write the end of its record, and raise another error.
                 self._error = error
-        self.position += len(data)
-        return len(data)
+        self.position += len(buffer)
+        return len(buffer)
 
     def flush(self) -> None:
         """Nothing to do before the end."""
@@ -236,17 +236,17 @@ class _Writer:
         place = (self._name, start, self.position - start)
         return Chunk(offset_of(piece.index), extents_of(piece.index), *place, *self._values)
 
-    def add_value(self, data: bytes) -> Chunk:
+    def add_value(self, record: bytes) -> Chunk:
         """Append the record of a plain value."""
         start = self.position
-        self.write(data)
+        self.write(record)
         if self._error is not None:
             raise self._error
-        return Chunk((), (), self._name, start, len(data), start, zlib.crc32(data))
+        return Chunk((), (), self._name, start, len(record), start, zlib.crc32(record))
 
 
-def _address(data: Any) -> int:
-    return np.frombuffer(data, np.uint8).ctypes.data
+def _address(buffer: Any) -> int:
+    return np.frombuffer(buffer, np.uint8).ctypes.data
 
 
 # ------------------------------------------------------------------------------------------ Reading
@@ -270,7 +270,7 @@ class Reader:
         storage: Storage,
         folder: str,
         files: Mapping[str, int],
-        advance: Callable[[int], None] = lambda _: None,
+        advance: Callable[[int], None],
     ) -> None:
         self._storage, self._folder, self._advance = storage, folder, advance
         self._sizes = files
@@ -304,16 +304,16 @@ class Reader:
         """
         dtype = getattr(torch, str(entry.dtype))
         for chunk in self._meeting(name, entry, index):
-            at = tuple(slice(o, o + n) for o, n in zip(chunk.offset, chunk.shape, strict=True))
-            common = intersection(index, at)
+            block = tuple(slice(o, o + n) for o, n in zip(chunk.offset, chunk.shape, strict=True))
+            common = intersection(index, block)
             if common is None:
                 continue
             part = out[relative(common, index)]
-            is_all = common == at and part.is_contiguous() and out.dtype == dtype
+            is_all = common == block and part.is_contiguous() and out.dtype == dtype
             if is_all and chunk not in self._cache:
                 self._read_values(name, chunk, part)
             else:
-                part.copy_(self._values(name, chunk, dtype)[relative(common, at)])
+                part.copy_(self._values(name, chunk, dtype)[relative(common, block)])
 
     def value(self, name: str, entry: Entry) -> Any:
         """Return a plain value.
@@ -323,11 +323,11 @@ class Reader:
                 torch.load does not allow.
         """
         chunk = entry.chunks[0]
-        data = bytearray(chunk.length)
-        self._fill(name, chunk, memoryview(data))
-        _refuse_compressed(data, self._text(chunk))
+        record = bytearray(chunk.length)
+        self._fill(name, chunk, memoryview(record))
+        _refuse_compressed(record, self._text(chunk))
         try:
-            return torch.load(io.BytesIO(data), weights_only=True)
+            return torch.load(io.BytesIO(record), weights_only=True)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"The value {name!r} in the file {self._text(chunk)} was to be loaded. It has "
@@ -377,8 +377,8 @@ class Reader:
         with naming_file(path, "read"):
             file = self._file(chunk.file)
             file.seek(chunk.data_start)
-            while count < len(target) and (more := _read_some(file, target[count:])):
-                count += more
+            while count < len(target) and (num_bytes := _read_some(file, target[count:])):
+                count += num_bytes
         if count < len(target):
             raise CheckpointError(
                 f"The file {path} was to be read for {name!r}. It ends {len(target) - count} bytes "
@@ -413,10 +413,10 @@ class Reader:
         return self._files[name]
 
 
-def _refuse_compressed(data: bytearray, path: str) -> None:
+def _refuse_compressed(record: bytearray, path: str) -> None:
     """torch.save compresses nothing; what is compressed may be of any size when it is read."""
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as records:
+        with zipfile.ZipFile(io.BytesIO(record)) as records:
             compressed = [r for r in records.infolist() if r.compress_type != zipfile.ZIP_STORED]
     except zipfile.BadZipFile:
         return  # torch.load says what it is
@@ -430,6 +430,6 @@ def _refuse_compressed(data: bytearray, path: str) -> None:
 def _read_some(file: Any, target: memoryview) -> int:
     if hasattr(file, "readinto"):
         return int(file.readinto(target))
-    data = file.read(len(target))
-    target[: len(data)] = data
-    return len(data)
+    content = file.read(len(target))
+    target[: len(content)] = content
+    return len(content)

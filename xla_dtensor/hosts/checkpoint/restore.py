@@ -18,7 +18,7 @@ import torch
 from xla_dtensor.core.errors import CheckpointError
 from xla_dtensor.dtensor.dcp import Index
 from xla_dtensor.dtensor.dtensor import DTensor
-from xla_dtensor.hosts.blocks import filled, moving, whole
+from xla_dtensor.hosts.blocks import filled, moving, whole_block
 from xla_dtensor.hosts.checkpoint.exchange import Exchange
 from xla_dtensor.hosts.checkpoint.folders import folder_of, read_manifest, whole_steps
 from xla_dtensor.hosts.checkpoint.manifest import Entry, Manifest, own_name
@@ -42,12 +42,12 @@ def chosen_step(storage: Storage, step: int | None) -> int:
     if step is None and steps:
         return steps[-1]
     if step is None or step not in steps:
-        which = "The newest checkpoint" if step is None else f"The checkpoint step={step}"
+        title = "The newest checkpoint" if step is None else f"The checkpoint step={step}"
         names = storage.names()
-        there = f"There are the steps {steps}" if steps else f"The folder has only {names[:8]}"
+        contents = f"There are the steps {steps}" if steps else f"The folder has only {names[:8]}"
         raise CheckpointError(
-            f"{which} in {storage.root} was to be loaded. {there if names else 'It is empty'}, and "
-            "only folders with a manifest are checkpoints. Pass a step that is there, or the "
+            f"{title} in {storage.root} was to be loaded. {contents if names else 'It is empty'}, "
+            "and only folders with a manifest are checkpoints. Pass a step that is there, or the "
             "folder that was saved to."
         )
     return step
@@ -94,12 +94,12 @@ class Restore:
         """
 
         def choose(_: list[Any]) -> list[Any]:
-            chosen = chosen_step(self._storage, step)
-            return [chosen, read_manifest(self._storage, chosen).save_id]
+            manifest = read_manifest(self._storage, chosen_step(self._storage, step))
+            return [manifest.step, manifest.save_id]
 
-        chosen, save_id = self._exchange.agree("choose", lambda: None, choose)
-        self._exchange.agree("load", lambda: self._load(chosen, save_id), lambda _: None)
-        return int(chosen)
+        step_to_load, save_id = self._exchange.agree("choose", lambda: None, choose)
+        self._exchange.agree("load", lambda: self._load(step_to_load, save_id), lambda _: None)
+        return int(step_to_load)
 
     def _load(self, step: int, save_id: str) -> None:
         manifest = read_manifest(self._storage, step)
@@ -112,32 +112,32 @@ class Restore:
             )
         entries = {n: e for n, e in manifest.entries.items() if self._is_chosen(n)}
         walk = Walk(self._state, entries, partial=not self._strict or self._only is not None)
-        chosen = self._matched(walk.leaves, manifest, folder)
-        total = sum(manifest.entries[entry].num_bytes for _, entry in chosen)
+        matches = self._matches(walk.leaves, manifest, folder)
+        total = sum(manifest.entries[entry].num_bytes for _, entry in matches)
         show = self._show and not self._exchange.index
         with (
             moving("loading", total // self._exchange.count, show) as advance,
             Reader(self._storage, folder, manifest.files, advance) as reader,
             torch.no_grad(),
         ):
-            for leaf, name in chosen:
+            for leaf, name in matches:
                 self._load_leaf(reader, leaf, name, manifest.entries[name])
-        walk.give_back({leaf.name for leaf, _ in chosen})
+        walk.give_back({leaf.name for leaf, _ in matches})
 
     # -------------------------------------------------------------------------------- Names
 
-    def _matched(
+    def _matches(
         self, leaves: Mapping[str, Leaf], manifest: Manifest, folder: str
     ) -> list[tuple[Leaf, str]]:
         """What is loaded from which entry."""
-        named = {name for name in leaves if self._is_chosen(name)}
-        saved = {
+        in_state = {name for name in leaves if self._is_chosen(name)}
+        in_checkpoint = {
             name
             for name, entry in manifest.entries.items()
             if not entry.of_process and self._is_chosen(name)
-        } - ({GENERATORS} - named)
-        named -= {GENERATORS} - saved
-        missing, unknown = sorted(named - saved), sorted(saved - named)
+        } - ({GENERATORS} - in_state)
+        in_state -= {GENERATORS} - in_checkpoint
+        missing, unknown = sorted(in_state - in_checkpoint), sorted(in_checkpoint - in_state)
         for pattern in self._only or ():
             if not any(fnmatch.fnmatchcase(name, pattern) for name in (*leaves, *manifest.entries)):
                 raise CheckpointError(
@@ -153,14 +153,14 @@ class Restore:
             )
         if missing or unknown:
             logger.warning("not loaded: %s; not asked for: %s", _few(missing), _few(unknown))
-        chosen: list[tuple[Leaf, str]] = []
+        matches: list[tuple[Leaf, str]] = []
         for name in leaves:
-            if name in named & saved:
+            if name in in_state & in_checkpoint:
                 own = self._own(name, manifest, folder)
-                chosen += [(leaves[name], own)] if own else []
-        for leaf, name in chosen:
+                matches += [(leaves[name], own)] if own else []
+        for leaf, name in matches:
             self._check_fits(leaf, manifest.entries[name], folder)
-        return chosen
+        return matches
 
     def _is_chosen(self, name: str) -> bool:
         return self._only is None or any(fnmatch.fnmatchcase(name, p) for p in self._only)
@@ -216,7 +216,7 @@ class Restore:
             leaf.set(reader.value(name, entry))
         elif not isinstance(leaf.value, DTensor):
             values = torch.empty(entry.shape, dtype=leaf.value.dtype)
-            reader.read(name, entry, whole(entry.shape), values)
+            reader.read(name, entry, whole_block(entry.shape), values)
             leaf.value.copy_(values)
         elif not leaf.value._local_tensor.is_meta and leaf.value.numel():
             # On the meta device is what no device of this process has.

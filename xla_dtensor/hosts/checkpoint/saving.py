@@ -93,15 +93,15 @@ class Save:
             CheckpointError: A process could not write it. There is no trace of it then.
         """
         save_id = uuid.uuid4().hex[:8]
-        begun = self._exchange.agree(
+        plan = self._exchange.agree(
             "begin", lambda: self._digests, lambda digests: self._begin(save_id, digests)
         )
-        place, save_id, differing = begun["place"], begun["save_id"], begun["differing"]
+        place, save_id, differing = plan["place"], plan["save_id"], plan["differing"]
         try:
             folder = self._exchange.agree(
                 "write",
                 lambda: self._write_own(place, save_id, set(differing)),
-                lambda written: self._commit(place, save_id, set(differing), written),
+                lambda reports: self._commit(place, save_id, set(differing), reports),
             )
         except BaseException:
             if self._exchange.index == 0:
@@ -117,7 +117,7 @@ class Save:
         """What has to be the same in all processes, and what may differ."""
         if self._exchange.count == 1:
             return {}
-        digests: dict[str, Any] = {n: zlib.crc32(data) for n, data in self._values.items()}
+        digests: dict[str, Any] = {n: zlib.crc32(record) for n, record in self._values.items()}
         for name, tensor in self._plain.items():
             digests[name] = zlib.crc32(pickled(tensor.detach().cpu().contiguous()))
         for name, entry in self._entries.items():
@@ -130,11 +130,11 @@ class Save:
         differing: set[str] = set()
         for process, digest in enumerate(digests[1:], 1):
             for name in first.keys() | digest.keys():
-                mine, theirs = first.get(name), digest.get(name)
-                if isinstance(mine, int) and isinstance(theirs, int):
-                    differing |= {name} if mine != theirs else set()
-                elif _plain_json(mine) != _plain_json(theirs):
-                    raise _unequal(name, process, mine, theirs)
+                expected, actual = first.get(name), digest.get(name)
+                if isinstance(expected, int) and isinstance(actual, int):
+                    differing |= {name} if expected != actual else set()
+                elif _plain_json(expected) != _plain_json(actual):
+                    raise _unequal(name, process, expected, actual)
         place = begin(self._storage, self._step, save_id)
         return {"place": place, "save_id": save_id, "differing": sorted(differing)}
 
@@ -147,7 +147,7 @@ class Save:
         if index:
             own = [p for name in sorted(differing) for p in self._own_pieces.get(name, ())]
             pieces = itertools.chain(pieces, own)
-            values = {n: data for n, data in values.items() if n in differing}
+            values = {n: record for n, record in values.items() if n in differing}
         file = f"{save_id}_{index:05d}.distcp"
         total = sum(e.num_bytes for e in self._entries.values()) // self._exchange.count
         with moving("saving", total, self._show and not index) as advance:
@@ -156,10 +156,10 @@ class Save:
         return {"file": file, "size": size, "rows": rows}
 
     def _commit(
-        self, place: str, save_id: str, differing: set[str], written: list[dict[str, Any]]
+        self, place: str, save_id: str, differing: set[str], reports: list[dict[str, Any]]
     ) -> str:
         chunks: dict[str, list[Chunk]] = {}
-        for report in written:
+        for report in reports:
             for name, row in report["rows"]:
                 chunks.setdefault(name, []).append(Chunk.from_row(row))
         count = self._exchange.count
@@ -175,7 +175,7 @@ class Save:
                 if entry.shape is None:
                     marks["num_bytes"] = parts[0].length
                 entries[own] = dataclasses.replace(entry, chunks=parts, **marks)
-        files = {report["file"]: report["size"] for report in written if report["size"]}
+        files = {report["file"]: report["size"] for report in reports if report["size"]}
         manifest = Manifest(self._step, save_id, count, files, entries)
         return commit(self._storage, place, manifest, metadata_bytes(manifest))
 
@@ -208,8 +208,8 @@ def _check_written(name: str, entry: Entry, chunks: tuple[Chunk, ...]) -> None:
 def _pickled(leaf: Leaf) -> bytes:
     """A plain value as bytes that can be loaded without running code of theirs."""
     try:
-        data = pickled(leaf.value)
-        torch.load(io.BytesIO(data), weights_only=True)
+        record = pickled(leaf.value)
+        torch.load(io.BytesIO(record), weights_only=True)
     except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError) as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(
@@ -218,12 +218,12 @@ def _pickled(leaf: Leaf) -> bytes:
             "tensors, numbers, strings, lists and dicts, or name its classes to "
             "torch.serialization.add_safe_globals."
         ) from error
-    return data
+    return record
 
 
 def _copied(piece: Piece) -> Piece:
-    data = piece.read().clone()
-    return dataclasses.replace(piece, read=lambda: data)
+    values = piece.read().clone()
+    return dataclasses.replace(piece, read=lambda: values)
 
 
 def _draining(pieces: deque[Piece]) -> Iterator[Piece]:
@@ -236,13 +236,13 @@ def _plain_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _unequal(name: str, process: int, mine: Any, theirs: Any) -> CheckpointError:
+def _unequal(name: str, process: int, expected: Any, actual: Any) -> CheckpointError:
     def words(digest: Any) -> str:
         if isinstance(digest, int):
             return "has one of its own"
         return "has none" if digest is None else f"has {', '.join(map(str, _plain_json(digest)))}"
 
     return CheckpointError(
-        f"A state with {name!r} was to be saved. Process 0 {words(mine)}, process {process} "
-        f"{words(theirs)}. Save the same state in every process."
+        f"A state with {name!r} was to be saved. Process 0 {words(expected)}, process {process} "
+        f"{words(actual)}. Save the same state in every process."
     )

@@ -81,9 +81,9 @@ class Walk:
         self.leaves: dict[str, Leaf] = {}
         self._saved, self._partial = saved, partial
         self._owners: list[tuple[PathKey, Callable[[], None]]] = []
-        for key, value in state.items():
+        for key, child in state.items():
             setter = _item_setter(state, key) if isinstance(state, MutableMapping) else None
-            self._visit((key,), value, setter)
+            self._visit((key,), child, setter)
 
     def give_back(self, loaded: set[str]) -> None:
         """Give objects the states that were loaded, those only of which something was.
@@ -97,24 +97,24 @@ class Walk:
             if any(p[: len(path)] == path for p in paths):
                 give()
 
-    def _visit(self, path: PathKey, value: Any, setter: Callable[[Any], None] | None) -> None:
-        if isinstance(value, Mapping) and value:
-            for key, item in value.items():
-                self._visit((*path, _checked_key(path, key)), item, _item_setter(value, key))
-        elif isinstance(value, (list, tuple)) and next(_tensors(value), None) is not None:
-            for i, item in enumerate(value):
-                set_item = _item_setter(value, i) if isinstance(value, list) else None
-                self._visit((*path, i), item, set_item)
-        elif isinstance(value, torch.optim.Optimizer):
-            self._visit_optimizer(path, value)
-        elif isinstance(value, torch.nn.Module):
-            self._visit_module(path, value)
-        elif isinstance(value, RNGStatesTracker):
-            self._add(Leaf(path, value.get_states(), value.set_states))
-        elif callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
-            self._visit_object(path, value)
+    def _visit(self, path: PathKey, node: Any, setter: Callable[[Any], None] | None) -> None:
+        if isinstance(node, Mapping) and node:
+            for key, child in node.items():
+                self._visit((*path, _checked_key(path, key)), child, _item_setter(node, key))
+        elif isinstance(node, (list, tuple)) and next(_tensors(node), None) is not None:
+            for i, child in enumerate(node):
+                set_item = _item_setter(node, i) if isinstance(node, list) else None
+                self._visit((*path, i), child, set_item)
+        elif isinstance(node, torch.optim.Optimizer):
+            self._visit_optimizer(path, node)
+        elif isinstance(node, torch.nn.Module):
+            self._visit_module(path, node)
+        elif isinstance(node, RNGStatesTracker):
+            self._add(Leaf(path, node.get_states(), node.set_states))
+        elif callable(getattr(node, "state_dict", None)) and not isinstance(node, type):
+            self._visit_object(path, node)
         else:
-            self._add(Leaf(path, _checked(path, value), setter))
+            self._add(Leaf(path, _checked(path, node), setter))
 
     def _visit_object(self, path: PathKey, owner: Any) -> None:
         state = owner.state_dict()
@@ -127,27 +127,27 @@ class Walk:
     def _visit_module(self, path: PathKey, module: torch.nn.Module) -> None:
         state = module.state_dict()
         first: dict[int, str] = {}
-        same: dict[str, str] = {}
+        aliases: dict[str, str] = {}
         for pairs in (module.named_parameters, module.named_buffers):
             for name, tensor in pairs(remove_duplicate=False):
                 if name in state:
                     original = first.setdefault(id(tensor), name)
-                    same |= {name: original} if original != name else {}
-        for key, item in state.items():
-            self._visit((*path, key), item, _item_setter(state, key))
-        for name, original in same.items():
+                    aliases |= {name: original} if original != name else {}
+        for key, child in state.items():
+            self._visit((*path, key), child, _item_setter(state, key))
+        for name, original in aliases.items():
             self.leaves[Leaf((*path, name), None).name].same_as = Leaf((*path, original), None).name
         self._owners.append((path, lambda: _load_module(module, state)))
 
     def _visit_optimizer(self, path: PathKey, optimizer: torch.optim.Optimizer) -> None:
         state = optimizer.state_dict()
         if self._saved is not None:
-            present = state["state"]
-            stays = {i: dict(values) for i, values in present.items()} if self._partial else {}
-            state["state"] = stays | _as_saved(path, optimizer, present, self._saved, stays)
-        for key, item in state.items():
-            if key != "state" or item:
-                self._visit((*path, key), item, _item_setter(state, key))
+            current = state["state"]
+            base = {i: dict(values) for i, values in current.items()} if self._partial else {}
+            state["state"] = base | _as_saved(path, optimizer, current, self._saved, base)
+        for key, child in state.items():
+            if key != "state" or child:
+                self._visit((*path, key), child, _item_setter(state, key))
         self._owners.append((path, lambda: optimizer.load_state_dict(state)))
 
     def _add(self, leaf: Leaf) -> None:
@@ -173,9 +173,9 @@ def _load_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
 def _as_saved(
     path: PathKey,
     optimizer: torch.optim.Optimizer,
-    present: Mapping[Any, Any],
+    current: Mapping[Any, Any],
     saved: Mapping[str, Entry],
-    stays: Mapping[Any, dict[Any, Any]],
+    base: Mapping[Any, dict[Any, Any]],
 ) -> dict[Any, Any]:
     """The state of an optimizer in the form of the checkpoint, with its tensors where it has some.
 
@@ -189,8 +189,8 @@ def _as_saved(
         if keys[:depth] != path or keys[depth : depth + 1] != ("state",) or len(keys) < depth + 3:
             continue
         index, name = keys[depth + 1], keys[depth + 2]
-        tensor = present.get(index, {}).get(name)
-        holder = states.setdefault(index, stays.get(index, {}))
+        tensor = current.get(index, {}).get(name)
+        holder = states.setdefault(index, base.get(index, {}))
         fits = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == entry.shape
         if fits or entry.shape is None or len(keys) > depth + 3:
             holder[name] = tensor
@@ -209,15 +209,15 @@ def _like_parameter(parameters: list[Any], index: Any, entry: Entry) -> torch.Te
     return torch.zeros(entry.shape, dtype=dtype)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+def _tensors(node: Any) -> Iterator[torch.Tensor]:
+    if isinstance(node, torch.Tensor):
+        yield node
+    elif isinstance(node, Mapping):
+        for child in node.values():
+            yield from _tensors(child)
+    elif isinstance(node, (list, tuple)):
+        for child in node:
+            yield from _tensors(child)
 
 
 def _item_setter(holder: Any, key: Any) -> Callable[[Any], None]:
@@ -235,15 +235,15 @@ def _checked_key(path: PathKey, key: Any) -> str | int:
 
 def _checked(path: PathKey, value: Any) -> Any:
     if isinstance(value, (LocalView, GroupDTensor)):
-        why, instead = "It has another value on each device", "the DTensor that it came from"
+        reason, remedy = "It has another value on each device", "the DTensor that it came from"
     elif isinstance(value, TorchDTensor) and not isinstance(value, DTensor):
-        why, instead = "It is torch's own DTensor", "it to torch.distributed.checkpoint"
+        reason, remedy = "It is torch's own DTensor", "it to torch.distributed.checkpoint"
     elif isinstance(value, torch.Tensor) and value.is_meta:
-        why, instead = "It is on the meta device and has no value", "the materialised tensor"
+        reason, remedy = "It is on the meta device and has no value", "the materialised tensor"
     else:
         return value
     raise CheckpointError(
-        f"The tensor at {list(path)} was given to a checkpoint. {why}. Pass {instead}."
+        f"The tensor at {list(path)} was given to a checkpoint. {reason}. Pass {remedy}."
     )
 
 

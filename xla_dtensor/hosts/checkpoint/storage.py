@@ -68,7 +68,7 @@ class Storage(ABC):
         """Close a file that may be incomplete."""
 
     @abstractmethod
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, content: bytes) -> None:
         """Write a file in one step: a reader sees the old content or the new, never a part."""
 
     @abstractmethod
@@ -189,12 +189,12 @@ class _Local(Storage):
         with contextlib.suppress(OSError):
             file.close()
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, content: bytes) -> None:
         temporary = f"{name}.{os.getpid()}.new"
         with naming_file(self.text(name), "written"):
             try:
                 with open(self._path(temporary), "wb") as file:
-                    file.write(data)
+                    file.write(content)
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(self._path(temporary), self._path(name))
@@ -287,9 +287,9 @@ class _Fsspec(Storage):
         with contextlib.suppress(Exception):
             file.close()
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, content: bytes) -> None:
         with naming_file(self.text(name), "written"):
-            self._files.pipe_file(self._path(name), data)
+            self._files.pipe_file(self._path(name), content)
 
     def open(self, name: str) -> BinaryIO:
         with naming_file(self.text(name), "read"):

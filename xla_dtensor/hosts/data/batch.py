@@ -21,13 +21,13 @@ from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh, current_mesh
 from xla_dtensor.dtensor.redistribute import checked_placements
 from xla_dtensor.hosts.data.part import (
     Path,
-    Said,
+    PerLeaf,
     map_batch,
     part_of,
     path_text,
     placements_for,
-    said_placements,
-    said_shape,
+    placements_per_leaf,
+    shape_per_leaf,
     tensors_of,
     tiles_of,
     with_tensors,
@@ -61,7 +61,7 @@ class Leaf:
     layout: Layout
     placements: tuple[Any, ...]  # the same as torch's placements
     shape: tuple[int, ...]  # global
-    whole: tuple[int, ...]  # the dims that this process passes whole
+    whole_dims: tuple[int, ...]  # the dims that this process passes whole
 
 
 def resolve_leaf(
@@ -69,9 +69,9 @@ def resolve_leaf(
     path: Path,
     tensor: torch.Tensor,
     mesh: DeviceMesh,
-    asked: Any,
+    placements: Any,
     shape: Sequence[int | None] | None,
-    whole: Whole,
+    whole_dims: Whole,
 ) -> Leaf:
     """Find how a tensor is to lie, and the shape of the whole."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
@@ -80,29 +80,29 @@ def resolve_leaf(
             f"layout={tensor.layout}, at the batch's leaf {path_text(path)}. Values are taken from "
             "dense host memory. Pass tensor.cpu(), or tensor.to_dense()."
         )
-    named = f"{function}, at the batch's leaf {path_text(path)}," if path else function
-    placements = placements_for(asked, tensor.ndim, path)
-    placements = checked_placements(named, placements, mesh, tensor.ndim, partial=False)
+    caller = f"{function}, at the batch's leaf {path_text(path)}," if path else function
+    placements = placements_for(placements, tensor.ndim, path)
+    placements = checked_placements(caller, placements, mesh, tensor.ndim, partial=False)
     layout = Layout.from_placements(placements, tensor.ndim, mesh.value)
-    dims = _whole_dims(whole, tensor.ndim)
-    given = shape if shape is not None else (None,) * tensor.ndim
-    if len(given) != tensor.ndim:
+    dims = _whole_dims(whole_dims, tensor.ndim)
+    global_shape = shape if shape is not None else (None,) * tensor.ndim
+    if len(global_shape) != tensor.ndim:
         raise DataError(
-            f"{function} was called with global_shape={tuple(given)} for the batch's leaf "
+            f"{function} was called with global_shape={tuple(global_shape)} for the batch's leaf "
             f"{path_text(path)} of shape={tuple(tensor.shape)}. They have different numbers of "
             "dims. Pass one entry per dim, None for what follows from the tensor."
         )
     sizes = tuple(
         size if size is not None else _inferred(function, path, tensor, layout, dim, dim in dims)
-        for dim, size in enumerate(given)
+        for dim, size in enumerate(global_shape)
     )
     return Leaf(layout, placements, sizes, dims)
 
 
-def _whole_dims(whole: Whole, ndim: int) -> tuple[int, ...]:
-    if isinstance(whole, bool):
-        return tuple(range(ndim)) if whole else ()
-    dims = tuple(map(operator.index, whole))
+def _whole_dims(whole_dims: Whole, ndim: int) -> tuple[int, ...]:
+    if isinstance(whole_dims, bool):
+        return tuple(range(ndim)) if whole_dims else ()
+    dims = tuple(map(operator.index, whole_dims))
     return tuple(dim for dim in range(ndim) if dim in dims or dim - ndim in dims)
 
 
@@ -130,7 +130,8 @@ def sharded_leaf(
     """Return the global tensor of which `tensor` is this process's part."""
     part = part_of(leaf.shape, leaf.layout)
     expected = tuple(
-        leaf.shape[dim] if dim in leaf.whole else extent for dim, extent in enumerate(part.shape)
+        leaf.shape[dim] if dim in leaf.whole_dims else extent
+        for dim, extent in enumerate(part.shape)
     )
     if tuple(tensor.shape) != expected:
         raise DataError(
@@ -138,7 +139,7 @@ def sharded_leaf(
             f"{path_text(path)}. Of global_shape={leaf.shape} under {leaf.layout} this process has "
             f"to pass {expected}. Pass what process_part says, or whole=True with the whole batch."
         )
-    values = part.take(tensor.detach(), leaf.whole)
+    values = part.take(tensor.detach(), leaf.whole_dims)
     shards = {
         device: values[part.own_index(block)] if values.ndim else values
         for device, block in part.blocks.items()
@@ -161,16 +162,16 @@ def rows_of(batch: Any) -> int:
     )
 
 
-def padded(batch: Any, rows: int, target: int, pad_value: Said) -> Any:
+def padded(batch: Any, rows: int, target: int, pad_value: PerLeaf) -> Any:
     """Return a batch of `target` rows of which the first `rows` are those of `batch`."""
     all_rows = rows_of(batch)
 
     def pad(path: Path, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim == 0 or tensor.shape[0] != all_rows:
             return tensor
-        result = tensor.new_full((target, *tensor.shape[1:]), pad_value.at(path))
-        result[:rows] = tensor[:rows]
-        return result
+        output = tensor.new_full((target, *tensor.shape[1:]), pad_value.at(path))
+        output[:rows] = tensor[:rows]
+        return output
 
     return map_batch(pad, batch)
 
@@ -209,24 +210,24 @@ def digest(
     tensors: Mapping[Path, torch.Tensor], leaves: Mapping[Path, Leaf], *, with_sums: bool
 ) -> Digest:
     """Return what this process says of its batch, with checksums if asked; JSON can write it."""
-    said: Digest = {}
+    leaf_digests: Digest = {}
     for path, tensor in tensors.items():
         leaf = leaves[path]
-        said[path_text(path)] = {
+        leaf_digests[path_text(path)] = {
             "shape": list(leaf.shape),
             "dtype": str(tensor.dtype),
             "layout": str(leaf.layout),
         }
         if with_sums:
-            said[path_text(path)] |= _sums(tensor, leaf)
-    return said
+            leaf_digests[path_text(path)] |= _sums(tensor, leaf)
+    return leaf_digests
 
 
 def _sums(tensor: torch.Tensor, leaf: Leaf) -> dict[str, Any]:
-    if tensor.ndim and len(leaf.whole) == tensor.ndim:
+    if tensor.ndim and len(leaf.whole_dims) == tensor.ndim:
         return {"blocks": {"whole": _checksum(tensor)}, "rows": "whole", "constant": True}
     part = part_of(leaf.shape, leaf.layout)
-    own = part.take(tensor.detach(), leaf.whole)
+    own = part.take(tensor.detach(), leaf.whole_dims)
     blocks: dict[str, int] = {}
     for block in part.blocks.values():
         name = ",".join(f"{s.start}:{s.stop}" for s in block)
@@ -243,16 +244,17 @@ def _checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(flat.view(torch.uint8).numpy().data)
 
 
-def compare_feeds(said: Mapping[int, Digest], what: str) -> None:
+def compare_feeds(digests: Mapping[int, Digest], what: str) -> None:
     """Refuse what processes say of one batch where it cannot be parts of one."""
-    for first, second in combinations(sorted(said), 2):
-        _compare_shapes(first, said[first], second, said[second], what)
-        _compare_values(first, said[first], second, said[second], what)
+    for first, second in combinations(sorted(digests), 2):
+        _compare_shapes(first, second, digests, what)
+        _compare_values(first, second, digests, what)
 
 
-def _compare_shapes(first: int, one: Digest, second: int, other: Digest, what: str) -> None:
-    for path, key in product({**one, **other}, ("shape", "dtype", "layout")):
-        x, y = one.get(path, {}).get(key), other.get(path, {}).get(key)
+def _compare_shapes(first: int, second: int, digests: Mapping[int, Digest], what: str) -> None:
+    a, b = digests[first], digests[second]
+    for path, key in product({**a, **b}, ("shape", "dtype", "layout")):
+        x, y = a.get(path, {}).get(key), b.get(path, {}).get(key)
         if x != y:
             raise FeedMismatchError(
                 f"{what}: at the batch's leaf {path} process {first} has a tensor of global "
@@ -261,8 +263,9 @@ def _compare_shapes(first: int, one: Digest, second: int, other: Digest, what: s
             )
 
 
-def _compare_values(first: int, one: Digest, second: int, other: Digest, what: str) -> None:
-    pairs = [(p, one[p], other[p]) for p in one if "blocks" in one[p] and "blocks" in other[p]]
+def _compare_values(first: int, second: int, digests: Mapping[int, Digest], what: str) -> None:
+    pairs = [(path, a, digests[second][path]) for path, a in digests[first].items()]
+    pairs = [(path, a, b) for path, a, b in pairs if "blocks" in a and "blocks" in b]
     for path, a, b in pairs:
         for block, number in a["blocks"].items():
             if b["blocks"].get(block, number) != number:
@@ -287,7 +290,7 @@ def _compare_values(first: int, one: Digest, second: int, other: Digest, what: s
 
 # Per mesh, so that processes outside of it need not count along.
 _exchanges: dict[Mesh, Exchange] = {}
-_seen: set[Any] = set()
+_compared: set[Any] = set()
 
 
 @argument_types
@@ -339,12 +342,12 @@ def shard_batch(
         DTensor(shape=(16,), dtype=int64, placements=(S(0)), mesh=(dp=8), local_shape=(2,))
     """
     device_mesh = current_mesh("shard_batch") if mesh is None else as_device_mesh(mesh)
-    asked, shapes = said_placements(placements), said_shape(global_shape)
+    specs, shapes = placements_per_leaf(placements), shape_per_leaf(global_shape)
     batch = with_tensors(batch)
     tensors = tensors_of(batch)
     leaves = {
         path: resolve_leaf(
-            "shard_batch", path, tensor, device_mesh, asked.at(path), shapes.at(path), whole
+            "shard_batch", path, tensor, device_mesh, specs.at(path), shapes.at(path), whole
         )
         for path, tensor in tensors.items()
     }
@@ -365,9 +368,9 @@ def _agree(
     """Compare with the other processes: shapes where they are new, checksums where asked."""
     kinds = tuple((p, leaf.shape, leaf.layout, tensors[p].dtype) for p, leaf in leaves.items())
     signature = (mesh.value, kinds)
-    if not check and signature in _seen:
+    if not check and signature in _compared:
         return
-    _seen.add(signature)
+    _compared.add(signature)
     exchange = _exchanges.get(mesh.value)
     if exchange is None:
         name = f"shard_batch/{exchange_name(mesh.value)}"
@@ -376,5 +379,5 @@ def _agree(
         return
     exchange.timeout_seconds = timeout_seconds
     own = digest(tensors, leaves, with_sums=check)
-    said = exchange.all(json.dumps(own).encode(), "the shapes of a batch that shard_batch got")
-    compare_feeds({p: json.loads(text) for p, text in said.items()}, "shard_batch")
+    answers = exchange.all(json.dumps(own).encode(), "the shapes of a batch that shard_batch got")
+    compare_feeds({p: json.loads(text) for p, text in answers.items()}, "shard_batch")

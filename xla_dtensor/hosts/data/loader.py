@@ -44,14 +44,14 @@ from xla_dtensor.hosts.data.batch import (
 )
 from xla_dtensor.hosts.data.part import (
     Path,
-    Said,
+    PerLeaf,
     map_batch,
+    placements_per_leaf,
     read_sharding_specs,
     rows_layout,
     rows_part,
     rows_placements,
-    said_placements,
-    said_shape,
+    shape_per_leaf,
     tensors_of,
     tiles_of,
     with_tensors,
@@ -177,13 +177,14 @@ class ShardedLoader:
             )
         self.loader, self.prefetch = loader, prefetch
         self._mesh, self._whole, self._last, self._mask = device_mesh, whole, policy, mask
-        self._placements, self._shape = said_placements(placements), said_shape(global_shape)
-        self._pad_value = Said(
+        self._placements = placements_per_leaf(placements)
+        self._shape = shape_per_leaf(global_shape)
+        self._pad_value = PerLeaf(
             "pad_value", pad_value, lambda v: isinstance(v, (bool, int, float, complex))
         )
         self._check, self._snapshot_every = check, snapshot_every
         self._timeout_seconds, self._sampler = timeout_seconds, sampler
-        self._rows = rows_placements(self._placements.value, device_mesh)
+        self._rows = rows_placements(self._placements.tree, device_mesh)
         self._batch_size = batch_size
         self._serial = next(_serials.setdefault(device_mesh.value, itertools.count()))
         if sampler is not None:
@@ -290,13 +291,13 @@ class ShardedLoader:
 
     def _check_sampler(self, sampler: ShardedSampler) -> None:
         """Refuse a sampler that reads other rows than the loader passes on."""
-        passed = self._target_rows(sampler.batch_size)
+        count = self._target_rows(sampler.batch_size)
         rows = rows_part(sampler.batch_size, self._mesh, self._rows)
-        if passed != sampler.part.shape[0] or rows.runs != sampler.part.runs:
+        if count != sampler.part.shape[0] or rows.runs != sampler.part.runs:
             raise DataError(
                 f"ShardedLoader was called with a ShardedSampler that reads the rows "
                 f"{sampler.part.text()} of {sampler.batch_size}, and is to pass on {rows.text()} "
-                f"as {passed} rows. Other rows would be trained on than were meant. Give both the "
+                f"as {count} rows. Other rows would be trained on than were meant. Give both the "
                 "same mesh and placements, and leave out whole."
             )
 
@@ -351,8 +352,8 @@ class ShardedLoader:
 
     def _host_batches(self, start: Position) -> Generator[tuple[list[Any], int, dict[str, Any]]]:
         """Yield each batch in a list, how many of its rows are real, and the place after it."""
-        for each in _with_epochs(self.loader):
-            each.set_epoch(start.epoch)
+        for source in _with_epochs(self.loader):
+            source.set_epoch(start.epoch)
         sampler, read, inner, since = self._sampler, start.read, start.inner, start.since
         if sampler is None:
             iterator = begin(self.loader, inner, since)
@@ -381,12 +382,12 @@ class ShardedLoader:
         leaves: dict[Path, Leaf] = {}
         rows = None if host is None else rows_of(host)
         for path, tensor in tensors_of(host).items():
-            asked_shape = self._shape.at(path)
-            shape: list[Any] = [None] * tensor.ndim if asked_shape is None else list(asked_shape)
+            global_shape = self._shape.at(path)
+            shape: list[Any] = [None] * tensor.ndim if global_shape is None else list(global_shape)
             if shape and shape[0] is None and tensor.shape[0] == rows:
                 shape[0] = size
-            asked = self._placements.at(path)
-            leaves[path] = resolve_leaf(_WHO, path, tensor, self._mesh, asked, shape, self._whole)
+            spec = self._placements.at(path)
+            leaves[path] = resolve_leaf(_WHO, path, tensor, self._mesh, spec, shape, self._whole)
         return leaves
 
     def _agree(
@@ -409,19 +410,19 @@ class ShardedLoader:
             own["digest"] = digest(tensors_of(host), leaves, with_sums=with_sums and not is_short)
         what = f"batch {read + (host is None)} of its loader"
         answers = exchange.all(_to_json(own), what, stopped)
-        said = {process: json.loads(text) for process, text in answers.items()}
-        for process, each in said.items():
-            if "failed" in each:
+        reports = {process: json.loads(text) for process, text in answers.items()}
+        for process, report in reports.items():
+            if "failed" in report:
                 raise DataError(
-                    f"The loader of process {process} failed at {what}: {each['failed']}. No "
+                    f"The loader of process {process} failed at {what}: {report['failed']}. No "
                     "global batch can be made without its part. Its own error has the traceback; "
                     "mend what it says."
                 )
         if self._check != "off":
-            digests = {p: each["digest"] for p, each in said.items() if "digest" in each}
+            digests = {p: report["digest"] for p, report in reports.items() if "digest" in report}
             compare_feeds(digests, f"{_WHO}, batch {read}")
-        ended = [each["ended"] for each in said.values()]
-        return any(ended), all(ended), any(each["short"] for each in said.values())
+        ended = [report["ended"] for report in reports.values()]
+        return any(ended), all(ended), any(report["short"] for report in reports.values())
 
     def _sharded(
         self, host: Any, leaves: dict[Path, Leaf], rows: int, target: int, size: int
@@ -503,17 +504,17 @@ class ShardedLoader:
         turn = next(_state_turns.setdefault(self._mesh.value, itertools.count()))
         name = f"state/{exchange_name(self._mesh.value)}/{turn}"
         exchange = Exchange(name, self._mesh.value, self._timeout_seconds)
-        value = pickle.dumps((position.read, state["inner"]))
-        answers = exchange.all(value, "the state of its loader")
-        said = {process: pickle.loads(answer) for process, answer in answers.items()}
-        read = {process: each for process, (each, _) in said.items()}
-        if len(set(read.values())) > 1:
+        message = pickle.dumps((position.read, state["inner"]))
+        answers = exchange.all(message, "the state of its loader")
+        states = {process: pickle.loads(answer) for process, answer in answers.items()}
+        batches_read = {process: batches for process, (batches, _) in states.items()}
+        if len(set(batches_read.values())) > 1:
             raise DataError(
                 "The state of a ShardedLoader was asked for after different batches, by process "
-                f"{read}. A job that resumes there would mix rows of several batches. Call "
+                f"{batches_read}. A job that resumes there would mix rows of several batches. Call "
                 "state_dict after the same batch in all processes."
             )
-        return state | {"inner": {k: v for _, inner in said.values() for k, v in inner.items()}}
+        return state | {"inner": {k: v for _, inner in states.values() for k, v in inner.items()}}
 
     def _position_of(self, state: Mapping[str, Any]) -> Position:
         """Return the position that a state stands for."""
@@ -561,16 +562,16 @@ class ShardedLoader:
         return replace(position, since=position.read)
 
 
-def _to_json(said: dict[str, Any]) -> bytes:
-    return json.dumps(said, sort_keys=True).encode()
+def _to_json(report: dict[str, Any]) -> bytes:
+    return json.dumps(report, sort_keys=True).encode()
 
 
 def _with_epochs(loader: Any) -> Iterator[Any]:
     """What shuffles by epoch: the loader, its samplers, its data set."""
     names = ("batch_sampler", "sampler", "dataset")
-    for each in (loader, *(getattr(loader, name, None) for name in names)):
-        if hasattr(each, "set_epoch"):
-            yield each
+    for source in (loader, *(getattr(loader, name, None) for name in names)):
+        if hasattr(source, "set_epoch"):
+            yield source
 
 
 # ------------------------------------------------------------------------------------ Reading ahead
@@ -589,8 +590,8 @@ class _Epoch(Iterator[Any]):
             batch, position = next(self._ahead)
         except StopIteration:
             if self._loader._active is not None and self._loader._active() is self:
-                ended = self._loader._position
-                self._loader._position = Position(ended.epoch + 1, batch_size=ended.batch_size)
+                end = self._loader._position
+                self._loader._position = Position(end.epoch + 1, batch_size=end.batch_size)
                 self._loader._active = None
             raise
         self._loader._position = position

@@ -49,22 +49,22 @@ class _Packing:
     def batch(self, pattern: Fields, pad_value: Any) -> Fields:
         """Return the batch; `pattern` is a sequence with its fields."""
         shape = (len(self.rows), self.length)
-        result = {
+        batch = {
             name: _padding(name, (*shape, *values.shape[1:]), values.dtype, pad_value)
             for name, values in pattern.items()
         }
         segments = torch.zeros(shape, dtype=torch.int32)
         positions = torch.zeros(shape, dtype=torch.int32)
-        for row, placed in enumerate(self.rows):
+        for row, sequences in enumerate(self.rows):
             start = 0
-            for number, fields in enumerate(placed, start=1):
+            for number, fields in enumerate(sequences, start=1):
                 stop = start + _length_of(fields)
                 for name, values in fields.items():
-                    result[name][row, start:stop] = values
+                    batch[name][row, start:stop] = values
                 segments[row, start:stop] = number
                 positions[row, start:stop] = torch.arange(stop - start, dtype=torch.int32)
                 start = stop
-        return result | dict(zip(_OWN_FIELDS, (segments, positions), strict=True))
+        return batch | dict(zip(_OWN_FIELDS, (segments, positions), strict=True))
 
 
 @argument_types
@@ -98,20 +98,20 @@ def pack_sequences(
         >>> batch["segment_ids"].tolist(), len(left)
         ([[1, 1, 1, 2, 2, 0]], 1)
     """
-    packing, left = _Packing(rows, length), list[Any]()
+    packing, leftover = _Packing(rows, length), list[Any]()
     pattern: Fields | None = None
     for sequence in sequences:
         for fields in _pieces(sequence, length, too_long):
             pattern = pattern or fields
             _check_fields(fields, pattern)
             if not packing.place(fields):
-                left.append(fields if isinstance(sequence, Mapping) else fields["tokens"])
+                leftover.append(fields if isinstance(sequence, Mapping) else fields["tokens"])
     if pattern is None:
         raise DataError(
             f"pack_sequences was called without a sequence for {rows} rows of {length}. Fields and "
             "dtypes are those of the first one. Pass one sequence at least."
         )
-    return packing.batch(pattern, pad_value), left
+    return packing.batch(pattern, pad_value), leftover
 
 
 @argument_types
@@ -169,20 +169,20 @@ class PackedBatches:
         ended = False
         while not ended:
             packing = _Packing(self.rows, self.length)
-            kept = deque(f for f in self._waiting if not packing.place(f))
-            self._waiting = kept
-            while len(kept) <= self.lookahead and max(packing.free) > 0:
-                item = next(self._iterator, None)
-                if item is None:
-                    ended = not kept
+            waiting = deque(f for f in self._waiting if not packing.place(f))
+            self._waiting = waiting
+            while len(waiting) <= self.lookahead and max(packing.free) > 0:
+                sequences = next(self._iterator, None)
+                if sequences is None:
+                    ended = not waiting
                     break
                 self._read += 1
-                for sequence in item if isinstance(item, (list, tuple)) else [item]:
+                for sequence in sequences if isinstance(sequences, (list, tuple)) else [sequences]:
                     for fields in _pieces(sequence, self.length, self.too_long):
                         pattern = pattern or fields
                         _check_fields(fields, pattern)
                         if not packing.place(fields):
-                            kept.append(fields)
+                            waiting.append(fields)
             if pattern is not None and any(packing.rows):
                 yield packing.batch(pattern, self.pad_value)
 
@@ -232,11 +232,11 @@ def _pieces(sequence: Any, length: int, too_long: TooLong) -> Iterator[Fields]:
 
 
 def _check_fields(fields: Fields, pattern: Fields) -> None:
-    found = {n: (v.dtype, v.shape[1:]) for n, v in fields.items()}
-    wanted = {n: (v.dtype, v.shape[1:]) for n, v in pattern.items()}
-    if found != wanted:
+    kinds = {n: (v.dtype, v.shape[1:]) for n, v in fields.items()}
+    expected = {n: (v.dtype, v.shape[1:]) for n, v in pattern.items()}
+    if kinds != expected:
         raise DataError(
-            f"A sequence with the fields {found} was to be packed behind one with {wanted}. A "
+            f"A sequence with the fields {kinds} was to be packed behind one with {expected}. A "
             "batch has one set of fields, with one dtype each. Give all sequences the same."
         )
 

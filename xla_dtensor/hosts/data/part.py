@@ -24,19 +24,19 @@ from xla_dtensor.runtimes.registry import get_runtime
 
 __all__ = [
     "Path",
+    "PerLeaf",
     "ProcessPart",
-    "Said",
     "map_batch",
     "part_of",
     "path_text",
     "placements_for",
+    "placements_per_leaf",
     "process_part",
     "read_sharding_specs",
     "rows_layout",
     "rows_part",
     "rows_placements",
-    "said_placements",
-    "said_shape",
+    "shape_per_leaf",
     "tensors_of",
     "tiles_of",
     "with_tensors",
@@ -109,11 +109,11 @@ class ProcessPart:
 
 
 def _own_slice(runs: tuple[Run, ...], part: slice) -> slice:
-    before = 0
+    offset = 0
     for start, stop in runs:
         if start <= part.start and part.stop <= stop and part.start < part.stop:
-            return slice(before + part.start - start, before + part.stop - start)
-        before += stop - start
+            return slice(offset + part.start - start, offset + part.stop - start)
+        offset += stop - start
     return slice(0, 0)
 
 
@@ -154,18 +154,14 @@ def part_of(shape: tuple[int, ...], layout: Layout, process: int | None = None) 
     return _part(shape, layout, get_runtime().root(layout.mesh), own)
 
 
-def _devices_of(process: int) -> frozenset[int]:
-    return frozenset(d for d, holder in process_of_device().items() if holder == process)
-
-
 @lru_cache(maxsize=1024)
 def _part(shape: tuple[int, ...], layout: Layout, root: Mesh, process: int) -> ProcessPart:
     sharding = layout.op_sharding(root)
-    own = _devices_of(process)
+    holders = process_of_device()
     blocks = {
         int(device): sharding.shard_index(place, shape)
         for place, device in enumerate(root.device_ids.ravel().tolist())
-        if int(device) in own
+        if holders.get(int(device)) == process
     }
     if not blocks:
         raise DataError(
@@ -207,64 +203,64 @@ def tiles_of(layout: Layout, dim: int) -> tuple[int, int]:
 #     placements   {"text": [Shard(0), Shard(1)], "weight": [Shard(0), Replicate()]}
 
 
-class Said:
+class PerLeaf:
     """Something said of a batch, once or in the batch's structure."""
 
-    def __init__(self, name: str, value: Any, is_value: Callable[[Any], bool]) -> None:
+    def __init__(self, name: str, tree: Any, is_leaf: Callable[[Any], bool]) -> None:
         self.name = name  # the argument that said it, for messages
-        self.value = value
-        self.is_value = is_value  # whether an object is what is said, and no structure
+        self.tree = tree
+        self.is_leaf = is_leaf  # whether an object is what is said, and no structure
 
     def at(self, path: Path) -> Any:
         """Return what was said of a leaf."""
-        value = self.value
+        node = self.tree
         for depth, key in enumerate(path, start=1):
-            if self.is_value(value):
-                return value
+            if self.is_leaf(node):
+                return node
             try:
-                value = value[key]
+                node = node[key]
             except (KeyError, IndexError, TypeError):
                 raise DataError(
                     f"{self.name} was passed in a structure that has nothing for the batch's leaf "
                     f"{path_text(path[:depth])}. What is not said once has to be said for every "
                     "leaf. Add it, or pass one value for the whole batch."
                 ) from None
-        if self.is_value(value):
-            return value
+        if self.is_leaf(node):
+            return node
         raise DataError(
-            f"{self.name}={value!r} was passed for the batch's leaf {path_text(path)}. It is "
+            f"{self.name}={node!r} was passed for the batch's leaf {path_text(path)}. It is "
             "neither a value nor of the batch's structure. Pass one value for the whole batch, or "
             "one per leaf."
         )
 
 
-def said_placements(value: Any) -> Said:
+def placements_per_leaf(placements: Any) -> PerLeaf:
     """Return placements: None, placements or aliases in a sequence, or a ShardingSpec."""
-    return Said("placements", value, _is_placements)
+    return PerLeaf("placements", placements, _is_placements)
 
 
-def said_shape(value: Any) -> Said:
+def shape_per_leaf(global_shape: Any) -> PerLeaf:
     """Return global shapes: None, or a sequence of sizes and None."""
-    return Said("global_shape", value, _is_shape)
+    return PerLeaf("global_shape", global_shape, _is_shape)
 
 
-def _is_placements(value: Any) -> bool:
-    if value is None or hasattr(value, "partition_spec"):
+def _is_placements(node: Any) -> bool:
+    if node is None or hasattr(node, "partition_spec"):
         return True
-    if not isinstance(value, (list, tuple)):
-        return not hasattr(value, "keys")  # no placements: refused later, with its own message
-    return all(isinstance(entry, Placement) for entry in value) or all(map(_is_alias, value))
+    if not isinstance(node, (list, tuple)):
+        return not hasattr(node, "keys")  # no placements: refused later, with its own message
+    return all(isinstance(entry, Placement) for entry in node) or all(map(_is_alias, node))
 
 
 def _is_alias(entry: Any) -> bool:
-    named = isinstance(entry, tuple) and bool(entry) and all(isinstance(e, str) for e in entry)
-    return entry is None or isinstance(entry, str) or named
+    is_names = isinstance(entry, tuple) and bool(entry) and all(isinstance(e, str) for e in entry)
+    return entry is None or isinstance(entry, str) or is_names
 
 
-def _is_shape(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, (list, tuple))
-        and all(entry is None or isinstance(entry, int) for entry in value)
+def _is_shape(node: Any) -> bool:
+    return node is None or (
+        isinstance(node, (list, tuple))
+        and all(entry is None or isinstance(entry, int) for entry in node)
     )
 
 
@@ -327,9 +323,9 @@ def path_text(path: Path) -> str:
 _MANY_DIMS = 64
 
 
-def read_sharding_specs(asked: Any) -> tuple[DeviceMesh, bool | range]:
+def read_sharding_specs(sharding: Any) -> tuple[DeviceMesh, bool | range]:
     """Return the mesh of ``input_sharding=``, and what each process passes whole."""
-    specs = list(_specs(asked))
+    specs = list(_specs(sharding))
     meshes = {as_device_mesh(spec.mesh) for spec in specs}
     kinds = {bool(spec.minibatch) for spec in specs}
     if len(meshes) != 1 or len(kinds) != 1:
@@ -341,29 +337,29 @@ def read_sharding_specs(asked: Any) -> tuple[DeviceMesh, bool | range]:
     return meshes.pop(), range(1, _MANY_DIMS) if kinds.pop() else True
 
 
-def _specs(asked: Any) -> Iterator[Any]:
-    if hasattr(asked, "partition_spec") and hasattr(asked, "mesh"):
-        yield asked
-    elif isinstance(asked, (Mapping, list, tuple)):
-        for each in asked.values() if isinstance(asked, Mapping) else asked:
-            if each is not None:
-                yield from _specs(each)
+def _specs(sharding: Any) -> Iterator[Any]:
+    if hasattr(sharding, "partition_spec") and hasattr(sharding, "mesh"):
+        yield sharding
+    elif isinstance(sharding, (Mapping, list, tuple)):
+        for child in sharding.values() if isinstance(sharding, Mapping) else sharding:
+            if child is not None:
+                yield from _specs(child)
     else:
         raise ArgumentTypeError(
-            f"input_sharding holds an object of type={type(asked).__name__}. It takes what "
+            f"input_sharding holds an object of type={type(sharding).__name__}. It takes what "
             "torch_xla's loaders take. Pass a ShardingSpec, or ShardingSpecs in the structure of "
             "the batch."
         )
 
 
-def placements_for(asked: Any, ndim: int, path: tuple[Any, ...]) -> Any:
+def placements_for(sharding: Any, ndim: int, path: tuple[Any, ...]) -> Any:
     """Return the placements that a spec means for a tensor; anything else as it is."""
-    if not hasattr(asked, "partition_spec"):
-        return asked
-    spec, mesh = tuple(asked.partition_spec), as_device_mesh(asked.mesh).value
+    if not hasattr(sharding, "partition_spec"):
+        return sharding
+    spec, mesh = tuple(sharding.partition_spec), as_device_mesh(sharding.mesh).value
     if len(spec) == ndim:
         return torch_placements(Layout.from_partition_spec(spec, mesh))
-    if ndim and asked.minibatch and len(feeding_processes(mesh)) > 1:
+    if ndim and sharding.minibatch and len(feeding_processes(mesh)) > 1:
         raise DataError(
             f"A ShardingSpec with partition_spec={spec} and minibatch=True was given for a tensor "
             f"of {ndim} dims, at {path!r}. It is for {len(spec)} dims, and a tensor of each "
@@ -375,20 +371,18 @@ def placements_for(asked: Any, ndim: int, path: tuple[Any, ...]) -> Any:
 # --------------------------------------------- How the rows of a batch are cut: its first dim alone
 
 
-def rows_placements(asked: Any, mesh: DeviceMesh) -> tuple[Placement, ...]:
+def rows_placements(placements: Any, mesh: DeviceMesh) -> tuple[Placement, ...]:
     """Return how rows lie: of the batch's placements, in a structure of the first."""
-    said = said_placements(asked)
-    while not said.is_value(said.value):
-        children = said.value.values() if hasattr(said.value, "values") else said.value
-        said = said_placements(next(iter(children), None))
-    value = said.value
-    if hasattr(value, "partition_spec"):
-        value = placements_for(value, len(value.partition_spec), ())
-    if not isinstance(value, (list, tuple)):
-        return checked_placements("ShardedLoader", value, mesh, 1, partial=False)
-    if value and not any(isinstance(p, Placement) for p in value):
-        value = torch_placements(Layout.from_aliases(tuple(value), mesh.value))
-    rows = [p if getattr(p, "dim", None) == 0 else Replicate() for p in value]
+    while not _is_placements(placements):
+        children = placements.values() if hasattr(placements, "values") else placements
+        placements = next(iter(children), None)
+    if hasattr(placements, "partition_spec"):
+        placements = placements_for(placements, len(placements.partition_spec), ())
+    if not isinstance(placements, (list, tuple)):
+        return checked_placements("ShardedLoader", placements, mesh, 1, partial=False)
+    if placements and not any(isinstance(p, Placement) for p in placements):
+        placements = torch_placements(Layout.from_aliases(tuple(placements), mesh.value))
+    rows = [p if getattr(p, "dim", None) == 0 else Replicate() for p in placements]
     return checked_placements("ShardedLoader", rows, mesh, 1, partial=False)
 
 

@@ -96,19 +96,19 @@ class ShardedSampler(Sampler[list[int]]):
         self.part = rows_part(batch_size, device_mesh, rows_placements(placements, device_mesh))
         self.epoch = 0
         self._first_batch = 0
-        left = self.length % batch_size
-        if len(self) == 0 or (left and last == "error"):
+        extra = self.length % batch_size
+        if len(self) == 0 or (extra and last == "error"):
             raise DataError(
                 f"ShardedSampler was called with batch_size={batch_size} and last={last!r} for "
                 f"{self.length} samples. That makes {self.length // batch_size} whole batches and "
-                f"leaves {left} rows. Pass another batch_size, last='pad', or last='drop' where "
+                f"leaves {extra} rows. Pass another batch_size, last='pad', or last='drop' where "
                 "whole batches remain."
             )
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
-        whole, left = divmod(self.length, self.batch_size)
-        return whole + bool(left and self.last == "pad")
+        batches, extra = divmod(self.length, self.batch_size)
+        return batches + bool(extra and self.last == "pad")
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the numbers of this process's rows, from where `load_state_dict` put it."""
@@ -233,10 +233,9 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 # neither is read again up to the batch.
 
 
-def has_state(loader: Any, iterator: Any = None) -> bool:
-    """Tell whether a loader, or its iterator, says where it is."""
-    on_loader = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return on_loader or hasattr(iterator, "get_state")
+def has_state(loader: Any) -> bool:
+    """Tell whether a loader says where it is; see `state_after` for those whose iterator does."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def begin(loader: Iterable[Any], state: Any, skip: int) -> Iterator[Any]:
@@ -253,7 +252,7 @@ def begin(loader: Iterable[Any], state: Any, skip: int) -> Iterator[Any]:
 
 def state_after(loader: Any, iterator: Any) -> dict[str, Any] | None:
     """Return where a loader is after the batch that it gave last; None where it cannot tell."""
-    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+    if has_state(loader):
         return {"of": "loader", "state": copy.deepcopy(loader.state_dict())}
     if hasattr(iterator, "get_state"):
         return {"of": "iterator", "state": copy.deepcopy(iterator.get_state())}

@@ -123,10 +123,10 @@ class WeightFiles:
         """Have a file open, of which so many bytes are about to be touched."""
         self._mapped += num_bytes
         if self._file != file or self._mapped > _MAPPED_BYTES:
-            self._open, self._file, self._mapped = _opened(file), file, num_bytes
+            self._open, self._file, self._mapped = _open_file(file), file, num_bytes
 
 
-def _opened(file: Path) -> Any:
+def _open_file(file: Path) -> Any:
     try:
         safetensors: Any = importlib.import_module("safetensors")
     except ImportError as error:
@@ -146,14 +146,14 @@ def _opened(file: Path) -> Any:
 
 def _tensors_of(file: Path) -> dict[str, FileTensor]:
     """The tensors of a file, in the order of their bytes."""
-    opened = _opened(file)
+    reader = _open_file(file)
     tensors: dict[str, FileTensor] = {}
-    for place, key in enumerate(opened.offset_keys()):
-        part = opened.get_slice(key)
+    for place, key in enumerate(reader.offset_keys()):
+        part = reader.get_slice(key)
         shape = tuple(part.get_shape())
         try:
             dtype = (
-                part[(slice(0, 0),) * len(shape)].dtype if shape else opened.get_tensor(key).dtype
+                part[(slice(0, 0),) * len(shape)].dtype if shape else reader.get_tensor(key).dtype
             )
         except Exception as error:
             raise WeightsError(

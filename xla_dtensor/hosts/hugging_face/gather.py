@@ -20,7 +20,7 @@ from xla_dtensor.core.errors import WeightsError
 from xla_dtensor.dtensor.dcp import Index, Offset, extents_of, offset_of
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh
-from xla_dtensor.hosts.blocks import intersection, relative, shifted, whole, windows
+from xla_dtensor.hosts.blocks import intersection, relative, shifted, whole_block, windows
 from xla_dtensor.hosts.exchange import own_process, process_of_device
 from xla_dtensor.runtimes.registry import current_runtime, get_runtime
 
@@ -61,15 +61,15 @@ class Team:
                     "tensor of it from the others. Write the parts of the model one by one."
                 )
             self.members, self._mesh = members, self._mesh or tensor._spec.mesh
-        mine = own_process() if processes else 0
+        own = own_process() if processes else 0
         if not self.members:  # every process has all; the first one writes
             self.members = tuple(sorted(set(processes.values()))) or (0,)
-        if mine not in self.members:
+        if own not in self.members:
             raise WeightsError(
                 f"Weights on devices of the processes {self.members} were to be written by process "
-                f"{mine}. It holds none of them. Call save_hf in those processes only."
+                f"{own}. It holds none of them. Call save_hf in those processes only."
             )
-        self.index = self.members.index(mine)
+        self.index = self.members.index(own)
 
     @property
     def count(self) -> int:
@@ -88,12 +88,12 @@ class Team:
         layout = Layout.from_placements([Shard(0)] * mesh.ndim, 1, mesh.value)
         ids = [int(device) for device in runtime.root(mesh.value).device_ids.reshape(-1)]
         on_mesh = [int(device) for device in mesh.value.device_ids.reshape(-1)]
-        said = torch.tensor([number], dtype=torch.int64)
-        mine = set(runtime.addressable_device_ids()) & set(ids)
-        payload = runtime.from_shards(dict.fromkeys(mine, said), (len(on_mesh),), layout)
-        heard = runtime.to_host(payload).tolist()
-        of = {processes[device]: value for device, value in zip(on_mesh, heard, strict=True)}
-        return [int(of[member]) for member in self.members]
+        message = torch.tensor([number], dtype=torch.int64)
+        own_devices = set(runtime.addressable_device_ids()) & set(ids)
+        payload = runtime.from_shards(dict.fromkeys(own_devices, message), (len(on_mesh),), layout)
+        numbers = runtime.to_host(payload).tolist()
+        by_process = {processes[device]: n for device, n in zip(on_mesh, numbers, strict=True)}
+        return [int(by_process[member]) for member in self.members]
 
 
 def _processes() -> dict[int, int]:
@@ -101,27 +101,27 @@ def _processes() -> dict[int, int]:
     return {} if current_runtime() is None else process_of_device()
 
 
-def part_of(tensor: torch.Tensor, part: Index, wanted: bool) -> torch.Tensor | None:
+def part_of(tensor: torch.Tensor, part: Index, is_receiver: bool) -> torch.Tensor | None:
     """Return a part of a tensor on the host.
 
     Args:
         tensor: A DTensor: all processes that hold some of it have to call this alike. Or a tensor
             that this process has.
         part: One slice per dim.
-        wanted: Whether this process wants the values.
+        is_receiver: Whether this process wants the values.
 
     Returns:
-        A CPU tensor of memory that goes with it; None where it is not wanted.
+        A CPU tensor of memory that goes with it; None where this process does not want it.
     """
     with torch.no_grad():
         if not isinstance(tensor, DTensor):
-            return tensor.detach()[part].cpu() if wanted else None
+            return tensor.detach()[part].cpu() if is_receiver else None
         if tensor.is_partial():
             tensor = DTensor.reduce_partial(tensor)
         payload, mesh = tensor._local_tensor, tensor._spec.mesh.value
         if tensor.numel() and _is_held_by_each(tensor):
-            return _local_part(payload, mesh, part) if wanted else None
-        out = torch.empty(extents_of(part), dtype=tensor.dtype) if wanted else None
+            return _local_part(payload, mesh, part) if is_receiver else None
+        out = torch.empty(extents_of(part), dtype=tensor.dtype) if is_receiver else None
         layout = Layout.replicated(mesh, tensor.ndim)
         for window in windows(extents_of(part), tensor.element_size(), _ON_EACH_DEVICE):
             cut = _sliced(payload, shifted(window, part))
@@ -136,12 +136,12 @@ def _is_held_by_each(tensor: DTensor) -> bool:
     runtime, processes = get_runtime(), _processes()
     sharding = runtime.op_sharding(tensor._local_tensor)
     order = runtime.root(tensor._spec.mesh.value).device_ids.ravel().tolist()
-    held: dict[int, set[Offset]] = {}
+    by_process: dict[int, set[Offset]] = {}
     for place, device in enumerate(order):
         index = sharding.shard_index(place, tuple(tensor.shape))
         if all(extents_of(index)):
-            held.setdefault(processes.get(int(device), 0), set()).add(offset_of(index))
-    return len({frozenset(offsets) for offsets in held.values()}) == 1
+            by_process.setdefault(processes.get(int(device), 0), set()).add(offset_of(index))
+    return len({frozenset(offsets) for offsets in by_process.values()}) == 1
 
 
 def _sliced(payload: torch.Tensor, part: Index) -> torch.Tensor:
@@ -159,18 +159,18 @@ def _local_part(payload: torch.Tensor, mesh: Mesh, part: Index) -> torch.Tensor:
         return runtime.to_host(payload)
     sharding = runtime.op_sharding(payload)
     tile = prod(sharding.shape_per_tile(shape))
-    if tile * payload.element_size() > 2 * GATHERED_BYTES and part != whole(shape):
+    if tile * payload.element_size() > 2 * GATHERED_BYTES and part != whole_block(shape):
         # One device's shard is too much at once.
         cut = runtime.run_op(aten.clone.default, (_sliced(payload, part),), {})
-        return _local_part(cut, mesh, whole(cut.shape))
+        return _local_part(cut, mesh, whole_block(cut.shape))
     out = torch.empty(extents_of(part), dtype=payload.dtype)
-    mine = set(runtime.addressable_device_ids())
-    done: set[Offset] = set()
+    own_devices = set(runtime.addressable_device_ids())
+    offsets: set[Offset] = set()
     for place, device in enumerate(runtime.root(mesh).device_ids.ravel().tolist()):
         index = sharding.shard_index(place, shape)
         common = intersection(index, part)
-        if device in mine and common is not None and offset_of(index) not in done:
-            done.add(offset_of(index))
+        if device in own_devices and common is not None and offset_of(index) not in offsets:
+            offsets.add(offset_of(index))
             shard = runtime.addressable_shards(payload, devices=[device])[0].data
             out[relative(common, part)] = shard[relative(common, index)]
     return out

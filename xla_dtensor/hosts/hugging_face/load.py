@@ -24,7 +24,7 @@ from xla_dtensor.hosts.blocks import (
     moving,
     relative,
     shifted,
-    whole,
+    whole_block,
     windows,
 )
 from xla_dtensor.hosts.hugging_face.files import FileTensor, WeightFiles
@@ -66,7 +66,7 @@ class _Source:
     slot: Slot
     pieces: tuple[Piece, ...]
     dtype: torch.dtype
-    also: list[tuple[Piece, ...]]  # what the files have under other names of a tied tensor
+    aliases: list[tuple[Piece, ...]]  # what the files have under other names of a tied tensor
 
 
 def load_weights(
@@ -81,10 +81,10 @@ def load_weights(
     slots = slots_of(module)
     rules = NameRules(names, stored=stored_by_transformers(module))
     with WeightFiles(path) as files:
-        sources, missing, wrong = _sources(slots, files.tensors, rules, dtype)
+        sources, missing, misfits = _sources(slots, files.tensors, rules, dtype)
         unexpected = _unexpected(module, sources, files.tensors)
-        if wrong or (strict and (missing or unexpected)):
-            raise _misfit(path, module, wrong, missing, unexpected, files.tensors)
+        if misfits or (strict and (missing or unexpected)):
+            raise _misfit(path, module, misfits, missing, unexpected, files.tensors)
         sources.sort(key=lambda source: _place(files, source))
         sizes = [sum(files.tensors[p.key].num_bytes for p in s.pieces) for s in sources]
         with moving("loading", sum(sizes), progress and sys.stderr.isatty()) as advance:
@@ -114,38 +114,38 @@ def _sources(
     """Return what can be loaded, which names the files lack, and what is wrong."""
     sources: list[_Source] = []
     missing: list[str] = []
-    wrong: list[str] = []
+    misfits: list[str] = []
     for slot in slots:
-        ways = [rules.pieces(name, slot.tensor.shape, tensors) for name in slot.names]
-        there = [pieces for pieces in ways if pieces and all(p.key in tensors for p in pieces)]
-        if not there:
-            lacking = [piece.key for pieces in ways for piece in pieces if piece.key not in tensors]
-            if lacking:  # otherwise the rules say that it is in no file
+        candidates = [rules.pieces(name, slot.tensor.shape, tensors) for name in slot.names]
+        complete = [c for c in candidates if c and all(piece.key in tensors for piece in c)]
+        if not complete:
+            absent = [piece.key for c in candidates for piece in c if piece.key not in tensors]
+            if absent:  # otherwise the rules say that it is in no file
                 name = slot.names[0]
-                missing.append(name if name in lacking else f"{name} (as {lacking[0]})")
+                missing.append(name if name in absent else f"{name} (as {absent[0]})")
             continue
-        target, faults = _dtype_for(slot.tensor, tensors[there[0][0].key].dtype, dtype), []
-        for piece in there[0]:
-            faults += _faults(slot.names[0], piece, tensors[piece.key], target)
-        wrong += faults
-        sources.append(_Source(slot, there[0], target, [p for p in there[1:] if p != there[0]]))
-    return sources, missing, wrong
+        pieces, *aliases = complete
+        target = _dtype_for(slot.tensor, tensors[pieces[0].key].dtype, dtype)
+        for piece in pieces:
+            misfits += _faults(slot.names[0], piece, tensors[piece.key], target)
+        sources.append(_Source(slot, pieces, target, [p for p in aliases if p != pieces]))
+    return sources, missing, misfits
 
 
 def _dtype_for(
-    tensor: torch.Tensor, stored: torch.dtype, asked: torch.dtype | str | None
+    tensor: torch.Tensor, stored: torch.dtype, dtype: torch.dtype | str | None
 ) -> torch.dtype:
-    if asked is None or not tensor.dtype.is_floating_point:
+    if dtype is None or not tensor.dtype.is_floating_point:
         return tensor.dtype
-    if asked == "auto":
+    if dtype == "auto":
         return stored if stored.is_floating_point else tensor.dtype
-    if not isinstance(asked, torch.dtype) or not asked.is_floating_point:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise WeightsError(
-            f"Weights were to be loaded with dtype={asked!r}. Values of parameters are converted "
+            f"Weights were to be loaded with dtype={dtype!r}. Values of parameters are converted "
             "to a floating-point dtype, or not at all. Pass e.g. torch.bfloat16, 'auto' for that "
             "of the files, or None for that of the module."
         )
-    return asked
+    return dtype
 
 
 def _faults(name: str, piece: Piece, stored: FileTensor, dtype: torch.dtype) -> Iterator[str]:
@@ -158,7 +158,7 @@ def _faults(name: str, piece: Piece, stored: FileTensor, dtype: torch.dtype) -> 
 def _unexpected(
     module: nn.Module, sources: Iterable[_Source], tensors: dict[str, FileTensor]
 ) -> list[str]:
-    used = {p.key for s in sources for pieces in (s.pieces, *s.also) for p in pieces}
+    used = {p.key for s in sources for pieces in (s.pieces, *s.aliases) for p in pieces}
     used |= dropped_names(module)
     return [key for key in tensors if key not in used and not is_ignorable(module, key)]
 
@@ -166,33 +166,29 @@ def _unexpected(
 def _misfit(
     path: str | os.PathLike[str],
     module: nn.Module,
-    wrong: Sequence[str],
+    misfits: Sequence[str],
     missing: Sequence[str],
     unexpected: Sequence[str],
     tensors: dict[str, FileTensor],
 ) -> WeightsError:
-    near = [_near(name, unexpected) for name in missing[:_LISTED]]
+    near_names = [_near(name, unexpected) for name in missing[:_LISTED]]
     parts = [
-        f"{what} ({count}): {_listed(names, count)}"
+        f"{what} ({count}): {', '.join(names[:_LISTED])}{', ...' * (count > _LISTED)}"
         for what, count, names in (
-            ("of another shape or kind", len(wrong), wrong),
-            ("missing in the files", len(missing), near),
+            ("of another shape or kind", len(misfits), misfits),
+            ("missing in the files", len(missing), near_names),
             ("not in the module", len(unexpected), unexpected),
         )
         if count
     ]
-    instead = "Pass names= that says what they are called in the files, or strict=False to load "
-    instead += "what is found"
-    if wrong:
-        instead = "Pass the weights of this model, or names= that says how they are cut"
+    remedy = "Pass names= that says what they are called in the files, or strict=False to load "
+    remedy += "what is found"
+    if misfits:
+        remedy = "Pass the weights of this model, or names= that says how they are cut"
     return WeightsError(
         f"A {type(module).__name__} was to get the weights of path={os.fspath(path)!r}, which has "
-        f"{len(tensors)} tensors. They do not fit the module: {'; '.join(parts)}. {instead}."
+        f"{len(tensors)} tensors. They do not fit the module: {'; '.join(parts)}. {remedy}."
     )
-
-
-def _listed(names: Sequence[str], count: int) -> str:
-    return ", ".join(names[:_LISTED]) + (", ..." if count > _LISTED else "")
 
 
 def _near(name: str, candidates: Sequence[str]) -> str:
@@ -233,36 +229,36 @@ def _give_values(slot: Slot, dtype: torch.dtype, read: Read) -> None:
             if is_off_mesh(tensor._spec.mesh):
                 return
             spec = tensor._spec
-            lies = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
-            value = DTensor._wrapping(filled(tensor, dtype, read), spec.mesh, lies)
+            placements = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
+            content = DTensor._wrapping(filled(tensor, dtype, read), spec.mesh, placements)
         elif in_place and tensor.device.type == "cpu" and tensor.is_contiguous():
-            read(whole(tensor.shape), tensor.detach())
+            read(whole_block(tensor.shape), tensor.detach())
             torch.autograd.graph.increment_version(tensor)
             return
         else:
-            value = torch.empty(tensor.shape, dtype=dtype)
-            read(whole(tensor.shape), value)
-            value = value if tensor.is_meta else value.to(tensor.device)
+            content = torch.empty(tensor.shape, dtype=dtype)
+            read(whole_block(tensor.shape), content)
+            content = content if tensor.is_meta else content.to(tensor.device)
         if in_place:
-            tensor.copy_(value)
+            tensor.copy_(content)
         else:
-            slot.replace(value)
+            slot.replace(content)
 
 
 def _check_tied(files: WeightFiles, source: _Source) -> None:
     """Refuse two values for a tensor that the module has under two names."""
     stored = files.tensors[source.pieces[0].key].dtype
-    for names in source.also:
+    for alias in source.aliases:
         for index in blocks_of(source.slot.tensor):
             for window in windows(extents_of(index), stored.itemsize, _COMPARED):
                 part = shifted(window, index)
                 first, second = (torch.empty(extents_of(part), dtype=stored) for _ in range(2))
                 _reader(files, source.pieces)(part, first)
-                _reader(files, names)(part, second)
+                _reader(files, alias)(part, second)
                 if not torch.equal(first, second):
                     raise WeightsError(
                         f"The tied tensor {' = '.join(source.slot.names)} was to be loaded. The "
                         f"files have different values under {source.pieces[0].key!r} and "
-                        f"{names[0].key!r}. Load into a module without the tie, or pass "
+                        f"{alias[0].key!r}. Load into a module without the tie, or pass "
                         "strict=False for the first."
                     )

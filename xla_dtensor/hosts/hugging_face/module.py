@@ -36,12 +36,12 @@ class Slot:
     tensor: torch.Tensor
     holders: list[tuple[dict[str, Any], str]] = field(default_factory=list)
 
-    def replace(self, value: torch.Tensor) -> None:
+    def replace(self, content: torch.Tensor) -> None:
         """Give it another content: the object stays, where torch can do that, or is replaced."""
         old: Any = self.tensor
-        new: Any = value
+        new: Any = content
         if isinstance(old, nn.Parameter):
-            new = nn.Parameter(value, old.requires_grad)
+            new = nn.Parameter(content, old.requires_grad)
         new.__dict__.update(old.__dict__)
         hooks = old._backward_hooks or getattr(old, "_post_accumulate_grad_hooks", None)
         if not hooks:
@@ -113,12 +113,12 @@ def is_ignorable(module: nn.Module, key: str) -> bool:
     return bool(_OLD_BUFFERS.search(key)) or any(re.search(text, key) for text in patterns)
 
 
-def model_type_of(module: nn.Module, config: Any = None) -> str | None:
+def model_type_of(module: nn.Module, config: Any) -> str | None:
     """Return what a ``config.json`` of the module says as its model_type, if that is known.
 
     Args:
         module: One of transformers has a `config`, those in ``xla_dtensor/models`` have `sizes`.
-        config: A config that goes before these.
+        config: A config that goes before these, or None.
     """
     sources = [config, getattr(module, "config", None)]
     sources += [getattr(part, "sizes", None) for part in module.modules()]

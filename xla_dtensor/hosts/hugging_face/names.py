@@ -155,9 +155,9 @@ _Rules: TypeAlias = list[tuple[re.Pattern[str], list[_Target]]]
 
 def _compiled(names: Mapping[str, Any]) -> _Rules:
     rules: _Rules = []
-    for pattern, value in names.items():
+    for pattern, rule in names.items():
         wild = _WILD.findall(pattern)
-        targets = _right_side(value, pattern)
+        targets = _right_side(rule, pattern)
         for key, _ in targets:
             if _WILD.findall(key) != wild:
                 raise WeightsError(
@@ -174,20 +174,20 @@ def _compiled(names: Mapping[str, Any]) -> _Rules:
     return rules
 
 
-def _right_side(value: Any, name: str) -> list[_Target]:
+def _right_side(rule: Any, name: str) -> list[_Target]:
     """Read what a rule says: a key, None, or a list of keys or of (key, length)."""
-    if value is None:
+    if rule is None:
         return []
-    listed = [value] if isinstance(value, str) else value
+    entries = [rule] if isinstance(rule, str) else rule
     targets: list[_Target] = []
-    for target in listed if isinstance(listed, (list, tuple)) else [listed]:
+    for target in entries if isinstance(entries, (list, tuple)) else [entries]:
         if isinstance(target, str):
             targets.append((target, None))
         elif isinstance(target, tuple) and len(target) == 2 and isinstance(target[0], str):
             targets.append((target[0], int(target[1])))
         else:
             raise ArgumentTypeError(
-                f"names gives {value!r} for {name!r}. That is no name of a tensor in the files. "
+                f"names gives {rule!r} for {name!r}. That is no name of a tensor in the files. "
                 "Pass a str, None, or a list of str or of (str, length)."
             )
     return targets

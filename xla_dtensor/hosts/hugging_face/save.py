@@ -89,7 +89,7 @@ def save_weights(
 
 def _written_tensors(slot: Slot, rules: NameRules, dtype: torch.dtype | None) -> Iterator[_Tensor]:
     name, tensor = slot.names[0], slot.tensor
-    if not _has_values(tensor):
+    if getattr(tensor, "_local_tensor", tensor).is_meta:
         raise WeightsError(
             f"The tensor {name!r} on the meta device was to be written. It has no values. Load or "
             "materialise the module first."
@@ -99,16 +99,12 @@ def _written_tensors(slot: Slot, rules: NameRules, dtype: torch.dtype | None) ->
         yield _Tensor(piece.key, piece.shape, target, _tensor_reader(tensor, piece, target))
 
 
-def _has_values(tensor: torch.Tensor) -> bool:
-    return not getattr(tensor, "_local_tensor", tensor).is_meta
-
-
 def _tensor_reader(
     tensor: torch.Tensor, piece: Piece, dtype: torch.dtype
 ) -> Callable[[Index, bool], torch.Tensor | None]:
-    def read(part: Index, wanted: bool) -> torch.Tensor | None:
+    def read(part: Index, is_receiver: bool) -> torch.Tensor | None:
         inner = (slice(0, 1), *part) if piece.stacked else part
-        values = part_of(tensor, shifted(inner, piece.at), wanted)
+        values = part_of(tensor, shifted(inner, piece.at), is_receiver)
         return None if values is None else values.to(dtype)
 
     return read
@@ -257,18 +253,18 @@ def _write(
     if not any(failed) and team.index == 0:
         try:
             _show(folder, files, texts)
-        except OSError as raised:
-            error = raised
+        except OSError as failure:
+            error = failure
     elif any(failed):
         _discard(folder, _own(files, team))
     failed = [a or b for a, b in zip(failed, team.numbers(int(error is not None)), strict=True)]
     if any(failed):
-        who = ", ".join(str(team.members[i]) for i, value in enumerate(failed) if value)
-        why = f"{type(error).__name__}: {error}" if error else "See what that process says"
+        processes = ", ".join(str(team.members[i]) for i, flag in enumerate(failed) if flag)
+        reason = f"{type(error).__name__}: {error}" if error else "See what that process says"
         raise WeightsError(
-            f"Weights were to be written to {str(folder)!r}. Process {who} could not: {why}. Make "
-            "room or correct the path, which has to be the same folder for all processes, and "
-            "save again."
+            f"Weights were to be written to {str(folder)!r}. Process {processes} could not: "
+            f"{reason}. Make room or correct the path, which has to be the same folder for all "
+            "processes, and save again."
         ) from error
 
 
@@ -299,29 +295,29 @@ def _write_files(
     sinks: dict[str, _Sink] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as raised:
-        error = raised
+    except OSError as failure:
+        error = failure
     total = sum(tensor.num_bytes for file in files for tensor in file.tensors)
     with moving("saving", total, progress and team.index == 0 and sys.stderr.isatty()) as advance:
         for file, tensor, part in _turns(files, team.count):
-            mine = error is None and file in _own(files, team)
+            is_own = error is None and file in _own(files, team)
             try:
-                values = tensor.read(part, mine)
-                if mine and values is not None:
+                values = tensor.read(part, is_own)
+                if is_own and values is not None:
                     if file.name not in sinks:
                         sinks[file.name] = _Sink(folder, file)
                     sinks[file.name].write(values)
-            except Exception as raised:
-                error = error or raised
+            except Exception as failure:
+                error = error or failure
             values = None
-            advance(_num_bytes(tensor, part))
+            advance(prod(extents_of(part)) * tensor.dtype.itemsize)
     try:
         for file in _own(files, team) if error is None else ():
             if file.name not in sinks:  # of tensors without elements only
                 sinks[file.name] = _Sink(folder, file)
             sinks[file.name].finish()
-    except OSError as raised:
-        error = raised
+    except OSError as failure:
+        error = failure
     for sink in sinks.values():
         sink.close()
     return error
@@ -330,18 +326,14 @@ def _write_files(
 def _turns(files: Sequence[_File], count: int) -> Iterator[tuple[_File, _Tensor, Index]]:
     """Yield pieces so that the processes write in turns: one piece of each one's file."""
 
-    def of(index: int) -> Iterator[tuple[_File, _Tensor, Index]]:
+    def turns_of(index: int) -> Iterator[tuple[_File, _Tensor, Index]]:
         for file in files[index::count]:
             for tensor in file.tensors:
                 for part in windows(tensor.shape, tensor.dtype.itemsize, GATHERED_BYTES):
                     yield file, tensor, part
 
-    for row in itertools.zip_longest(*(of(index) for index in range(count))):
+    for row in itertools.zip_longest(*(turns_of(index) for index in range(count))):
         yield from (turn for turn in row if turn is not None)
-
-
-def _num_bytes(tensor: _Tensor, part: Index) -> int:
-    return prod(extents_of(part)) * tensor.dtype.itemsize
 
 
 class _Sink:
@@ -359,9 +351,9 @@ class _Sink:
         flat: Any = values.contiguous().reshape(-1).view(torch.uint8).numpy()
         self._write(memoryview(flat))
 
-    def _write(self, data: memoryview) -> None:
-        while data:
-            data = data[os.write(self._fd, data) :]
+    def _write(self, buffer: memoryview) -> None:
+        while buffer:
+            buffer = buffer[os.write(self._fd, buffer) :]
 
     def finish(self) -> None:
         """Let the disk have it, and close it."""

@@ -144,7 +144,7 @@ def test_shards_that_are_silently_not_written_are_noticed(
 ) -> None:
     x = put(torch.ones(8, 4), mesh, [S(0), R])
     monkeypatch.setattr(runtime, "addressable_device_ids", lambda: runtime.device_ids()[:4])
-    monkeypatch.setattr("xla_dtensor.hosts.checkpoint.exchange._messages", lambda: None)
+    monkeypatch.setattr("xla_dtensor.hosts.checkpoint.exchange._store_of_job", lambda: None)
     with pytest.raises(CheckpointError, match="are not the whole of it, each element once"):
         checkpoint.save(tmp_path, {"x": x}, step=1)
     assert checkpoint.latest(tmp_path) is None

@@ -14,7 +14,7 @@ import torch
 
 from xla_dtensor.dtensor.dcp import Index, extents_of
 from xla_dtensor.errors import WeightsError
-from xla_dtensor.hosts.blocks import whole, windows
+from xla_dtensor.hosts.blocks import whole_block, windows
 from xla_dtensor.hosts.hugging_face import save_hf
 from xla_dtensor.hosts.hugging_face.files import WeightFiles
 
@@ -63,7 +63,7 @@ def test_a_part_that_does_not_lie_together_in_memory_is_filled(tmp_path: Path) -
     tensor = torch.arange(24).reshape(4, 6)
     wide = torch.zeros(4, 12, dtype=torch.int64)
     with WeightFiles(write(tmp_path / "w.safetensors", {"w": tensor})) as files:
-        files.read("w", whole((4, 6)), wide[:, ::2])
+        files.read("w", whole_block((4, 6)), wide[:, ::2])
     assert torch.equal(wide[:, ::2], tensor)
     assert not wide[:, 1::2].any()
 
@@ -111,7 +111,7 @@ def test_every_dtype_is_written_and_read(tmp_path: Path) -> None:
     assert all(_bytes(read[key]) == _bytes(tensor) for key, tensor in tensors.items())
     with WeightFiles(tmp_path) as files:
         for key, tensor in tensors.items():
-            found = files.read(key, whole(tensor.shape), torch.empty_like(tensor))
+            found = files.read(key, whole_block(tensor.shape), torch.empty_like(tensor))
             assert files.tensors[key].dtype == tensor.dtype
             assert _bytes(found) == _bytes(tensor)
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.hosts import Hosts
 from tests.xla_dtensor.host_tasks_hf import wide
-from xla_dtensor.hosts.blocks import whole
+from xla_dtensor.hosts.blocks import whole_block
 from xla_dtensor.hosts.hugging_face import save_hf
 from xla_dtensor.hosts.hugging_face.files import WeightFiles
 from xla_dtensor.models.decoder import Llama, Mixtral
@@ -25,7 +25,7 @@ def values(folder: Path) -> dict[str, torch.Tensor]:
     """Everything in a folder's files."""
     with WeightFiles(folder) as files:
         return {
-            key: files.read(key, whole(t.shape), torch.empty(t.shape, dtype=t.dtype))
+            key: files.read(key, whole_block(t.shape), torch.empty(t.shape, dtype=t.dtype))
             for key, t in files.tensors.items()
         }
 
