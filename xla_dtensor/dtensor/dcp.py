@@ -47,6 +47,7 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Replicate
 
+from mesh_utils import Mesh
 from xla_dtensor.core import Layout, LayoutError, OpSharding
 from xla_dtensor.core.errors import DistributeError
 from xla_dtensor.runtimes.nested import leaves, map_nested
@@ -71,6 +72,7 @@ __all__ = [
     "host_shards",
     "layout_to_load",
     "offset_of",
+    "shard_indices",
 ]
 
 
@@ -97,6 +99,13 @@ def device_indices(tensor: DTensor, sharding: OpSharding) -> dict[int, Index]:
     position = {int(device): place for place, device in enumerate(order)}
     devices = sorted(set(runtime.addressable_device_ids()) & set(position))
     return {d: sharding.shard_index(position[d], tuple(tensor.shape)) for d in devices}
+
+
+@lru_cache(maxsize=512)  # layers of a model lie alike, and a pod has thousands of devices
+def shard_indices(root: Mesh, sharding: OpSharding, shape: tuple[int, ...]) -> dict[int, Index]:
+    """What each device of a root mesh holds, in the order of the mesh. Do not change it."""
+    devices = root.device_ids.ravel().tolist()
+    return {int(device): sharding.shard_index(i, shape) for i, device in enumerate(devices)}
 
 
 def chunks_of(tensor: DTensor, sharding: OpSharding) -> list[ChunkStorageMetadata]:

@@ -28,7 +28,14 @@ import numpy as np
 import torch
 
 from xla_dtensor.core.errors import CheckpointError
-from xla_dtensor.dtensor.dcp import Index, Offset, distinct_indices, extents_of, offset_of
+from xla_dtensor.dtensor.dcp import (
+    Index,
+    Offset,
+    distinct_indices,
+    extents_of,
+    offset_of,
+    shard_indices,
+)
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.hosts.blocks import intersection, relative, shifted, whole_block, windows
 from xla_dtensor.hosts.checkpoint.manifest import Chunk, Entry
@@ -84,15 +91,14 @@ def pieces_of(name: str, tensor: torch.Tensor, process: int) -> Iterator[Piece]:
 
 def _own_blocks(tensor: DTensor, payload: torch.Tensor) -> list[tuple[int, Index]]:
     """The blocks whose first device is of this process, with that device."""
-    runtime, shape = get_runtime(), tuple(tensor.shape)
-    sharding = runtime.op_sharding(payload)
-    root = runtime.root(tensor._spec.mesh.value).device_ids.ravel().tolist()
-    indices = [sharding.shard_index(place, shape) for place in range(len(root))]
+    runtime = get_runtime()
+    root = runtime.root(tensor._spec.mesh.value)
+    indices = shard_indices(root, runtime.op_sharding(payload), tuple(tensor.shape))
     first_device: dict[Offset, int] = {}
-    for device, index in zip(root, indices, strict=True):
-        first_device.setdefault(offset_of(index), int(device))
+    for device, index in indices.items():
+        first_device.setdefault(offset_of(index), device)
     own = set(runtime.addressable_device_ids())
-    distinct = distinct_indices(indices)
+    distinct = distinct_indices(indices.values())
     return [(first_device[o], index) for o, index in distinct.items() if first_device[o] in own]
 
 

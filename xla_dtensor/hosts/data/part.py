@@ -17,6 +17,7 @@ from mesh_utils import Mesh
 from xla_dtensor.core import Layout
 from xla_dtensor.core.argument_types import argument_types
 from xla_dtensor.core.errors import ArgumentTypeError, DataError
+from xla_dtensor.dtensor.dcp import shard_indices
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh, current_mesh, mesh_text
 from xla_dtensor.dtensor.redistribute import checked_placements, torch_placements
 from xla_dtensor.hosts.exchange import feeding_processes, own_process, process_of_device
@@ -158,11 +159,8 @@ def part_of(shape: tuple[int, ...], layout: Layout, process: int | None = None) 
 def _part(shape: tuple[int, ...], layout: Layout, root: Mesh, process: int) -> ProcessPart:
     sharding = layout.op_sharding(root)
     holders = process_of_device()
-    blocks = {
-        int(device): sharding.shard_index(place, shape)
-        for place, device in enumerate(root.device_ids.ravel().tolist())
-        if holders.get(int(device)) == process
-    }
+    indices = shard_indices(root, sharding, shape)
+    blocks = {device: index for device, index in indices.items() if holders.get(device) == process}
     if not blocks:
         raise DataError(
             f"A batch of shape={shape} was to be fed to the mesh {mesh_text(layout.mesh)} by "

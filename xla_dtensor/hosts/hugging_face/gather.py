@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from mesh_utils import Mesh
 from xla_dtensor.core import Layout
 from xla_dtensor.core.errors import WeightsError
-from xla_dtensor.dtensor.dcp import Index, Offset, extents_of, offset_of
+from xla_dtensor.dtensor.dcp import Index, Offset, extents_of, offset_of, shard_indices
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh
 from xla_dtensor.hosts.blocks import intersection, relative, shifted, whole_block, windows
@@ -135,12 +135,11 @@ def _is_held_by_each(tensor: DTensor) -> bool:
     """Tell whether each process that holds some of a tensor holds all of it, by itself."""
     runtime, processes = get_runtime(), _processes()
     sharding = runtime.op_sharding(tensor._local_tensor)
-    order = runtime.root(tensor._spec.mesh.value).device_ids.ravel().tolist()
+    root = runtime.root(tensor._spec.mesh.value)
     by_process: dict[int, set[Offset]] = {}
-    for place, device in enumerate(order):
-        index = sharding.shard_index(place, tuple(tensor.shape))
+    for device, index in shard_indices(root, sharding, tuple(tensor.shape)).items():
         if all(extents_of(index)):
-            by_process.setdefault(processes.get(int(device), 0), set()).add(offset_of(index))
+            by_process.setdefault(processes.get(device, 0), set()).add(offset_of(index))
     return len({frozenset(offsets) for offsets in by_process.values()}) == 1
 
 
@@ -166,8 +165,7 @@ def _local_part(payload: torch.Tensor, mesh: Mesh, part: Index) -> torch.Tensor:
     out = torch.empty(extents_of(part), dtype=payload.dtype)
     own_devices = set(runtime.addressable_device_ids())
     offsets: set[Offset] = set()
-    for place, device in enumerate(runtime.root(mesh).device_ids.ravel().tolist()):
-        index = sharding.shard_index(place, shape)
+    for device, index in shard_indices(runtime.root(mesh), sharding, shape).items():
         common = intersection(index, part)
         if device in own_devices and common is not None and offset_of(index) not in offsets:
             offsets.add(offset_of(index))
