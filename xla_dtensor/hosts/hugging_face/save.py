@@ -89,7 +89,7 @@ def save_weights(
 
 def _written_tensors(slot: Slot, rules: NameRules, dtype: torch.dtype | None) -> Iterator[_Tensor]:
     name, tensor = slot.names[0], slot.tensor
-    if getattr(tensor, "_local_tensor", tensor).is_meta:
+    if not _has_values(tensor):
         raise WeightsError(
             f"The tensor {name!r} on the meta device was to be written. It has no values. Load or "
             "materialise the module first."
@@ -97,6 +97,10 @@ def _written_tensors(slot: Slot, rules: NameRules, dtype: torch.dtype | None) ->
     target = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
     for piece in rules.pieces(name, tuple(tensor.shape)):
         yield _Tensor(piece.key, piece.shape, target, _tensor_reader(tensor, piece, target))
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return not getattr(tensor, "_local_tensor", tensor).is_meta
 
 
 def _tensor_reader(
