@@ -67,6 +67,7 @@ __all__ = [
     "border_of",
     "check_writes",
     "first_shard",
+    "new_wrapper",
     "read_op",
     "run_backward",
     "run_uneven",
@@ -495,6 +496,24 @@ def _places_after_view(shape: tuple[int, ...], new_shape: tuple[int, ...]) -> di
 Self = TypeVar("Self", bound="PerDeviceTensor")
 
 
+def new_wrapper(cls: type[Any], tensor: torch.Tensor, requires_grad: bool = False) -> Any:
+    """Return a tensor of a class of ours with the form of `tensor`, which runs on stacks."""
+    runtime = get_runtime()
+    # On a device of its own an op on local tensors is not kept whole: it runs on a stack.
+    on_cpu = torch.device(runtime.torch_device).type == "cpu"
+    keys = {"_extra_dispatch_keys": runtime.extra_dispatch_keys} if on_cpu else {}
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        tensor.shape,
+        strides=tensor.stride(),
+        storage_offset=tensor.storage_offset(),
+        dtype=tensor.dtype,
+        device=tensor.device,
+        requires_grad=requires_grad,
+        **keys,
+    )
+
+
 class PerDeviceTensor(torch.Tensor):
     """What each device has of something: the shape is one device's."""
 
@@ -509,20 +528,7 @@ class PerDeviceTensor(torch.Tensor):
         cls: type[Self], payload: torch.Tensor, region: ManualRegion, requires_grad: bool = False
     ) -> Self:
         """Wrap `payload`, the runtime's tensor for all devices, of one device's shape."""
-        runtime = get_runtime()
-        # On a device of its own an op on local tensors is not kept whole: it runs on a stack.
-        on_cpu = torch.device(runtime.torch_device).type == "cpu"
-        keys = {"_extra_dispatch_keys": runtime.extra_dispatch_keys} if on_cpu else {}
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            payload.shape,
-            strides=payload.stride(),
-            storage_offset=payload.storage_offset(),
-            dtype=payload.dtype,
-            device=payload.device,
-            requires_grad=requires_grad,
-            **keys,
-        )
+        self = new_wrapper(cls, payload, requires_grad)
         self._payload = payload
         self._region = region
         return self  # pyright: ignore[reportReturnType]

@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
+from xla_dtensor.core.errors import CheckpointError
 from xla_dtensor.dtensor.dcp import (
     Index,
     device_indices,
@@ -198,33 +201,31 @@ class _Tiles(Mapping[int, torch.Tensor]):
 
 
 @contextlib.contextmanager
-def moving(what: str, total_bytes: int, show: bool) -> Iterator[Callable[[int], None]]:
+def moving(what: str, total_bytes: int, show: bool | None) -> Iterator[Callable[[int], None]]:
     """Give a function that is told how many bytes more were moved and are no longer held.
 
-    It shows a bar, by tqdm where that is installed, and gives freed memory back to the system from
-    time to time. glibc keeps what is freed in blocks of up to 32 MB and, when small objects came
-    between them, finds no place there for the next one: a process that moved 16 GB tile by tile,
-    and held one of them, was seen to grow by 3 GB.
+    It shows a bar, by tqdm, and gives freed memory back to the system from time to time. glibc
+    keeps what is freed in blocks of up to 32 MB and, when small objects came between them, finds no
+    place there for the next one: a process that moved 16 GB tile by tile, and held one of them, was
+    seen to grow by 3 GB.
 
     Args:
         what: What is done: "saving", "loading".
         total_bytes: How much there is to do, about.
-        show: Whether to show a bar.
+        show: Whether to show a bar. None: where tqdm is installed and stderr is a terminal.
+
+    Raises:
+        CheckpointError: A bar was asked for, and tqdm is not installed.
 
     Example:
         >>> with moving("loading", 10, show=False) as advance:
         ...     advance(10)
     """
     untrimmed = 0
+    if show is None:
+        show = sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
     with contextlib.ExitStack() as stack:
-        bar = None
-        if show:
-            with contextlib.suppress(ImportError):
-                from tqdm import tqdm
-
-                bar = stack.enter_context(
-                    tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True)
-                )
+        bar = stack.enter_context(_bar(what, total_bytes)) if show else None
 
         def advance(num_bytes: int) -> None:
             nonlocal untrimmed
@@ -237,3 +238,14 @@ def moving(what: str, total_bytes: int, show: bool) -> Iterator[Callable[[int], 
                 bar.update(num_bytes)
 
         yield advance
+
+
+def _bar(what: str, total_bytes: int) -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise CheckpointError(
+            "A checkpoint was asked for with progress=True. tqdm, which shows it, is not "
+            "installed. Install tqdm, or pass progress=False."
+        ) from error
+    return tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True)

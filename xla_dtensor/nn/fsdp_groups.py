@@ -38,7 +38,7 @@ from xla_dtensor.dtensor.labels import (
     propagate,
 )
 from xla_dtensor.dtensor.local import LocalView
-from xla_dtensor.dtensor.local_border import border_of, spread_payload
+from xla_dtensor.dtensor.local_border import border_of, new_wrapper, spread_payload
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh, mesh_text
 from xla_dtensor.dtensor.redistribute import checked_placements, redistribute_marker
 from xla_dtensor.runtimes import functional
@@ -258,21 +258,9 @@ def _labelled(
 
 
 def _made(view: torch.Tensor, mesh: DeviceMesh, placements: Any) -> GroupDTensor:
-    runtime = get_runtime()
-    # As LocalViews: on a device of its own no op is kept whole, because it runs on a stack.
-    on_cpu = torch.device(runtime.torch_device).type == "cpu"
-    keys = {"_extra_dispatch_keys": runtime.extra_dispatch_keys} if on_cpu else {}
-    self = torch.Tensor._make_wrapper_subclass(
-        GroupDTensor,
-        view.shape,
-        strides=view.stride(),
-        storage_offset=view.storage_offset(),
-        dtype=view.dtype,
-        device=view.device,
-        **keys,
-    )
+    self = new_wrapper(GroupDTensor, view)
     self._spec, self._local_tensor = state_of(view, mesh, tuple(placements)), view
-    return self  # pyright: ignore[reportReturnType]
+    return self
 
 
 def _wrapped(view: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Any:

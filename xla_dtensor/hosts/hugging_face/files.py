@@ -138,15 +138,16 @@ def _open_file(file: Path) -> Any:
         return safetensors.safe_open(file, "pt")
     except (OSError, safetensors.SafetensorError) as error:
         raise WeightsError(
-            f"The weights in {str(file)!r} were to be read. Its header and its bytes do not fit "
-            f"each other: {error}. Get the file again: it is damaged, cut short, or no safetensors "
-            "file."
+            f"The weights in {str(file)!r} were to be read. safetensors refuses the file: {error}. "
+            "Get it again: it is damaged, cut short, or no safetensors file."
         ) from None
 
 
 def _tensors_of(file: Path) -> dict[str, FileTensor]:
     """The tensors of a file, in the order of their bytes."""
     reader = _open_file(file)
+    from safetensors import SafetensorError
+
     tensors: dict[str, FileTensor] = {}
     for place, key in enumerate(reader.offset_keys()):
         part = reader.get_slice(key)
@@ -155,7 +156,7 @@ def _tensors_of(file: Path) -> dict[str, FileTensor]:
             dtype = (
                 part[(slice(0, 0),) * len(shape)].dtype if shape else reader.get_tensor(key).dtype
             )
-        except Exception as error:
+        except (RuntimeError, SafetensorError) as error:
             raise WeightsError(
                 f"The file {str(file)!r} has {key!r} with dtype={part.get_dtype()!r}. It cannot be "
                 f"read as a tensor of torch: {error}. Convert the file to a dtype that torch has."

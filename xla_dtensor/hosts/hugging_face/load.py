@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -87,7 +86,7 @@ def load_weights(
             raise _misfit(path, module, misfits, missing, unexpected, files.tensors)
         sources.sort(key=lambda source: _place(files, source))
         sizes = [sum(files.tensors[p.key].num_bytes for p in s.pieces) for s in sources]
-        with moving("loading", sum(sizes), progress and sys.stderr.isatty()) as advance:
+        with moving("loading", sum(sizes), None if progress else False) as advance:
             for source, size in zip(sources, sizes, strict=True):
                 if strict:
                     _check_tied(files, source)

@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import re
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -302,7 +301,7 @@ def _write_files(
     except OSError as failure:
         error = failure
     total = sum(tensor.num_bytes for file in files for tensor in file.tensors)
-    with moving("saving", total, progress and team.index == 0 and sys.stderr.isatty()) as advance:
+    with moving("saving", total, None if progress and team.index == 0 else False) as advance:
         for file, tensor, part in _turns(files, team.count):
             is_own = error is None and file in _own(files, team)
             try:

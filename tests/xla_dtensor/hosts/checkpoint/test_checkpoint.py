@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from xla_dtensor import checkpoint
 from xla_dtensor.dtensor.random import RNGStatesTracker
 from xla_dtensor.errors import CheckpointError
 from xla_dtensor.hosts.checkpoint import pieces, storage
+from xla_dtensor.hosts.hugging_face import load_hf, save_hf
 
 pytestmark = pytest.mark.usefixtures("mesh")
 R, S = Replicate(), Shard
@@ -306,6 +308,15 @@ def test_progress(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     checkpoint.verify(tmp_path, progress=True)
     said = capfd.readouterr().err
     assert all(word in said for word in ("saving", "loading", "verifying", "100%"))
+
+
+def test_progress_without_tqdm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(CheckpointError, match=r"tqdm, which shows it, is not installed\. Install"):
+        checkpoint.save(tmp_path, {"x": torch.ones(3)}, step=1, progress=True)
+    assert checkpoint.latest(tmp_path) is None
+    save_hf(tmp_path / "weights", layer := nn.Linear(2, 2))
+    load_hf(tmp_path / "weights", layer)
 
 
 # ---------------------------------------------------------------------- in the background
