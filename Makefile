@@ -13,6 +13,8 @@ RUNTIME ?= jax
 DEMO_ARGS ?=
 BENCHMARKS ?= translate dispatch annotate step
 JOBS ?= 2
+# Tests that share the GPUs at a time: each compiles on several cores.
+GPU_JOBS ?= 4
 PYTEST_ARGS ?=
 TEST_ALL_ARGS ?=
 FUZZ_ARGS ?=
@@ -133,7 +135,7 @@ else
 GPU_PYTHON := $(GPU_VENV)/bin/python
 gpu-test: $(GPU_VENV)/$(STAMP)
 endif
-	$(GPU_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+	$(GPU_PYTHON) -m pytest -m gpu -n $(GPU_JOBS) $(PYTEST_ARGS)
 	$(GPU_PYTHON) -m benchmarks.step --on-device gpu
 
 # Whether there is a TPU is told without libtpu, which looks for one for minutes, and without JAX.

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.child import ON_CPU, child_rows
 from benchmarks.llama_plan import LIBTPU
-from benchmarks.step_devices import PLATFORMS, num_gpus, why_none
+from benchmarks.step_devices import PLATFORMS, gpus, why_none
 from benchmarks.step_plan import BY_HAND, MODELS
 from benchmarks.step_plot import panels_of, svg_of
 from benchmarks.step_tables import tables, with_tables
@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What takes long is stored as it comes; what is not asked for stays as it was measured.
         found[part] = _merged(found[part], rows)
         print("\n" + "\n\n".join(tables({part: rows})) + "\n", flush=True)
-        store(name, found, asked.results)
+        devices = {"gpus": gpus()} if asked.on_device == "gpu" else {}
+        store(name, {**devices, **found}, asked.results)
     print(f"Stored in {file}")
     return 0
 
@@ -143,10 +144,9 @@ def _known(given: str, known: Sequence[str], option: str) -> list[str]:
 
 
 def _python_of(process: str) -> str:
-    """Returns the Python that runs a process."""
-    if process != "torchax":
-        return sys.executable
-    return os.environ.get("TORCHAX_PYTHON") or str(_TORCHAX_PYTHON)
+    """Returns the Python that runs a process: its own, where a variable names one."""
+    own = os.environ.get(f"{process.upper()}_PYTHON")
+    return own or (str(_TORCHAX_PYTHON) if process == "torchax" else sys.executable)
 
 
 def _is_installed(process: str) -> bool:
@@ -197,7 +197,7 @@ def _on_device(asked: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
     platform = asked.on_device
     kind = "small" if asked.small or platform == "cpu" else platform
     processes = ["jax"]
-    if platform == "gpu" and num_gpus() == 1:
+    if platform == "gpu" and len(gpus()) == 1:
         processes.append("torch_compile")
     elif platform == "gpu":
         print("torch.compile is left out: it runs on one GPU, and this machine has more")

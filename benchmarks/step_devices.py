@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["PLATFORMS", "num_gpus", "why_none"]
+__all__ = ["PLATFORMS", "gpus", "why_none"]
 
 PLATFORMS = ("gpu", "tpu")
 # Device files that drivers make.
@@ -38,7 +38,7 @@ def why_none(
         'this machine has no TPU'
     """
     if platform == "gpu":
-        return None if num_gpus() else "this machine has no NVIDIA GPU"
+        return None if gpus() else "this machine has no NVIDIA GPU"
     environment = os.environ if environment is None else environment
     if any(devices.glob(_TPU_FILES)):
         return None
@@ -53,13 +53,15 @@ def why_none(
     )
 
 
-def num_gpus() -> int:
-    """Returns how many NVIDIA GPUs the driver lists."""
+def gpus() -> list[str]:
+    """Returns the names of the NVIDIA GPUs that the driver lists."""
     asking = shutil.which("nvidia-smi")
     if asking is None:
-        return 0
+        return []
     listed = subprocess.run([asking, "-L"], capture_output=True, text=True, check=False)
-    return sum(line.startswith("GPU") for line in listed.stdout.splitlines())
+    # GPU 0: NVIDIA H200 (UUID: GPU-1a2b...)
+    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU")]
+    return [line.partition(": ")[2].partition(" (")[0] for line in lines]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

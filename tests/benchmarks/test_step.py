@@ -152,7 +152,7 @@ def test_a_machine_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     asked.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert step_devices.why_none("gpu") is None
-    assert step_devices.num_gpus() == 2
+    assert step_devices.gpus() == ["one", "other"]
 
 
 def test_a_machine_with_a_tpu(tmp_path: Path) -> None:

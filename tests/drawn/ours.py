@@ -22,23 +22,33 @@ DEVICES = 8
 _WRITES = re.compile(r"scatter|put|index_(add|copy|fill|reduce)|\] [-+*/]?= ")
 
 
-def start(runtime: str) -> None:
-    """Start a runtime with 8 virtual CPU devices."""
-    os.environ.setdefault("NPROC", "64")
-    os.environ |= {"JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU"}
+def start(runtime: str, platform: str = "cpu") -> None:
+    """Start a runtime with 8 virtual CPU devices, or with the GPUs that are there."""
     import xla_dtensor
 
-    xla_dtensor.get_runtime(runtime, num_cpu_devices=DEVICES)
+    if platform == "cpu":
+        os.environ.setdefault("NPROC", "64")
+        os.environ |= {"JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU"}
+        xla_dtensor.get_runtime(runtime, num_cpu_devices=DEVICES)
+    else:
+        os.environ["JAX_PLATFORMS"] = platform
+        xla_dtensor.get_runtime(runtime)
     mesh_of(Mesh((DEVICES,)))  # the root: all devices in their order
 
 
 @cache
 def mesh_of(mesh: Mesh) -> Any:
-    """The device mesh of a program. torch_xla takes all devices: its mesh has as many axes."""
+    """The device mesh of a program. torch_xla takes all devices: its mesh has as many axes.
+
+    On GPUs, however many there are, the first axis takes all of them.
+    """
     import mesh_utils
     import xla_dtensor
 
-    if xla_dtensor.get_runtime().name == "torch_xla" and math.prod(mesh.shape) != DEVICES:
+    here = len(xla_dtensor.get_runtime().device_ids())
+    if here != DEVICES:
+        mesh = replace(mesh, shape=(here, *(1 for _ in mesh.shape[1:])), order=None)
+    elif xla_dtensor.get_runtime().name == "torch_xla" and math.prod(mesh.shape) != DEVICES:
         mesh = replace(mesh, shape={1: (8,), 2: (2, 4)}[len(mesh.shape)])
     if mesh.order is None:
         return xla_dtensor.init_device_mesh("xla", mesh.shape, mesh_dim_names=mesh.names)

@@ -6,6 +6,7 @@
     python -m tests.drawn.run --runtime jax --calls all --table docs/op_table_jax.md
     python -m tests.drawn.run --runtime jax --calls all --dtypes float32 int64     not in pairs
     python -m tests.drawn.run --source ../old --programs 0:100     another tree's library
+    python -m tests.drawn.run --platform cuda --calls all --dtypes float32     on the GPUs here
 
 A job is the name of a program: ``program/17``, ``training/17``, ``call/add/float32/int64/0``, or
 ``refused/add/3``, one of the calls that op_db says PyTorch refuses. Each is noted in build/drawn/,
@@ -94,7 +95,7 @@ def _short(dtype: Any) -> str:
 # ------------------------------------------------------------------ the child
 
 
-def child(runtime: str, notes: Path) -> None:
+def child(runtime: str, platform: str, notes: Path) -> None:
     """Judge the jobs that standard input names, one a line, and note each."""
     import logging
     import warnings
@@ -107,7 +108,7 @@ def child(runtime: str, notes: Path) -> None:
     from tests.drawn.judge import expected_of
     from tests.drawn.ours import start, verdict_of
 
-    start(runtime)
+    start(runtime, platform)
     with notes.open("a", encoding="utf-8") as file:
 
         def note(row: dict[str, Any]) -> None:
@@ -160,7 +161,7 @@ def read(notes: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]
 
 
 def judge_all(
-    jobs: Sequence[str], runtime: str, notes: Path, source: Path, until: float
+    jobs: Sequence[str], runtime: str, platform: str, notes: Path, source: Path, until: float
 ) -> dict[str, dict[str, Any]]:
     """Judge jobs in child processes until all are noted or it is `until` (time.monotonic())."""
     notes.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +170,7 @@ def judge_all(
         left = [job for job in jobs if job not in rows][:CHUNK]
         if not left or time.monotonic() > until:
             return {job: rows[job] for job in jobs if job in rows}
-        ended = _run_child(left, runtime, notes, source, until)
+        ended = _run_child(left, runtime, platform, notes, source, until)
         after, begun = read(notes)
         if begun is not None and ended != "stopped":
             # Without a program it was plain torch that ended.
@@ -189,23 +190,28 @@ def _append(notes: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def _run_child(jobs: Sequence[str], runtime: str, notes: Path, source: Path, until: float) -> str:
+def _run_child(
+    jobs: Sequence[str], runtime: str, platform: str, notes: Path, source: Path, until: float
+) -> str:
     flags = os.environ.get("XLA_FLAGS", "")
-    if runtime == "jax":
+    if platform == "cuda":
+        flags += " --xla_gpu_autotune_level=0"
+    elif runtime == "jax":
         flags += " --xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
     variables = {
         **os.environ,
         "XLA_FLAGS": flags,
         "PYTHONPATH": f"{source}:{ROOT}",
         "NPROC": "64",
-        "JAX_PLATFORMS": "cpu",
+        "JAX_PLATFORMS": platform,
         "PJRT_DEVICE": "CPU",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # several runs may share a GPU
         "XLA_DTENSOR_RUNTIME": runtime,
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
     # -P: or the working folder would come before `source`.
     command = [sys.executable, "-P", "-m", "tests.drawn.run", "--child", "--runtime", runtime]
-    command += ["--notes", str(notes)]
+    command += ["--platform", platform, "--notes", str(notes)]
     with Path(f"{notes}.log").open("a") as log:
         process = subprocess.Popen(
             command,
@@ -246,7 +252,7 @@ def main() -> int:
     """Judge what is asked for; return 1 where something is wrong."""
     asked = _arguments()
     if asked.child:
-        child(asked.runtime, asked.notes)
+        child(asked.runtime, asked.platform, asked.notes)
         return 0
     source = asked.source.resolve()
     commit = subprocess.run(
@@ -271,9 +277,11 @@ def main() -> int:
         part, parts = map(int, asked.part.split("/"))
         jobs = jobs[part - 1 :: parts]
     name = f"{commit}-{asked.runtime}-{_own_state()}"
+    name += f"-{asked.platform}" if asked.platform != "cpu" else ""
     name += f"-{asked.part.replace('/', 'of')}" if asked.part else ""
     notes = asked.notes or ROOT / "build" / "drawn" / f"{name}.jsonl"
-    rows = judge_all(jobs, asked.runtime, notes, source, time.monotonic() + asked.seconds)
+    until = time.monotonic() + asked.seconds
+    rows = judge_all(jobs, asked.runtime, asked.platform, notes, source, until)
     order = ("unjudged", "refused", "unclear", "silent", "wrong", "hang", "abort")
     for row in sorted(
         rows.values(), key=lambda r: (r["kind"] in order and order.index(r["kind"]), r["job"])
@@ -323,6 +331,7 @@ def _arguments() -> argparse.Namespace:
         "python -m tests.drawn.run", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--runtime", default="jax", choices=("jax", "torch_xla"))
+    parser.add_argument("--platform", default="cpu", choices=("cpu", "cuda"), help="of JAX")
     parser.add_argument("--programs", help="seeds, such as 0:1000; one seed; new")
     parser.add_argument("--trainings", help="seeds of whole trainings")
     parser.add_argument("--calls", help="all, the name of an op of op_db, or a dtype")

@@ -211,6 +211,19 @@ class Runtime(ABC):
         """
         raise _missing(self, "profiles")
 
+    # ------------------------------------------------------------------ attention
+
+    def has_attention_kernel(self, q: Any, k: Any, v: Any, is_causal: bool) -> bool:
+        """Tell whether the device has a kernel for an attention without a mask, of any length.
+
+        Args:
+            q: (..., query heads, queries, dim).
+            k: (..., key heads, keys, dim).
+            v: (..., key heads, keys, value dim).
+            is_causal: Whether a query sees no key behind it.
+        """
+        return False
+
     # ------------------------------------------------------------------ loops
 
     # Whether equal layers can be run as one loop: `run_layers` and `named` are there.

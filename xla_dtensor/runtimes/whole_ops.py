@@ -62,7 +62,8 @@ __all__ = [
 #
 # All scores of one head are queries x keys numbers, in float32: 4 MiB at length 1024, 256 MiB at
 # 8192, for every head and sequence on the device. From length 1024 on they are left out
-# (``attention``); below, two matrix products and a softmax are faster.
+# (``attention``); below, two matrix products and a softmax are faster, except where the device has
+# a kernel of its own: cuDNN's took a ViT of length 256 on an H200 from 61 to 51 ms a step.
 
 AttentionKernel = Literal["auto", "plain", "lean"]
 _LEAN_FROM = 1024 * 1024
@@ -108,13 +109,15 @@ def attention_kernel(name: AttentionKernel) -> Iterator[None]:
         _chosen.reset(token)
 
 
-def is_lean(q: Any, k: Any, v: Any) -> bool:
+def is_lean(q: Any, k: Any, v: Any, mask: Any = None, is_causal: bool = False) -> bool:
     """Tell whether this attention is computed without holding all scores.
 
     Args:
-        q: (..., query heads, queries, dim), anything with a shape.
+        q: (..., query heads, queries, dim), anything with a shape and a dtype.
         k: (..., key heads, keys, dim).
         v: (..., key heads, keys, value dim).
+        mask: What is added to the scores, or None.
+        is_causal: Whether a query sees no key behind it.
     """
     chosen = _chosen.get()
     runtime = current_runtime()
@@ -126,7 +129,9 @@ def is_lean(q: Any, k: Any, v: Any) -> bool:
         return False
     if 0 in (*q.shape, *k.shape) or (len(q.shape) > 2 and q.shape[-3] % k.shape[-3]):
         return False
-    return chosen == "lean" or q.shape[-2] * k.shape[-2] >= _LEAN_FROM
+    if chosen == "lean" or q.shape[-2] * k.shape[-2] >= _LEAN_FROM:
+        return True
+    return mask is None and runtime.has_attention_kernel(q, k, v, is_causal)
 
 
 def where_heads_lie(q: Any, k: Any, v: Any) -> str:
@@ -803,7 +808,9 @@ def _attention(
         return _attention_by_parts(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
-    if (enable_gqa or query.shape[:-2] == key.shape[:-2]) and is_lean(query, key, value):
+    if (enable_gqa or query.shape[:-2] == key.shape[:-2]) and is_lean(
+        query, key, value, attn_mask, is_causal
+    ):
         return _LeanAttention.apply(query, key, value, attn_mask, is_causal, scale)
     return _Attention.apply(query, key, value, attn_mask, is_causal, scale, enable_gqa)
 

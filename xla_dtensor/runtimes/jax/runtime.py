@@ -59,6 +59,7 @@ from xla_dtensor.runtimes.jax.eager.ops import JaxProgram
 from xla_dtensor.runtimes.jax.eager.tensor import EXTRA_KEYS, JaxTensor, Storage
 from xla_dtensor.runtimes.jax.lower import random
 from xla_dtensor.runtimes.jax.lower import random as jax_generator
+from xla_dtensor.runtimes.jax.lower.attention import fits_cudnn
 from xla_dtensor.runtimes.nested import runs_as_it_is
 from xla_dtensor.runtimes.registry import cache_folder
 from xla_dtensor.runtimes.state import follow_torch_seed, pack_state, unpack_state
@@ -166,6 +167,11 @@ class JaxRuntime(Runtime):
 
     def profile(self, folder: str | os.PathLike[str]) -> AbstractContextManager[Any]:
         return jax.profiler.trace(os.fspath(folder))
+
+    # ------------------------------------------------------------------ attention
+
+    def has_attention_kernel(self, q: Any, k: Any, v: Any, is_causal: bool) -> bool:
+        return fits_cudnn(q, k, v, is_causal)
 
     # ------------------------------------------------------------------ loops
 

@@ -194,6 +194,22 @@ def test_the_choice_is_given_back_and_checked(runtime: Runtime) -> None:
 
 
 @pytest.mark.only_on("jax")
+@pytest.mark.usefixtures("runtime")
+def test_a_gpus_kernel_is_taken_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    from xla_dtensor.runtimes.jax.arrays import values
+
+    q = torch.empty(2, 8, 16, 8, dtype=torch.bfloat16, device="meta")
+    assert not attention_choice.is_lean(q, q, q)
+    monkeypatch.setattr(values, "platform", lambda: "gpu")
+    assert attention_choice.is_lean(q, q, q, is_causal=True)
+    assert not attention_choice.is_lean(q, q, q, mask=q[..., :1])
+    assert not attention_choice.is_lean(q[:, :, :4], q, q, is_causal=True)
+    assert not attention_choice.is_lean(q.float(), q.float(), q.float())
+    with xd.attention_kernel("plain"):
+        assert not attention_choice.is_lean(q, q, q)
+
+
+@pytest.mark.only_on("jax")
 def test_another_choice_traces_anew(mesh: xd.DeviceMesh) -> None:
     q = xd.distribute_tensor(f(2, 4, 40, 8), mesh, ("dp", None, None, None))
     run = xd.compile(lambda: F.scaled_dot_product_attention(q, q, q))

@@ -556,7 +556,7 @@ def _kernels_that_fit(
     kernels = {}
     if sharding is not None and fits(q, k, v, mask):
         kernels["tpu"] = splash
-    if mask is None and _fits_cudnn(q, k, v, is_causal):
+    if mask is None and fits_cudnn(q, k, v, is_causal):
         kernels["cuda"] = cudnn
     return kernels
 
@@ -570,19 +570,18 @@ def _by_platform(arguments: Any, mask: Any, blocks: Any, kernels: dict[str, Any]
 # ---------------------------------------------------------------------- cuDNN
 
 
-def _fits_cudnn(q: Any, k: Any, v: Any, is_causal: bool) -> bool:
-    """Tell whether cuDNN computes it; tracing its call takes a GPU."""
-    widest = max(q.shape[-1], v.shape[-1])
+def fits_cudnn(q: Any, k: Any, v: Any, is_causal: bool) -> bool:
+    """Tell whether cuDNN computes it, of arrays or of tensors; tracing its call takes a GPU."""
     return (
-        q.ndim == k.ndim == v.ndim == 4
-        and q.dtype in (jnp.bfloat16, jnp.float16)
+        values.platform() == "gpu"
+        and len(q.shape) == len(k.shape) == len(v.shape) == 4
+        and str(q.dtype).removeprefix("torch.") in ("bfloat16", "float16")
         and q.dtype == k.dtype == v.dtype
         and q.shape[-1] == v.shape[-1]
         and q.shape[-1] % 8 == 0
-        and widest <= _WIDEST_CUDNN_HEAD
+        and q.shape[-1] <= _WIDEST_CUDNN_HEAD
         # Where lengths differ, torch counts rows from the first key.
         and (not is_causal or q.shape[-2] == k.shape[-2])
-        and values.platform() == "gpu"
     )
 
 
@@ -693,7 +692,7 @@ def _sdpa(
     if dropout_p:
         raise NotImplementedError("attention with dropout is written out above this lowering")
     same = enable_gqa or query.shape[:-2] == key.shape[:-2]
-    if same and is_lean(query, key, value):
+    if same and is_lean(query, key, value, attn_mask, is_causal):
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         return lean_forward(query, key, value, attn_mask, is_causal, factor)[0]
     return attention(query, key, value, attn_mask, is_causal, scale, enable_gqa)
