@@ -25,7 +25,7 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-__all__ = ["old_objects_aside", "show_all_objects"]
+__all__ = ["new_objects", "old_objects_aside", "show_all_objects"]
 
 _set_aside = False
 
@@ -55,3 +55,8 @@ def show_all_objects() -> None:
     if _set_aside:
         _set_aside = False
         gc.unfreeze()
+
+
+def new_objects() -> set[int] | None:
+    """Return the ids of the tracked objects that the block has made; None where nothing tells."""
+    return set(map(id, gc.get_objects())) if _set_aside else None

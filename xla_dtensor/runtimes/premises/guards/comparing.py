@@ -1,0 +1,296 @@
+"""Whether what a step read of Python still holds.
+
+On each call everything that was read has to be the very object that it was. That is one pass: all
+keys of one dict are looked up by one call of C, and the results compared by identity. Where one is
+another object, a `Judge` says whether it may stand there; an object that took another one's place
+may, if all that was read of the one is the same in the other.
+
+Invariant: guards that hold lead to the values that the step read, by the ways it read them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from operator import is_, itemgetter
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from xla_dtensor.runtimes.premises.guards.owners import (
+    Cell,
+    Elements,
+    Items,
+    Object,
+    Owner,
+    is_watched,
+)
+from xla_dtensor.runtimes.premises.values import ABSENT, Change, Judge, Moving, TensorLike, is_plain
+
+__all__ = ["Guards"]
+
+_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+_PROPERTY = ("fget", "fset", "fdel")
+_IDENTICAL = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, ModuleType)
+_SUPER = (tuple, MethodType, functools.partial)
+
+
+class Guards:
+    """What a step read.
+
+    Args:
+        owners: What it read of.
+    """
+
+    def __init__(self, owners: Sequence[Owner]) -> None:
+        self._owners = list(owners)
+        self._by_id = _by_holder(self._owners)
+        for owner in self._owners:
+            owner.snapshot = {key: owner.snapshot.get(key, ABSENT) for key in owner.reads}
+        self._hooks = _hooks_of_all()
+        self._judge = _GuardJudge(lambda tensor: True, self._holds_the_same)
+        self._pass: _Pass | None = None
+
+    def __len__(self) -> int:
+        return sum(len(owner.reads) for owner in self._owners)
+
+    def settle(
+        self,
+        reads: Callable[[Any], bool],
+        instead: Mapping[int, Moving | torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        """End the trace.
+
+        Args:
+            reads: Tells whether the program reads a tensor that is older than the trace.
+            instead: What is read by name, by the ids of the tensors that were there.
+        """
+        self._judge = _GuardJudge(reads, self._holds_the_same)
+        for owner in self._owners:
+            for key, value in owner.snapshot.items():
+                is_owner = isinstance(value, tuple) and id(value) in self._by_id
+                if id(value) in instead:
+                    owner.snapshot[key] = instead[id(value)]
+                elif not is_owner:  # What a tuple holds, its own owner keeps.
+                    owner.snapshot[key] = self._judge.forget(value)
+        self._pass = None
+
+    def broken(self) -> Change | None:
+        """Return what has changed since the step read it; None if nothing has."""
+        if self._pass is None:
+            self._pass = _Pass(self._owners)
+        if self._pass.holds() and _hooks_of_all() == self._hooks:
+            return None
+        if _hooks_of_all() != self._hooks:
+            return Change("the hooks of all modules changed")
+        self._moves: list[tuple[Owner, Any]] = []
+        self._values: list[tuple[Owner, Any, Any]] = []
+        for owner in self._owners:
+            change = self._difference(owner, owner)
+            if change is not None:
+                return change
+        self._move()
+        return None
+
+    def _move(self) -> None:
+        """Let what was read of one object be looked up in the one that took its place."""
+        for owner, key, value in self._values:
+            owner.snapshot[key] = value
+        for owner, holder in self._moves:
+            owner.holder = holder
+        self._by_id = _by_holder(self._owners)
+        self._pass = None
+
+    def _difference(self, owner: Owner, there: Owner) -> Change | None:
+        """Return what of an owner is not the same in another object of its kind."""
+        if type(there.holder) is not owner.kind:
+            return Change(f"the class of a {owner.label} changed", for_good=True)
+        keys = list(there.keys_now()) if owner.is_whole else owner.keys
+        if owner.is_whole and not _same_keys(keys, owner.keys):
+            return Change(f"what {owner.label} holds changed")
+        for key, expected in owner.snapshot.items():
+            value = there.look_up(key)
+            if not self._judge.accepts(expected, value):
+                return Change.of(owner.named(key), expected, value, (id(owner.holder), key))
+            if value is not expected:
+                self._values.append((owner, key, self._judge.now_expected(expected, value)))
+        return None
+
+    def _holds_the_same(self, judge: Judge, expected: Any, value: Any) -> bool | None:
+        """Compare what was read of an object with what another one holds; None for nothing read."""
+        owners = self._by_id.get(id(expected))
+        if owners is None:
+            return None
+        pair = id(expected), id(value)
+        if pair in self._judge.pairs:  # a cycle
+            return True
+        self._judge.pairs.add(pair)
+        try:
+            holds = all(self._difference(o, o.beside(value)) is None for o in owners)
+            self._moves += [(owner, value) for owner in owners]
+            return holds
+        finally:
+            self._judge.pairs.discard(pair)
+
+
+class _Pass:
+    """One look at everything.
+
+    Args:
+        owners: What was read of.
+    """
+
+    def __init__(self, owners: Sequence[Owner]) -> None:
+        tables: dict[int, tuple[Mapping[Any, Any], dict[Any, Any]]] = {}
+        absent: dict[int, tuple[Mapping[Any, Any], set[Any]]] = {}
+        self._kinds = [(o.holder, o.kind) for o in owners if isinstance(o, Object)]
+        self._empty: list[Any] = []
+        self._whole: list[tuple[Owner, list[Any]]] = []
+        self._lists: list[Any] = []
+        self._cells: list[Any] = []
+        self._single: list[tuple[Owner, Any, Any]] = []
+        expected_elements: list[Any] = []
+        expected_cells: list[Any] = []
+        for owner in owners:
+            if isinstance(owner, Items | Elements) and owner.is_whole and not owner.keys:
+                self._empty.append(owner.holder)
+                continue
+            if isinstance(owner, Elements) and type(owner.holder) in (list, tuple):
+                if owner.is_whole:
+                    self._lists.append(owner.holder)
+                    expected_elements.append([owner.snapshot[key] for key in owner.keys])
+                    continue
+            elif owner.is_whole:
+                self._whole.append((owner, owner.keys))
+            for key, expected in owner.snapshot.items():
+                if isinstance(owner, Cell) and expected is not ABSENT:
+                    self._cells.append(owner.holder)
+                    expected_cells.append(expected)
+                    continue
+                table = owner.table(key)
+                if table is None:
+                    self._single.append((owner, key, expected))
+                elif expected is ABSENT:
+                    absent.setdefault(id(table), (table, set()))[1].add(key)
+                else:
+                    tables.setdefault(id(table), (table, {}))[1][key] = expected
+                    if isinstance(owner, Object) and table is not owner.table(""):
+                        own = owner.table("")
+                        if own is not None:
+                            absent.setdefault(id(own), (own, set()))[1].add(key)
+        self._getters = [
+            (itemgetter(*names), table) for table, names in tables.values() if len(names) > 1
+        ]
+        self._ones = [(table, *names) for table, names in tables.values() if len(names) == 1]
+        many = [names.values() for _, names in tables.values() if len(names) > 1]
+        ones = [
+            value for _, names in tables.values() if len(names) == 1 for value in names.values()
+        ]
+        self._expected = [*chain.from_iterable(many), *ones, *expected_cells]
+        self._elements = expected_elements
+        self._absent = [(table.keys(), names) for table, names in absent.values()]
+
+    def holds(self) -> bool:
+        """Tell whether everything is the very object that it was."""
+        if any(map(len, self._empty)):
+            return False
+        if any(type(holder) is not kind for holder, kind in self._kinds):
+            return False
+        try:
+            values = list(chain.from_iterable([get(table) for get, table in self._getters]))
+            values += [table[name] for table, name in self._ones]
+            values += [cell.cell_contents for cell in self._cells]
+        except (KeyError, ValueError):
+            return False
+        if not all(map(is_, values, self._expected)):
+            return False
+        if not all([keys.isdisjoint(names) for keys, names in self._absent]):  # pyright: ignore
+            return False
+        for holder, elements in zip(self._lists, self._elements, strict=True):
+            if len(holder) != len(elements) or not all(map(is_, holder, elements)):
+                return False
+        if not all([_same_keys(list(owner.keys_now()), keys) for owner, keys in self._whole]):
+            return False
+        return all([_is_same(owner.look_up(key), value) for owner, key, value in self._single])
+
+
+class _GuardJudge(Judge):
+    """Tells whether a value may stand where another one was read."""
+
+    def __init__(self, reads: Callable[[Any], bool], holds_the_same: Any) -> None:
+        super().__init__(reads, holds_the_same)
+        self.pairs: set[tuple[int, int]] = set()
+
+    def accepts(self, found: Any, now: Any, depth: int = 20) -> bool:
+        """Tell whether `now` may stand where `found` was read."""
+        kind = type(found)
+        if found is now or kind is not type(now) or is_plain(found):
+            return super().accepts(found, now, depth)
+        if kind is FunctionType:
+            return self._accepts_function(found, now, depth)
+        if isinstance(found, staticmethod | classmethod):
+            return self.accepts(found.__func__, now.__func__, depth - 1)
+        if isinstance(found, property):
+            return all(self.accepts(getattr(found, n), getattr(now, n)) for n in _PROPERTY)
+        same = None if isinstance(found, _IDENTICAL) else self._holds_the_same(self, found, now)
+        if same is not None:
+            return same
+        if isinstance(found, Moving) or kind in _SUPER:
+            return super().accepts(found, now, depth)
+        if isinstance(found, list | dict) or (is_watched(kind) and not _is_identical(found)):
+            return True  # Nothing was read of it.
+        return kind.__eq__ is not object.__eq__ and super().accepts(found, now, depth)
+
+    def now_expected(self, found: Any, now: Any) -> Any:
+        """Return what a later call has to find where `now` was accepted in place of `found`."""
+        return found if isinstance(found, TensorLike | Moving) else now
+
+    def _accepts_function(self, found: FunctionType, now: FunctionType, depth: int) -> bool:
+        if found.__code__ is not now.__code__ or found.__dict__.keys() != now.__dict__.keys():
+            return False
+        if self._holds_the_same(self, found, now) is False:
+            return False
+        if self._holds_the_same(self, found.__dict__, now.__dict__) is False:
+            return False
+        cells = zip(found.__closure__ or (), now.__closure__ or (), strict=True)
+        return all(self._holds_the_same(self, *pair) is not False for pair in cells)
+
+
+def _by_holder(owners: Sequence[Owner]) -> dict[int, list[Owner]]:
+    by_id: dict[int, list[Owner]] = {}
+    for owner in owners:
+        by_id.setdefault(id(owner.holder), []).append(owner)
+    return by_id
+
+
+def _is_identical(value: Any) -> bool:
+    return isinstance(value, _IDENTICAL)
+
+
+def _same_keys(keys: Sequence[Any], expected: Sequence[Any]) -> bool:
+    # By identity first, for keys may be tensors, whose equality is a tensor.
+    if len(keys) != len(expected):
+        return False
+    return all(map(is_, keys, expected)) or all(
+        a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and a == b)
+        for a, b in zip(keys, expected, strict=True)
+    )
+
+
+def _is_same(value: Any, expected: Any) -> bool:
+    """Compare what is made anew for each look: an array's memory, a tensor's traits."""
+    if value is expected:
+        return True
+    return type(value) is type(expected) and is_plain(value) and value == expected
+
+
+def _hooks_of_all() -> list[tuple[Any, ...]]:
+    return [tuple(getattr(torch_module, name)) for name in _HOOKS]

@@ -1,0 +1,579 @@
+"""What a step reads of Python, noted while it runs.
+
+::
+
+    recording = Recording(step, arguments)
+    with recording:
+        step(*arguments)
+    guards = recording.guards()          what was read, as it was before the step changed anything
+
+How reads are seen:
+
+==========================  ========================================================================
+attributes of objects       the classes met look attributes up by a function of ours for so long
+attributes of modules       so does a module of the user's, whose class is another one for so long
+globals, variables around   the code of each function that starts (``sys.monitoring``; a profiler on
+                            Python 3.11) says which it loads
+methods, special ones too   by the function that starts, which stands under a name of a class
+what C holds or walks       a container, a class, a partial counts as read whole as soon as it is
+                            read, unless the next instructions take one item (``uses``)
+==========================  ========================================================================
+
+An object is copied when the step first meets it: as a global of code that starts, as an attribute
+or an element of what it had met before, as an argument. Nothing can be written to before that.
+
+Invariants:
+
+* What the step could read without being seen counts as read.
+* What came to be while the step ran is no state of before: it guards nothing.
+* Code of libraries (Python's, torch's, JAX's, NumPy's, this package's) is not watched, but what it
+  reads of the user's objects is.
+"""
+
+from __future__ import annotations
+
+import array
+import contextvars
+import enum
+import functools
+import gc
+import os
+import sys
+import threading
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.modules import module as torch_module
+
+from xla_dtensor.core.errors import CompileError
+from xla_dtensor.runtimes.new_garbage import new_objects, old_objects_aside
+from xla_dtensor.runtimes.premises.guards.comparing import Guards
+from xla_dtensor.runtimes.premises.guards.owners import (
+    Cell,
+    ClassNames,
+    ContextValue,
+    Elements,
+    Environment,
+    Fields,
+    Items,
+    Memory,
+    Names,
+    Object,
+    Owner,
+    Traits,
+    dict_of,
+    is_watched,
+)
+from xla_dtensor.runtimes.premises.guards.uses import Use, loads_of, use_behind
+from xla_dtensor.runtimes.premises.libraries import is_library_file
+from xla_dtensor.runtimes.premises.values import ABSENT, is_plain
+
+__all__ = ["Recording"]
+
+_MOST_OWNERS = 200_000
+_DICTS = (dict, OrderedDict, defaultdict, types.MappingProxyType)
+_LISTS = (list, tuple, deque, set, frozenset)
+_BY_ITEMS = (dict, OrderedDict, defaultdict, list, tuple)
+_WALKERS = (
+    *(zip, map, enumerate, reversed, filter, functools._lru_cache_wrapper),
+    *(type({}.keys()), type({}.values()), type({}.items())),
+)
+_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__")
+_PARTIAL = ("func", "args", "keywords")
+_MODULE_FILE = torch_module.__file__
+_ENVIRONMENT = (os.__file__, "<frozen os>", "<frozen _collections_abc>")
+_LOOKUP = "__getattribute__"
+_TOOLS = (4, 3, 5, 2, 1, 0)
+
+
+class Recording:
+    """Notes what a step reads, inside of a ``with`` block.
+
+    Args:
+        step: The step.
+        arguments: What it is called with.
+    """
+
+    def __init__(self, step: Any, arguments: Iterable[Any] = ()) -> None:
+        self._roots = (step, *arguments)
+        self._owners: dict[Any, Owner] = {}
+        self._queue: list[tuple[Any, str, Owner | None]] = []
+        self._aside = old_objects_aside()
+        self._new: set[int] | None = None
+        self._functions: dict[types.CodeType, list[types.FunctionType]] = defaultdict(list)
+        self._methods: dict[types.CodeType, list[tuple[type, str]]] = defaultdict(list)
+        self._started: set[types.CodeType] = set()
+        self._inner: set[types.CodeType] = set()
+        self._watched: dict[type, Any] = {}  # with the lookup that was there, ABSENT for none
+        self._known: set[type] = set()
+        self._modules: list[tuple[types.ModuleType, type]] = []
+        self._is_busy = False
+        self._sees_all = True
+        self._thread = threading.get_ident()
+        self.iterators: list[Any] = []
+
+    def __enter__(self) -> Recording:
+        self._aside.__enter__()
+        self._watch(torch.nn.Module)
+        self._start()
+        for root in self._roots:
+            self._meet(root, "an argument")
+        self._drain()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+        self._new = new_objects()
+        self._aside.__exit__(None, None, None)
+        for kind, lookup in self._watched.items():
+            if lookup is ABSENT:
+                type.__delattr__(kind, _LOOKUP)
+            else:
+                type.__setattr__(kind, _LOOKUP, lookup)
+        for module, kind in self._modules:
+            module.__class__ = kind
+
+    def guards(self) -> Guards:
+        """Return what was read; after the block."""
+        is_new = functools.cache(self._is_new)
+        owners = [each for each in self._owners.values() if not is_new(each)]
+        kept = [o for o in owners if o.reads or o.is_whole or isinstance(o, Object)]
+        return Guards(kept)
+
+    def _is_new(self, owner: Owner) -> bool:
+        """Tell whether an owner came to be while the step ran."""
+        if isinstance(owner, Environment):
+            return False
+        if owner.parent is not None and (self._new is None or not _tells_its_age(owner)):
+            return self._is_new(owner.parent)
+        if self._new is None:  # An object that was met by nothing that was read.
+            return isinstance(owner, Object)
+        return id(owner.holder) in self._new
+
+    # ------------------------------------------------------------------ code that starts
+
+    def _start(self) -> None:
+        monitoring = getattr(sys, "monitoring", None)
+        self._monitoring = monitoring
+        if monitoring is None:
+            sys.setprofile(self._on_event)
+            return
+        self._tool = next(tool for tool in _TOOLS if monitoring.get_tool(tool) is None)
+        monitoring.use_tool_id(self._tool, "xla_dtensor")
+        event = monitoring.events.PY_START
+        monitoring.register_callback(self._tool, event, self._on_start)
+        monitoring.set_events(self._tool, event)
+        monitoring.restart_events()
+
+    def _stop(self) -> None:
+        if self._monitoring is None:
+            sys.setprofile(None)
+            return
+        self._monitoring.set_events(self._tool, 0)
+        self._monitoring.free_tool_id(self._tool)
+
+    def _on_event(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            self._on_code(frame.f_code, frame)
+
+    def _on_start(self, code: types.CodeType, offset: int) -> Any:
+        if threading.get_ident() != self._thread:
+            return None
+        return None if self._on_code(code, sys._getframe(1)) else self._monitoring.DISABLE
+
+    def _on_code(self, code: types.CodeType, frame: types.FrameType) -> bool:
+        """Note what code reads; return whether to be told again when it starts."""
+        file = code.co_filename
+        if file in _ENVIRONMENT and code.co_qualname == "_Environ.__getitem__":
+            self._read_variable(frame)
+            return True
+        if code not in self._started and not is_library_file(file):
+            if _is_imported(frame):
+                return True
+            self._started.add(code)
+            self._code(code, frame.f_globals)
+            self._drain()
+        return False
+
+    def _read_variable(self, frame: types.FrameType | None) -> None:
+        key = None if frame is None else frame.f_locals["key"]
+        while frame is not None and frame.f_code.co_filename in _ENVIRONMENT:
+            frame = frame.f_back
+        if frame is not None and not is_library_file(frame.f_code.co_filename):
+            owner = self._owners.setdefault(Environment, Environment(os.environ, "os.environ"))
+            self._read(owner, key)
+
+    def _code(self, code: types.CodeType, names: dict[str, Any]) -> None:
+        self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
+        if _LOOKUP in code.co_names and not code.co_name.startswith("__getattr"):
+            self._see_all()
+        loads = loads_of(code)
+        owner = self._owner(names, Names, f"the globals of {names.get('__name__')}")
+        for name, uses in loads.names.items():
+            self._load(owner, name, uses)
+        for function in self._functions.get(code, ()):
+            self._activate(function)
+        for kind, name in self._methods.get(code, ()):
+            self._read(self._class_owner(kind), name)
+        for name in loads.supers:
+            for kind in [each for each in self._known if name in vars(each)]:
+                self._read(self._class_owner(kind), name)
+        if code.co_freevars and code not in self._functions and code not in self._inner:
+            for function in gc.get_referrers(code):
+                if isinstance(function, types.FunctionType):
+                    self._function(function)
+
+    # ------------------------------------------------------------------ reads
+
+    def _owner(
+        self, holder: Any, make: Callable[..., Owner], label: str, *more: Any, of: Any = None
+    ) -> Owner:
+        """Return the owner that an object is; it is copied when it comes up first.
+
+        Args:
+            holder: The object.
+            make: The kind of owner.
+            label: What messages call it.
+            *more: Further arguments of the kind.
+            of: The owner through which it was met.
+        """
+        key = make, id(holder)
+        owner = self._owners.get(key)
+        if owner is None:
+            if len(self._owners) > _MOST_OWNERS:
+                raise CompileError(
+                    f"The step reads more than {_MOST_OWNERS} objects of Python, the last one "
+                    f"{label}. A compiled step compares on each call what it has read. Hand it a "
+                    "tensor or a NumPy array in place of lists and dicts of this size."
+                )
+            owner = self._owners[key] = make(holder, label, *more)
+            owner.parent = of
+        return owner
+
+    def _read(self, owner: Owner, key: Any) -> None:
+        """Note that a value was read, and what follows from that."""
+        if owner.reads.get(key):
+            return
+        owner.reads[key] = True
+        value = owner.snapshot.get(key, ABSENT)
+        if value is not ABSENT:
+            self._queue.append((value, owner.named(key), owner))
+
+    def _read_whole(self, owner: Owner) -> None:
+        if not owner.is_whole:
+            owner.is_whole = True
+            for key in list(owner.snapshot):
+                self._read(owner, key)
+
+    def _load(self, owner: Owner, key: Any, uses: Sequence[Use | None], frame: Any = None) -> None:
+        """Note that a value was loaded, which is then used in some ways."""
+        if owner.reads.get(key):
+            return
+        value = owner.snapshot.get(key, ABSENT)
+        parts = self._parts(value, uses, frame)
+        if parts is None:
+            self._read(owner, key)
+            return
+        owner.reads[key] = False
+        kinds = {list: Elements, tuple: Elements, types.SimpleNamespace: Object}
+        part = self._owner(value, kinds.get(type(value), Items), owner.named(key), of=owner)
+        for each in parts:
+            self._read(part, each)
+
+    def _parts(self, value: Any, uses: Sequence[Use | None], frame: Any) -> list[Any] | None:
+        """Return the keys that are read of a container; None for all of it."""
+        is_bag = type(value) is types.SimpleNamespace
+        if not is_bag and type(value) not in _BY_ITEMS:
+            return None
+        keys: list[Any] = []
+        for use in uses:
+            kind, key = use or Use("all")
+            if kind == "local" and frame is not None and key in frame.f_locals:
+                kind, key = "item", frame.f_locals[key]
+            is_number = type(key) is int and key >= 0
+            fits = {
+                "attribute": is_bag,
+                "write": not is_bag,
+                "get": isinstance(value, dict),
+                "item": is_number if isinstance(value, list | tuple) else not is_bag,
+            }
+            if not fits.get(kind) or not is_plain(key):
+                return None
+            keys += [] if kind == "write" else [key]
+        return keys
+
+    # ------------------------------------------------------------------ values that are met
+
+    def _meet(self, value: Any, label: str, of: Owner | None = None) -> None:
+        self._queue.append((value, label, of))
+
+    def _drain(self) -> None:
+        while self._queue:
+            self._value(*self._queue.pop())
+
+    def _value(self, value: Any, label: str, of: Owner | None) -> None:
+        """Note a value that the step read: what it may do with it unseen counts as read."""
+        kind = type(value)
+        if _has_no_parts(value):
+            return
+        if isinstance(value, torch.Tensor):
+            self._tensor(value, label, of)
+        elif kind in _DICTS:
+            self._read_whole(self._owner(value, Items, label, of=of))
+        elif kind in _LISTS:
+            self._read_whole(self._owner(value, Elements, label, of=of))
+        elif kind is types.FunctionType:
+            self._function(value, of)
+        elif kind is types.MethodType:
+            self._meet(value.__self__, label, of)
+            self._meet(value.__func__, label, of)
+        elif isinstance(value, staticmethod | classmethod):
+            self._meet(value.__func__, label, of)
+        elif isinstance(value, property):
+            self._meet(value.fget, label, of)
+        elif isinstance(value, functools.partial):
+            self._read_whole(self._owner(value, Fields, label, _PARTIAL, of=of))
+        elif isinstance(value, types.ModuleType):
+            self._module(value)
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, weakref.ref):
+            self._meet(weakref.ref.__call__(value), label, of)
+        elif kind is contextvars.ContextVar:
+            self._read_whole(self._owner(value, ContextValue, label, of=of))
+        elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+            self._meet(value.ravel().tolist(), label, of)
+        elif isinstance(value, np.ndarray | array.array | bytearray):
+            self._read_whole(self._owner(value, Memory, label, of=of))
+        elif kind is types.SimpleNamespace:
+            self._read_whole(self._owner(value, Object, label, of=of))
+        elif isinstance(value, _WALKERS):
+            for each in gc.get_referents(value):
+                self._meet(each, label, of)
+        elif is_watched(kind):
+            self._object(value, of)
+        if hasattr(kind, "__next__") and not is_watched(kind):
+            self.iterators.append(value)
+
+    def _tensor(self, tensor: torch.Tensor, label: str, of: Owner | None) -> None:
+        self._read(self._owner(tensor, Traits, label, of=of), None)
+        own = dict_of(tensor)
+        if own is not None and not hasattr(tensor, "_local_tensor"):
+            self._read_whole(self._owner(own, Names, label, of=of))
+
+    def _function(self, function: types.FunctionType, of: Owner | None = None) -> None:
+        key = Fields, id(function)
+        if key in self._owners or is_library_file(function.__code__.co_filename):
+            return
+        owner = self._owner(function, Fields, function.__qualname__, _FUNCTION, of=of)
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            self._owner(cell, Cell, name, of=owner)
+        self._functions[function.__code__].append(function)
+        if function.__dict__:
+            self._read_whole(self._owner(function.__dict__, Names, function.__qualname__, of=owner))
+        if function.__code__ in self._started:
+            self._activate(function)
+
+    def _activate(self, function: types.FunctionType) -> None:
+        """Note what a function reads that runs: its defaults, the variables around it."""
+        owner = self._owners[Fields, id(function)]
+        if owner.is_whole:
+            return
+        self._read_whole(owner)
+        cells = loads_of(function.__code__).cells
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            if name != "__class__":
+                self._load(self._owners[Cell, id(cell)], None, cells.get(name, [None]))
+
+    # ------------------------------------------------------------------ objects and classes
+
+    def _object(self, value: Any, of: Owner | None = None) -> Owner:
+        owner = self._owners.get((Object, id(value)))
+        if owner is not None:
+            return owner
+        kind = type(value)
+        self._watch(kind)
+        owner = self._owner(value, Object, kind.__name__, of=of)
+        for base, make in ((dict, Items), (list | tuple | set | deque, Elements)):
+            if isinstance(value, base):
+                self._read_whole(self._owner(value, make, kind.__name__, of=owner))
+        if self._sees_all is False:
+            self._all_of(owner)
+        return owner
+
+    def _see_all(self) -> None:
+        """Take everything for read: code looks attributes up past the classes."""
+        self._sees_all = False
+        for owner in [each for each in self._owners.values() if isinstance(each, Object)]:
+            self._all_of(owner)
+
+    def _all_of(self, owner: Owner) -> None:
+        self._read_whole(owner)
+        self._class(type(owner.holder))
+
+    def _watch(self, kind: type) -> None:
+        """Let reads of a class's objects be noted."""
+        for each in kind.__mro__:
+            if each not in self._known and is_watched(each):
+                self._known.add(each)
+                self._note_methods(each)
+        owner = next(each for each in kind.__mro__ if _LOOKUP in vars(each))
+        if owner in self._watched or (owner is not object and not is_watched(owner)):
+            return
+        custom = ABSENT if owner is object else vars(owner)[_LOOKUP]
+        target = kind if owner is object else owner
+        note, look_up = self._note, object.__getattribute__ if custom is ABSENT else custom
+
+        def __getattribute__(self: Any, name: str) -> Any:
+            note(self, name)
+            return look_up(self, name)
+
+        try:
+            type.__setattr__(target, _LOOKUP, __getattribute__)  # past a metaclass that refuses
+        except TypeError:  # A class of C++, which nothing can be noted of.
+            return
+        self._watched[target] = custom
+
+    def _note_methods(self, kind: type) -> None:
+        for name, value in list(vars(kind).items()):
+            function = getattr(value, "__func__", None) or getattr(value, "fget", None)
+            function = function or getattr(value, "func", value)
+            if isinstance(function, types.FunctionType):
+                self._methods[function.__code__].append((kind, name))
+                if function.__code__ in self._started:
+                    self._read(self._class_owner(kind), name)
+
+    def _note(self, holder: Any, name: str) -> None:
+        """Note that an attribute of an object is looked up."""
+        if self._is_busy or name == "__class__" or threading.get_ident() != self._thread:
+            return
+        owner = self._owners.get((Object, id(holder)))
+        if owner is not None and (owner.is_whole or owner.reads.get(name)):
+            return
+        self._is_busy = True
+        try:
+            self._note_first(self._object(holder) if owner is None else owner, name)
+            self._drain()
+        finally:
+            self._is_busy = False
+
+    def _note_first(self, owner: Any, name: str) -> None:
+        frame = sys._getframe(3)
+        holder, kind = owner.holder, type(owner.holder)
+        if name == "__dict__":
+            file = frame.f_code.co_filename
+            if file != _MODULE_FILE and not _is_ours(file):
+                self._read_whole(owner)
+            return
+        has_own_lookup = any(self._watched.get(each, ABSENT) is not ABSENT for each in kind.__mro__)
+        if name in owner.snapshot and not has_own_lookup:
+            use = use_behind(frame.f_code, frame.f_lasti, name)
+            self._load(owner, name, [use], frame)
+            return
+        if has_own_lookup or self._is_answered(kind, name):
+            owner.asks.add(name)
+            owner.snapshot[name] = owner.look_up(name)
+            self._read(owner, name)
+            return
+        owner.reads[name] = True
+        for each in kind.__mro__:
+            if is_watched(each):
+                self._read(self._class_owner(each), name)
+                if name in vars(each):
+                    break
+        del holder
+
+    def _is_answered(self, kind: type, name: str) -> bool:
+        """Tell whether a class's own ``__getattr__`` gives a name."""
+        answers = getattr(kind, "__getattr__", None)
+        if answers is None or answers is torch.nn.Module.__getattr__:
+            return False
+        return not any(name in vars(each) for each in kind.__mro__)
+
+    def _class_owner(self, kind: type) -> Owner:
+        custom = self._watched.get(kind)
+        replaced = {} if custom is None else {_LOOKUP: custom}
+        return self._owner(kind, ClassNames, kind.__name__, replaced)
+
+    def _class(self, kind: type) -> None:
+        """Note a class that the step holds: what it looks up of it is not seen."""
+        if not is_watched(kind):
+            return
+        self._watch(kind)
+        for each in kind.__mro__:
+            if is_watched(each) and str(each.__module__).partition(".")[0] != "torch":
+                owner = self._class_owner(each)
+                if not owner.is_whole:
+                    owner.is_whole = True
+                    for name, value in list(owner.snapshot.items()):
+                        if callable(value) or not name.startswith("__"):
+                            self._read(owner, name)
+
+    def _module(self, module: types.ModuleType) -> None:
+        names = vars(module)
+        if _is_library(module) or any(each is module for each, _ in self._modules):
+            return
+        owner = self._owner(names, Names, str(names.get("__name__")))
+        kind, note = type(module), self._note_name
+
+        def __getattribute__(self: Any, name: str) -> Any:
+            note(owner, name)
+            return kind.__getattribute__(self, name)
+
+        watched = type(kind.__name__, (kind,), {_LOOKUP: __getattribute__})
+        module.__class__ = watched
+        self._modules.append((module, kind))
+
+    def _note_name(self, owner: Owner, name: str) -> None:
+        if self._is_busy or name == "__class__" or threading.get_ident() != self._thread:
+            return
+        self._is_busy = True
+        try:
+            if name == "__dict__":
+                self._read_whole(owner)
+            else:
+                frame = sys._getframe(2)
+                self._load(owner, name, [use_behind(frame.f_code, frame.f_lasti, name)], frame)
+            self._drain()
+        finally:
+            self._is_busy = False
+
+
+def _has_no_parts(value: Any) -> bool:
+    if isinstance(value, enum.Enum):
+        return False
+    if type(value) in (tuple, frozenset):
+        return all(map(_has_no_parts, value))
+    return is_plain(value) or value is ABSENT
+
+
+def _tells_its_age(owner: Owner) -> bool:
+    """Tell whether the collector knows an object; an object's dict is made when it is asked for."""
+    return gc.is_tracked(owner.holder) and not isinstance(owner, Names)
+
+
+def _is_imported(frame: types.FrameType | None) -> bool:
+    """Tell whether code runs because a module is imported for the first time."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_ours(file: str) -> bool:
+    return is_library_file(file) and f"{os.sep}xla_dtensor{os.sep}" in file
+
+
+def _is_library(module: types.ModuleType) -> bool:
+    file, root = getattr(module, "__file__", None), module.__name__.partition(".")[0]
+    return is_library_file(file) if file else root in sys.stdlib_module_names

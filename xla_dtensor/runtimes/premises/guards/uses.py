@@ -1,0 +1,133 @@
+"""How code uses a value that it loads: whether only an item of it, read off the next instructions.
+
+A dict that a step reads counts as read whole, for Python's own containers cannot be watched. Most
+code says at once which item it wants, and then only that item counts::
+
+    TABLE["bias"]               LOAD_GLOBAL TABLE, LOAD_CONST 'bias', BINARY_SUBSCR       one item
+    self.table[name]            LOAD_ATTR table, LOAD_FAST name, BINARY_SUBSCR            one item
+    self.history.append(x)      LOAD_ATTR history, LOAD_ATTR append                       none
+    table = self.table          LOAD_ATTR table, STORE_FAST table                         all of it
+"""
+
+from __future__ import annotations
+
+import dis
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import CodeType
+from typing import Any, NamedTuple
+
+__all__ = ["Loads", "Use", "loads_of", "use_behind"]
+
+_ADDS = frozenset({"append", "appendleft", "extend", "add"})
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_LOCALS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
+_CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
+_CELLS = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+
+
+class Use(NamedTuple):
+    """What code does with a value.
+
+    Attributes:
+        kind: "item" reads one, "local" reads the one whose key a local variable holds, "get" may
+            read one, "attribute" reads one, "write" reads nothing.
+        key: Of the item; the local's or the attribute's name.
+    """
+
+    kind: str
+    key: Any = None
+
+
+class Loads(NamedTuple):
+    """What a function's code loads, with each use of it; None is a use that may read all.
+
+    Attributes:
+        names: Globals, by name.
+        cells: Variables of the functions around.
+        supers: Attributes of ``super()``.
+    """
+
+    names: Mapping[str, Sequence[Use | None]]
+    cells: Mapping[str, Sequence[Use | None]]
+    supers: Sequence[str]
+
+
+@lru_cache(maxsize=20_000)
+def loads_of(code: CodeType) -> Loads:
+    """Return what a code loads; the functions that are defined in it count with it."""
+    names: dict[str, list[Use | None]] = defaultdict(list)
+    cells: dict[str, list[Use | None]] = defaultdict(list)
+    supers: list[str] = []
+    listed, _ = _instructions(code)
+    for place, each in enumerate(listed):
+        if each.opname in _GLOBALS:
+            names[each.argval].append(_use(listed, place))
+        elif each.opname in _CELLS:
+            cells[each.argval].append(_use(listed, place))
+        elif each.opname == "LOAD_SUPER_ATTR":
+            supers.append(each.argval)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            below = loads_of(inner)
+            for here, there in ((names, below.names), (cells, below.cells)):
+                for name, uses in there.items():
+                    here[name] += uses
+            supers += below.supers
+    return Loads(names, cells, supers)
+
+
+def use_behind(code: CodeType, offset: int, name: str) -> Use | None:
+    """Return the use of the attribute that the instruction at `offset` loads.
+
+    Args:
+        code: The code that runs.
+        offset: Of the instruction, in bytes.
+        name: The attribute that is being looked up.
+    """
+    listed, places = _instructions(code)
+    place = places.get(offset)
+    if place is None:
+        return None
+    # Another instruction may hand the value to code of C, which puts it anywhere.
+    is_direct = listed[place].opname in _ATTRIBUTES and listed[place].argval == name
+    return _use(listed, place) if is_direct else None
+
+
+@lru_cache(maxsize=20_000)
+def _instructions(code: CodeType) -> tuple[list[dis.Instruction], dict[int, int]]:
+    listed = [i for i in dis.get_instructions(code) if i.opname not in ("EXTENDED_ARG", "CACHE")]
+    return listed, {each.offset: place for place, each in enumerate(listed)}
+
+
+def _use(listed: Sequence[dis.Instruction], place: int) -> Use | None:
+    following = listed[place + 1 : place + 5]
+    if len(following) < 2:
+        return None
+    first, second = following[:2]
+    if first.opname in _ATTRIBUTES:
+        if first.argval in _ADDS:
+            return Use("write")
+        is_get = first.argval == "get" and second.opname in _CONSTANTS
+        return Use("get", second.argval) if is_get else Use("attribute", first.argval)
+    if first.opname in _CONSTANTS:
+        use = Use("item", first.argval)
+    elif first.opname in _LOCALS:
+        use = Use("local", first.argval)
+    else:
+        return None
+    if _is_subscript(second):
+        return use
+    if second.opname == "STORE_SUBSCR":
+        return Use("write")
+    # An augmented assignment: COPY, COPY, BINARY_SUBSCR
+    copies = [each.opname for each in following[1:3]] == ["COPY", "COPY"]
+    return use if copies and len(following) == 4 and _is_subscript(following[3]) else None
+
+
+def _is_subscript(each: dis.Instruction) -> bool:
+    if each.opname == "BINARY_SUBSCR":
+        return True
+    return each.opname == "BINARY_OP" and each.argrepr == "[]"
