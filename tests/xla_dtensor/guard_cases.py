@@ -92,15 +92,8 @@ class Case:
 
     @cached_property
     def _module(self) -> types.ModuleType:
-        path = Path(_FOLDER.name) / f"guard_case_{self.name}.py"
-        path.write_text(self.source)
-        settings = types.ModuleType(f"guard_settings_{self.name}")
-        sys.modules[settings.__name__] = settings
-        module = types.ModuleType(path.stem)
-        module.__file__ = str(path)
-        sys.modules[module.__name__] = module
-        exec(compile(self.source, str(path), "exec"), module.__dict__)
-        return module
+        _imported(f"guard_settings_{self.name}", "root, spare = None, 0\n")
+        return _imported(f"guard_case_{self.name}", self.source)
 
     @cached_property
     def step(self) -> Callable[[Any], Any]:
@@ -115,11 +108,27 @@ class Case:
         """Whether a change alters what the step reads; None where either will do."""
         return self.changes[number].is_read
 
+    def close(self) -> None:
+        """Let go of the case's modules; to be called when nobody calls the step any more."""
+        for name in (f"guard_settings_{self.name}", f"guard_case_{self.name}"):
+            sys.modules.pop(name, None)
+
     def __str__(self) -> str:
         return (
             f"seed {self.name}: {' > '.join(self.owners)} by {', '.join(self.reads) or 'name'} "
             f"through {self.call} for {self.use}"
         )
+
+
+def _imported(name: str, source: str) -> types.ModuleType:
+    """Write a module to a file and import it, anew each time."""
+    path = Path(_FOLDER.name) / f"{name}.py"
+    path.write_text(source)
+    module = types.ModuleType(name)
+    module.__file__ = str(path)
+    sys.modules[name] = module
+    exec(compile(source, str(path), "exec"), module.__dict__)
+    return module
 
 
 # ----------------------------------------------------------------------- calls
