@@ -292,7 +292,7 @@ USES: dict[str, tuple[str, str]] = {
     "in": ("(2.0 if $v in (2.0, 4.0) else 1.0)", ""),
     "equality": ("(2.0 if $v == 2.0 else 1.0)", ""),
     "f-string to getattr": (
-        'getattr(Levels, f"level_{int($v) % 3}")',
+        '(lambda v: getattr(Levels, f"level_{int(v) % 3}"))($v)',  # no $v inside: Python 3.11
         "class Levels:\n    level_0, level_1, level_2 = 1.0, 2.0, 3.0\n",
     ),
     "index": ("LEVELS[int($v) % 5]", "LEVELS = [1.0, 2.0, 3.0, 4.0, 5.0]\n"),
@@ -310,7 +310,7 @@ USES: dict[str, tuple[str, str]] = {
     "zip": ("sum(a * b for a, b in zip([$v], [2.0]))", ""),
     "isinstance": ("(2.0 if isinstance($v, float) else 1.0)", ""),
     "type": ("len(type($v).__name__) * 1.0", ""),
-    "format": ('float(f"{$v:.1f}")', ""),
+    "format": ('(lambda v: float(f"{v:.1f}"))($v)', ""),
     "str": ("len(str($v)) * 1.0", ""),
     "sign": ("math.copysign(2.0, $v)", ""),
     "loop": ("sum(1.0 for _ in range(int($v)))", ""),
