@@ -15,6 +15,7 @@ Each call of `drawn` gives a case with state of its own. `fixed_guard_cases` has
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import tempfile
@@ -320,9 +321,8 @@ USES: dict[str, tuple[str, str]] = {
 
 # ----------------------------------------------------------------------- drawing
 
-
 # A weak reference may name these.
-WEAK = set(OWNERS) - {
+_WEAK = set(OWNERS) - {
     "named tuple",
     "tuple",
     "list",
@@ -353,7 +353,6 @@ class _Drawing:
         self.use = self.pick(USES)
         self.number = 1.0
         self.missing = False
-        self.index_changed = False
 
     def pick(self, choices: Any) -> str:
         return self.random.choice(sorted(choices))
@@ -362,8 +361,8 @@ class _Drawing:
         depth = self.random.choice((0, 1, 1, 1, 2, 2, 3))
         owners = [self.pick(set(OWNERS) - _NUMBERS) for _ in range(depth - 1)]
         owners += [self.pick(OWNERS)] if depth else []
-        if ROOTS[self.root].weakly and not (owners and owners[0] in WEAK):
-            owners[:1] = [self.pick(WEAK if len(owners) < 2 else WEAK - _NUMBERS)]
+        if ROOTS[self.root].weakly and not (owners and owners[0] in _WEAK):
+            owners[:1] = [self.pick(_WEAK if len(owners) < 2 else _WEAK - _NUMBERS)]
         return owners
 
     def _read(self, level: int) -> str:
@@ -400,7 +399,7 @@ class _Drawing:
 
     def made(self, number: float, start: int = 0) -> str:
         """Make what is held at a level."""
-        text = repr(number)
+        text = "math.nan" if math.isnan(number) else repr(number)
         for level in reversed(range(start, len(self.owners))):
             text = f"make_{level}({text})"
         return text
@@ -482,12 +481,13 @@ class _Drawing:
         if how < 0.15:
             # A new object, not the constant itself.
             return self.number, "an equal value"
-        if how < 0.25 and isinstance(self.number, float) and "array" not in str(self.owners[-1:]):
+        is_float = isinstance(self.number, float) and not math.isnan(self.number)
+        if how < 0.25 and is_float and "array" not in str(self.owners[-1:]):
             return int(self.number), "an equal value of another type"
         if how < 0.4 and self.number != 1.0:
             return 1.0, "back to the first"
         if how < 0.45 and self.use == "product":
-            return self.random.choice((-0.0, 1e300)), "another value"
+            return self.random.choice((-0.0, 1e300, math.nan)), "another value"
         choices = [value for value in VALUES if value != self.number]
         return self.random.choice(choices), "another value"
 
