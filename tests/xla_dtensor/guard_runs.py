@@ -18,6 +18,7 @@ import gc
 import importlib
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -242,6 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tests.xla_dtensor.guard_runs")
     parser.add_argument("--seeds", default="0:0", help="0:500, as a range")
     parser.add_argument("--fixed", action="store_true", help="the cases with names as well")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop then, and report")
     parser.add_argument("--devices", type=int, default=1, help="of CPU")
     parser.add_argument("--notes", type=Path, help="a file for one line of JSON a verdict")
     parser.add_argument("--texts", action="store_true", help="print errors whole")
@@ -255,17 +257,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.disable(logging.WARNING)  # each case that is traced often says so
     judge_on_mesh(of_seed(0), mesh)  # what is imported late
     first, last = map(int, chosen.seeds.split(":"))
-    makers = [of_seed(seed) for seed in range(first, last)]
-    if chosen.fixed:
-        makers += [of_name(name) for name in FIXED]
-    began, verdicts = time.monotonic(), list[Verdict]()
+    makers = [of_name(name) for name in FIXED] if chosen.fixed else []
+    makers += [of_seed(seed) for seed in range(first, last)]
+    began, judged = time.monotonic(), list[list[Verdict]]()
     with only_new_objects_searched():
         for make in makers:
-            verdicts += judge_on_mesh(make, mesh)
+            if time.monotonic() - began < chosen.seconds:
+                judged.append(judge_on_mesh(make, mesh))
+    verdicts = [verdict for case in judged for verdict in case]
     if chosen.notes:
         chosen.notes.parent.mkdir(parents=True, exist_ok=True)
         chosen.notes.write_text("".join(json.dumps(asdict(v)) + "\n" for v in verdicts))
-    print(report(verdicts, len(makers), time.monotonic() - began))
+    print(report(verdicts, len(judged), time.monotonic() - began))
     if chosen.texts:
         print(*(f"\n{v.case}.{v.number}: {v.note}" for v in verdicts if v.note), sep="\n")
     return int(any(verdict.kind == "wrong" for verdict in verdicts))

@@ -7,7 +7,10 @@ nobody reads. They only shrink: a case in them that is right fails here.
 from __future__ import annotations
 
 import itertools
+import logging
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from tests.xla_dtensor.guard_cases import NUM_CHANGES, cases, drawn
 from tests.xla_dtensor.guard_runs import (
     judge,
     judge_on_mesh,
+    main,
     of_name,
     of_seed,
     only_new_objects_searched,
@@ -186,3 +190,21 @@ def test_the_judge(mode: str, name: str, kind: str) -> None:
     text = report(verdicts, 1, 1.0)
     assert kind in text
     assert kind == "right" or f"\n{kind}, as owner | read | change" in text
+
+
+@pytest.mark.only_on("jax")
+def test_a_run_prints_its_tables_and_notes_each_verdict(
+    mesh: xd.DeviceMesh,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    for name in ("XLA_DTENSOR_CPU_DEVICES", "JAX_PLATFORMS", "XLA_FLAGS"):
+        monkeypatch.setenv(name, os.environ.get(name, "8"))
+    monkeypatch.setattr(logging, "disable", lambda level: None)
+    notes = tmp_path / "notes.jsonl"
+    assert main(["--seeds", "0:2", "--devices", "8", "--notes", str(notes)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("2 cases, 12 calls in ")
+    assert all(f"\n{column} " in text for column in ("owner", "read", "form"))
+    assert len(notes.read_text().splitlines()) == 12
