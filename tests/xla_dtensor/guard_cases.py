@@ -15,6 +15,7 @@ Each call of `drawn` gives a case with state of its own. `fixed_guard_cases` has
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import tempfile
@@ -92,15 +93,8 @@ class Case:
 
     @cached_property
     def _module(self) -> types.ModuleType:
-        path = Path(_FOLDER.name) / f"guard_case_{self.name}.py"
-        path.write_text(self.source)
-        settings = types.ModuleType(f"guard_settings_{self.name}")
-        sys.modules[settings.__name__] = settings
-        module = types.ModuleType(path.stem)
-        module.__file__ = str(path)
-        sys.modules[module.__name__] = module
-        exec(compile(self.source, str(path), "exec"), module.__dict__)
-        return module
+        _imported(f"guard_settings_{self.name}", "root, spare = None, 0\n")
+        return _imported(f"guard_case_{self.name}", self.source)
 
     @cached_property
     def step(self) -> Callable[[Any], Any]:
@@ -115,11 +109,27 @@ class Case:
         """Whether a change alters what the step reads; None where either will do."""
         return self.changes[number].is_read
 
+    def close(self) -> None:
+        """Let go of the case's modules; to be called when nobody calls the step any more."""
+        for name in (f"guard_settings_{self.name}", f"guard_case_{self.name}"):
+            sys.modules.pop(name, None)
+
     def __str__(self) -> str:
         return (
             f"seed {self.name}: {' > '.join(self.owners)} by {', '.join(self.reads) or 'name'} "
             f"through {self.call} for {self.use}"
         )
+
+
+def _imported(name: str, source: str) -> types.ModuleType:
+    """Write a module to a file and import it, anew each time."""
+    path = Path(_FOLDER.name) / f"{name}.py"
+    path.write_text(source)
+    module = types.ModuleType(name)
+    module.__file__ = str(path)
+    sys.modules[name] = module
+    exec(compile(source, str(path), "exec"), module.__dict__)
+    return module
 
 
 # ----------------------------------------------------------------------- calls
@@ -283,7 +293,7 @@ USES: dict[str, tuple[str, str]] = {
     "in": ("(2.0 if $v in (2.0, 4.0) else 1.0)", ""),
     "equality": ("(2.0 if $v == 2.0 else 1.0)", ""),
     "f-string to getattr": (
-        'getattr(Levels, f"level_{int($v) % 3}")',
+        '(lambda v: getattr(Levels, f"level_{int(v) % 3}"))($v)',  # no $v inside: Python 3.11
         "class Levels:\n    level_0, level_1, level_2 = 1.0, 2.0, 3.0\n",
     ),
     "index": ("LEVELS[int($v) % 5]", "LEVELS = [1.0, 2.0, 3.0, 4.0, 5.0]\n"),
@@ -301,7 +311,7 @@ USES: dict[str, tuple[str, str]] = {
     "zip": ("sum(a * b for a, b in zip([$v], [2.0]))", ""),
     "isinstance": ("(2.0 if isinstance($v, float) else 1.0)", ""),
     "type": ("len(type($v).__name__) * 1.0", ""),
-    "format": ('float(f"{$v:.1f}")', ""),
+    "format": ('(lambda v: float(f"{v:.1f}"))($v)', ""),
     "str": ("len(str($v)) * 1.0", ""),
     "sign": ("math.copysign(2.0, $v)", ""),
     "loop": ("sum(1.0 for _ in range(int($v)))", ""),
@@ -311,9 +321,8 @@ USES: dict[str, tuple[str, str]] = {
 
 # ----------------------------------------------------------------------- drawing
 
-
 # A weak reference may name these.
-WEAK = set(OWNERS) - {
+_WEAK = set(OWNERS) - {
     "named tuple",
     "tuple",
     "list",
@@ -344,7 +353,6 @@ class _Drawing:
         self.use = self.pick(USES)
         self.number = 1.0
         self.missing = False
-        self.index_changed = False
 
     def pick(self, choices: Any) -> str:
         return self.random.choice(sorted(choices))
@@ -353,8 +361,8 @@ class _Drawing:
         depth = self.random.choice((0, 1, 1, 1, 2, 2, 3))
         owners = [self.pick(set(OWNERS) - _NUMBERS) for _ in range(depth - 1)]
         owners += [self.pick(OWNERS)] if depth else []
-        if ROOTS[self.root].weakly and not (owners and owners[0] in WEAK):
-            owners[:1] = [self.pick(WEAK if len(owners) < 2 else WEAK - _NUMBERS)]
+        if ROOTS[self.root].weakly and not (owners and owners[0] in _WEAK):
+            owners[:1] = [self.pick(_WEAK if len(owners) < 2 else _WEAK - _NUMBERS)]
         return owners
 
     def _read(self, level: int) -> str:
@@ -391,7 +399,7 @@ class _Drawing:
 
     def made(self, number: float, start: int = 0) -> str:
         """Make what is held at a level."""
-        text = repr(number)
+        text = "math.nan" if math.isnan(number) else repr(number)
         for level in reversed(range(start, len(self.owners))):
             text = f"make_{level}({text})"
         return text
@@ -473,12 +481,13 @@ class _Drawing:
         if how < 0.15:
             # A new object, not the constant itself.
             return self.number, "an equal value"
-        if how < 0.25 and isinstance(self.number, float) and "array" not in str(self.owners[-1:]):
+        is_float = isinstance(self.number, float) and not math.isnan(self.number)
+        if how < 0.25 and is_float and "array" not in str(self.owners[-1:]):
             return int(self.number), "an equal value of another type"
         if how < 0.4 and self.number != 1.0:
             return 1.0, "back to the first"
         if how < 0.45 and self.use == "product":
-            return self.random.choice((-0.0, 1e300)), "another value"
+            return self.random.choice((-0.0, 1e300, math.nan)), "another value"
         choices = [value for value in VALUES if value != self.number]
         return self.random.choice(choices), "another value"
 
