@@ -57,6 +57,7 @@ from xla_dtensor.runtimes.nested import Containers, Writes
 from xla_dtensor.runtimes.opened import close_all, open_all
 from xla_dtensor.runtimes.premises import Premises
 from xla_dtensor.runtimes.premises.effects import Effect
+from xla_dtensor.runtimes.premises.guards.shadow import Shadow
 from xla_dtensor.runtimes.premises.modules import Modules
 from xla_dtensor.runtimes.premises.reach import Reach
 from xla_dtensor.runtimes.premises.sources import inner_functions
@@ -544,8 +545,8 @@ def traced_step(
     lend = partial(lent, numbers), partial(lent_tensor, numbers)
     inputs = OptimizerInputs(lifted, *lend, lent_names, gather)
     premises = Premises(before.reach, Modules(before.python.modules))
-    tape = before.tape
-    trace, watch = Trace(HostInputs(tape)), Watch(inputs, premises)
+    tape, shadow = before.tape, Shadow(step, call.leaves)
+    trace, watch = Trace(HostInputs(tape)), Watch(inputs, premises, shadow)
     found = TracedStep(trace, watch, numbers, call.storages())
     rows = all_rows()
     assigned: list[Effect] = []
@@ -557,7 +558,7 @@ def traced_step(
             given = list(replaced(call.leaves, tensors))
             args, kwargs = close_all(tree_unflatten(given, call.tree))
             containers = Containers.of((args, kwargs), call.given)
-            with refusing_reads():
+            with refusing_reads(), shadow.watching():
                 result = step(*args, **kwargs)
             found.writes, contents = containers.written()
             outputs = (result, contents) if contents else result

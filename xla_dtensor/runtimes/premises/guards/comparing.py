@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -22,10 +22,14 @@ from torch.nn.modules import module as torch_module
 
 from xla_dtensor.runtimes.premises.guards.owners import (
     Cell,
+    ClassNames,
     Elements,
     Items,
+    Names,
     Object,
     Owner,
+    Traits,
+    dict_of,
     is_watched,
 )
 from xla_dtensor.runtimes.premises.values import ABSENT, Change, Judge, Moving, TensorLike, is_plain
@@ -38,6 +42,7 @@ _HOOKS = (
     "_global_backward_hooks",
     "_global_backward_pre_hooks",
 )
+_FUNCTION_PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _PROPERTY = ("fget", "fset", "fdel")
 _IDENTICAL = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, ModuleType)
 _SUPER = (tuple, MethodType, functools.partial)
@@ -142,82 +147,100 @@ class Guards:
 
 
 class _Pass:
-    """One look at everything.
+    """One look at everything that was read.
 
     Args:
         owners: What was read of.
     """
 
     def __init__(self, owners: Sequence[Owner]) -> None:
-        tables: dict[int, tuple[Mapping[Any, Any], dict[Any, Any]]] = {}
-        absent: dict[int, tuple[Mapping[Any, Any], set[Any]]] = {}
-        self._kinds = [(o.holder, o.kind) for o in owners if isinstance(o, Object)]
-        self._empty: list[Any] = []
-        self._whole: list[tuple[Owner, list[Any]]] = []
-        self._lists: list[Any] = []
-        self._cells: list[Any] = []
+        self._objects = [(o.holder, o.kind) for o in owners if isinstance(o, Object)]
+        self._empty: list[Any] = []  # containers that held nothing
+        self._sizes: list[tuple[Any, int]] = []
+        self._orders: list[tuple[Any, list[Any]]] = []
+        self._tables: dict[int, tuple[Mapping[Any, Any], dict[Any, Any]]] = {}
+        self._absent: dict[int, tuple[Mapping[Any, Any], set[Any]]] = {}
+        self._lists: list[tuple[Any, list[Any]]] = []
+        self._cells: list[tuple[Any, Any]] = []
+        self._functions: list[tuple[Any, tuple[Any, ...]]] = []
+        self._tensors: list[tuple[Any, Any]] = []
         self._single: list[tuple[Owner, Any, Any]] = []
-        expected_elements: list[Any] = []
-        expected_cells: list[Any] = []
         for owner in owners:
-            if isinstance(owner, Items | Elements) and owner.is_whole and not owner.keys:
-                self._empty.append(owner.holder)
-                continue
-            if isinstance(owner, Elements) and type(owner.holder) in (list, tuple):
-                if owner.is_whole:
-                    self._lists.append(owner.holder)
-                    expected_elements.append([owner.snapshot[key] for key in owner.keys])
-                    continue
-            elif owner.is_whole:
-                self._whole.append((owner, owner.keys))
-            for key, expected in owner.snapshot.items():
-                if isinstance(owner, Cell) and expected is not ABSENT:
-                    self._cells.append(owner.holder)
-                    expected_cells.append(expected)
-                    continue
-                table = owner.table(key)
-                if table is None:
-                    self._single.append((owner, key, expected))
-                elif expected is ABSENT:
-                    absent.setdefault(id(table), (table, set()))[1].add(key)
-                else:
-                    tables.setdefault(id(table), (table, {}))[1][key] = expected
-                    if isinstance(owner, Object) and table is not owner.table(""):
-                        own = owner.table("")
-                        if own is not None:
-                            absent.setdefault(id(own), (own, set()))[1].add(key)
-        self._getters = [
-            (itemgetter(*names), table) for table, names in tables.values() if len(names) > 1
-        ]
-        self._ones = [(table, *names) for table, names in tables.values() if len(names) == 1]
-        many = [names.values() for _, names in tables.values() if len(names) > 1]
+            self._add(owner)
+        tables = self._tables.values()
+        many = [(table, names) for table, names in tables if len(names) > 1]
         ones = [
-            value for _, names in tables.values() if len(names) == 1 for value in names.values()
+            (table, *item) for table, names in tables if len(names) == 1 for item in names.items()
         ]
-        self._expected = [*chain.from_iterable(many), *ones, *expected_cells]
-        self._elements = expected_elements
-        self._absent = [(table.keys(), names) for table, names in absent.values()]
+        self._getters = [(itemgetter(*names), table) for table, names in many]
+        self._ones = [(table, name) for table, name, _ in ones]
+        self._expected = list(chain.from_iterable(names.values() for _, names in many))
+        self._expected += [value for _, _, value in ones]
+        self._expected += [value for _, value in self._cells]
+        self._expected += list(chain.from_iterable(parts for _, parts in self._functions))
+        self._missing = [(table.keys(), names) for table, names in self._absent.values()]
+
+    def _add(self, owner: Owner) -> None:
+        holder = owner.holder
+        if owner.is_whole and isinstance(owner, Names | Elements) and not owner.keys:
+            self._empty.append(holder)
+        elif isinstance(owner, Elements) and owner.is_whole and owner.kind in (list, tuple):
+            self._lists.append((holder, list(owner.snapshot.values())))
+        elif owner.kind is FunctionType and owner.is_whole:
+            self._functions.append((holder, tuple(owner.snapshot.values())))
+        elif isinstance(owner, Traits):
+            self._tensors.append((owner, owner.snapshot[None]))
+        else:
+            self._add_keys(owner)
+
+    def _add_keys(self, owner: Owner) -> None:
+        if owner.is_whole and isinstance(owner, Items) and owner.kind is not MappingProxyType:
+            self._orders.append((owner, owner.keys))
+        elif owner.is_whole and isinstance(owner, Names | ClassNames):
+            self._sizes.append((owner, len(owner.keys)))
+        elif owner.is_whole and isinstance(owner, Object | Elements):
+            self._orders.append((owner, owner.keys))
+        for key, expected in owner.snapshot.items():
+            table = owner.table(key)
+            if isinstance(owner, Cell) and expected is not ABSENT:
+                self._cells.append((owner.holder, expected))
+            elif table is None:
+                self._single.append((owner, key, expected))
+            elif expected is ABSENT:
+                self._absent.setdefault(id(table), (table, set()))[1].add(key)
+            else:
+                self._tables.setdefault(id(table), (table, {}))[1][key] = expected
+                own = dict_of(owner.holder) if isinstance(owner, Object) else None
+                if own is not None and own is not table:  # one of a Module's registries
+                    self._absent.setdefault(id(own), (own, set()))[1].add(key)
 
     def holds(self) -> bool:
         """Tell whether everything is the very object that it was."""
-        if any(map(len, self._empty)):
-            return False
-        if any(type(holder) is not kind for holder, kind in self._kinds):
+        if any(self._empty) or any([type(holder) is not kind for holder, kind in self._objects]):
             return False
         try:
             values = list(chain.from_iterable([get(table) for get, table in self._getters]))
             values += [table[name] for table, name in self._ones]
-            values += [cell.cell_contents for cell in self._cells]
+            values += [cell.cell_contents for cell, _ in self._cells]
         except (KeyError, ValueError):
             return False
+        functions = [holder for holder, _ in self._functions]
+        values += chain.from_iterable(map(_FUNCTION_PARTS, functions))
         if not all(map(is_, values, self._expected)):
             return False
-        if not all([keys.isdisjoint(names) for keys, names in self._absent]):  # pyright: ignore
+        if not all([keys.isdisjoint(names) for keys, names in self._missing]):
             return False
-        for holder, elements in zip(self._lists, self._elements, strict=True):
+        return self._holds_beside()
+
+    def _holds_beside(self) -> bool:
+        if any([owner.size() != size for owner, size in self._sizes]):
+            return False
+        if any([owner.look_up(None) != traits for owner, traits in self._tensors]):
+            return False
+        for holder, elements in self._lists:
             if len(holder) != len(elements) or not all(map(is_, holder, elements)):
                 return False
-        if not all([_same_keys(list(owner.keys_now()), keys) for owner, keys in self._whole]):
+        if not all([_same_keys(list(owner.keys_now()), keys) for owner, keys in self._orders]):
             return False
         return all([_is_same(owner.look_up(key), value) for owner, key, value in self._single])
 

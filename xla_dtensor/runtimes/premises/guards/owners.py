@@ -102,6 +102,10 @@ class Owner:
         """Return what messages call the value of a key."""
         return f"{self.label}.{key}"
 
+    def size(self) -> int:
+        """Return how many keys there are at present."""
+        return len(self.holder)
+
     def table(self, key: Any) -> Mapping[Any, Any] | None:
         """Return the mapping in which a key is looked up; None where only `look_up` tells."""
         return None
@@ -320,6 +324,7 @@ class ClassNames(Owner):
 
     def __init__(self, holder: type, label: str, replaced: Mapping[str, Any]) -> None:
         self._replaced = replaced
+        self._table = vars(holder)
         super().__init__(holder, label)
 
     def entries(self) -> Iterable[tuple[Any, Any]]:
@@ -329,11 +334,14 @@ class ClassNames(Owner):
     def keys_now(self) -> Iterable[Any]:
         return [key for key in vars(self.holder) if key != "__getattribute__"]
 
+    def size(self) -> int:
+        return len(vars(self.holder)) - ("__getattribute__" in vars(self.holder))
+
     def look_up(self, key: Any) -> Any:
         return vars(self.holder).get(key, ABSENT)
 
     def table(self, key: Any) -> Mapping[Any, Any] | None:
-        return vars(self.holder)
+        return self._table
 
 
 def dict_of(value: Any) -> dict[str, Any] | None:

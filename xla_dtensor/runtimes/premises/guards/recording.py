@@ -100,7 +100,7 @@ class Recording:
     """
 
     def __init__(self, step: Any, arguments: Iterable[Any] = ()) -> None:
-        self._roots = (step, *arguments)
+        self._roots = (step, *(a for a in arguments if not isinstance(a, torch.Tensor)))
         self._owners: dict[Any, Owner] = {}
         self._queue: list[tuple[Any, str, Owner | None]] = []
         self._aside = old_objects_aside()

@@ -23,6 +23,7 @@ from xla_dtensor.runtimes.jax.compile.numbers import NumbersMeetTensors
 from xla_dtensor.runtimes.jax.compile.optimizer import OptimizerInputs
 from xla_dtensor.runtimes.jax.compile.trace_values import inner
 from xla_dtensor.runtimes.premises import Change, Premises
+from xla_dtensor.runtimes.premises.guards.shadow import Shadow
 from xla_dtensor.runtimes.torch_own import put_back
 
 __all__ = ["Watch", "see_modules", "watching"]
@@ -38,6 +39,7 @@ class Watch:
 
     inputs: OptimizerInputs
     premises: Premises
+    shadow: Shadow
     answers: list[tuple[Callable[[], Any], bool]] = field(default_factory=list)
 
     def see_module(self, module: torch.nn.Module, args: Any) -> None:
@@ -47,6 +49,7 @@ class Watch:
     def broken(self) -> Change | None:
         """Return what has changed since the trace, None if nothing has."""
         why = self.premises.broken()
+        self.shadow.compare(why)
         if why is not None:
             return why
         if self.inputs.parameters_changed():
@@ -84,7 +87,9 @@ class Watch:
 
         self.inputs.settle()
         by_name = {id(each.found): each.moving for each in moving}
-        self.premises.settle(reads, {**self.inputs.lifted(), **by_name})
+        instead = {**self.inputs.lifted(), **by_name}
+        self.premises.settle(reads, instead)
+        self.shadow.settle(reads, instead)
         self.answers = trace.answers
 
 
