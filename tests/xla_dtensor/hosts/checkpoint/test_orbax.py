@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,6 +80,19 @@ def test_bit_equal_on_another_mesh(
         tensor = restored[str(dtype)]
         assert (tensor.dtype, tensor.placements) == (dtype, other[1])
         assert torch.equal(tensor.full_tensor().cpu(), values(shape, dtype))
+
+
+def test_where_an_event_loop_runs(manager: ocp.CheckpointManager, mesh: xd.DeviceMesh) -> None:
+    """As in a notebook: orbax goes on in another thread there."""
+    whole = values((8, 4), torch.int64)
+    template = {"w": xd.distribute_tensor(whole * 0, mesh, [R, S(0)])}
+
+    async def cell() -> None:
+        save(manager, {"w": xd.distribute_tensor(whole, mesh, [S(0), S(1)])})
+        restore(manager, template)
+
+    asyncio.run(cell())
+    assert torch.equal(template["w"].full_tensor().cpu(), whole)
 
 
 def test_what_is_no_dtensor(manager: ocp.CheckpointManager, mesh: xd.DeviceMesh) -> None:
