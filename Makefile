@@ -41,7 +41,7 @@ TORCH_XLA := oldest 11 13 -e .[jax,torch-xla,preflight,dev] jax==0.10.*
 # Whatever the index has, without the bounds of setup.cfg. --alone: ours would hold it back.
 NEWEST_VENV := .venv-newest
 NEWEST := newest 11 14 Jinja2 jsonschema numpy PyYAML typeguard torch jax[tpu] codespell expecttest hypothesis pytest \
-	pytest-xdist rich tqdm transformers --alone -e .
+	pytest-xdist rich tqdm transformers absl-py orbax-checkpoint --alone -e .
 # A pair of torch and JAX, for parts of test-all: make environment-STACK STACK=2.13,0.11.0
 STACK ?= 2.13,0.11.0
 comma := ,
@@ -49,7 +49,7 @@ STACK_VENV := .venv-stack-$(subst $(comma),-,$(STACK))
 STACK_PACKAGES := newest 12 13 -e .[jax,dev] torch==$(word 1,$(subst $(comma), ,$(STACK))).* \
 	jax==$(word 2,$(subst $(comma), ,$(STACK)))
 DEMO_VENV := .venv-demo-$(RUNTIME)
-DEMO_jax := newest 11 14 -e .[jax] torch==2.15.* tqdm
+DEMO_jax := newest 11 14 -e .[jax] torch==2.15.* tqdm absl-py
 DEMO_torch_xla := oldest 11 13 -e .[torch-xla] tqdm
 # torch 2.9 is built for CUDA 12, torch 2.13 and newer for CUDA 13: one CUDA version per environment.
 CUDA ?= 13

@@ -8,6 +8,10 @@ saves every few steps. Killed, it goes on from the last checkpoint when it is st
 end, all processes save at the same step and exit with the status 75. It may go on with other
 processes, devices or axes.
 
+absl starts it, as it starts other programs on TPU pods. So what JAX and this library log is shown
+with its time and place (`--verbosity=-1`: warnings only), and absl's other options, such as
+`--run_with_profiling`, are there beside those below.
+
 Nothing here says how many processes there are or how the model is cut: that is in the job file.
 """
 
@@ -23,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from absl import app
+from absl.flags import argparse_flags
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.optim.lr_scheduler import LambdaLR
@@ -197,7 +203,7 @@ def say(process: xd.ProcessInfo, text: str) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser = argparse_flags.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--steps", type=int, default=24, help="steps in all, with those before")
     parser.add_argument("--save-every", type=int, default=6, metavar="STEPS")
     parser.add_argument("--keep", type=int, default=3, help="checkpoints that stay")
@@ -219,12 +225,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run this process of the job; return its exit status."""
     torch.set_num_threads(1)  # several processes may share the cores
-    train(parse_arguments(arguments))
+    train(options)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    app.run(main, flags_parser=lambda words: parse_arguments(words[1:]))

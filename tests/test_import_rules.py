@@ -25,7 +25,7 @@ from tools.house import LOAD, House, rules
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("tpu_configs", "mesh_utils", "xla_dtensor")
-HEAVY = ("torch", "torch_xla", "torchax", "jax", "jaxlib")
+HEAVY = ("torch", "torch_xla", "torchax", "jax", "jaxlib", "orbax")
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,11 @@ RULES = (
             never=(JAX_FILES, TORCH_XLA_FILES),
         )
         for cli in CLI_FILES
+    ),
+    Rule(
+        "xla_dtensor.hosts.checkpoint.orbax",  # loaded by name, when it is asked for
+        (*BELOW_CORE, "orbax.checkpoint", "torch", "xla_dtensor"),
+        never=(JAX_FILES, TORCH_XLA_FILES, *CLI_FILES),
     ),
     Rule(
         "xla_dtensor*",
@@ -219,6 +224,8 @@ def test_rules_see_the_project() -> None:
         ),
         ("xla_dtensor/dtensor/dtensor.py", "from xla_dtensor import cli"),
         ("xla_dtensor/dtensor/dtensor.py", "import rich"),
+        ("xla_dtensor/hosts/checkpoint/restore.py", "import orbax.checkpoint"),
+        ("xla_dtensor/hosts/checkpoint/orbax.py", "import jax"),
         ("xla_dtensor/cli/subcommand.py", "import torch"),
     ],
 )
@@ -285,6 +292,11 @@ def heavy_imports(module: str, folder: Path) -> list[str]:
 )
 def test_import_is_light(module: str, tmp_path: Path) -> None:
     assert heavy_imports(module, tmp_path) == []
+
+
+def test_orbax_is_loaded_when_asked_for(tmp_path: Path) -> None:
+    loaded = heavy_imports("xla_dtensor.checkpoint", tmp_path)
+    assert not [name for name in loaded if name.startswith(("orbax", "jax"))]
 
 
 @pytest.mark.parametrize("heavy", HEAVY)

@@ -27,6 +27,7 @@ REFERENCE = {
     "spmd": "xla_dtensor/spmd/__init__.py",
     "collectives": "xla_dtensor/collectives.py",
     "checkpoint": "xla_dtensor/checkpoint.py",
+    "orbax": "xla_dtensor/hosts/checkpoint/orbax.py",
     "data": "xla_dtensor/data.py",
     "report": "xla_dtensor/report/__init__.py",
     "core": "xla_dtensor/core/__init__.py",

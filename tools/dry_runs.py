@@ -33,6 +33,7 @@ EXTRAS = (
     "jax",
     "tpu",
     "preflight",
+    "orbax",
     "cuda12",
     "cuda13",
     "torch-xla",

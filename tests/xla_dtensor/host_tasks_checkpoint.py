@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from xla_dtensor.hosts.checkpoint import storage
 
 __all__ = [
     "check_rows",
+    "differing",
+    "drawn_state",
     "fail_in_one",
     "load_drawn",
     "save_again_and_again",
@@ -76,18 +78,28 @@ def value_of(number: int) -> torch.Tensor:
 
 def save_drawn(folder: str, cases: int, step: int = 1, copied: bool = False) -> str:
     """Save the tensors of all cases, each on its drawn mesh."""
-    state = {f"t{i}": drawn(i, f"source {step}").put(value_of(i)) for i in range(cases)}
+    state = drawn_state(cases, f"source {step}")
     if copied:
         return checkpoint.async_save(folder, state, step=step).wait()
     return checkpoint.save(folder, state, step=step)
 
 
+def drawn_state(cases: int, where: str) -> dict[str, Any]:
+    """The tensors of all cases, each on its drawn mesh."""
+    return {f"t{i}": drawn(i, where).put(value_of(i)) for i in range(cases)}
+
+
 def load_drawn(folder: str, cases: int, where: str, step: int = 1) -> list[int]:
     """Load all cases, each on another drawn mesh; return the numbers of those that differ."""
+    return differing(cases, where, lambda state: checkpoint.load(folder, state, step=step))
+
+
+def differing(cases: int, where: str, load: Callable[[dict[str, Any]], object]) -> list[int]:
+    """Load all cases into zeros on other drawn meshes; return the numbers of those that differ."""
     layouts = [drawn(i, f"target {where}") for i in range(cases)]
     state = {f"t{i}": d.put(torch.zeros_like(value_of(i))) for i, d in enumerate(layouts)}
     lies = [state[f"t{i}"].xla_sharding() for i in range(cases)]
-    checkpoint.load(folder, state, step=step)
+    load(state)
     wrong: list[int] = []
     for i in range(cases):
         tensor, value = state[f"t{i}"], value_of(i)

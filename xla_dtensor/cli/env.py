@@ -67,6 +67,7 @@ EXTRAS = {
     "torch-xla": "runtime torch_xla on CPU, with torch 2.9",
     "torch-xla-tpu": "runtime torch_xla on TPU, with torch 2.9",
     "preflight": "compile for TPU pods on a machine without TPU",
+    "orbax": "checkpoints by orbax's managers, on the runtime jax",
 }
 VARIABLES = (
     RUNTIME_VARIABLE,

@@ -42,7 +42,16 @@ from xla_dtensor.hosts.checkpoint.manifest import Chunk, Entry
 from xla_dtensor.hosts.checkpoint.storage import Storage, naming_file
 from xla_dtensor.runtimes.registry import get_runtime
 
-__all__ = ["CACHE_BYTES", "LIMIT_BYTES", "Piece", "Reader", "pickled", "pieces_of", "write_file"]
+__all__ = [
+    "CACHE_BYTES",
+    "LIMIT_BYTES",
+    "Piece",
+    "Reader",
+    "pickled",
+    "pieces_of",
+    "unpickled",
+    "write_file",
+]
 
 LIMIT_BYTES = 64 << 20
 CACHE_BYTES = 128 << 20
@@ -193,6 +202,18 @@ def pickled(value: Any) -> bytes:
     return stream.getvalue()
 
 
+def unpickled(record: bytes | bytearray, title: str) -> Any:
+    """Return the plain value of what `pickled` returned; `title` names it in an error."""
+    try:
+        return torch.load(io.BytesIO(record), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{title} was to be loaded. It has classes that are not allowed: "
+            f"{str(error).splitlines()[0]}. Name them to torch.serialization.add_safe_globals, "
+            "as when it was saved."
+        ) from error
+
+
 class _Writer:
     """A file that torch.save writes to: it counts, and sees a tensor's values go by."""
 
@@ -332,14 +353,7 @@ class Reader:
         record = bytearray(chunk.length)
         self._fill(name, chunk, memoryview(record))
         _refuse_compressed(record, self._text(chunk))
-        try:
-            return torch.load(io.BytesIO(record), weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"The value {name!r} in the file {self._text(chunk)} was to be loaded. It has "
-                f"classes that are not allowed: {str(error).splitlines()[0]}. Name them to "
-                "torch.serialization.add_safe_globals, as when it was saved."
-            ) from error
+        return unpickled(record, f"The value {name!r} in the file {self._text(chunk)}")
 
     def check(self, name: str, entry: Entry) -> None:
         """Read an entry and compare its checksums."""

@@ -27,7 +27,7 @@ from xla_dtensor.hosts.checkpoint.state import GENERATORS, Leaf, Walk, is_stored
 from xla_dtensor.hosts.checkpoint.storage import Storage
 from xla_dtensor.runtimes.registry import get_runtime
 
-__all__ = ["Restore", "chosen_step"]
+__all__ = ["Restore", "check_form", "chosen_step", "few", "set_plain"]
 
 logger = logging.getLogger("xla_dtensor")
 
@@ -143,16 +143,16 @@ class Restore:
                 raise CheckpointError(
                     f"A state was to be loaded from {self._storage.text(folder)} with "
                     f"only={list(self._only or ())}. No name is like {pattern!r}; there are "
-                    f"{_few(sorted(manifest.entries))}. Pass patterns of names as these."
+                    f"{few(sorted(manifest.entries))}. Pass patterns of names as these."
                 )
         if self._strict and (missing or unknown):
             raise CheckpointError(
                 f"A state was to be loaded from {self._storage.text(folder)}. "
-                f"The checkpoint lacks {_few(missing)}; the state lacks {_few(unknown)}. Pass "
+                f"The checkpoint lacks {few(missing)}; the state lacks {few(unknown)}. Pass "
                 "strict=False to load what both have, or only=[...] with patterns of names."
             )
         if missing or unknown:
-            logger.warning("not loaded: %s; not asked for: %s", _few(missing), _few(unknown))
+            logger.warning("not loaded: %s; not asked for: %s", few(missing), few(unknown))
         matches: list[tuple[Leaf, str]] = []
         for name in leaves:
             if name in in_state & in_checkpoint:
@@ -182,38 +182,22 @@ class Restore:
         )
 
     def _check_fits(self, leaf: Leaf, entry: Entry, folder: str) -> None:
-        is_tensor = is_stored_as_tensor(leaf.value)
-        head = f"{leaf.name!r} was to be loaded from {self._storage.text(folder)}."
-        if is_tensor != (entry.shape is not None):
-            kinds = ("a plain value", "a tensor")
-            raise CheckpointError(
-                f"{head} It is {kinds[not is_tensor]} there, and {kinds[is_tensor]} in the state. "
-                "Pass a state of the same form."
-            )
-        if not is_tensor:
+        where = self._storage.text(folder)
+        check_form(leaf, entry, where)
+        if not is_stored_as_tensor(leaf.value) or self._convert:
             return
-        if tuple(leaf.value.shape) != entry.shape:
-            raise CheckpointError(
-                f"{head} It has shape={entry.shape} there, and shape={tuple(leaf.value.shape)} in "
-                "the state. Pass a tensor of the same shape."
-            )
         dtype = str(leaf.value.dtype).removeprefix("torch.")
-        if dtype != entry.dtype and not self._convert:
+        if dtype != entry.dtype:
             raise CheckpointError(
-                f"{head} It has dtype={entry.dtype} there, and dtype={dtype} in the state. Pass "
-                "convert=True to convert what is loaded."
+                f"{leaf.name!r} was to be loaded from {where}. It has dtype={entry.dtype} there, "
+                f"and dtype={dtype} in the state. Pass convert=True to convert what is loaded."
             )
 
     # ------------------------------------------------------------------------------- Values
 
     def _load_leaf(self, reader: Reader, leaf: Leaf, name: str, entry: Entry) -> None:
         if entry.shape is None:
-            if leaf.set is None:
-                raise CheckpointError(
-                    f"The value at {list(leaf.path)} was to be loaded. It stands in a tuple, which "
-                    "cannot be changed. Pass a list."
-                )
-            leaf.set(reader.value(name, entry))
+            set_plain(leaf, reader.value(name, entry))
         elif not isinstance(leaf.value, DTensor):
             values = torch.empty(entry.shape, dtype=leaf.value.dtype)
             reader.read(name, entry, whole_block(entry.shape), values)
@@ -229,7 +213,35 @@ class Restore:
             get_runtime().run_op(torch.ops.aten.copy_.default, (payload, values), {})
 
 
-def _few(names: Sequence[str]) -> str:
+def check_form(leaf: Leaf, entry: Entry, where: str) -> None:
+    """Refuse an entry that is no tensor of the leaf's shape, or no plain value where it is one."""
+    is_tensor = is_stored_as_tensor(leaf.value)
+    head = f"{leaf.name!r} was to be loaded from {where}."
+    if is_tensor != (entry.shape is not None):
+        kinds = ("a plain value", "a tensor")
+        raise CheckpointError(
+            f"{head} It is {kinds[not is_tensor]} there, and {kinds[is_tensor]} in the state. "
+            "Pass a state of the same form."
+        )
+    if is_tensor and tuple(leaf.value.shape) != entry.shape:
+        raise CheckpointError(
+            f"{head} It has shape={entry.shape} there, and shape={tuple(leaf.value.shape)} in "
+            "the state. Pass a tensor of the same shape."
+        )
+
+
+def set_plain(leaf: Leaf, value: Any) -> None:
+    """Put a plain value where the leaf was found."""
+    if leaf.set is None:
+        raise CheckpointError(
+            f"The value at {list(leaf.path)} was to be loaded. It stands in a tuple, which "
+            "cannot be changed. Pass a list."
+        )
+    leaf.set(value)
+
+
+def few(names: Sequence[str]) -> str:
+    """Return names for an error, the first five."""
     if not names:
         return "nothing"
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" * (len(names) > 5))

@@ -60,6 +60,7 @@ from xla_dtensor.runtimes.jax.eager.tensor import EXTRA_KEYS, JaxTensor, Storage
 from xla_dtensor.runtimes.jax.lower import random
 from xla_dtensor.runtimes.jax.lower import random as jax_generator
 from xla_dtensor.runtimes.jax.lower.attention import fits_cudnn
+from xla_dtensor.runtimes.jax.native import NativeArrays
 from xla_dtensor.runtimes.nested import runs_as_it_is
 from xla_dtensor.runtimes.registry import cache_folder
 from xla_dtensor.runtimes.state import follow_torch_seed, pack_state, unpack_state
@@ -386,6 +387,10 @@ class JaxRuntime(Runtime):
     ) -> JaxProgram:
         """Return a JAX function as one that runs on tiles; see ``call_jax``."""
         return JaxProgram(fn, arguments, mesh, in_layouts, self)
+
+    def native_arrays(self) -> NativeArrays:
+        """Return the way to JAX's own libraries; see ``native``."""
+        return NativeArrays(self._sharding)
 
     def compile(self, step: Callable[..., Any]) -> CompiledStep:
         from xla_dtensor.runtimes.jax.compile.step import JaxCompiledStep
