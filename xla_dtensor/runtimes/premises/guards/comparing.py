@@ -25,6 +25,7 @@ from xla_dtensor.runtimes.premises.guards.owners import (
     ClassNames,
     Elements,
     Items,
+    Memory,
     Names,
     Object,
     Owner,
@@ -75,10 +76,14 @@ class Guards:
         """End the trace.
 
         Args:
-            reads: Tells whether the program reads a tensor that is older than the trace.
+            reads: Tells whether the program reads a tensor that is older than the trace; of a NumPy
+                array, whether it reads its elements anew on every call.
             instead: What is read by name, by the ids of the tensors that were there.
         """
         self._judge = _GuardJudge(reads, self._holds_the_same)
+        # The elements of these are inputs of the program.
+        inputs = [o for o in self._owners if isinstance(o, Memory) and reads(o.holder)]
+        self._owners = [owner for owner in self._owners if owner not in inputs]
         for owner in self._owners:
             for key, value in owner.snapshot.items():
                 is_owner = isinstance(value, tuple) and id(value) in self._by_id
@@ -216,7 +221,7 @@ class _Pass:
 
     def holds(self) -> bool:
         """Tell whether everything is the very object that it was."""
-        if any(self._empty) or any([type(holder) is not kind for holder, kind in self._objects]):
+        if any(self._empty) or any(type(holder) is not kind for holder, kind in self._objects):
             return False
         try:
             values = list(chain.from_iterable([get(table) for get, table in self._getters]))
@@ -228,21 +233,21 @@ class _Pass:
         values += chain.from_iterable(map(_FUNCTION_PARTS, functions))
         if not all(map(is_, values, self._expected)):
             return False
-        if not all([keys.isdisjoint(names) for keys, names in self._missing]):
+        if not all(keys.isdisjoint(names) for keys, names in self._missing):
             return False
         return self._holds_beside()
 
     def _holds_beside(self) -> bool:
-        if any([owner.size() != size for owner, size in self._sizes]):
+        if any(owner.size() != size for owner, size in self._sizes):
             return False
-        if any([owner.look_up(None) != traits for owner, traits in self._tensors]):
+        if any(owner.look_up(None) != traits for owner, traits in self._tensors):
             return False
         for holder, elements in self._lists:
             if len(holder) != len(elements) or not all(map(is_, holder, elements)):
                 return False
-        if not all([_same_keys(list(owner.keys_now()), keys) for owner, keys in self._orders]):
+        if not all(_same_keys(list(owner.keys_now()), keys) for owner, keys in self._orders):
             return False
-        return all([_is_same(owner.look_up(key), value) for owner, key, value in self._single])
+        return all(_is_same(owner, owner.look_up(key), value) for owner, key, value in self._single)
 
 
 class _GuardJudge(Judge):
@@ -308,11 +313,9 @@ def _same_keys(keys: Sequence[Any], expected: Sequence[Any]) -> bool:
     )
 
 
-def _is_same(value: Any, expected: Any) -> bool:
-    """Compare what is made anew for each look: an array's memory, a tensor's traits."""
-    if value is expected:
-        return True
-    return type(value) is type(expected) and is_plain(value) and value == expected
+def _is_same(owner: Owner, value: Any, expected: Any) -> bool:
+    # An array's memory is copied anew for each look.
+    return value is expected or (isinstance(owner, Memory) and value == expected)
 
 
 def _hooks_of_all() -> list[tuple[Any, ...]]:

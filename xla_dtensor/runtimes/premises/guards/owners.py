@@ -180,12 +180,11 @@ class Elements(Owner):
         return f"{self.label}[{key}]"
 
     def _listed(self) -> Any:
-        for kind in (list, tuple, deque):
-            if isinstance(self.holder, kind):
-                return (
-                    self.holder if type(self.holder) is kind else list(kind.__iter__(self.holder))
-                )
-        kind = set if isinstance(self.holder, set) else frozenset
+        """Return what can be indexed, past what a class of the user's does when it is walked."""
+        if self.kind in (list, tuple, deque):
+            return self.holder
+        kinds: tuple[Any, ...] = (list, tuple, deque, set, frozenset)
+        kind = next(kind for kind in kinds if issubclass(self.kind, kind))
         return list(kind.__iter__(self.holder))
 
 

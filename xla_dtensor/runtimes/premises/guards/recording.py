@@ -113,7 +113,8 @@ class Recording:
         self._known: set[type] = set()
         self._modules: list[tuple[types.ModuleType, type]] = []
         self._is_busy = False
-        self._sees_all = True
+        self._monitoring: Any = getattr(sys, "monitoring", None)
+        self._takes_all = False
         self._thread = threading.get_ident()
         self.iterators: list[Any] = []
 
@@ -158,8 +159,7 @@ class Recording:
     # ------------------------------------------------------------------ code that starts
 
     def _start(self) -> None:
-        monitoring = getattr(sys, "monitoring", None)
-        self._monitoring = monitoring
+        monitoring = self._monitoring
         if monitoring is None:
             sys.setprofile(self._on_event)
             return
@@ -211,7 +211,7 @@ class Recording:
     def _code(self, code: types.CodeType, names: dict[str, Any]) -> None:
         self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
         if _LOOKUP in code.co_names and not code.co_name.startswith("__getattr"):
-            self._see_all()
+            self._take_all()
         loads = loads_of(code)
         owner = self._owner(names, Names, f"the globals of {names.get('__name__')}")
         for name, uses in loads.names.items():
@@ -406,13 +406,13 @@ class Recording:
         for base, make in ((dict, Items), (list | tuple | set | deque, Elements)):
             if isinstance(value, base):
                 self._read_whole(self._owner(value, make, kind.__name__, of=owner))
-        if self._sees_all is False:
+        if self._takes_all:
             self._all_of(owner)
         return owner
 
-    def _see_all(self) -> None:
+    def _take_all(self) -> None:
         """Take everything for read: code looks attributes up past the classes."""
-        self._sees_all = False
+        self._takes_all = True
         for owner in [each for each in self._owners.values() if isinstance(each, Object)]:
             self._all_of(owner)
 

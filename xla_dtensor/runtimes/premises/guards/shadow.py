@@ -42,8 +42,8 @@ class Shadow:
         asked, _, self._file = os.environ.get(_VARIABLE, "").partition(":")
         if asked not in ("", "shadow"):
             raise ArgumentTypeError(
-                f"{_VARIABLE}={asked!r} is not known. It lets guards run beside premises. Set it to "
-                "'shadow', to 'shadow:FILE', or to nothing."
+                f"{_VARIABLE}={asked!r} is not known. It lets guards run beside premises. Set it "
+                "to 'shadow', to 'shadow:FILE', or to nothing."
             )
         self._recording = Recording(step, arguments) if asked else None
         self._guards: Guards | None = None
@@ -61,7 +61,9 @@ class Shadow:
         """End the trace."""
         if self._recording is not None:
             self._guards = self._recording.guards()
-            self._guards.settle(reads, instead)
+            # A Moving is told which tensor is there, by premises and not by these.
+            own = {key: _copied(value) for key, value in instead.items()}
+            self._guards.settle(reads, own)
             self._recording = None
 
     def compare(self, change: Change | None) -> None:
@@ -75,6 +77,10 @@ class Shadow:
             if self._file:
                 with Path(self._file).open("a", encoding="utf-8") as file:
                     file.write(text.replace("\n", " ") + "\n")
+
+
+def _copied(value: Moving | torch.Tensor) -> Moving | torch.Tensor:
+    return Moving(value.tensor, value.fits) if isinstance(value, Moving) else value
 
 
 def _why(change: Change | None) -> str:

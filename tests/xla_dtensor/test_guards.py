@@ -1,0 +1,164 @@
+"""Guards by what a step really reads: drawn and fixed cases, on plain PyTorch, without a runtime.
+
+A step is watched on its first call; a later call whose guards hold is given that call's result.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import xla_dtensor as xd
+from tests.xla_dtensor.fixed_guard_cases import READ, UNREAD, fixed
+from tests.xla_dtensor.guard_cases import drawn
+from tests.xla_dtensor.guard_runs import Verdict, judge
+from xla_dtensor.errors import ArgumentTypeError
+from xla_dtensor.runtimes.premises.guards import Guards, Recording
+
+pytestmark = pytest.mark.thorough
+
+NUM_SEEDS = 400
+# What is read as a whole: a container that is handed on, an array, an object whose dict is asked.
+_OF_A_WHOLE = {
+    *("another key", "a new key", "setdefault", "another element", "append", "extend"),
+    *("another attribute", "a new attribute", "a list that grows", "another name", "a new name"),
+    *("another method", "an attribute of the function"),  # of a class, of a function handed on
+}
+# Kept by others: the values of host tensors (the tape), generators and iterators.
+_OF_OTHERS = {
+    "a_cycle_that_the_step_goes_on_with",
+    "a_draw_of_pythons_generator",
+    "an_iterator_that_a_loop_leaves",
+}
+_READ_AS_A_WHOLE = {
+    "a_count_beside_a_scale_in_a_dict",
+    "a_list_of_which_only_the_sign_of_the_length_counts",
+    "a_counter_on_a_config_read_by_computed_names",
+    "a_list_that_grows_on_a_config_read_by_computed_names",
+}
+
+
+class Watched:
+    """A step that runs when its guards do not hold."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self.step, self.reasons = step, list[str]()
+        self.programs: list[tuple[Guards, Any]] = []
+
+    def __call__(self, *args: Any) -> Any:
+        for guards, result in self.programs:
+            change = guards.broken()
+            if change is None:
+                return result
+            self.reasons.append(change.why)
+        with Recording(self.step, args) as recording:
+            result = self.step(*args)
+        guards = recording.guards()
+        guards.settle(lambda value: isinstance(value, torch.Tensor))
+        self.programs.append((guards, result))
+        return result
+
+    def stats(self) -> dict[str, Any]:
+        return {"traces": len(self.programs), "reasons": self.reasons}
+
+
+class Running(Watched):
+    """The same of a step that trains: it runs on every call."""
+
+    def __call__(self, *args: Any) -> Any:
+        if any(guards.broken() is None for guards, _ in self.programs):
+            return self.step(*args)
+        return super().__call__(*args)
+
+
+def verdicts_of(make: Callable[[], Any], kind: type[Watched] = Watched) -> list[Verdict]:
+    return judge(lambda put: make(), lambda tensor: tensor, kind)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, 50))
+def test_drawn_cases_are_right(first: int) -> None:
+    wrong, needless = [], collections.Counter[str]()
+    for seed in range(first, first + 50):
+        for each in verdicts_of(lambda seed=seed: drawn(seed)):
+            if each.kind in ("wrong", "error") and not each.form.startswith("fill_"):
+                wrong.append(each)
+            needless[each.form] += each.kind == "needless"
+    assert not wrong
+    assert {form for form, number in needless.items() if number} <= _OF_A_WHOLE
+
+
+@pytest.mark.parametrize("name", [name for name in READ if name not in _OF_OTHERS])
+def test_a_change_of_what_is_read_is_seen(name: str) -> None:
+    assert {each.kind for each in verdicts_of(lambda: fixed(name))} <= {"right"}
+
+
+@pytest.mark.parametrize("name", [name for name in UNREAD if name not in _READ_AS_A_WHOLE])
+def test_a_change_of_what_nobody_reads_is_not(name: str) -> None:
+    assert {each.kind for each in verdicts_of(lambda: fixed(name), Running)} == {"right"}
+
+
+def test_nothing_stays_watched() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    model = Model()
+    looks_up = nn.Module.__getattribute__, Model.__getattribute__
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError(str(model(x).sum()))
+
+    with pytest.raises(ValueError, match="4"):
+        Watched(fails)(torch.ones(2))
+    assert (nn.Module.__getattribute__, Model.__getattribute__) == looks_up
+    assert "__getattribute__" not in {**vars(nn.Module), **vars(Model)}
+
+
+def test_what_the_step_makes_guards_nothing() -> None:
+    class Scratch:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x, self.number = x, 0
+
+    kept = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        kept.append(Scratch(x))
+        kept[-1].number += 1
+        return kept[-1].x * kept[-1].number
+
+    watched = Watched(step)
+    watched(torch.ones(2))
+    owners = watched.programs[0][0]._owners
+    assert "Scratch" not in {type(owner.holder).__name__ for owner in owners}
+
+
+@pytest.mark.only_on("jax")
+def test_guards_run_beside_premises(
+    mesh: xd.DeviceMesh, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines = tmp_path / "lines.txt"
+    monkeypatch.setenv("XLA_DTENSOR_GUARDS", f"shadow:{lines}")
+    model = nn.Linear(4, 4)
+    xd.distribute_module(model, mesh)
+
+    def scaled(x: torch.Tensor, by: float = 2.0) -> torch.Tensor:
+        return x * by
+
+    step = xd.compile(lambda x: scaled(model(x)))
+    x = xd.distribute_tensor(torch.ones(2, 4), mesh)
+    step(x)
+    step(x)
+    assert not lines.exists()
+    scaled.__defaults__ = (3.0,)
+    step(x)
+    assert "premises: hold" in lines.read_text()
+    assert "__defaults__ changed" in lines.read_text()
+    monkeypatch.setenv("XLA_DTENSOR_GUARDS", "only")
+    with pytest.raises(ArgumentTypeError, match="'shadow'"):
+        xd.compile(lambda x: x + 1)(x)
