@@ -14,7 +14,14 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from types import FunctionType, MappingProxyType, MethodType, ModuleType
+from types import (
+    BuiltinMethodType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -46,6 +53,7 @@ _HOOKS = (
 _FUNCTION_PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _PROPERTY = ("fget", "fset", "fdel")
 _IDENTICAL = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, ModuleType)
+_BOUND = (BuiltinMethodType, MethodWrapperType)
 _SUPER = (tuple, MethodType, functools.partial)
 
 
@@ -262,6 +270,9 @@ class _GuardJudge(Judge):
         kind = type(found)
         if found is now or kind is not type(now) or is_plain(found):
             return super().accepts(found, now, depth)
+        if kind in _BOUND:  # a method of C, which is made anew for each look
+            same_name = found.__name__ == now.__name__
+            return same_name and self.accepts(found.__self__, now.__self__, depth - 1)
         if kind is FunctionType:
             return self._accepts_function(found, now, depth)
         if isinstance(found, staticmethod | classmethod):
