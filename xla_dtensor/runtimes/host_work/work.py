@@ -114,6 +114,8 @@ class HostWork:
 
     def otherwise(self) -> str | None:
         """Return what would come out otherwise if it were done again now; nothing is done."""
+        if not self._always and self._is_as_seen():
+            return None
         try:
             self._run(is_for_good=False)
         except OtherwiseError as otherwise:
