@@ -145,7 +145,8 @@ class CompiledStep(ABC):
         With ``XLA_DTENSOR_VERIFY_STEPS=N`` in the environment when the step is compiled, every N-th
         call is verified before it runs, and one that differs raises ``CompileError``.
 
-        What is assigned in Python after each run is not compared.
+        What is assigned in Python after each run is not compared, and where only one of the traces
+        tells a value how to lie, that is no difference.
 
         Args:
             *args: Arguments of a call that is to be verified.

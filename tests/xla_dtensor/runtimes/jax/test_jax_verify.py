@@ -263,6 +263,14 @@ def test_where_a_call_would_trace_anew(mesh: xd.DeviceMesh) -> None:
     assert "shape=(2, 4)" in step.verify(placed(mesh, 2, 4)).note
 
 
+def test_arguments_that_were_placed_and_computed(mesh: xd.DeviceMesh) -> None:
+    step, x = xd.compile(lambda x: (x[0].sum() + x.sum(), x[1] * 2)), placed(mesh, 4, 4)
+    step(x)
+    assert step.verify(x * 3).differences == ()
+    step(x * 3)
+    assert step.verify(x).differences == ()
+
+
 def test_a_number_read_on_the_host(mesh: xd.DeviceMesh) -> None:
     """Whether the program fits is asked without drawing, and without the host's writes."""
     count, x = torch.zeros(1), placed(mesh, 4, 4)

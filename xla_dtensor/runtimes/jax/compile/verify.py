@@ -161,6 +161,7 @@ class _Side:
     inputs: dict[Any, tuple[str, Any]] = field(default_factory=dict)  # whose the others are
     results: dict[tuple[str, Any], Any] = field(default_factory=dict)  # by what they are
     makers: dict[Any, Any] = field(default_factory=dict)  # the equation that makes a value
+    aliases: dict[Any, Any] = field(default_factory=dict)  # of what was left out
 
     @classmethod
     def of(
@@ -195,6 +196,17 @@ class _Side:
         inner = open_jaxpr(jaxpr)
         self.values.update(zip(inner.constvars, constants_of(jaxpr), strict=False))
         self.makers.update((made, each) for each in inner.eqns for made in each.outvars)
+
+    def leave_out(self, equation: Any) -> None:
+        """Take what an equation gives, which changes no value, for what it is given."""
+        (made,), (given,) = equation.outvars, equation.invars
+        if isinstance(given, Literal):
+            self.values[made] = given.val
+            return
+        for table in (self.values, self.inputs):
+            if given in table:
+                table[made] = table[given]
+        self.aliases[made] = self.aliases.get(given, given)
 
     def fixed(self, atom: Any) -> _Constant | tuple[str, Any] | None:
         """Return what a value is by itself: a constant or an input; None if it is computed."""
@@ -328,6 +340,9 @@ class _Comparison:
     def _equations(self, old: Any, new: Any) -> None:
         if old is None or new is None or _shape_of(old) != _shape_of(new):
             present = next(each for each in (new, old) if each is not None)
+            if None in (old, new) and str(present.primitive) == _TOLD:
+                (self._now if old is None else self._kept).leave_out(present)
+                return
             line = line_of_equation(present)
             self.found.append(Difference("op", _equation_text(old), _equation_text(new), line))
             self._explain(old, new)
@@ -348,6 +363,8 @@ class _Comparison:
 
     def _atoms(self, a: Any, b: Any, line: str, of: str) -> None:
         old, new = self._kept.fixed(a), self._now.fixed(b)
+        if old is None and new is None:
+            a, b = self._kept.aliases.get(a, a), self._now.aliases.get(b, b)
         is_same = old == new if old is not None or new is not None else self._same.get(a) is b
         if not is_same and not any(isinstance(v, Var) and v in self._explained for v in (a, b)):
             both = isinstance(old, _Constant) and isinstance(new, _Constant)
@@ -377,6 +394,9 @@ class _Comparison:
 
 # Of an equation what is there for derivatives and names: no program has it.
 _NOT_RUN = frozenset({"jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd", "name"})
+# What only one trace tells a value is no difference: an argument that somebody has placed is told
+# how it lies, one that an op has computed is not, and both have one program.
+_TOLD = "sharding_constraint"
 _MOST_MATCHED = 2000
 
 
