@@ -5,13 +5,21 @@ themselves (``runtime``, ``runtime``) are imported only when they are started: t
 package is the only place in the library where jax or torch_xla may be imported.
 """
 
-from xla_dtensor.runtimes.base import AddressableShard, CompiledStep, Runtime
+from xla_dtensor.runtimes.base import (
+    AddressableShard,
+    CompiledStep,
+    Difference,
+    Runtime,
+    Verification,
+)
 from xla_dtensor.runtimes.registry import current_runtime, get_runtime, installed_runtimes
 
 __all__ = [
     "AddressableShard",
     "CompiledStep",
+    "Difference",
     "Runtime",
+    "Verification",
     "current_runtime",
     "get_runtime",
     "installed_runtimes",

@@ -31,12 +31,58 @@ if TYPE_CHECKING:
     from xla_dtensor.core import Layout, ManualRegion, OpSharding
     from xla_dtensor.runtimes.whole_ops import Remat
 
-__all__ = ["AddressableShard", "CompiledStep", "Layers", "Runtime"]
+__all__ = [
+    "AddressableShard",
+    "CompiledStep",
+    "Difference",
+    "Layers",
+    "Runtime",
+    "Verification",
+]
 
 
 # ------------------------------------------------------------------ What a runtime makes of a step
 #
 # Something to call, and to ask about its programs.
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that a program has otherwise than a trace of the step gives it now.
+
+    Args:
+        what: "constant", "op", "input", "output" or "host op", an op on plain CPU tensors.
+        kept: What the program has; "nothing" where it has none.
+        now: What a trace gives now; "nothing" where it gives none.
+        line: The user's line that it comes from, ``train.py:14 (loss)``; "" where nobody knows.
+    """
+
+    what: str
+    kept: str
+    now: str
+    line: str = ""
+
+    def __str__(self) -> str:
+        at = f", {self.line}" if self.line else ""
+        return f"{self.what}: {self.kept} in the program, {self.now} now{at}"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What :meth:`CompiledStep.verify` has found.
+
+    Args:
+        is_same: Whether the call would run the program that a trace gives now.
+        differences: What is otherwise in the program that the call would run.
+        note: Why no programs were compared; "" where they were.
+    """
+
+    is_same: bool
+    differences: tuple[Difference, ...] = ()
+    note: str = ""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.differences)) or self.note or "same"
 
 
 class CompiledStep(ABC):
@@ -85,6 +131,50 @@ class CompiledStep(ABC):
         Raises:
             CompileError: The step was not called yet.
         """
+
+    def verify(self, *args: Any, **kwargs: Any) -> Verification:
+        """Trace the step as Python is now, and compare with the program that a call would run.
+
+        A call runs a kept program where nothing has changed that the step is known to read. This is
+        the proof: the program, its constants and the step's work on the host are those of a new
+        trace. Nothing is run and nothing counts as a call or a trace. Parameters, gradients,
+        optimizers, generators, arguments and what the step assigns in Python are afterwards what
+        they were, also where the step raises. Other effects of its Python, such as printing, happen
+        once more.
+
+        With ``XLA_DTENSOR_VERIFY_STEPS=N`` in the environment when the step is compiled, every N-th
+        call is verified before it runs, and one that differs raises ``CompileError``.
+
+        What is assigned in Python after each run is not compared, and where only one of the traces
+        tells a value how to lie, that is no difference.
+
+        Args:
+            *args: Arguments of a call that is to be verified.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            What is otherwise: constants, ops, inputs and outputs, with the user's lines. Where the
+            call would trace anew, nothing is, and its ``note`` says why that would happen.
+
+        Raises:
+            CompileError: The runtime cannot verify; or tracing the step raises it.
+
+        Example:
+            >>> import torch, xla_dtensor as xd
+            >>> def scaled(x, factor=2.0):
+            ...     return x * factor
+            >>> mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+            >>> step, x = xd.compile(scaled), xd.distribute_tensor(torch.ones(4), mesh)
+            >>> step(x).full_tensor().tolist()
+            [2.0, 2.0, 2.0, 2.0]
+            >>> step.verify(x).is_same
+            True
+        """
+        raise CompileError(
+            f"A compiled step was asked to verify a call of {len(args) + len(kwargs)} arguments. "
+            f"{type(self).__name__} cannot trace without running. Compare its results with the "
+            "plain step's instead."
+        )
 
     def evidence(
         self, mesh: Mesh, models: Sequence[torch.nn.Module] = (), **facts: Any

@@ -107,23 +107,39 @@ class HostWork:
         """
         if not self._always and self._is_as_seen():
             return None
+        run = self._run(is_for_good=True)
+        if not self._always:
+            self._remember()
+        return run
+
+    def otherwise(self) -> str | None:
+        """Return what would come out otherwise if it were done again now; nothing is done."""
+        if not self._always and self._is_as_seen():
+            return None
+        try:
+            self._run(is_for_good=False)
+        except OtherwiseError as otherwise:
+            return str(otherwise)
+        return None
+
+    def _run(self, is_for_good: bool) -> Run:
         run = Run({**self.older, **self.constants})
         written, before = Written(), [generator.get_state() for generator in self.generators]
-        for tensor in self.written if self._may_fail else ():
+        for tensor in self.written if self._may_fail or not is_for_good else ():
             written.note(tensor)
         for generator in self.generators:
             run.states.note(Place.beginning(generator), generator)
+        stays = False
         try:
             with torch.no_grad():
                 for step in self.steps:
                     step.redo(run)
-        except BaseException:
-            written.put_back()
-            for generator, state in zip(self.generators, before, strict=True):
-                generator.set_state(state)
-            raise
-        if not self._always:
-            self._remember()
+            stays = is_for_good
+        finally:
+            if not stays:
+                written.put_back()
+                for generator, state in zip(self.generators, before, strict=True):
+                    generator.set_state(state)
         return run
 
 

@@ -93,6 +93,20 @@ class Effects:
             known.object = owner
             self._owners[id(owner)] = known
 
+    def rewinder(self) -> Callable[[], None]:
+        """Return what makes all that is assigned to hold again what it holds now."""
+        owners = [(o.object, dict(o.names), o.contents) for o in self._owners.values()]
+
+        def rewind() -> None:
+            for owner, names, contents in owners:
+                for name, before in names.items():
+                    _put_back(owner, name, before)
+                if contents is not None and not _is_same(owner, contents):
+                    owner.clear()
+                    (owner.update if isinstance(owner, dict) else owner.extend)(contents)
+
+        return rewind
+
     def found(self) -> list[Effect]:
         """Return what was changed since."""
         return [effect for owner in self._owners.values() for effect in _effects_on(owner)]
@@ -123,6 +137,30 @@ def _effects_on(owner: _Owner) -> Iterator[Effect]:
         new = list(owner.object)[len(owner.contents) :]
         if new:
             yield Effect(lambda values: owner.object.extend(values), new)
+
+
+def _put_back(owner: Any, name: str, before: Any) -> None:
+    holds = type(owner) in (dict, CellType)
+    now = (_variable if holds else _attribute_of_owner)(owner, name)
+    if now is before:
+        return
+    if before is not ABSENT:
+        (_set_variable if holds else setattr)(owner, name, before)
+    elif isinstance(owner, dict):
+        del owner[name]
+    elif isinstance(owner, CellType):
+        del owner.cell_contents
+    else:
+        delattr(owner, name)
+
+
+def _is_same(container: Any, contents: Any) -> bool:
+    if isinstance(contents, dict):
+        return list(container) == list(contents) and all(
+            container[key] is value for key, value in contents.items()
+        )
+    pairs = zip(container, contents, strict=False)
+    return len(container) == len(contents) and all(now is was for now, was in pairs)
 
 
 def _begins_with(owner: _Owner) -> bool:

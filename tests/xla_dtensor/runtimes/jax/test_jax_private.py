@@ -236,6 +236,18 @@ def test_frames_of_equation() -> None:
     assert any("elsewhere" in name for name in frames(new))
 
 
+def test_line_of_equation() -> None:
+    """``jax.extend.source_info_util.summarize``, if it gave the function as well."""
+
+    def doubled(x: Any) -> Any:
+        return x * 2
+
+    (equation,) = jax.make_jaxpr(doubled)(1.0).eqns
+    line = doubled.__code__.co_firstlineno + 1
+    name = "test_line_of_equation.<locals>.doubled"
+    assert jax_private.line_of_equation(equation) == f"{__file__}:{line} ({name})"
+
+
 def test_leave_out_frames_of(tmp_path: Path) -> None:
     """``jax.extend.source_info_util.register_inclusion``, and a way to ask what is registered."""
     from jax._src import source_info_util

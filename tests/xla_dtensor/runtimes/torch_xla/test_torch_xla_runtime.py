@@ -613,6 +613,15 @@ def test_compile_counts_and_explains(runtime: Runtime) -> None:
     assert "[6, 8]" in stats["reasons"][1]
 
 
+def test_there_is_nothing_to_verify(runtime: Runtime) -> None:
+    step, calls = runtime.compile(lambda x: calls.append(x) or x + 1), []
+    step(wrap(torch.ones(4, 8), "[dp, tp]"))
+    found = step.verify(wrap(torch.ones(4, 8), "[dp, tp]"))
+    assert found.is_same
+    assert str(found).startswith("nothing to verify: torch_xla runs the step's Python on every")
+    assert len(calls) == step.stats()["calls"] == 1
+
+
 def test_hlo_is_that_of_the_last_call(runtime: Runtime) -> None:
     step = runtime.compile(lambda x: torch.tanh(x))
     texts = []

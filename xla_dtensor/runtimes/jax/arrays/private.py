@@ -49,6 +49,7 @@ __all__ = [
     "is_jaxpr",
     "job",
     "leave_out_frames_of",
+    "line_of_equation",
     "lowered_inputs",
     "open_jaxpr",
     "partial_evaluation",
@@ -214,6 +215,12 @@ def frames_of_equation(equation: Any) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which equations get another one's frames, its names after today's."""
     names = source_info_util.current_name_stack() + equation.source_info.name_stack
     return source_info_util.user_context(equation.source_info.traceback, name_stack=names)
+
+
+def line_of_equation(equation: Any) -> str:
+    """Return the innermost line of a user that made an equation: ``train.py:14 (loss)``; or ""."""
+    frame = source_info_util.user_frame(equation.source_info.traceback)
+    return "" if frame is None else f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
 
 
 def leave_out_frames_of(*folders: Path, but: Path | None = None) -> None:

@@ -66,6 +66,8 @@ class HostPart:
         delivered: Plain tensors that the step returned when it was traced.
 
     Attributes:
+        work: As given.
+        storages: As given.
         delivered: Those of the present run.
     """
 
@@ -73,7 +75,7 @@ class HostPart:
         self, work: HostWork, storages: Sequence[Storage], delivered: Sequence[torch.Tensor]
     ) -> None:
         self.work = work
-        self._storages = storages
+        self.storages = storages
         self.delivered: Mapping[int, torch.Tensor] = dict(enumerate(delivered))
 
     def prepare(self) -> str | None:
@@ -89,7 +91,7 @@ class HostPart:
         if run is not None:
             self.delivered = run.delivered
             for number, tensor in run.taken.items():
-                storage = self._storages[number]
+                storage = self.storages[number]
                 storage.array = put_host_array(numpy_from_torch(tensor), storage.array.sharding)
         return None
 

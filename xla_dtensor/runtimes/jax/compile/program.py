@@ -311,6 +311,8 @@ class Program:
         state: Read and written: inputs and outputs.
         read: Read only.
         constants: Arrays of the trace that are no storage's.
+        places: Of each of the trace's constants its number among `state` and `read`; None for one
+            of `constants`.
         lasting: References to what the step made and left behind; outputs.
         written: Positions of the arguments that the step wrote to.
         numbers: Python's numbers that are read anew on every call, and where they go.
@@ -336,6 +338,7 @@ class Program:
     state: list[Storage]
     read: list[Storage]
     constants: list[Any]
+    places: Sequence[int | None]
     lasting: list[Any]
     written: list[int]
     numbers: list[tuple[Storage, Callable[[], float]]]
@@ -375,6 +378,10 @@ class Program:
         peak = chip.peak("bf16")
         return None if peak is None else peak * len(devices) / chip.devices_per_chip
 
+    def host_storages(self) -> Sequence[Storage]:
+        """Return the storages of the plain tensors that go into the program."""
+        return () if self.host is None else self.host.storages
+
     @property
     def num_flags(self) -> int:
         """How many of the program's results are none of the step's."""
@@ -392,6 +399,21 @@ class Program:
 
     def prepare(self, arguments: Sequence[Storage]) -> Change | None:
         """Do the host's part of the next run; return why the program does not fit what it reads."""
+        change = self._bind(arguments)
+        if change is not None or self.host is None:
+            return change
+        why = self.host.prepare()
+        return None if why is None else Change(why)
+
+    def unfit(self, arguments: Sequence[Storage]) -> Change | None:
+        """Return what `prepare` would; on the host nothing is done."""
+        change = self._bind(arguments)
+        if change is not None or self.host is None:
+            return change
+        why = self.host.work.otherwise()
+        return None if why is None else Change(why)
+
+    def _bind(self, arguments: Sequence[Storage]) -> Change | None:
         for each in self.moving:
             each.bind(self.read, None if self.host is None else self.host.work)
         self._found = [each.moving.tensor for each in self.moving]
@@ -401,8 +423,7 @@ class Program:
                 return Change("two names have one tensor, and had one each")
         if not self.aliases.hold(self._known, arguments):
             return Change("an argument is a tensor that the step also finds by name, or was one")
-        why = None if self.host is None else self.host.prepare()
-        return None if why is None else Change(why)
+        return None
 
     def run(self, arguments: Sequence[Storage], leaves: Sequence[Any] = ()) -> Any:
         """Run it.

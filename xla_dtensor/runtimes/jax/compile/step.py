@@ -42,7 +42,7 @@ from mesh_utils import Mesh
 from xla_dtensor.core.errors import CompileError
 from xla_dtensor.report.attribution import AskedFor
 from xla_dtensor.report.report import Evidence
-from xla_dtensor.runtimes.base import CompiledStep
+from xla_dtensor.runtimes.base import CompiledStep, Verification
 from xla_dtensor.runtimes.jax.arrays.sharding import place
 from xla_dtensor.runtimes.jax.arrays.trace import refuse_nesting
 from xla_dtensor.runtimes.jax.arrays.values import x64
@@ -58,7 +58,11 @@ from xla_dtensor.runtimes.jax.compile.layers.slots import (
 from xla_dtensor.runtimes.jax.compile.moving import MovingTensor
 from xla_dtensor.runtimes.jax.compile.optimizer import RATE
 from xla_dtensor.runtimes.jax.compile.program import Blueprint, KeptPrograms, Program
-from xla_dtensor.runtimes.jax.compile.same_program import compare_program, compare_run
+from xla_dtensor.runtimes.jax.compile.same_program import (
+    compare_program,
+    compare_run,
+    name_of_step,
+)
 from xla_dtensor.runtimes.jax.compile.store import Executables
 from xla_dtensor.runtimes.jax.compile.trace import (
     Before,
@@ -69,6 +73,11 @@ from xla_dtensor.runtimes.jax.compile.trace import (
     unread_arguments,
 )
 from xla_dtensor.runtimes.jax.compile.trace_values import ViewsWritten, is_without_values
+from xla_dtensor.runtimes.jax.compile.verify import (
+    refuse_differences,
+    verification,
+    verify_every,
+)
 from xla_dtensor.runtimes.jax.eager.tensor import Storage
 from xla_dtensor.runtimes.state import ProgramToCheck, StepClock, check, num_tokens
 
@@ -102,6 +111,7 @@ class JaxCompiledStep(CompiledStep):
         self._clock = StepClock()
         self._tokens: int | None = None
         self._digest = ""  # of the program that was compiled last
+        self._verify_every = verify_every()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         refuse_nesting()
@@ -116,6 +126,9 @@ class JaxCompiledStep(CompiledStep):
             return self._step(*args, **kwargs)
         with x64():
             call.bind(self._views)
+            if self._verify_every and self._calls % self._verify_every == 0:
+                found = self._verification(call)
+                refuse_differences(name_of_step(self._step), self._calls, found)
             program = self._last = self._program_of(call)
             compare_run(self._step, program)
             self._tokens = num_tokens(call.leaves)
@@ -125,6 +138,20 @@ class JaxCompiledStep(CompiledStep):
         result, contents = outputs
         program.writes.do((args, kwargs), contents)
         return result
+
+    def verify(self, *args: Any, **kwargs: Any) -> Verification:
+        refuse_nesting()
+        with _one_at_a_time, x64():
+            call = Call.of(args, kwargs, self._unread)
+            if any(map(is_without_values, call.leaves)) and not self._runtime.is_abstract:
+                return Verification(True, note="nothing to verify: its devices are all elsewhere")
+            call.bind(self._views)
+            return self._verification(call)
+
+    def _verification(self, call: Call) -> Verification:
+        self._clock.interrupt()
+        known = self._lent_names, self._kept.made, self._names
+        return verification(self._step, call, self._kept, known)
 
     def _check(self, program: Program, leaves: Sequence[Any]) -> None:
         def asked() -> tuple[AskedFor, ...]:
@@ -305,6 +332,7 @@ class JaxCompiledStep(CompiledStep):
             state,
             read,
             constants,
+            places,
             [weakref.ref(s) for s in found.lasting],
             found.written,
             found.numbers,

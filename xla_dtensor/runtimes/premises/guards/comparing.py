@@ -11,6 +11,7 @@ Invariant: guards that hold lead to the values that the step read, by the ways i
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -273,6 +274,8 @@ class _GuardJudge(Judge):
         if kind in _BOUND:  # a method of C, which is made anew for each look
             same_name = found.__name__ == now.__name__
             return same_name and self.accepts(found.__self__, now.__self__, depth - 1)
+        if isinstance(found, weakref.ref):  # equal ones may refer to two objects
+            return self.accepts(weakref.ref.__call__(found), weakref.ref.__call__(now), depth - 1)
         if kind is FunctionType:
             return self._accepts_function(found, now, depth)
         if isinstance(found, staticmethod | classmethod):
