@@ -210,6 +210,16 @@ def test_dropout_draws_as_the_layers_one_by_one(
 
 
 @pytest.mark.only_on("jax")
+def test_dropout_draws_anew_on_each_call_without_a_trace(mesh: xd.DeviceMesh) -> None:
+    net = placed(scanned(model(lambda: Block(dropout=0.5))), mesh)
+    step = xd.compile(lambda x: net(x).square().mean())
+    x = on(mesh, batch())
+    results = [step(x).full_tensor().item() for _ in range(3)]
+    assert len(set(results)) == 3
+    assert step.stats()["traces"] == 1
+
+
+@pytest.mark.only_on("jax")
 def test_a_checkpoint_around_the_loop_repeats_its_dropout(mesh: xd.DeviceMesh) -> None:
     net = placed(scanned(model(lambda: Block(dropout=0.5))), mesh)
     grads = []

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from jax.core import Tracer
 from jax.experimental import multihost_utils
+from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.core.errors import CompileError, UnsupportedOpError
 from xla_dtensor.runtimes.jax.arrays.trace import active_trace, is_tracer, refuse_read
@@ -160,7 +161,7 @@ def next_key(generator: torch.Generator | None = None) -> Any:
     if _device_key is not None:
         key, _device_key[0] = jax.random.split(_device_key[0])
         return key
-    mark, keys = int(torch.randint(2**63 - 1, (), device="cpu")), _keys()
+    mark, keys = _mark(), _keys()
     if mark not in keys:
         keys[mark] = _fresh_key()
         if len(keys) > _MARKS_KEPT:
@@ -174,11 +175,17 @@ def span() -> tuple[Any, Callable[[Any], None]]:
     Where torch's generator was rewound, the state is the one it gave before, and what is drawn
     from it again moves nothing.
     """
-    mark, keys = int(torch.randint(2**63 - 1, (), device="cpu")), _keys()
+    mark, keys = _mark(), _keys()
     if mark in keys:
         return keys[mark], lambda after: None
     keys[mark] = state = _current().read()
     return state, _current().write
+
+
+def _mark() -> int:
+    """Draw a mark, past what notes the draws that a step makes on the host."""
+    with _disable_current_modes():
+        return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 def _key_from(generator: torch.Generator) -> Any:
