@@ -161,6 +161,7 @@ class Recording:
     def _start(self) -> None:
         monitoring = self._monitoring
         if monitoring is None:
+            self._profile = sys.getprofile()
             sys.setprofile(self._on_event)
             return
         self._tool = next(tool for tool in _TOOLS if monitoring.get_tool(tool) is None)
@@ -172,7 +173,7 @@ class Recording:
 
     def _stop(self) -> None:
         if self._monitoring is None:
-            sys.setprofile(None)
+            sys.setprofile(self._profile)
             return
         self._monitoring.set_events(self._tool, 0)
         self._monitoring.free_tool_id(self._tool)
