@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -136,6 +137,22 @@ def test_what_the_step_makes_guards_nothing() -> None:
     watched(torch.ones(2))
     owners = watched.programs[0][0]._owners
     assert "Scratch" not in {type(owner.holder).__name__ for owner in owners}
+
+
+def test_an_array_whose_elements_are_an_input_may_change_and_not_be_replaced() -> None:
+    weights = np.ones(3)
+
+    def step() -> float:
+        return float(weights.sum())
+
+    with Recording(step) as recording:
+        step()
+    guards = recording.guards()
+    guards.settle(lambda value: isinstance(value, np.ndarray))
+    weights[0] = 2.0
+    assert guards.broken() is None
+    weights = np.ones(3)  # as the trace found it, in memory that the program does not read
+    assert guards.broken() is not None
 
 
 @pytest.mark.only_on("jax")

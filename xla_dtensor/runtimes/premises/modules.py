@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 from xla_dtensor.runtimes.premises.sources import all_names
 from xla_dtensor.runtimes.premises.values import ABSENT, Change, Judge, Moving, Sighting
 
-__all__ = ["ModuleBefore", "Modules", "traits_of"]
+__all__ = ["ModuleBefore", "Modules", "global_hooks", "traits_of"]
 
 _TENSORS = ("_parameters", "_buffers")
 _HOOKS = (
@@ -92,7 +92,7 @@ class Modules:
         self._tensors: list[dict[str, Any]] = []
         self._parameters: list[dict[str, Any]] = []
         self._seen: list[Any] = []  # what the last call found
-        self._global = _global_hooks()
+        self._global = global_hooks()
 
     def see(self, module: torch.nn.Module) -> None:
         """Note a module that the step uses; one that the step has made is none of these."""
@@ -213,12 +213,13 @@ def _settle_tensors(tensors: Any, payloads: Any, forget: Callable[[Any], Any]) -
             tensors[name] = payloads[name] = kept
 
 
-def _global_hooks() -> list[tuple[Any, ...]]:
+def global_hooks() -> list[tuple[Any, ...]]:
+    """Return the hooks that torch calls for every module."""
     return [tuple(getattr(torch_module, name)) for name in _GLOBAL_HOOKS]
 
 
 def _hooks_changed(found: list[tuple[Any, ...]]) -> Change | None:
-    return None if _global_hooks() == found else Change("the hooks of all modules changed")
+    return None if global_hooks() == found else Change("the hooks of all modules changed")
 
 
 def _in_tensors(now: Any, found: Any, payloads: Any, kind: str) -> Change | None:

@@ -26,7 +26,6 @@ from types import (
 from typing import Any
 
 import torch
-from torch.nn.modules import module as torch_module
 
 from xla_dtensor.runtimes.premises.guards.owners import (
     Cell,
@@ -41,16 +40,11 @@ from xla_dtensor.runtimes.premises.guards.owners import (
     dict_of,
     is_watched,
 )
+from xla_dtensor.runtimes.premises.modules import global_hooks
 from xla_dtensor.runtimes.premises.values import ABSENT, Change, Judge, Moving, TensorLike, is_plain
 
 __all__ = ["Guards"]
 
-_HOOKS = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)
 _FUNCTION_PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _PROPERTY = ("fget", "fset", "fdel")
 _IDENTICAL = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, ModuleType)
@@ -70,12 +64,11 @@ class Guards:
         self._by_id = _by_holder(self._owners)
         for owner in self._owners:
             owner.snapshot = {key: owner.snapshot.get(key, ABSENT) for key in owner.reads}
-        self._hooks = _hooks_of_all()
+        self._hooks = global_hooks()
         self._judge = _GuardJudge(lambda tensor: True, self._holds_the_same)
         self._pass: _Pass | None = None
-
-    def __len__(self) -> int:
-        return sum(len(owner.reads) for owner in self._owners)
+        self._moves: list[tuple[Owner, Any]] = []
+        self._values: list[tuple[Owner, Any, Any]] = []
 
     def settle(
         self,
@@ -93,6 +86,7 @@ class Guards:
         # The elements of these are inputs of the program.
         inputs = [o for o in self._owners if isinstance(o, Memory) and reads(o.holder)]
         self._owners = [owner for owner in self._owners if owner not in inputs]
+        self._by_id = _by_holder(self._owners)
         for owner in self._owners:
             for key, value in owner.snapshot.items():
                 is_owner = isinstance(value, tuple) and id(value) in self._by_id
@@ -106,12 +100,11 @@ class Guards:
         """Return what has changed since the step read it; None if nothing has."""
         if self._pass is None:
             self._pass = _Pass(self._owners)
-        if self._pass.holds() and _hooks_of_all() == self._hooks:
+        if self._pass.holds() and global_hooks() == self._hooks:
             return None
-        if _hooks_of_all() != self._hooks:
+        if global_hooks() != self._hooks:
             return Change("the hooks of all modules changed")
-        self._moves: list[tuple[Owner, Any]] = []
-        self._values: list[tuple[Owner, Any, Any]] = []
+        self._moves, self._values = [], []
         for owner in self._owners:
             change = self._difference(owner, owner)
             if change is not None:
@@ -153,9 +146,10 @@ class Guards:
             return True
         self._judge.pairs.add(pair)
         try:
-            holds = all(self._difference(o, o.beside(value)) is None for o in owners)
+            if any(self._difference(o, o.beside(value)) is not None for o in owners):
+                return False
             self._moves += [(owner, value) for owner in owners]
-            return holds
+            return True
         finally:
             self._judge.pairs.discard(pair)
 
@@ -282,12 +276,13 @@ class _GuardJudge(Judge):
             return self.accepts(found.__func__, now.__func__, depth - 1)
         if isinstance(found, property):
             return all(self.accepts(getattr(found, n), getattr(now, n)) for n in _PROPERTY)
-        same = None if isinstance(found, _IDENTICAL) else self._holds_the_same(self, found, now)
+        is_identical = isinstance(found, _IDENTICAL)
+        same = None if is_identical else self._holds_the_same(self, found, now)
         if same is not None:
             return same
         if isinstance(found, Moving) or kind in _SUPER:
             return super().accepts(found, now, depth)
-        if isinstance(found, list | dict) or (is_watched(kind) and not _is_identical(found)):
+        if isinstance(found, list | dict) or (is_watched(kind) and not is_identical):
             return True  # Nothing was read of it.
         return kind.__eq__ is not object.__eq__ and super().accepts(found, now, depth)
 
@@ -313,10 +308,6 @@ def _by_holder(owners: Sequence[Owner]) -> dict[int, list[Owner]]:
     return by_id
 
 
-def _is_identical(value: Any) -> bool:
-    return isinstance(value, _IDENTICAL)
-
-
 def _same_keys(keys: Sequence[Any], expected: Sequence[Any]) -> bool:
     # By identity first, for keys may be tensors, whose equality is a tensor.
     if len(keys) != len(expected):
@@ -330,7 +321,3 @@ def _same_keys(keys: Sequence[Any], expected: Sequence[Any]) -> bool:
 def _is_same(owner: Owner, value: Any, expected: Any) -> bool:
     # An array's memory is copied anew for each look.
     return value is expected or (isinstance(owner, Memory) and value == expected)
-
-
-def _hooks_of_all() -> list[tuple[Any, ...]]:
-    return [tuple(getattr(torch_module, name)) for name in _HOOKS]

@@ -116,7 +116,6 @@ class Recording:
         self._monitoring: Any = getattr(sys, "monitoring", None)
         self._takes_all = False
         self._thread = threading.get_ident()
-        self.iterators: list[Any] = []
 
     def __enter__(self) -> Recording:
         self._aside.__enter__()
@@ -358,8 +357,6 @@ class Recording:
                 self._meet(each, label, of)
         elif is_watched(kind):
             self._object(value, of)
-        if hasattr(kind, "__next__") and not is_watched(kind):
-            self.iterators.append(value)
 
     def _tensor(self, tensor: torch.Tensor, label: str, of: Owner | None) -> None:
         self._read(self._owner(tensor, Traits, label, of=of), None)
@@ -469,7 +466,7 @@ class Recording:
 
     def _note_first(self, owner: Any, name: str) -> None:
         frame = sys._getframe(3)
-        holder, kind = owner.holder, type(owner.holder)
+        kind = type(owner.holder)
         if name == "__dict__":
             file = frame.f_code.co_filename
             if file != _MODULE_FILE and not _is_ours(file):
@@ -491,7 +488,6 @@ class Recording:
                 self._read(self._class_owner(each), name)
                 if name in vars(each):
                     break
-        del holder
 
     def _is_answered(self, kind: type, name: str) -> bool:
         """Tell whether a class's own ``__getattr__`` gives a name."""
