@@ -20,7 +20,7 @@ from tests.xla_dtensor.fixed_guard_cases import READ, UNREAD, fixed
 from tests.xla_dtensor.guard_cases import drawn
 from tests.xla_dtensor.guard_runs import Verdict, judge
 from xla_dtensor.errors import ArgumentTypeError
-from xla_dtensor.runtimes.premises.guards import Guards, Recording
+from xla_dtensor.runtimes.guards import Guards, Recording
 
 pytestmark = pytest.mark.thorough
 
@@ -153,29 +153,3 @@ def test_an_array_whose_elements_are_an_input_may_change_and_not_be_replaced() -
     assert guards.broken() is None
     weights = np.ones(3)  # as the trace found it, in memory that the program does not read
     assert guards.broken() is not None
-
-
-@pytest.mark.only_on("jax")
-def test_guards_run_beside_premises(
-    mesh: xd.DeviceMesh, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    lines = tmp_path / "lines.txt"
-    monkeypatch.setenv("XLA_DTENSOR_GUARDS", f"shadow:{lines}")
-    model = nn.Linear(4, 4)
-    xd.distribute_module(model, mesh)
-
-    def scaled(x: torch.Tensor, by: float = 2.0) -> torch.Tensor:
-        return x * by
-
-    step = xd.compile(lambda x: scaled(model(x)))
-    x = xd.distribute_tensor(torch.ones(2, 4), mesh)
-    step(x)
-    step(x)
-    assert not lines.exists()
-    scaled.__defaults__ = (3.0,)
-    step(x)
-    assert "premises: hold" in lines.read_text()
-    assert "__defaults__ changed" in lines.read_text()
-    monkeypatch.setenv("XLA_DTENSOR_GUARDS", "only")
-    with pytest.raises(ArgumentTypeError, match="'shadow'"):
-        xd.compile(lambda x: x + 1)(x)

@@ -486,7 +486,7 @@ def _loop(layers: ScannedLayers, x: Any, args: Any, kwargs: Any) -> Any:
         return outputs
 
     swapped = functools.partial(holding, template, names)
-    loop = Layers(call, swapped, tensors, names, tuple(layers.modules()))
+    loop = Layers(call, swapped, tensors, names, blocks)
     outputs = runtime.run_layers(loop, carry, [leaves[i] for i in shared], layers.remat)
     return tree_unflatten(outputs, carry_tree)
 

@@ -678,7 +678,7 @@ class Layers:
         swapped: A context in which the block has the given tensors for its own.
         tensors: Each layer's parameters and buffers, all in the same order.
         names: What errors call the tensors of a layer.
-        modules: All modules of all layers.
+        modules: The layers; the first one's code is run for all.
     """
 
     call: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]

@@ -25,7 +25,7 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-__all__ = ["new_objects", "old_objects_aside", "show_all_objects"]
+__all__ = ["old_objects_aside", "show_all_objects", "tracked_objects"]
 
 _set_aside = False
 
@@ -57,6 +57,6 @@ def show_all_objects() -> None:
         gc.unfreeze()
 
 
-def new_objects() -> set[int] | None:
-    """Return the ids of the tracked objects that the block has made; None where nothing tells."""
-    return set(map(id, gc.get_objects())) if _set_aside else None
+def tracked_objects() -> set[int]:
+    """Return the ids of the tracked objects that are not set aside."""
+    return set(map(id, gc.get_objects()))

@@ -7,7 +7,7 @@ they had been passed in a dict::
     step(Batch(x=x, y=y, split="train"))       x and y are inputs; "train" is part of the program
 
 Objects without tensors, configurations say, are not opened: what the step reads of them is found by
-name (``premises``).
+name (``guards``).
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ import torch
 from torch.utils._pytree import (
     MappingKey,
     register_pytree_node,
-    tree_flatten,
     tree_leaves,
     tree_map,
 )
 
-__all__ = ["close_all", "held_by_opened", "open_all", "opened_containers"]
+__all__ = ["close_all", "open_all"]
 
 
 @dataclasses.dataclass
@@ -93,25 +92,6 @@ def open_all(tree: Any) -> Any:
 def close_all(tree: Any) -> Any:
     """Return a pytree with the objects again, each a new one."""
     return tree_map(_closed, tree, is_leaf=lambda value: isinstance(value, _Opened))
-
-
-def held_by_opened(tree: Any) -> list[Any]:
-    """Return what holds the values of the objects in a pytree that :func:`open_all` opens."""
-    found: list[Any] = []
-    for value in tree_leaves(tree):
-        if isinstance(_opened(value), _Opened):
-            fields = _fields(value)
-            found += [value, getattr(value, "__dict__", None), getattr(value, "data", None)]
-            found += held_by_opened(list(fields.values()))
-    return [each for each in found if each is not None]
-
-
-def opened_containers(tree: Any) -> list[Any]:
-    """Return the dicts, lists and other containers that a pytree is made of."""
-    inside, spec = tree_flatten(tree, is_leaf=lambda value: value is not tree)
-    if spec.is_leaf():
-        return []
-    return [tree, *(each for value in inside for each in opened_containers(value))]
 
 
 def _opened(value: Any) -> Any:

@@ -1,10 +1,10 @@
 """What a step changes in Python's own objects, kept so that a failed trace leaves nothing behind.
 
 While a step is traced, its tensors hold tracers. Storages are given their arrays back by the trace;
-this module does the rest: gradients that ``backward`` hung on parameters, entries that an optimizer
-made in its ``state``, settings of param groups, and what modules hold. A step closes over all of
-these without listing them, so they are found among the objects that Python's garbage collector
-knows.
+this module does what no Python of a step is seen to do: gradients that ``backward`` hung on
+parameters, entries that an optimizer made in its ``state``, settings of param groups. A step closes
+over all of these without listing them, so they are found among the objects that Python's garbage
+collector knows.
 
 Example:
     >>> import torch
@@ -26,25 +26,22 @@ import torch
 
 from xla_dtensor.runtimes.host_work.tape import is_host, memory_key
 from xla_dtensor.runtimes.live_objects import live_objects
-from xla_dtensor.runtimes.premises import ModuleBefore
 
 __all__ = ["PythonState"]
 
 
 @dataclass(frozen=True)
 class PythonState:
-    """Gradients, optimizer state and modules, as they were. Holds them alive.
+    """Gradients and optimizer state as they were. Holds them alive.
 
     Args:
         gradients: Leaves that require a gradient, with the one that they had.
         tables: Dicts, with what they held.
-        modules: Modules, by id.
         host_memories: The memories of plain CPU tensors, as ``memory_key`` tells them apart.
     """
 
     gradients: list[tuple[torch.Tensor, torch.Tensor | None]]
     tables: list[tuple[dict[Any, Any], dict[Any, Any]]]
-    modules: dict[int, ModuleBefore] = field(default_factory=dict)
     host_memories: set[int] = field(default_factory=set)
 
     @classmethod
@@ -52,7 +49,7 @@ class PythonState:
         """Take down what holds at present."""
         state = cls([], [])
         readers: dict[type, Callable[[Any], None] | None] = {}
-        for found in live_objects(torch.Tensor, torch.optim.Optimizer, torch.nn.Module):
+        for found in live_objects(torch.Tensor, torch.optim.Optimizer):
             kind = type(found)
             if kind not in readers:
                 readers[kind] = state._reader(kind)
@@ -64,9 +61,7 @@ class PythonState:
     def _reader(self, kind: type) -> Callable[[Any], None] | None:
         if issubclass(kind, torch.Tensor):
             return self._read_tensor
-        if issubclass(kind, torch.optim.Optimizer):
-            return self._read_optimizer
-        return self._read_module if issubclass(kind, torch.nn.Module) else None
+        return self._read_optimizer if issubclass(kind, torch.optim.Optimizer) else None
 
     def _read_tensor(self, tensor: torch.Tensor) -> None:
         if is_host(tensor):
@@ -80,12 +75,6 @@ class PythonState:
     def _read_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         tables = (optimizer.state, *optimizer.state.values(), *optimizer.param_groups)
         self.tables.extend((table, dict(table)) for table in tables)
-
-    def _read_module(self, module: torch.nn.Module) -> None:
-        before = self.modules[id(module)] = ModuleBefore.of(module)
-        own = vars(module)
-        self.tables.append((own, before.attributes))
-        self.tables.extend((own[name], table) for name, table in before.tables.items())
 
     def restore(self) -> None:
         """Make it so again."""

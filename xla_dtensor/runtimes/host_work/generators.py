@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["Place", "Places", "States", "address_of", "generator_of"]
 
@@ -76,24 +77,26 @@ class Places:
     """Follows generators while a tape is written.
 
     Args:
-        known: Generators that are older than the tape.
         made: The addresses of those that the step makes; it may grow.
     """
 
-    def __init__(self, known: Iterable[torch.Generator] = (), made: Collection[int] = ()) -> None:
+    def __init__(self, made: Collection[int] = ()) -> None:
         self._followed: dict[int, _Followed] = {}
         self._found: dict[bytes, Place] = {}
         self._num_draws = 0
         self._made = made
-        for generator in known:
-            if is_default(generator) or generator.device.type != "cpu":
-                continue
-            if address_of(generator) not in self._followed:
-                first = generator.get_state()
-                torch.empty(_MARK, dtype=torch.int64).random_(generator=generator)
-                mark = _key(generator.get_state())
-                self._followed[address_of(generator)] = _Followed(generator, first, mark, mark)
-                self._found[mark] = Place.beginning(generator)
+
+    def note(self, generator: torch.Generator) -> None:
+        """Follow a generator that is older than the tape, from before the step uses it."""
+        is_known = address_of(generator) in self._followed
+        if is_known or is_default(generator) or generator.device.type != "cpu":
+            return
+        first = generator.get_state()
+        with _disable_current_modes():  # Nobody's draw, and none of the tape.
+            torch.empty(_MARK, dtype=torch.int64).random_(generator=generator)
+        mark = _key(generator.get_state())
+        self._followed[address_of(generator)] = _Followed(generator, first, mark, mark)
+        self._found[mark] = Place.beginning(generator)
 
     @property
     def generators(self) -> list[torch.Generator]:

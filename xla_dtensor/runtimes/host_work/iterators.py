@@ -1,16 +1,15 @@
 """Iterators that are older than a call, from which a step must not take.
 
 What the trace takes from a data loader's iterator, say, would be what every call uses. An iterator
-cannot be put back, so it is refused before the trace: as soon as the step's code takes from one.
-Where an iterator tells how far it has come, it is looked at after the trace instead, as the code
-that takes from it may not have run.
+cannot be put back, so a step that reads one is refused before it can take from it. Where one tells
+how far it has come, it is looked at after the trace instead, as nothing may have been taken.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from xla_dtensor.core.errors import CompileError
@@ -19,27 +18,27 @@ __all__ = ["Iterators"]
 
 
 class Iterators:
-    """Where iterators are before a trace.
+    """Where iterators were when a step met them."""
 
-    Args:
-        iterators: Those that the step's code takes from.
+    def __init__(self) -> None:
+        self._before: list[tuple[Iterator[Any], int | str]] = []
 
-    Raises:
-        CompileError: One of them does not tell where it is.
-    """
+    def note(self, iterator: Iterator[Any]) -> None:
+        """Note where an iterator is.
 
-    def __init__(self, iterators: Sequence[Iterator[Any]]) -> None:
-        self._iterators = iterators
-        self._before = [_place(each) for each in iterators]
-        for each, place in zip(iterators, self._before, strict=True):
-            if place is None:
-                raise _refusal(each)
+        Raises:
+            CompileError: It does not tell.
+        """
+        place = _place(iterator)
+        if place is None:
+            raise _refusal(iterator)
+        self._before.append((iterator, place))
 
     def refuse_moves(self) -> None:
         """Raise if an iterator has moved."""
-        for each, place in zip(self._iterators, self._before, strict=True):
-            if _place(each) != place:
-                raise _refusal(each)
+        for iterator, place in self._before:
+            if _place(iterator) != place:
+                raise _refusal(iterator)
 
 
 def _place(iterator: Iterator[Any]) -> int | str | None:

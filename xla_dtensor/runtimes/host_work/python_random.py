@@ -8,7 +8,7 @@ one of these generators has moved is refused, and they are put back.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,20 +26,19 @@ def is_python_random(value: Any) -> bool:
 
 
 class PythonRandom:
-    """The states of generators before a trace.
+    """The states of generators before a trace: of the modules ``random`` and ``numpy.random``."""
 
-    Args:
-        known: Generators that the step reaches, besides the ones of the modules ``random`` and
-            ``numpy.random``.
-    """
-
-    def __init__(self, known: Iterable[Any] = ()) -> None:
+    def __init__(self) -> None:
         self._generators: list[tuple[str, Callable[[], Any], Callable[[Any], None]]] = [
             ("Python's random", random.getstate, random.setstate),
             ("numpy.random", _numpy_state, np.random.set_state),
         ]
-        self._generators += [_of_object(generator) for generator in known]
         self._before = [read() for _, read, _ in self._generators]
+
+    def note(self, generator: Any) -> None:
+        """Note the state of one more generator, that the step has just met."""
+        self._generators.append(_of_object(generator))
+        self._before.append(self._generators[-1][1]())
 
     def refuse_draws(self) -> None:
         """Raise if a generator has moved."""

@@ -10,7 +10,7 @@ or generators have moved on, can give it other values.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,15 +63,12 @@ class HostTape:
 
     Args:
         older: The memories, by `memory_key`, that there were when the trace began.
-        generators: Generators that there were then, besides torch's own.
     """
 
-    def __init__(
-        self, older: Container[int] = (), generators: Iterable[torch.Generator] = ()
-    ) -> None:
+    def __init__(self, older: Container[int] = ()) -> None:
         self._older = older
         self.made_generators: set[int] = set()  # the addresses of those that the step makes
-        self._places = Places(generators, self.made_generators)
+        self._places = Places(self.made_generators)
         self._first_state = torch.default_generator.get_state()
         self._steps: list[Step] = []
         self._tensors: list[torch.Tensor] = []  # by slot; they keep their ids
@@ -288,7 +285,11 @@ class HostTape:
             value = tensor.detach().clone()
             self._steps.append(Answer((self._slots[id(tensor)],), kept=True, value=value))
 
-    # ------------------------------------------------------------------ torch's own generator
+    # ------------------------------------------------------------------ generators
+
+    def note_generator(self, generator: torch.Generator) -> None:
+        """Follow a generator that is older than the tape, from before the step uses it."""
+        self._places.note(generator)
 
     def seeded(self, seed: int | None) -> None:
         """Note that torch's own generator was seeded; None: anew, with whatever there is."""

@@ -17,7 +17,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor.core.errors import CompileError
 from xla_dtensor.runtimes.base import CompiledStep, Verification
+from xla_dtensor.runtimes.guards import Guards, Recording
 from xla_dtensor.runtimes.nested import Containers
-from xla_dtensor.runtimes.premises import Premises
 from xla_dtensor.runtimes.state import StepClock, num_tokens, trace_settings
 from xla_dtensor.runtimes.torch_xla.annotations import DEVICE, DUMP_VARIABLE, STEP_GRAPH_NAME, xlac
 
@@ -343,8 +343,8 @@ class TorchXlaStep(CompiledStep):
         self._reasons: list[str] = []
         self._last: Signature | None = None
         self._hlo_files: dict[Signature, Path | None] = {}
-        self._digests: dict[tuple[Signature, tuple[int, ...]], str] = {}
-        self._premises: Premises | None = None  # of the digests
+        # With what the step read of Python when each was made.
+        self._digests: dict[tuple[Signature, tuple[int, ...]], tuple[str, Guards]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         signature = _signature(args, kwargs)
@@ -357,13 +357,16 @@ class TorchXlaStep(CompiledStep):
         args, kwargs = pytree.tree_map(_on_devices, arguments)
         leaves = pytree.tree_leaves((args, kwargs))
         containers = Containers.of((args, kwargs), arguments)
-        if self._premises is None or self._premises.broken() is not None:
-            self._premises = Premises.of_now(self._step)
-            self._digests.clear()
+        key = _key(signature, leaves)
+        digest = self._known_digest(key)
+        recording = Recording(self._step, leaves) if digest is None else None
         with _graph_name(self._graph_name):
-            output = self._traced(args, kwargs)
+            with recording or nullcontext():
+                output = self._traced(args, kwargs)
             writes, contents = containers.written()
-            digest = self._digest(signature, leaves, (output, contents))
+            if recording is not None:
+                digest = self._digest(leaves, (output, contents))
+                self._keep(key, digest, recording)
             with self._own_program(), synced_as(digest):
                 sync()
         writes.do(arguments, contents)
@@ -436,22 +439,19 @@ class TorchXlaStep(CompiledStep):
         yield
         del mark
 
-    def _digest(self, signature: Signature, arguments: Any, output: Any) -> str:
-        """Return the digest of the program that the sync will run, known from an earlier call.
+    def _known_digest(self, key: Any) -> str | None:
+        """Return the digest of the program that the sync will run; None if it is not known."""
+        digest, guards = self._digests.get(key, (None, None))
+        return digest if guards is not None and guards.broken() is None else None
 
-        Which arguments are one tensor is part of the program. What else an argument is, other than
-        a tensor or a plain value, is not known: with such, the program is written each time.
-        """
-        leaves = pytree.tree_leaves(arguments)
-        ids = [_tensor_id(leaf) for leaf in leaves if not isinstance(leaf, _PLAIN_VALUES)]
-        first: dict[Any, int] = {}
-        key = (signature, tuple(first.setdefault(number, at) for at, number in enumerate(ids)))
-        if key in self._digests and None not in ids:
-            return self._digests[key]
-        digest = digest_of_all(filter(_is_plain, [*leaves, *pytree.tree_leaves(output)]))
-        if None not in ids:
-            self._digests[key] = digest
-        return digest
+    def _digest(self, arguments: Sequence[Any], output: Any) -> str:
+        return digest_of_all(filter(_is_plain, [*arguments, *pytree.tree_leaves(output)]))
+
+    def _keep(self, key: Any, digest: str, recording: Recording) -> None:
+        if key is not None:
+            guards = recording.guards()
+            guards.settle(lambda value: isinstance(value, torch.Tensor))
+            self._digests[key] = digest, guards
 
     def _note(self, signature: Signature, num_compiled: int) -> None:
         if num_compiled:
@@ -513,6 +513,18 @@ def _graph_name(name: str) -> Iterator[None]:
         yield
     finally:
         xlac()._set_current_graph_name(previous)
+
+
+def _key(signature: Signature, leaves: Sequence[Any]) -> Any:
+    """Return what a step's program is found by among those of other calls; None for nothing.
+
+    Which arguments are one tensor is part of the program. What else an argument is, other than a
+    tensor or a plain value, is not known: with such, the program is written each time.
+    """
+    ids = [_tensor_id(leaf) for leaf in leaves if not isinstance(leaf, _PLAIN_VALUES)]
+    first: dict[Any, int] = {}
+    key = signature, tuple(first.setdefault(number, at) for at, number in enumerate(ids))
+    return None if None in ids else key
 
 
 def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:

@@ -1,4 +1,4 @@
-"""What a step assigns in Python (``premises.effects``), done after each run with the run's tensors.
+"""What a step assigns in Python (``guards``), done after each run with the run's tensors.
 
 While the step is traced Python assigns tensors of the trace, which the first run fills. Each later
 run makes tensors of its own and assigns them in the same places, as PyTorch would::
@@ -21,10 +21,10 @@ from typing import Any
 import jax
 import torch
 
+from xla_dtensor.runtimes.guards.owners import Effect
 from xla_dtensor.runtimes.host_work import HostTape
 from xla_dtensor.runtimes.jax.compile.trace_values import inner, rewrapper_of
 from xla_dtensor.runtimes.jax.eager.tensor import Storage
-from xla_dtensor.runtimes.premises.effects import Effect
 
 __all__ = ["Plan", "RunEffects"]
 

@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.runtimes.guards.values import Moving, Sighting
 from xla_dtensor.runtimes.host_work import HostTape, HostWork
 from xla_dtensor.runtimes.host_work.tape import is_host
 from xla_dtensor.runtimes.jax.arrays.trace import Trace
 from xla_dtensor.runtimes.jax.compile.trace_values import inner
 from xla_dtensor.runtimes.jax.eager.tensor import Storage
-from xla_dtensor.runtimes.premises import Moving, Sighting
 
 __all__ = ["MovingTensor", "moving_tensors"]
 
@@ -43,7 +43,7 @@ class MovingTensor:
     Args:
         found: The one that the trace found.
         left: The one that the trace left under the name.
-        moving: The one that is there, as premises know it.
+        moving: The one that is there, as guards know it.
         slot: Of a host tensor, its slot on the tape.
         lies: Of one on the mesh, how it has to lie.
     """

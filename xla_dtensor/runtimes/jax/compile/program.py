@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from mesh_utils import MeshError, find_chip
 from xla_dtensor.core.errors import CompileError
+from xla_dtensor.runtimes.guards.values import Change
 from xla_dtensor.runtimes.jax.arrays.private import (
     constants_of,
     context_on_mesh,
@@ -40,7 +41,6 @@ from xla_dtensor.runtimes.jax.eager.checks import raise_flagged
 from xla_dtensor.runtimes.jax.eager.tensor import Storage
 from xla_dtensor.runtimes.nested import Writes
 from xla_dtensor.runtimes.opened import close_all
-from xla_dtensor.runtimes.premises import Change
 
 __all__ = ["Blueprint", "KeptPrograms", "Program", "rehomed", "rehomed_sharding"]
 
@@ -558,7 +558,7 @@ class KeptPrograms:
         Args:
             place: What it is to be kept under.
             program: The program.
-            named: The ids of what the trace assigned to names that premises look after.
+            named: The ids of what the trace assigned to names that guards look after.
         """
         kept = self._programs.setdefault(place, [])
         made = [each for each in (reference() for reference in program.lasting) if each is not None]

@@ -19,7 +19,7 @@ weight sharded, and the second call would compile again.
 
 A step that makes its optimizer state on the first call is traced once more on the second, when
 that state exists. From then on a call costs the launch, and a look at what Python holds
-(``premises``). What the step assigns in Python is assigned after each run (``effects``); its
+(``guards``). What the step assigns in Python is assigned after each run (``effects``); its
 other effects happen while it is traced.
 """
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dis
 import weakref
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import CodeType
 from typing import Any, NamedTuple
 
 import jax
@@ -28,9 +29,11 @@ from torch.utils._pytree import (
 
 from xla_dtensor.core.errors import ArgumentTypeError
 from xla_dtensor.runtimes.bounds import are_checked
+from xla_dtensor.runtimes.guards import Recording
+from xla_dtensor.runtimes.guards.owners import Effect
 from xla_dtensor.runtimes.host_work import HostTape
 from xla_dtensor.runtimes.host_work.iterators import Iterators
-from xla_dtensor.runtimes.host_work.python_random import PythonRandom
+from xla_dtensor.runtimes.host_work.python_random import PythonRandom, is_python_random
 from xla_dtensor.runtimes.jax.arrays.constants import TracedProgram, traced_program
 from xla_dtensor.runtimes.jax.arrays.trace import Trace, refusing_reads
 from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
@@ -55,12 +58,6 @@ from xla_dtensor.runtimes.jax.eager.checks import with_flags
 from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
 from xla_dtensor.runtimes.nested import Containers, Writes
 from xla_dtensor.runtimes.opened import close_all, open_all
-from xla_dtensor.runtimes.premises import Premises
-from xla_dtensor.runtimes.premises.effects import Effect
-from xla_dtensor.runtimes.premises.guards.shadow import Shadow
-from xla_dtensor.runtimes.premises.modules import Modules
-from xla_dtensor.runtimes.premises.reach import Reach
-from xla_dtensor.runtimes.premises.sources import inner_functions
 from xla_dtensor.runtimes.python_state import PythonState
 from xla_dtensor.runtimes.state import naming_modules, trace_settings
 
@@ -227,7 +224,7 @@ def unread_arguments(step: Callable[..., Any]) -> frozenset[int | str]:
     code = getattr(function, "__code__", None)
     if code is None or hasattr(function, "__wrapped__"):
         return frozenset()
-    codes = [code, *inner_functions(code)]
+    codes = list(_codes_in(code))
     if any(_SEE_LOCALS & {*each.co_names} for each in codes):
         return frozenset()
     steps = [each for one in codes for each in dis.get_instructions(one)]
@@ -241,6 +238,13 @@ def unread_arguments(step: Callable[..., Any]) -> frozenset[int | str]:
     return frozenset([*unread, *(places[name] for name in unread if name in places)])
 
 
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes_in(each)
+
+
 _SEE_LOCALS = frozenset({"locals", "eval", "exec", "vars", "dir"})
 _LOADS = "LOAD_"
 
@@ -250,7 +254,7 @@ def _several(names: Any) -> tuple[Any, ...]:
 
 
 class _Same:
-    """Equal to what stands for the same object; what the object holds, premises look after."""
+    """Equal to what stands for the same object; what the object holds, guards look after."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -438,15 +442,15 @@ class Before:
     """What there was before a trace.
 
     Args:
-        python: Gradients, optimizers and modules.
-        reach: What the step reaches by name.
+        python: Gradients and optimizers.
+        recording: Of what the step reads and writes, not begun.
         tape: Of the host, not begun.
         random: Generators that a step must not use.
         iterators: Those that a step must not take from.
     """
 
     python: PythonState
-    reach: Reach
+    recording: Recording
     tape: HostTape
     random: PythonRandom
     iterators: Iterators
@@ -454,13 +458,20 @@ class Before:
     @classmethod
     def of(cls, step: Callable[..., Any], call: Call) -> Before:
         """Take down what there is before `step` is traced for a call."""
-        python, reach = PythonState.now(), Reach.of(step, *call.given)
-        tape = HostTape(python.host_memories, reach.generators)
-        unmoved = PythonRandom(reach.randoms), Iterators(reach.iterators)
-        return cls(python, reach, tape, *unmoved)
+        python = PythonState.now()
+        tape, random, iterators = HostTape(python.host_memories), PythonRandom(), Iterators()
+
+        def note(value: Any) -> None:
+            if isinstance(value, torch.Generator):
+                tape.note_generator(value)
+            else:
+                (random if is_python_random(value) else iterators).note(value)
+
+        return cls(python, Recording(step, call.leaves, note), tape, random, iterators)
 
     def restore(self) -> None:
         """Make it so again."""
+        self.recording.rewind()
         self.python.restore()
         self.tape.put_back()
         self.random.put_back()
@@ -544,9 +555,8 @@ def traced_step(
     numbers: list[tuple[Storage, Callable[[], float]]] = []
     lend = partial(lent, numbers), partial(lent_tensor, numbers)
     inputs = OptimizerInputs(lifted, *lend, lent_names, gather)
-    premises = Premises(before.reach, Modules(before.python.modules))
-    tape, shadow = before.tape, Shadow(step, call.leaves)
-    trace, watch = Trace(HostInputs(tape)), Watch(inputs, premises, shadow)
+    tape, recording = before.tape, before.recording
+    trace, watch = Trace(HostInputs(tape)), Watch(inputs, recording)
     found = TracedStep(trace, watch, numbers, call.storages())
     rows = all_rows()
     assigned: list[Effect] = []
@@ -558,7 +568,7 @@ def traced_step(
             given = list(replaced(call.leaves, tensors))
             args, kwargs = close_all(tree_unflatten(given, call.tree))
             containers = Containers.of((args, kwargs), call.given)
-            with refusing_reads(), shadow.watching():
+            with refusing_reads(), recording:
                 result = step(*args, **kwargs)
             found.writes, contents = containers.written()
             outputs = (result, contents) if contents else result
@@ -571,7 +581,7 @@ def traced_step(
         before.random.refuse_draws()
         before.iterators.refuse_moves()
         found.lasting = trace.lasting_beyond(tensors)
-        assigned.extend(premises.effects.found())
+        assigned.extend(recording.effects(tape.shares))
         as_given.extend(given)
         state, lasting = placed_values([*trace.state]), placed_values(found.lasting)
         for storage, value in zip(found.lasting, lasting, strict=True):
@@ -581,10 +591,11 @@ def traced_step(
 
     arrays = [storage.array for storage in found.arguments]
     with trace.active():
+        recording.begin()
         types = [row_type(stack.array) for _, stack, _ in rows]
         closed = jax.make_jaxpr(traced)(arrays, types)
     trace.undo()
-    seen = premises.sightings()
+    seen = recording.sightings()
     found.moving = moving_tensors(seen, trace, tape, made, names, {*found.arguments})
     places = {id(each.found): place for place, each in enumerate(found.moving)}
     gradients = [each for each in before.python.gradients if not call.has(each[0])]

@@ -12,7 +12,7 @@ else by the equation, so that one change is one difference, whatever is computed
 that only one trace has are found as a text's lines are (``difflib``).
 
 Invariant: after it everything is what it was, by what a failed trace is taken back by
-(``trace.Before``), and by what the step is seen to assign in Python (``premises.effects``).
+(``trace.Before``), what the step is seen to assign in Python among it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from xla_dtensor.runtimes.jax.compile.program import KeptPrograms, Program
 from xla_dtensor.runtimes.jax.compile.trace import Before, Call, TracedStep, traced_step
 from xla_dtensor.runtimes.jax.compile.trace_values import Static, ViewsWritten
 from xla_dtensor.runtimes.jax.eager.tensor import Storage
-from xla_dtensor.runtimes.premises.looking import cells_of
 
 __all__ = ["refuse_differences", "verification", "verify_every"]
 
@@ -125,7 +124,6 @@ def refuse_differences(name: str, number: int, found: Verification) -> None:
 def _left_as_it_is(step: Callable[..., Any], call: Call) -> Iterator[Before]:
     """Let a step be traced inside, and make everything what it was."""
     before = Before.of(step, call)
-    rewind = before.reach.effects.rewinder()
     owned = [each for _, table in before.python.tables for each in table.values()]
     leaves = [leaf for leaf, _ in before.python.gradients]
     tensors = {id(t): t for t in (*leaves, *owned, *call.leaves) if _is_leaf(t)}
@@ -134,7 +132,6 @@ def _left_as_it_is(step: Callable[..., Any], call: Call) -> Iterator[Before]:
         yield before
     finally:
         before.restore()
-        rewind()
         for tensor, requires_grad, grad in traits:
             if tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
@@ -467,7 +464,8 @@ def _parts(value: Any) -> list[Any] | None:
     if isinstance(value, dict):
         return [each for pair in value.items() for each in pair]
     if isinstance(value, FunctionType):
-        return [value.__code__, value.__defaults__, value.__kwdefaults__, *cells_of(value)]
+        cells = [getattr(cell, "cell_contents", None) for cell in value.__closure__ or ()]
+        return [value.__code__, value.__defaults__, value.__kwdefaults__, *cells]
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     has_its_own = type(value).__eq__ is not object.__eq__ or not hasattr(value, "__dict__")

@@ -49,7 +49,7 @@ from xla_dtensor.runtimes.jax.compile.layers.loops import (
 from xla_dtensor.runtimes.jax.compile.layers.policies import Policy, policy_of
 from xla_dtensor.runtimes.jax.compile.layers.split import split
 from xla_dtensor.runtimes.jax.compile.layers.traced_stacks import traced_stack, wrapped_rows
-from xla_dtensor.runtimes.jax.compile.layers.watch import see_modules
+from xla_dtensor.runtimes.jax.compile.layers.watch import see_alike
 from xla_dtensor.runtimes.jax.compile.trace_values import inner
 from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
 from xla_dtensor.runtimes.jax.lower import random
@@ -79,7 +79,7 @@ def run(
     Raises:
         ScanError: A layer cannot be run in a loop.
     """
-    see_modules(layers.modules)
+    see_alike(layers.modules[0], layers.modules[1:])
     with x64():
         plan = _planned(layers, carry, shared, policy_of(remat))
         flat = [tensor for layer in layers.tensors for tensor in layer]

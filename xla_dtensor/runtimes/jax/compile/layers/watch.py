@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.modules import module as torch_module
 from torch.nn.utils import clip_grad
 
+from xla_dtensor.runtimes.guards import Guards, Recording
+from xla_dtensor.runtimes.guards.values import Change
 from xla_dtensor.runtimes.host_work import HostTape
 from xla_dtensor.runtimes.host_work.noticing import noticing
 from xla_dtensor.runtimes.host_work.tape import is_host
@@ -22,11 +23,9 @@ from xla_dtensor.runtimes.jax.compile.moving import MovingTensor
 from xla_dtensor.runtimes.jax.compile.numbers import NumbersMeetTensors
 from xla_dtensor.runtimes.jax.compile.optimizer import OptimizerInputs
 from xla_dtensor.runtimes.jax.compile.trace_values import inner
-from xla_dtensor.runtimes.premises import Change, Premises
-from xla_dtensor.runtimes.premises.guards.shadow import Shadow
 from xla_dtensor.runtimes.torch_own import put_back
 
-__all__ = ["Watch", "see_modules", "watching"]
+__all__ = ["Watch", "see_alike", "watching"]
 
 _ASKS_FOR_LISTS = "_has_foreach_support"
 
@@ -38,18 +37,13 @@ class Watch:
     """What a program baked in from Python, to notice when it no longer holds."""
 
     inputs: OptimizerInputs
-    premises: Premises
-    shadow: Shadow
+    recording: Recording | None
     answers: list[tuple[Callable[[], Any], bool]] = field(default_factory=list)
-
-    def see_module(self, module: torch.nn.Module, args: Any) -> None:
-        """Note a module that the step calls; a forward pre-hook."""
-        self.premises.see_module(module)
+    guards: Guards = field(init=False)
 
     def broken(self) -> Change | None:
         """Return what has changed since the trace, None if nothing has."""
-        why = self.premises.broken()
-        self.shadow.compare(why)
+        why = self.guards.broken()
         if why is not None:
             return why
         if self.inputs.parameters_changed():
@@ -88,17 +82,18 @@ class Watch:
         self.inputs.settle()
         by_name = {id(each.found): each.moving for each in moving}
         instead = {**self.inputs.lifted(), **by_name}
-        self.premises.settle(reads, instead)
-        self.shadow.settle(reads, instead)
+        assert self.recording is not None
+        self.guards = self.recording.guards()
+        self.guards.settle(reads, instead)
+        self.recording = None  # It holds what the step has dropped.
         self.answers = trace.answers
 
 
 @contextlib.contextmanager
 def watching(watch: Watch, tape: HostTape) -> Iterator[None]:
-    """Watch modules, optimizers and the host; keep autograd in this thread, where the trace is."""
+    """Watch optimizers and the host; keep autograd in this thread, where the trace is."""
     global _current
     put_back()
-    hook = torch_module.register_module_forward_pre_hook(watch.see_module)
     _current = watch
     try:
         single_threaded = torch.autograd.set_multithreading_enabled(False)
@@ -106,7 +101,6 @@ def watching(watch: Watch, tape: HostTape) -> Iterator[None]:
         with watch.inputs.active(), single_threaded, _clipping_rows(), on_host[0], on_host[1]:
             yield
     finally:
-        hook.remove()
         _current = None
 
 
@@ -126,10 +120,10 @@ def _clipping_rows() -> Iterator[None]:
         names[_ASKS_FOR_LISTS] = usual
 
 
-def see_modules(modules: Iterable[torch.nn.Module]) -> None:
-    """Note modules that the step uses without calling them, or with other parameters than theirs.
+def see_alike(first: torch.nn.Module, others: Iterable[torch.nn.Module]) -> None:
+    """Take what a step's trace reads of a module for read of others, for which it stands.
 
-    To be called before those are swapped; does nothing outside of a step's trace.
+    Does nothing outside of a trace.
     """
-    for module in modules if _current is not None else ():
-        _current.see_module(module, ())  # pyright: ignore[reportOptionalMemberAccess]
+    if _current is not None and _current.recording is not None:
+        _current.recording.alike(first, others)

@@ -10,24 +10,17 @@ Invariant: guards that hold lead to the values that the step read, by the ways i
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from types import (
-    BuiltinMethodType,
-    FunctionType,
-    MappingProxyType,
-    MethodType,
-    MethodWrapperType,
-    ModuleType,
-)
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
+from torch.nn.modules import module as torch_module
 
-from xla_dtensor.runtimes.premises.guards.owners import (
+from xla_dtensor.runtimes.guards.judge import Judge
+from xla_dtensor.runtimes.guards.owners import (
     Cell,
     ClassNames,
     Elements,
@@ -38,18 +31,19 @@ from xla_dtensor.runtimes.premises.guards.owners import (
     Owner,
     Traits,
     dict_of,
-    is_watched,
 )
-from xla_dtensor.runtimes.premises.modules import global_hooks
-from xla_dtensor.runtimes.premises.values import ABSENT, Change, Judge, Moving, TensorLike, is_plain
+from xla_dtensor.runtimes.guards.values import ABSENT, Change, Moving
 
 __all__ = ["Guards"]
 
 _FUNCTION_PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
-_PROPERTY = ("fget", "fset", "fdel")
-_IDENTICAL = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, ModuleType)
-_BOUND = (BuiltinMethodType, MethodWrapperType)
-_SUPER = (tuple, MethodType, functools.partial)
+_FUNCTION_PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
 
 
 class Guards:
@@ -64,11 +58,12 @@ class Guards:
         self._by_id = _by_holder(self._owners)
         for owner in self._owners:
             owner.snapshot = {key: owner.snapshot.get(key, ABSENT) for key in owner.reads}
-        self._hooks = global_hooks()
-        self._judge = _GuardJudge(lambda tensor: True, self._holds_the_same)
+        self._hooks = _global_hooks()
+        self._judge = Judge(holds_the_same=self._holds_the_same)
+        self._pairs: set[tuple[int, int]] = set()
         self._pass: _Pass | None = None
-        self._moves: list[tuple[Owner, Any]] = []
-        self._values: list[tuple[Owner, Any, Any]] = []
+        self._moves: dict[int, tuple[Owner, Any]] = {}
+        self._values: dict[tuple[int, Any], tuple[Owner, Any, Any]] = {}
 
     def settle(
         self,
@@ -82,10 +77,17 @@ class Guards:
                 array, whether it reads its elements anew on every call.
             instead: What is read by name, by the ids of the tensors that were there.
         """
-        self._judge = _GuardJudge(reads, self._holds_the_same)
-        # The elements of these are inputs of the program.
-        inputs = [o for o in self._owners if isinstance(o, Memory) and reads(o.holder)]
-        self._owners = [owner for owner in self._owners if owner not in inputs]
+        tables = {id(o.holder) for o in self._owners if isinstance(o, Names) and o.keys}
+        # A tensor with attributes of the user's is itself read with them.
+        self._judge = Judge(
+            lambda tensor: reads(tensor) or id(dict_of(tensor)) in tables, self._holds_the_same
+        )
+        # The elements of these arrays are inputs of the program; of these tensors it reads nothing.
+        left_out = [o for o in self._owners if isinstance(o, Memory) and reads(o.holder)]
+        traits = [o for o in self._owners if isinstance(o, Traits)]
+        left_out += [o for o in traits if not reads(o.holder) or id(o.holder) in instead]
+        ids = set(map(id, left_out))
+        self._owners = [owner for owner in self._owners if id(owner) not in ids]
         self._by_id = _by_holder(self._owners)
         for owner in self._owners:
             for key, value in owner.snapshot.items():
@@ -100,23 +102,35 @@ class Guards:
         """Return what has changed since the step read it; None if nothing has."""
         if self._pass is None:
             self._pass = _Pass(self._owners)
-        if self._pass.holds() and global_hooks() == self._hooks:
+        if self._pass.holds() and _global_hooks() == self._hooks:
             return None
-        if global_hooks() != self._hooks:
+        if _global_hooks() != self._hooks:
             return Change("the hooks of all modules changed")
-        self._moves, self._values = [], []
+        self._moves, self._values = {}, {}
         for owner in self._owners:
-            change = self._difference(owner, owner)
+            # Of an object whose place another one takes, nothing more is asked.
+            change = None if id(owner) in self._moves else self._difference(owner, owner)
             if change is not None:
                 return change
-        self._move()
+        change = self._parted()
+        if change is None:
+            self._move()
+        return change
+
+    def _parted(self) -> Change | None:
+        """Return where an object is still read that another one took the place of elsewhere."""
+        gone = {id(owner.holder) for owner, _ in self._moves.values()}
+        for owner in self._owners if gone else ():
+            for key, expected in owner.snapshot.items():
+                if id(expected) in gone and (id(owner), key) not in self._values:
+                    return Change(f"{owner.named(key)} is no longer what it is elsewhere")
         return None
 
     def _move(self) -> None:
         """Let what was read of one object be looked up in the one that took its place."""
-        for owner, key, value in self._values:
+        for owner, key, value in self._values.values():
             owner.snapshot[key] = value
-        for owner, holder in self._moves:
+        for owner, holder in self._moves.values():
             owner.holder = holder
         self._by_id = _by_holder(self._owners)
         self._pass = None
@@ -125,33 +139,32 @@ class Guards:
         """Return what of an owner is not the same in another object of its kind."""
         if type(there.holder) is not owner.kind:
             return Change(f"the class of a {owner.label} changed", for_good=True)
-        keys = list(there.keys_now()) if owner.is_whole else owner.keys
-        if owner.is_whole and not _same_keys(keys, owner.keys):
-            return Change(f"what {owner.label} holds changed")
         for key, expected in owner.snapshot.items():
             value = there.look_up(key)
             if not self._judge.accepts(expected, value):
-                return Change.of(owner.named(key), expected, value, (id(owner.holder), key))
+                return owner.change(key, expected, value)
             if value is not expected:
-                self._values.append((owner, key, self._judge.now_expected(expected, value)))
-        return None
+                now = self._judge.now_expected(expected, value)
+                self._values[id(owner), key] = owner, key, now
+        keys = list(there.keys_now()) if owner.is_whole else owner.keys
+        return None if _same_keys(keys, owner.keys) else _other_keys(owner, keys)
 
-    def _holds_the_same(self, judge: Judge, expected: Any, value: Any) -> bool | None:
+    def _holds_the_same(self, expected: Any, value: Any) -> bool | None:
         """Compare what was read of an object with what another one holds; None for nothing read."""
         owners = self._by_id.get(id(expected))
         if owners is None:
             return None
         pair = id(expected), id(value)
-        if pair in self._judge.pairs:  # a cycle
+        if pair in self._pairs:  # a cycle
             return True
-        self._judge.pairs.add(pair)
+        self._pairs.add(pair)
         try:
             if any(self._difference(o, o.beside(value)) is not None for o in owners):
                 return False
-            self._moves += [(owner, value) for owner in owners]
+            self._moves |= {id(owner): (owner, value) for owner in owners}
             return True
         finally:
-            self._judge.pairs.discard(pair)
+            self._pairs.discard(pair)
 
 
 class _Pass:
@@ -253,52 +266,9 @@ class _Pass:
         return all(_is_same(owner, owner.look_up(key), value) for owner, key, value in self._single)
 
 
-class _GuardJudge(Judge):
-    """Tells whether a value may stand where another one was read."""
-
-    def __init__(self, reads: Callable[[Any], bool], holds_the_same: Any) -> None:
-        super().__init__(reads, holds_the_same)
-        self.pairs: set[tuple[int, int]] = set()
-
-    def accepts(self, found: Any, now: Any, depth: int = 20) -> bool:
-        """Tell whether `now` may stand where `found` was read."""
-        kind = type(found)
-        if found is now or kind is not type(now) or is_plain(found):
-            return super().accepts(found, now, depth)
-        if kind in _BOUND:  # a method of C, which is made anew for each look
-            same_name = found.__name__ == now.__name__
-            return same_name and self.accepts(found.__self__, now.__self__, depth - 1)
-        if isinstance(found, weakref.ref):  # equal ones may refer to two objects
-            return self.accepts(weakref.ref.__call__(found), weakref.ref.__call__(now), depth - 1)
-        if kind is FunctionType:
-            return self._accepts_function(found, now, depth)
-        if isinstance(found, staticmethod | classmethod):
-            return self.accepts(found.__func__, now.__func__, depth - 1)
-        if isinstance(found, property):
-            return all(self.accepts(getattr(found, n), getattr(now, n)) for n in _PROPERTY)
-        is_identical = isinstance(found, _IDENTICAL)
-        same = None if is_identical else self._holds_the_same(self, found, now)
-        if same is not None:
-            return same
-        if isinstance(found, Moving) or kind in _SUPER:
-            return super().accepts(found, now, depth)
-        if isinstance(found, list | dict) or (is_watched(kind) and not is_identical):
-            return True  # Nothing was read of it.
-        return kind.__eq__ is not object.__eq__ and super().accepts(found, now, depth)
-
-    def now_expected(self, found: Any, now: Any) -> Any:
-        """Return what a later call has to find where `now` was accepted in place of `found`."""
-        return found if isinstance(found, TensorLike | Moving) else now
-
-    def _accepts_function(self, found: FunctionType, now: FunctionType, depth: int) -> bool:
-        if found.__code__ is not now.__code__ or found.__dict__.keys() != now.__dict__.keys():
-            return False
-        if self._holds_the_same(self, found, now) is False:
-            return False
-        if self._holds_the_same(self, found.__dict__, now.__dict__) is False:
-            return False
-        cells = zip(found.__closure__ or (), now.__closure__ or (), strict=True)
-        return all(self._holds_the_same(self, *pair) is not False for pair in cells)
+def _global_hooks() -> list[tuple[Any, ...]]:
+    """Return the hooks that torch calls for every module."""
+    return [tuple(getattr(torch_module, name)) for name in _HOOKS]
 
 
 def _by_holder(owners: Sequence[Owner]) -> dict[int, list[Owner]]:
@@ -306,6 +276,15 @@ def _by_holder(owners: Sequence[Owner]) -> dict[int, list[Owner]]:
     for owner in owners:
         by_id.setdefault(id(owner.holder), []).append(owner)
     return by_id
+
+
+def _other_keys(owner: Owner, keys: Sequence[Any]) -> Change:
+    if isinstance(owner, Elements):
+        return Change(f"{owner.label} has {len(keys)} elements and had {len(owner.keys)}")
+    for key in keys:
+        if not any(_same_keys([key], [each]) for each in owner.keys):
+            return Change(f"{owner.named(key)} is new")
+    return Change(f"the order of what {owner.label} holds changed")
 
 
 def _same_keys(keys: Sequence[Any], expected: Sequence[Any]) -> bool:

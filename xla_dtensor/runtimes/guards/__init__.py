@@ -15,7 +15,7 @@ Invariants:
 * A change of what the step did not read breaks none.
 """
 
-from xla_dtensor.runtimes.premises.guards.comparing import Guards
-from xla_dtensor.runtimes.premises.guards.recording import Recording
+from xla_dtensor.runtimes.guards.comparing import Guards
+from xla_dtensor.runtimes.guards.recording import Recording
 
 __all__ = ["Guards", "Recording"]

@@ -5,6 +5,7 @@
     recording = Recording(step, arguments)
     with recording:
         step(*arguments)
+    effects = recording.effects()        what the step changed in Python
     guards = recording.guards()          what was read, as it was before the step changed anything
 
 How reads are seen:
@@ -20,7 +21,8 @@ what C holds or walks       a container, a class, a partial counts as read whole
 ==========================  ========================================================================
 
 An object is copied when the step first meets it: as a global of code that starts, as an attribute
-or an element of what it had met before, as an argument. Nothing can be written to before that.
+or an element of what it had met before, as an argument. Nothing can be written to before that, so
+what differs from the copies is what the step wrote, or can be put back where its trace fails.
 
 Invariants:
 
@@ -28,22 +30,25 @@ Invariants:
 * What came to be while the step ran is no state of before: it guards nothing.
 * Code of libraries (Python's, torch's, JAX's, NumPy's, this package's) is not watched, but what it
   reads of the user's objects is.
+* What another thread assigns meanwhile to an attribute or a global is not taken for the step's.
 """
 
 from __future__ import annotations
 
 import array
 import contextvars
+import copy
 import enum
 import functools
 import gc
+import importlib.util
 import os
 import sys
 import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,15 +56,20 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from xla_dtensor.core.errors import CompileError
-from xla_dtensor.runtimes.new_garbage import new_objects, old_objects_aside
-from xla_dtensor.runtimes.premises.guards.comparing import Guards
-from xla_dtensor.runtimes.premises.guards.owners import (
+from xla_dtensor.runtimes.guards.comparing import Guards
+from xla_dtensor.runtimes.guards.libraries import is_library_file, is_of_library
+from xla_dtensor.runtimes.guards.owners import (
+    OF_OPTIMIZERS,
+    WATCHING,
+    Answers,
     Cell,
     ClassNames,
     ContextValue,
+    Effect,
     Elements,
     Environment,
     Fields,
+    Globals,
     Items,
     Memory,
     Names,
@@ -69,9 +79,10 @@ from xla_dtensor.runtimes.premises.guards.owners import (
     dict_of,
     is_watched,
 )
-from xla_dtensor.runtimes.premises.guards.uses import Use, loads_of, use_behind
-from xla_dtensor.runtimes.premises.libraries import is_library_file
-from xla_dtensor.runtimes.premises.values import ABSENT, is_plain
+from xla_dtensor.runtimes.guards.uses import Use, loads_of, use_behind
+from xla_dtensor.runtimes.guards.values import ABSENT, Sighting, is_plain
+from xla_dtensor.runtimes.host_work.python_random import is_python_random
+from xla_dtensor.runtimes.new_garbage import old_objects_aside, tracked_objects
 
 __all__ = ["Recording"]
 
@@ -87,7 +98,8 @@ _FUNCTION = ("__code__", "__defaults__", "__kwdefaults__")
 _PARTIAL = ("func", "args", "keywords")
 _MODULE_FILE = torch_module.__file__
 _ENVIRONMENT = (os.__file__, "<frozen os>", "<frozen _collections_abc>")
-_LOOKUP = "__getattribute__"
+_LOOKUP, *_WRITES = WATCHING
+_IMPORTS = frozenset({"import_module", "__import__"})
 _TOOLS = (4, 3, 5, 2, 1, 0)
 
 
@@ -97,28 +109,46 @@ class Recording:
     Args:
         step: The step.
         arguments: What it is called with.
+        meets: Is told of each generator of random numbers and each iterator that is older than the
+            block, before the step can draw or take from it.
     """
 
-    def __init__(self, step: Any, arguments: Iterable[Any] = ()) -> None:
+    def __init__(
+        self,
+        step: Any,
+        arguments: Iterable[Any] = (),
+        meets: Callable[[Any], None] = lambda value: None,
+    ) -> None:
+        self._meets = meets
         self._roots = (step, *(a for a in arguments if not isinstance(a, torch.Tensor)))
         self._owners: dict[Any, Owner] = {}
         self._queue: list[tuple[Any, str, Owner | None]] = []
         self._aside = old_objects_aside()
-        self._new: set[int] | None = None
+        self._before: set[int] | None = None
+        self._new: set[int] = set()
         self._functions: dict[types.CodeType, list[types.FunctionType]] = defaultdict(list)
         self._methods: dict[types.CodeType, list[tuple[type, str]]] = defaultdict(list)
         self._started: set[types.CodeType] = set()
         self._inner: set[types.CodeType] = set()
-        self._watched: dict[type, Any] = {}  # with the lookup that was there, ABSENT for none
+        # By class and name, what was there before, ABSENT for nothing.
+        self._watched: dict[tuple[type, str], Any] = {}
+        self._twins: list[tuple[Any, Any]] = []
         self._known: set[type] = set()
+        self._unseen: set[type] = set()  # whose attributes are assigned past us
         self._modules: list[tuple[types.ModuleType, type]] = []
         self._is_busy = False
         self._monitoring: Any = getattr(sys, "monitoring", None)
         self._takes_all = False
         self._thread = threading.get_ident()
 
+    def begin(self) -> None:
+        """Take all that comes to be from now on for the step's own; else the block begins that."""
+        self._before = tracked_objects()
+
     def __enter__(self) -> Recording:
         self._aside.__enter__()
+        if self._before is None:
+            self.begin()
         self._watch(torch.nn.Module)
         self._start()
         for root in self._roots:
@@ -127,32 +157,79 @@ class Recording:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop()
-        self._new = new_objects()
-        self._aside.__exit__(None, None, None)
-        for kind, lookup in self._watched.items():
-            if lookup is ABSENT:
-                type.__delattr__(kind, _LOOKUP)
-            else:
-                type.__setattr__(kind, _LOOKUP, lookup)
-        for module, kind in self._modules:
-            module.__class__ = kind
+        self._is_busy = True
+        try:
+            self._read_alike()
+            self._drain()
+        finally:
+            self._stop()
+            self._new = self._recent()
+            self._aside.__exit__(None, None, None)
+            for (kind, name), before in self._watched.items():
+                if before is ABSENT:
+                    type.__delattr__(kind, name)
+                else:
+                    type.__setattr__(kind, name, before)
+            for module, kind in self._modules:
+                module.__class__ = kind
+
+    def effects(self, is_input: Callable[[Any], bool] = lambda array: False) -> list[Effect]:
+        """Return what the step has changed; after the block.
+
+        Args:
+            is_input: Tells whether the elements of an array are written by the program itself.
+        """
+        found: list[Effect] = []
+        for owner in self._old():
+            if not (isinstance(owner.holder, np.ndarray) and is_input(owner.holder)):
+                effects = owner.effects()
+                owner.is_changed = bool(effects)
+                found += effects
+        return found
+
+    def rewind(self) -> None:
+        """Make everything what it was before the step; after the block."""
+        for owner in self._old():
+            owner.rewind()
+
+    def sightings(self) -> list[Sighting]:
+        """Return each name of a tensor with the one that was found there, and what is there now.
+
+        A tensor that has several names is there several times; one name is there once.
+        """
+        owners = [owner for owner in self._old() if not issubclass(owner.kind, tuple)]
+        every = [(owner, each) for owner in owners for each in owner.sightings()]
+        # What a container holds that is no longer there, is under no name.
+        gone = {id(each.found) for _, each in every if each.found is not each.now}
+        kept = [each for owner, each in every if id(owner.holder) not in gone]
+        named = {each.name: each for whole in kept for each in whole.flat()}
+        return [each for each in named.values() if isinstance(each.found, torch.Tensor)]
 
     def guards(self) -> Guards:
         """Return what was read; after the block."""
-        is_new = functools.cache(self._is_new)
-        owners = [each for each in self._owners.values() if not is_new(each)]
-        kept = [o for o in owners if o.reads or o.is_whole or isinstance(o, Object)]
+        owners = self._old()
+        kept = [o for o in owners if o.reads or o.is_whole or o.is_changed or isinstance(o, Object)]
+        # Guards forget what was not read, which a rewind needs.
+        self._owners = {key: copy.copy(owner) for key, owner in self._owners.items()}
+        for owner in kept:
+            owner.parent = None
         return Guards(kept)
+
+    def _old(self) -> list[Owner]:
+        """Return the owners that there were before the step ran."""
+        is_new = functools.cache(self._is_new)
+        return [each for each in self._owners.values() if not is_new(each)]
+
+    def _recent(self) -> set[int]:
+        """Return the ids of what came to be since the step began."""
+        return tracked_objects() - (self._before or set())
 
     def _is_new(self, owner: Owner) -> bool:
         """Tell whether an owner came to be while the step ran."""
         if isinstance(owner, Environment):
             return False
-        if owner.parent is not None and (self._new is None or not _tells_its_age(owner)):
+        if owner.parent is not None and not _tells_its_age(owner):
             return self._is_new(owner.parent)
-        if self._new is None:  # An object that was met by nothing that was read.
-            return isinstance(owner, Object)
         return id(owner.holder) in self._new
 
     # ------------------------------------------------------------------ code that starts
@@ -213,9 +290,18 @@ class Recording:
         if _LOOKUP in code.co_names and not code.co_name.startswith("__getattr"):
             self._take_all()
         loads = loads_of(code)
-        owner = self._owner(names, Names, f"the globals of {names.get('__name__')}")
+        owner = self._globals(names)
         for name, uses in loads.names.items():
             self._load(owner, name, uses)
+        if owner.writes is not None:
+            owner.writes |= loads.stores
+        if "globals" in code.co_names:
+            self._read_whole(owner)
+            owner.writes = None
+        self._import(loads.imports, names)
+        if _IMPORTS & {*code.co_names} or {"sys", "modules"} <= {*code.co_names}:
+            for module in list(sys.modules.values()):
+                self._meet(module, "a module")
         for function in self._functions.get(code, ()):
             self._activate(function)
         for kind, name in self._methods.get(code, ()):
@@ -228,7 +314,23 @@ class Recording:
                 if isinstance(function, types.FunctionType):
                     self._function(function)
 
+    def _import(self, imports: Sequence[tuple[str, int]], names: dict[str, Any]) -> None:
+        """Meet the modules that code imports while it runs, if they are there already."""
+        package = names.get("__package__") or str(names.get("__name__")).rpartition(".")[0]
+        for name, level in imports:
+            full = importlib.util.resolve_name("." * level + name, package) if level else name
+            parts = full.split(".")
+            for end in range(1, len(parts) + 1):
+                self._meet(sys.modules.get(".".join(parts[:end])), full)
+
     # ------------------------------------------------------------------ reads
+
+    def _globals(self, names: dict[str, Any]) -> Owner:
+        owner = self._owners.get((Globals, id(names)))
+        if owner is None:
+            owner = self._owner(names, Globals, str(names.get("__name__")))
+            owner.writes = set()
+        return owner
 
     def _owner(
         self, holder: Any, make: Callable[..., Owner], label: str, *more: Any, of: Any = None
@@ -282,17 +384,19 @@ class Recording:
         owner.reads[key] = False
         kinds = {list: Elements, tuple: Elements, types.SimpleNamespace: Object}
         part = self._owner(value, kinds.get(type(value), Items), owner.named(key), of=owner)
-        for each in parts:
-            self._read(part, each)
+        for each, then in parts:
+            self._load(part, each, [then], frame)
 
-    def _parts(self, value: Any, uses: Sequence[Use | None], frame: Any) -> list[Any] | None:
-        """Return the keys that are read of a container; None for all of it."""
+    def _parts(
+        self, value: Any, uses: Sequence[Use | None], frame: Any
+    ) -> list[tuple[Any, Use | None]] | None:
+        """Return the keys that are read of a container, with their uses; None for all of it."""
         is_bag = type(value) is types.SimpleNamespace
         if not is_bag and type(value) not in _BY_ITEMS:
             return None
-        keys: list[Any] = []
+        keys: list[tuple[Any, Use | None]] = []
         for use in uses:
-            kind, key = use or Use("all")
+            kind, key, then = use or Use("all")
             if kind == "local" and frame is not None and key in frame.f_locals:
                 kind, key = "item", frame.f_locals[key]
             is_number = type(key) is int and key >= 0
@@ -304,7 +408,7 @@ class Recording:
             }
             if not fits.get(kind) or not is_plain(key):
                 return None
-            keys += [] if kind == "write" else [key]
+            keys += [] if kind == "write" else [(key, then)]
         return keys
 
     # ------------------------------------------------------------------ values that are met
@@ -347,21 +451,33 @@ class Recording:
         elif kind is contextvars.ContextVar:
             self._read_whole(self._owner(value, ContextValue, label, of=of))
         elif isinstance(value, np.ndarray) and value.dtype.hasobject:
-            self._meet(value.ravel().tolist(), label, of)
+            self._read_whole(self._owner(value, Elements, label, of=of))
         elif isinstance(value, np.ndarray | array.array | bytearray):
             self._read_whole(self._owner(value, Memory, label, of=of))
         elif kind is types.SimpleNamespace:
             self._read_whole(self._owner(value, Object, label, of=of))
+        elif isinstance(value, torch.Generator) or is_python_random(value):
+            self._tell(value)
+        elif isinstance(value, Iterator) and is_of_library(kind):
+            self._tell(value)
+            for each in gc.get_referents(value) if isinstance(value, _WALKERS) else ():
+                self._meet(each, label, of)
         elif isinstance(value, _WALKERS):
             for each in gc.get_referents(value):
                 self._meet(each, label, of)
         elif is_watched(kind):
             self._object(value, of)
 
+    def _tell(self, value: Any) -> None:
+        """Tell of what a step takes from where that is older than the step."""
+        if id(value) not in self._recent():
+            self._meets(value)
+
     def _tensor(self, tensor: torch.Tensor, label: str, of: Owner | None) -> None:
         self._read(self._owner(tensor, Traits, label, of=of), None)
         own = dict_of(tensor)
-        if own is not None and not hasattr(tensor, "_local_tensor"):
+        is_payload = str(type(tensor).__module__).startswith("xla_dtensor.runtimes.")
+        if own is not None and not is_payload:
             self._read_whole(self._owner(own, Names, label, of=of))
 
     def _function(self, function: types.FunctionType, of: Owner | None = None) -> None:
@@ -369,10 +485,11 @@ class Recording:
         if key in self._owners or is_library_file(function.__code__.co_filename):
             return
         owner = self._owner(function, Fields, function.__qualname__, _FUNCTION, of=of)
+        around = function.__qualname__.rpartition(".<locals>.")[0] or function.__qualname__
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
-            self._owner(cell, Cell, name, of=owner)
+            self._owner(cell, Cell, f"the variable {name!r} of {around}", of=owner)
         self._functions[function.__code__].append(function)
         if function.__dict__:
             self._read_whole(self._owner(function.__dict__, Names, function.__qualname__, of=owner))
@@ -394,6 +511,36 @@ class Recording:
 
     # ------------------------------------------------------------------ objects and classes
 
+    def alike(self, first: Any, others: Iterable[Any]) -> None:
+        """Take what the step reads of an object for read of others, whose place it takes.
+
+        Args:
+            first: The object that the step's code runs with.
+            others: Objects that hold the same.
+        """
+        self._is_busy = True
+        try:
+            for other in others:
+                self._meet(other, type(other).__name__)
+                self._twins.append((first, other))
+            self._drain()
+        finally:
+            self._is_busy = False
+
+    def _read_alike(self) -> None:
+        seen: set[tuple[int, int]] = set()
+        while self._twins:
+            first, other = self._twins.pop()
+            owner = self._owners.get((Object, id(first)))
+            if owner is None or first is other or (id(first), id(other)) in seen:
+                continue
+            seen.add((id(first), id(other)))
+            twin = self._object(other)
+            for key in owner.reads:
+                self._read(twin, key)
+                pair = owner.snapshot.get(key), twin.snapshot.get(key)
+                self._twins += [pair] if is_watched(type(pair[0])) else []
+
     def _object(self, value: Any, of: Owner | None = None) -> Owner:
         owner = self._owners.get((Object, id(value)))
         if owner is not None:
@@ -401,6 +548,8 @@ class Recording:
         kind = type(value)
         self._watch(kind)
         owner = self._owner(value, Object, kind.__name__, of=of)
+        if kind not in self._unseen:
+            owner.writes = set()
         for base, make in ((dict, Items), (list | tuple | set | deque, Elements)):
             if isinstance(value, base):
                 self._read_whole(self._owner(value, make, kind.__name__, of=owner))
@@ -416,30 +565,44 @@ class Recording:
 
     def _all_of(self, owner: Owner) -> None:
         self._read_whole(owner)
+        owner.writes = None
         self._class(type(owner.holder))
 
     def _watch(self, kind: type) -> None:
-        """Let reads of a class's objects be noted."""
+        """Let reads and writes of a class's objects be noted."""
         for each in kind.__mro__:
             if each not in self._known and is_watched(each):
                 self._known.add(each)
                 self._note_methods(each)
-        owner = next(each for each in kind.__mro__ if _LOOKUP in vars(each))
-        if owner in self._watched or (owner is not object and not is_watched(owner)):
-            return
-        custom = ABSENT if owner is object else vars(owner)[_LOOKUP]
-        target = kind if owner is object else owner
-        note, look_up = self._note, object.__getattribute__ if custom is ABSENT else custom
+        for name in WATCHING:
+            owner = next(each for each in kind.__mro__ if name in vars(each))
+            if owner is object or is_watched(owner):
+                if (owner, name) not in self._watched:
+                    self._replace(kind if owner is object else owner, name)
+            else:
+                self._unseen.add(kind)
+
+    def _replace(self, kind: type, name: str) -> None:
+        """Let one of a class's special methods note what it is called for."""
+        custom = vars(kind).get(name, ABSENT)
+        is_lookup, note = name == _LOOKUP, self._note
+        usual = getattr(object, name) if custom is ABSENT else custom
+
+        def method(self: Any, name: str, *value: Any) -> Any:
+            note(self, name, is_lookup)
+            return usual(self, name, *value)
 
         def __getattribute__(self: Any, name: str) -> Any:
             note(self, name)
-            return look_up(self, name)
+            return usual(self, name)
 
         try:
-            type.__setattr__(target, _LOOKUP, __getattribute__)  # past a metaclass that refuses
+            # past a metaclass that refuses
+            type.__setattr__(kind, name, __getattribute__ if is_lookup else method)
         except TypeError:  # A class of C++, which nothing can be noted of.
+            self._unseen.add(kind)
             return
-        self._watched[target] = custom
+        self._watched[kind, name] = custom
 
     def _note_methods(self, kind: type) -> None:
         for name, value in list(vars(kind).items()):
@@ -450,37 +613,46 @@ class Recording:
                 if function.__code__ in self._started:
                     self._read(self._class_owner(kind), name)
 
-    def _note(self, holder: Any, name: str) -> None:
-        """Note that an attribute of an object is looked up."""
+    def _note(self, holder: Any, name: str, is_read: bool = True) -> None:
+        """Note that an attribute of an object is looked up, or assigned to."""
         if self._is_busy or name == "__class__" or threading.get_ident() != self._thread:
             return
         owner = self._owners.get((Object, id(holder)))
-        if owner is not None and (owner.is_whole or owner.reads.get(name)):
+        if is_read and owner is not None and (owner.is_whole or owner.reads.get(name)):
             return
         self._is_busy = True
         try:
-            self._note_first(self._object(holder) if owner is None else owner, name)
+            owner = self._object(holder) if owner is None else owner
+            if is_read:
+                self._note_first(owner, name)
+            elif owner.writes is not None:
+                owner.writes.add(name)
             self._drain()
         finally:
             self._is_busy = False
 
-    def _note_first(self, owner: Any, name: str) -> None:
+    def _note_first(self, owner: Owner, name: str) -> None:
         frame = sys._getframe(3)
-        kind = type(owner.holder)
+        holder, kind = owner.holder, type(owner.holder)
         if name == "__dict__":
             file = frame.f_code.co_filename
             if file != _MODULE_FILE and not _is_ours(file):
                 self._read_whole(owner)
+                owner.writes = None
             return
-        has_own_lookup = any(self._watched.get(each, ABSENT) is not ABSENT for each in kind.__mro__)
+        if isinstance(holder, torch.optim.Optimizer) and name in OF_OPTIMIZERS:
+            return
+        lookups = (self._watched.get((each, _LOOKUP), ABSENT) for each in kind.__mro__)
+        has_own_lookup = any(lookup is not ABSENT for lookup in lookups)
         if name in owner.snapshot and not has_own_lookup:
             use = use_behind(frame.f_code, frame.f_lasti, name)
             self._load(owner, name, [use], frame)
             return
         if has_own_lookup or self._is_answered(kind, name):
-            owner.asks.add(name)
-            owner.snapshot[name] = owner.look_up(name)
-            self._read(owner, name)
+            answers = self._owner(holder, Answers, kind.__name__, of=owner)
+            if name not in answers.snapshot:
+                answers.snapshot[name] = answers.look_up(name)
+                self._read(answers, name)
             return
         owner.reads[name] = True
         for each in kind.__mro__:
@@ -497,8 +669,8 @@ class Recording:
         return not any(name in vars(each) for each in kind.__mro__)
 
     def _class_owner(self, kind: type) -> Owner:
-        custom = self._watched.get(kind)
-        replaced = {} if custom is None else {_LOOKUP: custom}
+        pairs = ((name, self._watched.get((kind, name))) for name in WATCHING)
+        replaced = {name: custom for name, custom in pairs if custom is not None}
         return self._owner(kind, ClassNames, kind.__name__, replaced)
 
     def _class(self, kind: type) -> None:
@@ -519,16 +691,29 @@ class Recording:
         names = vars(module)
         if _is_library(module) or any(each is module for each, _ in self._modules):
             return
-        owner = self._owner(names, Names, str(names.get("__name__")))
-        kind, note = type(module), self._note_name
+        owner = self._globals(names)
+        kind, note, write = type(module), self._note_name, self._note_assigned
 
         def __getattribute__(self: Any, name: str) -> Any:
             note(owner, name)
             return kind.__getattribute__(self, name)
 
-        watched = type(kind.__name__, (kind,), {_LOOKUP: __getattribute__})
+        def __setattr__(self: Any, name: str, value: Any) -> None:
+            write(owner, name)
+            kind.__setattr__(self, name, value)
+
+        def __delattr__(self: Any, name: str) -> None:
+            write(owner, name)
+            kind.__delattr__(self, name)
+
+        methods = __getattribute__, __setattr__, __delattr__
+        watched = type(kind.__name__, (kind,), dict(zip(WATCHING, methods, strict=True)))
         module.__class__ = watched
         self._modules.append((module, kind))
+
+    def _note_assigned(self, owner: Owner, name: str) -> None:
+        if owner.writes is not None and threading.get_ident() == self._thread:
+            owner.writes.add(name)
 
     def _note_name(self, owner: Owner, name: str) -> None:
         if self._is_busy or name == "__class__" or threading.get_ident() != self._thread:
@@ -537,6 +722,7 @@ class Recording:
         try:
             if name == "__dict__":
                 self._read_whole(owner)
+                owner.writes = None
             else:
                 frame = sys._getframe(2)
                 self._load(owner, name, [use_behind(frame.f_code, frame.f_lasti, name)], frame)

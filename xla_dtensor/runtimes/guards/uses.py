@@ -6,6 +6,7 @@ code says at once which item it wants, and then only that item counts::
     TABLE["bias"]               LOAD_GLOBAL TABLE, LOAD_CONST 'bias', BINARY_SUBSCR       one item
     self.table[name]            LOAD_ATTR table, LOAD_FAST name, BINARY_SUBSCR            one item
     self.history.append(x)      LOAD_ATTR history, LOAD_ATTR append                       none
+    LOGS["loss"].append(x)      LOAD_GLOBAL LOGS, LOAD_CONST 'loss', BINARY_SUBSCR, ...   none
     table = self.table          LOAD_ATTR table, STORE_FAST table                         all of it
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import dis
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import lru_cache
 from types import CodeType
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _LOCALS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
+_STORES = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME")
 _CELLS = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 
 
@@ -35,10 +37,12 @@ class Use(NamedTuple):
         kind: "item" reads one, "local" reads the one whose key a local variable holds, "get" may
             read one, "attribute" reads one, "write" reads nothing.
         key: Of the item; the local's or the attribute's name.
+        then: The use of what is read.
     """
 
     kind: str
     key: Any = None
+    then: Use | None = None
 
 
 class Loads(NamedTuple):
@@ -48,11 +52,15 @@ class Loads(NamedTuple):
         names: Globals, by name.
         cells: Variables of the functions around.
         supers: Attributes of ``super()``.
+        stores: Globals that it assigns to or deletes.
+        imports: Modules that it imports, with the levels of relative ones.
     """
 
     names: Mapping[str, Sequence[Use | None]]
     cells: Mapping[str, Sequence[Use | None]]
     supers: Sequence[str]
+    stores: Set[str]
+    imports: Sequence[tuple[str, int]]
 
 
 @lru_cache(maxsize=20_000)
@@ -61,6 +69,8 @@ def loads_of(code: CodeType) -> Loads:
     names: dict[str, list[Use | None]] = defaultdict(list)
     cells: dict[str, list[Use | None]] = defaultdict(list)
     supers: list[str] = []
+    stores: set[str] = set()
+    imports: list[tuple[str, int]] = []
     listed, _ = _instructions(code)
     for place, each in enumerate(listed):
         if each.opname in _GLOBALS:
@@ -69,6 +79,10 @@ def loads_of(code: CodeType) -> Loads:
             cells[each.argval].append(_use(listed, place))
         elif each.opname == "LOAD_SUPER_ATTR":
             supers.append(each.argval)
+        elif each.opname in _STORES:
+            stores.add(each.argval)
+        elif each.opname == "IMPORT_NAME":
+            imports.append((each.argval, listed[place - 2].argval))
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             below = loads_of(inner)
@@ -76,7 +90,9 @@ def loads_of(code: CodeType) -> Loads:
                 for name, uses in there.items():
                     here[name] += uses
             supers += below.supers
-    return Loads(names, cells, supers)
+            stores |= below.stores
+            imports += below.imports
+    return Loads(names, cells, supers, stores, imports)
 
 
 def use_behind(code: CodeType, offset: int, name: str) -> Use | None:
@@ -111,7 +127,9 @@ def _use(listed: Sequence[dis.Instruction], place: int) -> Use | None:
         if first.argval in _ADDS:
             return Use("write")
         is_get = first.argval == "get" and second.opname in _CONSTANTS
-        return Use("get", second.argval) if is_get else Use("attribute", first.argval)
+        if is_get:
+            return Use("get", second.argval)
+        return Use("attribute", first.argval, _use(listed, place + 1))
     if first.opname in _CONSTANTS:
         use = Use("item", first.argval)
     elif first.opname in _LOCALS:
@@ -119,7 +137,7 @@ def _use(listed: Sequence[dis.Instruction], place: int) -> Use | None:
     else:
         return None
     if _is_subscript(second):
-        return use
+        return use._replace(then=_use(listed, place + 2))
     if second.opname == "STORE_SUBSCR":
         return Use("write")
     # An augmented assignment: COPY, COPY, BINARY_SUBSCR

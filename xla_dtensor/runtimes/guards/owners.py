@@ -1,0 +1,658 @@
+"""Objects that hold values by key: what they held when a step first met them, and what they hold.
+
+Each kind of object is one class here. Nothing of the user's runs when an owner is copied, looked up
+or written to, except where a class looks its attributes up itself (`Answers`).
+
+========================================  ==========================================================
+a function's globals, a module's names    `Names`: by name
+an object                                 `Object`: its dict, its slots; a Module's parameters,
+                                          buffers and children by their names
+an object whose class has __getattr__     `Answers`: what it gives under a name
+a class                                   `ClassNames`: what it defines itself
+a dict; a list, a tuple, a set, a deque   `Items`; `Elements`
+a variable around a function              `Cell`
+a function, a partial                     `Fields`: its code, defaults and attributes; its parts
+a tensor                                  `Traits`: requires_grad, hooks, the data behind it
+a NumPy array, array.array, bytearray     `Memory`
+a ContextVar, os.environ                  `ContextValue`, `Environment`
+========================================  ==========================================================
+
+What a step changes is found by comparing an owner with its copy, and is an `Effect`: done again on
+every call, as PyTorch would. What is neither a key that is set or removed nor an element that is
+added, a list that is sorted say, counts as a read of the whole, and is put there as it became.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+
+from xla_dtensor.runtimes.guards.values import ABSENT, Change, Sighting
+
+__all__ = [
+    "OF_OPTIMIZERS",
+    "WATCHING",
+    "Answers",
+    "Cell",
+    "ClassNames",
+    "ContextValue",
+    "Effect",
+    "Elements",
+    "Environment",
+    "Fields",
+    "Globals",
+    "Items",
+    "Memory",
+    "Names",
+    "Object",
+    "Owner",
+    "Traits",
+    "attribute_of",
+    "dict_of",
+    "is_watched",
+    "traits_of",
+]
+
+_look_up = object.__getattribute__
+WATCHING = ("__getattribute__", "__setattr__", "__delattr__")
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+OF_OPTIMIZERS = frozenset({"param_groups", "state"})  # whose values are inputs of a program
+_UNWATCHED = ("jax", "jaxlib", "numpy", "xla_dtensor", "mesh_utils", "builtins")
+_OPEN = frozenset(
+    {"UserDict", "UserList", "Namespace", "Counter", "ChainMap", "OrderedDict", "defaultdict"}
+    | {"Enum", "IntEnum", "StrEnum", "Flag", "IntFlag"}
+)
+_HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One change that a step makes.
+
+    Args:
+        do: Makes it, given a value.
+        value: The value that the trace gave.
+    """
+
+    do: Callable[[Any], None]
+    value: Any
+
+
+class Owner:
+    """An object that holds values by key.
+
+    Args:
+        holder: The object.
+        label: What messages call it.
+
+    Attributes:
+        kind: Its class.
+        snapshot: What it held when the step first met it, by key.
+        keys: The keys that it had then, in order.
+        reads: The keys that the step read; of a False one, only parts of the value were read.
+        is_whole: Whether the step may have read all of it, so that a new key counts as well.
+        writes: The keys that the step was seen to assign; None where that cannot be seen, and
+            whatever differs counts.
+        is_changed: Whether the step has changed it.
+        parent: The owner through which the step met it; None for none.
+    """
+
+    def __init__(self, holder: Any, label: str) -> None:
+        self.holder, self.label, self.kind = holder, label, type(holder)
+        self.snapshot: dict[Any, Any] = dict(self.entries())
+        self.keys: list[Any] = list(self.keys_now())
+        self.reads: dict[Any, bool] = {}
+        self.is_whole = False
+        self.writes: set[Any] | None = None
+        self.is_changed = False
+        self.parent: Owner | None = None
+
+    def entries(self) -> Iterable[tuple[Any, Any]]:
+        """Return all values with their keys."""
+        return [(key, self.look_up(key)) for key in self.keys_now()]
+
+    def keys_now(self) -> Iterable[Any]:
+        """Return the keys that there are at present."""
+        raise NotImplementedError
+
+    def look_up(self, key: Any) -> Any:
+        """Return the present value of a key; ABSENT if there is none."""
+        raise NotImplementedError
+
+    def named(self, key: Any) -> str:
+        """Return what messages call the value of a key."""
+        return f"{self.label}.{key}"
+
+    def size(self) -> int:
+        """Return how many keys there are at present."""
+        return len(self.holder)
+
+    def table(self, key: Any) -> Mapping[Any, Any] | None:
+        """Return the mapping in which a key is looked up; None where only `look_up` tells."""
+        return None
+
+    def beside(self, holder: Any) -> Owner:
+        """Return this owner's twin of another object; only `look_up` and `keys_now` are asked."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.holder = holder
+        return twin
+
+    def name(self, key: Any) -> Any:
+        """Return what tells the place of a key from all others."""
+        table = self.table(key)
+        return id(self.holder if table is None else table), key
+
+    def change(self, key: Any, found: Any, now: Any) -> Change:
+        """Describe that something else is there now."""
+        return Change.of(self.named(key), found, now, self.name(key))
+
+    def sightings(self) -> Iterable[Sighting]:
+        """Return what the step read, with what is there now."""
+        for key, is_all in self.reads.items():
+            if is_all:
+                yield Sighting(self.name(key), self.snapshot.get(key, ABSENT), self.look_up(key))
+
+    # ------------------------------------------------------------------ what the step changed
+
+    def put(self, key: Any, value: Any) -> None:
+        """Assign a value, ABSENT for none."""
+        raise NotImplementedError
+
+    def changes(self) -> list[Any]:
+        """Return the keys to which the step has given other values."""
+        keys = dict.fromkeys((*self.snapshot, *self.keys_now()))
+        return [
+            key
+            for key in keys
+            if (self.writes is None or key in self.writes)
+            and self.look_up(key) is not self.snapshot.get(key, ABSENT)
+        ]
+
+    def effects(self) -> list[Effect]:
+        """Return what the step has changed."""
+        return [Effect(functools.partial(self.put, k), self.look_up(k)) for k in self.changes()]
+
+    def rewind(self) -> None:
+        """Undo what the step has changed."""
+        for key in self.changes():
+            self.put(key, self.snapshot.get(key, ABSENT))
+
+    def take_whole(self) -> None:
+        """Take all that it held for read."""
+        self.is_whole = True
+        self.reads = dict.fromkeys(self.snapshot, True)
+
+
+class _Single(Owner):
+    """An owner of one value."""
+
+    def keys_now(self) -> Iterable[Any]:
+        return (None,)
+
+    def named(self, key: Any) -> str:
+        return self.label
+
+
+class _Constant(Owner):
+    """An owner that no step writes to."""
+
+    def changes(self) -> list[Any]:
+        return []
+
+
+class Names(Owner):
+    """Names in a dict: a function's globals, a module's, a function's or a tensor's attributes."""
+
+    def entries(self) -> Iterable[tuple[Any, Any]]:
+        return dict.items(self.holder)
+
+    def keys_now(self) -> Iterable[Any]:
+        return dict.keys(self.holder)
+
+    def look_up(self, key: Any) -> Any:
+        return dict.get(self.holder, key, ABSENT)
+
+    def table(self, key: Any) -> Mapping[Any, Any] | None:
+        return self.holder if type(self.holder) is dict else None
+
+    def put(self, key: Any, value: Any) -> None:
+        if value is ABSENT:
+            self.holder.pop(key, None)
+        else:
+            self.holder[key] = value
+
+
+class Globals(Names):
+    """The globals of functions, the names of a module."""
+
+    def named(self, key: Any) -> str:
+        return f"the global {key!r} of {self.label}"
+
+
+class Items(Names):
+    """What a dict holds, an object of a class derived from dict too."""
+
+    def entries(self) -> Iterable[tuple[Any, Any]]:
+        is_dict = isinstance(self.holder, dict)
+        return dict.items(self.holder) if is_dict else self.holder.items()
+
+    def keys_now(self) -> Iterable[Any]:
+        return dict.keys(self.holder) if isinstance(self.holder, dict) else list(self.holder)
+
+    def look_up(self, key: Any) -> Any:
+        if isinstance(self.holder, dict):
+            return dict.get(self.holder, key, ABSENT)
+        return self.holder.get(key, ABSENT)
+
+    def named(self, key: Any) -> str:
+        return f"the item {key!r} of {self.label}"
+
+    def put(self, key: Any, value: Any) -> None:
+        if value is ABSENT:
+            self._base().pop(self.holder, key, None)
+        else:
+            self._base().__setitem__(self.holder, key, value)
+
+    def effects(self) -> list[Effect]:
+        changed = set(self.changes())
+        now = dict(self.entries())
+        left = [key for key in self.snapshot if key in now]
+        if list(now) == left + [key for key in now if key not in self.snapshot]:
+            return super().effects() if changed else []
+        self.take_whole()
+        return [Effect(self._fill, now)]
+
+    def changes(self) -> list[Any]:
+        return super().changes() if isinstance(self.holder, dict) else []
+
+    def rewind(self) -> None:
+        if self.effects():
+            self._fill(self.snapshot)
+
+    def _fill(self, contents: dict[Any, Any]) -> None:
+        self._base().clear(self.holder)
+        self._base().update(self.holder, contents)
+
+    def _base(self) -> Any:
+        """Return the class of C whose methods write, past those of a class of the user's."""
+        return OrderedDict if isinstance(self.holder, OrderedDict) else dict
+
+
+class Elements(Owner):
+    """What a list, a tuple, a deque or a set holds, by place."""
+
+    def entries(self) -> Iterable[tuple[Any, Any]]:
+        return enumerate(self._listed())
+
+    def keys_now(self) -> Iterable[Any]:
+        return range(len(self._listed()))
+
+    def look_up(self, key: Any) -> Any:
+        elements = self._listed()
+        return elements[key] if key < len(elements) else ABSENT
+
+    def named(self, key: Any) -> str:
+        return f"element {key} of {self.label}"
+
+    def _listed(self) -> Any:
+        """Return what can be indexed, past what a class of the user's does when it is walked."""
+        if self.kind in (list, tuple, deque):
+            return self.holder
+        if isinstance(self.holder, np.ndarray):  # of objects
+            return self.holder.ravel().tolist()
+        return list(self._base().__iter__(self.holder))
+
+    def effects(self) -> list[Effect]:
+        before, now = list(self.snapshot.values()), list(self._listed())
+        if len(before) == len(now) and all(map(is_, before, now)):
+            return []
+        base = self._base()
+        if base is set:
+            if self.holder >= {*before}:
+                new = [each for each in now if each not in before]
+                return [Effect(lambda each: base.update(self.holder, each), new)]
+        elif base is not np.ndarray and all(map(is_, before, now)) and len(before) < len(now):
+            new = now[len(before) :]
+            return [Effect(lambda each: base.extend(self.holder, each), new)]
+        self.take_whole()
+        return [Effect(self._fill, now)]
+
+    def rewind(self) -> None:
+        if self.effects():
+            self._fill(self.snapshot.values())
+
+    def _fill(self, elements: Iterable[Any]) -> None:
+        base = self._base()
+        if base is np.ndarray:
+            self.holder.flat = list(elements)
+            return
+        base.clear(self.holder)
+        (base.update if base is set else base.extend)(self.holder, elements)
+
+    def _base(self) -> Any:
+        kinds: tuple[Any, ...] = (list, tuple, deque, set, frozenset, np.ndarray)
+        return next(kind for kind in kinds if issubclass(self.kind, kind))
+
+
+class Cell(_Single):
+    """A variable of the function around another one."""
+
+    def look_up(self, key: Any) -> Any:
+        try:
+            return self.holder.cell_contents
+        except ValueError:  # deleted, or not assigned yet
+            return ABSENT
+
+    def put(self, key: Any, value: Any) -> None:
+        if value is not ABSENT:
+            self.holder.cell_contents = value
+        elif self.look_up(key) is not ABSENT:
+            del self.holder.cell_contents
+
+
+class Fields(_Constant):
+    """Attributes of an object of C."""
+
+    def __init__(self, holder: Any, label: str, names: tuple[str, ...]) -> None:
+        self._names = names
+        super().__init__(holder, label)
+
+    def keys_now(self) -> Iterable[Any]:
+        return self._names
+
+    def look_up(self, key: Any) -> Any:
+        return attribute_of(self.holder, key)
+
+
+class Traits(_Single):
+    """What of a tensor, besides its values, a program depends on."""
+
+    def look_up(self, key: Any) -> Any:
+        payload = getattr(self.holder, "_local_tensor", None)
+        return (*traits_of(self.holder), None if payload is None else id(payload))
+
+    def change(self, key: Any, found: Any, now: Any) -> Change:
+        if found[0] != now[0]:
+            return Change(f"{self.label}.requires_grad changed to {now[0]}")
+        if found[:-1] != now[:-1]:
+            return Change(f"a hook of {self.label} was added or removed")
+        return Change(f"the data of {self.label} was replaced", for_good=True)
+
+    def effects(self) -> list[Effect]:
+        now = self.holder.requires_grad
+        return [] if now == self.snapshot[None][0] else [Effect(self._require, now)]
+
+    def rewind(self) -> None:
+        if self.effects():
+            self._require(self.snapshot[None][0])
+
+    def _require(self, value: bool) -> None:
+        if self.holder.is_leaf and self.holder.requires_grad != value:
+            self.holder.requires_grad_(value)
+
+
+class Memory(_Single):
+    """The elements of an array."""
+
+    def look_up(self, key: Any) -> Any:
+        if isinstance(self.holder, np.ndarray):
+            return self.holder.shape, self.holder.dtype.str, self.holder.tobytes()
+        return bytes(self.holder)
+
+    def named(self, key: Any) -> str:
+        return f"the elements of {self.label}"
+
+    def changes(self) -> list[Any]:
+        return [] if self.look_up(None) == self.snapshot[None] else [None]
+
+    def put(self, key: Any, value: Any) -> None:
+        if isinstance(self.holder, np.ndarray):
+            shape, kind, content = value
+            self.holder[...] = np.frombuffer(content, kind).reshape(shape)
+        elif isinstance(self.holder, bytearray):
+            self.holder[:] = value
+        else:
+            del self.holder[:]
+            self.holder.frombytes(value)
+
+
+class ContextValue(_Single):
+    """What a context variable is set to."""
+
+    holder: ContextVar[Any]
+
+    def look_up(self, key: Any) -> Any:
+        return self.holder.get(ABSENT)
+
+    def put(self, key: Any, value: Any) -> None:
+        if value is not ABSENT:  # It cannot be unset.
+            self.holder.set(value)
+
+
+class Environment(Owner):
+    """Variables of the process."""
+
+    def keys_now(self) -> Iterable[Any]:
+        return list(os.environ)
+
+    def look_up(self, key: Any) -> Any:
+        return os.environ.get(key, ABSENT)
+
+    def named(self, key: Any) -> str:
+        return f"os.environ[{key!r}]"
+
+    def put(self, key: Any, value: Any) -> None:
+        if value is ABSENT:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = value
+
+    def changes(self) -> list[Any]:
+        now = dict(os.environ)
+        before = self.snapshot
+        return [k for k in {*now, *before} if now.get(k, ABSENT) != before.get(k, ABSENT)]
+
+
+class Answers(_Constant):
+    """What an object gives under names that its class looks up by code of its own."""
+
+    def keys_now(self) -> Iterable[Any]:
+        return ()
+
+    def look_up(self, key: Any) -> Any:
+        try:
+            return getattr(self.holder, key, ABSENT)
+        except Exception:  # The user's own lookup may raise anything.
+            return ABSENT
+
+
+class Object(Owner):
+    """An object of a class of Python."""
+
+    def __init__(self, holder: Any, label: str) -> None:
+        own = [vars(kind) for kind in type(holder).__mro__]
+        self._slots = frozenset(
+            name
+            for names in own
+            for name, value in names.items()
+            if _is_slot(value) and name != "__dict__"
+        )
+        is_module = issubclass(type(holder), torch.nn.Module)
+        self._registry_names = _REGISTRIES if is_module else ()
+        is_optimizer = issubclass(type(holder), torch.optim.Optimizer)
+        self._left_out = OF_OPTIMIZERS if is_optimizer else frozenset[str]()
+        super().__init__(holder, label)
+        self._before = [(table, dict(table)) for table in self._registries()]
+
+    def entries(self) -> Iterable[tuple[Any, Any]]:
+        names = {name: attribute_of(self.holder, name) for name in self._slots}
+        values = {name: value for name, value in names.items() if value is not ABSENT}
+        for registry in self._registries():
+            values.update(registry)
+        values.update(dict_of(self.holder) or {})
+        return [(name, value) for name, value in values.items() if name not in self._left_out]
+
+    def keys_now(self) -> Iterable[Any]:
+        own = [name for name in dict_of(self.holder) or () if name not in self._left_out]
+        return [*own, *(key for registry in self._registries() for key in registry)]
+
+    def look_up(self, key: Any) -> Any:
+        table = self.table(key)
+        if table is not None and key in table:
+            return table[key]
+        return attribute_of(self.holder, key) if key in self._slots else ABSENT
+
+    def table(self, key: Any) -> Mapping[Any, Any] | None:
+        if key in self._slots:
+            return None
+        own = dict_of(self.holder)
+        if own is None or key not in own:
+            for registry in self._registries():
+                if key in registry:
+                    return registry
+        return own
+
+    def put(self, key: Any, value: Any) -> None:
+        self._put(key, "", value)
+
+    def effects(self) -> list[Effect]:
+        found: list[Effect] = []
+        for key in self.changes():
+            tables = zip(self._registry_names, self._registries(), strict=False)
+            place = next((name for name, table in tables if key in table), "")
+            found.append(Effect(functools.partial(self._put, key, place), self.look_up(key)))
+        return found
+
+    def rewind(self) -> None:
+        in_registries = {key for _, before in self._before for key in before}
+        for key in self.changes():
+            value = ABSENT if key in in_registries else self.snapshot.get(key, ABSENT)
+            self._put(key, "", value)
+        for table, before in self._before:
+            if list(table) != list(before) or not all(map(is_, table.values(), before.values())):
+                table.clear()
+                table.update(before)
+
+    def _put(self, key: str, place: str, value: Any) -> None:
+        """Assign a value in one of a Module's registries, or in the object itself."""
+        if key in self._slots:
+            if value is not ABSENT:
+                object.__setattr__(self.holder, key, value)
+            elif attribute_of(self.holder, key) is not ABSENT:
+                object.__delattr__(self.holder, key)
+            return
+        own: Any = dict_of(self.holder)
+        for name in ("", *self._registry_names):
+            table = own if not name else own.get(name, {})
+            if name == place and value is not ABSENT:
+                table[key] = value
+            else:
+                table.pop(key, None)
+
+    def _registries(self) -> list[dict[str, Any]]:
+        own = dict_of(self.holder) or {}
+        return [own[name] for name in self._registry_names if name in own]
+
+
+class ClassNames(Owner):
+    """What a class defines itself.
+
+    Args:
+        holder: The class.
+        label: Its name.
+        replaced: What stood under the names that are others while the step is watched.
+    """
+
+    def __init__(self, holder: type, label: str, replaced: Mapping[str, Any]) -> None:
+        self._replaced = replaced
+        self._table = vars(holder)
+        super().__init__(holder, label)
+
+    def entries(self) -> Iterable[tuple[Any, Any]]:
+        values = {**vars(self.holder), **self._replaced}
+        return [(key, value) for key, value in values.items() if value is not ABSENT]
+
+    def keys_now(self) -> Iterable[Any]:
+        return [key for key in vars(self.holder) if key not in WATCHING]
+
+    def size(self) -> int:
+        names = vars(self.holder)
+        return len(names) - sum(name in names for name in WATCHING)
+
+    def changes(self) -> list[Any]:
+        return [key for key in super().changes() if not key.startswith("__")]
+
+    def put(self, key: Any, value: Any) -> None:
+        if value is not ABSENT:
+            type.__setattr__(self.holder, key, value)
+        elif key in vars(self.holder):
+            type.__delattr__(self.holder, key)
+
+    def look_up(self, key: Any) -> Any:
+        return vars(self.holder).get(key, ABSENT)
+
+    def table(self, key: Any) -> Mapping[Any, Any] | None:
+        return self._table
+
+
+def traits_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what of a tensor, besides its values, a backward pass depends on."""
+    hooks = tensor._backward_hooks
+    later = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return tensor.requires_grad, tuple(hooks) if hooks else (), tuple(later) if later else ()
+
+
+def dict_of(value: Any) -> dict[str, Any] | None:
+    """Return an object's own attributes; None where it has no dict."""
+    own = attribute_of(value, "__dict__")
+    return own if type(own) is dict else None
+
+
+def attribute_of(value: Any, name: str) -> Any:
+    """Look an attribute up past the class's own lookup."""
+    try:
+        return _look_up(value, name)
+    except AttributeError:
+        return ABSENT
+
+
+def _is_slot(value: Any) -> bool:
+    return isinstance(value, types.MemberDescriptorType)
+
+
+@functools.lru_cache(maxsize=10_000)
+def is_watched(kind: type) -> bool:
+    """Tell whether reads of a class's objects are noted: it is Python's code, and the user's.
+
+    Args:
+        kind: The class.
+
+    Example:
+        >>> import decimal
+        >>> is_watched(torch.nn.Linear), is_watched(decimal.Decimal), is_watched(torch.Tensor)
+        (True, False, False)
+    """
+    flags, module = kind.__flags__, str(kind.__module__)
+    root = module.partition(".")[0]
+    if not flags & _HEAP or flags & _IMMUTABLE:
+        return False
+    if issubclass(kind, torch.Tensor | BaseException):
+        return False
+    if issubclass(kind, torch.optim.Optimizer) and root == "torch":
+        return False
+    if root in _UNWATCHED:
+        return module.startswith("xla_dtensor.models")
+    is_of_python = root in sys.stdlib_module_names and root != "__main__"
+    return kind.__name__ in _OPEN if is_of_python else True

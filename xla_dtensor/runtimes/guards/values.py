@@ -1,0 +1,185 @@
+"""Values of Python as guards know them, and how errors name them."""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+__all__ = [
+    "ABSENT",
+    "Change",
+    "Moving",
+    "Sighting",
+    "TensorLike",
+    "described",
+    "is_equal",
+    "is_plain",
+]
+
+
+class Change(NamedTuple):
+    """What is no longer as a trace found it.
+
+    Attributes:
+        why: A text for users.
+        for_good: It will not come back: a tensor was replaced.
+        name: Where one tensor took the place of another, what tells this name from others.
+    """
+
+    why: str
+    for_good: bool = False
+    name: Any = None
+
+    @classmethod
+    def of(cls, called: str, found: Any, now: Any, name: Any = None) -> Change:
+        """Describe a value that took the place of another one.
+
+        Args:
+            called: What errors call its name.
+            found: The value that the trace found.
+            now: The other one.
+            name: What tells the name from others.
+        """
+        for_good = all(map(_is_object, (found, now)))
+        both = isinstance(found, torch.Tensor | Moving) and isinstance(now, torch.Tensor)
+        why = f"{called} changed from {described(found)} to {described(now)}"
+        return cls(why, for_good, name if both else None)
+
+
+class Sighting(NamedTuple):
+    """What was found under a name, and what is there now.
+
+    Attributes:
+        name: What tells the name from others.
+        found: The value before a trace.
+        now: The value after it.
+    """
+
+    name: Any
+    found: Any
+    now: Any
+
+    def flat(self) -> Iterator[Sighting]:
+        """Yield the values in two containers that are built alike; else the two themselves."""
+        name, found, now = self
+        if found is not now and type(found) is type(now):
+            is_list = isinstance(found, tuple | list) and len(found) == len(now)
+            is_dict = isinstance(found, dict) and list(found) == list(now)
+            if is_list or is_dict:
+                keys = found if is_dict else range(len(found))
+                for key in keys:
+                    yield from Sighting((*name, key), found[key], now[key]).flat()
+                return
+        if isinstance(found, tuple):
+            for key, part in enumerate(found):
+                yield from Sighting((*name, key), part, part).flat()
+            return
+        yield self
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+ABSENT: Any = _Absent()
+
+_PLAIN = frozenset(
+    {
+        int,
+        float,
+        bool,
+        complex,
+        str,
+        bytes,
+        type(None),
+        type(Ellipsis),
+        range,
+        slice,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+        torch.Size,
+    }
+)
+_NUMBERS = (enum.Enum, np.generic)
+_LONGEST_TEXT = 60
+
+
+def is_plain(value: Any) -> bool:
+    """Tell whether a value is what it says: two equal ones are the same to any code.
+
+    Example:
+        >>> is_plain(0.5), is_plain(torch.float32), is_plain((1, "a")), is_plain([1])
+        (True, True, True, False)
+    """
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, _NUMBERS):
+        return True
+    return kind in (tuple, frozenset) and all(map(is_plain, value))
+
+
+def described(value: Any) -> str:
+    """Return a value as an error names it, on one line."""
+    if isinstance(value, Moving):
+        return described(value.tensor)
+    if isinstance(value, torch.Tensor | TensorLike):
+        return f"a tensor of shape={tuple(value.shape)}"
+    if isinstance(value, type | types.FunctionType | types.MethodType):
+        return value.__qualname__
+    text = repr(value) if is_plain(value) or value is ABSENT else f"a {type(value).__name__}"
+    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 3]}..."
+
+
+@dataclass(frozen=True)
+class TensorLike:
+    """What is kept of a tensor that a program does not read: what any other one must be like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorLike:
+        """Describe a tensor."""
+        return cls(tensor.shape, tensor.dtype, tensor.requires_grad)
+
+
+def _is_object(value: Any) -> bool:
+    """Tell whether this is a thing of its own: one that was replaced does not come back."""
+    is_function = isinstance(value, types.FunctionType | types.MethodType | type)
+    return not (is_plain(value) or is_function or value is ABSENT)
+
+
+@dataclass
+class Moving:
+    """A tensor that a program reads by name.
+
+    Args:
+        tensor: The one that is there.
+        fits: Tells whether another one may be there.
+    """
+
+    tensor: torch.Tensor
+    fits: Callable[[Any], bool]
+
+    def takes(self, now: Any) -> bool:
+        """Take what is there now, if it fits; return whether it does."""
+        if now is not self.tensor and not self.fits(now):
+            return False
+        self.tensor = now
+        return True
+
+
+def is_equal(a: Any, b: Any) -> bool:
+    """Tell whether two plain values of one type are the same to any code."""
+    # 0.0 equals -0.0 and computes otherwise; NaN equals nothing.
+    inexact = isinstance(a, float | complex | np.inexact)
+    return repr(a) == repr(b) if inexact else bool(a == b)
