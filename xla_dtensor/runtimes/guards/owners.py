@@ -32,6 +32,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import compress
 from operator import is_
 from typing import Any
 
@@ -61,6 +62,7 @@ __all__ = [
     "attribute_of",
     "dict_of",
     "is_watched",
+    "slots_of",
     "traits_of",
 ]
 
@@ -482,13 +484,7 @@ class Object(Owner):
     """An object of a class of Python."""
 
     def __init__(self, holder: Any, label: str) -> None:
-        own = [vars(kind) for kind in type(holder).__mro__]
-        self._slots = frozenset(
-            name
-            for names in own
-            for name, value in names.items()
-            if _is_slot(value) and name != "__dict__"
-        )
+        self._slots = slots_of(type(holder))
         is_module = issubclass(type(holder), torch.nn.Module)
         self._registry_names = _REGISTRIES if is_module else ()
         is_optimizer = issubclass(type(holder), torch.optim.Optimizer)
@@ -628,8 +624,12 @@ def attribute_of(value: Any, name: str) -> Any:
         return ABSENT
 
 
-def _is_slot(value: Any) -> bool:
-    return isinstance(value, types.MemberDescriptorType)
+@functools.lru_cache(maxsize=10_000)
+def slots_of(kind: type) -> frozenset[str]:
+    """Return the names of a class's slots."""
+    names = [item for each in kind.__mro__ for item in vars(each).items()]
+    is_slot = (isinstance(value, types.MemberDescriptorType) for _, value in names)
+    return frozenset(name for name, _ in compress(names, is_slot)) - {"__dict__"}
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -205,6 +205,10 @@ class Recording:
         named = {each.name: each for whole in kept for each in whole.flat()}
         return [each for each in named.values() if isinstance(each.found, torch.Tensor)]
 
+    def older(self) -> set[int]:
+        """Return the ids of the objects that the step met and that there were before it."""
+        return {id(owner.holder) for owner in self._old()}
+
     def guards(self) -> Guards:
         """Return what was read; after the block."""
         owners = self._old()
@@ -403,12 +407,13 @@ class Recording:
             fits = {
                 "attribute": is_bag,
                 "write": not is_bag,
+                "assign": is_bag,
                 "get": isinstance(value, dict),
                 "item": is_number if isinstance(value, list | tuple) else not is_bag,
             }
             if not fits.get(kind) or not is_plain(key):
                 return None
-            keys += [] if kind == "write" else [(key, then)]
+            keys += [] if kind in ("write", "assign") else [(key, then)]
         return keys
 
     # ------------------------------------------------------------------ values that are met

@@ -35,7 +35,7 @@ class Use(NamedTuple):
 
     Attributes:
         kind: "item" reads one, "local" reads the one whose key a local variable holds, "get" may
-            read one, "attribute" reads one, "write" reads nothing.
+            read one, "attribute" reads one; "write" an item, "assign" an attribute, read nothing.
         key: Of the item; the local's or the attribute's name.
         then: The use of what is read.
     """
@@ -123,6 +123,10 @@ def _use(listed: Sequence[dis.Instruction], place: int) -> Use | None:
     if len(following) < 2:
         return None
     first, second = following[:2]
+    if first.opname == "STORE_ATTR":
+        return Use("assign")
+    if first.opname == "COPY" and second.opname in _ATTRIBUTES:  # an augmented assignment
+        return Use("attribute", second.argval)
     if first.opname in _ATTRIBUTES:
         if first.argval in _ADDS:
             return Use("write")

@@ -8,27 +8,34 @@ run makes tensors of its own and assigns them in the same places, as PyTorch wou
     call 1    traced: self.loss is t1, seen is [t1]             the run fills t1
     call 2    the run makes t2                                  self.loss is t2, seen is [t1, t2]
 
-Whoever kept an earlier tensor keeps its values.
+Whoever kept an earlier tensor keeps its values. So it is with what holds tensors: lists, dicts and
+objects that the step makes are made again for each run. What was there before the trace is itself.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import torch
+from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
-from xla_dtensor.runtimes.guards.owners import Effect
+from xla_dtensor.runtimes.guards.owners import (
+    Effect,
+    attribute_of,
+    dict_of,
+    is_watched,
+    slots_of,
+)
+from xla_dtensor.runtimes.guards.values import ABSENT
 from xla_dtensor.runtimes.host_work import HostTape
 from xla_dtensor.runtimes.jax.compile.trace_values import inner, rewrapper_of
 from xla_dtensor.runtimes.jax.eager.tensor import Storage
 
 __all__ = ["Plan", "RunEffects"]
-
-_BUILT = (tuple, list, dict, set, deque)
 
 
 @dataclass
@@ -41,6 +48,7 @@ class _Run:
     moving: Sequence[torch.Tensor]  # what was found under names that are inputs
     wraps: Mapping[int, Callable[[jax.Array], torch.Tensor]]
     made: dict[int, torch.Tensor] = field(default_factory=dict)
+    objects: dict[int, Any] = field(default_factory=dict)  # by the ids of those that a trace made
 
     def tensor(self, number: int) -> torch.Tensor:
         if number not in self.made:
@@ -97,6 +105,7 @@ class Plan:
         tape: Of the host.
         moving: The places of the tensors that are read by name, by their ids.
         gradients: The ids of the storages of gradients, which are filled anew for each run.
+        older: The ids of the objects that there were before the trace.
     """
 
     lasting: Sequence[Storage]
@@ -104,11 +113,13 @@ class Plan:
     tape: HostTape
     moving: Mapping[int, int]
     gradients: Collection[int] = ()
+    older: Collection[int] = ()
     wraps: dict[int, Callable[[jax.Array], torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers = ((id(storage), number) for number, storage in enumerate(self.lasting))
         self._numbers = {key: number for key, number in numbers if key not in self.gradients}
+        self._parts: dict[int, _Part] = {}
         self._places = {id(leaf): place for place, leaf in enumerate(self.given)}
 
     def effects(self, found: Sequence[Effect], arguments: Sequence[Any]) -> RunEffects:
@@ -131,13 +142,47 @@ class Plan:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         kind = type(value)
-        if kind is dict:
-            parts = {key: self.part(each) for key, each in value.items()}
-            return lambda run: {key: part(run) for key, part in parts.items()}
-        if kind in _BUILT:
-            elements = [self.part(each) for each in value]
-            return lambda run: kind(part(run) for part in elements)
-        return lambda run: value
+        if id(value) in self.older:
+            return lambda run: value
+        if id(value) not in self._parts:
+            self._parts[id(value)] = lambda run: self._parts[id(value)](run)  # a cycle
+            if not tree_is_leaf(value):
+                self._parts[id(value)] = self._container(value)
+            elif kind is set:
+                elements = [self.part(each) for each in value]
+                self._parts[id(value)] = lambda run: {part(run) for part in elements}
+            elif _is_plain_object(value):
+                self._parts[id(value)] = self._object(value)
+            else:
+                self._parts[id(value)] = lambda run: value
+        return self._parts[id(value)]
+
+    def _container(self, value: Any) -> _Part:
+        children, tree = tree_flatten(value, is_leaf=lambda each: each is not value)
+        parts = [self.part(each) for each in children]
+
+        def build(run: _Run) -> Any:
+            if id(value) not in run.objects:
+                run.objects[id(value)] = tree_unflatten([part(run) for part in parts], tree)
+            return run.objects[id(value)]
+
+        return build
+
+    def _object(self, value: Any) -> _Part:
+        own = {name: self.part(each) for name, each in (dict_of(value) or {}).items()}
+        slots = {name: attribute_of(value, name) for name in slots_of(type(value))}
+        parts = {name: self.part(each) for name, each in slots.items() if each is not ABSENT}
+
+        def build(run: _Run) -> Any:
+            if id(value) not in run.objects:
+                made = run.objects[id(value)] = type(value).__new__(type(value))
+                for name, part in parts.items():
+                    object.__setattr__(made, name, part(run))
+                if own:
+                    made.__dict__.update({name: part(run) for name, part in own.items()})
+            return run.objects[id(value)]
+
+        return build
 
     def _tensor(self, value: torch.Tensor) -> _Part:
         place, name = self._places.get(id(value)), self.moving.get(id(value))
@@ -155,6 +200,14 @@ class Plan:
             return lambda run: value
         self.wraps[made] = rewrapper_of(value, payload, storage.sharding)
         return lambda run: run.tensor(made)
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Tell whether an object is its attributes, and nothing besides."""
+    kind = type(value)
+    is_known = isinstance(value, torch.nn.Module | torch.optim.Optimizer)
+    is_bag = kind is SimpleNamespace
+    return is_bag or (is_watched(kind) and not is_known and kind.__new__ is object.__new__)
 
 
 def _assigned(do: Callable[[Any], None], part: _Part) -> Callable[[_Run], None]:

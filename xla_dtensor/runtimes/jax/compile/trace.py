@@ -600,7 +600,8 @@ def traced_step(
     places = {id(each.found): place for place, each in enumerate(found.moving)}
     gradients = [each for each in before.python.gradients if not call.has(each[0])]
     found.gradients = GradientEffects.of(gradients, trace.captured)
-    plan = Plan(found.lasting, as_given, tape, places, found.gradients.storages())
+    graded = found.gradients.storages()
+    plan = Plan(found.lasting, as_given, tape, places, graded, recording.older())
     found.effects = plan.effects(assigned, call.leaves)
     found.aliases = Aliases.of((each.found for each in seen), found.arguments)
     watch.settle(trace, tape, found.moving, found.aliases)
