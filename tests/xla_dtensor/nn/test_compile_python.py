@@ -32,7 +32,7 @@ def test_a_step_gives_what_pytorch_gives(mesh: xd.DeviceMesh, name: str) -> None
 @pytest.mark.only_on("jax")
 @pytest.mark.parametrize("name", ["a_variable_around", "a_host_tensor_is_written"])
 def test_the_comparison_can_fail(mesh: xd.DeviceMesh, name: str, monkeypatch: Any) -> None:
-    """Without premises, and without the host's work, the first call's values stay."""
+    """Without guards, and without the host's work, the first call's values stay."""
     from xla_dtensor.runtimes.jax.compile import program as jax_program
 
     monkeypatch.setattr(jax_program.Program, "stale", lambda program: None)

@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_module
 
 from xla_dtensor.runtimes.guards.judge import Judge
 from xla_dtensor.runtimes.guards.owners import (
+    TRAITS,
     Cell,
     ClassNames,
     Elements,
@@ -177,14 +178,15 @@ class _Pass:
     def __init__(self, owners: Sequence[Owner]) -> None:
         self._objects = [(o.holder, o.kind) for o in owners if isinstance(o, Object)]
         self._empty: list[Any] = []  # containers that held nothing
-        self._sizes: list[tuple[Any, int]] = []
+        self._sizes: list[tuple[Any, int]] = []  # of tables that were read whole
         self._orders: list[tuple[Any, list[Any]]] = []
         self._tables: dict[int, tuple[Mapping[Any, Any], dict[Any, Any]]] = {}
         self._absent: dict[int, tuple[Mapping[Any, Any], set[Any]]] = {}
-        self._lists: list[tuple[Any, list[Any]]] = []
+        self._lists: list[tuple[Callable[[], Any], list[Any]]] = []
         self._cells: list[tuple[Any, Any]] = []
         self._functions: list[tuple[Any, tuple[Any, ...]]] = []
-        self._tensors: list[tuple[Any, Any]] = []
+        self._tensors: dict[tuple[str, ...], list[torch.Tensor]] = {}
+        self._hooked: list[tuple[Owner, Any]] = []
         self._single: list[tuple[Owner, Any, Any]] = []
         for owner in owners:
             self._add(owner)
@@ -199,27 +201,39 @@ class _Pass:
         self._expected += [value for _, _, value in ones]
         self._expected += [value for _, value in self._cells]
         self._expected += list(chain.from_iterable(parts for _, parts in self._functions))
+        self._traits = [(attrgetter(*names), each) for names, each in self._tensors.items()]
+        traits = [map(getter, each) for getter, each in self._traits]
+        self._expected_traits = list(chain.from_iterable(chain(*traits)))
         self._missing = [(table.keys(), names) for table, names in self._absent.values()]
 
     def _add(self, owner: Owner) -> None:
         holder = owner.holder
         if owner.is_whole and isinstance(owner, Names | Elements) and not owner.keys:
             self._empty.append(holder)
-        elif isinstance(owner, Elements) and owner.is_whole and owner.kind in (list, tuple):
-            self._lists.append((holder, list(owner.snapshot.values())))
+        elif isinstance(owner, Elements) and owner.is_whole:
+            self._lists.append((owner.elements, list(owner.snapshot.values())))
         elif owner.kind is FunctionType and owner.is_whole:
             self._functions.append((holder, tuple(owner.snapshot.values())))
         elif isinstance(owner, Traits):
-            self._tensors.append((owner, owner.snapshot[None]))
+            self._add_tensor(owner)
         else:
             self._add_keys(owner)
+
+    def _add_tensor(self, owner: Owner) -> None:
+        traits = owner.snapshot[None]
+        names = tuple(name for name in TRAITS if hasattr(owner.holder, name))
+        if any(traits[1:-1]) or owner.look_up(None) != traits:
+            self._hooked.append((owner, traits))
+        else:
+            self._tensors.setdefault(names, []).append(owner.holder)
 
     def _add_keys(self, owner: Owner) -> None:
         if owner.is_whole and isinstance(owner, Items) and owner.kind is not MappingProxyType:
             self._orders.append((owner, owner.keys))
         elif owner.is_whole and isinstance(owner, Names | ClassNames):
-            self._sizes.append((owner, len(owner.keys)))
-        elif owner.is_whole and isinstance(owner, Object | Elements):
+            table: Any = owner.table(None)
+            self._sizes.append((table, len(owner.keys) + len(table) - owner.size()))
+        elif owner.is_whole and isinstance(owner, Object):
             self._orders.append((owner, owner.keys))
         for key, expected in owner.snapshot.items():
             table = owner.table(key)
@@ -254,12 +268,16 @@ class _Pass:
         return self._holds_beside()
 
     def _holds_beside(self) -> bool:
-        if any(owner.size() != size for owner, size in self._sizes):
+        if any(len(table) != size for table, size in self._sizes):
             return False
-        if any(owner.look_up(None) != traits for owner, traits in self._tensors):
+        traits = [map(getter, tensors) for getter, tensors in self._traits]
+        if not all(map(is_, chain.from_iterable(chain(*traits)), self._expected_traits)):
             return False
-        for holder, elements in self._lists:
-            if len(holder) != len(elements) or not all(map(is_, holder, elements)):
+        if any(owner.look_up(None) != expected for owner, expected in self._hooked):
+            return False
+        for elements, expected in self._lists:
+            now = elements()
+            if len(now) != len(expected) or not all(map(is_, now, expected)):
                 return False
         if not all(_same_keys(list(owner.keys_now()), keys) for owner, keys in self._orders):
             return False

@@ -43,6 +43,7 @@ from xla_dtensor.runtimes.guards.values import ABSENT, Change, Sighting
 
 __all__ = [
     "OF_OPTIMIZERS",
+    "TRAITS",
     "WATCHING",
     "Answers",
     "Cell",
@@ -63,10 +64,10 @@ __all__ = [
     "dict_of",
     "is_watched",
     "slots_of",
-    "traits_of",
 ]
 
 _look_up = object.__getattribute__
+TRAITS = ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_local_tensor")
 WATCHING = ("__getattribute__", "__setattr__", "__delattr__")
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 OF_OPTIMIZERS = frozenset({"param_groups", "state"})  # whose values are inputs of a program
@@ -296,19 +297,19 @@ class Elements(Owner):
     """What a list, a tuple, a deque or a set holds, by place."""
 
     def entries(self) -> Iterable[tuple[Any, Any]]:
-        return enumerate(self._listed())
+        return enumerate(self.elements())
 
     def keys_now(self) -> Iterable[Any]:
-        return range(len(self._listed()))
+        return range(len(self.elements()))
 
     def look_up(self, key: Any) -> Any:
-        elements = self._listed()
+        elements = self.elements()
         return elements[key] if key < len(elements) else ABSENT
 
     def named(self, key: Any) -> str:
         return f"element {key} of {self.label}"
 
-    def _listed(self) -> Any:
+    def elements(self) -> Any:
         """Return what can be indexed, past what a class of the user's does when it is walked."""
         if self.kind in (list, tuple, deque):
             return self.holder
@@ -317,17 +318,23 @@ class Elements(Owner):
         return list(self._base().__iter__(self.holder))
 
     def effects(self) -> list[Effect]:
-        before, now = list(self.snapshot.values()), list(self._listed())
+        before, now = list(self.snapshot.values()), list(self.elements())
         if len(before) == len(now) and all(map(is_, before, now)):
             return []
         base = self._base()
         if base is set:
-            if self.holder >= {*before}:
-                new = [each for each in now if each not in before]
+            old = {*before}
+            if self.holder >= old:
+                new = [each for each in now if each not in old]
                 return [Effect(lambda each: base.update(self.holder, each), new)]
-        elif base is not np.ndarray and all(map(is_, before, now)) and len(before) < len(now):
-            new = now[len(before) :]
-            return [Effect(lambda each: base.extend(self.holder, each), new)]
+        elif base is not np.ndarray:
+            left = range(len(before) + 1) if getattr(self.holder, "maxlen", None) else (0,)
+            # Of a deque of a largest length the first ones go where elements are added.
+            for start in left:
+                kept = before[start:]
+                if len(kept) < len(now) and all(map(is_, kept, now)):
+                    new = now[len(kept) :]
+                    return [Effect(lambda each: base.extend(self.holder, each), new)]
         self.take_whole()
         return [Effect(self._fill, now)]
 
@@ -382,8 +389,9 @@ class Traits(_Single):
     """What of a tensor, besides its values, a program depends on."""
 
     def look_up(self, key: Any) -> Any:
-        payload = getattr(self.holder, "_local_tensor", None)
-        return (*traits_of(self.holder), None if payload is None else id(payload))
+        requires_grad, hooks, later, payload = (getattr(self.holder, n, None) for n in TRAITS)
+        hook_ids = tuple(hooks) if hooks else (), tuple(later) if later else ()
+        return requires_grad, *hook_ids, None if payload is None else id(payload)
 
     def change(self, key: Any, found: Any, now: Any) -> Change:
         if found[0] != now[0]:
@@ -601,13 +609,6 @@ class ClassNames(Owner):
 
     def table(self, key: Any) -> Mapping[Any, Any] | None:
         return self._table
-
-
-def traits_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what of a tensor, besides its values, a backward pass depends on."""
-    hooks = tensor._backward_hooks
-    later = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return tensor.requires_grad, tuple(hooks) if hooks else (), tuple(later) if later else ()
 
 
 def dict_of(value: Any) -> dict[str, Any] | None:

@@ -89,7 +89,7 @@ __all__ = ["Recording"]
 _MOST_OWNERS = 200_000
 _DICTS = (dict, OrderedDict, defaultdict, types.MappingProxyType)
 _LISTS = (list, tuple, deque, set, frozenset)
-_BY_ITEMS = (dict, OrderedDict, defaultdict, list, tuple)
+_BY_ITEMS = (dict, OrderedDict, defaultdict, list, tuple, deque, set)
 _WALKERS = (
     *(zip, map, enumerate, reversed, filter, functools._lru_cache_wrapper),
     *(type({}.keys()), type({}.values()), type({}.items())),
@@ -386,8 +386,9 @@ class Recording:
             self._read(owner, key)
             return
         owner.reads[key] = False
-        kinds = {list: Elements, tuple: Elements, types.SimpleNamespace: Object}
-        part = self._owner(value, kinds.get(type(value), Items), owner.named(key), of=owner)
+        is_bag = type(value) is types.SimpleNamespace
+        make = Object if is_bag else Items if isinstance(value, dict) else Elements
+        part = self._owner(value, make, owner.named(key), of=owner)
         for each, then in parts:
             self._load(part, each, [then], frame)
 
@@ -409,7 +410,7 @@ class Recording:
                 "write": not is_bag,
                 "assign": is_bag,
                 "get": isinstance(value, dict),
-                "item": is_number if isinstance(value, list | tuple) else not is_bag,
+                "item": is_number if isinstance(value, list | tuple) else isinstance(value, dict),
             }
             if not fits.get(kind) or not is_plain(key):
                 return None

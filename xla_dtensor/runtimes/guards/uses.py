@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["Loads", "Use", "loads_of", "use_behind"]
 
-_ADDS = frozenset({"append", "appendleft", "extend", "add"})
+_ADDS = frozenset({"append", "appendleft", "extend", "add", "update"})
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _LOCALS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
