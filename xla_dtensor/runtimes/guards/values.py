@@ -179,7 +179,16 @@ class Moving:
 
 
 def is_equal(a: Any, b: Any) -> bool:
-    """Tell whether two plain values of one type are the same to any code."""
+    """Tell whether two plain values are the same to any code: 1 and 1.0 are two, in a tuple too."""
+    return _exact(a) == _exact(b)
+
+
+def _exact(value: Any) -> Any:
+    """Return what is equal for plain values only that are the same."""
+    kind = type(value)
+    if kind is tuple:
+        return tuple(map(_exact, value))
+    if kind is frozenset:
+        return frozenset(map(_exact, value))
     # 0.0 equals -0.0 and computes otherwise; NaN equals nothing.
-    inexact = isinstance(a, float | complex | np.inexact)
-    return repr(a) == repr(b) if inexact else bool(a == b)
+    return kind, repr(value) if isinstance(value, float | complex | np.inexact) else value
