@@ -27,7 +27,8 @@ from collections.abc import Iterator
 
 __all__ = ["old_objects_aside", "show_all_objects", "tracked_objects"]
 
-_set_aside = False
+_is_inside = _set_aside = False
+_brought_back: set[int] = set()  # by who looked for objects, while a block runs
 
 
 @contextlib.contextmanager
@@ -37,16 +38,19 @@ def old_objects_aside() -> Iterator[None]:
     Nothing happens inside another such block, or where the user has set objects aside with
     ``gc.freeze()``: they would come back with ours.
     """
-    global _set_aside
-    if _set_aside or gc.get_freeze_count():  # which counts them one by one
+    global _is_inside, _set_aside
+    if _is_inside or gc.get_freeze_count():  # which counts them one by one
         yield
         return
     gc.freeze()
-    _set_aside = True
+    _is_inside = _set_aside = True
     try:
         yield
     finally:
-        show_all_objects()
+        if _set_aside:
+            gc.unfreeze()
+        _is_inside = _set_aside = False
+        _brought_back.clear()
 
 
 def show_all_objects() -> None:
@@ -54,9 +58,11 @@ def show_all_objects() -> None:
     global _set_aside
     if _set_aside:
         _set_aside = False
+        new = set(map(id, gc.get_objects()))
         gc.unfreeze()
+        _brought_back.update(set(map(id, gc.get_objects())) - new)
 
 
 def tracked_objects() -> set[int]:
-    """Return the ids of the tracked objects that are not set aside."""
-    return set(map(id, gc.get_objects()))
+    """Return the ids of the tracked objects that no block has set aside, now or before."""
+    return set(map(id, gc.get_objects())) - _brought_back

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from xla_dtensor.runtimes.live_objects import live_objects
-from xla_dtensor.runtimes.new_garbage import old_objects_aside
+from xla_dtensor.runtimes.new_garbage import old_objects_aside, tracked_objects
 
 
 class Node:
@@ -67,3 +67,16 @@ def test_what_the_user_froze_stays_frozen() -> None:
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+def test_who_searches_does_not_make_old_objects_new() -> None:
+    kept = Node()
+    with old_objects_aside():
+        before = tracked_objects()
+        assert kept in live_objects(Node)
+        with old_objects_aside():
+            new = Node()
+        found = tracked_objects() - before
+        assert id(new) in found
+        assert id(kept) not in found
+    assert {id(kept), id(new)} < tracked_objects()
