@@ -256,6 +256,8 @@ class Recording:
             sys.setprofile(self._profile)
             return
         self._monitoring.set_events(self._tool, 0)
+        event = self._monitoring.events.PY_START
+        self._monitoring.register_callback(self._tool, event, None)  # which would keep us alive
         self._monitoring.free_tool_id(self._tool)
 
     def _on_event(self, frame: types.FrameType, event: str, argument: Any) -> None:
