@@ -232,6 +232,7 @@ class _Pass:
             self._orders.append((owner, owner.keys))
         elif owner.is_whole and isinstance(owner, Names | ClassNames):
             table: Any = owner.table(None)
+            table = owner.holder if table is None else table  # a mapping's proxy
             self._sizes.append((table, len(owner.keys) + len(table) - owner.size()))
         elif owner.is_whole and isinstance(owner, Object):
             self._orders.append((owner, owner.keys))

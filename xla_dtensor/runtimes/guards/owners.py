@@ -74,6 +74,7 @@ OF_OPTIMIZERS = frozenset({"param_groups", "state"})  # whose values are inputs 
 _UNWATCHED = ("jax", "jaxlib", "numpy", "xla_dtensor", "mesh_utils", "builtins")
 _OPEN = frozenset(
     {"UserDict", "UserList", "Namespace", "Counter", "ChainMap", "OrderedDict", "defaultdict"}
+    | {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}
     | {"Enum", "IntEnum", "StrEnum", "Flag", "IntFlag"}
 )
 _HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE

@@ -36,6 +36,7 @@ Invariants:
 from __future__ import annotations
 
 import array
+import builtins
 import contextvars
 import copy
 import enum
@@ -79,10 +80,14 @@ from xla_dtensor.runtimes.guards.owners import (
     dict_of,
     is_watched,
 )
-from xla_dtensor.runtimes.guards.uses import Use, loads_of, use_behind
+from xla_dtensor.runtimes.guards.uses import ADDS, Use, loads_of, use_behind
 from xla_dtensor.runtimes.guards.values import ABSENT, Sighting, is_plain
 from xla_dtensor.runtimes.host_work.python_random import is_python_random
-from xla_dtensor.runtimes.new_garbage import old_objects_aside, tracked_objects
+from xla_dtensor.runtimes.new_garbage import (
+    old_objects_aside,
+    show_all_objects,
+    tracked_objects,
+)
 
 __all__ = ["Recording"]
 
@@ -94,11 +99,15 @@ _WALKERS = (
     *(zip, map, enumerate, reversed, filter, functools._lru_cache_wrapper),
     *(type({}.keys()), type({}.values()), type({}.items())),
 )
+_BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
+_ADDED_TO = (list, deque, set)
 _FUNCTION = ("__code__", "__defaults__", "__kwdefaults__")
 _PARTIAL = ("func", "args", "keywords")
 _MODULE_FILE = torch_module.__file__
 _ENVIRONMENT = (os.__file__, "<frozen os>", "<frozen _collections_abc>")
 _LOOKUP, *_WRITES = WATCHING
+_CALLED = (types.FunctionType, types.MethodType, functools.partial, functools._lru_cache_wrapper)
+_STATE = ("__reduce__", "__reduce_ex__", "__getstate__")  # for copies, of all attributes
 _IMPORTS = frozenset({"import_module", "__import__"})
 _TOOLS = (4, 3, 5, 2, 1, 0)
 
@@ -239,6 +248,8 @@ class Recording:
     # ------------------------------------------------------------------ code that starts
 
     def _start(self) -> None:
+        # The collector calls these at any time; what they read is not the step's.
+        self._started.update(f.__code__ for f in gc.callbacks if isinstance(f, types.FunctionType))
         monitoring = self._monitoring
         if monitoring is None:
             self._profile = sys.getprofile()
@@ -299,6 +310,8 @@ class Recording:
         owner = self._globals(names)
         for name, uses in loads.names.items():
             self._load(owner, name, uses)
+        for name in loads.names.keys() - owner.snapshot.keys():
+            self._load(self._globals(builtins.__dict__), name, loads.names[name])
         if owner.writes is not None:
             owner.writes |= loads.stores
         if "globals" in code.co_names:
@@ -315,10 +328,18 @@ class Recording:
         for name in loads.supers:
             for kind in [each for each in self._known if name in vars(each)]:
                 self._read(self._class_owner(kind), name)
-        if code.co_freevars and code not in self._functions and code not in self._inner:
-            for function in gc.get_referrers(code):
-                if isinstance(function, types.FunctionType):
-                    self._function(function)
+        self._drain()
+        if {*code.co_freevars} - {"__class__"}:
+            self._closures(code)
+
+    def _closures(self, code: types.CodeType) -> None:
+        """Meet the functions that run a code, if none of them is known: C holds them."""
+        if code in self._functions or code in self._inner:
+            return
+        show_all_objects()
+        for function in gc.get_referrers(code):
+            if isinstance(function, types.FunctionType):
+                self._function(function)
 
     def _import(self, imports: Sequence[tuple[str, int]], names: dict[str, Any]) -> None:
         """Meet the modules that code imports while it runs, if they are there already."""
@@ -444,6 +465,8 @@ class Recording:
         elif kind is types.MethodType:
             self._meet(value.__self__, label, of)
             self._meet(value.__func__, label, of)
+        elif isinstance(value, _BOUND) and not isinstance(value.__self__, types.ModuleType):
+            self._bound(value, label, of)
         elif isinstance(value, staticmethod | classmethod):
             self._meet(value.__func__, label, of)
         elif isinstance(value, property):
@@ -456,6 +479,8 @@ class Recording:
             self._class(value)
         elif isinstance(value, weakref.ref):
             self._meet(weakref.ref.__call__(value), label, of)
+        elif kind in weakref.ProxyTypes:  # which look like iterators
+            self._meet(value.__repr__.__self__, label, of)
         elif kind is contextvars.ContextVar:
             self._read_whole(self._owner(value, ContextValue, label, of=of))
         elif isinstance(value, np.ndarray) and value.dtype.hasobject:
@@ -473,6 +498,8 @@ class Recording:
         elif isinstance(value, _WALKERS):
             for each in gc.get_referents(value):
                 self._meet(each, label, of)
+        elif isinstance(value, threading.local):
+            self._read_whole(self._owner(vars(value), Names, label, of=of))
         elif is_watched(kind):
             self._object(value, of)
 
@@ -480,6 +507,14 @@ class Recording:
         """Tell of what a step takes from where that is older than the step."""
         if id(value) not in self._recent():
             self._meets(value)
+
+    def _bound(self, method: Any, label: str, of: Owner | None) -> None:
+        """Note a method of C: what it does to its object is not seen."""
+        holder = method.__self__
+        if method.__name__ in ADDS and isinstance(holder, _ADDED_TO):
+            self._owner(holder, Elements, label, of=of)  # which reads nothing
+        else:
+            self._meet(holder, label, of)
 
     def _tensor(self, tensor: torch.Tensor, label: str, of: Owner | None) -> None:
         self._read(self._owner(tensor, Traits, label, of=of), None)
@@ -490,7 +525,8 @@ class Recording:
 
     def _function(self, function: types.FunctionType, of: Owner | None = None) -> None:
         key = Fields, id(function)
-        if key in self._owners or is_library_file(function.__code__.co_filename):
+        is_library = is_library_file(function.__code__.co_filename)
+        if key in self._owners or (is_library and not function.__closure__):
             return
         owner = self._owner(function, Fields, function.__qualname__, _FUNCTION, of=of)
         around = function.__qualname__.rpartition(".<locals>.")[0] or function.__qualname__
@@ -498,11 +534,24 @@ class Recording:
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
             self._owner(cell, Cell, f"the variable {name!r} of {around}", of=owner)
+        if is_library:
+            self._decorator(function)
+            return
         self._functions[function.__code__].append(function)
         if function.__dict__:
             self._read_whole(self._owner(function.__dict__, Names, function.__qualname__, of=owner))
         if function.__code__ in self._started:
             self._activate(function)
+
+    def _decorator(self, function: types.FunctionType) -> None:
+        """Note a function of a library's that may call one of the user's."""
+        self._read_whole(self._owners[Fields, id(function)])
+        for cell in function.__closure__ or ():
+            owner = self._owners[Cell, id(cell)]
+            owner.reads[None] = True
+            value = owner.snapshot[None]
+            if isinstance(value, _CALLED):
+                self._meet(value, owner.label, owner)
 
     def _activate(self, function: types.FunctionType) -> None:
         """Note what a function reads that runs: its defaults, the variables around it."""
@@ -648,6 +697,8 @@ class Recording:
                 self._read_whole(owner)
                 owner.writes = None
             return
+        if name in _STATE:
+            self._read_whole(owner)
         if isinstance(holder, torch.optim.Optimizer) and name in OF_OPTIMIZERS:
             return
         lookups = (self._watched.get((each, _LOOKUP), ABSENT) for each in kind.__mro__)
@@ -686,7 +737,8 @@ class Recording:
         if not is_watched(kind):
             return
         self._watch(kind)
-        for each in kind.__mro__:
+        meta: type = type(kind)
+        for each in (*kind.__mro__, *meta.__mro__):
             if is_watched(each) and str(each.__module__).partition(".")[0] != "torch":
                 owner = self._class_owner(each)
                 if not owner.is_whole:

@@ -19,9 +19,9 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any, NamedTuple
 
-__all__ = ["Loads", "Use", "loads_of", "use_behind"]
+__all__ = ["ADDS", "Loads", "Use", "loads_of", "use_behind"]
 
-_ADDS = frozenset({"append", "appendleft", "extend", "add", "update"})
+ADDS = frozenset({"append", "appendleft", "extend", "add", "update"})
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _LOCALS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
@@ -128,7 +128,7 @@ def _use(listed: Sequence[dis.Instruction], place: int) -> Use | None:
     if first.opname == "COPY" and second.opname in _ATTRIBUTES:  # an augmented assignment
         return Use("attribute", second.argval)
     if first.opname in _ATTRIBUTES:
-        if first.argval in _ADDS:
+        if first.argval in ADDS:
             return Use("write")
         is_get = first.argval == "get" and second.opname in _CONSTANTS
         if is_get:
