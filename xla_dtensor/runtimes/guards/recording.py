@@ -108,6 +108,7 @@ _ENVIRONMENT = (os.__file__, "<frozen os>", "<frozen _collections_abc>")
 _LOOKUP, *_WRITES = WATCHING
 _CALLED = (types.FunctionType, types.MethodType, functools.partial, functools._lru_cache_wrapper)
 _STATE = ("__reduce__", "__reduce_ex__", "__getstate__")  # for copies, of all attributes
+_CLASSES = frozenset({"type", "__class__"})
 _IMPORTS = frozenset({"import_module", "__import__"})
 _TOOLS = (4, 3, 5, 2, 1, 0)
 
@@ -138,6 +139,8 @@ class Recording:
         self._functions: dict[types.CodeType, list[types.FunctionType]] = defaultdict(list)
         self._methods: dict[types.CodeType, list[tuple[type, str]]] = defaultdict(list)
         self._started: set[types.CodeType] = set()
+        self._class_methods: set[types.CodeType] = set()
+        self._has_classes = False  # whether code asks for the class of an object
         self._inner: set[types.CodeType] = set()
         # By class and name, what was there before, ABSENT for nothing.
         self._watched: dict[tuple[type, str], Any] = {}
@@ -169,6 +172,8 @@ class Recording:
         self._is_busy = True
         try:
             self._read_alike()
+            if self._has_classes:
+                self._of_classes({name for code in self._started for name in code.co_names})
             self._drain()
         finally:
             self._stop()
@@ -321,6 +326,10 @@ class Recording:
         if _IMPORTS & {*code.co_names} or {"sys", "modules"} <= {*code.co_names}:
             for module in list(sys.modules.values()):
                 self._meet(module, "a module")
+        own = any(use is not None for use in loads.cells.get("__class__", ()))
+        if own or code in self._class_methods or _CLASSES & {*code.co_names}:
+            self._has_classes = True
+            self._of_classes({*code.co_names})
         for function in self._functions.get(code, ()):
             self._activate(function)
         for kind, name in self._methods.get(code, ()):
@@ -631,6 +640,8 @@ class Recording:
             if each not in self._known and is_watched(each):
                 self._known.add(each)
                 self._note_methods(each)
+                if not _is_of_torch(each):
+                    self._class_owner(each)
         for name in WATCHING:
             owner = next(each for each in kind.__mro__ if name in vars(each))
             if owner is object or is_watched(owner):
@@ -667,6 +678,9 @@ class Recording:
             function = function or getattr(value, "func", value)
             if isinstance(function, types.FunctionType):
                 self._methods[function.__code__].append((kind, name))
+                if isinstance(value, classmethod):
+                    self._class_methods.add(function.__code__)
+                    self._has_classes |= function.__code__ in self._started
                 if function.__code__ in self._started:
                     self._read(self._class_owner(kind), name)
 
@@ -732,6 +746,15 @@ class Recording:
         replaced = {name: custom for name, custom in pairs if custom is not None}
         return self._owner(kind, ClassNames, kind.__name__, replaced)
 
+    def _of_classes(self, names: set[str]) -> None:
+        """Take attributes of all classes for read: what is looked up of a class is not seen."""
+        kinds = [kind for kind in self._known if not _is_of_torch(kind)]
+        for kind in kinds:
+            owner = self._class_owner(kind)
+            for each in kind.__mro__:
+                for name in names & vars(each).keys() if each in self._known else ():
+                    self._read(owner, name)
+
     def _class(self, kind: type) -> None:
         """Note a class that the step holds: what it looks up of it is not seen."""
         if not is_watched(kind):
@@ -739,7 +762,7 @@ class Recording:
         self._watch(kind)
         meta: type = type(kind)
         for each in (*kind.__mro__, *meta.__mro__):
-            if is_watched(each) and str(each.__module__).partition(".")[0] != "torch":
+            if is_watched(each) and not _is_of_torch(each):
                 owner = self._class_owner(each)
                 if not owner.is_whole:
                     owner.is_whole = True
@@ -797,6 +820,10 @@ def _has_no_parts(value: Any) -> bool:
     if type(value) in (tuple, frozenset):
         return all(map(_has_no_parts, value))
     return is_plain(value) or value is ABSENT
+
+
+def _is_of_torch(kind: type) -> bool:
+    return str(kind.__module__).partition(".")[0] == "torch"
 
 
 def _tells_its_age(owner: Owner) -> bool:

@@ -152,6 +152,50 @@ def test_what_the_collector_calls_is_not_the_steps() -> None:
     assert why(guards) is None
 
 
+class Base:
+    scale = 1.0
+
+    @classmethod
+    def of_method(cls) -> float:
+        return cls.scale
+
+    def of_cell(self) -> float:
+        return __class__.scale
+
+
+class Derived(Base):
+    """Has what its base has."""
+
+
+def handed_on(kind: Any) -> float:
+    return kind.scale
+
+
+OF_CLASSES: dict[str, Callable[[Any], float]] = {
+    "type": lambda of: type(of).scale,
+    "__class__": lambda of: of.__class__.scale,
+    "a class method": lambda of: of.of_method(),
+    "the class around": lambda of: of.of_cell(),
+    "handed on": lambda of: handed_on(type(of)),
+}
+
+
+@pytest.mark.parametrize("of_base", [True, False])
+@pytest.mark.parametrize("name", OF_CLASSES)
+def test_an_attribute_of_the_class(
+    name: str, of_base: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guards = guards_of(OF_CLASSES[name], Derived())
+    monkeypatch.setattr(Base, "unread", 1.0, raising=False)
+    assert why(guards) is None
+    if of_base or name == "the class around":
+        monkeypatch.setattr(Base, "scale", 2.0)
+        assert why(guards) == "Base.scale changed from 1.0 to 2.0"
+    else:
+        monkeypatch.setattr(Derived, "scale", 2.0, raising=False)
+        assert why(guards) == "Derived.scale changed from nothing to 2.0"
+
+
 class Meta(type):
     scale = 1.0
 
