@@ -425,6 +425,9 @@ class Memory(_Single):
     def named(self, key: Any) -> str:
         return f"the elements of {self.label}"
 
+    def change(self, key: Any, found: Any, now: Any) -> Change:
+        return Change(f"{self.named(key)} changed")  # their bytes tell nobody anything
+
     def changes(self) -> list[Any]:
         return [] if self.look_up(None) == self.snapshot[None] else [None]
 
