@@ -214,7 +214,9 @@ class Recording:
         owners = self._old()
         kept = [o for o in owners if o.reads or o.is_whole or o.is_changed or isinstance(o, Object)]
         # Guards forget what was not read, which a rewind needs.
-        self._owners = {key: copy.copy(owner) for key, owner in self._owners.items()}
+        old = set(map(id, owners))
+        each = self._owners.items()
+        self._owners = {key: copy.copy(owner) for key, owner in each if id(owner) in old}
         for owner in kept:
             owner.parent = None
         return Guards(kept)
@@ -269,6 +271,8 @@ class Recording:
 
     def _on_code(self, code: types.CodeType, frame: types.FrameType) -> bool:
         """Note what code reads; return whether to be told again when it starts."""
+        if self._is_busy:  # What runs is ours.
+            return True
         file = code.co_filename
         if file in _ENVIRONMENT and code.co_qualname == "_Environ.__getitem__":
             self._read_variable(frame)
