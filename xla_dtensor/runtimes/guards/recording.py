@@ -36,6 +36,7 @@ Invariants:
 from __future__ import annotations
 
 import array
+import collections
 import contextvars
 import copy
 import enum
@@ -277,7 +278,7 @@ class Recording:
         if file in _ENVIRONMENT and code.co_qualname == "_Environ.__getitem__":
             self._read_variable(frame)
             return True
-        if code not in self._started and not is_library_file(file):
+        if code not in self._started and not is_library_file(_file_of(frame, file)):
             if _is_imported(frame):
                 return True
             self._started.add(code)
@@ -761,6 +762,15 @@ def _is_imported(frame: types.FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _file_of(frame: types.FrameType, file: str) -> str:
+    """Return the file of code; for what a library has made of a text, the library's."""
+    if not file.startswith("<"):
+        return file
+    names = frame.f_globals
+    is_named_tuple = str(names.get("__name__")).startswith("namedtuple_")
+    return collections.__file__ if is_named_tuple else names.get("__file__") or file
 
 
 def _is_ours(file: str) -> bool:

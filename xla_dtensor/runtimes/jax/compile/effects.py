@@ -171,13 +171,14 @@ class Plan:
         return build
 
     def _object(self, value: Any) -> _Part:
+        kind: Any = type(value)
         own = {name: self.part(each) for name, each in (dict_of(value) or {}).items()}
         slots = {name: attribute_of(value, name) for name in slots_of(type(value))}
         parts = {name: self.part(each) for name, each in slots.items() if each is not ABSENT}
 
         def build(run: _Run) -> Any:
             if id(value) not in run.objects:
-                made = run.objects[id(value)] = type(value).__new__(type(value))
+                made = run.objects[id(value)] = kind.__new__(kind)
                 for name, part in parts.items():
                     object.__setattr__(made, name, part(run))
                 if own:

@@ -466,8 +466,8 @@ class Program:
         num_lost = sum(array is not None and array.is_deleted() for array in arrays)
         if num_lost:
             return (
-                f"{num_lost} tensors of the step's state were given to the program that failed, and "
-                "have no values any more: load a checkpoint."
+                f"{num_lost} tensors of the step's state were given to the program that failed, "
+                "and have no values any more: load a checkpoint."
             )
         drawn = " What it draws of plain CPU tensors is drawn." if self.host is not None else ""
         return f"The model, the optimizer and gradients are as they were before the call.{drawn}"
