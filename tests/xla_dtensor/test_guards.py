@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-import xla_dtensor as xd
 from tests.xla_dtensor.fixed_guard_cases import READ, UNREAD, fixed
 from tests.xla_dtensor.guard_cases import drawn
 from tests.xla_dtensor.guard_runs import Verdict, judge
-from xla_dtensor.errors import ArgumentTypeError
 from xla_dtensor.runtimes.guards import Guards, Recording
 
 pytestmark = pytest.mark.thorough

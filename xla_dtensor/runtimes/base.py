@@ -114,6 +114,31 @@ class CompiledStep(ABC):
     def stats(self) -> Mapping[str, Any]:
         """Return counts: calls, traces, and the reason of each trace."""
 
+    def explain(self) -> str:
+        """Return what the step's programs are made of, and why it was traced, as text to print.
+
+        Returns:
+            Tables: the inputs of the program used last; its guards, by what holds them; what is
+            assigned in Python after each run; the call and the reason of each trace; the seconds of
+            tracing, lowering and compiling; the milliseconds that the last call spent on guards and
+            on the launch. A runtime shows those that it knows.
+
+        Raises:
+            CompileError: The step was not called yet.
+
+        Example:
+            >>> import torch, xla_dtensor as xd
+            >>> mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+            >>> step = xd.compile(lambda x: x * 2)
+            >>> _ = step(xd.distribute_tensor(torch.ones(4), mesh))
+            >>> print(step.explain().splitlines()[0])
+            <lambda>: 1 calls, 1 traces
+        """
+        stats = self.stats()
+        name = getattr(self._step, "__qualname__", type(self._step).__name__)
+        head = f"{name}: {stats['calls']} calls, {stats['traces']} traces"
+        return "\n".join([head, *(f"  {reason}" for reason in stats["reasons"])])
+
     @abstractmethod
     def metrics(self, tokens_per_step: int | None = None) -> Mapping[str, float | None]:
         """Return how fast the step goes, over its last 100 calls.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import signal
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ from torch import nn
 
 import xla_dtensor as xd
 from xla_dtensor.errors import CompileError
+from xla_dtensor.runtimes.jax.compile.store import Executables
 
 pytestmark = [pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]
 
@@ -25,6 +30,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.x = torch.randn(16, 8)
         self.fails_at: str | None = None
+        self.last: Any = None
 
     def step(self, x: torch.Tensor) -> torch.Tensor:
         self._fail("start")
@@ -87,6 +93,120 @@ def test_everything_is_as_it_was(mesh: xd.DeviceMesh, place: str, calls_before: 
     assert found == wanted[calls_before:]
 
 
+class Launch:
+    """An executable that does something else when it is run."""
+
+    def __init__(self, executable: Any, instead: Callable[[Any], Any]) -> None:
+        self._executable, self._instead = executable, instead
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executable, name)
+
+    def __call__(self, *arrays: Any) -> Any:
+        return self._instead(lambda: self._executable(*arrays))
+
+
+@contextlib.contextmanager
+def launched(monkeypatch: pytest.MonkeyPatch, instead: Callable[[Any], Any]) -> Iterator[None]:
+    """Let programs that are compiled meanwhile be run by `instead`."""
+    compiled = Executables.compiled
+
+    def made(self: Any, lowered: Any, compare: Any) -> Any:
+        return Launch(compiled(self, lowered, compare), instead)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Executables, "compiled", made)
+        yield
+
+
+def out_of_memory(run: Any) -> Any:
+    raise MemoryError("out of memory")
+
+
+@pytest.mark.parametrize("calls_before", [0, 2])
+def test_a_first_run_that_fails(
+    mesh: xd.DeviceMesh, monkeypatch: pytest.MonkeyPatch, calls_before: int
+) -> None:
+    failing, other = Training(mesh), Training(mesh)
+    losses: list[Any] = []
+
+    def logged(x: torch.Tensor) -> torch.Tensor:
+        losses.append(failing.step(x))
+        failing.last = losses[-1]
+        return losses[-1]
+
+    step, other_step = xd.compile(logged), xd.compile(other.step)
+    xd.manual_seed(1, mesh)
+    for _ in range(calls_before):
+        step(failing.x)
+    before, num_losses = failing.state(), len(losses)
+    with launched(monkeypatch, out_of_memory), pytest.raises(MemoryError) as raised:
+        step(failing.x[:8])
+    assert raised.value.__notes__ == [
+        "The model, the optimizer and gradients are as they were before the call."
+    ]
+    assert_unchanged(before, failing.state())
+    assert len(losses) == num_losses
+    assert (failing.last is losses[-1]) if losses else failing.last is None
+    found = [step(failing.x).item() for _ in range(2)]
+    xd.manual_seed(1, mesh)
+    wanted = [other_step(other.x).item() for _ in range(calls_before + 2)]
+    assert found == wanted[calls_before:]
+
+
+def test_a_later_run_that_fails(mesh: xd.DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, fails = Training(mesh), [False]
+    step = xd.compile(training.step)
+    with launched(monkeypatch, lambda run: out_of_memory(run) if fails[0] else run()):
+        for _ in range(2):
+            step(training.x)
+        before, fails[0] = training.state(), True
+        with pytest.raises(MemoryError):
+            step(training.x)
+        assert_unchanged(before, training.state())
+        fails[0] = False
+        assert step(training.x).isfinite()
+
+
+def test_an_error_says_what_is_lost(mesh: xd.DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(mesh)
+    step = xd.compile(training.step)
+
+    def lose(run: Any) -> Any:
+        run()
+        raise MemoryError("too late")
+
+    with launched(monkeypatch, lose), pytest.raises(MemoryError) as raised:
+        step(training.x)
+    (note,) = raised.value.__notes__
+    assert "were given to the program that failed" in note
+    assert "load a checkpoint" in note
+
+
+def test_ctrl_c_waits_for_the_run_to_end(
+    mesh: xd.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing, other = Training(mesh), Training(mesh)
+    step, other_step, interrupts = xd.compile(failing.step), xd.compile(other.step), [False]
+
+    def interrupted(run: Any) -> Any:
+        outputs = run()
+        if interrupts[0]:
+            os.kill(os.getpid(), signal.SIGINT)
+        return outputs
+
+    xd.manual_seed(1, mesh)
+    with launched(monkeypatch, interrupted):
+        step(failing.x)
+        interrupts[0] = True
+        with pytest.raises(KeyboardInterrupt):
+            step(failing.x)
+        interrupts[0] = False
+        found = step(failing.x).item()
+    xd.manual_seed(1, mesh)
+    assert [other_step(other.x).item() for _ in range(3)][-1] == found
+
+
 def test_a_model_that_the_user_froze(mesh: xd.DeviceMesh) -> None:
     training = Training(mesh)
     before = training.state()
@@ -116,8 +236,6 @@ def test_a_gradient_from_before_survives(mesh: xd.DeviceMesh) -> None:
 
 
 def test_the_compilers_refusal(mesh: xd.DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    from xla_dtensor.runtimes.jax.compile.store import Executables
-
     training = Training(mesh)
     before = training.state()
 

@@ -45,7 +45,7 @@ def test_the_comparison_can_fail(mesh: xd.DeviceMesh, name: str, monkeypatch: An
 REASONS = {
     "a_variable_around": "'scale' of a_variable_around changed from 2.0 to 3.0",
     "a_global_of_a_helper": "the global 'GLOBAL' of tests.xla_dtensor.python_changes changed from",
-    "an_item_of_a_dict": "the item 'bias' of the global 'TABLE' of tests.xla_dtensor.python_changes changed",
+    "an_item_of_a_dict": "the item 'bias' of the global 'TABLE' of tests.xla_dtensor.python_changes",
     "a_name_of_another_module": "tests.xla_dtensor.python_changes_elsewhere",
     "a_slot": "Slotted.mode changed from",
     "trainer_scale": "Config.scale changed from 1.0 to 3.0",

@@ -66,6 +66,11 @@ class Guards:
         self._moves: dict[int, tuple[Owner, Any]] = {}
         self._values: dict[tuple[int, Any], tuple[Owner, Any, Any]] = {}
 
+    @property
+    def owners(self) -> Sequence[Owner]:
+        """What it was read of."""
+        return self._owners
+
     def settle(
         self,
         reads: Callable[[Any], bool],

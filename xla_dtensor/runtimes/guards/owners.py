@@ -87,10 +87,12 @@ class Effect:
     Args:
         do: Makes it, given a value.
         value: The value that the trace gave.
+        name: What messages call it.
     """
 
     do: Callable[[Any], None]
     value: Any
+    name: str
 
 
 class Owner:
@@ -186,7 +188,8 @@ class Owner:
 
     def effects(self) -> list[Effect]:
         """Return what the step has changed."""
-        return [Effect(functools.partial(self.put, k), self.look_up(k)) for k in self.changes()]
+        put = functools.partial
+        return [Effect(put(self.put, k), self.look_up(k), self.named(k)) for k in self.changes()]
 
     def rewind(self) -> None:
         """Undo what the step has changed."""
@@ -276,7 +279,7 @@ class Items(Names):
         if list(now) == left + [key for key in now if key not in self.snapshot]:
             return super().effects() if changed else []
         self.take_whole()
-        return [Effect(self._fill, now)]
+        return [Effect(self._fill, now, self.label)]
 
     def changes(self) -> list[Any]:
         return super().changes() if isinstance(self.holder, dict) else []
@@ -327,7 +330,7 @@ class Elements(Owner):
             old = {*before}
             if self.holder >= old:
                 new = [each for each in now if each not in old]
-                return [Effect(lambda each: base.update(self.holder, each), new)]
+                return [Effect(lambda each: base.update(self.holder, each), new, self.label)]
         elif base is not np.ndarray:
             left = range(len(before) + 1) if getattr(self.holder, "maxlen", None) else (0,)
             # Of a deque of a largest length the first ones go where elements are added.
@@ -335,9 +338,9 @@ class Elements(Owner):
                 kept = before[start:]
                 if len(kept) < len(now) and all(map(is_, kept, now)):
                     new = now[len(kept) :]
-                    return [Effect(lambda each: base.extend(self.holder, each), new)]
+                    return [Effect(lambda each: base.extend(self.holder, each), new, self.label)]
         self.take_whole()
-        return [Effect(self._fill, now)]
+        return [Effect(self._fill, now, self.label)]
 
     def rewind(self) -> None:
         if self.effects():
@@ -403,7 +406,8 @@ class Traits(_Single):
 
     def effects(self) -> list[Effect]:
         now = self.holder.requires_grad
-        return [] if now == self.snapshot[None][0] else [Effect(self._require, now)]
+        name = f"{self.label}.requires_grad"
+        return [] if now == self.snapshot[None][0] else [Effect(self._require, now, name)]
 
     def rewind(self) -> None:
         if self.effects():
@@ -540,7 +544,8 @@ class Object(Owner):
         for key in self.changes():
             tables = zip(self._registry_names, self._registries(), strict=False)
             place = next((name for name, table in tables if key in table), "")
-            found.append(Effect(functools.partial(self._put, key, place), self.look_up(key)))
+            put = functools.partial(self._put, key, place)
+            found.append(Effect(put, self.look_up(key), self.named(key)))
         return found
 
     def rewind(self) -> None:

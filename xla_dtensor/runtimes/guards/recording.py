@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import array
 import builtins
+import collections
 import contextvars
 import copy
 import enum
@@ -228,7 +229,9 @@ class Recording:
         owners = self._old()
         kept = [o for o in owners if o.reads or o.is_whole or o.is_changed or isinstance(o, Object)]
         # Guards forget what was not read, which a rewind needs.
-        self._owners = {key: copy.copy(owner) for key, owner in self._owners.items()}
+        old = set(map(id, owners))
+        each = self._owners.items()
+        self._owners = {key: copy.copy(owner) for key, owner in each if id(owner) in old}
         for owner in kept:
             owner.parent = None
         return Guards(kept)
@@ -287,11 +290,13 @@ class Recording:
 
     def _on_code(self, code: types.CodeType, frame: types.FrameType) -> bool:
         """Note what code reads; return whether to be told again when it starts."""
+        if self._is_busy:  # What runs is ours.
+            return True
         file = code.co_filename
         if file in _ENVIRONMENT and code.co_qualname == "_Environ.__getitem__":
             self._read_variable(frame)
             return True
-        if code not in self._started and not is_library_file(file):
+        if code not in self._started and not is_library_file(_file_of(frame, file)):
             if _is_imported(frame):
                 return True
             self._started.add(code)
@@ -838,6 +843,15 @@ def _is_imported(frame: types.FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _file_of(frame: types.FrameType, file: str) -> str:
+    """Return the file of code; for what a library has made of a text, the library's."""
+    if not file.startswith("<"):
+        return file
+    names = frame.f_globals
+    is_named_tuple = str(names.get("__name__")).startswith("namedtuple_")
+    return collections.__file__ if is_named_tuple else names.get("__file__") or file
 
 
 def _is_ours(file: str) -> bool:

@@ -278,8 +278,8 @@ class AbsentStep(JaxCompiledStep):
                 return program
         raise CompileError(
             f"A step was traced {_MOST_TRACES} times for devices that are not here, and each time "
-            f"for another reason: {'; '.join(self._reasons)}. Its program would be compiled anew "
-            "on every call. Let it make its state once, and keep it."
+            f"for another reason: {'; '.join(self.stats()['reasons'])}. Its program would be "
+            "compiled anew on every call. Let it make its state once, and keep it."
         )
 
     def _settle(self, storages: Sequence[Storage], arguments: Sequence[Storage]) -> None:

@@ -66,10 +66,12 @@ class RunEffects:
     Args:
         effects: Assign something each.
         wraps: Makes tensors of what the step makes, by its number.
+        names: What messages call what is assigned.
     """
 
     effects: list[Callable[[_Run], None]]
     wraps: dict[int, Callable[[jax.Array], torch.Tensor]]
+    names: Sequence[str] = ()
 
     def do(
         self,
@@ -135,7 +137,7 @@ class Plan:
             if _may_have_grad(given) and given.grad is not None:
                 leaf.grad = given.grad
                 planned.append(_grad_assigned(place, self.part(given.grad)))
-        return RunEffects(planned, self.wraps)
+        return RunEffects(planned, self.wraps, [effect.name for effect in found])
 
     def part(self, value: Any) -> _Part:
         """Return what makes a value again."""
@@ -169,13 +171,14 @@ class Plan:
         return build
 
     def _object(self, value: Any) -> _Part:
+        kind: Any = type(value)
         own = {name: self.part(each) for name, each in (dict_of(value) or {}).items()}
         slots = {name: attribute_of(value, name) for name in slots_of(type(value))}
         parts = {name: self.part(each) for name, each in slots.items() if each is not ABSENT}
 
         def build(run: _Run) -> Any:
             if id(value) not in run.objects:
-                made = run.objects[id(value)] = type(value).__new__(type(value))
+                made = run.objects[id(value)] = kind.__new__(kind)
                 for name, part in parts.items():
                     object.__setattr__(made, name, part(run))
                 if own:

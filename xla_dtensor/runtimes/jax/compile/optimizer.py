@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import torch
 import torch.optim.optimizer as torch_optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.core.errors import CompileError
 from xla_dtensor.runtimes.jax.arrays import trace as jax_trace
@@ -240,6 +241,7 @@ class OptimizerInputs:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.optimizers[id(optimizer)] = optimizer
+        _make_state(optimizer)
         self._stand_in(inspect.unwrap(type(optimizer).step).__globals__)
         for state in optimizer.state.values():
             for name, value in state.items():
@@ -339,6 +341,55 @@ class OptimizerInputs:
             else:
                 names[name] = before
         self._replaced.clear()
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make what state it makes of constants, as if it were older than the trace.
+
+    torch's optimizers do that in a function of its own, before they compute. What comes of the
+    gradients is made by the step. SGD's momentum begins with the first gradient, which without
+    dampening is what comes of zeros: 0.9 * 0 + g.
+    """
+    make: Any = getattr(optimizer, "_init_group", None)
+    for group in optimizer.param_groups if make is not None else ():
+        graded = [p for p in group["params"] if p.grad is not None and not optimizer.state.get(p)]
+        if not graded or any(map(_is_traced_value, graded)):
+            continue
+        others = [[] for _ in inspect.signature(make).parameters][1:]
+        with _stand_ins(graded), _before_trace(), torch.no_grad():
+            make({**group, "fused": False, "capturable": False}, *others)
+            is_plain_sgd = isinstance(optimizer, torch.optim.SGD) and not group["dampening"]
+            for each in graded if is_plain_sgd and group["momentum"] else ():
+                optimizer.state[each]["momentum_buffer"] = torch.zeros_like(each)
+
+
+def _is_traced_value(parameter: torch.Tensor) -> bool:
+    payload = getattr(parameter, "_local_tensor", parameter)
+    return isinstance(payload, JaxTensor) and jax_trace.is_tracer(payload._storage._array)
+
+
+@contextlib.contextmanager
+def _stand_ins(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let parameters have themselves for gradients, which are like them."""
+    grads = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = parameter.detach()
+        yield
+    finally:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+
+
+@contextlib.contextmanager
+def _before_trace() -> Iterator[None]:
+    """Compute as if no step were traced."""
+    trace, jax_trace._active = jax_trace._active, None
+    try:
+        with jax.ensure_compile_time_eval(), _disable_current_modes():
+            yield
+    finally:
+        jax_trace._active = trace
 
 
 def _may_take_lists(group: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> bool:

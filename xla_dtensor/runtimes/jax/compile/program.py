@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import signal
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,12 +33,13 @@ from xla_dtensor.runtimes.jax.arrays.private import (
 from xla_dtensor.runtimes.jax.arrays.products import keep_product_orders
 from xla_dtensor.runtimes.jax.compile.aliases import Aliases
 from xla_dtensor.runtimes.jax.compile.effects import RunEffects
+from xla_dtensor.runtimes.jax.compile.gradients import GradientEffects, KnownLeaves
 from xla_dtensor.runtimes.jax.compile.host_inputs import HostPart
 from xla_dtensor.runtimes.jax.compile.layers.slots import Slot, Slots
 from xla_dtensor.runtimes.jax.compile.layers.stacks import give_stack, stack_of
 from xla_dtensor.runtimes.jax.compile.layers.watch import Watch
 from xla_dtensor.runtimes.jax.compile.moving import MovingTensor
-from xla_dtensor.runtimes.jax.compile.trace import Call, GradientEffects, Key, KnownLeaves
+from xla_dtensor.runtimes.jax.compile.trace import Call, Key
 from xla_dtensor.runtimes.jax.compile.trace_values import Delivered, inner
 from xla_dtensor.runtimes.jax.eager.checks import raise_flagged
 from xla_dtensor.runtimes.jax.eager.tensor import Storage
@@ -443,17 +447,30 @@ class Program:
         state = [_taken(slot, self.state) for slot in self.slots.state]
         read = [_taken(slot, self.read) for slot in self.slots.read]
         given = [s.array for s in arguments]
-        outputs = self.executable(state, read, self.constants, given)
-        results, state, lasting, written = outputs
-        for position, array in zip(self.written, written, strict=True):
-            arguments[position].array = array
-        for slot, array in zip(self.slots.state, state, strict=True):
-            _give(array, [self.state[place] for place in slot])
-        self._leave(lasting, leaves)
-        self.gradients.repeat()
+        with uninterrupted():
+            outputs = self.executable(state, read, self.constants, given)
+            results, state, lasting, written = outputs
+            for position, array in zip(self.written, written, strict=True):
+                arguments[position].array = array
+            for slot, array in zip(self.slots.state, state, strict=True):
+                _give(array, [self.state[place] for place in slot])
+            self._leave(lasting, leaves)
+            self.gradients.repeat()
         if self.flags is not None:
             raise_flagged(self.flags, results)
         return self._outputs(iter(results[self.num_flags :]))
+
+    def lost(self) -> str:
+        """Return what a run that failed has left, for an error."""
+        arrays = [None if each.row else each.array for each in self.state]
+        num_lost = sum(array is not None and array.is_deleted() for array in arrays)
+        if num_lost:
+            return (
+                f"{num_lost} tensors of the step's state were given to the program that failed, "
+                "and have no values any more: load a checkpoint."
+            )
+        drawn = " What it draws of plain CPU tensors is drawn." if self.host is not None else ""
+        return f"The model, the optimizer and gradients are as they were before the call.{drawn}"
 
     def _leave(self, arrays: Sequence[jax.Array], leaves: Sequence[Any]) -> None:
         """Leave behind what the step makes: in the trace's tensors, later in new ones."""
@@ -481,6 +498,22 @@ class Program:
             assert self.host is not None
             return self.host.delivered[leaf.number]
         return leaf(next(arrays)) if callable(leaf) else leaf.value
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait: a program's state is in its results until they are put where they belong."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *given: held.append(given))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if held and callable(before):
+            before(*held[0])
 
 
 def _taken(slot: Slot, storages: Sequence[Storage]) -> jax.Array:
@@ -566,6 +599,11 @@ class KeptPrograms:
             program.again = "the call before made new state"
         self._made.update(made)
         kept.insert(0, program)
+
+    def drop(self, program: Program) -> None:
+        """Keep a program no longer."""
+        for kept in self._programs.values():
+            kept[:] = [each for each in kept if each is not program]
 
     def let_go(self, newest: Program) -> None:
         """Let go of programs that no call fits any more, and of those that nobody has used."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -46,6 +47,7 @@ from xla_dtensor.runtimes.base import CompiledStep, Verification
 from xla_dtensor.runtimes.jax.arrays.sharding import place
 from xla_dtensor.runtimes.jax.arrays.trace import refuse_nesting
 from xla_dtensor.runtimes.jax.arrays.values import x64
+from xla_dtensor.runtimes.jax.compile.explain import Spent, explanation
 from xla_dtensor.runtimes.jax.compile.inspect import asked_for, flops_of
 from xla_dtensor.runtimes.jax.compile.layers.slots import (
     Holding,
@@ -74,9 +76,10 @@ from xla_dtensor.runtimes.jax.compile.trace import (
 )
 from xla_dtensor.runtimes.jax.compile.trace_values import ViewsWritten, is_without_values
 from xla_dtensor.runtimes.jax.compile.verify import (
+    VARIABLE,
+    number_asked,
     refuse_differences,
     verification,
-    verify_every,
 )
 from xla_dtensor.runtimes.jax.eager.tensor import Storage
 from xla_dtensor.runtimes.state import ProgramToCheck, StepClock, check, num_tokens
@@ -89,6 +92,7 @@ __all__ = ["JaxCompiledStep"]
 logger = logging.getLogger("xla_dtensor")
 _RETRACES_BEFORE_WARNING = 3
 _MOST_REASONS = 100
+MOST_TRACES = "XLA_DTENSOR_MOST_TRACES"
 # Traces, and the storages that programs write to, are one process's; threads wait for each other.
 _one_at_a_time = threading.RLock()
 
@@ -102,7 +106,9 @@ class JaxCompiledStep(CompiledStep):
         self._kept = KeptPrograms()
         self._last: Program | None = None
         self._calls = 0
-        self._traces, self._reasons = 0, deque[str](maxlen=_MOST_REASONS)
+        self._traces, self._reasons = 0, deque[tuple[int, str]](maxlen=_MOST_REASONS)
+        self._most_traces = number_asked(MOST_TRACES, "how often a step is traced at most")
+        self._spent = Spent()
         self._lent_names = {RATE}
         self._executables = Executables()
         self._unread = unread_arguments(step)
@@ -111,7 +117,8 @@ class JaxCompiledStep(CompiledStep):
         self._clock = StepClock()
         self._tokens: int | None = None
         self._digest = ""  # of the program that was compiled last
-        self._verify_every = verify_every()
+        self._unrun: Before | None = None  # what there was before the trace of one that has not run
+        self._verify_every = number_asked(VARIABLE, "that every so many-th call is verified")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         refuse_nesting()
@@ -132,7 +139,7 @@ class JaxCompiledStep(CompiledStep):
             program = self._last = self._program_of(call)
             compare_run(self._step, program)
             self._tokens = num_tokens(call.leaves)
-            outputs = program.run(call.storages(), call.leaves)
+            outputs = self._outputs_of(program, call)
         if not program.writes.paths:
             return outputs
         result, contents = outputs
@@ -229,19 +236,26 @@ class JaxCompiledStep(CompiledStep):
         return {
             "calls": self._calls,
             "traces": self._traces,
-            "reasons": tuple(self._reasons),
+            "reasons": tuple(reason for _, reason in self._reasons),
             "loaded": self._executables.taken,
         }
+
+    def explain(self) -> str:
+        with x64():
+            traces, head = list(self._reasons), super().explain().splitlines()[0]
+            return explanation(head, traces, self._called(), self._spent)
 
     # ------------------------------------------------------------------ calling
 
     def _program_of(self, call: Call) -> Program:
         """Return a program that fits a call, and what the host does for its run done."""
+        began = time.perf_counter()
         key = call.key()
         why, arguments = "", call.storages()
         for program in self._kept.under(key):
             change = program.stale() or program.prepare(arguments)
             if change is None:
+                self._spent.call = {"guards": time.perf_counter() - began}
                 self._check(program, call.leaves)
                 program.last_call = self._calls
                 return program
@@ -259,25 +273,51 @@ class JaxCompiledStep(CompiledStep):
 
     def _note(self, reason: str) -> None:
         self._traces += 1
-        self._reasons.append(reason)
-        if self._traces > _RETRACES_BEFORE_WARNING:
-            logger.warning(
-                "Step %s is traced for the %dth time: %s.",
-                getattr(self._step, "__name__", self._step),
-                self._traces,
-                reason,
-            )
+        self._reasons.append((self._calls, reason))
+        level = logging.WARNING if self._traces > _RETRACES_BEFORE_WARNING else logging.INFO
+        text = "Step %s is traced for the %dth time, in call %d: %s."
+        logger.log(level, text, name_of_step(self._step), self._traces, self._calls, reason)
+
+    def _outputs_of(self, program: Program, call: Call) -> Any:
+        """Run a program; where its first run fails, its trace is taken back."""
+        began, unrun = time.perf_counter(), self._unrun
+        try:
+            outputs = program.run(call.storages(), call.leaves)
+        except BaseException as error:
+            if unrun is not None:
+                unrun.restore()
+                self._kept.drop(program)
+            error.add_note(program.lost())
+            raise
+        finally:
+            self._unrun = None
+        self._spent.call["launch"] = time.perf_counter() - began
+        return outputs
+
+    def _refuse_another_trace(self, reason: str) -> None:
+        """Raise where the environment says that there are enough."""
+        if not self._most_traces or self._traces < self._most_traces:
+            return
+        raise CompileError(
+            f"Call {self._calls} of {name_of_step(self._step)} would trace it for the "
+            f"{self._traces + 1}th time: {reason}. {MOST_TRACES}={self._most_traces} allows no "
+            "more. print(step.explain()) lists what was traced and why. Pass what changes as a "
+            "tensor, keep it out of the step, or raise the limit."
+        )
 
     # ------------------------------------------------------------------ tracing
 
     def _compiled(self, reason: str, call: Call, key: Key) -> Program:
         """Trace and compile; on an error leave everything as it was."""
         self._clock.interrupt()
+        self._refuse_another_trace(reason)
+        began = time.perf_counter()
         before = Before.of(self._step, call)
         again = False
         try:
             known = self._lent_names, self._kept.made, self._names
             found = traced_step(self._step, call, before, *known)
+            self._spent.compiling.append({"trace": time.perf_counter() - began})
             program = self._finish(found)
             self._check(program, call.leaves)
         except ViewsWritten as found_views:
@@ -293,7 +333,8 @@ class JaxCompiledStep(CompiledStep):
         self._note(reason)
         place = self._kept.place(key, program, before.python.gradients)
         named = {id(found.lasting[number]) for number in found.effects.wraps}
-        del before, found  # They hold what the step has dropped.
+        self._unrun = before
+        del before, found  # What they hold that the trace has made and dropped, is to go.
         self._kept.add(place, program, named)
         program.digest = self._digest
         return program
@@ -391,13 +432,18 @@ class JaxCompiledStep(CompiledStep):
     def _executable(
         self, blueprint: Blueprint, inputs: tuple[Any, ...], host: Sequence[Storage]
     ) -> Any:
+        began = time.perf_counter()
         lowered = blueprint.lowered(*inputs)
+        lower = time.perf_counter() - began
 
         def compare(digest: str) -> None:
             compare_program(self._step, digest, lowered, inputs, host)
             self._digest = digest
 
-        return self._executables.compiled(lowered, compare)
+        executable = self._executables.compiled(lowered, compare)
+        seconds = {"lower": lower, "compile": time.perf_counter() - began - lower}
+        self._spent.compiling[-1] |= seconds
+        return executable
 
     def _settle(self, storages: Sequence[Storage], arguments: Sequence[Storage]) -> None:
         """Put on all devices what lies on one only because nothing has placed it yet."""

@@ -8,7 +8,6 @@ of the host and random generators. Storages are given their arrays back by the t
 from __future__ import annotations
 
 import dis
-import weakref
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +38,7 @@ from xla_dtensor.runtimes.jax.arrays.trace import Trace, refusing_reads
 from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
 from xla_dtensor.runtimes.jax.compile.aliases import Aliases
 from xla_dtensor.runtimes.jax.compile.effects import Plan, RunEffects
+from xla_dtensor.runtimes.jax.compile.gradients import DroppedGradients, GradientEffects
 from xla_dtensor.runtimes.jax.compile.host_inputs import HostInputs, HostPart, refuse_writes_to_host
 from xla_dtensor.runtimes.jax.compile.layers.slots import row_type
 from xla_dtensor.runtimes.jax.compile.layers.stacks import all_rows
@@ -64,9 +64,7 @@ from xla_dtensor.runtimes.state import naming_modules, trace_settings
 __all__ = [
     "Before",
     "Call",
-    "GradientEffects",
     "Key",
-    "KnownLeaves",
     "TracedStep",
     "traced_step",
     "unread_arguments",
@@ -325,115 +323,6 @@ def _text(described: Sequence[Any]) -> str:
     return f"a {kind.__name__} of {listed}"
 
 
-# ---------------------------------------------------------------------------------------- Gradients
-#
-# The gradients that a compiled step finds on parameters, adds to, leaves behind or drops.
-#
-# ``p.grad`` is an attribute of Python, which a program cannot set. What a trace did to it is done
-# again after every run, and a program serves only calls that find gradients where its trace did::
-#
-#     step: loss = ...; loss.backward()                     the optimizer is called outside
-#
-#     call 1   no gradients there    traced: makes them                                  program A
-#     call 2   gradients there       traced: adds to them                                program B
-#              optimizer.zero_grad()
-#     call 3   no gradients there                                                        program A
-#     call 4   gradients there       the ones A hung there again, which B adds to        program B
-#
-# So a program keeps the tensors that it made as gradients. Their memory is given back while they
-# hang on nothing.
-
-_Given = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
-
-
-@dataclass(frozen=True)
-class GradientEffects:
-    """What one trace did to gradients.
-
-    Args:
-        found: The leaves whose gradients the program reads, with those gradients' storages.
-        left: The leaves whose ``grad`` the trace changed, with what it became.
-    """
-
-    found: list[tuple[weakref.ref[torch.Tensor], Any]]
-    left: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]]
-
-    @classmethod
-    def of(cls, before: _Given, captured: Container[Any]) -> GradientEffects:
-        """Compare with what was before the trace.
-
-        Args:
-            before: Every leaf with the gradient that it had.
-            captured: The storages that the trace read or wrote.
-        """
-        effects = cls([], [])
-        for leaf, grad in before:
-            payload = None if grad is None else inner(grad)
-            if payload is not None and payload._storage in captured:
-                effects.found.append((weakref.ref(leaf), payload._storage))
-            if leaf.grad is not grad:
-                effects.left.append((weakref.ref(leaf), leaf.grad))
-        return effects
-
-    def leaves(self) -> list[weakref.ref[torch.Tensor]]:
-        """Return the leaves whose gradients matter to the program."""
-        return [leaf for leaf, _ in (*self.found, *self.left)]
-
-    def storages(self) -> set[int]:
-        """Return the ids of the storages of the gradients that the trace left."""
-        payloads = [None if grad is None else inner(grad) for _, grad in self.left]
-        return {id(payload._storage) for payload in payloads if payload is not None}
-
-    def broken(self) -> str | None:
-        """Return why the program does not fit the gradients that hang there; None if it does."""
-        for reference, storage in self.found:
-            leaf = reference()
-            grad = None if leaf is None else leaf.grad
-            payload = None if grad is None else inner(grad)
-            if payload is None or payload._storage is not storage:
-                return "a gradient was replaced"
-        return None
-
-    def release(self) -> None:
-        """Before a run: give back the memory of gradients that hang on nothing."""
-        for reference, grad in self.left:
-            leaf = reference()
-            if grad is not None and (leaf is None or leaf.grad is not grad):
-                payload = inner(grad)
-                if payload is not None:
-                    payload._storage.array = None  # pyright: ignore[reportAttributeAccessIssue]
-
-    def repeat(self) -> None:
-        """After a run: do to the leaves what the trace did."""
-        for reference, grad in self.left:
-            leaf = reference()
-            if leaf is not None and leaf.grad is not grad:
-                leaf.grad = grad
-
-
-class KnownLeaves:
-    """The leaves whose gradients matter to some program of a step."""
-
-    def __init__(self) -> None:
-        self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
-
-    def add(self, effects: GradientEffects) -> None:
-        """Take up the leaves of a new program."""
-        for reference in effects.leaves():
-            leaf = reference()
-            if leaf is not None:
-                self._leaves.setdefault(id(leaf), reference)
-
-    def having(self) -> frozenset[int]:
-        """Return which of them have a gradient at present, as part of what finds a program."""
-        leaves = ((key, reference()) for key, reference in self._leaves.items())
-        return frozenset(key for key, leaf in leaves if leaf is not None and leaf.grad is not None)
-
-    def had(self, before: _Given) -> frozenset[int]:
-        """Return which of them had one, going by what was before a trace."""
-        return frozenset(id(t) for t, grad in before if id(t) in self._leaves and grad is not None)
-
-
 # ----------------------------------------------------------------------------- One trace of a step
 
 
@@ -590,7 +479,8 @@ def traced_step(
         return results, state, lasting, written
 
     arrays = [storage.array for storage in found.arguments]
-    with trace.active():
+    dropped = DroppedGradients(before.python.gradients, trace.captured)
+    with trace.active(), dropped.noting():
         recording.begin()
         types = [row_type(stack.array) for _, stack, _ in rows]
         closed = jax.make_jaxpr(traced)(arrays, types)
@@ -599,7 +489,7 @@ def traced_step(
     found.moving = moving_tensors(seen, trace, tape, made, names, {*found.arguments})
     places = {id(each.found): place for place, each in enumerate(found.moving)}
     gradients = [each for each in before.python.gradients if not call.has(each[0])]
-    found.gradients = GradientEffects.of(gradients, trace.captured)
+    found.gradients = GradientEffects.of(gradients, trace.captured, dropped.leaves)
     graded = found.gradients.storages()
     plan = Plan(found.lasting, as_given, tape, places, graded, recording.older())
     found.effects = plan.effects(assigned, call.leaves)

@@ -47,25 +47,29 @@ from xla_dtensor.runtimes.jax.compile.trace import Before, Call, TracedStep, tra
 from xla_dtensor.runtimes.jax.compile.trace_values import Static, ViewsWritten
 from xla_dtensor.runtimes.jax.eager.tensor import Storage
 
-__all__ = ["refuse_differences", "verification", "verify_every"]
+__all__ = ["VARIABLE", "number_asked", "refuse_differences", "verification"]
 
 VARIABLE = "XLA_DTENSOR_VERIFY_STEPS"
 _MOST_SHOWN = 20
 
 
-def verify_every() -> int:
-    """Return which calls the environment wants verified: every so many; 0 for none.
+def number_asked(variable: str, meaning: str) -> int:
+    """Return a number that the environment asks for; 0 for none.
+
+    Args:
+        variable: The variable.
+        meaning: What the number says, for errors.
 
     Raises:
-        CompileError: It says something else.
+        CompileError: It is no whole number from 1 on.
     """
-    text = os.environ.get(VARIABLE, "")
+    text = os.environ.get(variable, "")
     if not text:
         return 0
     if not text.isdecimal() or int(text) < 1:
         raise CompileError(
-            f"A step was compiled with {VARIABLE}={text!r}. It says that every so many-th call is "
-            f"verified, a whole number from 1 on. Set {VARIABLE}=100, say, or unset it."
+            f"A step was compiled with {variable}={text!r}. It says {meaning}, a whole number from "
+            f"1 on. Set {variable}=100, say, or unset it."
         )
     return int(text)
 
