@@ -24,6 +24,7 @@ added, a list that is sorted say, counts as a read of the whole, and is put ther
 
 from __future__ import annotations
 
+import array
 import functools
 import os
 import sys
@@ -39,7 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_dtensor.runtimes.guards.values import ABSENT, Change, Sighting
+from xla_dtensor.runtimes.guards.values import ABSENT, Change, Sighting, described
 
 __all__ = [
     "OF_OPTIMIZERS",
@@ -264,7 +265,7 @@ class Items(Names):
         return self.holder.get(key, ABSENT)
 
     def named(self, key: Any) -> str:
-        return f"the item {key!r} of {self.label}"
+        return f"the item {described(key)} of {self.label}"
 
     def put(self, key: Any, value: Any) -> None:
         if value is ABSENT:
@@ -439,11 +440,13 @@ class Memory(_Single):
         if isinstance(self.holder, np.ndarray):
             shape, kind, content = value
             self.holder[...] = np.frombuffer(content, kind).reshape(shape)
+        elif isinstance(self.holder, array.array):
+            del self.holder[:]
+            self.holder.frombytes(value)
         elif isinstance(self.holder, bytearray):
             self.holder[:] = value
         else:
-            del self.holder[:]
-            self.holder.frombytes(value)
+            memoryview(self.holder).cast("B")[:] = value
 
 
 class ContextValue(_Single):
@@ -515,6 +518,10 @@ class Object(Owner):
             values.update(registry)
         values.update(dict_of(self.holder) or {})
         return [(name, value) for name, value in values.items() if name not in self._left_out]
+
+    def named(self, key: Any) -> str:
+        is_name = " " not in self.label
+        return f"{self.label}.{key}" if is_name else f"the attribute {key!r} of {self.label}"
 
     def keys_now(self) -> Iterable[Any]:
         own = [name for name in dict_of(self.holder) or () if name not in self._left_out]
@@ -658,9 +665,7 @@ def is_watched(kind: type) -> bool:
     root = module.partition(".")[0]
     if not flags & _HEAP or flags & _IMMUTABLE:
         return False
-    if issubclass(kind, torch.Tensor | BaseException):
-        return False
-    if issubclass(kind, torch.optim.Optimizer) and root == "torch":
+    if issubclass(kind, torch.Tensor):
         return False
     if root in _UNWATCHED:
         return module.startswith("xla_dtensor.models")

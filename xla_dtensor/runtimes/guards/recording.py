@@ -40,6 +40,7 @@ import builtins
 import collections
 import contextvars
 import copy
+import ctypes
 import enum
 import functools
 import gc
@@ -101,6 +102,7 @@ _WALKERS = (
     *(type({}.keys()), type({}.values()), type({}.items())),
 )
 _BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
+_BUFFERS = (np.ndarray, array.array, bytearray, memoryview, ctypes.c_int.__mro__[2])
 _ADDED_TO = (list, deque, set)
 _FUNCTION = ("__code__", "__defaults__", "__kwdefaults__")
 _PARTIAL = ("func", "args", "keywords")
@@ -412,6 +414,8 @@ class Recording:
             owner.is_whole = True
             for key in list(owner.snapshot):
                 self._read(owner, key)
+                if isinstance(owner, Items) and not is_plain(key):
+                    self._meet(key, f"a key of {owner.label}", owner)
 
     def _load(self, owner: Owner, key: Any, uses: Sequence[Use | None], frame: Any = None) -> None:
         """Note that a value was loaded, which is then used in some ways."""
@@ -499,8 +503,10 @@ class Recording:
             self._read_whole(self._owner(value, ContextValue, label, of=of))
         elif isinstance(value, np.ndarray) and value.dtype.hasobject:
             self._read_whole(self._owner(value, Elements, label, of=of))
-        elif isinstance(value, np.ndarray | array.array | bytearray):
+        elif isinstance(value, _BUFFERS):
             self._read_whole(self._owner(value, Memory, label, of=of))
+            if is_watched(kind):
+                self._object(value, of)
         elif kind is types.SimpleNamespace:
             self._read_whole(self._owner(value, Object, label, of=of))
         elif isinstance(value, torch.Generator) or is_python_random(value):
@@ -552,8 +558,8 @@ class Recording:
             self._decorator(function)
             return
         self._functions[function.__code__].append(function)
-        if function.__dict__:
-            self._read_whole(self._owner(function.__dict__, Names, function.__qualname__, of=owner))
+        own = function.__dict__
+        self._read_whole(self._owner(own, Names, function.__qualname__, of=owner))
         if function.__code__ in self._started:
             self._activate(function)
 

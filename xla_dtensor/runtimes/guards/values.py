@@ -48,7 +48,8 @@ class Change(NamedTuple):
         """
         for_good = all(map(_is_object, (found, now)))
         both = isinstance(found, torch.Tensor | Moving) and isinstance(now, torch.Tensor)
-        why = f"{called} changed from {described(found)} to {described(now)}"
+        was, is_now = described(found), described(now)
+        why = f"{called} changed from {was} to {is_now if is_now != was else 'another one'}"
         return cls(why, for_good, name if both else None)
 
 
