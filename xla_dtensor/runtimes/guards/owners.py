@@ -510,7 +510,8 @@ class Object(Owner):
 
     def keys_now(self) -> Iterable[Any]:
         own = [name for name in dict_of(self.holder) or () if name not in self._left_out]
-        return [*own, *(key for registry in self._registries() for key in registry)]
+        slots = [name for name in self._slots if attribute_of(self.holder, name) is not ABSENT]
+        return [*own, *slots, *(key for registry in self._registries() for key in registry)]
 
     def look_up(self, key: Any) -> Any:
         table = self.table(key)
