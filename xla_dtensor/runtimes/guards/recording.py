@@ -595,7 +595,7 @@ class Recording:
         usual = getattr(object, name) if custom is ABSENT else custom
 
         def method(self: Any, name: str, *value: Any) -> Any:
-            note(self, name, is_lookup)
+            note(self, name, is_lookup, not value)
             return usual(self, name, *value)
 
         def __getattribute__(self: Any, name: str) -> Any:
@@ -619,8 +619,10 @@ class Recording:
                 if function.__code__ in self._started:
                     self._read(self._class_owner(kind), name)
 
-    def _note(self, holder: Any, name: str, is_read: bool = True) -> None:
-        """Note that an attribute of an object is looked up, or assigned to."""
+    def _note(
+        self, holder: Any, name: str, is_read: bool = True, is_deleted: bool = False
+    ) -> None:
+        """Note that an attribute of an object is looked up, assigned to or deleted."""
         if self._is_busy or name == "__class__" or threading.get_ident() != self._thread:
             return
         owner = self._owners.get((Object, id(holder)))
@@ -631,11 +633,18 @@ class Recording:
             owner = self._object(holder) if owner is None else owner
             if is_read:
                 self._note_first(owner, name)
-            elif owner.writes is not None:
-                owner.writes.add(name)
+            else:
+                self._assigned(owner, name, is_deleted)
             self._drain()
         finally:
             self._is_busy = False
+
+    def _assigned(self, owner: Owner, name: str, is_deleted: bool) -> None:
+        # What is deleted has to be there, unless the step has put it there.
+        if is_deleted and name not in (owner.writes or ()):
+            self._read(owner, name)
+        if owner.writes is not None:
+            owner.writes.add(name)
 
     def _note_first(self, owner: Owner, name: str) -> None:
         frame = sys._getframe(3)
@@ -709,7 +718,7 @@ class Recording:
             kind.__setattr__(self, name, value)
 
         def __delattr__(self: Any, name: str) -> None:
-            write(owner, name)
+            write(owner, name, True)
             kind.__delattr__(self, name)
 
         methods = __getattribute__, __setattr__, __delattr__
@@ -717,9 +726,15 @@ class Recording:
         module.__class__ = watched
         self._modules.append((module, kind))
 
-    def _note_assigned(self, owner: Owner, name: str) -> None:
-        if owner.writes is not None and threading.get_ident() == self._thread:
-            owner.writes.add(name)
+    def _note_assigned(self, owner: Owner, name: str, is_deleted: bool = False) -> None:
+        if self._is_busy or threading.get_ident() != self._thread:
+            return
+        self._is_busy = True
+        try:
+            self._assigned(owner, name, is_deleted)
+            self._drain()
+        finally:
+            self._is_busy = False
 
     def _note_name(self, owner: Owner, name: str) -> None:
         if self._is_busy or name == "__class__" or threading.get_ident() != self._thread:

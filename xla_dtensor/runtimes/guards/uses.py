@@ -27,7 +27,8 @@ _LOCALS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
 _STORES = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME")
-_CELLS = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+_DELETES = ("DELETE_GLOBAL", "DELETE_NAME")
+_CELLS = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "DELETE_DEREF")
 
 
 class Use(NamedTuple):
@@ -81,6 +82,8 @@ def loads_of(code: CodeType) -> Loads:
             supers.append(each.argval)
         elif each.opname in _STORES:
             stores.add(each.argval)
+            if each.opname in _DELETES:  # which fails where there is nothing
+                names[each.argval].append(None)
         elif each.opname == "IMPORT_NAME":
             imports.append((each.argval, listed[place - 2].argval))
     for inner in code.co_consts:
