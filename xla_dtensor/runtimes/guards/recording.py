@@ -99,6 +99,7 @@ _PARTIAL = ("func", "args", "keywords")
 _MODULE_FILE = torch_module.__file__
 _ENVIRONMENT = (os.__file__, "<frozen os>", "<frozen _collections_abc>")
 _LOOKUP, *_WRITES = WATCHING
+_WRITES_PAST_US = frozenset({*_WRITES, "__set__", "__delete__"})
 _IMPORTS = frozenset({"import_module", "__import__"})
 _TOOLS = (4, 3, 5, 2, 1, 0)
 
@@ -139,6 +140,7 @@ class Recording:
         self._is_busy = False
         self._monitoring: Any = getattr(sys, "monitoring", None)
         self._takes_all = False
+        self._written_past_us: set[str] = set()
         self._thread = threading.get_ident()
 
     def begin(self) -> None:
@@ -291,8 +293,7 @@ class Recording:
 
     def _code(self, code: types.CodeType, names: dict[str, Any]) -> None:
         self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
-        if _LOOKUP in code.co_names and not code.co_name.startswith("__getattr"):
-            self._take_all()
+        self._past_us(code)
         loads = loads_of(code)
         owner = self._globals(names)
         for name, uses in loads.names.items():
@@ -317,6 +318,18 @@ class Recording:
             for function in gc.get_referrers(code):
                 if isinstance(function, types.FunctionType):
                     self._function(function)
+
+    def _past_us(self, code: types.CodeType) -> None:
+        """Take more for read and written where code looks attributes up past the classes."""
+        names = {*code.co_names}
+        if _LOOKUP in names and not code.co_name.startswith("__getattr"):
+            self._take_all()
+        if names & {"__delattr__", "__delete__"} and code.co_name != "__delattr__":
+            self._take_all()
+        if names & _WRITES_PAST_US:
+            self._written_past_us |= {*names, *(c for c in code.co_consts if type(c) is str)}
+            for owner in self._owners.values():
+                owner.writes = None if isinstance(owner, Object) else owner.writes
 
     def _import(self, imports: Sequence[tuple[str, int]], names: dict[str, Any]) -> None:
         """Meet the modules that code imports while it runs, if they are there already."""
@@ -554,7 +567,7 @@ class Recording:
         kind = type(value)
         self._watch(kind)
         owner = self._owner(value, Object, kind.__name__, of=of)
-        if kind not in self._unseen:
+        if kind not in self._unseen and not self._written_past_us:
             owner.writes = set()
         for base, make in ((dict, Items), (list | tuple | set | deque, Elements)):
             if isinstance(value, base):
