@@ -10,7 +10,7 @@ Invariant: guards that hold lead to the values that the step read, by the ways i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from types import FunctionType, MappingProxyType
@@ -52,10 +52,11 @@ class Guards:
 
     Args:
         owners: What it read of.
+        stored: The ids of what it stored, in whose place no equal object may be.
     """
 
-    def __init__(self, owners: Sequence[Owner]) -> None:
-        self._owners = list(owners)
+    def __init__(self, owners: Sequence[Owner], stored: Set[int] = frozenset()) -> None:
+        self._owners, self._stored = list(owners), stored
         self._by_id = _by_holder(self._owners)
         for owner in self._owners:
             owner.snapshot = {key: owner.snapshot.get(key, ABSENT) for key in owner.reads}
@@ -152,6 +153,8 @@ class Guards:
 
     def _holds_the_same(self, expected: Any, value: Any) -> bool | None:
         """Compare what was read of an object with what another one holds; None for nothing read."""
+        if id(expected) in self._stored:
+            return False
         owners = self._by_id.get(id(expected))
         if owners is None:
             return None

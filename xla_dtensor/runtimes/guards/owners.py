@@ -107,6 +107,7 @@ class Owner:
         is_whole: Whether the step may have read all of it, so that a new key counts as well.
         writes: The keys that the step was seen to assign; None where that cannot be seen, and
             whatever differs counts.
+        stores: Keys that its code may have assigned unseen.
         is_changed: Whether the step has changed it.
         parent: The owner through which the step met it; None for none.
     """
@@ -118,6 +119,7 @@ class Owner:
         self.reads: dict[Any, bool] = {}
         self.is_whole = False
         self.writes: set[Any] | None = None
+        self.stores: set[Any] = set()
         self.is_changed = False
         self.parent: Owner | None = None
 
@@ -186,6 +188,15 @@ class Owner:
     def effects(self) -> list[Effect]:
         """Return what the step has changed."""
         return [Effect(functools.partial(self.put, k), self.look_up(k)) for k in self.changes()]
+
+    def held_before(self) -> list[Any]:
+        """Return what is there that was there before, and may have been assigned again."""
+        keys = self.stores if self.writes is None else self.stores | self.writes
+        pairs = [(key, self.look_up(key)) for key in keys]
+        found = [(k, v) for k, v in pairs if v is self.snapshot.get(k, ABSENT) is not ABSENT]
+        # Where another value is there, the step alters it.
+        self.reads |= dict.fromkeys((key for key, _ in found), True)
+        return [value for _, value in found]
 
     def rewind(self) -> None:
         """Undo what the step has changed."""
@@ -534,11 +545,17 @@ class Object(Owner):
 
     def effects(self) -> list[Effect]:
         found: list[Effect] = []
-        for key in self.changes():
+        for key in dict.fromkeys((*self.changes(), *(self.writes or ()))):
             tables = zip(self._registry_names, self._registries(), strict=False)
             place = next((name for name, table in tables if key in table), "")
             found.append(Effect(functools.partial(self._put, key, place), self.look_up(key)))
         return found
+
+    def held_before(self) -> list[Any]:
+        writes, self.writes = self.writes, None  # which are effects
+        held = super().held_before()
+        self.writes = writes
+        return held
 
     def rewind(self) -> None:
         in_registries = {key for _, before in self._before for key in before}

@@ -139,6 +139,7 @@ class Recording:
         self._modules: list[tuple[types.ModuleType, type]] = []
         self._is_busy = False
         self._monitoring: Any = getattr(sys, "monitoring", None)
+        self._stored: list[Any] = []  # by the step
         self._takes_all = False
         self._written_past_us: set[str] = set()
         self._thread = threading.get_ident()
@@ -183,10 +184,14 @@ class Recording:
         """
         found: list[Effect] = []
         for owner in self._old():
+            if isinstance(owner, Object):
+                owner.stores |= self._written_past_us & owner.snapshot.keys()
+            self._stored += owner.held_before()
             if not (isinstance(owner.holder, np.ndarray) and is_input(owner.holder)):
                 effects = owner.effects()
                 owner.is_changed = bool(effects)
                 found += effects
+        self._stored += [effect.value for effect in found]
         return found
 
     def rewind(self) -> None:
@@ -219,7 +224,7 @@ class Recording:
         self._owners = {key: copy.copy(owner) for key, owner in self._owners.items()}
         for owner in kept:
             owner.parent = None
-        return Guards(kept)
+        return Guards(kept, _parts_of(self._stored))
 
     def _old(self) -> list[Owner]:
         """Return the owners that there were before the step ran."""
@@ -403,7 +408,10 @@ class Recording:
         make = Object if is_bag else Items if isinstance(value, dict) else Elements
         part = self._owner(value, make, owner.named(key), of=owner)
         for each, then in parts:
-            self._load(part, each, [then], frame)
+            if then == Use("write", each):
+                part.stores.add(each)
+            else:
+                self._load(part, each, [then], frame)
 
     def _parts(
         self, value: Any, uses: Sequence[Use | None], frame: Any
@@ -415,8 +423,9 @@ class Recording:
         keys: list[tuple[Any, Use | None]] = []
         for use in uses:
             kind, key, then = use or Use("all")
-            if kind == "local" and frame is not None and key in frame.f_locals:
-                kind, key = "item", frame.f_locals[key]
+            if kind in ("local", "write local") and frame is not None and key in frame.f_locals:
+                kind = "item" if kind == "local" else "write"
+                key = frame.f_locals[key]
             is_number = type(key) is int and key >= 0
             fits = {
                 "attribute": is_bag,
@@ -427,7 +436,10 @@ class Recording:
             }
             if not fits.get(kind) or not is_plain(key):
                 return None
-            keys += [] if kind in ("write", "assign") else [(key, then)]
+            if kind not in ("write", "write local", "assign"):
+                keys.append((key, then))
+            elif key is not None:
+                keys.append((key, Use("write", key)))
         return keys
 
     # ------------------------------------------------------------------ values that are met
@@ -521,12 +533,15 @@ class Recording:
         if owner.is_whole:
             return
         self._read_whole(owner)
-        cells = loads_of(function.__code__).cells
+        loads = loads_of(function.__code__)
+        cells = loads.cells
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
             if name != "__class__":
-                self._load(self._owners[Cell, id(cell)], None, cells.get(name, [None]))
+                owner = self._owners[Cell, id(cell)]
+                owner.stores |= {None} if name in loads.stores else set()
+                self._load(owner, None, cells.get(name, [None]))
 
     # ------------------------------------------------------------------ objects and classes
 
@@ -771,6 +786,19 @@ def _has_no_parts(value: Any) -> bool:
     if type(value) in (tuple, frozenset):
         return all(map(_has_no_parts, value))
     return is_plain(value) or value is ABSENT
+
+
+def _parts_of(values: Iterable[Any]) -> set[int]:
+    """Return the ids of values, and of what is in containers among them."""
+    found: dict[int, Any] = {}
+    left = list(values)
+    while left:
+        value = left.pop()
+        if id(value) not in found and not is_plain(value):
+            found[id(value)] = value
+            if isinstance(value, dict | list | tuple | set | deque):
+                left += value.values() if isinstance(value, dict) else value
+    return {*found}
 
 
 def _tells_its_age(owner: Owner) -> bool:

@@ -26,7 +26,7 @@ _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _LOCALS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
-_STORES = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME")
+_STORES = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME", "STORE_DEREF")
 _DELETES = ("DELETE_GLOBAL", "DELETE_NAME")
 _CELLS = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "DELETE_DEREF")
 
@@ -36,7 +36,8 @@ class Use(NamedTuple):
 
     Attributes:
         kind: "item" reads one, "local" reads the one whose key a local variable holds, "get" may
-            read one, "attribute" reads one; "write" an item, "assign" an attribute, read nothing.
+            read one, "attribute" reads one; "write" and "write local" an item, "assign" an
+            attribute, read nothing.
         key: Of the item; the local's or the attribute's name.
         then: The use of what is read.
     """
@@ -53,7 +54,7 @@ class Loads(NamedTuple):
         names: Globals, by name.
         cells: Variables of the functions around.
         supers: Attributes of ``super()``.
-        stores: Globals that it assigns to or deletes.
+        stores: Globals and variables of the functions around that it assigns to or deletes.
         imports: Modules that it imports, with the levels of relative ones.
     """
 
@@ -146,7 +147,7 @@ def _use(listed: Sequence[dis.Instruction], place: int) -> Use | None:
     if _is_subscript(second):
         return use._replace(then=_use(listed, place + 2))
     if second.opname == "STORE_SUBSCR":
-        return Use("write")
+        return Use("write" if use.kind == "item" else "write local", use.key)
     # An augmented assignment: COPY, COPY, BINARY_SUBSCR
     copies = [each.opname for each in following[1:3]] == ["COPY", "COPY"]
     return use if copies and len(following) == 4 and _is_subscript(following[3]) else None
