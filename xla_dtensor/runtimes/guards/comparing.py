@@ -96,7 +96,8 @@ class Guards:
                 is_owner = isinstance(value, tuple) and id(value) in self._by_id
                 if id(value) in instead:
                     owner.snapshot[key] = instead[id(value)]
-                elif not is_owner:  # What a tuple holds, its own owner keeps.
+                elif not is_owner and id(value) not in self._stored:
+                    # What a tuple holds, its own owner keeps.
                     owner.snapshot[key] = self._judge.forget(value)
         self._pass = None
 
