@@ -140,7 +140,7 @@ class Recording:
         self._is_busy = False
         self._monitoring: Any = getattr(sys, "monitoring", None)
         self._stored: list[Any] = []  # by the step
-        self._takes_all = False
+        self._takes_all = self._takes_classes = False
         self._written_past_us: set[str] = set()
         self._thread = threading.get_ident()
 
@@ -308,6 +308,8 @@ class Recording:
         if "globals" in code.co_names:
             self._read_whole(owner)
             owner.writes = None
+        if loads.is_of_class:
+            self._take_classes()
         self._import(loads.imports, names)
         if _IMPORTS & {*code.co_names} or {"sys", "modules"} <= {*code.co_names}:
             for module in list(sys.modules.values()):
@@ -316,6 +318,8 @@ class Recording:
             self._activate(function)
         for kind, name in self._methods.get(code, ()):
             self._read(self._class_owner(kind), name)
+            if isinstance(vars(kind).get(name), classmethod):
+                self._take_classes()
         for name in loads.supers:
             for kind in [each for each in self._known if name in vars(each)]:
                 self._read(self._class_owner(kind), name)
@@ -323,6 +327,13 @@ class Recording:
             for function in gc.get_referrers(code):
                 if isinstance(function, types.FunctionType):
                     self._function(function)
+
+    def _take_classes(self) -> None:
+        """Take the classes of all objects for read: code looks their attributes up."""
+        if not self._takes_classes:
+            self._takes_classes = True
+            for owner in [each for each in self._owners.values() if isinstance(each, Object)]:
+                self._class(owner.kind)
 
     def _past_us(self, code: types.CodeType) -> None:
         """Take more for read and written where code looks attributes up past the classes."""
@@ -589,6 +600,8 @@ class Recording:
                 self._read_whole(self._owner(value, make, kind.__name__, of=owner))
         if self._takes_all:
             self._all_of(owner)
+        if self._takes_classes:
+            self._class(kind)
         return owner
 
     def _take_all(self) -> None:
