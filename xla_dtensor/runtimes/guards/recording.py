@@ -319,7 +319,7 @@ class Recording:
         for kind, name in self._methods.get(code, ()):
             self._read(self._class_owner(kind), name)
             if isinstance(vars(kind).get(name), classmethod):
-                self._take_classes()
+                self._classes_below(kind)
         for name in loads.supers:
             for kind in [each for each in self._known if name in vars(each)]:
                 self._read(self._class_owner(kind), name)
@@ -332,8 +332,12 @@ class Recording:
         """Take the classes of all objects for read: code looks their attributes up."""
         if not self._takes_classes:
             self._takes_classes = True
-            for owner in [each for each in self._owners.values() if isinstance(each, Object)]:
-                self._class(owner.kind)
+            self._classes_below(object)
+
+    def _classes_below(self, base: type) -> None:
+        objects = [each for each in self._owners.values() if isinstance(each, Object)]
+        for kind in {each.kind for each in objects if issubclass(each.kind, base)}:
+            self._class(kind)
 
     def _past_us(self, code: types.CodeType) -> None:
         """Take more for read and written where code looks attributes up past the classes."""

@@ -163,14 +163,23 @@ def _is_of_class(listed: Sequence[dis.Instruction], place: int) -> bool:
     """Tell whether an instruction takes an object's class for more than its name or identity."""
     each = listed[place]
     if each.opname in _GLOBALS and each.argval == "type":
-        calls = (n for n in range(place, len(listed)) if listed[n].opname.startswith("CALL"))
-        place = next(calls, place)
+        place = _call_of(listed, place)
     elif each.opname not in _ATTRIBUTES or each.argval != "__class__":
         return False
     following = listed[place + 1 : place + 3]
     if any(other.opname in _COMPARES for other in following):
         return False
     return not any(o.opname in _ATTRIBUTES and o.argval in _OF_CLASSES for o in following[:1])
+
+
+def _call_of(listed: Sequence[dis.Instruction], place: int) -> int:
+    """Return where what an instruction loads is called."""
+    depth = 0
+    for n in range(place, len(listed)):
+        depth += dis.stack_effect(listed[n].opcode, listed[n].arg, jump=False)
+        if depth <= 1 and listed[n].opname.startswith("CALL"):
+            return n
+    return place
 
 
 def _is_subscript(each: dis.Instruction) -> bool:
