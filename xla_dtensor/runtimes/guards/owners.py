@@ -248,8 +248,16 @@ class Names(Owner):
             self.holder[key] = value
 
 
+    def rewind(self) -> None:
+        super().rewind()
+        _order(self.holder, self.keys)
+
+
 class Globals(Names):
     """The globals of functions, the names of a module."""
+
+    def rewind(self) -> None:
+        Owner.rewind(self)  # Others may look names up meanwhile, whose order is nothing to anyone.
 
     def named(self, key: Any) -> str:
         return f"the global {key!r} of {self.label}"
@@ -510,6 +518,7 @@ class Object(Owner):
         self._left_out = OF_OPTIMIZERS if is_optimizer else frozenset[str]()
         super().__init__(holder, label)
         self._before = [(table, dict(table)) for table in self._registries()]
+        self._own = list(dict_of(holder) or ())
 
     def entries(self) -> Iterable[tuple[Any, Any]]:
         names = {name: attribute_of(self.holder, name) for name in self._slots}
@@ -562,6 +571,10 @@ class Object(Owner):
         for key in self.changes():
             value = ABSENT if key in in_registries else self.snapshot.get(key, ABSENT)
             self._put(key, "", value)
+        own = dict_of(self.holder) or {}
+        for key in [key for key in in_registries if key in own and key not in self._own]:
+            del own[key]
+        _order(own, self._own)
         for table, before in self._before:
             if list(table) != list(before) or not all(map(is_, table.values(), before.values())):
                 table.clear()
@@ -649,6 +662,14 @@ def slots_of(kind: type) -> frozenset[str]:
     names = [item for each in kind.__mro__ for item in vars(each).items()]
     is_slot = (isinstance(value, types.MemberDescriptorType) for _, value in names)
     return frozenset(name for name, _ in compress(names, is_slot)) - {"__dict__"}
+
+
+def _order(table: dict[Any, Any], keys: Iterable[Any]) -> None:
+    """Put a dict's keys in an order that they had, if they are the same."""
+    keys = list(keys)
+    if list(table) != keys and len(table) == len(keys) and all(key in table for key in keys):
+        for key in keys:
+            table[key] = table.pop(key)
 
 
 @functools.lru_cache(maxsize=10_000)
