@@ -196,7 +196,8 @@ class Recording:
 
     def rewind(self) -> None:
         """Make everything what it was before the step; after the block."""
-        for owner in self._old():
+        # The registries of a Module may have been met when the step had written to it already.
+        for owner in reversed(self._old()):
             owner.rewind()
 
     def sightings(self) -> list[Sighting]:
