@@ -108,6 +108,7 @@ class Owner:
         writes: The keys that the step was seen to assign; None where that cannot be seen, and
             whatever differs counts.
         stores: Keys that its code may have assigned unseen.
+        others: The keys that other threads were seen to assign.
         is_changed: Whether the step has changed it.
         parent: The owner through which the step met it; None for none.
     """
@@ -120,6 +121,7 @@ class Owner:
         self.is_whole = False
         self.writes: set[Any] | None = None
         self.stores: set[Any] = set()
+        self.others: set[Any] = set()
         self.is_changed = False
         self.parent: Owner | None = None
 
@@ -181,7 +183,7 @@ class Owner:
         return [
             key
             for key in keys
-            if (self.writes is None or key in self.writes)
+            if (key not in self.others if self.writes is None else key in self.writes)
             and self.look_up(key) is not self.snapshot.get(key, ABSENT)
         ]
 
@@ -246,7 +248,6 @@ class Names(Owner):
             self.holder.pop(key, None)
         else:
             self.holder[key] = value
-
 
     def rewind(self) -> None:
         super().rewind()

@@ -665,11 +665,14 @@ class Recording:
                 if function.__code__ in self._started:
                     self._read(self._class_owner(kind), name)
 
-    def _note(
-        self, holder: Any, name: str, is_read: bool = True, is_deleted: bool = False
-    ) -> None:
+    def _note(self, holder: Any, name: str, is_read: bool = True, is_deleted: bool = False) -> None:
         """Note that an attribute of an object is looked up, assigned to or deleted."""
-        if self._is_busy or name == "__class__" or threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread:
+            owner = None if is_read else self._owners.get((Object, id(holder)))
+            if owner is not None:
+                owner.others.add(name)
+            return
+        if self._is_busy or name == "__class__":
             return
         owner = self._owners.get((Object, id(holder)))
         if is_read and owner is not None and (owner.is_whole or owner.reads.get(name)):
