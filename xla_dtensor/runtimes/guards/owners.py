@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_dtensor.runtimes.guards.values import ABSENT, Change, Sighting
+from xla_dtensor.runtimes.guards.values import ABSENT, Change, Sighting, is_plain
 
 __all__ = [
     "OF_OPTIMIZERS",
@@ -107,7 +107,7 @@ class Owner:
         is_whole: Whether the step may have read all of it, so that a new key counts as well.
         writes: The keys that the step was seen to assign; None where that cannot be seen, and
             whatever differs counts.
-        stores: Keys that its code may have assigned unseen.
+        stores: Keys that its code may have assigned unseen; ABSENT for any.
         others: The keys that other threads were seen to assign.
         is_changed: Whether the step has changed it.
         parent: The owner through which the step met it; None for none.
@@ -300,6 +300,10 @@ class Items(Names):
     def changes(self) -> list[Any]:
         return super().changes() if isinstance(self.holder, dict) else []
 
+    def held_before(self) -> list[Any]:
+        self.stores |= self.snapshot.keys() if ABSENT in self.stores else set()
+        return super().held_before()
+
     def rewind(self) -> None:
         if self.effects():
             self._fill(self.snapshot)
@@ -348,7 +352,8 @@ class Elements(Owner):
                 new = [each for each in now if each not in old]
                 return [Effect(lambda each: base.update(self.holder, each), new)]
         elif base is not np.ndarray:
-            left = range(len(before) + 1) if getattr(self.holder, "maxlen", None) else (0,)
+            is_full = len(now) == getattr(self.holder, "maxlen", None)
+            left = range(len(before) + 1) if is_full else (0,)
             # Of a deque of a largest length the first ones go where elements are added.
             for start in left:
                 kept = before[start:]
@@ -357,6 +362,16 @@ class Elements(Owner):
                     return [Effect(lambda each: base.extend(self.holder, each), new)]
         self.take_whole()
         return [Effect(self._fill, now)]
+
+    def held_before(self) -> list[Any]:
+        if ABSENT in self.stores:
+            before, now = list(self.snapshot.values()), list(self.elements())
+            is_same = len(before) == len(now) and all(map(is_, before, now))
+            # What is added to a set may have been there.
+            if is_same or (self._base() is set and all(map(is_plain, now))):
+                self.take_whole()
+        self.stores.discard(ABSENT)
+        return super().held_before()
 
     def rewind(self) -> None:
         if self.effects():

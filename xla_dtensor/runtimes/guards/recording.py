@@ -446,6 +446,7 @@ class Recording:
             fits = {
                 "attribute": is_bag,
                 "write": not is_bag,
+                "write local": not is_bag,
                 "assign": is_bag,
                 "get": isinstance(value, dict),
                 "item": is_number if isinstance(value, list | tuple) else isinstance(value, dict),
@@ -454,8 +455,10 @@ class Recording:
                 return None
             if kind not in ("write", "write local", "assign"):
                 keys.append((key, then))
-            elif key is not None:
+            elif kind == "write" and (isinstance(value, dict) or is_number) and key is not None:
                 keys.append((key, Use("write", key)))
+            elif kind != "assign" and (key is not None or not isinstance(value, list)):
+                keys.append((ABSENT, Use("write", ABSENT)))
         return keys
 
     # ------------------------------------------------------------------ values that are met
