@@ -13,7 +13,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -143,6 +143,7 @@ class Program:
         result: What it gave.
         given: Its argument.
         older: What its state held before, by ids.
+        made: What the containers held that it made and stored, by ids.
     """
 
     guards: Guards
@@ -150,6 +151,18 @@ class Program:
     result: Any
     given: torch.Tensor
     older: dict[int, Any]
+    made: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for effect in self.effects:
+            self.keep(effect.value)
+
+    def keep(self, value: Any) -> None:
+        """Keep what a container of the step's own holds, which later calls may add to."""
+        if type(value) in _CONTAINERS and id(value) not in {**self.older, **self.made}:
+            self.made[id(value)] = value.copy() if hasattr(value, "copy") else value
+            for each in value.values() if isinstance(value, dict) else value:
+                self.keep(each)
 
     def run(self, x: torch.Tensor) -> Any:
         """Do the effects again for another argument."""
@@ -171,9 +184,10 @@ class Program:
         elif kind not in _CONTAINERS:
             return value
         elif kind is dict:
-            new = {key: self.again(each, made) for key, each in value.items()}
+            items = self.made.get(id(value), value).items()
+            new = {key: self.again(each, made) for key, each in items}
         else:
-            new = kind(self.again(each, made) for each in value)
+            new = kind(self.again(each, made) for each in self.made.get(id(value), value))
         made[id(value)] = new
         return new
 
