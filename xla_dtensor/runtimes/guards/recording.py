@@ -350,7 +350,9 @@ class Recording:
         if names & _WRITES_PAST_US:
             self._written_past_us |= {*names, *(c for c in code.co_consts if type(c) is str)}
             for owner in self._owners.values():
-                owner.writes = None if isinstance(owner, Object) else owner.writes
+                if isinstance(owner, Object):
+                    owner.stores |= owner.writes or set()
+                    owner.writes = None
 
     def _import(self, imports: Sequence[tuple[str, int]], names: dict[str, Any]) -> None:
         """Meet the modules that code imports while it runs, if they are there already."""
@@ -695,8 +697,7 @@ class Recording:
         # What is deleted has to be there, unless the step has put it there.
         if is_deleted and name not in (owner.writes or ()):
             self._read(owner, name)
-        if owner.writes is not None:
-            owner.writes.add(name)
+        (owner.stores if owner.writes is None else owner.writes).add(name)
 
     def _note_first(self, owner: Owner, name: str) -> None:
         frame = sys._getframe(3)
