@@ -10,7 +10,7 @@ Invariant: guards that hold lead to the values that the step read, by the ways i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from types import FunctionType, MappingProxyType
@@ -53,10 +53,11 @@ class Guards:
 
     Args:
         owners: What it read of.
+        stored: The ids of what it stored, in whose place no equal object may be.
     """
 
-    def __init__(self, owners: Sequence[Owner]) -> None:
-        self._owners = list(owners)
+    def __init__(self, owners: Sequence[Owner], stored: Set[int] = frozenset()) -> None:
+        self._owners, self._stored = list(owners), stored
         self._by_id = _by_holder(self._owners)
         for owner in self._owners:
             owner.snapshot = {key: owner.snapshot.get(key, ABSENT) for key in owner.reads}
@@ -101,7 +102,8 @@ class Guards:
                 is_owner = isinstance(value, tuple) and id(value) in self._by_id
                 if id(value) in instead:
                     owner.snapshot[key] = instead[id(value)]
-                elif not is_owner:  # What a tuple holds, its own owner keeps.
+                elif not is_owner and id(value) not in self._stored:
+                    # What a tuple holds, its own owner keeps.
                     owner.snapshot[key] = self._judge.forget(value)
         self._pass = None
 
@@ -158,6 +160,8 @@ class Guards:
 
     def _holds_the_same(self, expected: Any, value: Any) -> bool | None:
         """Compare what was read of an object with what another one holds; None for nothing read."""
+        if id(expected) in self._stored:
+            return False
         owners = self._by_id.get(id(expected))
         if owners is None:
             return None

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_dtensor.runtimes.guards.values import ABSENT, Change, Sighting, described
+from xla_dtensor.runtimes.guards.values import ABSENT, Change, Sighting, described, is_plain
 
 __all__ = [
     "OF_OPTIMIZERS",
@@ -111,6 +111,8 @@ class Owner:
         is_whole: Whether the step may have read all of it, so that a new key counts as well.
         writes: The keys that the step was seen to assign; None where that cannot be seen, and
             whatever differs counts.
+        stores: Keys that its code may have assigned unseen; ABSENT for any.
+        others: The keys that other threads were seen to assign.
         is_changed: Whether the step has changed it.
         parent: The owner through which the step met it; None for none.
     """
@@ -122,6 +124,8 @@ class Owner:
         self.reads: dict[Any, bool] = {}
         self.is_whole = False
         self.writes: set[Any] | None = None
+        self.stores: set[Any] = set()
+        self.others: set[Any] = set()
         self.is_changed = False
         self.parent: Owner | None = None
 
@@ -183,7 +187,7 @@ class Owner:
         return [
             key
             for key in keys
-            if (self.writes is None or key in self.writes)
+            if (key not in self.others if self.writes is None else key in self.writes)
             and self.look_up(key) is not self.snapshot.get(key, ABSENT)
         ]
 
@@ -191,6 +195,15 @@ class Owner:
         """Return what the step has changed."""
         put = functools.partial
         return [Effect(put(self.put, k), self.look_up(k), self.named(k)) for k in self.changes()]
+
+    def held_before(self) -> list[Any]:
+        """Return what is there that was there before, and may have been assigned again."""
+        keys = self.stores if self.writes is None else self.stores | self.writes
+        pairs = [(key, self.look_up(key)) for key in keys]
+        found = [(k, v) for k, v in pairs if v is self.snapshot.get(k, ABSENT) is not ABSENT]
+        # Where another value is there, the step alters it.
+        self.reads |= dict.fromkeys((key for key, _ in found), True)
+        return [value for _, value in found]
 
     def rewind(self) -> None:
         """Undo what the step has changed."""
@@ -241,9 +254,16 @@ class Names(Owner):
         else:
             self.holder[key] = value
 
+    def rewind(self) -> None:
+        super().rewind()
+        _order(self.holder, self.keys)
+
 
 class Globals(Names):
     """The globals of functions, the names of a module."""
+
+    def rewind(self) -> None:
+        Owner.rewind(self)  # Others may look names up meanwhile, whose order is nothing to anyone.
 
     def named(self, key: Any) -> str:
         return f"the global {key!r} of {self.label}"
@@ -284,6 +304,10 @@ class Items(Names):
 
     def changes(self) -> list[Any]:
         return super().changes() if isinstance(self.holder, dict) else []
+
+    def held_before(self) -> list[Any]:
+        self.stores |= self.snapshot.keys() if ABSENT in self.stores else set()
+        return super().held_before()
 
     def rewind(self) -> None:
         if self.effects():
@@ -333,7 +357,8 @@ class Elements(Owner):
                 new = [each for each in now if each not in old]
                 return [Effect(lambda each: base.update(self.holder, each), new, self.label)]
         elif base is not np.ndarray:
-            left = range(len(before) + 1) if getattr(self.holder, "maxlen", None) else (0,)
+            is_full = len(now) == getattr(self.holder, "maxlen", None)
+            left = range(len(before) + 1) if is_full else (0,)
             # Of a deque of a largest length the first ones go where elements are added.
             for start in left:
                 kept = before[start:]
@@ -342,6 +367,16 @@ class Elements(Owner):
                     return [Effect(lambda each: base.extend(self.holder, each), new, self.label)]
         self.take_whole()
         return [Effect(self._fill, now, self.label)]
+
+    def held_before(self) -> list[Any]:
+        if ABSENT in self.stores:
+            before, now = list(self.snapshot.values()), list(self.elements())
+            is_same = len(before) == len(now) and all(map(is_, before, now))
+            # What is added to a set may have been there.
+            if is_same or (self._base() is set and all(map(is_plain, now))):
+                self.take_whole()
+        self.stores.discard(ABSENT)
+        return super().held_before()
 
     def rewind(self) -> None:
         if self.effects():
@@ -510,6 +545,7 @@ class Object(Owner):
         self._left_out = OF_OPTIMIZERS if is_optimizer else frozenset[str]()
         super().__init__(holder, label)
         self._before = [(table, dict(table)) for table in self._registries()]
+        self._own = list(dict_of(holder) or ())
 
     def entries(self) -> Iterable[tuple[Any, Any]]:
         names = {name: attribute_of(self.holder, name) for name in self._slots}
@@ -525,7 +561,8 @@ class Object(Owner):
 
     def keys_now(self) -> Iterable[Any]:
         own = [name for name in dict_of(self.holder) or () if name not in self._left_out]
-        return [*own, *(key for registry in self._registries() for key in registry)]
+        slots = [name for name in self._slots if attribute_of(self.holder, name) is not ABSENT]
+        return [*own, *slots, *(key for registry in self._registries() for key in registry)]
 
     def look_up(self, key: Any) -> Any:
         table = self.table(key)
@@ -548,18 +585,28 @@ class Object(Owner):
 
     def effects(self) -> list[Effect]:
         found: list[Effect] = []
-        for key in self.changes():
+        for key in dict.fromkeys((*self.changes(), *(self.writes or ()))):
             tables = zip(self._registry_names, self._registries(), strict=False)
             place = next((name for name, table in tables if key in table), "")
             put = functools.partial(self._put, key, place)
             found.append(Effect(put, self.look_up(key), self.named(key)))
         return found
 
+    def held_before(self) -> list[Any]:
+        writes, self.writes = self.writes, None  # which are effects
+        held = super().held_before()
+        self.writes = writes
+        return held
+
     def rewind(self) -> None:
         in_registries = {key for _, before in self._before for key in before}
         for key in self.changes():
             value = ABSENT if key in in_registries else self.snapshot.get(key, ABSENT)
             self._put(key, "", value)
+        own = dict_of(self.holder) or {}
+        for key in [key for key in in_registries if key in own and key not in self._own]:
+            del own[key]
+        _order(own, self._own)
         for table, before in self._before:
             if list(table) != list(before) or not all(map(is_, table.values(), before.values())):
                 table.clear()
@@ -647,6 +694,14 @@ def slots_of(kind: type) -> frozenset[str]:
     names = [item for each in kind.__mro__ for item in vars(each).items()]
     is_slot = (isinstance(value, types.MemberDescriptorType) for _, value in names)
     return frozenset(name for name, _ in compress(names, is_slot)) - {"__dict__"}
+
+
+def _order(table: dict[Any, Any], keys: Iterable[Any]) -> None:
+    """Put a dict's keys in an order that they had, if they are the same."""
+    keys = list(keys)
+    if list(table) != keys and len(table) == len(keys) and all(key in table for key in keys):
+        for key in keys:
+            table[key] = table.pop(key)
 
 
 @functools.lru_cache(maxsize=10_000)

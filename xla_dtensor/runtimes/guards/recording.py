@@ -111,7 +111,7 @@ _ENVIRONMENT = (os.__file__, "<frozen os>", "<frozen _collections_abc>")
 _LOOKUP, *_WRITES = WATCHING
 _CALLED = (types.FunctionType, types.MethodType, functools.partial, functools._lru_cache_wrapper)
 _STATE = ("__reduce__", "__reduce_ex__", "__getstate__")  # for copies, of all attributes
-_CLASSES = frozenset({"type", "__class__"})
+_WRITES_PAST_US = frozenset({*_WRITES, "__set__", "__delete__"})
 _IMPORTS = frozenset({"import_module", "__import__"})
 _TOOLS = (4, 3, 5, 2, 1, 0)
 
@@ -142,8 +142,6 @@ class Recording:
         self._functions: dict[types.CodeType, list[types.FunctionType]] = defaultdict(list)
         self._methods: dict[types.CodeType, list[tuple[type, str]]] = defaultdict(list)
         self._started: set[types.CodeType] = set()
-        self._class_methods: set[types.CodeType] = set()
-        self._has_classes = False  # whether code asks for the class of an object
         self._inner: set[types.CodeType] = set()
         # By class and name, what was there before, ABSENT for nothing.
         self._watched: dict[tuple[type, str], Any] = {}
@@ -153,7 +151,9 @@ class Recording:
         self._modules: list[tuple[types.ModuleType, type]] = []
         self._is_busy = False
         self._monitoring: Any = getattr(sys, "monitoring", None)
-        self._takes_all = False
+        self._stored: list[Any] = []  # by the step
+        self._takes_all = self._takes_classes = False
+        self._written_past_us: set[str] = set()
         self._thread = threading.get_ident()
 
     def begin(self) -> None:
@@ -175,8 +175,6 @@ class Recording:
         self._is_busy = True
         try:
             self._read_alike()
-            if self._has_classes:
-                self._of_classes({name for code in self._started for name in code.co_names})
             self._drain()
         finally:
             self._stop()
@@ -198,15 +196,20 @@ class Recording:
         """
         found: list[Effect] = []
         for owner in self._old():
+            if isinstance(owner, Object):
+                owner.stores |= self._written_past_us & owner.snapshot.keys()
+            self._stored += owner.held_before()
             if not (isinstance(owner.holder, np.ndarray) and is_input(owner.holder)):
                 effects = owner.effects()
                 owner.is_changed = bool(effects)
                 found += effects
+        self._stored += [effect.value for effect in found]
         return found
 
     def rewind(self) -> None:
         """Make everything what it was before the step; after the block."""
-        for owner in self._old():
+        # The registries of a Module may have been met when the step had written to it already.
+        for owner in reversed(self._old()):
             owner.rewind()
 
     def sightings(self) -> list[Sighting]:
@@ -236,7 +239,7 @@ class Recording:
         self._owners = {key: copy.copy(owner) for key, owner in each if id(owner) in old}
         for owner in kept:
             owner.parent = None
-        return Guards(kept)
+        return Guards(kept, _parts_of(self._stored))
 
     def _old(self) -> list[Owner]:
         """Return the owners that there were before the step ran."""
@@ -316,8 +319,7 @@ class Recording:
 
     def _code(self, code: types.CodeType, names: dict[str, Any]) -> None:
         self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
-        if _LOOKUP in code.co_names and not code.co_name.startswith("__getattr"):
-            self._take_all()
+        self._past_us(code)
         loads = loads_of(code)
         owner = self._globals(names)
         for name, uses in loads.names.items():
@@ -329,18 +331,19 @@ class Recording:
         if "globals" in code.co_names:
             self._read_whole(owner)
             owner.writes = None
+        # ``super()`` loads the class around, too.
+        if loads.is_of_class or any(use is not None for use in loads.cells.get("__class__", ())):
+            self._take_classes()
         self._import(loads.imports, names)
         if _IMPORTS & {*code.co_names} or {"sys", "modules"} <= {*code.co_names}:
             for module in list(sys.modules.values()):
                 self._meet(module, "a module")
-        own = any(use is not None for use in loads.cells.get("__class__", ()))
-        if own or code in self._class_methods or _CLASSES & {*code.co_names}:
-            self._has_classes = True
-            self._of_classes({*code.co_names})
         for function in self._functions.get(code, ()):
             self._activate(function)
         for kind, name in self._methods.get(code, ()):
             self._read(self._class_owner(kind), name)
+            if isinstance(vars(kind).get(name), classmethod):
+                self._classes_below(kind)
         for name in loads.supers:
             for kind in [each for each in self._known if name in vars(each)]:
                 self._read(self._class_owner(kind), name)
@@ -356,6 +359,31 @@ class Recording:
         for function in gc.get_referrers(code):
             if isinstance(function, types.FunctionType):
                 self._function(function)
+
+    def _take_classes(self) -> None:
+        """Take the classes of all objects for read: code looks their attributes up."""
+        if not self._takes_classes:
+            self._takes_classes = True
+            self._classes_below(object)
+
+    def _classes_below(self, base: type) -> None:
+        objects = [each for each in self._owners.values() if isinstance(each, Object)]
+        for kind in {each.kind for each in objects if issubclass(each.kind, base)}:
+            self._class(kind)
+
+    def _past_us(self, code: types.CodeType) -> None:
+        """Take more for read and written where code looks attributes up past the classes."""
+        names = {*code.co_names}
+        if _LOOKUP in names and not code.co_name.startswith("__getattr"):
+            self._take_all()
+        if names & {"__delattr__", "__delete__"} and code.co_name != "__delattr__":
+            self._take_all()
+        if names & _WRITES_PAST_US:
+            self._written_past_us |= {*names, *(c for c in code.co_consts if type(c) is str)}
+            for owner in self._owners.values():
+                if isinstance(owner, Object):
+                    owner.stores |= owner.writes or set()
+                    owner.writes = None
 
     def _import(self, imports: Sequence[tuple[str, int]], names: dict[str, Any]) -> None:
         """Meet the modules that code imports while it runs, if they are there already."""
@@ -431,7 +459,10 @@ class Recording:
         make = Object if is_bag else Items if isinstance(value, dict) else Elements
         part = self._owner(value, make, owner.named(key), of=owner)
         for each, then in parts:
-            self._load(part, each, [then], frame)
+            if then == Use("write", each):
+                part.stores.add(each)
+            else:
+                self._load(part, each, [then], frame)
 
     def _parts(
         self, value: Any, uses: Sequence[Use | None], frame: Any
@@ -443,19 +474,26 @@ class Recording:
         keys: list[tuple[Any, Use | None]] = []
         for use in uses:
             kind, key, then = use or Use("all")
-            if kind == "local" and frame is not None and key in frame.f_locals:
-                kind, key = "item", frame.f_locals[key]
+            if kind in ("local", "write local") and frame is not None and key in frame.f_locals:
+                kind = "item" if kind == "local" else "write"
+                key = frame.f_locals[key]
             is_number = type(key) is int and key >= 0
             fits = {
                 "attribute": is_bag,
                 "write": not is_bag,
+                "write local": not is_bag,
                 "assign": is_bag,
                 "get": isinstance(value, dict),
                 "item": is_number if isinstance(value, list | tuple) else isinstance(value, dict),
             }
             if not fits.get(kind) or not is_plain(key):
                 return None
-            keys += [] if kind in ("write", "assign") else [(key, then)]
+            if kind not in ("write", "write local", "assign"):
+                keys.append((key, then))
+            elif kind == "write" and (isinstance(value, dict) or is_number) and key is not None:
+                keys.append((key, Use("write", key)))
+            elif kind != "assign" and (key is not None or not isinstance(value, list)):
+                keys.append((ABSENT, Use("write", ABSENT)))
         return keys
 
     # ------------------------------------------------------------------ values that are met
@@ -579,12 +617,15 @@ class Recording:
         if owner.is_whole:
             return
         self._read_whole(owner)
-        cells = loads_of(function.__code__).cells
+        loads = loads_of(function.__code__)
+        cells = loads.cells
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
             if name != "__class__":
-                self._load(self._owners[Cell, id(cell)], None, cells.get(name, [None]))
+                owner = self._owners[Cell, id(cell)]
+                owner.stores |= {None} if name in loads.stores else set()
+                self._load(owner, None, cells.get(name, [None]))
 
     # ------------------------------------------------------------------ objects and classes
 
@@ -625,13 +666,15 @@ class Recording:
         kind = type(value)
         self._watch(kind)
         owner = self._owner(value, Object, kind.__name__, of=of)
-        if kind not in self._unseen:
+        if kind not in self._unseen and not self._written_past_us:
             owner.writes = set()
         for base, make in ((dict, Items), (list | tuple | set | deque, Elements)):
             if isinstance(value, base):
                 self._read_whole(self._owner(value, make, kind.__name__, of=owner))
         if self._takes_all:
             self._all_of(owner)
+        if self._takes_classes:
+            self._class(kind)
         return owner
 
     def _take_all(self) -> None:
@@ -668,7 +711,7 @@ class Recording:
         usual = getattr(object, name) if custom is ABSENT else custom
 
         def method(self: Any, name: str, *value: Any) -> Any:
-            note(self, name, is_lookup)
+            note(self, name, is_lookup, not value)
             return usual(self, name, *value)
 
         def __getattribute__(self: Any, name: str) -> Any:
@@ -689,15 +732,17 @@ class Recording:
             function = function or getattr(value, "func", value)
             if isinstance(function, types.FunctionType):
                 self._methods[function.__code__].append((kind, name))
-                if isinstance(value, classmethod):
-                    self._class_methods.add(function.__code__)
-                    self._has_classes |= function.__code__ in self._started
                 if function.__code__ in self._started:
                     self._read(self._class_owner(kind), name)
 
-    def _note(self, holder: Any, name: str, is_read: bool = True) -> None:
-        """Note that an attribute of an object is looked up, or assigned to."""
-        if self._is_busy or name == "__class__" or threading.get_ident() != self._thread:
+    def _note(self, holder: Any, name: str, is_read: bool = True, is_deleted: bool = False) -> None:
+        """Note that an attribute of an object is looked up, assigned to or deleted."""
+        if threading.get_ident() != self._thread:
+            owner = None if is_read else self._owners.get((Object, id(holder)))
+            if owner is not None:
+                owner.others.add(name)
+            return
+        if self._is_busy or name == "__class__":
             return
         owner = self._owners.get((Object, id(holder)))
         if is_read and owner is not None and (owner.is_whole or owner.reads.get(name)):
@@ -707,11 +752,17 @@ class Recording:
             owner = self._object(holder) if owner is None else owner
             if is_read:
                 self._note_first(owner, name)
-            elif owner.writes is not None:
-                owner.writes.add(name)
+            else:
+                self._assigned(owner, name, is_deleted)
             self._drain()
         finally:
             self._is_busy = False
+
+    def _assigned(self, owner: Owner, name: str, is_deleted: bool) -> None:
+        # What is deleted has to be there, unless the step has put it there.
+        if is_deleted and name not in (owner.writes or ()):
+            self._read(owner, name)
+        (owner.stores if owner.writes is None else owner.writes).add(name)
 
     def _note_first(self, owner: Owner, name: str) -> None:
         frame = sys._getframe(3)
@@ -757,15 +808,6 @@ class Recording:
         replaced = {name: custom for name, custom in pairs if custom is not None}
         return self._owner(kind, ClassNames, kind.__name__, replaced)
 
-    def _of_classes(self, names: set[str]) -> None:
-        """Take attributes of all classes for read: what is looked up of a class is not seen."""
-        kinds = [kind for kind in self._known if not _is_of_torch(kind)]
-        for kind in kinds:
-            owner = self._class_owner(kind)
-            for each in kind.__mro__:
-                for name in names & vars(each).keys() if each in self._known else ():
-                    self._read(owner, name)
-
     def _class(self, kind: type) -> None:
         """Note a class that the step holds: what it looks up of it is not seen."""
         if not is_watched(kind):
@@ -797,7 +839,7 @@ class Recording:
             kind.__setattr__(self, name, value)
 
         def __delattr__(self: Any, name: str) -> None:
-            write(owner, name)
+            write(owner, name, True)
             kind.__delattr__(self, name)
 
         methods = __getattribute__, __setattr__, __delattr__
@@ -805,9 +847,15 @@ class Recording:
         module.__class__ = watched
         self._modules.append((module, kind))
 
-    def _note_assigned(self, owner: Owner, name: str) -> None:
-        if owner.writes is not None and threading.get_ident() == self._thread:
-            owner.writes.add(name)
+    def _note_assigned(self, owner: Owner, name: str, is_deleted: bool = False) -> None:
+        if self._is_busy or threading.get_ident() != self._thread:
+            return
+        self._is_busy = True
+        try:
+            self._assigned(owner, name, is_deleted)
+            self._drain()
+        finally:
+            self._is_busy = False
 
     def _note_name(self, owner: Owner, name: str) -> None:
         if self._is_busy or name == "__class__" or threading.get_ident() != self._thread:
@@ -835,6 +883,19 @@ def _has_no_parts(value: Any) -> bool:
 
 def _is_of_torch(kind: type) -> bool:
     return str(kind.__module__).partition(".")[0] == "torch"
+
+
+def _parts_of(values: Iterable[Any]) -> set[int]:
+    """Return the ids of values, and of what is in containers among them."""
+    found: dict[int, Any] = {}
+    left = list(values)
+    while left:
+        value = left.pop()
+        if id(value) not in found and not is_plain(value):
+            found[id(value)] = value
+            if isinstance(value, dict | list | tuple | set | deque):
+                left += value.values() if isinstance(value, dict) else value
+    return {*found}
 
 
 def _tells_its_age(owner: Owner) -> bool:

@@ -24,10 +24,13 @@ __all__ = ["ADDS", "Loads", "Use", "loads_of", "use_behind"]
 ADDS = frozenset({"append", "appendleft", "extend", "add", "update"})
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _LOCALS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
+_COMPARES = ("IS_OP", "COMPARE_OP", "CONTAINS_OP")
+_OF_CLASSES = ("__name__", "__qualname__", "__module__", "__doc__")
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
-_STORES = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME")
-_CELLS = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+_STORES = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME", "STORE_DEREF")
+_DELETES = ("DELETE_GLOBAL", "DELETE_NAME")
+_CELLS = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "DELETE_DEREF")
 
 
 class Use(NamedTuple):
@@ -35,7 +38,8 @@ class Use(NamedTuple):
 
     Attributes:
         kind: "item" reads one, "local" reads the one whose key a local variable holds, "get" may
-            read one, "attribute" reads one; "write" an item, "assign" an attribute, read nothing.
+            read one, "attribute" reads one; "write" and "write local" an item, "assign" an
+            attribute, read nothing.
         key: Of the item; the local's or the attribute's name.
         then: The use of what is read.
     """
@@ -52,8 +56,9 @@ class Loads(NamedTuple):
         names: Globals, by name.
         cells: Variables of the functions around.
         supers: Attributes of ``super()``.
-        stores: Globals that it assigns to or deletes.
+        stores: Globals and variables of the functions around that it assigns to or deletes.
         imports: Modules that it imports, with the levels of relative ones.
+        is_of_class: Whether it takes an object's class, and may read or assign attributes of it.
     """
 
     names: Mapping[str, Sequence[Use | None]]
@@ -61,6 +66,7 @@ class Loads(NamedTuple):
     supers: Sequence[str]
     stores: Set[str]
     imports: Sequence[tuple[str, int]]
+    is_of_class: bool
 
 
 @lru_cache(maxsize=20_000)
@@ -72,6 +78,7 @@ def loads_of(code: CodeType) -> Loads:
     stores: set[str] = set()
     imports: list[tuple[str, int]] = []
     listed, _ = _instructions(code)
+    is_of_class = any(_is_of_class(listed, place) for place in range(len(listed)))
     for place, each in enumerate(listed):
         if each.opname in _GLOBALS:
             names[each.argval].append(_use(listed, place))
@@ -81,6 +88,8 @@ def loads_of(code: CodeType) -> Loads:
             supers.append(each.argval)
         elif each.opname in _STORES:
             stores.add(each.argval)
+            if each.opname in _DELETES:  # which fails where there is nothing
+                names[each.argval].append(None)
         elif each.opname == "IMPORT_NAME":
             imports.append((each.argval, listed[place - 2].argval))
     for inner in code.co_consts:
@@ -92,7 +101,8 @@ def loads_of(code: CodeType) -> Loads:
             supers += below.supers
             stores |= below.stores
             imports += below.imports
-    return Loads(names, cells, supers, stores, imports)
+            is_of_class |= below.is_of_class
+    return Loads(names, cells, supers, stores, imports, is_of_class)
 
 
 def use_behind(code: CodeType, offset: int, name: str) -> Use | None:
@@ -143,10 +153,33 @@ def _use(listed: Sequence[dis.Instruction], place: int) -> Use | None:
     if _is_subscript(second):
         return use._replace(then=_use(listed, place + 2))
     if second.opname == "STORE_SUBSCR":
-        return Use("write")
+        return Use("write" if use.kind == "item" else "write local", use.key)
     # An augmented assignment: COPY, COPY, BINARY_SUBSCR
     copies = [each.opname for each in following[1:3]] == ["COPY", "COPY"]
     return use if copies and len(following) == 4 and _is_subscript(following[3]) else None
+
+
+def _is_of_class(listed: Sequence[dis.Instruction], place: int) -> bool:
+    """Tell whether an instruction takes an object's class for more than its name or identity."""
+    each = listed[place]
+    if each.opname in _GLOBALS and each.argval == "type":
+        place = _call_of(listed, place)
+    elif each.opname not in _ATTRIBUTES or each.argval != "__class__":
+        return False
+    following = listed[place + 1 : place + 3]
+    if any(other.opname in _COMPARES for other in following):
+        return False
+    return not any(o.opname in _ATTRIBUTES and o.argval in _OF_CLASSES for o in following[:1])
+
+
+def _call_of(listed: Sequence[dis.Instruction], place: int) -> int:
+    """Return where what an instruction loads is called."""
+    depth = 0
+    for n in range(place, len(listed)):
+        depth += dis.stack_effect(listed[n].opcode, listed[n].arg, jump=False)
+        if depth <= 1 and listed[n].opname.startswith("CALL"):
+            return n
+    return place
 
 
 def _is_subscript(each: dis.Instruction) -> bool:
