@@ -20,19 +20,16 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from xla_dtensor.runtimes.guards.judge import Judge
+from xla_dtensor.runtimes.guards.objects import Answers, ClassNames, Object, dict_of
 from xla_dtensor.runtimes.guards.owners import (
     TRAITS,
-    Answers,
     Cell,
-    ClassNames,
     Elements,
     Items,
     Memory,
     Names,
-    Object,
     Owner,
     Traits,
-    dict_of,
 )
 from xla_dtensor.runtimes.guards.values import ABSENT, Change, Moving
 

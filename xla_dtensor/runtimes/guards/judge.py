@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.runtimes.guards.owners import is_watched
+from xla_dtensor.runtimes.guards.objects import is_watched
 from xla_dtensor.runtimes.guards.values import Moving, TensorLike, is_equal, is_plain
 
 __all__ = ["Judge"]

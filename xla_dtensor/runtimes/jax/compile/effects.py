@@ -23,13 +23,8 @@ import jax
 import torch
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
-from xla_dtensor.runtimes.guards.owners import (
-    Effect,
-    attribute_of,
-    dict_of,
-    is_watched,
-    slots_of,
-)
+from xla_dtensor.runtimes.guards.objects import attribute_of, dict_of, is_watched, slots_of
+from xla_dtensor.runtimes.guards.owners import Effect
 from xla_dtensor.runtimes.guards.values import ABSENT
 from xla_dtensor.runtimes.host_work import HostTape
 from xla_dtensor.runtimes.jax.compile.trace_values import inner, rewrapper_of

@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from xla_dtensor.runtimes.guards import owners
+from xla_dtensor.runtimes.guards import objects, owners
 from xla_dtensor.runtimes.jax.compile.program import Program
 
 __all__ = ["Spent", "explanation"]
@@ -36,14 +36,14 @@ _MOST_KEYS = 6
 # What every module has, and every call of one reads.
 _OF_MODULES = frozenset({*vars(torch.nn.Module()), *vars(torch.nn.Module)})
 _KINDS: dict[type, str] = {
-    owners.Object: "object",
-    owners.Answers: "object",
-    owners.ClassNames: "class",
+    objects.Object: "object",
+    objects.Answers: "object",
+    objects.ClassNames: "class",
     owners.Globals: "globals",
     owners.Names: "attributes",
     owners.Items: "dict",
     owners.Elements: "list",
-    owners.Fields: "function",
+    objects.Fields: "function",
 }
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 

@@ -1,0 +1,257 @@
+"""Objects with attributes, and classes: what they hold, as a step met them and now.
+
+See ``owners``. Attributes are read and written past the classes' own code, but for `Answers`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterable, Mapping
+from itertools import compress
+from operator import is_
+from typing import Any
+
+import torch
+
+from xla_dtensor.runtimes.guards.owners import Constant, Effect, Owner, in_order
+from xla_dtensor.runtimes.guards.values import ABSENT
+
+__all__ = [
+    "OF_OPTIMIZERS",
+    "WATCHING",
+    "Answers",
+    "ClassNames",
+    "Fields",
+    "Object",
+    "attribute_of",
+    "dict_of",
+    "is_watched",
+    "slots_of",
+]
+
+_look_up = object.__getattribute__
+WATCHING = ("__getattribute__", "__setattr__", "__delattr__")
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+OF_OPTIMIZERS = frozenset({"param_groups", "state"})  # whose values are inputs of a program
+_UNWATCHED = ("jax", "jaxlib", "numpy", "xla_dtensor", "mesh_utils", "builtins")
+_OPEN = frozenset(
+    {"UserDict", "UserList", "Namespace", "Counter", "ChainMap", "OrderedDict", "defaultdict"}
+    | {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}
+    | {"Enum", "IntEnum", "StrEnum", "Flag", "IntFlag"}
+)
+_HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE
+
+
+class Fields(Constant):
+    """Attributes of an object of C."""
+
+    def __init__(self, holder: Any, label: str, names: tuple[str, ...]) -> None:
+        self._names = names
+        super().__init__(holder, label)
+
+    def keys_now(self) -> Iterable[Any]:
+        return self._names
+
+    def look_up(self, key: Any) -> Any:
+        return attribute_of(self.holder, key)
+
+
+class Answers(Constant):
+    """What an object gives under names that its class looks up by code of its own."""
+
+    def keys_now(self) -> Iterable[Any]:
+        return ()
+
+    def look_up(self, key: Any) -> Any:
+        try:
+            return getattr(self.holder, key, ABSENT)
+        except Exception:  # The user's own lookup may raise anything.
+            return ABSENT
+
+
+class Object(Owner):
+    """An object of a class of Python."""
+
+    def __init__(self, holder: Any, label: str) -> None:
+        self._slots = slots_of(type(holder))
+        is_module = issubclass(type(holder), torch.nn.Module)
+        self._registry_names = _REGISTRIES if is_module else ()
+        is_optimizer = issubclass(type(holder), torch.optim.Optimizer)
+        self._left_out = OF_OPTIMIZERS if is_optimizer else frozenset[str]()
+        super().__init__(holder, label)
+        self._before = [(table, dict(table)) for table in self._registries()]
+        self._own = list(dict_of(holder) or ())
+
+    def entries(self) -> Iterable[tuple[Any, Any]]:
+        names = {name: attribute_of(self.holder, name) for name in self._slots}
+        values = {name: value for name, value in names.items() if value is not ABSENT}
+        for registry in self._registries():
+            values.update(registry)
+        values.update(dict_of(self.holder) or {})
+        return [(name, value) for name, value in values.items() if name not in self._left_out]
+
+    def named(self, key: Any) -> str:
+        is_name = " " not in self.label
+        return f"{self.label}.{key}" if is_name else f"the attribute {key!r} of {self.label}"
+
+    def keys_now(self) -> Iterable[Any]:
+        own = [name for name in dict_of(self.holder) or () if name not in self._left_out]
+        slots = [name for name in self._slots if attribute_of(self.holder, name) is not ABSENT]
+        return [*own, *slots, *(key for registry in self._registries() for key in registry)]
+
+    def look_up(self, key: Any) -> Any:
+        table = self.table(key)
+        if table is not None and key in table:
+            return table[key]
+        return attribute_of(self.holder, key) if key in self._slots else ABSENT
+
+    def table(self, key: Any) -> Mapping[Any, Any] | None:
+        if key in self._slots:
+            return None
+        own = dict_of(self.holder)
+        if own is None or key not in own:
+            for registry in self._registries():
+                if key in registry:
+                    return registry
+        return own
+
+    def put(self, key: Any, value: Any) -> None:
+        self._put(key, "", value)
+
+    def effects(self) -> list[Effect]:
+        found: list[Effect] = []
+        for key in dict.fromkeys((*self.changes(), *(self.writes or ()))):
+            tables = zip(self._registry_names, self._registries(), strict=False)
+            place = next((name for name, table in tables if key in table), "")
+            put = functools.partial(self._put, key, place)
+            found.append(Effect(put, self.look_up(key), self.named(key)))
+        return found
+
+    def held_before(self) -> list[Any]:
+        writes, self.writes = self.writes, None  # which are effects
+        held = super().held_before()
+        self.writes = writes
+        return held
+
+    def rewind(self) -> None:
+        in_registries = {key for _, before in self._before for key in before}
+        for key in self.changes():
+            value = ABSENT if key in in_registries else self.snapshot.get(key, ABSENT)
+            self._put(key, "", value)
+        own = dict_of(self.holder) or {}
+        for key in [key for key in in_registries if key in own and key not in self._own]:
+            del own[key]
+        in_order(own, self._own)
+        for table, before in self._before:
+            if list(table) != list(before) or not all(map(is_, table.values(), before.values())):
+                table.clear()
+                table.update(before)
+
+    def _put(self, key: str, place: str, value: Any) -> None:
+        """Assign a value in one of a Module's registries, or in the object itself."""
+        if key in self._slots:
+            if value is not ABSENT:
+                object.__setattr__(self.holder, key, value)
+            elif attribute_of(self.holder, key) is not ABSENT:
+                object.__delattr__(self.holder, key)
+            return
+        own: Any = dict_of(self.holder)
+        for name in ("", *self._registry_names):
+            table = own if not name else own.get(name, {})
+            if name == place and value is not ABSENT:
+                table[key] = value
+            else:
+                table.pop(key, None)
+
+    def _registries(self) -> list[dict[str, Any]]:
+        own = dict_of(self.holder) or {}
+        return [own[name] for name in self._registry_names if name in own]
+
+
+class ClassNames(Owner):
+    """What a class defines itself.
+
+    Args:
+        holder: The class.
+        label: Its name.
+        replaced: What stood under the names that are others while the step is watched.
+    """
+
+    def __init__(self, holder: type, label: str, replaced: Mapping[str, Any]) -> None:
+        self._replaced = replaced
+        self._table = vars(holder)
+        super().__init__(holder, label)
+
+    def entries(self) -> Iterable[tuple[Any, Any]]:
+        values = {**vars(self.holder), **self._replaced}
+        return [(key, value) for key, value in values.items() if value is not ABSENT]
+
+    def keys_now(self) -> Iterable[Any]:
+        return [key for key in vars(self.holder) if key not in WATCHING]
+
+    def size(self) -> int:
+        names = vars(self.holder)
+        return len(names) - sum(name in names for name in WATCHING)
+
+    def changes(self) -> list[Any]:
+        return [key for key in super().changes() if not key.startswith("__")]
+
+    def put(self, key: Any, value: Any) -> None:
+        if value is not ABSENT:
+            type.__setattr__(self.holder, key, value)
+        elif key in vars(self.holder):
+            type.__delattr__(self.holder, key)
+
+    def look_up(self, key: Any) -> Any:
+        return vars(self.holder).get(key, ABSENT)
+
+    def table(self, key: Any) -> Mapping[Any, Any] | None:
+        return self._table
+
+
+def dict_of(value: Any) -> dict[str, Any] | None:
+    """Return an object's own attributes; None where it has no dict."""
+    own = attribute_of(value, "__dict__")
+    return own if type(own) is dict else None
+
+
+def attribute_of(value: Any, name: str) -> Any:
+    """Look an attribute up past the class's own lookup."""
+    try:
+        return _look_up(value, name)
+    except AttributeError:
+        return ABSENT
+
+
+@functools.lru_cache(maxsize=10_000)
+def slots_of(kind: type) -> frozenset[str]:
+    """Return the names of a class's slots."""
+    names = [item for each in kind.__mro__ for item in vars(each).items()]
+    is_slot = (isinstance(value, types.MemberDescriptorType) for _, value in names)
+    return frozenset(name for name, _ in compress(names, is_slot)) - {"__dict__"}
+
+
+@functools.lru_cache(maxsize=10_000)
+def is_watched(kind: type) -> bool:
+    """Tell whether reads of a class's objects are noted: it is Python's code, and the user's.
+
+    Args:
+        kind: The class.
+
+    Example:
+        >>> import decimal
+        >>> is_watched(torch.nn.Linear), is_watched(decimal.Decimal), is_watched(torch.Tensor)
+        (True, False, False)
+    """
+    flags, module = kind.__flags__, str(kind.__module__)
+    root = module.partition(".")[0]
+    if not flags & _HEAP or flags & _IMMUTABLE:
+        return False
+    if issubclass(kind, torch.Tensor):
+        return False
+    if root in _UNWATCHED:
+        return module.startswith("xla_dtensor.models")
+    is_of_python = root in sys.stdlib_module_names and root != "__main__"
+    return kind.__name__ in _OPEN if is_of_python else True
