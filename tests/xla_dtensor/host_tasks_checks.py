@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,6 +89,23 @@ def _gather_of_one(process: int) -> None:
         _put(4, 4).cpu()
 
 
+def _guard(process: int, comes_late: bool = False) -> None:
+    settings = {"scale": 1.0}
+
+    def train(x: Any) -> Any:
+        return (x * settings["scale"]).sum()
+
+    step, x = xd.compile(train), _put(4, 4)
+    for _ in range(2):
+        step(x).full_tensor()
+    settings["scale"] = 2.0  # in all processes: each traces anew
+    assert step(x).full_tensor().item() == 32
+    settings["scale"] += process
+    if comes_late and not process:
+        time.sleep(4)
+    step(x).full_tensor()
+
+
 PROGRAMS: dict[str, Callable[[int], None]] = {
     "shapes": _shapes,
     "branch": _branch,
@@ -99,17 +117,26 @@ PROGRAMS: dict[str, Callable[[int], None]] = {
     "draws": _draws,
     "equal draws": _equal_draws,
     "gather of one": _gather_of_one,
+    "guard": _guard,
+    "guard, late": lambda process: _guard(process, comes_late=True),
 }
 
 
-def told(program: str, patience_seconds: float = 20.0) -> tuple[str, float]:
-    """What this process is told when it runs a program, and after how many seconds."""
+def told(
+    program: str, patience_seconds: float = 20.0, folder: str | None = None
+) -> tuple[str, float]:
+    """What this process is told when it runs a program, and after how many seconds.
+
+    Where another process ends, nobody is asked: it is written into a folder as well.
+    """
     runs: Any = checks()
     runs.patience_seconds = patience_seconds
     began = time.monotonic()
     try:
         PROGRAMS[program](runs._store.index)
     except ProgramMismatchError as error:
+        if folder is not None:
+            Path(folder, str(runs._store.index)).write_text(str(error))
         return str(error), time.monotonic() - began
     return "", time.monotonic() - began
 

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 from xla_dtensor.core.errors import ProgramMismatchError, RuntimeSetupError
 from xla_dtensor.versions import PACKAGE_FOLDER
 
-__all__ = ["Checks", "checks", "how_checked", "start_checks", "user_line"]
+__all__ = ["LONE_TRACE", "Checks", "checks", "how_checked", "start_checks", "user_line"]
 
 MODE_VARIABLE = "XLA_DTENSOR_PROGRAM_CHECKS"
 SECONDS_VARIABLE = "XLA_DTENSOR_PROGRAM_CHECK_SECONDS"
@@ -39,6 +39,7 @@ _PATIENCE_SECONDS = 600.0
 _SLICE_SECONDS = 2.0  # between looks whether the other has ended
 _LONGEST_TEXT = 4_000_000
 _PREFIX = "xla_dtensor/program"
+LONE_TRACE = f"{_PREFIX}/lone trace"  # says that one process traces what another one runs
 _LIBRARIES = tuple(
     f"{PACKAGE_FOLDER}{os.sep}" if name == "xla_dtensor" else f"{os.sep}{name}{os.sep}"
     for name in ("xla_dtensor", "torch", "jax", "contextlib")
@@ -181,6 +182,9 @@ class Checks:
             text = self._store.get(_key(members, n, process), min(seconds_left, _SLICE_SECONDS))
             if text is not None:
                 return json.loads(text)
+            lone = self._store.peek(LONE_TRACE)
+            if lone is not None:
+                raise ProgramMismatchError(lone)
             ended = self._store.peek(f"{_PREFIX}/ended/{process}")
             if ended is not None:
                 raise ProgramMismatchError(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 import xla_dtensor as xd
-from tests.hosts import Hosts
+from tests.hosts import HostError, Hosts
 from xla_dtensor.errors import ArgumentTypeError
 from xla_dtensor.runtimes import Runtime
 
@@ -61,6 +63,38 @@ def test_what_checks_cost(pair: Hosts) -> None:
         assert found["checks, off"] == found["checks, first"] == 0
         assert found["checks, every"] == 20
         assert found["check"] < 200
+
+
+LONE = (
+    "Process 1 traces call 4 of the compiled step '_guard.<locals>.train' anew: the item 'scale' "
+    "of the variable 'settings' of _guard changed from 2.0 to 3.0. Process 0 runs that call"
+)
+
+
+@pytest.mark.thorough
+def test_a_guard_that_breaks_in_one_process_is_told_to_all() -> None:
+    """The other one comes to its call when that is known already."""
+    group = Hosts(2, 1)
+    (first, _), (second, seconds) = group.run(f"{TASKS}:told", program="guard, late")
+    group.close()
+    assert first.startswith(LONE)
+    assert second.startswith(LONE)
+    assert seconds < 15
+
+
+@pytest.mark.thorough
+def test_a_process_that_waits_in_vain_ends(tmp_path: Path) -> None:
+    """It runs the program that it has, and waits in its collective for the one that traces."""
+    group, began = Hosts(2, 1), time.monotonic()
+    with pytest.raises(HostError) as raised:
+        group.run(f"{TASKS}:told", program="guard", folder=str(tmp_path), timeout_seconds=90)
+    assert time.monotonic() - began < 60
+    group.close()
+    assert "process 0: ended" in str(raised.value)
+    assert "process 1" not in str(raised.value)
+    assert LONE in str(raised.value)
+    assert "This process ends, for it waits in vain." in str(raised.value)
+    assert (tmp_path / "1").read_text().startswith(LONE)
 
 
 @pytest.mark.thorough

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, wraps
@@ -22,12 +23,22 @@ from xla_dtensor.runtimes.base import Runtime
 from xla_dtensor.runtimes.jax.arrays.store import KeyValueStore
 from xla_dtensor.runtimes.jax.arrays.trace import active_trace
 from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
+from xla_dtensor.runtimes.jax.compile.lone_traces import LoneTraces
 from xla_dtensor.runtimes.jax.compile.program import Program
 from xla_dtensor.runtimes.jax.eager import manual, ops
 from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
 from xla_dtensor.runtimes.nested import leaves
 
-__all__ = ["checking_every_op", "compare_program", "compare_run", "name_of_step", "start"]
+__all__ = [
+    "checking_every_op",
+    "compare_program",
+    "compare_run",
+    "name_in_job",
+    "name_of_step",
+    "note_run",
+    "note_trace",
+    "start",
+]
 
 _METHODS = (
     "put",
@@ -41,6 +52,8 @@ _METHODS = (
     "run_layers",
 )
 _inside = False
+_lone_traces: LoneTraces | None = None
+_steps: Counter[str] = Counter()
 _for_ever = ExitStack()
 
 
@@ -49,8 +62,10 @@ def start(runtime: Runtime) -> None:
     store = KeyValueStore.of_job()
     if store is None or same_program.checks() is not None:
         return
+    global _lone_traces
     mode = same_program.how_checked()
     same_program.start_checks(store, mode)
+    _lone_traces = None if mode == "off" else LoneTraces(store)
     if mode == "every":
         _for_ever.enter_context(checking_every_op(runtime))
 
@@ -59,6 +74,29 @@ def name_of_step(step: Callable[..., Any]) -> str:
     """Return what messages call a step."""
     name = getattr(step, "__qualname__", None) or type(step).__qualname__
     return f"the compiled step {name!r}"
+
+
+def name_in_job(step: Callable[..., Any]) -> str:
+    """Return what a step is called in all processes: by its name, and as the how many-th of it."""
+    name = name_of_step(step)
+    _steps[name] += 1
+    return name if _steps[name] == 1 else f"{name} (the {_steps[name]}th of this name)"
+
+
+def note_trace(name: str, number: int, why: str, before: Program | None) -> None:
+    """Tell the other processes that a call is traced anew; not the first one, which all trace."""
+    if _lone_traces is not None and before is not None and len(_processes_of_program(before)) > 1:
+        _lone_traces.note_trace(name, number, why)
+
+
+def note_run(name: str, number: int, program: Program) -> None:
+    """Note that a call is run by a program that was there.
+
+    Raises:
+        ProgramMismatchError: Another process traces that call anew.
+    """
+    if _lone_traces is not None and len(_processes_of_program(program)) > 1:
+        _lone_traces.note_run(name, number)
 
 
 def compare_program(
@@ -87,9 +125,12 @@ def compare_run(step: Callable[..., Any], program: Program) -> None:
     """Compare a run of a step, in the mode "every"."""
     checks = same_program.checks()
     if checks is not None and checks.mode == "every":
-        held = [storage.lies for storage in (*program.state, *program.read)]
-        group = _processes(held or jax.tree.leaves(program.executable.input_shardings))
-        checks.compare(name_of_step(step), program.digest, group)
+        checks.compare(name_of_step(step), program.digest, _processes_of_program(program))
+
+
+def _processes_of_program(program: Program) -> tuple[int, ...]:
+    held = [storage.lies for storage in (*program.state, *program.read)]
+    return _processes(held or jax.tree.leaves(program.executable.input_shardings))
 
 
 @contextmanager

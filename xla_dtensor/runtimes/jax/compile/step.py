@@ -63,7 +63,10 @@ from xla_dtensor.runtimes.jax.compile.program import Blueprint, KeptPrograms, Pr
 from xla_dtensor.runtimes.jax.compile.same_program import (
     compare_program,
     compare_run,
+    name_in_job,
     name_of_step,
+    note_run,
+    note_trace,
 )
 from xla_dtensor.runtimes.jax.compile.store import Executables
 from xla_dtensor.runtimes.jax.compile.trace import (
@@ -102,6 +105,7 @@ class JaxCompiledStep(CompiledStep):
 
     def __init__(self, step: Callable[..., Any], runtime: JaxRuntime) -> None:
         self._step = step
+        self._name_in_job = name_in_job(step)
         self._runtime = runtime
         self._kept = KeptPrograms()
         self._last: Program | None = None
@@ -255,6 +259,7 @@ class JaxCompiledStep(CompiledStep):
         for program in self._kept.under(key):
             change = program.stale() or program.prepare(arguments)
             if change is None:
+                note_run(self._name_in_job, self._calls, program)
                 self._spent.call = {"guards": time.perf_counter() - began}
                 self._check(program, call.leaves)
                 program.last_call = self._calls
@@ -311,6 +316,7 @@ class JaxCompiledStep(CompiledStep):
         """Trace and compile; on an error leave everything as it was."""
         self._clock.interrupt()
         self._refuse_another_trace(reason)
+        note_trace(self._name_in_job, self._calls, reason, self._last)
         began = time.perf_counter()
         before = Before.of(self._step, call)
         again = False
