@@ -97,7 +97,7 @@ class Reads:
     def _globals(self, names: dict[str, Any]) -> Owner:
         owner = self._owners.get((Globals, id(names)))
         if owner is None:
-            owner = self._owner(names, Globals, str(names.get("__name__")))
+            owner = self._owner(names, Globals, str(names.get("__name__", "__main__")))
             owner.writes = set()
         return owner
 
