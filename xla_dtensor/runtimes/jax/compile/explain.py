@@ -15,16 +15,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from xla_dtensor.report.render import Table, table_lines
 from xla_dtensor.runtimes.guards import objects, owners
 from xla_dtensor.runtimes.jax.compile.program import Program
 
@@ -89,17 +87,11 @@ def explanation(
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return ""
-    table = Table(show_header=any(columns), box=None)
-    for column in columns:
-        table.add_column(column, justify="left", overflow="fold")
-    for row in rows[:_MOST_ROWS]:
-        table.add_row(*row)
+    shown = [tuple(row) for row in rows[:_MOST_ROWS]]
     if len(rows) > _MOST_ROWS:
-        table.add_row(f"and {len(rows) - _MOST_ROWS} more", *[""] * (len(columns) - 1))
-    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
-    console.print(table, markup=False)
-    lines = console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
-    return "\n".join(["", title, *(line.rstrip() for line in lines)])
+        shown.append((f"and {len(rows) - _MOST_ROWS} more", *[""] * (len(columns) - 1)))
+    lines = table_lines(Table(tuple(columns), tuple(shown)), indent=" ", width=_WIDTH)
+    return "\n".join(["", title, *lines])
 
 
 def _inputs(program: Program) -> list[tuple[str, str, str]]:

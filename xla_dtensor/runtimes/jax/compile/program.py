@@ -31,14 +31,13 @@ from xla_dtensor.runtimes.jax.arrays.private import (
     with_constants,
 )
 from xla_dtensor.runtimes.jax.arrays.products import keep_product_orders
-from xla_dtensor.runtimes.jax.compile.aliases import Aliases
 from xla_dtensor.runtimes.jax.compile.effects import RunEffects
 from xla_dtensor.runtimes.jax.compile.gradients import GradientEffects, KnownLeaves
 from xla_dtensor.runtimes.jax.compile.host_inputs import HostPart
 from xla_dtensor.runtimes.jax.compile.layers.slots import Slot, Slots
 from xla_dtensor.runtimes.jax.compile.layers.stacks import give_stack, stack_of
 from xla_dtensor.runtimes.jax.compile.layers.watch import Watch
-from xla_dtensor.runtimes.jax.compile.moving import MovingTensor
+from xla_dtensor.runtimes.jax.compile.moving import Aliases, MovingTensor
 from xla_dtensor.runtimes.jax.compile.trace import Call, Key
 from xla_dtensor.runtimes.jax.compile.trace_values import Delivered, inner
 from xla_dtensor.runtimes.jax.eager.checks import raise_flagged

@@ -36,7 +36,6 @@ from xla_dtensor.runtimes.host_work.python_random import PythonRandom, is_python
 from xla_dtensor.runtimes.jax.arrays.constants import TracedProgram, traced_program
 from xla_dtensor.runtimes.jax.arrays.trace import Trace, refusing_reads
 from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
-from xla_dtensor.runtimes.jax.compile.aliases import Aliases
 from xla_dtensor.runtimes.jax.compile.effects import Plan, RunEffects
 from xla_dtensor.runtimes.jax.compile.gradients import DroppedGradients, GradientEffects
 from xla_dtensor.runtimes.jax.compile.host_inputs import HostInputs, HostPart, refuse_writes_to_host
@@ -44,7 +43,7 @@ from xla_dtensor.runtimes.jax.compile.layers.slots import row_type
 from xla_dtensor.runtimes.jax.compile.layers.stacks import all_rows
 from xla_dtensor.runtimes.jax.compile.layers.traced_stacks import gather, placed_values
 from xla_dtensor.runtimes.jax.compile.layers.watch import Watch, watching
-from xla_dtensor.runtimes.jax.compile.moving import MovingTensor, moving_tensors
+from xla_dtensor.runtimes.jax.compile.moving import Aliases, MovingTensor, moving_tensors
 from xla_dtensor.runtimes.jax.compile.optimizer import OptimizerInputs, lent, lent_tensor, lifted
 from xla_dtensor.runtimes.jax.compile.trace_values import (
     bound,

@@ -17,9 +17,8 @@ from xla_dtensor.runtimes.host_work import HostTape
 from xla_dtensor.runtimes.host_work.noticing import noticing
 from xla_dtensor.runtimes.host_work.tape import is_host
 from xla_dtensor.runtimes.jax.arrays.trace import Trace
-from xla_dtensor.runtimes.jax.compile.aliases import Aliases
 from xla_dtensor.runtimes.jax.compile.layers.traced_stacks import lanes_of
-from xla_dtensor.runtimes.jax.compile.moving import MovingTensor
+from xla_dtensor.runtimes.jax.compile.moving import Aliases, MovingTensor
 from xla_dtensor.runtimes.jax.compile.numbers import NumbersMeetTensors
 from xla_dtensor.runtimes.jax.compile.optimizer import OptimizerInputs
 from xla_dtensor.runtimes.jax.compile.trace_values import inner
