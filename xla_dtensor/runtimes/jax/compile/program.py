@@ -609,7 +609,8 @@ class KeptPrograms:
         for kept in self._programs.values():
             changes = ((each, None if each is newest else each.stale()) for each in kept)
             fitting = [each for each, change in changes if change is None or not change.for_good]
-            kept[:] = fitting[:_PROGRAMS_PER_KEY]
+            in_use = sorted(each.last_call for each in fitting)[-_PROGRAMS_PER_KEY:]
+            kept[:] = [each for each in fitting if each.last_call in in_use]
         used = {key: max(p.last_call for p in kept) for key, kept in self._programs.items() if kept}
         latest = sorted(used, key=used.__getitem__)[-_MOST_KEYS:]
         self._programs = {key: self._programs[key] for key in latest}
