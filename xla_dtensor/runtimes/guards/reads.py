@@ -314,14 +314,15 @@ class Reads:
             return
         self._read_whole(owner)
         loads = loads_of(function.__code__)
-        cells = loads.cells
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
             if name != "__class__":
-                owner = self._owners[Cell, id(cell)]
-                owner.stores |= {None} if name in loads.stores else set()
-                self._load(owner, None, cells.get(name, [None]))
+                owner, is_stored = self._owners[Cell, id(cell)], name in loads.stores
+                owner.stores |= {None} if is_stored else set()
+                uses = loads.cells.get(name, [] if is_stored else [None])
+                if uses:
+                    self._load(owner, None, uses)
 
     def _recent(self) -> set[int]:
         """Return the ids of what came to be since the step began."""
