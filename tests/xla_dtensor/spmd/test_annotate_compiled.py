@@ -341,4 +341,5 @@ def test_training_with_annotated_inputs(mesh: xd.DeviceMesh, dp_tp: xs.Mesh) -> 
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
     torch.testing.assert_close(ours.weight.detach().cpu(), reference.weight.detach())
     assert lies(ours.weight) == "{devices=[4,2]<=[2,4]T(1,0)}"
-    assert step.stats()["traces"] == 2  # The second call finds optimizer state.
+    # On torch_xla the second call finds optimizer state.
+    assert step.stats()["traces"] == (1 if xd.get_runtime().name == "jax" else 2)
