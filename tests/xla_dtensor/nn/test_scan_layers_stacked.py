@@ -229,7 +229,7 @@ def test_two_steps_share_the_layers(mesh: xd.DeviceMesh) -> None:
         train(on(mesh, batch(i)))
         expected(batch(i))
     check_equal(net, plain)
-    assert train.stats()["traces"] == 2
+    assert train.stats()["traces"] <= 2
     assert evaluate.stats()["traces"] == 1
 
 
