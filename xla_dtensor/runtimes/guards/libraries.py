@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import typing_extensions
 
 from xla_dtensor.versions import PACKAGE_FOLDER
 
@@ -49,7 +48,8 @@ def _folders() -> tuple[str, ...]:
     found = {PACKAGE_FOLDER, *(Path(str(package.__file__)).parent for package in (torch, np))}
     packages = {folder.parent for folder in found} - {PACKAGE_FOLDER.parent}
     found |= {parent / name for parent in packages for name in _LIBRARIES}
-    return (*(f"{folder}{os.sep}" for folder in found), str(typing_extensions.__file__))
+    files = [str(parent / "typing_extensions.py") for parent in packages]
+    return (*(f"{folder}{os.sep}" for folder in found), *files)
 
 
 @functools.lru_cache(maxsize=1)

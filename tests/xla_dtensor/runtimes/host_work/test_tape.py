@@ -25,7 +25,9 @@ class Taped:
     """A step whose host's work is on a tape; the first run writes it."""
 
     def __init__(self, step: Step, older: Sequence[torch.Tensor], generators: Any = ()) -> None:
-        tape = HostTape({memory_key(tensor) for tensor in older}, generators)
+        tape = HostTape({memory_key(tensor) for tensor in older})
+        for generator in generators:
+            tape.note_generator(generator)
         self.numbers: list[int | None] = []
         self.last: list[torch.Tensor] = []
 
@@ -253,7 +255,8 @@ def test_another_shape_is_noticed() -> None:
 def test_a_tape_is_taken_back() -> None:
     weight, generator = torch.ones(3), torch.Generator().manual_seed(2)
     state = generator.get_state(), torch.get_rng_state()
-    tape = HostTape({memory_key(weight)}, [generator])
+    tape = HostTape({memory_key(weight)})
+    tape.note_generator(generator)
     with HostOps(tape):
         weight[1:].mul_(3)
         weight.add_(torch.rand(3))

@@ -19,8 +19,8 @@ weight sharded, and the second call would compile again.
 
 A step is traced once: torch's optimizers make their state before (``optimizer``). One whose state
 comes of its first call is traced once more on the second. From then on a call costs the launch, and
-a look at what Python holds (``guards``). What the step assigns in Python is assigned after each run (``effects``); its
-other effects happen while it is traced.
+a look at what Python holds (``guards``). What the step assigns in Python is assigned after each run
+(``effects``); its other effects happen while it is traced.
 """
 
 from __future__ import annotations
