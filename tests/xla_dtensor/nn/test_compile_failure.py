@@ -15,7 +15,6 @@ from torch import nn
 
 import xla_dtensor as xd
 from xla_dtensor.errors import CompileError
-from xla_dtensor.runtimes.jax.compile.store import Executables
 
 pytestmark = [pytest.mark.only_on("jax"), pytest.mark.usefixtures("runtime")]
 
@@ -106,16 +105,23 @@ class Launch:
         return self._instead(lambda: self._executable(*arrays))
 
 
+def executables_type() -> Any:
+    from xla_dtensor.runtimes.jax.compile.store import Executables  # not beside torch_xla
+
+    return Executables
+
+
 @contextlib.contextmanager
 def launched(monkeypatch: pytest.MonkeyPatch, instead: Callable[[Any], Any]) -> Iterator[None]:
     """Let programs that are compiled meanwhile be run by `instead`."""
-    compiled = Executables.compiled
+    executables = executables_type()
+    compiled = executables.compiled
 
     def made(self: Any, lowered: Any, compare: Any) -> Any:
         return Launch(compiled(self, lowered, compare), instead)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Executables, "compiled", made)
+        patched.setattr(executables, "compiled", made)
         yield
 
 
@@ -243,7 +249,7 @@ def test_the_compilers_refusal(mesh: xd.DeviceMesh, monkeypatch: pytest.MonkeyPa
         raise CompileError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Executables, "compiled", refuse)
+        patched.setattr(executables_type(), "compiled", refuse)
         with pytest.raises(CompileError, match="out of memory"):
             xd.compile(training.step)(training.x)
     assert_unchanged(before, training.state())
