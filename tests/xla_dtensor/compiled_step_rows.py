@@ -561,7 +561,7 @@ def _(put: Put) -> Run:
 ROW = "attributes, items, globals and variables around that are assigned or deleted"
 
 
-@effect(ROW, (1, 2, 2))  # A variable around is compared where it is assigned only.
+@effect(ROW, (1, 1, 1))
 def _(put: Put) -> Run:
     around = None
 
