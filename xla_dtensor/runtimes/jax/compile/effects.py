@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import torch
@@ -157,28 +157,29 @@ class Plan:
     def _container(self, value: Any) -> _Part:
         children, tree = tree_flatten(value, is_leaf=lambda each: each is not value)
         parts = [self.part(each) for each in children]
+        key = id(value)  # by which it is known; it would keep the first run's tensors alive
 
         def build(run: _Run) -> Any:
-            if id(value) not in run.objects:
-                run.objects[id(value)] = tree_unflatten([part(run) for part in parts], tree)
-            return run.objects[id(value)]
+            if key not in run.objects:
+                run.objects[key] = tree_unflatten([part(run) for part in parts], tree)
+            return run.objects[key]
 
         return build
 
     def _object(self, value: Any) -> _Part:
-        kind: Any = type(value)
+        key, kind = id(value), cast(Any, type(value))
         own = {name: self.part(each) for name, each in (dict_of(value) or {}).items()}
-        slots = {name: attribute_of(value, name) for name in slots_of(type(value))}
+        slots = {name: attribute_of(value, name) for name in slots_of(kind)}
         parts = {name: self.part(each) for name, each in slots.items() if each is not ABSENT}
 
         def build(run: _Run) -> Any:
-            if id(value) not in run.objects:
-                made = run.objects[id(value)] = kind.__new__(kind)
+            if key not in run.objects:
+                made = run.objects[key] = kind.__new__(kind)
                 for name, part in parts.items():
                     object.__setattr__(made, name, part(run))
                 if own:
                     made.__dict__.update({name: part(run) for name, part in own.items()})
-            return run.objects[id(value)]
+            return run.objects[key]
 
         return build
 

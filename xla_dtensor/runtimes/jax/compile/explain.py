@@ -8,8 +8,8 @@
 
     Inputs of the program
                                  number       size
-     read and written, donated   291 tensors  1.2 GB
-     read                        12 tensors   4.1 MB
+     read and written, donated   291 tensors  1.12 GiB
+     read                        12 tensors   4.10 MiB
      ...
 """
 
@@ -23,6 +23,7 @@ import jax
 import torch
 
 from xla_dtensor.report.render import Table, table_lines
+from xla_dtensor.report.texts import bytes_text
 from xla_dtensor.runtimes.guards import objects, owners
 from xla_dtensor.runtimes.jax.compile.program import Program
 
@@ -43,7 +44,6 @@ _KINDS: dict[type, str] = {
     owners.Elements: "list",
     objects.Fields: "function",
 }
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclass
@@ -137,6 +137,4 @@ def _call(spent: Spent) -> list[tuple[str, str]]:
 
 
 def _size(arrays: Iterable[Any]) -> str:
-    size = float(sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(arrays)))
-    unit = next((u for i, u in enumerate(_UNITS) if size < 1000 ** (i + 1)), _UNITS[-1])
-    return f"{size / 1000 ** _UNITS.index(unit):.3g} {unit}"
+    return bytes_text(sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(arrays)))

@@ -350,10 +350,9 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     gradients is made by the step. SGD's momentum begins with the first gradient, which without
     dampening is what comes of zeros: 0.9 * 0 + g.
     """
-    make: Callable[..., Any] | None = getattr(optimizer, "_init_group", None)
-    for group in optimizer.param_groups:
-        if make is None:
-            return
+    make: Any = getattr(optimizer, "_init_group", None)
+    is_torchs = str(getattr(make, "__module__", "")).startswith("torch.optim.")
+    for group in optimizer.param_groups if is_torchs else ():
         graded = [p for p in group["params"] if p.grad is not None and not optimizer.state.get(p)]
         if not graded or any(map(_is_traced_value, graded)):
             continue
