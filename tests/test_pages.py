@@ -16,7 +16,10 @@ USE = (DOCS / "use.md").read_text(encoding="utf-8")
 
 @pytest.mark.on_runtime
 def test_the_sessions_of_use(request: pytest.FixtureRequest) -> None:
-    run_session("".join(blocks(USE, "pycon")), str(request.config.getoption("--runtime")))
+    """On each runtime; a block with the title of one runtime on that one only."""
+    runtime = str(request.config.getoption("--runtime"))
+    titled = {"jax": blocks(USE, 'pycon title="JAX"')}
+    run_session("".join([*blocks(USE, "pycon"), *titled.get(runtime, [])]), runtime)
 
 
 def test_the_readme_is_short() -> None:
