@@ -228,7 +228,10 @@ _REPLACES = {
     "another method": ("type($o).read = lambda self: bumped(self.$name)", "method"),
     "a method that nobody calls": ("type($o).unused_$n = lambda self: $n", "unused"),
 }
-_IN_VARS = {"update of vars": "vars($o).update($name=$v)"}
+_IN_VARS = {
+    "update of vars": "vars($o).update($name=$v)",
+    "another __dict__": '$o.__dict__ = {**vars($o), "$name": $v}',
+}
 
 
 def _attributes(

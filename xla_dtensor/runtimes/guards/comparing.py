@@ -11,7 +11,7 @@ Invariant: guards that hold lead to the values that the step read, by the ways i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from types import FunctionType, MappingProxyType
 from typing import Any
@@ -35,7 +35,7 @@ from xla_dtensor.runtimes.guards.values import ABSENT, Change, Moving
 
 __all__ = ["Guards"]
 
-_FUNCTION_PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_look_up = object.__getattribute__
 _FUNCTION_PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _HOOKS = (
     "_global_forward_hooks",
@@ -185,7 +185,11 @@ class _Pass:
 
     def __init__(self, owners: Sequence[Owner], judge: Judge) -> None:
         self._judge = judge
-        self._objects = [(o.holder, o.kind) for o in owners if isinstance(o, Object)]
+        self._objects = [o.holder for o in owners if isinstance(o, Object)]
+        self._kinds = [o.kind for o in owners if isinstance(o, Object)]
+        pairs = [(holder, dict_of(holder)) for holder in self._objects]
+        self._with_dict = [holder for holder, own in pairs if own is not None]
+        self._dicts = [own for _, own in pairs if own is not None]
         self._empty: list[Any] = []  # containers that held nothing
         self._sizes: list[tuple[Any, int]] = []  # of tables that were read whole
         self._orders: list[tuple[Any, list[Any]]] = []
@@ -258,10 +262,14 @@ class _Pass:
                 own = dict_of(owner.holder) if isinstance(owner, Object) else None
                 if own is not None and own is not table:  # one of a Module's registries
                     self._absent.setdefault(id(own), (own, set()))[1].add(key)
+                    name = next(name for name in own if own[name] is table)
+                    self._tables.setdefault(id(own), (own, {}))[1][name] = table
 
     def holds(self) -> bool:
         """Tell whether everything is the very object that it was."""
-        if any(self._empty) or any(type(holder) is not kind for holder, kind in self._objects):
+        if any(self._empty) or not all(map(is_, map(type, self._objects), self._kinds)):
+            return False
+        if not all(map(is_, map(_look_up, self._with_dict, repeat("__dict__")), self._dicts)):
             return False
         try:
             values = list(chain.from_iterable([get(table) for get, table in self._getters]))

@@ -86,6 +86,7 @@ class Owner:
         keys: The keys that it had then, in order.
         reads: The keys that the step read; of a False one, only parts of the value were read.
         is_whole: Whether the step may have read all of it, so that a new key counts as well.
+        is_searched: Whether the step has looked for something among its keys or elements.
         writes: The keys that the step was seen to assign; None where that cannot be seen, and
             whatever differs counts.
         stores: Keys that its code may have assigned unseen; ABSENT for any.
@@ -100,6 +101,7 @@ class Owner:
         self.keys: list[Any] = list(self.keys_now())
         self.reads: dict[Any, bool] = {}
         self.is_whole = False
+        self.is_searched = False
         self.writes: set[Any] | None = None
         self.stores: set[Any] = set()
         self.others: set[Any] = set()

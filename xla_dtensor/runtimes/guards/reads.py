@@ -156,9 +156,12 @@ class Reads:
         is_bag = type(value) is types.SimpleNamespace
         make = Object if is_bag else Items if isinstance(value, dict) else Elements
         part = self._owner(value, make, owner.named(key), of=owner)
+        part.is_searched |= Use("search") in uses
         for each, then in parts:
             if then == Use("write", each):
                 part.stores.add(each)
+            elif then == Use("search"):
+                part.reads.setdefault(each, False)
             else:
                 self._load(part, each, [then], frame)
 
@@ -172,6 +175,10 @@ class Reads:
         keys: list[tuple[Any, Use | None]] = []
         for use in uses:
             kind, key, then = use or Use("all")
+            if kind == "search" and not is_bag and all(map(_is_compared_alone, value)):
+                found = () if isinstance(value, dict) else range(len(value))
+                keys += [(place, use) for place in found]
+                continue
             if kind in ("local", "write local") and frame is not None and key in frame.f_locals:
                 kind = "item" if kind == "local" else "write"
                 key = frame.f_locals[key]
@@ -327,6 +334,11 @@ class Reads:
     def _recent(self) -> set[int]:
         """Return the ids of what came to be since the step began."""
         return tracked_objects() - (self._before or set())
+
+
+def _is_compared_alone(value: Any) -> bool:
+    """Tell whether to compare a value reads nothing else: a plain one, or a class."""
+    return is_plain(value) or (isinstance(value, type) and type(value).__eq__ is type.__eq__)
 
 
 def _has_no_parts(value: Any) -> bool:

@@ -175,6 +175,8 @@ class Recording(Watches):
     def guards(self) -> Guards:
         """Return what was read; after the block."""
         owners = self._old()
+        for owner in owners:
+            owner.is_whole |= owner.is_searched
         kept = [o for o in owners if o.reads or o.is_whole or o.is_changed or isinstance(o, Object)]
         # Guards forget what was not read, which a rewind needs.
         old = set(map(id, owners))

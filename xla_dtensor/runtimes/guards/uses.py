@@ -6,6 +6,7 @@ code says at once which item it wants, and then only that item counts::
     TABLE["bias"]               LOAD_GLOBAL TABLE, LOAD_CONST 'bias', BINARY_SUBSCR       one item
     self.table[name]            LOAD_ATTR table, LOAD_FAST name, BINARY_SUBSCR            one item
     self.history.append(x)      LOAD_ATTR history, LOAD_ATTR append                       none
+    name in self.table          LOAD_ATTR table, CONTAINS_OP                              its keys
     LOGS["loss"].append(x)      LOAD_GLOBAL LOGS, LOAD_CONST 'loss', BINARY_SUBSCR, ...   none
     table = self.table          LOAD_ATTR table, STORE_FAST table                         all of it
 """
@@ -38,8 +39,8 @@ class Use(NamedTuple):
 
     Attributes:
         kind: "item" reads one, "local" reads the one whose key a local variable holds, "get" may
-            read one, "attribute" reads one; "write" and "write local" an item, "assign" an
-            attribute, read nothing.
+            read one, "attribute" reads one; "search" compares the keys of a dict, the elements of
+            another one; "write" and "write local" an item, "assign" an attribute, read nothing.
         key: Of the item; the local's or the attribute's name.
         then: The use of what is read.
     """
@@ -133,6 +134,8 @@ def _use(listed: Sequence[dis.Instruction], place: int) -> Use | None:
     if len(following) < 2:
         return None
     first, second = following[:2]
+    if first.opname == "CONTAINS_OP":
+        return Use("search")
     if first.opname == "STORE_ATTR":
         return Use("assign")
     if first.opname == "COPY" and second.opname in _ATTRIBUTES:  # an augmented assignment

@@ -203,6 +203,10 @@ class Watches(Reads):
 
     def _assigned(self, owner: Owner, name: str, is_deleted: bool) -> None:
         # What is deleted has to be there, unless the step has put it there.
+        if name == "__dict__":
+            self._read_whole(owner)
+            owner.writes = None
+            return
         if is_deleted and name not in (owner.writes or ()):
             self._read(owner, name)
         (owner.stores if owner.writes is None else owner.writes).add(name)

@@ -696,3 +696,83 @@ def test_a_model_of_a_hub() -> None:
     assert why(guards) is None
     model.config.use_cache = not model.config.use_cache
     assert "LlamaConfig.use_cache changed from True to False" in str(why(guards))
+
+
+# ---------------------------------------------------------------------- where values are looked up
+
+
+def test_an_object_with_another_dict_is_looked_up_there() -> None:
+    thing = Thing(x=1.0)
+    guards = guards_of(lambda: thing.x)
+    thing.__dict__ = {"x": 1.0}
+    assert why(guards) is None
+    thing.__dict__ = {"x": 2.0}
+    assert why(guards) == "Thing.x changed from 1.0 to 2.0"
+
+
+def test_a_module_with_other_parameters_is_looked_up_there() -> None:
+    module = nn.Linear(1, 1)
+    guards = guards_of(lambda: module.weight)
+    module._parameters = dict(module._parameters)
+    assert why(guards) is None
+    module._parameters = {**module._parameters, "weight": nn.Parameter(torch.ones(1, 1))}
+    assert str(why(guards)).startswith("Linear.weight changed from a tensor")
+
+
+def test_a_step_that_gives_an_object_another_dict_is_done_again() -> None:
+    thing = Thing(x=1.0)
+
+    def step() -> None:
+        thing.__dict__ = {"x": 2.0}
+
+    with Recording(step) as recording:
+        step()
+    [effect] = recording.effects()
+    thing.x = 1.0
+    effect.do(effect.value)
+    assert thing.x == 2.0
+    recording.rewind()
+    assert thing.x == 1.0
+
+
+@pytest.mark.parametrize("made", [list, tuple, set, deque])
+def test_what_a_container_is_searched_for_reads_no_part_of_it(made: Any) -> None:
+    class Part:
+        scale = 1.0
+
+    thing = Thing(items=made([Part, int]))
+    guards = guards_of(lambda: str in thing.items)
+    Part.scale = 2.0
+    assert why(guards) is None
+    thing.items = made([int, str])
+    assert why(guards) is not None
+
+
+def test_the_keys_of_a_dict_that_is_searched_are_read_and_no_values() -> None:
+    thing = Thing(items={"a": 1.0})
+    guards = guards_of(lambda: "b" in thing.items)
+    thing.items["a"] = 2.0
+    assert why(guards) is None
+    thing.items["b"] = 3.0
+    assert why(guards) == "the item 'b' of Thing.items is new"
+
+
+def test_a_dict_that_is_searched_and_then_handed_on_is_read_whole() -> None:
+    thing = Thing(items={"a": 1.0})
+    guards = guards_of(lambda: "a" in thing.items and sum(thing.items.values()))
+    thing.items["a"] = 2.0
+    assert why(guards) == "the item 'a' of Thing.items changed from 1.0 to 2.0"
+
+
+def test_elements_that_say_what_is_equal_to_them_are_read_where_they_are_searched() -> None:
+    class Like:
+        def __init__(self, x: float) -> None:
+            self.x = x
+
+        def __eq__(self, other: object) -> bool:
+            return self.x == other
+
+    thing = Thing(items=[Like(1.0)])
+    guards = guards_of(lambda: 1.0 in thing.items)
+    thing.items[0].x = 2.0
+    assert why(guards) == "Like.x changed from 1.0 to 2.0"

@@ -280,7 +280,7 @@ class JaxCompiledStep(CompiledStep):
         self._traces += 1
         self._reasons.append((self._calls, reason))
         level = logging.WARNING if self._traces > _RETRACES_BEFORE_WARNING else logging.INFO
-        text = "Step %s is traced for the %dth time, in call %d: %s."
+        text = "%s is traced for the %dth time, in call %d: %s."
         logger.log(level, text, name_of_step(self._step), self._traces, self._calls, reason)
 
     def _outputs_of(self, program: Program, call: Call) -> Any:
