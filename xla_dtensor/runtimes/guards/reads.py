@@ -175,9 +175,10 @@ class Reads:
         keys: list[tuple[Any, Use | None]] = []
         for use in uses:
             kind, key, then = use or Use("all")
-            if kind == "search" and not is_bag and all(map(_is_compared_alone, value)):
-                found = () if isinstance(value, dict) else range(len(value))
-                keys += [(place, use) for place in found]
+            contents: Any = () if is_bag else value
+            if kind == "search" and not is_bag and all(map(_is_compared_alone, contents)):
+                places = () if isinstance(value, dict) else range(len(contents))
+                keys += [(place, use) for place in places]
                 continue
             if kind in ("local", "write local") and frame is not None and key in frame.f_locals:
                 kind = "item" if kind == "local" else "write"

@@ -230,6 +230,8 @@ class Trace:
         self.answers: list[tuple[Callable[[], Any], bool]] = []
         # What Python's own numbers have come to, by what it was computed of (``scalar``).
         self.numbers: dict[Hashable, tuple[Any, Sequence[Any]]] = {}
+        # What ops have made of rows, by the op and the stacks that they are rows of (``rows``).
+        self.ops_of_rows: dict[Hashable, list[Any]] = {}
         # The value computed last, and the region that torch's checkpoint is computing again.
         self.latest: Any = None
         self.recomputation: Recomputation | None = None
@@ -270,6 +272,7 @@ class Trace:
 
     def lasting(self) -> list[Storage]:
         """Return the storages made by the step that something outside still holds."""
+        self.ops_of_rows.clear()
         gc.collect()
         return [s for s in self._created if s not in self.captured]
 

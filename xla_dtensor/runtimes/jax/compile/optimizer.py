@@ -273,7 +273,7 @@ class OptimizerInputs:
             self._lend(group, "capturable", True)
         if group.get("capturable") and group.get("foreach") and not all(states):
             self._lend(group, "foreach", False)  # for the same reason, for some of them
-        elif _may_take_lists(group, states) and self._gather(group["params"], states):
+        elif self._gather(group["params"], states) and _may_take_lists(group, states):
             self._lend(group, "foreach", True)
 
     def _lend(self, group: dict[str, Any], name: str, value: Any) -> None:

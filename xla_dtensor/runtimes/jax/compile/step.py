@@ -339,11 +339,6 @@ class JaxCompiledStep(CompiledStep):
         self._note(reason)
         place = self._kept.place(key, program, before.python.gradients)
         named = {id(found.lasting[number]) for number in found.effects.wraps}
-        stacked = any(len(slot) > 1 for slot in program.slots.state)
-        alone = all(each.row is None for each in program.state)
-        if stacked and alone and self._traces == 1:
-            # From its first run on they are rows of stacks, which a trace treats together.
-            program.again = "the call before stacked the layers' tensors"
         self._unrun = before
         del before, found  # What they hold that the trace has made and dropped, is to go.
         self._kept.add(place, program, named)

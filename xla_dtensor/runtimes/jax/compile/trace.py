@@ -39,9 +39,9 @@ from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
 from xla_dtensor.runtimes.jax.compile.effects import Plan, RunEffects
 from xla_dtensor.runtimes.jax.compile.gradients import DroppedGradients, GradientEffects
 from xla_dtensor.runtimes.jax.compile.host_inputs import HostInputs, HostPart, refuse_writes_to_host
+from xla_dtensor.runtimes.jax.compile.layers.rows import gather, placed_values
 from xla_dtensor.runtimes.jax.compile.layers.slots import row_type
 from xla_dtensor.runtimes.jax.compile.layers.stacks import all_rows
-from xla_dtensor.runtimes.jax.compile.layers.traced_stacks import gather, placed_values
 from xla_dtensor.runtimes.jax.compile.layers.watch import Watch, watching
 from xla_dtensor.runtimes.jax.compile.moving import Aliases, MovingTensor, moving_tensors
 from xla_dtensor.runtimes.jax.compile.optimizer import OptimizerInputs, lent, lent_tensor, lifted

@@ -55,9 +55,7 @@ from xla_dtensor.runtimes.jax.arrays.values import (
     x64,
 )
 from xla_dtensor.runtimes.jax.compile.host_inputs import admitted, with_values
-from xla_dtensor.runtimes.jax.compile.layers.foreach import run_foreach_on_rows, write_foreach
-from xla_dtensor.runtimes.jax.compile.layers.number_rows import number_of_row
-from xla_dtensor.runtimes.jax.compile.layers.traced_stacks import row_of
+from xla_dtensor.runtimes.jax.compile.layers.rows import give_row, number_of, row_of, run_on_rows
 from xla_dtensor.runtimes.jax.eager import manual
 from xla_dtensor.runtimes.jax.eager.checks import flag
 from xla_dtensor.runtimes.jax.eager.manual import refuse_value
@@ -67,7 +65,7 @@ from xla_dtensor.runtimes.jax.lower import find_lowering
 from xla_dtensor.runtimes.jax.lower.linalg import raise_if_failed
 from xla_dtensor.runtimes.nested import map_nested
 from xla_dtensor.runtimes.op_meta import Meta, output_meta, raise_torchs_error
-from xla_dtensor.runtimes.whole_ops import is_foreach, writes_to_a_list
+from xla_dtensor.runtimes.whole_ops import is_foreach, run_foreach, writes_to_a_list
 from xla_dtensor.runtimes.written import refuse_overlap, written_arguments
 
 if TYPE_CHECKING:
@@ -144,7 +142,7 @@ def _special(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def _item(x: JaxTensor) -> Any:
     row = row_of(x)
     if row is not None and x.ndim == 0 and not (x.dtype == torch.bool or x.is_complex()):
-        return number_of_row(*row)
+        return number_of(row)
     array = x.value()
     trace = active_trace()
     # An older tensor holds an array even now, though it is an input of the program like any other.
@@ -504,8 +502,9 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func._schema.is_mutable:
             return _run_mutating(func, args, kwargs)
         if is_foreach(func):
-            return run_foreach_on_rows(func, args, kwargs)
-        return _run_functional(func, args, kwargs)
+            return run_foreach(func, args, kwargs)
+        of_rows = run_on_rows(func, args, kwargs)
+        return _run_functional(func, args, kwargs) if of_rows is None else of_rows
 
 
 def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -523,7 +522,8 @@ def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if axes is not None:
         arrays = manual.run_lowering(axes, func, lowering, args, kwargs, meta)
         return _to_tensors(func, arrays, meta, axes)
-    array_args, array_kwargs = map_nested(as_array, (tuple(args), dict(kwargs)))
+    given = (None, *args[1:]) if lowering.is_factory else tuple(args)
+    array_args, array_kwargs = map_nested(as_array, (given, dict(kwargs)))
     options = {"meta": meta} if lowering.wants_meta else {}
     try:
         arrays = lowering.function(*array_args, **array_kwargs, **options)
@@ -663,7 +663,8 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         )
     refuse_overlap(func, args, kwargs)
     if writes_to_a_list(func):
-        write_foreach(functional, args, kwargs, write)
+        for target, result in zip(args[0], run_foreach(functional, args, kwargs), strict=True):
+            write(target, result)
         return None if not func._schema.returns else args[0]
     by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
     targets = [by_name[name] for name in written_arguments(func)]
@@ -698,6 +699,8 @@ def write(target: torch.Tensor, source: torch.Tensor) -> None:
         if isinstance(source, JaxTensor):
             refuse_write_to_host(target)
         target.copy_(source.host() if isinstance(source, JaxTensor) else source)
+        return
+    if give_row(target, source):
         return
     array = in_dtype(jnp.asarray(as_array(source)), jax_dtype(target.dtype))
     shape = tuple(target.shape)

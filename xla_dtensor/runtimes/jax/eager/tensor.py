@@ -46,8 +46,8 @@ from xla_dtensor.runtimes.jax.arrays.values import torch_dtype, torch_from_numpy
 from xla_dtensor.runtimes.nested import runs_as_it_is
 
 if TYPE_CHECKING:
+    from xla_dtensor.runtimes.jax.compile.layers.rows import TracedStack
     from xla_dtensor.runtimes.jax.compile.layers.stacks import Stack
-    from xla_dtensor.runtimes.jax.compile.layers.traced_stacks import TracedStack
     from xla_dtensor.runtimes.jax.eager.manual import ManualAxes
 
 __all__ = [
@@ -104,8 +104,8 @@ class Storage:
         sharding: NamedSharding | None = None,
         manual: ManualAxes | None = None,
     ) -> None:
-        # Where a compiled step keeps the values of several storages as one array: see jax_stacks,
-        # and jax_traced_stacks for the time of the trace.
+        # Where a compiled step keeps the values of several storages as one array: see stacks,
+        # and rows for the time of the trace.
         self.row: tuple[Stack | TracedStack, int] | None = None
         self._array: Any = array
         self.manual = manual
@@ -121,10 +121,8 @@ class Storage:
 
     @property
     def array(self) -> jax.Array:
-        """The values. A row of a stack takes them out of it for good."""
-        if self.row is not None:
-            self.row[0].dissolve()
-        return self._array
+        """The values. A row of a stack between two calls takes them out of it for good."""
+        return self._array if self.row is None else self.row[0].read(self, self.row[1])
 
     @array.setter
     def array(self, value: jax.Array) -> None:
@@ -157,7 +155,7 @@ class Storage:
     def lies(self) -> Any:
         """How the array lies; where it has no values, how it is to lie, or None."""
         if self.row is not None:
-            return self.row[0].row_sharding
+            return self.row[0].row_sharding or self.sharding
         return self.sharding if isinstance(self._array, jax.core.Tracer) else self._array.sharding
 
     def check_valid(self) -> None:

@@ -60,6 +60,7 @@ def _filled(number: Any, meta: Any) -> Any:
     aten.new_empty.default,
     aten.new_empty_strided.default,
     wants_meta=True,
+    is_factory=True,
 )
 def _zeros(*_: Any, meta: Any, **__: Any) -> Any:
     return _filled(0, meta)
@@ -71,17 +72,17 @@ def _zeros_for_tangent(x: Any, other: Any, *, self_num_batch_dims: int = 0) -> A
     return jnp.zeros(x.shape[:self_num_batch_dims] + other.shape, x.dtype)
 
 
-@lower(aten.ones_like.default, aten.new_ones.default, wants_meta=True)
+@lower(aten.ones_like.default, aten.new_ones.default, wants_meta=True, is_factory=True)
 def _ones(*_: Any, meta: Any, **__: Any) -> Any:
     return _filled(1, meta)
 
 
-@lower(aten.full_like.default, wants_meta=True)
+@lower(aten.full_like.default, wants_meta=True, is_factory=True)
 def _full_like(x: Any, value: Any, *, meta: Any, **_: Any) -> Any:
     return _filled(value, meta)
 
 
-@lower(aten.new_full.default, wants_meta=True)
+@lower(aten.new_full.default, wants_meta=True, is_factory=True)
 def _new_full(x: Any, size: Any, value: Any, *, meta: Any, **_: Any) -> Any:
     return _filled(value, meta)
 

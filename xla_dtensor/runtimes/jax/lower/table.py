@@ -20,10 +20,18 @@ __all__ = ["TABLE", "Lowering", "elementwise", "lower"]
 
 @dataclass(frozen=True)
 class Lowering:
-    """A function on arrays; with `wants_meta` it is also given torch's answer as ``meta=``."""
+    """A function on arrays.
+
+    Args:
+        function: The function.
+        wants_meta: Whether it is also given torch's answer as ``meta=``.
+        is_factory: Whether it reads nothing of its first tensor, which is None then: the answer
+            says the shape and the dtype.
+    """
 
     function: Callable[..., Any]
     wants_meta: bool = False
+    is_factory: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -33,12 +41,12 @@ TABLE: dict[Any, Lowering] = {}
 
 
 def lower(
-    *ops: Any, wants_meta: bool = False
+    *ops: Any, wants_meta: bool = False, is_factory: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the lowering of each of `ops`."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        TABLE.update(dict.fromkeys(ops, Lowering(function, wants_meta)))
+        TABLE.update(dict.fromkeys(ops, Lowering(function, wants_meta, is_factory)))
         return function
 
     return register

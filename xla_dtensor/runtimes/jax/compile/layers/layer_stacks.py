@@ -1,7 +1,7 @@
 """Stacking the layers' arrays for a loop, as two JAX primitives that a program can be searched for.
 
 ``stack_layers`` is ``jnp.stack`` and ``unstack_layers`` its reverse. Being primitives of their own
-they say which arrays of a traced step are layer 0, 1, 2, ... of one parameter (``lanes``).
+they say which arrays of a traced step are layer 0, 1, 2, ... of one parameter (``slots``).
 """
 
 from __future__ import annotations
@@ -9,12 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
-__all__ = ["stack_layers", "stack_p", "unstack_layers", "unstack_p"]
+__all__ = [
+    "pinned_rows",
+    "pinned_stack",
+    "row_sharding",
+    "stack_layers",
+    "stack_p",
+    "stack_sharding",
+    "unstack_layers",
+    "unstack_p",
+]
 
 stack_p = Primitive("stack_layers")
 unstack_p = Primitive("unstack_layers")
@@ -31,12 +41,41 @@ def unstack_layers(stack: Any) -> list[Any]:
     return unstack_p.bind(stack)
 
 
+def stack_sharding(sharding: Any) -> Any:
+    """Return how a stack of arrays lies that lie so: dim 0 is never sharded."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+
+
+def row_sharding(sharding: Any) -> Any:
+    """Return how the rows lie of a stack that lies so, with dim 0 unsharded."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*tuple(sharding.spec)[1:]))
+
+
+def pinned_stack(stack: Any, row_sharding: Any) -> Any:
+    """Return a stack, told to lie as its rows are to; as it is where they are told nothing."""
+    if not isinstance(row_sharding, NamedSharding):
+        return stack
+    return lax.with_sharding_constraint(stack, stack_sharding(row_sharding))
+
+
+def pinned_rows(stack: Any, row_sharding: Any) -> list[Any]:
+    """Return the rows of a stack, each told to lie so."""
+    rows = unstack_layers(stack)
+    if not isinstance(row_sharding, NamedSharding):
+        return rows
+    return [lax.with_sharding_constraint(row, row_sharding) for row in rows]
+
+
 def _stacked_layers(*arrays: Any) -> Any:
     return jnp.stack(arrays)
 
 
 def _unstacked_layers(stack: Any) -> list[Any]:
-    return [jax.lax.index_in_dim(stack, i, 0, keepdims=False) for i in range(stack.shape[0])]
+    return [lax.index_in_dim(stack, i, 0, keepdims=False) for i in range(stack.shape[0])]
 
 
 def _stacked_type(*types: Any) -> Any:

@@ -20,8 +20,11 @@ from xla_dtensor.core.spanning import layout_on_span
 from xla_dtensor.runtimes.jax.arrays.sharding import named_sharding, padded_shape
 from xla_dtensor.runtimes.jax.arrays.values import counted_scan
 from xla_dtensor.runtimes.jax.compile.layers.block import BlockTrace, Form, Inputs, strong
-from xla_dtensor.runtimes.jax.compile.layers.layer_stacks import stack_layers
-from xla_dtensor.runtimes.jax.compile.layers.packed import pinned_rows, pinned_stack
+from xla_dtensor.runtimes.jax.compile.layers.layer_stacks import (
+    pinned_rows,
+    pinned_stack,
+    stack_layers,
+)
 from xla_dtensor.runtimes.jax.compile.layers.split import SplitBlock
 from xla_dtensor.runtimes.registry import get_runtime
 

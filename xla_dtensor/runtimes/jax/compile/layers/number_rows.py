@@ -1,8 +1,8 @@
 """Traced numbers that are rows: the step count of layer 0, 1, 2, ... and what comes of it.
 
 Optimizers compute in Python floats, for each parameter by itself: ``beta1 ** step.item()``. Where
-the counters are the rows of a stack (``traced_stacks``), the first layer's number is computed
-for all layers, as a vector, and the other layers' are found::
+the counters are the rows of a stack (``rows``), the first layer's number is computed for all
+layers, as a vector, and the other layers' are found::
 
     steps = [c.item() for c in counters]        rows of the vector c
     bias = [1 - 0.9**step for step in steps]    0.9 ** c and 1 - (0.9 ** c), each traced once
@@ -17,17 +17,14 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-import torch
 from jax.extend.core import set_current_trace
 
 from xla_dtensor.runtimes.jax.arrays.private import trace_of
 from xla_dtensor.runtimes.jax.arrays.values import x64
-from xla_dtensor.runtimes.jax.compile.layers.layer_stacks import stack_layers, unstack_layers
-from xla_dtensor.runtimes.jax.compile.layers.traced_stacks import TracedStack
-from xla_dtensor.runtimes.jax.eager.scalar import ScalarNode, sym_of_node, unwrap_number
+from xla_dtensor.runtimes.jax.compile.layers.layer_stacks import unstack_layers
+from xla_dtensor.runtimes.jax.eager.scalar import ScalarNode
 
-__all__ = ["NumberRows", "RowNode", "number_of_row", "vector_of"]
+__all__ = ["NumberRows", "RowNode"]
 
 
 class NumberRows:
@@ -41,6 +38,13 @@ class NumberRows:
         self.vector = vector
         # With what each was computed of: while that lives, nothing else has its id.
         self._known: dict[Hashable, tuple[NumberRows, Sequence[Any]]] = {}
+
+    @classmethod
+    def of(cls, array: Any) -> NumberRows:
+        """Return the elements of a vector as numbers of Python's precision."""
+        kind = jnp.float64 if jnp.issubdtype(array.dtype, jnp.floating) else jnp.int64
+        with x64(), set_current_trace(trace_of(array)):
+            return cls(array.astype(kind))
 
     @functools.cached_property
     def numbers(self) -> list[Any]:
@@ -97,30 +101,3 @@ class RowNode(ScalarNode):
             with x64():
                 return ScalarNode(function(*(node.value for node in nodes)))
         return RowNode(rows, self.lane)
-
-
-def number_of_row(stack: TracedStack, lane: int) -> Any:
-    """Return the SymFloat or SymInt of a row of a stack of 0-dim tensors."""
-    if stack.numbers is None or stack.numbers[0] is not stack.array:
-        kind = jnp.float64 if jnp.issubdtype(stack.array.dtype, jnp.floating) else jnp.int64
-        with x64(), set_current_trace(trace_of(stack.array)):
-            stack.numbers = stack.array, NumberRows(stack.array.astype(kind))
-    return sym_of_node(RowNode(stack.numbers[1], lane))
-
-
-def vector_of(numbers: Sequence[Any]) -> Any:
-    """Return numbers as a vector, Python's and traced ones; None if they are of several kinds."""
-    kinds = {torch.SymFloat: float, torch.SymInt: int}
-    found = {kinds.get(type(number), type(number)) for number in numbers}
-    if len(found) > 1 or not found <= {float, int}:
-        return None
-    nodes = [getattr(number, "node", None) for number in numbers]
-    if isinstance(nodes[0], RowNode) and len(nodes[0].rows.vector) == len(nodes):
-        rows = nodes[0].rows
-        at = [(n.rows, n.lane) for n in nodes if isinstance(n, RowNode)]
-        if at == [(rows, lane) for lane in range(len(nodes))]:
-            return rows.vector
-    dtype = jnp.float64 if found == {float} else jnp.int64
-    if not any(node is not None for node in nodes):
-        return jnp.asarray(np.asarray(numbers, dtype))
-    return stack_layers([jnp.asarray(unwrap_number(number), dtype) for number in numbers])

@@ -47,8 +47,8 @@ from xla_dtensor.runtimes.jax.compile.layers.loops import (
     forward_loop,
 )
 from xla_dtensor.runtimes.jax.compile.layers.policies import Policy, policy_of
+from xla_dtensor.runtimes.jax.compile.layers.rows import traced_stack, wrapped_rows
 from xla_dtensor.runtimes.jax.compile.layers.split import split
-from xla_dtensor.runtimes.jax.compile.layers.traced_stacks import traced_stack, wrapped_rows
 from xla_dtensor.runtimes.jax.compile.layers.watch import see_alike
 from xla_dtensor.runtimes.jax.compile.trace_values import inner
 from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage

@@ -1,25 +1,37 @@
 """How the storages of a traced step travel into its program and out of it: alone, or as rows.
 
 A slot is a tuple of storages' numbers: ``(4,)`` is an array, ``(0, 9, 18)`` a stack of three, layer
-by layer. The packs of the trace (``lanes``) decide: storages that are a pack's constants, and
-whose new values are a pack as well, are one slot, so that nothing is stacked or taken apart in the
-program.
+by layer. What a trace does with its constants and results decides (``rows``)::
+
+    trace                                           program
+    s = stack_layers w0 w1 w2                       is given s
+    t = add s g                                     t = add s g
+    v0 v1 v2 = unstack_layers t, the new w0 w1 w2   returns t
+
+Storages that are stacked and get the rows of a stack are one slot, so that nothing is stacked or
+taken apart in the program.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.core
 import numpy as np
+from jax import lax
 from jax.extend.core import Literal
+from jax.sharding import NamedSharding
 
-from xla_dtensor.runtimes.jax.compile.layers.lanes import Packs, packs_of
-from xla_dtensor.runtimes.jax.compile.layers.packed import PackedTrace, row_sharding, stack_sharding
+from xla_dtensor.runtimes.jax.arrays.private import frames_of_equation
+from xla_dtensor.runtimes.jax.compile.layers.layer_stacks import (
+    row_sharding,
+    stack_p,
+    stack_sharding,
+    unstack_p,
+)
 
 __all__ = ["Holding", "Slot", "Slots", "program_of", "row_type", "slots_of", "stacked_types"]
 
@@ -59,7 +71,6 @@ class Holding:
     sizes: Sequence[int]
     kinds: Sequence[Hashable | None]
     shardings: Sequence[Any]
-    _packs: tuple[Any, Packs] | None = field(default=None, init=False)
 
     def constants(self, jaxpr: Any) -> list[tuple[Any, int | None]]:
         """Pair the variables of the constants, a trace's first inputs, with their places."""
@@ -71,20 +82,6 @@ class Holding:
         a, b, c = (len(flat) - end for end in ends[1:])
         return [flat[:c], flat[c:b], flat[b:a], flat[a:]]
 
-    def packs(self, jaxpr: Any) -> Packs:
-        """Return the packs of the trace; those of the trace asked for last are kept."""
-        if self._packs is None or self._packs[0] is not jaxpr:
-            self._packs = jaxpr, self._found_packs(jaxpr)
-        return self._packs[1]
-
-    def _found_packs(self, jaxpr: Any) -> Packs:
-        kinds: dict[Any, Hashable] = {}
-        often = {place for place, count in Counter(self.places).items() if count > 1}
-        for variable, place in self.constants(jaxpr):
-            if place is not None and place not in often and self.kinds[place] is not None:
-                kinds[variable] = (str(variable.aval), self.kinds[place])
-        return packs_of(jaxpr, kinds)
-
 
 def slots_of(jaxpr: Any, holding: Holding) -> Slots:
     """Choose the slots of a traced step.
@@ -93,51 +90,82 @@ def slots_of(jaxpr: Any, holding: Holding) -> Slots:
         jaxpr: The trace; its constants are its first inputs.
         holding: What its constants and results are.
     """
-    packs = holding.packs(jaxpr)
     num_state = holding.sizes[2]
+    results = _Rows(jaxpr)
     _, state_out, lasting_out, _ = holding.ends(jaxpr.outvars)
-    place_of = {v: place for v, place in holding.constants(jaxpr) if place is not None}
-    found: list[Slot] = []
-    for pack in packs.used(jaxpr):
-        if pack.origin != "const":
-            continue
-        slot = tuple(place_of[pack.rows[lane]] for lane in range(pack.num_lanes))
-        is_state = slot[0] < num_state
-        if is_state and packs.whole([state_out[place] for place in slot]) is None:
-            continue
-        found.append(slot)
-    state = [slot for slot in found if slot[0] < num_state]
-    read = [tuple(place - num_state for place in slot) for slot in found if slot not in state]
+    state: list[Slot] = []
+    read: list[Slot] = []
+    for slot in _stacked(jaxpr, holding):
+        if slot[0] >= num_state:
+            read.append(tuple(place - num_state for place in slot))
+        elif results.stack([state_out[place] for place in slot]) is not None:
+            state.append(slot)
+    lasting = [slot for slot in results.all_of(lasting_out) if len(slot) > 1]
     num_read = len(holding.kinds) - num_state
     return Slots(
         _with_singles(state, num_state),
         _with_singles(read, num_read),
-        _with_singles(_whole_packs(lasting_out, packs), len(lasting_out)),
+        _with_singles(lasting, len(lasting_out)),
     )
+
+
+def _stacked(jaxpr: Any, holding: Holding) -> Iterator[Slot]:
+    """Yield the places of storages of one kind that the trace stacks, each place once."""
+    often = Counter(holding.places)
+    place_of = {
+        variable: place
+        for variable, place in holding.constants(jaxpr)
+        if place is not None and often[place] == 1 and holding.kinds[place] is not None
+    }
+    taken: set[int] = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive is not stack_p or len(equation.invars) < 2:
+            continue
+        found = [None if isinstance(v, Literal) else place_of.get(v) for v in equation.invars]
+        slot = tuple(place for place in found if place is not None)
+        kinds = {holding.kinds[place] for place in slot}
+        is_new = len(set(slot)) == len(slot) and taken.isdisjoint(slot)
+        if len(slot) == len(found) and len(kinds) == 1 and is_new:
+            taken.update(slot)
+            yield slot
+
+
+class _Rows:
+    """Which variables of a trace are the rows of a stack."""
+
+    def __init__(self, jaxpr: Any) -> None:
+        self._of = {
+            variable: (equation.invars[0], lane, len(equation.outvars))
+            for equation in jaxpr.eqns
+            if equation.primitive is unstack_p
+            for lane, variable in enumerate(equation.outvars)
+        }
+
+    def stack(self, variables: Sequence[Any]) -> Any | None:
+        """Return the stack whose rows these are, all of them and in this order; None for none."""
+        found = [None if isinstance(v, Literal) else self._of.get(v) for v in variables]
+        if found[0] is None or found[0][2] != len(found):
+            return None
+        stack = found[0][0]
+        is_whole = all(each == (stack, lane, len(found)) for lane, each in enumerate(found))
+        return stack if is_whole else None
+
+    def all_of(self, variables: Sequence[Any]) -> list[Slot]:
+        """Return where whole stacks' rows stand among variables, each of them once."""
+        places: dict[Any, list[int]] = {}
+        for place, variable in enumerate(variables):
+            if not isinstance(variable, Literal) and variable in self._of:
+                places.setdefault(self._of[variable][0], []).append(place)
+        slots = [
+            tuple(sorted(of_stack, key=lambda place: self._of[variables[place]][1]))
+            for of_stack in places.values()
+        ]
+        return [slot for slot in slots if self.stack([variables[p] for p in slot]) is not None]
 
 
 def _with_singles(slots: Sequence[Slot], count: int) -> tuple[Slot, ...]:
     taken = {place for slot in slots for place in slot}
     return tuple(sorted([*slots, *((place,) for place in range(count) if place not in taken)]))
-
-
-def _whole_packs(variables: Sequence[Any], packs: Packs) -> list[Slot]:
-    """Return the packs among variables of which each row stands there just once."""
-    by_pack: dict[Any, dict[int, int]] = {}
-    spoilt: set[Any] = set()
-    for place, variable in enumerate(variables):
-        if isinstance(variable, Literal) or variable not in packs.of:
-            continue
-        pack, lane, result = packs.of[variable]
-        lanes = by_pack.setdefault((pack, result), {})
-        if lane in lanes:
-            spoilt.add((pack, result))
-        lanes[lane] = place
-    return [
-        tuple(lanes[lane] for lane in range(key[0].num_lanes))
-        for key, lanes in by_pack.items()
-        if key not in spoilt and len(lanes) == key[0].num_lanes
-    ]
 
 
 def stacked_types(slots: Sequence[Slot], held: Sequence[Any]) -> list[Any]:
@@ -172,49 +200,64 @@ def program_of(jaxpr: Any, *, holding: Holding, slots: Slots) -> Callable[..., A
         holding: What its constants and results are.
         slots: How storages travel.
     """
-    packs = holding.packs(jaxpr)
     num_state = holding.sizes[2]
+    rows = _Rows(jaxpr)
+    slots_in = (*slots.state, *(tuple(p + num_state for p in slot) for slot in slots.read))
 
     def program(state_in: Any, read_in: Any, constants_in: Any, arguments_in: Any) -> Any:
-        singles: dict[int, Any] = {}
-        stacks: list[tuple[Slot, Any]] = []
-        of_read = (tuple(place + num_state for place in slot) for slot in slots.read)
-        for slot, array in zip((*slots.state, *of_read), (*state_in, *read_in), strict=True):
-            if len(slot) == 1:
-                singles[slot[0]] = array
-            else:
-                stacks.append((slot, array))
-        rest = iter(constants_in)
-        if not packs.of:
-            consts = [next(rest) if p is None else singles[p] for p in holding.places]
-            flat = jax.core.eval_jaxpr(jaxpr, (), *consts, *arguments_in)
-            return tuple(map(list, holding.ends(flat)))
         constants = holding.constants(jaxpr)
         variable_of = {place: variable for variable, place in constants}
-        known = dict(zip(jaxpr.invars[len(constants) :], arguments_in, strict=True))
-        for variable, place in constants:
-            if place is None:
-                known[variable] = next(rest)
-            elif place in singles:
-                known[variable] = singles[place]
-        lying = {v: holding.shardings[place] for v, place in constants if place is not None}
-        of_stacks = [([variable_of[p] for p in slot], array) for slot, array in stacks]
-        trace = PackedTrace(jaxpr, packs, known, of_stacks, lying)
-        results, state, lasting, written = holding.ends(jaxpr.outvars)
+        rest = iter(constants_in)
+        values = {variable: next(rest) for variable, place in constants if place is None}
+        values |= zip(jaxpr.invars[len(constants) :], arguments_in, strict=True)
+        stacks: dict[tuple[Any, ...], Any] = {}
+        for slot, array in zip(slots_in, (*state_in, *read_in), strict=True):
+            variables = tuple(variable_of.get(place) for place in slot)
+            if len(slot) == 1:
+                # A storage may be a constant of the trace several times.
+                values |= {v: array for v, place in constants if place == slot[0]}
+            else:
+                stacks[variables] = array
+                pinned = holding.shardings[slot[0]]
+                values |= zip(variables, _rows_of(array, pinned), strict=True)
+        _run(jaxpr, values, stacks)
+
+        def value(variable: Any) -> Any:
+            return variable.val if isinstance(variable, Literal) else values[variable]
 
         def out(variables: Sequence[Any], slots: Sequence[Slot]) -> list[Any]:
-            return [
-                trace.value(variables[slot[0]])
-                if len(slot) == 1
-                else trace.stack([variables[place] for place in slot])
-                for slot in slots
-            ]
+            found = ([variables[place] for place in slot] for slot in slots)
+            return [value(v[0] if len(v) == 1 else rows.stack(v)) for v in found]
 
+        results, state, lasting, written = holding.ends(jaxpr.outvars)
         return (
-            [trace.value(v) for v in results],
+            [value(v) for v in results],
             out(state, slots.state),
             out(lasting, slots.lasting),
-            [trace.value(v) for v in written],
+            [value(v) for v in written],
         )
 
     return program
+
+
+def _rows_of(stack: Any, sharding: Any) -> list[Any]:
+    """Return what comes in as a stack for who reads a row alone; XLA drops what nobody reads."""
+    rows = [lax.index_in_dim(stack, lane, 0, keepdims=False) for lane in range(stack.shape[0])]
+    if not isinstance(sharding, NamedSharding):
+        return rows
+    return [lax.with_sharding_constraint(row, sharding) for row in rows]
+
+
+def _run(jaxpr: Any, values: dict[Any, Any], stacks: Mapping[tuple[Any, ...], Any]) -> None:
+    """Run a trace; what it stacks that came in as a stack is that one."""
+    for equation in jaxpr.eqns:
+        given = tuple(equation.invars)
+        if equation.primitive is stack_p and given in stacks:
+            values[equation.outvars[0]] = stacks[given]
+            continue
+        arrays = [v.val if isinstance(v, Literal) else values[v] for v in given]
+        parameters = equation.primitive.get_bind_params(equation.params)
+        with frames_of_equation(equation), equation.ctx.manager:
+            found = equation.primitive.bind(*arrays, **parameters)
+        found = found if equation.primitive.multiple_results else [found]
+        values |= zip(equation.outvars, found, strict=True)

@@ -31,8 +31,11 @@ from jax import lax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from xla_dtensor.runtimes.jax.arrays.values import x64
-from xla_dtensor.runtimes.jax.compile.layers.layer_stacks import unstack_layers
-from xla_dtensor.runtimes.jax.compile.layers.packed import row_sharding, stack_sharding
+from xla_dtensor.runtimes.jax.compile.layers.layer_stacks import (
+    row_sharding,
+    stack_sharding,
+    unstack_layers,
+)
 
 if TYPE_CHECKING:
     from xla_dtensor.runtimes.jax.eager.tensor import Storage
@@ -72,6 +75,11 @@ class Stack:
             if _is_here(self.row_sharding):
                 return _reader(self.row_sharding)(self.array, np.int32(lane))
             return _unstacked(self.array, self.row_sharding)[lane]
+
+    def read(self, storage: Storage, lane: int) -> jax.Array:
+        """Return a row for who reads it alone; all rows are arrays from then on."""
+        self.dissolve()
+        return storage.array
 
     def take_back(self, storage: Storage, lane: int) -> None:
         """Make a storage the row again that it was."""

@@ -17,7 +17,7 @@ from xla_dtensor.runtimes.host_work import HostTape
 from xla_dtensor.runtimes.host_work.noticing import noticing
 from xla_dtensor.runtimes.host_work.tape import is_host
 from xla_dtensor.runtimes.jax.arrays.trace import Trace
-from xla_dtensor.runtimes.jax.compile.layers.traced_stacks import lanes_of
+from xla_dtensor.runtimes.jax.compile.layers.rows import row_of
 from xla_dtensor.runtimes.jax.compile.moving import Aliases, MovingTensor
 from xla_dtensor.runtimes.jax.compile.numbers import NumbersMeetTensors
 from xla_dtensor.runtimes.jax.compile.optimizer import OptimizerInputs
@@ -110,7 +110,7 @@ def _clipping_rows() -> Iterator[None]:
     usual = names[_ASKS_FOR_LISTS]
 
     def may_take_lists(tensors: list[torch.Tensor], device: torch.device) -> bool:
-        return usual(tensors, device) or bool(lanes_of([tensors]))
+        return usual(tensors, device) or any(row_of(each) is not None for each in tensors)
 
     names[_ASKS_FOR_LISTS] = may_take_lists
     try:
