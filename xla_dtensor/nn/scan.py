@@ -381,6 +381,12 @@ class ScannedLayers(nn.ModuleList):
         super().__init__(layers)
         self.remat, self.ignored = remat, ignored
 
+    def __getitem__(self, idx: Any) -> Any:
+        """Return one layer, or those of a slice as layers that are scanned alike."""
+        if not isinstance(idx, slice):
+            return super().__getitem__(idx)
+        return ScannedLayers(list(self._modules.values())[idx], self.remat, self.ignored)  # pyright: ignore[reportArgumentType]
+
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the layers one after the other.
 
@@ -396,7 +402,8 @@ class ScannedLayers(nn.ModuleList):
             ScanError: See :func:`scan_layers`.
         """
         runtime = current_runtime()
-        if runtime is not None and runtime.has_loops and _is_on_mesh(self, x):
+        is_loop = len(self) > 0 and runtime is not None and runtime.has_loops
+        if is_loop and _is_on_mesh(self, x):
             return _loop(self, x, args, kwargs)
         return _unrolled(self, x, args, kwargs)
 

@@ -235,6 +235,19 @@ def test_a_checkpoint_around_the_loop_repeats_its_dropout(mesh: xd.DeviceMesh) -
 # ---------------------------------------------------------------------- names
 
 
+def test_it_is_a_list_of_its_layers(mesh: xd.DeviceMesh) -> None:
+    net = placed(scanned(model(count=4)), mesh)
+    layers: Any = net.layers
+    assert [layers[i] for i in range(len(layers))] == list(layers)
+    assert layers[-1] is list(enumerate(layers))[3][1]
+    x = on(mesh, batch())
+    first = layers[:2]
+    assert isinstance(first, xd.ScannedLayers) and list(first) == list(layers)[:2]
+    expected = layers[1](layers[0](x))
+    torch.testing.assert_close(first(x).cpu(), expected.cpu())
+    assert layers[:0](x) is x
+
+
 def test_parameters_keep_their_names_and_checkpoints_fit(mesh: xd.DeviceMesh) -> None:
     plain = model()
     loop = scanned(plain)
