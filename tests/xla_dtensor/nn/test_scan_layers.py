@@ -242,7 +242,8 @@ def test_it_is_a_list_of_its_layers(mesh: xd.DeviceMesh) -> None:
     assert layers[-1] is list(enumerate(layers))[3][1]
     x = on(mesh, batch())
     first = layers[:2]
-    assert isinstance(first, xd.ScannedLayers) and list(first) == list(layers)[:2]
+    assert isinstance(first, xd.ScannedLayers)
+    assert list(first) == list(layers)[:2]
     expected = layers[1](layers[0](x))
     torch.testing.assert_close(first(x).cpu(), expected.cpu())
     assert layers[:0](x) is x

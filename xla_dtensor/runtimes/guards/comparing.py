@@ -3,7 +3,9 @@
 On each call everything that was read has to be the very object that it was. That is one pass: all
 keys of one dict are looked up by one call of C, and the results compared by identity. Where one is
 another object, a `Judge` says whether it may stand there; an object that took another one's place
-may, if all that was read of the one is the same in the other.
+may, if all that was read of the one is the same in the other. What was replaced once (a config that
+is made for each call, a closure) is looked at by itself from then on, beside the pass over the
+rest.
 
 Invariant: guards that hold lead to the values that the step read, by the ways it read them.
 """
@@ -62,6 +64,8 @@ class Guards:
         self._judge = Judge(holds_the_same=self._holds_the_same)
         self._pairs: set[tuple[int, int]] = set()
         self._pass: _Pass | None = None
+        self._replaced: dict[int, Owner] = {}  # whose holders or values have been others
+        self._held: set[int] = set()  # the ids of what the rest holds
         self._moves: dict[int, tuple[Owner, Any]] = {}
         self._values: dict[tuple[int, Any], tuple[Owner, Any, Any]] = {}
 
@@ -106,27 +110,31 @@ class Guards:
 
     def broken(self) -> Change | None:
         """Return what has changed since the step read it; None if nothing has."""
-        if self._pass is None:
-            self._pass = _Pass(self._owners, self._judge)
-        if self._pass.holds() and _global_hooks() == self._hooks:
-            return None
         if _global_hooks() != self._hooks:
             return Change("the hooks of all modules changed")
+        if self._pass is None:
+            rest = [owner for owner in self._owners if id(owner) not in self._replaced]
+            self._pass = _Pass(rest, self._judge)
+            self._held = {id(value) for owner in rest for value in owner.snapshot.values()}
+        holds = self._pass.holds()
+        if holds and not self._replaced:
+            return None
         self._moves, self._values = {}, {}
-        for owner in self._owners:
+        for owner in list(self._replaced.values()) if holds else self._owners:
             # Of an object whose place another one takes, nothing more is asked.
             change = None if id(owner) in self._moves else self._difference(owner, owner)
             if change is not None:
                 return change
-        change = self._parted()
+        change = self._parted(holds)
         if change is None:
             self._move()
         return change
 
-    def _parted(self) -> Change | None:
+    def _parted(self, holds: bool) -> Change | None:
         """Return where an object is still read that another one took the place of elsewhere."""
         gone = {id(owner.holder) for owner, _ in self._moves.values()}
-        for owner in self._owners if gone else ():
+        is_elsewhere = bool(gone) and not (holds and self._held.isdisjoint(gone))
+        for owner in self._owners if is_elsewhere else self._replaced.values():
             for key, expected in owner.snapshot.items():
                 if id(expected) in gone and (id(owner), key) not in self._values:
                     return Change(f"{owner.named(key)} is no longer what it is elsewhere")
@@ -136,10 +144,16 @@ class Guards:
         """Let what was read of one object be looked up in the one that took its place."""
         for owner, key, value in self._values.values():
             owner.snapshot[key] = value
+        for owner, _ in self._moves.values():
+            self._by_id.pop(id(owner.holder), None)
         for owner, holder in self._moves.values():
             owner.holder = holder
-        self._by_id = _by_holder(self._owners)
-        self._pass = None
+            self._by_id.setdefault(id(holder), []).append(owner)
+        others = (*self._values.values(), *self._moves.values())
+        new = {id(owner): owner for owner, *_ in others if id(owner) not in self._replaced}
+        if new:
+            self._replaced |= new
+            self._pass = None
 
     def _difference(self, owner: Owner, there: Owner) -> Change | None:
         """Return what of an owner is not the same in another object of its kind."""

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from tests.xla_dtensor.runtimes.guards.recorded import guards_of, is_tensor, why
-from xla_dtensor.runtimes.guards import Recording
+from xla_dtensor.runtimes.guards import Guards, Recording
 from xla_dtensor.runtimes.guards.values import Moving
 
 MODULE = "a_module_of_the_users"
@@ -776,3 +776,46 @@ def test_elements_that_say_what_is_equal_to_them_are_read_where_they_are_searche
     guards = guards_of(lambda: 1.0 in thing.items)
     thing.items[0].x = 2.0
     assert why(guards) == "Like.x changed from 1.0 to 2.0"
+
+
+def test_what_is_made_anew_for_each_call_is_compared_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    thing = Thing(items=[Thing(x=float(i)) for i in range(50)], inner=Thing(x=1.0))
+
+    def step() -> float:
+        return thing.inner.x + sum(each.x for each in thing.items)
+
+    compared: list[Any] = []
+    difference = Guards._difference
+
+    def counted(self: Guards, owner: Any, there: Any) -> Any:
+        compared.append(owner)
+        return difference(self, owner, there)
+
+    guards = guards_of(step)
+    monkeypatch.setattr(Guards, "_difference", counted)
+    counts: list[int] = []
+    for _ in range(3):
+        thing.inner = Thing(x=1.0)
+        compared.clear()
+        assert why(guards) is None
+        counts.append(len(compared))
+    assert counts[0] > 50
+    assert counts[1] == counts[2] < 5
+    thing.items[7].x = -1.0
+    assert why(guards) == "Thing.x changed from 7.0 to -1.0"
+    thing.items[7].x = 7.0
+    thing.inner = Thing(x=2.0)
+    assert why(guards) == "Thing.inner changed from a Thing to another one"
+
+
+def test_what_is_replaced_in_one_place_of_two_is_seen_later_too() -> None:
+    thing = Thing(inner=Thing(x=1.0))
+    other = Thing(inner=thing.inner)
+    guards = guards_of(lambda: (thing.inner.x, other.inner.x))
+    for _ in range(2):
+        thing.inner = other.inner = Thing(x=1.0)
+        assert why(guards) is None
+    thing.inner = Thing(x=1.0)
+    assert str(why(guards)).endswith("is no longer what it is elsewhere")
