@@ -313,11 +313,6 @@ def draws(mesh: xd.DeviceMesh, logged: Any) -> None:
     assert_same(calls_of(xd.compile(lambda x: x * torch.rand(4)), mesh), expected)
 
 
-def draws_of_the_device(mesh: xd.DeviceMesh, logged: Any) -> None:
-    found = calls_of(xd.compile(lambda x: x * torch.rand(4, device=x.device)), mesh)
-    assert len({tuple(each.tolist()) for each in found}) == 3
-
-
 Check = Callable[[xd.DeviceMesh, Any], None]
 ON_EACH_RUNTIME: dict[str, tuple[tuple[str, Check], tuple[str, Check]]] = {
     "Python of the step": (

@@ -284,6 +284,28 @@ def test_a_step_has_as_many_equations_for_any_depth(mesh: xd.DeviceMesh, name: s
     assert trains_on_stacks(mesh, OPTIMIZERS[name])
 
 
+@pytest.mark.thorough
+def test_numbers_of_each_layer_cost_one_op_of_all_layers(mesh: xd.DeviceMesh) -> None:
+    layers = xd.shard_module(xd.scan_layers(small_layers()), mesh, {}, unmatched="replicate")
+    weights = list(layers.parameters())[::KINDS]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = layers(x)
+        with torch.no_grad():
+            for number, weight in enumerate(weights):
+                weight.pow_(3.5 + number)
+        return y
+
+    compiled: Any = xd.compile(step)
+    compiled(on(mesh, batch().double()))
+    shapes = [
+        tuple(equation.outvars[0].aval.shape)
+        for equation in compiled._called().blueprint.jaxpr.eqns
+        if equation.primitive.name == "pow"
+    ]
+    assert sorted(map(len, shapes)) == [2] * (LAYERS - 1) + [3]
+
+
 def test_whoever_imports_torch_xla_changes_nothing_of_it(
     mesh: xd.DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,10 +38,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.extend.core import set_current_trace
 
-from xla_dtensor.core.errors import CompileError
+from xla_dtensor.runtimes.bounds import are_checked
 from xla_dtensor.runtimes.jax.arrays.private import trace_of
 from xla_dtensor.runtimes.jax.arrays.sharding import place
 from xla_dtensor.runtimes.jax.arrays.trace import Trace, active_trace, note_write
@@ -245,8 +246,10 @@ def give_row(target: torch.Tensor, source: torch.Tensor) -> bool:
     note_write(storage)
     if not _may_be_row(storage, trace):
         return False
-    stack = row[0].fitted(storage.shape, jax_dtype(payload.dtype))
-    storage.become_row(stack, row[1])
+    stack, lane = row
+    if np.broadcast_shapes(stack.row_shape, storage.shape) != storage.shape:
+        return False
+    storage.become_row(stack.fitted(storage.shape, jax_dtype(payload.dtype)), lane)
     return True
 
 
@@ -319,7 +322,8 @@ def run_on_rows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         kwargs: Its keyword arguments.
     """
     trace = active_trace()
-    if trace is None or trace.recomputation is not None:
+    # A flag of an op's numbers is one of the step, and none of a row.
+    if trace is None or trace.recomputation is not None or are_checked():
         return None
     given = (*args, *kwargs.values())
     lane = next((row[1] for row in map(row_of, given) if row is not None), None)
@@ -402,8 +406,8 @@ def _ran(
     latest = trace.latest
     try:
         values = jax.vmap(of_row)([each.values for each in operands if each.values is not None])
-    except (CompileError, NotImplementedError, AttributeError):
-        return None  # an op that asks what its number is, or that is none of arrays
+    except Exception:  # What fails is run again by itself, and fails there in its own words.
+        return None
     finally:
         trace.latest = latest  # not what was computed inside of the vmap
     results = [(TracedStack(v), facts) for v, facts in zip(values, outputs, strict=True)]
