@@ -364,7 +364,8 @@ class TorchXlaStep(CompiledStep):
             with recording or nullcontext():
                 output = self._traced(args, kwargs)
             writes, contents = containers.written()
-            if recording is not None:
+            if digest is None:
+                assert recording is not None
                 digest = self._digest(leaves, (output, contents))
                 self._keep(key, digest, recording)
             with self._own_program(), synced_as(digest):
