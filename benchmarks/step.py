@@ -5,10 +5,11 @@
     python -m benchmarks.step --on-device gpu        or tpu: on the real devices
     python -m benchmarks.step --plot --document      show what is stored, run nothing
 
-A Llama and a ViT, forward, backward, clipping and AdamW, with the same shardings, on 1 and on 8
-virtual CPU devices: seconds of tracing and compiling, the steady step, memory, collectives. The
-ways take turns. Then the same steps compiled by libtpu for TPU pods that are not here. What the
-columns mean stands in docs/benchmarks.md. Nothing is asserted.
+A Llama, a ViT, a Mixtral and a ResNet: forward, backward, clipping and AdamW, with the same
+shardings, on 1 and on 8 virtual CPU devices: seconds of tracing and compiling, the steady step,
+memory, collectives. The ways take turns. Then the same steps compiled by libtpu for TPU pods that
+are not here. The Mixtral and the ResNet are run on JAX only. What the columns mean stands in
+docs/benchmarks.md. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 from benchmarks.child import ON_CPU, child_rows
 from benchmarks.llama_plan import LIBTPU
 from benchmarks.step_devices import PLATFORMS, gpus, why_none
-from benchmarks.step_plan import BY_HAND, MODELS
+from benchmarks.step_plan import BY_HAND, MODELS, ONLY_ON_JAX
 from benchmarks.step_plot import panels_of, svg_of
 from benchmarks.step_tables import tables, with_tables
 from benchmarks.step_turns import Child, timed_in_turns
@@ -123,9 +124,11 @@ def _virtual(asked: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
     for model in models:
         for number in devices:
             options = ["--model", model, "--sizes", sizes, f"--devices={number}"]
-            yield "rows", _in_turns([(process, options) for process in processes], asked, ON_CPU)
+            running = [p for p in processes if _is_known_to(p, model)]
+            if running:
+                yield "rows", _in_turns([(p, options) for p in running], asked, ON_CPU)
     for topology in topologies if "none" not in topologies else []:
-        for model in models:
+        for model in (each for each in models if _is_known_to("libtpu", each)):
             yield "pods", [_dated(row) for row in _compiled(model, topology, asked.small)]
 
 
@@ -204,8 +207,17 @@ def _on_device(asked: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
     for model in _known(asked.models, MODELS, "models"):
         options = ["--model", model, "--sizes", kind, *([] if platform == "cpu" else ["--half"])]
         environment = ON_CPU if platform == "cpu" else _ON_DEVICE
-        rows = _in_turns([(process, options) for process in processes], asked, environment)
+        running = [p for p in processes if _is_known_to(p, model)]
+        rows = _in_turns([(process, options) for process in running], asked, environment)
         yield "rows", [_beside(row, rows) for row in rows]
+
+
+def _is_known_to(process: str, model: str) -> bool:
+    """Tells whether a process runs a model, and says so where it does not."""
+    known = process == "jax" or model not in ONLY_ON_JAX
+    if not known:
+        print(f"{process} does not run the {model} of this benchmark: it is left out")
+    return known
 
 
 def _beside(row: Row, rows: Sequence[Row]) -> Row:

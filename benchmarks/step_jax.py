@@ -17,17 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.llama_model import Sizes
 from benchmarks.step_jax_models import logits_of
 from benchmarks.step_plan import ACTIVATIONS, BETAS, CLIP, DECAY, EPS, RATE, axes_of
-from benchmarks.vit_model import ViTSizes
+from benchmarks.step_sizes import AnySizes
 
 __all__ = ["JaxTraining", "lowered_for", "step_of"]
 
 Params = dict[str, Any]
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 _HIGHEST = jax.lax.Precision.HIGHEST
-_BUFFERS = ("rotary",)  # Among the parameters, and not trained.
+# Among the parameters, and not trained.
+_BUFFERS = ("rotary", "running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass
@@ -55,7 +55,7 @@ class JaxTraining:
 
     @classmethod
     def of(
-        cls, weights: Arrays, batch: tuple[Any, Any], sizes: Sizes | ViTSizes, mesh: Mesh | None
+        cls, weights: Arrays, batch: tuple[Any, Any], sizes: AnySizes, mesh: Mesh | None
     ) -> JaxTraining:
         """Places the weights and compiles the step.
 
@@ -80,9 +80,7 @@ class JaxTraining:
         return cls(params, state, compiled, traced - start, time.perf_counter() - traced)
 
 
-def lowered_for(
-    weights: Arrays, batch: tuple[Any, Any], sizes: Sizes | ViTSizes, mesh: Mesh
-) -> Any:
+def lowered_for(weights: Arrays, batch: tuple[Any, Any], sizes: AnySizes, mesh: Mesh) -> Any:
     """Lowers the step for devices that need not be here.
 
     Args:
@@ -106,9 +104,7 @@ def lowered_for(
     return _lowered(sizes, mesh, params, state, given)
 
 
-def _lowered(
-    sizes: Sizes | ViTSizes, mesh: Mesh | None, params: Params, state: Any, batch: Any
-) -> Any:
+def _lowered(sizes: AnySizes, mesh: Mesh | None, params: Params, state: Any, batch: Any) -> Any:
     kept = jax.tree.map(lambda a: a.sharding, (params, state))
     pinned = None if mesh is None else (*kept, NamedSharding(mesh, PartitionSpec()))
     step = jax.jit(step_of(sizes, mesh), donate_argnums=(0, 1), out_shardings=pinned)
@@ -122,23 +118,25 @@ def _sharding(mesh: Mesh | None, name: str) -> Any:
 
 
 def _trained(params: Params) -> list[tuple[str, Any]]:
-    return [(name, p) for name, p in params.items() if name not in _BUFFERS]
+    return [(name, p) for name, p in params.items() if name.rpartition(".")[2] not in _BUFFERS]
 
 
-def step_of(sizes: Sizes | ViTSizes, mesh: Mesh | None) -> Callable[..., Any]:
+def step_of(sizes: AnySizes, mesh: Mesh | None) -> Callable[..., Any]:
     """Returns the training step as a function of parameters, state, inputs and targets."""
 
     def step(params: Params, state: Any, inputs: Any, targets: Any) -> Any:
-        def loss_of(trained: Params) -> Any:
-            logits = logits_of({**params, **trained}, inputs, sizes, partial(_kept, mesh))
+        def loss_of(trained: Params) -> tuple[Any, Params]:
+            everything = {**params, **trained}
+            logits, changed = logits_of(everything, inputs, sizes, partial(_kept, mesh))
             scores = jax.nn.log_softmax(logits.astype(jnp.float32))
-            return -jnp.take_along_axis(scores, targets[..., None], axis=-1).mean()
+            return -jnp.take_along_axis(scores, targets[..., None], axis=-1).mean(), changed
 
-        loss, grads = jax.value_and_grad(loss_of)(dict(_trained(params)))
+        graded = jax.value_and_grad(loss_of, has_aux=True)
+        (loss, changed), grads = graded(dict(_trained(params)))
         norm = jnp.sqrt(sum(jnp.vdot(g, g, precision=_HIGHEST) for g in grads.values()))
         factor = jnp.minimum(CLIP / (norm + 1e-6), 1.0)
         new, state = _adamw(params, {n: g * factor for n, g in grads.items()}, state)
-        return {**params, **new}, state, loss
+        return {**params, **changed, **new}, state, loss
 
     return step
 

@@ -14,6 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.llama_model import Sizes
+from benchmarks.mixtral_model import MixtralSizes
+from benchmarks.resnet_model import ResNetSizes
+from benchmarks.step_jax_resnet import resnet
+from benchmarks.step_sizes import AnySizes
 from benchmarks.vit_model import ViTSizes
 
 __all__ = ["logits_of"]
@@ -23,11 +27,13 @@ Kept = Callable[[Any, str], Any]
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def logits_of(params: Params, inputs: Any, sizes: Sizes | ViTSizes, kept: Kept) -> Any:
-    """Returns the logits of the model that has these sizes."""
+def logits_of(params: Params, inputs: Any, sizes: AnySizes, kept: Kept) -> tuple[Any, Params]:
+    """Returns the logits of the model that has these sizes, and the buffers that it changes."""
+    if isinstance(sizes, ResNetSizes):
+        return resnet(params, inputs, sizes, kept)
     if isinstance(sizes, ViTSizes):
-        return _vit(params, inputs, sizes, kept)
-    return _llama(params, inputs, sizes, kept)
+        return _vit(params, inputs, sizes, kept), {}
+    return _llama(params, inputs, sizes, kept), {}
 
 
 def _llama(params: Params, tokens: Any, sizes: Sizes, kept: Kept) -> Any:
@@ -36,7 +42,10 @@ def _llama(params: Params, tokens: Any, sizes: Sizes, kept: Kept) -> Any:
         at = partial(_named, params, f"layers.{layer}")
         given = _rms_norm(x, at("attention_norm.weight"))
         x = x + kept(_grouped_attention(at, given, params["rotary"], sizes), "residual")
-        x = x + kept(_gated(at, _rms_norm(x, at("ffn_norm.weight"))), "residual")
+        given = _rms_norm(x, at("ffn_norm.weight"))
+        routed = isinstance(sizes, MixtralSizes)
+        found = _experts(at, given, sizes) if routed else _gated(at, given, "feed_forward")
+        x = x + kept(found, "residual")
     x = _rms_norm(x, params["norm.weight"])
     return kept(_linear(x, params["output.weight"]), "logits")
 
@@ -101,9 +110,18 @@ def _rotated(x: Any, table: Any) -> Any:
     return x * cos + jnp.concatenate((-back, front), axis=-1) * sin
 
 
-def _gated(at: Callable[[str], Any], x: Any) -> Any:
-    w1, w2, w3 = (at(f"feed_forward.{name}.weight") for name in ("w1", "w2", "w3"))
+def _gated(at: Callable[[str], Any], x: Any, part: str) -> Any:
+    w1, w2, w3 = (at(f"{part}.{name}.weight") for name in ("w1", "w2", "w3"))
     return _linear(jax.nn.silu(_linear(x, w1)) * _linear(x, w3), w2)
+
+
+def _experts(at: Callable[[str], Any], x: Any, sizes: MixtralSizes) -> Any:
+    scores = jax.nn.softmax(_linear(x, at("feed_forward.gate.weight")).astype(jnp.float32))
+    best, which = jax.lax.top_k(scores, sizes.num_chosen)
+    shares = (best / best.sum(-1, keepdims=True))[..., None]
+    weights = (jax.nn.one_hot(which, sizes.num_experts) * shares).sum(-2).astype(x.dtype)
+    each = [_gated(at, x, f"feed_forward.experts.{i}") for i in range(sizes.num_experts)]
+    return (jnp.stack(each, -1) * weights[..., None, :]).sum(-1)
 
 
 # ---------------------------------------------------------------------- ViT

@@ -12,6 +12,7 @@ __all__ = [
     "EPS",
     "MARKED",
     "MODELS",
+    "ONLY_ON_JAX",
     "OURS",
     "OURS_ON_TORCH_XLA",
     "RATE",
@@ -20,7 +21,10 @@ __all__ = [
     "axes_of",
 ]
 
-MODELS = ("llama", "vit")
+MODELS = ("llama", "vit", "mixtral", "resnet")
+# Run by xla_dtensor on JAX and by hand in JAX. Elsewhere they would need more than their models:
+# torchax's step threads no buffers, and on torch_xla and for pods their steps were not tried.
+ONLY_ON_JAX = ("mixtral", "resnet")
 # The ways to run a step, as tables and plots name them.
 OURS, OURS_ON_TORCH_XLA = "xla_dtensor on JAX", "xla_dtensor on torch_xla"
 BY_HAND, MARKED = "JAX by hand", "torch_xla, mark_sharding"
@@ -34,9 +38,12 @@ BETAS = (0.9, 0.95)
 # Tensor parallel, and the other dim of each matrix over dp (FSDP).
 _COLUMNS = ("wq", "wk", "wv", "w1", "w3", "output", "tok_embeddings")
 _ROWS = ("wo", "w2")
+# Of a convolution, [channels after, channels before, height, width], in pairs like w1 and w2.
+_CONVOLUTIONS = {"conv1": ("tp", "dp", None, None), "conv2": ("dp", "tp", None, None)}
 ACTIVATIONS: dict[str, tuple[str | None, ...]] = {
     "residual": ("dp", None, None),
     "logits": ("dp", None, "tp"),
+    "features": ("dp", None, None, None),
     "classes": ("dp", "tp"),
 }
 
@@ -53,6 +60,8 @@ def axes_of(name: str) -> tuple[str | None, ...]:
     """
     module, _, kind = name.rpartition(".")
     leaf = module.rpartition(".")[2]
+    if leaf in _CONVOLUTIONS:
+        return _CONVOLUTIONS[leaf]
     if leaf in _COLUMNS:
         return ("tp", "dp") if kind == "weight" else ("tp",)
     return ("dp", "tp") if leaf in _ROWS and kind == "weight" else ()

@@ -26,7 +26,7 @@ _COLOURS = {
     TORCHAX: "#8e5bb5",
     TORCH_COMPILE: "#4a9c5d",
 }
-_TITLES = {"llama": "Llama", "vit": "ViT"}
+_TITLES = {"llama": "Llama", "vit": "ViT", "mixtral": "Mixtral", "resnet": "ResNet"}
 _WIDTH, _LEFT, _RIGHT = 760, 220, 150
 _BAR, _GAP, _TITLE = 18, 6, 34
 _FONT = "system-ui, sans-serif"

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from benchmarks.llama_model import Sizes
+from benchmarks.mixtral_model import MixtralSizes
+from benchmarks.resnet_model import ResNetSizes
 from benchmarks.vit_model import ViTSizes
 
-__all__ = ["KINDS", "sizes_of"]
+__all__ = ["KINDS", "AnySizes", "sizes_of"]
+
+AnySizes = Sizes | ViTSizes | ResNetSizes  # MixtralSizes are Sizes.
 
 # small: for tests. cpu: what one processor does in a fraction of a second. pod: compiled for a TPU
 # topology; every mesh of up to 16 x 16 divides it.
@@ -24,10 +30,30 @@ _VIT = {
     "tpu": ViTSizes(224, 14, 3, 1024, 16, 4096, 12, 1024, 64),
     "gpu": ViTSizes(224, 14, 3, 1024, 16, 4096, 12, 1024, 64),
 }
+_MIXTRAL = {
+    "small": MixtralSizes(64, 32, 4, 4, 64, 1, 4, 16),
+    "cpu": MixtralSizes(1024, 256, 8, 4, 512, 2, 8, 128),
+    "pod": MixtralSizes(1024, 256, 16, 16, 512, 2, 32, 128),
+    "tpu": MixtralSizes(32768, 2048, 16, 8, 2816, 4, 16, 512),
+    "gpu": MixtralSizes(32768, 2048, 16, 8, 2816, 4, 4, 2048),
+}
+_RESNET = {
+    "small": ResNetSizes(8, 3, (8, 16), 1, 16, 8),
+    "cpu": ResNetSizes(32, 3, (32, 64, 128), 2, 256, 32),
+    "pod": ResNetSizes(32, 3, (64, 128, 256), 2, 256, 32),
+    "tpu": ResNetSizes(64, 3, (128, 256, 512, 1024), 2, 1024, 128),
+    "gpu": ResNetSizes(64, 3, (128, 256, 512, 1024), 2, 1024, 128),
+}
+_SIZES: dict[str, Mapping[str, AnySizes]] = {
+    "llama": _LLAMA,
+    "vit": _VIT,
+    "mixtral": _MIXTRAL,
+    "resnet": _RESNET,
+}
 KINDS = tuple(_LLAMA)
 
 
-def sizes_of(model: str, kind: str) -> Sizes | ViTSizes:
+def sizes_of(model: str, kind: str) -> AnySizes:
     """Returns sizes.
 
     Args:
@@ -35,7 +61,7 @@ def sizes_of(model: str, kind: str) -> Sizes | ViTSizes:
         kind: One of `KINDS`.
 
     Example:
-        >>> sizes_of("llama", "cpu").num_layers
-        4
+        >>> sizes_of("llama", "cpu").batch
+        8
     """
-    return (_VIT if model == "vit" else _LLAMA)[kind]
+    return _SIZES[model][kind]

@@ -10,7 +10,7 @@ from benchmarks.step_plan import BY_HAND
 __all__ = ["collectives_table", "pod_table", "step_table", "tables", "with_tables"]
 
 Row = dict[str, Any]
-_TITLES = {"llama": "Llama", "vit": "ViT"}
+_TITLES = {"llama": "Llama", "vit": "ViT", "mixtral": "Mixtral", "resnet": "ResNet"}
 _FROM, _TO = "<!-- figures -->", "<!-- end of figures -->"
 
 

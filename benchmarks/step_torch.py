@@ -10,8 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from benchmarks.llama_model import Llama, Sizes
+from benchmarks.llama_model import Llama
+from benchmarks.mixtral_model import Mixtral, MixtralSizes
+from benchmarks.resnet_model import ResNet, ResNetSizes
 from benchmarks.step_plan import ACTIVATIONS, AXES, BETAS, CLIP, DECAY, EPS, RATE, axes_of
+from benchmarks.step_sizes import AnySizes
 from benchmarks.vit_model import ViT, ViTSizes
 
 __all__ = ["Batch", "annotated", "kept_outputs", "made", "placements_of", "training_step"]
@@ -20,16 +23,18 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def made(sizes: Sizes | ViTSizes, seed: int = 0) -> tuple[Any, Batch]:
+def made(sizes: AnySizes, seed: int = 0) -> tuple[Any, Batch]:
     """Returns a model and a batch (inputs, targets), the same for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if isinstance(sizes, ViTSizes):
+        if isinstance(sizes, ViTSizes | ResNetSizes):
             images = torch.randn(sizes.batch, sizes.channels, sizes.image, sizes.image)
-            return ViT(sizes), (images, torch.randint(0, sizes.classes, (sizes.batch,)))
+            model = ViT(sizes) if isinstance(sizes, ViTSizes) else ResNet(sizes)
+            return model, (images, torch.randint(0, sizes.classes, (sizes.batch,)))
         shape = (sizes.batch, sizes.length)
         tokens, targets = (torch.randint(0, sizes.vocabulary, shape) for _ in range(2))
-        return Llama(sizes), (tokens, targets)
+        model = Mixtral(sizes) if isinstance(sizes, MixtralSizes) else Llama(sizes)
+        return model, (tokens, targets)
 
 
 def placements_of(axes: Sequence[str | None]) -> list[Placement]:
@@ -39,6 +44,11 @@ def placements_of(axes: Sequence[str | None]) -> list[Placement]:
 
 def kept_outputs(model: Any) -> Iterator[tuple[Any, str]]:
     """Yields the modules whose output the plan places, and where: a key of ``ACTIVATIONS``."""
+    if isinstance(model, ResNet):
+        for module in (model.stem, *model.layers.values()):
+            yield module, "features"
+        yield model.output, "classes"
+        return
     yield (model.embedding if isinstance(model, ViT) else model.tok_embeddings), "residual"
     for block in model.layers.values():
         yield block.attention, "residual"

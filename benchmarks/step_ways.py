@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.llama_model import Sizes
+from benchmarks.step_sizes import AnySizes
 from benchmarks.step_torch import made, training_step
-from benchmarks.vit_model import ViTSizes
 
 __all__ = ["LOSSES", "Built", "Way", "collectives_of", "expected_losses", "recorded"]
 
@@ -58,7 +57,7 @@ class Way:
 
 
 def expected_losses(
-    sizes: Sizes | ViTSizes, dtype: torch.dtype = torch.float32, steps: int = LOSSES
+    sizes: AnySizes, dtype: torch.dtype = torch.float32, steps: int = LOSSES
 ) -> list[float]:
     """Returns the first losses of plain PyTorch on this machine's processor."""
     model, (inputs, targets) = made(sizes)

@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.llama_model import Sizes
 from benchmarks.step_plan import TORCH_COMPILE
+from benchmarks.step_sizes import AnySizes
 from benchmarks.step_torch import made, training_step
 from benchmarks.step_ways import Way
-from benchmarks.vit_model import ViTSizes
 
 __all__ = ["ways_on_cuda"]
 
 
-def ways_on_cuda(sizes: Sizes | ViTSizes, dtype: torch.dtype) -> list[Way]:
+def ways_on_cuda(sizes: AnySizes, dtype: torch.dtype) -> list[Way]:
     """Returns the one way: a compiled model, flash attention, PyTorch's fused AdamW.
 
     Args:

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.llama_model import Sizes
 from benchmarks.step_jax import JaxTraining
 from benchmarks.step_plan import AXES, BY_HAND, OURS
+from benchmarks.step_sizes import AnySizes
 from benchmarks.step_torch import annotated, made, placements_of, training_step
 from benchmarks.step_ways import Built, Way, collectives_of
-from benchmarks.vit_model import ViTSizes
 
 __all__ = [
     "compile_clock",
@@ -30,9 +29,7 @@ __all__ = [
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
-def ways_on_jax(
-    sizes: Sizes | ViTSizes, mesh: Any, dtype: torch.dtype = torch.float32
-) -> list[Way]:
+def ways_on_jax(sizes: AnySizes, mesh: Any, dtype: torch.dtype = torch.float32) -> list[Way]:
     """Returns both ways, each with a model and a batch of its own.
 
     Args:
@@ -59,7 +56,7 @@ def ways_on_jax(
     return [ours, _by_hand(sizes, mesh, dtype, compiling)]
 
 
-def our_step(sizes: Sizes | ViTSizes, mesh: Any, dtype: torch.dtype) -> tuple[Any, list[Any]]:
+def our_step(sizes: AnySizes, mesh: Any, dtype: torch.dtype) -> tuple[Any, list[Any]]:
     """Returns xla_dtensor's compiled step, not yet called, and its batch."""
     import xla_dtensor as xd
 
@@ -69,7 +66,7 @@ def our_step(sizes: Sizes | ViTSizes, mesh: Any, dtype: torch.dtype) -> tuple[An
     return step, [xd.distribute_tensor(t, mesh, placements_of(["dp"])) for t in floats]
 
 
-def _by_hand(sizes: Sizes | ViTSizes, mesh: Any, dtype: torch.dtype, compiling: Any) -> Way:
+def _by_hand(sizes: AnySizes, mesh: Any, dtype: torch.dtype, compiling: Any) -> Way:
     shape = tuple(mesh.shape)
     devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
     placed = None if devices.size == 1 else Mesh(devices, AXES)

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.llama_model import Sizes
 from benchmarks.step_plan import ACTIVATIONS, AXES, MARKED, OURS_ON_TORCH_XLA, axes_of
+from benchmarks.step_sizes import AnySizes
 from benchmarks.step_torch import annotated, kept_outputs, made, placements_of, training_step
 from benchmarks.step_ways import Way, collectives_of
-from benchmarks.vit_model import ViTSizes
 
 __all__ = ["ways_on_torch_xla"]
 
@@ -24,7 +23,7 @@ _MARKED_PROGRAM = "xla_dtensor_step_that_is_marked"
 _NANOSECONDS = 1e9
 
 
-def ways_on_torch_xla(sizes: Sizes | ViTSizes, mesh: Any, dump_dir: Path | None) -> list[Way]:
+def ways_on_torch_xla(sizes: AnySizes, mesh: Any, dump_dir: Path | None) -> list[Way]:
     """Returns both ways, each with a model and a batch of its own.
 
     Args:
@@ -35,7 +34,7 @@ def ways_on_torch_xla(sizes: Sizes | ViTSizes, mesh: Any, dump_dir: Path | None)
     return [_ours(sizes, mesh, dump_dir), _marked(sizes, mesh, dump_dir)]
 
 
-def _ours(sizes: Sizes | ViTSizes, mesh: Any, dump_dir: Path | None) -> Way:
+def _ours(sizes: AnySizes, mesh: Any, dump_dir: Path | None) -> Way:
     import xla_dtensor as xd
 
     model, host_batch = made(sizes)
@@ -56,7 +55,7 @@ def _ours(sizes: Sizes | ViTSizes, mesh: Any, dump_dir: Path | None) -> Way:
     )
 
 
-def _marked(sizes: Sizes | ViTSizes, mesh: Any, dump_dir: Path | None) -> Way:
+def _marked(sizes: AnySizes, mesh: Any, dump_dir: Path | None) -> Way:
     """As torch_xla's own scripts do it: xs.mark_sharding, and torch_xla.compile."""
     torch_xla: Any = importlib.import_module("torch_xla")
     mark = _marker(tuple(mesh.shape))

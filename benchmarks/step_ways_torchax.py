@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from torch import nn
 
-from benchmarks.llama_model import Sizes
 from benchmarks.step_plan import (
     ACTIVATIONS,
     AXES,
@@ -34,15 +33,15 @@ from benchmarks.step_plan import (
     TORCHAX,
     axes_of,
 )
+from benchmarks.step_sizes import AnySizes
 from benchmarks.step_torch import kept_outputs, made
 from benchmarks.step_ways import Built, Way
 from benchmarks.step_ways_jax import compile_clock, host_batch, program_facts
-from benchmarks.vit_model import ViTSizes
 
 __all__ = ["ways_on_torchax"]
 
 
-def ways_on_torchax(sizes: Sizes | ViTSizes, shape: tuple[int, int]) -> list[Way]:
+def ways_on_torchax(sizes: AnySizes, shape: tuple[int, int]) -> list[Way]:
     """Returns the one way.
 
     Args:
