@@ -230,7 +230,7 @@ def check_program(mesh: xd.DeviceMesh, program: list[str], count: int = LAYERS) 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", OPS)
 def test_an_op_on_rows_does_what_torch_does(mesh: xd.DeviceMesh, name: str) -> None:
-    # On rows of gradients and moments; then, behind factors by layer, on some rows and some tensors.
+    # On rows of gradients and moments; behind factors by layer also on tensors that are no rows.
     check_program(mesh, ["copy", "scale", name, "counters", name, "update"])
 
 
