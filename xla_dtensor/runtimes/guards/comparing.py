@@ -120,7 +120,7 @@ class Guards:
         if holds and not self._replaced:
             return None
         self._moves, self._values = {}, {}
-        for owner in list(self._replaced.values()) if holds else self._owners:
+        for owner in self._replaced.values() if holds else self._owners:
             # Of an object whose place another one takes, nothing more is asked.
             change = None if id(owner) in self._moves else self._difference(owner, owner)
             if change is not None:
@@ -150,9 +150,10 @@ class Guards:
             owner.holder = holder
             self._by_id.setdefault(id(holder), []).append(owner)
         others = (*self._values.values(), *self._moves.values())
-        new = {id(owner): owner for owner, *_ in others if id(owner) not in self._replaced}
-        if new:
-            self._replaced |= new
+        replaced = {*self._replaced, *(id(owner) for owner, *_ in others)}
+        if len(replaced) > len(self._replaced):
+            # In their order: what holds an object comes before it.
+            self._replaced = {id(o): o for o in self._owners if id(o) in replaced}
             self._pass = None
 
     def _difference(self, owner: Owner, there: Owner) -> Change | None:

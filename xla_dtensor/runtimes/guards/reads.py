@@ -172,10 +172,10 @@ class Reads:
         is_bag = type(value) is types.SimpleNamespace
         if not is_bag and type(value) not in _BY_ITEMS:
             return None
+        contents: Any = value
         keys: list[tuple[Any, Use | None]] = []
         for use in uses:
             kind, key, then = use or Use("all")
-            contents: Any = () if is_bag else value
             if kind == "search" and not is_bag and all(map(_is_compared_alone, contents)):
                 places = () if isinstance(value, dict) else range(len(contents))
                 keys += [(place, use) for place in places]

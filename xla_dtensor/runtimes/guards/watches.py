@@ -202,11 +202,11 @@ class Watches(Reads):
             self._is_busy = False
 
     def _assigned(self, owner: Owner, name: str, is_deleted: bool) -> None:
-        # What is deleted has to be there, unless the step has put it there.
-        if name == "__dict__":
+        if name == "__dict__":  # by which all attributes are assigned
             self._read_whole(owner)
             owner.writes = None
             return
+        # What is deleted has to be there, unless the step has put it there.
         if is_deleted and name not in (owner.writes or ()):
             self._read(owner, name)
         (owner.stores if owner.writes is None else owner.writes).add(name)

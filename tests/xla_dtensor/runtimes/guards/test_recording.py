@@ -819,3 +819,12 @@ def test_what_is_replaced_in_one_place_of_two_is_seen_later_too() -> None:
         assert why(guards) is None
     thing.inner = Thing(x=1.0)
     assert str(why(guards)).endswith("is no longer what it is elsewhere")
+
+
+def test_what_becomes_of_an_object_that_was_replaced_is_nobodys_concern() -> None:
+    thing = Thing(inner=Thing(inner=Thing(x=1.0)))
+    guards = guards_of(lambda: thing.inner.inner.x)
+    for _ in range(3):
+        old, thing.inner = thing.inner, Thing(inner=Thing(x=1.0))
+        old.inner.x = 5.0
+        assert why(guards) is None

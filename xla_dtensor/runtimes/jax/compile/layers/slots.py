@@ -14,19 +14,18 @@ taken apart in the program.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax.extend.core import Literal
-from jax.sharding import NamedSharding
 
 from xla_dtensor.runtimes.jax.arrays.private import frames_of_equation
 from xla_dtensor.runtimes.jax.compile.layers.layer_stacks import (
+    pinned_rows,
     row_sharding,
     stack_p,
     stack_sharding,
@@ -206,20 +205,23 @@ def program_of(jaxpr: Any, *, holding: Holding, slots: Slots) -> Callable[..., A
 
     def program(state_in: Any, read_in: Any, constants_in: Any, arguments_in: Any) -> Any:
         constants = holding.constants(jaxpr)
-        variable_of = {place: variable for variable, place in constants}
         rest = iter(constants_in)
         values = {variable: next(rest) for variable, place in constants if place is None}
         values |= zip(jaxpr.invars[len(constants) :], arguments_in, strict=True)
+        variables_of: dict[int, list[Any]] = defaultdict(list)
+        for variable, place in constants:
+            if place is not None:
+                variables_of[place].append(variable)
         stacks: dict[tuple[Any, ...], Any] = {}
         for slot, array in zip(slots_in, (*state_in, *read_in), strict=True):
-            variables = tuple(variable_of.get(place) for place in slot)
-            if len(slot) == 1:
-                # A storage may be a constant of the trace several times.
-                values |= {v: array for v, place in constants if place == slot[0]}
+            if len(slot) == 1:  # which may be a constant of the trace several times
+                values |= dict.fromkeys(variables_of[slot[0]], array)
             else:
+                variables = tuple(variables_of[place][0] for place in slot)
                 stacks[variables] = array
-                pinned = holding.shardings[slot[0]]
-                values |= zip(variables, _rows_of(array, pinned), strict=True)
+                # For who reads a row alone; XLA drops what nobody reads.
+                rows_in = pinned_rows(array, holding.shardings[slot[0]])
+                values |= zip(variables, rows_in, strict=True)
         _run(jaxpr, values, stacks)
 
         def value(variable: Any) -> Any:
@@ -238,14 +240,6 @@ def program_of(jaxpr: Any, *, holding: Holding, slots: Slots) -> Callable[..., A
         )
 
     return program
-
-
-def _rows_of(stack: Any, sharding: Any) -> list[Any]:
-    """Return what comes in as a stack for who reads a row alone; XLA drops what nobody reads."""
-    rows = [lax.index_in_dim(stack, lane, 0, keepdims=False) for lane in range(stack.shape[0])]
-    if not isinstance(sharding, NamedSharding):
-        return rows
-    return [lax.with_sharding_constraint(row, sharding) for row in rows]
 
 
 def _run(jaxpr: Any, values: dict[Any, Any], stacks: Mapping[tuple[Any, ...], Any]) -> None:
