@@ -12,8 +12,9 @@ r"""Sharding rules: patterns of parameter paths, and how the tensors that they m
 * The first rule that matches a tensor wins. Later ones that match too are shadowed there.
 * A pattern that ends in ``()`` or ``[0]``, or that matches modules and no tensor, is about what a
   module returns.
-* "colwise" and "rowwise" are the names in a tensor parallel plan of Hugging Face Transformers. They
-  place a module's ``weight`` and ``bias``; what a plan says of outputs is left to XLA.
+* "colwise", "rowwise" and the other styles are those of a tensor parallel plan of Hugging Face
+  Transformers, of a module or of one parameter. Here each says how weights lie, and nothing else:
+  what else it does in Transformers (gather, reduce, split) follows from that, and XLA finds it out.
 
 ShardingPlan: what sharding rules come to for one model on one mesh, and its table.
 
@@ -263,11 +264,31 @@ def _shadowed_lines(plan: ShardingPlan) -> list[str]:
 Entry: TypeAlias = str | tuple[str, ...] | None
 Placed: TypeAlias = tuple[Entry, ...] | str | None
 
-_COLWISE = ("colwise", "colwise_rep", "colwise_gather_output", "local_colwise")
-_ROWWISE = ("rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise")
-_WHOLE = ("replicate", "sequence_parallel")
-_NOTHING = ("local", "gather")
-STYLES = (*_COLWISE, *_ROWWISE, *_WHOLE, *_NOTHING)
+# Per style of Transformers the dim of a weight that the tensor parallel axis cuts, from the end. A
+# bias is cut where its weight's outputs are, so with -2. A fused weight ("packed") is cut in one
+# piece: Transformers cuts each of its parts, which changes what a device holds and no value.
+_CUT_DIMS: dict[str, int | None] = {
+    **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "local_colwise"), -2),
+    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise"), -1),
+    "packed_colwise": -2,
+    "packed_rowwise": -1,
+    "embedding_rowwise": -2,
+    "embedding_colwise": -1,
+    "grouped_gemm": -3,
+    **dict.fromkeys(("replicate", "sequence_parallel", "replicated_with_grad_allreduce"), None),
+    "mla_kv_a_proj": None,
+}
+# What only moves inputs and outputs.
+_NOTHING = (
+    "local",
+    "gather",
+    "all_reduce",
+    "local_params",
+    "moe_tp_experts",
+    "moe_identity_expert",
+    "ep_dispatch_experts",
+)
+STYLES = (*_CUT_DIMS, *_NOTHING)
 
 
 @dataclass(frozen=True)
@@ -327,7 +348,7 @@ class ShardingRule:
     @property
     def cuts_tp_axis(self) -> bool:
         """Whether the style cuts weights."""
-        return self.style in (*_COLWISE, *_ROWWISE)
+        return _CUT_DIMS.get(self.style or "") is not None
 
     @property
     def is_about_movement(self) -> bool:
@@ -341,10 +362,11 @@ class ShardingRule:
         return cast("tuple[Entry, ...]", placements) if isinstance(placements, tuple) else None
 
     def matches(self, path: str) -> bool:
-        """Whether the pattern matches a tensor's path (with a style: the path of its module)."""
-        if self.style is not None:
+        """Whether the pattern matches a tensor's path (with a style: its module's path, too)."""
+        if self.style is not None and not self.is_about_movement:
             module, _, name = path.rpartition(".")
-            return name in ("weight", "bias") and self.matches_module(module)
+            if name in ("weight", "bias") and self.matches_module(module):
+                return True
         return not self.is_output and self.matches_module(path)
 
     def matches_module(self, path: str) -> bool:
@@ -365,17 +387,17 @@ class ShardingRule:
     def entries_for(self, path: str, ndim: int, tp_axis: str) -> tuple[Entry, ...] | str:
         """The entries of one tensor, or what is wrong with its rank."""
         entries = self.entries
-        if self.placements is None or self.style in (*_WHOLE, *_NOTHING):
-            return (None,) * ndim
         if entries is not None:
             count = "1 entry" if len(entries) == 1 else f"{len(entries)} entries"
             return entries if len(entries) == ndim else f"has {count}"
-        is_bias = path.endswith("bias")
-        if ndim != (1 if is_bias else 2):
-            return f"of style {self.style!r} is for weights of rank 2 and biases of rank 1"
-        if is_bias:
-            return (tp_axis,) if self.style in _COLWISE else (None,)
-        return (tp_axis, None) if self.style in _COLWISE else (None, tp_axis)
+        cut = _CUT_DIMS.get(self.style or "")
+        if cut is not None and (path.endswith("bias") or ndim == 1):
+            cut += 1  # there is no dim of inputs
+        if not cut:
+            return (None,) * ndim
+        if cut < -ndim:
+            return f"of style {self.style!r} is for weights of rank {-cut} and more"
+        return tuple(tp_axis if dim == ndim + cut else None for dim in range(ndim))
 
 
 def _read_placements(pattern: str, placements: object) -> Placed:

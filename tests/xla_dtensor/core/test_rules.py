@@ -140,12 +140,55 @@ def test_placements_are_read_as_aliases(written: Any, text: str) -> None:
     assert str(ShardingRules([("w", written)]).resolve({"w": (16, 16)}, MESH)["w"]) == text
 
 
-@pytest.mark.parametrize("style", STYLES)
+# The rows of a table of embeddings are its outputs in the sense of a weight.
+OUTPUTS_ARE_CUT = {
+    *(style for style in STYLES if "colwise" in style and style != "embedding_colwise"),
+    "embedding_rowwise",
+}
+
+
+def test_styles_of_parameters() -> None:
+    """Transformers' plans name the experts' stacked weights, and biases, themselves."""
+    shapes = {
+        "mlp.experts.gate_up_proj": (4, 32, 8),
+        "mlp.experts.gate_up_proj_bias": (4, 32),
+        "mlp.experts.down_proj": (4, 8, 16),
+        "mlp.experts.down_proj_bias": (4, 8),
+        "attn.sinks": (8,),
+    }
+    experts = "mlp.experts"
+    plan = {
+        f"{experts}.gate_up_proj": "packed_colwise",
+        f"{experts}.gate_up_proj_bias": "packed_colwise",
+        f"{experts}.down_proj": "rowwise",
+        f"{experts}.down_proj_bias": "rowwise",
+        experts: "moe_tp_experts",
+        "attn.sinks": "colwise",
+        "attn": "local_params",
+    }
+    modules = ["", "mlp", experts, "attn"]
+    lies = read_rules({"tp_plan": plan}).resolve(shapes, MESH, modules=modules)
+    assert [str(layout) for layout in lies.values()] == [
+        "[-, tp, -]",
+        "[-, tp]",
+        "[-, -, tp]",
+        "[-, -]",
+        "[tp]",
+    ]
+    by_expert = read_rules({"tp_plan": dict.fromkeys(list(shapes)[:2], "grouped_gemm")})
+    lies = by_expert.resolve(shapes, MESH, unmatched="replicate")
+    assert [str(layout) for layout in lies.values()][:2] == ["[tp, -, -]", "[tp, -]"]
+    with pytest.raises(RulesError, match=r"'grouped_gemm' is for weights of rank 3 and more, but"):
+        read_rules({"q": "grouped_gemm"}).resolve({"q.weight": (8, 8)}, MESH)
+
+
+@pytest.mark.parametrize("style", [style for style in STYLES if style != "grouped_gemm"])
 def test_styles_place_weight_and_bias(style: str) -> None:
     shapes = {"m.0.q.weight": (8, 8), "m.0.q.bias": (8,), "m.0.qq.weight": (8, 8)}
-    rules = ShardingRules([("m.*.q", style), ("m.0.qq.weight", None)], tp_axis="tp")
+    rules = ShardingRules([("m.*.q", style), ("m.0.qq.weight", None), ("**", None)], tp_axis="tp")
     plan = rules.resolve(shapes, MESH)
-    column, row = "colwise" in style, "rowwise" in style
+    column = style in OUTPUTS_ARE_CUT
+    row = not column and ("rowwise" in style or style == "embedding_colwise")
     assert str(plan["m.0.q.weight"]) == ("[tp, -]" if column else "[-, tp]" if row else "[-, -]")
     assert str(plan["m.0.q.bias"]) == ("[tp]" if column else "[-]")
     assert plan.tensors[2].pattern == "m.0.qq.weight"
@@ -300,7 +343,7 @@ BAD_RULES = [
     ("a.[0-3].b", [None], "A glob has components.*or 're:' and a regular expression"),
     ("re:(", [None], r"no regular expression: missing \).*Pass one that Python's re compiles"),
     ("a", "tp", r"'tp' is no style, and placements are a list. Pass \[tp\], or one of colwise,"),
-    ("a", "packed_colwise", "'packed_colwise' is no style"),
+    ("a", "colwize", "'colwize' is no style"),
     ("a", 3, "A int is not read. Pass a list with one entry per tensor dim"),
     ("a", [0], "The entry 0 is no name of an axis. Pass names"),
     ("a", [["tp", ["dp"]]], "is no name of an axis"),
