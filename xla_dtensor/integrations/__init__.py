@@ -1,0 +1,13 @@
+"""Trainers that people use, on a mesh: one file per client, each imported only when asked for.
+
+========================  ==========================================================
+module                    what it has
+========================  ==========================================================
+integrations.accelerate   :class:`~xla_dtensor.integrations.accelerate.XDAccelerator`
+integrations.transformers :class:`~xla_dtensor.integrations.transformers.XDTrainer`
+integrations.model_plan   how a model's weights and a batch's rows lie on a mesh
+========================  ==========================================================
+
+What they share is one idea. A client's loop, its counters, callbacks, loggers and data loaders stay
+what they are, on the host; what it does to tensors between two batches is one compiled program.
+"""
