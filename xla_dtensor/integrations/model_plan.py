@@ -16,23 +16,25 @@ Adapters of peft lie as what they adapt would lie without a style: over ``fsdp``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from mesh_utils import Mesh
-from xla_dtensor.core.errors import DistributeError, RulesError
+from xla_dtensor.core.errors import DataError, DistributeError, RulesError
 from xla_dtensor.core.rules import Entry, ShardingRule, ShardingRules
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
-from xla_dtensor.hosts.data import shard_batch
+from xla_dtensor.hosts.data import process_part, shard_batch
 from xla_dtensor.nn.shard_module import shard_module
 
-__all__ = ["model_plan", "put_batch", "put_model"]
+__all__ = ["RowGroup", "model_plan", "put_batch", "put_model", "row_group"]
 
 _PEFT_PARTS = ("base_model.model.", ".base_layer")
 
@@ -118,6 +120,63 @@ def put_model(
     return model
 
 
+@dataclass(frozen=True)
+class RowGroup:
+    """Which rows of the global batch a process loads: the `index`-th of `count` equal parts.
+
+    Args:
+        index: The part, from 0. Processes that hold the same rows have the same one.
+        count: How many different parts there are.
+        devices: How many devices cut one part into rows of their own.
+    """
+
+    index: int
+    count: int
+    devices: int
+
+
+def row_group(mesh: DeviceMesh, *, tp_axis: str = "tp") -> RowGroup:
+    """Tell which rows this process loads, for :func:`put_batch`.
+
+    Args:
+        mesh: The mesh.
+        tp_axis: The axis over which every device has the same rows.
+
+    Returns:
+        The part of the rows.
+
+    Raises:
+        DataError: The process's rows are no part of equal size, or it has no device of the mesh.
+
+    Example:
+        >>> import xla_dtensor as xd
+        >>> mesh = xd.init_device_mesh("xla", (4, 2), mesh_dim_names=("fsdp", "tp"))
+        >>> row_group(mesh)
+        RowGroup(index=0, count=1, devices=4)
+    """
+    shards = math.prod(
+        size
+        for size, placement in zip(mesh.shape, _rows(mesh, tp_axis), strict=True)
+        if placement.is_shard()
+    )
+    (runs,) = process_part((shards,), mesh, _rows(mesh, tp_axis)).runs
+    ((start, stop), *others) = runs
+    devices = stop - start
+    if others or shards % devices or start % devices:
+        raise DataError(
+            f"The rows of a batch were to be loaded by several processes on a mesh of "
+            f"shape={tuple(mesh.shape)}. This process's devices hold the parts {runs} of {shards}, "
+            "which are not one run like those of the others. Make the mesh so that the devices of "
+            "a process lie side by side, or load with xd.ShardedSampler and xd.shard_batch."
+        )
+    return RowGroup(start // devices, shards // devices, devices)
+
+
+def _rows(mesh: DeviceMesh, tp_axis: str) -> list[Placement]:
+    names = mesh.mesh_dim_names or (None,) * mesh.ndim
+    return [Replicate() if name == tp_axis else Shard(0) for name in names]
+
+
 def put_batch(batch: Any, mesh: DeviceMesh, *, tp_axis: str = "tp") -> Any:
     """Put this process's part of a batch on a mesh: rows over all axes but the tensor parallel one.
 
@@ -139,8 +198,7 @@ def put_batch(batch: Any, mesh: DeviceMesh, *, tp_axis: str = "tp") -> Any:
         >>> put_batch({"x": torch.ones(8, 3), "n": 2}, mesh)["x"].mesh_layout.text()
         '[fsdp, -]'
     """
-    rows = [Replicate() if name == tp_axis else Shard(0) for name in mesh.mesh_dim_names or ()]
-    rows = rows or [Shard(0)] * mesh.ndim
+    rows = _rows(mesh, tp_axis)
 
     def put(leaf: Any) -> Any:
         if isinstance(leaf, DTensor) or not isinstance(leaf, torch.Tensor):
