@@ -181,3 +181,32 @@ def test_gradients_that_hang_nowhere_take_no_memory(mesh: xd.DeviceMesh) -> None
     compiled(batches[1])
     assert released == [True]
     assert model.weight.grad._local_tensor._storage is storage
+
+
+def test_updates_of_one_and_of_two_batches_in_turn(mesh: xd.DeviceMesh) -> None:
+    """A trainer's accumulation: what a program finds is there again after an update without it."""
+    plain, batches = made()
+    model = xd.distribute_module(copy.deepcopy(plain), mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+
+    def backward(which: Any, x: torch.Tensor) -> None:
+        which(x).square().mean().backward()
+
+    def update(which: Any, optimizer: Any, x: torch.Tensor) -> None:
+        backward(which, x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    programs = xd.compile(backward), xd.compile(update)
+    short = batches[0][:4]
+    for first, last in [(batches[0], batches[1]), (None, short), (short, batches[2])] * 3:
+        for run, which, optimizer in (
+            (programs, model, optimizers[0]),
+            ((backward, update), plain, optimizers[1]),
+        ):
+            if first is not None:
+                run[0](which, first)
+            run[1](which, optimizer, last)
+        assert_same(model, plain)
+    # `update` finds the gradients of the whole first batch, none, and those of the short one.
+    assert [program.stats()["traces"] for program in programs] == [2, 3]

@@ -397,8 +397,9 @@ class Program:
         change = self.watch.broken()
         if change is not None:
             return change
+        # Not for good: the program that made the gradients hangs them there again when it runs.
         why = self.gradients.broken()
-        return None if why is None else Change(why, for_good=True)
+        return None if why is None else Change(why)
 
     def prepare(self, arguments: Sequence[Storage]) -> Change | None:
         """Do the host's part of the next run; return why the program does not fit what it reads."""
