@@ -417,6 +417,28 @@ class DTensor(TorchDTensor):
         """Return the whole value as a NumPy array."""
         return self.cpu().numpy(force=force)
 
+    def jax(self) -> Any:
+        """Return the whole value as a global jax.Array, on the JAX runtime.
+
+        While a step is traced it is JAX's tracer of the value. Libraries tell by that whether
+        values can be read: Transformers takes its branches for ``jax.jit`` then.
+
+        Returns:
+            A jax.Array of the tensor's shape and dtype. It shares the tensor's memory, which a
+            compiled step may give back: use it before the next one.
+
+        Raises:
+            UnsupportedOpError: The runtime is not JAX.
+
+        Example:
+            >>> import torch, xla_dtensor as xd
+            >>> from torch.distributed.tensor import Shard
+            >>> mesh = xd.init_device_mesh("xla", (8,))
+            >>> xd.distribute_tensor(torch.arange(3), mesh, [Shard(0)]).jax()
+            Array([0, 1, 2], dtype=int64)
+        """
+        return get_runtime().jax_array(self.reduce_partial()._local_tensor)
+
     def __array_wrap__(self, array: Any, *_: Any) -> NoReturn:
         raise DistributeError(
             f"A NumPy array was combined with {self!r}. NumPy computes on the host, and its result "

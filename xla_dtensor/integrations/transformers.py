@@ -78,7 +78,7 @@ _REFUSED = {
     "use_liger_kernel": "its kernels are Triton's, for GPUs under PyTorch",
     "auto_find_batch_size": "memory is known before the first step, see `xla_dtensor preflight`",
 }
-_REFUSED_OPTIMIZERS = ("lomo", "adalomo", "galore", "apollo", "8bit", "paged", "4bit")
+_REFUSED_OPTIMIZERS = ("adafactor", "lomo", "galore", "apollo", "bit", "paged", "grokadamw")
 
 
 class XDTrainer(Trainer):
@@ -320,12 +320,32 @@ class XDTrainer(Trainer):
         model = self.model if model is None else model
         if isinstance(model, transformers.PreTrainedModel):
             checkpoint.load_hf(resume_from_checkpoint, model, progress=False)
+        elif hasattr(model, "peft_config"):
+            self._load_adapter(Path(resume_from_checkpoint), model)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _load_adapter(self, folder: Path, model: Any) -> None:
+        """Load peft's active adapter; peft's own function cuts tensors for one device's part."""
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        (name, *others) = model.active_adapters
+        if others:
+            raise ArgumentTypeError(
+                f"Adapters were to be loaded from {str(folder)!r} into a model with "
+                f"active_adapters={model.active_adapters}. Which of them the files are for is not "
+                "said there. Make one active with set_adapter()."
+            )
+        folder = folder / name if (folder / name).is_dir() else folder
+        weights = load_peft_weights(str(folder), device="cpu")
+        on_mesh = {key: self._replicated(tensor) for key, tensor in weights.items()}
+        set_peft_model_state_dict(model, on_mesh, adapter_name=name)
+
     def _load_best_model(self) -> None:
-        if isinstance(self.model, transformers.PreTrainedModel):
-            checkpoint.load_hf(self.state.best_model_checkpoint, self.model, progress=False)
+        if isinstance(self.model, transformers.PreTrainedModel) or hasattr(
+            self.model, "peft_config"
+        ):
+            self._load_from_checkpoint(str(self.state.best_model_checkpoint))
         else:
             super()._load_best_model()
 
@@ -390,8 +410,11 @@ def _check_arguments(args: transformers.TrainingArguments) -> None:
         name = asked[0]
         reason, instead = _REFUSED[name], f"Leave {name} out"
     elif any(kind in optimizer for kind in _REFUSED_OPTIMIZERS):
-        name, reason = "optim", "it keeps state that is no tensor of the mesh"
-        instead = 'Pass optim="adamw_torch" or another of torch.optim\'s'
+        name, reason = "optim", "this optimizer keeps state that does not lie on the mesh"
+        instead = (
+            'Pass optim="adamw_torch", or one of torch.optim as optimizer_cls_and_kwargs=, for '
+            'example (torch.optim.Adafactor, {"lr": 1e-3})'
+        )
     else:
         return
     raise ArgumentTypeError(

@@ -456,6 +456,10 @@ class Runtime(ABC):
     def to_host(self, payload: torch.Tensor) -> torch.Tensor:
         """Return the whole value as a CPU tensor. All processes have to call this alike."""
 
+    def jax_array(self, payload: torch.Tensor) -> Any:
+        """Return the whole value as a global jax.Array; while a step is traced, its tracer."""
+        raise _missing(self, "arrays of JAX")
+
     # ------------------------------------------------------------------ annotations in place
 
     def annotate(self, payload: torch.Tensor, layout: Layout) -> None:

@@ -302,6 +302,11 @@ class JaxRuntime(Runtime):
         assert isinstance(payload, JaxTensor)
         return payload.host()
 
+    def jax_array(self, payload: torch.Tensor) -> jax.Array:
+        assert isinstance(payload, JaxTensor)
+        with x64():
+            return payload.value()
+
     def barrier(self, payloads: Sequence[torch.Tensor]) -> None:
         tensors = [payload for payload in payloads if isinstance(payload, JaxTensor)]
         with x64():
