@@ -50,7 +50,8 @@ class Loop:
             for batch in self.loader:
                 with self.accelerator.accumulate(self.model):
                     losses.append(float(self.accelerator.gather(self.step(batch)).mean()))
-                    self.scheduler.step()
+                    if self.accelerator.sync_gradients:
+                        self.scheduler.step()
         return losses
 
 
