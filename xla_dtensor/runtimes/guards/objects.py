@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import ctypes
 import functools
+import os
 import sys
 import threading
 import types
@@ -50,6 +51,7 @@ _OPEN = frozenset(
 # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE, Py_TPFLAGS_MANAGED_DICT
 _HEAP, _IMMUTABLE, _MANAGED = 1 << 9, 1 << 8, 1 << 4
 _POINTER_BYTES = 8
+_TORCH_FOLDER = f"{os.path.dirname(torch.__file__)}{os.sep}"
 # Classes of C what whose objects hold is known by owners of other kinds.
 _HELD_BY_OWNERS = (
     *(dict, list, tuple, set, deque, functools.partial, threading.local),
@@ -199,6 +201,7 @@ class ClassNames(Owner):
 
     def entries(self) -> Iterable[tuple[Any, Any]]:
         values = {**vars(self.holder), **self._replaced}
+        values |= {key: self.look_up(key) for key in vars(self.holder) if self._is_marked(key)}
         return [(key, value) for key, value in values.items() if value is not ABSENT]
 
     def keys_now(self) -> Iterable[Any]:
@@ -218,10 +221,39 @@ class ClassNames(Owner):
             type.__delattr__(self.holder, key)
 
     def look_up(self, key: Any) -> Any:
-        return vars(self.holder).get(key, ABSENT)
+        value = vars(self.holder).get(key, ABSENT)
+        if not self._is_marked(key):
+            return value
+        function, bases = _unmarked(value), self.holder.__mro__[1:]
+        inherited = next((vars(each)[key] for each in bases if key in vars(each)), None)
+        return ABSENT if function is _unmarked(inherited) else function
 
     def table(self, key: Any) -> Mapping[Any, Any] | None:
-        return self._table
+        return None if self._is_marked(key) else self._table
+
+    def _is_marked(self, key: Any) -> bool:
+        """Tell whether a function of torch's has torch.compile's mark."""
+        value = vars(self.holder).get(key)
+        return _unmarked(value) is not value
+
+
+def _unmarked(value: Any) -> Any:
+    """Return a function of torch's past the wrapper by which torch.compile keeps off it.
+
+    torch puts it around functions of its optimizers when torch.compile is used first, in a class
+    that inherits one as well. It does what the function does. What a user wraps stays another one.
+    """
+    while type(value) is types.FunctionType and value.__dict__.get("_torchdynamo_disable"):
+        inner = value.__dict__.get("_torchdynamo_orig_callable")
+        functions = [each for each in (value, inner) if type(each) is types.FunctionType]
+        if len(functions) < 2 or not all(map(_is_of_torch, functions)):
+            break
+        value = inner
+    return value
+
+
+def _is_of_torch(function: types.FunctionType) -> bool:
+    return function.__code__.co_filename.startswith(_TORCH_FOLDER)
 
 
 def dict_of(value: Any) -> dict[str, Any] | None:
