@@ -285,7 +285,10 @@ def _later_cuts(placements: Sequence[Any], axis: int) -> list[int]:
 
 # ---------------------------------------------------------------------------------- Whole op labels
 #
-# Labels for the ops that xla_dtensor keeps whole and that PyTorch's propagator never sees.
+# Labels for the ops that xla_dtensor keeps whole and that PyTorch's propagator never sees, and for
+# convolutions and batch norm: PyTorch's rules gather a batch that is cut, or cut the channels, as
+# its kernels on each device need that. A global view does not, and a program that was told to lie
+# so moved twice the bytes of one by hand.
 #
 # Each rule looks at one mesh axis at a time, which is enough because the axes act independently: it
 # maps the placements that the arguments have on the axis to the output's. What no rule names is
@@ -366,6 +369,68 @@ def _attention(q: Any, k: Any, v: Any, q_shape: Shape, *_: Shape) -> Placement:
     return Replicate()
 
 
+def _convolution(x: Any, weight: Any, x_shape: Shape, weight_shape: Shape) -> Placement:
+    """Channels are the sums of a product; the dims of an image are whole on each device."""
+    if _dim(x) == _dim(weight) == 1:
+        return Partial()
+    return _product(
+        _Factor(0 if _dim(x) == 0 else None, x_shape),
+        _Factor(1 if _dim(weight) == 0 else None, weight_shape),
+    )
+
+
+def _image_grad(grad: Any, weight: Any, grad_shape: Shape, weight_shape: Shape) -> Placement:
+    if _dim(grad) == 1 and _dim(weight) == 0:
+        return Partial()
+    return _product(
+        _Factor(0 if _dim(grad) == 0 else None, grad_shape),
+        _Factor(1 if _dim(weight) == 1 else None, weight_shape),
+    )
+
+
+def _kernel_grad(grad: Any, x: Any, grad_shape: Shape, x_shape: Shape) -> Placement:
+    if _dim(grad) == _dim(x) == 0:
+        return Partial()
+    return _product(
+        _Factor(0 if _dim(grad) == 1 else None, grad_shape),
+        _Factor(1 if _dim(x) == 1 else None, x_shape),
+    )
+
+
+def _convolutions(num_axes: int, args: Any) -> Any:
+    transposed, groups = args[6], args[8]
+    return None if transposed or groups > 1 else _per_axis(_convolution, 2)(num_axes, args)
+
+
+def _convolution_grads(num_axes: int, args: Any) -> Any:
+    (grad, x, weight), transposed, groups = args[:3], args[7], args[9]
+    if transposed or groups > 1:
+        return None
+    of_bias = [Shard(0) if _dim(p) == 1 else Partial() if _dim(p) == 0 else p for p in grad[0]]
+    return [
+        _per_axis(_image_grad, 2)(num_axes, (grad, weight)),
+        _per_axis(_kernel_grad, 2)(num_axes, (grad, x)),
+        tuple(of_bias),
+    ]
+
+
+def _batch_norm(num_axes: int, args: Any) -> list[Any]:
+    """The result lies as the images, what is one number for each channel as their channels."""
+    placements = args[0][0]
+    images = tuple([Replicate() if _dim(p) is None else p for p in placements])
+    numbers = tuple([Shard(0) if _dim(p) == 1 else Replicate() for p in placements])
+    return [images, numbers, numbers]
+
+
+def _batch_norm_and_averages(num_axes: int, args: Any) -> list[Any]:
+    images, *numbers = _batch_norm(num_axes, args)
+    return [images, *numbers, *numbers]
+
+
+def _batch_norm_grads(num_axes: int, args: Any) -> list[Any]:
+    return _batch_norm(num_axes, args[1:])
+
+
 def _per_axis(rule: Callable[..., Placement], tensors: int) -> Callable[[int, Any], Any]:
     def placements(num_axes: int, args: Any) -> tuple[Placement, ...]:
         operands = args[:tensors]
@@ -414,6 +479,12 @@ WHOLE_OP_LABELS: dict[Any, Callable[[int, Any], Any]] = {
     linear_loss: _linear_loss,
     linear_loss_backward: _linear_loss_grads,
     aten._grouped_mm.default: _replicated,
+    aten.convolution.default: _convolutions,
+    aten.convolution_backward.default: _convolution_grads,
+    aten.native_batch_norm.default: _batch_norm,
+    aten._native_batch_norm_legit_functional.default: _batch_norm_and_averages,
+    aten._native_batch_norm_legit.no_stats: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_grads,
 }
 
 
@@ -542,8 +613,10 @@ def _ask(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     is_copied = not [d for d in described if d[0] != replicated]
     if is_copied or [d for d in described if 0 in d[1]]:
         return replicated
-    if func in WHOLE_OP_LABELS:
-        return WHOLE_OP_LABELS[func](mesh.ndim, args)
+    rule = WHOLE_OP_LABELS.get(func)
+    answer = None if rule is None else rule(mesh.ndim, args)
+    if answer is not None:
+        return answer
     if torch.Tag.pointwise in func.tags or func in _LIKE_FIRST:
         shared = _shared_cuts(func, described, mesh)
         if shared is not None:
