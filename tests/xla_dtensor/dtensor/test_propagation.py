@@ -213,3 +213,13 @@ def test_torch_is_not_asked_about_what_is_cut_alike(
     assert propagate(aten.zeros_like.default, (x,), {}, mesh) == (Shard(0), Shard(1))
     for label, shape in [((Shard(0), R), (3, 8)), ((Shard(0), P), (8, 8))]:  # uneven; a part
         assert propagation._shared_cuts(aten.neg.default, [described(label, shape)], mesh) is None
+
+
+@pytest.mark.parametrize(("transposed", "groups"), [(False, 2), (False, 8), (True, 1)])
+def test_other_convolutions_are_torchs_to_label(transposed: bool, groups: int) -> None:
+    image, kernel = ((Shard(0), R), (16, 8, 4, 4)), ((R, R), (8, 8, 3, 3))
+    settings = ([1, 1], [1, 1], [1, 1], transposed, [0, 0], groups)
+    forward, backward = aten.convolution.default, aten.convolution_backward.default
+    assert propagation.WHOLE_OP_LABELS[forward](2, (image, kernel, None, *settings)) is None
+    given = (image, image, kernel, None, *settings, [True] * 3)
+    assert propagation.WHOLE_OP_LABELS[backward](2, given) is None

@@ -114,16 +114,6 @@ def test_convolutions_keep_the_cuts_of_batch_and_channels(
     assert found[2].full_tensor().cpu().tolist() == [16 * 4 * 4] * 8
 
 
-@pytest.mark.parametrize("groups", [2, 8])
-def test_convolutions_in_groups_have_torchs_labels(mesh: xd.DeviceMesh, groups: int) -> None:
-    x = xd.distribute_tensor(torch.ones(IMAGES), mesh, [S0, R])
-    weight = xd.distribute_tensor(torch.ones(8, 8 // groups, 3, 3), mesh, [R, R])
-    y: Any = F.conv2d(x, weight, padding=1, groups=groups)
-    assert list(y.placements) == [S0, R]
-    turned: Any = F.conv_transpose2d(x, weight, groups=groups)
-    assert list(turned.placements) == [S0, R]
-
-
 @pytest.mark.parametrize(
     ("images", "result", "numbers"),
     [
