@@ -13,6 +13,7 @@ import array
 import bisect
 import collections
 import contextvars
+import decimal
 import functools
 import itertools
 import operator
@@ -128,6 +129,57 @@ def weights_of_losses_by_the_keys_of_parts(put: Put) -> Made:
         return sum(WEIGHTS[key] * part for key, part in parts.items())  # pyright: ignore
 
     return step, lambda number: WEIGHTS.update(box=1.0 + number)
+
+
+class Meters(float):
+    """A number of a class of its own: no attribute shows it."""
+
+
+class Ratio(decimal.Decimal):
+    """Another one, whose value is in a class of C that is made on the heap."""
+
+
+class Code(str):
+    """A text of a class of its own."""
+
+    __slots__ = ()
+
+
+@read
+def a_number_of_a_class_of_the_users(put: Put) -> Made:
+    config = SimpleNamespace(width=Meters(1.0))
+    return lambda x: x * config.width, lambda number: setattr(config, "width", Meters(1 + number))
+
+
+@read
+def a_decimal_of_a_class_of_the_users_in_a_list(put: Put) -> Made:
+    ratios = [Ratio(1)]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * float(ratios[0])
+
+    return step, lambda number: ratios.__setitem__(0, Ratio(1 + number))
+
+
+class Phase(complex):
+    """A number whose parts look like slots."""
+
+
+@read
+def the_real_part_of_a_number_of_a_class_of_the_users(put: Put) -> Made:
+    phases = {"a": Phase(1.0)}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * phases["a"].real
+
+    return step, lambda number: phases.update(a=Phase(1.0 + number))
+
+
+@read
+def a_text_of_a_class_of_the_users(put: Put) -> Made:
+    layer = linear(put)
+    layer.kind = Code("1")
+    return lambda x: layer(x) * len(layer.kind), lambda n: setattr(layer, "kind", Code("1" * n))
 
 
 class Gains(nn.Module):
@@ -636,6 +688,12 @@ def a_counter_on_an_object_read_by_attrgetter(put: Put) -> Made:
     config = Config()
     gain = operator.attrgetter("gain")
     return lambda x: x * gain(config), lambda number: setattr(config, "calls", number)
+
+
+@unread
+def a_number_of_a_class_of_the_users_that_is_made_anew(put: Put) -> Made:
+    config = SimpleNamespace(width=Meters(2.0))
+    return lambda x: x * config.width, lambda number: setattr(config, "width", Meters(2.0))
 
 
 FIXED = {**READ, **UNREAD}

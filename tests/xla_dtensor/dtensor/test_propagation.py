@@ -159,3 +159,67 @@ def test_many_numbers_are_stacked_as_torch_says_of_all_at_once(
     numbers = [propagation._Described((each, (), (), torch.float32)) for each in placements]
     wanted = propagation._from_propagator(aten.stack.default, (numbers,), {}, mesh)
     assert propagation._ask(aten.stack.default, (numbers,), {}, mesh) == wanted
+
+
+# Element by element, and made like the first argument; what a cut one may stand beside.
+UNARY = (aten.neg.default, aten.sqrt.default, aten.silu.default, aten.zeros_like.default)
+BINARY = (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.gt.Tensor, aten.pow.Tensor_Tensor)
+TERNARY = (aten.addcmul.default, aten.lerp.Tensor, aten.addcdiv.default)
+SHAPE = (8, 3, 16)
+PLACEMENT = st.sampled_from([R, P, Shard(0), Shard(1), Shard(2)])
+BESIDE = st.one_of(
+    st.just(None),  # as the first
+    st.tuples(st.tuples(PLACEMENT, PLACEMENT), st.just(SHAPE)),
+    st.tuples(st.just((R, R)), st.sampled_from([SHAPE, (3, 16), (16,), (), (8, 1, 16)])),
+)
+
+
+def described(label: Any, shape: tuple[int, ...]) -> Any:
+    strides = torch.empty(shape, device="meta").stride()
+    return propagation._Described((label, torch.Size(shape), strides, torch.float32))
+
+
+@given(
+    st.sampled_from([*UNARY, *BINARY, *TERNARY]),
+    st.tuples(PLACEMENT, PLACEMENT),
+    st.lists(BESIDE, min_size=2, max_size=2),
+)
+def test_what_is_cut_alike_stays_so_as_torch_says(
+    mesh: xd.DeviceMesh, func: Any, label: Any, beside: list[Any]
+) -> None:
+    count = 0 if func in UNARY else 1 if func in BINARY else 2
+    first = (label, SHAPE)
+    args = tuple(described(*(each or first)) for each in [first, *beside[:count]])
+    if all(arg[0] == (R, R) for arg in args):
+        return
+    answer = propagation._ask(func, args, {}, mesh)
+    try:
+        wanted = propagation._from_propagator(func, args, {}, mesh)
+    except Exception:  # Each axis is asked about alone.
+        return
+    assert answer == wanted
+
+
+def test_torch_is_not_asked_about_what_is_cut_alike(
+    mesh: xd.DeviceMesh, empty_cache: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("torch was asked")
+
+    x, y, row = make(mesh, (8, 8), Shard(0), Shard(1)), make(mesh, (8, 8), Shard(0), R), [R, R]
+    monkeypatch.setattr(propagation, "_from_propagator", refuse)
+    assert propagate(aten.mul.Tensor, (x, x), {}, mesh) == (Shard(0), Shard(1))
+    assert propagate(aten.add.Tensor, (y, make(mesh, (8,), *row)), {}, mesh) == (Shard(0), R)
+    assert propagate(aten.zeros_like.default, (x,), {}, mesh) == (Shard(0), Shard(1))
+    for label, shape in [((Shard(0), R), (3, 8)), ((Shard(0), P), (8, 8))]:  # uneven; a part
+        assert propagation._shared_cuts(aten.neg.default, [described(label, shape)], mesh) is None
+
+
+@pytest.mark.parametrize(("transposed", "groups"), [(False, 2), (False, 8), (True, 1)])
+def test_other_convolutions_are_torchs_to_label(transposed: bool, groups: int) -> None:
+    image, kernel = ((Shard(0), R), (16, 8, 4, 4)), ((R, R), (8, 8, 3, 3))
+    settings = ([1, 1], [1, 1], [1, 1], transposed, [0, 0], groups)
+    forward, backward = aten.convolution.default, aten.convolution_backward.default
+    assert propagation.WHOLE_OP_LABELS[forward](2, (image, kernel, None, *settings)) is None
+    given = (image, image, kernel, None, *settings, [True] * 3)
+    assert propagation.WHOLE_OP_LABELS[backward](2, given) is None

@@ -10,13 +10,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 import xla_dtensor as xd
 from xla_dtensor.core import Layout
 from xla_dtensor.runtimes import Runtime
 
-R = Replicate()
+R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
+IMAGES, KERNELS = (16, 8, 4, 4), (8, 8, 3, 3)
+# Images, kernels, then the result, and the gradients by images, kernels and a bias.
+CONVOLUTIONS = [
+    ([S0, R], [R, R], [S0, R], [S0, R], [P, R], [P, R]),
+    ([S0, R], [S1, S0], [S0, S1], [S0, P], [P, S0], [P, S0]),
+    ([S0, S1], [S0, S1], [S0, P], [S0, S1], [P, S1], [P, R]),
+    ([R, S1], [R, S1], [R, P], [R, S1], [R, S1], [R, R]),
+    ([S2, R], [R, S0], [R, S1], [R, P], [R, S0], [R, S0]),  # the dims of an image are whole
+]
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "matmul": torch.matmul,
     "linear": F.linear,
@@ -87,3 +96,39 @@ def test_a_sum_that_both_factors_are_cut_along_is_partial(line: xd.DeviceMesh) -
     assert label("linear", Shard(2), Shard(1), (8, 16, 8), (16, 8)).is_partial()
     assert label("weight_grad", Shard(0), Shard(0), (8, 16, 8), (8, 16, 16)).is_partial()
     assert label("weight_grad", Shard(1), Shard(0), (8, 16, 8), (8, 16, 16)) == R
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
+def test_convolutions_keep_the_cuts_of_batch_and_channels(
+    mesh: xd.DeviceMesh, case: tuple[list[Any], ...]
+) -> None:
+    images, kernels, of_result, *of_gradients = case
+    x = xd.distribute_tensor(torch.ones(IMAGES), mesh, images)
+    weight = xd.distribute_tensor(torch.ones(KERNELS), mesh, kernels)
+    y: Any = F.conv2d(x, weight, padding=1)
+    assert list(y.placements) == of_result
+    grad = xd.distribute_tensor(torch.ones(IMAGES), mesh, [R if p == P else p for p in of_result])
+    options = ([8], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True] * 3)
+    found = torch.ops.aten.convolution_backward(grad, x, weight, *options)
+    assert [list(each.placements) for each in found] == of_gradients
+    assert found[2].full_tensor().cpu().tolist() == [16 * 4 * 4] * 8
+
+
+@pytest.mark.parametrize(
+    ("images", "result", "numbers"),
+    [
+        ([S0, R], [S0, R], [R, R]),
+        ([S0, S1], [S0, S1], [R, S0]),
+        ([S2, R], [S2, R], [R, R]),
+    ],
+)
+def test_batch_norm_keeps_the_cuts_of_its_images(
+    mesh: xd.DeviceMesh, images: list[Any], result: list[Any], numbers: list[Any]
+) -> None:
+    x = xd.distribute_tensor(torch.rand(IMAGES), mesh, images)
+    one, zero = (xd.distribute_tensor(v, mesh, [R, R]) for v in (torch.ones(8), torch.zeros(8)))
+    y, mean, scale = torch.ops.aten.native_batch_norm(x, one, zero, zero, one, True, 0.1, 1e-5)
+    assert [list(each.placements) for each in (y, mean, scale)] == [result, numbers, numbers]
+    statistics = (zero, one, mean, scale, True, 1e-5, [True] * 3)
+    found = torch.ops.aten.native_batch_norm_backward(y, x, one, *statistics)
+    assert [list(each.placements) for each in found] == [result, numbers, numbers]

@@ -128,6 +128,8 @@ class Guards:
         change = self._parted(holds)
         if change is None:
             self._move()
+            if not holds:  # What stands there now for the same is what the next look compares.
+                self._pass = None
         return change
 
     def _parted(self, holds: bool) -> Change | None:

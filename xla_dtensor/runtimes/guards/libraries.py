@@ -15,12 +15,13 @@ from xla_dtensor.versions import PACKAGE_FOLDER
 
 __all__ = ["is_library_file", "is_of_library"]
 
-_LIBRARIES = ("torch", "torch_xla", "jax", "jaxlib", "numpy", "functorch", "xla_dtensor")
+_OURS = ("xla_dtensor", "mesh_utils", "tpu_configs")
+_LIBRARIES = ("torch", "torch_xla", "jax", "jaxlib", "numpy", "functorch", *_OURS)
 PACKAGE_FOLDER_MODELS = f"{PACKAGE_FOLDER / 'models'}{os.sep}"
 
 
 def is_library_file(name: str | None) -> bool:
-    """Tell whether a file is one of Python's, torch's, JAX's, NumPy's or this package's.
+    """Tell whether a file is one of Python's, torch's, JAX's, NumPy's or this project's.
 
     Args:
         name: Its path; None for a module without one, which is built in.
@@ -48,6 +49,7 @@ def _folders() -> tuple[str, ...]:
     found = {PACKAGE_FOLDER, *(Path(str(package.__file__)).parent for package in (torch, np))}
     packages = {folder.parent for folder in found} - {PACKAGE_FOLDER.parent}
     found |= {parent / name for parent in packages for name in _LIBRARIES}
+    found |= {PACKAGE_FOLDER.parent / name for name in _OURS}
     files = [str(parent / "typing_extensions.py") for parent in packages]
     return (*(f"{folder}{os.sep}" for folder in found), *files)
 

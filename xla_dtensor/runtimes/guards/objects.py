@@ -5,14 +5,20 @@ See ``owners``. Attributes are read and written past the classes' own code, but 
 
 from __future__ import annotations
 
+import array
+import ctypes
 import functools
+import os
 import sys
+import threading
 import types
+from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import compress
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 
 from xla_dtensor.runtimes.guards.owners import Constant, Effect, Owner, in_order
@@ -27,6 +33,7 @@ __all__ = [
     "Object",
     "attribute_of",
     "dict_of",
+    "has_value_in_c",
     "is_watched",
     "slots_of",
 ]
@@ -41,7 +48,15 @@ _OPEN = frozenset(
     | {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}
     | {"Enum", "IntEnum", "StrEnum", "Flag", "IntFlag"}
 )
-_HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE
+# Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE, Py_TPFLAGS_MANAGED_DICT
+_HEAP, _IMMUTABLE, _MANAGED = 1 << 9, 1 << 8, 1 << 4
+_POINTER_BYTES = 8
+_TORCH_FOLDER = f"{os.path.dirname(torch.__file__)}{os.sep}"
+# Classes of C what whose objects hold is known by owners of other kinds.
+_HELD_BY_OWNERS = (
+    *(dict, list, tuple, set, deque, functools.partial, threading.local),
+    *(np.ndarray, array.array, bytearray, memoryview, ctypes.c_int.__mro__[2]),
+)
 
 
 class Fields(Constant):
@@ -186,6 +201,7 @@ class ClassNames(Owner):
 
     def entries(self) -> Iterable[tuple[Any, Any]]:
         values = {**vars(self.holder), **self._replaced}
+        values |= {key: self.look_up(key) for key in vars(self.holder) if self._is_marked(key)}
         return [(key, value) for key, value in values.items() if value is not ABSENT]
 
     def keys_now(self) -> Iterable[Any]:
@@ -205,10 +221,39 @@ class ClassNames(Owner):
             type.__delattr__(self.holder, key)
 
     def look_up(self, key: Any) -> Any:
-        return vars(self.holder).get(key, ABSENT)
+        value = vars(self.holder).get(key, ABSENT)
+        if not self._is_marked(key):
+            return value
+        function, bases = _unmarked(value), self.holder.__mro__[1:]
+        inherited = next((vars(each)[key] for each in bases if key in vars(each)), None)
+        return ABSENT if function is _unmarked(inherited) else function
 
     def table(self, key: Any) -> Mapping[Any, Any] | None:
-        return self._table
+        return None if self._is_marked(key) else self._table
+
+    def _is_marked(self, key: Any) -> bool:
+        """Tell whether a function of torch's has torch.compile's mark."""
+        value = vars(self.holder).get(key)
+        return _unmarked(value) is not value
+
+
+def _unmarked(value: Any) -> Any:
+    """Return a function of torch's past the wrapper by which torch.compile keeps off it.
+
+    torch puts it around functions of its optimizers when torch.compile is used first, in a class
+    that inherits one as well. It does what the function does. What a user wraps stays another one.
+    """
+    while type(value) is types.FunctionType and value.__dict__.get("_torchdynamo_disable"):
+        inner = value.__dict__.get("_torchdynamo_orig_callable")
+        functions = [each for each in (value, inner) if type(each) is types.FunctionType]
+        if len(functions) < 2 or not all(map(_is_of_torch, functions)):
+            break
+        value = inner
+    return value
+
+
+def _is_of_torch(function: types.FunctionType) -> bool:
+    return function.__code__.co_filename.startswith(_TORCH_FOLDER)
 
 
 def dict_of(value: Any) -> dict[str, Any] | None:
@@ -227,10 +272,40 @@ def attribute_of(value: Any, name: str) -> Any:
 
 @functools.lru_cache(maxsize=10_000)
 def slots_of(kind: type) -> frozenset[str]:
-    """Return the names of a class's slots."""
-    names = [item for each in kind.__mro__ for item in vars(each).items()]
+    """Return the names of a class's slots; a class of C has none, as its values are made anew."""
+    classes = (each for each in kind.__mro__ if _is_of_python(each))
+    names = [item for each in classes for item in vars(each).items()]
     is_slot = (isinstance(value, types.MemberDescriptorType) for _, value in names)
     return frozenset(name for name, _ in compress(names, is_slot)) - {"__dict__"}
+
+
+@functools.lru_cache(maxsize=10_000)
+def has_value_in_c(kind: type) -> bool:
+    """Tell whether a class's objects have a value that no attribute, slot or element shows.
+
+    Args:
+        kind: The class.
+
+    Example:
+        >>> class Meters(float): ...
+        >>> class Point: ...
+        >>> has_value_in_c(Meters), has_value_in_c(Point), has_value_in_c(torch.nn.Linear)
+        (True, False, False)
+    """
+    if issubclass(kind, _HELD_BY_OWNERS):
+        return False
+    return not all(_is_of_python(each) for each in kind.__mro__ if each is not object)
+
+
+def _is_of_python(kind: type) -> bool:
+    """Tell whether a class adds nothing but slots, a dict and weak references to its base."""
+    base, flags = kind.__base__, kind.__flags__
+    if base is None or not flags & _HEAP or flags & _IMMUTABLE:
+        return False
+    num_pointers = sum(isinstance(v, types.MemberDescriptorType) for v in vars(kind).values())
+    num_pointers += 0 < kind.__weakrefoffset__ != base.__weakrefoffset__
+    num_pointers += kind.__dictoffset__ != base.__dictoffset__ and not flags & _MANAGED
+    return kind.__basicsize__ == base.__basicsize__ + num_pointers * _POINTER_BYTES
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -103,6 +103,7 @@ class Recording(Watches):
         self._aside = old_objects_aside()
         self._new: set[int] = set()
         self._inner: set[types.CodeType] = set()
+        self._pauses: list[bool] = []  # whether it was busy before each of them
         self._monitoring: Any = getattr(sys, "monitoring", None)
 
     def begin(self) -> None:
@@ -130,6 +131,17 @@ class Recording(Watches):
             self._new = self._recent()
             self._aside.__exit__(None, None, None)
             self._unwatch()
+
+    def pause(self) -> None:
+        """Note nothing of what follows in this thread: it is not the step's."""
+        if threading.get_ident() == self._thread:
+            self._pauses.append(self._is_busy)
+            self._is_busy = True
+
+    def go_on(self) -> None:
+        """Note again what the step does; once for each pause."""
+        if threading.get_ident() == self._thread:
+            self._is_busy = self._pauses.pop()
 
     def effects(self, is_input: Callable[[Any], bool] = lambda array: False) -> list[Effect]:
         """Return what the step has changed; after the block.

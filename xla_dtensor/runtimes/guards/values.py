@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
     "ABSENT",
@@ -108,6 +110,7 @@ _PLAIN = frozenset(
         torch.layout,
         torch.memory_format,
         torch.Size,
+        *(Replicate, Shard, _StridedShard, Partial),
     }
 )
 _NUMBERS = (enum.Enum, np.generic)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import operator
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from xla_dtensor.runtimes.guards.judge import Judge
 from xla_dtensor.runtimes.guards.values import ABSENT, Moving, TensorLike, described, is_plain
@@ -26,7 +29,24 @@ class Plain:
     """Of the user's code, whose reads are noted."""
 
 
+class Meters(float):
+    """Has a value that no attribute shows."""
+
+
+class Loose(str):
+    """Says that all texts are equal."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = str.__hash__
+
+
 PLAIN = [0, 1, True, 0.0, -0.0, 1.0, "a", b"a", None, Color.RED, torch.float32, (1, "a"), 1j]
+PLAIN += [Replicate(), Shard(0), Shard(1), Partial("sum"), Partial("avg")]
+PLAIN += [_StridedShard(0, split_factor=2)]
 
 
 def test_only_a_plain_value_itself_is_accepted() -> None:
@@ -59,6 +79,15 @@ def test_what_nothing_was_read_of_is_accepted_by_its_type() -> None:
     a = SimpleNamespace(x=1)
     assert judge.accepts(a, SimpleNamespace(x=1))
     assert not judge.accepts(a, SimpleNamespace(x=2))  # or it says what is equal to it
+
+
+@pytest.mark.parametrize("pair", [(Meters(0.0), Meters(-0.0)), (Loose("a"), Loose("b"))])
+def test_a_value_of_a_class_of_c_is_compared_beside_the_attributes(pair: tuple[Any, Any]) -> None:
+    found, other = pair
+    judge = Judge(holds_the_same=lambda found, now: True)
+    assert judge.accepts(found, copy.copy(found))
+    assert judge.accepts(found, type(found)(found))
+    assert not judge.accepts(found, other)
 
 
 def test_what_was_read_is_accepted_by_what_it_holds() -> None:

@@ -382,3 +382,41 @@ def test_programs_that_no_call_fits_are_let_go(tmp_path: Path, mesh: DeviceMesh)
     other.load(tmp_path / "programs")
     assert other(x).full_tensor().cpu()[0].item() == 11
     assert other.stats()["loaded"] == 1
+
+
+class Trainer:
+    """Counts what JAX tells of, and what it has done itself."""
+
+    def __init__(self) -> None:
+        self.events, self.num_events, self.steps = list[str](), 0, list[int]()
+
+    def listen(self, event: str, duration_secs: float, **_: Any) -> None:
+        self.events.append(event)
+        self.num_events += 1
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        import jax
+
+        self.steps.append(1)
+        jax.monitoring.record_event_duration_secs("/as/if/compiled", 1.0)
+        return x * 2
+
+
+def test_who_counts_what_jax_compiles_is_no_part_of_the_step(mesh: DeviceMesh) -> None:
+    import jax
+
+    trainer = Trainer()
+    x = distribute_tensor(torch.ones(16, 8), mesh, ("dp", None))
+    step = xla_compile(trainer.step)
+    jax.monitoring.register_event_duration_secs_listener(trainer.listen)
+    try:
+        step(x)
+        assert "/as/if/compiled" in trainer.events
+        counted = len(trainer.events)
+        step(x)
+        trainer.listen("another", 0.0)
+        step(x)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(trainer.listen)
+    assert len(trainer.events) == trainer.num_events == counted + 1
+    assert (trainer.steps, step.stats()["traces"]) == ([1, 1, 1], 1)

@@ -75,3 +75,22 @@ def test_shape_dtype_and_range(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
         assert (ours.dtype, ours.shape, ours.stride()) == (plain.dtype, plain.shape, plain.stride())
         assert ours.cpu().min() >= low
         assert ours.cpu().max() <= high
+
+
+def test_a_first_state_is_filled_by_the_host_that_has_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from xla_dtensor.runtimes.jax.lower import index
+
+    def compiled(*_: Any) -> None:
+        raise AssertionError("a program was compiled")
+
+    weight = torch.zeros(3, 2, dtype=torch.bfloat16)
+    monkeypatch.setattr(index.jnp, "full", compiled)
+    with index.filling_on_host():
+        filled = index._filled(0.5, weight)
+    assert filled.dtype == "bfloat16"
+    assert filled.tolist() == [[0.5, 0.5]] * 3
+    monkeypatch.setattr(index.jax_devices, "has_host_memory", lambda: False)
+    with index.filling_on_host(), pytest.raises(AssertionError, match="compiled"):
+        index._filled(0.5, weight)

@@ -261,6 +261,26 @@ def test_leave_out_frames_of(tmp_path: Path) -> None:
     assert source_info_util.is_user_filename(str(tmp_path / "a.py"))
 
 
+# ------------------------------------------------------------------ listeners
+
+
+def test_around_listeners() -> None:
+    """Nothing: that JAX calls users' code of itself, at any time, is no interface's matter."""
+    heard: list[str] = []
+
+    def listen(event: str, **_: Any) -> None:
+        heard.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        with jax_private.around_listeners(lambda: heard.append("("), lambda: heard.append(")")):
+            jax.monitoring.record_event("/a")
+        jax.monitoring.record_event("/b")
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+    assert heard == ["(", "/a", ")", "/b"]
+
+
 # ------------------------------------------------------------------ processes
 
 

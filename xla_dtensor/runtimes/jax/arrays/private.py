@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import distributed, source_info_util, xla_bridge
+from jax._src import distributed, monitoring, source_info_util, xla_bridge
 from jax._src.clusters import ClusterEnv
 from jax._src.interpreters import partial_eval
 from jax.extend.core import (
@@ -36,6 +36,7 @@ __all__ = [
     "Cluster",
     "Job",
     "PartialEvaluation",
+    "around_listeners",
     "constants_of",
     "context_on_mesh",
     "device_ids",
@@ -231,6 +232,38 @@ def leave_out_frames_of(*folders: Path, but: Path | None = None) -> None:
         prefix = f"{folder}{os.sep}"
         if prefix not in source_info_util._exclude_paths:
             source_info_util.register_exclusion(prefix)
+
+
+# ------------------------------------------------------------------ listeners
+
+_LISTENERS = ("", "_duration_secs", "_time_span")
+
+
+@contextlib.contextmanager
+def around_listeners(begins: Callable[[], None], ends: Callable[[], None]) -> Iterator[None]:
+    """Say when functions begin and end that users have JAX call of its events (jax.monitoring).
+
+    Args:
+        begins: Called before those of one event are called.
+        ends: Called behind them.
+    """
+
+    def first(*event: Any, **facts: Any) -> None:
+        begins()
+
+    def last(*event: Any, **facts: Any) -> None:
+        ends()
+
+    lists = [getattr(monitoring, f"_event{kind}_listeners", []) for kind in _LISTENERS]
+    lists = [each for each in (*lists, getattr(monitoring, "_scalar_listeners", [])) if each]
+    for each in lists:
+        each.insert(0, first)
+        each.append(last)
+    try:
+        yield
+    finally:
+        for each in lists:
+            each[:] = [listener for listener in each if listener not in (first, last)]
 
 
 # ------------------------------------------------------------------ processes

@@ -239,6 +239,11 @@ def memory_statistics() -> Mapping[int, Mapping[str, int]]:
     return {device: dict(numbers) for device, numbers in statistics.items() if numbers}
 
 
+def has_host_memory() -> bool:
+    """Tell whether the devices' memory is this machine's own."""
+    return not _absent and jax.default_backend() == "cpu"
+
+
 def platform() -> str:
     """Return what the devices are: "cpu", "gpu" or "tpu"."""
     return _absent[0].platform if _absent else jax.default_backend()

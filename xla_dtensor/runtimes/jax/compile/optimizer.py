@@ -35,6 +35,7 @@ from xla_dtensor.runtimes.jax.arrays import trace as jax_trace
 from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
 from xla_dtensor.runtimes.jax.eager.scalar import sym_number
 from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.jax.lower.index import filling_on_host
 
 __all__ = ["RATE", "OptimizerInputs", "lent", "lent_tensor", "lifted"]
 
@@ -387,7 +388,7 @@ def _before_trace() -> Iterator[None]:
     """Compute as if no step were traced."""
     trace, jax_trace._active = jax_trace._active, None
     try:
-        with jax.ensure_compile_time_eval(), _disable_current_modes():
+        with jax.ensure_compile_time_eval(), _disable_current_modes(), filling_on_host():
             yield
     finally:
         jax_trace._active = trace

@@ -34,6 +34,7 @@ from xla_dtensor.runtimes.host_work import HostTape
 from xla_dtensor.runtimes.host_work.iterators import Iterators
 from xla_dtensor.runtimes.host_work.python_random import PythonRandom, is_python_random
 from xla_dtensor.runtimes.jax.arrays.constants import TracedProgram, traced_program
+from xla_dtensor.runtimes.jax.arrays.private import around_listeners
 from xla_dtensor.runtimes.jax.arrays.trace import Trace, refusing_reads
 from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
 from xla_dtensor.runtimes.jax.compile.effects import Plan, RunEffects
@@ -456,7 +457,9 @@ def traced_step(
             given = list(replaced(call.leaves, tensors))
             args, kwargs = close_all(tree_unflatten(given, call.tree))
             containers = Containers.of((args, kwargs), call.given)
-            with refusing_reads(), recording:
+            # Who counts what JAX compiles is no part of the step.
+            unheard = around_listeners(recording.pause, recording.go_on)
+            with refusing_reads(), recording, unheard:
                 result = step(*args, **kwargs)
             found.writes, contents = containers.written()
             outputs = (result, contents) if contents else result

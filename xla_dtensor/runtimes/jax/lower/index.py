@@ -7,14 +7,16 @@ writes NaN; negative ones are out of range where torch refuses them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 from jax.core import Tracer
@@ -31,6 +33,7 @@ from xla_dtensor.runtimes.jax.lower.table import lower
 
 __all__ = [
     "cut",
+    "filling_on_host",
     "identity",
     "largest",
     "put_points",
@@ -49,8 +52,28 @@ __all__ = [
 aten = torch.ops.aten
 
 
+_fills_on_host = False
+
+
+@contextlib.contextmanager
+def filling_on_host() -> Iterator[None]:
+    """Let the host fill new tensors where the memory is its own: no program for each shape.
+
+    For tensors that are older than any trace, such as an optimizer's first state.
+    """
+    global _fills_on_host
+    before, _fills_on_host = _fills_on_host, jax_devices.has_host_memory()
+    try:
+        yield
+    finally:
+        _fills_on_host = before
+
+
 def _filled(number: Any, meta: Any) -> Any:
-    return jnp.full(meta.shape, number, jax_dtype(meta.dtype))
+    dtype = jax_dtype(meta.dtype)
+    if _fills_on_host:
+        return jax.device_put(np.full(meta.shape, number, dtype), may_alias=False)
+    return jnp.full(meta.shape, number, dtype)
 
 
 @lower(
