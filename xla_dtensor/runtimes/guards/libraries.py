@@ -13,11 +13,14 @@ import torch
 
 from xla_dtensor.versions import PACKAGE_FOLDER
 
-__all__ = ["is_library_file", "is_of_library"]
+__all__ = ["is_library_file", "is_module_of_users", "is_of_library"]
 
 _OURS = ("xla_dtensor", "mesh_utils", "tpu_configs")
 _LIBRARIES = ("torch", "torch_xla", "jax", "jaxlib", "numpy", "functorch", *_OURS)
-PACKAGE_FOLDER_MODELS = f"{PACKAGE_FOLDER / 'models'}{os.sep}"
+# Models, and trainers, which hold what the user has given them.
+_OF_USERS = ("integrations", "models")
+_FOLDERS_OF_USERS = tuple(f"{PACKAGE_FOLDER / name}{os.sep}" for name in _OF_USERS)
+_MODULES_OF_USERS = tuple(f"xla_dtensor.{name}." for name in _OF_USERS)
 
 
 def is_library_file(name: str | None) -> bool:
@@ -32,7 +35,7 @@ def is_library_file(name: str | None) -> bool:
     """
     if name is None or name.startswith("<frozen"):
         return True
-    if name.startswith(PACKAGE_FOLDER_MODELS):  # Models are code like the user's.
+    if name.startswith(_FOLDERS_OF_USERS):
         return False
     in_packages = "site-packages" in name  # which lie in the standard library's folder
     return name.startswith(_folders()) or (name.startswith(_stdlib()) and not in_packages)
@@ -40,8 +43,21 @@ def is_library_file(name: str | None) -> bool:
 
 def is_of_library(kind: type) -> bool:
     """Tell whether a class is one of these libraries', of Python's own, or built in."""
-    name = str(kind.__module__).partition(".")[0]
+    module = str(kind.__module__)
+    if is_module_of_users(module):
+        return False
+    name = module.partition(".")[0]
     return name in _LIBRARIES or (name in sys.stdlib_module_names and name != "__main__")
+
+
+def is_module_of_users(module: str) -> bool:
+    """Tell whether a module of this project is code that a user could have written.
+
+    Example:
+        >>> is_module_of_users("xla_dtensor.models.llama"), is_module_of_users("xla_dtensor.nn")
+        (True, False)
+    """
+    return f"{module}.".startswith(_MODULES_OF_USERS)
 
 
 @functools.lru_cache(maxsize=1)

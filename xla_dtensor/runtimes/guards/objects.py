@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from xla_dtensor.runtimes.guards.libraries import is_module_of_users
 from xla_dtensor.runtimes.guards.owners import Constant, Effect, Owner, in_order
 from xla_dtensor.runtimes.guards.values import ABSENT
 
@@ -327,6 +328,6 @@ def is_watched(kind: type) -> bool:
     if issubclass(kind, torch.Tensor):
         return False
     if root in _UNWATCHED:
-        return module.startswith("xla_dtensor.models")
+        return is_module_of_users(module)
     is_of_python = root in sys.stdlib_module_names and root != "__main__"
     return kind.__name__ in _OPEN if is_of_python else True
