@@ -32,8 +32,10 @@ make_environment = @tools/make_environment.sh
 # The newest torch and JAX that are supported; on Python 3.11 that JAX is 0.10. torchtitan's Llama code
 # is tested as it is published. To import it takes spmd_types and tyro; what else torchtitan requires
 # (data sets, loaders, loggers) is its trainer's, and large.
+# The trainers of xla_dtensor.integrations are tested at these versions; what comes next, by test-newest.
+CLIENTS := accelerate==1.15.* datasets==5.2.* lightning==2.6.* peft==0.21.* torchmetrics==1.9.* trl==1.16.*
 MAIN_VENV := .venv
-MAIN := newest 11 14 -e .[jax,preflight,dev] torch==2.15.* spmd_types==0.2.3 tyro==1.0.* \
+MAIN := newest 11 14 -e .[jax,preflight,dev] torch==2.15.* spmd_types==0.2.3 tyro==1.0.* $(CLIENTS) \
 	--alone torchtitan==0.3.0
 # The frozen runtime, and the oldest stack: torch 2.9 is the last one that torch_xla supports.
 TORCH_XLA_VENV := .venv-torch-xla

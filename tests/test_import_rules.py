@@ -84,6 +84,12 @@ RULES = (
         never=(JAX_FILES, TORCH_XLA_FILES, *CLI_FILES),
     ),
     Rule(
+        "xla_dtensor.integrations*",  # each imported by its user
+        (*BELOW_CORE, "accelerate", "lightning", "transformers", "trl", "torch", "xla_dtensor"),
+        on_use=("peft",),
+        never=(JAX_FILES, TORCH_XLA_FILES, *CLI_FILES),
+    ),
+    Rule(
         "xla_dtensor*",
         (*BELOW_CORE, "yaml", "torch", "xla_dtensor"),
         on_use=("fsspec", "rich", "safetensors", "tqdm", "transformers"),

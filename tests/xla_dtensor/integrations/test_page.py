@@ -1,0 +1,24 @@
+"""The page about trainers: what it shows runs, and what it says of versions is installed."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+
+from tests.documents import ROOT, blocks, run_session
+
+PAGE = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.only_on("jax")
+def test_the_session() -> None:
+    run_session("".join(blocks(PAGE, "pycon")), "jax")
+
+
+@pytest.mark.parametrize("client", ["transformers", "trl", "peft", "accelerate"])
+def test_the_versions(client: str) -> None:
+    (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| {client} ")]
+    named = row.split("|")[1].split()[1]
+    assert f"{version(client)}.".startswith(f"{named}.")
