@@ -63,8 +63,8 @@ from xla_dtensor.integrations.lightning_checkpoint import (
     save_state,
     save_trainer,
 )
-from xla_dtensor.integrations.lightning_steps import MeshClosure, Optimization, Steps
-from xla_dtensor.integrations.model_plan import put_batch, put_model, row_group
+from xla_dtensor.integrations.lightning_steps import MeshClosure, Steps, let_run_programs
+from xla_dtensor.integrations.model_plan import put_batch, put_model
 
 __all__ = ["MeshLoader", "XDFabricStrategy", "XDStrategy", "read_checkpoint"]
 
@@ -114,10 +114,7 @@ class XDStrategy(SingleDeviceStrategy):
         if self.steps is None or self.steps.module is not module:
             self.steps = Steps(module, self.mesh)
         self.steps.bind(trainer)
-        epoch_loop = trainer.fit_loop.epoch_loop
-        optimization = Optimization(trainer, self.steps)
-        optimization.optim_progress = epoch_loop.automatic_optimization.optim_progress
-        epoch_loop.automatic_optimization = optimization
+        let_run_programs(trainer.fit_loop.epoch_loop.automatic_optimization, self.steps)
 
     def model_to_device(self) -> None:
         """Put the module on the mesh."""
@@ -369,6 +366,8 @@ def _is_known_nonfinite(norm: torch.Tensor) -> bool:
 
 def _check_precision(plugin: Any, known: tuple[type, ...]) -> None:
     if type(plugin) in known and str(plugin.precision) in _DTYPES:
+        if hasattr(plugin, "device"):
+            plugin.device = "cpu"  # Lightning takes an accelerator that is an object for CUDA.
         return
     raise ArgumentTypeError(
         f"precision={str(plugin.precision)!r} ({type(plugin).__name__}) was asked for on a mesh. "

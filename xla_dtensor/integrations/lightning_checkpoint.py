@@ -5,8 +5,8 @@
             manifest.json, *.distcp
 
 Lightning's checkpoint is one dict. Its weights and optimizer states are saved shard by shard, each
-once; the rest of it (loops, schedulers, callbacks, hyperparameters) is one plain value, "lightning".
-So a checkpoint is whole or not there, and its weights load on any mesh. Lightning names checkpoints
+once; the rest (loops, schedulers, callbacks, hyperparameters) is one plain value, "lightning". So a
+checkpoint is whole or not there, and its weights load on any mesh. Lightning names checkpoints
 itself, so each folder has one, of step 0.
 
 The states of the random number generators are saved too. Lightning does not save them: a resumed
@@ -15,6 +15,7 @@ run with dropout goes on as if it had not stopped here only.
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -213,7 +214,8 @@ def load_state(path: str | os.PathLike[str], state: dict[str, Any], strict: bool
             "checkpoint. To disable strict loading, set `strict=False`."
         )
     given = {key: value for key, value in state.items() if key in saved}
-    only = [pattern for key in (*given, "rng") for pattern in (key, f"{key}.*")]
+    names = [n for n, e in manifest.entries.items() if str(e.path[0]) in {*given, "rng"}]
+    only = [glob.escape(name) for name in names]
     checkpoint.load(path, given, only=only, strict=strict)
     state.update(given)
     others = saved - set(given)

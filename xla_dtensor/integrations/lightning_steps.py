@@ -8,19 +8,21 @@
     logger connector       <--   self.log, as Lightning has it <-- the values given to self.log
 
 The closure that Lightning makes calls its profiler, its counters and its collection of results,
-which differ on each call. So it is not traced: :class:`Optimization` is Lightning's loop of
-automatic optimization with closures that run a program, which does to tensors what Lightning's
-closure does, in the same order. Counters are counted beside it.
+which differ on each call. So it is not traced: Lightning's loop of automatic optimization is given
+closures that run a program, which does to tensors what Lightning's closure does, in the same order.
+Counters are counted beside it.
 
 * ``self.log`` is a :class:`LogCalls` while a step runs: it keeps what it is given, the values are
   results of the program, and Lightning's own ``self.log`` is given them after the run.
-* ``batch_idx`` is a plain CPU tensor of no dims. Unread it costs nothing, and ``batch_idx % 100 ==
-  0`` costs one trace for each answer. As an int it would cost a trace for each batch.
+* ``batch_idx`` is a plain CPU tensor of no dims. Unread it costs nothing, and ``if batch_idx % 100
+  == 0`` one trace for each answer. As an int it would cost a trace for each batch.
 * Hooks between ``training_step`` and the update, of the module and of callbacks, are part of the
   program: see `HOOKS`. Those that nobody overrides are not called.
 * Metrics of torchmetrics count their updates, and read the count: a trace for each call. So the
   count is 1 before each run, and what the run adds to it is added to the true one. Only a metric
-  with a state that is a mean computes with its count, and keeps it.
+  with a state that is a mean computes with its count, and keeps it. They count classes by
+  ``torch.bincount``, whose result's shape depends on values, unless torch is to be deterministic:
+  so it is, around a step of a module with metrics.
 * Gradients are dropped at the end of an update, not at the begin of the next step: between two
   steps they would be results of the program, and take memory.
 """
@@ -42,7 +44,7 @@ from lightning.pytorch.loops.optimization.automatic import (
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.tensor import Replicate
 from torch.utils import _pytree as pytree
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_mean
 
 from xla_dtensor.core.errors import ArgumentTypeError, CompileError
@@ -51,7 +53,7 @@ from xla_dtensor.dtensor.mesh import DeviceMesh
 from xla_dtensor.nn.compile import compile as compile_step
 from xla_dtensor.runtimes.base import CompiledStep
 
-__all__ = ["HOOKS", "LogCalls", "MeshClosure", "MetricStates", "Optimization", "Steps"]
+__all__ = ["HOOKS", "LogCalls", "MeshClosure", "MetricStates", "Steps", "let_run_programs"]
 
 HOOKS = (
     "on_before_zero_grad",
@@ -120,6 +122,10 @@ class MetricStates:
     def __init__(self, module: pl.LightningModule, mesh: DeviceMesh) -> None:
         metrics = [each for each in module.modules() if isinstance(each, Metric)]
         self._metrics = metrics
+        for collection in module.modules():
+            if isinstance(collection, MetricCollection):
+                # Which of its metrics share a state it finds out by reading them.
+                collection._enable_compute_groups = False
         self._counted = [m for m in metrics if dim_zero_mean not in m._reductions.values()]
         self._states: list[tuple[Metric, str, torch.Tensor]] = []
         everywhere = [Replicate()] * mesh.ndim
@@ -143,15 +149,22 @@ class MetricStates:
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         """Let a program find what the one before it found."""
+        if not self._metrics:
+            yield
+            return
         self.settle()
         before = [metric._update_count for metric in self._counted]
         for metric in self._counted:
             metric._update_count = 1
         for metric in self._metrics:
             metric._forward_cache = None
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield
         finally:
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
             for metric, count in zip(self._counted, before, strict=True):
                 metric._update_count += count - 1
 
@@ -169,6 +182,7 @@ class Steps:
         self.programs: dict[tuple[Any, ...], CompiledStep] = {}
         self._metrics = MetricStates(module, mesh)
         self._log_calls = LogCalls()
+        self._batch_idx = torch.tensor(0)  # an argument would be an input of the program
         self._read: dict[str, Any] = {}
         self._warned: set[str] = set()
 
@@ -211,13 +225,15 @@ class Steps:
         """
         self._check(kwargs, optimizer)
         trainer = self.module.trainer
-        args = [torch.tensor(v) if k == "batch_idx" else v for k, v in kwargs.items()]
+        at = list(kwargs).index("batch_idx") if "batch_idx" in kwargs else None
         epoch = trainer.current_epoch if self._read["optimizer_zero_grad"] else 0
         loss, extra = self._run(
             "training_step",
             (zero, update, optimizer),
             partial(self._train, zero, update, optimizer),
-            (args, trainer.accumulate_grad_batches, epoch, dict(options)),
+            at,
+            list(kwargs.values()),
+            (trainer.accumulate_grad_batches, epoch, dict(options)),
         )
         result = ClosureResult(None, extra=extra)
         result.loss = loss
@@ -237,8 +253,8 @@ class Steps:
         Raises:
             CompileError: The step cannot be one program.
         """
-        numbers = [torch.tensor(arg) if i == 1 else arg for i, arg in enumerate(args)]
-        return self._run(name, (), partial(self._evaluate, name, context), (numbers,))
+        at = 1 if len(args) > 1 else None
+        return self._run(name, (), partial(self._evaluate, name, context), at, list(args), ())
 
     # ------------------------------------------------------------------------------ What is traced
     #
@@ -263,7 +279,7 @@ class Steps:
             loss = result.closure_loss
             if zero:
                 self._call("on_before_zero_grad", optimizer)
-                if not self._call("optimizer_zero_grad", epoch, args[-1], optimizer):
+                if not self._call("optimizer_zero_grad", epoch, self._batch_idx, optimizer):
                     optimizer.zero_grad()
             if loss is not None:
                 self._call("on_before_backward", loss)
@@ -300,28 +316,40 @@ class Steps:
     # ------------------------------------------------------------------------------ What is around
 
     def _run(
-        self, hook: str, kind: tuple[Any, ...], step: Callable[..., Any], args: tuple[Any, ...]
+        self,
+        hook: str,
+        kind: tuple[Any, ...],
+        step: Callable[..., Any],
+        at: int | None,
+        args: list[Any],
+        settings: tuple[Any, ...],
     ) -> Any:
-        program = self.programs.get((hook, *kind))
+        """Run a program; of `args`, the arguments of the hook, the batch's number stands `at`."""
+        if at is not None:
+            self._batch_idx.fill_(args.pop(at))
+        program = self.programs.get((hook, at, *kind))
         if program is None:
-
-            def whole(*args: Any) -> tuple[Any, list[tuple[Any, ...]]]:
-                self._log_calls.kept = kept = []
-                output = step(*args)
-                self._metrics.settle()
-                self._log_calls.kept = []
-                return output, kept
-
-            program = self.programs[hook, *kind] = compile_step(whole)
+            program = self.programs[hook, at, *kind] = self._compiled(step, at)
         try:
             with self._metrics.around(), self._log_calls.standing_for(self.module):
-                output, kept = program(*args)
+                output, kept = program(args, *settings)
         except CompileError as error:
             error.add_note(f"This is the program of {type(self.module).__name__}.{hook}.")
             raise
         log_all(self.module, hook, kept)
         self._check_traces(hook, program)
         return output
+
+    def _compiled(self, step: Callable[..., Any], at: int | None) -> CompiledStep:
+        def whole(args: list[Any], *settings: Any) -> tuple[Any, list[tuple[Any, ...]]]:
+            self._log_calls.kept = kept = []
+            number = [] if at is None else [self._batch_idx]
+            output = step([*args[:at], *number, *args[at:]] if number else args, *settings)
+            self._metrics.settle()
+            self._log_calls.kept = []
+            return output, kept
+
+        return compile_step(whole)
 
     def _check_traces(self, hook: str, program: CompiledStep) -> None:
         if hook in self._warned:
@@ -352,7 +380,7 @@ class Steps:
 
 
 class MeshClosure(Closure):
-    """A closure that runs a program; made by :class:`Optimization`."""
+    """A closure that runs a program; made by `let_run_programs`."""
 
     def __init__(self, run: Callable[..., ClosureResult]) -> None:
         super().__init__(step_fn=partial(run, update=False, options={}))
@@ -368,32 +396,34 @@ class MeshClosure(Closure):
         return self._result.loss
 
 
-class Optimization(_AutomaticOptimization):
-    """Lightning's loop of automatic optimization, whose closures run programs.
+def let_run_programs(optimization: _AutomaticOptimization, steps: Steps) -> None:
+    """Let Lightning's loop of automatic optimization make closures that run programs.
+
+    The loop stays Lightning's own object: a step that reads ``self.global_step`` reads its
+    counters, and guards do not look into objects of this package.
 
     Args:
-        trainer: The trainer.
+        optimization: The loop.
         steps: The programs.
     """
+    trainer = optimization.trainer
+    zero_grad = optimization.optim_progress.optimizer.zero_grad
 
-    def __init__(self, trainer: pl.Trainer, steps: Steps) -> None:
-        super().__init__(trainer)
-        self.steps = steps
-
-    def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
-        if self._skip_backward:  # a pass that only updates statistics
-            return super()._make_closure(kwargs, optimizer, batch_idx)
-        zero = batch_idx % self.trainer.accumulate_grad_batches == 0
-        return MeshClosure(partial(self._run, kwargs, optimizer, zero=zero))
-
-    def _run(self, kwargs: Any, optimizer: Any, **how: Any) -> ClosureResult:
-        result = self.steps.train(kwargs, optimizer, **how)
+    def run(kwargs: Any, optimizer: Any, **how: Any) -> ClosureResult:
+        result = steps.train(kwargs, optimizer, **how)
         if how["zero"]:
-            zero_grad = self.optim_progress.optimizer.zero_grad
             zero_grad.increment_ready()
             zero_grad.increment_started()
             zero_grad.increment_completed()
         return result
+
+    def make_closure(kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
+        if optimization._skip_backward:  # a pass that only updates statistics
+            return type(optimization)._make_closure(optimization, kwargs, optimizer, batch_idx)
+        zero = batch_idx % trainer.accumulate_grad_batches == 0
+        return MeshClosure(partial(run, kwargs, optimizer, zero=zero))
+
+    optimization._make_closure = make_closure
 
 
 def _detached(tree: Any) -> Any:
