@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 from xla_dtensor.core.errors import RuntimeSetupError
+from xla_dtensor.hosts.torch_group import join_torch_group
 from xla_dtensor.runtimes.registry import (
     ENVIRONMENT_VARIABLE,
     current_runtime,
@@ -497,6 +498,8 @@ class ProcessInfo:
             'slurm'" (or another cluster), "jax.distributed", "torch_xla", or "nobody" for a
             process alone.
         coordinator_address: Where the processes met; None for a process alone.
+        local_index: Its place among those on its machine.
+        local_count: How many are on its machine.
     """
 
     index: int
@@ -504,6 +507,8 @@ class ProcessInfo:
     device_ids: tuple[int, ...]
     found_by: str = "nobody"
     coordinator_address: str | None = None
+    local_index: int = 0
+    local_count: int = 1
 
 
 _joined: tuple[tuple[Any, ...], ProcessInfo] | None = None
@@ -526,6 +531,8 @@ def init_distributed(
     and ``JAX_PROCESS_ID``, from torchrun's variables, or by JAX's detection of Slurm, Open MPI and
     TPU pods. A process that nobody says to be one of several is alone: the runtime starts, and no
     service does. On torch_xla that runtime finds the others itself.
+
+    torch.distributed has a group of the processes then, see :mod:`xla_dtensor.hosts.torch_group`.
 
     Args:
         coordinator_address: "host:port" of process 0, a port that nobody listens on there.
@@ -563,6 +570,8 @@ def init_distributed(
         waits = timeout_seconds, heartbeat_seconds
         info = _joined_jax(jax_processes, arguments, waits)
     _joined = arguments, info
+    local = info.local_index, info.local_count
+    join_torch_group(info.coordinator_address, info.index, info.count, local, timeout_seconds)
     return info
 
 
@@ -628,6 +637,8 @@ def _joined_jax(jax: Any, arguments: tuple[Any, ...], waits: tuple[float, int]) 
         tuple(runtime.addressable_device_ids()),
         place.found_by,
         None if is_single else place.coordinator_address,
+        place.local_index or 0,
+        place.local_count or 1,
     )
 
 
@@ -664,6 +675,9 @@ def _met_and_joined(
     own_facts = machine_facts() | jax.facts()
     seconds_left = max(1.0, deadline - time.monotonic())
     facts = meet(address, place.count, place.index, own_facts, seconds_left)
+    machines = [peer["machine"] for peer in facts]
+    neighbours = [i for i, machine in enumerate(machines) if machine == own_facts["machine"]]
+    place = replace(place, local_index=neighbours.index(place.index), local_count=len(neighbours))
     if local_device_ids is None:
         # Only those share GPUs that see the same ones: a container or a variable may differ.
         same_machine = [

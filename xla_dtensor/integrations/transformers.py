@@ -63,6 +63,7 @@ from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
 from xla_dtensor.integrations.accelerate import XDAccelerator
 from xla_dtensor.integrations.model_plan import put_model, row_group
+from xla_dtensor.runtimes.base import CompiledStep
 
 __all__ = ["XDTrainer"]
 
@@ -158,6 +159,11 @@ class XDTrainer(Trainer):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         optimizers = [] if getattr(self, "optimizer", None) is None else [self.optimizer]
         put_model(model, self.mesh, self.plan, optimizers=optimizers)
+
+    @property
+    def programs(self) -> tuple[CompiledStep, CompiledStep, CompiledStep]:
+        """The programs: that of accumulation, of an update, and of a prediction."""
+        return self._backward, self._whole_step, self._predict
 
     def put_batch(self, batch: Any) -> Any:
         """Put this process's rows on the mesh; override it where dim 0 is not that of the rows."""
@@ -408,7 +414,7 @@ def _check_arguments(args: transformers.TrainingArguments) -> None:
     optimizer = str(getattr(args.optim, "value", args.optim))
     if asked:
         name = asked[0]
-        reason, instead = _REFUSED[name], f"Leave {name} out"
+        reason, instead = _REFUSED[name], "Leave it out"
     elif any(kind in optimizer for kind in _REFUSED_OPTIMIZERS):
         name, reason = "optim", "this optimizer keeps state that does not lie on the mesh"
         instead = (
