@@ -44,6 +44,7 @@ from lightning.fabric.accelerators import CPUAccelerator as FabricCPUAccelerator
 from lightning.fabric.plugins import HalfPrecision as FabricHalfPrecision
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.plugins import Precision as FabricPrecision
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDeviceStrategy
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
@@ -376,7 +377,7 @@ def _check_precision(plugin: Any, known: tuple[type, ...]) -> None:
 
 
 def _check_checkpoint_io(strategy: Any) -> None:
-    if strategy._checkpoint_io is not None:
+    if not isinstance(strategy._checkpoint_io, (type(None), TorchCheckpointIO)):
         name = type(strategy._checkpoint_io).__name__
         raise ArgumentTypeError(
             f"The plugin {name} was given beside a {type(strategy).__name__}. The strategy saves "

@@ -53,7 +53,15 @@ from xla_dtensor.dtensor.mesh import DeviceMesh
 from xla_dtensor.nn.compile import compile as compile_step
 from xla_dtensor.runtimes.base import CompiledStep
 
-__all__ = ["HOOKS", "LogCalls", "MeshClosure", "MetricStates", "Steps", "let_run_programs"]
+__all__ = [
+    "HOOKS",
+    "MANY_TRACES",
+    "LogCalls",
+    "MeshClosure",
+    "MetricStates",
+    "Steps",
+    "let_run_programs",
+]
 
 HOOKS = (
     "on_before_zero_grad",
@@ -63,7 +71,7 @@ HOOKS = (
     "on_before_optimizer_step",
     "configure_gradient_clipping",
 )
-_MANY_TRACES = 12
+MANY_TRACES = 12
 
 
 class LogCalls:
@@ -355,7 +363,7 @@ class Steps:
         if hook in self._warned:
             return
         stats = program.stats()
-        if stats["traces"] >= _MANY_TRACES and stats["traces"] * 2 > stats["calls"]:
+        if stats["traces"] >= MANY_TRACES and stats["traces"] * 2 > stats["calls"]:
             self._warned.add(hook)
             rank_zero_warn(
                 f"{type(self.module).__name__}.{hook} was traced {stats['traces']} times in "
