@@ -84,6 +84,11 @@ RULES = (
         never=(JAX_FILES, TORCH_XLA_FILES, *CLI_FILES),
     ),
     Rule(
+        "xla_dtensor.integrations.lightning*",  # imported when it is asked for
+        (*BELOW_CORE, "lightning", "lightning_utilities", "torchmetrics", "torch", "xla_dtensor"),
+        never=(JAX_FILES, TORCH_XLA_FILES, *CLI_FILES),
+    ),
+    Rule(
         "xla_dtensor*",
         (*BELOW_CORE, "yaml", "torch", "xla_dtensor"),
         on_use=("fsspec", "rich", "safetensors", "tqdm", "transformers"),

@@ -5,6 +5,7 @@ module                    what it has
 ========================  ==========================================================
 integrations.accelerate   :class:`~xla_dtensor.integrations.accelerate.XDAccelerator`
 integrations.transformers :class:`~xla_dtensor.integrations.transformers.XDTrainer`
+integrations.lightning    ``XDStrategy`` and ``XDFabricStrategy``
 integrations.model_plan   how a model's weights and a batch's rows lie on a mesh
 ========================  ==========================================================
 

@@ -36,16 +36,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.accelerators import CPUAccelerator as FabricCPUAccelerator
+from lightning.fabric.accelerators.cpu import CPUAccelerator as FabricCPUAccelerator
 from lightning.fabric.plugins import HalfPrecision as FabricHalfPrecision
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.plugins import Precision as FabricPrecision
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDeviceStrategy
+from lightning.fabric.strategies.single_device import (
+    SingleDeviceStrategy as FabricSingleDeviceStrategy,
+)
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -199,7 +202,7 @@ class XDStrategy(SingleDeviceStrategy):
         save_trainer(filepath, checkpoint, self.optimizers)
 
     def load_checkpoint(
-        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load what a checkpoint has beside tensors; of a file of Lightning's own, all of it."""
         if is_folder(checkpoint_path):
@@ -305,7 +308,7 @@ class XDFabricStrategy(FabricSingleDeviceStrategy):
 
     def load_checkpoint(
         self,
-        path: str | os.PathLike[str],
+        path: str | Path,
         state: Any = None,
         strict: bool = True,
         weights_only: bool | None = None,

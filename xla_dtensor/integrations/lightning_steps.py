@@ -41,7 +41,7 @@ from lightning.pytorch.loops.optimization.automatic import (
     ClosureResult,
     _AutomaticOptimization,
 )
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.distributed.tensor import Replicate
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
@@ -400,8 +400,9 @@ class MeshClosure(Closure):
     def update(self, options: Mapping[str, Any]) -> torch.Tensor | None:
         """Run it with the update, and return the loss."""
         assert isinstance(self._step_fn, partial)
-        self._result = self._step_fn(update=True, options=options)
-        return self._result.loss
+        result: ClosureResult = self._step_fn(update=True, options=options)
+        self._result = result
+        return result.loss
 
 
 def let_run_programs(optimization: _AutomaticOptimization, steps: Steps) -> None:

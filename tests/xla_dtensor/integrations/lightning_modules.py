@@ -75,7 +75,8 @@ class Hooks(Net):
     """Hooks between the step and the update, which log, and an update of its own."""
 
     def on_after_backward(self) -> None:
-        self.log("largest", self.net[0].weight.grad.abs().max())
+        first: Any = self.net[0]
+        self.log("largest", first.weight.grad.abs().max())
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
@@ -157,7 +158,7 @@ class Run:
         strategy: Any,
         module: pl.LightningModule,
         *,
-        epochs: int = 2,
+        epochs: Any = 2,
         count: int = 44,
         callbacks: Any = (),
         checkpoint: Any = None,
@@ -176,7 +177,8 @@ class Run:
             **options,
         )
         self.trainer.fit(module, rows(count), rows(24, 1), ckpt_path=checkpoint)
-        self.module, self.seen, self.strategy = module, seen.seen, strategy
+        self.module, self.seen = module, seen.seen
+        self.strategy: Any = strategy
 
     @property
     def traces(self) -> list[tuple[str, int, int]]:

@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import xla_dtensor as xd
+from tests.documents import ROOT, blocks, run_session
 from xla_dtensor.errors import ArgumentTypeError, CompileError
 from xla_dtensor.runtimes import Runtime
 
@@ -231,13 +232,18 @@ def test_a_plugin_for_checkpoints_is_refused(mesh: xd.DeviceMesh) -> None:
         fit(mesh, m.made(m.Net), plugins=[AsyncCheckpointIO()])
 
 
+def test_the_session_of_the_page() -> None:
+    page = (ROOT / "docs" / "trainers" / "lightning.md").read_text(encoding="utf-8")
+    run_session("".join(blocks(page, "pycon")), "jax")
+
+
 # ------------------------------------------------------------------------------------------- Fabric
 
 
 class Loop:
     """A loop of Fabric as its users write it, op by op or with a compiled body."""
 
-    def __init__(self, fabric: Any, is_compiled: bool, epochs: int = 2, **clip: Any) -> None:
+    def __init__(self, fabric: Any, is_compiled: bool, epochs: Any = 2, **clip: Any) -> None:
         torch.manual_seed(0)
         model = torch.nn.Sequential(
             torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)
