@@ -357,7 +357,7 @@ class MeshLoader:
 
 
 def _on_cpu(tree: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, tree)
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), tree)
 
 
 def _is_known_nonfinite(norm: torch.Tensor) -> bool:
