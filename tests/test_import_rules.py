@@ -52,6 +52,8 @@ REPORT = (*CORE, "xla_dtensor.report")
 RUNTIME = (*REPORT, "torch", "ml_dtypes", "xla_dtensor.runtimes")
 
 # The first rule whose pattern matches a module's name holds for it.
+CLIENTS = ("accelerate", "lightning", "lightning_utilities", "torchmetrics", "transformers", "trl")
+
 RULES = (
     Rule("tpu_configs*", ()),
     Rule(
@@ -85,7 +87,7 @@ RULES = (
     ),
     Rule(
         "xla_dtensor.integrations*",  # each imported by its user
-        (*BELOW_CORE, "accelerate", "lightning", "transformers", "trl", "torch", "xla_dtensor"),
+        (*BELOW_CORE, *CLIENTS, "torch", "xla_dtensor"),
         on_use=("peft",),
         never=(JAX_FILES, TORCH_XLA_FILES, *CLI_FILES),
     ),

@@ -31,7 +31,8 @@ def test_every_page_has_a_place() -> None:
     config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)
     places = set(leaves(config["nav"]))
     made = {*PAGES.values(), *(f"reference/{name}.md" for name in REFERENCE)}
-    written = {str(path.relative_to(DOCS)) for path in DOCS.glob("*.md")} | {"reports/README.md"}
+    pages = [*DOCS.glob("*.md"), *DOCS.glob("trainers/*.md")]
+    written = {str(path.relative_to(DOCS)) for path in pages} | {"reports/README.md"}
     assert places == made | written
 
 

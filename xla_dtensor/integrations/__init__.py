@@ -5,6 +5,8 @@ module                    what it has
 ========================  ==========================================================
 integrations.accelerate   :class:`~xla_dtensor.integrations.accelerate.XDAccelerator`
 integrations.transformers :class:`~xla_dtensor.integrations.transformers.XDTrainer`
+integrations.trl          :class:`~xla_dtensor.integrations.trl.XDSFTTrainer`
+integrations.lightning    ``XDStrategy`` and ``XDFabricStrategy``
 integrations.model_plan   how a model's weights and a batch's rows lie on a mesh
 ========================  ==========================================================
 
