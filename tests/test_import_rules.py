@@ -51,9 +51,9 @@ CORE = (*BELOW_CORE, "xla_dtensor.core", "xla_dtensor.versions")
 REPORT = (*CORE, "xla_dtensor.report")
 RUNTIME = (*REPORT, "torch", "ml_dtypes", "xla_dtensor.runtimes")
 
-# The first rule whose pattern matches a module's name holds for it.
 CLIENTS = ("accelerate", "lightning", "lightning_utilities", "torchmetrics", "transformers", "trl")
 
+# The first rule whose pattern matches a module's name holds for it.
 RULES = (
     Rule("tpu_configs*", ()),
     Rule(

@@ -90,6 +90,7 @@ class XDAccelerator(accelerate.Accelerator):
         self.mesh, self.plan, self.put_batches = as_device_mesh(mesh), plan, put_batches
         kwargs["cpu"] = True
         super().__init__(*args, **kwargs)
+        self._accumulation_steps = self.gradient_state.num_steps
         if self.device.type != "cpu" or self.distributed_type not in _CPU_TYPES:
             raise ArgumentTypeError(
                 f"An XDAccelerator was made where Accelerate has device={str(self.device)!r}, "
@@ -97,6 +98,18 @@ class XDAccelerator(accelerate.Accelerator):
                 "cuts models in place of FSDP, DeepSpeed and DDP. Leave their plugins and "
                 "variables out, and make the XDAccelerator before any other Accelerator."
             )
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """By how much `backward` divides a loss."""
+        # Accelerate keeps it in a dict that also has the loaders which run: with each epoch another
+        # one, and so another trace.
+        return self._accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
+        self._accumulation_steps = gradient_accumulation_steps
+        self.gradient_state.plugin_kwargs.update({"num_steps": gradient_accumulation_steps})
 
     # ------------------------------------------------------------------------------------- prepare
 

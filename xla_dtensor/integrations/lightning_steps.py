@@ -1,11 +1,12 @@
 """The programs of a LightningModule: what Lightning's loop calls between two batches, compiled.
 
-    Lightning's loop             a closure of ours        program of (batch, batch_idx)
-    ----------------             -----------------        -----------------------------
-    a batch to accumulate  -->   run(update=False)  -->   training_step, zero_grad, backward
-    optimizer_step         -->   run(update=True)   -->   the same, clip, optimizer.step, zero_grad
-    counters, schedulers                                       |
-    logger connector       <--   self.log, as Lightning has it <-- the values given to self.log
+    call of Lightning's loop   program of (batch, batch_idx)
+    ------------------------   ------------------------------------------------
+    a batch to accumulate      training_step, zero_grad, backward
+    optimizer_step             the same, clip, optimizer.step, zero_grad
+
+Counters, schedulers and the logger's connector are outside; what the program gives to ``self.log``
+comes back as results, and Lightning's own ``self.log`` is called with them.
 
 The closure that Lightning makes calls its profiler, its counters and its collection of results,
 which differ on each call. So it is not traced: Lightning's loop of automatic optimization is given
