@@ -677,7 +677,9 @@ def _met_and_joined(
     facts = meet(address, place.count, place.index, own_facts, seconds_left)
     machines = [peer["machine"] for peer in facts]
     neighbours = [i for i, machine in enumerate(machines) if machine == own_facts["machine"]]
-    place = replace(place, local_index=neighbours.index(place.index), local_count=len(neighbours))
+    own_place = neighbours.index(place.index)
+    place = replace(place, local_index=own_place, local_count=len(neighbours))
+    assert place.index is not None
     if local_device_ids is None:
         # Only those share GPUs that see the same ones: a container or a variable may differ.
         same_machine = [

@@ -14,12 +14,15 @@ from __future__ import annotations
 import importlib
 import os
 from datetime import timedelta
+from typing import Any
 
-import torch.distributed as dist
+import torch.distributed
 
 from xla_dtensor.core.errors import RuntimeSetupError
 
 __all__ = ["join_torch_group"]
+
+dist: Any = torch.distributed
 
 _KEY = "xla_dtensor/torch_store"
 
@@ -45,7 +48,6 @@ def join_torch_group(
     """
     if not dist.is_available() or dist.is_initialized():
         return
-    store: dist.Store
     if count == 1 or address is None:
         store, index, count = dist.HashStore(), 0, 1
     else:
@@ -68,7 +70,7 @@ def join_torch_group(
         ) from error
 
 
-def _store(host: str, index: int, count: int, timeout_seconds: float) -> dist.Store:
+def _store(host: str, index: int, count: int, timeout_seconds: float) -> Any:
     """Return the store at process 0, whose port the job's own store tells."""
     job = importlib.import_module("xla_dtensor.runtimes.jax.arrays.store").KeyValueStore.of_job()
     timeout = timedelta(seconds=timeout_seconds)

@@ -149,9 +149,7 @@ class XDAccelerator(accelerate.Accelerator):
         slice_fn_for_dispatch: Any = None,
     ) -> Any:
         """Prepare a loader: each process loads its own rows, and puts them on the mesh."""
-        if isinstance(data_loader, MeshLoader) or getattr(
-            data_loader, "_is_accelerate_prepared", False
-        ):
+        if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader)
         group = row_group(self.mesh)
         loader: Any = prepare_data_loader(
@@ -161,7 +159,7 @@ class XDAccelerator(accelerate.Accelerator):
             process_index=group.index,
             split_batches=self.split_batches,
             put_on_device=False,
-            rng_types=None if self.rng_types is None else self.rng_types.copy(),
+            rng_types=list(self.rng_types or ()) or None,
             dispatch_batches=self.dispatch_batches,
             even_batches=self.even_batches,
             slice_fn_for_dispatch=slice_fn_for_dispatch,
@@ -192,7 +190,7 @@ class XDAccelerator(accelerate.Accelerator):
 
     def _gathered(self, leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
-            return leaf.detach().full_tensor().cpu()
+            return leaf.full_tensor().detach().cpu()
         return super().gather(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

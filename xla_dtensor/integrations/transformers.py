@@ -51,8 +51,8 @@ from transformers.trainer import (
     SCHEDULER_NAME,
     TRAINING_ARGS_NAME,
     Trainer,
-    TrainerCallback,
 )
+from transformers.trainer_callback import TrainerCallback
 
 import xla_dtensor as xd
 from mesh_utils.errors import MeshError
@@ -119,6 +119,9 @@ class XDTrainer(Trainer):
     """
 
     mesh: DeviceMesh
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
 
     def __init__(
         self,
@@ -297,7 +300,7 @@ class XDTrainer(Trainer):
     # --------------------------------------------------------------------------- saving and loading
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir or str(self.args.output_dir))
         if not isinstance(self.model, transformers.PreTrainedModel):
             return super()._save(str(folder), state_dict or self._whole_state())
         checkpoint.save_hf(folder, self.model, progress=False)

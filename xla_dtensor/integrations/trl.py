@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers.trainer import Trainer
-from trl import SFTTrainer
+from trl.trainer.sft_trainer import SFTTrainer
 
 from xla_dtensor.core.errors import ArgumentTypeError
 from xla_dtensor.integrations.transformers import XDTrainer

@@ -15,7 +15,7 @@ from tests.xla_dtensor.integrations.tiny import arguments, llama, losses, rows
 TASKS = "tests.xla_dtensor.host_tasks_trainers"
 
 
-def differs(values: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+def differs(values: dict[str, torch.Tensor], other: dict[str, Any]) -> float:
     return max((values[name] - other[name]).abs().max().item() for name in values)
 
 
@@ -36,7 +36,8 @@ def test_transformers(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
     options = arguments(
         tmp_path, 8, max_steps=6, eval_strategy="steps", eval_steps=2, lr_scheduler_type="constant"
     )
-    plain = transformers.Trainer(llama(), options, train_dataset=rows(40), eval_dataset=rows(24))
+    data: Any = {"train_dataset": rows(40), "eval_dataset": rows(24)}
+    plain: Any = transformers.Trainer(llama(), options, **data)
     plain.train()
     task, folder = f"{TASKS}:train_by_transformers", str(tmp_path / "run")
     where: dict[str, Any] = {"shape": (4, 2), "names": ("fsdp", "tp")}
