@@ -113,6 +113,7 @@ class XDTrainer(Trainer):
         ...         per_device_train_batch_size=2, save_strategy="no", disable_tqdm=True)
         ...     trainer = XDTrainer(transformers.LlamaForCausalLM(config), args,
         ...                         train_dataset=rows, mesh=mesh)
+        ...     trainer.remove_callback(transformers.PrinterCallback)
         ...     _ = trainer.train()
         >>> trainer.model.model.layers[0].mlp.up_proj.weight.mesh_layout.text()
         '[tp, fsdp]'
