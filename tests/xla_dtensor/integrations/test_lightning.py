@@ -304,8 +304,8 @@ def test_fabric_saves_and_loads(mesh: xd.DeviceMesh, tmp_path: Path) -> None:
     torch.testing.assert_close(m.values(loaded.model), m.values(saved.model), atol=0, rtol=0)
     steps = [loop.optimizer.optimizer.state_dict()["state"][0]["step"] for loop in (saved, loaded)]
     assert float(steps[0]) == float(steps[1]) == 6
-    with pytest.raises(KeyError, match="contains a key 'modle'"):
-        fabric.load(tmp_path / "a", {"modle": loaded.model})
+    with pytest.raises(KeyError, match="contains a key 'modul_'"):
+        fabric.load(tmp_path / "a", {"modul_": loaded.model})
     with pytest.raises(ArgumentTypeError, match="load_raw was called with the folder"):
         fabric.load_raw(tmp_path / "a", loaded.model)
     only_biases = {"model": lambda name, _: name.endswith("bias")}
