@@ -17,9 +17,14 @@ __all__ = ["is_library_file", "is_module_of_users", "is_of_library"]
 
 _OURS = ("xla_dtensor", "mesh_utils", "tpu_configs")
 _LIBRARIES = ("torch", "torch_xla", "jax", "jaxlib", "numpy", "functorch", *_OURS)
-# Models, and trainers, which hold what the user has given them.
-_OF_USERS = ("integrations", "models")
-_FOLDERS_OF_USERS = tuple(f"{PACKAGE_FOLDER / name}{os.sep}" for name in _OF_USERS)
+# Models, and trainers, which hold what the user has given them. What works behind a trainer, such as
+# integrations.lightning_steps, is ours.
+_TRAINERS = tuple(
+    f"integrations.{name}" for name in ("accelerate", "lightning", "transformers", "trl")
+)
+_OF_USERS = ("models", *_TRAINERS)
+_PATHS = tuple(str(PACKAGE_FOLDER.joinpath(*name.split("."))) for name in _OF_USERS)
+_FILES_OF_USERS = tuple(f"{path}{end}" for path in _PATHS for end in (os.sep, ".py"))
 _MODULES_OF_USERS = tuple(f"xla_dtensor.{name}." for name in _OF_USERS)
 
 
@@ -35,7 +40,7 @@ def is_library_file(name: str | None) -> bool:
     """
     if name is None or name.startswith("<frozen"):
         return True
-    if name.startswith(_FOLDERS_OF_USERS):
+    if name.startswith(_FILES_OF_USERS):
         return False
     in_packages = "site-packages" in name  # which lie in the standard library's folder
     return name.startswith(_folders()) or (name.startswith(_stdlib()) and not in_packages)
