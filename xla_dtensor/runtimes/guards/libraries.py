@@ -17,12 +17,10 @@ __all__ = ["is_library_file", "is_module_of_users", "is_of_library"]
 
 _OURS = ("xla_dtensor", "mesh_utils", "tpu_configs")
 _LIBRARIES = ("torch", "torch_xla", "jax", "jaxlib", "numpy", "functorch", *_OURS)
-# Models, and trainers, which hold what the user has given them. What works behind a trainer, such as
-# integrations.lightning_steps, is ours.
-_TRAINERS = tuple(
-    f"integrations.{name}" for name in ("accelerate", "lightning", "transformers", "trl")
-)
-_OF_USERS = ("models", *_TRAINERS)
+# Models, and trainers, which hold what the user has given them. What works behind a trainer, such
+# as integrations.lightning_steps, is ours.
+_CLIENTS = ("accelerate", "lightning", "transformers", "trl")
+_OF_USERS = ("models", *(f"integrations.{name}" for name in _CLIENTS))
 _PATHS = tuple(str(PACKAGE_FOLDER.joinpath(*name.split("."))) for name in _OF_USERS)
 _FILES_OF_USERS = tuple(f"{path}{end}" for path in _PATHS for end in (os.sep, ".py"))
 _MODULES_OF_USERS = tuple(f"xla_dtensor.{name}." for name in _OF_USERS)
