@@ -182,9 +182,12 @@ class XDTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Take the micro-batches of an update, onto the mesh: tokens are counted over all."""
-        on_mesh = map(self.put_batch, epoch_iterator)
-        return super().get_batch_samples(on_mesh, num_batches, device)
+        """Take the micro-batches of an update, onto the mesh, and count the tokens of all rows."""
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        on_mesh = [self.put_batch(batch) for batch in batches]
+        if count is not None and self._rows.count > 1:  # the host counts its own rows
+            count = self._get_num_items_in_batch(on_mesh, device)
+        return on_mesh, count
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
