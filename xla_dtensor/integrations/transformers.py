@@ -19,8 +19,8 @@ prediction_step     runs a program: forward, loss, what `compute_metrics` is giv
 
 So there are two programs, one for micro-batches that only accumulate. A last short accumulation
 needs none of its own, a last short batch one more of each kind. Where a callback has
-``on_pre_optimizer_step`` or ``on_optimizer_step``, it wants to see gradients: clipping and step are
-programs of their own then.
+``on_pre_optimizer_step`` or ``on_optimizer_step``, it wants to see gradients: clipping is a program
+of its own then, and the optimizer's step runs op by op.
 
 * ``per_device_*_batch_size`` counts devices that have rows of their own: with ``dp=2, tp=4`` two.
   The trainer's own copy of the arguments has the product, since to Transformers this process is one
