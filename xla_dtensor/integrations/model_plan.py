@@ -34,7 +34,7 @@ from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
 from xla_dtensor.hosts.data import process_part, shard_batch
 from xla_dtensor.nn.shard_module import shard_module
 
-__all__ = ["RowGroup", "model_plan", "put_batch", "put_model", "row_group"]
+__all__ = ["RowGroup", "model_plan", "put_batch", "put_model", "row_group", "row_placements"]
 
 _PEFT_PARTS = ("base_model.model.", ".base_layer")
 
@@ -156,10 +156,10 @@ def row_group(mesh: DeviceMesh, *, tp_axis: str = "tp") -> RowGroup:
     """
     shards = math.prod(
         size
-        for size, placement in zip(mesh.shape, _rows(mesh, tp_axis), strict=True)
+        for size, placement in zip(mesh.shape, row_placements(mesh, tp_axis=tp_axis), strict=True)
         if placement.is_shard()
     )
-    (runs,) = process_part((shards,), mesh, _rows(mesh, tp_axis)).runs
+    (runs,) = process_part((shards,), mesh, row_placements(mesh, tp_axis=tp_axis)).runs
     ((start, stop), *others) = runs
     devices = stop - start
     if others or shards % devices or start % devices:
@@ -172,7 +172,13 @@ def row_group(mesh: DeviceMesh, *, tp_axis: str = "tp") -> RowGroup:
     return RowGroup(start // devices, shards // devices, devices)
 
 
-def _rows(mesh: DeviceMesh, tp_axis: str) -> list[Placement]:
+def row_placements(mesh: DeviceMesh, *, tp_axis: str = "tp") -> list[Placement]:
+    """Return how a tensor of rows lies: cut over all axes but the tensor parallel one.
+
+    Args:
+        mesh: The mesh.
+        tp_axis: The axis over which every device has the same rows.
+    """
     names = mesh.mesh_dim_names or (None,) * mesh.ndim
     return [Replicate() if name == tp_axis else Shard(0) for name in names]
 
@@ -198,7 +204,7 @@ def put_batch(batch: Any, mesh: DeviceMesh, *, tp_axis: str = "tp") -> Any:
         >>> put_batch({"x": torch.ones(8, 3), "n": 2}, mesh)["x"].mesh_layout.text()
         '[fsdp, -]'
     """
-    rows = _rows(mesh, tp_axis)
+    rows = row_placements(mesh, tp_axis=tp_axis)
 
     def put(leaf: Any) -> Any:
         if isinstance(leaf, DTensor) or not isinstance(leaf, torch.Tensor):

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import update_wrapper
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -88,11 +89,17 @@ class Verification:
 class CompiledStep(ABC):
     """A Python step that runs as one XLA program. Call it like the function it was made from.
 
+    Its name, its signature and its docstring are the function's: libraries ask for them.
+
     Attributes:
         _step: The function.
     """
 
     _step: Callable[..., Any]
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self._step = step
+        update_wrapper(self, step, updated=())
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Be a method where a class has it, as the function itself would be."""

@@ -307,7 +307,7 @@ class AbsentStep(JaxCompiledStep):
         state: Sequence[Storage],
         read: Sequence[Storage],
         constants: Sequence[Any],
-        arguments: Sequence[Storage],
+        arguments: tuple[Sequence[Storage], Sequence[Storage]],
         slots: Slots,
     ) -> tuple[Any, ...]:
         everywhere = self._everywhere

@@ -330,7 +330,7 @@ class TorchXlaStep(CompiledStep):
         dump_dir: Path | None,
         after_program: Callable[[], None] = lambda: None,
     ) -> None:
-        self._step = step
+        super().__init__(step)
         self._dump_dir = dump_dir
         self._after_program = after_program
         self._number = next(_numbers)

@@ -95,11 +95,12 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def _inputs(program: Program) -> list[tuple[str, str, str]]:
-    state, read, constants, arguments = program.blueprint.inputs
+    state, read, constants, arguments, donated = program.blueprint.inputs
     rows = [
         ("read and written, donated", len(program.state), state),
         ("read", len(program.read), read),
         ("arguments", len(arguments), arguments),
+        ("arguments written to, donated", len(donated), donated),
         ("constants", len(constants), constants),
     ]
     parts = (("of these, Python's numbers", program.numbers), ("read by name", program.moving))

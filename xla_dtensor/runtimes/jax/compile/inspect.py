@@ -401,15 +401,15 @@ def _inputs(
     root: Mesh,
     num_results: int,
 ) -> Iterator[Held]:
-    state, read, constants, given = program.blueprint.inputs
+    state, read, constants, given, donated = program.blueprint.inputs
     owners: list[Sequence[Storage | None]] = [
         *([program.state[place] for place in slot] for slot in program.slots.state),
         *([program.read[place] for place in slot] for slot in program.slots.read),
         *([None] for _ in constants),
-        *([argument] for argument in arguments),
+        *([argument] for part in program.holding.divided(arguments) for argument in part),
     ]
     first_argument = len(owners) - len(arguments)
-    types = [*state, *read, *constants, *given]
+    types = [*state, *read, *constants, *given, *donated]
     kept = _kept(executable, len(types))
     for place, (storages, kind) in enumerate(zip(owners, types, strict=True)):
         usual: Role = "constant" if place < first_argument else "argument"

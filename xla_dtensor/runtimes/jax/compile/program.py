@@ -34,7 +34,7 @@ from xla_dtensor.runtimes.jax.arrays.products import keep_product_orders
 from xla_dtensor.runtimes.jax.compile.effects import RunEffects
 from xla_dtensor.runtimes.jax.compile.gradients import GradientEffects, KnownLeaves
 from xla_dtensor.runtimes.jax.compile.host_inputs import HostPart
-from xla_dtensor.runtimes.jax.compile.layers.slots import Slot, Slots
+from xla_dtensor.runtimes.jax.compile.layers.slots import Holding, Slot, Slots
 from xla_dtensor.runtimes.jax.compile.layers.stacks import give_stack, stack_of
 from xla_dtensor.runtimes.jax.compile.layers.watch import Watch
 from xla_dtensor.runtimes.jax.compile.moving import Aliases, MovingTensor
@@ -318,6 +318,7 @@ class Program:
             of `constants`.
         lasting: References to what the step made and left behind; outputs.
         written: Positions of the arguments that the step wrote to.
+        holding: What the trace's inputs and results are.
         numbers: Python's numbers that are read anew on every call, and where they go.
         out_tree: How the step's results nest.
         out_static: Of each result how to wrap it, or its value where it is no tensor.
@@ -344,6 +345,7 @@ class Program:
     places: Sequence[int | None]
     lasting: list[Any]
     written: list[int]
+    holding: Holding
     numbers: list[tuple[Storage, Callable[[], float]]]
     out_tree: TreeSpec
     out_static: list[Any]
@@ -384,6 +386,11 @@ class Program:
     def host_storages(self) -> Sequence[Storage]:
         """Return the storages of the plain tensors that go into the program."""
         return () if self.host is None else self.host.storages
+
+    @property
+    def num_arguments(self) -> int:
+        """How many tensors a call gives to it."""
+        return sum(map(len, self.blueprint.inputs[-2:]))
 
     @property
     def num_flags(self) -> int:
@@ -446,9 +453,9 @@ class Program:
         self.gradients.release()
         state = [_taken(slot, self.state) for slot in self.slots.state]
         read = [_taken(slot, self.read) for slot in self.slots.read]
-        given = [s.array for s in arguments]
+        given, donated = self.holding.divided([s.array for s in arguments])
         with uninterrupted():
-            outputs = self.executable(state, read, self.constants, given)
+            outputs = self.executable(state, read, self.constants, given, donated)
             results, state, lasting, written = outputs
             for position, array in zip(self.written, written, strict=True):
                 arguments[position].array = array
@@ -460,14 +467,15 @@ class Program:
             raise_flagged(self.flags, results)
         return self._outputs(iter(results[self.num_flags :]))
 
-    def lost(self) -> str:
-        """Return what a run that failed has left, for an error."""
-        arrays = [None if each.row else each.array for each in self.state]
+    def lost(self, arguments: Sequence[Storage] = ()) -> str:
+        """Return what a run with these arguments that failed has left, for an error."""
+        held = (*self.state, *arguments)
+        arrays = [None if each.row else each.array for each in held]
         num_lost = sum(array is not None and array.is_deleted() for array in arrays)
         if num_lost:
             return (
-                f"{num_lost} tensors of the step's state were given to the program that failed, "
-                "and have no values any more: load a checkpoint."
+                f"{num_lost} tensors that the step writes to were given to the program that "
+                "failed, and have no values any more: load a checkpoint."
             )
         drawn = " What it draws of plain CPU tensors is drawn." if self.host is not None else ""
         return f"The model, the optimizer and gradients are as they were before the call.{drawn}"

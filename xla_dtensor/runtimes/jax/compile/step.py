@@ -9,7 +9,7 @@ arguments of the call        inputs
 tensors read                 inputs
 tensors read and written     inputs and outputs; the old buffer is donated
 tensors made that last       outputs (optimizer state, gradients that were kept)
-arguments written in place   outputs as well, written back to the caller's tensor
+arguments written in place   as tensors read and written
 learning rates, counters     inputs (``optimizer``)
 random keys                  a tensor read and written like any other
 ===========================  ======================================================
@@ -104,7 +104,7 @@ class JaxCompiledStep(CompiledStep):
     """See the module docstring. Made by :func:`xla_dtensor.compile`."""
 
     def __init__(self, step: Callable[..., Any], runtime: JaxRuntime) -> None:
-        self._step = step
+        super().__init__(step)
         self._name_in_job = name_in_job(step)
         self._runtime = runtime
         self._kept = KeptPrograms()
@@ -210,7 +210,7 @@ class JaxCompiledStep(CompiledStep):
         from xla_dtensor.runtimes.jax.compile.inspect import Names, Traced
 
         program = self._called()
-        arguments = [None] * len(program.blueprint.inputs[-1])
+        arguments = [None] * program.num_arguments
         root = self._runtime.root(mesh)
         if np.array_equal(mesh.device_ids.ravel(), root.device_ids.ravel()):
             root = mesh  # the same order, by the names that were asked for
@@ -292,7 +292,7 @@ class JaxCompiledStep(CompiledStep):
             if unrun is not None:
                 unrun.restore()
                 self._kept.drop(program)
-            error.add_note(program.lost())
+            error.add_note(program.lost(call.storages()))
             raise
         finally:
             self._unrun = None
@@ -358,10 +358,12 @@ class JaxCompiledStep(CompiledStep):
         kept = [self._lying(found.arguments[i]) for i in found.written]
         alone = found.alone()
         kinds = [None if s in alone else self._kind(s, s in trace.state) for s in position]
-        holding = Holding(places, sizes, kinds, [self._lying(s) for s in position])
+        lies = [self._lying(s) for s in position]
+        holding = Holding(places, sizes, kinds, lies, found.donated())
         slots = slots_of(jaxpr, holding)
         made_of = partial(program_of, holding=holding, slots=slots)
-        inputs = self._inputs(state, read, constants, found.arguments, slots)
+        arguments = holding.divided(found.arguments)
+        inputs = self._inputs(state, read, constants, arguments, slots)
         for each in found.moving:
             old, new = each.storages
             each.place = -1 if old is None else read.index(old)
@@ -373,7 +375,7 @@ class JaxCompiledStep(CompiledStep):
             self._pinned_lasting(found.lasting, slots, found.moving),
             kept,
         )
-        blueprint = Blueprint.of(jaxpr, made_of, inputs, pinned, donated=(0,))
+        blueprint = Blueprint.of(jaxpr, made_of, inputs, pinned, donated=(0, 4))
         return self._program_type(
             self._executable(blueprint, inputs, found.host_storages()),
             state,
@@ -382,6 +384,7 @@ class JaxCompiledStep(CompiledStep):
             places,
             [weakref.ref(s) for s in found.lasting],
             found.written,
+            holding,
             found.numbers,
             found.tree,
             found.static,
@@ -425,12 +428,12 @@ class JaxCompiledStep(CompiledStep):
         state: Sequence[Storage],
         read: Sequence[Storage],
         constants: Sequence[Any],
-        arguments: Sequence[Storage],
+        arguments: tuple[Sequence[Storage], Sequence[Storage]],
         slots: Slots,
     ) -> tuple[Any, ...]:
-        held = [[self._held(s) for s in storages] for storages in (state, read, arguments)]
+        held = [[self._held(s) for s in storages] for storages in (state, read, *arguments)]
         state, read = stacked_types(slots.state, held[0]), stacked_types(slots.read, held[1])
-        return state, read, list(constants), held[2]
+        return state, read, list(constants), held[2], held[3]
 
     def _held(self, storage: Storage) -> Any:
         return storage.array if storage.row is None else row_type(storage.row[0].array)

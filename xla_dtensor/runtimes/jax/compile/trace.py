@@ -8,6 +8,7 @@ of the host and random generators. Storages are given their arrays back by the t
 from __future__ import annotations
 
 import dis
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -413,6 +414,11 @@ class TracedStep:
         moving = {each.storages[0] for each in self.moving} - {None}
         alone = {*(storage for storage, _ in self.numbers), *self.host_storages(), *moving}
         return {storage for storage in alone if storage is not None}
+
+    def donated(self) -> list[int]:
+        """Return the places of the arguments that are written to; none that is given twice."""
+        given = Counter(self.arguments)
+        return [place for place in self.written if given[self.arguments[place]] == 1]
 
     def host_storages(self) -> list[Storage]:
         """Return the storages of the plain tensors that go into the program."""

@@ -64,12 +64,15 @@ class Holding:
         kinds: for each storage of the state and of what is read what all rows of a stack have in
             common; None for one that is to stay alone.
         shardings: how each of these lies.
+        donated: the places of the arguments whose memory the program takes over, for what it writes
+            to them. They are its last input.
     """
 
     places: Sequence[int | None]
     sizes: Sequence[int]
     kinds: Sequence[Hashable | None]
     shardings: Sequence[Any]
+    donated: Sequence[int] = ()
 
     def constants(self, jaxpr: Any) -> list[tuple[Any, int | None]]:
         """Pair the variables of the constants, a trace's first inputs, with their places."""
@@ -80,6 +83,11 @@ class Holding:
         ends = np.cumsum([0, *self.sizes]).tolist()
         a, b, c = (len(flat) - end for end in ends[1:])
         return [flat[:c], flat[c:b], flat[b:a], flat[a:]]
+
+    def divided(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Divide what belongs to the arguments: those that stay the caller's, those donated."""
+        stay = [each for place, each in enumerate(arguments) if place not in self.donated]
+        return stay, [arguments[place] for place in self.donated]
 
 
 def slots_of(jaxpr: Any, holding: Holding) -> Slots:
@@ -203,11 +211,15 @@ def program_of(jaxpr: Any, *, holding: Holding, slots: Slots) -> Callable[..., A
     rows = _Rows(jaxpr)
     slots_in = (*slots.state, *(tuple(p + num_state for p in slot) for slot in slots.read))
 
-    def program(state_in: Any, read_in: Any, constants_in: Any, arguments_in: Any) -> Any:
+    def program(
+        state_in: Any, read_in: Any, constants_in: Any, arguments_in: Any, donated_in: Any
+    ) -> Any:
         constants = holding.constants(jaxpr)
         rest = iter(constants_in)
         values = {variable: next(rest) for variable, place in constants if place is None}
-        values |= zip(jaxpr.invars[len(constants) :], arguments_in, strict=True)
+        stay, donated = holding.divided(jaxpr.invars[len(constants) :])
+        values |= zip(stay, arguments_in, strict=True)
+        values |= zip(donated, donated_in, strict=True)
         variables_of: dict[int, list[Any]] = defaultdict(list)
         for variable, place in constants:
             if place is not None:
