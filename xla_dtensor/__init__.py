@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from xla_dtensor.hosts.preemption import program_checks as program_checks
     from xla_dtensor.hosts.processes import ProcessInfo as ProcessInfo
     from xla_dtensor.hosts.processes import init_distributed as init_distributed
+    from xla_dtensor.integrations.pretrained import from_pretrained as from_pretrained
     from xla_dtensor.nn.compile import compile as compile
     from xla_dtensor.nn.fsdp import FSDPModule as FSDPModule
     from xla_dtensor.nn.fsdp import fully_shard as fully_shard
@@ -122,6 +123,7 @@ _WHERE = {
     "empty": "xla_dtensor.dtensor.dtensor",
     "explain": "xla_dtensor.debug.explain",
     "full": "xla_dtensor.dtensor.dtensor",
+    "from_pretrained": "xla_dtensor.integrations.pretrained",
     "fully_shard": "xla_dtensor.nn.fsdp",
     "get_runtime": "xla_dtensor.runtimes",
     "implicit_replication": "xla_dtensor.dtensor.modes",
@@ -185,6 +187,7 @@ __all__ = [
     "distribute_tensor",
     "empty",
     "explain",
+    "from_pretrained",
     "full",
     "fully_shard",
     "get_runtime",

@@ -21,7 +21,8 @@ collectives                             :mod:`xla_dtensor.dtensor.collectives`)
 ======================================  ============================================
 
 A module that imported one of these by name has its name replaced too. cpu and cuda meshes are not
-touched. Calling install() again does nothing; ``uninstall()`` puts everything back.
+touched. Where transformers is imported, its ``from_pretrained`` refuses an "xla" mesh, which it
+takes and does not read. Calling install() again does nothing; ``uninstall()`` puts everything back.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ import torch.distributed.tensor._random as torch_random
 import torch.distributed.tensor.parallel as torch_parallel
 
 from mesh_utils import Mesh
+from xla_dtensor.core.errors import DistributeError
 from xla_dtensor.dtensor import api, collectives, dtensor, mesh, random
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.local import LocalView
@@ -131,6 +133,7 @@ def _from_rank_0(state: Any, group: Any) -> Any:
 
 logger = logging.getLogger("xla_dtensor")
 _replaced: dict[Any, Any] = {}  # torch's function -> ours
+_attributes: list[tuple[type, str, Any]] = []  # of classes: what they were
 torch_from_local = torch_tensor.DTensor.from_local
 _DYNAMO_TORCHS = "torch.distributed.tensor._api.DTensor#from_local"
 _DYNAMO_OURS = f"{__name__}.torch_from_local"
@@ -155,9 +158,9 @@ def install() -> None:
         _replace(getattr(torch_api, name), getattr(api, name))
     for name in _FACTORIES:
         _replace(getattr(torch_tensor, name), getattr(dtensor, name))
-    original = torch_tensor.DTensor.from_local
-    _replaced[original] = _routed(original, DTensor.from_local)
-    torch_tensor.DTensor.from_local = staticmethod(_replaced[original])  # pyright: ignore
+    from_local = _routed(torch_tensor.DTensor.from_local, DTensor.from_local)
+    _put_attribute(torch_tensor.DTensor, "from_local", staticmethod(from_local))
+    _refuse_unread_meshes()
     _move_dynamo_rule(_DYNAMO_TORCHS, _DYNAMO_OURS)
     _replace(torch_device_mesh.init_device_mesh, init_device_mesh)
     for name in ("manual_seed", "is_rng_supported_mesh"):
@@ -182,8 +185,8 @@ def uninstall() -> None:
         return
     for original, replacement in _replaced.items():
         _rebind(replacement, original)
-    from_local = next(f for f in _replaced if f.__qualname__ == "DTensor.from_local")
-    torch_tensor.DTensor.from_local = staticmethod(from_local)  # pyright: ignore
+    while _attributes:
+        setattr(*_attributes.pop())
     _move_dynamo_rule(_DYNAMO_OURS, _DYNAMO_TORCHS)
     _replaced.clear()
     allow_groups(False)
@@ -216,6 +219,31 @@ def _replace(original: Callable[..., Any], replacement: Callable[..., Any]) -> N
 def _put(original: Callable[..., Any], new: Callable[..., Any]) -> None:
     _replaced[original] = new
     _rebind(original, new)
+
+
+def _put_attribute(owner: type, name: str, new: Any) -> None:
+    _attributes.append((owner, name, vars(owner)[name]))
+    setattr(owner, name, new)
+
+
+def _refuse_unread_meshes() -> None:
+    """Let Transformers' from_pretrained refuse the mesh that it takes, and would not read."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return
+    original = modeling.PreTrainedModel.from_pretrained.__func__
+
+    @functools.wraps(original)
+    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if getattr(kwargs.get("device_mesh"), "device_type", None) == "xla":
+            raise DistributeError(
+                f"{cls.__name__}.from_pretrained was given an 'xla' mesh as device_mesh. "
+                "Transformers does not read it, and would load the whole model on this host. "
+                "Write xd.from_pretrained(cls, name, mesh=mesh)."
+            )
+        return original(cls, *args, **kwargs)
+
+    _put_attribute(modeling.PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
 
 
 def _both(original: Callable[..., Any], context: Callable[..., Any]) -> Callable[..., Any]:
