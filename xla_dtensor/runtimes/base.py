@@ -226,6 +226,46 @@ class CompiledStep(ABC):
         """
         return Evidence(hlo_text=self.hlo(), mesh=mesh.root, **facts)
 
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        mesh: Mesh,
+        models: Sequence[torch.nn.Module] = (),
+        platforms: Sequence[str] | None = None,
+    ) -> None:
+        """Write the program used last as StableHLO with its shardings, for other compilers.
+
+        Weights and optimizer state are inputs of it, and outputs. They are not written: save them
+        with :mod:`xla_dtensor.checkpoint`.
+
+        Args:
+            path: A folder, which is made: "program.jax" for ``jax.export.deserialize``,
+                "program.mlir" the same as text, "signature.json" with name, shape, dtype and layout
+                of each input and output in order.
+            mesh: The mesh to name axes of; its root lists the program's devices.
+            models: Modules, by whose paths tensors are named.
+            platforms: What to write it for, "tpu" or "cuda" for example. None: the devices at hand.
+
+        Raises:
+            CompileError: The step was not called yet; this runtime cannot write it; the package
+                flatbuffers is not installed; XLA would have to be told how a product lies.
+
+        Example:
+            >>> import tempfile, torch, xla_dtensor as xd
+            >>> mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+            >>> model = xd.shard_module(torch.nn.Linear(8, 4), mesh, {"": "colwise"})
+            >>> step = xd.compile(lambda x: model(x))
+            >>> _ = step(xd.distribute_tensor(torch.ones(2, 8), mesh))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     step.export(folder, mesh.value, [model])
+            ...     print(*sorted(path.name for path in Path(folder).iterdir()))
+            program.jax program.mlir signature.json
+        """
+        raise CompileError(
+            f"A compiled step was asked to export its program to path={os.fspath(path)!r}. "
+            f"{type(self).__name__} cannot write it. Use the runtime jax."
+        )
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the programs compiled so far to a file, for `load` in another process.
 

@@ -411,6 +411,11 @@ def _inputs(
     first_argument = len(owners) - len(arguments)
     types = [*state, *read, *constants, *given, *donated]
     kept = _kept(executable, len(types))
+    positions = [p for part in program.holding.divided(range(len(arguments))) for p in part]
+    first_written = num_results + len(state) + len(program.slots.lasting)
+    outputs = {place: num_results + place for place in range(len(state))}
+    for number, position in enumerate(program.written):
+        outputs[first_argument + positions.index(position)] = first_written + number
     for place, (storages, kind) in enumerate(zip(owners, types, strict=True)):
         usual: Role = "constant" if place < first_argument else "argument"
         known = [names.of(storage) for storage in storages if storage is not None]
@@ -426,7 +431,7 @@ def _inputs(
             requested=requested,
             chosen=_layout_text(kind.sharding, len(kind.shape), root),
             input=kept.get(place),
-            output=num_results + place if place < len(state) else None,
+            output=outputs.get(place),
             layers=len(storages),
         )
 

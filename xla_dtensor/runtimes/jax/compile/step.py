@@ -88,6 +88,7 @@ from xla_dtensor.runtimes.jax.eager.tensor import Storage
 from xla_dtensor.runtimes.state import ProgramToCheck, StepClock, check, num_tokens
 
 if TYPE_CHECKING:
+    from xla_dtensor.runtimes.jax.compile.inspect import Traced
     from xla_dtensor.runtimes.jax.runtime import JaxRuntime
 
 __all__ = ["JaxCompiledStep"]
@@ -207,6 +208,22 @@ class JaxCompiledStep(CompiledStep):
     def evidence(
         self, mesh: Mesh, models: Sequence[torch.nn.Module] = (), **facts: Any
     ) -> Evidence:
+        return self._named(mesh, models).evidence(self._called().executable, **facts)
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        mesh: Mesh,
+        models: Sequence[torch.nn.Module] = (),
+        platforms: Sequence[str] | None = None,
+    ) -> None:
+        from xla_dtensor.runtimes.jax.compile.export import write_export
+
+        with x64():
+            write_export(self._named(mesh, models), self._called().executable, path, platforms)
+
+    def _named(self, mesh: Mesh, models: Sequence[torch.nn.Module]) -> Traced:
+        """Return the program of the last call, with names of what it holds."""
         from xla_dtensor.runtimes.jax.compile.inspect import Names, Traced
 
         program = self._called()
@@ -214,8 +231,7 @@ class JaxCompiledStep(CompiledStep):
         root = self._runtime.root(mesh)
         if np.array_equal(mesh.device_ids.ravel(), root.device_ids.ravel()):
             root = mesh  # the same order, by the names that were asked for
-        traced = Traced(program, Names(models, ()), arguments, root)
-        return traced.evidence(program.executable, **facts)
+        return Traced(program, Names(models, ()), arguments, root)
 
     def metrics(self, tokens_per_step: int | None = None) -> Mapping[str, float | None]:
         tokens = self._tokens if tokens_per_step is None else tokens_per_step
