@@ -366,7 +366,9 @@ class DTensor(TorchDTensor):
 
     def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
         """Return the whole value as a plain CPU tensor. All processes have to call this alike."""
-        tensor = self.full_tensor().detach()
+        # Parts are put together on the host: on the devices each would need room for the whole.
+        has_sums = any(placement.is_partial() for placement in self._spec.placements)
+        tensor = (self.full_tensor() if has_sums else as_plain(self)).detach()
         return tensor if is_off_mesh(self._spec.mesh) else get_runtime().to_host(tensor)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:

@@ -30,10 +30,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -190,12 +188,12 @@ class _Decoder(_OnMesh):
         with torch.no_grad():
             inputs = self._put(kwargs, len(tokens))
             outputs, changed, lengths = self.program(name, state, lengths, **inputs)
-        _put_state(cache, changed, pytree.tree_leaves(state))
+        _put_changes(cache, changed)
         for layer, count in zip(layers, lengths.cpu().tolist()[1:], strict=True):
             _set_count(layer, count)
         logits = outputs.get("logits")
         if isinstance(logits, DTensor):
-            outputs["logits"] = logits.full_tensor().cpu()
+            outputs["logits"] = logits.cpu()
         outputs[name] = cache
         return outputs
 
@@ -235,7 +233,7 @@ class _Decoder(_OnMesh):
         outputs = type(outputs)(**{key: v for key, v in outputs.items() if v is not cache})
         if isinstance(outputs.get("logits"), DTensor):
             outputs["logits"] = self._everywhere(outputs["logits"])
-        return outputs, _changes(cache, pytree.tree_leaves(state)), after
+        return outputs, _changes(cache, state), after
 
     def _made_on_mesh(self, layer: Any, *states: torch.Tensor, **named: torch.Tensor) -> None:
         """Make a layer's tensors, as it does by itself, but on the mesh."""
@@ -267,8 +265,10 @@ class _ZerosOnMesh(TorchFunctionMode):
 #
 # A part is a cache or a layer of one: an object whose attributes are tensors, numbers, and other
 # parts in lists and dicts. Its state is a dict of them, with its class: arguments that a compiled
-# step takes like any. What has changed leaves the step the same way; a tensor that the step was
-# given leaves as its number, since a write to it has been done.
+# step takes like any. What has changed leaves the step the same way, a list's items by their
+# numbers; a tensor that was written to has not changed.
+
+_SAME = object()
 
 
 def _state_of(value: Any, num_tokens: int) -> Any:
@@ -290,41 +290,39 @@ def _part_of(state: Any) -> Any:
     return _mapped(state, _part_of)
 
 
-def _changes(value: Any, given: list[Any]) -> Any:
-    """Return a part's state after the step; of a tensor that was given its place among `given`."""
-    if isinstance(value, _PARTS):
-        fields = {name: each for name, each in vars(value).items() if name != _LENGTH}
-        return {name: _changes(each, given) for name, each in fields.items()}
-    if isinstance(value, torch.Tensor):
-        return next((_Given(i) for i, each in enumerate(given) if each is value), value)
-    return _mapped(value, functools.partial(_changes, given=given))
+def _changes(part: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return what a part holds after the step that its state before does not have."""
+    pairs = {n: _change(new, state.get(n)) for n, new in vars(part).items() if n != _LENGTH}
+    return {name: change for name, change in pairs.items() if change is not _SAME}
 
 
-def _put_state(part: Any, changed: dict[str, Any], given: list[Any]) -> None:
-    for name, new in changed.items():
-        setattr(part, name, _after(getattr(part, name, None), new, given))
+def _change(new: Any, old: Any) -> Any:
+    if isinstance(new, _PARTS):
+        return _changes(new, old) or _SAME
+    if isinstance(new, torch.Tensor):
+        return _SAME if new is old else new
+    if type(new) is dict and type(old) is dict:
+        pairs = {name: _change(each, old.get(name)) for name, each in new.items()}
+        return {name: change for name, change in pairs.items() if change is not _SAME} or _SAME
+    if type(new) is list and type(old) is list:
+        return _change(dict(enumerate(new)), dict(enumerate(old)))
+    return _SAME if type(new) is type(old) and new == old else new
 
 
-def _after(old: Any, new: Any, given: list[Any]) -> Any:
+def _put_changes(part: Any, changes: dict[str, Any]) -> None:
+    for name, change in changes.items():
+        setattr(part, name, _after(getattr(part, name, None), change))
+
+
+def _after(old: Any, change: Any) -> Any:
     if isinstance(old, _PARTS):
-        _put_state(old, new, given)
-        return old
-    if isinstance(new, _Given):
-        return given[new.place]
-    if isinstance(new, list):
-        olds = old if isinstance(old, list) else []
-        return [_after(o, n, given) for o, n in itertools.zip_longest(olds, new)]
-    if isinstance(new, dict):
-        olds = old if isinstance(old, dict) else {}
-        return {name: _after(olds.get(name), each, given) for name, each in new.items()}
-    return new
-
-
-@dataclass(frozen=True)
-class _Given:
-    """Stands for a tensor that a step was given."""
-
-    place: int
+        _put_changes(old, change)
+    elif isinstance(old, (list, dict)) and isinstance(change, dict):
+        for name, each in change.items():
+            old[name] = _after(old[name] if isinstance(old, list) else old.get(name), each)
+    else:
+        return change
+    return old
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:

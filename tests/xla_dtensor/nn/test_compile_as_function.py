@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import itertools
 import pickle
 import threading
@@ -218,3 +219,34 @@ def test_what_a_replaced_program_held_is_let_go(mesh: xd.DeviceMesh) -> None:
     assert compiled(ones(mesh)).cpu()[0, 0] == 4
     gc.collect()
     assert reference() is None
+
+
+@pytest.mark.only_on("jax")
+def test_an_argument_that_is_written_to_gives_up_its_memory(mesh: xd.DeviceMesh) -> None:
+    @xd.compile
+    def step(cache: torch.Tensor, other: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        cache.add_(x)
+        other.mul_(2)
+        return cache.sum()
+
+    cache, other, x = (xd.distribute_tensor(torch.ones(8, 4), mesh) for _ in range(3))
+    kept = cache.detach()
+    for number in range(1, 4):
+        assert float(step(cache, other, x)) == 32 * (1 + number)
+    assert torch.equal(cache.cpu(), torch.full((8, 4), 4.0))
+    assert torch.equal(kept.cpu(), cache.cpu())
+    assert torch.equal(other.cpu(), torch.full((8, 4), 8.0))
+    assert step.hlo().count("-alias") == 2
+    assert float(step(cache, cache, x)) == 32 * 10  # one tensor: (4 + 1) * 2
+    assert torch.equal(cache.cpu(), torch.full((8, 4), 10.0))
+    assert torch.equal(x.cpu(), torch.ones(8, 4))
+
+
+def test_a_step_has_the_signature_of_its_function() -> None:
+    def step(x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        """Scale."""
+        return x * scale
+
+    compiled = xd.compile(step)
+    assert inspect.signature(compiled) == inspect.signature(step)
+    assert (compiled.__name__, compiled.__doc__) == ("step", "Scale.")

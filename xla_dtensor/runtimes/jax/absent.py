@@ -293,6 +293,9 @@ class AbsentStep(JaxCompiledStep):
             "of them. Make its parameters or its arguments with distribute_tensor."
         )
 
+    def _placed(self, constants: Sequence[Any], executable: Any) -> list[Any]:
+        return list(constants)
+
     def _lying(self, storage: Storage) -> NamedSharding:
         sharding = storage.lies
         everywhere = self._everywhere

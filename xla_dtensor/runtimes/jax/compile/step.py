@@ -35,6 +35,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
@@ -392,11 +393,12 @@ class JaxCompiledStep(CompiledStep):
             kept,
         )
         blueprint = Blueprint.of(jaxpr, made_of, inputs, pinned, donated=(0, 4))
+        executable = self._executable(blueprint, inputs, found.host_storages())
         return self._program_type(
-            self._executable(blueprint, inputs, found.host_storages()),
+            executable,
             state,
             read,
-            constants,
+            self._placed(constants, executable),
             places,
             [weakref.ref(s) for s in found.lasting],
             found.written,
@@ -427,6 +429,16 @@ class JaxCompiledStep(CompiledStep):
     # What a program for devices that are not here does otherwise (``absent``).
 
     _program_type = Program
+
+    def _placed(self, constants: Sequence[Any], executable: Any) -> list[Any]:
+        """Put a program's constants of the host where it wants them: no run moves them there."""
+        wanted = executable.input_shardings[0][2]
+        return [
+            jax.make_array_from_callback(constant.shape, sharding, constant.__getitem__)
+            if isinstance(constant, np.ndarray) and isinstance(sharding, NamedSharding)
+            else constant
+            for constant, sharding in zip(constants, wanted, strict=True)
+        ]
 
     def _lying(self, storage: Storage) -> Any:
         return storage.lies
