@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.timing import RESULTS, store
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -92,11 +92,11 @@ def ways_of(tokens: int) -> dict[str, Callable[[], torch.Tensor]]:
 
     import xla_dtensor as xd
     from xla_dtensor.integrations.generation import compile_generate
-    from xla_dtensor.integrations.model_plan import put_model
+    from xla_dtensor.nn.model_plan import put_model
 
     xd.get_runtime("jax", num_cpu_devices=8)
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -106,7 +106,7 @@ def ways_of(tokens: int) -> dict[str, Callable[[], torch.Tensor]]:
     given = {"max_new_tokens": tokens, "do_sample": False}
     plain = partial(model.generate, ids, **given)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    ours = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    ours: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
     ours.load_state_dict(weights)
     put_model(ours, xd.init_device_mesh("xla", (4, 2), mesh_dim_names=("fsdp", "tp")))
     compile_generate(ours)

@@ -94,7 +94,7 @@ RULES = (
     Rule(
         "xla_dtensor*",
         (*BELOW_CORE, "yaml", "torch", "xla_dtensor"),
-        on_use=("fsspec", "rich", "safetensors", "tqdm", "transformers"),
+        on_use=("fsspec", "huggingface_hub", "rich", "safetensors", "tqdm", "transformers"),
         never=(JAX_FILES, TORCH_XLA_FILES, *CLI_FILES),
     ),
 )

@@ -64,12 +64,12 @@ if TYPE_CHECKING:
     from xla_dtensor.hosts.data import pack_sequences as pack_sequences
     from xla_dtensor.hosts.data import process_part as process_part
     from xla_dtensor.hosts.data import shard_batch as shard_batch
+    from xla_dtensor.hosts.hugging_face.pretrained import from_pretrained as from_pretrained
     from xla_dtensor.hosts.preemption import Preemption as Preemption
     from xla_dtensor.hosts.preemption import check_same_program as check_same_program
     from xla_dtensor.hosts.preemption import program_checks as program_checks
     from xla_dtensor.hosts.processes import ProcessInfo as ProcessInfo
     from xla_dtensor.hosts.processes import init_distributed as init_distributed
-    from xla_dtensor.integrations.pretrained import from_pretrained as from_pretrained
     from xla_dtensor.nn.compile import compile as compile
     from xla_dtensor.nn.fsdp import FSDPModule as FSDPModule
     from xla_dtensor.nn.fsdp import fully_shard as fully_shard
@@ -123,7 +123,7 @@ _WHERE = {
     "empty": "xla_dtensor.dtensor.dtensor",
     "explain": "xla_dtensor.debug.explain",
     "full": "xla_dtensor.dtensor.dtensor",
-    "from_pretrained": "xla_dtensor.integrations.pretrained",
+    "from_pretrained": "xla_dtensor.hosts.hugging_face.pretrained",
     "fully_shard": "xla_dtensor.nn.fsdp",
     "get_runtime": "xla_dtensor.runtimes",
     "implicit_replication": "xla_dtensor.dtensor.modes",

@@ -7,8 +7,10 @@ integrations.accelerate   :class:`~xla_dtensor.integrations.accelerate.XDAcceler
 integrations.transformers :class:`~xla_dtensor.integrations.transformers.XDTrainer`
 integrations.trl          :class:`~xla_dtensor.integrations.trl.XDSFTTrainer`
 integrations.lightning    ``XDStrategy`` and ``XDFabricStrategy``
-integrations.model_plan   how a model's weights and a batch's rows lie on a mesh
+integrations.generation   :func:`~xla_dtensor.integrations.generation.compile_generate`
 ========================  ==========================================================
+
+How weights and rows lie they have from :mod:`xla_dtensor.nn.model_plan`.
 
 What they share is one idea. A client's loop, its counters, callbacks, loggers and data loaders stay
 what they are, on the host; what it does to tensors between two batches is one compiled program.

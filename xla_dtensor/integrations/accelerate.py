@@ -19,7 +19,7 @@
             scheduler.step()                               Python numbers: outside of the program
 
 To Accelerate a process is one CPU device, whatever the mesh holds: `prepare` puts the model on the
-mesh (:mod:`xla_dtensor.integrations.model_plan`), and what the loader yields. A loader's
+mesh (:mod:`xla_dtensor.nn.model_plan`), and what the loader yields. A loader's
 ``batch_size`` is what one process loads; the mesh cuts it. Losses and gradients are global, so
 nothing is left to reduce: `gather` and `reduce` give a DTensor's whole value.
 
@@ -50,7 +50,8 @@ from xla_dtensor import checkpoint
 from xla_dtensor.core.errors import ArgumentTypeError
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
-from xla_dtensor.integrations.model_plan import put_batch, put_model, row_group
+from xla_dtensor.hosts.data.rows import put_batch, row_group
+from xla_dtensor.nn.model_plan import put_model
 
 __all__ = ["MeshLoader", "MeshOptimizer", "XDAccelerator"]
 
@@ -65,7 +66,7 @@ class XDAccelerator(accelerate.Accelerator):
         mesh: The mesh.
         plan: How the models' parameters lie, as :func:`xla_dtensor.shard_module` takes it. None: by
             their own plans and the names of the mesh's axes, see
-            :func:`~xla_dtensor.integrations.model_plan.model_plan`.
+            :func:`~xla_dtensor.nn.model_plan.model_plan`.
         put_batches: Whether prepared loaders put batches on the mesh.
         **kwargs: As for ``accelerate.Accelerator``.
 

@@ -7,11 +7,10 @@ The loop is Transformers' own, on the host: ids, masks, logits processors, drawi
 So what is drawn is what a plain model draws from the same seed. What the loop calls for each token,
 the model's ``forward``, is a program::
 
-    host       ids (4, 1)  masks (4, 1, 1, 64)  position 17                 logits (4, 1, 32000)
-                 |                                                            ^
-    mesh         v                                                            |
-    program    forward(ids, ..., cache layers: keys, values (4, 8, 64, 128)) -+
-                                               written in place, their memory donated
+    on the host    ids (4, 1), masks (4, 1, 1, 64), position 17
+    on the mesh    forward(ids, ..., cache: keys, values (4, 8, 64, 128) of each layer)
+                   keys and values are written in place, their memory is donated
+    on the host    logits (4, 1, 32000)
 
 * The cache is the StaticCache that ``generate`` makes or is given. Its keys and values lie on the
   mesh from the first call on, cut over rows and heads. Its lengths stay on the host, where the loop
@@ -52,7 +51,7 @@ import xla_dtensor as xd
 from xla_dtensor.core.errors import ArgumentTypeError
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh
-from xla_dtensor.integrations.model_plan import row_placements
+from xla_dtensor.nn.model_plan import row_placements
 from xla_dtensor.runtimes.base import CompiledStep
 
 __all__ = ["compile_generate"]
@@ -63,7 +62,7 @@ _LENGTH, _COUNT = "cumulative_length", "cumulative_length_int"
 _PARTS = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, DummyLayer)
 
 
-def compile_generate(model: nn.Module, *, tp_axis: str = "tp") -> CompiledStep:
+def compile_generate(model: Any, *, tp_axis: str = "tp") -> CompiledStep:
     """Let a model's ``generate()`` run programs on its mesh.
 
     The model's ``forward`` is replaced, on this object: a call with a static cache is a program,
@@ -82,7 +81,7 @@ def compile_generate(model: nn.Module, *, tp_axis: str = "tp") -> CompiledStep:
 
     Example:
         >>> import torch, transformers, xla_dtensor as xd
-        >>> from xla_dtensor.integrations.model_plan import put_model
+        >>> from xla_dtensor.nn.model_plan import put_model
         >>> mesh = xd.init_device_mesh("xla", (4, 2), mesh_dim_names=("fsdp", "tp"))
         >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32,
         ...     num_hidden_layers=1, num_attention_heads=2)
@@ -197,7 +196,7 @@ class _Decoder(_OnMesh):
         outputs[name] = cache
         return outputs
 
-    def reorder_cache(self, cache: Cache, beam_idx: torch.Tensor) -> Cache:
+    def reorder_cache(self, cache: Cache, beam_idx: Any) -> Cache:
         """Change the rows of a cache between two tokens, as beams ask for: a program as well."""
         state = _state_of(cache, 1)
         if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(state)):
@@ -371,11 +370,12 @@ class _Window(StaticSlidingWindowLayer):
         last = self.max_cache_len - 1
         is_full = self.cumulative_length > last
         place = self.cumulative_length.clamp(max=last).reshape(1)
-        for kept, new in ((self.keys, key_states), (self.values, value_states)):
+        held: Any = (self.keys, self.values)
+        for kept, new in zip(held, (key_states, value_states), strict=True):
             moved = torch.where(is_full, kept.roll(-1, dims=-2), kept)
             kept.copy_(moved.index_copy(2, place, new))
         self.cumulative_length.add_(1)
-        return self.keys, self.values
+        return held
 
     def get_seq_length(self) -> Any:
         return self.cumulative_length

@@ -18,7 +18,7 @@
 
 To Lightning a process is one CPU device, whatever the mesh holds. Its classes of strategies for the
 Trainer and for Fabric are unrelated, and so are the two here: what they share are
-:mod:`~xla_dtensor.integrations.model_plan`, how models and batches lie, and
+:mod:`~xla_dtensor.nn.model_plan`, how models and batches lie, and
 :mod:`~xla_dtensor.integrations.lightning_checkpoint`. The Trainer calls ``training_step`` itself,
 so its strategy compiles it, see :mod:`~xla_dtensor.integrations.lightning_steps`; in Fabric the
 loop is the user's, and so is ``xd.compile``.
@@ -57,6 +57,7 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor.core.errors import ArgumentTypeError, CompileError
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
+from xla_dtensor.hosts.data.rows import put_batch
 from xla_dtensor.integrations.lightning_checkpoint import (
     is_folder,
     load_optimizers,
@@ -68,7 +69,7 @@ from xla_dtensor.integrations.lightning_checkpoint import (
     save_trainer,
 )
 from xla_dtensor.integrations.lightning_steps import MeshClosure, Steps, let_run_programs
-from xla_dtensor.integrations.model_plan import put_batch, put_model
+from xla_dtensor.nn.model_plan import put_model
 
 __all__ = ["MeshLoader", "XDFabricStrategy", "XDStrategy", "read_checkpoint"]
 
@@ -84,7 +85,7 @@ class XDStrategy(SingleDeviceStrategy):
         mesh: The mesh.
         plan: How the module's parameters lie, as :func:`xla_dtensor.shard_module` takes it. None:
             by the names of the mesh's axes, see
-            :func:`~xla_dtensor.integrations.model_plan.model_plan`.
+            :func:`~xla_dtensor.nn.model_plan.model_plan`.
         compile_evaluation: Whether ``validation_step``, ``test_step`` and ``predict_step`` are
             programs too. False lets them read tensors, op by op.
 

@@ -61,8 +61,9 @@ from xla_dtensor import checkpoint
 from xla_dtensor.core.errors import ArgumentTypeError
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
+from xla_dtensor.hosts.data.rows import row_group
 from xla_dtensor.integrations.accelerate import XDAccelerator
-from xla_dtensor.integrations.model_plan import put_model, row_group
+from xla_dtensor.nn.model_plan import put_model
 from xla_dtensor.runtimes.base import CompiledStep
 
 __all__ = ["XDTrainer"]
@@ -93,7 +94,7 @@ class XDTrainer(Trainer):
         args: The TrainingArguments. They are copied.
         *rest: As for ``transformers.Trainer``.
         mesh: The mesh. Axes "tp" and "fsdp" cut parameters; all but "tp" cut rows, see
-            :mod:`xla_dtensor.integrations.model_plan`.
+            :mod:`xla_dtensor.nn.model_plan`.
         plan: How parameters lie, as :func:`xla_dtensor.shard_module` takes it. None: as the model's
             own plan and the axes say.
         **kwargs: As for ``transformers.Trainer``.

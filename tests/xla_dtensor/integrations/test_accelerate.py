@@ -122,7 +122,7 @@ def test_products_are_in_bfloat16(mesh: xd.DeviceMesh) -> None:
 
 
 def test_an_optimizer_that_has_stepped_is_refused(mesh: xd.DeviceMesh) -> None:
-    from xla_dtensor.integrations.model_plan import put_model
+    from xla_dtensor.nn.model_plan import put_model
 
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -26,10 +26,10 @@ class Pair:
 
     def __init__(self, model: Any, mesh: Any) -> None:
         from xla_dtensor.integrations.generation import compile_generate
-        from xla_dtensor.integrations.model_plan import put_model
+        from xla_dtensor.nn.model_plan import put_model
 
-        self.plain = wide(model).eval()
-        self.ours = put_model(copy.deepcopy(self.plain), mesh)
+        self.plain: Any = wide(model).eval()
+        self.ours: Any = put_model(copy.deepcopy(self.plain), mesh)
         self.program = compile_generate(self.ours)
 
     def generate(self, ids: Any, **options: Any) -> tuple[Any, Any]:
@@ -81,9 +81,9 @@ def num_compiled() -> Any:
 
     names: list[str] = []
 
-    def note(name: str, seconds: float, **_: Any) -> None:
-        if "backend_compile" in name:
-            names.append(name)
+    def note(event: str, duration: float, **_: str | int) -> None:
+        if "backend_compile" in event:
+            names.append(event)
 
     monitoring.register_event_duration_secs_listener(note)
     yield lambda: len(names)
@@ -126,9 +126,10 @@ def test_beams_are_the_plain_models(mesh: xd.DeviceMesh, num_compiled: Any) -> N
 def test_a_window_and_padded_prompts_take_two_programs(mesh: xd.DeviceMesh) -> None:
     import transformers
 
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64}
     config = transformers.Gemma3TextConfig(
-        **sizes,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -189,15 +190,10 @@ def test_a_cache_goes_on_where_it_was_left(mesh: xd.DeviceMesh) -> None:
 def test_an_encoder_is_a_program_too(mesh: xd.DeviceMesh, num_compiled: Any) -> None:
     import transformers
 
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
+    config: Any = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4
     )
+    config.decoder_start_token_id = 0
     mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("fsdp",))
     pair = Pair(transformers.T5ForConditionalGeneration(config), mesh)
     pair.generate(prompt(8), max_new_tokens=2)

@@ -8,13 +8,15 @@ import pytest
 
 from tests.documents import ROOT, blocks, run_session
 
-PAGE = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
+DOCS = ROOT / "docs"
+PAGE = (DOCS / "trainers.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("runtime")
 @pytest.mark.only_on("jax")
-def test_the_session() -> None:
-    run_session("".join(blocks(PAGE, "pycon")), "jax")
+@pytest.mark.parametrize("name", ["trainers.md", "generation.md"])
+def test_the_session(name: str) -> None:
+    run_session("".join(blocks((DOCS / name).read_text(encoding="utf-8"), "pycon")), "jax")
 
 
 @pytest.mark.parametrize("client", ["transformers", "trl", "peft", "accelerate", "lightning"])

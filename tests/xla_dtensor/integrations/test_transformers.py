@@ -29,7 +29,7 @@ def trainers(folder: Path, mesh: Any, options: dict[str, Any], **given: Any) -> 
     """The plain trainer and ours, with the same rows per step."""
     import transformers
 
-    from xla_dtensor.integrations.model_plan import row_group
+    from xla_dtensor.hosts.data.rows import row_group
     from xla_dtensor.integrations.transformers import XDTrainer
 
     devices = row_group(mesh).devices

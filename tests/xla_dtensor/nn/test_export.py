@@ -41,9 +41,9 @@ def mesh(runtime: Runtime) -> xd.DeviceMesh:
     return xd.init_device_mesh("xla", (4, 2), mesh_dim_names=("dp", "tp"))
 
 
-def values(model: Any, optimizer: Any, given: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+def values(model: Any, optimizer: Any, given: dict[str, Any]) -> dict[str, np.ndarray]:
     """The arrays of a step's inputs, by the names of the signature."""
-    tensors = dict(given)
+    tensors: dict[str, Any] = dict(given)
     for name, parameter in model.named_parameters():
         tensors[name] = parameter
         for key, state in optimizer.state[parameter].items():

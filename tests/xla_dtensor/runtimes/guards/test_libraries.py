@@ -36,7 +36,7 @@ def test_models_of_this_project_are_gone_into_as_the_users_are() -> None:
         ("accelerate", True),
         ("transformers", True),
         ("lightning_steps", False),
-        ("model_plan", False),
+        ("generation", False),
     ],
 )
 def test_trainers_are_gone_into_and_what_works_behind_them_is_not(

@@ -19,8 +19,7 @@ from xla_dtensor.runtimes.host_work.tape import is_host
 from xla_dtensor.runtimes.jax.arrays.trace import Trace
 from xla_dtensor.runtimes.jax.compile.layers.rows import row_of
 from xla_dtensor.runtimes.jax.compile.moving import Aliases, MovingTensor
-from xla_dtensor.runtimes.jax.compile.numbers import NumbersMeetTensors
-from xla_dtensor.runtimes.jax.compile.optimizer import OptimizerInputs
+from xla_dtensor.runtimes.jax.compile.optimizer import NumbersMeetTensors, OptimizerInputs
 from xla_dtensor.runtimes.jax.compile.trace_values import inner
 from xla_dtensor.runtimes.torch_own import put_back
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from xla_dtensor.core.errors import ArgumentTypeError
-from xla_dtensor.hosts.checkpoint import load_hf
-from xla_dtensor.integrations.model_plan import put_model
+from xla_dtensor.hosts.hugging_face import load_hf
 from xla_dtensor.nn.materialize import materialize
+from xla_dtensor.nn.model_plan import put_model
 
 __all__ = ["from_pretrained"]
 
