@@ -31,6 +31,7 @@ import functools
 import importlib
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -53,8 +54,9 @@ from xla_dtensor.dtensor.local import LocalView
 from xla_dtensor.dtensor.mesh import AxisGroup, allow_groups, init_device_mesh
 from xla_dtensor.dtensor.modes import loss_parallel
 from xla_dtensor.nn.fsdp import fully_shard
+from xla_dtensor.runtimes.registry import ENVIRONMENT_VARIABLE, current_runtime, get_runtime
 
-__all__ = ["install", "is_installed", "uninstall"]
+__all__ = ["install", "is_accelerator", "is_installed", "put", "uninstall"]
 
 
 # ---------------------------------------------------------- Whole state dicts by torch's functions
@@ -134,20 +136,30 @@ _replaced: dict[Any, Any] = {}  # torch's function -> ours
 torch_from_local = torch_tensor.DTensor.from_local
 _DYNAMO_TORCHS = "torch.distributed.tensor._api.DTensor#from_local"
 _DYNAMO_OURS = f"{__name__}.torch_from_local"
+torch_has_one = torch.accelerator.is_available
+_NOT_ON_XLA = (
+    "fully_shard was called without a mesh, and torch has an accelerator of its own: the model is "
+    "on torch's mesh, and nothing of it on XLA. Pass mesh=, or choose a runtime before, by "
+    "xla_dtensor.get_runtime() or %s=jax."
+)
 _FACTORIES = ("ones", "zeros", "empty", "full", "rand", "randn")
 
 
-def install() -> None:
+def install(start: Callable[[], object] = get_runtime) -> None:
     """Let torch.distributed.tensor's functions work on "xla" meshes.
+
+    Args:
+        start: Called before torch's ``init_device_mesh``, and ``fully_shard`` without a mesh, ask
+            for all devices.
 
     Example:
         >>> import torch, xla_dtensor as xd
-        >>> xd.install()
+        >>> install()
         >>> from torch.distributed.tensor import Shard, distribute_tensor
         >>> mesh = xd.init_device_mesh("xla", (8,))
         >>> distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])
         DTensor(shape=(8, 2), dtype=float32, placements=(S(0)), mesh=(0=8), local_shape=(1, 2))
-        >>> xd.uninstall()
+        >>> uninstall()
     """
     if _replaced:
         return
@@ -159,19 +171,19 @@ def install() -> None:
     _replaced[original] = _routed(original, DTensor.from_local)
     torch_tensor.DTensor.from_local = staticmethod(_replaced[original])  # pyright: ignore
     _move_dynamo_rule(_DYNAMO_TORCHS, _DYNAMO_OURS)
-    _replace(torch_device_mesh.init_device_mesh, init_device_mesh)
+    _replace(torch_device_mesh.init_device_mesh, _started(start, init_device_mesh))
     for name in ("manual_seed", "is_rng_supported_mesh"):
         _replace(getattr(torch_random, name), getattr(random, name))
-    _replace(torch_fsdp.fully_shard, fully_shard)
-    _put(torch_parallel.loss_parallel, _both(torch_parallel.loss_parallel, loss_parallel))
+    put(torch_fsdp.fully_shard, _sharded(start, torch_fsdp.fully_shard))
+    put(torch_parallel.loss_parallel, _both(torch_parallel.loss_parallel, loss_parallel))
     for original, replacement in replacements():
-        _put(original, replacement)
+        put(original, replacement)
     for name, replacement in collectives.BY_NAME.items():
         original = getattr(torch_collectives, name)
-        _put(original, _routed_by_first(LocalView, original, replacement))
+        put(original, _routed_by_first(LocalView, original, replacement))
     for name, replacement in mesh.BY_NAME.items():
         original = getattr(dist, name)
-        _put(original, _routed_by_first(AxisGroup, original, replacement))
+        put(original, _routed_by_first(AxisGroup, original, replacement))
     allow_groups(True)
     logger.info("torch.distributed.tensor works on 'xla' meshes through xla_dtensor now.")
 
@@ -210,10 +222,11 @@ def _move_dynamo_rule(old: str, new: str) -> None:
 
 
 def _replace(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    _put(original, _routed(original, replacement))
+    put(original, _routed(original, replacement))
 
 
-def _put(original: Callable[..., Any], new: Callable[..., Any]) -> None:
+def put(original: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Put a function in the place of torch's, in every module that has it, until uninstall()."""
     _replaced[original] = new
     _rebind(original, new)
 
@@ -238,6 +251,37 @@ def _rebind(old: Any, new: Any) -> None:
             setattr(module, name, new)
 
 
+def is_accelerator() -> bool:
+    """Tell whether "xla" is the accelerator: a runtime runs or is named, or torch has no other."""
+    chosen = current_runtime() is not None or bool(os.environ.get(ENVIRONMENT_VARIABLE))
+    return chosen or not torch_has_one()
+
+
+def _started(start: Callable[[], object], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(replacement)
+    def first_start(*args: Any, **kwargs: Any) -> Any:
+        start()
+        return replacement(*args, **kwargs)
+
+    return first_start
+
+
+def _sharded(start: Callable[[], object], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lead fully_shard by its mesh; without one to the accelerator's devices, as torch does."""
+
+    @functools.wraps(original)
+    def shard(*args: Any, **kwargs: Any) -> Any:
+        device_type = _device_type(args, kwargs)
+        if device_type is None and is_accelerator():
+            start()
+            device_type = "xla"
+        elif device_type is None:
+            logger.warning(_NOT_ON_XLA, ENVIRONMENT_VARIABLE)
+        return (fully_shard if device_type == "xla" else original)(*args, **kwargs)
+
+    return shard
+
+
 def _routed(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
@@ -260,18 +304,23 @@ def _routed_by_first(
 
 
 def _is_for_xla(signature: inspect.Signature, args: Any, kwargs: Any) -> bool:
-    arguments = (*args, *kwargs.values())
     if "device_type" in signature.parameters:
-        return "xla" in (arguments[:1] if args else (kwargs.get("device_type"),))
+        return "xla" in (args[:1] if args else (kwargs.get("device_type"),))
+    return _device_type(args, kwargs) == "xla"
+
+
+def _device_type(args: Any, kwargs: Any) -> str | None:
+    """Return that of the mesh among the arguments, or of the open one; None without a mesh."""
     # torch.compile does not ask a tensor whether it is a mesh, and in torch 2.13 takes a mesh to be
     # of none of several types at once.
+    arguments = (*args, *kwargs.values())
     arguments = tuple(v for v in arguments if not isinstance(v, torch.Tensor))
     if any(isinstance(v, Mesh) for v in arguments):
-        return True
+        return "xla"
     meshes = [v for v in arguments if isinstance(v, torch_device_mesh.DeviceMesh)]
     if not meshes:
         try:
             meshes = [torch_device_mesh._mesh_resources.get_current_mesh()]
         except RuntimeError:  # torch says so itself: no mesh was given, and none is open
-            return False
-    return meshes[0].device_type == "xla"
+            return None
+    return meshes[0].device_type
