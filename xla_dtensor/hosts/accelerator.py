@@ -12,10 +12,11 @@ factory or ``.to``                       (docs/decisions/device.md); the mesh ta
 torch.distributed.init_process_group     :func:`~xla_dtensor.hosts.processes.init_distributed`,
                                          unless it is told who is who
 get_default_backend_for_device("xla")    "gloo", among the processes
-``RANK``, ``LOCAL_RANK`` and the like    those of the process, where nobody has set them
+``RANK``, ``LOCAL_RANK``                  those of the process, where nobody has set them
 =======================================  ======================================================
 
-The first question joins the job, as torch's ``init_device_mesh`` does, if no runtime runs yet.
+To ask how many devices there are, or for a mesh of them, joins the job and makes the group, as
+torch's ``init_device_mesh`` does.
 Where torch has an accelerator of its own, it is torch's until a runtime runs or
 ``XLA_DTENSOR_RUNTIME`` names one. torch's own code gets torch's answers.
 """
@@ -30,20 +31,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed
 import torch.distributed.distributed_c10d as c10d
 
 from xla_dtensor.hosts import processes
 from xla_dtensor.nn import install as functions
-from xla_dtensor.runtimes.registry import (
-    ENVIRONMENT_VARIABLE,
-    current_runtime,
-    get_runtime,
-    installed_runtimes,
-)
+from xla_dtensor.runtimes.registry import current_runtime, get_runtime
 
 __all__ = ["install", "uninstall"]
 
-_variables: list[str] = []  # of the environment, set here
+dist: Any = torch.distributed
 _undo: list[Callable[[], object]] = []
 
 
@@ -71,7 +68,7 @@ def install() -> None:
     functions.put(c10d.init_process_group, _group(c10d.init_process_group))
     original = c10d.get_default_backend_for_device
     functions.put(original, _backend(original))
-    if _computes_on("jax"):
+    if processes.chosen_runtime() == "jax":
         _take_xla_for_the_host()
 
 
@@ -80,40 +77,45 @@ def uninstall() -> None:
     functions.uninstall()
     while _undo:
         _undo.pop()()
-    while _variables:
-        os.environ.pop(_variables.pop(), None)
 
 
 def started() -> None:
-    """Join the job that the environment tells of, if no runtime runs yet."""
-    if current_runtime() is not None:
+    """Join the job that the environment, or torch's group, tells of; make a group where none is."""
+    if current_runtime() is not None and dist.is_initialized():
         return
-    info = processes.init_distributed()
-    place = {"RANK": info.index, "WORLD_SIZE": info.count}
-    place |= {"LOCAL_RANK": info.local_index, "LOCAL_WORLD_SIZE": info.local_count}
-    for name, number in place.items():
+    if not dist.is_initialized():
+        _undo.append(_destroy_group)
+    info = processes.init_distributed(*_told_by_group())
+    # How many there are is not said: a script would make a mesh of as many devices.
+    for name, number in {"RANK": info.index, "LOCAL_RANK": info.local_index}.items():
         if name not in os.environ:
             os.environ[name] = str(number)
-            _variables.append(name)
+            _undo.append(functools.partial(os.environ.pop, name, None))
 
 
-def _computes_on(name: str) -> bool:
-    running = current_runtime()
-    if running is not None:
-        return running.name == name
-    return (os.environ.get(ENVIRONMENT_VARIABLE) or next(iter(installed_runtimes()), "")) == name
+def _destroy_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-# --------------------------------------------------------------------------------- Which accelerator
+def _told_by_group() -> tuple[str | None, int | None, int | None]:
+    """Return where the processes of torch's group meet, where the environment does not say it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None, None, None
+    if processes.place_from_environment() != processes.Place():
+        return None, None, None
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    message = [f"{host}:{processes.free_port_here()}"]
+    dist.broadcast_object_list(message, src=0)
+    return message[0], dist.get_world_size(), dist.get_rank()
+
+
+# ------------------------------------------------------------------------------- Which accelerator
 
 
 def _device_count() -> int:
     started()
     return len(get_runtime().addressable_device_ids())
-
-
-def _is_available() -> bool:
-    return _device_count() > 0
 
 
 def _synchronize(device: Any = None) -> None:
@@ -122,7 +124,7 @@ def _synchronize(device: Any = None) -> None:
 
 
 _ANSWERS: dict[str, Callable[..., Any]] = {
-    "is_available": _is_available,
+    "is_available": lambda: True,
     "device_count": _device_count,
     "current_accelerator": lambda check_available=False: torch.device("xla"),
     "current_device_index": lambda: 0,
@@ -148,7 +150,7 @@ def _asked(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable
 
 
 def _group(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Join the job in place of making a group, unless the call says itself who is who."""
+    """Join the job where the call does not say who is who; a group of its own is of hosts."""
 
     @functools.wraps(original)
     def init_process_group(
@@ -162,10 +164,12 @@ def _group(original: Callable[..., Any]) -> Callable[..., Any]:
         **options: Any,
     ) -> None:
         told = init_method is not None or store is not None or (world_size, rank) != (-1, -1)
-        if told or args or not functions.is_accelerator():
-            original(backend, init_method, timeout, world_size, rank, store, *args, **options)
-        else:
-            processes.init_distributed()
+        if not (told or args) and functions.is_accelerator():
+            processes.init_distributed()  # a group that is there already stays
+            return
+        if _host(options.get("device_id")) == "cpu":
+            del options["device_id"]
+        original(backend, init_method, timeout, world_size, rank, store, *args, **options)
 
     return init_process_group
 
@@ -178,7 +182,7 @@ def _backend(original: Callable[..., str]) -> Callable[..., str]:
     return get_default_backend_for_device
 
 
-# ------------------------------------------------------------------------- The device "xla" on a host
+# ---------------------------------------------------------------------- The device "xla" on a host
 #
 # torch without torch_xla knows the device, and has no kernel that makes a tensor there. Ours make
 # one in the host's memory, and all factories end in these two. `to`, `tensor` and `as_tensor` ask

@@ -142,6 +142,11 @@ _NOT_ON_XLA = (
     "on torch's mesh, and nothing of it on XLA. Pass mesh=, or choose a runtime before, by "
     "xla_dtensor.get_runtime() or %s=jax."
 )
+_SMALL_MESH = (
+    "init_device_mesh made %s, and there are %d devices: the others do nothing. WORLD_SIZE and "
+    "get_world_size() count processes; xla_dtensor.get_runtime().device_ids() has all devices."
+)
+_warned: set[Any] = set()
 _FACTORIES = ("ones", "zeros", "empty", "full", "rand", "randn")
 
 
@@ -171,7 +176,7 @@ def install(start: Callable[[], object] = get_runtime) -> None:
     _replaced[original] = _routed(original, DTensor.from_local)
     torch_tensor.DTensor.from_local = staticmethod(_replaced[original])  # pyright: ignore
     _move_dynamo_rule(_DYNAMO_TORCHS, _DYNAMO_OURS)
-    _replace(torch_device_mesh.init_device_mesh, _started(start, init_device_mesh))
+    _replace(torch_device_mesh.init_device_mesh, _of_all(start, init_device_mesh))
     for name in ("manual_seed", "is_rng_supported_mesh"):
         _replace(getattr(torch_random, name), getattr(random, name))
     put(torch_fsdp.fully_shard, _sharded(start, torch_fsdp.fully_shard))
@@ -257,13 +262,20 @@ def is_accelerator() -> bool:
     return chosen or not torch_has_one()
 
 
-def _started(start: Callable[[], object], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(replacement)
-    def first_start(*args: Any, **kwargs: Any) -> Any:
-        start()
-        return replacement(*args, **kwargs)
+def _of_all(start: Callable[[], object], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Start before a mesh is made, and say so where it leaves devices out."""
 
-    return first_start
+    @functools.wraps(replacement)
+    def init_device_mesh(*args: Any, **kwargs: Any) -> Any:
+        start()
+        device_mesh = replacement(*args, **kwargs)
+        count = len(get_runtime().device_ids())
+        if device_mesh.size() < count and device_mesh not in _warned:
+            _warned.add(device_mesh)
+            logger.warning(_SMALL_MESH, device_mesh, count)
+        return device_mesh
+
+    return init_device_mesh
 
 
 def _sharded(start: Callable[[], object], original: Callable[..., Any]) -> Callable[..., Any]:
