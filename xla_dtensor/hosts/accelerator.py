@@ -15,10 +15,10 @@ get_default_backend_for_device("xla")    "gloo", among the processes
 ``RANK``, ``LOCAL_RANK``                  those of the process, where nobody has set them
 =======================================  ======================================================
 
-To ask how many devices there are, or for a mesh of them, joins the job and makes the group, as
-torch's ``init_device_mesh`` does.
-Where torch has an accelerator of its own, it is torch's until a runtime runs or
-``XLA_DTENSOR_RUNTIME`` names one. torch's own code gets torch's answers.
+Who asks how many devices there are, or for a mesh of them, joins the job and makes its group, as
+torch's ``init_device_mesh`` does. Where torch has an accelerator of its own, that is the
+accelerator until a runtime runs or ``XLA_DTENSOR_RUNTIME`` names one. torch's own code gets torch's
+answers.
 """
 
 from __future__ import annotations
@@ -128,9 +128,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "device_count": _device_count,
     "current_accelerator": lambda check_available=False: torch.device("xla"),
     "current_device_index": lambda: 0,
-    "current_device_idx": lambda: 0,
     "set_device_index": lambda device: None,
-    "set_device_idx": lambda device: None,
     "device_index": lambda device: contextlib.nullcontext(),
     "synchronize": _synchronize,
 }

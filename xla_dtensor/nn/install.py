@@ -21,7 +21,9 @@ collectives                             :mod:`xla_dtensor.dtensor.collectives`)
 ======================================  ============================================
 
 A module that imported one of these by name has its name replaced too. cpu and cuda meshes are not
-touched. Calling install() again does nothing; ``uninstall()`` puts everything back.
+touched; ``fully_shard`` without a mesh is for the accelerator, which "xla" is where a runtime runs
+or torch has no other. Calling install() again does nothing; ``uninstall()`` puts everything back.
+What ``xd.install()`` answers besides is in :mod:`xla_dtensor.hosts.accelerator`.
 """
 
 from __future__ import annotations
