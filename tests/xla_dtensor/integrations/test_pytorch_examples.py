@@ -149,6 +149,15 @@ def test_parallel_styles_in_two_processes(name: str, tmp_path: Path) -> None:
     assert_same(by_two_processes(name, tmp_path), by_torch(name, tmp_path), 1e-9)
 
 
+def test_world_size_of_the_environment(tmp_path: Path) -> None:
+    """``WORLD_SIZE=8 python program.py``: the line that asks for it stays."""
+    program, result = tmp_path / "changed.py", tmp_path / "changed.pt"
+    changes = dict(list(CHANGES["sequence_parallel"][0].items())[1:])
+    program.write_text(with_changes(source("sequence_parallel"), INSTALL | changes))
+    start([str(program), str(result)], {"WORLD_SIZE": "8"})
+    assert_same(torch.load(result), by_torch("sequence_parallel", tmp_path), 1e-9)
+
+
 def weights_of_model(tmp_path: Path) -> str:
     model = runpy.run_path(str(PROGRAMS / "fully_sharded.py"), run_name="model")["Model"]
     torch.manual_seed(0)
