@@ -166,7 +166,7 @@ def weights_of_model(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.03)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-5), ("bfloat16", 0.03)])
 def test_fully_shard_without_a_mesh(dtype: str, tolerance: float, tmp_path: Path) -> None:
     words = weights_of_model(tmp_path), dtype
     ours, plain = (run("fully_sharded", tmp_path, *words) for run in (by_us, by_torch))
@@ -180,7 +180,7 @@ def test_fully_shard_in_two_processes(tmp_path: Path) -> None:
     ours = by_two_processes("fully_sharded", tmp_path, *words)
     plain = by_torch("fully_sharded", tmp_path, *words)
     for key in ("losses", "weights"):
-        assert_same(ours[key], plain[key], 1e-5)
+        assert_same(ours[key], plain[key], 5e-5)
 
 
 def test_meshes_of_more_axes(tmp_path: Path) -> None:
