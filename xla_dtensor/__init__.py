@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from xla_dtensor.dtensor.modes import strict_placements as strict_placements
     from xla_dtensor.dtensor.random import is_rng_supported_mesh as is_rng_supported_mesh
     from xla_dtensor.dtensor.random import manual_seed as manual_seed
+    from xla_dtensor.hosts.accelerator import install as install
+    from xla_dtensor.hosts.accelerator import uninstall as uninstall
     from xla_dtensor.hosts.data import MpDeviceLoader as MpDeviceLoader
     from xla_dtensor.hosts.data import PackedBatches as PackedBatches
     from xla_dtensor.hosts.data import ProcessPart as ProcessPart
@@ -73,8 +75,6 @@ if TYPE_CHECKING:
     from xla_dtensor.nn.compile import compile as compile
     from xla_dtensor.nn.fsdp import FSDPModule as FSDPModule
     from xla_dtensor.nn.fsdp import fully_shard as fully_shard
-    from xla_dtensor.nn.install import install as install
-    from xla_dtensor.nn.install import uninstall as uninstall
     from xla_dtensor.nn.loss import linear_cross_entropy as linear_cross_entropy
     from xla_dtensor.nn.materialize import materialize as materialize
     from xla_dtensor.nn.scan import ScannedLayers as ScannedLayers
@@ -129,7 +129,7 @@ _WHERE = {
     "implicit_replication": "xla_dtensor.dtensor.modes",
     "init_device_mesh": "xla_dtensor.dtensor.mesh",
     "init_distributed": "xla_dtensor.hosts.processes",
-    "install": "xla_dtensor.nn.install",
+    "install": "xla_dtensor.hosts.accelerator",
     "installed_runtimes": "xla_dtensor.runtimes",
     "is_rng_supported_mesh": "xla_dtensor.dtensor.random",
     "job_mesh": "xla_dtensor.plan.job_meshes",
@@ -150,7 +150,7 @@ _WHERE = {
     "shard_module": "xla_dtensor.nn.shard_module",
     "sharding_plan": "xla_dtensor.nn.shard_module",
     "strict_placements": "xla_dtensor.dtensor.modes",
-    "uninstall": "xla_dtensor.nn.install",
+    "uninstall": "xla_dtensor.hosts.accelerator",
     "visualize_sharding": "xla_dtensor.debug.visualize",
     "zeros": "xla_dtensor.dtensor.dtensor",
 }

@@ -273,7 +273,9 @@ _RESHAPING = frozenset(
     }
 )
 _PACKAGE = os.path.join(PACKAGE_FOLDER, "")
-_PASSED_ON_BY = frozenset({"torch.overrides", "torch._tensor", "torch.functional"})
+_PASSED_ON_BY = frozenset(
+    {"torch.overrides", "torch._tensor", "torch.functional", "xla_dtensor.hosts.accelerator"}
+)
 
 
 class SkipDTensorDispatch(TorchFunctionMode):

@@ -34,6 +34,7 @@ __all__ = [
     "Place",
     "ProcessInfo",
     "checked_place",
+    "chosen_runtime",
     "init_distributed",
     "machine_facts",
     "meet",
@@ -561,8 +562,10 @@ def init_distributed(
     local = None if local_device_ids is None else tuple(local_device_ids)
     arguments = (coordinator_address, num_processes, process_id, local, num_cpu_devices)
     if _joined is not None:
-        return _again(arguments, *_joined)
-    if _chosen_runtime() != "jax":
+        info = _again(arguments, *_joined)
+        _make_torch_group(info, timeout_seconds)
+        return info
+    if chosen_runtime() != "jax":
         info = _found_by_torch_xla(arguments)
     else:
         jax_processes = importlib.import_module("xla_dtensor.runtimes.jax.processes")
@@ -570,12 +573,17 @@ def init_distributed(
         waits = timeout_seconds, heartbeat_seconds
         info = _joined_jax(jax_processes, arguments, waits)
     _joined = arguments, info
-    local = info.local_index, info.local_count
-    join_torch_group(info.coordinator_address, info.index, info.count, local, timeout_seconds)
+    _make_torch_group(info, timeout_seconds)
     return info
 
 
-def _chosen_runtime() -> str:
+def _make_torch_group(info: ProcessInfo, timeout_seconds: float) -> None:
+    local = info.local_index, info.local_count
+    join_torch_group(info.coordinator_address, info.index, info.count, local, timeout_seconds)
+
+
+def chosen_runtime() -> str:
+    """Return the name of the runtime that runs, or will."""
     running = current_runtime()
     if running is not None:
         return running.name

@@ -12,6 +12,7 @@ group that is there already stays, and so do variables such as ``RANK``.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = ["join_torch_group"]
 dist: Any = torch.distributed
 
 _KEY = "xla_dtensor/torch_store"
+_groups = itertools.count()  # one may be destroyed, and another made
 
 
 def join_torch_group(
@@ -73,12 +75,12 @@ def join_torch_group(
 def _store(host: str, index: int, count: int, timeout_seconds: float) -> Any:
     """Return the store at process 0, whose port the job's own store tells."""
     job = importlib.import_module("xla_dtensor.runtimes.jax.arrays.store").KeyValueStore.of_job()
-    timeout = timedelta(seconds=timeout_seconds)
+    timeout, key = timedelta(seconds=timeout_seconds), f"{_KEY}/{next(_groups)}"
     if index == 0:
         store = dist.TCPStore(host, 0, count, True, timeout, wait_for_workers=False)
-        job.put_bytes(_KEY, str(store.port).encode())
+        job.put_bytes(key, str(store.port).encode())
         return store
-    port = job.get_bytes(_KEY, timeout_seconds)
+    port = job.get_bytes(key, timeout_seconds)
     if port is None:
         raise RuntimeSetupError(
             f"Process {index} of {count} waited {timeout_seconds:.3g} s for process 0 to say where "

@@ -21,8 +21,10 @@ collectives                             :mod:`xla_dtensor.dtensor.collectives`)
 ======================================  ============================================
 
 A module that imported one of these by name has its name replaced too. cpu and cuda meshes are not
-touched. Where transformers is imported, its ``from_pretrained`` refuses an "xla" mesh, which it
-takes and does not read. Calling install() again does nothing; ``uninstall()`` puts everything back.
+touched; ``fully_shard`` without a mesh is for the accelerator, which "xla" is where a runtime runs
+or torch has no other. Where transformers is imported, its ``from_pretrained`` refuses an "xla" mesh,
+which it takes and does not read. Calling install() again does nothing; ``uninstall()`` puts
+everything back. What ``xd.install()`` answers besides is in :mod:`xla_dtensor.hosts.accelerator`.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import functools
 import importlib
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -55,8 +58,9 @@ from xla_dtensor.dtensor.local import LocalView
 from xla_dtensor.dtensor.mesh import AxisGroup, allow_groups, init_device_mesh
 from xla_dtensor.dtensor.modes import loss_parallel
 from xla_dtensor.nn.fsdp import fully_shard
+from xla_dtensor.runtimes.registry import ENVIRONMENT_VARIABLE, current_runtime, get_runtime
 
-__all__ = ["install", "is_installed", "uninstall"]
+__all__ = ["install", "is_accelerator", "is_installed", "put", "uninstall"]
 
 
 # ---------------------------------------------------------- Whole state dicts by torch's functions
@@ -137,20 +141,35 @@ _attributes: list[tuple[type, str, Any]] = []  # of classes: what they were
 torch_from_local = torch_tensor.DTensor.from_local
 _DYNAMO_TORCHS = "torch.distributed.tensor._api.DTensor#from_local"
 _DYNAMO_OURS = f"{__name__}.torch_from_local"
+torch_has_one = torch.accelerator.is_available
+_NOT_ON_XLA = (
+    "fully_shard was called without a mesh, and torch has an accelerator of its own: the model is "
+    "on torch's mesh, and nothing of it on XLA. Pass mesh=, or choose a runtime before, by "
+    "xla_dtensor.get_runtime() or %s=jax."
+)
+_SMALL_MESH = (
+    "init_device_mesh made %s, and there are %d devices: the others do nothing. WORLD_SIZE and "
+    "get_world_size() count processes; xla_dtensor.get_runtime().device_ids() has all devices."
+)
+_warned: set[Any] = set()
 _FACTORIES = ("ones", "zeros", "empty", "full", "rand", "randn")
 
 
-def install() -> None:
+def install(start: Callable[[], object] = get_runtime) -> None:
     """Let torch.distributed.tensor's functions work on "xla" meshes.
+
+    Args:
+        start: Called before torch's ``init_device_mesh``, and ``fully_shard`` without a mesh, ask
+            for all devices.
 
     Example:
         >>> import torch, xla_dtensor as xd
-        >>> xd.install()
+        >>> install()
         >>> from torch.distributed.tensor import Shard, distribute_tensor
         >>> mesh = xd.init_device_mesh("xla", (8,))
         >>> distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])
         DTensor(shape=(8, 2), dtype=float32, placements=(S(0)), mesh=(0=8), local_shape=(1, 2))
-        >>> xd.uninstall()
+        >>> uninstall()
     """
     if _replaced:
         return
@@ -162,19 +181,19 @@ def install() -> None:
     _put_attribute(torch_tensor.DTensor, "from_local", staticmethod(from_local))
     _refuse_unread_meshes()
     _move_dynamo_rule(_DYNAMO_TORCHS, _DYNAMO_OURS)
-    _replace(torch_device_mesh.init_device_mesh, init_device_mesh)
+    _replace(torch_device_mesh.init_device_mesh, _of_all(start, init_device_mesh))
     for name in ("manual_seed", "is_rng_supported_mesh"):
         _replace(getattr(torch_random, name), getattr(random, name))
-    _replace(torch_fsdp.fully_shard, fully_shard)
-    _put(torch_parallel.loss_parallel, _both(torch_parallel.loss_parallel, loss_parallel))
+    put(torch_fsdp.fully_shard, _sharded(start, torch_fsdp.fully_shard))
+    put(torch_parallel.loss_parallel, _both(torch_parallel.loss_parallel, loss_parallel))
     for original, replacement in replacements():
-        _put(original, replacement)
+        put(original, replacement)
     for name, replacement in collectives.BY_NAME.items():
         original = getattr(torch_collectives, name)
-        _put(original, _routed_by_first(LocalView, original, replacement))
+        put(original, _routed_by_first(LocalView, original, replacement))
     for name, replacement in mesh.BY_NAME.items():
         original = getattr(dist, name)
-        _put(original, _routed_by_first(AxisGroup, original, replacement))
+        put(original, _routed_by_first(AxisGroup, original, replacement))
     allow_groups(True)
     logger.info("torch.distributed.tensor works on 'xla' meshes through xla_dtensor now.")
 
@@ -213,10 +232,11 @@ def _move_dynamo_rule(old: str, new: str) -> None:
 
 
 def _replace(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    _put(original, _routed(original, replacement))
+    put(original, _routed(original, replacement))
 
 
-def _put(original: Callable[..., Any], new: Callable[..., Any]) -> None:
+def put(original: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Put a function in the place of torch's, in every module that has it, until uninstall()."""
     _replaced[original] = new
     _rebind(original, new)
 
@@ -266,6 +286,44 @@ def _rebind(old: Any, new: Any) -> None:
             setattr(module, name, new)
 
 
+def is_accelerator() -> bool:
+    """Tell whether "xla" is the accelerator: a runtime runs or is named, or torch has no other."""
+    chosen = current_runtime() is not None or bool(os.environ.get(ENVIRONMENT_VARIABLE))
+    return chosen or not torch_has_one()
+
+
+def _of_all(start: Callable[[], object], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Start before a mesh is made, and say so where it leaves devices out."""
+
+    @functools.wraps(replacement)
+    def init_device_mesh(*args: Any, **kwargs: Any) -> Any:
+        start()
+        device_mesh = replacement(*args, **kwargs)
+        count = len(get_runtime().device_ids())
+        if device_mesh.size() < count and device_mesh not in _warned:
+            _warned.add(device_mesh)
+            logger.warning(_SMALL_MESH, device_mesh, count)
+        return device_mesh
+
+    return init_device_mesh
+
+
+def _sharded(start: Callable[[], object], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lead fully_shard by its mesh; without one to the accelerator's devices, as torch does."""
+
+    @functools.wraps(original)
+    def shard(*args: Any, **kwargs: Any) -> Any:
+        device_type = _device_type(args, kwargs)
+        if device_type is None and is_accelerator():
+            start()
+            device_type = "xla"
+        elif device_type is None:
+            logger.warning(_NOT_ON_XLA, ENVIRONMENT_VARIABLE)
+        return (fully_shard if device_type == "xla" else original)(*args, **kwargs)
+
+    return shard
+
+
 def _routed(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
@@ -288,18 +346,23 @@ def _routed_by_first(
 
 
 def _is_for_xla(signature: inspect.Signature, args: Any, kwargs: Any) -> bool:
-    arguments = (*args, *kwargs.values())
     if "device_type" in signature.parameters:
-        return "xla" in (arguments[:1] if args else (kwargs.get("device_type"),))
+        return "xla" in (args[:1] if args else (kwargs.get("device_type"),))
+    return _device_type(args, kwargs) == "xla"
+
+
+def _device_type(args: Any, kwargs: Any) -> str | None:
+    """Return that of the mesh among the arguments, or of the open one; None without a mesh."""
     # torch.compile does not ask a tensor whether it is a mesh, and in torch 2.13 takes a mesh to be
     # of none of several types at once.
+    arguments = (*args, *kwargs.values())
     arguments = tuple(v for v in arguments if not isinstance(v, torch.Tensor))
     if any(isinstance(v, Mesh) for v in arguments):
-        return True
+        return "xla"
     meshes = [v for v in arguments if isinstance(v, torch_device_mesh.DeviceMesh)]
     if not meshes:
         try:
             meshes = [torch_device_mesh._mesh_resources.get_current_mesh()]
         except RuntimeError:  # torch says so itself: no mesh was given, and none is open
-            return False
-    return meshes[0].device_type == "xla"
+            return None
+    return meshes[0].device_type

@@ -81,7 +81,7 @@ def num_compiled() -> Any:
 
     names: list[str] = []
 
-    def note(event: str, duration: float, **_: str | int) -> None:
+    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if "backend_compile" in event:
             names.append(event)
 

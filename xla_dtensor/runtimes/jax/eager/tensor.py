@@ -330,9 +330,16 @@ class JaxTensor(torch.Tensor):
                 memo[id(self)] = copy
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __copy__(self) -> Any:
         is_parameter = bool(getattr(self, "_is_param", False))
-        return (_from_host, (self.host(), self.requires_grad, is_parameter))
+        return _from_host(self.host(), self.requires_grad, is_parameter)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A file that torch reads anywhere, also with weights_only=True.
+        host = self.host().requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            host = torch.nn.Parameter(host.detach(), self.requires_grad)
+        return host.__reduce_ex__(protocol)
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -346,6 +353,7 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 def _from_host(
     tensor: torch.Tensor, requires_grad: bool = False, is_parameter: bool = False
 ) -> Any:
+    """Return the runtime's tensor; files of before name this function."""
     from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
 
     with x64():
