@@ -22,7 +22,7 @@ collectives                             :mod:`xla_dtensor.dtensor.collectives`)
 
 A module that imported one of these by name has its name replaced too. cpu and cuda meshes are not
 touched; ``fully_shard`` without a mesh is for the accelerator, which "xla" is where a runtime runs
-or torch has no other. Where transformers is imported, its ``from_pretrained`` refuses an "xla" mesh,
+or torch has no other. Where transformers is imported, its ``from_pretrained`` refuses "xla" meshes,
 which it takes and does not read. Calling install() again does nothing; ``uninstall()`` puts
 everything back. What ``xd.install()`` answers besides is in :mod:`xla_dtensor.hosts.accelerator`.
 """
