@@ -6,6 +6,8 @@ A step is watched on its first call; a later call whose guards hold is given tha
 from __future__ import annotations
 
 import collections
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +136,52 @@ def test_what_the_step_makes_guards_nothing() -> None:
     watched(torch.ones(2))
     owners = watched.programs[0][0]._owners
     assert "Scratch" not in {type(owner.holder).__name__ for owner in owners}
+
+
+def test_results_that_a_cached_function_gets_later_change_nothing() -> None:
+    scale = [2.0]
+
+    @functools.lru_cache
+    def kept(power: int) -> float:
+        return scale[0] ** power
+
+    table = {"double": (kept, "a message")}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        function, _ = dict(table)["double"]
+        return x * function(1)
+
+    kept(1)  # the step finds it
+    watched = Watched(step)
+    assert float(watched(torch.ones(()))) == 2.0
+    kept(2)
+    assert float(watched(torch.ones(()))) == 2.0
+    assert len(watched.programs) == 1
+    kept.cache_clear()
+    scale[0] = 3.0
+    assert float(watched(torch.ones(()))) == 3.0
+
+
+def test_a_module_that_is_met_twice_is_not_read_as_a_whole() -> None:
+    settings = types.ModuleType("settings")
+    settings.scale = 2.0
+
+    def scaled_by(module: types.ModuleType) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: x * module.scale
+
+    later = scaled_by(settings)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        scale = settings.scale
+        return later(x) + scale
+
+    watched = Watched(step)
+    assert float(watched(torch.ones(()))) == 4.0
+    settings.another = 1
+    assert float(watched(torch.ones(()))) == 4.0
+    assert watched.reasons == []
+    settings.scale = 3.0
+    assert float(watched(torch.ones(()))) == 6.0
 
 
 def test_an_array_whose_elements_are_an_input_may_change_and_not_be_replaced() -> None:

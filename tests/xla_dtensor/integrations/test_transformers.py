@@ -119,3 +119,84 @@ def test_a_model_without_a_plan_is_not_silently_copied(tmp_path: Path, mesh: xd.
 
     with pytest.raises(RulesError, match=r"has no tp_plan, so nothing would be cut.*Pass rules as"):
         XDTrainer(torch.nn.Linear(2, 2), arguments(tmp_path, 1), mesh=mesh)
+
+
+def test_bfloat16_products_and_float32_parameters(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
+    options = {"max_steps": 3, "bf16": True, "use_cpu": True, "gradient_checkpointing": True}
+    plain, ours = trainers(tmp_path, mesh, options)
+    plain.train()
+    ours.train()
+    torch.testing.assert_close(losses(ours), losses(plain), rtol=0.05, atol=0.02)
+    assert all(parameter.dtype is torch.float32 for parameter in ours.model.parameters())
+    _, update, _ = ours.programs
+    asked = update.explain()
+    assert asked.startswith("XDTrainer")
+    assert update.hlo().count("bf16[") > 40
+
+
+def test_a_callback_sees_the_gradients_of_each_update(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
+    import transformers
+
+    class Norms(transformers.TrainerCallback):
+        def __init__(self) -> None:
+            self.found: list[float] = []
+
+        def on_pre_optimizer_step(self, *_: Any, **given: Any) -> None:
+            weight = given["model"].model.layers[0].mlp.up_proj.weight
+            self.found.append(float(weight.grad.norm()))
+
+    watchers = Norms(), Norms()
+    plain, ours = trainers(tmp_path, mesh, {"max_steps": 3})
+    for trainer, watcher in zip((plain, ours), watchers, strict=True):
+        trainer.add_callback(watcher)
+        trainer.train()
+    assert len(watchers[1].found) == 3
+    torch.testing.assert_close(watchers[1].found, watchers[0].found, rtol=1e-4, atol=1e-6)
+    assert difference(ours.model, plain.model) < 1e-5
+
+
+def test_a_model_that_sees_images(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
+    import transformers
+
+    from xla_dtensor.integrations.transformers import XDTrainer
+
+    image, patches = 9, 4
+    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sight = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "image_size": 8}
+    config = transformers.LlavaConfig(
+        text_config={"model_type": "llama", "num_attention_heads": 4, **text},
+        vision_config={
+            "model_type": "clip_vision_model",
+            "num_attention_heads": 4,
+            "patch_size": 4,
+            **sight,
+        },
+        image_token_id=image,
+        image_seq_length=patches,
+    )
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        return transformers.LlavaForConditionalGeneration(config)
+
+    data = [
+        {
+            **row,
+            "input_ids": torch.cat([torch.full((patches,), image), row["input_ids"] % image]),
+            "labels": torch.cat([torch.full((patches,), -100), row["labels"]]),
+            "attention_mask": torch.cat([torch.ones(patches).long(), row["attention_mask"]]),
+            "pixel_values": torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(i)),
+        }
+        for i, row in enumerate(rows(32))
+    ]
+    options: dict[str, Any] = {"max_steps": 4}
+    plain = transformers.Trainer(model(), arguments(tmp_path, 8, **options), train_dataset=data)
+    mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("fsdp",))
+    ours = XDTrainer(model(), arguments(tmp_path, 1, **options), train_dataset=data, mesh=mesh)
+    ours.train()
+    plain.train()
+    torch.testing.assert_close(losses(ours), losses(plain), rtol=0, atol=1e-5)
+    assert difference(ours.model, plain.model) < 1e-5
+    # Its first call puts hooks on the part that sees, for the outputs that the model asks of it.
+    assert ours.programs[1].stats()["traces"] == 2
+    assert "_output_capturing_hooks" in ours.programs[1].stats()["reasons"][1]

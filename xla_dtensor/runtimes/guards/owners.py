@@ -301,6 +301,13 @@ class Items(Names):
         return OrderedDict if isinstance(self.holder, OrderedDict) else dict
 
 
+class Memo(Items):
+    """The results that functools.lru_cache keeps. One that is new, no step has read."""
+
+    def keys_now(self) -> Iterable[Any]:
+        return [key for key in self.holder if key in self.snapshot]
+
+
 class Elements(Owner):
     """What a list, a tuple, a deque or a set holds, by place."""
 

@@ -38,6 +38,7 @@ from xla_dtensor.runtimes.guards.owners import (
     Elements,
     Globals,
     Items,
+    Memo,
     Memory,
     Names,
     Owner,
@@ -55,7 +56,7 @@ _DICTS = (dict, OrderedDict, defaultdict, types.MappingProxyType)
 _LISTS = (list, tuple, deque, set, frozenset)
 _BY_ITEMS = (dict, OrderedDict, defaultdict, list, tuple, deque, set)
 _WALKERS = (
-    *(zip, map, enumerate, reversed, filter, functools._lru_cache_wrapper),
+    *(zip, map, enumerate, reversed, filter),
     *(type({}.keys()), type({}.values()), type({}.items())),
 )
 _BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
@@ -257,6 +258,12 @@ class Reads:
             self._tell(value)
             for each in gc.get_referents(value) if isinstance(value, _WALKERS) else ():
                 self._meet(each, label, of)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            for each in gc.get_referents(value):
+                if type(each) is dict and each is not vars(value):
+                    self._read_whole(self._owner(each, Memo, label, of=of))
+                else:
+                    self._meet(each, label, of)
         elif isinstance(value, _WALKERS):
             for each in gc.get_referents(value):
                 self._meet(each, label, of)

@@ -256,8 +256,12 @@ class Recording(Watches):
             if _is_imported(frame):
                 return True
             self._started.add(code)
-            self._code(code, frame.f_globals)
-            self._drain()
+            self._is_busy = True  # What the search looks at, the step has not read.
+            try:
+                self._code(code, frame.f_globals)
+                self._drain()
+            finally:
+                self._is_busy = False
         return False
 
     def _read_variable(self, frame: types.FrameType | None) -> None:

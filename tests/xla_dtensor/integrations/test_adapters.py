@@ -1,0 +1,126 @@
+"""TRL's SFTTrainer and peft's adapters on a mesh, beside the plain ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import xla_dtensor as xd
+from tests.xla_dtensor.integrations.tiny import arguments, difference, llama, losses, rows
+from xla_dtensor.errors import ArgumentTypeError
+from xla_dtensor.runtimes import Runtime
+
+pytestmark = [
+    pytest.mark.usefixtures("runtime"),
+    pytest.mark.only_on("jax"),
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+]
+
+
+@pytest.fixture
+def mesh(runtime: Runtime) -> xd.DeviceMesh:
+    return xd.init_device_mesh("xla", (4, 2), mesh_dim_names=("fsdp", "tp"))
+
+
+def adapted() -> Any:
+    """A Llama with LoRA on two of its products; the adapters' second factor is not zero."""
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.0)
+    model = peft.get_peft_model(llama(), config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.normal_(0, 0.1, generator=generator)
+    return model
+
+
+def test_only_adapters_train_and_they_are_saved_and_go_on(
+    tmp_path: Path, mesh: xd.DeviceMesh
+) -> None:
+    import peft
+    import transformers
+
+    from xla_dtensor.integrations.transformers import XDTrainer
+
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    data = rows(32)
+    plain = transformers.Trainer(adapted(), arguments(tmp_path, 8, **options), train_dataset=data)
+    ours = XDTrainer(adapted(), arguments(tmp_path, 2, **options), train_dataset=data, mesh=mesh)
+    ours.train()
+    plain.train()
+    torch.testing.assert_close(losses(ours), losses(plain), rtol=0, atol=1e-5)
+    assert difference(ours.model, plain.model) < 1e-5
+    assert ours.programs[1].stats()["reasons"] == ("first call",)
+    projection = ours.model.base_model.model.model.layers[0].self_attn.q_proj
+    assert not projection.base_layer.weight.requires_grad
+    assert projection.base_layer.weight.mesh_layout.text() == "[tp, fsdp]"
+    assert difference(projection.base_layer, llama().model.layers[0].self_attn.q_proj) == 0.0
+
+    folder = Path(ours.args.output_dir)
+    loaded = peft.PeftModel.from_pretrained(llama(), folder / "checkpoint-4")
+    saved = dict(loaded.named_parameters())
+    trained = dict(ours.model.named_parameters())
+    for name in (name for name in saved if "lora" in name):
+        assert torch.equal(saved[name], trained[name].full_tensor().cpu()), name
+
+    changed = arguments(tmp_path, 2, **options)
+    changed.output_dir = str(folder)
+    later = XDTrainer(adapted(), changed, train_dataset=data, mesh=mesh)
+    later.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert difference(later.model, ours.model) < 1e-7
+
+
+def test_supervised_tuning_is_trls(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
+    import datasets
+    import tokenizers
+    import transformers
+    import trl
+
+    from xla_dtensor.integrations.trl import XDSFTTrainer
+
+    words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i + 2 for i in range(62)}
+    model = tokenizers.models.WordLevel(words, unk_token="<pad>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    )
+    texts = [" ".join(f"w{(7 * i + 3 * j) % 62}" for j in range(5 + i % 5)) for i in range(32)]
+    data = datasets.Dataset.from_dict({"text": texts})
+
+    def trainer(kind: Any, batch_size: int, **given: Any) -> Any:
+        config = trl.SFTConfig(
+            str(tmp_path),
+            max_steps=4,
+            per_device_train_batch_size=batch_size,
+            learning_rate=1e-3,
+            logging_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            dataloader_pin_memory=False,
+            gradient_checkpointing=False,
+            seed=1,
+            bf16=False,
+            use_cpu=True,
+            max_length=12,
+            pad_to_multiple_of=12,
+            loss_type="nll",
+        )
+        return kind(llama(), config, train_dataset=data, processing_class=fast, **given)
+
+    plain = trainer(trl.SFTTrainer, 8)
+    ours = trainer(XDSFTTrainer, 2, mesh=mesh)
+    plain.train()
+    ours.train()
+    assert difference(ours.model, plain.model) < 1e-5
+    assert [step.stats()["traces"] for step in ours.programs] == [0, 1, 0]
+    found = [[log["loss"] for log in t.state.log_history if "loss" in log] for t in (plain, ours)]
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-4)
+    with pytest.raises(ArgumentTypeError, match="Pass loss_type='nll'"):
+        XDSFTTrainer(llama(), trl.SFTConfig(str(tmp_path), loss_type="dft", bf16=False), mesh=mesh)
