@@ -7,6 +7,7 @@ integrations.accelerate   :class:`~xla_dtensor.integrations.accelerate.XDAcceler
 integrations.transformers :class:`~xla_dtensor.integrations.transformers.XDTrainer`
 integrations.trl          :class:`~xla_dtensor.integrations.trl.XDSFTTrainer`
 integrations.lightning    ``XDStrategy`` and ``XDFabricStrategy``
+integrations.torchtitan   :class:`~xla_dtensor.integrations.torchtitan.XDTrainer`
 integrations.model_plan   how a model's weights and a batch's rows lie on a mesh
 ========================  ==========================================================
 

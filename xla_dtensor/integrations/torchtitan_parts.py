@@ -22,18 +22,19 @@ import itertools
 import os
 import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import spmd_types as spmd
 import torch
-import torch._decomp
 import torch.nn.functional as F
-import torchtitan.ops.scatter_add  # registers the op
+from torch._decomp import register_decomposition
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.attention.flex_attention import and_masks
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.checkpointer.base import MODEL, ModelWrapper
 from torchtitan.components.dataloader import BaseDataLoader
@@ -46,8 +47,11 @@ from torchtitan.components.loss import (
 from torchtitan.components.validate import Validator
 from torchtitan.config.override import derive, override
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.parallel_dims import SpmdLayout
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.models.common.moe import MoE, RoutedExperts
 from torchtitan.observability import structured_logger as sl
+from torchtitan.ops.scatter_add import deterministic_scatter_add
 
 import xla_dtensor as xd
 from mesh_utils.errors import MeshError
@@ -74,7 +78,9 @@ __all__ = [
     "loss_on_mesh",
 ]
 
-OVERRIDES = tuple(f"{__name__}.{name}" for name in ("flex_on_mesh", "varlen_on_mesh"))
+OVERRIDES = tuple(
+    f"{__name__}.{name}" for name in ("flex_on_mesh", "varlen_on_mesh", "experts_on_mesh")
+)
 _DENSE_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -321,7 +327,7 @@ def _chunk(tree: Any, size: int, index: int) -> Any:
     def cut(leaf: Any) -> Any:
         return leaf.split(size, 1)[index] if isinstance(leaf, torch.Tensor) else leaf
 
-    return torch.utils._pytree.tree_map(cut, tree)
+    return pytree.tree_map(cut, tree)
 
 
 def loss_on_mesh(config: BaseLoss.Config) -> BaseLoss.Config:
@@ -449,9 +455,50 @@ class _MadeOnMesh(TorchFunctionMode):
 # ------------------------------------------------------------------------------------------ Experts
 
 
-@torch._decomp.register_decomposition(torch.ops.torchtitan.deterministic_scatter_add.default)
+@register_decomposition(deterministic_scatter_add._opoverload)
 def _scatter_add(out: torch.Tensor, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
     return out.scatter_add(0, index, src)
+
+
+class MeshRoutedExperts(RoutedExperts):
+    """torchtitan's RoutedExperts; each device counts its own tokens, as the counts given are of all.
+
+    Args:
+        config: The config.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        """As torchtitan's."""
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        topk_scores_BLK: torch.Tensor,
+        topk_expert_ids_BLK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute what the experts give for each token."""
+        experts = torch.arange(num_local_tokens_per_expert_E.shape[0])
+        counts = (topk_expert_ids_BLK.unsqueeze(-1) == experts).sum((0, 1, 2))
+        return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, counts)
+
+
+@override(target=MoE.Config)
+def experts_on_mesh(config: MoE.Config) -> MoE.Config:
+    """Return a config whose counts of tokens are those of all rows, the same on each device."""
+    given = config.sharding_config
+    if given is not None:
+        states = {name: _whole_layout(layout) for name, layout in given.state_shardings.items()}
+        config.sharding_config = replace(given, state_shardings=states)
+    if type(config.routed_experts) is RoutedExperts.Config:
+        config.routed_experts = derive(config.routed_experts, MeshRoutedExperts.Config)
+    return config
+
+
+def _whole_layout(layout: SpmdLayout) -> SpmdLayout:
+    kinds = {axis: spmd.R if kind is spmd.P else kind for axis, kind in layout.axis_types.items()}
+    return replace(layout, axis_types=kinds)
 
 
 def balance_experts(optimizers: Any, model_parts: Sequence[Any], parallel_dims: Any) -> None:
@@ -472,7 +519,7 @@ def balance_experts(optimizers: Any, model_parts: Sequence[Any], parallel_dims: 
         optimizers.register_step_pre_hook(balance)
 
 
-# ------------------------------------------------------------------------ Validation and checkpoints
+# ----------------------------------------------------------------------- Validation and checkpoints
 
 
 class MeshValidator(Validator):
@@ -523,7 +570,9 @@ class MeshValidator(Validator):
             self.metrics_processor.ntokens_since_last_log += labels.numel() // ranks
             on_mesh = {name: put(tensor) for name, tensor in inputs.items()}
             found.append(self.program(model, on_mesh, put(labels)))
-        losses, tokens = (sum(number(value) for value in column) for column in zip(*found))
+        losses, tokens = (
+            sum(number(value) for value in column) for column in zip(*found, strict=True)
+        )
         self.metrics_processor.log_validation(loss=losses / tokens, step=step)
         model.train()
 

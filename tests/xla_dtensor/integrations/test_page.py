@@ -17,7 +17,9 @@ def test_the_session() -> None:
     run_session("".join(blocks(PAGE, "pycon")), "jax")
 
 
-@pytest.mark.parametrize("client", ["transformers", "trl", "peft", "accelerate", "lightning"])
+@pytest.mark.parametrize(
+    "client", ["transformers", "trl", "peft", "accelerate", "lightning", "torchtitan"]
+)
 def test_the_versions(client: str) -> None:
     (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| {client} ")]
     named = row.split("|")[1].split()[1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import xla_dtensor as xd
-from tests.xla_dtensor.integrations.titan import Plain, Seen, config, whole, write_text
+from tests.documents import ROOT, blocks, run, run_session
+from tests.xla_dtensor.integrations.titan import Plain, Seen, config, flags, whole, write_text
 from xla_dtensor.errors import ArgumentTypeError
 from xla_dtensor.runtimes import Runtime
 
@@ -31,6 +33,7 @@ pytestmark = [
 ]
 
 Make = Callable[..., Any]
+PAGE = (ROOT / "docs" / "trainers" / "torchtitan.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
@@ -73,6 +76,15 @@ def difference(trainer: Any, state: dict[str, torch.Tensor]) -> float:
     return max((found[name] - value).abs().max().item() for name, value in state.items())
 
 
+def beside_a_plain_loop(asked: Any) -> tuple[Any, Plain, Seen, list[float], list[float]]:
+    """The trainer, a plain loop that has made as many steps, and their losses and norms."""
+    plain = copy.deepcopy(asked)
+    trainer, seen, before = trained(asked)
+    reference = Plain(plain, before)
+    losses, norms = zip(*[reference.step() for _ in range(5)], strict=True)
+    return trainer, reference, seen, [*losses], [*norms]
+
+
 def test_a_run_is_that_of_a_plain_loop(make: Make, text: Path) -> None:
     """With accumulation, chunks of the loss, packed documents, recomputation and validation."""
     validator = {"enable": True, "freq": 3, "steps": 2, "dataloader__dataset": "c4_test"}
@@ -98,20 +110,23 @@ def test_a_run_is_that_of_a_plain_loop(make: Make, text: Path) -> None:
     assert weight.mesh_layout.text() == "[dp_shard, tp]"
 
 
-@pytest.mark.parametrize(
-    ("name", "atol"),
-    # Experts multiply in bfloat16.
-    [("llama3", 1e-5), ("qwen3", 1e-5), ("deepseek_v3", 1e-4)],
-)
-def test_models_with_dtensors_for_parameters_only(make: Make, name: str, atol: float) -> None:
-    asked = make(name, parallelism__spmd_backend="partial_dtensor")
-    plain = copy.deepcopy(asked)
-    trainer, seen, before = trained(asked)
-    reference = Plain(plain, before)
-    losses, norms = zip(*[reference.step() for _ in range(5)], strict=True)
+def test_qwen3_with_dtensors_for_parameters_only(make: Make) -> None:
+    asked = make("qwen3", parallelism__spmd_backend="partial_dtensor")
+    trainer, reference, seen, losses, norms = beside_a_plain_loop(asked)
     assert seen.column("loss_metrics/global_avg_loss") == pytest.approx(losses, abs=1e-5)
     assert seen.column("grad_norm") == pytest.approx(norms, abs=1e-5)
-    assert difference(trainer, whole(reference.model.state_dict())) < atol
+    assert difference(trainer, whole(reference.model.state_dict())) < 1e-5
+    assert trainer.programs[1].stats()["traces"] == 1
+
+
+def test_experts_of_deepseek(make: Make) -> None:
+    """They multiply in bfloat16, and a token near a tie may go to another one."""
+    trainer, reference, seen, losses, norms = beside_a_plain_loop(make("deepseek_v3"))
+    assert seen.column("loss_metrics/global_avg_loss") == pytest.approx(losses, abs=1e-4)
+    assert seen.column("grad_norm") == pytest.approx(norms, abs=1e-3)
+    assert difference(trainer, whole(reference.model.state_dict())) < 2e-3
+    moe = trainer.model_parts[0].layers["0"].moe
+    assert whole({"": moe.expert_bias_E})[""].abs().max() > 1e-3
     assert trainer.programs[1].stats()["traces"] == 1
 
 
@@ -121,7 +136,8 @@ def test_a_run_goes_on_where_it_was_with_other_parallelism(make: Make, tmp_path:
     whole_run, seen, _ = trained(make(**options))
     folder = tmp_path / "out" / "checkpoint"
     assert sorted(path.name for path in folder.iterdir()) == ["step-2", "step-4"]
-    later = make(**options, checkpoint__load_step=2, parallelism__spmd_backend="partial_dtensor")
+    shutil.rmtree(folder / "step-4")
+    later = make(**options, parallelism__spmd_backend="partial_dtensor")
     trainer, logged, _ = trained(later)
     assert [*logged.logged] == [3, 4]
     name = "loss_metrics/global_avg_loss"
@@ -150,6 +166,8 @@ def test_what_is_refused(make: Make, options: dict[str, Any], words: str) -> Non
     asked = make(training__disable_cuda_graphs=True, **options)
     with pytest.raises(ArgumentTypeError, match=f"An XDTrainer was made with --.*{words}"):
         XDTrainer(asked)
+    option = next(iter(options)).replace("__", ".")
+    assert option.rpartition(".")[2] in PAGE or option.startswith("checkpoint.")
 
 
 def test_other_loops_and_parts_are_refused(make: Make) -> None:
@@ -169,7 +187,7 @@ def test_other_loops_and_parts_are_refused(make: Make) -> None:
         XDTrainer(Other.Config())
     asked = make()
     asked.checkpoint = BaseCheckpointManager.Config()
-    with pytest.raises(ArgumentTypeError, match="checkpoint=BaseCheckpointManager.Config"):
+    with pytest.raises(ArgumentTypeError, match=r"checkpoint=BaseCheckpointManager\.Config"):
         XDTrainer(asked)
     asked = make()
     asked.optimizer.param_groups[0].optimizer_name = "DistMuon"
@@ -177,3 +195,19 @@ def test_other_loops_and_parts_are_refused(make: Make) -> None:
         XDTrainer(asked)
     with pytest.raises(ArgumentTypeError, match=r"window_size=\(-1, -1\)"):
         varlen_on_mesh(VarlenAttention.Config(window_size=(-1, -1)))
+
+
+def test_the_session_of_the_page() -> None:
+    run_session("".join(blocks(PAGE, "pycon")), "jax")
+
+
+@pytest.mark.thorough
+def test_the_command_line(text: Path, tmp_path: Path) -> None:
+    written = flags(text, tmp_path, training__steps=1, metrics__enable_tensorboard=True)
+    program = (
+        "import runpy, sys\n"
+        f"sys.argv = {['torchtitan', *written]!r}\n"
+        "runpy.run_module('xla_dtensor.integrations.torchtitan', run_name='__main__')"
+    )
+    run(program, "jax")
+    assert list((tmp_path / "tb").glob("*/events*"))

@@ -60,6 +60,7 @@ def flags(
         "parallelism.data_parallel_shard_degree": 4,
         "parallelism.tensor_parallel_degree": 2,
         "lr_scheduler.warmup_steps": 1,
+        "debug.seed": 1,
         **{option.replace("__", "."): value for option, value in options.items()},
     }
     named = {f"--{option}": value for option, value in asked.items()}
