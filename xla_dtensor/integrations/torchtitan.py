@@ -22,6 +22,7 @@ is changed in torchtitan's modules is in :func:`use_mesh_devices` alone.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import math
@@ -105,8 +106,19 @@ def use_mesh_devices() -> parts.MeshDevices:
         # The JAX runtime's tensors report "cpu".
         module.device_type, module.device_module = "cpu", devices
     torchtitan.distributed.parallel_dims.device_type = "xla"  # for init_device_mesh
-    os.environ.setdefault("LOCAL_RANK", "0")
     return devices
+
+
+@contextlib.contextmanager
+def _local_rank() -> Iterator[None]:
+    """Let torchtitan find the variable that torchrun sets; others take it for a job of several."""
+    before = os.environ.get("LOCAL_RANK")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LOCAL_RANK"]
 
 
 class XDTrainer(Trainer):
@@ -130,7 +142,8 @@ class XDTrainer(Trainer):
         devices = use_mesh_devices()
         self._update: CompiledStep = xd.compile(self._backward_and_update)
         self._accumulate: CompiledStep = xd.compile(self._backward)
-        super().__init__(_on_mesh(config))
+        with _local_rank():
+            super().__init__(_on_mesh(config))
         peak = devices.peak_flops()
         if peak:
             self.metrics_processor.gpu_peak_flops = peak

@@ -461,7 +461,7 @@ def _scatter_add(out: torch.Tensor, index: torch.Tensor, src: torch.Tensor) -> t
 
 
 class MeshRoutedExperts(RoutedExperts):
-    """torchtitan's RoutedExperts; each device counts its own tokens, as the counts given are of all.
+    """torchtitan's RoutedExperts; each device counts its own tokens: the counts given are of all.
 
     Args:
         config: The config.

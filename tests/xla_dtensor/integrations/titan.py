@@ -68,12 +68,14 @@ def flags(
     return [word for words in written for word in words]
 
 
-def config(*args: Any, layers: int = 1, **options: Any) -> Any:
+def config(*args: Any, layers: int = 1, recompute: bool = False, **options: Any) -> Any:
     """A config of the debug model, with fewer layers and a larger rate."""
     from torchtitan.config import ConfigManager
 
     made: Any = ConfigManager().parse_args(flags(*args, **options))
     made.model_spec.model.layers = made.model_spec.model.layers[-layers:]
+    if not recompute:
+        made.activation_checkpoint = None
     for group in made.optimizer.param_groups:
         # Where a gradient is nothing but rounding, a smaller eps would make a step of the rate.
         group.optimizer_kwargs |= {"lr": RATE, "eps": 1e-5}
