@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import os
 import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -351,13 +351,7 @@ class MeshAttention(FlexAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
-        """As FlexAttention's, and how many tokens before it a query sees; -1 for all."""
-
-        window: int = -1
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.window = config.window
+        """As FlexAttention's."""
 
     def forward(
         self,
@@ -368,29 +362,23 @@ class MeshAttention(FlexAttention):
         attention_masks: Any,
         scale: float | None = None,
         enable_gqa: bool = False,
-        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Compute attention of (rows, length, heads, size) tensors, whole or each device's part."""
+        for name in ("out_transform", "score_mod"):
+            if kwargs.get(name) is not None:
+                raise ArgumentTypeError(
+                    f"Attention was called with {name}={kwargs[name]}, which is a part of "
+                    "FlexAttention's kernel. Use a model without it."
+                )
         q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         mask = attention_masks
         if isinstance(q, LocalView) and isinstance(mask, DTensor):
             mask = mask.to_local()
-        if self.window >= 0:
-            at = torch.arange(q.shape[2])
-            mask = mask & (at[:, None] - at[None, :] <= self.window)
-        if out_transform is None:
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
-            )
-            return out.transpose(1, 2)
-        heads = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(heads, 1) for x in (k, v))
-        scores = (q @ k.transpose(-1, -2)).float() * (scale or q.shape[-1] ** -0.5)
-        scores = scores.masked_fill(~mask, float("-inf"))
-        sums = torch.logsumexp(scores, -1, keepdim=True)
-        out = torch.exp(scores - sums).to(v.dtype) @ v
-        return out_transform(out.transpose(1, 2), sums.squeeze(-1).transpose(1, 2))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
+        return out.transpose(1, 2)
 
 
 @override(target=FlexAttention.Config, exact=True)
@@ -402,13 +390,12 @@ def flex_on_mesh(config: FlexAttention.Config) -> MeshAttention.Config:
 @override(target=VarlenAttention.Config)
 def varlen_on_mesh(config: VarlenAttention.Config) -> MeshAttention.Config:
     """Return the config of what takes a VarlenAttention's place."""
-    before, after = config.window_size
-    if after != 0:
+    if config.window_size != (-1, 0):
         raise ArgumentTypeError(
-            f"A VarlenAttention has window_size={config.window_size}. Here every query sees what "
-            "is before it. Pass a window whose second number is 0."
+            f"A VarlenAttention has window_size={config.window_size}. Here every query sees all "
+            "that is before it. Use a model whose windows are (-1, 0)."
         )
-    return derive(config, MeshAttention.Config, window=before)
+    return derive(config, MeshAttention.Config)
 
 
 def attention_masks(model: Any, positions: torch.Tensor, dims: MeshDims) -> Any:

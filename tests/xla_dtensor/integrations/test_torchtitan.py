@@ -195,6 +195,8 @@ def test_other_loops_and_parts_are_refused(make: Make) -> None:
     asked.optimizer.param_groups[0].optimizer_name = "DistMuon"
     with pytest.raises(ArgumentTypeError, match="the optimizer DistMuon"):
         XDTrainer(asked)
+    with pytest.raises(ArgumentTypeError, match="the model gpt_oss"):
+        XDTrainer(make("gpt_oss"))
     with pytest.raises(ArgumentTypeError, match=r"window_size=\(-1, -1\)"):
         varlen_on_mesh(VarlenAttention.Config(window_size=(-1, -1)))
 

@@ -44,8 +44,11 @@ WATCHING = ("__getattribute__", "__setattr__", "__delattr__")
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 OF_OPTIMIZERS = frozenset({"param_groups", "state"})  # whose values are inputs of a program
 _UNWATCHED = ("jax", "jaxlib", "numpy", "xla_dtensor", "mesh_utils", "builtins")
-# Operators hold caches only, which fill as they are used.
-_NOT_WATCHED = (torch.Tensor, torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
+# Operators hold caches only, which fill as they are used; no_grad what it will put back.
+_NOT_WATCHED = (
+    *(torch.Tensor, torch._ops.OperatorBase, torch._ops.OpOverloadPacket),
+    torch.utils._contextlib._NoParamDecoratorContextManager,  # pyright: ignore
+)
 _OPEN = frozenset(
     {"UserDict", "UserList", "Namespace", "Counter", "ChainMap", "OrderedDict", "defaultdict"}
     | {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}
