@@ -277,6 +277,7 @@ def test_what_is_in_force_around_a_call(mesh: xd.DeviceMesh, around: Any) -> Non
         assert compiled.stats()["traces"] == 2
 
 
+@pytest.mark.only_on("jax")
 def test_operators_and_no_grad_are_no_state(mesh: xd.DeviceMesh) -> None:
     """Both note things on themselves when they are used: what they are called, what to put back."""
     off, multiply = torch.no_grad(), torch.ops.aten.mul.Tensor
@@ -287,7 +288,7 @@ def test_operators_and_no_grad_are_no_state(mesh: xd.DeviceMesh) -> None:
         with off:
             return multiply(x, 2)
 
-    x = xd.distribute_tensor(torch.ones(8), mesh, [Replicate()] * mesh.ndim)
+    x = xd.distribute_tensor(torch.ones(8), mesh)
     for _ in range(3):
         step(x)
         assert multiply._namespace == "aten"
