@@ -18,6 +18,7 @@ are no parts of a config: :class:`MeshDims` is what ``Trainer.init_distributed``
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import resource
@@ -157,7 +158,7 @@ class _Ranks:
 class MeshDims(ParallelDims):
     """torchtitan's ParallelDims, whose ranks are devices of this and other processes."""
 
-    @property
+    @functools.cached_property
     def ranks(self) -> range:
         """Which ranks of the batch are this process's."""
         count = self.dp_replicate * self.dp_shard

@@ -112,6 +112,7 @@ def test_a_run_is_that_of_a_plain_loop(make: Make, text: Path) -> None:
     assert weight.mesh_layout.text() == "[dp_shard, tp]"
 
 
+@pytest.mark.thorough
 def test_qwen3_with_dtensors_for_parameters_only(make: Make) -> None:
     asked = make("qwen3", parallelism__spmd_backend="partial_dtensor")
     trainer, reference, seen, losses, norms = beside_a_plain_loop(asked)
@@ -121,6 +122,7 @@ def test_qwen3_with_dtensors_for_parameters_only(make: Make) -> None:
     assert trainer.programs[1].stats()["reasons"] == ("first call",)
 
 
+@pytest.mark.thorough
 def test_experts_of_deepseek(make: Make) -> None:
     """They multiply in bfloat16, and a token near a tie may go to another one."""
     trainer, reference, seen, losses, norms = beside_a_plain_loop(make("deepseek_v3"))
