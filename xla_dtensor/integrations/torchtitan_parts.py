@@ -194,7 +194,9 @@ class MeshDims(ParallelDims):
     def _rows(self) -> tuple[Any, list[Placement]]:
         axes = [*_DENSE_AXES] if self._is_full else ["dp_replicate", "fsdp"]
         mesh: Any = self.get_activated_mesh(axes)
-        return mesh, [Replicate() if axis == "tp" else Shard(0) for axis in mesh.mesh_dim_names]
+        sizes = zip(mesh.mesh_dim_names, mesh.shape, strict=True)
+        # torchtitan calls it Replicate where an axis has one device.
+        return mesh, [Replicate() if axis == "tp" or n == 1 else Shard(0) for axis, n in sizes]
 
     def _as_input(self, tensor: Any) -> torch.Tensor:
         """Under partial_dtensor a plain tensor, which lies on the mesh all the same."""
