@@ -30,10 +30,11 @@ STAMP_NEEDS := setup.cfg pyproject.toml Makefile tools/make_environment.sh
 make_environment = @tools/make_environment.sh
 
 # The newest torch and JAX that are supported; on Python 3.11 that JAX is 0.10. torchtitan's Llama code
-# is tested as it is published. To import it takes spmd_types and tyro; what else torchtitan requires
-# (data sets, loaders, loggers) is its trainer's, and large.
+# is tested as it is published. To import it takes spmd_types and tyro; its trainer takes torchdata and
+# tensorboard besides, which stand among the clients.
 # The trainers of xla_dtensor.integrations are tested at these versions; what comes next, by test-newest.
-CLIENTS := accelerate==1.15.* datasets==5.2.* lightning==2.6.* peft==0.21.* torchmetrics==1.9.* trl==1.16.*
+CLIENTS := accelerate==1.15.* datasets==5.2.* lightning==2.6.* peft==0.21.* tensorboard==2.21.* \
+	torchdata==0.11.* torchmetrics==1.9.* trl==1.16.*
 MAIN_VENV := .venv
 MAIN := newest 11 14 -e .[jax,preflight,dev] torch==2.15.* spmd_types==0.2.3 tyro==1.0.* $(CLIENTS) \
 	--alone torchtitan==0.3.0

@@ -51,7 +51,10 @@ CORE = (*BELOW_CORE, "xla_dtensor.core", "xla_dtensor.versions")
 REPORT = (*CORE, "xla_dtensor.report")
 RUNTIME = (*REPORT, "torch", "ml_dtypes", "xla_dtensor.runtimes")
 
-CLIENTS = ("accelerate", "lightning", "lightning_utilities", "torchmetrics", "transformers", "trl")
+CLIENTS = (
+    *("accelerate", "lightning", "lightning_utilities", "spmd_types", "torchmetrics", "torchtitan"),
+    *("transformers", "trl"),
+)
 
 # The first rule whose pattern matches a module's name holds for it.
 RULES = (

@@ -8,6 +8,7 @@ integrations.transformers :class:`~xla_dtensor.integrations.transformers.XDTrain
 integrations.trl          :class:`~xla_dtensor.integrations.trl.XDSFTTrainer`
 integrations.lightning    ``XDStrategy`` and ``XDFabricStrategy``
 integrations.generation   :func:`~xla_dtensor.integrations.generation.compile_generate`
+integrations.torchtitan   :class:`~xla_dtensor.integrations.torchtitan.XDTrainer`
 ========================  ==========================================================
 
 How weights and rows lie they have from :mod:`xla_dtensor.nn.model_plan`.

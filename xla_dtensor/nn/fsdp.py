@@ -214,6 +214,10 @@ class Group:
             return leaf
         if leaf.ndim == 0 or leaf.shape[0] % mesh.value.size():
             return leaf
+        if runtime.is_payload(leaf):
+            sharding = runtime.known_sharding(leaf)
+            if sharding is not None and sharding.is_tiled:
+                return leaf
         _warn_once(
             mesh,
             "fully_shard takes dim 0 of plain inputs for the global batch and shards it over the "
@@ -223,9 +227,6 @@ class Group:
         )
         placements = [Shard(0)] * mesh.ndim
         if runtime.is_payload(leaf):
-            sharding = runtime.known_sharding(leaf)
-            if sharding is not None and sharding.is_tiled:
-                return leaf
             layout = Layout.from_placements(placements, leaf.ndim, mesh.value)
             if leaf.requires_grad:
                 return leaf

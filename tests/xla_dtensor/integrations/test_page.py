@@ -19,7 +19,9 @@ def test_the_session(name: str) -> None:
     run_session("".join(blocks((DOCS / name).read_text(encoding="utf-8"), "pycon")), "jax")
 
 
-@pytest.mark.parametrize("client", ["transformers", "trl", "peft", "accelerate", "lightning"])
+@pytest.mark.parametrize(
+    "client", ["transformers", "trl", "peft", "accelerate", "lightning", "torchtitan"]
+)
 def test_the_versions(client: str) -> None:
     (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| {client} ")]
     named = row.split("|")[1].split()[1]

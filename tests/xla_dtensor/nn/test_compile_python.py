@@ -275,3 +275,21 @@ def test_what_is_in_force_around_a_call(mesh: xd.DeviceMesh, around: Any) -> Non
         torch.testing.assert_close(found.cpu(), expected)
     if xd.get_runtime().name == "jax":
         assert compiled.stats()["traces"] == 2
+
+
+@pytest.mark.only_on("jax")
+def test_operators_and_no_grad_are_no_state(mesh: xd.DeviceMesh) -> None:
+    """Both note things on themselves when they are used: what they are called, what to put back."""
+    off, multiply = torch.no_grad(), torch.ops.aten.mul.Tensor
+    vars(multiply).pop("_namespace", None)
+
+    @xd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with off:
+            return multiply(x, 2)
+
+    x = xd.distribute_tensor(torch.ones(8), mesh)
+    for _ in range(3):
+        step(x)
+        assert multiply._namespace == "aten"
+    assert step.stats()["reasons"] == ("first call",)

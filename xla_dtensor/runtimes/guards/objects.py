@@ -44,6 +44,11 @@ WATCHING = ("__getattribute__", "__setattr__", "__delattr__")
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 OF_OPTIMIZERS = frozenset({"param_groups", "state"})  # whose values are inputs of a program
 _UNWATCHED = ("jax", "jaxlib", "numpy", "xla_dtensor", "mesh_utils", "builtins")
+# Operators hold caches only, which fill as they are used; no_grad what it will put back.
+_NOT_WATCHED = (
+    *(torch.Tensor, torch._ops.OperatorBase, torch._ops.OpOverloadPacket),
+    torch.utils._contextlib._NoParamDecoratorContextManager,  # pyright: ignore
+)
 _OPEN = frozenset(
     {"UserDict", "UserList", "Namespace", "Counter", "ChainMap", "OrderedDict", "defaultdict"}
     | {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}
@@ -325,7 +330,7 @@ def is_watched(kind: type) -> bool:
     root = module.partition(".")[0]
     if not flags & _HEAP or flags & _IMMUTABLE:
         return False
-    if issubclass(kind, torch.Tensor):
+    if issubclass(kind, _NOT_WATCHED):
         return False
     if root in _UNWATCHED:
         return is_module_of_users(module)
