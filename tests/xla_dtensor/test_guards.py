@@ -163,7 +163,7 @@ def test_results_that_a_cached_function_gets_later_change_nothing() -> None:
 
 
 def test_a_module_that_is_met_twice_is_not_read_as_a_whole() -> None:
-    settings = types.ModuleType("settings")
+    settings: Any = types.ModuleType("settings")
     settings.scale = 2.0
 
     def scaled_by(module: types.ModuleType) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -43,14 +43,16 @@ def test_only_adapters_train_and_they_are_saved_and_go_on(
     tmp_path: Path, mesh: xd.DeviceMesh
 ) -> None:
     import peft
-    import transformers
+    from transformers import Trainer
 
     from xla_dtensor.integrations.transformers import XDTrainer
 
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    data = rows(32)
-    plain = transformers.Trainer(adapted(), arguments(tmp_path, 8, **options), train_dataset=data)
-    ours = XDTrainer(adapted(), arguments(tmp_path, 2, **options), train_dataset=data, mesh=mesh)
+    data: Any = rows(32)
+    plain: Any = Trainer(adapted(), arguments(tmp_path, 8, **options), train_dataset=data)
+    ours: Any = XDTrainer(
+        adapted(), arguments(tmp_path, 2, **options), train_dataset=data, mesh=mesh
+    )
     ours.train()
     plain.train()
     torch.testing.assert_close(losses(ours), losses(plain), rtol=0, atol=1e-5)
@@ -79,7 +81,8 @@ def test_supervised_tuning_is_trls(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
     import datasets
     import tokenizers
     import transformers
-    import trl
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
 
     from xla_dtensor.integrations.trl import XDSFTTrainer
 
@@ -94,7 +97,7 @@ def test_supervised_tuning_is_trls(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
     data = datasets.Dataset.from_dict({"text": texts})
 
     def trainer(kind: Any, batch_size: int, **given: Any) -> Any:
-        config = trl.SFTConfig(
+        config = SFTConfig(
             str(tmp_path),
             max_steps=4,
             per_device_train_batch_size=batch_size,
@@ -114,7 +117,7 @@ def test_supervised_tuning_is_trls(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
         )
         return kind(llama(), config, train_dataset=data, processing_class=fast, **given)
 
-    plain = trainer(trl.SFTTrainer, 8)
+    plain = trainer(SFTTrainer, 8)
     ours = trainer(XDSFTTrainer, 2, mesh=mesh)
     plain.train()
     ours.train()
@@ -123,4 +126,4 @@ def test_supervised_tuning_is_trls(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
     found = [[log["loss"] for log in t.state.log_history if "loss" in log] for t in (plain, ours)]
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-4)
     with pytest.raises(ArgumentTypeError, match="Pass loss_type='nll'"):
-        XDSFTTrainer(llama(), trl.SFTConfig(str(tmp_path), loss_type="dft", bf16=False), mesh=mesh)
+        XDSFTTrainer(llama(), SFTConfig(str(tmp_path), loss_type="dft", bf16=False), mesh=mesh)

@@ -163,7 +163,7 @@ def test_a_model_that_sees_images(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
     image, patches = 9, 4
     text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     sight = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "image_size": 8}
-    config = transformers.LlavaConfig(
+    config: Any = transformers.LlavaConfig(
         text_config={"model_type": "llama", "num_attention_heads": 4, **text},
         vision_config={
             "model_type": "clip_vision_model",
@@ -171,15 +171,15 @@ def test_a_model_that_sees_images(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
             "patch_size": 4,
             **sight,
         },
-        image_token_id=image,
         image_seq_length=patches,
     )
+    config.image_token_id = image
 
     def model() -> Any:
         torch.manual_seed(0)
         return transformers.LlavaForConditionalGeneration(config)
 
-    data = [
+    data: Any = [
         {
             **row,
             "input_ids": torch.cat([torch.full((patches,), image), row["input_ids"] % image]),
@@ -190,9 +190,11 @@ def test_a_model_that_sees_images(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
         for i, row in enumerate(rows(32))
     ]
     options: dict[str, Any] = {"max_steps": 4}
-    plain = transformers.Trainer(model(), arguments(tmp_path, 8, **options), train_dataset=data)
+    plain: Any = transformers.Trainer(
+        model(), arguments(tmp_path, 8, **options), train_dataset=data
+    )
     mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("fsdp",))
-    ours = XDTrainer(model(), arguments(tmp_path, 1, **options), train_dataset=data, mesh=mesh)
+    ours: Any = XDTrainer(model(), arguments(tmp_path, 1, **options), train_dataset=data, mesh=mesh)
     ours.train()
     plain.train()
     torch.testing.assert_close(losses(ours), losses(plain), rtol=0, atol=1e-5)

@@ -330,7 +330,7 @@ def test_a_runtime_that_cannot() -> None:
         __call__ = hlo = stats = metrics = lambda self: None  # pyright: ignore
 
     with pytest.raises(CompileError, match=r"verify a call of 2 arguments\. Step cannot"):
-        Step().verify(1, x=2)
+        Step(abs).verify(1, x=2)
 
 
 def test_texts() -> None:
