@@ -44,6 +44,7 @@ __all__ = [
     "active_trace",
     "array_before",
     "array_read",
+    "bool_of_check",
     "note_write",
     "refuse_read",
     "refuse_write_to_host",
@@ -410,6 +411,16 @@ def refuse_read(what: str) -> NoReturn:
         "its tensors have no values yet, and Python cannot branch on them. Return the tensor from "
         "the step and read it outside, or use torch.where instead of `if`." + _user_line()
     )
+
+
+def bool_of_check() -> bool:
+    """Return True to torch's check of a tensor, which a program leaves out; else raise as above."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is torch._check_tensor_all_with.__code__:
+            return True
+        frame = frame.f_back
+    refuse_read("turned into a Python bool")
 
 
 # What torch's C++ says where it looks into the memory of a tensor that has none.

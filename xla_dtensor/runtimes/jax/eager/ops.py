@@ -43,6 +43,7 @@ from xla_dtensor.runtimes.jax.arrays.sharding import host_value, named_sharding
 from xla_dtensor.runtimes.jax.arrays.trace import (
     Trace,
     active_trace,
+    bool_of_check,
     is_tracer,
     refuse_read,
     refuse_write_to_host,
@@ -144,27 +145,13 @@ def _item(x: JaxTensor) -> Any:
     if row is not None and x.ndim == 0 and not (x.dtype == torch.bool or x.is_complex()):
         return number_of(row)
     array = x.value()
-    if _is_of_program(x, array):
-        if x.dtype == torch.bool:
-            refuse_read("turned into a Python bool")
-        return sym_number(array.reshape(()))
-    return host_value(array).item()
-
-
-def _is_of_program(x: JaxTensor, array: Any) -> bool:
-    """Tell whether a value is known when the program runs only."""
     trace = active_trace()
     # An older tensor holds an array even now, though it is an input of the program like any other.
-    return is_tracer(array) or (trace is not None and not trace.owns(x._storage))
-
-
-@_special(aten._is_all_true.default)
-def _is_all_true(x: JaxTensor) -> Any:
-    """What torch._check_tensor_all reads. A program's checks are left out, see _assert_async."""
-    if not _is_of_program(x, x.value()):
-        return _run_functional(aten._is_all_true.default, (x,), {})
-    with jax.ensure_compile_time_eval():
-        return JaxTensor(Storage(jnp.array(True)))
+    if is_tracer(array) or (trace is not None and not trace.owns(x._storage)):
+        if x.dtype == torch.bool:
+            return bool_of_check()
+        return sym_number(array.reshape(()))
+    return host_value(array).item()
 
 
 @_special(aten.is_pinned.default)
