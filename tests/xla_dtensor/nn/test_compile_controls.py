@@ -108,7 +108,7 @@ def test_a_check_of_torchs_is_left_out_and_its_value_is_not(mesh: xd.DeviceMesh)
     @xd.compile
     def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         torch._check_tensor_all(x > 0, lambda: "x is to be positive")
-        return x * 2, torch._is_all_true(x > 0)
+        return x * 2, torch.ops.aten._is_all_true(x > 0)
 
     for value in (1.0, -1.0):
         doubled, is_positive = step(xd.distribute_tensor(torch.full((8,), value), mesh))
