@@ -23,6 +23,6 @@ def test_the_session(name: str) -> None:
     "client", ["transformers", "trl", "peft", "accelerate", "lightning", "torchtitan"]
 )
 def test_the_versions(client: str) -> None:
-    (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| {client} ")]
+    row = next(line for line in PAGE.splitlines() if line.startswith(f"| {client} "))
     named = row.split("|")[1].split()[1]
     assert f"{version(client)}.".startswith(f"{named}.")
