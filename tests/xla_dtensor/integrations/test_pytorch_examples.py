@@ -24,7 +24,12 @@ from mesh_utils.launch.local import local_plan
 from tests.hosts import QUICK_COMPILER, free_port
 from xla_dtensor.cli.launch_local import LocalRun
 
-pytestmark = [pytest.mark.thorough, pytest.mark.only_on("jax")]
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.only_on("jax"),
+    # The processes of a job are started by a fork of this one, where JAX may have begun.
+    pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning"),
+]
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = Path(__file__).parent / "torch_examples"
