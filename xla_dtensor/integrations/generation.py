@@ -93,6 +93,8 @@ def compile_generate(model: Any, *, tp_axis: str = "tp") -> CompiledStep:
         >>> ids.shape, program.stats()["traces"]
         (torch.Size([4, 7]), 2)
     """
+    if isinstance(model.forward, _Decoder):
+        return model.forward.program
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
     if not meshes:
         raise ArgumentTypeError(
@@ -182,6 +184,7 @@ class _Decoder(_OnMesh):
                 "StaticCache."
             )
         layers = _static_layers(cache)
+        # The zero is for caches that have no such layers, of Mamba's states only.
         lengths = xd.distribute_tensor(torch.tensor([0, *map(_count, layers)]), self._mesh)
         state = _state_of(cache, tokens.shape[1])
         with torch.no_grad():

@@ -151,6 +151,14 @@ def test_rows_that_the_mesh_does_not_divide(mesh: xd.DeviceMesh) -> None:
     assert_same(*Pair(llama(), mesh).generate(prompt(3)))
 
 
+def test_a_model_may_be_prepared_again(mesh: xd.DeviceMesh) -> None:
+    from xla_dtensor.integrations.generation import compile_generate
+
+    pair = Pair(llama(), mesh)
+    assert compile_generate(pair.ours) is pair.program
+    assert_same(*pair.generate(prompt(), max_new_tokens=3))
+
+
 def test_one_device(runtime: Runtime) -> None:
     mesh = xd.init_device_mesh("xla", (1,), mesh_dim_names=("fsdp",))
     assert_same(*Pair(llama(), mesh).generate(prompt()))
