@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from xla_dtensor.dtensor.random import is_rng_supported_mesh as is_rng_supported_mesh
     from xla_dtensor.dtensor.random import manual_seed as manual_seed
     from xla_dtensor.hosts.accelerator import install as install
-    from xla_dtensor.hosts.accelerator import uninstall as uninstall
     from xla_dtensor.hosts.data import MpDeviceLoader as MpDeviceLoader
     from xla_dtensor.hosts.data import PackedBatches as PackedBatches
     from xla_dtensor.hosts.data import ProcessPart as ProcessPart
@@ -75,6 +74,7 @@ if TYPE_CHECKING:
     from xla_dtensor.nn.compile import compile as compile
     from xla_dtensor.nn.fsdp import FSDPModule as FSDPModule
     from xla_dtensor.nn.fsdp import fully_shard as fully_shard
+    from xla_dtensor.nn.install import uninstall as uninstall
     from xla_dtensor.nn.loss import linear_cross_entropy as linear_cross_entropy
     from xla_dtensor.nn.materialize import materialize as materialize
     from xla_dtensor.nn.scan import ScannedLayers as ScannedLayers
@@ -150,7 +150,7 @@ _WHERE = {
     "shard_module": "xla_dtensor.nn.shard_module",
     "sharding_plan": "xla_dtensor.nn.shard_module",
     "strict_placements": "xla_dtensor.dtensor.modes",
-    "uninstall": "xla_dtensor.hosts.accelerator",
+    "uninstall": "xla_dtensor.nn.install",
     "visualize_sharding": "xla_dtensor.debug.visualize",
     "zeros": "xla_dtensor.dtensor.dtensor",
 }

@@ -38,10 +38,9 @@ from xla_dtensor.hosts import processes
 from xla_dtensor.nn import install as functions
 from xla_dtensor.runtimes.registry import current_runtime, get_runtime
 
-__all__ = ["install", "uninstall"]
+__all__ = ["install"]
 
 dist: Any = torch.distributed
-_undo: list[Callable[[], object]] = []
 
 
 def install() -> None:
@@ -72,25 +71,18 @@ def install() -> None:
         _take_xla_for_the_host()
 
 
-def uninstall() -> None:
-    """Put torch's own functions back."""
-    functions.uninstall()
-    while _undo:
-        _undo.pop()()
-
-
 def started() -> None:
     """Join the job that the environment, or torch's group, tells of; make a group where none is."""
     if current_runtime() is not None and dist.is_initialized():
         return
     if not dist.is_initialized():
-        _undo.append(_destroy_group)
+        functions.at_uninstall(_destroy_group)
     info = processes.init_distributed(*_told_by_group())
     # How many there are is not said: a script would make a mesh of as many devices.
     for name, number in {"RANK": info.index, "LOCAL_RANK": info.local_index}.items():
         if name not in os.environ:
             os.environ[name] = str(number)
-            _undo.append(functools.partial(os.environ.pop, name, None))
+            functions.at_uninstall(functools.partial(os.environ.pop, name, None))
 
 
 def _destroy_group() -> None:
@@ -193,12 +185,11 @@ def _take_xla_for_the_host() -> None:
     library = torch.library.Library("aten", "IMPL", "XLA")
     library.impl("empty.memory_format", _empty)
     library.impl("empty_strided", _empty_strided)
-    _undo.append(library._destroy)
+    functions.at_uninstall(library._destroy)
     for name in ("tensor", "as_tensor"):
         original = getattr(torch, name)
         functions.put(original, _by_name(original))
-    torch.Tensor.to = _by_place(torch.Tensor.to)  # pyright: ignore[reportAttributeAccessIssue]
-    _undo.append(lambda: delattr(torch.Tensor, "to"))
+    functions.put_attribute(torch.Tensor, "to", _by_place(torch.Tensor.to))
 
 
 def _empty(size: Any, *, device: Any = None, **options: Any) -> torch.Tensor:

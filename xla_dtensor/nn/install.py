@@ -60,7 +60,15 @@ from xla_dtensor.dtensor.modes import loss_parallel
 from xla_dtensor.nn.fsdp import fully_shard
 from xla_dtensor.runtimes.registry import ENVIRONMENT_VARIABLE, current_runtime, get_runtime
 
-__all__ = ["install", "is_accelerator", "is_installed", "put", "uninstall"]
+__all__ = [
+    "at_uninstall",
+    "install",
+    "is_accelerator",
+    "is_installed",
+    "put",
+    "put_attribute",
+    "uninstall",
+]
 
 
 # ---------------------------------------------------------- Whole state dicts by torch's functions
@@ -137,7 +145,7 @@ def _from_rank_0(state: Any, group: Any) -> Any:
 
 logger = logging.getLogger("xla_dtensor")
 _replaced: dict[Any, Any] = {}  # torch's function -> ours
-_attributes: list[tuple[type, str, Any]] = []  # of classes: what they were
+_undo: list[Callable[[], object]] = []  # what else uninstall() does, the last of it first
 torch_from_local = torch_tensor.DTensor.from_local
 _DYNAMO_TORCHS = "torch.distributed.tensor._api.DTensor#from_local"
 _DYNAMO_OURS = f"{__name__}.torch_from_local"
@@ -178,7 +186,7 @@ def install(start: Callable[[], object] = get_runtime) -> None:
     for name in _FACTORIES:
         _replace(getattr(torch_tensor, name), getattr(dtensor, name))
     from_local = _routed(torch_tensor.DTensor.from_local, DTensor.from_local)
-    _put_attribute(torch_tensor.DTensor, "from_local", staticmethod(from_local))
+    put_attribute(torch_tensor.DTensor, "from_local", staticmethod(from_local))
     _refuse_unread_meshes()
     _move_dynamo_rule(_DYNAMO_TORCHS, _DYNAMO_OURS)
     _replace(torch_device_mesh.init_device_mesh, _of_all(start, init_device_mesh))
@@ -204,8 +212,8 @@ def uninstall() -> None:
         return
     for original, replacement in _replaced.items():
         _rebind(replacement, original)
-    while _attributes:
-        setattr(*_attributes.pop())
+    while _undo:
+        _undo.pop()()
     _move_dynamo_rule(_DYNAMO_OURS, _DYNAMO_TORCHS)
     _replaced.clear()
     allow_groups(False)
@@ -241,9 +249,18 @@ def put(original: Callable[..., Any], new: Callable[..., Any]) -> None:
     _rebind(original, new)
 
 
-def _put_attribute(owner: type, name: str, new: Any) -> None:
-    _attributes.append((owner, name, vars(owner)[name]))
+def put_attribute(owner: type, name: str, new: Any) -> None:
+    """Give a class another attribute, until uninstall()."""
+    if name in vars(owner):
+        at_uninstall(functools.partial(setattr, owner, name, vars(owner)[name]))
+    else:
+        at_uninstall(functools.partial(delattr, owner, name))
     setattr(owner, name, new)
+
+
+def at_uninstall(undo: Callable[[], object]) -> None:
+    """Do this, too, when :func:`uninstall` is called."""
+    _undo.append(undo)
 
 
 def _refuse_unread_meshes() -> None:
@@ -263,7 +280,7 @@ def _refuse_unread_meshes() -> None:
             )
         return original(cls, *args, **kwargs)
 
-    _put_attribute(modeling.PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
+    put_attribute(modeling.PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
 
 
 def _both(original: Callable[..., Any], context: Callable[..., Any]) -> Callable[..., Any]:

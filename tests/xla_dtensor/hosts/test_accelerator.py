@@ -66,6 +66,12 @@ def test_uninstall_puts_everything_back(
     assert "RANK" not in os.environ
     with pytest.raises(NotImplementedError, match="'XLA' backend"):
         torch.empty(2, device="xla:0")
+    # What is installed twice, by either name, is taken back as one.
+    for _ in range(2):
+        xd.install()
+        functions.install()
+        functions.uninstall()
+        assert all(a is b for a, b in zip(names(), before, strict=True))
 
 
 @pytest.mark.usefixtures("installed")
