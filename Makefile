@@ -34,7 +34,7 @@ make_environment = @tools/make_environment.sh
 # tensorboard besides, which stand among the clients.
 # The trainers of xla_dtensor.integrations are tested at these versions; what comes next, by test-newest.
 CLIENTS := accelerate==1.15.* datasets==5.2.* lightning==2.6.* peft==0.21.* tensorboard==2.21.* \
-	torchdata==0.11.* torchmetrics==1.9.* trl==1.16.*
+	torchao==0.18.* torchdata==0.11.* torchmetrics==1.9.* trl==1.16.*
 MAIN_VENV := .venv
 MAIN := newest 11 14 -e .[jax,preflight,dev] torch==2.15.* spmd_types==0.2.3 tyro==1.0.* $(CLIENTS) \
 	--alone torchtitan==0.3.0

@@ -9,6 +9,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Replicate
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from xla_dtensor.core import Layout, layout_of_op_sharding, local_shape
 from xla_dtensor.core.argument_types import argument_types
@@ -16,6 +19,7 @@ from xla_dtensor.core.errors import ArgumentTypeError, DistributeError, Unsuppor
 from xla_dtensor.dtensor import dynamo
 from xla_dtensor.dtensor.dispatch import new_dtensor, state_of
 from xla_dtensor.dtensor.dtensor import DTensor
+from xla_dtensor.dtensor.local import LocalView
 from xla_dtensor.dtensor.mesh import (
     DeviceMesh,
     as_device_mesh,
@@ -27,7 +31,13 @@ from xla_dtensor.dtensor.redistribute import checked_placements, torch_placement
 from xla_dtensor.runtimes import functional
 from xla_dtensor.runtimes.registry import get_runtime
 
-__all__ = ["compute_local_shape_and_global_offset", "distribute_module", "distribute_tensor"]
+__all__ = [
+    "compute_local_shape_and_global_offset",
+    "distribute_module",
+    "distribute_tensor",
+    "map_parts",
+    "parts_of",
+]
 
 
 # --------------------------------------------------------- distribute_tensor and distribute_module
@@ -46,7 +56,8 @@ def distribute_tensor(
 
     Args:
         tensor: A leaf tensor, equal in every process. It is copied, never changed. A meta tensor
-            stays abstract.
+            stays abstract. One that is made of tensors, as torchao's quantized ones are, stays what
+            it is, of DTensors.
         device_mesh: The mesh; that of the open ``with mesh:`` block when None.
         placements: One per mesh axis (Shard, Replicate), or one alias entry per tensor dim, e.g.
             ``("dp", None)``. None replicates.
@@ -85,6 +96,8 @@ def distribute_tensor(
             "an autograd history. Its gradient would end at the copy, in silence. Pass a leaf "
             "tensor, or tensor.detach()."
         )
+    if parts_of(tensor):
+        return _distribute_parts(tensor, mesh, canonical)
     layout = Layout.from_placements(canonical, tensor.ndim, mesh.value)
     payload = _put(tensor.detach(), layout, mesh)
     state = state_of(payload, mesh, canonical)
@@ -118,6 +131,68 @@ def _check_distributed(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Any,
         f"mesh {mesh_text(mesh.value)}. It lies on a mesh already, otherwise than asked. Call "
         "tensor.redistribute(mesh, placements) to move it."
     )
+
+
+# ---------------------------------------------------------------- Tensors that are made of tensors
+#
+# torchao.quantize_ puts such a tensor in the place of a weight. It computes with its parts, so it
+# works on a mesh once they are DTensors, and it lies as they do:
+#
+#     Int8Tensor (N, K)   told (tp, fsdp)     cut over N by tp, over K by fsdp
+#       qdata    (N, K)   int8                (tp, fsdp)
+#       scale    (N, 1)   float32, of a row   (tp, -)
+#       scale    (N, G)   of groups in a row  (tp, fsdp) where fsdp divides G, else (tp, -)
+#
+# torch has it the other way around, a DTensor of Int8Tensors: it cuts tensors of one process each.
+
+
+def parts_of(tensor: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that a tensor of another library's is made of, by name.
+
+    Args:
+        tensor: A tensor, or anything else.
+
+    Returns:
+        Its parts; none for a plain tensor, a DTensor or what is no tensor.
+
+    Example:
+        >>> parts_of(torch.ones(2))
+        {}
+    """
+    is_other = isinstance(tensor, torch.Tensor) and tensor.layout != torch.strided  # nested
+    if is_other or isinstance(tensor, TorchDTensor | LocalView):
+        return {}
+    if not is_traceable_wrapper_subclass(tensor):
+        return {}
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+
+
+def map_parts(function: Callable[[torch.Tensor], torch.Tensor], tensor: Any) -> torch.Tensor:
+    """Return the tensor with other parts.
+
+    Args:
+        function: Is given each part, and returns what takes its place.
+        tensor: A tensor with parts, see :func:`parts_of`.
+    """
+    _, form = tensor.__tensor_flatten__()
+    parts = {name: function(part) for name, part in parts_of(tensor).items()}
+    return type(tensor).__tensor_unflatten__(parts, form, tensor.size(), tensor.stride())
+
+
+def _distribute_parts(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> Any:
+    layout = Layout.from_placements(placements, tensor.ndim, mesh.value)
+
+    def is_cut(part: torch.Tensor, dim: int) -> bool:
+        size = part.shape[dim] if part.ndim == tensor.ndim else 1
+        return size == tensor.shape[dim] or size % layout.num_shards(dim) == 0
+
+    def distribute(part: torch.Tensor) -> torch.Tensor:
+        fitting = [
+            p if not p.is_shard() or is_cut(part, p.dim) else Replicate() for p in placements
+        ]
+        return distribute_tensor(part.detach(), mesh, fitting)
+
+    return map_parts(distribute, tensor).requires_grad_(tensor.requires_grad)
 
 
 @argument_types

@@ -157,6 +157,7 @@ _APART = str.maketrans("ABC", "RST")
 # The place of the first factor among the arguments, and what is computed.
 _EQUATIONS: dict[Any, tuple[int, str]] = {
     aten.mm.default: (0, "xy,yz->xz"),
+    aten._int_mm.default: (0, "xy,yz->xz"),
     aten.addmm.default: (1, "xy,yz->xz"),
     aten.bmm.default: (0, "bxy,byz->bxz"),
     aten.baddbmm.default: (1, "bxy,byz->bxz"),
@@ -199,6 +200,7 @@ _BATCHED = frozenset(
 )
 _PRODUCTS = _BATCHED | {
     aten.mm.default,
+    aten._int_mm.default,
     aten.addmm.default,
     aten.mv.default,
     aten.addmv.default,

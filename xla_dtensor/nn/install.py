@@ -102,6 +102,8 @@ def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
 def _full(state: Any, on_host: bool) -> Any:
     if isinstance(state, DTensor):
         return state.cpu() if on_host else state.full_tensor()
+    if api.parts_of(state):
+        return api.map_parts(lambda part: _full(part, on_host), state)
     if isinstance(state, dict):
         return {key: _full(part, on_host) for key, part in state.items()}
     if isinstance(state, (list, tuple)):

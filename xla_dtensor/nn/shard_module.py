@@ -29,7 +29,7 @@ from xla_dtensor.core import Layout
 from xla_dtensor.core.argument_types import argument_types
 from xla_dtensor.core.errors import ArgumentTypeError, DistributeError, RulesError
 from xla_dtensor.core.rules import ShardingPlan, ShardingRules, TensorFacts, read_rules
-from xla_dtensor.dtensor.api import distribute_tensor
+from xla_dtensor.dtensor.api import distribute_tensor, parts_of
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
 from xla_dtensor.dtensor.redistribute import torch_placements
@@ -188,7 +188,9 @@ def _facts(model: nn.Module) -> Iterator[tuple[str, TensorFacts]]:
     for path, tensor, is_buffer in _tensors(model):
         first = paths.setdefault(id(tensor), path)
         same_as = None if first == path else first
-        yield path, TensorFacts(tuple(tensor.shape), tensor.itemsize, is_buffer, same_as)
+        # Of what is made of tensors the values count, not the few scales.
+        values = max(parts_of(tensor).values(), key=torch.Tensor.numel, default=tensor)
+        yield path, TensorFacts(tuple(tensor.shape), values.itemsize, is_buffer, same_as)
 
 
 def _check_distributed(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> None:

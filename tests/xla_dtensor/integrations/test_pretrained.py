@@ -56,6 +56,8 @@ def test_dtypes_rules_and_attributes_of_the_config(tmp_path: Path, mesh: xd.Devi
     assert model.dtype is torch.float32
     assert model.lm_head.weight.mesh_layout.text() == "[-, -]"
     assert model.config._attn_implementation == "eager"
+    with pytest.raises(ArgumentTypeError, match=r"given low_cpu_mem_usage .* LlamaConfig"):
+        loaded(low_cpu_mem_usage=True)
 
 
 def test_a_new_head_is_refused_or_initialised(tmp_path: Path, mesh: xd.DeviceMesh) -> None:

@@ -339,6 +339,7 @@ INDEXING: dict[Any, list[Case]] = {
 Q, K = f(2, 4, 5, 6), f(2, 4, 7, 6)
 PRODUCTS: dict[Any, list[Case]] = {
     **named("mm", Case(A, f(6, 7)), Case(ints(5, 6), ints(6, 3)), Case(f(0, 6), f(6, 3))),
+    **named("_int_mm", Case(ints(17, 8).to(torch.int8) * 20, ints(8, 16).to(torch.int8) * 20)),
     **named("bmm", Case(S, f(5, 3, 4))),
     **named("mv", Case(A, f(6))),
     **named("dot", Case(f(5), f(5)), Case(ints(5), ints(5))),

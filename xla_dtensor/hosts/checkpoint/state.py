@@ -5,6 +5,7 @@
   holds a DTensor. Every other object with ``state_dict`` and ``load_state_dict`` (a loader, a
   scheduler, a scaler) is one plain value: its state may have another form each time.
 * Weights that a module has under two names are saved once.
+* A tensor that is made of tensors, a quantized one of torchao's, is walked as its parts.
 
 Loading walks the state to be loaded in the same way. Tensors are filled in place, plain values are
 set where they were found, and objects are given what was loaded. Only an optimizer's form comes
@@ -25,6 +26,7 @@ import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 from xla_dtensor.core.errors import CheckpointError
+from xla_dtensor.dtensor.api import parts_of
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.local import LocalView
 from xla_dtensor.dtensor.random import RNGStatesTracker
@@ -105,6 +107,9 @@ class Walk:
             for i, child in enumerate(node):
                 set_item = _item_setter(node, i) if isinstance(node, list) else None
                 self._visit((*path, i), child, set_item)
+        elif parts := parts_of(node):
+            for name, part in parts.items():
+                self._visit((*path, name), part, None)
         elif isinstance(node, torch.optim.Optimizer):
             self._visit_optimizer(path, node)
         elif isinstance(node, torch.nn.Module):

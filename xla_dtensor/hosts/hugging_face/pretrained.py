@@ -59,7 +59,8 @@ def from_pretrained(
         The model, in eval mode as Transformers returns it.
 
     Raises:
-        ArgumentTypeError: `cls` is no class of Transformers.
+        ArgumentTypeError: `cls` is no class of Transformers, the model is quantized, or an argument
+            is no attribute of its config.
         RulesError: A plan that does not fit the model.
         WeightsError: Files that are damaged or not there, or that do not fit the model.
 
@@ -101,7 +102,22 @@ def _on_meta(cls: Any, folder: Path, changes: dict[str, Any]) -> Any:
             "Transformers by their config. Pass a class such as LlamaForCausalLM, or "
             "AutoModelForCausalLM; other modules load with xd.checkpoint.load_hf."
         )
-    config = (kind or AutoConfig).from_pretrained(folder, **changes)
+    loader = kind or AutoConfig
+    config, unused = loader.from_pretrained(folder, return_unused_kwargs=True, **changes)
+    if "quantization_config" in unused or getattr(config, "quantization_config", None) is not None:
+        raise ArgumentTypeError(
+            f"from_pretrained was to load {str(folder)!r} with a quantization_config. Its "
+            "quantized weights, or how they are made, are Transformers' own. Load the weights as "
+            "they were before, and call torchao's quantize_(model, ...) on the model that comes "
+            "back; or load it with Transformers to the host, and give it to "
+            "xla_dtensor.nn.model_plan.put_model(model, mesh)."
+        )
+    if unused:
+        raise ArgumentTypeError(
+            f"from_pretrained was given {', '.join(unused)} to load {str(folder)!r} with. Its "
+            f"{type(config).__name__} has no such attribute. Pass attributes of the config; what "
+            "Transformers' own from_pretrained takes besides is not for a mesh."
+        )
     with torch.device("meta"):
         model = cls(config) if kind is not None else cls.from_config(config)
     if model.can_generate() and (folder / "generation_config.json").exists():

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from xla_dtensor.core.errors import ArgumentTypeError, WeightsError
+from xla_dtensor.dtensor.api import parts_of
 from xla_dtensor.dtensor.dcp import Index, extents_of
 from xla_dtensor.hosts.blocks import moving, shifted, windows
 from xla_dtensor.hosts.hugging_face.files import INDEX_NAME, SINGLE_NAME
@@ -88,6 +89,12 @@ def save_weights(
 
 def _written_tensors(slot: Slot, rules: NameRules, dtype: torch.dtype | None) -> Iterator[_Tensor]:
     name, tensor = slot.names[0], slot.tensor
+    if parts_of(tensor):
+        raise WeightsError(
+            f"The tensor {name!r} was to be written. It is a {type(tensor).__name__}, for which "
+            "Transformers' files have no common form. Write the model before quantize_(), or "
+            "write this one with xla_dtensor.checkpoint.save()."
+        )
     if not _has_values(tensor):
         raise WeightsError(
             f"The tensor {name!r} on the meta device was to be written. It has no values. Load or "

@@ -64,6 +64,11 @@ def _matmul(a: Any, b: Any) -> Any:
     return jnp.matmul(a, b, precision=precision())
 
 
+@lower(aten._int_mm.default)
+def _int_matmul(a: Any, b: Any) -> Any:
+    return jnp.matmul(a, b, preferred_element_type=jnp.int32)
+
+
 @lower(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
 def _addmm(bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     return _combined(bias, _matmul(a, b), beta, alpha)
