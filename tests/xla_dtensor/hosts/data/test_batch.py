@@ -141,3 +141,13 @@ def test_sharding_specs(mesh: xd.DeviceMesh) -> None:
         xd.MpDeviceLoader([batch], "xla")
     with pytest.raises(DataError, match=r"batches_per_execution=2\. It has to know on which mesh"):
         xd.MpDeviceLoader([batch], "xla", input_sharding=rows, batches_per_execution=2)
+
+
+@pytest.mark.only_on("jax")
+def test_a_batch_is_put_in_a_compiled_step(mesh: xd.DeviceMesh) -> None:
+    step = xd.compile(lambda batch: xd.shard_batch(batch, mesh, ROWS)["x"] * 2)
+    for value in (1.0, 2.0):
+        result = step({"x": torch.full((16, 4), value)})
+        assert result.placements == tuple(ROWS)
+        assert torch.equal(result.full_tensor(), torch.full((16, 4), 2 * value))
+    assert step.stats()["traces"] == 1
