@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed
 from torch.distributed.tensor import Replicate
 from torch.utils import _pytree as pytree
 
@@ -25,6 +26,8 @@ from xla_dtensor.hosts.data.part import process_part
 from xla_dtensor.nn.model_plan import row_placements
 
 __all__ = ["RowGroup", "put_batch", "row_group"]
+
+dist: Any = torch.distributed
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ def put_batch(batch: Any, mesh: DeviceMesh, *, tp_axis: str = "tp") -> Any:
 
     Args:
         batch: Tensors of shape (rows, ...) or () in dicts, lists and tuples. DTensors, and what is
-            no tensor, stay what they are.
+            no tensor, stay what they are. All processes pass as many rows; a number that their
+            devices do not divide, as in a loader's last batch, goes over torch.distributed's group.
         mesh: The mesh.
         tp_axis: The axis over which every device has the same rows.
 
@@ -100,11 +104,23 @@ def put_batch(batch: Any, mesh: DeviceMesh, *, tp_axis: str = "tp") -> Any:
         >>> put_batch({"x": torch.ones(8, 3), "n": 2}, mesh)["x"].mesh_layout.text()
         '[fsdp, -]'
     """
-    rows = row_placements(mesh, tp_axis=tp_axis)
+    rows, group = row_placements(mesh, tp_axis=tp_axis), row_group(mesh, tp_axis=tp_axis)
 
     def put(leaf: Any) -> Any:
         if isinstance(leaf, DTensor) or not isinstance(leaf, torch.Tensor):
             return leaf
-        return shard_batch(leaf, mesh, rows if leaf.ndim else [Replicate()] * mesh.ndim)
+        if leaf.ndim == 0:
+            return shard_batch(leaf, mesh, [Replicate()] * mesh.ndim)
+        if group.count > 1 and len(leaf) % group.devices:
+            return shard_batch(_rows_of_all(leaf, group), mesh, rows, whole=True)
+        return shard_batch(leaf, mesh, rows)
 
     return pytree.tree_map(put, batch)
+
+
+def _rows_of_all(part: torch.Tensor, group: RowGroup) -> torch.Tensor:
+    """Return the rows of all processes: a device's may have been loaded by another process."""
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (group.index, part))
+    parts = dict(said)
+    return torch.cat([parts[index] for index in range(group.count)])
