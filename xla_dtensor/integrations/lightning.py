@@ -51,7 +51,7 @@ from lightning.fabric.strategies.single_device import (
 )
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -68,6 +68,7 @@ from xla_dtensor.integrations.lightning_checkpoint import (
     save_state,
     save_trainer,
 )
+from xla_dtensor.integrations.lightning_processes import ProcessOfJob
 from xla_dtensor.integrations.lightning_steps import MeshClosure, Steps, let_run_programs
 from xla_dtensor.nn.model_plan import put_model
 
@@ -78,7 +79,7 @@ _FABRIC_PRECISIONS = (FabricPrecision, FabricMixedPrecision, FabricHalfPrecision
 _DTYPES = ("32-true", "bf16-mixed", "bf16-true")
 
 
-class XDStrategy(SingleDeviceStrategy):
+class XDStrategy(ProcessOfJob, ParallelStrategy):
     """Lightning's Trainer on a mesh: ``Trainer(strategy=XDStrategy(mesh))``.
 
     Args:
@@ -100,12 +101,18 @@ class XDStrategy(SingleDeviceStrategy):
     strategy_name = "xla_dtensor"
 
     def __init__(self, mesh: Any, plan: Any = None, *, compile_evaluation: bool = True) -> None:
-        super().__init__("cpu", accelerator=CPUAccelerator())
+        super().__init__(accelerator=CPUAccelerator())
         self.mesh, self.plan = as_device_mesh(mesh), plan
+        self.join()
         self.compile_evaluation = compile_evaluation
         self.steps: Steps | None = None
 
     # --------------------------------------------------------------------------------------- setup
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of batches before they are put on the mesh."""
+        return torch.device("cpu")
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Put the module on the mesh, and let Lightning's loops run programs."""
@@ -220,7 +227,7 @@ class XDStrategy(SingleDeviceStrategy):
         load_optimizers(self.optimizers, checkpoint)
 
 
-class XDFabricStrategy(FabricSingleDeviceStrategy):
+class XDFabricStrategy(ProcessOfJob, FabricSingleDeviceStrategy):
     """Lightning's Fabric on a mesh: ``Fabric(strategy=XDFabricStrategy(mesh))``.
 
     Args:
@@ -239,6 +246,7 @@ class XDFabricStrategy(FabricSingleDeviceStrategy):
     def __init__(self, mesh: Any, plan: Any = None) -> None:
         super().__init__("cpu", accelerator=FabricCPUAccelerator())
         self.mesh, self.plan = as_device_mesh(mesh), plan
+        self.join()
 
     def setup_environment(self) -> None:
         """Refuse what has no meaning on a mesh, before anything is set up."""
