@@ -50,6 +50,7 @@ from lightning.fabric.strategies.single_device import (
     SingleDeviceStrategy as FabricSingleDeviceStrategy,
 )
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import nn
@@ -142,8 +143,31 @@ class XDStrategy(ProcessOfJob, ParallelStrategy):
             return put_batch(batch, self.mesh)
         device = device or self.root_device
         batch = module._call_batch_hook("transfer_batch_to_device", batch, device, dataloader_idx)
-        batch = put_batch(batch, self.mesh)
+        batch = put_batch(batch, self.mesh, is_whole=self._loads_all_rows(dataloader_idx))
         return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        """Which rows this process loads. To predict it loads all, in their order.
+
+        The results are of all rows too. So they belong to the indices that Lightning hands to a
+        writer of predictions, and the processes make as many batches, whatever the number of rows.
+        """
+        module = self.lightning_module
+        if self.is_distributed and module is not None and module.trainer.predicting:
+            return {"num_replicas": 1, "rank": 0}
+        return super().distributed_sampler_kwargs
+
+    def _loads_all_rows(self, dataloader_idx: int) -> bool:
+        """Whether a loader is one that Lightning has given a sampler to predict with."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if not trainer.predicting:
+            return False
+        loaders: Any = trainer.predict_loop._combined_loader
+        loader = loaders.flattened[dataloader_idx]
+        given = getattr(loader, "batch_sampler", None) or loader
+        return isinstance(getattr(given, "sampler", None), UnrepeatedDistributedSampler)
 
     def teardown(self) -> None:
         """Let the module stay on the mesh."""

@@ -82,7 +82,7 @@ def row_group(mesh: DeviceMesh, *, tp_axis: str = "tp") -> RowGroup:
     return RowGroup(start // devices, shards // devices, devices)
 
 
-def put_batch(batch: Any, mesh: DeviceMesh, *, tp_axis: str = "tp") -> Any:
+def put_batch(batch: Any, mesh: DeviceMesh, *, tp_axis: str = "tp", is_whole: bool = False) -> Any:
     """Put this process's part of a batch on a mesh: rows over all axes but the tensor parallel one.
 
     Args:
@@ -91,6 +91,7 @@ def put_batch(batch: Any, mesh: DeviceMesh, *, tp_axis: str = "tp") -> Any:
             devices do not divide, as in a loader's last batch, goes over torch.distributed's group.
         mesh: The mesh.
         tp_axis: The axis over which every device has the same rows.
+        is_whole: Whether each process passes the rows of all.
 
     Returns:
         The batch with a DTensor for every tensor.
@@ -111,9 +112,9 @@ def put_batch(batch: Any, mesh: DeviceMesh, *, tp_axis: str = "tp") -> Any:
             return leaf
         if leaf.ndim == 0:
             return shard_batch(leaf, mesh, [Replicate()] * mesh.ndim)
-        if group.count > 1 and len(leaf) % group.devices:
+        if not is_whole and group.count > 1 and len(leaf) % group.devices:
             return shard_batch(_rows_of_all(leaf, group), mesh, rows, whole=True)
-        return shard_batch(leaf, mesh, rows)
+        return shard_batch(leaf, mesh, rows, whole=is_whole)
 
     return pytree.tree_map(put, batch)
 
