@@ -12,7 +12,14 @@ import torch.distributed as dist
 import xla_dtensor as xd
 from tests.xla_dtensor.integrations.tiny import arguments, llama, losses, rows
 
-__all__ = ["torch_group", "train_by_accelerate", "train_by_transformers"]
+__all__ = [
+    "generate",
+    "torch_group",
+    "train_adapters",
+    "train_by_accelerate",
+    "train_by_transformers",
+    "train_by_trl",
+]
 
 Values = dict[str, torch.Tensor]
 
@@ -55,6 +62,37 @@ def train_by_transformers(
     return losses(trainer), _values(trainer.model), len(batch["input_ids"])
 
 
+def train_adapters(folder: str, steps: int, resume: str | None) -> tuple[list[float], Values]:
+    """Train peft's adapters by XDTrainer."""
+    from tests.xla_dtensor.integrations.test_adapters import adapted
+    from xla_dtensor.integrations.transformers import XDTrainer
+
+    mesh = xd.init_device_mesh("xla", (4, 2), mesh_dim_names=("fsdp", "tp"))
+    args = arguments(
+        Path(folder),
+        2,
+        max_steps=steps,
+        lr_scheduler_type="constant",
+        save_strategy="steps",
+        save_steps=2,
+    )
+    args.output_dir = folder
+    trainer = XDTrainer(adapted(), args, train_dataset=rows(32), mesh=mesh)
+    trainer.train(resume_from_checkpoint=resume)
+    return losses(trainer), _values(trainer.model)
+
+
+def train_by_trl(folder: str) -> tuple[list[float], Values]:
+    """Train by XDSFTTrainer."""
+    from tests.xla_dtensor.integrations.test_adapters import supervised
+    from xla_dtensor.integrations.trl import XDSFTTrainer
+
+    mesh = xd.init_device_mesh("xla", (4, 2), mesh_dim_names=("fsdp", "tp"))
+    trainer = supervised(XDSFTTrainer, folder, 2, mesh=mesh)
+    trainer.train()
+    return losses(trainer), _values(trainer.model)
+
+
 def train_by_accelerate(folder: str, load: bool) -> tuple[list[float], Values]:
     """Train two epochs by XDAccelerator, and save after the first; or load that, and go on."""
     from tests.xla_dtensor.integrations.test_accelerate import our_loop
@@ -68,6 +106,22 @@ def train_by_accelerate(folder: str, load: bool) -> tuple[list[float], Values]:
         loop.epochs(1)
         loop.accelerator.save_state(folder)
     return loop.epochs(1), _values(loop.model)
+
+
+def generate(ids: torch.Tensor, ways: list[dict[str, Any]]) -> dict[str, Any]:
+    """Generate on a mesh (fsdp, tp) in some ways, each process with all prompts."""
+    from tests.xla_dtensor.integrations.test_generation import Pair
+
+    mesh = xd.init_device_mesh("xla", (4, 2), mesh_dim_names=("fsdp", "tp"))
+    pair = Pair(llama(max_position_embeddings=128), mesh)
+    found = [pair.generate(ids, **way) for way in ways]
+    pairs = [pair for plain, ours in found for pair in zip(plain.logits, ours.logits, strict=True)]
+    return {
+        "tokens": [[plain.sequences, ours.sequences] for plain, ours in found],
+        "error": max((a - b).abs().max() / a.abs().max() for a, b in pairs),
+        "traces": pair.traces,
+        "cache": found[0][1].cache.layers[0].keys.mesh_layout.text(),
+    }
 
 
 def _values(model: torch.nn.Module) -> Values:

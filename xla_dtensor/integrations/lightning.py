@@ -50,8 +50,9 @@ from lightning.fabric.strategies.single_device import (
     SingleDeviceStrategy as FabricSingleDeviceStrategy,
 )
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -68,6 +69,7 @@ from xla_dtensor.integrations.lightning_checkpoint import (
     save_state,
     save_trainer,
 )
+from xla_dtensor.integrations.lightning_processes import ProcessOfJob
 from xla_dtensor.integrations.lightning_steps import MeshClosure, Steps, let_run_programs
 from xla_dtensor.nn.model_plan import put_model
 
@@ -78,7 +80,7 @@ _FABRIC_PRECISIONS = (FabricPrecision, FabricMixedPrecision, FabricHalfPrecision
 _DTYPES = ("32-true", "bf16-mixed", "bf16-true")
 
 
-class XDStrategy(SingleDeviceStrategy):
+class XDStrategy(ProcessOfJob, ParallelStrategy):
     """Lightning's Trainer on a mesh: ``Trainer(strategy=XDStrategy(mesh))``.
 
     Args:
@@ -100,12 +102,18 @@ class XDStrategy(SingleDeviceStrategy):
     strategy_name = "xla_dtensor"
 
     def __init__(self, mesh: Any, plan: Any = None, *, compile_evaluation: bool = True) -> None:
-        super().__init__("cpu", accelerator=CPUAccelerator())
+        super().__init__(accelerator=CPUAccelerator())
         self.mesh, self.plan = as_device_mesh(mesh), plan
+        self.join()
         self.compile_evaluation = compile_evaluation
         self.steps: Steps | None = None
 
     # --------------------------------------------------------------------------------------- setup
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of batches before they are put on the mesh."""
+        return torch.device("cpu")
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Put the module on the mesh, and let Lightning's loops run programs."""
@@ -135,8 +143,31 @@ class XDStrategy(SingleDeviceStrategy):
             return put_batch(batch, self.mesh)
         device = device or self.root_device
         batch = module._call_batch_hook("transfer_batch_to_device", batch, device, dataloader_idx)
-        batch = put_batch(batch, self.mesh)
+        batch = put_batch(batch, self.mesh, is_whole=self._loads_all_rows(dataloader_idx))
         return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        """Which rows this process loads. To predict it loads all, in their order.
+
+        The results are of all rows too. So they belong to the indices that Lightning hands to a
+        writer of predictions, and the processes make as many batches, whatever the number of rows.
+        """
+        module = self.lightning_module
+        if self.is_distributed and module is not None and module.trainer.predicting:
+            return {"num_replicas": 1, "rank": 0}
+        return super().distributed_sampler_kwargs
+
+    def _loads_all_rows(self, dataloader_idx: int) -> bool:
+        """Whether a loader is one that Lightning has given a sampler to predict with."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if not trainer.predicting:
+            return False
+        loaders: Any = trainer.predict_loop._combined_loader
+        loader = loaders.flattened[dataloader_idx]
+        given = getattr(loader, "batch_sampler", None) or loader
+        return isinstance(getattr(given, "sampler", None), UnrepeatedDistributedSampler)
 
     def teardown(self) -> None:
         """Let the module stay on the mesh."""
@@ -220,7 +251,7 @@ class XDStrategy(SingleDeviceStrategy):
         load_optimizers(self.optimizers, checkpoint)
 
 
-class XDFabricStrategy(FabricSingleDeviceStrategy):
+class XDFabricStrategy(ProcessOfJob, FabricSingleDeviceStrategy):
     """Lightning's Fabric on a mesh: ``Fabric(strategy=XDFabricStrategy(mesh))``.
 
     Args:
@@ -239,6 +270,7 @@ class XDFabricStrategy(FabricSingleDeviceStrategy):
     def __init__(self, mesh: Any, plan: Any = None) -> None:
         super().__init__("cpu", accelerator=FabricCPUAccelerator())
         self.mesh, self.plan = as_device_mesh(mesh), plan
+        self.join()
 
     def setup_environment(self) -> None:
         """Refuse what has no meaning on a mesh, before anything is set up."""

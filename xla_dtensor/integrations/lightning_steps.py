@@ -139,6 +139,7 @@ class MetricStates:
         self._states: list[tuple[Metric, str, torch.Tensor]] = []
         everywhere = [Replicate()] * mesh.ndim
         for metric in metrics:
+            metric.distributed_available_fn = _is_never
             for name, default in metric._defaults.items():
                 if isinstance(default, torch.Tensor):
                     metric._defaults[name] = distribute_tensor(default, mesh, everywhere)
@@ -434,6 +435,11 @@ def let_run_programs(optimization: _AutomaticOptimization, steps: Steps) -> None
         return MeshClosure(partial(run, kwargs, optimizer, zero=zero))
 
     optimization._make_closure = make_closure
+
+
+def _is_never() -> bool:
+    """Say that there are no other processes whose states a metric would add to its own."""
+    return False
 
 
 def _detached(tree: Any) -> Any:

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 CLASSES = 8
@@ -139,11 +139,18 @@ class Seen(pl.Callback):
         self.seen.append({"output": float(outputs["loss"]), **metrics})
 
 
-def rows(count: int, seed: int = 0) -> DataLoader[Any]:
-    """A loader of batches of 16 rows; the last may have fewer."""
+def rows(
+    count: int, seed: int = 0, batch_size: int = 16, is_shuffled: bool = False
+) -> DataLoader[Any]:
+    """A loader whose last batch may have fewer rows than the others.
+
+    Shuffled, it has the rows as Lightning takes them where there are several processes.
+    """
     g = torch.Generator().manual_seed(seed)
     x, y = torch.randn(count, 16, generator=g), torch.randint(0, CLASSES, (count,), generator=g)
-    return DataLoader(TensorDataset(x, y), batch_size=16)
+    data = TensorDataset(x, y)
+    sampler = DistributedSampler(data, 1, 0) if is_shuffled else None
+    return DataLoader(data, batch_size, sampler=sampler)
 
 
 class Run:
@@ -160,6 +167,8 @@ class Run:
         *,
         epochs: Any = 2,
         count: int = 44,
+        batch_size: int = 16,
+        is_shuffled: bool = False,
         callbacks: Any = (),
         checkpoint: Any = None,
         **options: Any,
@@ -176,7 +185,8 @@ class Run:
             **where,
             **options,
         )
-        self.trainer.fit(module, rows(count), rows(24, 1), ckpt_path=checkpoint)
+        loaders = rows(count, 0, batch_size, is_shuffled), rows(24, 1, batch_size)
+        self.trainer.fit(module, *loaders, ckpt_path=checkpoint)
         self.module, self.seen = module, seen.seen
         self.strategy: Any = strategy
 

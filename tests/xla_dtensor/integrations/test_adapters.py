@@ -77,14 +77,12 @@ def test_only_adapters_train_and_they_are_saved_and_go_on(
     assert difference(later.model, ours.model) < 1e-7
 
 
-def test_supervised_tuning_is_trls(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
+def supervised(kind: Any, folder: Path | str, batch_size: int, **given: Any) -> Any:
+    """A trainer of TRL's, or ours, with texts of its own."""
     import datasets
     import tokenizers
     import transformers
     from trl.trainer.sft_config import SFTConfig
-    from trl.trainer.sft_trainer import SFTTrainer
-
-    from xla_dtensor.integrations.trl import XDSFTTrainer
 
     words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i + 2 for i in range(62)}
     model = tokenizers.models.WordLevel(words, unk_token="<pad>")
@@ -94,31 +92,36 @@ def test_supervised_tuning_is_trls(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
     )
     texts = [" ".join(f"w{(7 * i + 3 * j) % 62}" for j in range(5 + i % 5)) for i in range(32)]
+    config = SFTConfig(
+        str(folder),
+        max_steps=4,
+        per_device_train_batch_size=batch_size,
+        learning_rate=1e-3,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        dataloader_pin_memory=False,
+        gradient_checkpointing=False,
+        seed=1,
+        bf16=False,
+        use_cpu=True,
+        max_length=12,
+        pad_to_multiple_of=12,
+        loss_type="nll",
+    )
     data = datasets.Dataset.from_dict({"text": texts})
+    return kind(llama(), config, train_dataset=data, processing_class=fast, **given)
 
-    def trainer(kind: Any, batch_size: int, **given: Any) -> Any:
-        config = SFTConfig(
-            str(tmp_path),
-            max_steps=4,
-            per_device_train_batch_size=batch_size,
-            learning_rate=1e-3,
-            logging_steps=1,
-            report_to="none",
-            disable_tqdm=True,
-            save_strategy="no",
-            dataloader_pin_memory=False,
-            gradient_checkpointing=False,
-            seed=1,
-            bf16=False,
-            use_cpu=True,
-            max_length=12,
-            pad_to_multiple_of=12,
-            loss_type="nll",
-        )
-        return kind(llama(), config, train_dataset=data, processing_class=fast, **given)
 
-    plain = trainer(SFTTrainer, 8)
-    ours = trainer(XDSFTTrainer, 2, mesh=mesh)
+def test_supervised_tuning_is_trls(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    from xla_dtensor.integrations.trl import XDSFTTrainer
+
+    plain = supervised(SFTTrainer, tmp_path, 8)
+    ours = supervised(XDSFTTrainer, tmp_path, 2, mesh=mesh)
     plain.train()
     ours.train()
     assert difference(ours.model, plain.model) < 1e-5

@@ -243,7 +243,14 @@ def test_the_session_of_the_page() -> None:
 class Loop:
     """A loop of Fabric as its users write it, op by op or with a compiled body."""
 
-    def __init__(self, fabric: Any, is_compiled: bool, epochs: Any = 2, **clip: Any) -> None:
+    def __init__(
+        self,
+        fabric: Any,
+        is_compiled: bool,
+        epochs: Any = 2,
+        batch_size: Any = 16,
+        **clip: Any,
+    ) -> None:
         torch.manual_seed(0)
         model = torch.nn.Sequential(
             torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)
@@ -252,8 +259,12 @@ class Loop:
         self.fabric, self.clip = fabric, clip or {"max_norm": 0.5}
         self.model, self.optimizer = fabric.setup(model, optimizer)
         self.step: Any = xd.compile(self.body) if is_compiled else self.body
-        loader = fabric.setup_dataloaders(modules().rows(44))
-        self.seen = [[float(v) for v in self.step(b)] for _ in range(epochs) for b in loader]
+        self.loader = fabric.setup_dataloaders(modules().rows(44, 0, batch_size))
+        self.seen = self.run(epochs)
+
+    def run(self, epochs: Any) -> list[list[float]]:
+        """Make steps, and return what each has given."""
+        return [[float(v) for v in self.step(b)] for _ in range(epochs) for b in self.loader]
 
     def body(self, batch: Any) -> list[torch.Tensor]:
         loss = cross_entropy(self.model(batch[0]), batch[1])

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.hosts import Hosts
 from tests.xla_dtensor.integrations.test_accelerate import plain_loop
+from tests.xla_dtensor.integrations.test_adapters import adapted, supervised
 from tests.xla_dtensor.integrations.tiny import arguments, llama, losses, rows
+from tests.xla_dtensor.integrations.titan import write_text
+
+# What the clients' own code warns of.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*is deprecated and will be removed in v6:FutureWarning"
+)
 
 TASKS = "tests.xla_dtensor.host_tasks_trainers"
+TITAN_TASKS = "tests.xla_dtensor.host_tasks_torchtitan"
 
 
 def differs(values: dict[str, torch.Tensor], other: dict[str, Any]) -> float:
@@ -55,6 +65,38 @@ def test_transformers(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
     assert differs(answers[0][1], dict(loaded.named_parameters())) == 0
 
 
+def test_adapters(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
+    """Two steps of peft's adapters and a checkpoint, and two more of a model that begins there."""
+    import peft
+    import transformers
+
+    options = arguments(tmp_path, 8, max_steps=4, lr_scheduler_type="constant")
+    data: Any = rows(32)
+    plain = transformers.Trainer(adapted(), options, train_dataset=data)
+    plain.train()
+    task, folder = f"{TASKS}:train_adapters", str(tmp_path / "run")
+    hosts(2, 4).run(task, folder=folder, steps=2, resume=None)
+    resume = f"{folder}/checkpoint-2"
+    answers = hosts(2, 4).run(task, folder=folder, steps=4, resume=resume)
+    model: Any = plain.model
+    for logged, values in answers:
+        torch.testing.assert_close(logged, losses(plain), rtol=0, atol=1e-5)
+        assert differs(values, dict(model.named_parameters())) < 1e-5
+    loaded = peft.PeftModel.from_pretrained(llama(), f"{folder}/checkpoint-4")
+    assert differs(dict(loaded.named_parameters()), answers[0][1]) == 0
+
+
+def test_supervised_tuning(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    plain = supervised(SFTTrainer, tmp_path, 8)
+    plain.train()
+    for logged, values in hosts(2, 4).run(f"{TASKS}:train_by_trl", folder=str(tmp_path)):
+        # TRL's own loss is summed up in another order.
+        torch.testing.assert_close(logged, losses(plain), rtol=0, atol=1e-4)
+        assert differs(values, dict(plain.model.named_parameters())) < 1e-5
+
+
 def test_accelerate(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
     # Else Accelerate steps the scheduler once per process.
     plain = plain_loop(step_scheduler_with_optimizer=False)
@@ -65,3 +107,42 @@ def test_accelerate(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
     for logged, values in (*first, *later):
         torch.testing.assert_close(logged, wanted, rtol=0, atol=2e-5)
         assert differs(values, dict(plain.model.named_parameters())) < 1e-5
+
+
+def test_torchtitan(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
+    """Four steps with a checkpoint in the middle, from which a new trainer makes the last two."""
+    folder = str(write_text(tmp_path))
+    task, steps = f"{TITAN_TASKS}:train_by_torchtitan", 4
+    options = {"training__steps": steps, "checkpoint__enable": True, "checkpoint__interval": 2}
+    first = hosts(2, 4).run(task, folder=folder, **options)
+    shutil.rmtree(tmp_path / "out" / "checkpoint" / f"step-{steps}")
+    options["parallelism__spmd_backend"] = "partial_dtensor"
+    later = hosts(2, 4).run(task, folder=folder, **options)
+    before = first[0]["before"]
+    plain = hosts(2, 4).run(f"{TITAN_TASKS}:plain_steps", folder=folder, before=before, steps=steps)
+    for answers, begin in ((first, 0), (later, 2)):
+        assert [answer["ranks"] for answer in answers] == [[0, 1], [2, 3]]
+        for answer in answers:
+            for name in ("losses", "norms"):
+                wanted = plain[0][name][begin:]
+                torch.testing.assert_close(answer[name], wanted, rtol=0, atol=1e-5)
+            assert differs(answer["after"], plain[0]["after"]) < 1e-5
+            assert answer["tokens"] == [256.0 * step for step in range(begin + 1, steps + 1)]
+            assert answer["traces"] == [0, 1]
+
+
+def test_generation(hosts: Callable[..., Hosts]) -> None:
+    """Greedy and drawn: both processes have all prompts, and get the plain model's tokens."""
+    ids = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(3))
+    ways: list[dict[str, Any]] = [{}, {"do_sample": True, "top_p": 0.9}]
+    ways = [{"max_new_tokens": 32, **way} for way in ways]
+    answers = hosts(2, 4).run(f"{TASKS}:generate", ids=ids, ways=ways)
+    for answer in answers:
+        for (plain, ours), (first, _) in zip(answer["tokens"], answers[0]["tokens"], strict=True):
+            assert ours.shape == (4, 39)
+            assert torch.equal(ours, plain)
+            assert torch.equal(ours, first)
+            assert len(ours.unique()) >= 20
+        assert answer["error"] < 1e-5
+        assert answer["traces"] == 2
+        assert answer["cache"] == "[fsdp, tp, -, -]"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed
 from torch.distributed.tensor import Replicate
 from torch.utils import _pytree as pytree
 
@@ -25,6 +26,8 @@ from xla_dtensor.hosts.data.part import process_part
 from xla_dtensor.nn.model_plan import row_placements
 
 __all__ = ["RowGroup", "put_batch", "row_group"]
+
+dist: Any = torch.distributed
 
 
 @dataclass(frozen=True)
@@ -79,14 +82,16 @@ def row_group(mesh: DeviceMesh, *, tp_axis: str = "tp") -> RowGroup:
     return RowGroup(start // devices, shards // devices, devices)
 
 
-def put_batch(batch: Any, mesh: DeviceMesh, *, tp_axis: str = "tp") -> Any:
+def put_batch(batch: Any, mesh: DeviceMesh, *, tp_axis: str = "tp", is_whole: bool = False) -> Any:
     """Put this process's part of a batch on a mesh: rows over all axes but the tensor parallel one.
 
     Args:
         batch: Tensors of shape (rows, ...) or () in dicts, lists and tuples. DTensors, and what is
-            no tensor, stay what they are.
+            no tensor, stay what they are. All processes pass as many rows; a number that their
+            devices do not divide, as in a loader's last batch, goes over torch.distributed's group.
         mesh: The mesh.
         tp_axis: The axis over which every device has the same rows.
+        is_whole: Whether each process passes the rows of all.
 
     Returns:
         The batch with a DTensor for every tensor.
@@ -100,11 +105,23 @@ def put_batch(batch: Any, mesh: DeviceMesh, *, tp_axis: str = "tp") -> Any:
         >>> put_batch({"x": torch.ones(8, 3), "n": 2}, mesh)["x"].mesh_layout.text()
         '[fsdp, -]'
     """
-    rows = row_placements(mesh, tp_axis=tp_axis)
+    rows, group = row_placements(mesh, tp_axis=tp_axis), row_group(mesh, tp_axis=tp_axis)
 
     def put(leaf: Any) -> Any:
         if isinstance(leaf, DTensor) or not isinstance(leaf, torch.Tensor):
             return leaf
-        return shard_batch(leaf, mesh, rows if leaf.ndim else [Replicate()] * mesh.ndim)
+        if leaf.ndim == 0:
+            return shard_batch(leaf, mesh, [Replicate()] * mesh.ndim)
+        if not is_whole and group.count > 1 and len(leaf) % group.devices:
+            return shard_batch(_rows_of_all(leaf, group), mesh, rows, whole=True)
+        return shard_batch(leaf, mesh, rows, whole=is_whole)
 
     return pytree.tree_map(put, batch)
+
+
+def _rows_of_all(part: torch.Tensor, group: RowGroup) -> torch.Tensor:
+    """Return the rows of all processes: a device's may have been loaded by another process."""
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (group.index, part))
+    parts = dict(said)
+    return torch.cat([parts[index] for index in range(group.count)])
