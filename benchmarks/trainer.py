@@ -10,14 +10,15 @@
 | plain | Transformers' own ``Trainer.train()`` on this host's CPU, by PyTorch's kernels |
 
 Llama of 4 layers, hidden size 256, vocabulary 1024, float32, 16 rows of 128 tokens; a mesh
-(fsdp=4, tp=2) of 8 virtual CPU devices. The ways train in turns within one process. A step's time is
-that between the end of the first step, which compiles, and the end of the last; losses are logged
-each 10 steps. The mean losses agree, which is checked. Nothing else is asserted.
+(fsdp=4, tp=2) of 8 virtual CPU devices. The ways train in turns within one process. A step's time
+is that between the end of the first step, which compiles, and the end of the last; losses are
+logged each 10 steps. The mean losses agree, which is checked. Nothing else is asserted.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import tempfile
 import time
@@ -139,7 +140,8 @@ def by_our_trainer(steps: int) -> tuple[float, float]:
     from xla_dtensor.integrations.transformers import XDTrainer
 
     mesh = _mesh()
-    return _trained(lambda *given, **named: XDTrainer(*given, mesh=mesh, **named), _ROWS // 4, steps)
+    make = functools.partial(XDTrainer, mesh=mesh)
+    return _trained(make, _ROWS // 4, steps)
 
 
 def by_plain_trainer(steps: int) -> tuple[float, float]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.core import ShapedArray
@@ -538,7 +537,7 @@ def _give(array: jax.Array, storages: Sequence[Storage | None]) -> None:
 
 
 def _replicated_like(value: np.ndarray[Any, Any], array: jax.Array) -> jax.Array:
-    return jax.device_put(jnp.asarray(value, array.dtype), array.sharding)
+    return jax.device_put(np.asarray(value, array.dtype), array.sharding)
 
 
 # --------------------------------------------------------------------------------------------- Kept
