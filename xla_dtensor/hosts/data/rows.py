@@ -105,14 +105,16 @@ def put_batch(batch: Any, mesh: DeviceMesh, *, tp_axis: str = "tp", is_whole: bo
         >>> put_batch({"x": torch.ones(8, 3), "n": 2}, mesh)["x"].mesh_layout.text()
         '[fsdp, -]'
     """
-    rows, group = row_placements(mesh, tp_axis=tp_axis), row_group(mesh, tp_axis=tp_axis)
+    rows = row_placements(mesh, tp_axis=tp_axis)
+    is_part = not is_whole and dist.is_initialized() and dist.get_world_size() > 1
+    group = row_group(mesh, tp_axis=tp_axis) if is_part else RowGroup(0, 1, 1)
 
     def put(leaf: Any) -> Any:
         if isinstance(leaf, DTensor) or not isinstance(leaf, torch.Tensor):
             return leaf
         if leaf.ndim == 0:
             return shard_batch(leaf, mesh, [Replicate()] * mesh.ndim)
-        if not is_whole and group.count > 1 and len(leaf) % group.devices:
+        if group.count > 1 and len(leaf) % group.devices:
             return shard_batch(_rows_of_all(leaf, group), mesh, rows, whole=True)
         return shard_batch(leaf, mesh, rows, whole=is_whole)
 
