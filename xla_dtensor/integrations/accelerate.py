@@ -50,10 +50,10 @@ from xla_dtensor import checkpoint
 from xla_dtensor.core.errors import ArgumentTypeError
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
-from xla_dtensor.hosts.data.rows import put_batch, row_group
+from xla_dtensor.hosts.data.rows import MeshLoader, put_batch, row_group
 from xla_dtensor.nn.model_plan import put_model
 
-__all__ = ["MeshLoader", "MeshOptimizer", "XDAccelerator"]
+__all__ = ["MeshOptimizer", "XDAccelerator"]
 
 _FOLDER = "xla_dtensor"
 
@@ -169,14 +169,14 @@ class XDAccelerator(accelerate.Accelerator):
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
-        loader = MeshLoader(loader, self) if self.put_batches else loader
+        loader = MeshLoader(loader, self.put_batch) if self.put_batches else loader
         self._dataloaders.append(loader)
         return loader
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader without its first batches."""
         if isinstance(dataloader, MeshLoader):
-            return MeshLoader(skip_first_batches(dataloader.loader, num_batches), self)
+            return MeshLoader(skip_first_batches(dataloader.loader, num_batches), self.put_batch)
         return skip_first_batches(dataloader, num_batches)
 
     def put_batch(self, batch: Any) -> Any:
@@ -276,29 +276,6 @@ class MeshOptimizer(AcceleratedOptimizer):
             self.has_stepped = False
         else:
             super().step(closure)
-
-
-class MeshLoader:
-    """A loader of Accelerate whose batches are put on the mesh; all else is the loader's.
-
-    Args:
-        loader: The prepared loader.
-        accelerator: Its `put_batch` is called with each batch.
-    """
-
-    def __init__(self, loader: Any, accelerator: XDAccelerator) -> None:
-        self.loader, self.accelerator = loader, accelerator
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self.accelerator.put_batch, self.loader)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "accelerator"):
-            raise AttributeError(name)
-        return getattr(self.loader, name)
 
 
 _CPU_TYPES = (accelerate.DistributedType.NO, accelerate.DistributedType.MULTI_CPU)

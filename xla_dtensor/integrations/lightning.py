@@ -34,8 +34,9 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.core.errors import ArgumentTypeError, CompileError
-from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
-from xla_dtensor.hosts.data.rows import put_batch
+from xla_dtensor.dtensor.mesh import as_device_mesh
+from xla_dtensor.hosts.data.rows import MeshLoader, put_batch
 from xla_dtensor.integrations.lightning_checkpoint import (
     is_folder,
     load_optimizers,
@@ -73,7 +74,7 @@ from xla_dtensor.integrations.lightning_processes import ProcessOfJob
 from xla_dtensor.integrations.lightning_steps import MeshClosure, Steps, let_run_programs
 from xla_dtensor.nn.model_plan import put_model
 
-__all__ = ["MeshLoader", "XDFabricStrategy", "XDStrategy", "read_checkpoint"]
+__all__ = ["XDFabricStrategy", "XDStrategy", "read_checkpoint"]
 
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision)
 _FABRIC_PRECISIONS = (FabricPrecision, FabricMixedPrecision, FabricHalfPrecision)
@@ -298,7 +299,7 @@ class XDFabricStrategy(ProcessOfJob, FabricSingleDeviceStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Let a loader yield batches on the mesh."""
-        return MeshLoader(dataloader, self.mesh)
+        return MeshLoader(dataloader, functools.partial(put_batch, mesh=self.mesh))
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
         """Put a batch on the mesh."""
@@ -358,35 +359,6 @@ class XDFabricStrategy(ProcessOfJob, FabricSingleDeviceStrategy):
                 "fabric.load with a dict of the names they were saved under."
             )
         return load_state(path, state, strict)
-
-
-class MeshLoader:
-    """A loader whose batches lie on a mesh; all else is the loader's.
-
-    Args:
-        loader: What yields this process's rows of each batch.
-        mesh: The mesh.
-
-    Example:
-        >>> import xla_dtensor as xd
-        >>> mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("fsdp",))
-        >>> loader = torch.utils.data.DataLoader(torch.ones(16, 3), batch_size=8)
-        >>> [batch.mesh_layout.text() for batch in MeshLoader(loader, mesh)]
-        ['[fsdp, -]', '[fsdp, -]']
-    """
-
-    def __init__(self, loader: Any, mesh: DeviceMesh) -> None:
-        self._loader, self._mesh = loader, mesh
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            yield put_batch(batch, self._mesh)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
 
 
 def _on_cpu(tree: Any) -> Any:

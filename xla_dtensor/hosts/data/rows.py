@@ -10,6 +10,7 @@ Trainers load by this (:mod:`xla_dtensor.integrations`), since the axes' names s
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from xla_dtensor.hosts.data.batch import shard_batch
 from xla_dtensor.hosts.data.part import process_part
 from xla_dtensor.nn.model_plan import row_placements
 
-__all__ = ["RowGroup", "put_batch", "row_group"]
+__all__ = ["MeshLoader", "RowGroup", "put_batch", "row_group"]
 
 dist: Any = torch.distributed
 
@@ -127,3 +128,34 @@ def _rows_of_all(part: torch.Tensor, group: RowGroup) -> torch.Tensor:
     dist.all_gather_object(said, (group.index, part))
     parts = dict(said)
     return torch.cat([parts[index] for index in range(group.count)])
+
+
+class MeshLoader:
+    """A trainer's loader whose batches are put on a mesh; all else is the loader's.
+
+    Args:
+        loader: Yields this process's rows of each batch.
+        put: Puts a batch on the mesh.
+
+    Example:
+        >>> import functools, xla_dtensor as xd
+        >>> mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("fsdp",))
+        >>> loader = torch.utils.data.DataLoader(torch.ones(16, 3), batch_size=8)
+        >>> put = functools.partial(put_batch, mesh=mesh)
+        >>> [batch.mesh_layout.text() for batch in MeshLoader(loader, put)]
+        ['[fsdp, -]', '[fsdp, -]']
+    """
+
+    def __init__(self, loader: Any, put: Callable[[Any], Any]) -> None:
+        self.loader, self.put = loader, put
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.put, self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "put"):  # of a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self.loader, name)
