@@ -44,7 +44,8 @@ TORCH_XLA := oldest 11 13 -e .[jax,torch-xla,preflight,dev] jax==0.10.*
 # Whatever the index has, without the bounds of setup.cfg. --alone: ours would hold it back.
 NEWEST_VENV := .venv-newest
 NEWEST := newest 11 14 Jinja2 jsonschema numpy PyYAML typeguard torch jax[tpu] codespell expecttest hypothesis pytest \
-	pytest-xdist rich tqdm transformers absl-py orbax-checkpoint --alone -e .
+	pytest-xdist rich tqdm transformers absl-py orbax-checkpoint flatbuffers spmd_types tyro \
+	$(foreach client,$(CLIENTS),$(firstword $(subst ==, ,$(client)))) --alone torchtitan -e .
 # A pair of torch and JAX, for parts of test-all: make environment-STACK STACK=2.13,0.11.0
 STACK ?= 2.13,0.11.0
 comma := ,
@@ -111,8 +112,9 @@ fuzz: environment-MAIN  ## judge new random programs on the JAX runtime; SECONDS
 	$(MAIN_VENV)/bin/python -m tests.drawn.run --programs new --seconds $(SECONDS) $(FUZZ_ARGS)
 
 # Its outcome says what the next release of torch or JAX breaks; it is nobody's verdict.
-test-newest: environment-NEWEST  ## the contract on the newest torch and JAX of the index, whatever they are
+test-newest: environment-NEWEST  ## the contract and the trainers on whatever is newest: torch, JAX and clients
 	XLA_DTENSOR_ANY_JAX=1 $(NEWEST_VENV)/bin/python $(PYTEST) -m "$(CONTRACT)" $(PYTEST_ARGS)
+	XLA_DTENSOR_ANY_JAX=1 $(NEWEST_VENV)/bin/python $(PYTEST) tests/xla_dtensor/integrations $(PYTEST_ARGS)
 
 lint: $(MAIN_VENV)/$(STAMP)  ## check style, format and spelling
 	$(MAIN_VENV)/bin/ruff check
