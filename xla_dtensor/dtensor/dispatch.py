@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -66,6 +66,7 @@ from xla_dtensor.runtimes.op_meta import (
     small,
 )
 from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.wrapper import make_wrapper
 from xla_dtensor.runtimes.written import (
     makes_results,
     refuse_overlap,
@@ -450,7 +451,6 @@ _BY_STORAGE = frozenset(
 _VALUES = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout})
 _answers: dict[Any, Any] = {}
 _ANSWERS_LIMIT = 50_000
-_make: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 
 
 @dataclass(frozen=True)
@@ -750,7 +750,7 @@ def new_dtensor(
     device, extra = payload.device, get_runtime().extra_dispatch_keys
     keys = {} if extra is None or device.type == "meta" else {"_extra_dispatch_keys": extra}
     meta: Any = state.tensor_meta
-    self = _make(
+    self = make_wrapper(
         cls,
         payload.shape,
         strides=meta.stride,

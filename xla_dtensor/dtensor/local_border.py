@@ -51,6 +51,7 @@ from xla_dtensor.runtimes.functional import (
 from xla_dtensor.runtimes.nested import leaves, map_nested
 from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.runtimes.whole_ops import LinearResult, refuse_second
+from xla_dtensor.runtimes.wrapper import make_wrapper
 from xla_dtensor.runtimes.written import written_values
 
 if TYPE_CHECKING:
@@ -502,7 +503,7 @@ def new_wrapper(cls: type[Any], tensor: torch.Tensor, requires_grad: bool = Fals
     # On a device of its own an op on local tensors is not kept whole: it runs on a stack.
     on_cpu = torch.device(runtime.torch_device).type == "cpu"
     keys = {"_extra_dispatch_keys": runtime.extra_dispatch_keys} if on_cpu else {}
-    return torch.Tensor._make_wrapper_subclass(
+    return make_wrapper(
         cls,
         tensor.shape,
         strides=tensor.stride(),

@@ -28,7 +28,6 @@ Invariants:
 * A module's parameters are DTensors from `setup` on, and stay so: Lightning's teardown would copy
   them to the CPU. Optimizers are made after that by Lightning; Fabric's are given the new ones.
 * The strategy brings its accelerator, so ``accelerator=`` and ``devices=`` are left out.
-* ``torch.inference_mode`` is not used: a tensor of the mesh cannot be detached in it.
 * Manual optimization runs op by op: between two of its updates Lightning counts.
 """
 
@@ -121,8 +120,6 @@ class XDStrategy(ProcessOfJob, ParallelStrategy):
         _check_precision(self.precision_plugin, _PRECISIONS)
         _check_checkpoint_io(self)
         super().setup(trainer)
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False
         module = self.lightning_module
         assert module is not None
         if self.steps is None or self.steps.module is not module:

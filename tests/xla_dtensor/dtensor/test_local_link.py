@@ -207,12 +207,7 @@ def test_a_view_as_the_argument_of_a_compiled_step(mesh: DeviceMesh) -> None:
         x.add_(1)
 
 
-# Newer torch cannot detach a tensor subclass of outside in inference mode, so cannot read it there.
-IS_NEWER = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 9)
-OUTSIDE = pytest.param(False, marks=pytest.mark.skipif(IS_NEWER, reason="torch cannot detach it"))
-
-
-@pytest.mark.parametrize("made_inside", [True, OUTSIDE])
+@pytest.mark.parametrize("made_inside", [True, False])
 @pytest.mark.parametrize("local", [True, False])
 def test_inference_mode(mesh: DeviceMesh, made_inside: bool, local: bool) -> None:
     """Tensors of inference mode count no versions."""

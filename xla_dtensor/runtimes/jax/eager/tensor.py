@@ -44,6 +44,7 @@ from xla_dtensor.runtimes.jax.arrays.trace import (
 )
 from xla_dtensor.runtimes.jax.arrays.values import torch_dtype, torch_from_numpy, x64
 from xla_dtensor.runtimes.nested import runs_as_it_is
+from xla_dtensor.runtimes.wrapper import make_wrapper
 
 if TYPE_CHECKING:
     from xla_dtensor.runtimes.jax.compile.layers.rows import TracedStack
@@ -217,7 +218,7 @@ class JaxTensor(torch.Tensor):
         dtype: torch.dtype | None = None,
     ) -> JaxTensor:
         shape = storage.shape if shape is None else tuple(shape)
-        self = torch.Tensor._make_wrapper_subclass(
+        self = make_wrapper(
             cls,
             shape,
             strides=_contiguous_stride(shape) if stride is None else tuple(stride),
