@@ -145,7 +145,9 @@ class XDTrainer(Trainer):
         self._whole_step = xd.compile(self._backward_and_update)
         self._clip = xd.compile(self._clipped)
         self._predict = xd.compile(super().prediction_step)
+        self._preemption: xd.Preemption | None = None
         super().__init__(model, _arguments_on_mesh(args, self._rows.devices), *rest, **kwargs)
+        self.args.enable_jit_checkpoint = args.enable_jit_checkpoint
 
     # --------------------------------------------------------------------------- what it is made of
 
@@ -175,6 +177,13 @@ class XDTrainer(Trainer):
         return self.accelerator.put_batch(batch)
 
     # ------------------------------------------------------------------------------------- training
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; where ``enable_jit_checkpoint`` is set, a signal to end saves and returns."""
+        if not self.args.enable_jit_checkpoint:
+            return super().train(*args, **kwargs)
+        with xd.Preemption() as self._preemption:
+            return super().train(*args, **kwargs)
 
     def _run_epoch(self, **kwargs: Any) -> None:
         self._tr_loss = self._replicated(self._tr_loss)
@@ -260,6 +269,10 @@ class XDTrainer(Trainer):
     # -------------------------------------------------------------------------------------- logging
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> None:
+        # Called once per update, and at the end of an epoch, by each process.
+        is_told = self._preemption is not None and self._preemption.reached()
+        if is_told and not self.control.should_training_stop:
+            self.control.should_save = self.control.should_training_stop = True
         # The Trainer gathers a plain loss over processes, and sets it to zero once it is logged.
         logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
         on_host = self.accelerator.gather(tr_loss) if logs else tr_loss
@@ -443,6 +456,7 @@ def _arguments_on_mesh(
     """Return a copy for one device of the host, which has the rows of `devices` of the mesh."""
     args = copy.copy(args)
     args.use_cpu = True
+    args.enable_jit_checkpoint = False  # its callback wants gradients; `train` takes its place
     args.dataloader_pin_memory = False
     args.per_device_train_batch_size *= devices
     args.per_device_eval_batch_size *= devices

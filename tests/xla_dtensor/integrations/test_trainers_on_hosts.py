@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.hosts import Hosts
@@ -53,6 +54,33 @@ def test_transformers(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
         assert differs(values, wanted) < 1e-5
     loaded = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/checkpoint-6")
     assert differs(answers[0][1], dict(loaded.named_parameters())) == 0
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_transformers_saves_and_ends_when_it_is_told_to(
+    hosts: Callable[..., Hosts], tmp_path: Path, processes: int
+) -> None:
+    import transformers
+
+    folder, steps, told = tmp_path / "run", 10, 3
+    options = arguments(tmp_path, 8, max_steps=steps)
+    data: Any = rows(40)
+    plain: Any = transformers.Trainer(llama(), options, train_dataset=data)
+    plain.train()
+    task = f"{TASKS}:train_until_told"
+    run = {"folder": str(folder), "shape": (4, 2), "steps": steps}
+    group = Hosts(processes, 8 // processes)  # its own: JAX settles on a step once
+    try:
+        ended = {step for *_, step in group.run(task, **run, told=told)}
+    finally:
+        group.close()
+    (step,) = ended  # all at the same one
+    assert step == told if processes == 1 else told <= step < steps
+    assert [path.name for path in folder.iterdir()] == [f"checkpoint-{step}"]
+    for logged, values, last in hosts(processes, 8 // processes).run(task, **run, told=None):
+        assert last == steps
+        torch.testing.assert_close(logged, losses(plain), rtol=0, atol=2e-5)
+        assert differs(values, dict(plain.model.named_parameters())) < 1e-5
 
 
 def test_accelerate(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
