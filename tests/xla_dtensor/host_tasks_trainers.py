@@ -14,6 +14,7 @@ import xla_dtensor as xd
 from tests.xla_dtensor.integrations.tiny import arguments, llama, losses, rows
 
 __all__ = [
+    "short_batch",
     "torch_group",
     "train_by_accelerate",
     "train_by_transformers",
@@ -34,6 +35,19 @@ def torch_group() -> dict[str, Any]:
         "backend": dist.get_backend(),
         "environment": [os.environ[name] for name in names],
     }
+
+
+def short_batch(shape: tuple[int, ...]) -> str:
+    """What is said of 3 rows of a process with devices for 2."""
+    from xla_dtensor.errors import DataError
+    from xla_dtensor.hosts.data.rows import put_batch
+
+    mesh = xd.init_device_mesh("xla", shape, mesh_dim_names=("fsdp", "tp"))
+    try:
+        put_batch({"x": torch.ones(3, 2)}, mesh)
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 def train_by_transformers(

@@ -31,6 +31,12 @@ def test_torch_distributed_knows_the_job(hosts: Callable[..., Hosts]) -> None:
         }
 
 
+def test_a_short_batch_that_the_devices_do_not_divide(hosts: Callable[..., Hosts]) -> None:
+    for said in hosts(2, 4).run(f"{TASKS}:short_batch", shape=(4, 2)):
+        assert "and 3 does not divide by that" in said
+        assert said.endswith("dataloader_drop_last=True of TrainingArguments.")
+
+
 def test_transformers(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
     import transformers
 

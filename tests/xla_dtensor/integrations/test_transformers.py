@@ -74,6 +74,27 @@ def test_losses_and_parameters_are_the_plain_trainers(
     assert [step.stats()["traces"] for step in ours.programs] == [1, 2, 2]
 
 
+def test_rows_that_the_mesh_does_not_divide(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
+    options = {"num_train_epochs": 2, "eval_strategy": "epoch"}
+    # The last batch has 5 rows, and 3 of an evaluation, over 4 devices.
+    given = {
+        "train_dataset": rows(21),
+        "eval_dataset": rows(11),
+        "compute_metrics": accuracy,
+    }
+    plain, ours = trainers(tmp_path, mesh, options, **given)
+    plain.train()
+    ours.train()
+    assert len(losses(ours)) == 2 * (3 * 2 + 1)
+    torch.testing.assert_close(losses(ours), losses(plain), rtol=0, atol=1e-5)
+    assert difference(ours.model, plain.model) < 1e-5
+    found = [
+        [log["eval_accuracy"] for log in trainer.state.log_history if "eval_accuracy" in log]
+        for trainer in (plain, ours)
+    ]
+    assert found[0] == found[1]
+
+
 def test_a_run_goes_on_where_it_was_on_another_mesh(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
     import transformers
 

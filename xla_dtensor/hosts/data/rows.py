@@ -92,7 +92,8 @@ def put_batch(batch: Any, mesh: DeviceMesh, *, tp_axis: str = "tp") -> Any:
         The batch with a DTensor for every tensor.
 
     Raises:
-        DataError: The processes' parts do not fit the mesh.
+        DataError: The processes' parts do not fit the mesh: one of several processes has rows that
+            its devices do not divide.
 
     Example:
         >>> import xla_dtensor as xd
@@ -105,6 +106,12 @@ def put_batch(batch: Any, mesh: DeviceMesh, *, tp_axis: str = "tp") -> Any:
     def put(leaf: Any) -> Any:
         if isinstance(leaf, DTensor) or not isinstance(leaf, torch.Tensor):
             return leaf
-        return shard_batch(leaf, mesh, rows if leaf.ndim else [Replicate()] * mesh.ndim)
+        try:
+            return shard_batch(leaf, mesh, rows if leaf.ndim else [Replicate()] * mesh.ndim)
+        except DataError as error:
+            raise DataError(
+                f"{error} Of a loader the last short batch can be left out: drop_last=True, or "
+                "dataloader_drop_last=True of TrainingArguments."
+            ) from None
 
     return pytree.tree_map(put, batch)
