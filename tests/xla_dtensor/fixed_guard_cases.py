@@ -696,4 +696,40 @@ def a_number_of_a_class_of_the_users_that_is_made_anew(put: Put) -> Made:
     return lambda x: x * config.width, lambda number: setattr(config, "width", Meters(2.0))
 
 
+class Renaming:
+    """An object that assigns by another name, as configurations with old names do."""
+
+    width: float
+
+    def __init__(self) -> None:
+        vars(self).update(names={"size": "width"}, factor=2.0, width=2.0)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        name = super().__getattribute__("names").get(name, name)
+        super().__setattr__(name, value * super().__getattribute__("factor"))
+
+
+@read
+def what_an_assignment_looks_up_past_the_class(put: Put) -> Made:
+    config = Renaming()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        config.size = 1.0
+        return x * config.width
+
+    return step, lambda number: vars(config).update(factor=float(number))
+
+
+@unread
+def a_counter_beside_an_object_whose_assignment_looks_up_past_the_class(put: Put) -> Made:
+    config, trainer = Renaming(), SimpleNamespace(scale=2.0, steps=0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x = x * trainer.scale
+        config.size = 1.0
+        return x
+
+    return step, lambda number: setattr(trainer, "steps", number)
+
+
 FIXED = {**READ, **UNREAD}

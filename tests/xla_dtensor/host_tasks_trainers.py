@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from tests.xla_dtensor.integrations.tiny import arguments, llama, losses, rows
 
 __all__ = [
     "generate",
+    "short_batch",
     "torch_group",
     "train_adapters",
     "train_by_accelerate",
     "train_by_transformers",
     "train_by_trl",
+    "train_until_told",
 ]
 
 Values = dict[str, torch.Tensor]
@@ -35,6 +38,15 @@ def torch_group() -> dict[str, Any]:
         "backend": dist.get_backend(),
         "environment": [os.environ[name] for name in names],
     }
+
+
+def short_batch(shape: tuple[int, ...]) -> torch.Tensor:
+    """What becomes of 3 rows in each process with devices for 2."""
+    from xla_dtensor.hosts.data.rows import put_batch
+
+    mesh = xd.init_device_mesh("xla", shape, mesh_dim_names=("fsdp", "tp"))
+    part = torch.arange(6.0).reshape(3, 2) + 6 * dist.get_rank()
+    return put_batch({"x": part}, mesh)["x"].cpu()
 
 
 def train_by_transformers(
@@ -91,6 +103,38 @@ def train_by_trl(folder: str) -> tuple[list[float], Values]:
     trainer = supervised(XDSFTTrainer, folder, 2, mesh=mesh)
     trainer.train()
     return losses(trainer), _values(trainer.model)
+
+
+def train_until_told(
+    folder: str, shape: tuple[int, ...], steps: int, told: int | None
+) -> tuple[list[float], Values, int]:
+    """Train by XDTrainer, on from what is saved; the first process gets SIGTERM after a step.
+
+    Args:
+        folder: Of the run.
+        shape: Of the mesh.
+        steps: How many in all.
+        told: The step; None: nobody is told, and the run goes on from what is saved.
+
+    Returns:
+        What it logged, the parameters, and after how many steps it returned.
+    """
+    import transformers
+
+    from xla_dtensor.integrations.transformers import XDTrainer
+
+    class Sender(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == told and trainer.is_world_process_zero():
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    mesh = xd.init_device_mesh("xla", shape, mesh_dim_names=("fsdp", "tp"))
+    options = {"max_steps": steps, "enable_jit_checkpoint": True}
+    args = arguments(Path(folder), 8 // shape[0], **options)
+    args.output_dir = folder
+    trainer = XDTrainer(llama(), args, train_dataset=rows(40), mesh=mesh, callbacks=[Sender()])
+    trainer.train(resume_from_checkpoint=told is None)
+    return losses(trainer), _values(trainer.model), trainer.state.global_step
 
 
 def train_by_accelerate(folder: str, load: bool) -> tuple[list[float], Values]:

@@ -36,7 +36,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from transformers import Cache
 from transformers.cache_utils import (
@@ -51,6 +50,7 @@ import xla_dtensor as xd
 from xla_dtensor.core.errors import ArgumentTypeError
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh
+from xla_dtensor.integrations.zeros_on_mesh import ZerosOnMesh
 from xla_dtensor.nn.model_plan import row_placements
 from xla_dtensor.runtimes.base import CompiledStep
 
@@ -239,28 +239,12 @@ class _Decoder(_OnMesh):
 
     def _made_on_mesh(self, layer: Any, *states: torch.Tensor, **named: torch.Tensor) -> None:
         """Make a layer's tensors, as it does by itself, but on the mesh."""
-        with _ZerosOnMesh(self._mesh, self._lies):
+        with ZerosOnMesh(self._mesh, self._lies):
             type(layer).lazy_initialization(layer, *states, **named)
 
 
 def _is_of_host(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
-
-
-class _ZerosOnMesh(TorchFunctionMode):
-    """``torch.zeros(shape)`` lies on a mesh."""
-
-    def __init__(self, mesh: DeviceMesh, lies: Callable[[Sequence[int]], list[Placement]]) -> None:
-        super().__init__()
-        self._mesh, self._lies = mesh, lies
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is not torch.zeros:
-            return func(*args, **(kwargs or {}))
-        (shape,), dtype = args, kwargs["dtype"]
-        return xd.zeros(shape, dtype=dtype, device_mesh=self._mesh, placements=self._lies(shape))
 
 
 # ------------------------------------------------------------------- A cache as arguments of a step

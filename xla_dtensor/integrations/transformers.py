@@ -36,6 +36,7 @@ is an error that says so.
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 import warnings
 from collections.abc import Iterator
@@ -53,6 +54,7 @@ from transformers.trainer import (
     Trainer,
 )
 from transformers.trainer_callback import TrainerCallback
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 import xla_dtensor as xd
 from mesh_utils.errors import MeshError
@@ -63,6 +65,7 @@ from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
 from xla_dtensor.hosts.data.rows import row_group
 from xla_dtensor.integrations.accelerate import XDAccelerator
+from xla_dtensor.integrations.zeros_on_mesh import ZerosOnMesh
 from xla_dtensor.nn.model_plan import put_model
 from xla_dtensor.runtimes.base import CompiledStep
 
@@ -80,6 +83,8 @@ _REFUSED = {
     "use_liger_kernel": "its kernels are Triton's, for GPUs under PyTorch",
     "auto_find_batch_size": "memory is known before the first step, see `xla_dtensor preflight`",
 }
+# What they are trained for is said by the config, or by the first labels.
+_CLASSIFIERS = tuple(f"For{kind}Classification" for kind in ("Sequence", "Image", "Audio", "Video"))
 _REFUSED_OPTIMIZERS = ("adafactor", "lomo", "galore", "apollo", "bit", "paged", "grokadamw")
 
 
@@ -144,8 +149,10 @@ class XDTrainer(Trainer):
         self._backward = xd.compile(self._backward_step)
         self._whole_step = xd.compile(self._backward_and_update)
         self._clip = xd.compile(self._clipped)
-        self._predict = xd.compile(super().prediction_step)
+        self._predict = xd.compile(self._prediction_step)
+        self._preemption: xd.Preemption | None = None
         super().__init__(model, _arguments_on_mesh(args, self._rows.devices), *rest, **kwargs)
+        self.args.enable_jit_checkpoint = args.enable_jit_checkpoint
 
     # --------------------------------------------------------------------------- what it is made of
 
@@ -176,6 +183,13 @@ class XDTrainer(Trainer):
 
     # ------------------------------------------------------------------------------------- training
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; where ``enable_jit_checkpoint`` is set, a signal to end saves and returns."""
+        if not self.args.enable_jit_checkpoint:
+            return super().train(*args, **kwargs)
+        with xd.Preemption() as self._preemption:
+            return super().train(*args, **kwargs)
+
     def _run_epoch(self, **kwargs: Any) -> None:
         self._tr_loss = self._replicated(self._tr_loss)
         super()._run_epoch(**kwargs)
@@ -205,6 +219,7 @@ class XDTrainer(Trainer):
             The micro-batch's loss, a DTensor of shape ().
         """
         inputs = self.put_batch(dict(inputs))
+        _settle(model, inputs.get("labels"))
         self._speed.add(inputs.get(getattr(model, "main_input_name", "input_ids")))
         model.train()
         self.optimizer.train()
@@ -229,7 +244,8 @@ class XDTrainer(Trainer):
     def _backward_step(
         self, model: nn.Module, inputs: Any, num_items: Any, logged: torch.Tensor, steps: Any
     ) -> torch.Tensor:
-        loss = super().training_step(model, inputs, num_items)
+        with ZerosOnMesh(self.mesh):
+            loss = super().training_step(model, inputs, num_items)
         if not self._is_loss_filtered:
             return loss
         # As the Trainer: instead of NaN the mean of what was added up since the last log.
@@ -260,6 +276,10 @@ class XDTrainer(Trainer):
     # -------------------------------------------------------------------------------------- logging
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> None:
+        # Called once per update, and at the end of an epoch, by each process.
+        is_told = self._preemption is not None and self._preemption.reached()
+        if is_told and not self.control.should_training_stop:
+            self.control.should_save = self.control.should_training_stop = True
         # The Trainer gathers a plain loss over processes, and sets it to zero once it is logged.
         logs = self.control.should_log and self.state.global_step > self._globalstep_last_logged
         on_host = self.accelerator.gather(tr_loss) if logs else tr_loss
@@ -295,12 +315,16 @@ class XDTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
         """Run the forward of one batch, as one program."""
-        loss, logits, labels = self._predict(
-            model, self.put_batch(dict(inputs)), prediction_loss_only, ignore_keys
-        )
+        inputs = self.put_batch(dict(inputs))
+        _settle(model, inputs.get("labels"))
+        loss, logits, labels = self._predict(model, inputs, prediction_loss_only, ignore_keys)
         # It is repeated for each row of this process, and is that of the rows of all.
         loss = loss if loss is None else loss.reshape(1).expand(self._rows.count)
         return loss, logits, labels
+
+    def _prediction_step(self, *arguments: Any) -> Any:
+        with ZerosOnMesh(self.mesh):
+            return super().prediction_step(*arguments)
 
     # --------------------------------------------------------------------------- saving and loading
 
@@ -417,6 +441,19 @@ class _Speed:
         return logs
 
 
+def _settle(model: nn.Module, labels: Any) -> None:
+    """Do what models do once, in their first call, so that the second has no other trace."""
+    parts = (each for each in model.modules() if isinstance(each, transformers.PreTrainedModel))
+    for part in itertools.islice(parts, 1):  # with all parts of it
+        maybe_install_capturing_hooks(part)
+    config: Any = getattr(model, "config", None)
+    is_open = getattr(config, "problem_type", "") is None and isinstance(labels, torch.Tensor)
+    if is_open and type(model).__name__.endswith(_CLASSIFIERS):
+        kind = "single" if labels.dtype in (torch.long, torch.int) else "multi"
+        is_number = config.num_labels == 1
+        config.problem_type = "regression" if is_number else f"{kind}_label_classification"
+
+
 def _check_arguments(args: transformers.TrainingArguments) -> None:
     asked = [name for name in _REFUSED if getattr(args, name, None)]
     optimizer = str(getattr(args.optim, "value", args.optim))
@@ -443,6 +480,7 @@ def _arguments_on_mesh(
     """Return a copy for one device of the host, which has the rows of `devices` of the mesh."""
     args = copy.copy(args)
     args.use_cpu = True
+    args.enable_jit_checkpoint = False  # its callback wants gradients; `train` takes its place
     args.dataloader_pin_memory = False
     args.per_device_train_batch_size *= devices
     args.per_device_eval_batch_size *= devices

@@ -55,12 +55,13 @@ class Loop:
         return losses
 
 
-def plain_loop(**options: Any) -> Loop:
+def plain_loop(batch_size: int = 8, **options: Any) -> Loop:
     import accelerate
 
     accelerate.state.AcceleratorState._reset_state(True)
     accelerate.state.GradientState._reset_state()
-    return Loop(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **options))
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+    return Loop(accelerator, batch_size=batch_size)
 
 
 def our_loop(mesh: Any, is_compiled: bool = True, batch_size: int = 8, **options: Any) -> Loop:
@@ -138,3 +139,9 @@ def test_another_device_is_refused(mesh: xd.DeviceMesh, monkeypatch: pytest.Monk
         ArgumentTypeError, match=r"Accelerate has device='meta'.*mesh is its device"
     ):
         our_loop(mesh)
+
+
+def test_rows_that_the_mesh_does_not_divide(mesh: xd.DeviceMesh) -> None:
+    plain, ours = plain_loop(batch_size=9), our_loop(mesh, batch_size=9)  # 9, 9 and 6, over 4
+    torch.testing.assert_close(ours.epochs(1), plain.epochs(1), rtol=0, atol=1e-5)
+    assert difference(ours.model, plain.model) < 1e-5

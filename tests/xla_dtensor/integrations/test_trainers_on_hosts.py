@@ -40,6 +40,11 @@ def test_torch_distributed_knows_the_job(hosts: Callable[..., Hosts]) -> None:
         }
 
 
+def test_a_short_batch_that_the_devices_do_not_divide(hosts: Callable[..., Hosts]) -> None:
+    for rows_of_both in hosts(2, 4).run(f"{TASKS}:short_batch", shape=(4, 2)):
+        assert torch.equal(rows_of_both, torch.arange(12.0).reshape(6, 2))
+
+
 def test_transformers(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
     import transformers
 
@@ -94,6 +99,33 @@ def test_supervised_tuning(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
     for logged, values in hosts(2, 4).run(f"{TASKS}:train_by_trl", folder=str(tmp_path)):
         # TRL's own loss is summed up in another order.
         torch.testing.assert_close(logged, losses(plain), rtol=0, atol=1e-4)
+        assert differs(values, dict(plain.model.named_parameters())) < 1e-5
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_transformers_saves_and_ends_when_it_is_told_to(
+    hosts: Callable[..., Hosts], tmp_path: Path, processes: int
+) -> None:
+    import transformers
+
+    folder, steps, told = tmp_path / "run", 10, 3
+    options = arguments(tmp_path, 8, max_steps=steps)
+    data: Any = rows(40)
+    plain: Any = transformers.Trainer(llama(), options, train_dataset=data)
+    plain.train()
+    task = f"{TASKS}:train_until_told"
+    run = {"folder": str(folder), "shape": (4, 2), "steps": steps}
+    group = Hosts(processes, 8 // processes)  # its own: JAX settles on a step once
+    try:
+        ended = {step for *_, step in group.run(task, **run, told=told)}
+    finally:
+        group.close()
+    (step,) = ended  # all at the same one
+    assert step == told if processes == 1 else told <= step < steps
+    assert [path.name for path in folder.iterdir()] == [f"checkpoint-{step}"]
+    for logged, values, last in hosts(processes, 8 // processes).run(task, **run, told=None):
+        assert last == steps
+        torch.testing.assert_close(logged, losses(plain), rtol=0, atol=2e-5)
         assert differs(values, dict(plain.model.named_parameters())) < 1e-5
 
 

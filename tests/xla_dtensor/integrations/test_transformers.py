@@ -74,6 +74,27 @@ def test_losses_and_parameters_are_the_plain_trainers(
     assert [step.stats()["traces"] for step in ours.programs] == [1, 2, 2]
 
 
+def test_rows_that_the_mesh_does_not_divide(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
+    options = {"num_train_epochs": 2, "eval_strategy": "epoch"}
+    # The last batch has 5 rows, and 3 of an evaluation, over 4 devices.
+    given = {
+        "train_dataset": rows(21),
+        "eval_dataset": rows(11),
+        "compute_metrics": accuracy,
+    }
+    plain, ours = trainers(tmp_path, mesh, options, **given)
+    plain.train()
+    ours.train()
+    assert len(losses(ours)) == 2 * (3 * 2 + 1)
+    torch.testing.assert_close(losses(ours), losses(plain), rtol=0, atol=1e-5)
+    assert difference(ours.model, plain.model) < 1e-5
+    found = [
+        [log["eval_accuracy"] for log in trainer.state.log_history if "eval_accuracy" in log]
+        for trainer in (plain, ours)
+    ]
+    assert found[0] == found[1]
+
+
 def test_a_run_goes_on_where_it_was_on_another_mesh(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
     import transformers
 
@@ -153,52 +174,3 @@ def test_a_callback_sees_the_gradients_of_each_update(tmp_path: Path, mesh: xd.D
     assert len(watchers[1].found) == 3
     torch.testing.assert_close(watchers[1].found, watchers[0].found, rtol=1e-4, atol=1e-6)
     assert difference(ours.model, plain.model) < 1e-5
-
-
-def test_a_model_that_sees_images(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
-    import transformers
-
-    from xla_dtensor.integrations.transformers import XDTrainer
-
-    image, patches = 9, 4
-    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    sight = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "image_size": 8}
-    config: Any = transformers.LlavaConfig(
-        text_config={"model_type": "llama", "num_attention_heads": 4, **text},
-        vision_config={
-            "model_type": "clip_vision_model",
-            "num_attention_heads": 4,
-            "patch_size": 4,
-            **sight,
-        },
-        image_seq_length=patches,
-    )
-    config.image_token_id = image
-
-    def model() -> Any:
-        torch.manual_seed(0)
-        return transformers.LlavaForConditionalGeneration(config)
-
-    data: Any = [
-        {
-            **row,
-            "input_ids": torch.cat([torch.full((patches,), image), row["input_ids"] % image]),
-            "labels": torch.cat([torch.full((patches,), -100), row["labels"]]),
-            "attention_mask": torch.cat([torch.ones(patches).long(), row["attention_mask"]]),
-            "pixel_values": torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(i)),
-        }
-        for i, row in enumerate(rows(32))
-    ]
-    options: dict[str, Any] = {"max_steps": 4}
-    plain: Any = transformers.Trainer(
-        model(), arguments(tmp_path, 8, **options), train_dataset=data
-    )
-    mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("fsdp",))
-    ours: Any = XDTrainer(model(), arguments(tmp_path, 1, **options), train_dataset=data, mesh=mesh)
-    ours.train()
-    plain.train()
-    torch.testing.assert_close(losses(ours), losses(plain), rtol=0, atol=1e-5)
-    assert difference(ours.model, plain.model) < 1e-5
-    # Its first call puts hooks on the part that sees, for the outputs that the model asks of it.
-    assert ours.programs[1].stats()["traces"] == 2
-    assert "_output_capturing_hooks" in ours.programs[1].stats()["reasons"][1]

@@ -64,7 +64,7 @@ from xla_dtensor.runtimes.guards.owners import (
     Names,
     Owner,
 )
-from xla_dtensor.runtimes.guards.uses import loads_of
+from xla_dtensor.runtimes.guards.uses import loads_of, only_of_super
 from xla_dtensor.runtimes.guards.values import Sighting, is_plain
 from xla_dtensor.runtimes.guards.watches import Watches
 from xla_dtensor.runtimes.new_garbage import (
@@ -258,7 +258,7 @@ class Recording(Watches):
             self._started.add(code)
             self._is_busy = True  # What the search looks at, the step has not read.
             try:
-                self._code(code, frame.f_globals)
+                self._code(code, frame)
                 self._drain()
             finally:
                 self._is_busy = False
@@ -272,9 +272,10 @@ class Recording(Watches):
             owner = self._owners.setdefault(Environment, Environment(os.environ, "os.environ"))
             self._read(owner, key)
 
-    def _code(self, code: types.CodeType, names: dict[str, Any]) -> None:
+    def _code(self, code: types.CodeType, frame: types.FrameType) -> None:
+        names = frame.f_globals
         self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
-        self._past_us(code)
+        self._past_us(code, frame)
         loads = loads_of(code)
         owner = self._globals(names)
         for name, uses in loads.names.items():
@@ -315,11 +316,13 @@ class Recording(Watches):
             if isinstance(function, types.FunctionType):
                 self._function(function)
 
-    def _past_us(self, code: types.CodeType) -> None:
+    def _past_us(self, code: types.CodeType, frame: types.FrameType) -> None:
         """Take more for read and written where code looks attributes up past the classes."""
         names = {*code.co_names}
         if _LOOKUP in names and not code.co_name.startswith("__getattr"):
-            self._take_all()
+            # ``super().__getattribute__(name)`` looks at objects of its own class alone.
+            is_of_super = only_of_super(code, _LOOKUP)
+            self._take_all(frame.f_locals.get("__class__", object) if is_of_super else object)
         if names & {"__delattr__", "__delete__"} and code.co_name != "__delattr__":
             self._take_all()
         if names & _WRITES_PAST_US:

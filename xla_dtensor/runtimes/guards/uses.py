@@ -20,7 +20,7 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any, NamedTuple
 
-__all__ = ["ADDS", "Loads", "Use", "loads_of", "use_behind"]
+__all__ = ["ADDS", "Loads", "Use", "loads_of", "only_of_super", "use_behind"]
 
 ADDS = frozenset({"append", "appendleft", "extend", "add", "update"})
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
@@ -104,6 +104,13 @@ def loads_of(code: CodeType) -> Loads:
             imports += below.imports
             is_of_class |= below.is_of_class
     return Loads(names, cells, supers, stores, imports, is_of_class)
+
+
+def only_of_super(code: CodeType, name: str) -> bool:
+    """Tell whether an attribute that code loads is one of ``super()``, without arguments."""
+    loads = [each for each in _instructions(code)[0] if each.argval == name]
+    has_arguments = 2  # a bit of the instruction's argument
+    return all(i.opname == "LOAD_SUPER_ATTR" and not (i.arg or 0) & has_arguments for i in loads)
 
 
 def use_behind(code: CodeType, offset: int, name: str) -> Use | None:

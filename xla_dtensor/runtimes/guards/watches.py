@@ -58,7 +58,8 @@ class Watches(Reads):
         self._modules: list[tuple[types.ModuleType, type]] = []
         self._is_busy = False
         self._stored: list[Any] = []  # by the step
-        self._takes_all = self._takes_classes = False
+        self._takes_classes = False
+        self._whole_kinds: list[type] = []
         self._written_past_us: set[str] = set()
         self._thread = threading.get_ident()
 
@@ -114,17 +115,18 @@ class Watches(Reads):
         for base, make in ((dict, Items), (list | tuple | set | deque, Elements)):
             if isinstance(value, base):
                 self._read_whole(self._owner(value, make, kind.__name__, of=owner))
-        if self._takes_all:
+        if any(each is whole for whole in self._whole_kinds for each in kind.__mro__):
             self._all_of(owner)
         if self._takes_classes:
             self._class(kind)
         return owner
 
-    def _take_all(self) -> None:
-        """Take everything for read: code looks attributes up past the classes."""
-        self._takes_all = True
+    def _take_all(self, kind: type = object) -> None:
+        """Take all objects of a class for read: code looks attributes up past the classes."""
+        self._whole_kinds.append(kind)
         for owner in [each for each in self._owners.values() if isinstance(each, Object)]:
-            self._all_of(owner)
+            if any(each is kind for each in type(owner.holder).__mro__):
+                self._all_of(owner)
 
     def _all_of(self, owner: Owner) -> None:
         self._read_whole(owner)

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from xla_dtensor.runtimes.torch_own import past_functions
+
 __all__ = ["Place", "Places", "States", "address_of", "generator_of"]
 
 _MARK = 640  # how many draws a mark is away from the state before it
@@ -181,4 +183,4 @@ def _key(state: torch.Tensor) -> bytes:
     return _numpy(state).tobytes()
 
 
-_numpy: Any = torch._C.TensorBase.numpy  # pyright: ignore[reportAttributeAccessIssue]
+_numpy = past_functions("numpy")

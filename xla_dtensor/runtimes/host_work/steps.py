@@ -13,6 +13,7 @@ import torch
 
 from xla_dtensor.runtimes.host_work.generators import Place, States
 from xla_dtensor.runtimes.nested import leaves, map_nested
+from xla_dtensor.runtimes.torch_own import past_functions
 
 __all__ = [
     "Alias",
@@ -39,7 +40,7 @@ __all__ = [
 
 _aten = torch.ops.aten
 # Not tensor.untyped_storage(): while a step is traced, that is noted as a read of the step's.
-storage_of: Any = torch._C.TensorBase.untyped_storage  # pyright: ignore[reportAttributeAccessIssue]
+storage_of = past_functions("untyped_storage")
 
 
 class OtherwiseError(Exception):

@@ -193,6 +193,17 @@ def test_setting_a_state_without_a_draw() -> None:
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(4).get_state())
 
 
+def test_a_state_that_is_read_under_a_mode_of_functions() -> None:
+    def step() -> list[torch.Tensor]:
+        with torch.device("cpu"):
+            state = torch.get_rng_state()
+            drawn = torch.rand(3)
+            torch.set_rng_state(state)
+        return [drawn]
+
+    check(lambda: (step, [], lambda call: None))
+
+
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "item": lambda w: w[0].item(),
     "bool": lambda w: bool(w.sum() > 3),

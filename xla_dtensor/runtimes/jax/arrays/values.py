@@ -18,6 +18,7 @@ import torch
 from jax import lax
 
 from xla_dtensor.core.errors import UnsupportedOpError
+from xla_dtensor.runtimes.torch_own import past_functions
 
 __all__ = [
     "counted_scan",
@@ -68,7 +69,7 @@ _CARRIERS = {
 
 
 # Not tensor.numpy(): while a step is traced, that is noted as a read of the step's Python.
-_numpy: Any = torch._C.TensorBase.numpy  # pyright: ignore[reportAttributeAccessIssue]
+_numpy = past_functions("numpy")
 
 
 def x64() -> AbstractContextManager[Any]:
