@@ -66,7 +66,7 @@ from xla_dtensor.runtimes.op_meta import (
     small,
 )
 from xla_dtensor.runtimes.registry import get_runtime
-from xla_dtensor.runtimes.wrapper import make_wrapper
+from xla_dtensor.runtimes.torch_own import make_wrapper
 from xla_dtensor.runtimes.written import (
     makes_results,
     refuse_overlap,

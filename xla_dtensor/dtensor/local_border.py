@@ -50,8 +50,8 @@ from xla_dtensor.runtimes.functional import (
 )
 from xla_dtensor.runtimes.nested import leaves, map_nested
 from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.torch_own import make_wrapper
 from xla_dtensor.runtimes.whole_ops import LinearResult, refuse_second
-from xla_dtensor.runtimes.wrapper import make_wrapper
 from xla_dtensor.runtimes.written import written_values
 
 if TYPE_CHECKING:

@@ -10,6 +10,13 @@ traced, because torch_xla may be imported in between. Whoever wants torch_xla's 
 tensors finds it in ``torch_xla.experimental.gru``.
 
 `past_functions` gives methods of torch's own for which others stand while a step is traced.
+
+`make_wrapper` makes a tensor of a class of ours, in inference mode too::
+
+    with torch.inference_mode():
+        weight.t()      weight is from before, so its view counts the same writes: it is no tensor
+                        of inference mode. torch does so for its own tensors; what a class makes
+                        there is one, and torch fails to give it the count.
 """
 
 from __future__ import annotations
@@ -22,7 +29,9 @@ from torch import nn
 from torch.nn.modules import rnn
 from torch.nn.utils import clip_grad
 
-__all__ = ["past_functions", "put_back"]
+__all__ = ["make_wrapper", "past_functions", "put_back"]
+
+_make: Any = torch.Tensor._make_wrapper_subclass
 
 
 def put_back() -> None:
@@ -48,6 +57,20 @@ def past_functions(name: str) -> Callable[[torch.Tensor], Any]:
             return method(tensor)
 
     return call
+
+
+def make_wrapper(cls: type, shape: Any, **options: Any) -> Any:
+    """Return what ``torch.Tensor._make_wrapper_subclass`` does, outside of inference mode.
+
+    Args:
+        cls: The class.
+        shape: The tensor's shape.
+        **options: As torch's function takes them.
+    """
+    if not torch.is_inference_mode_enabled():
+        return _make(cls, shape, **options)
+    with torch.inference_mode(False):
+        return _make(cls, shape, **options)
 
 
 def _is_torch_xlas(thing: Any) -> bool:

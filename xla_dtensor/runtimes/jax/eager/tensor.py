@@ -44,7 +44,7 @@ from xla_dtensor.runtimes.jax.arrays.trace import (
 )
 from xla_dtensor.runtimes.jax.arrays.values import torch_dtype, torch_from_numpy, x64
 from xla_dtensor.runtimes.nested import runs_as_it_is
-from xla_dtensor.runtimes.wrapper import make_wrapper
+from xla_dtensor.runtimes.torch_own import make_wrapper
 
 if TYPE_CHECKING:
     from xla_dtensor.runtimes.jax.compile.layers.rows import TracedStack
