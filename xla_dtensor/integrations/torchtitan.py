@@ -241,11 +241,6 @@ def _check(config: Trainer.Config) -> None:
                 f"An XDTrainer was made with --{path} {value}. It asks for another way of "
                 f"running: {instead}."
             )
-    if config.model_spec is not None and config.model_spec.name == "gpt_oss":
-        raise ArgumentTypeError(
-            "An XDTrainer was made with the model gpt_oss. It takes a rank's gradients of sinks "
-            "and of experts' biases for whole ones. Use llama3, qwen3 or deepseek_v3."
-        )
     names = {group.optimizer_name for group in config.optimizer.param_groups}
     if "DistMuon" in names:
         raise ArgumentTypeError(

@@ -18,7 +18,9 @@ are no parts of a config: :class:`MeshDims` is what ``Trainer.init_distributed``
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import itertools
 import os
 import resource
@@ -31,7 +33,7 @@ import spmd_types as spmd
 import torch
 import torch.nn.functional as F
 from torch._decomp import register_decomposition
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.attention.flex_attention import and_masks
 from torch.overrides import TorchFunctionMode
@@ -50,7 +52,9 @@ from torchtitan.config.override import derive, override
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.parallel_dims import SpmdLayout
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 from torchtitan.models.common.moe import MoE, RoutedExperts
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.observability import structured_logger as sl
 from torchtitan.ops.scatter_add import deterministic_scatter_add
 
@@ -80,7 +84,8 @@ __all__ = [
 ]
 
 OVERRIDES = tuple(
-    f"{__name__}.{name}" for name in ("flex_on_mesh", "varlen_on_mesh", "experts_on_mesh")
+    f"{__name__}.{name}"
+    for name in ("flex_on_mesh", "varlen_on_mesh", "experts_on_mesh", "rowwise_on_mesh")
 )
 _DENSE_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 
@@ -342,6 +347,39 @@ def loss_on_mesh(config: BaseLoss.Config) -> BaseLoss.Config:
     return config
 
 
+# --------------------------------------------------------------------------------------- Parameters
+#
+# A rank of gpt_oss takes its own gradients of sinks and of experts' biases for whole ones: FSDP
+# sums them later, or what it adds is scaled and its gradient is not. Here a device adds its part of
+# what all have, and gradients are sums.
+
+
+def _in_parts(module: Any) -> Any:
+    """Return a copy of a module with each device's part of its parameters.
+
+    Args:
+        module: A module whose results are summed up over "tp", or are cut there.
+    """
+    twin = copy.copy(module)
+    for name, whole in module.named_parameters(recurse=False):
+        part = whole
+        if isinstance(whole, DTensor):
+            names, placements = whole.device_mesh.mesh_dim_names or (), whole.placements
+            summed = [Partial() if lies.is_replicate() else lies for lies in placements]
+            part = whole.to_local(grad_placements=summed)
+            if "tp" in names and placements[names.index("tp")].is_replicate():
+                part = part / whole.device_mesh["tp"].size()
+        vars(twin)[name] = part
+    return twin
+
+
+@override(target=ScaledBiasRowwiseLinear.Config, exact=True)
+def rowwise_on_mesh(config: ScaledBiasRowwiseLinear.Config) -> Linear.Config:
+    """Return the config of a Linear of DTensors: what it gives is summed, and the bias added."""
+    given = config.sharding_config
+    return derive(config, Linear.Config, sharding_config=given and replace(given, local_map=None))
+
+
 # ---------------------------------------------------------------------------------------- Attention
 #
 # The models make masks of functions (of a row, a head, a query and a key) for FlexAttention's
@@ -354,7 +392,13 @@ class MeshAttention(FlexAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
-        """As FlexAttention's."""
+        """As FlexAttention's, and the window of a VarlenAttention."""
+
+        window_size: tuple[int, int] = (-1, 0)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.window = config.window_size[0]
 
     def forward(
         self,
@@ -365,23 +409,41 @@ class MeshAttention(FlexAttention):
         attention_masks: Any,
         scale: float | None = None,
         enable_gqa: bool = False,
+        out_transform: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Compute attention of (rows, length, heads, size) tensors, whole or each device's part."""
-        for name in ("out_transform", "score_mod"):
-            if kwargs.get(name) is not None:
-                raise ArgumentTypeError(
-                    f"Attention was called with {name}={kwargs[name]}, which is a part of "
-                    "FlexAttention's kernel. Use a model without it."
-                )
+        if kwargs.get("score_mod") is not None:
+            raise ArgumentTypeError(
+                f"Attention was called with score_mod={kwargs['score_mod']}, which is a part of "
+                "FlexAttention's kernel. Use a model without it."
+            )
         q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         mask = attention_masks
         if isinstance(q, LocalView) and isinstance(mask, DTensor):
             mask = mask.to_local()
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
-        )
-        return out.transpose(1, 2)
+        if self.window >= 0:
+            at = torch.arange(q.shape[2])
+            mask = mask & (at.unsqueeze(1) - at <= self.window)
+        if out_transform is None:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+            )
+            return out.transpose(1, 2)
+        out, sums = _with_sums(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale)
+        if inspect.ismethod(out_transform):  # it reads its module's parameters
+            out_transform = functools.partial(
+                out_transform.__func__, _in_parts(out_transform.__self__)
+            )
+        return out_transform(out.transpose(1, 2), sums.transpose(1, 2))
+
+
+def _with_sums(q: Any, k: Any, v: Any, mask: Any, scale: float) -> tuple[Any, Any]:
+    """Return attention and the logarithms of the sums its weights were divided by."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT).float() * scale
+    scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
 
 
 @override(target=FlexAttention.Config, exact=True)
@@ -393,10 +455,10 @@ def flex_on_mesh(config: FlexAttention.Config) -> MeshAttention.Config:
 @override(target=VarlenAttention.Config)
 def varlen_on_mesh(config: VarlenAttention.Config) -> MeshAttention.Config:
     """Return the config of what takes a VarlenAttention's place."""
-    if config.window_size != (-1, 0):
+    if config.window_size[1] != 0:
         raise ArgumentTypeError(
-            f"A VarlenAttention has window_size={config.window_size}. Here every query sees all "
-            "that is before it. Use a model whose windows are (-1, 0)."
+            f"A VarlenAttention has window_size={config.window_size}. Here a query sees nothing "
+            "that is behind it. Use a model whose windows end with 0."
         )
     return derive(config, MeshAttention.Config)
 
@@ -474,6 +536,19 @@ class MeshRoutedExperts(RoutedExperts):
         return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, counts)
 
 
+class MeshBiasedExperts(GptOssGroupedExperts):
+    """gpt_oss's experts, with each device's part of the biases."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):
+        """As torchtitan's."""
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """Compute a device's part of what experts give for tokens that lie by expert."""
+        out = GptOssGroupedExperts.forward(_in_parts(self), x_RD, num_tokens_per_expert_E)
+        return out.type_as(x_RD)
+
+
 @override(target=MoE.Config)
 def experts_on_mesh(config: MoE.Config) -> MoE.Config:
     """Return a config whose counts of tokens are those of all rows, the same on each device."""
@@ -481,8 +556,11 @@ def experts_on_mesh(config: MoE.Config) -> MoE.Config:
     if given is not None:
         states = {name: _whole_layout(layout) for name, layout in given.state_shardings.items()}
         config.sharding_config = replace(given, state_shardings=states)
-    if type(config.routed_experts) is RoutedExperts.Config:
-        config.routed_experts = derive(config.routed_experts, MeshRoutedExperts.Config)
+    routed = config.routed_experts
+    if type(routed.inner_experts) is GptOssGroupedExperts.Config:
+        routed.inner_experts = derive(routed.inner_experts, MeshBiasedExperts.Config)
+    if type(routed) is RoutedExperts.Config:
+        config.routed_experts = derive(routed, MeshRoutedExperts.Config)
     return config
 
 

@@ -114,6 +114,10 @@ def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 class _Attention(nn.Module):
     """Attention by its formula."""
 
+    def __init__(self, window: int | None) -> None:
+        super().__init__()
+        self.window = window
+
     def forward(
         self,
         q: torch.Tensor,
@@ -122,13 +126,18 @@ class _Attention(nn.Module):
         *,
         attention_masks: torch.Tensor,
         scale: float | None = None,
+        out_transform: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
+        if self.window is not None:
+            attention_masks = attention_masks.triu(1 - self.window)
         repeats = q.shape[2] // k.shape[2]
         k, v = (x.repeat_interleave(repeats, 2) for x in (k, v))
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (scale or q.shape[-1] ** -0.5)
-        weights = scores.masked_fill(~attention_masks, float("-inf")).softmax(-1)
-        return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+        scores = scores.masked_fill(~attention_masks, float("-inf"))
+        out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+        sums = scores.logsumexp(-1).transpose(1, 2)
+        return out if out_transform is None else out_transform(out, sums)
 
 
 class Plain:
@@ -144,8 +153,9 @@ class Plain:
         spec.model.update_from_config(config=config)
         self.config, self.model = config, spec.model.build()
         self.model.init_states()
-        for layer in self.model.layers.values():
-            layer.attention.inner_attention = _Attention()
+        for layer, made in zip(self.model.layers.values(), spec.model.layers, strict=True):
+            window = getattr(made.attention, "sliding_window_size", None)
+            layer.attention.inner_attention = _Attention(window)
         self.model.load_state_dict(state)
         config.optimizer.implementation = "for-loop"
         self.optimizers = config.optimizer.build(model_parts=[self.model])
