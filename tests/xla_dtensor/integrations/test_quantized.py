@@ -75,6 +75,19 @@ def test_logits_are_the_plain_quantized_models(mesh: xd.DeviceMesh, order: str, 
         torch.testing.assert_close(logits.full_tensor().cpu(), expected, atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cut", [("tp", None), (None, "tp")])
+def test_a_layer_with_products_of_int8_is_bit_equal(
+    mesh: xd.DeviceMesh, cut: tuple[Any, ...], dtype: torch.dtype
+) -> None:
+    layer = nn.Linear(64, 32, bias=False).to(dtype)
+    plain = quantize(nn.Sequential(layer), "Int8DynamicActivationInt8WeightConfig")
+    x = torch.randn(4, 8, 64).to(dtype)
+    expected = plain(x)
+    model = xd.shard_module(copy.deepcopy(plain), mesh, {"0.weight": cut})
+    assert torch.equal(model(x).full_tensor().cpu(), expected)
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_how_parts_lie_and_what_a_program_is_given(mesh: xd.DeviceMesh, order: str) -> None:
     model = model_on(mesh, order)

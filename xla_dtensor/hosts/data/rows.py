@@ -98,8 +98,7 @@ def put_batch(batch: Any, mesh: DeviceMesh, *, tp_axis: str = "tp", is_whole: bo
         The batch with a DTensor for every tensor.
 
     Raises:
-        DataError: The processes' parts do not fit the mesh: one of several processes has rows that
-            its devices do not divide.
+        DataError: The processes' parts do not fit the mesh.
 
     Example:
         >>> import xla_dtensor as xd
