@@ -10,6 +10,7 @@ read tensors on the host in every step, are left out: give ``compute_metrics`` f
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from transformers.trainer import Trainer
@@ -25,7 +26,8 @@ class XDSFTTrainer(XDTrainer, SFTTrainer):
     """TRL's SFTTrainer on a mesh; arguments as for it and for XDTrainer.
 
     Raises:
-        ArgumentTypeError: Another ``loss_type`` than "nll", or ``activation_offloading``.
+        ArgumentTypeError: Another ``loss_type`` than "nll", or ``activation_offloading``, or
+            adapters that :mod:`xla_dtensor.integrations.peft` refuses.
     """
 
     def __init__(self, model: Any, args: Any = None, *rest: Any, **kwargs: Any) -> None:
@@ -36,6 +38,15 @@ class XDSFTTrainer(XDTrainer, SFTTrainer):
                     f"An XDSFTTrainer was made with {name}={given!r}. It runs TRL's code op by op "
                     f"on one device. Pass {name}={allowed!r}, or override compute_loss."
                 )
-        super().__init__(model, args, *rest, **kwargs)
+        with self._adapters(model, kwargs.get("peft_config")):
+            super().__init__(model, args, *rest, **kwargs)
 
     compute_loss = Trainer.compute_loss
+
+    @staticmethod
+    def _adapters(model: Any, peft_config: Any) -> AbstractContextManager[Any]:
+        if peft_config is None or isinstance(model, str):
+            return nullcontext()
+        from xla_dtensor.integrations.peft import whole_shapes
+
+        return whole_shapes(model, peft_config)

@@ -16,6 +16,7 @@ Adapters of peft lie as what they adapt would lie without a style: over ``fsdp``
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,13 +27,15 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from mesh_utils import Mesh
 from xla_dtensor.core.errors import DistributeError, RulesError
 from xla_dtensor.core.rules import Entry, ShardingRule, ShardingRules
+from xla_dtensor.dtensor.api import distribute_tensor
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
 from xla_dtensor.nn.shard_module import shard_module
 
 __all__ = ["model_plan", "put_model", "row_placements"]
 
-_PEFT_PARTS = ("base_model.model.", ".base_layer")
+# What peft writes into the path of a weight that was there before.
+_PEFT_PARTS = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.)")
 
 
 def model_plan(
@@ -66,10 +69,13 @@ def model_plan(
     mesh = mesh if isinstance(mesh, Mesh) else as_device_mesh(mesh).value
     sizes = dict(zip(mesh.axis_names, mesh.mesh_shape, strict=True))
     styles = _styles(model) if sizes.get(tp_axis, 1) > 1 else []
-    rules = [
-        ShardingRule(path, _entries(path, tensor, styles, sizes, tp_axis, fsdp_axis))
-        for path, tensor in model.named_parameters()
-    ]
+    base = _base_of(model)
+    prefix = next(f"{path}." if path else "" for path, m in model.named_modules() if m is base)
+    rules = []
+    for path, tensor in model.named_parameters():
+        own_path = _PEFT_PARTS.sub("", path.removeprefix(prefix))
+        entries = _entries(own_path, tensor, styles, sizes, tp_axis, fsdp_axis)
+        rules.append(ShardingRule(path, entries))
     return ShardingRules(rules)
 
 
@@ -81,6 +87,9 @@ def put_model(
     optimizers: Iterable[torch.optim.Optimizer] = (),
 ) -> nn.Module:
     """Put a model on a mesh, in place; what lies on a mesh already stays as it lies.
+
+    Where a part of it does, as a model's does that adapters were added to, `plan` is not asked: the
+    other parameters are cut over ``fsdp`` only.
 
     Args:
         model: The model.
@@ -96,10 +105,10 @@ def put_model(
         DistributeError: An optimizer has made a step.
         RulesError: Rules that do not fit, see :func:`xla_dtensor.shard_module`, :func:`model_plan`.
     """
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return model
     before = dict(model.named_parameters(remove_duplicate=False))
-    if plan is None:
+    if any(isinstance(parameter, DTensor) for parameter in before.values()):
+        _put_rest(model, as_device_mesh(mesh))
+    elif plan is None:
         shard_module(model, mesh, model_plan(model, mesh), unmatched="replicate")
     else:
         shard_module(model, mesh, plan)
@@ -114,6 +123,20 @@ def put_model(
         for group in optimizer.param_groups:
             group["params"] = [new_of.get(id(old), old) for old in group["params"]]
     return model
+
+
+def _put_rest(model: nn.Module, mesh: DeviceMesh) -> None:
+    sizes = dict(zip(mesh.value.axis_names, mesh.value.mesh_shape, strict=True))
+    on_mesh: dict[int, nn.Parameter] = {}  # tied ones stay tied
+    for path, plain in list(model.named_parameters(remove_duplicate=False)):
+        if isinstance(plain, DTensor):
+            continue
+        if id(plain) not in on_mesh:
+            entries = _entries(path, plain, [], sizes, "", "fsdp")
+            whole = distribute_tensor(plain.detach(), mesh, entries)
+            on_mesh[id(plain)] = nn.Parameter(whole, plain.requires_grad)
+        owner, _, name = path.rpartition(".")
+        setattr(model.get_submodule(owner), name, on_mesh[id(plain)])
 
 
 def row_placements(mesh: DeviceMesh, *, tp_axis: str = "tp") -> list[Placement]:
@@ -150,12 +173,10 @@ def _entries(
     path: str,
     tensor: torch.Tensor,
     styles: list[ShardingRule],
-    sizes: dict[str, int],
+    sizes: dict[Any, int],
     tp_axis: str,
     fsdp_axis: str,
 ) -> tuple[Entry, ...]:
-    for part in _PEFT_PARTS:
-        path = path.replace(part, "")
     entries: list[Entry] = [None] * tensor.ndim
     for style in styles:
         placed = style.entries_for(path, tensor.ndim, tp_axis) if style.matches(path) else ""

@@ -15,7 +15,7 @@ from torch.distributed.tensor.experimental import implicit_replication as torchs
 
 import xla_dtensor as xd
 from xla_dtensor.dtensor import dispatch as mixing
-from xla_dtensor.errors import MixedTensorsError
+from xla_dtensor.errors import DistributeError, MixedTensorsError
 
 R = Replicate()
 untyped: Any = torch  # some of its names are private to it
@@ -198,3 +198,23 @@ def test_a_compiled_step_is_not_reused_under_the_other_rule(x: Any) -> None:
     with xd.implicit_replication(False), pytest.raises(MixedTensorsError):
         step(x)
     torch.testing.assert_close(step(x).cpu(), x.cpu() * P)
+
+
+@pytest.mark.parametrize("read", ["distribute", "op", "compiled"])
+def test_a_plain_tensor_whose_data_was_set_to_a_dtensor(mesh: xd.DeviceMesh, read: str) -> None:
+    """It has no memory; what is read there would be whatever lies at the address."""
+    on_mesh = xd.distribute_tensor(torch.ones(8, 4), mesh, [R] * mesh.ndim)
+    parameter = nn.Parameter(torch.zeros(8, 4))
+    reads = {
+        "distribute": lambda: xd.distribute_tensor(parameter, mesh),
+        "op": lambda: parameter + on_mesh,
+        "compiled": lambda: xd.compile(lambda: (parameter + on_mesh).sum())(),
+    }
+
+    def run() -> None:
+        parameter.data = on_mesh
+        reads[read]()
+
+    refused = (DistributeError, RuntimeError)
+    with pytest.raises(refused, match=r"no memory|incompatible tensor type"):
+        run()

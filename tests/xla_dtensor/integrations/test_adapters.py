@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,14 @@ def test_only_adapters_train_and_they_are_saved_and_go_on(
     assert difference(later.model, ours.model) < 1e-7
 
 
-def supervised(kind: Any, folder: Path | str, batch_size: int, **given: Any) -> Any:
-    """A trainer of TRL's, or ours, with texts of its own."""
+def supervised(
+    kind: Any,
+    folder: Path | str,
+    batch_size: int,
+    change: Callable[[Any], Any] = lambda model: model,
+    **given: Any,
+) -> Any:
+    """A trainer of TRL's, or ours, with texts of its own, of a changed model."""
     import datasets
     import tokenizers
     import transformers
@@ -111,7 +118,7 @@ def supervised(kind: Any, folder: Path | str, batch_size: int, **given: Any) -> 
         loss_type="nll",
     )
     data = datasets.Dataset.from_dict({"text": texts})
-    return kind(llama(), config, train_dataset=data, processing_class=fast, **given)
+    return kind(change(llama()), config, train_dataset=data, processing_class=fast, **given)
 
 
 def test_supervised_tuning_is_trls(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
@@ -130,3 +137,100 @@ def test_supervised_tuning_is_trls(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-4)
     with pytest.raises(ArgumentTypeError, match="Pass loss_type='nll'"):
         XDSFTTrainer(llama(), SFTConfig(str(tmp_path), loss_type="dft", bf16=False), mesh=mesh)
+
+
+def small_program(model: Any) -> tuple[list[float], Any]:
+    """Losses of 4 steps that train what requires a gradient, and the step."""
+    ids = torch.arange(64).reshape(8, 8)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+
+    def step() -> torch.Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = xd.compile(step) if hasattr(trained[0], "device_mesh") else step
+    return [run().item() for _ in range(4)], run
+
+
+ADAPTERS: dict[str, Any] = {
+    "lora": ("LoraConfig", {"target_modules": ["q_proj", "down_proj"], "r": 4}),
+    "dora": ("LoraConfig", {"target_modules": ["o_proj"], "r": 4, "use_dora": True}),
+    "head": ("LoraConfig", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "embedding": ("LoraConfig", {"target_modules": ["embed_tokens"], "r": 4}),
+    "ia3": (
+        "IA3Config",
+        {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    ),
+    "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_adapters_of_a_model_on_a_mesh(
+    tmp_path: Path, mesh: xd.DeviceMesh, kind: str, order: str
+) -> None:
+    import peft
+
+    from xla_dtensor.integrations.peft import from_pretrained, get_peft_model
+    from xla_dtensor.nn.model_plan import put_model
+
+    name, options = ADAPTERS[kind]
+
+    def adapt(model: Any) -> Any:
+        torch.manual_seed(3)
+        return get_peft_model(model, getattr(peft, name)(**options))
+
+    plain = adapt(llama())
+    on_mesh: Any = (
+        put_model(adapt(llama()), mesh) if order == "before" else adapt(put_model(llama(), mesh))
+    )
+    over_tp = {path for path, p in on_mesh.named_parameters() if "tp" in p.mesh_layout.text()}
+    assert any("mlp.up_proj" in path for path in over_tp)
+    assert kind != "head" or any("modules_to_save" in path for path in over_tp)
+    expected, _ = small_program(plain)
+    found, step = small_program(on_mesh)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert step.stats()["traces"] == 1
+    assert difference(on_mesh, plain) < 1e-5
+
+    on_mesh.save_pretrained(tmp_path, save_embedding_layers=False)
+    again = from_pretrained(put_model(llama(), mesh), tmp_path)
+    assert difference(again, plain) < 1e-5
+    if kind != "prompt":
+        assert difference(on_mesh.merge_and_unload(), plain.merge_and_unload()) < 1e-5
+
+
+def test_adapters_that_are_computed_from_weights_are_refused(mesh: xd.DeviceMesh) -> None:
+    import peft
+
+    from xla_dtensor.integrations.peft import get_peft_model
+    from xla_dtensor.nn.model_plan import put_model
+
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")
+    with pytest.raises(ArgumentTypeError, match="Make them before the model is put on the mesh"):
+        get_peft_model(put_model(llama(), mesh), config)
+
+
+def test_supervised_tuning_adapts_a_model_on_a_mesh(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
+    import peft
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    from xla_dtensor.integrations.trl import XDSFTTrainer
+    from xla_dtensor.nn.model_plan import put_model
+
+    def trained(kind: Any, batch_size: int, change: Any, **given: Any) -> Any:
+        torch.manual_seed(3)
+        config = peft.LoraConfig(target_modules=["q_proj"], r=4)
+        trainer = supervised(kind, tmp_path, batch_size, peft_config=config, change=change, **given)
+        trainer.train()
+        return trainer.model
+
+    plain = trained(SFTTrainer, 8, lambda model: model)
+    ours = trained(XDSFTTrainer, 2, lambda model: put_model(model, mesh), mesh=mesh)
+    assert ours.base_model.model.model.layers[0].self_attn.q_proj.lora_A.default.in_features == 32
+    assert difference(ours, plain) < 1e-5

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from xla_dtensor.core.errors import UnsupportedOpError
+from xla_dtensor.core.errors import DistributeError, UnsupportedOpError
 from xla_dtensor.runtimes.torch_own import past_functions
 
 __all__ = [
@@ -70,6 +70,7 @@ _CARRIERS = {
 
 # Not tensor.numpy(): while a step is traced, that is noted as a read of the step's Python.
 _numpy = past_functions("numpy")
+_address = past_functions("data_ptr")
 
 
 def x64() -> AbstractContextManager[Any]:
@@ -104,8 +105,19 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def numpy_from_torch(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return a host tensor's values as a NumPy array; it may share the tensor's memory."""
+    """Return a host tensor's values as a NumPy array; it may share the tensor's memory.
+
+    Raises:
+        DistributeError: The tensor has no memory.
+    """
     tensor = tensor.detach()
+    if not _address(tensor) and tensor.numel():
+        # torch lets `plain.data = dtensor` through, also with its own DTensors.
+        raise DistributeError(
+            f"A tensor of shape={tuple(tensor.shape)}, dtype={tensor.dtype} was to be read, and it "
+            "has no memory: its .data was set to a DTensor, which makes no DTensor of it. Replace "
+            "the tensor itself, e.g. module.weight = torch.nn.Parameter(dtensor)."
+        )
     if tensor.is_conj():
         tensor = tensor.resolve_conj()
     if tensor.dtype in _CARRIERS:
