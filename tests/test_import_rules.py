@@ -52,8 +52,8 @@ REPORT = (*CORE, "xla_dtensor.report")
 RUNTIME = (*REPORT, "torch", "ml_dtypes", "xla_dtensor.runtimes")
 
 CLIENTS = (
-    *("accelerate", "lightning", "lightning_utilities", "spmd_types", "torchmetrics", "torchtitan"),
-    *("transformers", "trl"),
+    *("accelerate", "lightning", "lightning_utilities", "peft", "spmd_types", "torchmetrics"),
+    *("torchtitan", "transformers", "trl"),
 )
 
 # The first rule whose pattern matches a module's name holds for it.
@@ -91,7 +91,6 @@ RULES = (
     Rule(
         "xla_dtensor.integrations*",  # each imported by its user
         (*BELOW_CORE, *CLIENTS, "torch", "xla_dtensor"),
-        on_use=("peft",),
         never=(JAX_FILES, TORCH_XLA_FILES, *CLI_FILES),
     ),
     Rule(
