@@ -231,7 +231,7 @@ def _plain_in(argument: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield place, argument
 
 
-def run_writing_to_both(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+def run_writing_to_both(cls: Any, func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     """Run an op that writes, with plain tensors among its arguments.
 
     A runtime writes to payloads, or to plain tensors. Where an op such as ``_foreach_add_`` writes
@@ -240,19 +240,24 @@ def run_writing_to_both(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> 
     runtime = get_runtime()
     written = [t for t in leaves(written_values(func, args, kwargs)) if t is not None]
     host = [t for t in written if not runtime.is_payload(t)]
+    for tensor in host:
+        runtime.note_write_to_host(tensor, lambda plain: _replicated(cls, plain, mesh))
     if not host or len(host) == len(written):
         return runtime.run_op(func, args, kwargs)
 
-    def replicated(tensor: torch.Tensor) -> torch.Tensor:
-        layout = Layout.from_placements((Replicate(),) * mesh.ndim, tensor.ndim, mesh.value)
-        return runtime.put(tensor, layout)
-
-    stand_ins = {id(tensor): replicated(tensor) for tensor in host}
+    stand_ins = {id(tensor): _replicated(cls, tensor, mesh)._local_tensor for tensor in host}
     args, kwargs = map_nested(lambda v: stand_ins.get(id(v), v), (args, kwargs))
     output = runtime.run_op(func, args, kwargs)
     for tensor in host:
         tensor.copy_(runtime.to_host(stand_ins[id(tensor)]))
     return output
+
+
+def _replicated(cls: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
+    placements = (Replicate(),) * mesh.ndim
+    layout = Layout.from_placements(placements, tensor.ndim, mesh.value)
+    payload = get_runtime().put(tensor, layout)
+    return new_dtensor(cls, payload, state_of(payload, mesh, placements))
 
 
 def on_mesh(output: Any, state: GlobalState | None) -> Any:
@@ -558,7 +563,7 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         if output is None:
             output = _run_without_values(func, payloads, payload_kwargs, mesh)
     elif plain and traits.writes:
-        output = run_writing_to_both(func, payloads, payload_kwargs, mesh)
+        output = run_writing_to_both(cls, func, payloads, payload_kwargs, mesh)
     else:
         output = runtime.run_op(func, payloads, payload_kwargs)
     if traits.returns_written or traits.reshapes:

@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from transformers import Cache
 from transformers.cache_utils import (
@@ -50,7 +51,6 @@ import xla_dtensor as xd
 from xla_dtensor.core.errors import ArgumentTypeError
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh
-from xla_dtensor.integrations.zeros_on_mesh import ZerosOnMesh
 from xla_dtensor.nn.model_plan import row_placements
 from xla_dtensor.runtimes.base import CompiledStep
 
@@ -239,8 +239,29 @@ class _Decoder(_OnMesh):
 
     def _made_on_mesh(self, layer: Any, *states: torch.Tensor, **named: torch.Tensor) -> None:
         """Make a layer's tensors, as it does by itself, but on the mesh."""
-        with ZerosOnMesh(self._mesh, self._lies):
+        with _ZerosOnMesh(self._mesh, self._lies):
             type(layer).lazy_initialization(layer, *states, **named)
+
+
+class _ZerosOnMesh(TorchFunctionMode):
+    """In its block ``torch.zeros(shape)`` of floating point lies on a mesh, as `lies` says."""
+
+    def __init__(self, mesh: DeviceMesh, lies: Callable[[Sequence[int]], list[Placement]]) -> None:
+        super().__init__()
+        self._mesh = mesh
+        self._lies = lies
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.zeros:
+            return func(*args, **kwargs)
+        like = func(*args, **{**kwargs, "device": "meta"})
+        if not like.is_floating_point():
+            return func(*args, **kwargs)
+        placements = self._lies(like.shape)
+        return xd.zeros(like.shape, dtype=like.dtype, device_mesh=self._mesh, placements=placements)
 
 
 def _is_of_host(leaf: Any) -> bool:

@@ -65,7 +65,6 @@ from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
 from xla_dtensor.hosts.data.rows import row_group
 from xla_dtensor.integrations.accelerate import XDAccelerator
-from xla_dtensor.integrations.zeros_on_mesh import ZerosOnMesh
 from xla_dtensor.nn.model_plan import put_model
 from xla_dtensor.runtimes.base import CompiledStep
 
@@ -244,8 +243,7 @@ class XDTrainer(Trainer):
     def _backward_step(
         self, model: nn.Module, inputs: Any, num_items: Any, logged: torch.Tensor, steps: Any
     ) -> torch.Tensor:
-        with ZerosOnMesh(self.mesh):
-            loss = super().training_step(model, inputs, num_items)
+        loss = super().training_step(model, inputs, num_items)
         if not self._is_loss_filtered:
             return loss
         # As the Trainer: instead of NaN the mean of what was added up since the last log.
@@ -323,8 +321,7 @@ class XDTrainer(Trainer):
         return loss, logits, labels
 
     def _prediction_step(self, *arguments: Any) -> Any:
-        with ZerosOnMesh(self.mesh):
-            return super().prediction_step(*arguments)
+        return super().prediction_step(*arguments)
 
     # --------------------------------------------------------------------------- saving and loading
 

@@ -679,6 +679,16 @@ class Runtime(ABC):
 
     # ------------------------------------------------------------------ programs
 
+    def note_write_to_host(  # noqa: B027
+        self, target: torch.Tensor, put: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Be told that an op is about to write what the mesh holds to a plain tensor.
+
+        Args:
+            target: The tensor.
+            put: What returns such a tensor on the mesh, whole on each device.
+        """
+
     @abstractmethod
     def run_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run one aten op on payloads, below autograd."""

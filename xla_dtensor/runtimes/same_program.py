@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import base64
+import functools
 import hashlib
 import json
 import os
@@ -25,12 +26,21 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 from xla_dtensor.core.errors import ProgramMismatchError, RuntimeSetupError
 from xla_dtensor.versions import PACKAGE_FOLDER
 
-__all__ = ["LONE_TRACE", "Checks", "checks", "how_checked", "start_checks", "user_line"]
+__all__ = [
+    "LONE_TRACE",
+    "Checks",
+    "checks",
+    "how_checked",
+    "start_checks",
+    "user_frame",
+    "user_line",
+]
 
 MODE_VARIABLE = "XLA_DTENSOR_PROGRAM_CHECKS"
 SECONDS_VARIABLE = "XLA_DTENSOR_PROGRAM_CHECK_SECONDS"
@@ -82,16 +92,26 @@ def how_checked() -> str:
     return mode
 
 
-def user_line() -> str:
-    """Return the innermost line of the program that is neither this library's nor torch's."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        library = any(part in name for part in _LIBRARIES) and _MODELS not in name
-        if not library and not name.startswith("<"):
-            return f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}"
+def user_frame() -> FrameType | None:
+    """Return the innermost frame of the program that is neither this library's nor torch's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_librarys(frame.f_code.co_filename):
         frame = frame.f_back
-    return "no line of the program"
+    return frame
+
+
+def user_line() -> str:
+    """Return the line of `user_frame`."""
+    frame = user_frame()
+    if frame is None:
+        return "no line of the program"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+
+
+@functools.cache
+def _is_librarys(name: str) -> bool:
+    is_ours = any(part in name for part in _LIBRARIES) and _MODELS not in name
+    return is_ours or name.startswith("<")
 
 
 class Checks:

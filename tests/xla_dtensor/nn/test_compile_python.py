@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 import xla_dtensor as xd
 from tests.xla_dtensor import python_changes_modules
@@ -156,6 +157,104 @@ def test_a_buffer_of_the_host_takes_no_values_of_the_mesh(mesh: xd.DeviceMesh) -
     with pytest.raises(CompileError, match="wrote what it computes on the mesh to a plain CPU"):
         step(xd.distribute_tensor(torch.randn(8, 4), mesh))
     assert layer.num_batches_tracked == 0  # taken back
+
+
+def _indexed(h: Any) -> Any:
+    out = torch.zeros(8, 4)
+    return out.index_add_(0, torch.tensor([1, 3, 5, 7, 0, 2, 4, 6]), h)
+
+
+def _through_a_view(h: Any) -> Any:
+    out = torch.ones(2, 8, 4)
+    first = out[0]
+    first.copy_(h)
+    return out
+
+
+def _counted(h: Any) -> Any:
+    total = torch.zeros(())
+    for i in range(3):
+        total += (h * i).sum()
+    return total
+
+
+def _some_elements(h: Any) -> Any:
+    out = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    out[1:3] = h[0, 1:3]
+    return out
+
+
+def _onto_a_draw(h: Any) -> Any:
+    return torch.randn(8, 4).clone().mul_(h)
+
+
+def _some_of_many(h: Any) -> Any:
+    parts = [torch.zeros(8, 4) for _ in range(3)]
+    parts[1] += h
+    return torch.stack(parts)
+
+
+def _out(h: Any) -> Any:
+    return torch.mul(h.detach(), 2, out=torch.empty(8, 4))
+
+
+def _after_it_was_used(h: Any) -> Any:
+    out = torch.arange(32.0).reshape(8, 4)
+    before = out * 2
+    out += h
+    return out * before
+
+
+def _of_another_dtype(h: Any) -> Any:
+    out = torch.zeros(8, 4, dtype=torch.int64)
+    out[h > 0] = 3
+    return out * h
+
+
+MADE = (_indexed, _through_a_view, _counted, _some_elements, _onto_a_draw)
+MADE += (_some_of_many, _out, _after_it_was_used, _of_another_dtype)
+
+
+@pytest.mark.only_on("jax")
+@pytest.mark.parametrize("make", MADE)
+def test_what_a_step_makes_on_the_host_takes_values_of_the_mesh(
+    mesh: xd.DeviceMesh, make: Callable[[Any], Any]
+) -> None:
+    def step(x: Any, w: Any) -> tuple[Any, ...]:
+        value = make(x @ w)
+        if not value.requires_grad:
+            return (value,)
+        return value.detach(), *torch.autograd.grad((value * value).sum(), [w])
+
+    x, w = torch.arange(32.0).reshape(8, 4) / 10 - 1, torch.eye(4) + 0.5
+    on_mesh = nn.Parameter(xd.distribute_tensor(w, mesh, [Shard(0), Replicate()]))
+    compiled = xd.compile(step)
+    for turn in range(3):
+        torch.manual_seed(turn)
+        expected = step(x + turn, nn.Parameter(w))
+        torch.manual_seed(turn)
+        given = xd.distribute_tensor(x + turn, mesh, [Shard(0), Replicate()])
+        found = tuple(value.full_tensor().cpu() for value in compiled(given, on_mesh))
+        torch.testing.assert_close(found, expected)
+    assert compiled.stats()["reasons"] == ("first call",)
+    assert compiled.verify(given, on_mesh).is_same
+
+
+@pytest.mark.only_on("jax")
+def test_a_view_of_what_is_older_takes_no_values_of_the_mesh(mesh: xd.DeviceMesh) -> None:
+    """Though its line makes a tensor of the step's own in the first call."""
+    older = torch.zeros(4)
+
+    def step(x: Any, is_own: bool) -> Any:
+        out = torch.zeros(4) if is_own else older[:]
+        return out.copy_(x)
+
+    x = xd.distribute_tensor(torch.ones(4), mesh)
+    compiled = xd.compile(step)
+    assert compiled(x, True).full_tensor().tolist() == [1] * 4
+    with pytest.raises(CompileError, match="wrote what it computes on the mesh to a plain CPU"):
+        compiled(x, False)
+    assert older.tolist() == [0] * 4
 
 
 @pytest.mark.only_on("jax")

@@ -10,7 +10,7 @@ or generators have moved on, can give it other values.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from xla_dtensor.runtimes.host_work.steps import (
 )
 from xla_dtensor.runtimes.host_work.work import HostWork, Written, drawn_from, needed
 from xla_dtensor.runtimes.nested import leaves, map_nested
+from xla_dtensor.runtimes.same_program import user_frame
 
 __all__ = ["DRAWS", "HostTape", "is_host", "memory_key"]
 
@@ -63,10 +64,15 @@ class HostTape:
 
     Args:
         older: The memories, by `memory_key`, that there were when the trace began.
+
+    Attributes:
+        put: What puts on the mesh what a line of the program (its file and number) makes.
     """
 
     def __init__(self, older: Container[int] = ()) -> None:
         self._older = older
+        self.put: Mapping[tuple[str, int], Callable[[torch.Tensor], torch.Tensor]] = {}
+        self._lines: dict[int, tuple[str, int]] = {}  # that made memories, by `memory_key`
         self.made_generators: set[int] = set()  # the addresses of those that the step makes
         self._places = Places(self.made_generators)
         self._first_state = torch.default_generator.get_state()
@@ -98,7 +104,7 @@ class HostTape:
         if not isinstance(func, torch._ops.OpOverload) or not all(map(is_host, tensors)):
             return func(*args, **kwargs)
         if func is _lift:
-            return self._lifted(func(*args, **kwargs))
+            return self._lies(self._lifted(func(*args, **kwargs)))
         given = map_nested(self._as_slot, (tuple(args), dict(kwargs)))
         needs = tuple(v for v in leaves(given) if isinstance(v, Slot))
         targets = [self._memory_of[slot] for slot in self._targets(func, given)]
@@ -106,8 +112,25 @@ class HostTape:
             if memory.older and not memory.writes:
                 self._written.note(self._tensors[memory.slot])
         if DRAWS in func.tags:
-            return self._draw(func, args, kwargs, (given, needs, targets))
-        return self._noted(func, func(*args, **kwargs), (given, needs, targets))
+            result = self._draw(func, args, kwargs, (given, needs, targets))
+        else:
+            result = self._noted(func, func(*args, **kwargs), (given, needs, targets))
+        return result if targets or not isinstance(result, torch.Tensor) else self._lies(result)
+
+    def _lies(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what an op has made: on the mesh, where what its line makes is to lie there."""
+        memory = self._memories.get(memory_key(tensor)) if is_host(tensor) else None
+        if memory is None or memory.older or memory.slot != self._slots.get(id(tensor)):
+            return tensor  # It is no new memory, or somebody else's too.
+        frame = user_frame()
+        if frame is None:
+            return tensor
+        line = self._lines[memory_key(tensor)] = frame.f_code.co_filename, frame.f_lineno
+        return self.put[line](tensor) if line in self.put else tensor
+
+    def line_of(self, tensor: torch.Tensor) -> tuple[str, int] | None:
+        """Return the line of the program that has made a plain tensor's memory in this trace."""
+        return self._lines.get(memory_key(tensor)) if is_host(tensor) else None
 
     def _draw(self, func: Any, args: Any, kwargs: Any, known: Any) -> Any:
         generator = generator_of(kwargs, args)

@@ -31,6 +31,7 @@ from xla_dtensor.core.errors import DistributeError, RuntimeSetupError
 from xla_dtensor.runtimes import whole_ops
 from xla_dtensor.runtimes.base import AddressableShard, CompiledStep, Layers, Runtime
 from xla_dtensor.runtimes.jax.arrays import autocast
+from xla_dtensor.runtimes.jax.arrays import trace as jax_trace
 from xla_dtensor.runtimes.jax.arrays import values as jax_devices
 from xla_dtensor.runtimes.jax.arrays.private import devices_have_started, leave_out_frames_of
 from xla_dtensor.runtimes.jax.arrays.sharding import (
@@ -380,6 +381,11 @@ class JaxRuntime(Runtime):
     @property
     def tells_factors(self) -> bool:
         return active_trace() is None  # a step is looked at as a whole
+
+    def note_write_to_host(
+        self, target: torch.Tensor, put: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        jax_trace.note_write_to_host(target, put)
 
     def run_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return ops.run_op(func, args, kwargs)

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
+import linecache
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -31,6 +30,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from xla_dtensor.core.errors import CompileError
 from xla_dtensor.runtimes.jax.arrays.private import frames_here, frames_of
 from xla_dtensor.runtimes.new_garbage import old_objects_aside
+from xla_dtensor.runtimes.same_program import user_frame
 
 if TYPE_CHECKING:
     import jax
@@ -41,11 +41,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Trace",
+    "WriteToHostError",
     "active_trace",
     "array_before",
     "array_read",
     "bool_of_check",
     "note_write",
+    "note_write_to_host",
     "refuse_read",
     "refuse_write_to_host",
     "refusing_reads",
@@ -204,7 +206,6 @@ class Sources:
 
 _active: Trace | None = None
 _thread = 0  # the thread that traces
-_LIBRARIES = ("xla_dtensor", "torch", "jax")
 
 
 class Trace:
@@ -438,25 +439,52 @@ def refusing_reads() -> Iterator[None]:
         refuse_read("read by an op that takes a tensor of the host there")
 
 
+class WriteToHostError(CompileError):
+    """A step that is traced writes what it computes to a plain CPU tensor of its own.
+
+    Args:
+        target: The tensor.
+        line: Where the step has made it: the file and the line.
+        put: What puts such a tensor on the mesh.
+    """
+
+    def __init__(
+        self,
+        target: torch.Tensor,
+        line: tuple[str, int] | None = None,
+        put: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__(
+            "A compiled step wrote what it computes on the mesh to a plain CPU tensor of "
+            f"shape={tuple(target.shape)}, a buffer of a module that was not distributed for "
+            "instance. The values exist only when the program runs, after Python has gone on. Put "
+            "the tensor on the mesh before the step: distribute_module(model, mesh), or "
+            "distribute_tensor." + _user_line()
+        )
+        self.line = line
+        self.put = put
+
+
 def refuse_write_to_host(target: Any) -> None:
     """Raise where a step that is traced writes what it computes to a plain CPU tensor."""
-    if active_trace() is None:
-        return
-    raise CompileError(
-        f"A compiled step wrote what it computes on the mesh to a plain CPU tensor of "
-        f"shape={tuple(target.shape)}, a buffer of a module that was not distributed for instance. "
-        "The values exist only when the program runs, after Python has gone on. Put the tensor on "
-        "the mesh before the step: distribute_module(model, mesh), or distribute_tensor."
-        + _user_line()
-    )
+    if active_trace() is not None:
+        raise WriteToHostError(target)
+
+
+def note_write_to_host(target: torch.Tensor, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raise likewise where the step has made the tensor: then it can make it on the mesh."""
+    trace = active_trace()
+    line = None if trace is None or trace.host is None else trace.host.tape.line_of(target)
+    if line is not None:
+        raise WriteToHostError(target, line, put)
 
 
 def _user_line() -> str:
-    skipped = tuple(os.path.dirname(sys.modules[name].__file__ or "") for name in _LIBRARIES)
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(skipped):
-            return f" (at {frame.filename}:{frame.lineno}: {frame.line})"
-    return ""
+    frame = user_frame()
+    if frame is None:
+        return ""
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    return f" (at {file}:{number}: {linecache.getline(file, number).strip()})"
 
 
 def is_tracer(array: Any) -> bool:

@@ -46,7 +46,7 @@ from xla_dtensor.report.attribution import AskedFor
 from xla_dtensor.report.report import Evidence
 from xla_dtensor.runtimes.base import CompiledStep, Verification
 from xla_dtensor.runtimes.jax.arrays.sharding import place
-from xla_dtensor.runtimes.jax.arrays.trace import refuse_nesting
+from xla_dtensor.runtimes.jax.arrays.trace import WriteToHostError, refuse_nesting
 from xla_dtensor.runtimes.jax.arrays.values import x64
 from xla_dtensor.runtimes.jax.compile.explain import Spent, explanation
 from xla_dtensor.runtimes.jax.compile.inspect import asked_for, flops_of
@@ -120,6 +120,7 @@ class JaxCompiledStep(CompiledStep):
         self._unread = unread_arguments(step)
         self._views: frozenset[int] = frozenset()  # see Call.bind
         self._names: set[Any] = set()  # that were seen to be given other tensors
+        self._put: dict[tuple[str, int], Any] = {}  # see HostTape
         self._clock = StepClock()
         self._tokens: int | None = None
         self._digest = ""  # of the program that was compiled last
@@ -163,7 +164,7 @@ class JaxCompiledStep(CompiledStep):
 
     def _verification(self, call: Call) -> Verification:
         self._clock.interrupt()
-        known = self._lent_names, self._kept.made, self._names
+        known = self._lent_names, self._kept.made, self._names, self._put
         return verification(self._step, call, self._kept, known)
 
     def _check(self, program: Program, leaves: Sequence[Any]) -> None:
@@ -338,7 +339,7 @@ class JaxCompiledStep(CompiledStep):
         before = Before.of(self._step, call)
         again = False
         try:
-            known = self._lent_names, self._kept.made, self._names
+            known = self._lent_names, self._kept.made, self._names, self._put
             found = traced_step(self._step, call, before, *known)
             self._spent.compiling.append({"trace": time.perf_counter() - began})
             program = self._finish(found)
@@ -347,10 +348,16 @@ class JaxCompiledStep(CompiledStep):
             before.restore()
             self._views |= found_views.places
             again = True
+        except WriteToHostError as found_write:
+            before.restore()
+            if found_write.line is None or found_write.line in self._put:
+                raise
+            self._put[found_write.line] = found_write.put
+            again = True
         except BaseException:
             before.restore()
             raise
-        if again:  # with these arguments as views of their bases
+        if again:  # with these arguments as views of their bases, or these tensors on the mesh
             call.bind(self._views)
             return self._compiled(reason, call, call.key())
         self._note(reason)

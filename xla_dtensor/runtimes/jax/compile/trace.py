@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType
@@ -432,6 +432,7 @@ def traced_step(
     lent_names: Collection[str],
     made: Container[Storage] = (),
     names: Collection[Any] = (),
+    put: Mapping[tuple[str, int], Callable[[torch.Tensor], torch.Tensor]] | None = None,
 ) -> TracedStep:
     """Trace a step.
 
@@ -442,6 +443,7 @@ def traced_step(
         lent_names: The settings of optimizers that are inputs.
         made: The storages that earlier programs of the step made.
         names: The names that were seen to be given other tensors.
+        put: What puts on the mesh the plain tensors that lines of the program make.
 
     Returns:
         What was found. The tensors of the step have their values of before.
@@ -451,6 +453,7 @@ def traced_step(
     lend = partial(lent, numbers), partial(lent_tensor, numbers)
     inputs = OptimizerInputs(lifted, *lend, lent_names, gather)
     tape, recording = before.tape, before.recording
+    tape.put = put or {}
     trace, watch = Trace(HostInputs(tape)), Watch(inputs, recording)
     found = TracedStep(trace, watch, numbers, call.storages())
     rows = all_rows()
