@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -1143,6 +1144,58 @@ def large_powers_of_integers(on: On) -> Any:
 def values_written_by_strides(on: On) -> Any:
     x, small = on.put(numbers(3, 3)), on.put(torch.arange(4, dtype=torch.int8).reshape(2, 2))
     return [torch.as_strided_scatter(x, small, (2, 2), (3, 1), 1), x]
+
+
+@values()
+def the_dtype_of_a_scaled_number_is_its_own(on: On) -> Any:
+    """And what it is scaled by may be too large for it, since torch 2.15."""
+    x, exponents = numbers(4), torch.tensor([3, -2, 20, 0])
+    return [
+        torch.ldexp(on.put(x.to(a)), on.put(exponents.to(b)))
+        for a in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32)
+        for b in (torch.int8, torch.int64, torch.float32)
+    ]
+
+
+@values()
+def quotients_of_special_values(on: On) -> Any:
+    """Signs of zeros among them, by what 1 is divided by them gives."""
+    special = [0.0, -0.0, 0.3, -0.3, 2.0, 5.5, -5.5, 6.0, math.inf, -math.inf, math.nan]
+    a, b = (
+        each.reshape(-1) for each in torch.meshgrid(*[torch.tensor(special)] * 2, indexing="ij")
+    )
+    found: list[Any] = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        x, y = on.put(a.to(dtype)), on.put(b.to(dtype))
+        floor = torch.div(x, y, rounding_mode="floor")
+        found += [torch.div(x, y, rounding_mode="trunc"), torch.remainder(x, y)]
+        found += [floor, 1 / floor, torch.floor_divide(x, -2.5), torch.fmod(x, y)]
+    return found
+
+
+@values("jax")
+def the_number_that_follows_in_half_precision(on: On) -> Any:
+    x, y = torch.tensor([0.0, 1.0, math.inf, -3.0]), torch.tensor([1.0, 2.0, 0.0, math.nan])
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return [torch.nextafter(on.put(x.to(d)), on.put(y.to(d))) for d in dtypes]
+
+
+@values("jax")
+def gradients_of_a_spectrogram(on: On) -> Any:
+    """XLA made a program of it that failed when it ran, by what the gradient was weighed with."""
+
+    def step(x: Any, weights: Any) -> Any:
+        transform = torch.fft.fft if x.is_complex() else torch.fft.rfft
+        spectrum = torch.view_as_real(transform(x.unfold(-1, 16, 4)).transpose(1, 2))
+        return torch.autograd.grad((spectrum * weights).sum(), [x])
+
+    complex_x = torch.complex(numbers(10, 100), numbers(10, 100) + 1)
+    run = on.compile(step)
+    return [
+        run(on.leaf(x), on.put(numbers(10, rows, 22, 2), *placements))
+        for x, rows in ((complex_x, 16), (numbers(10, 100), 9))
+        for placements in ((Shard(1), R), (R, Shard(2)), (R, R))
+    ]
 
 
 @values()

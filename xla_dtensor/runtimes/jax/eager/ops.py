@@ -260,6 +260,12 @@ def _set_(target: JaxTensor, source: JaxTensor) -> JaxTensor:
 COMPOSED: dict[Any, Callable[..., Any]] = {**FACTORED}
 
 
+# Since torch 2.15, which has a kernel of it; before it is a product with 2 to the exponent.
+_LDEXP_IS_EXACT = not torch._C._dispatch_has_kernel_for_dispatch_key(
+    aten.ldexp.Tensor.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+)
+
+
 def _composed(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(rule: Callable[..., Any]) -> Callable[..., Any]:
         COMPOSED[func] = rule
@@ -305,7 +311,16 @@ def _view_copy(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
 
 @_composed(aten.ldexp.Tensor)
 def _ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    return x * torch.pow(2.0, exponent)  # torch's decomposition takes the 2.0 for a float32
+    if not _LDEXP_IS_EXACT or not x.is_floating_point() or exponent.is_floating_point():
+        return x * torch.pow(2.0, exponent)  # torch's decomposition takes the 2.0 for a float32
+    wide = x if x.dtype == torch.float64 else x.float()
+    # By steps that are no infinities themselves; what is beyond the limit ends at one, or at zero.
+    limit = 2200 if wide.dtype == torch.float64 else 300
+    exponent = exponent.to(torch.int64).clamp(-limit, limit)
+    third = torch.div(exponent, 3, rounding_mode="trunc")
+    for step in (third, third, exponent - 2 * third):
+        wide = wide * torch.pow(2.0, step.to(wide.dtype))
+    return wide.to(x.dtype)
 
 
 # ------------------------------------------------------------------ strides

@@ -25,6 +25,7 @@ from xla_dtensor.runtimes.jax.arrays.sharding import host_value
 from xla_dtensor.runtimes.jax.arrays.trace import is_tracer
 from xla_dtensor.runtimes.jax.arrays.values import jax_dtype
 from xla_dtensor.runtimes.jax.lower.host import read_on_host
+from xla_dtensor.runtimes.jax.lower.index import uncut
 from xla_dtensor.runtimes.jax.lower.matmul import precision
 from xla_dtensor.runtimes.jax.lower.table import lower
 
@@ -206,15 +207,17 @@ def _scaled(x: Any, normalization: int, sizes: Sequence[int]) -> Any:
 
 
 def _transformed(function: Callable[..., Any], x: Any, dim: int, **options: Any) -> Any:
-    """Transform along one dim.
+    """Transform along one dim, which is whole on each device.
 
-    On CPU the others are merged: of a batch that it shards in more than one dim XLA (jax 0.10)
-    makes programs that fail when they run, because they hand the transform a transposed layout.
+    On CPU the others are merged. XLA (jax 0.10 to 0.12) makes programs that fail when they run,
+    because they hand the transform a transposed layout, of a batch that is cut in more than one
+    dim, and of a matrix whose sharding it takes from what is computed of the spectrum.
     """
     x = jnp.moveaxis(x, dim, -1)
     batch = x.shape[:-1]
-    merge = len(batch) > 1 and jax_devices.platform() == "cpu"
-    spectrum = function(x.reshape(-1, x.shape[-1]) if merge else x, axis=-1, **options)
+    if len(batch) > 1 and jax_devices.platform() == "cpu":
+        x = x.reshape(-1, x.shape[-1])
+    spectrum = uncut(function(uncut(x, x.ndim - 1), axis=-1, **options), x.ndim - 1)
     return jnp.moveaxis(spectrum.reshape(*batch, spectrum.shape[-1]), -1, dim)
 
 

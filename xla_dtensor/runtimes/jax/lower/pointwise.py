@@ -238,7 +238,6 @@ _register(
         "bitwise_right_shift.Tensor __rshift__.Tensor __rshift__.Scalar": jnp.right_shift,
         "gcd": jnp.gcd,
         "lcm": jnp.lcm,
-        "nextafter": jnp.nextafter,
         "sigmoid_backward": lambda g, y: g * jnp.conj(y * (1 - y)),
         "tanh_backward": lambda g, y: g * jnp.conj(1 - y * y),
         "silu_backward": lambda g, x: _silu_backward(g, x),
@@ -393,9 +392,29 @@ def _div(x: Any, y: Any, *, rounding_mode: str | None = None, meta: Any) -> Any:
     y = y if isinstance(y, (int, float)) and divide is quotient else _cast(y, dtype)
     if rounding_mode is None:
         return divide(x, y)
-    if rounding_mode == "floor":
-        return jnp.floor_divide(x, y)
-    return lax.div(*jnp.broadcast_arrays(x, y)) if dtype.kind in "iu" else jnp.trunc(divide(x, y))
+    if dtype.kind in "iu":
+        whole = jnp.floor_divide if rounding_mode == "floor" else lax.div
+        return whole(*jnp.broadcast_arrays(x, y))
+    if rounding_mode == "trunc":
+        # torch rounds to half precision first, but by a number: 6 / 0.3 is 20 then, not 19.99.
+        return jnp.trunc(
+            _rounded(divide(x, y), dtype if jnp.size(y) == 1 else jax_dtype(meta.dtype))
+        )
+    floor = jnp.floor_divide(x, y)
+    sign = jnp.copysign(1, x) * jnp.copysign(1, _cast(y, dtype))
+    return jnp.where(floor == 0, jnp.copysign(0, sign), floor).astype(dtype)
+
+
+def _rounded(x: Any, dtype: Any) -> Any:
+    if dtype == x.dtype:
+        return x
+    about = jnp.finfo(dtype)  # A cast there and back may be left out by XLA.
+    return lax.reduce_precision(x, about.nexp, about.nmant)
+
+
+@lower(aten.nextafter.default)
+def _nextafter(x: Any, y: Any) -> Any:
+    return jnp.nextafter(x, y)  # in their own dtype: of half precision too
 
 
 @lower(aten.floor_divide.default, wants_meta=True)
