@@ -1173,11 +1173,44 @@ def quotients_of_special_values(on: On) -> Any:
     return found
 
 
+HALF = (torch.bfloat16, torch.float16)
+
+
+@values()
+def nan_of_either_sign_is_the_largest(on: On) -> Any:
+    """0 / 0 has a sign on a CPU, by which XLA put it before all numbers."""
+    nans = torch.tensor([0x7FC00000, -0x400000], dtype=torch.int32).view(torch.float32)
+    x = torch.cat([torch.tensor([1.0, -2.0, math.inf, 0.5, -math.inf, 3.0]), nans])
+    found: list[Any] = []
+    for dtype in (torch.float32, torch.float64, *HALF):
+        y = on.put(x.to(dtype))
+        ascending, order = torch.sort(y)
+        found += [ascending, order[:6], y.topk(8).values, y.topk(8, largest=False).values]
+        found += [torch.sort(y, descending=True).values, torch.kthvalue(y, 7).values]
+        found += [torch.searchsorted(ascending[:6], y), torch.msort(y)]
+    return found
+
+
+@values()
+def nan_stays_and_infinities_count(on: On) -> Any:
+    """XLA's faster extrema on a CPU take the other operand; remainder by an infinity was NaN."""
+    special = torch.tensor([0.0, 0.3, -0.3, 2.0, math.inf, -math.inf, math.nan])
+    found: list[Any] = []
+    for dtype in (torch.float32, *HALF):
+        x, y = (each.reshape(-1) for each in torch.meshgrid(special, special, indexing="ij"))
+        x, y = on.put(x.to(dtype)), on.put(y.to(dtype))
+        found += [torch.maximum(x, y), torch.minimum(x, y), torch.remainder(x, y), F.relu(x)]
+        found += [x.clamp(min=-1), x.clamp(max=1), x.clamp(-1, 1), torch.clamp(x, min=y)]
+        found += [F.threshold(x, 0.1, 20), F.softshrink(x), F.hardtanh(x), F.relu6(x)]
+        found += [x.clamp_min(0.5), x.clamp_max(0.5), torch.nan_to_num(x)]
+        found += [F.logsigmoid(x).isnan(), F.logsigmoid(x).isinf()]
+    return found
+
+
 @values("jax")
 def the_number_that_follows_in_half_precision(on: On) -> Any:
     x, y = torch.tensor([0.0, 1.0, math.inf, -3.0]), torch.tensor([1.0, 2.0, 0.0, math.nan])
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    return [torch.nextafter(on.put(x.to(d)), on.put(y.to(d))) for d in dtypes]
+    return [torch.nextafter(on.put(x.to(d)), on.put(y.to(d))) for d in (torch.float32, *HALF)]
 
 
 @values("jax")

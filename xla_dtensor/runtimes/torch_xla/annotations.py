@@ -14,7 +14,9 @@ What is set, and why:
   that is no DTensor. Payloads are functionalized one by one instead, see `payload`.
 * ``NPROC``, only while the client starts, and only with more virtual devices than cores: the
   client makes that many threads, and a collective needs one per device.
-* ``XLA_FLAGS``, only where the HLO was asked for.
+* ``XLA_FLAGS``: the HLO, where it was asked for; and that a maximum on the CPU is NaN where one of
+  the two is. XLA's faster way, which is its default there, takes the other: ``clamp`` of NaN is a
+  number then.
 * ``torch.autograd.set_multithreading_enabled(False)``, for the thread that starts the runtime: the
   backward pass of XLA tensors runs in the thread that asks for it. Where host tensors take part,
   PyTorch runs it in two, one of which reads values while the other records ops; torch_xla guards
@@ -187,6 +189,7 @@ DUMP_VARIABLE = "XLA_DTENSOR_DUMP_HLO"
 STEP_GRAPH_NAME = "xla_dtensor_step"
 
 _FUNCTIONALIZATION_VARIABLE = "XLA_DISABLE_FUNCTIONALIZATION"
+_FAST_EXTREMA = "--xla_cpu_enable_fast_min_max"
 _SUPPORTED = "2.9."
 _CPU_THREADS = 64
 _ON = ("1", "true", "True")
@@ -237,8 +240,12 @@ def start(
     settings = {} if wraps_all else {_FUNCTIONALIZATION_VARIABLE: "1"}
     if num_devices is not None:
         settings |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_devices)}
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    if not any(flag.startswith(_FAST_EXTREMA) for flag in flags):
+        flags.append(f"{_FAST_EXTREMA}=false")
     if dump_dir is not None:
-        settings["XLA_FLAGS"], dump_dir = _dump_flags(dump_dir)
+        dump_dir = _add_dump(flags, dump_dir)
+    settings["XLA_FLAGS"] = " ".join(flags)
     os.environ.update(settings)
     _import_torch_xla()
     settings |= _keep_programs(compile_cache)
@@ -383,9 +390,8 @@ def _dump_folder(dump_hlo: str | os.PathLike[str] | None) -> Path | None:
     return Path(tempfile.mkdtemp(prefix="xla_dtensor_hlo_")) if folder in _ON else Path(folder)
 
 
-def _dump_flags(dump_dir: Path) -> tuple[str, Path]:
-    """XLA_FLAGS with the dump added; a dump that the user asked for keeps its folder."""
-    flags = os.environ.get("XLA_FLAGS", "").split()
+def _add_dump(flags: list[str], dump_dir: Path) -> Path:
+    """Add the dump to XLA's flags; a dump that the user asked for keeps its folder."""
     theirs = [flag.split("=", 1)[1] for flag in flags if flag.startswith("--xla_dump_to=")]
     if theirs:
         dump_dir = Path(theirs[-1])
@@ -394,4 +400,4 @@ def _dump_flags(dump_dir: Path) -> tuple[str, Path]:
     if "--xla_dump_hlo_as_text" not in flags:
         flags.append("--xla_dump_hlo_as_text")
     dump_dir.mkdir(parents=True, exist_ok=True)
-    return " ".join(flags), dump_dir
+    return dump_dir

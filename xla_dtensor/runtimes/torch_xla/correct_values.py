@@ -222,10 +222,11 @@ def _as(output: Any, meta: Any) -> Any:
 #
 # torch_xla 2.9 is wrong on infinities, NaNs and ties.
 #
-# It starts from the largest finite number, so that the maximum of ``-inf`` alone is -3.4e38; on the
-# CPU it passes over NaNs; the places that it gives are wrong where a dim with NaNs or infinities is
-# cut; and of equal values in ``cummax`` it gives the first place, PyTorch the last. ``amax`` and
-# ``amin`` without dims return their input unchanged.
+# It starts from the largest finite number, so that the maximum of ``-inf`` alone is -3.4e38; where
+# XLA was started without our flag it passes over NaNs on the CPU (``annotations``); the places that
+# it gives are wrong where a dim with NaNs or infinities is cut; and of equal values in ``cummax``
+# it gives the first place, PyTorch the last. ``amax`` and ``amin`` without dims return their input
+# unchanged.
 #
 # Here a place is the least one at which the extremum stands, which is a minimum of whole numbers.
 
@@ -321,6 +322,19 @@ def _running(largest: bool, x: torch.Tensor, dim: int) -> Replacement:
     return running
 
 
+def _sorted(func: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Replacement:
+    """XLA orders NaNs by their sign, which 0 / 0 has on a CPU, and in bfloat16 before all else."""
+    if not x.is_floating_point():
+        return None
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        wide = x if x.dtype in _WIDE else x.float()
+        values, places = func(wide.masked_fill(wide != wide, math.nan), *args, **kwargs)
+        return values.to(x.dtype), places
+
+    return run
+
+
 def _both(rule: Callable[..., Replacement], largest: Any, smallest: Any) -> dict[Any, Any]:
     return {
         largest: lambda *args, **kwargs: rule(True, *args, **kwargs),
@@ -334,6 +348,10 @@ EXTREMA: dict[Any, Callable[..., Replacement]] = {
     **_both(_with_place, aten.max.dim, aten.min.dim),
     **_both(_place_alone, aten.argmax.default, aten.argmin.default),
     **_both(_running, aten.cummax.default, aten.cummin.default),
+    **{
+        func: functools.partial(_sorted, func)
+        for func in (aten.sort.default, aten.sort.stable, aten.topk.default, aten.kthvalue.default)
+    },
 }
 
 
@@ -416,8 +434,18 @@ def _is_an_infinity(x: torch.Tensor) -> Callable[[], torch.Tensor] | None:
 
 
 def _remainder(func: Any, x: Any, y: Any) -> Callable[[], torch.Tensor] | None:
-    """torch_xla takes the dtype of an int8 for that of a uint8, which XLA refuses."""
+    """torch_xla takes the dtype of an int8 for that of a uint8, which XLA refuses.
+
+    Of a number by an infinity it gives NaN.
+    """
     tensors = [operand for operand in (x, y) if isinstance(operand, torch.Tensor)]
+    if torch.result_type(x, y).is_floating_point:
+
+        def remainder() -> torch.Tensor:
+            left = torch.fmod(x if isinstance(x, torch.Tensor) else torch.full_like(y, x), y)
+            return torch.where((left != 0) & ((left < 0) != (y < 0)), left + y, left)
+
+        return remainder
     if torch.int8 not in {tensor.dtype for tensor in tensors}:
         return None
     wide = [v.to(torch.int32) if isinstance(v, torch.Tensor) else v for v in (x, y)]
@@ -519,6 +547,52 @@ def _fmin(a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: torch.where((b != b) | (a <= b), a, b)
 
 
+def _keeps_nan(func: Any, x: torch.Tensor, *args: Any) -> Callable[[], torch.Tensor] | None:
+    """XLA compares with NaN, which is neither more nor less, and so takes another value."""
+    if not x.is_floating_point():
+        return None
+    return lambda: torch.where(x != x, x, func(x, *args))
+
+
+def _clamp(x: torch.Tensor, low: Any = None, high: Any = None) -> Callable[[], Any] | None:
+    """torch_xla takes the largest finite number for a bound that is not given."""
+    if not x.is_floating_point() or isinstance(low, torch.Tensor) or isinstance(high, torch.Tensor):
+        return None
+    if high is None:
+        return lambda: torch.where(x < low, low, x)
+    return (lambda: torch.where(x > high, high, x)) if low is None else None
+
+
+def _log_sigmoid(x: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """torch_xla gives NaN for -inf, and computes half precision as it is."""
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        wide = x if x.dtype in _WIDE else x.float()
+        output, buffer = aten.log_sigmoid_forward.default(wide)
+        output = output.masked_fill(x == -math.inf, -math.inf)
+        return output.to(x.dtype), buffer.to(x.dtype)
+
+    return run
+
+
+def _nan_to_num(
+    x: torch.Tensor, nan: Any = None, posinf: Any = None, neginf: Any = None
+) -> Callable[[], torch.Tensor] | None:
+    """torch_xla takes the largest number of float32 for that of bfloat16, where it is infinite."""
+    if x.dtype != torch.bfloat16 or (posinf is not None and neginf is not None):
+        return None
+    largest, least = torch.finfo(x.dtype).max, torch.finfo(x.dtype).min
+    ends = (largest if posinf is None else posinf, least if neginf is None else neginf)
+    return lambda: aten.nan_to_num.default(x, nan, *ends)
+
+
+def _gelu(x: torch.Tensor, *, approximate: str = "none") -> Callable[[], torch.Tensor] | None:
+    """torch computes half precision in float32, torch_xla each step in half precision."""
+    if x.dtype in _WIDE:
+        return None
+    return lambda: aten.gelu.default(x.float(), approximate=approximate).to(x.dtype)
+
+
 def _fmax(a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: torch.where((b != b) | (a >= b), a, b)
 
@@ -527,11 +601,15 @@ POINTWISE: dict[Any, Rule] = {
     aten.abs: _abs,
     aten.allclose: _all_close,
     aten.atanh: _atanh,
+    aten.clamp: _clamp,
+    aten.clamp_max: lambda x, high: _clamp(x, None, high),
+    aten.clamp_min: _clamp,
     aten.copysign: _copysign,
     aten.div: _quotient,
     aten.exp2: _exp2,
     aten.fmax: _fmax,
     aten.fmin: _fmin,
+    aten.gelu: _gelu,
     aten.hypot: _hypot,
     aten.isclose: _is_close,
     aten.isnan: _is_nan,
@@ -540,13 +618,17 @@ POINTWISE: dict[Any, Rule] = {
     aten.log10: _logarithm(10),
     aten.log1p: _log1p,
     aten.log2: _logarithm(2),
+    aten.log_sigmoid_forward: _log_sigmoid,
     aten.logit: _logit,
     aten.logaddexp2: _logaddexp2,
+    aten.nan_to_num: _nan_to_num,
     aten.remainder: functools.partial(_remainder, torch.remainder),
     aten.sgn: _sign,
     aten.sigmoid_backward: _conjugated(lambda y: y * (1 - y)),
     aten.sign: _sign,
+    aten.softshrink: functools.partial(_keeps_nan, aten.softshrink.default),
     aten.tanh_backward: _conjugated(lambda y: 1 - y * y),
+    aten.threshold: functools.partial(_keeps_nan, aten.threshold.default),
 }
 
 

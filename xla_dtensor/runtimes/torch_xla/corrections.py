@@ -125,14 +125,13 @@ def _rounded_division(
     in_place: bool, first: Any, b: Any, rounding_mode: str | None = "floor"
 ) -> Callable[[], torch.Tensor] | None:
     dtype = torch.result_type(first, b)
-    if rounding_mode is None or dtype in (torch.float32, torch.float64) or dtype.is_complex:
+    if rounding_mode is None or dtype.is_complex:
         return None
 
     def divide() -> torch.Tensor:
         a = first if isinstance(first, torch.Tensor) else torch.full_like(b, first)
         if dtype.is_floating_point:
-            wide = b.float() if isinstance(b, torch.Tensor) else b
-            quotient = torch.div(a.float(), wide, rounding_mode=rounding_mode).to(dtype)
+            quotient = _rounded_quotient(a, b, dtype, rounding_mode)
         else:
             # By the remainder that is nearer to zero: a - remainder cannot overflow.
             remainder = torch.fmod(a, b)
@@ -142,6 +141,30 @@ def _rounded_division(
         return assign(a, quotient) if in_place else quotient
 
     return divide
+
+
+def _rounded_quotient(
+    a: torch.Tensor, b: Any, dtype: torch.dtype, rounding_mode: str
+) -> torch.Tensor:
+    """As torch does: the floor by the remainder, so that 0.3 by -inf is -1, and -0.0 by 2 is -0.0.
+
+    torch rounds a quotient in half precision before it cuts off, but that by a number.
+    """
+    wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    many = isinstance(b, torch.Tensor) and b.numel() > 1
+    a, b = a.to(wide), b.to(wide) if isinstance(b, torch.Tensor) else b
+    quotient = a / b
+    if rounding_mode == "trunc":
+        return torch.trunc(quotient.to(dtype) if many else quotient).to(dtype)
+    left = torch.fmod(a, b)
+    exact = (a - left) / b
+    exact = exact - ((left != 0) & ((left < 0) != (b < 0))).to(wide)
+    floor = torch.floor(exact)
+    floor = floor + (exact - floor > 0.5).to(wide)
+    floor = torch.where(exact == 0, torch.copysign(torch.zeros_like(floor), quotient), floor)
+    by_zero = b == 0
+    is_by_zero = by_zero if isinstance(by_zero, torch.Tensor) else torch.full_like(a, by_zero) != 0
+    return torch.where(is_by_zero, quotient, floor).to(dtype)
 
 
 def _right_shift(in_place: bool, first: Any, second: Any) -> Callable[[], torch.Tensor]:

@@ -16,7 +16,13 @@ from jax import lax
 
 from xla_dtensor.core.errors import IndexRangeError, UnsupportedOpError
 from xla_dtensor.runtimes.jax.arrays.values import counted_scan, jax_dtype
-from xla_dtensor.runtimes.jax.lower.index import identity, largest, reduce_points, smallest
+from xla_dtensor.runtimes.jax.lower.index import (
+    identity,
+    largest,
+    ordered,
+    reduce_points,
+    smallest,
+)
 from xla_dtensor.runtimes.jax.lower.pointwise import log_add_exp, lower_derivative, quotient
 from xla_dtensor.runtimes.jax.lower.random import as_one
 from xla_dtensor.runtimes.jax.lower.table import lower
@@ -613,11 +619,14 @@ def _log_softmax_backward(grad: Any, y: Any, dim: int, input_dtype: Any) -> Any:
 def _topk(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     if not x.ndim:
         return x, jnp.zeros((), jnp.int64)
+    # NaN counts as the largest number; XLA orders NaNs by their sign, and in bfloat16 after all.
+    numbers = x
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        numbers = ordered(x if x.dtype == jnp.float64 else x.astype(jnp.float32), True)
     # ~x turns the order of integers round without the overflow of -x.
-    turned = (lambda v: v) if largest else jnp.invert if x.dtype.kind in "biu" else jnp.negative
-    values, indices = lax.top_k(jnp.moveaxis(turned(x), dim, -1), k)
-    values = turned(values)
-    return jnp.moveaxis(values, -1, dim), jnp.moveaxis(indices, -1, dim)
+    _, indices = lax.top_k(jnp.moveaxis(numbers if largest else ~numbers, dim, -1), k)
+    indices = jnp.moveaxis(indices, -1, dim)
+    return jnp.take_along_axis(x, indices, axis=dim), indices
 
 
 @lower(aten.sort.default, aten.sort.stable)
@@ -874,7 +883,9 @@ def _searchsorted(
     where = "right" if right or side == "right" else "left"
 
     def search(row: Any, row_values: Any) -> Any:
-        return jnp.searchsorted(row, row_values, side=where)
+        places = jnp.searchsorted(row, row_values, side=where)
+        # NaN goes behind all, behind other NaNs too.
+        return jnp.where(row_values != row_values, row.shape[0], places)
 
     for _ in range(sequence.ndim - 1):
         search = jax.vmap(search)
