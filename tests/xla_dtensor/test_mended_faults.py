@@ -1207,6 +1207,39 @@ def nan_stays_and_infinities_count(on: On) -> Any:
     return found
 
 
+@values()
+def gradients_that_are_zero_everywhere(on: On) -> Any:
+    """torch makes them plain CPU tensors, of a size alone."""
+    found: list[Any] = []
+    calls: list[Callable[..., Any]] = [
+        lambda x, y: torch.sgn(x),
+        lambda x, y: (x * 2).sgn_() + y,
+        torch.copysign,
+        lambda x, y: torch.copysign(x, y.float()),
+        lambda x, y: (x * 1).copysign_(y),
+    ]
+    for call in calls:
+        x = on.leaf(torch.tensor([0.5, -2.0, 0.0, 3.0]), Shard(0), R)
+        y = on.leaf(torch.tensor([-1.0, 0.25, -3.0, 1.0]))
+        step = on.compile(lambda x, y, call=call: _with_gradients(call(x, y), x, y))
+        found += [*_with_gradients(call(x, y), x, y), *step(x, y)]
+    return found
+
+
+def _with_gradients(output: Any, *leaves: Any) -> list[Any]:
+    gradients = torch.autograd.grad(output.square().sum() + output.sum(), leaves, allow_unused=True)
+    return [output.detach(), *(each for each in gradients if each is not None)]
+
+
+@values()
+def the_nan_of_a_loss_is_in_its_gradient(on: On) -> Any:
+    x = on.leaf(torch.tensor([0.3, math.nan, 2.0, -math.inf]))
+    y = on.put(torch.tensor([math.nan, 1.0, 3.0, 0.0]))
+    losses = [F.smooth_l1_loss(x, y, reduction=how) for how in ("sum", "mean")]
+    losses += [F.huber_loss(x, y, reduction="sum"), F.logsigmoid(x)[[0, 2, 3]].exp().sum()]
+    return [torch.autograd.grad(loss, x)[0] for loss in losses]
+
+
 @values("jax")
 def the_number_that_follows_in_half_precision(on: On) -> Any:
     x, y = torch.tensor([0.0, 1.0, math.inf, -3.0]), torch.tensor([1.0, 2.0, 0.0, math.nan])

@@ -643,6 +643,9 @@ def register() -> None:
         ("lstm.input", _lstm),
         ("one_hot", _one_hot),
         ("tensor_split.tensor_indices_or_sections", _tensor_split),
+        ("copysign.Tensor", _copysign),
+        ("sgn", _sgn),
+        ("sgn_", _sgn_in_place),
     ):
         kernels.impl(name, kernel, _KEY)
 
@@ -650,6 +653,34 @@ def register() -> None:
 def _tensor_split(x: torch.Tensor, places: torch.Tensor, dim: int = 0) -> Any:
     """torch reads the memory of the tensor that says where to split."""
     return torch.tensor_split(x, places.tolist(), dim)
+
+
+# Gradients that are zero everywhere torch makes of a size alone for these two: plain CPU tensors,
+# as the gradients of DTensors.
+
+
+def _sgn(x: torch.Tensor) -> torch.Tensor:
+    if not x.is_complex():
+        return torch.sign(x)
+    if not x.requires_grad:
+        return below(aten.sgn.default, x)
+    not_zero = torch.where(x == 0, 1, x)
+    return torch.where(x == 0, 0, not_zero / not_zero.abs())
+
+
+def _sgn_in_place(x: torch.Tensor) -> torch.Tensor:
+    return x.copy_(_sgn(x.clone()))
+
+
+def _copysign(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    output = below(aten.copysign.Tensor, x.detach(), other.detach())
+    if not (x.requires_grad or other.requires_grad):
+        return output
+    factor = below(aten.copysign.Tensor, torch.ones_like(output), output)
+    factor = factor * below(aten.copysign.Tensor, torch.ones_like(output), x.detach())
+    output = torch.where(x == 0, output, x * factor)
+    # A gradient for `other`, too: zeros.
+    return torch.where(torch.zeros_like(output, dtype=torch.bool), other.to(output.dtype), output)
 
 
 def _lstm(*args: Any) -> Any:

@@ -547,11 +547,15 @@ def _fmin(a: torch.Tensor, b: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: torch.where((b != b) | (a <= b), a, b)
 
 
-def _keeps_nan(func: Any, x: torch.Tensor, *args: Any) -> Callable[[], torch.Tensor] | None:
-    """XLA compares with NaN, which is neither more nor less, and so takes another value."""
-    if not x.is_floating_point():
-        return None
-    return lambda: torch.where(x != x, x, func(x, *args))
+def _threshold(x: torch.Tensor, threshold: Any, value: Any) -> Callable[[], torch.Tensor] | None:
+    """XLA compares with NaN, which is neither more nor less, and so takes the value for it."""
+    is_passed_on = not x.is_floating_point() or x.dtype == torch.float64
+    return None if is_passed_on else lambda: torch.where(x <= threshold, value, x)
+
+
+def _softshrink(x: torch.Tensor, width: Any = 0.5) -> Callable[[], torch.Tensor]:
+    """As for `_threshold`: NaN was 0."""
+    return lambda: torch.where(x > width, x - width, torch.where(x < -width, x + width, x * 0))
 
 
 def _clamp(x: torch.Tensor, low: Any = None, high: Any = None) -> Callable[[], Any] | None:
@@ -573,6 +577,25 @@ def _log_sigmoid(x: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tens
         return output.to(x.dtype), buffer.to(x.dtype)
 
     return run
+
+
+def _log_sigmoid_backward(
+    grad: torch.Tensor, x: torch.Tensor, buffer: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    return lambda: grad * torch.sigmoid(-x)
+
+
+def _smooth_l1_backward(
+    grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int, beta: float
+) -> Callable[[], torch.Tensor]:
+    """torch_xla's has a slope of -1 where the loss is NaN."""
+
+    def backward() -> torch.Tensor:
+        off = x - target
+        slope = torch.where(off.abs() >= beta, torch.sign(off), off / beta)
+        return slope * grad / (x.numel() if reduction == 1 else 1)
+
+    return backward
 
 
 def _nan_to_num(
@@ -618,6 +641,7 @@ POINTWISE: dict[Any, Rule] = {
     aten.log10: _logarithm(10),
     aten.log1p: _log1p,
     aten.log2: _logarithm(2),
+    aten.log_sigmoid_backward: _log_sigmoid_backward,
     aten.log_sigmoid_forward: _log_sigmoid,
     aten.logit: _logit,
     aten.logaddexp2: _logaddexp2,
@@ -626,9 +650,10 @@ POINTWISE: dict[Any, Rule] = {
     aten.sgn: _sign,
     aten.sigmoid_backward: _conjugated(lambda y: y * (1 - y)),
     aten.sign: _sign,
-    aten.softshrink: functools.partial(_keeps_nan, aten.softshrink.default),
+    aten.smooth_l1_loss_backward: _smooth_l1_backward,
+    aten.softshrink: _softshrink,
     aten.tanh_backward: _conjugated(lambda y: 1 - y * y),
-    aten.threshold: functools.partial(_keeps_nan, aten.threshold.default),
+    aten.threshold: _threshold,
 }
 
 

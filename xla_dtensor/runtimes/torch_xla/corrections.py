@@ -161,7 +161,8 @@ def _rounded_quotient(
     exact = exact - ((left != 0) & ((left < 0) != (b < 0))).to(wide)
     floor = torch.floor(exact)
     floor = floor + (exact - floor > 0.5).to(wide)
-    floor = torch.where(exact == 0, torch.copysign(torch.zeros_like(floor), quotient), floor)
+    is_minus = (quotient < 0) | (1 / quotient < 0)
+    floor = torch.where(exact == 0, torch.where(is_minus, -0.0, 0.0), floor)
     by_zero = b == 0
     is_by_zero = by_zero if isinstance(by_zero, torch.Tensor) else torch.full_like(a, by_zero) != 0
     return torch.where(is_by_zero, quotient, floor).to(dtype)
@@ -247,7 +248,9 @@ def call_correction(
     """
     packet = func.overloadpacket
     if packet in _REWRITTEN and func._overloadname not in ("out", "no_stats"):
-        return _REWRITTEN[packet](*args, **kwargs)
+        rewritten = _REWRITTEN[packet](*args, **kwargs)
+        if rewritten is not None:
+            return rewritten
     if packet in _DECOMPOSED and _DECOMPOSED[packet](*args, **kwargs):
         return lambda: decomposed(func, args, kwargs)
     if packet in _ON_HOST and _ON_HOST[packet](*args, **kwargs):

@@ -309,6 +309,16 @@ def _view_copy(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     return x.reshape(size).clone()  # also where no view has this shape
 
 
+@_composed(aten.smooth_l1_loss_backward.default)
+def _smooth_l1_backward(
+    grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int, beta: float
+) -> torch.Tensor:
+    off = x - target
+    # torch's decomposition takes the sign of NaN, which is 0, and the NaN of the loss is gone.
+    slope = torch.where(off.abs() >= beta, torch.sign(off), off / beta)
+    return slope * grad / (x.numel() if reduction == 1 else 1)
+
+
 @_composed(aten.ldexp.Tensor)
 def _ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
     if not _LDEXP_IS_EXACT or not x.is_floating_point() or exponent.is_floating_point():
