@@ -662,7 +662,7 @@ def _tensor_split(x: torch.Tensor, places: torch.Tensor, dim: int = 0) -> Any:
 def _sgn(x: torch.Tensor) -> torch.Tensor:
     if not x.is_complex():
         return torch.sign(x)
-    if not x.requires_grad:
+    if not (x.requires_grad or has_tangent(x)):
         return below(aten.sgn.default, x)
     not_zero = torch.where(x == 0, 1, x)
     return torch.where(x == 0, 0, not_zero / not_zero.abs())
@@ -674,7 +674,7 @@ def _sgn_in_place(x: torch.Tensor) -> torch.Tensor:
 
 def _copysign(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     output = below(aten.copysign.Tensor, x.detach(), other.detach())
-    if not (x.requires_grad or other.requires_grad):
+    if not (x.requires_grad or other.requires_grad or has_tangent(x, other)):
         return output
     factor = below(aten.copysign.Tensor, torch.ones_like(output), output)
     factor = factor * below(aten.copysign.Tensor, torch.ones_like(output), x.detach())
