@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import base64
+import contextlib
 import functools
 import hashlib
 import json
@@ -50,11 +51,6 @@ _SLICE_SECONDS = 2.0  # between looks whether the other has ended
 _LONGEST_TEXT = 4_000_000
 _PREFIX = "xla_dtensor/program"
 LONE_TRACE = f"{_PREFIX}/lone trace"  # says that one process traces what another one runs
-_LIBRARIES = tuple(
-    f"{PACKAGE_FOLDER}{os.sep}" if name == "xla_dtensor" else f"{os.sep}{name}{os.sep}"
-    for name in ("xla_dtensor", "torch", "jax", "contextlib")
-)
-
 _MODELS = f"{os.sep}xla_dtensor{os.sep}models{os.sep}"
 
 
@@ -110,8 +106,11 @@ def user_line() -> str:
 
 @functools.cache
 def _is_librarys(name: str) -> bool:
-    is_ours = any(part in name for part in _LIBRARIES) and _MODELS not in name
-    return is_ours or name.startswith("<")
+    modules = (sys.modules.get(library) for library in ("torch", "jax"))
+    folders = [os.path.dirname(str(module.__file__)) for module in modules if module is not None]
+    folders = [f"{folder}{os.sep}" for folder in (str(PACKAGE_FOLDER), *folders)]
+    is_librarys = name.startswith((*folders, contextlib.__file__)) and _MODELS not in name
+    return is_librarys or name.startswith("<")
 
 
 class Checks:

@@ -20,10 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
-from torch.utils._pytree import tree_map
 
 from mesh_utils import Axis, Mesh
 from xla_dtensor.core import Layout
@@ -37,7 +35,6 @@ from xla_dtensor.runtimes.bounds import (
     host_extremes,
     name_of,
 )
-from xla_dtensor.runtimes.functional import FACTORED
 from xla_dtensor.runtimes.jax.arrays import values
 from xla_dtensor.runtimes.jax.arrays.sharding import host_value, named_sharding
 from xla_dtensor.runtimes.jax.arrays.trace import (
@@ -59,11 +56,11 @@ from xla_dtensor.runtimes.jax.compile.host_inputs import admitted, with_values
 from xla_dtensor.runtimes.jax.compile.layers.rows import give_row, number_of, row_of, run_on_rows
 from xla_dtensor.runtimes.jax.eager import manual
 from xla_dtensor.runtimes.jax.eager.checks import flag
+from xla_dtensor.runtimes.jax.eager.composed import COMPOSED
 from xla_dtensor.runtimes.jax.eager.manual import refuse_value
 from xla_dtensor.runtimes.jax.eager.scalar import sym_number, unwrap_number
 from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
 from xla_dtensor.runtimes.jax.lower import find_lowering
-from xla_dtensor.runtimes.jax.lower.linalg import raise_if_failed
 from xla_dtensor.runtimes.nested import map_nested
 from xla_dtensor.runtimes.op_meta import Meta, output_meta, raise_torchs_error
 from xla_dtensor.runtimes.whole_ops import is_foreach, run_foreach, writes_to_a_list
@@ -252,104 +249,7 @@ def _set_(target: JaxTensor, source: JaxTensor) -> JaxTensor:
     return target
 
 
-# ------------------------------------------------------------------ Ops as other ops on JaxTensors
-#
-# Some depend on how a tensor is strided: a lowering sees no strides; these rules do. The others are
-# whole layers and steps that torch calls as one op.
-
-COMPOSED: dict[Any, Callable[..., Any]] = {**FACTORED}
-
-
-# Since torch 2.15, which has a kernel of it; before it is a product with 2 to the exponent.
-_LDEXP_IS_EXACT = not torch._C._dispatch_has_kernel_for_dispatch_key(
-    aten.ldexp.Tensor.name(), torch._C.DispatchKey.CompositeImplicitAutograd
-)
-
-
-def _composed(func: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(rule: Callable[..., Any]) -> Callable[..., Any]:
-        COMPOSED[func] = rule
-        return rule
-
-    return register
-
-
-@_composed(aten._linalg_check_errors.default)
-def _check_errors(info: JaxTensor, api_name: str, *, is_matrix: bool) -> None:
-    raise_if_failed(info.raw(), api_name, is_matrix)
-
-
-@_composed(aten.binary_cross_entropy.default)
-def _binary_cross_entropy(
-    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = 1
-) -> torch.Tensor:
-    from torch._decomp import decomposition_table
-
-    # In a compiled step nobody has looked at its values.
-    target = torch.where((target >= 0) & (target <= 1), target, torch.nan)
-    return decomposition_table[aten.binary_cross_entropy.default](x, target, weight, reduction)
-
-
-def _copy_of(view: Any, *args: Any, **kwargs: Any) -> Any:
-    return tree_map(torch.clone, view(*args, **kwargs))
-
-
-for _name in (
-    *("alias", "detach", "diagonal", "permute", "select", "slice", "split", "split_with_sizes"),
-    *("squeeze", "t", "transpose", "view_as_complex", "view_as_real"),
-):
-    for _form in getattr(aten, f"{_name}_copy").overloads():
-        if not _form.endswith("out"):
-            _view = getattr(getattr(aten, _name), _form)
-            COMPOSED[getattr(getattr(aten, f"{_name}_copy"), _form)] = partial(_copy_of, _view)
-
-
-@_composed(aten.view_copy.default)
-def _view_copy(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    return x.reshape(size).clone()  # also where no view has this shape
-
-
-@_composed(aten.smooth_l1_loss_backward.default)
-def _smooth_l1_backward(
-    grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int, beta: float
-) -> torch.Tensor:
-    off = x - target
-    # torch's decomposition takes the sign of NaN, which is 0, and the NaN of the loss is gone.
-    slope = torch.where(off.abs() >= beta, torch.sign(off), off / beta)
-    return slope * grad / (x.numel() if reduction == 1 else 1)
-
-
-@_composed(aten.ldexp.Tensor)
-def _ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    if not _LDEXP_IS_EXACT or not x.is_floating_point() or exponent.is_floating_point():
-        return x * torch.pow(2.0, exponent)  # torch's decomposition takes the 2.0 for a float32
-    wide = x if x.dtype == torch.float64 else x.float()
-    # By steps that are no infinities themselves; what is beyond the limit ends at one, or at zero.
-    limit = 2200 if wide.dtype == torch.float64 else 300
-    exponent = exponent.to(torch.int64).clamp(-limit, limit)
-    third = torch.div(exponent, 3, rounding_mode="trunc")
-    for step in (third, third, exponent - 2 * third):
-        wide = wide * torch.pow(2.0, step.to(wide.dtype))
-    return wide.to(x.dtype)
-
-
 # ------------------------------------------------------------------ strides
-
-
-@_composed(aten.as_strided_scatter.default)
-def _as_strided_scatter(
-    x: torch.Tensor, source: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None
-) -> torch.Tensor:
-    if storage_offset is not None and x.storage_offset():
-        raise UnsupportedOpError(
-            f"as_strided_scatter was called with storage_offset={storage_offset} on a part of a "
-            f"tensor, which begins at {x.storage_offset()} of it. PyTorch counts from the "
-            "beginning of the whole, so that little of what is written is in the part. Leave "
-            "storage_offset out, or call it on the whole."
-        )
-    output = x.clone()
-    aten.as_strided.default(output, size, stride, storage_offset).copy_(source)
-    return output
 
 
 @_special(aten.resize_as_.default)
@@ -388,99 +288,6 @@ def _check_and_unscale(
     found_inf.copy_(torch.where(finite, found_inf, 1.0))
     for grad in grads:
         grad.mul_(inv_scale)
-
-
-# ------------------------------------------------------------------ eval's fast path
-
-
-@_composed(aten._native_multi_head_attention.default)
-def _multi_head_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    embed_dim: int,
-    num_head: int,
-    qkv_weight: Any,
-    qkv_bias: Any,
-    proj_weight: Any,
-    proj_bias: Any,
-    mask: Any = None,
-    need_weights: bool = True,
-    average_attn_weights: bool = True,
-    mask_type: int | None = None,
-) -> Any:
-    """What ``nn.MultiheadAttention`` calls in eval, without gradients.
-
-    `mask` says with True, or -inf, what is left out: (queries, keys) for a `mask_type` of 0,
-    (batch, keys) for 1, (batch, heads, queries, keys) for 2.
-    """
-    q, k, v = (
-        F.linear(x, weight, bias).unflatten(-1, (num_head, -1)).transpose(1, 2)
-        for x, weight, bias in zip(
-            (query, key, value), qkv_weight.chunk(3), qkv_bias.chunk(3), strict=True
-        )
-    )
-    if mask is not None and mask_type == 1:
-        mask = mask[:, None, None, :]
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(mask, float("-inf"))
-    if not need_weights:
-        heads, weights = F.scaled_dot_product_attention(q, k, v, mask), None
-    else:
-        scores = q @ k.mT / (embed_dim // num_head) ** 0.5
-        weights = (scores if mask is None else scores + mask).softmax(-1)
-        heads = weights @ v
-        weights = weights.mean(1) if average_attn_weights else weights
-    return F.linear(heads.transpose(1, 2).flatten(2), proj_weight, proj_bias), weights
-
-
-@_composed(aten._transformer_encoder_layer_fwd.default)
-def _encoder_layer(
-    src: Any,
-    embed_dim: int,
-    num_heads: int,
-    qkv_weight: Any,
-    qkv_bias: Any,
-    proj_weight: Any,
-    proj_bias: Any,
-    use_gelu: bool,
-    norm_first: bool,
-    eps: float,
-    norm_weight_1: Any,
-    norm_bias_1: Any,
-    norm_weight_2: Any,
-    norm_bias_2: Any,
-    ffn_weight_1: Any,
-    ffn_bias_1: Any,
-    ffn_weight_2: Any,
-    ffn_bias_2: Any,
-    mask: Any = None,
-    mask_type: int | None = None,
-) -> Any:
-    """What ``nn.TransformerEncoderLayer`` calls in eval, without gradients: the layer as one op."""
-    activation = F.gelu if use_gelu else F.relu
-
-    def attention(x: Any) -> Any:
-        weights = (qkv_weight, qkv_bias, proj_weight, proj_bias)
-        return aten._native_multi_head_attention.default(
-            x, x, x, embed_dim, num_heads, *weights, mask, False, True, mask_type
-        )[0]
-
-    def mlp(x: Any) -> Any:
-        hidden = activation(F.linear(x, ffn_weight_1, ffn_bias_1))
-        return F.linear(hidden, ffn_weight_2, ffn_bias_2)
-
-    def norm_1(x: Any) -> Any:
-        return F.layer_norm(x, (embed_dim,), norm_weight_1, norm_bias_1, eps)
-
-    def norm_2(x: Any) -> Any:
-        return F.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
-
-    if norm_first:
-        x = src + attention(norm_1(src))
-        return x + mlp(norm_2(x))
-    x = norm_1(src + attention(src))
-    return norm_2(x + mlp(x))
 
 
 # --------------------------------------------------- Run one aten op on JaxTensors, below autograd
