@@ -177,7 +177,9 @@ REFUSED: dict[str, list[Callable[..., Any]]] = {
         returns_of_numpy(np.random.default_rng(0)),
     ],
     "a random op on the mesh is given a generator": [a_generator_on_the_mesh],
-    "a plain CPU tensor is given values of the mesh": [lambda x: OF_HOST.add_(x)],
+    "a plain CPU tensor from before the call is given values of the mesh": [
+        lambda x: OF_HOST.add_(x)
+    ],
     "a NumPy array among the arguments": [lambda x, array: x * array[0]],
     "a compiled step in another one": [lambda x: xd.compile(lambda x: x * 2)(x)],
 }

@@ -69,6 +69,7 @@ ONE: dict[str, Callable[[Any], Any]] = {
 TWO: dict[str, Callable[[Any, Any], Any]] = {
     **{name: getattr(torch, name) for name in PAIRS.split()},
     "clamp by a tensor": lambda x, y: torch.clamp(x, min=y),
+    "copysign by numbers": lambda x, y: torch.copysign(x, y.nan_to_num(1.0)),
     "lerp": lambda x, y: torch.lerp(x, y, 0.25),
     "where": lambda x, y: torch.where(x > 0, x, y),
     "truncated": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
@@ -82,6 +83,7 @@ DIFFERENTIATED: dict[str, Callable[..., Any]] = {
     **{name: TWO[name] for name in BETWEEN.split()},
     **{name: ONE[name] for name in ("clamp from below", "clamp from above")},
     **{name: TWO[name] for name in ("smooth l1", "clamp by a tensor")},
+    "hardswish off its corners": lambda x: F.hardswish(x + 0.01),
     "amax": lambda x: x.reshape(4, -1).amax(1),
     "amin of all": lambda x: x.amin(),
     "max of all": lambda x: x.max(),

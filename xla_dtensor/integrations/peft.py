@@ -9,13 +9,17 @@ peft makes an adapter of the size of what one device holds, since torch's tensor
 compute with that. Here a module computes with whole tensors, so adapters are whole, and lie on the
 mesh as what they adapt does, but over ``fsdp`` only. A plain model is given to peft as it is, and
 put on a mesh afterwards, by a trainer or ``xd.shard_module``. Merging, saving and switching
-adapters are peft's own methods.
+adapters are peft's own methods; a further adapter is made of whole size too::
+
+    with whole_shapes(model, config):
+        model.add_adapter("second", config)
+    put_model(model, mesh)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -76,18 +80,20 @@ def from_pretrained(model: nn.Module, model_id: Any, *args: Any, **kwargs: Any) 
     return _on_mesh(peft.PeftModel.from_pretrained, model, model_id, *args, **kwargs)
 
 
-def whole_shapes(model: nn.Module, peft_config: Any) -> AbstractContextManager[Any]:
-    """Return a block in which peft makes adapters of whole sizes; they are not on a mesh yet.
+@contextmanager
+def whole_shapes(model: Any, peft_config: Any) -> Iterator[None]:
+    """In its block peft makes adapters of whole sizes; they are not on a mesh yet.
 
     Args:
-        model: The model; where it lies on no mesh, peft is left as it is.
+        model: The model, or a name; where it lies on no mesh, peft is left as it is.
         peft_config: The configuration of the adapters.
 
     Raises:
         ArgumentTypeError: It asks for adapters that are computed from weights on a mesh.
     """
     if _mesh_of(model) is None:
-        return nullcontext()
+        yield
+        return
     initial = getattr(peft_config, "init_lora_weights", True)
     if initial not in _INITIAL:
         raise ArgumentTypeError(
@@ -95,11 +101,6 @@ def whole_shapes(model: nn.Module, peft_config: Any) -> AbstractContextManager[A
             "They are computed from weights, into tensors that are not on the mesh yet. Make them "
             f"before the model is put on the mesh, or pass one of {', '.join(map(repr, _INITIAL))}."
         )
-    return _past_local_shapes()
-
-
-@contextmanager
-def _past_local_shapes() -> Iterator[None]:
     # By the first peft asks whether a weight may be a DTensor, to go by its local shape then; by
     # the second it makes DTensors of torch's of what it loads.
     is_asked = mock.patch.object(tuners_utils, "_torch_supports_distributed", new=False)
@@ -117,5 +118,6 @@ def _on_mesh(make: Callable[..., Any], model: nn.Module, source: Any, *args: Any
     return adapted if mesh is None else put_model(adapted, mesh)
 
 
-def _mesh_of(model: nn.Module) -> DeviceMesh | None:
-    return next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+def _mesh_of(model: Any) -> DeviceMesh | None:
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    return next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)

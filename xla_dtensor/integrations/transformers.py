@@ -148,7 +148,7 @@ class XDTrainer(Trainer):
         self._backward = xd.compile(self._backward_step)
         self._whole_step = xd.compile(self._backward_and_update)
         self._clip = xd.compile(self._clipped)
-        self._predict = xd.compile(self._prediction_step)
+        self._predict = xd.compile(super().prediction_step)
         self._preemption: xd.Preemption | None = None
         super().__init__(model, _arguments_on_mesh(args, self._rows.devices), *rest, **kwargs)
         self.args.enable_jit_checkpoint = args.enable_jit_checkpoint
@@ -319,9 +319,6 @@ class XDTrainer(Trainer):
         # It is repeated for each row of this process, and is that of the rows of all.
         loss = loss if loss is None else loss.reshape(1).expand(self._rows.count)
         return loss, logits, labels
-
-    def _prediction_step(self, *arguments: Any) -> Any:
-        return super().prediction_step(*arguments)
 
     # --------------------------------------------------------------------------- saving and loading
 

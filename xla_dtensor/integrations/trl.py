@@ -38,15 +38,15 @@ class XDSFTTrainer(XDTrainer, SFTTrainer):
                     f"An XDSFTTrainer was made with {name}={given!r}. It runs TRL's code op by op "
                     f"on one device. Pass {name}={allowed!r}, or override compute_loss."
                 )
-        with self._adapters(model, kwargs.get("peft_config")):
+        with _adapters(model, kwargs.get("peft_config")):
             super().__init__(model, args, *rest, **kwargs)
 
     compute_loss = Trainer.compute_loss
 
-    @staticmethod
-    def _adapters(model: Any, peft_config: Any) -> AbstractContextManager[Any]:
-        if peft_config is None or isinstance(model, str):
-            return nullcontext()
-        from xla_dtensor.integrations.peft import whole_shapes
 
-        return whole_shapes(model, peft_config)
+def _adapters(model: Any, peft_config: Any) -> AbstractContextManager[None]:
+    if peft_config is None:  # and peft need not be installed
+        return nullcontext()
+    from xla_dtensor.integrations.peft import whole_shapes
+
+    return whole_shapes(model, peft_config)

@@ -46,6 +46,7 @@ __all__ = [
     "reshaped",
     "run_local_op",
     "run_traced",
+    "smooth_l1_backward",
     "to_plain",
 ]
 
@@ -641,3 +642,15 @@ FACTORED: dict[Any, Callable[..., Any]] = {
     aten._linalg_slogdet.default: _slogdet,
 }
 """Ops whose results depend on the strides of a matrix, in terms of ops whose results do not."""
+
+
+def smooth_l1_backward(
+    grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int, beta: float
+) -> torch.Tensor:
+    """Do what ``aten.smooth_l1_loss_backward`` does, NaN where the loss is NaN.
+
+    torch's decomposition takes the sign of NaN, which is 0; torch_xla has a slope of -1 there.
+    """
+    off = x - target
+    slope = torch.where(off.abs() >= beta, torch.sign(off), off / beta)
+    return slope * grad / (x.numel() if reduction == 1 else 1)

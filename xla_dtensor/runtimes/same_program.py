@@ -91,7 +91,7 @@ def how_checked() -> str:
 def user_frame() -> FrameType | None:
     """Return the innermost frame of the program that is neither this library's nor torch's."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_librarys(frame.f_code.co_filename):
+    while frame is not None and _is_of_a_library(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -105,12 +105,12 @@ def user_line() -> str:
 
 
 @functools.cache
-def _is_librarys(name: str) -> bool:
+def _is_of_a_library(name: str) -> bool:
     modules = (sys.modules.get(library) for library in ("torch", "jax"))
     folders = [os.path.dirname(str(module.__file__)) for module in modules if module is not None]
     folders = [f"{folder}{os.sep}" for folder in (str(PACKAGE_FOLDER), *folders)]
-    is_librarys = name.startswith((*folders, contextlib.__file__)) and _MODELS not in name
-    return is_librarys or name.startswith("<")
+    is_inside = name.startswith((*folders, contextlib.__file__)) and _MODELS not in name
+    return is_inside or name.startswith("<")
 
 
 class Checks:

@@ -26,7 +26,7 @@ import torch
 
 from mesh_utils import Mesh
 from xla_dtensor.core import Layout
-from xla_dtensor.runtimes.functional import functional_form
+from xla_dtensor.runtimes.functional import functional_form, smooth_l1_backward
 from xla_dtensor.runtimes.nested import leaves, map_nested
 from xla_dtensor.runtimes.op_meta import Meta, output_meta
 from xla_dtensor.runtimes.torch_xla.annotations import xlac
@@ -585,19 +585,6 @@ def _log_sigmoid_backward(
     return lambda: grad * torch.sigmoid(-x)
 
 
-def _smooth_l1_backward(
-    grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int, beta: float
-) -> Callable[[], torch.Tensor]:
-    """torch_xla's has a slope of -1 where the loss is NaN."""
-
-    def backward() -> torch.Tensor:
-        off = x - target
-        slope = torch.where(off.abs() >= beta, torch.sign(off), off / beta)
-        return slope * grad / (x.numel() if reduction == 1 else 1)
-
-    return backward
-
-
 def _nan_to_num(
     x: torch.Tensor, nan: Any = None, posinf: Any = None, neginf: Any = None
 ) -> Callable[[], torch.Tensor] | None:
@@ -650,7 +637,7 @@ POINTWISE: dict[Any, Rule] = {
     aten.sgn: _sign,
     aten.sigmoid_backward: _conjugated(lambda y: y * (1 - y)),
     aten.sign: _sign,
-    aten.smooth_l1_loss_backward: _smooth_l1_backward,
+    aten.smooth_l1_loss_backward: lambda *args: functools.partial(smooth_l1_backward, *args),
     aten.softshrink: _softshrink,
     aten.tanh_backward: _conjugated(lambda y: 1 - y * y),
     aten.threshold: _threshold,

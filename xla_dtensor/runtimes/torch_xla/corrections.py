@@ -152,7 +152,8 @@ def _rounded_quotient(
     """
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
     many = isinstance(b, torch.Tensor) and b.numel() > 1
-    a, b = a.to(wide), b.to(wide) if isinstance(b, torch.Tensor) else b
+    a = a.to(wide)
+    b = b.to(wide) if isinstance(b, torch.Tensor) else torch.full_like(a, b)
     quotient = a / b
     if rounding_mode == "trunc":
         return torch.trunc(quotient.to(dtype) if many else quotient).to(dtype)
@@ -163,9 +164,7 @@ def _rounded_quotient(
     floor = floor + (exact - floor > 0.5).to(wide)
     is_minus = (quotient < 0) | (1 / quotient < 0)
     floor = torch.where(exact == 0, torch.where(is_minus, -0.0, 0.0), floor)
-    by_zero = b == 0
-    is_by_zero = by_zero if isinstance(by_zero, torch.Tensor) else torch.full_like(a, by_zero) != 0
-    return torch.where(is_by_zero, quotient, floor).to(dtype)
+    return torch.where(b == 0, quotient, floor).to(dtype)
 
 
 def _right_shift(in_place: bool, first: Any, second: Any) -> Callable[[], torch.Tensor]:

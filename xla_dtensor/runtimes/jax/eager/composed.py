@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
 from xla_dtensor.core.errors import UnsupportedOpError
-from xla_dtensor.runtimes.functional import FACTORED
+from xla_dtensor.runtimes.functional import FACTORED, smooth_l1_backward
 from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 from xla_dtensor.runtimes.jax.lower.linalg import raise_if_failed
 
@@ -28,7 +28,10 @@ __all__ = ["COMPOSED"]
 
 aten = torch.ops.aten
 
-COMPOSED: dict[Any, Callable[..., Any]] = {**FACTORED}
+COMPOSED: dict[Any, Callable[..., Any]] = {
+    **FACTORED,
+    aten.smooth_l1_loss_backward.default: smooth_l1_backward,
+}
 
 
 # Since torch 2.15, which has a kernel of it; before it is a product with 2 to the exponent.
@@ -78,16 +81,6 @@ for _name in (
 @_composed(aten.view_copy.default)
 def _view_copy(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     return x.reshape(size).clone()  # also where no view has this shape
-
-
-@_composed(aten.smooth_l1_loss_backward.default)
-def _smooth_l1_backward(
-    grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int, beta: float
-) -> torch.Tensor:
-    off = x - target
-    # torch's decomposition takes the sign of NaN, which is 0, and the NaN of the loss is gone.
-    slope = torch.where(off.abs() >= beta, torch.sign(off), off / beta)
-    return slope * grad / (x.numel() if reduction == 1 else 1)
 
 
 @_composed(aten.ldexp.Tensor)
