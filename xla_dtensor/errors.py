@@ -5,6 +5,7 @@ from __future__ import annotations
 from xla_dtensor.core.errors import (
     AlreadyAnnotatedError,
     ArgumentTypeError,
+    CheckFailedError,
     CheckpointError,
     CompileError,
     DataError,
@@ -37,6 +38,7 @@ from xla_dtensor.core.errors import (
 __all__ = [
     "AlreadyAnnotatedError",
     "ArgumentTypeError",
+    "CheckFailedError",
     "CheckpointError",
     "CompileError",
     "DataError",

@@ -160,7 +160,8 @@ def a_generator_on_the_mesh(x: torch.Tensor) -> torch.Tensor:
 
 OF_HOST = torch.ones(4)
 REFUSED: dict[str, list[Callable[..., Any]]] = {
-    "Python needs the value of a tensor of the mesh: `float(loss)`, `if loss > 1`, `tolist`": [
+    "Python needs the value of a tensor of the mesh: `float(loss)`, `tolist`, an `if loss > 1` "
+    "that is no check": [
         lambda x: x * float(x.sum()),
         lambda x: x * 2 if x.sum().item() > 1 else x,
         lambda x: x * 2 if x.sum() > 1 else x,

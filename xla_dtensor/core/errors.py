@@ -10,6 +10,7 @@ from mesh_utils import MeshError
 __all__ = [
     "AlreadyAnnotatedError",
     "ArgumentTypeError",
+    "CheckFailedError",
     "CheckpointError",
     "CompileError",
     "DataError",
@@ -128,6 +129,13 @@ class RngStateError(XlaDTensorError, ValueError):
 
 class IndexRangeError(XlaDTensorError, IndexError, RuntimeError):
     """An index or a dim that a tensor lacks. torch raises an IndexError or a RuntimeError."""
+
+
+class CheckFailedError(XlaDTensorError, AssertionError, ValueError, RuntimeError):
+    """A check of values in a compiled step's Python failed: ``assert``, or an ``if`` that raises.
+
+    PyTorch raises what stands there; this is caught by whoever catches the usual ones.
+    """
 
 
 class WriteError(XlaDTensorError, RuntimeError):

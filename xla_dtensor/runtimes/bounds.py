@@ -36,6 +36,7 @@ __all__ = [
     "BOUNDS",
     "Bound",
     "are_checked",
+    "are_left_out",
     "check_bounds",
     "check_values",
     "host_extremes",
@@ -398,14 +399,27 @@ def refuse_part(tensor: torch.Tensor) -> None:
 #   with xd.check_values():
 #       step(x, i)    IndexRangeError: aten::index was called with the index 8 for dim 0 of size 8.
 #
+# A check that the step's own Python makes (``assert (x > 0).all()``) has its flag in any case,
+# unless ``check_values(False)`` leaves it out.
+#
 # Invariants:
 #
 # * A program traced with checks serves no call without, and the other way round.
 # * No host callback is made: flags are outputs, small ones.
+# * A program whose flags are up returns the values of before for all that it writes to.
 
-_checked: ContextVar[bool] = ContextVar("check_values", default=False)
-are_checked = _checked.get
-register_setting("check_values", are_checked)
+_checked: ContextVar[bool | None] = ContextVar("check_values", default=None)
+register_setting("check_values", _checked.get)
+
+
+def are_checked() -> bool:
+    """Tell whether ops of compiled steps check their numbers."""
+    return _checked.get() is True
+
+
+def are_left_out() -> bool:
+    """Tell whether the checks that a step's own Python makes are left out."""
+    return _checked.get() is False
 
 
 @contextmanager
@@ -416,16 +430,18 @@ def check_values(enabled: bool = True) -> Iterator[None]:
     is sharded costs a reduction over the devices; so this is for finding a fault. On the JAX
     runtime; on torch_xla nothing changes.
 
+    The checks that a step's own Python makes (``assert``, an ``if`` that raises, those of
+    ``torch.distributions``) need no ``check_values()``: a step that has some waits for their flags.
+
     Args:
-        enabled: False switches an outer ``check_values()`` off.
+        enabled: False switches an outer ``check_values()`` off, and leaves out those checks too.
 
     Yields:
         None. What was before is back afterwards.
 
     Raises:
         IndexRangeError: By the call of a step, with the op, the value, its range and the line of
-            the first op that was out of range. The step has run: the tensors that it writes to
-            hold what it computed.
+            the first op that was out of range. Model, optimizer and gradients are as they were.
 
     Example:
         >>> import torch, xla_dtensor as xd

@@ -20,7 +20,7 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any, NamedTuple
 
-__all__ = ["ADDS", "Loads", "Use", "loads_of", "only_of_super", "use_behind"]
+__all__ = ["ADDS", "Loads", "Use", "instructions_of", "loads_of", "only_of_super", "use_behind"]
 
 ADDS = frozenset({"append", "appendleft", "extend", "add", "update"})
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
@@ -78,7 +78,7 @@ def loads_of(code: CodeType) -> Loads:
     supers: list[str] = []
     stores: set[str] = set()
     imports: list[tuple[str, int]] = []
-    listed, _ = _instructions(code)
+    listed, _ = instructions_of(code)
     is_of_class = any(_is_of_class(listed, place) for place in range(len(listed)))
     for place, each in enumerate(listed):
         if each.opname in _GLOBALS:
@@ -108,7 +108,7 @@ def loads_of(code: CodeType) -> Loads:
 
 def only_of_super(code: CodeType, name: str) -> bool:
     """Tell whether an attribute that code loads is one of ``super()``, without arguments."""
-    loads = [each for each in _instructions(code)[0] if each.argval == name]
+    loads = [each for each in instructions_of(code)[0] if each.argval == name]
     has_arguments = 2  # a bit of the instruction's argument
     return all(i.opname == "LOAD_SUPER_ATTR" and not (i.arg or 0) & has_arguments for i in loads)
 
@@ -121,7 +121,7 @@ def use_behind(code: CodeType, offset: int, name: str) -> Use | None:
         offset: Of the instruction, in bytes.
         name: The attribute that is being looked up.
     """
-    listed, places = _instructions(code)
+    listed, places = instructions_of(code)
     place = places.get(offset)
     if place is None:
         return None
@@ -131,7 +131,8 @@ def use_behind(code: CodeType, offset: int, name: str) -> Use | None:
 
 
 @lru_cache(maxsize=20_000)
-def _instructions(code: CodeType) -> tuple[list[dis.Instruction], dict[int, int]]:
+def instructions_of(code: CodeType) -> tuple[list[dis.Instruction], dict[int, int]]:
+    """Return a code's instructions, and the place among them of each offset in bytes."""
     listed = [i for i in dis.get_instructions(code) if i.opname not in ("EXTENDED_ARG", "CACHE")]
     return listed, {each.offset: place for place, each in enumerate(listed)}
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import linecache
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -35,6 +34,7 @@ from xla_dtensor.runtimes.same_program import user_frame
 if TYPE_CHECKING:
     import jax
 
+    from xla_dtensor.runtimes.guards.assertions import Assertion
     from xla_dtensor.runtimes.jax.compile.host_inputs import HostInputs
     from xla_dtensor.runtimes.jax.compile.layers.stacks import Stack
     from xla_dtensor.runtimes.jax.eager.tensor import Storage
@@ -45,7 +45,6 @@ __all__ = [
     "active_trace",
     "array_before",
     "array_read",
-    "bool_of_check",
     "note_write",
     "note_write_to_host",
     "refuse_read",
@@ -238,6 +237,8 @@ class Trace:
         self.latest: Any = None
         self.recomputation: Recomputation | None = None
         self.sources = Sources()
+        # The checks of values that the step's Python makes; None where nobody looks at their flags.
+        self.assertions: list[Assertion] | None = None
 
     def give_rows(
         self, rows: Sequence[tuple[Storage, Stack, int]], stand_ins: Sequence[Any]
@@ -262,8 +263,9 @@ class Trace:
         self.captured[storage] = storage.array
 
     def given_to(self, inner: Trace) -> None:
-        """Let a trace inside of this one know the rows that this one was given, and the host's."""
+        """Let a trace inside of this one know what this one was given."""
         inner._row_values, inner.host = self._row_values, self.host
+        inner.assertions = self.assertions
 
     def array_before(self, storage: Storage) -> jax.Array | None:
         """Return the array of a storage that is older and was not written to; None for others."""
@@ -412,16 +414,6 @@ def refuse_read(what: str) -> NoReturn:
         "its tensors have no values yet, and Python cannot branch on them. Return the tensor from "
         "the step and read it outside, or use torch.where instead of `if`." + _user_line()
     )
-
-
-def bool_of_check() -> bool:
-    """Return True to torch's check of a tensor, which a program leaves out; else raise as above."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is torch._check_tensor_all_with.__code__:
-            return True
-        frame = frame.f_back
-    refuse_read("turned into a Python bool")
 
 
 # What torch's C++ says where it looks into the memory of a tensor that has none.

@@ -156,6 +156,8 @@ class DroppedGradients:
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
         """Note what Python does with the attribute ``grad`` inside of the block."""
+        # torch imports it when some ops run first, and it looks then at the attributes of Tensor.
+        import torch._dynamo
 
         def read(leaf: torch.Tensor) -> torch.Tensor | None:
             frame = sys._getframe(1)

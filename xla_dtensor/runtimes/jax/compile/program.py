@@ -460,10 +460,10 @@ class Program:
                 arguments[position].array = array
             for slot, array in zip(self.slots.state, state, strict=True):
                 _give(array, [self.state[place] for place in slot])
+            if self.flags is not None:
+                raise_flagged(self.flags, results)
             self._leave(lasting, leaves)
             self.gradients.repeat()
-        if self.flags is not None:
-            raise_flagged(self.flags, results)
         return self._outputs(iter(results[self.num_flags :]))
 
     def lost(self, arguments: Sequence[Storage] = ()) -> str:

@@ -383,7 +383,8 @@ class JaxCompiledStep(CompiledStep):
         alone = found.alone()
         kinds = [None if s in alone else self._kind(s, s in trace.state) for s in position]
         lies = [self._lying(s) for s in position]
-        holding = Holding(places, sizes, kinds, lies, found.donated())
+        num_flags = 0 if found.flags is None else found.flags.num_leaves
+        holding = Holding(places, sizes, kinds, lies, found.donated(), found.written, num_flags)
         slots = slots_of(jaxpr, holding)
         made_of = partial(program_of, holding=holding, slots=slots)
         arguments = holding.divided(found.arguments)

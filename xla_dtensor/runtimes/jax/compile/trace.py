@@ -455,6 +455,7 @@ def traced_step(
     tape, recording = before.tape, before.recording
     tape.put = put or {}
     trace, watch = Trace(HostInputs(tape)), Watch(inputs, recording)
+    trace.assertions = []
     found = TracedStep(trace, watch, numbers, call.storages())
     rows = all_rows()
     assigned: list[Effect] = []
@@ -507,7 +508,7 @@ def traced_step(
     found.aliases = Aliases.of((each.found for each in seen), found.arguments)
     watch.settle(trace, tape, found.moving, found.aliases)
     found.program = traced_program(closed, [storage for storage, _, _ in rows], trace)
-    if are_checked():
+    if are_checked() or trace.assertions:
         found.program, found.flags = with_flags(found.program)
         found.pinned = [*[None] * found.flags.num_leaves, *found.pinned]
     found.host = _host_part(trace.host)

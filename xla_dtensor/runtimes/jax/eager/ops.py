@@ -40,9 +40,7 @@ from xla_dtensor.runtimes.jax.arrays.sharding import host_value, named_sharding
 from xla_dtensor.runtimes.jax.arrays.trace import (
     Trace,
     active_trace,
-    bool_of_check,
     is_tracer,
-    refuse_read,
     refuse_write_to_host,
 )
 from xla_dtensor.runtimes.jax.arrays.values import (
@@ -55,7 +53,7 @@ from xla_dtensor.runtimes.jax.arrays.values import (
 from xla_dtensor.runtimes.jax.compile.host_inputs import admitted, with_values
 from xla_dtensor.runtimes.jax.compile.layers.rows import give_row, number_of, row_of, run_on_rows
 from xla_dtensor.runtimes.jax.eager import manual
-from xla_dtensor.runtimes.jax.eager.checks import flag
+from xla_dtensor.runtimes.jax.eager.checks import flag, truth
 from xla_dtensor.runtimes.jax.eager.composed import COMPOSED
 from xla_dtensor.runtimes.jax.eager.manual import refuse_value
 from xla_dtensor.runtimes.jax.eager.scalar import sym_number, unwrap_number
@@ -146,7 +144,7 @@ def _item(x: JaxTensor) -> Any:
     # An older tensor holds an array even now, though it is an input of the program like any other.
     if is_tracer(array) or (trace is not None and not trace.owns(x._storage)):
         if x.dtype == torch.bool:
-            return bool_of_check()
+            return truth(array)
         return sym_number(array.reshape(()))
     return host_value(array).item()
 
@@ -222,17 +220,14 @@ def _equal(a: JaxTensor, b: JaxTensor) -> bool:
     if tuple(a.shape) != tuple(b.shape):
         return False
     same = jnp.all(as_array(a) == as_array(b))
-    if is_tracer(same):
-        refuse_read("compared with torch.equal")
-    return bool(host_value(same))
+    return truth(same) if is_tracer(same) else bool(host_value(same))
 
 
 @_special(aten.allclose.default)
 def _allclose(a: JaxTensor, b: JaxTensor, *args: Any, **kwargs: Any) -> bool:
-    close = torch.isclose(a, b, *args, **kwargs).all()
-    if is_tracer(close.value()):  # pyright: ignore
-        refuse_read("compared with torch.allclose")
-    return bool(close.item())
+    close: Any = torch.isclose(a, b, *args, **kwargs).all()
+    is_close = close.value()
+    return truth(is_close) if is_tracer(is_close) else bool(host_value(is_close))
 
 
 @_special(aten.set_.source_Tensor)

@@ -26,6 +26,7 @@ import torch
 
 from xla_dtensor.runtimes.jax.arrays.trace import active_trace, refuse_read
 from xla_dtensor.runtimes.jax.arrays.values import x64
+from xla_dtensor.runtimes.jax.eager.checks import truth
 
 __all__ = ["ScalarNode", "sym_number", "sym_of_node", "unwrap_number"]
 
@@ -192,8 +193,10 @@ class ScalarNode:
 
     def guard_bool(self, *_: Any) -> bool:
         trace = active_trace()
-        if self.current is None or trace is None:
+        if trace is None:
             self._refuse()
+        if self.current is None:
+            return truth(self.value)
         current = self.current
         with jax.ensure_compile_time_eval():
             answer = bool(current())

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import Literal
 
 from xla_dtensor.runtimes.jax.arrays.private import frames_of_equation
@@ -31,6 +32,7 @@ from xla_dtensor.runtimes.jax.compile.layers.layer_stacks import (
     stack_sharding,
     unstack_p,
 )
+from xla_dtensor.runtimes.jax.eager.checks import is_flagged
 
 __all__ = ["Holding", "Slot", "Slots", "program_of", "row_type", "slots_of", "stacked_types"]
 
@@ -66,6 +68,8 @@ class Holding:
         shardings: how each of these lies.
         donated: the places of the arguments whose memory the program takes over, for what it writes
             to them. They are its last input.
+        written: the places of the arguments that were written.
+        num_flags: how many of the step's results, the first, are flags of its checks.
     """
 
     places: Sequence[int | None]
@@ -73,6 +77,8 @@ class Holding:
     kinds: Sequence[Hashable | None]
     shardings: Sequence[Any]
     donated: Sequence[int] = ()
+    written: Sequence[int] = ()
+    num_flags: int = 0
 
     def constants(self, jaxpr: Any) -> list[tuple[Any, int | None]]:
         """Pair the variables of the constants, a trace's first inputs, with their places."""
@@ -244,14 +250,29 @@ def program_of(jaxpr: Any, *, holding: Holding, slots: Slots) -> Callable[..., A
             return [value(v[0] if len(v) == 1 else rows.stack(v)) for v in found]
 
         results, state, lasting, written = holding.ends(jaxpr.outvars)
-        return (
+        ends = (
             [value(v) for v in results],
             out(state, slots.state),
             out(lasting, slots.lasting),
             [value(v) for v in written],
         )
+        if not holding.num_flags:
+            return ends
+        arguments = [values[v] for v in jaxpr.invars[len(constants) :]]
+        return _unless_flagged(ends, holding, state_in, [arguments[p] for p in holding.written])
 
     return program
+
+
+def _unless_flagged(ends: Any, holding: Holding, state: Any, arguments: Any) -> Any:
+    """Return what a program returns, with the values of before where a check has failed."""
+    results, new_state, lasting, written = ends
+    is_up = is_flagged(results[: holding.num_flags])
+
+    def kept(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+        return [lax.select_n(is_up, n, o) for o, n in zip(old, new, strict=True)]
+
+    return results, kept(state, new_state), lasting, kept(arguments, written)
 
 
 def _run(jaxpr: Any, values: dict[Any, Any], stacks: Mapping[tuple[Any, ...], Any]) -> None:
