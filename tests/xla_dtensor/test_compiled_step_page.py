@@ -166,6 +166,7 @@ REFUSED: dict[str, list[Callable[..., Any]]] = {
         lambda x: x * 2 if x.sum().item() > 1 else x,
         lambda x: x * 2 if x.sum() > 1 else x,
         lambda x: x.tolist(),
+        lambda x: f"{x.sum().item():.3f}",
     ],
     "an element is taken of an iterator from before the call": [
         of_iterator(lambda: iter([1.0, 2.0])),

@@ -195,3 +195,20 @@ def test_samples_have_their_distribution(mesh: xd.DeviceMesh) -> None:
         step(ones, -ones)
     with pytest.raises(ValueError, match="check failed"):  # as a handler of PyTorch's would
         step(ones * torch.nan, ones)
+
+
+def test_a_gradient_that_is_nan(mesh: xd.DeviceMesh) -> None:
+    weight = nn.Parameter(xd.distribute_tensor(torch.ones(8), mesh))
+
+    @xd.compile
+    def step(x: Any) -> Any:
+        with torch.autograd.detect_anomaly():
+            weight.grad = None
+            root = (weight * x).sqrt()
+            (root * 0).sum().backward()
+            return weight.grad
+
+    with pytest.warns(UserWarning, match="Anomaly Detection has been enabled"):
+        assert step(xd.distribute_tensor(torch.ones(8), mesh)).cpu().tolist() == [0.0] * 8
+        with pytest.raises(CheckFailedError, match=r"backward\(\)` at .*, in SqrtBackward0 of .*:"):
+            step(xd.distribute_tensor(torch.zeros(8), mesh))

@@ -32,10 +32,14 @@ _TORCH = Path(torch.__file__).parent
 _PASSED = (
     str(PACKAGE_FOLDER),
     *(str(_TORCH / name) for name in ("__init__.py", "_compile.py", "_ops.py", "_tensor.py")),
-    *(str(_TORCH / name) for name in ("_dynamo", "overrides.py", "utils")),
+    *(str(_TORCH / name) for name in ("_dynamo", "autograd", "overrides.py", "utils")),
 )
-# They raise by what they are given, in a function that they call or that called them.
-_OF_TORCH = frozenset({"_check_tensor_all_with", "_all_true_or_runtime_assert"})
+# What raises is a function that they call, or that called them: with the other value.
+_OF_TORCH = {
+    "_check_tensor_all_with": True,
+    "_all_true_or_runtime_assert": True,
+    "_engine_run_backward": False,  # Is a gradient NaN? Under torch.autograd.detect_anomaly().
+}
 _BEFORE_JUMP = (
     "COMPARE_OP",
     "CALL",
@@ -71,7 +75,7 @@ def assertion_here() -> Assertion | None:
     while frame is not None:
         code = frame.f_code
         if code.co_name in _OF_TORCH and code.co_filename.startswith(str(_TORCH)):
-            expected = True
+            expected = _OF_TORCH[code.co_name]
         elif not code.co_filename.startswith(_PASSED):
             break
         frame = frame.f_back

@@ -131,7 +131,8 @@ class HostWork:
             run.states.note(Place.beginning(generator), generator)
         stays = False
         try:
-            with torch.no_grad():
+            # As when they were written down: some kernels return less where no gradient is wanted.
+            with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
                 for step in self.steps:
                     step.redo(run)
             stays = is_for_good

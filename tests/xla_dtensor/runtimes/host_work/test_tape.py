@@ -122,6 +122,15 @@ def test_only_what_varies_is_done_again() -> None:
     assert taped.numbers == [0, None]
 
 
+def test_an_op_that_returns_less_without_a_gradient() -> None:
+    def make() -> Any:
+        lstm, x = torch.nn.LSTM(4, 5), torch.ones(3, 2, 4)
+        return lambda: [lstm(x)[0]], [x, *lstm.parameters()], x.fill_
+
+    with torch.random.fork_rng():
+        check(make)
+
+
 def test_a_constant_that_is_written_after_its_use() -> None:
     def make() -> Any:
         weight = torch.ones(3)

@@ -51,6 +51,7 @@ __all__ = [
     "job",
     "leave_out_frames_of",
     "line_of_equation",
+    "line_of_origin",
     "lowered_inputs",
     "open_jaxpr",
     "partial_evaluation",
@@ -220,7 +221,12 @@ def frames_of_equation(equation: Any) -> contextlib.AbstractContextManager[Any]:
 
 def line_of_equation(equation: Any) -> str:
     """Return the innermost line of a user that made an equation: ``train.py:14 (loss)``; or ""."""
-    frame = source_info_util.user_frame(equation.source_info.traceback)
+    return line_of_origin(equation.source_info)
+
+
+def line_of_origin(origin: Any) -> str:
+    """Return the same of what :func:`frames_here` returned."""
+    frame = source_info_util.user_frame(origin.traceback)
     return "" if frame is None else f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
 
 

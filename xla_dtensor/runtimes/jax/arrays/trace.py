@@ -27,7 +27,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 from xla_dtensor.core.errors import CompileError
-from xla_dtensor.runtimes.jax.arrays.private import frames_here, frames_of
+from xla_dtensor.runtimes.jax.arrays.private import frames_here, frames_of, line_of_origin
 from xla_dtensor.runtimes.new_garbage import old_objects_aside
 from xla_dtensor.runtimes.same_program import user_frame
 
@@ -199,6 +199,12 @@ class Sources:
         origin = self._frames.get(node._sequence_nr())
         with contextlib.nullcontext() if origin is None else frames_of(origin, "backward"):
             yield
+
+    def of_backward(self) -> str:
+        """Return whose backward runs, and the line of its forward; "" in a forward."""
+        node: Any = torch._C._current_autograd_node()
+        origin = None if node is None else self._frames.get(node._sequence_nr())
+        return "" if origin is None else f", in {node.name()} of {line_of_origin(origin)}"
 
 
 # ---------------------------------------------------------------------- What a traced step touches
@@ -416,19 +422,24 @@ def refuse_read(what: str) -> NoReturn:
     )
 
 
-# What torch's C++ says where it looks into the memory of a tensor that has none.
-_NO_MEMORY = "its data is not allocated yet"
+# What torch's C++ says where it looks into the memory of a tensor that has none, and Python of
+# f"{loss.item():.3f}".
+_UNREADABLE = {
+    "its data is not allocated yet": "read by an op that takes a tensor of the host there",
+    "unsupported format string passed to Sym": "written as text with a format",
+}
 
 
 @contextlib.contextmanager
 def refusing_reads() -> Iterator[None]:
-    """Turn torch's own error for a value that it cannot read into ours."""
+    """Turn the errors of others for a value that they cannot read into ours."""
     try:
         yield
-    except RuntimeError as error:
-        if _NO_MEMORY not in str(error):
-            raise
-        refuse_read("read by an op that takes a tensor of the host there")
+    except (RuntimeError, TypeError) as error:
+        for text, what in _UNREADABLE.items():
+            if text in str(error):
+                refuse_read(what)
+        raise
 
 
 class WriteToHostError(CompileError):

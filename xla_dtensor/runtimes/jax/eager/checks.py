@@ -77,8 +77,9 @@ def truth(is_true: Any) -> bool:
         refuse_read("turned into a Python bool")
     if not are_left_out():
         trace.assertions.append(assertion)
-        line = f"`{assertion.line}` at {assertion.place}".replace("{", "{{").replace("}", "}}")
-        checkify.check(is_true == assertion.expected, f"{_OF_PYTHON}{line}.")
+        where = f"`{assertion.line}` at {assertion.place}{trace.sources.of_backward()}"
+        text = f"{_OF_PYTHON}{where}.".replace("{", "{{").replace("}", "}}")
+        checkify.check(is_true == assertion.expected, text)
     return assertion.expected
 
 
