@@ -36,10 +36,14 @@ from benchmarks.timing import RESULTS, store
 
 Row = dict[str, Any]
 _PROCESSES = ("jax", "torch_xla", "torchax")
-# torchax has an environment of its own, see benchmarks.step_ways_torchax.
-_TORCHAX_PYTHON = Path(__file__).resolve().parents[1] / ".venv-torchax" / "bin" / "python"
+_ROOT = Path(__file__).resolve().parents[1]
+# They need another torch than the newest, so each has an environment of its own; see Makefile.
+_OWN_PYTHON = {
+    process: _ROOT / f".venv-{process.replace('_', '-')}" / "bin" / "python"
+    for process in ("torch_xla", "torchax")
+}
 _TOPOLOGIES = {"v5p:4x4x4": "8,8", "v5e:16x16": "16,16", "v5e:2x4": "2,4"}
-_DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+_DOCUMENT = _ROOT / "docs" / "benchmarks.md"
 _PLOT = _DOCUMENT.parent / "figures" / "step.svg"
 # JAX would take most of a GPU's memory for itself, and the ways share it.
 _ON_DEVICE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -147,21 +151,18 @@ def _known(given: str, known: Sequence[str], option: str) -> list[str]:
 
 
 def _python_of(process: str) -> str:
-    """Returns the Python that runs a process: its own, where a variable names one."""
-    own = os.environ.get(f"{process.upper()}_PYTHON")
-    return own or (str(_TORCHAX_PYTHON) if process == "torchax" else sys.executable)
+    """Returns the Python that runs a process: the variable's, its environment's, else this one."""
+    named = os.environ.get(f"{process.upper()}_PYTHON")
+    own = _OWN_PYTHON.get(process)
+    return named or (str(own) if own is not None and own.exists() else sys.executable)
 
 
 def _is_installed(process: str) -> bool:
-    if process == "torchax":
-        is_there = Path(_python_of(process)).exists()
-        if not is_there:
-            print("torchax is left out: `make bench` makes its environment, .venv-torchax")
-        return is_there
-    if importlib.util.find_spec(process) is None:
-        print(f"{process} is not installed: it is left out")
-        return False
-    return True
+    if _python_of(process) != sys.executable or importlib.util.find_spec(process) is not None:
+        return True
+    how = "`make bench` makes its environment" if process in _OWN_PYTHON else "it is not installed"
+    print(f"{process} is left out: {how}")
+    return False
 
 
 def _in_turns(

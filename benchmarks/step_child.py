@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.step_sizes import KINDS, sizes_of
 from benchmarks.step_ways import Way, expected_losses, recorded
+from benchmarks.timing import versions
 
 PROCESSES = ("jax", "torch_xla", "torchax", "torch_compile")
 _MOST_TP = 4
@@ -43,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         expected = expected_losses(sizes_of(asked.model, asked.sizes)) if asked.devices else None
         for way in ways:
             row = _row(way, expected)
-            say({"model": asked.model, "devices": devices, "dtype": str(dtype), **row})
+            facts = {"model": asked.model, "devices": devices, "dtype": str(dtype)}
+            say({**facts, "versions": versions(), **row})
         say({"ready": [way.name for way in ways]})
         answer({way.name: way for way in ways})
 

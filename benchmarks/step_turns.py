@@ -98,14 +98,16 @@ def timed_in_turns(children: Sequence[Child], rounds: int, steps: int) -> list[d
             process's.
 
     Returns:
-        The children's rows, each with its steps' seconds: median, least and number.
+        The children's rows, each with its steps' seconds: median, least and number, and the median
+        of each turn, by which two ways are compared round by round.
     """
-    seconds: dict[str, list[float]] = {way: [] for child in children for way in child.rows}
+    turns: dict[str, list[list[float]]] = {way: [] for child in children for way in child.rows}
     for number in range(rounds):
         # Every other round runs backwards, so that nothing always follows the same.
         for child in children if number % 2 == 0 else reversed(children):
             for way in child.rows if number % 2 == 0 else reversed(child.rows):
-                seconds[way] += child.turn(way, steps + 1)[1:]
+                turns[way].append(child.turn(way, steps + 1)[1:])
+    seconds = {way: [step for turn in of_way for step in turn] for way, of_way in turns.items()}
     return [
         {
             **row,
@@ -113,6 +115,7 @@ def timed_in_turns(children: Sequence[Child], rounds: int, steps: int) -> list[d
                 "median": statistics.median(seconds[way]),
                 "least": min(seconds[way]),
                 "measurements": len(seconds[way]),
+                "turns": [statistics.median(turn) for turn in turns[way]],
             },
         }
         for child in children

@@ -134,18 +134,23 @@ def _measure(work: Work, clocked: _Clocked) -> None:
     clocked.cpu.append(cpu / per_call)
 
 
-def machine() -> dict[str, Any]:
-    """What the figures depend on: processor, load, Python, versions of packages."""
-    versions: dict[str, str] = {}
+def versions() -> dict[str, str]:
+    """The versions of the packages that figures depend on, as this process has them."""
+    known: dict[str, str] = {}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
+            known[package] = importlib.metadata.version(package)
+    return known
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on: processor, load, Python, versions of packages."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
         "load_average": [round(load, 1) for load in os.getloadavg()],
-        "versions": versions,
+        "versions": versions(),
     }
 
 

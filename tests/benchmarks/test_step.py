@@ -28,6 +28,7 @@ from benchmarks.step_plan import (
     axes_of,
 )
 from benchmarks.step_sizes import sizes_of
+from benchmarks.step_tables import paired_ratio
 from benchmarks.step_turns import Child, timed_in_turns
 from benchmarks.step_ways import LOSSES, Way, expected_losses, recorded
 from xla_dtensor.runtimes import Runtime
@@ -172,8 +173,33 @@ def test_all_ways_alternate() -> None:
     assert "".join(log) == "abc" + "cba" + "abc"
     # The first step of a turn, 9 s here, does not count.
     assert [row["step_seconds"]["measurements"] for row in rows] == [6, 6, 6]
-    assert rows[0]["step_seconds"] == {"median": 6.0, "least": 1.0, "measurements": 6}
+    assert rows[0]["step_seconds"] == {
+        "median": 6.0,
+        "least": 1.0,
+        "measurements": 6,
+        "turns": [1.0, 6.0, 7.0],
+    }
     assert rows[2]["step_seconds"]["median"] == 4.0
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    # Twice as slow in each round, on a machine that slows down by the round.
+    hand = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert paired_ratio([2 * s for s in hand], hand) == (2.0, 2.0, 2.0)
+    # Of twelve, 3 to 10 in their order: 96 %. Of four, all: 87 %.
+    twelve = [float(n) for n in range(1, 13)]
+    assert paired_ratio(twelve, [1.0] * 12) == (6.5, 3.0, 10.0)
+    assert paired_ratio(twelve[:4], [1.0] * 4) == (2.5, 1.0, 4.0)
+
+
+def test_a_process_has_its_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(step, "_OWN_PYTHON", {"torchax": tmp_path / "python"})
+    monkeypatch.delenv("TORCHAX_PYTHON", raising=False)
+    assert step._python_of("torchax") == sys.executable
+    (tmp_path / "python").touch()
+    assert step._python_of("torchax") == str(tmp_path / "python")
+    monkeypatch.setenv("TORCHAX_PYTHON", "/other/python")
+    assert step._python_of("torchax") == "/other/python"
 
 
 def test_a_child_that_ends_early_is_an_error() -> None:

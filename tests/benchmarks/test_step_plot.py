@@ -27,7 +27,12 @@ def row_of(way: str, seconds: float, **more: Any) -> dict[str, Any]:
         "way": way,
         "trace_seconds": 0.5,
         "compile_seconds": 1.25,
-        "step_seconds": {"median": seconds, "least": seconds / 2, "measurements": 9},
+        "step_seconds": {
+            "median": seconds,
+            "least": seconds / 2,
+            "measurements": 9,
+            "turns": [seconds, seconds / 2, seconds * 2],
+        },
         "losses": [4.0, 3.0],
         "loss_difference": 2e-7,
         "flops": 2e9,
@@ -47,7 +52,7 @@ def test_tables() -> None:
     steps, moved, pods = tables(STORED)
     assert steps.startswith("**ViT, 8 devices**\n\n| way | ")
     ours = steps.splitlines()[-2].split(" | ")
-    assert ours[3:7] == ["300.0", "150.0", "1.500", "1.500"]
+    assert ours[3:7] == ["1.00", "300.0", "150.0", "1.500 (1.500 to 1.500)"]
     assert ours[-1] == "2e-07 |"
     assert "| all-gather | dp | 4.0 (3) | - |" in moved
     assert "| all |  | 4.0 (3) | 0.0 (0) |" in moved
@@ -56,7 +61,8 @@ def test_tables() -> None:
 
 def test_a_table_without_jax_by_hand_has_no_ratios() -> None:
     steps, _ = tables({"rows": ROWS[:1]})
-    assert steps.splitlines()[-1].split(" | ")[5:7] == ["-", "-"]
+    cells = steps.splitlines()[-1].split(" | ")
+    assert (cells[3], cells[6]) == ("-", "-")
 
 
 def test_plot(tmp_path: Path) -> None:
