@@ -157,7 +157,7 @@ tpu-test: $(TPU_VENV)/$(STAMP)
 endif
 	$(TPU_PYTHON) -m benchmarks.step --on-device tpu
 
-bench: $(MAIN_VENV)/$(STAMP) $(TORCHAX_VENV)/$(STAMP)  ## run the benchmarks; BENCHMARKS="translate ..." names some
+bench: $(MAIN_VENV)/$(STAMP) $(TORCH_XLA_VENV)/$(STAMP) $(TORCHAX_VENV)/$(STAMP)  ## run the benchmarks; BENCHMARKS="translate ..." names some
 	@set -e; for name in $(BENCHMARKS); do \
 	echo "== benchmarks.$$name"; $(MAIN_VENV)/bin/python -m benchmarks.$$name; done
 
