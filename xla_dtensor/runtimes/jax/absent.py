@@ -44,13 +44,14 @@ from xla_dtensor.core import Layout
 from xla_dtensor.core.errors import CompileError
 from xla_dtensor.runtimes.jax.arrays import values
 from xla_dtensor.runtimes.jax.arrays.sharding import named_sharding, padded_shape, place
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.values import jax_dtype, x64
 from xla_dtensor.runtimes.jax.compile.inspect import Names, Traced
 from xla_dtensor.runtimes.jax.compile.layers.slots import Slots
 from xla_dtensor.runtimes.jax.compile.program import Blueprint, Program
 from xla_dtensor.runtimes.jax.compile.step import JaxCompiledStep
 from xla_dtensor.runtimes.jax.compile.trace_values import inner
-from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 from xla_dtensor.runtimes.jax.runtime import JaxRuntime
 from xla_dtensor.runtimes.live_objects import live_objects
 from xla_dtensor.runtimes.state import named_from

@@ -20,13 +20,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.core import Layout
 from xla_dtensor.runtimes.jax.arrays.sharding import padded_shape, place
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.values import (
     jax_dtype,
     numpy_from_torch,
     torch_from_numpy,
     x64,
 )
-from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 
 __all__ = ["NativeArrays"]
 

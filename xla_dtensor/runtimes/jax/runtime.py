@@ -42,7 +42,8 @@ from xla_dtensor.runtimes.jax.arrays.sharding import (
     put_host_array,
     read_op_sharding,
 )
-from xla_dtensor.runtimes.jax.arrays.trace import active_trace, array_before, is_tracer
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
+from xla_dtensor.runtimes.jax.arrays.trace import active_trace, array_before, host_input, is_tracer
 from xla_dtensor.runtimes.jax.arrays.values import (
     jax_dtype,
     numpy_from_torch,
@@ -50,14 +51,14 @@ from xla_dtensor.runtimes.jax.arrays.values import (
     x64,
 )
 from xla_dtensor.runtimes.jax.compile import same_program
-from xla_dtensor.runtimes.jax.compile.host_inputs import host_input, refuse_host_input
+from xla_dtensor.runtimes.jax.compile.host_inputs import refuse_host_input
 from xla_dtensor.runtimes.jax.compile.layers import scan
 from xla_dtensor.runtimes.jax.eager import manual as jax_manual
 from xla_dtensor.runtimes.jax.eager import manual as jax_manual_collectives
 from xla_dtensor.runtimes.jax.eager import ops
 from xla_dtensor.runtimes.jax.eager import tensor as jax_annotate
 from xla_dtensor.runtimes.jax.eager.ops import JaxProgram
-from xla_dtensor.runtimes.jax.eager.tensor import EXTRA_KEYS, JaxTensor, Storage
+from xla_dtensor.runtimes.jax.eager.tensor import EXTRA_KEYS, JaxTensor
 from xla_dtensor.runtimes.jax.lower import random
 from xla_dtensor.runtimes.jax.lower import random as jax_generator
 from xla_dtensor.runtimes.jax.lower.attention import fits_cudnn

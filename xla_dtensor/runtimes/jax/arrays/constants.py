@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xla_dtensor.runtimes.jax.arrays.private import constants_of, inputs_only
 
 if TYPE_CHECKING:
+    from xla_dtensor.runtimes.jax.arrays.storage import Storage
     from xla_dtensor.runtimes.jax.arrays.trace import Trace
-    from xla_dtensor.runtimes.jax.eager.tensor import Storage
 
 __all__ = ["TracedProgram", "traced_program"]
 

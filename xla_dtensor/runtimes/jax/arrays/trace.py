@@ -21,7 +21,7 @@ import linecache
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     import jax
 
     from xla_dtensor.runtimes.guards.assertions import Assertion
-    from xla_dtensor.runtimes.jax.compile.host_inputs import HostInputs
-    from xla_dtensor.runtimes.jax.compile.layers.stacks import Stack
-    from xla_dtensor.runtimes.jax.eager.tensor import Storage
+    from xla_dtensor.runtimes.host_work import HostTape
+    from xla_dtensor.runtimes.jax.arrays.storage import KeptStack, Storage
 
 __all__ = [
     "Trace",
@@ -45,6 +44,7 @@ __all__ = [
     "active_trace",
     "array_before",
     "array_read",
+    "host_input",
     "note_write",
     "note_write_to_host",
     "refuse_read",
@@ -203,8 +203,9 @@ class Sources:
     def of_backward(self) -> str:
         """Return whose backward runs, and the line of its forward; "" in a forward."""
         node: Any = torch._C._current_autograd_node()
-        origin = None if node is None else self._frames.get(node._sequence_nr())
-        return "" if origin is None else f", in {node.name()} of {line_of_origin(origin)}"
+        if node is None or node._sequence_nr() not in self._frames:
+            return ""
+        return f", in {node.name()} of {line_of_origin(self._frames[node._sequence_nr()])}"
 
 
 # ---------------------------------------------------------------------- What a traced step touches
@@ -213,12 +214,60 @@ _active: Trace | None = None
 _thread = 0  # the thread that traces
 
 
-class Trace:
-    """The storages that one traced step touched."""
+class HostTensors(Protocol):
+    """The plain tensors that go into a program: what ops ask ``compile.host_inputs``.
 
-    def __init__(self, host: HostInputs | None = None) -> None:
-        # The plain tensors that go into the program; None where nothing is written down of them.
-        self.host = host
+    Attributes:
+        tape: What the step computes on the host.
+        storages: Those that stand for plain tensors in the program.
+    """
+
+    tape: HostTape
+    storages: list[Storage]
+
+    def input_of(self, tensor: torch.Tensor) -> Any | None:
+        """Return what stands for a plain tensor in the program; None for a constant."""
+        ...
+
+    def admitted(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return an op's arguments, with what stands for the plain tensors among them."""
+        ...
+
+    def with_values(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Return an op's arguments with the plain tensors as constants; None where it has none."""
+        ...
+
+
+class Rows(Protocol):
+    """One parameter of every layer as rows of a stack: what ops ask ``compile.layers.rows``."""
+
+    def number(self, tensor: Any) -> Any | None:
+        """Return the SymFloat or SymInt of a tensor that is a row; None for another one."""
+        ...
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any | None:
+        """Run a functional op on tensors that are rows; None where it is not an op of rows."""
+        ...
+
+    def give(self, target: Any, source: Any) -> bool:
+        """Write a tensor that is a row to another one, which becomes a row; whether it has."""
+        ...
+
+    def forget(self) -> None:
+        """Let go of what ops have made."""
+        ...
+
+
+class Trace:
+    """The storages that one traced step touched.
+
+    Args:
+        rows: What ops make of rows of stacks.
+        host: The plain tensors that go into the program; None where nothing is written down.
+    """
+
+    def __init__(self, rows: Rows, host: HostTensors | None = None) -> None:
+        self.rows, self.host = rows, host
         self.captured: dict[Storage, jax.Array] = {}
         self.state: dict[Storage, None] = {}
         # In the order in which they were made: programs must come out alike in every process.
@@ -226,10 +275,12 @@ class Trace:
         self._arguments: dict[Storage, None] = {}
         self.arguments: set[int] = set()  # the ids of their tensors
         self._single: weakref.WeakSet[Storage] = weakref.WeakSet()
-        self._row_values: weakref.WeakKeyDictionary[Storage, tuple[Stack, int, Any]] = (
+        self._row_values: weakref.WeakKeyDictionary[Storage, tuple[KeptStack, int, Any]] = (
             weakref.WeakKeyDictionary()
         )
-        self.captured_rows: dict[Storage, tuple[Stack, int]] = {}  # those of them that are captured
+        self.captured_rows: dict[
+            Storage, tuple[KeptStack, int]
+        ] = {}  # those of them that are captured
         self._constrained: list[Storage] = []
         self._annotated: weakref.WeakSet[Storage] = weakref.WeakSet()
         self.at_end: list[Callable[[], None]] = []
@@ -237,8 +288,6 @@ class Trace:
         self.answers: list[tuple[Callable[[], Any], bool]] = []
         # What Python's own numbers have come to, by what it was computed of (``scalar``).
         self.numbers: dict[Hashable, tuple[Any, Sequence[Any]]] = {}
-        # What ops have made of rows, by the op and the stacks that they are rows of (``rows``).
-        self.ops_of_rows: dict[Hashable, list[Any]] = {}
         # The value computed last, and the region that torch's checkpoint is computing again.
         self.latest: Any = None
         self.recomputation: Recomputation | None = None
@@ -247,7 +296,7 @@ class Trace:
         self.assertions: list[Assertion] | None = None
 
     def give_rows(
-        self, rows: Sequence[tuple[Storage, Stack, int]], stand_ins: Sequence[Any]
+        self, rows: Sequence[tuple[Storage, KeptStack, int]], stand_ins: Sequence[Any]
     ) -> None:
         """Say what stands in this trace for storages that are rows of a stack, which stays whole.
 
@@ -282,7 +331,7 @@ class Trace:
 
     def lasting(self) -> list[Storage]:
         """Return the storages made by the step that something outside still holds."""
-        self.ops_of_rows.clear()
+        self.rows.forget()
         gc.collect()
         return [s for s in self._created if s not in self.captured]
 
@@ -373,6 +422,12 @@ def active_trace() -> Trace | None:
     """Return the trace in progress in this thread, or None."""
     active = _active
     return active if active is not None and threading.get_ident() == _thread else None
+
+
+def host_input(tensor: torch.Tensor) -> Any | None:
+    """Return what stands for a plain tensor in the step that is traced; None for a constant."""
+    trace = active_trace()
+    return None if trace is None or trace.host is None else trace.host.input_of(tensor)
 
 
 def refuse_nesting() -> None:

@@ -27,8 +27,8 @@ from xla_dtensor.runtimes.guards.objects import attribute_of, dict_of, is_watche
 from xla_dtensor.runtimes.guards.owners import Effect
 from xla_dtensor.runtimes.guards.values import ABSENT
 from xla_dtensor.runtimes.host_work import HostTape
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.compile.trace_values import inner, rewrapper_of
-from xla_dtensor.runtimes.jax.eager.tensor import Storage
 
 __all__ = ["Plan", "RunEffects"]
 

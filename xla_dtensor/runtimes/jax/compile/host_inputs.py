@@ -20,19 +20,17 @@ from xla_dtensor.runtimes.host_work import HostTape, HostWork, OtherwiseError
 from xla_dtensor.runtimes.host_work.tape import is_host
 from xla_dtensor.runtimes.jax.arrays import trace as jax_trace
 from xla_dtensor.runtimes.jax.arrays.sharding import put_host_array
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch, x64
 from xla_dtensor.runtimes.jax.compile.optimizer import lifted
-from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 from xla_dtensor.runtimes.nested import leaves, map_nested
 
 __all__ = [
     "HostInputs",
     "HostPart",
-    "admitted",
-    "host_input",
     "refuse_host_input",
     "refuse_writes_to_host",
-    "with_values",
 ]
 
 
@@ -47,14 +45,64 @@ class HostInputs:
         self.tape = tape
         self.storages: list[Storage] = []
 
-    def tensor_of(self, tensor: torch.Tensor) -> JaxTensor | None:
+    def input_of(self, tensor: torch.Tensor) -> JaxTensor | None:
         """Return what stands for a plain tensor in the program; None for a constant."""
-        number = self.tape.take(tensor)
+        number = self.tape.take(tensor) if is_host(tensor) else None
         if number is None:
             return None
         if number == len(self.storages):
             self.storages.append(lifted(tensor)._storage)
         return JaxTensor(self.storages[number])
+
+    def admitted(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """Return an op's arguments, with what stands for the plain tensors among them.
+
+        A manual tensor, which has a value for each device, takes plain ones as they are; see
+        ``manual``. What the op writes to stays what it is.
+        """
+        found = list(leaves((args, kwargs)))
+        plain = [value for value in found if isinstance(value, torch.Tensor) and is_host(value)]
+        tensors = [value for value in found if isinstance(value, JaxTensor)]
+        if not plain or any(tensor._storage.manual is not None for tensor in tensors):
+            return args, kwargs
+        written = _written(func, args, kwargs) if func._schema.is_mutable else ()
+        chosen = [t for t in plain if not any(t is target for target in written)]
+        stand_ins = {id(tensor): self.input_of(tensor) for tensor in chosen}
+
+        def admit(value: Any) -> Any:
+            stand_in = stand_ins.get(id(value))
+            return value if stand_in is None else stand_in
+
+        return map_nested(admit, args), map_nested(admit, kwargs)
+
+    def with_values(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Any] | None:
+        """Return an op's arguments with the plain tensors among them as constants, noted as read.
+
+        Returns:
+            Arguments and keyword arguments; None where there are no plain tensors, or the op writes
+            to one.
+        """
+        written = _written(func, args, kwargs) if func._schema.is_mutable else ()
+        if any(isinstance(target, torch.Tensor) and is_host(target) for target in written):
+            return None
+        plain = [v for v in leaves((args, kwargs)) if isinstance(v, torch.Tensor) and is_host(v)]
+        if not plain:
+            return None
+        for tensor in plain:
+            self.tape.note_read(tensor)
+
+        def constant(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not is_host(value):
+                return value
+            with jax.ensure_compile_time_eval():
+                return JaxTensor(Storage(jnp.asarray(np.array(numpy_from_torch(value)))))
+
+        with x64():
+            return map_nested(constant, args), map_nested(constant, kwargs)
 
 
 class HostPart:
@@ -94,64 +142,6 @@ class HostPart:
                 storage = self.storages[number]
                 storage.array = put_host_array(numpy_from_torch(tensor), storage.array.sharding)
         return None
-
-
-def host_input(tensor: torch.Tensor) -> JaxTensor | None:
-    """Return what stands for a plain tensor in the step that is traced; None for a constant."""
-    trace = jax_trace.active_trace()
-    if trace is None or trace.host is None or not is_host(tensor):
-        return None
-    return trace.host.tensor_of(tensor)
-
-
-def admitted(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return an op's arguments, with what stands for the plain tensors among them.
-
-    A manual tensor, which has a value for each device, takes plain ones as they are; see
-    ``manual``. What the op writes to stays what it is.
-    """
-    found = list(leaves((args, kwargs)))
-    plain = [value for value in found if isinstance(value, torch.Tensor) and is_host(value)]
-    if not plain or any(isinstance(v, JaxTensor) and v._storage.manual is not None for v in found):
-        return args, kwargs
-    written = _written(func, args, kwargs) if func._schema.is_mutable else ()
-    chosen = [t for t in plain if not any(t is target for target in written)]
-    stand_ins = {id(tensor): host_input(tensor) for tensor in chosen}
-
-    def admit(value: Any) -> Any:
-        stand_in = stand_ins.get(id(value))
-        return value if stand_in is None else stand_in
-
-    return map_nested(admit, args), map_nested(admit, kwargs)
-
-
-def with_values(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Any, Any] | None:
-    """Return an op's arguments with the plain tensors among them as constants, noted as read.
-
-    Returns:
-        Arguments and keyword arguments; None where there are no plain tensors, or the op writes to
-        one.
-    """
-    written = _written(func, args, kwargs) if func._schema.is_mutable else ()
-    if any(isinstance(target, torch.Tensor) and is_host(target) for target in written):
-        return None
-    trace = jax_trace.active_trace()
-    plain = [v for v in leaves((args, kwargs)) if isinstance(v, torch.Tensor) and is_host(v)]
-    if trace is None or trace.host is None or not plain:
-        return None
-    for tensor in plain:
-        trace.host.tape.note_read(tensor)
-
-    def constant(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not is_host(value):
-            return value
-        with jax.ensure_compile_time_eval():
-            return JaxTensor(Storage(jnp.asarray(np.array(numpy_from_torch(value)))))
-
-    with x64():
-        return map_nested(constant, args), map_nested(constant, kwargs)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -32,12 +32,12 @@ from xla_dtensor.runtimes.jax.arrays.private import (
     is_jaxpr,
     open_jaxpr,
 )
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.values import x64
 from xla_dtensor.runtimes.jax.compile.layers.slots import row_type
 from xla_dtensor.runtimes.jax.compile.program import Program
 from xla_dtensor.runtimes.jax.compile.store import Executables
 from xla_dtensor.runtimes.jax.compile.trace_values import inner
-from xla_dtensor.runtimes.jax.eager.tensor import Storage
 from xla_dtensor.runtimes.jax.lower import random
 from xla_dtensor.runtimes.live_objects import live_objects
 

@@ -29,9 +29,9 @@ import torch
 from xla_dtensor.runtimes.guards.values import Moving, Sighting
 from xla_dtensor.runtimes.host_work import HostTape, HostWork
 from xla_dtensor.runtimes.host_work.tape import is_host
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import Trace
 from xla_dtensor.runtimes.jax.compile.trace_values import inner
-from xla_dtensor.runtimes.jax.eager.tensor import Storage
 
 __all__ = ["Aliases", "MovingTensor", "moving_tensors"]
 

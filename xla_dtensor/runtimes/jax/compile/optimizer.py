@@ -34,9 +34,10 @@ from xla_dtensor.core.errors import CompileError
 from xla_dtensor.runtimes.host_work.mode import HostOps
 from xla_dtensor.runtimes.host_work.tape import HostTape
 from xla_dtensor.runtimes.jax.arrays import trace as jax_trace
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
 from xla_dtensor.runtimes.jax.eager.scalar import ScalarNode, sym_number
-from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 from xla_dtensor.runtimes.jax.lower.index import filling_on_host
 
 __all__ = ["RATE", "NumbersMeetTensors", "OptimizerInputs", "lent", "lent_tensor", "lifted"]

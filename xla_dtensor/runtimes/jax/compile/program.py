@@ -30,6 +30,7 @@ from xla_dtensor.runtimes.jax.arrays.private import (
     with_constants,
 )
 from xla_dtensor.runtimes.jax.arrays.products import keep_product_orders
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.compile.effects import RunEffects
 from xla_dtensor.runtimes.jax.compile.gradients import GradientEffects, KnownLeaves
 from xla_dtensor.runtimes.jax.compile.host_inputs import HostPart
@@ -40,7 +41,6 @@ from xla_dtensor.runtimes.jax.compile.moving import Aliases, MovingTensor
 from xla_dtensor.runtimes.jax.compile.trace import Call, Key
 from xla_dtensor.runtimes.jax.compile.trace_values import Delivered, inner
 from xla_dtensor.runtimes.jax.eager.checks import raise_flagged
-from xla_dtensor.runtimes.jax.eager.tensor import Storage
 from xla_dtensor.runtimes.nested import Writes
 from xla_dtensor.runtimes.opened import close_all
 

@@ -20,13 +20,14 @@ import torch
 
 from xla_dtensor.runtimes import same_program
 from xla_dtensor.runtimes.base import Runtime
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.store import KeyValueStore
 from xla_dtensor.runtimes.jax.arrays.trace import active_trace
 from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
 from xla_dtensor.runtimes.jax.compile.lone_traces import LoneTraces
 from xla_dtensor.runtimes.jax.compile.program import Program
 from xla_dtensor.runtimes.jax.eager import manual, ops
-from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 from xla_dtensor.runtimes.nested import leaves
 
 __all__ = [

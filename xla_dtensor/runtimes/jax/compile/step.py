@@ -46,6 +46,7 @@ from xla_dtensor.report.attribution import AskedFor
 from xla_dtensor.report.report import Evidence
 from xla_dtensor.runtimes.base import CompiledStep, Verification
 from xla_dtensor.runtimes.jax.arrays.sharding import place
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import WriteToHostError, refuse_nesting
 from xla_dtensor.runtimes.jax.arrays.values import x64
 from xla_dtensor.runtimes.jax.compile.explain import Spent, explanation
@@ -85,7 +86,6 @@ from xla_dtensor.runtimes.jax.compile.verify import (
     refuse_differences,
     verification,
 )
-from xla_dtensor.runtimes.jax.eager.tensor import Storage
 from xla_dtensor.runtimes.state import ProgramToCheck, StepClock, check, num_tokens
 
 if TYPE_CHECKING:

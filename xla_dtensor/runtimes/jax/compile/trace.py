@@ -36,12 +36,13 @@ from xla_dtensor.runtimes.host_work.iterators import Iterators
 from xla_dtensor.runtimes.host_work.python_random import PythonRandom, is_python_random
 from xla_dtensor.runtimes.jax.arrays.constants import TracedProgram, traced_program
 from xla_dtensor.runtimes.jax.arrays.private import around_listeners
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import Trace, refusing_reads
 from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
 from xla_dtensor.runtimes.jax.compile.effects import Plan, RunEffects
 from xla_dtensor.runtimes.jax.compile.gradients import DroppedGradients, GradientEffects
 from xla_dtensor.runtimes.jax.compile.host_inputs import HostInputs, HostPart, refuse_writes_to_host
-from xla_dtensor.runtimes.jax.compile.layers.rows import gather, placed_values
+from xla_dtensor.runtimes.jax.compile.layers.rows import Rows, gather, placed_values
 from xla_dtensor.runtimes.jax.compile.layers.slots import row_type
 from xla_dtensor.runtimes.jax.compile.layers.stacks import all_rows
 from xla_dtensor.runtimes.jax.compile.layers.watch import Watch, watching
@@ -56,7 +57,7 @@ from xla_dtensor.runtimes.jax.compile.trace_values import (
     written_arguments,
 )
 from xla_dtensor.runtimes.jax.eager.checks import with_flags
-from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 from xla_dtensor.runtimes.nested import Containers, Writes
 from xla_dtensor.runtimes.opened import close_all, open_all
 from xla_dtensor.runtimes.python_state import PythonState
@@ -454,7 +455,7 @@ def traced_step(
     inputs = OptimizerInputs(lifted, *lend, lent_names, gather)
     tape, recording = before.tape, before.recording
     tape.put = put or {}
-    trace, watch = Trace(HostInputs(tape)), Watch(inputs, recording)
+    trace, watch = Trace(Rows(), HostInputs(tape)), Watch(inputs, recording)
     trace.assertions = []
     found = TracedStep(trace, watch, numbers, call.storages())
     rows = all_rows()
@@ -511,10 +512,6 @@ def traced_step(
     if are_checked() or trace.assertions:
         found.program, found.flags = with_flags(found.program)
         found.pinned = [*[None] * found.flags.num_leaves, *found.pinned]
-    found.host = _host_part(trace.host)
+    work, delivered = tape.finish()
+    found.host = None if work is None else HostPart(work, found.host_storages(), delivered)
     return found
-
-
-def _host_part(host: HostInputs | None) -> HostPart | None:
-    work, delivered = (None, []) if host is None else host.tape.finish()
-    return None if work is None or host is None else HostPart(work, host.storages, delivered)

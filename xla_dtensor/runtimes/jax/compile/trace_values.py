@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.core.errors import CompileError
 from xla_dtensor.runtimes.jax.arrays.sharding import host_value, place
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import Trace, active_trace, is_tracer
 from xla_dtensor.runtimes.jax.eager.manual import ManualAxes, stacked_sharding, wrapped
 from xla_dtensor.runtimes.jax.eager.scalar import unwrap_number
-from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 
 __all__ = [
     "Delivered",

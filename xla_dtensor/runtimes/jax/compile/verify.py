@@ -41,11 +41,11 @@ from xla_dtensor.runtimes.jax.arrays.private import (
     line_of_equation,
     open_jaxpr,
 )
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.compile.host_inputs import HostPart
 from xla_dtensor.runtimes.jax.compile.program import KeptPrograms, Program
 from xla_dtensor.runtimes.jax.compile.trace import Before, Call, TracedStep, traced_step
 from xla_dtensor.runtimes.jax.compile.trace_values import Static, ViewsWritten
-from xla_dtensor.runtimes.jax.eager.tensor import Storage
 
 __all__ = ["VARIABLE", "number_asked", "refuse_differences", "verification"]
 

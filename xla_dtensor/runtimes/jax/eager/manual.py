@@ -35,17 +35,11 @@ from mesh_utils import Axis, Mesh
 from xla_dtensor.core import Layout, ManualRegion
 from xla_dtensor.core.errors import CompileError, ManualRegionError, UnsupportedOpError
 from xla_dtensor.runtimes.jax.arrays.sharding import named_sharding, put_host_array
-from xla_dtensor.runtimes.jax.arrays.trace import active_trace
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
+from xla_dtensor.runtimes.jax.arrays.trace import active_trace, host_input
 from xla_dtensor.runtimes.jax.arrays.values import in_dtype, jax_dtype, numpy_from_torch, x64
-from xla_dtensor.runtimes.jax.compile.host_inputs import host_input
 from xla_dtensor.runtimes.jax.eager.scalar import unwrap_number
-from xla_dtensor.runtimes.jax.eager.tensor import (
-    JaxTensor,
-    Storage,
-    ViewStep,
-    read_through,
-    write_through,
-)
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, ViewStep, read_through, write_through
 from xla_dtensor.runtimes.jax.lower import random
 from xla_dtensor.runtimes.jax.lower.index import cut, write_index, write_slice
 from xla_dtensor.runtimes.jax.lower.table import Lowering

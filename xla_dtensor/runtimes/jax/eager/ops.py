@@ -37,6 +37,7 @@ from xla_dtensor.runtimes.bounds import (
 )
 from xla_dtensor.runtimes.jax.arrays import values
 from xla_dtensor.runtimes.jax.arrays.sharding import host_value, named_sharding
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import (
     Trace,
     active_trace,
@@ -50,14 +51,12 @@ from xla_dtensor.runtimes.jax.arrays.values import (
     torch_dtype,
     x64,
 )
-from xla_dtensor.runtimes.jax.compile.host_inputs import admitted, with_values
-from xla_dtensor.runtimes.jax.compile.layers.rows import give_row, number_of, row_of, run_on_rows
 from xla_dtensor.runtimes.jax.eager import manual
 from xla_dtensor.runtimes.jax.eager.checks import flag, truth
 from xla_dtensor.runtimes.jax.eager.composed import COMPOSED
 from xla_dtensor.runtimes.jax.eager.manual import refuse_value
 from xla_dtensor.runtimes.jax.eager.scalar import sym_number, unwrap_number
-from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 from xla_dtensor.runtimes.jax.lower import find_lowering
 from xla_dtensor.runtimes.nested import map_nested
 from xla_dtensor.runtimes.op_meta import Meta, output_meta, raise_torchs_error
@@ -136,11 +135,11 @@ def _special(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @_special(aten._local_scalar_dense.default)
 def _item(x: JaxTensor) -> Any:
-    row = row_of(x)
-    if row is not None and x.ndim == 0 and not (x.dtype == torch.bool or x.is_complex()):
-        return number_of(row)
-    array = x.value()
     trace = active_trace()
+    number = None if trace is None else trace.rows.number(x)
+    if number is not None:
+        return number
+    array = x.value()
     # An older tensor holds an array even now, though it is an input of the program like any other.
     if is_tracer(array) or (trace is not None and not trace.owns(x._storage)):
         if x.dtype == torch.bool:
@@ -305,12 +304,15 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     trace = active_trace()
     if trace is None:
         return _run(func, args, kwargs)
-    call = (args, kwargs) if trace.host is None else admitted(func, args, kwargs)
+    host = trace.host
+    call = (args, kwargs) if host is None else host.admitted(func, args, kwargs)
     with trace.sources.of_op():
         try:
             return _run(func, *call)
         except CompileError:
-            call_of_values = None if call[0] is args else with_values(func, args, kwargs)
+            if host is None or call[0] is args:
+                raise
+            call_of_values = host.with_values(func, args, kwargs)
             if call_of_values is None:
                 raise
             # Their values have to be known: a mask's, on which the shape of the result depends.
@@ -331,7 +333,8 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return _run_mutating(func, args, kwargs)
         if is_foreach(func):
             return run_foreach(func, args, kwargs)
-        of_rows = run_on_rows(func, args, kwargs)
+        trace = active_trace()
+        of_rows = None if trace is None else trace.rows.run(func, args, kwargs)
         return _run_functional(func, args, kwargs) if of_rows is None else of_rows
 
 
@@ -528,7 +531,8 @@ def write(target: torch.Tensor, source: torch.Tensor) -> None:
             refuse_write_to_host(target)
         target.copy_(source.host() if isinstance(source, JaxTensor) else source)
         return
-    if give_row(target, source):
+    trace = active_trace()
+    if trace is not None and trace.rows.give(target, source):
         return
     array = in_dtype(jnp.asarray(as_array(source)), jax_dtype(target.dtype))
     shape = tuple(target.shape)

@@ -1,17 +1,11 @@
 """JaxTensor: a torch tensor whose values are one global ``jax.Array``.
 
-Two objects share the work. A :class:`Storage` is what torch calls a storage: a cell that holds the
-current array and can be rebound, because arrays are immutable and torch tensors are not. A
-:class:`JaxTensor` is what torch calls a tensor: a shape over a storage, reached through a chain of
-view steps. Reading replays the chain on the storage's value; writing scatters back through it::
+A tensor is a shape over a storage (``arrays.storage``), reached through a chain of view steps.
+Reading replays the chain on the storage's value; writing scatters back through it::
 
     x = JaxTensor of shape (4, 6)            storage S, no steps
     y = x[:, 2]                              storage S, steps (select dim 1 index 2,)
     y.mul_(2)                                S.array = S.array with 2 * S.array[:, 2] in its place
-
-Uneven tensors: JAX has no uneven global arrays. A pinned storage (one that was put on the devices
-with a sharding) therefore holds an array padded with zeros to a multiple of its tiles, while
-``shape`` stays logical. Only :meth:`Storage.read` and :meth:`Storage.write` know of the padding.
 
 The tensor reports the device ``cpu`` and carries a dispatch key of its own, see
 ``docs/decisions/device.md``.
@@ -35,26 +29,23 @@ from torch.distributed.tensor import DTensor
 from xla_dtensor.core import OpSharding
 from xla_dtensor.runtimes.jax.arrays import autocast
 from xla_dtensor.runtimes.jax.arrays.private import hlo_sharding_text
-from xla_dtensor.runtimes.jax.arrays.sharding import constrained, host_value, place, unpadded
+from xla_dtensor.runtimes.jax.arrays.sharding import constrained, host_value, place
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import (
     active_trace,
     array_before,
     array_read,
-    note_write,
 )
 from xla_dtensor.runtimes.jax.arrays.values import torch_dtype, torch_from_numpy, x64
 from xla_dtensor.runtimes.nested import runs_as_it_is
 from xla_dtensor.runtimes.torch_own import make_wrapper
 
 if TYPE_CHECKING:
-    from xla_dtensor.runtimes.jax.compile.layers.rows import TracedStack
-    from xla_dtensor.runtimes.jax.compile.layers.stacks import Stack
-    from xla_dtensor.runtimes.jax.eager.manual import ManualAxes
+    pass
 
 __all__ = [
     "EXTRA_KEYS",
     "JaxTensor",
-    "Storage",
     "ViewStep",
     "annotate",
     "annotation",
@@ -75,94 +66,6 @@ EXTRA_KEYS = (
     | DispatchKeySet(DispatchKey.AutocastCPU)
     | autocast.KEY
 )
-
-
-class Storage:
-    """A rebindable cell for one global array.
-
-    Args:
-        array: The values, padded to the tiles of `sharding` when they divide unevenly.
-        shape: The logical shape; the array's own when None.
-        sharding: Where later writes have to lie; None leaves that to XLA.
-        manual: The axes along which `array` stacks one tile per device; None for a global array.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_array",
-        "constraint",
-        "manual",
-        "row",
-        "shape",
-        "sharding",
-        "unannotated",
-    )
-
-    def __init__(
-        self,
-        array: jax.Array,
-        shape: tuple[int, ...] | None = None,
-        sharding: NamedSharding | None = None,
-        manual: ManualAxes | None = None,
-    ) -> None:
-        # Where a compiled step keeps the values of several storages as one array: see stacks,
-        # and rows for the time of the trace.
-        self.row: tuple[Stack | TracedStack, int] | None = None
-        self._array: Any = array
-        self.manual = manual
-        self.shape = tuple(array.shape) if shape is None else shape
-        self.sharding = sharding
-        # Set by jax_annotate, for the time of a traced step: what the step asks of a storage that
-        # is older than it, and a value of its own as it was before it was annotated.
-        self.constraint: NamedSharding | None = None
-        self.unannotated: tuple[jax.Array, jax.Array] | None = None
-        trace = active_trace()
-        if trace is not None:
-            trace.adopt(self)
-
-    @property
-    def array(self) -> jax.Array:
-        """The values. A row of a stack between two calls takes them out of it for good."""
-        return self._array if self.row is None else self.row[0].read(self, self.row[1])
-
-    @array.setter
-    def array(self, value: jax.Array) -> None:
-        self.row = None
-        self._array = value
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the values."""
-        return (self._array if self.row is None else self.row[0].array).dtype
-
-    def become_row(self, stack: Stack | TracedStack, lane: int) -> None:
-        """Leave the values to a stack."""
-        self.row = (stack, lane)
-        self._array = None
-
-    def read(self) -> jax.Array:
-        """Return the logical value."""
-        array = unpadded(array_read(self), self.shape, self.sharding)
-        return array if self.constraint is None else constrained(array, self.constraint)
-
-    def write(self, array: jax.Array) -> None:
-        """Rebind to `array`, of the logical shape and dtype."""
-        note_write(self)
-        if self.sharding is not None and not isinstance(array, jax.core.Tracer):
-            array = place(array, self.sharding)
-        self.array = array
-
-    @property
-    def lies(self) -> Any:
-        """How the array lies; where it has no values, how it is to lie, or None."""
-        if self.row is not None:
-            return self.row[0].row_sharding or self.sharding
-        return self.sharding if isinstance(self._array, jax.core.Tracer) else self._array.sharding
-
-    def check_valid(self) -> None:
-        """Raise when the array cannot hold the logical shape."""
-        if any(a < s for a, s in zip(self.array.shape, self.shape, strict=True)):
-            raise RuntimeError(f"array {self.array.shape} is smaller than shape {self.shape}")
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from jax.experimental import multihost_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.core.errors import CompileError, UnsupportedOpError
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import active_trace, is_tracer, refuse_read
 from xla_dtensor.runtimes.jax.arrays.values import jax_dtype, x64
-from xla_dtensor.runtimes.jax.eager.tensor import Storage
 from xla_dtensor.runtimes.jax.lower.table import Lowering, lower
 from xla_dtensor.runtimes.nested import leaves, map_nested
 

@@ -32,10 +32,12 @@ from xla_dtensor.runtimes.host_work import HostTape
 from xla_dtensor.runtimes.host_work.mode import LoopOps
 from xla_dtensor.runtimes.jax.arrays import trace as jax_trace
 from xla_dtensor.runtimes.jax.arrays.sharding import padded_shape, place
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import Trace
 from xla_dtensor.runtimes.jax.arrays.values import jax_dtype
+from xla_dtensor.runtimes.jax.compile.layers.rows import Rows
 from xla_dtensor.runtimes.jax.compile.trace_values import inner
-from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 from xla_dtensor.runtimes.jax.lower import random
 
 __all__ = ["BlockTrace", "Form", "Inputs", "strong", "traced_block"]
@@ -309,7 +311,7 @@ def strong(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _child_trace() -> Iterator[tuple[Trace, Trace | None]]:
-    parent, child = jax_trace._active, Trace()
+    parent, child = jax_trace._active, Trace(Rows())
     if parent is not None:
         parent.given_to(child)
     try:

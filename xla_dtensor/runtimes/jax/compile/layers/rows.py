@@ -34,7 +34,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ from jax.extend.core import set_current_trace
 from xla_dtensor.runtimes.bounds import are_checked
 from xla_dtensor.runtimes.jax.arrays.private import trace_of
 from xla_dtensor.runtimes.jax.arrays.sharding import place
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import Trace, active_trace, note_write
 from xla_dtensor.runtimes.jax.arrays.values import jax_dtype, numpy_from_torch
 from xla_dtensor.runtimes.jax.compile.layers.layer_stacks import (
@@ -56,21 +57,15 @@ from xla_dtensor.runtimes.jax.compile.layers.layer_stacks import (
 from xla_dtensor.runtimes.jax.compile.layers.number_rows import NumberRows, RowNode
 from xla_dtensor.runtimes.jax.compile.trace_values import inner
 from xla_dtensor.runtimes.jax.eager.scalar import sym_number, sym_of_node
-from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
-
-if TYPE_CHECKING:
-    from xla_dtensor.runtimes.jax.compile.layers.block import Form
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 
 __all__ = [
+    "Rows",
     "TracedStack",
     "gather",
-    "give_row",
-    "number_of",
     "placed_values",
     "row_of",
-    "run_on_rows",
     "traced_stack",
-    "wrapped_rows",
 ]
 
 
@@ -164,12 +159,6 @@ def row_of(tensor: Any) -> tuple[TracedStack, int] | None:
     return row if row[0].row_shape == storage.shape else None
 
 
-def number_of(row: tuple[TracedStack, int]) -> Any:
-    """Return the SymFloat or SymInt of a row of a stack of 0-dim tensors."""
-    stack, lane = row
-    return sym_of_node(RowNode(stack.numbers, lane))
-
-
 def gather(parameters: Sequence[torch.Tensor], states: Sequence[Mapping[str, Any]]) -> bool:
     """Let an optimizer's state of parameters that are rows be rows as well.
 
@@ -196,24 +185,6 @@ def gather(parameters: Sequence[torch.Tensor], states: Sequence[Mapping[str, Any
     return bool(by_stack)
 
 
-def wrapped_rows(values: Any, form: Form, count: int) -> list[torch.Tensor]:
-    """Return the rows of a value as tensors of a form.
-
-    Args:
-        values: The value, one row per layer.
-        form: What each row is.
-        count: How many there are.
-    """
-    storages = [Storage(values, form.shape, form.sharding) for _ in range(count)]
-    if count > 1:
-        stack = TracedStack(values, form.sharding)
-        for lane, storage in enumerate(storages):
-            storage.become_row(stack, lane)
-    else:
-        storages[0].array = unstack_layers(values)[0]
-    return [form.over(storage) for storage in storages]
-
-
 def placed_values(storages: Sequence[Storage]) -> list[Any]:
     """Return what storages hold at the end of a step, placed as they are to lie.
 
@@ -232,25 +203,6 @@ def placed_values(storages: Sequence[Storage]) -> list[Any]:
             placed[key] = unstack_layers(pinned_stack(stack.array, storage.sharding))
         found.append(placed[key][lane])
     return found
-
-
-def give_row(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Write a tensor that is a row to another one, which becomes a row; return whether it has."""
-    row, trace = row_of(source), active_trace()
-    payload = inner(target)
-    if row is None or trace is None or payload is None or payload._steps:
-        return False
-    storage = payload._storage
-    if trace.recomputation is not None or storage.manual is not None:
-        return False
-    note_write(storage)
-    if not _may_be_row(storage, trace):
-        return False
-    stack, lane = row
-    if np.broadcast_shapes(stack.row_shape, storage.shape) != storage.shape:
-        return False
-    storage.become_row(stack.fitted(storage.shape, jax_dtype(payload.dtype)), lane)
-    return True
 
 
 def _may_be_row(storage: Storage, trace: Trace) -> bool:
@@ -313,38 +265,75 @@ class _Operand:
     wrap: Callable[[Any], Any] | None = None
 
 
-def run_on_rows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any | None:
-    """Run a functional op on tensors that are rows; None where it is not an op of rows.
+class Rows:
+    """What one trace asks of rows, and what ops have made of them."""
 
-    Args:
-        func: An ``OpOverload``.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-    """
-    trace = active_trace()
-    # A flag of an op's numbers is one of the step, and none of a row.
-    if trace is None or trace.recomputation is not None or are_checked():
-        return None
-    given = (*args, *kwargs.values())
-    lane = next((row[1] for row in map(row_of, given) if row is not None), None)
-    if lane is None or torch.Tag.nondeterministic_seeded in func.tags:
-        return None
-    operands = [_operand(each, lane) for each in given]
-    known = [each for each in operands if each is not None]
-    of_rows = [each for each in known if each.values is not None]
-    if len(known) < len(given) or len({len(each.values) for each in of_rows}) > 1:
-        return None
-    key = tuple(each.key for each in known), tuple(kwargs)
-    alike = trace.ops_of_rows.setdefault((func, *(id(each.of) for each in of_rows)), [])
-    found = next((each for each in alike if each.key == key), None)
-    if found is None:
-        if any(lane not in each.lanes for each in alike):
+    def __init__(self) -> None:
+        # By the op and the stacks that its operands are rows of.
+        self._ops: dict[Hashable, list[OpOfRows]] = {}
+
+    def forget(self) -> None:
+        """Let go of what ops have made: what is alive at the end of a trace is a result."""
+        self._ops.clear()
+
+    def number(self, tensor: JaxTensor) -> Any | None:
+        """Return the SymFloat or SymInt of a 0-dim tensor that is a row; None for another one."""
+        row = row_of(tensor)
+        if row is None or tensor.ndim > 0 or tensor.dtype == torch.bool or tensor.is_complex():
             return None
-        found = _ran(trace, func, key, known, len(args), tuple(kwargs))
+        stack, lane = row
+        return sym_of_node(RowNode(stack.numbers, lane))
+
+    def give(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Write a tensor that is a row to another one, which becomes a row; whether it has."""
+        row, trace = row_of(source), active_trace()
+        payload = inner(target)
+        if row is None or trace is None or payload is None or payload._steps:
+            return False
+        storage = payload._storage
+        if trace.recomputation is not None or storage.manual is not None:
+            return False
+        note_write(storage)
+        if not _may_be_row(storage, trace):
+            return False
+        stack, lane = row
+        if np.broadcast_shapes(stack.row_shape, storage.shape) != storage.shape:
+            return False
+        storage.become_row(stack.fitted(storage.shape, jax_dtype(payload.dtype)), lane)
+        return True
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any | None:
+        """Run a functional op on tensors that are rows; None where it is not an op of rows.
+
+        Args:
+            func: An ``OpOverload``.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+        """
+        trace = active_trace()
+        # A flag of an op's numbers is one of the step, and none of a row.
+        if trace is None or trace.recomputation is not None or are_checked():
+            return None
+        given = (*args, *kwargs.values())
+        lane = next((row[1] for row in map(row_of, given) if row is not None), None)
+        if lane is None or torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        operands = [_operand(each, lane) for each in given]
+        known = [each for each in operands if each is not None]
+        of_rows = [each for each in known if each.values is not None]
+        if len(known) < len(given) or len({len(each.values) for each in of_rows}) > 1:
+            return None
+        key = tuple(each.key for each in known), tuple(kwargs)
+        alike = self._ops.setdefault((func, *(id(each.of) for each in of_rows)), [])
+        found = next((each for each in alike if each.key == key), None)
         if found is None:
-            return None
-        alike.append(found)
-    return found.row(lane)
+            if any(lane not in each.lanes for each in alike):
+                return None
+            found = _ran(trace, func, key, known, len(args), tuple(kwargs))
+            if found is None:
+                return None
+            alike.append(found)
+        return found.row(lane)
 
 
 def _operand(value: Any, lane: int) -> _Operand | None:

@@ -31,6 +31,7 @@ from xla_dtensor.core.errors import ScanError
 from xla_dtensor.runtimes.base import Layers
 from xla_dtensor.runtimes.jax.arrays.private import frames_here, frames_of
 from xla_dtensor.runtimes.jax.arrays.products import OrderedProgram
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import active_trace
 from xla_dtensor.runtimes.jax.arrays.values import jax_dtype, x64
 from xla_dtensor.runtimes.jax.compile.layers.block import (
@@ -40,6 +41,7 @@ from xla_dtensor.runtimes.jax.compile.layers.block import (
     strong,
     traced_block,
 )
+from xla_dtensor.runtimes.jax.compile.layers.layer_stacks import unstack_layers
 from xla_dtensor.runtimes.jax.compile.layers.loops import (
     Plan,
     backward_loop,
@@ -47,11 +49,11 @@ from xla_dtensor.runtimes.jax.compile.layers.loops import (
     forward_loop,
 )
 from xla_dtensor.runtimes.jax.compile.layers.policies import Policy, policy_of
-from xla_dtensor.runtimes.jax.compile.layers.rows import traced_stack, wrapped_rows
+from xla_dtensor.runtimes.jax.compile.layers.rows import TracedStack, traced_stack
 from xla_dtensor.runtimes.jax.compile.layers.split import split
 from xla_dtensor.runtimes.jax.compile.layers.watch import see_alike
 from xla_dtensor.runtimes.jax.compile.trace_values import inner
-from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, Storage
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 from xla_dtensor.runtimes.jax.lower import random
 from xla_dtensor.runtimes.whole_ops import refuse_second, save, saved
 
@@ -287,6 +289,13 @@ def _wrapped_inputs(plan: Plan, carry: Any, shared: Any, layers: Any) -> list[An
 
 
 def _rows(gradients: Any, form: Form, count: int) -> list[torch.Tensor]:
+    """Return what each layer gets: arrays by themselves, or the rows of one value."""
     if isinstance(gradients, list):
         return [form.wrap(array) for array in gradients]
-    return wrapped_rows(gradients, form, count)
+    if count == 1:
+        return [form.wrap(unstack_layers(gradients)[0])]
+    stack = TracedStack(gradients, form.sharding)
+    storages = [Storage(gradients, form.shape, form.sharding) for _ in range(count)]
+    for lane, storage in enumerate(storages):
+        storage.become_row(stack, lane)
+    return [form.over(storage) for storage in storages]

@@ -38,7 +38,7 @@ from xla_dtensor.runtimes.jax.compile.layers.layer_stacks import (
 )
 
 if TYPE_CHECKING:
-    from xla_dtensor.runtimes.jax.eager.tensor import Storage
+    from xla_dtensor.runtimes.jax.arrays.storage import Storage
 
 __all__ = ["Stack", "all_rows", "give_stack", "stack_of"]
 
