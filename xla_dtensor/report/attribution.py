@@ -26,10 +26,10 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
 from xla_dtensor.report.collective import Collective
-from xla_dtensor.report.compile_report import CompileReport
 from xla_dtensor.report.finding import (
     PHASES,
     CollectiveLine,
@@ -42,6 +42,9 @@ from xla_dtensor.report.reading import read_hlo
 from xla_dtensor.report.render import axes_text, base_axes, one_line
 from xla_dtensor.report.report import Evidence
 from xla_dtensor.report.texts import bytes_text
+
+if TYPE_CHECKING:
+    from xla_dtensor.report.compile_report import CompileReport
 
 __all__ = [
     "ANY",
@@ -645,7 +648,7 @@ def comm_counts(source: Evidence | CompileReport) -> CommCounts:
         >>> comm_counts(Evidence("t", "HloModule m", Mesh.arange((8,)))).get_total_counts()
         0
     """
-    if isinstance(source, CompileReport):
+    if not isinstance(source, Evidence):
         moving = enumerate(line for line in source.collectives if line.moves)
         told = [
             (line.origin, _part(number, line, line.origin.phase, line.bytes_per_device))

@@ -13,18 +13,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from mesh_utils import Mesh
 from mesh_utils.draw import axis_colour
 from xla_dtensor.core import Layout, LayoutError
 from xla_dtensor.report import render
-from xla_dtensor.report.compile_report import CompileReport
 from xla_dtensor.report.finding import starred
 from xla_dtensor.report.hlo_text import element_bytes
 from xla_dtensor.report.report import MeshAxis, ReportError, TensorLine
 from xla_dtensor.report.roofline import Roofline
 from xla_dtensor.report.sharding_picture import Box, Label, ShardingPicture, fill, picture_of
 from xla_dtensor.report.texts import AxisUse, axis_uses, bytes_text, seconds_text, share_text
+
+if TYPE_CHECKING:
+    from xla_dtensor.report.compile_report import CompileReport
 
 __all__ = ["layout_of_text", "picture_of_tensor", "tensor_line", "to_html"]
 

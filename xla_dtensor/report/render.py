@@ -9,14 +9,16 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mesh_utils import Axis
-from xla_dtensor.report.compile_report import CompileReport
 from xla_dtensor.report.finding import CollectiveLine, Finding, Origin, starred
 from xla_dtensor.report.reading import CollectiveSummary
 from xla_dtensor.report.report import MeshAxis, TensorLine
 from xla_dtensor.report.texts import bytes_text, seconds_text, share_text
+
+if TYPE_CHECKING:
+    from xla_dtensor.report.compile_report import CompileReport
 
 __all__ = [
     "NOT_FROM_COMPILER",

@@ -79,10 +79,9 @@ class ReportError(ValueError):
     """A stored report cannot be read.
 
     Example:
-        >>> from xla_dtensor.report import ReportError
-        >>> from xla_dtensor.report.compile_report import from_json
+        >>> from xla_dtensor.report import CompileReport, ReportError
         >>> try:
-        ...     from_json("{}")
+        ...     CompileReport.from_json("{}")
         ... except ReportError as error:
         ...     print(str(error).split(". ")[1])
         It is something else

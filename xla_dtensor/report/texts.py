@@ -10,12 +10,8 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from xla_dtensor.report.report import MeshAxis
-
-if TYPE_CHECKING:
-    from xla_dtensor.report.report import MeshAxis
 
 __all__ = ["AxisUse", "axis_uses", "bytes_text", "seconds_text", "share_text"]
 

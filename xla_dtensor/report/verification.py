@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from mesh_utils import Axis
 from xla_dtensor.core.argument_types import argument_types
-from xla_dtensor.report.compile_report import CompileReport
 from xla_dtensor.report.finding import CollectiveLine, Finding, starred
 from xla_dtensor.report.render import (
     Table,
@@ -129,8 +128,6 @@ class ReportDiff:
         Returns:
             Markdown, with a line break at the end; unchanged numbers are left out.
         """
-        from xla_dtensor.report.render import markdown_table, markdown_text
-
         lines = ["# What changed", ""]
         for name, title, words in zip(("before", "after"), self.titles, self.verdicts, strict=True):
             lines.append(f"- {name}: {markdown_text(title)}. {markdown_text(words)}")
@@ -502,7 +499,7 @@ def verify(
 
     Example:
         >>> from mesh_utils import Mesh
-        >>> from xla_dtensor.report.report import Evidence
+        >>> from xla_dtensor.report import CompileReport, Evidence
         >>> report = CompileReport.of(Evidence("a step", "HloModule m", Mesh.arange((8,), ("dp",))))
         >>> verify(report, report).status
         0
