@@ -1,18 +1,10 @@
 """What ``plan --quick`` prints: an estimate, a sweep, a slice or a batch, as text or for JSON.
 
 What ``plan`` prints of meshes, slices or batches that it compiled, as text or for JSON.
-
-``plan JOB --sweep``, ``--smallest``, ``--max-batch``: what was ranked, confirmed by compiling.
-
-One program after the other, until ``--budget`` seconds are spent; what libtpu refuses is a row of
-the table. The report of what was found goes to ``--out``.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +14,16 @@ from xla_dtensor.core.rules import folded
 if TYPE_CHECKING:
     from mesh_utils import JobConfig
     from xla_dtensor.plan.estimate import Batch, QuickEstimate, QuickTensor
-    from xla_dtensor.plan.search import Budget, Compile, Trial
+    from xla_dtensor.plan.search import Trial
     from xla_dtensor.plan.sweep import QuickCase, SweptMesh
-    from xla_dtensor.report.report import Evidence
 
 __all__ = [
     "batch_data",
     "batch_text",
     "estimate_data",
     "estimate_text",
-    "search",
+    "search_data",
+    "search_text",
     "smallest_data",
     "smallest_text",
     "sweep_data",
@@ -544,60 +536,3 @@ def _trial_data(trial: Trial) -> dict[str, Any]:
         },
         "compile_seconds": trial.seconds,
     }
-
-
-# ------------------------------------------------------- plan JOB --sweep, --smallest, --max-batch
-
-
-def search(case: QuickCase, args: argparse.Namespace) -> bool:
-    """Compiles what was asked about, prints the table, and writes the report of what was found.
-
-    Args:
-        case: The job.
-        args: The arguments.
-
-    Returns:
-        Whether something fits.
-
-    Raises:
-        JobError: A pattern, chip, or optimizer that there is not.
-    """
-    from xla_dtensor.cli.plan import compiled, keep
-    from xla_dtensor.plan.search import Budget
-
-    def compile(job: JobConfig, per_group: int, seconds: float) -> Evidence:
-        return compiled(job, args, per_group, min(seconds, args.time_limit))
-
-    budget = Budget(args.budget)
-    trials = _trials(case, args, compile, budget)
-    answer = _found(trials, args)
-    spent = budget.seconds - budget.left
-    if args.json:
-        print(json.dumps(search_data(case, trials, answer, spent), indent=1))
-    else:
-        print(search_text(case, trials, answer, spent, budget.seconds))
-    if answer is not None and answer.evidence is not None and answer.report is not None:
-        keep(answer.evidence, answer.report, args.out)
-    elif args.out is not None:
-        print(f"nothing is written to {args.out}: nothing fits", file=sys.stderr)
-    return answer is not None
-
-
-def _trials(
-    case: QuickCase, args: argparse.Namespace, compile: Compile, budget: Budget
-) -> tuple[Trial, ...]:
-    from xla_dtensor.plan import search as plan_search
-
-    if args.sweep is not None:
-        return plan_search.compiled_sweep(case, args.sweep, compile, budget=budget, best=args.best)
-    if args.smallest is not None:
-        return plan_search.compiled_smallest(case, args.smallest, compile, budget=budget)
-    return plan_search.compiled_batch(case, compile, budget=budget)
-
-
-def _found(trials: tuple[Trial, ...], args: argparse.Namespace) -> Trial | None:
-    """The answer: the first mesh, the only slice, or the largest batch that fits."""
-    fitting = [trial for trial in trials if trial.outcome in ("fits", "unknown")]
-    if args.max_batch:
-        return max(fitting, key=lambda trial: trial.per_group, default=None)
-    return next(iter(fitting), None)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xla_dtensor.cli.subcommand import REFUSED
+from xla_dtensor.cli.subcommand import fits_status, run_or_refuse
 
 if TYPE_CHECKING:
     from xla_dtensor.report.compile_report import CompileReport
@@ -17,64 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["add_diff", "add_report"]
 
 
-# -------------------------------------------------- What the commands about reports have in common
-#
-# How they refuse, and their exit statuses.
-
-DOES_NOT_FIT = 1
-
 STATUSES = "Exit status 0 if it fits or nobody knows, 1 if it does not fit, 2 for what is refused."
 """What the exit statuses mean, for the help."""
-
-
-def fits_status(fits: bool | None) -> int:
-    """The exit status of a report.
-
-    Args:
-        fits: Whether the step fits; None if nobody knows.
-
-    Returns:
-        1 if it does not fit, else 0.
-
-    Example:
-        >>> fits_status(True), fits_status(None), fits_status(False)
-        (0, 0, 1)
-    """
-    return DOES_NOT_FIT if fits is False else 0
-
-
-def status_or_refusal(
-    command: Callable[[argparse.Namespace], int],
-) -> Callable[[argparse.Namespace], int]:
-    """Makes a command say in words what it refuses, without a traceback.
-
-    Args:
-        command: What to do, returning the exit status.
-
-    Returns:
-        The same; 2 after a refusal.
-    """
-
-    def run(args: argparse.Namespace) -> int:
-        from mesh_utils.errors import MeshError
-        from xla_dtensor.report.hlo_text import HloError
-        from xla_dtensor.report.report import EvidenceError, ReportError
-
-        try:
-            return command(args)
-        except (MeshError, EvidenceError, HloError, ReportError) as error:
-            print(f"error: {error}", file=sys.stderr)
-        except (OSError, UnicodeDecodeError) as error:
-            name = getattr(error, "filename", None)
-            why = getattr(error, "strerror", None) or error
-            print(
-                f"error: The file {str(name)!r} was asked for. The system says: {why}. "
-                "Pass a path that can be opened.",
-                file=sys.stderr,
-            )
-        return REFUSED
-
-    return run
 
 
 # -------------------------------------------------------- python -m xla_dtensor diff a.json b.json
@@ -100,7 +42,7 @@ def add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         diff.add_argument(
             name, metavar=name.upper(), help="a report as JSON, or a folder of evidence"
         )
-    diff.set_defaults(command=status_or_refusal(_diff))
+    diff.set_defaults(command=run_or_refuse(_diff))
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -207,7 +149,7 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_report_outputs(report)
     add_verify(report)
-    report.set_defaults(command=status_or_refusal(_report))
+    report.set_defaults(command=run_or_refuse(_report))
 
 
 def add_report_outputs(command: argparse.ArgumentParser) -> None:
