@@ -38,7 +38,6 @@ from xla_dtensor.report.finding import (
     collective_lines,
     origin_of,
 )
-from xla_dtensor.report.reading import read_hlo
 from xla_dtensor.report.render import axes_text, base_axes, one_line
 from xla_dtensor.report.report import Evidence
 from xla_dtensor.report.texts import bytes_text
@@ -655,7 +654,7 @@ def comm_counts(source: Evidence | CompileReport) -> CommCounts:
             for number, line in moving
         ]
         return _counts(told, source.unread)
-    reading = read_hlo(source.hlo_text, source.mesh, source.granules)
+    reading = source.reading
     # Each by itself: the lines of a report put equal layers together. Sends and receives of one
     # rendezvous are one collective, so those stay together.
     paired = [

@@ -667,38 +667,36 @@ _TAKES_GLOBAL_IDS = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
 
 
 def device_groups(
-    groups: ReplicaGroups,
-    kind: str,
-    has_channel: bool,
-    use_global_device_ids: bool,
-    replica_count: int,
-    num_partitions: int,
+    collective: Collective, replica_count: int, num_partitions: int
 ) -> NDArray[np.int64] | None:
-    """Writes groups with device numbers.
+    """Writes the groups of a collective with device numbers.
 
     Args:
-        groups: as printed.
-        kind: the kind of the collective.
-        has_channel: whether it has a channel_id.
-        use_global_device_ids: as printed.
+        collective: any.
         replica_count: of the module.
         num_partitions: of the module.
 
     Returns:
-        Devices [number of groups, group size]; None for groups of different sizes, or with numbers
-        that the program does not have.
+        Devices [number of groups, group size]; None for no groups, for groups of different sizes,
+        or with numbers that the program does not have.
 
     Example:
-        >>> pairs = ReplicaGroups.parse("{{0,1},{2,3}}")
-        >>> device_groups(pairs, "all-gather", True, True, 1, 4).tolist()
-        [[0, 1], [2, 3]]
-        >>> device_groups(ReplicaGroups.parse("{}"), "all-reduce", False, False, 1, 2).tolist()
-        [[0], [1]]
+        >>> from xla_dtensor.report import collectives
+        >>> text = '''HloModule m, replica_count=2
+        ... ENTRY %main (p: f32[8]) -> f32[8] {
+        ...   %p = f32[8]{0} parameter(0)
+        ...   ROOT %sum = f32[8]{0} all-reduce(%p), replica_groups={}
+        ... }'''
+        >>> device_groups(collectives(text)[0], 2, 1).tolist()
+        [[0, 1]]
     """
+    groups, has_channel = collective.replica_groups, collective.channel_id is not None
+    if groups is None:
+        return None
     devices = np.arange(replica_count * num_partitions).reshape(replica_count, num_partitions)
-    if has_channel and use_global_device_ids:
+    if has_channel and collective.use_global_device_ids:
         return _take(devices.reshape(-1, 1), groups)
-    if has_channel and kind not in _TAKES_GLOBAL_IDS:
+    if has_channel and collective.kind not in _TAKES_GLOBAL_IDS:
         return _take(devices.T, groups)
     if not has_channel:
         return _take(devices, groups)
@@ -771,58 +769,30 @@ class ProgramAxes:
             )
         return cls(root, module.replica_count, module.num_partitions, slices)
 
-    def of_groups(
-        self, groups: ReplicaGroups, kind: str, channel_id: int | None, global_ids: bool
-    ) -> AxisNames | None:
-        """Names the axes of a collective with groups.
+    def axes_of(self, collective: Collective) -> AxisNames | None:
+        """Names the axes that a collective spans; of a permute those along which it moves.
 
         Args:
-            groups: as printed.
-            kind: of the collective.
-            channel_id: as printed.
-            global_ids: its use_global_device_ids.
+            collective: of the module.
 
         Returns:
-            The axes; None if the groups follow none.
+            The axes; None if its groups follow none, or have devices that the program has not.
         """
-        local = device_groups(
-            groups,
-            kind,
-            channel_id is not None,
-            global_ids,
-            self.replica_count,
-            self.num_partitions,
-        )
-        if local is not None and local.shape[1] == 1:
-            return ()
-        places = None if local is None else self._places(local)
+        target = dict(collective.frontend_attributes).get(DCN_TARGET)
+        if target is not None:
+            return transfer_axes(target, self.mesh, self.granules)
+        pairs = collective.source_target_pairs
+        if pairs or collective.kind == "collective-permute":
+            local = np.array(pairs, np.int64).reshape(-1, 2)
+            if local.max(initial=0) >= self.replica_count * self.num_partitions:
+                return None
+            places = self._places(local)
+            return None if places is None else pair_axes(places, self.mesh)
+        groups = device_groups(collective, self.replica_count, self.num_partitions)
+        if groups is None or groups.shape[1] == 1:
+            return None if groups is None else ()
+        places = self._places(groups)
         return None if places is None else group_axes(places, self.mesh)
-
-    def of_pairs(self, pairs: Sequence[tuple[int, int]]) -> AxisNames | None:
-        """Names the axes along which a permute moves.
-
-        Args:
-            pairs: from and to, as printed.
-
-        Returns:
-            The axes; None if the pairs have devices that the program has not.
-        """
-        local = np.array(pairs, np.int64).reshape(-1, 2)
-        if local.max(initial=0) >= self.replica_count * self.num_partitions:
-            return None
-        places = self._places(local)
-        return None if places is None else pair_axes(places, self.mesh)
-
-    def of_target(self, target: str) -> AxisNames | None:
-        """Names the axes of a transfer between slices.
-
-        Args:
-            target: as printed.
-
-        Returns:
-            The axes; None if they cannot be told.
-        """
-        return transfer_axes(target, self.mesh, self.granules)
 
     def _places(self, local: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Places in mesh.device_ids.flat of places in the program."""

@@ -20,13 +20,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from xla_dtensor.report.collective import Collective
 from xla_dtensor.report.finding import CollectiveLine, Finding, collective_lines
 from xla_dtensor.report.findings import findings
-from xla_dtensor.report.hlo import HloModule
 from xla_dtensor.report.memory import MemoryReport, memory_report
 from xla_dtensor.report.page import to_html
-from xla_dtensor.report.reading import read_hlo
 from xla_dtensor.report.render import render, to_markdown
 from xla_dtensor.report.report import (
     Evidence,
@@ -141,11 +138,9 @@ class CompileReport:
             EvidenceError: evidence that contradicts itself.
         """
         evidence.check_valid()
-        reading = read_hlo(evidence.hlo_text, evidence.mesh, evidence.granules)
-        found = reading.collectives
-        lines = _lines(evidence, found)
+        lines = _lines(evidence)
         memory = memory_report(evidence)
-        model = roofline(evidence, found)
+        model = roofline(evidence, evidence.reading.collectives)
         return cls(
             title=evidence.title,
             machine=machine_of(evidence),
@@ -166,7 +161,7 @@ class CompileReport:
             command=evidence.command,
             attributes=dict(evidence.attributes),
             unread=(
-                *(f"{part.where}: {part.why}" for part in reading.unread),
+                *(f"{part.where}: {part.why}" for part in evidence.reading.unread),
                 *_doubts(lines),
                 *((f"Memory: {memory.not_read}",) if memory.not_read else ()),
             ),
@@ -302,14 +297,14 @@ class CompileReport:
         return live.verify(self, job, *given, tolerances=tolerances, title=title)
 
 
-def _lines(evidence: Evidence, found: tuple[Collective, ...]) -> tuple[CollectiveLine, ...]:
-    if not found:
+def _lines(evidence: Evidence) -> tuple[CollectiveLine, ...]:
+    collectives = evidence.reading.collectives
+    if not collectives:
         return ()
-    header = HloModule.parse_header(evidence.hlo_text)
     return collective_lines(
-        found,
+        collectives,
         evidence.granules,
-        header.replica_count * header.num_partitions,
+        evidence.program.replica_count * evidence.program.num_partitions,
         "-" if evidence.topology is None else "ICI",
     )
 

@@ -425,13 +425,8 @@ def _network(
         return fast  # A program of one slice talks inside of it, but for its DCN transfers.
     if collective.source_target_pairs:
         members = np.array(collective.source_target_pairs)
-    elif collective.replica_groups is not None:
-        channel = collective.channel_id is not None
-        ids = collective.use_global_device_ids
-        groups = collective.replica_groups
-        members = device_groups(groups, collective.kind, channel, ids, 1, slices.size)
     else:
-        return "-"
+        members = device_groups(collective, 1, slices.size)
     if members is None or members.max(initial=0) >= slices.size:
         return "-"
     places = slices[members]

@@ -42,7 +42,7 @@ from xla_dtensor.report.finding import (
 )
 from xla_dtensor.report.hlo_text import ArrayShape
 from xla_dtensor.report.memory import axis_dims, free_axes, is_sharded_over, is_vocabulary, shards
-from xla_dtensor.report.reading import HloReading, read_hlo, rematerialization_findings
+from xla_dtensor.report.reading import HloReading, rematerialization_findings
 from xla_dtensor.report.report import Evidence, Held
 from xla_dtensor.report.roofline import Roofline, axes_text
 from xla_dtensor.report.texts import bytes_text, seconds_text
@@ -760,20 +760,18 @@ then moves more than the weights themselves would."""
 _TRANSFER = "_xla_megascale_transfer_type"
 
 
-def traffic_findings(
-    evidence: Evidence, reading: HloReading, roofline: Roofline | None
-) -> Iterator[Finding]:
+def traffic_findings(evidence: Evidence, roofline: Roofline | None) -> Iterator[Finding]:
     """Finds collectives that should not be, or not there.
 
     Args:
         evidence: what the compiled step left behind.
-        reading: the collectives of its program.
         roofline: the modelled times; None if there are none.
 
     Yields:
         The findings.
     """
-    moves = moves_of(reading.collectives, evidence.held)
+    collectives = evidence.reading.collectives
+    moves = moves_of(collectives, evidence.held)
     weights = [tensor for tensor in evidence.held if tensor.role in _WEIGHTS]
     gathered = gathering_axes(moves) if weights else frozenset[str]()
     yield from _over_dcn(moves, weights, roofline)
@@ -781,7 +779,7 @@ def traffic_findings(
         yield from _gathered_activations(moves, weights, gathered, evidence.mesh)
         yield from attention_findings(evidence, moves)
         yield from expert_findings(evidence, moves)
-    yield from axis_findings(evidence, reading.collectives, gathered)
+    yield from axis_findings(evidence, collectives, gathered)
 
 
 # ------------------------------------------------------------------------- DCN
@@ -905,18 +903,17 @@ def findings(
         >>> [each.code for each in found]
         ['axis-of-size-1']
     """
-    reading = read_hlo(evidence.hlo_text, evidence.mesh, evidence.granules)
     cut_again = list(rematerialization_findings(evidence))
     listed = [
         *state_findings(evidence, memory),
         # What is gathered only to be cut again is said once.
         *(
             finding
-            for finding in traffic_findings(evidence, reading, roofline)
+            for finding in traffic_findings(evidence, roofline)
             if not _is_said(finding, cut_again)
         ),
         *cut_again,
-        *_unread(reading, lines),
+        *_unread(evidence.reading, lines),
     ]
     return tuple(sorted(listed, key=lambda finding: SEVERITIES.index(finding.severity)))
 

@@ -40,7 +40,7 @@ from dataclasses import dataclass, field, replace
 
 from mesh_utils import Mesh
 from xla_dtensor.report.finding import Origin, origin_of, starred
-from xla_dtensor.report.hlo import HloModule, computation_runs, told_metadata
+from xla_dtensor.report.hlo import computation_runs, told_metadata
 from xla_dtensor.report.hlo_text import (
     HOST_SPACE,
     HloError,
@@ -520,7 +520,7 @@ def memory_report(evidence: Evidence) -> MemoryReport:
     """
     entry, no_layouts = _entry(evidence.hlo_text)
     parts = memory_parts(evidence, entry)
-    peak, module, no_schedule = _peak(evidence.hlo_text)
+    peak, no_schedule = _peak(evidence)
     outside = sum(tensor.device_bytes for tensor in evidence.held if _is_outside(tensor))
     compiler = evidence.memory
     differences = Differences()
@@ -539,7 +539,7 @@ def memory_report(evidence: Evidence) -> MemoryReport:
             arguments = 0
         differences = Differences(arguments, results, compiler.aliased - entry.aliased_bytes)
     total, capacity = program + outside, capacity_bytes(evidence)
-    buffers = [*_held_buffers(evidence, entry), *_temporary_buffers(peak, module)]
+    buffers = [*_held_buffers(evidence, entry), *_temporary_buffers(peak, evidence)]
     buffers.sort(key=lambda buffer: (-buffer.bytes, buffer.name))
     report = MemoryReport(
         parts=parts,
@@ -586,14 +586,13 @@ def _entry(hlo_text: str) -> tuple[EntryBytes, str]:
         return EntryBytes(), str(error)
 
 
-def _peak(hlo_text: str) -> tuple[LivePeak | None, HloModule | None, str]:
-    if "is_scheduled=true" not in hlo_text.lstrip().partition("\n")[0]:
-        return None, None, "The program's text has no schedule."
+def _peak(evidence: Evidence) -> tuple[LivePeak | None, str]:
+    if "is_scheduled=true" not in evidence.hlo_text.lstrip().partition("\n")[0]:
+        return None, "The program's text has no schedule."
     try:
-        module = HloModule.parse(hlo_text)
-        return live_peak(module), module, ""
+        return live_peak(evidence.program), ""
     except HloError as error:
-        return None, None, str(error)
+        return None, str(error)
 
 
 def _held_buffers(evidence: Evidence, entry: EntryBytes) -> Iterator[LargeBuffer]:
@@ -610,9 +609,10 @@ def _held_buffers(evidence: Evidence, entry: EntryBytes) -> Iterator[LargeBuffer
         yield LargeBuffer(size, shape, tensor.name, tensor.role)
 
 
-def _temporary_buffers(peak: LivePeak | None, module: HloModule | None) -> Iterator[LargeBuffer]:
-    if peak is None or module is None:
+def _temporary_buffers(peak: LivePeak | None, evidence: Evidence) -> Iterator[LargeBuffer]:
+    if peak is None:
         return
+    module = evidence.program
     place = {
         name: computation
         for computation in module.computations.values()

@@ -27,7 +27,7 @@ import os
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -35,7 +35,9 @@ import numpy as np
 
 from mesh_utils import Axis, Mesh, Topology
 from xla_dtensor.report.finding import starred
-from xla_dtensor.report.hlo_text import element_bytes
+from xla_dtensor.report.hlo import HloModule
+from xla_dtensor.report.hlo_text import HloError, element_bytes
+from xla_dtensor.report.reading import HloReading, read_hlo, read_module
 
 __all__ = [
     "ROLES",
@@ -223,6 +225,19 @@ class Evidence:
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     command: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @cached_property
+    def program(self) -> HloModule:
+        """The program, taken apart; HloError where it is no HLO."""
+        return HloModule.parse(self.hlo_text)
+
+    @cached_property
+    def reading(self) -> HloReading:
+        """The program's collectives, and what of it could not be read."""
+        try:
+            return read_module(self.program, self.mesh, self.granules)
+        except HloError:
+            return read_hlo(self.hlo_text)  # which says why
 
     @property
     def granules(self) -> tuple[int, ...] | None:

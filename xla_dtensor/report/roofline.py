@@ -30,7 +30,6 @@ from mesh_utils import Axis, Chip, MeshError, Network, TopologyError
 from mesh_utils.network import Collective as Exchange
 from mesh_utils.traffic import MeshTraffic, TrafficSeconds
 from xla_dtensor.report.collective import DCN_TARGET, Collective, Granules, device_groups
-from xla_dtensor.report.hlo import HloModule
 from xla_dtensor.report.hlo_text import HloError
 from xla_dtensor.report.report import Evidence
 
@@ -88,8 +87,8 @@ class CollectiveTimes:
         self.dcn = 0.0
         self._doubts: dict[str, None] = {}
         self._ids = mesh.root.device_ids.reshape(-1)
-        header = HloModule.parse_header(evidence.hlo_text)
-        self._counts = header.replica_count, header.num_partitions
+        program = evidence.program
+        self._counts = program.replica_count, program.num_partitions
         slices = evidence.granules
         self._granules = None if slices is None else Granules(slices)
 
@@ -149,7 +148,8 @@ class CollectiveTimes:
             return nothing
         if collective.axes is not None:
             return self.traffic.seconds(collective.axes, collective.payload_bytes, kind)
-        groups = self._mixed_groups(collective)
+        local = device_groups(collective, *self._counts)
+        groups = None if local is None else self._devices(local)
         if groups is None:
             self._doubt("collectives whose groups could not be told take no time")
             return nothing
@@ -161,18 +161,6 @@ class CollectiveTimes:
     def _slices(self, axes: tuple[Axis, ...] | None) -> int:
         every = self.traffic.topology.num_slices
         return every if not axes else max(2, self.traffic.slices(axes))
-
-    def _mixed_groups(self, collective: Collective) -> NDArray[np.int64] | None:
-        if collective.replica_groups is None:
-            return None
-        local = device_groups(
-            collective.replica_groups,
-            collective.kind,
-            collective.channel_id is not None,
-            collective.use_global_device_ids,
-            *self._counts,
-        )
-        return None if local is None else self._devices(local)
 
     def _devices(self, local: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """The device ids of places in the program; of a program of one slice those of the first."""

@@ -10,8 +10,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from xla_dtensor.report.report import MeshAxis
+if TYPE_CHECKING:
+    from xla_dtensor.report.report import MeshAxis
 
 __all__ = ["AxisUse", "axis_uses", "bytes_text", "seconds_text", "share_text"]
 
@@ -89,6 +91,7 @@ class AxisUse:
         is_partial: whether each of its devices has a summand.
 
     Example:
+        >>> from xla_dtensor.report.report import MeshAxis
         >>> axis_uses("Shard(0), Replicate()", [MeshAxis("dp", 2, 1), MeshAxis("tp", 4, 1)], 2)[0]
         AxisUse(axis='dp', size=2, place=0, dim=0, is_strided=False, is_partial=False)
     """
@@ -113,6 +116,7 @@ def axis_uses(text: str | None, mesh: Sequence[MeshAxis], ndim: int) -> tuple[Ax
         What each axis does; None for text that says something else.
 
     Example:
+        >>> from xla_dtensor.report.report import MeshAxis
         >>> axis_uses("Shard(7)", [MeshAxis("dp", 2, 1)], 2) is None
         True
     """
