@@ -35,8 +35,8 @@ Both are in the report.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from mesh_utils import Mesh
 from xla_dtensor.report.finding import Origin, origin_of, starred
@@ -109,9 +109,9 @@ def is_sharded_over(held: Held, axis: str, mesh: Mesh) -> bool:
         >>> is_sharded_over(weight, "dp", mesh), is_sharded_over(weight, "tp", mesh)
         (False, True)
     """
-    splits = _splits(held, mesh)
-    if splits is not None:
-        return splits.get(axis, False)
+    dims = axis_dims(held, mesh)
+    if dims is not None:
+        return dims.get(axis) is not None
     sizes = {str(n): size for n, size in zip(mesh.axis_names, mesh.mesh_shape, strict=True)}
     size = sizes.get(axis, 1)
     return size > 1 and shards(held) % size == 0
@@ -132,12 +132,12 @@ def free_axes(held: Held, mesh: Mesh) -> tuple[str, ...]:
         >>> free_axes(weight, Mesh.arange((2, 4), ("dp", "tp")))
         ('dp',)
     """
-    splits = _splits(held, mesh) or {}
+    dims = axis_dims(held, mesh) or {}
     return tuple(
         str(axis)
         for axis, size in zip(mesh.axis_names, mesh.mesh_shape, strict=True)
         if size > 1
-        and not splits.get(str(axis), False)
+        and dims.get(str(axis)) is None
         and any(dim and dim % size == 0 for dim in held.device_shape)
     )
 
@@ -180,11 +180,6 @@ def axis_dims(held: Held, mesh: Mesh) -> dict[str, int | None] | None:
     axes = [MeshAxis(axis, size, 1) for axis, size in named]
     uses = axis_uses(held.chosen or held.requested, axes, len(held.shape))
     return None if uses is None else {use.axis: use.dim for use in uses}
-
-
-def _splits(held: Held, mesh: Mesh) -> dict[str, bool] | None:
-    dims = axis_dims(held, mesh)
-    return None if dims is None else {axis: dim is not None for axis, dim in dims.items()}
 
 
 # ------------------------------ What the arrays of a step take on one device, by what they are for
@@ -276,78 +271,6 @@ class EntryBytes:
         """What those results take that take the place of inputs."""
         return sum(_device_bytes(self.outputs[number]) for number in self.aliased)
 
-    def could_be_table(self, size: int) -> bool:
-        """Whether so many bytes can be the table of the results' addresses.
-
-        Args:
-            size: bytes.
-
-        Returns:
-            True if each result has 4 or 8 bytes in it, filled up to at most 512.
-        """
-        return self.is_tuple and _are_addresses(len(self.outputs), size)
-
-    def could_be_table_of_inputs(self, size: int) -> bool:
-        """Whether so many bytes can be the table of the inputs' addresses: as `could_be_table`.
-
-        Args:
-            size: bytes.
-
-        Returns:
-            True if each input has 4 or 8 bytes in it.
-        """
-        return self.is_tupled and _are_addresses(len(self.inputs), size)
-
-
-@dataclass
-class _Sum:
-    count: int = 0
-    logical: int = 0
-    physical: int = 0
-    elsewhere: int = 0
-
-    def part(self, role: str) -> MemoryPart:
-        padding = self.physical - self.logical
-        return MemoryPart(role, self.count, self.logical, padding, self.elsewhere)
-
-
-@dataclass
-class _Parts:
-    entry: EntryBytes
-    sums: dict[str, _Sum] = field(default_factory=dict[str, _Sum])
-
-    def add(
-        self, role: str, logical: int, array: LaidArray | None, elsewhere: bool = False
-    ) -> None:
-        total = self.sums.setdefault(role, _Sum())
-        physical = logical if array is None else array.padded_bytes
-        total.count += 1
-        total.logical += logical
-        total.physical += physical
-        if elsewhere or (array is not None and array.space == HOST_SPACE):
-            total.elsewhere += physical
-
-    def add_held(self, tensor: Held) -> None:
-        argument = _at(self.entry.inputs, tensor.input)
-        output = _at(self.entry.outputs, tensor.output)
-        in_place = tensor.output in self.entry.aliased
-        if tensor.input is not None or tensor.output is None:
-            self.add(tensor.role, tensor.device_bytes, argument)
-            if tensor.output is not None and not in_place:
-                self.add(COPIES, tensor.device_bytes, output)
-        else:
-            self.add(tensor.role, tensor.device_bytes, output, elsewhere=in_place)
-
-    def add_unnamed(self, held: Iterable[Held]) -> None:
-        held = tuple(held)
-        inputs, outputs = {tensor.input for tensor in held}, {tensor.output for tensor in held}
-        for number, array in enumerate(self.entry.inputs):
-            if number not in inputs:
-                self.add(UNNAMED, array.bytes, array)
-        for number, array in enumerate(self.entry.outputs):
-            if number not in outputs and number not in self.entry.aliased:
-                self.add(UNNAMED, array.bytes, array)
-
 
 def memory_parts(evidence: Evidence, entry: EntryBytes) -> tuple[MemoryPart, ...]:
     """Sums the arrays of a step by role.
@@ -360,15 +283,54 @@ def memory_parts(evidence: Evidence, entry: EntryBytes) -> tuple[MemoryPart, ...
         A part for each role that has arrays, in the order of the roles, then what has none. The
         sum of `device_bytes` of a role is that of its arrays' `device_bytes`, exactly.
     """
-    parts = _Parts(entry)
-    for tensor in evidence.held:
-        parts.add_held(tensor)
-    parts.add_unnamed(evidence.held)
-    order = (*ROLES, COPIES, UNNAMED)
-    return tuple(parts.sums[role].part(role) for role in order if role in parts.sums)
+    parts: dict[str, list[MemoryPart]] = {}
+    for part in (*_held_parts(evidence.held, entry), *_unnamed_parts(evidence.held, entry)):
+        parts.setdefault(part.role, []).append(part)
+    return tuple(
+        MemoryPart(
+            role,
+            len(parts[role]),
+            sum(part.device_bytes for part in parts[role]),
+            sum(part.padding_bytes for part in parts[role]),
+            sum(part.elsewhere_bytes for part in parts[role]),
+        )
+        for role in (*ROLES, COPIES, UNNAMED)
+        if role in parts
+    )
+
+
+def _held_parts(held: Iterable[Held], entry: EntryBytes) -> Iterator[MemoryPart]:
+    for tensor in held:
+        argument = _at(entry.inputs, tensor.input)
+        output = _at(entry.outputs, tensor.output)
+        in_place = tensor.output in entry.aliased
+        if tensor.input is not None or tensor.output is None:
+            yield _part(tensor.role, tensor.device_bytes, argument)
+            if tensor.output is not None and not in_place:
+                yield _part(COPIES, tensor.device_bytes, output)
+        else:
+            yield _part(tensor.role, tensor.device_bytes, output, elsewhere=in_place)
+
+
+def _unnamed_parts(held: Sequence[Held], entry: EntryBytes) -> Iterator[MemoryPart]:
+    inputs, outputs = {tensor.input for tensor in held}, {tensor.output for tensor in held}
+    for number, array in enumerate(entry.inputs):
+        if number not in inputs:
+            yield _part(UNNAMED, array.bytes, array)
+    for number, array in enumerate(entry.outputs):
+        if number not in outputs and number not in entry.aliased:
+            yield _part(UNNAMED, array.bytes, array)
+
+
+def _part(role: str, logical: int, array: LaidArray | None, elsewhere: bool = False) -> MemoryPart:
+    """One array, whose elements take `logical` bytes."""
+    physical = logical if array is None else array.padded_bytes
+    elsewhere = elsewhere or (array is not None and array.space == HOST_SPACE)
+    return MemoryPart(role, 1, logical, physical - logical, physical if elsewhere else 0)
 
 
 def _are_addresses(count: int, size: int) -> bool:
+    """Whether so many bytes can be a table: 4 or 8 for each array, filled up to at most 512."""
     return 4 * count <= size <= -(-8 * count // 512) * 512 and size % 4 == 0
 
 
@@ -530,11 +492,11 @@ def memory_report(evidence: Evidence) -> MemoryReport:
     else:
         temporaries, code, program = compiler.temporaries, compiler.code, compiler.total_bytes
         results = compiler.results - entry.result_bytes
-        if entry.could_be_table(results):
+        if entry.is_tuple and _are_addresses(len(entry.outputs), results):
             parts = (*parts, MemoryPart(TABLE, 1, results))
             results = 0
         arguments = compiler.arguments - entry.argument_bytes
-        if entry.could_be_table_of_inputs(arguments):
+        if entry.is_tupled and _are_addresses(len(entry.inputs), arguments):
             parts = (*parts, MemoryPart(TABLE_OF_INPUTS, 1, arguments))
             arguments = 0
         differences = Differences(arguments, results, compiler.aliased - entry.aliased_bytes)
@@ -600,10 +562,8 @@ def _held_buffers(evidence: Evidence, entry: EntryBytes) -> Iterator[LargeBuffer
         arrays, number = entry.inputs, tensor.input
         if number is None:
             arrays, number = entry.outputs, tensor.output
-        is_laid = number is not None and number < len(arrays)
-        size = (
-            arrays[number].padded_bytes if is_laid and number is not None else tensor.device_bytes
-        )
+        array = _at(arrays, number)
+        size = tensor.device_bytes if array is None else array.padded_bytes
         dims = (tensor.layers, *tensor.device_shape) if tensor.layers > 1 else tensor.device_shape
         shape = f"{tensor.dtype}[{','.join(map(str, dims))}]"
         yield LargeBuffer(size, shape, tensor.name, tensor.role)
