@@ -29,7 +29,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
-from xla_dtensor.report.collective import Collective
+from mesh_utils import Axis
+from xla_dtensor.report.collective import Collective, base_axes
 from xla_dtensor.report.finding import (
     PHASES,
     CollectiveLine,
@@ -38,7 +39,8 @@ from xla_dtensor.report.finding import (
     collective_lines,
     origin_of,
 )
-from xla_dtensor.report.render import axes_text, base_axes, one_line
+from xla_dtensor.report.hlo_text import split_outside
+from xla_dtensor.report.render import Table, axes_text, one_line, table_lines
 from xla_dtensor.report.report import Evidence
 from xla_dtensor.report.texts import bytes_text
 
@@ -95,7 +97,7 @@ def names_of(op_name: str | None) -> tuple[str, ...]:
             before, inside = op_name[:place], op_name[place + 1 : -1]
             if before and not before.endswith("/"):
                 return (op_name,)  # jit(f), transpose(jvp(f)): a call, not a list
-            return tuple(before + name for name in _split(inside))
+            return tuple(before + name for name in split_outside(inside, ":"))
     return (op_name,)
 
 
@@ -131,17 +133,6 @@ def parts_of(collective: Collective) -> tuple[tuple[Origin, int], ...]:
         (origin_of(name, collective.source if place == 0 else ()), size)
         for place, (name, size) in enumerate(named_parts(collective))
     )
-
-
-def _split(text: str) -> list[str]:
-    names, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == ":" and depth == 0:
-            names.append("")
-        else:
-            names[-1] += letter
-    return [name for name in names if name]
 
 
 # ------------------------------------------------------------------------------ Asked communication
@@ -242,7 +233,7 @@ class Unasked:
     """
 
     kind: str
-    axes: tuple[object, ...] | None
+    axes: tuple[Axis, ...] | None
     origin: Origin
     bytes: int
 
@@ -390,7 +381,7 @@ def _is_allowed(collective: Unasked, allowance: Allowance) -> bool:
         module == path or module.startswith(f"{path}.") for path in allowance.modules
     ):
         return True
-    axes = base_axes(collective.axes)  # pyright: ignore[reportArgumentType]
+    axes = base_axes(collective.axes)
     return (
         collective.kind in ("all-reduce", "reduce-scatter")
         and collective.origin.phase in ("backward", "optimizer")
@@ -749,8 +740,7 @@ def _data(module: ModuleComm) -> dict[str, object]:
 #
 # What each module communicates, as a table whose rows are indented by depth.
 
-_HEADER = ("module", "phase", "collective", "mesh axes", "runs", "bytes")
-_RIGHT = ("runs", "bytes")
+_HEADER = ("module", "phase", "collective", "mesh axes", ">runs", ">bytes")
 _NO_MODULES = (
     "The names in this program tell no modules (torch_xla's never do): everything is Global."
 )
@@ -778,17 +768,10 @@ def tracing_table(counts: CommCounts, *, with_axes: bool = True, depth: int | No
     for module in counts.root.walk():
         if depth is None or module.depth <= depth:
             rows += _rows(module, with_axes)
-    columns = [i for i, name in enumerate(_HEADER) if with_axes or name != "mesh axes"]
-    shown = [[row[i] for i in columns] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    right = [_HEADER[i] in _RIGHT for i in columns]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if is_right else cell.ljust(width)
-            for cell, width, is_right in zip(row, widths, right, strict=True)
-        ).rstrip()
-        for row in shown
-    ]
+    if not with_axes:
+        place = _HEADER.index("mesh axes")
+        rows = [row[:place] + row[place + 1 :] for row in rows]
+    lines = table_lines(Table(rows[0], tuple(rows[1:])))
     if not counts.has_modules:
         lines.append(_NO_MODULES)
     lines += [f"not read: {one_line(words)}" for words in counts.unread]
@@ -796,7 +779,7 @@ def tracing_table(counts: CommCounts, *, with_axes: bool = True, depth: int | No
 
 
 def _rows(module: ModuleComm, with_axes: bool) -> list[tuple[str, ...]]:
-    name = "  " * module.depth + one_line(module.path)
+    name = "  " * module.depth + module.path
     rows: list[tuple[str, ...]] = []
     phase = None
     for entry in module.entries(with_axes=with_axes):

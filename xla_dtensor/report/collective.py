@@ -96,6 +96,42 @@ def parse_iota(text: str) -> NDArray[np.int64] | None:
 # order of the mesh.
 
 AxisNames: TypeAlias = tuple[Axis, ...]
+AXIS_PART = re.compile(r"(.+):\((\d+)\)(\d+)$")
+"""A part of an axis: its name, the size of what is outside the part, and its own."""
+
+
+def axis_names(axes: AxisNames | None) -> str:
+    """Writes the axes of a collective.
+
+    Args:
+        axes: as `Collective.axes`.
+
+    Returns:
+        "tp", "dp, tp"; "mixed" for groups that follow no axes.
+
+    Example:
+        >>> axis_names(("dp", "tp:(2)4")), axis_names(None)
+        ('dp, tp:(2)4', 'mixed')
+    """
+    return "mixed" if axes is None else ", ".join(map(str, axes))
+
+
+def base_axes(axes: AxisNames | None) -> tuple[str, ...] | None:
+    """Names the whole axes of which a collective spans all or part.
+
+    Args:
+        axes: as of a collective.
+
+    Returns:
+        Names of axes of the mesh; None for None.
+
+    Example:
+        >>> base_axes(("dp:(1)2", "dp:(2)4", "tp"))
+        ('dp', 'tp')
+    """
+    if axes is None:
+        return None
+    return tuple(dict.fromkeys(AXIS_PART.sub(r"\1", str(axis)) for axis in axes))
 
 
 def group_axes(groups: NDArray[np.integer], mesh: Mesh) -> AxisNames | None:

@@ -11,8 +11,9 @@ import numpy as np
 
 from mesh_utils import Axis
 from xla_dtensor.core.argument_types import argument_types
-from xla_dtensor.report.collective import DCN_TARGET, Collective, device_groups
+from xla_dtensor.report.collective import DCN_TARGET, Collective, axis_names, device_groups
 from xla_dtensor.report.hlo import SourceLine
+from xla_dtensor.report.hlo_text import split_outside
 
 __all__ = [
     "PHASES",
@@ -201,7 +202,7 @@ class _Path:
         return ".".join(parts) or None
 
     def read(self, name: str, depth: int) -> None:
-        parts = _split(name, "/")
+        parts = split_outside(name, "/") or [""]
         for place, part in enumerate(parts):
             is_last = place == len(parts) - 1
             wrapped = _WRAPPED.fullmatch(part)
@@ -209,7 +210,7 @@ class _Path:
                 self._begin(_PHASE_SCOPES[part])
             elif part.startswith("(") and part.endswith(")") and depth < _MAX_DEPTH:
                 # XLA made one op of several: "(a/b:c/d)". The first of them speaks for all.
-                self.read(_split(part[1:-1], ":")[0], depth + 1)
+                self.read("".join(split_outside(part[1:-1], ":")[:1]), depth + 1)
             elif wrapped is not None:
                 self._read_transform(wrapped[1], wrapped[2], depth)
             elif is_last:
@@ -243,24 +244,12 @@ class _Path:
             return
         if name == "transpose":
             self.phase = "backward"
-        for part in _split(inner, "/"):
+        for part in split_outside(inner, "/"):
             wrapped = _WRAPPED.fullmatch(part)
             if wrapped is not None:
                 self._read_transform(wrapped[1], wrapped[2], depth + 1)
             else:
                 self._enter(part)
-
-
-def _split(text: str, separator: str) -> list[str]:
-    """Splits where no bracket is open."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth = max(0, depth + (letter == "(") - (letter == ")"))
-        if letter == separator and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part for part in parts if part] or [""]
 
 
 # ---------------------------------------------------------------- Collectives as lines of a report
@@ -449,11 +438,10 @@ def _sum(line: CollectiveLine, more: CollectiveLine) -> CollectiveLine:
 
 def _order(line: CollectiveLine) -> tuple[object, ...]:
     origin = line.origin
-    axes = "mixed" if line.axes is None else ", ".join(map(str, line.axes))
     return (
         -line.bytes_per_device,
         line.kind,
-        axes,
+        axis_names(line.axes),
         origin.module or "",
         origin.phase,
         origin.op or "",

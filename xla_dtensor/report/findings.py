@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from mesh_utils import Axis, Mesh
-from xla_dtensor.report.collective import DCN_TARGET, Collective
+from mesh_utils import Mesh
+from xla_dtensor.report.collective import DCN_TARGET, Collective, axis_names, base_axes
 from xla_dtensor.report.finding import (
     SEVERITIES,
     SMALL_GATHER_BYTES,
@@ -44,7 +44,7 @@ from xla_dtensor.report.hlo_text import ArrayShape
 from xla_dtensor.report.memory import axis_dims, free_axes, is_sharded_over, is_vocabulary, shards
 from xla_dtensor.report.reading import HloReading, rematerialization_findings
 from xla_dtensor.report.report import Evidence, Held
-from xla_dtensor.report.roofline import Roofline, axes_text
+from xla_dtensor.report.roofline import Roofline
 from xla_dtensor.report.texts import bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ def axis_findings(
 
 
 def _names(collective: Collective) -> set[str]:
-    axes = ("mixed",) if collective.axes is None else collective.axes
-    return {str(axis).partition(":")[0] for axis in axes}
+    axes = base_axes(collective.axes)
+    return {"mixed"} if axes is None else set(axes)
 
 
 def _sums(collective: Collective) -> bool:
@@ -220,11 +220,11 @@ def attention_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[Fi
         if module is None or not is_attention(module):
             continue
         # A loop that XLA has peeled has some of its collectives a second time, run less often.
-        key = _block(module), axes_text(move.axes), move.times
+        key = _block(module), axis_names(move.axes), move.times
         places.setdefault(key, []).extend((move, one) for one in large)
     said: set[tuple[str, str]] = set()
     for (block, axes, _), gathered in places.items():
-        names = {str(axis) for axis in gathered[0][0].axes or ()}
+        names = set(gathered[0][0].axes or ())
         allowed = _KEYS_AND_VALUES
         if names & batch or (not names <= sequence and any(_joins_heads(*one) for one in gathered)):
             allowed = 0
@@ -298,8 +298,6 @@ def _finding(
 # Weights are told by their shapes: each dim of an array divides one of the weight's, in any order,
 # and in a loop one layer of those that are stacked.
 
-_PART = re.compile(r":\(\d+\)\d+$")
-
 
 @dataclass(frozen=True)
 class Move:
@@ -314,7 +312,7 @@ class Move:
 
     collective: Collective
     origin: Origin
-    axes: tuple[Axis, ...] | None
+    axes: tuple[str, ...] | None
     activations: tuple[ArrayShape, ...]
 
     @property
@@ -348,7 +346,7 @@ def moves_of(collectives: Iterable[Collective], held: Iterable[Held]) -> tuple[M
         Move(
             collective,
             origin_of(collective.op_name, collective.source),
-            _whole(collective.axes),
+            base_axes(collective.axes),
             tuple(
                 array
                 for array in collective.results
@@ -415,13 +413,6 @@ def _is_stacked(weight: Held, collective: Collective) -> bool:
     return collective.in_loop and bool(layers) and layers == collective.executions
 
 
-def _whole(axes: tuple[Axis, ...] | None) -> tuple[Axis, ...] | None:
-    """The axes of which some are parts."""
-    if axes is None:
-        return None
-    return tuple(dict.fromkeys(_PART.sub("", x) if isinstance(x, str) else x for x in axes))
-
-
 # -------------------------------------------------------------------------- Findings about experts
 #
 # Weights that are gathered where the tokens should travel.
@@ -444,9 +435,7 @@ def expert_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[Findi
     Yields:
         One finding for each axis.
     """
-    weights = [
-        tensor for tensor in evidence.held if tensor.role in ("parameter", "frozen parameter")
-    ]
+    weights = [tensor for tensor in evidence.held if tensor.role in _WEIGHTS]
     experts = [tensor for tensor in weights if len(tensor.shape) == _EXPERT_DIMS]
     cut = {axis: tensor for tensor in experts for axis in _expert_axes(tensor, evidence)}
     if not cut:
@@ -457,7 +446,7 @@ def expert_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[Findi
     for move in moves:
         if not move.is_gather or not move.axes:
             continue
-        axes = {str(axis) for axis in move.axes}
+        axes = set(move.axes)
         for array in move.collective.results:
             if weight_of(array, matrices, move.collective) is not None:
                 fsdp |= axes
@@ -581,23 +570,12 @@ def _room(cause: str, evidence: Evidence) -> str:
 # ------------------------------------------------------------------------- held whole
 
 
-@dataclass(frozen=True)
-class _Group:
-    """A parameter with its gradient and its optimizer state: they are sharded alike."""
+def _device_bytes(held: Iterable[Held]) -> int:
+    return sum(tensor.device_bytes for tensor in held)
 
-    held: tuple[Held, ...]
 
-    @property
-    def first(self) -> Held:
-        return self.held[0]
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(tensor.device_bytes for tensor in self.held)
-
-    @property
-    def least_sharded(self) -> Held:
-        return min(self.held, key=lambda tensor: (shards(tensor), -tensor.device_bytes))
+def _least_sharded(held: Iterable[Held]) -> Held:
+    return min(held, key=lambda tensor: (shards(tensor), -tensor.device_bytes))
 
 
 def _unsharded(evidence: Evidence, capacity: int | None) -> Iterator[Finding]:
@@ -606,6 +584,7 @@ def _unsharded(evidence: Evidence, capacity: int | None) -> Iterator[Finding]:
     if finding is not None:
         yield finding
         state = [tensor for tensor in state if tensor.role != "optimizer state"]
+    # A parameter with its gradient and its optimizer state: they are sharded alike.
     groups: dict[str, list[Held]] = {}
     for tensor in state:
         groups.setdefault(tensor.name.split(" ")[0], []).append(tensor)
@@ -614,15 +593,13 @@ def _unsharded(evidence: Evidence, capacity: int | None) -> Iterator[Finding]:
     if typical == 1:
         yield from _all_whole(evidence, state, capacity)
         return
-    found: dict[str, list[_Group]] = {}
-    for name, tensors in groups.items():
-        group = _Group(tuple(tensors))
-        worst = group.least_sharded
-        axes = free_axes(worst, evidence.mesh)
+    found: dict[str, list[list[Held]]] = {}
+    for name, group in groups.items():
+        worst = _least_sharded(group)
         few = shards(worst) * FEWER_SHARDS <= typical
-        if few and axes and group.device_bytes >= least:
+        if few and free_axes(worst, evidence.mesh) and _device_bytes(group) >= least:
             found.setdefault(starred(name), []).append(group)
-    ranked = sorted(found.items(), key=lambda pair: -sum(tensor.device_bytes for tensor in pair[1]))
+    ranked = sorted(found.items(), key=lambda pair: -sum(map(_device_bytes, pair[1])))
     for name, alike in islice(ranked, MOST):
         yield _unsharded_finding(name, alike, typical, evidence.mesh)
 
@@ -639,10 +616,10 @@ def _optimizer_finding(state: list[Held], mesh: Mesh, capacity: int | None) -> F
         and tensor.shape == owner.shape
         and shards(tensor) * FEWER_SHARDS <= shards(owner)
     ]
-    size = sum(tensor.device_bytes for tensor in less)
+    size = _device_bytes(less)
     least = SMALL_BYTES if capacity is None else SMALL_SHARE * capacity
     # Of a few tensors the finding about each says more.
-    if size < max(least, sum(tensor.device_bytes for tensor in moments) / 2) or mesh.size() == 1:
+    if size < max(least, _device_bytes(moments) / 2) or mesh.size() == 1:
         return None
     typical = _typical_shards(parameters.values())
     should = sum(tensor.global_bytes for tensor in less) // typical
@@ -658,13 +635,13 @@ def _optimizer_finding(state: list[Held], mesh: Mesh, capacity: int | None) -> F
     )
 
 
-def _unsharded_finding(name: str, alike: list[_Group], typical: int, mesh: Mesh) -> Finding:
-    worst = alike[0].least_sharded
-    size = sum(group.device_bytes for group in alike)
+def _unsharded_finding(name: str, alike: list[list[Held]], typical: int, mesh: Mesh) -> Finding:
+    worst = _least_sharded(alike[0])
+    size = sum(map(_device_bytes, alike))
     axes = ", ".join(free_axes(worst, mesh))
-    number = sum(group.first.layers for group in alike)
+    number = sum(group[0].layers for group in alike)
     count = "" if number == 1 else f"{number} of them; "
-    vocabulary = is_vocabulary(alike[0].first)
+    vocabulary = is_vocabulary(alike[0][0])
     parts = shards(worst)
     saved = size - size * parts / typical
     return Finding(
@@ -681,7 +658,7 @@ def _unsharded_finding(name: str, alike: list[_Group], typical: int, mesh: Mesh)
 
 def _all_whole(evidence: Evidence, state: list[Held], capacity: int | None) -> Iterator[Finding]:
     """Plain data parallelism is right until its state fills the memory."""
-    size = sum(tensor.device_bytes for tensor in state)
+    size = _device_bytes(state)
     if capacity is None or evidence.mesh.size() == 1 or size < LARGE_STATE * capacity:
         return
     largest = max(state, key=lambda tensor: tensor.device_bytes)
@@ -715,11 +692,9 @@ def _differing(held: Iterable[Held]) -> Iterator[Finding]:
         requested, chosen = _words(tensor.requested), _words(tensor.chosen)
         if requested and chosen and requested != chosen:
             groups.setdefault((starred(tensor.name), requested, chosen), []).append(tensor)
-    ranked = sorted(
-        groups.items(), key=lambda pair: -sum(tensor.device_bytes for tensor in pair[1])
-    )
+    ranked = sorted(groups.items(), key=lambda pair: -_device_bytes(pair[1]))
     for (name, requested, chosen), alike in ranked[:MOST]:
-        size = sum(tensor.device_bytes for tensor in alike)
+        size = _device_bytes(alike)
         number = sum(tensor.layers for tensor in alike)
         more = f" ({number} of them)" if number > 1 else ""
         hidden = len(ranked) - MOST
@@ -773,7 +748,9 @@ def traffic_findings(evidence: Evidence, roofline: Roofline | None) -> Iterator[
     collectives = evidence.reading.collectives
     moves = moves_of(collectives, evidence.held)
     weights = [tensor for tensor in evidence.held if tensor.role in _WEIGHTS]
-    gathered = gathering_axes(moves) if weights else frozenset[str]()
+    # The axes over which weights are gathered for use, as FSDP does.
+    gathers = (move.axes or () for move in moves if weights and move.gathers_weights)
+    gathered = frozenset(axis for axes in gathers for axis in axes)
     yield from _over_dcn(moves, weights, roofline)
     if weights:
         yield from _gathered_activations(moves, weights, gathered, evidence.mesh)
@@ -808,7 +785,7 @@ def _over_dcn(
             or collective.operand_bytes < SMALL_MESSAGE_BYTES
         ):
             continue
-        moves_over.setdefault(axes_text(move.axes), []).append(move)
+        moves_over.setdefault(axis_names(move.axes), []).append(move)
     for axes, slow in moves_over.items():
         times = sum(move.times for move in slow)
         size = sum(move.times * move.collective.operand_bytes for move in slow)
@@ -828,25 +805,12 @@ def _over_dcn(
 # ------------------------------------------------------------------------- gathers
 
 
-def gathering_axes(moves: Iterable[Move]) -> frozenset[str]:
-    """Lists the axes over which weights are gathered for use, as FSDP does.
-
-    Args:
-        moves: the collectives.
-
-    Returns:
-        Their names.
-    """
-    spans = (move.axes or () for move in moves if move.gathers_weights)
-    return frozenset(str(axis) for axes in spans for axis in axes)
-
-
 def _gathered_activations(
     moves: Sequence[Move], weights: list[Held], gathered: frozenset[str], mesh: Mesh
 ) -> Iterator[Finding]:
     groups: dict[tuple[str, str | None], list[tuple[Move, int]]] = {}
     for move in moves:
-        collective, axes = move.collective, [str(axis) for axis in move.axes or ()]
+        collective, axes = move.collective, move.axes or ()
         if not move.is_gather or move.origin.phase != "forward" or not axes:
             continue
         if is_attention(move.origin.module):
@@ -857,7 +821,7 @@ def _gathered_activations(
         )
         size = max((array.bytes for array in move.activations), default=0)
         if not is_sharded and size >= LARGE_GATHER * largest_weight(collective, weights) > 0:
-            groups.setdefault((axes_text(move.axes), move.origin.module), []).append((move, size))
+            groups.setdefault((axis_names(move.axes), move.origin.module), []).append((move, size))
     for (axes, module), gathers in groups.items():
         move, size = gathers[0]
         array = max(move.collective.results, key=lambda part: part.bytes)

@@ -339,6 +339,10 @@ class HloModule:
     frames: StackFrames = field(default_factory=StackFrames)
     unread: tuple[tuple[str, str], ...] = ()
 
+    def called(self, instruction: Instruction, attribute: str) -> Computation | None:
+        """The computation that an attribute names, such as "body" or "calls"; None for none."""
+        return self.computations.get(instruction.attributes.get(attribute, "").removeprefix("%"))
+
     @classmethod
     def parse(cls, text: str) -> HloModule:
         """Reads the text of a module.
@@ -449,15 +453,10 @@ def trip_count(module: HloModule, caller: Computation, loop: Instruction) -> int
     match = _KNOWN.search(loop.rest)
     if match:
         return read_number(match[1])
-    condition = _called(module, loop, "condition")
-    body = _called(module, loop, "body")
+    condition, body = module.called(loop, "condition"), module.called(loop, "body")
     if condition is None or body is None:
         return None
     return _Loop(caller, loop, condition, body).count()
-
-
-def _called(module: HloModule, loop: Instruction, attribute: str) -> Computation | None:
-    return module.computations.get(loop.attributes.get(attribute, "").removeprefix("%"))
 
 
 @dataclass(frozen=True)
@@ -601,7 +600,8 @@ def computation_runs(module: HloModule) -> dict[str, Runs]:
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             if instruction.opcode in _CALLERS:
-                trips = _trips(module, computation, instruction)
+                is_loop = instruction.opcode == "while"
+                trips = trip_count(module, computation, instruction) if is_loop else 1
                 for called in called_computations(instruction):
                     calls.setdefault(called, []).append((computation.name, instruction, trips))
     runs: dict[str, Runs] = {}
@@ -624,10 +624,6 @@ def called_computations(instruction: Instruction) -> tuple[str, ...]:
     for listed in _CALLED_LIST.findall(text):
         names += [name.strip().removeprefix("%") for name in listed.split(",") if name.strip()]
     return tuple(names)
-
-
-def _trips(module: HloModule, caller: Computation, instruction: Instruction) -> int | None:
-    return trip_count(module, caller, instruction) if instruction.opcode == "while" else 1
 
 
 def _count(
@@ -759,7 +755,7 @@ class Neighbours:
             The fields, as `parse_fields`; none if no fusion uses it.
         """
         for user in self._users_of(instruction):
-            inside = module.computations.get(user.attributes.get("calls", "").lstrip("%"))
+            inside = module.called(user, "calls")
             if user.opcode != "fusion" or inside is None:
                 continue
             place = str(user.operand_names.index(instruction.name))

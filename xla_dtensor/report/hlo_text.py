@@ -30,6 +30,7 @@ __all__ = [
     "parse_laid_shape",
     "read_number",
     "split_commas",
+    "split_outside",
     "whole_lines",
 ]
 
@@ -73,6 +74,30 @@ def split_commas(text: str) -> list[str]:
         else:
             parts[-1] += token
     return [part.strip() for part in parts if part.strip()]
+
+
+def split_outside(text: str, separator: str) -> list[str]:
+    """Splits at a letter where no parenthesis is open.
+
+    Args:
+        text: names with calls in them, of which parentheses may be missing.
+        separator: the letter.
+
+    Returns:
+        The parts that are not empty.
+
+    Example:
+        >>> split_outside("jit(f/g)/dot", "/")
+        ['jit(f/g)', 'dot']
+    """
+    parts, depth = [""], 0
+    for letter in text:
+        depth = max(0, depth + (letter == "(") - (letter == ")"))
+        if letter == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part for part in parts if part]
 
 
 def closing_bracket(text: str) -> int:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mesh_utils import Axis
-from xla_dtensor.report.finding import CollectiveLine, Finding, Origin, starred
+from xla_dtensor.report.collective import AXIS_PART, axis_names
+from xla_dtensor.report.finding import PHASES, CollectiveLine, Finding, Origin, starred
 from xla_dtensor.report.reading import CollectiveSummary
 from xla_dtensor.report.report import MeshAxis, TensorLine
 from xla_dtensor.report.texts import bytes_text, seconds_text, share_text
@@ -26,7 +27,6 @@ __all__ = [
     "axes_table",
     "axes_text",
     "axis_totals",
-    "base_axes",
     "buffers_table",
     "collectives_table",
     "differing_table",
@@ -75,7 +75,7 @@ def render_collectives(summary: Iterable[CollectiveSummary]) -> str:
     rows = tuple(
         (
             row.kind,
-            "mixed" if row.axes is None else ", ".join(map(str, row.axes)) or "-",
+            axis_names(row.axes) or "-",
             f"{_bound(row.at_least)}{row.count}",
             f"{_bound(row.at_least)}{row.bytes_per_device / 1e6:,.3f}",
         )
@@ -93,7 +93,6 @@ def render_collectives(summary: Iterable[CollectiveSummary]) -> str:
 _UNPRINTABLE = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]+"
 )
-_PART = re.compile(r"(.+):\((\d+)\)(\d+)")
 
 
 def verdict(report: CompileReport) -> str:
@@ -183,29 +182,9 @@ def axes_text(axes: tuple[Axis, ...] | None, mesh: Iterable[MeshAxis] = ()) -> s
         ('dp (2 of 8), tp', 'mixed', '-')
     """
     if axes is None:
-        return "mixed"
+        return axis_names(axes)
     sizes = {str(axis.name): axis.size for axis in mesh}
     return ", ".join(_axis_text(str(axis), sizes) for axis in axes) or "-"
-
-
-def base_axes(axes: tuple[Axis, ...] | None) -> tuple[str, ...] | None:
-    """Names the whole axes of which a collective spans all or part.
-
-    Args:
-        axes: as of a collective.
-
-    Returns:
-        Names of axes of the mesh; None for None.
-
-    Example:
-        >>> base_axes(("dp:(1)2", "dp:(2)4", "tp"))
-        ('dp', 'tp')
-    """
-    if axes is None:
-        return None
-    parts = (_PART.fullmatch(str(axis)) for axis in axes)
-    names = (part[1] if part else str(axis) for part, axis in zip(parts, axes, strict=True))
-    return tuple(dict.fromkeys(names))
 
 
 def module_text(origin: Origin | None) -> str:
@@ -255,7 +234,7 @@ def one_line(text: str) -> str:
 
 
 def _axis_text(axis: str, sizes: dict[str, int]) -> str:
-    part = _PART.fullmatch(axis)
+    part = AXIS_PART.fullmatch(axis)
     if part is None:
         return axis
     name, size = part[1], int(part[3])
@@ -389,7 +368,7 @@ def axis_totals(report: CompileReport) -> tuple[AxisTotal, ...]:
 def axes_table(report: CompileReport) -> Table:
     """Collectives by axes, network and phase."""
     totals = axis_totals(report)
-    phases = [phase for phase in _PHASES if any(phase in total.phases for total in totals)]
+    phases = [phase for phase in PHASES if any(phase in total.phases for total in totals)]
     rows = [
         (
             total.axes,
@@ -570,7 +549,6 @@ _COUNTED = frozenset(
         *("constant", "temporary"),
     }
 )
-_PHASES = ("forward", "backward", "optimizer", "other")
 
 
 def _total(axes: str, network: str, lines: list[CollectiveLine]) -> AxisTotal:

@@ -20,7 +20,7 @@ Nothing of it was measured. What is wrong with it on purpose:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,14 +29,19 @@ from numpy.typing import NDArray
 from mesh_utils import Axis, Chip, MeshError, Network, TopologyError
 from mesh_utils.network import Collective as Exchange
 from mesh_utils.traffic import MeshTraffic, TrafficSeconds
-from xla_dtensor.report.collective import DCN_TARGET, Collective, Granules, device_groups
+from xla_dtensor.report.collective import (
+    DCN_TARGET,
+    Collective,
+    Granules,
+    axis_names,
+    device_groups,
+)
 from xla_dtensor.report.hlo_text import HloError
 from xla_dtensor.report.report import Evidence
 
 __all__ = [
     "CollectiveTimes",
     "Roofline",
-    "axes_text",
     "megascale_bytes",
     "roofline",
     "why_no_roofline",
@@ -116,7 +121,7 @@ class CollectiveTimes:
             times = 1
             self._doubt("a loop whose length the program does not say is counted once")
         if seconds.ici:
-            text = axes_text(collective.axes)
+            text = axis_names(collective.axes)
             self.ici[text] = self.ici.get(text, 0.0) + times * seconds.ici
         self.dcn += times * seconds.dcn
         return seconds
@@ -200,22 +205,6 @@ def megascale_bytes(collective: Collective, slices: int) -> float:
         case "ALL_TO_ALL" | "REDUCE_SCATTER":
             return (slices - 1) / slices * size
     return size
-
-
-def axes_text(axes: Sequence[Axis] | None) -> str:
-    """Writes the axes of a collective.
-
-    Args:
-        axes: as `Collective.axes`.
-
-    Returns:
-        "tp", "dp, tp"; "mixed" for groups that follow no axes.
-
-    Example:
-        >>> axes_text(("dp", "tp:(2)4")), axes_text(None)
-        ('dp, tp:(2)4', 'mixed')
-    """
-    return "mixed" if axes is None else ", ".join(map(str, axes))
 
 
 # ----------------------------------------------------------------------------------------- Roofline

@@ -594,9 +594,11 @@ def table_of(picture: ShardingPicture, face: Face) -> list[list[str]]:
     return [*head, *body]
 
 
-def _label(picture: ShardingPicture, dim: int | None, block: int | None) -> tuple[str, str]:
+def _label(
+    picture: ShardingPicture, dim: int | None, block: int | None, gap: str = _GAP
+) -> tuple[str, str]:
     if block is None:
-        return "", _GAP
+        return "", gap
     return ("", "") if dim is None else picture.label(dim, block)
 
 
@@ -701,8 +703,8 @@ def _face(
 ) -> tuple[list[Box], list[Label]]:
     """The blocks of a face, the last one at the right and at the bottom, and what is written."""
     row, column = picture.sides
-    left_words = [_words(picture, row, block) for block in face.rows]
-    top_words = [_words(picture, column, block) for block in face.columns]
+    left_words = [_label(picture, row, block, gap="") for block in face.rows]
+    top_words = [_label(picture, column, block, gap="") for block in face.columns]
     texts = [[cell_text(cell) for cell in cells] for cells in face.cells]
     cell = max(
         44.0, max(len(word) for line in (*texts, *top_words) for word in line) * _LETTER + 12
@@ -730,12 +732,6 @@ def _face(
             middle = {"text-anchor": "middle"}
             labels.append(_label_at(x + cell / 2, y + _CELL_HEIGHT / 2 + 4, texts[i][j], middle))
     return boxes, labels
-
-
-def _words(picture: ShardingPicture, dim: int | None, block: int | None) -> tuple[str, str]:
-    if block is None or dim is None:
-        return "", ""
-    return picture.label(dim, block)
 
 
 def _stacked(x: float, y: float, words: Sequence[str], anchor: str) -> list[Label]:

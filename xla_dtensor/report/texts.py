@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from xla_dtensor.report.collective import base_axes
+from xla_dtensor.report.hlo_text import split_outside
+
 if TYPE_CHECKING:
     from xla_dtensor.report.report import MeshAxis
 
@@ -26,7 +29,6 @@ its devices have summands."""
 
 _TEXT = re.compile(r"\[([^\[\]]*)\]((?: [\w?]+\([^()]*\))*)")
 _SUM = re.compile(r"[\w?]+\(([^()]*)\)")
-_PART = re.compile(r":\(\d+\)\d+$")
 
 
 def layout_uses(text: str, mesh: Sequence[MeshAxis], ndim: int) -> tuple[LayoutUse, ...] | None:
@@ -55,7 +57,7 @@ def layout_uses(text: str, mesh: Sequence[MeshAxis], ndim: int) -> tuple[LayoutU
     dims: dict[str, int] = {}
     strided: set[str] = set()
     for dim, word in enumerate(words):
-        axes = [_PART.sub("", axis) for axis in word.split(".")] if word not in ("-", "") else []
+        axes = (base_axes(tuple(word.split("."))) or ()) if word not in ("-", "") else ()
         if not set(axes) <= set(names):
             return None
         dims |= dict.fromkeys(axes, dim)
@@ -124,7 +126,10 @@ def axis_uses(text: str | None, mesh: Sequence[MeshAxis], ndim: int) -> tuple[Ax
     if laid is not None:
         axes = enumerate(zip(mesh, laid, strict=True))
         return tuple(AxisUse(str(a.name), a.size, place, *use) for place, (a, use) in axes)
-    words = [] if text is None else _split(text)
+    text = (text or "").strip()
+    if text.startswith("(") and text.endswith(")"):
+        text = text[1:-1]
+    words = [word.strip() for word in split_outside(text, ",") if word.strip()]
     if len(words) != len(mesh):
         return None
     uses: list[AxisUse] = []
@@ -142,23 +147,6 @@ def axis_uses(text: str | None, mesh: Sequence[MeshAxis], ndim: int) -> tuple[Ax
         else:
             return None
     return tuple(uses)
-
-
-def _split(text: str) -> list[str]:
-    """The parts between commas that stand in no parentheses."""
-    words, depth = [""], 0
-    for letter in text.strip().removeprefix("(").removesuffix(")") if _wrapped(text) else text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            words.append("")
-        else:
-            words[-1] += letter
-    return [word.strip() for word in words if word.strip()]
-
-
-def _wrapped(text: str) -> bool:
-    """Whether the whole text stands in one pair of parentheses."""
-    return text.strip().startswith("(") and text.strip().endswith(")")
 
 
 # --------------------------------------------------- Bytes, seconds and shares as people read them
