@@ -101,15 +101,10 @@ def names_of(op_name: str | None) -> tuple[str, ...]:
     return (op_name,)
 
 
-def named_parts(collective: Collective) -> tuple[tuple[str | None, int], ...]:
-    """Says for what each array of a collective was made.
+def _named_parts(collective: Collective) -> tuple[tuple[str | None, int], ...]:
+    """For what each array of a collective was made: names, and bytes of one device in one run.
 
-    Args:
-        collective: any; a combined one has several arrays.
-
-    Returns:
-        Names, and the bytes of one device in one run; together the collective's payload. The first
-        name for everything where it is not known which array is whose.
+    Together they are its payload. The first name for everything where nobody can tell.
     """
     names = names_of(collective.op_name)
     results = collective.result_bytes >= collective.operand_bytes
@@ -126,12 +121,12 @@ def parts_of(collective: Collective) -> tuple[tuple[Origin, int], ...]:
         collective: any; a combined one has several arrays.
 
     Returns:
-        Origins, and the bytes as in `named_parts`.
+        Origins, and the bytes as in `_named_parts`.
     """
     # The one line of source that a combined collective has is that of its first part.
     return tuple(
         (origin_of(name, collective.source if place == 0 else ()), size)
-        for place, (name, size) in enumerate(named_parts(collective))
+        for place, (name, size) in enumerate(_named_parts(collective))
     )
 
 
@@ -315,7 +310,7 @@ def unasked(
         if collective.axes == () or collective.kind in ("recv",):
             continue  # nothing is sent; or it is the other end of a send
         times = 1 if collective.executions is None else collective.executions
-        for place, (name, size) in enumerate(named_parts(collective)):
+        for place, (name, size) in enumerate(_named_parts(collective)):
             if _is_asked(collective, name, size, asked, sizes):
                 continue
             origin = origin_of(name, collective.source if place == 0 else ())
@@ -391,15 +386,7 @@ def _is_allowed(collective: Unasked, allowance: Allowance) -> bool:
 
 
 def words_of(found: Sequence[Unasked], limit: int = 5) -> Iterator[str]:
-    """Writes what nobody asked for, the largest first.
-
-    Args:
-        found: as `unasked` lists it.
-        limit: how many are written out.
-
-    Yields:
-        Lines.
-    """
+    """Writes what nobody asked for, as `unasked` lists it: so many, and how many more."""
     yield from (str(one) for one in found[:limit])
     if len(found) > limit:
         yield f"and {len(found) - limit} more"
@@ -593,7 +580,7 @@ class CommCounts:
         Returns:
             Lines, with a line break at the end.
         """
-        return tracing_table(self, with_axes=noise_level > 0, depth=depth)
+        return _tracing_table(self, with_axes=noise_level > 0, depth=depth)
 
     def log_comm_debug_tracing_table_to_file(
         self, file_name: str | os.PathLike[str] = "comm_mode_log.txt", noise_level: int = 1
@@ -666,7 +653,7 @@ def comm_counts(source: Evidence | CompileReport) -> CommCounts:
         if line.moves
         for origin, size in parts or ((line.origin, line.bytes_each),)
     ]
-    return _counts(told, tuple(f"{part.where}: {part.why}" for part in reading.unread))
+    return _counts(told, tuple(map(str, reading.unread)))
 
 
 def _part(number: int, line: CollectiveLine, phase: Phase, size: int) -> CommPart:
@@ -746,21 +733,10 @@ _NO_MODULES = (
 )
 
 
-def tracing_table(counts: CommCounts, *, with_axes: bool = True, depth: int | None = None) -> str:
-    """Writes the table.
+def _tracing_table(counts: CommCounts, *, with_axes: bool = True, depth: int | None = None) -> str:
+    """The table of modules down to a depth, with a line break at the end.
 
-    Args:
-        counts: what to write.
-        with_axes: whether kinds are told apart by their mesh axes.
-        depth: how deep modules are shown; None for all.
-
-    Returns:
-        Lines, with a line break at the end. Bytes are of one device in one step; ">=" where a loop
-        of unknown trip count was counted once.
-
-    Example:
-        >>> print(tracing_table(CommCounts(ModuleComm("Global"))), end="")
-        no collectives
+    Bytes are of one device in one step; ">=" where a loop of unknown trip count was counted once.
     """
     if not counts.root.parts:
         return "no collectives\n"

@@ -14,7 +14,7 @@ The device ids, where printed, are the mesh's devices in its flat order: 0, 1, 2
 XLA and Shardy write a part of an axis, and how `Collective.axes` does.
 
 Example:
-    >>> parse_mesh_axis_groups("mesh['x'=2,'y'=2]{'x'}").tolist()
+    >>> _mesh_axis_groups("mesh['x'=2,'y'=2]{'x'}").tolist()
     [[0, 2], [1, 3]]
 """
 
@@ -48,20 +48,13 @@ _MOST_DIMS = 32
 """What NumPy takes; XLA writes few."""
 
 
-def parse_iota(text: str) -> NDArray[np.int64] | None:
-    """Reads an iota array.
+def _iota(text: str) -> NDArray[np.int64] | None:
+    """An iota array of text without spaces, in the shape before `<=`; None for another syntax.
 
-    Args:
-        text: without spaces.
-
-    Returns:
-        The array, in the shape that stands before `<=`; None for text in another syntax.
-
-    Raises:
-        HloError: shapes of different sizes, or T(...) that is no permutation.
+    HloError for shapes of different sizes, or T(...) that is no permutation.
 
     Example:
-        >>> parse_iota("[4,2]<=[2,4]T(1,0)").tolist()
+        >>> _iota("[4,2]<=[2,4]T(1,0)").tolist()
         [[0, 4], [1, 5], [2, 6], [3, 7]]
     """
     match = _IOTA.fullmatch(text)
@@ -332,17 +325,14 @@ _ORDER = re.compile(r"\[([0-9]{1,12}(?:,[0-9]{1,12})*)\]T\([0-9,]{1,80}\)")
 _Part = tuple[str, int]  # axis, and the size of what is outside the part
 
 
-def parse_mesh_axis_groups(text: str) -> NDArray[np.int64] | None:
-    """Reads groups that are axes of a mesh.
+def _mesh_axis_groups(text: str) -> NDArray[np.int64] | None:
+    """Groups that are axes of a mesh, of text without spaces: int64 [number of groups, group size].
 
-    Args:
-        text: the groups, without spaces.
+    None for text in another syntax; HloError for axes that the mesh does not have.
 
-    Returns:
-        The members, int64 [number of groups, group size]; None for text in another syntax.
-
-    Raises:
-        HloError: axes that the mesh does not have.
+    Example:
+        >>> _mesh_axis_groups("mesh['x'=2,'y'=2]{'x'}").tolist()
+        [[0, 2], [1, 3]]
     """
     if maximal := _MAXIMAL.fullmatch(text):
         return np.array([[int(maximal[1])]], np.int64)
@@ -411,9 +401,9 @@ def _devices(text: str | None, shape: tuple[int, ...]) -> NDArray[np.int64]:
     if text is None:
         return np.arange(math.prod(shape), dtype=np.int64)
     order = _ORDER.fullmatch(text)
-    if order is not None:  # [2,4]T(1,0): what parse_iota reads behind "<="
+    if order is not None:  # [2,4]T(1,0): what _iota reads behind "<="
         text = f"[{math.prod(map(int, order[1].split(',')))}]<={text}"
-    iota = parse_iota(text)
+    iota = _iota(text)
     listed = [read_number(number, -1) for number in re.findall(r"[0-9]+", text)]
     ids = np.array(listed, np.int64) if iota is None else iota.reshape(-1)
     if ids.size != math.prod(shape):
@@ -568,10 +558,10 @@ def _parse(text: str) -> Iterable[Sequence[int]] | NDArray[np.int64]:
         return []
     if _EXPLICIT.fullmatch(text):
         return [list(map(int, group.split(","))) for group in text[2:-2].split("},{")]
-    iota = parse_iota(text)
+    iota = _iota(text)
     if iota is not None and iota.ndim == 2:
         return iota
-    along_axes = parse_mesh_axis_groups(text)
+    along_axes = _mesh_axis_groups(text)
     if along_axes is None:
         raise _malformed(text, "They are in none of XLA's syntaxes")
     return along_axes

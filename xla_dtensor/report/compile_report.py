@@ -161,7 +161,7 @@ class CompileReport:
             command=evidence.command,
             attributes=dict(evidence.attributes),
             unread=(
-                *(f"{part.where}: {part.why}" for part in evidence.reading.unread),
+                *map(str, evidence.reading.unread),
                 *_doubts(lines),
                 *((f"Memory: {memory.not_read}",) if memory.not_read else ()),
             ),

@@ -68,19 +68,10 @@ __all__ = ["findings"]
 _WEIGHTS = ("parameter", "frozen parameter")
 
 
-def axis_findings(
+def _axis_findings(
     evidence: Evidence, collectives: Iterable[Collective], gathered: Iterable[str]
 ) -> Iterator[Finding]:
-    """Finds axes whose devices compute the same.
-
-    Args:
-        evidence: what the compiled step left behind.
-        collectives: those of its program.
-        gathered: the axes over which weights are gathered for use.
-
-    Yields:
-        The findings; none where the evidence does not say what goes in and how it lies.
-    """
+    """Axes whose devices compute the same, of the collectives and the axes that gather weights."""
     inputs = [tensor for tensor in evidence.held if tensor.role == "argument" and tensor.shape]
     laid = {id(tensor): axis_dims(tensor, evidence.mesh) for tensor in evidence.held}
     if not inputs or any(laid[id(tensor)] is None for tensor in inputs):
@@ -91,7 +82,7 @@ def axis_findings(
         for axis, dim in (laid[id(tensor)] or {}).items()
         if dim is not None
     }
-    of_inputs = batch_axes(evidence)
+    of_inputs = _batch_axes(evidence)
     collectives = tuple(collectives)
     talking = {axis for collective in collectives for axis in _names(collective)}
     # Products that are summed over an axis are shared by its devices: tensor parallelism.
@@ -137,22 +128,8 @@ def _sums(collective: Collective) -> bool:
     return is_array and origin_of(collective.op_name, collective.source).phase == "forward"
 
 
-def batch_axes(evidence: Evidence, dim: int | None = None) -> set[str]:
-    """Lists the axes that cut what the step is given.
-
-    Args:
-        evidence: what the compiled step left behind.
-        dim: that they cut; None for any.
-
-    Returns:
-        Their names.
-
-    Example:
-        >>> from xla_dtensor.report.report import Held
-        >>> tokens = Held("tokens", "argument", (8, 64), "s32", (4, 64), "[dp, -]")
-        >>> batch_axes(Evidence("t", "HloModule m", Mesh([0, 1], (2,), ("dp",)), held=(tokens,)))
-        {'dp'}
-    """
+def _batch_axes(evidence: Evidence, dim: int | None = None) -> set[str]:
+    """The axes that cut what the step is given: along a dim, or along any."""
     axes: set[str] = set()
     for tensor in evidence.held:
         if tensor.role == "argument":
@@ -188,36 +165,21 @@ _HEADED_DIMS = 4
 _ATTENTION = re.compile(r"att(?:entio)?n", re.IGNORECASE)
 
 
-def is_attention(module: str | None) -> bool:
-    """Whether a module is attention, or a part of it, by its name.
-
-    Args:
-        module: its path.
-
-    Returns:
-        True for "layers.*.self_attn.q_proj".
-    """
+def _is_attention(module: str | None) -> bool:
+    """Whether a module is attention, or a part of it, by its name: layers.*.self_attn.q_proj."""
     return module is not None and _ATTENTION.search(module) is not None
 
 
-def attention_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[Finding]:
-    """Finds gathers inside attention that it does not need.
-
-    Args:
-        evidence: what the compiled step left behind.
-        moves: its collectives; of those of attention, gathers of activations are looked at.
-
-    Yields:
-        The findings.
-    """
-    batch, sequence = batch_axes(evidence, 0), batch_axes(evidence, 1)
+def _attention_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[Finding]:
+    """Gathers of activations inside attention that it does not need."""
+    batch, sequence = _batch_axes(evidence, 0), _batch_axes(evidence, 1)
     places: dict[tuple[str, str, int], list[tuple[Move, ArrayShape]]] = {}
     for move in moves:
         large = [one for one in move.activations if one.bytes >= SMALL_GATHER_BYTES]
         if not move.is_gather or move.origin.phase != "forward" or not large or not move.axes:
             continue
         module = move.origin.module
-        if module is None or not is_attention(module):
+        if module is None or not _is_attention(module):
             continue
         # A loop that XLA has peeled has some of its collectives a second time, run less often.
         key = _block(module), axis_names(move.axes), move.times
@@ -331,16 +293,8 @@ class Move:
         return self.is_gather and not self.activations
 
 
-def moves_of(collectives: Iterable[Collective], held: Iterable[Held]) -> tuple[Move, ...]:
-    """Says of each collective what it moves.
-
-    Args:
-        collectives: those of a program.
-        held: what lives outside the program.
-
-    Returns:
-        One move for each collective, in their order.
-    """
+def _moves(collectives: Iterable[Collective], held: Iterable[Held]) -> tuple[Move, ...]:
+    """What each collective moves, in their order."""
     weights = [tensor for tensor in held if tensor.role in _WEIGHTS]
     return tuple(
         Move(
@@ -350,35 +304,20 @@ def moves_of(collectives: Iterable[Collective], held: Iterable[Held]) -> tuple[M
             tuple(
                 array
                 for array in collective.results
-                if weight_of(array, weights, collective) is None
+                if _weight_of(array, weights, collective) is None
             ),
         )
         for collective in collectives
     )
 
 
-def are_weights(arrays: Iterable[ArrayShape], weights: list[Held], collective: Collective) -> bool:
-    """Whether all arrays can be weights. Where nobody says what the weights are, they can.
-
-    Args:
-        arrays: operands or results.
-        weights: the weights.
-        collective: the collective whose they are.
-    """
-    return not weights or all(weight_of(array, weights, collective) is not None for array in arrays)
+def _are_weights(arrays: Iterable[ArrayShape], weights: list[Held], collective: Collective) -> bool:
+    """Whether all arrays can be weights. Where nobody says what the weights are, they can."""
+    return not weights or None not in (_weight_of(each, weights, collective) for each in arrays)
 
 
-def weight_of(array: ArrayShape, weights: Iterable[Held], collective: Collective) -> Held | None:
-    """Finds a weight that an array can be, whole or in shards, transposed or not.
-
-    Args:
-        array: operand or result.
-        weights: the weights.
-        collective: the collective whose it is.
-
-    Returns:
-        The first that it can be; None if it can be none.
-    """
+def _weight_of(array: ArrayShape, weights: Iterable[Held], collective: Collective) -> Held | None:
+    """The first weight that an operand or result can be, whole or in shards, transposed or not."""
     dims = sorted(dim for dim in array.dims if dim > 1)
     for weight in weights:
         shapes = [weight.shape, *([weight.shape[1:]] if _is_stacked(weight, collective) else [])]
@@ -391,13 +330,10 @@ def weight_of(array: ArrayShape, weights: Iterable[Held], collective: Collective
     return None
 
 
-def largest_weight(collective: Collective, weights: list[Held]) -> int:
-    """Returns the bytes of the largest weight, vocabulary matrices aside where there are others.
+def _largest_weight(collective: Collective, weights: list[Held]) -> int:
+    """The bytes of the largest weight, vocabulary matrices aside where there are others.
 
-    Args:
-        collective: a collective; in a loop, of weights that are stacked layer by layer one layer's
-            count.
-        weights: the weights.
+    In a loop, of weights that are stacked layer by layer one layer's count.
     """
     layers = [weight for weight in weights if not is_vocabulary(weight)] or weights
     return max(
@@ -425,16 +361,8 @@ _EXPERT_DIMS = 3
 """Experts are stacked: (experts, in, out)."""
 
 
-def expert_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[Finding]:
-    """Finds experts that are gathered over the axis that cuts them.
-
-    Args:
-        evidence: what the compiled step left behind.
-        moves: its collectives.
-
-    Yields:
-        One finding for each axis.
-    """
+def _expert_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[Finding]:
+    """Experts that are gathered over the axis that cuts them; a finding for each axis."""
     weights = [tensor for tensor in evidence.held if tensor.role in _WEIGHTS]
     experts = [tensor for tensor in weights if len(tensor.shape) == _EXPERT_DIMS]
     cut = {axis: tensor for tensor in experts for axis in _expert_axes(tensor, evidence)}
@@ -448,10 +376,10 @@ def expert_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[Findi
             continue
         axes = set(move.axes)
         for array in move.collective.results:
-            if weight_of(array, matrices, move.collective) is not None:
+            if _weight_of(array, matrices, move.collective) is not None:
                 fsdp |= axes
                 continue
-            tensor = weight_of(array, experts, move.collective)
+            tensor = _weight_of(array, experts, move.collective)
             if tensor is not None and move.origin.phase == "forward":
                 for axis in axes & set(_expert_axes(tensor, evidence)):
                     gathers_over.setdefault(axis, []).append((move, tensor))
@@ -508,16 +436,8 @@ MOST = 5
 _STATE = ("parameter", "frozen parameter", "gradient", "optimizer state")
 
 
-def state_findings(evidence: Evidence, memory: MemoryReport | None) -> Iterator[Finding]:
-    """Finds what is the matter with what lies in memory.
-
-    Args:
-        evidence: what the compiled step left behind.
-        memory: its memory report; None if there is none.
-
-    Yields:
-        The findings.
-    """
+def _state_findings(evidence: Evidence, memory: MemoryReport | None) -> Iterator[Finding]:
+    """What is the matter with what lies in memory."""
     if memory is not None and memory.fits is False:
         yield _does_not_fit(memory, evidence)
     capacity = None if memory is None else memory.capacity_bytes
@@ -735,18 +655,10 @@ then moves more than the weights themselves would."""
 _TRANSFER = "_xla_megascale_transfer_type"
 
 
-def traffic_findings(evidence: Evidence, roofline: Roofline | None) -> Iterator[Finding]:
-    """Finds collectives that should not be, or not there.
-
-    Args:
-        evidence: what the compiled step left behind.
-        roofline: the modelled times; None if there are none.
-
-    Yields:
-        The findings.
-    """
+def _traffic_findings(evidence: Evidence, roofline: Roofline | None) -> Iterator[Finding]:
+    """Collectives that should not be, or not there."""
     collectives = evidence.reading.collectives
-    moves = moves_of(collectives, evidence.held)
+    moves = _moves(collectives, evidence.held)
     weights = [tensor for tensor in evidence.held if tensor.role in _WEIGHTS]
     # The axes over which weights are gathered for use, as FSDP does.
     gathers = (move.axes or () for move in moves if weights and move.gathers_weights)
@@ -754,9 +666,9 @@ def traffic_findings(evidence: Evidence, roofline: Roofline | None) -> Iterator[
     yield from _over_dcn(moves, weights, roofline)
     if weights:
         yield from _gathered_activations(moves, weights, gathered, evidence.mesh)
-        yield from attention_findings(evidence, moves)
-        yield from expert_findings(evidence, moves)
-    yield from axis_findings(evidence, collectives, gathered)
+        yield from _attention_findings(evidence, moves)
+        yield from _expert_findings(evidence, moves)
+    yield from _axis_findings(evidence, collectives, gathered)
 
 
 # ------------------------------------------------------------------------- DCN
@@ -776,7 +688,7 @@ def _over_dcn(
         ):
             continue
         transfer = attributes.get(_TRANSFER, "ONE_TO_ONE")
-        moves_weight = transfer == "ALL_GATHER" and are_weights(
+        moves_weight = transfer == "ALL_GATHER" and _are_weights(
             collective.operands, weights, collective
         )
         if (
@@ -813,14 +725,14 @@ def _gathered_activations(
         collective, axes = move.collective, move.axes or ()
         if not move.is_gather or move.origin.phase != "forward" or not axes:
             continue
-        if is_attention(move.origin.module):
+        if _is_attention(move.origin.module):
             continue
         # Megatron: the weights of the next product are sharded over the axis, and stay so.
         is_sharded = not gathered.intersection(axes) and any(
             is_sharded_over(weight, axis, mesh) for weight in weights for axis in axes
         )
         size = max((array.bytes for array in move.activations), default=0)
-        if not is_sharded and size >= LARGE_GATHER * largest_weight(collective, weights) > 0:
+        if not is_sharded and size >= LARGE_GATHER * _largest_weight(collective, weights) > 0:
             groups.setdefault((axis_names(move.axes), move.origin.module), []).append((move, size))
     for (axes, module), gathers in groups.items():
         move, size = gathers[0]
@@ -869,11 +781,11 @@ def findings(
     """
     cut_again = list(rematerialization_findings(evidence))
     listed = [
-        *state_findings(evidence, memory),
+        *_state_findings(evidence, memory),
         # What is gathered only to be cut again is said once.
         *(
             finding
-            for finding in traffic_findings(evidence, roofline)
+            for finding in _traffic_findings(evidence, roofline)
             if not _is_said(finding, cut_again)
         ),
         *cut_again,
@@ -895,7 +807,7 @@ def _is_said(finding: Finding, earlier: Iterable[Finding]) -> bool:
 
 def _unread(reading: HloReading, lines: Iterable[CollectiveLine]) -> Iterator[Finding]:
     if reading.unread:
-        shown = "; ".join(f"{part.where}: {part.why}" for part in reading.unread[:_SHOWN])
+        shown = "; ".join(map(str, reading.unread[:_SHOWN]))
         more = len(reading.unread) - _SHOWN
         yield Finding(
             "note",

@@ -90,14 +90,7 @@ class StackFrames:
 
     @classmethod
     def parse(cls, text_lines: list[str]) -> StackFrames:
-        """Reads the tables.
-
-        Args:
-            text_lines: the lines of the module.
-
-        Returns:
-            The frames; none if the module has no tables.
-        """
+        """Reads the tables from the lines of a module; no frames if it has none."""
         tables = _tables(text_lines)
         files = {key: unquoted(words) for key, words in tables["FileNames"].items()}
         places = {key: parse_fields(words) for key, words in tables["FileLocations"].items()}
@@ -439,17 +432,8 @@ _KNOWN = re.compile(r'"known_trip_count":\{"n":"?(\d+)"?\}')
 _ELEMENT = re.compile(r"\bindex=(\d+)")
 
 
-def trip_count(module: HloModule, caller: Computation, loop: Instruction) -> int | None:
-    """Counts the runs of a while loop's body.
-
-    Args:
-        module: the module.
-        caller: the computation in which the loop stands.
-        loop: the while instruction.
-
-    Returns:
-        The number of runs; None if it is not known.
-    """
+def _trip_count(module: HloModule, caller: Computation, loop: Instruction) -> int | None:
+    """How often a while loop of a computation runs; None if that is not known."""
     match = _KNOWN.search(loop.rest)
     if match:
         return read_number(match[1])
@@ -601,7 +585,7 @@ def computation_runs(module: HloModule) -> dict[str, Runs]:
         for instruction in computation.instructions.values():
             if instruction.opcode in _CALLERS:
                 is_loop = instruction.opcode == "while"
-                trips = trip_count(module, computation, instruction) if is_loop else 1
+                trips = _trip_count(module, computation, instruction) if is_loop else 1
                 for called in called_computations(instruction):
                     calls.setdefault(called, []).append((computation.name, instruction, trips))
     runs: dict[str, Runs] = {}
@@ -729,14 +713,7 @@ class Neighbours:
         self._sends: dict[str, Instruction] | None = None
 
     def metadata(self, instruction: Instruction) -> dict[str, str]:
-        """Finds the metadata of the nearest instruction that has a name of a framework.
-
-        Args:
-            instruction: one of the computation, without metadata of its own.
-
-        Returns:
-            The fields, as `parse_fields`; none if there is nobody near.
-        """
+        """The fields of the nearest instruction that has a framework's name; none if nobody has."""
         for may_move in (False, True):
             for follow in (self._sources, self._followers):
                 fields = self._nearest(instruction, follow, may_move)
@@ -745,15 +722,7 @@ class Neighbours:
         return {}
 
     def metadata_of_user(self, instruction: Instruction, module: HloModule) -> dict[str, str]:
-        """Finds the metadata of who uses an instruction; of a fusion the op in it that does.
-
-        Args:
-            instruction: one of the computation.
-            module: the module.
-
-        Returns:
-            The fields, as `parse_fields`; none if no fusion uses it.
-        """
+        """The fields of the op in a fusion that uses an instruction; none if no fusion does."""
         for user in self._users_of(instruction):
             inside = module.called(user, "calls")
             if user.opcode != "fusion" or inside is None:

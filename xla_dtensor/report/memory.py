@@ -240,14 +240,7 @@ class EntryBytes:
 
     @classmethod
     def of(cls, hlo_text: str) -> EntryBytes:
-        """Reads the first line of a program.
-
-        Args:
-            hlo_text: the program.
-
-        Returns:
-            What it says; nothing at all if it has no layouts.
-        """
+        """Reads the first line of a program; nothing at all if it has no layouts."""
         layouts = entry_layouts(hlo_text)
         if layouts is None:
             return cls()
@@ -272,16 +265,10 @@ class EntryBytes:
         return sum(_device_bytes(self.outputs[number]) for number in self.aliased)
 
 
-def memory_parts(evidence: Evidence, entry: EntryBytes) -> tuple[MemoryPart, ...]:
-    """Sums the arrays of a step by role.
+def _memory_parts(evidence: Evidence, entry: EntryBytes) -> tuple[MemoryPart, ...]:
+    """Sums the arrays of a step by role, in the order of the roles; then comes what has none.
 
-    Args:
-        evidence: the compiled step.
-        entry: what its program's first line says.
-
-    Returns:
-        A part for each role that has arrays, in the order of the roles, then what has none. The
-        sum of `device_bytes` of a role is that of its arrays' `device_bytes`, exactly.
+    The sum of `device_bytes` of a role is that of its arrays' `device_bytes`, exactly.
     """
     parts: dict[str, list[MemoryPart]] = {}
     for part in (*_held_parts(evidence.held, entry), *_unnamed_parts(evidence.held, entry)):
@@ -481,7 +468,7 @@ def memory_report(evidence: Evidence) -> MemoryReport:
         (128, None)
     """
     entry, no_layouts = _entry(evidence.hlo_text)
-    parts = memory_parts(evidence, entry)
+    parts = _memory_parts(evidence, entry)
     peak, no_schedule = _peak(evidence)
     outside = sum(tensor.device_bytes for tensor in evidence.held if _is_outside(tensor))
     compiler = evidence.memory

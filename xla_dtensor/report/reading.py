@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CollectiveSummary",
     "HloReading",
-    "collective_instructions",
     "collectives",
     "num_partitions",
     "read_hlo",
@@ -292,7 +291,7 @@ def collectives(
     runs = computation_runs(module)
     return tuple(
         _collective(module, computation, instruction, runs[computation.name], namer)
-        for computation, instruction in collective_instructions(module)
+        for computation, instruction in _collective_instructions(module)
     )
 
 
@@ -316,15 +315,8 @@ def num_partitions(hlo_text: str) -> int:
     return HloModule.parse_header(hlo_text).num_partitions
 
 
-def collective_instructions(module: HloModule) -> Iterator[tuple[Computation, Instruction]]:
-    """Finds the instructions that are collectives, each once.
-
-    Args:
-        module: the module.
-
-    Yields:
-        The computation in which it stands, and the instruction.
-    """
+def _collective_instructions(module: HloModule) -> Iterator[tuple[Computation, Instruction]]:
+    """The instructions that are collectives, each once, with the computation it stands in."""
     instructions = [
         (computation, instruction)
         for computation in module.computations.values()
@@ -374,6 +366,9 @@ class Unread:
 
     where: str
     why: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -439,7 +434,7 @@ def read_module(
             unread.append(Unread("the mesh axes of all collectives", _reason(error)))
     runs = computation_runs(module)
     readable: list[Collective] = []
-    for computation, instruction in collective_instructions(module):
+    for computation, instruction in _collective_instructions(module):
         try:
             run = runs[computation.name]
             readable.append(_collective(module, computation, instruction, run, namer))

@@ -40,7 +40,6 @@ __all__ = [
     "module_text",
     "one_line",
     "render",
-    "rich_table",
     "roofline_rows",
     "roofline_table",
     "source_text",
@@ -115,15 +114,8 @@ def verdict(report: CompileReport) -> str:
     return f"DOES NOT FIT: each device needs {needs} and has {has}; {bytes_text(-spare)} too much."
 
 
-def roofline_sentence(report: CompileReport) -> str:
-    """Says how long a step takes, as modelled.
-
-    Args:
-        report: the report.
-
-    Returns:
-        A sentence.
-    """
+def _roofline_sentence(report: CompileReport) -> str:
+    """How long a step takes, as modelled, or why that was not."""
     model = report.roofline
     if model is None:
         return f"How long a step takes was not modelled: {report.no_roofline}."
@@ -299,11 +291,11 @@ def table_lines(table: Table, indent: str = "", width: int | None = None) -> lis
         return []
     text = io.StringIO()
     columns = (width or _ANY_WIDTH) - len(indent)
-    Console(file=text, width=columns, color_system=None).print(rich_table(table))
+    Console(file=text, width=columns, color_system=None).print(_rich_table(table))
     return [(indent + line).rstrip() for line in text.getvalue().splitlines()]
 
 
-def rich_table(table: Table) -> Any:
+def _rich_table(table: Table) -> Any:
     """Makes a table for a console of rich: words fold where there is no room, numbers do not."""
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -628,18 +620,11 @@ class Section:
     blocks: tuple[Block, ...]
 
 
-def opening(report: CompileReport) -> tuple[str, ...]:
-    """The sentences with which every format begins.
-
-    Args:
-        report: the report.
-
-    Returns:
-        The verdict first, then time, machine and mesh.
-    """
+def _opening(report: CompileReport) -> tuple[str, ...]:
+    """The sentences with which every format begins: the verdict first, then time, machine, mesh."""
     return (
         verdict(report),
-        roofline_sentence(report),
+        _roofline_sentence(report),
         f"Machine: {_machine(report)}.",
         f"Mesh: {mesh_axes_text(report.mesh)}.",
     )
@@ -660,15 +645,8 @@ def finding_place(finding: Finding) -> str:
     return ", ".join(word for word in words if word != "-")
 
 
-def sections(report: CompileReport) -> Iterator[Section]:
-    """The sections of a report.
-
-    Args:
-        report: the report.
-
-    Yields:
-        The sections that have something to say.
-    """
+def _sections(report: CompileReport) -> Iterator[Section]:
+    """The _sections of a report that have something to say."""
     lines = report.findings or ("Nothing to look at was found.",)
     yield Section("Findings", tuple(lines))
     source = () if report.memory.from_compiler else (NOT_FROM_COMPILER,)
@@ -679,7 +657,7 @@ def sections(report: CompileReport) -> Iterator[Section]:
     yield Section("Communication of one step, per device", tuple(_communication(report)))
     if report.roofline is not None:
         blocks = (
-            roofline_sentence(report),
+            _roofline_sentence(report),
             roofline_table(report),
             *(f"Assumed: {assumption}." for assumption in report.roofline.assumptions),
         )
@@ -746,9 +724,9 @@ def to_markdown(report: CompileReport) -> str:
         GitHub's Markdown, with a line break at the end.
     """
     lines = [f"# {markdown_text(report.title)}", ""]
-    first, *sentences = (markdown_text(sentence) for sentence in opening(report))
+    first, *sentences = (markdown_text(sentence) for sentence in _opening(report))
     lines += [f"**{first}**", "", *(f"- {sentence}" for sentence in sentences), ""]
-    for section in sections(report):
+    for section in _sections(report):
         lines += [f"## {section.title}", ""]
         for block in section.blocks:
             lines += [*_markdown_block(block), ""]
@@ -877,12 +855,12 @@ def render(report: CompileReport, width: int | None = None, *, colour: bool | No
         markup=False,
         emoji=False,
     )
-    first, *sentences = opening(report)
+    first, *sentences = _opening(report)
     console.print(one_line(report.title), style="bold")
     console.print(one_line(first), style=_TONES[report.fits])
     for sentence in sentences:
         console.print(one_line(sentence))
-    for section in sections(report):
+    for section in _sections(report):
         console.print()
         console.print(section.title, style="bold underline")
         for block in section.blocks:
@@ -894,7 +872,7 @@ def _print(console: Any, block: Block) -> None:
     from rich.text import Text
 
     if isinstance(block, Table):
-        console.print(rich_table(block))
+        console.print(_rich_table(block))
         if block.more:
             console.print(f"and {block.more:,} more", style="dim")
     elif isinstance(block, Finding):

@@ -277,7 +277,7 @@ class Evidence:
         """
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
-        root, topology = self.mesh.root, self.topology
+        root = self.mesh.root
         data: dict[str, Any] = {"schema": SCHEMA}
         for name in (each.name for each in fields(self) if each.name != "hlo_text"):
             value = getattr(self, name)
@@ -288,9 +288,7 @@ class Evidence:
                 "mesh_shape": list(root.mesh_shape),
                 "axis_names": list(root.axis_names),
             },
-            "topology": None
-            if topology is None
-            else {"name": topology.name, "wrap": topology.wrap},
+            "topology": self.topology and {"name": self.topology.name, "wrap": self.topology.wrap},
             "held": [asdict(tensor) for tensor in self.held],
             "memory": None if self.memory is None else asdict(self.memory),
         }

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -266,24 +267,15 @@ def roofline(evidence: Evidence, collectives: Iterable[Collective]) -> Roofline 
         The modelled times; None where the machine, its figures or the operations are not known:
         `why_no_roofline` says which.
     """
-    if why_no_roofline(evidence) is not None:
+    known = _known(evidence)
+    if isinstance(known, str):
         return None
-    topology, flops = evidence.topology, evidence.flops
-    assert topology is not None
-    assert topology.chip is not None
-    assert flops is not None
-    chip = topology.chip
-    peak = chip.peak(_peak_name(evidence.compute_dtype))
-    hbm_rate = chip.hbm_bytes_per_second
-    assert peak is not None
-    assert hbm_rate is not None
-    cores = topology.devices_per_chip
-    times = CollectiveTimes(evidence)
+    chip, times = known.chip, known.times
     for collective in collectives:
         times.add(collective)
-    compute = flops / evidence.mesh.root.size() / (peak / cores)
+    compute = known.flops / evidence.mesh.root.size() / known.peak
     size = hbm_bytes(evidence)
-    hbm = size / (hbm_rate / cores)
+    hbm = size / known.hbm_rate
     ici = sum(times.ici.values())
     parts = {"compute": compute, "HBM": hbm, "ICI": ici, "DCN": times.dcn}
     longest, total = max(parts.values()), sum(parts.values())
@@ -316,23 +308,39 @@ def why_no_roofline(evidence: Evidence) -> str | None:
         >>> why_no_roofline(Evidence("a step", "HloModule m", Mesh.arange((8,))))
         'the machine is not known, so neither are its speeds'
     """
+    known = _known(evidence)
+    return known if isinstance(known, str) else None
+
+
+class _Known(NamedTuple):
+    """What a model is made of; rates are those of one device."""
+
+    chip: Chip
+    flops: float
+    peak: float
+    hbm_rate: float
+    times: CollectiveTimes
+
+
+def _known(evidence: Evidence) -> _Known | str:
     topology = evidence.topology
     if topology is None or topology.chip is None:
         return "the machine is not known, so neither are its speeds"
     if evidence.flops is None:
         return "the floating-point operations of the step were not counted"
-    dtype, title = evidence.compute_dtype, topology.chip.title
-    if not topology.chip.peak(_peak_name(dtype)):
-        return f"no source gives the peak of {title} for products of {dtype}"
-    if not topology.chip.hbm_bytes_per_second:
-        return f"no source gives the HBM bandwidth of {title}"
+    chip, cores, dtype = topology.chip, topology.devices_per_chip, evidence.compute_dtype
+    peak, hbm_rate = chip.peak(_peak_name(dtype)), chip.hbm_bytes_per_second
+    if not peak:
+        return f"no source gives the peak of {chip.title} for products of {dtype}"
+    if not hbm_rate:
+        return f"no source gives the HBM bandwidth of {chip.title}"
     try:
-        CollectiveTimes(evidence)
+        times = CollectiveTimes(evidence)
     except MeshError as error:
         return f"its links cannot be modelled: {str(error).split('. ')[1]}"
     except HloError:
         return "the program cannot be read"
-    return None
+    return _Known(chip, evidence.flops, peak / cores, hbm_rate / cores, times)
 
 
 def hbm_bytes(evidence: Evidence) -> int:

@@ -23,30 +23,12 @@ __all__ = ["AxisUse", "axis_uses", "bytes_text", "seconds_text", "share_text"]
 
 # ------------------------------------------- Layout texts, as evidence of a compiled step has them
 
-LayoutUse = tuple[int | None, bool, bool]
-"""Of an axis: the dim that it cuts; whether it cuts what a later axis of the mesh has cut; whether
-its devices have summands."""
-
 _TEXT = re.compile(r"\[([^\[\]]*)\]((?: [\w?]+\([^()]*\))*)")
 _SUM = re.compile(r"[\w?]+\(([^()]*)\)")
 
 
-def layout_uses(text: str, mesh: Sequence[MeshAxis], ndim: int) -> tuple[LayoutUse, ...] | None:
-    """Reads a layout.
-
-    Args:
-        text: the layout.
-        mesh: the axes.
-        ndim: the number of dims of the tensor.
-
-    Returns:
-        What each axis does; None for text that says nothing of these axes.
-
-    Example:
-        >>> from xla_dtensor.report.report import MeshAxis
-        >>> layout_uses("[-, tp]", [MeshAxis("dp", 2, 1), MeshAxis("tp", 4, 1)], 2)
-        ((None, False, False), (1, False, False))
-    """
+def _layout_uses(text: str, mesh: Sequence[MeshAxis], ndim: int) -> tuple[AxisUse, ...] | None:
+    """What each axis does, by the text of a layout; None for text that says nothing of them."""
     match = _TEXT.fullmatch(text.strip())
     if match is None:
         return None
@@ -66,7 +48,10 @@ def layout_uses(text: str, mesh: Sequence[MeshAxis], ndim: int) -> tuple[LayoutU
             axis for at, axis in enumerate(axes) if any(place > places[at] for place in places[:at])
         }
     summed = {name.strip() for part in _SUM.finditer(match[2]) for name in part[1].split(",")}
-    return tuple((dims.get(name), name in strided, name in summed) for name in names)
+    return tuple(
+        AxisUse(name, axis.size, place, dims.get(name), name in strided, name in summed)
+        for place, (name, axis) in enumerate(zip(names, mesh, strict=True))
+    )
 
 
 # ------------------------------------------------------------------- Layouts, as reports hold them
@@ -110,7 +95,7 @@ def axis_uses(text: str | None, mesh: Sequence[MeshAxis], ndim: int) -> tuple[Ax
     """Reads a layout.
 
     Args:
-        text: placements for each axis in order, or what `layout_uses` reads; None if there is none.
+        text: placements for each axis in order, or a layout; None if there is none.
         mesh: the axes.
         ndim: the number of dims of the tensor.
 
@@ -122,10 +107,9 @@ def axis_uses(text: str | None, mesh: Sequence[MeshAxis], ndim: int) -> tuple[Ax
         >>> axis_uses("Shard(7)", [MeshAxis("dp", 2, 1)], 2) is None
         True
     """
-    laid = None if text is None else layout_uses(text, mesh, ndim)
+    laid = None if text is None else _layout_uses(text, mesh, ndim)
     if laid is not None:
-        axes = enumerate(zip(mesh, laid, strict=True))
-        return tuple(AxisUse(str(a.name), a.size, place, *use) for place, (a, use) in axes)
+        return laid
     text = (text or "").strip()
     if text.startswith("(") and text.endswith(")"):
         text = text[1:-1]
