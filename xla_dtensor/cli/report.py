@@ -58,12 +58,8 @@ def _diff(args: argparse.Namespace) -> int:
 # Was it what the prediction said?
 
 
-def add_verify(command: argparse.ArgumentParser) -> None:
-    """Adds the options that hold a report against another.
-
-    Args:
-        command: The command.
-    """
+def _add_verify(command: argparse.ArgumentParser) -> None:
+    """The options that hold a report against another."""
     command.add_argument(
         "--verify",
         metavar="JOB",
@@ -80,19 +76,8 @@ def add_verify(command: argparse.ArgumentParser) -> None:
     )
 
 
-def verify(args: argparse.Namespace) -> int:
-    """Prints what a job does against what was predicted.
-
-    Args:
-        args: The arguments.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ReportError: A file that is no report, or a tolerance that is none.
-        OSError: A file that cannot be read.
-    """
+def _verify(args: argparse.Namespace) -> int:
+    """Prints what a job does against what was predicted; the exit status."""
     from xla_dtensor.report.compile_report import CompileReport
     from xla_dtensor.report.verification import verdict_text
 
@@ -147,36 +132,21 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     report.add_argument(
         "evidence", metavar="EVIDENCE", help="a folder of evidence, or a report as JSON"
     )
-    add_report_outputs(report)
-    add_verify(report)
+    _add_outputs(report)
+    _add_verify(report)
     report.set_defaults(command=run_or_refuse(_report))
 
 
-def add_report_outputs(command: argparse.ArgumentParser) -> None:
-    """Adds the options that say where a report is written to.
-
-    Args:
-        command: The command.
-    """
+def _add_outputs(command: argparse.ArgumentParser) -> None:
+    """The options that say where a report is written to."""
     command.add_argument("--json", metavar="FILE", help="write it as JSON")
     command.add_argument("--html", metavar="FILE", help="write it as one HTML page")
     command.add_argument("--markdown", metavar="FILE", help="write it as Markdown")
     command.add_argument("--quiet", action="store_true", help="print only whether it fits")
 
 
-def write_report(report: CompileReport, args: argparse.Namespace) -> int:
-    """Prints a report and writes the files that were asked for.
-
-    Args:
-        report: The report.
-        args: The arguments, those of `add_report_outputs` among them.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        OSError: A file that cannot be written.
-    """
+def _write_report(report: CompileReport, args: argparse.Namespace) -> int:
+    """Prints a report and writes the files that were asked for; the exit status."""
     from xla_dtensor.report.render import verdict
 
     if args.json is not None:
@@ -193,5 +163,5 @@ def _report(args: argparse.Namespace) -> int:
     from xla_dtensor.report.compile_report import CompileReport
 
     if args.verify is not None:
-        return verify(args)
-    return write_report(CompileReport.load(args.evidence), args)
+        return _verify(args)
+    return _write_report(CompileReport.load(args.evidence), args)
