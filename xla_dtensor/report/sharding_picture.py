@@ -361,7 +361,12 @@ class ShardingPicture:
         Returns:
             Lines, without a line break at the end.
         """
-        return _to_text(self, max_width)
+        columns = COLUMNS
+        lines = _lines(self, columns)
+        while columns > 3 and max(map(len, lines), default=0) > max_width:
+            columns -= 1
+            lines = _lines(self, columns)
+        return "\n".join(line.rstrip() for line in lines)
 
     def rich(self, *, use_color: bool = True) -> Any:
         """Draws it for rich: something to ``print`` on a rich console.
@@ -536,16 +541,6 @@ def _heading(picture: ShardingPicture) -> str:
         names = zip(picture.mesh.axis_names, picture.mesh.mesh_shape, strict=True)
         words.append("on " + ", ".join(f"{name}={size}" for name, size in names))
     return " ".join(words)
-
-
-def _to_text(picture: ShardingPicture, max_width: int = 100) -> str:
-    """Lines of at most so many characters, without a line break at the end."""
-    columns = COLUMNS
-    lines = _lines(picture, columns)
-    while columns > 3 and max(map(len, lines), default=0) > max_width:
-        columns -= 1
-        lines = _lines(picture, columns)
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def _lines(picture: ShardingPicture, columns: int) -> list[str]:
