@@ -1,8 +1,4 @@
-"""The command ``launch``: prints what starts a job file somewhere else, or runs it here.
-
-Example:
-    >>> main = ["launch", "llama3_70b_v5p", "--with", "queued", "--command", "python", "train.py"]
-"""
+"""``python -m xla_dtensor launch JOB``: prints what starts a job elsewhere, or runs it here."""
 
 from __future__ import annotations
 

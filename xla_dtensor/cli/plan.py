@@ -1,13 +1,7 @@
 """``python -m xla_dtensor plan JOB``: does a job fit, and what will its step do.
 
-``--quick`` compiles nothing. Without it the quick answer comes first, then the compiled one.
-
-Example:
-    >>> main = ["plan", "tpu_configs/jobs/llama3_70b_v5p.yaml", "--quick", "--sweep", "fsdp=*,tp=*"]
-
-``python -m xla_dtensor plan JOB``: the job's step, compiled for its chips, and the report.
-
-libtpu compiles it in a process of its own (``aot``); nothing runs. ``--out FOLDER`` keeps the
+``--quick`` compiles nothing. Without it the quick answer comes first, then the compiled one:
+libtpu compiles the step in a process of its own (``aot``); nothing runs. ``--out FOLDER`` keeps the
 evidence and the report, as JSON, Markdown and HTML. ``--sweep``, ``--smallest`` and ``--max-batch``
 rank what might be, and confirm it by compiling.
 """

@@ -590,7 +590,8 @@ CollectiveKind: TypeAlias = Literal[
 COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 DCN_TARGET = "_xla_megascale_target"
-"""The frontend attribute that says which slices a send or recv is for."""
+TRANSFER_TYPE = "_xla_megascale_transfer_type"
+"""The frontend attributes of a send or recv that say which slices it is for, and of what kind."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,14 @@ import numpy as np
 
 from mesh_utils import Axis
 from xla_dtensor.core.argument_types import argument_types
-from xla_dtensor.report.collective import DCN_TARGET, Collective, axis_names, device_groups
-from xla_dtensor.report.hlo import SourceLine
+from xla_dtensor.report.collective import (
+    DCN_TARGET,
+    TRANSFER_TYPE,
+    Collective,
+    axis_names,
+    device_groups,
+)
+from xla_dtensor.report.hlo import RENDEZVOUS, SourceLine
 from xla_dtensor.report.hlo_text import split_outside
 
 __all__ = [
@@ -266,8 +272,6 @@ class _Path:
 NetworkName: TypeAlias = Literal["ICI", "DCN", "-"]
 """Which wires carry it: inside a slice, between slices, or none (or nobody knows)."""
 
-_RENDEZVOUS = "_xla_host_transfer_rendezvous"
-_TRANSFER = "_xla_megascale_transfer_type"
 _COUNTER = re.compile(r"(?<=[./])\d+(?=[./ ]|$)")
 
 
@@ -385,7 +389,7 @@ def _paired(collectives: Iterable[Collective]) -> list[tuple[Collective, str, in
     places: dict[tuple[str, str, str], int] = {}
     for collective in collectives:
         attributes = dict(collective.frontend_attributes)
-        meeting, transfer = attributes.get(_RENDEZVOUS), attributes.get(_TRANSFER)
+        meeting, transfer = attributes.get(RENDEZVOUS), attributes.get(TRANSFER_TYPE)
         if meeting is None or transfer is None or collective.kind not in ("send", "recv"):
             pairs.append((collective, collective.kind, collective.payload_bytes))
             continue

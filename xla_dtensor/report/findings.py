@@ -30,7 +30,13 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from mesh_utils import Mesh
-from xla_dtensor.report.collective import DCN_TARGET, Collective, axis_names, base_axes
+from xla_dtensor.report.collective import (
+    DCN_TARGET,
+    TRANSFER_TYPE,
+    Collective,
+    axis_names,
+    base_axes,
+)
 from xla_dtensor.report.finding import (
     SEVERITIES,
     SMALL_GATHER_BYTES,
@@ -652,8 +658,6 @@ LARGE_GATHER = 2
 """A gathered activation is worth a finding from so many times the largest weight of a layer on: it
 then moves more than the weights themselves would."""
 
-_TRANSFER = "_xla_megascale_transfer_type"
-
 
 def _traffic_findings(evidence: Evidence, roofline: Roofline | None) -> Iterator[Finding]:
     """Collectives that should not be, or not there."""
@@ -681,23 +685,13 @@ def _over_dcn(
     for move in moves:
         collective = move.collective
         attributes = dict(collective.frontend_attributes)
-        if (
-            collective.kind != "send"
-            or DCN_TARGET not in attributes
-            or move.origin.phase != "forward"
-        ):
-            continue
-        transfer = attributes.get(_TRANSFER, "ONE_TO_ONE")
-        moves_weight = transfer == "ALL_GATHER" and _are_weights(
-            collective.operands, weights, collective
-        )
-        if (
-            transfer == "ONE_TO_ONE"
-            or moves_weight
-            or collective.operand_bytes < SMALL_MESSAGE_BYTES
-        ):
-            continue
-        moves_over.setdefault(axis_names(move.axes), []).append(move)
+        transfer = attributes.get(TRANSFER_TYPE, "ONE_TO_ONE")
+        is_transfer = collective.kind == "send" and DCN_TARGET in attributes
+        if is_transfer and transfer != "ONE_TO_ONE" and move.origin.phase == "forward":
+            arrays = collective.operands
+            is_weight = transfer == "ALL_GATHER" and _are_weights(arrays, weights, collective)
+            if not is_weight and collective.operand_bytes >= SMALL_MESSAGE_BYTES:
+                moves_over.setdefault(axis_names(move.axes), []).append(move)
     for axes, slow in moves_over.items():
         times = sum(move.times for move in slow)
         size = sum(move.times * move.collective.operand_bytes for move in slow)

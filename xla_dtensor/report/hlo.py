@@ -654,7 +654,8 @@ def _count(
 _REACH = 64
 """Instructions that are looked at: the neighbourhood, not the whole program."""
 
-_RENDEZVOUS = "_xla_host_transfer_rendezvous"
+RENDEZVOUS = "_xla_host_transfer_rendezvous"
+"""The frontend attribute that a send and its recv have in common."""
 _SEMAPHORE = "S(2)"
 """The memory space of semaphores, in a layout."""
 _START, _DONE = "async-collective-start", "async-collective-done"
@@ -710,7 +711,6 @@ class Neighbours:
 
     def __init__(self, computation: Computation) -> None:
         self._computation = computation
-        self._sends: dict[str, Instruction] | None = None
 
     def metadata(self, instruction: Instruction) -> dict[str, str]:
         """The fields of the nearest instruction that has a framework's name; none if nobody has."""
@@ -764,7 +764,7 @@ class Neighbours:
         if instruction.opcode == "get-tuple-element":
             yield from self._last_turn(instruction)
         if instruction.opcode == "recv":
-            send = self._send_of(instruction)
+            send = self._sends.get(_meeting(instruction))
             if send is not None:
                 yield send
 
@@ -819,16 +819,13 @@ class Neighbours:
     def _users_of(self, instruction: Instruction) -> list[Instruction]:
         return self._computation.users.get(instruction.name, [])
 
-    def _send_of(self, recv: Instruction) -> Instruction | None:
-        """What is received was sent by the others, as this device sends to them."""
-        if self._sends is None:
-            self._sends = {}
-            for instruction in self._computation.instructions.values():
-                if instruction.opcode == "send":
-                    self._sends[_meeting(instruction)] = instruction
-        return self._sends.get(_meeting(recv))
+    @cached_property
+    def _sends(self) -> dict[str, Instruction]:
+        """By meeting: what is received was sent by the others, as this device sends to them."""
+        table = self._computation.instructions.values()
+        return {_meeting(each): each for each in table if each.opcode == "send"}
 
 
 def _meeting(instruction: Instruction) -> str:
     attributes = instruction.attributes.get("frontend_attributes", "")
-    return parse_fields(attributes).get(_RENDEZVOUS, instruction.name)
+    return parse_fields(attributes).get(RENDEZVOUS, instruction.name)

@@ -32,6 +32,7 @@ from mesh_utils.network import Collective as Exchange
 from mesh_utils.traffic import MeshTraffic, TrafficSeconds
 from xla_dtensor.report.collective import (
     DCN_TARGET,
+    TRANSFER_TYPE,
     Collective,
     Granules,
     axis_names,
@@ -198,7 +199,7 @@ def megascale_bytes(collective: Collective, slices: int) -> float:
         Bytes of each device, one way, modelled as a ring over the slices.
     """
     size = collective.operand_bytes
-    match dict(collective.frontend_attributes).get("_xla_megascale_transfer_type"):
+    match dict(collective.frontend_attributes).get(TRANSFER_TYPE):
         case "ALL_REDUCE":
             return 2 * (slices - 1) / slices * size
         case "ALL_GATHER":
