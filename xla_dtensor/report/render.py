@@ -15,7 +15,7 @@ from mesh_utils import Axis
 from xla_dtensor.report.collective import AXIS_PART, axis_names
 from xla_dtensor.report.finding import PHASES, CollectiveLine, Finding, Origin, starred
 from xla_dtensor.report.reading import CollectiveSummary
-from xla_dtensor.report.report import MeshAxis, TensorLine
+from xla_dtensor.report.report import MeshAxis
 from xla_dtensor.report.texts import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
@@ -353,7 +353,16 @@ def axis_totals(report: CompileReport) -> tuple[AxisTotal, ...]:
         if line.moves:
             key = axes_text(line.axes, report.mesh), line.network
             groups.setdefault(key, []).append(line)
-    totals = [_total(*key, lines) for key, lines in groups.items()]
+    totals = [
+        AxisTotal(
+            axes,
+            network,
+            _summed(lines, lambda line: str(line.origin.phase)),
+            tuple(_summed(lines, lambda line: line.kind)),
+            any(line.at_least for line in lines),
+        )
+        for (axes, network), lines in groups.items()
+    ]
     return tuple(sorted(totals, key=lambda total: (-total.bytes, total.axes, total.network)))
 
 
@@ -482,7 +491,19 @@ def roofline_table(report: CompileReport) -> Table:
 
 def tensors_table(report: CompileReport) -> Table:
     """The largest arrays, with their layouts."""
-    rows = [_tensor(line) for line in report.tensors[:MANY]]
+    rows = [
+        (
+            line.name,
+            line.role,
+            f"{line.count:,}",
+            _dims(line.shape),
+            line.dtype,
+            line.layout_words,
+            _dims(line.device_shape),
+            bytes_text(line.total_device_bytes),
+        )
+        for line in report.tensors[:MANY]
+    ]
     header = (
         *("name", "role", ">arrays", "shape", "dtype", "layout", "part of one device"),
         ">bytes per device",
@@ -543,34 +564,11 @@ _COUNTED = frozenset(
 )
 
 
-def _total(axes: str, network: str, lines: list[CollectiveLine]) -> AxisTotal:
-    return AxisTotal(
-        axes,
-        network,
-        _summed(lines, lambda line: str(line.origin.phase)),
-        tuple(_summed(lines, lambda line: line.kind)),
-        any(line.at_least for line in lines),
-    )
-
-
 def _summed(lines: list[CollectiveLine], key_of: Callable[[CollectiveLine], str]) -> dict[str, int]:
     sums: dict[str, int] = {}
     for line in lines:
         sums[key_of(line)] = sums.get(key_of(line), 0) + line.bytes_per_device
     return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
-
-
-def _tensor(line: TensorLine) -> tuple[str, ...]:
-    return (
-        line.name,
-        line.role,
-        f"{line.count:,}",
-        _dims(line.shape),
-        line.dtype,
-        line.layout_words,
-        _dims(line.device_shape),
-        bytes_text(line.total_device_bytes),
-    )
 
 
 def _dims(shape: tuple[int, ...]) -> str:
