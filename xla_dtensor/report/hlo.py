@@ -332,6 +332,11 @@ class HloModule:
     frames: StackFrames = field(default_factory=StackFrames)
     unread: tuple[tuple[str, str], ...] = ()
 
+    @cached_property
+    def runs(self) -> dict[str, Runs]:
+        """How each computation runs, by its name; one that nothing calls runs once."""
+        return _computation_runs(self)
+
     def called(self, instruction: Instruction, attribute: str) -> Computation | None:
         """The computation that an attribute names, such as "body" or "calls"; None for none."""
         return self.computations.get(instruction.attributes.get(attribute, "").removeprefix("%"))
@@ -564,22 +569,7 @@ class Runs:
     calling: str = ""
 
 
-def computation_runs(module: HloModule) -> dict[str, Runs]:
-    """Counts the runs of every computation.
-
-    Args:
-        module: the module.
-
-    Returns:
-        The runs by the name of the computation. One that nothing calls runs once.
-
-    Example:
-        >>> module = HloModule.parse('''HloModule m
-        ... ENTRY %main () -> s32[] {
-        ... }''')
-        >>> computation_runs(module)["main"].times
-        1
-    """
+def _computation_runs(module: HloModule) -> dict[str, Runs]:
     calls: dict[str, list[tuple[str, Instruction, int | None]]] = {}
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
@@ -669,7 +659,7 @@ _MOVING = frozenset(
 
 
 def told_metadata(
-    module: HloModule, computation: Computation, instruction: Instruction, runs: Runs
+    module: HloModule, computation: Computation, instruction: Instruction
 ) -> dict[str, str]:
     """Finds what there is to say about an instruction.
 
@@ -677,12 +667,12 @@ def told_metadata(
         module: the module.
         computation: where the instruction stands.
         instruction: any.
-        runs: how the computation runs.
 
     Returns:
         The fields of its own metadata; else those of its fusion or its start; else those of a
         neighbour of either; none if nobody says anything.
     """
+    runs = module.runs[computation.name]
     own = parse_fields(instruction.attributes.get("metadata", ""))
     # From JAX 0.12 on, what moves an input of the program is named by that input alone.
     fields = own

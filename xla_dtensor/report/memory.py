@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 
 from mesh_utils import Mesh
 from xla_dtensor.report.finding import Origin, origin_of, starred
-from xla_dtensor.report.hlo import computation_runs, told_metadata
+from xla_dtensor.report.hlo import told_metadata
 from xla_dtensor.report.hlo_text import (
     HOST_SPACE,
     HloError,
@@ -565,11 +565,9 @@ def _temporary_buffers(peak: LivePeak | None, evidence: Evidence) -> Iterator[La
         for computation in module.computations.values()
         for name in computation.instructions
     }
-    runs = computation_runs(module)
     for buffer in peak.buffers[:_LOOKED_AT]:
         computation = place[buffer.instruction.name]
-        run = runs[computation.name]
-        fields = told_metadata(module, computation, buffer.instruction, run)
+        fields = told_metadata(module, computation, buffer.instruction)
         origin = origin_of(fields.get("op_name"), module.frames.source(fields))
         yield LargeBuffer(
             buffer.bytes, str(buffer.shape), buffer.instruction.name, TEMPORARY, origin

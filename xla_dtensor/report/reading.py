@@ -31,9 +31,7 @@ from xla_dtensor.report.hlo import (
     Computation,
     HloModule,
     Instruction,
-    Runs,
     StackFrames,
-    computation_runs,
     parse_fields,
     told_metadata,
     unquoted,
@@ -84,7 +82,6 @@ def _collective(
     module: HloModule,
     computation: Computation,
     instruction: Instruction,
-    runs: Runs,
     namer: ProgramAxes | None,
 ) -> Collective:
     """Reads an instruction whose opcode is in OPCODES; without a namer no axes are named.
@@ -92,7 +89,8 @@ def _collective(
     Raises:
         HloError: shapes, groups or pairs that cannot be read.
     """
-    attributes, caller = instruction.attributes, runs.caller
+    attributes, runs = instruction.attributes, module.runs[computation.name]
+    caller = runs.caller
     kind, called_by = OPCODES[instruction.opcode], "" if caller is None else caller.opcode
     is_start = instruction.opcode.endswith("-start")
     is_scatter = (
@@ -104,7 +102,7 @@ def _collective(
     replica_groups = None if groups is None else ReplicaGroups.parse(groups)
     frontend = _frontend_attributes(attributes.get("frontend_attributes", ""))
     pairs = _pairs(attributes.get("source_target_pairs") or dict(frontend).get(_P2P_PAIRS))
-    fields = told_metadata(module, computation, instruction, runs)
+    fields = told_metadata(module, computation, instruction)
     collective = Collective(
         kind="reduce-scatter" if is_scatter else kind,
         name=instruction.name,
@@ -288,9 +286,8 @@ def collectives(
     """
     module = HloModule.parse(hlo_text)
     namer = None if mesh is None else ProgramAxes.of(module, mesh, granules)
-    runs = computation_runs(module)
     return tuple(
-        _collective(module, computation, instruction, runs[computation.name], namer)
+        _collective(module, computation, instruction, namer)
         for computation, instruction in _collective_instructions(module)
     )
 
@@ -432,12 +429,10 @@ def read_module(
             namer = ProgramAxes.of(module, mesh, granules)
         except HloError as error:
             unread.append(Unread("the mesh axes of all collectives", _reason(error)))
-    runs = computation_runs(module)
     readable: list[Collective] = []
     for computation, instruction in _collective_instructions(module):
         try:
-            run = runs[computation.name]
-            readable.append(_collective(module, computation, instruction, run, namer))
+            readable.append(_collective(module, computation, instruction, namer))
         except HloError as error:
             unread.append(Unread(f"{computation.name}, %{instruction.name}", _reason(error)))
     return HloReading(tuple(readable), tuple(unread))
