@@ -23,7 +23,6 @@ from typing import Any
 from xla_dtensor.report.finding import CollectiveLine, Finding, collective_lines
 from xla_dtensor.report.findings import findings
 from xla_dtensor.report.memory import MemoryReport, memory_report
-from xla_dtensor.report.page import to_html
 from xla_dtensor.report.render import render, to_markdown
 from xla_dtensor.report.report import (
     Evidence,
@@ -246,6 +245,8 @@ class CompileReport:
 
     def to_html(self) -> str:
         """Writes it as one HTML file that needs nothing from outside."""
+        from xla_dtensor.report.page import to_html  # drawing is loaded when something is drawn
+
         return to_html(self)
 
     def render(self, width: int | None = None, *, colour: bool | None = None) -> str:
