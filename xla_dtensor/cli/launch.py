@@ -1,19 +1,14 @@
-"""The command ``launch``: prints what starts a job file somewhere else, or runs it here.
-
-Example:
-    >>> main = ["launch", "llama3_70b_v5p", "--with", "queued", "--command", "python", "train.py"]
-"""
+"""``python -m xla_dtensor launch JOB``: prints what starts a job elsewhere, or runs it here."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from xla_dtensor.cli.subcommand import run_or_refuse
+from xla_dtensor.cli.subcommand import load_job, run_or_refuse
 
 if TYPE_CHECKING:
     from mesh_utils.job import JobConfig
@@ -85,7 +80,7 @@ def add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="print what would be started (the default without --local)",
     )
     _add_local(launch)
-    launch.set_defaults(command=_run)
+    launch.set_defaults(command=run_or_refuse(_launch))
 
 
 def _add_local(launch: argparse.ArgumentParser) -> None:
@@ -113,25 +108,11 @@ def _add_local(launch: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(args: argparse.Namespace) -> int:
-    """The exit status: that of the job where it runs here."""
-    statuses: list[int] = []
-
-    def act(args: argparse.Namespace) -> None:
-        statuses.append(_launch(args))
-
-    return run_or_refuse(act)(args) or statuses[0]
-
-
 def _launch(args: argparse.Namespace) -> int:
-    from mesh_utils.job import JobConfig
+    """The exit status: that of the job where it runs here."""
     from mesh_utils.launch import flag_notes, render
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        job = JobConfig.load(args.job)
-    for warning in caught:
-        print(f"warning: {warning.message}", file=sys.stderr)
+    job = load_job(args.job)
     if args.local is not None:
         return _launch_here(args, job)
     _refuse_local_arguments(args)

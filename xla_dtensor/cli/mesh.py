@@ -70,7 +70,7 @@ def add_mesh(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     mesh.set_defaults(command=run_or_refuse(_mesh))
 
 
-def _mesh(args: argparse.Namespace) -> None:
+def _mesh(args: argparse.Namespace) -> int:
     from mesh_utils.draw import check_format
     from mesh_utils.errors import MeshError
     from xla_dtensor.cli.mesh_text import make_plans
@@ -105,12 +105,13 @@ def _mesh(args: argparse.Namespace) -> None:
         drawing.save(args.draw)
     if args.json:
         print(json.dumps(plans.to_dict(args.strategy), indent=1))
-        return
+        return 0
     from xla_dtensor.cli.mesh_text import plans_text
 
     print(plans_text(plans, args.strategy, drawing))
     if args.draw is not None:
         print(f"\ndrawn to {args.draw}")
+    return 0
 
 
 def _sizes(option: str, text: str) -> dict[str, int]:
@@ -198,15 +199,15 @@ def add_topology(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     topology.set_defaults(command=run_or_refuse(_topology))
 
 
-def _topology(args: argparse.Namespace) -> None:
-    topology = read_topology(args)
-    facts = topology_facts(topology)
+def _topology(args: argparse.Namespace) -> int:
+    facts = topology_facts(read_topology(args))
     if args.json:
         print(json.dumps(facts, indent=1))
-        return
+        return 0
     from xla_dtensor.cli.mesh_text import topology_text
 
     print(topology_text(facts))
+    return 0
 
 
 def topology_facts(topology: Topology) -> dict[str, Any]:

@@ -1,14 +1,9 @@
 """``python -m xla_dtensor plan JOB``: does a job fit, and what will its step do.
 
-``--quick`` compiles nothing. Without it the quick answer comes first, then the compiled one.
-
-Example:
-    >>> main = ["plan", "tpu_configs/jobs/llama3_70b_v5p.yaml", "--quick", "--sweep", "fsdp=*,tp=*"]
-
-``python -m xla_dtensor plan JOB``: the job's step, compiled for its chips, and the report.
-
-libtpu compiles it in a process of its own (``aot``); nothing runs. ``--out FOLDER`` keeps the
-evidence and the report, as JSON, Markdown and HTML.
+``--quick`` compiles nothing. Without it the quick answer comes first, then the compiled one:
+libtpu compiles the step in a process of its own (``aot``); nothing runs. ``--out FOLDER`` keeps the
+evidence and the report, as JSON, Markdown and HTML. ``--sweep``, ``--smallest`` and ``--max-batch``
+rank what might be, and confirm it by compiling.
 """
 
 from __future__ import annotations
@@ -19,12 +14,11 @@ import os
 import shlex
 import sys
 import time
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xla_dtensor.cli.subcommand import run_or_refuse
+from xla_dtensor.cli.subcommand import fits_status, load_job, run_or_refuse
 
 if TYPE_CHECKING:
     from mesh_utils import JobConfig
@@ -33,7 +27,7 @@ if TYPE_CHECKING:
     from xla_dtensor.report.compile_report import CompileReport
     from xla_dtensor.report.report import Evidence
 
-__all__ = ["add_plan", "compiled", "keep", "write_report"]
+__all__ = ["add_plan", "write_report"]
 
 
 # ------------------------------------------------------------------ python -m xla_dtensor plan JOB
@@ -42,12 +36,7 @@ _GIB = 1 << 30
 _MOMENTS = {"adamw": "float32", "adamw-bf16": "bfloat16"}
 
 
-def add_full_options(plan: argparse.ArgumentParser) -> None:
-    """Adds the options of the compiled plan.
-
-    Args:
-        plan: The command ``plan``.
-    """
+def _add_full_options(plan: argparse.ArgumentParser) -> None:
     full = plan.add_argument_group("compiling, which --quick leaves out")
     full.add_argument("--out", metavar="FOLDER", help="keep evidence and report there")
     full.add_argument(
@@ -90,45 +79,8 @@ def add_full_options(plan: argparse.ArgumentParser) -> None:
     full.add_argument("--no-cache", action="store_true", help="compile though it was before")
 
 
-def plan_fully(job: JobConfig, args: argparse.Namespace) -> bool | None:
-    """Compiles a job's step, prints the report, and writes what was asked for.
-
-    Args:
-        job: The job.
-        args: The arguments.
-
-    Returns:
-        Whether it fits; None if nobody knows.
-
-    Raises:
-        JobError: An optimizer that the reference models do not have.
-        CompileError: It cannot be compiled.
-    """
-    from xla_dtensor.report.compile_report import CompileReport
-
-    evidence = compiled(job, args, args.per_group, args.time_limit)
-    report = CompileReport.of(evidence)
-    keep(evidence, report, args.out)
-    print(report.to_json() if args.json else report.render().removesuffix("\n"))
-    return report.fits
-
-
-def compiled(job: JobConfig, args: argparse.Namespace, per_group: int, seconds: float) -> Evidence:
-    """Compiles a job's step.
-
-    Args:
-        job: The job; its axes and its slice may be others than its file's.
-        args: The arguments.
-        per_group: Sequences per part of the batch.
-        seconds: How long it may take.
-
-    Returns:
-        What it leaves.
-
-    Raises:
-        JobError: What the reference models do not have.
-        CompileError: It cannot be compiled, or not in that time.
-    """
+def _compiled(job: JobConfig, args: argparse.Namespace, per_group: int, seconds: float) -> Evidence:
+    """Compiles a job's step; its axes and its slice may be others than its file's."""
     from xla_dtensor.cli.plan_flags import flagged, reports_too_much
     from xla_dtensor.core.errors import CompileError
     from xla_dtensor.plan.aot import evidence_for
@@ -166,18 +118,10 @@ def compiled(job: JobConfig, args: argparse.Namespace, per_group: int, seconds: 
             raise error from None
 
 
-def keep(evidence: Evidence, report: CompileReport, folder: str | None) -> None:
-    """Writes evidence and report, as JSON, Markdown and HTML.
-
-    Args:
-        evidence: What a step left.
-        report: Made of it.
-        folder: Where to; None for nowhere.
-    """
-    if folder is None:
-        return
-    evidence.save(Path(folder))
-    write_report(report, Path(folder))
+def _keep(evidence: Evidence, report: CompileReport, folder: str | None) -> None:
+    if folder is not None:
+        evidence.save(folder)
+        write_report(report, Path(folder))
 
 
 def write_report(report: CompileReport, folder: Path) -> None:
@@ -243,9 +187,6 @@ def _launch_command(job: JobConfig, args: argparse.Namespace, per_group: int) ->
 
 
 # ------------------------------------------------------------------ python -m xla_dtensor plan JOB
-
-DOES_NOT_FIT = 1
-"""The exit status of a plan that does not fit."""
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -317,34 +258,29 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--max-batch", action="store_true", help="find the largest batch that fits"
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
-    add_full_options(plan)
-    plan.set_defaults(command=_command)
+    _add_full_options(plan)
+    plan.set_defaults(command=run_or_refuse(_plan))
 
 
-def _command(args: argparse.Namespace) -> int:
-    fits: list[bool] = []
-    refused = run_or_refuse(lambda args: fits.append(_plan(args)))(args)
-    return refused or (0 if all(fits) else DOES_NOT_FIT)
-
-
-def _plan(args: argparse.Namespace) -> bool:
-    """Answers what was asked, and tells whether it fits."""
+def _plan(args: argparse.Namespace) -> int:
+    """Answers what was asked; the exit status."""
     from mesh_utils.errors import JobError
     from xla_dtensor.core.errors import LayoutError
 
     try:
         case = _case(args)
         if not args.quick:
-            _say_flags(case.job, args)
-        fits = _quick(case, args, quiet=args.json and not args.quick)
+            _print_flags(case.job, args)
+        fits: bool | None = _quick(case, args, quiet=args.json and not args.quick)
     except LayoutError as error:  # rules that do not fit the model
         raise JobError(str(error)) from error
-    if args.quick or not fits:
-        return fits
-    return _compiled(case, args)
+    if fits and not args.quick:
+        is_search = args.sweep is not None or args.smallest is not None or args.max_batch
+        fits = _search(case, args) if is_search else _fully(case, args)
+    return fits_status(fits)
 
 
-def _say_flags(job: JobConfig, args: argparse.Namespace) -> None:
+def _print_flags(job: JobConfig, args: argparse.Namespace) -> None:
     """First what is compiled otherwise than launched; a libtpu that refuses it ends the plan."""
     from xla_dtensor.cli.plan_flags import flag_lines
 
@@ -352,21 +288,65 @@ def _say_flags(job: JobConfig, args: argparse.Namespace) -> None:
         print(line, file=sys.stderr if args.json else sys.stdout, flush=True)
 
 
-def _compiled(case: QuickCase, args: argparse.Namespace) -> bool:
+def _fully(case: QuickCase, args: argparse.Namespace) -> bool | None:
+    """Compiles a job's step, prints the report, writes what was asked for; whether it fits."""
     from mesh_utils.errors import JobError
-    from xla_dtensor.cli.plan_text import search
     from xla_dtensor.core.errors import CompileError
     from xla_dtensor.plan.search import is_too_large, short
+    from xla_dtensor.report.compile_report import CompileReport
 
-    if args.sweep is not None or args.smallest is not None or args.max_batch:
-        return search(case, args)
     try:
-        return plan_fully(case.job, args) is not False
+        evidence = _compiled(case.job, args, args.per_group, args.time_limit)
     except CompileError as error:
         if is_too_large(error):
             print(f"DOES NOT FIT, says libtpu: {short(str(error))}", file=sys.stderr)
             return False
         raise JobError(str(error)) from error
+    report = CompileReport.of(evidence)
+    _keep(evidence, report, args.out)
+    print(report.to_json() if args.json else report.render().removesuffix("\n"))
+    return report.fits
+
+
+def _search(case: QuickCase, args: argparse.Namespace) -> bool:
+    """Compiles what was asked about, prints the table, and writes the report of what was found.
+
+    One program after the other, until ``--budget`` seconds are spent; what libtpu refuses is a row
+    of the table.
+    """
+    from xla_dtensor.cli.plan_text import search_data, search_text
+    from xla_dtensor.plan.search import (
+        Budget,
+        compiled_batch,
+        compiled_smallest,
+        compiled_sweep,
+    )
+
+    def compile(job: JobConfig, per_group: int, seconds: float) -> Evidence:
+        return _compiled(job, args, per_group, min(seconds, args.time_limit))
+
+    budget = Budget(args.budget)
+    if args.sweep is not None:
+        trials = compiled_sweep(case, args.sweep, compile, budget=budget, best=args.best)
+    elif args.smallest is not None:
+        trials = compiled_smallest(case, args.smallest, compile, budget=budget)
+    else:
+        trials = compiled_batch(case, compile, budget=budget)
+    # The answer: the first mesh, the only slice, or the largest batch that fits.
+    fitting = [trial for trial in trials if trial.outcome in ("fits", "unknown")]
+    if args.max_batch:
+        fitting.sort(key=lambda trial: -trial.per_group)
+    answer = next(iter(fitting), None)
+    spent = budget.seconds - budget.left
+    if args.json:
+        print(json.dumps(search_data(case, trials, answer, spent), indent=1))
+    else:
+        print(search_text(case, trials, answer, spent, budget.seconds))
+    if answer is not None and answer.evidence is not None and answer.report is not None:
+        _keep(answer.evidence, answer.report, args.out)
+    elif args.out is not None:
+        print(f"nothing is written to {args.out}: nothing fits", file=sys.stderr)
+    return answer is not None
 
 
 def _quick(case: QuickCase, args: argparse.Namespace, quiet: bool = False) -> bool:
@@ -402,17 +382,12 @@ def _quick(case: QuickCase, args: argparse.Namespace, quiet: bool = False) -> bo
 
 def _case(args: argparse.Namespace) -> QuickCase:
     from mesh_utils.errors import JobError
-    from mesh_utils.job import JobConfig
     from xla_dtensor.core.dtypes import itemsize_bytes
     from xla_dtensor.plan.estimate import optimizer_state
     from xla_dtensor.plan.search import maker_of
     from xla_dtensor.plan.sweep import QuickCase
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        job = JobConfig.load(args.job)
-    for warning in caught:
-        print(f"warning: {warning.message}", file=sys.stderr)
+    job = load_job(args.job)
     for option, number in (("--sequence", args.sequence), ("--per-group", args.per_group)):
         if number < 1:
             raise JobError(
@@ -425,8 +400,8 @@ def _case(args: argparse.Namespace) -> QuickCase:
     maker = None if model is None else maker_of(model)
     if model is not None and maker in ("function", "transformers"):
         return _own_case(job, model, optimizer, args)
-    caught = QuickCase.of(job, model, dtype=args.dtype, optimizer=optimizer, sequence=args.sequence)
-    return replace(caught, gradients=_gradients(args), remat=args.remat)
+    case = QuickCase.of(job, model, dtype=args.dtype, optimizer=optimizer, sequence=args.sequence)
+    return replace(case, gradients=_gradients(args), remat=args.remat)
 
 
 def _own_case(job: JobConfig, model: str, optimizer: Any, args: argparse.Namespace) -> QuickCase:

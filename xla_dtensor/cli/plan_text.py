@@ -1,19 +1,12 @@
 """What ``plan --quick`` prints: an estimate, a sweep, a slice or a batch, as text or for JSON.
 
 What ``plan`` prints of meshes, slices or batches that it compiled, as text or for JSON.
-
-``plan JOB --sweep``, ``--smallest``, ``--max-batch``: what was ranked, confirmed by compiling.
-
-One program after the other, until ``--budget`` seconds are spent; what libtpu refuses is a row of
-the table. The report of what was found goes to ``--out``.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from xla_dtensor.cli.subcommand import gigabytes_per_second, json_number, table
@@ -22,16 +15,16 @@ from xla_dtensor.core.rules import folded
 if TYPE_CHECKING:
     from mesh_utils import JobConfig
     from xla_dtensor.plan.estimate import Batch, QuickEstimate, QuickTensor
-    from xla_dtensor.plan.search import Budget, Compile, Trial
+    from xla_dtensor.plan.search import Trial
     from xla_dtensor.plan.sweep import QuickCase, SweptMesh
-    from xla_dtensor.report.report import Evidence
 
 __all__ = [
     "batch_data",
     "batch_text",
     "estimate_data",
     "estimate_text",
-    "search",
+    "search_data",
+    "search_text",
     "smallest_data",
     "smallest_text",
     "sweep_data",
@@ -69,22 +62,14 @@ def size_text(num_bytes: int) -> str:
 
 
 def estimate_text(case: QuickCase, batch: Batch, estimate: QuickEstimate) -> str:
-    """Write an estimate.
-
-    Args:
-        case: Of what.
-        batch: With which batch.
-        estimate: What was found.
-
-    Returns:
-        Lines.
-    """
+    """Writes an estimate, and of what it is, as lines."""
     lines = [_title(case, estimate), *_batch_lines(case, batch), ""]
     rows: list[tuple[str, ...]] = []
     for part in estimate.parts:
         name = f"{part.role}s" if part.role != "optimizer state" else part.role
-        note = f", {size_text(part.padding_bytes)} of padding in all" if part.padding_bytes else ""
-        rows.append((name, f"{part.count:,}", f"{part.device_bytes:,}", _size(part, note)))
+        size = size_text(part.device_bytes)
+        size += f", {size_text(part.padding_bytes)} of padding in all" if part.padding_bytes else ""
+        rows.append((name, f"{part.count:,}", f"{part.device_bytes:,}", size))
     rows.append(("exact part", "", f"{estimate.exact_bytes:,}", size_text(estimate.exact_bytes)))
     bound = estimate.activations
     for part in bound.parts if bound else ():
@@ -102,10 +87,6 @@ def estimate_text(case: QuickCase, batch: Batch, estimate: QuickEstimate) -> str
     lines += table(_tensor_rows(estimate.tensors))
     lines += _replicated_lines(estimate)
     return "\n".join(lines)
-
-
-def _size(part: Any, note: str) -> str:
-    return size_text(part.device_bytes) + note
 
 
 def _title(case: QuickCase, estimate: QuickEstimate) -> str:
@@ -177,16 +158,7 @@ def _replicated_lines(estimate: QuickEstimate) -> list[str]:
 
 
 def estimate_data(case: QuickCase, batch: Batch, estimate: QuickEstimate) -> dict[str, Any]:
-    """Gather an estimate for JSON.
-
-    Args:
-        case: Of what.
-        batch: With which batch.
-        estimate: What was found.
-
-    Returns:
-        Numbers and text; bytes are those of one device.
-    """
+    """Gathers an estimate for JSON; bytes are those of one device."""
     bound = estimate.activations
     return {
         "schema": SCHEMA,
@@ -198,16 +170,7 @@ def estimate_data(case: QuickCase, batch: Batch, estimate: QuickEstimate) -> dic
         "optimizer": case.optimizer.name,
         "sequences": batch.sequences if case.sizes else None,
         "sequence_tokens": batch.length if case.sizes else None,
-        "parts": [
-            {
-                "role": part.role,
-                "count": part.count,
-                "device_bytes": part.device_bytes,
-                "total_bytes": part.total_bytes,
-                "padding_bytes": part.padding_bytes,
-            }
-            for part in estimate.parts
-        ],
+        "parts": [asdict(part) for part in estimate.parts],
         "activations_at_least": [
             {
                 "name": part.name,
@@ -238,15 +201,7 @@ def _tensor_data(tensor: QuickTensor) -> dict[str, Any]:
 
 
 def sweep_text(case: QuickCase, meshes: Sequence[SweptMesh]) -> str:
-    """Write a sweep.
-
-    Args:
-        case: Of what.
-        meshes: What was found.
-
-    Returns:
-        Lines; the first mesh moves least in the model.
-    """
+    """Writes a sweep as lines; the first mesh moves least in the model."""
     devices = case.job.topology().num_devices
     header = ("mesh", "comm. s/step", "each axis, modelled", "at least", "")
     return "\n".join(
@@ -274,15 +229,7 @@ def _mesh_row(mesh: SweptMesh) -> tuple[str, ...]:
 
 
 def sweep_data(case: QuickCase, meshes: Sequence[SweptMesh]) -> dict[str, Any]:
-    """Gather a sweep for JSON.
-
-    Args:
-        case: Of what.
-        meshes: What was found.
-
-    Returns:
-        Numbers and text.
-    """
+    """Gathers a sweep for JSON."""
     return {
         "schema": SCHEMA,
         "job": case.job.name,
@@ -295,10 +242,8 @@ def sweep_data(case: QuickCase, meshes: Sequence[SweptMesh]) -> dict[str, Any]:
                 "modelled_bytes_per_second": {
                     axis: json_number(rate) for axis, rate in mesh.bytes_per_second.items()
                 },
-                "exact_bytes": None if mesh.estimate is None else mesh.estimate.exact_bytes,
-                "lower_bound_bytes": (
-                    None if mesh.estimate is None else mesh.estimate.lower_bound_bytes
-                ),
+                "exact_bytes": mesh.estimate and mesh.estimate.exact_bytes,
+                "lower_bound_bytes": mesh.estimate and mesh.estimate.lower_bound_bytes,
                 "refused": mesh.refused,
             }
             for mesh in meshes
@@ -309,16 +254,7 @@ def sweep_data(case: QuickCase, meshes: Sequence[SweptMesh]) -> dict[str, Any]:
 def smallest_text(
     case: QuickCase, chip: str, smallest: tuple[JobConfig, QuickEstimate] | None
 ) -> str:
-    """Write which slice is the smallest that is not refused.
-
-    Args:
-        case: Of what.
-        chip: Of which chip.
-        smallest: The job on that slice, and what it takes; None for none.
-
-    Returns:
-        Lines.
-    """
+    """Writes which slice of a chip is the smallest that is not refused; None for none."""
     if smallest is None:
         return f"No slice of {chip} is large enough for {case.job.name} with these axes."
     job, estimate = smallest
@@ -335,15 +271,7 @@ def smallest_text(
 
 
 def smallest_data(chip: str, smallest: tuple[JobConfig, QuickEstimate] | None) -> dict[str, Any]:
-    """Gather it for JSON.
-
-    Args:
-        chip: Of which chip.
-        smallest: The job on that slice, and what it takes; None for none.
-
-    Returns:
-        Numbers and text.
-    """
+    """Gathers the smallest slice for JSON: its job and what that takes; None for none."""
     if smallest is None:
         return {"schema": SCHEMA, "chip": chip, "topology": None}
     job, estimate = smallest
@@ -359,15 +287,7 @@ def smallest_data(chip: str, smallest: tuple[JobConfig, QuickEstimate] | None) -
 
 
 def batch_text(case: QuickCase, largest: tuple[int, QuickEstimate] | None) -> str:
-    """Write the largest batch that is not refused.
-
-    Args:
-        case: Of what.
-        largest: Sequences per part of the batch, and what they take; None for none.
-
-    Returns:
-        Lines.
-    """
+    """Writes the largest batch that is not refused, and what it takes; None for none."""
     if largest is None:
         if case.sizes is None:
             return "No batch can be named: activations of this model are not known."
@@ -386,15 +306,7 @@ def batch_text(case: QuickCase, largest: tuple[int, QuickEstimate] | None) -> st
 
 
 def batch_data(case: QuickCase, largest: tuple[int, QuickEstimate] | None) -> dict[str, Any]:
-    """Gather it for JSON.
-
-    Args:
-        case: Of what.
-        largest: Sequences per part of the batch, and what they take; None for none.
-
-    Returns:
-        Numbers and text.
-    """
+    """Gathers the largest batch for JSON: sequences per part, and what they take."""
     count = 0 if largest is None else largest[0]
     return {
         "schema": SCHEMA,
@@ -423,18 +335,7 @@ _HEADER = (
 def search_text(
     case: QuickCase, trials: Sequence[Trial], answer: Trial | None, spent: float, budget: float
 ) -> str:
-    """Write a table of what was tried.
-
-    Args:
-        case: The job.
-        trials: What was tried.
-        answer: The answer; None if nothing fits.
-        spent: Seconds.
-        budget: Seconds that might have been spent.
-
-    Returns:
-        Lines.
-    """
+    """Writes a table of what was tried, the answer, and of how many seconds so many were spent."""
     count = sum(trial.report is not None for trial in trials)
     lines = [
         "",
@@ -498,17 +399,7 @@ def _answer(case: QuickCase, answer: Trial | None, trials: Sequence[Trial]) -> s
 def search_data(
     case: QuickCase, trials: Sequence[Trial], answer: Trial | None, spent: float
 ) -> dict[str, Any]:
-    """Gather it for JSON.
-
-    Args:
-        case: The job.
-        trials: What was tried.
-        answer: The answer; None if nothing fits.
-        spent: Seconds.
-
-    Returns:
-        Numbers and text; bytes are those of one device.
-    """
+    """Gathers what was tried for JSON; bytes are those of one device."""
     return {
         "schema": SCHEMA,
         "job": case.job.name,
@@ -521,7 +412,6 @@ def search_data(
 def _trial_data(trial: Trial) -> dict[str, Any]:
     report, estimate = trial.report, trial.estimate
     roofline = None if report is None else report.roofline
-    memory = None if report is None else report.memory
     return {
         "topology": trial.job.topology().name,
         "axes": {axis.name: axis.size for axis in trial.job.axes},
@@ -529,75 +419,15 @@ def _trial_data(trial: Trial) -> dict[str, Any]:
         "outcome": trial.outcome,
         "refused": trial.refused,
         "modelled_seconds": trial.modelled,
-        "lower_bound_bytes": None if estimate is None else estimate.lower_bound_bytes,
-        "compiled": None
-        if report is None or memory is None
-        else {
-            "total_bytes": memory.total_bytes,
-            "capacity_bytes": memory.capacity_bytes,
-            "step_seconds": None if roofline is None else roofline.step_seconds,
-            "step_seconds_no_overlap": (
-                None if roofline is None else roofline.step_seconds_no_overlap
-            ),
-            "binding": None if roofline is None else roofline.binding,
+        "lower_bound_bytes": estimate and estimate.lower_bound_bytes,
+        "compiled": report
+        and {
+            "total_bytes": report.memory.total_bytes,
+            "capacity_bytes": report.memory.capacity_bytes,
+            "step_seconds": roofline and roofline.step_seconds,
+            "step_seconds_no_overlap": roofline and roofline.step_seconds_no_overlap,
+            "binding": roofline and roofline.binding,
             "findings": [finding.code for finding in report.findings],
         },
         "compile_seconds": trial.seconds,
     }
-
-
-# ------------------------------------------------------- plan JOB --sweep, --smallest, --max-batch
-
-
-def search(case: QuickCase, args: argparse.Namespace) -> bool:
-    """Compiles what was asked about, prints the table, and writes the report of what was found.
-
-    Args:
-        case: The job.
-        args: The arguments.
-
-    Returns:
-        Whether something fits.
-
-    Raises:
-        JobError: A pattern, chip, or optimizer that there is not.
-    """
-    from xla_dtensor.cli.plan import compiled, keep
-    from xla_dtensor.plan.search import Budget
-
-    def compile(job: JobConfig, per_group: int, seconds: float) -> Evidence:
-        return compiled(job, args, per_group, min(seconds, args.time_limit))
-
-    budget = Budget(args.budget)
-    trials = _trials(case, args, compile, budget)
-    answer = _found(trials, args)
-    spent = budget.seconds - budget.left
-    if args.json:
-        print(json.dumps(search_data(case, trials, answer, spent), indent=1))
-    else:
-        print(search_text(case, trials, answer, spent, budget.seconds))
-    if answer is not None and answer.evidence is not None and answer.report is not None:
-        keep(answer.evidence, answer.report, args.out)
-    elif args.out is not None:
-        print(f"nothing is written to {args.out}: nothing fits", file=sys.stderr)
-    return answer is not None
-
-
-def _trials(
-    case: QuickCase, args: argparse.Namespace, compile: Compile, budget: Budget
-) -> tuple[Trial, ...]:
-    from xla_dtensor.plan import search as plan_search
-
-    if args.sweep is not None:
-        return plan_search.compiled_sweep(case, args.sweep, compile, budget=budget, best=args.best)
-    if args.smallest is not None:
-        return plan_search.compiled_smallest(case, args.smallest, compile, budget=budget)
-    return plan_search.compiled_batch(case, compile, budget=budget)
-
-
-def _found(trials: tuple[Trial, ...], args: argparse.Namespace) -> Trial | None:
-    """The answer: the first mesh, the only slice, or the largest batch that fits."""
-    fitting = [trial for trial in trials if trial.outcome in ("fits", "unknown")]
-    if args.max_batch:
-        return max(fitting, key=lambda trial: trial.per_group, default=None)
-    return next(iter(fitting), None)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xla_dtensor.cli.subcommand import REFUSED
+from xla_dtensor.cli.subcommand import fits_status, run_or_refuse
 
 if TYPE_CHECKING:
     from xla_dtensor.report.compile_report import CompileReport
@@ -17,64 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["add_diff", "add_report"]
 
 
-# -------------------------------------------------- What the commands about reports have in common
-#
-# How they refuse, and their exit statuses.
-
-DOES_NOT_FIT = 1
-
 STATUSES = "Exit status 0 if it fits or nobody knows, 1 if it does not fit, 2 for what is refused."
 """What the exit statuses mean, for the help."""
-
-
-def fits_status(fits: bool | None) -> int:
-    """The exit status of a report.
-
-    Args:
-        fits: Whether the step fits; None if nobody knows.
-
-    Returns:
-        1 if it does not fit, else 0.
-
-    Example:
-        >>> fits_status(True), fits_status(None), fits_status(False)
-        (0, 0, 1)
-    """
-    return DOES_NOT_FIT if fits is False else 0
-
-
-def status_or_refusal(
-    command: Callable[[argparse.Namespace], int],
-) -> Callable[[argparse.Namespace], int]:
-    """Makes a command say in words what it refuses, without a traceback.
-
-    Args:
-        command: What to do, returning the exit status.
-
-    Returns:
-        The same; 2 after a refusal.
-    """
-
-    def run(args: argparse.Namespace) -> int:
-        from mesh_utils.errors import MeshError
-        from xla_dtensor.report.hlo_text import HloError
-        from xla_dtensor.report.report import EvidenceError, ReportError
-
-        try:
-            return command(args)
-        except (MeshError, EvidenceError, HloError, ReportError) as error:
-            print(f"error: {error}", file=sys.stderr)
-        except (OSError, UnicodeDecodeError) as error:
-            name = getattr(error, "filename", None)
-            why = getattr(error, "strerror", None) or error
-            print(
-                f"error: The file {str(name)!r} was asked for. The system says: {why}. "
-                "Pass a path that can be opened.",
-                file=sys.stderr,
-            )
-        return REFUSED
-
-    return run
 
 
 # -------------------------------------------------------- python -m xla_dtensor diff a.json b.json
@@ -100,7 +42,7 @@ def add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         diff.add_argument(
             name, metavar=name.upper(), help="a report as JSON, or a folder of evidence"
         )
-    diff.set_defaults(command=status_or_refusal(_diff))
+    diff.set_defaults(command=run_or_refuse(_diff))
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -116,12 +58,8 @@ def _diff(args: argparse.Namespace) -> int:
 # Was it what the prediction said?
 
 
-def add_verify(command: argparse.ArgumentParser) -> None:
-    """Adds the options that hold a report against another.
-
-    Args:
-        command: The command.
-    """
+def _add_verify(command: argparse.ArgumentParser) -> None:
+    """The options that hold a report against another."""
     command.add_argument(
         "--verify",
         metavar="JOB",
@@ -138,19 +76,8 @@ def add_verify(command: argparse.ArgumentParser) -> None:
     )
 
 
-def verify(args: argparse.Namespace) -> int:
-    """Prints what a job does against what was predicted.
-
-    Args:
-        args: The arguments.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ReportError: A file that is no report, or a tolerance that is none.
-        OSError: A file that cannot be read.
-    """
+def _verify(args: argparse.Namespace) -> int:
+    """Prints what a job does against what was predicted; the exit status."""
     from xla_dtensor.report.compile_report import CompileReport
     from xla_dtensor.report.verification import verdict_text
 
@@ -205,36 +132,21 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     report.add_argument(
         "evidence", metavar="EVIDENCE", help="a folder of evidence, or a report as JSON"
     )
-    add_report_outputs(report)
-    add_verify(report)
-    report.set_defaults(command=status_or_refusal(_report))
+    _add_outputs(report)
+    _add_verify(report)
+    report.set_defaults(command=run_or_refuse(_report))
 
 
-def add_report_outputs(command: argparse.ArgumentParser) -> None:
-    """Adds the options that say where a report is written to.
-
-    Args:
-        command: The command.
-    """
+def _add_outputs(command: argparse.ArgumentParser) -> None:
+    """The options that say where a report is written to."""
     command.add_argument("--json", metavar="FILE", help="write it as JSON")
     command.add_argument("--html", metavar="FILE", help="write it as one HTML page")
     command.add_argument("--markdown", metavar="FILE", help="write it as Markdown")
     command.add_argument("--quiet", action="store_true", help="print only whether it fits")
 
 
-def write_report(report: CompileReport, args: argparse.Namespace) -> int:
-    """Prints a report and writes the files that were asked for.
-
-    Args:
-        report: The report.
-        args: The arguments, those of `add_report_outputs` among them.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        OSError: A file that cannot be written.
-    """
+def _write_report(report: CompileReport, args: argparse.Namespace) -> int:
+    """Prints a report and writes the files that were asked for; the exit status."""
     from xla_dtensor.report.render import verdict
 
     if args.json is not None:
@@ -251,5 +163,5 @@ def _report(args: argparse.Namespace) -> int:
     from xla_dtensor.report.compile_report import CompileReport
 
     if args.verify is not None:
-        return verify(args)
-    return write_report(CompileReport.load(args.evidence), args)
+        return _verify(args)
+    return _write_report(CompileReport.load(args.evidence), args)

@@ -6,17 +6,20 @@ import argparse
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mesh_utils import Topology
+    from mesh_utils import JobConfig, Topology
 
 __all__ = [
     "add_env",
     "add_topology_arguments",
+    "fits_status",
     "gigabytes_per_second",
     "json_number",
+    "load_job",
     "read_topology",
     "run_or_refuse",
     "table",
@@ -77,8 +80,9 @@ def _env(args: argparse.Namespace) -> int:
 
 # ---------------------------------------------------------------- What the commands have in common
 
-REFUSED = 2
-"""The exit status of a question that cannot be answered, as for wrong arguments."""
+DOES_NOT_FIT, REFUSED = 1, 2
+"""Exit statuses: of a plan that does not fit, and of a question that cannot be answered, as for
+wrong arguments."""
 
 _OPTIONS = (
     ("allow_unreal=True", "--allow-unreal"),
@@ -145,39 +149,79 @@ def read_topology(args: argparse.Namespace, num_slices: int | None = None) -> To
     )
 
 
+def load_job(name: str) -> JobConfig:
+    """Reads a job, and says on stderr what it warns of.
+
+    Args:
+        name: A job file, or a name in tpu_configs/jobs.
+
+    Raises:
+        JobError: There is none, or it cannot be read.
+    """
+    from mesh_utils.job import JobConfig
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job = JobConfig.load(name)
+    for warning in caught:
+        print(f"warning: {warning.message}", file=sys.stderr)
+    return job
+
+
+def fits_status(fits: bool | None) -> int:
+    """The exit status of a plan or a report.
+
+    Args:
+        fits: Whether the step fits; None if nobody knows.
+
+    Returns:
+        1 if it does not fit, else 0.
+
+    Example:
+        >>> fits_status(True), fits_status(None), fits_status(False)
+        (0, 0, 1)
+    """
+    return DOES_NOT_FIT if fits is False else 0
+
+
 def run_or_refuse(
-    command: Callable[[argparse.Namespace], None],
+    command: Callable[[argparse.Namespace], int],
 ) -> Callable[[argparse.Namespace], int]:
     """Makes a command say in words what it refuses, without a traceback.
 
     Args:
-        command: What to do; it may raise MeshError, or OSError for files.
+        command: What to do, returning the exit status. It may raise errors of meshes, evidence and
+            reports, or OSError for files.
 
     Returns:
-        The same, returning the exit status: 0, or 2 after a refusal.
+        The same; 2 after a refusal.
     """
 
     def run(args: argparse.Namespace) -> int:
-        from mesh_utils.errors import MeshError
-
         try:
-            command(args)
-        except MeshError as error:
+            return command(args)
+        except _refusals() as error:
             text = str(error)
             for python, option in _OPTIONS:
                 text = text.replace(python, option)
-            print(f"error: {text}", file=sys.stderr)
-            return REFUSED
-        except OSError as error:
-            print(
-                f"error: The file {str(error.filename)!r} was asked for. The system says: "
-                f"{error.strerror}. Pass a path that can be opened.",
-                file=sys.stderr,
+        except (OSError, UnicodeDecodeError) as error:
+            name = getattr(error, "filename", None)
+            why = getattr(error, "strerror", None) or error
+            text = (
+                f"The file {str(name)!r} was asked for. The system says: {why}. "
+                "Pass a path that can be opened."
             )
-            return REFUSED
-        return 0
+        print(f"error: {text}", file=sys.stderr)
+        return REFUSED
 
     return run
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    from mesh_utils.errors import MeshError
+    from xla_dtensor.report import EvidenceError, HloError, ReportError
+
+    return MeshError, EvidenceError, HloError, ReportError
 
 
 def _wrap(dims: str | None) -> tuple[bool, bool, bool] | None:

@@ -56,18 +56,13 @@ def padding_words(shape: Sequence[int], tile: Sequence[int]) -> list[str]:
     return words
 
 
-def sharding_advice(layout: Layout, shape: Sequence[int], tile: Sequence[int]) -> list[str]:
-    """Say what would make the parts smaller, or even.
-
-    Args:
-        layout: How it lies.
-        shape: Of the tensor.
-        tile: What one device holds.
+def _sharding_advice(layout: Layout, shape: Sequence[int], tile: Sequence[int]) -> list[str]:
+    """What would make the parts smaller, or even.
 
     Example:
         >>> from mesh_utils import Mesh
         >>> mesh = Mesh.arange((2, 4), ("dp", "tp"))
-        >>> sharding_advice(Layout.parse("[tp, -]", mesh), (8, 6), (2, 6))
+        >>> _sharding_advice(Layout.parse("[tp, -]", mesh), (8, 6), (2, 6))
         ['dp copies it; Shard(1) on dp would leave 1/2 of it on each device.']
     """
     advice: list[str] = []
@@ -156,7 +151,7 @@ def explain(tensor: torch.Tensor | CompileReport, name: str | None = None) -> Ex
                 "explain was called with a report and no name. A report has many tensors. Pass the "
                 "name of one, such as explain(report, 'layers.0.wq.weight')."
             )
-        return explain_in_report(tensor, name)
+        return _of_line(tensor, name)
     if not isinstance(tensor, DTensor):
         raise ArgumentTypeError(
             f"explain was called with an object of type={type(tensor).__name__}. It lies on no "
@@ -181,10 +176,12 @@ def _of_dtensor(tensor: DTensor) -> Explanation:
     kind = "parameter" if getattr(tensor, "_is_param", False) else "tensor"
     held = [f"A device holds {tile}, {bytes_text(device)} of {bytes_text(total)}."]
     held += padding_words(shape, tile)
-    real_layout = layout if real is None or real == labelled else _layout(real, layout, root)
+    real_layout = layout
+    if real is not None and real != labelled:
+        real_layout = layout_of_op_sharding(real, layout.mesh, layout.ndim, root)
     advice = _label_advice(tensor, pending, agrees)
     if real_layout is not None:
-        advice += sharding_advice(real_layout, shape, tile)
+        advice += _sharding_advice(real_layout, shape, tile)
     return Explanation(
         what=f"A {dtype} {kind} of shape {shape} on the mesh {mesh_text(state.mesh.value)}.",
         asked=tuple(_label_words(tensor)),
@@ -245,10 +242,6 @@ def _real_words(
     )
 
 
-def _layout(real: OpSharding, layout: Layout, root: Any) -> Layout | None:
-    return layout_of_op_sharding(real, layout.mesh, layout.ndim, root)
-
-
 def _label_advice(tensor: DTensor, pending: list[str], agrees: bool | None) -> list[str]:
     if pending:
         return ["redistribute to Replicate() or Shard(dim) says how the sum is to lie."]
@@ -264,19 +257,8 @@ def _label_advice(tensor: DTensor, pending: list[str], agrees: bool | None) -> l
 # What was asked for, and what XLA chose.
 
 
-def explain_in_report(report: CompileReport, name: str) -> Explanation:
-    """Say why a tensor of a report lies as it does.
-
-    Args:
-        report: The report.
-        name: Of the tensor: "layers.0.wq.weight", where equal layers are one line too.
-
-    Returns:
-        The explanation.
-
-    Raises:
-        ReportError: The report has no tensor of that name.
-    """
+def _of_line(report: CompileReport, name: str) -> Explanation:
+    """Why a tensor of a report lies as it does; equal layers are one line."""
     line = tensor_line(report, name)
     shape, tile = tuple(line.shape), tuple(line.device_shape)
     many = f", one of {line.count:,} that lie alike" if line.count > 1 else ""
@@ -285,7 +267,7 @@ def explain_in_report(report: CompileReport, name: str) -> Explanation:
         f"{bytes_text(line.global_bytes)}."
     ]
     layout = layout_of_text(line.layout, report.mesh, len(shape))
-    advice = [] if layout is None else sharding_advice(layout, shape, tile)
+    advice = [] if layout is None else _sharding_advice(layout, shape, tile)
     return Explanation(
         what=f"{name} ({line.role}), {line.dtype} of shape {shape}{many}, on the mesh "
         f"{mesh_axes_text(report.mesh)}.",

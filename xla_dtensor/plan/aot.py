@@ -29,15 +29,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mesh_utils import Axis, JobConfig, Mesh, Topology, assign
 from xla_dtensor.core.dtypes import host_bytes
 from xla_dtensor.core.errors import CompileError
+from xla_dtensor.report.compile_report import CompileReport
 from xla_dtensor.report.report import Evidence
-
-if TYPE_CHECKING:
-    from xla_dtensor.report.compile_report import CompileReport
 
 __all__ = [
     "LIBTPU_ENVIRONMENT",
@@ -156,7 +154,7 @@ class CompilingProcess:
             self._process.wait()
 
     def _last(self) -> str:
-        parts = self._said.read_text(encoding="utf-8", errors="replace").split("\n")
+        parts = self._said.read_text(encoding="utf-8", errors="replace").splitlines()
         stages = [part for part in parts if part]
         return f" while it was at {stages[-1]!r}" if stages else " before it began"
 
@@ -277,10 +275,8 @@ def name_function(function: str | Callable[..., Any]) -> str:
     name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", "")
     place: str | None = module
     if module == "__main__":
-        spec, file = (
-            sys.modules["__main__"].__spec__,
-            getattr(sys.modules["__main__"], "__file__", None),
-        )
+        main = sys.modules["__main__"]
+        spec, file = main.__spec__, getattr(main, "__file__", None)
         place = spec.name if spec is not None else file and str(Path(file).resolve())
     if not name or "<" in name or not place:
         raise CompileError(
@@ -358,8 +354,6 @@ def compile_for(
         >>> report.fits  # doctest: +SKIP
         True
     """
-    from xla_dtensor.report.compile_report import CompileReport
-
     return CompileReport.of(evidence_for(step, topology, mesh, **options))
 
 

@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,16 +72,16 @@ def produce(request: Request, folder: Path) -> None:
     runtime = compile_only_runtime(topology)
     mesh = as_device_mesh(request.read_mesh())
     plan = partial(TrainingPlan.of, function_of(request.function), mesh, request.keywords)
-    with _Timed("trace", seconds):
+    with _timed("trace", seconds):
         traced = runtime.traced(plan, runtime.root(mesh.value))
-    with _Timed("lower", seconds):
+    with _timed("lower", seconds):
         lowered = traced.lowered()
     cached = _cached(request, lowered)
     if cached is not None and cached.exists():
         _say("found an earlier result")
         shutil.copytree(cached, folder, dirs_exist_ok=True)
         return
-    with _Timed("compile", seconds):
+    with _timed("compile", seconds):
         compiled = traced.compiled(lowered)
     evidence = traced.evidence(
         compiled,
@@ -119,18 +120,13 @@ def _say(part: str) -> None:
     sys.stdout.flush()
 
 
-class _Timed:
+@contextmanager
+def _timed(part: str, seconds: dict[str, float]) -> Iterator[None]:
     """Says what begins, and notes how long it took."""
-
-    def __init__(self, part: str, seconds: dict[str, float]) -> None:
-        self._part, self._seconds = part, seconds
-
-    def __enter__(self) -> None:
-        _say(self._part)
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds[self._part] = time.perf_counter() - self._start
+    _say(part)
+    start = time.perf_counter()
+    yield
+    seconds[part] = time.perf_counter() - start
 
 
 def _cached(request: Request, lowered: Any) -> Path | None:

@@ -18,21 +18,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from mesh_utils import JobConfig
 from mesh_utils.errors import JobError
 from mesh_utils.job import JobAxis
 from xla_dtensor.core.errors import CompileError
+from xla_dtensor.plan.estimate import QuickEstimate
 from xla_dtensor.plan.model_sizes import ModelSizes
-from xla_dtensor.plan.sweep import max_batch, quick_sweep, slices_not_refused
+from xla_dtensor.plan.sweep import (
+    QuickCase,
+    SweptMesh,
+    max_batch,
+    quick_sweep,
+    slices_not_refused,
+)
 from xla_dtensor.report.compile_report import CompileReport
-
-if TYPE_CHECKING:
-    from mesh_utils import JobConfig
-    from xla_dtensor.plan.estimate import QuickEstimate
-    from xla_dtensor.plan.sweep import QuickCase, SweptMesh
-    from xla_dtensor.report.report import Evidence
+from xla_dtensor.report.report import Evidence
 
 __all__ = [
     "HUGGING_FACE",
@@ -223,7 +225,7 @@ def _model_type(name: str) -> Any:
 # -------------------------------------------------------------------------------------- Plan search
 
 Outcome: TypeAlias = Literal["fits", "unknown", "not compiled", "does not fit", "refused"]
-Compile: TypeAlias = "Callable[[JobConfig, int, float], Evidence]"
+Compile: TypeAlias = Callable[[JobConfig, int, float], Evidence]
 
 _LONGEST = 200
 _NAMES_AN_ERROR = re.compile(r"[\w.]+(Error|Exception): ")

@@ -26,10 +26,11 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
-from xla_dtensor.report.collective import Collective
-from xla_dtensor.report.compile_report import CompileReport
+from mesh_utils import Axis
+from xla_dtensor.report.collective import Collective, base_axes
 from xla_dtensor.report.finding import (
     PHASES,
     CollectiveLine,
@@ -38,10 +39,13 @@ from xla_dtensor.report.finding import (
     collective_lines,
     origin_of,
 )
-from xla_dtensor.report.reading import read_hlo
-from xla_dtensor.report.render import axes_text, base_axes, one_line
+from xla_dtensor.report.hlo_text import split_outside
+from xla_dtensor.report.render import Table, axes_text, one_line, table_lines
 from xla_dtensor.report.report import Evidence
 from xla_dtensor.report.texts import bytes_text
+
+if TYPE_CHECKING:
+    from xla_dtensor.report.compile_report import CompileReport
 
 __all__ = [
     "ANY",
@@ -93,19 +97,14 @@ def names_of(op_name: str | None) -> tuple[str, ...]:
             before, inside = op_name[:place], op_name[place + 1 : -1]
             if before and not before.endswith("/"):
                 return (op_name,)  # jit(f), transpose(jvp(f)): a call, not a list
-            return tuple(before + name for name in _split(inside))
+            return tuple(before + name for name in split_outside(inside, ":"))
     return (op_name,)
 
 
-def named_parts(collective: Collective) -> tuple[tuple[str | None, int], ...]:
-    """Says for what each array of a collective was made.
+def _named_parts(collective: Collective) -> tuple[tuple[str | None, int], ...]:
+    """For what each array of a collective was made: names, and bytes of one device in one run.
 
-    Args:
-        collective: any; a combined one has several arrays.
-
-    Returns:
-        Names, and the bytes of one device in one run; together the collective's payload. The first
-        name for everything where it is not known which array is whose.
+    Together they are its payload. The first name for everything where nobody can tell.
     """
     names = names_of(collective.op_name)
     results = collective.result_bytes >= collective.operand_bytes
@@ -122,24 +121,13 @@ def parts_of(collective: Collective) -> tuple[tuple[Origin, int], ...]:
         collective: any; a combined one has several arrays.
 
     Returns:
-        Origins, and the bytes as in `named_parts`.
+        Origins, and the bytes as in `_named_parts`.
     """
     # The one line of source that a combined collective has is that of its first part.
     return tuple(
         (origin_of(name, collective.source if place == 0 else ()), size)
-        for place, (name, size) in enumerate(named_parts(collective))
+        for place, (name, size) in enumerate(_named_parts(collective))
     )
-
-
-def _split(text: str) -> list[str]:
-    names, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == ":" and depth == 0:
-            names.append("")
-        else:
-            names[-1] += letter
-    return [name for name in names if name]
 
 
 # ------------------------------------------------------------------------------ Asked communication
@@ -240,7 +228,7 @@ class Unasked:
     """
 
     kind: str
-    axes: tuple[object, ...] | None
+    axes: tuple[Axis, ...] | None
     origin: Origin
     bytes: int
 
@@ -322,7 +310,7 @@ def unasked(
         if collective.axes == () or collective.kind in ("recv",):
             continue  # nothing is sent; or it is the other end of a send
         times = 1 if collective.executions is None else collective.executions
-        for place, (name, size) in enumerate(named_parts(collective)):
+        for place, (name, size) in enumerate(_named_parts(collective)):
             if _is_asked(collective, name, size, asked, sizes):
                 continue
             origin = origin_of(name, collective.source if place == 0 else ())
@@ -388,7 +376,7 @@ def _is_allowed(collective: Unasked, allowance: Allowance) -> bool:
         module == path or module.startswith(f"{path}.") for path in allowance.modules
     ):
         return True
-    axes = base_axes(collective.axes)  # pyright: ignore[reportArgumentType]
+    axes = base_axes(collective.axes)
     return (
         collective.kind in ("all-reduce", "reduce-scatter")
         and collective.origin.phase in ("backward", "optimizer")
@@ -398,15 +386,7 @@ def _is_allowed(collective: Unasked, allowance: Allowance) -> bool:
 
 
 def words_of(found: Sequence[Unasked], limit: int = 5) -> Iterator[str]:
-    """Writes what nobody asked for, the largest first.
-
-    Args:
-        found: as `unasked` lists it.
-        limit: how many are written out.
-
-    Yields:
-        Lines.
-    """
+    """Writes what nobody asked for, as `unasked` lists it: so many, and how many more."""
     yield from (str(one) for one in found[:limit])
     if len(found) > limit:
         yield f"and {len(found) - limit} more"
@@ -600,7 +580,7 @@ class CommCounts:
         Returns:
             Lines, with a line break at the end.
         """
-        return tracing_table(self, with_axes=noise_level > 0, depth=depth)
+        return _tracing_table(self, with_axes=noise_level > 0, depth=depth)
 
     def log_comm_debug_tracing_table_to_file(
         self, file_name: str | os.PathLike[str] = "comm_mode_log.txt", noise_level: int = 1
@@ -645,14 +625,14 @@ def comm_counts(source: Evidence | CompileReport) -> CommCounts:
         >>> comm_counts(Evidence("t", "HloModule m", Mesh.arange((8,)))).get_total_counts()
         0
     """
-    if isinstance(source, CompileReport):
+    if not isinstance(source, Evidence):
         moving = enumerate(line for line in source.collectives if line.moves)
         told = [
             (line.origin, _part(number, line, line.origin.phase, line.bytes_per_device))
             for number, line in moving
         ]
         return _counts(told, source.unread)
-    reading = read_hlo(source.hlo_text, source.mesh, source.granules)
+    reading = source.reading
     # Each by itself: the lines of a report put equal layers together. Sends and receives of one
     # rendezvous are one collective, so those stay together.
     paired = [
@@ -673,7 +653,7 @@ def comm_counts(source: Evidence | CompileReport) -> CommCounts:
         if line.moves
         for origin, size in parts or ((line.origin, line.bytes_each),)
     ]
-    return _counts(told, tuple(f"{part.where}: {part.why}" for part in reading.unread))
+    return _counts(told, tuple(map(str, reading.unread)))
 
 
 def _part(number: int, line: CollectiveLine, phase: Phase, size: int) -> CommPart:
@@ -747,28 +727,16 @@ def _data(module: ModuleComm) -> dict[str, object]:
 #
 # What each module communicates, as a table whose rows are indented by depth.
 
-_HEADER = ("module", "phase", "collective", "mesh axes", "runs", "bytes")
-_RIGHT = ("runs", "bytes")
+_HEADER = ("module", "phase", "collective", "mesh axes", ">runs", ">bytes")
 _NO_MODULES = (
     "The names in this program tell no modules (torch_xla's never do): everything is Global."
 )
 
 
-def tracing_table(counts: CommCounts, *, with_axes: bool = True, depth: int | None = None) -> str:
-    """Writes the table.
+def _tracing_table(counts: CommCounts, *, with_axes: bool = True, depth: int | None = None) -> str:
+    """The table of modules down to a depth, with a line break at the end.
 
-    Args:
-        counts: what to write.
-        with_axes: whether kinds are told apart by their mesh axes.
-        depth: how deep modules are shown; None for all.
-
-    Returns:
-        Lines, with a line break at the end. Bytes are of one device in one step; ">=" where a loop
-        of unknown trip count was counted once.
-
-    Example:
-        >>> print(tracing_table(CommCounts(ModuleComm("Global"))), end="")
-        no collectives
+    Bytes are of one device in one step; ">=" where a loop of unknown trip count was counted once.
     """
     if not counts.root.parts:
         return "no collectives\n"
@@ -776,17 +744,10 @@ def tracing_table(counts: CommCounts, *, with_axes: bool = True, depth: int | No
     for module in counts.root.walk():
         if depth is None or module.depth <= depth:
             rows += _rows(module, with_axes)
-    columns = [i for i, name in enumerate(_HEADER) if with_axes or name != "mesh axes"]
-    shown = [[row[i] for i in columns] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    right = [_HEADER[i] in _RIGHT for i in columns]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if is_right else cell.ljust(width)
-            for cell, width, is_right in zip(row, widths, right, strict=True)
-        ).rstrip()
-        for row in shown
-    ]
+    if not with_axes:
+        place = _HEADER.index("mesh axes")
+        rows = [row[:place] + row[place + 1 :] for row in rows]
+    lines = table_lines(Table(rows[0], tuple(rows[1:])))
     if not counts.has_modules:
         lines.append(_NO_MODULES)
     lines += [f"not read: {one_line(words)}" for words in counts.unread]
@@ -794,7 +755,7 @@ def tracing_table(counts: CommCounts, *, with_axes: bool = True, depth: int | No
 
 
 def _rows(module: ModuleComm, with_axes: bool) -> list[tuple[str, ...]]:
-    name = "  " * module.depth + one_line(module.path)
+    name = "  " * module.depth + module.path
     rows: list[tuple[str, ...]] = []
     phase = None
     for entry in module.entries(with_axes=with_axes):

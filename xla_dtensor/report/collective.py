@@ -14,7 +14,7 @@ The device ids, where printed, are the mesh's devices in its flat order: 0, 1, 2
 XLA and Shardy write a part of an axis, and how `Collective.axes` does.
 
 Example:
-    >>> parse_mesh_axis_groups("mesh['x'=2,'y'=2]{'x'}").tolist()
+    >>> _mesh_axis_groups("mesh['x'=2,'y'=2]{'x'}").tolist()
     [[0, 2], [1, 3]]
 """
 
@@ -48,20 +48,13 @@ _MOST_DIMS = 32
 """What NumPy takes; XLA writes few."""
 
 
-def parse_iota(text: str) -> NDArray[np.int64] | None:
-    """Reads an iota array.
+def _iota(text: str) -> NDArray[np.int64] | None:
+    """An iota array of text without spaces, in the shape before `<=`; None for another syntax.
 
-    Args:
-        text: without spaces.
-
-    Returns:
-        The array, in the shape that stands before `<=`; None for text in another syntax.
-
-    Raises:
-        HloError: shapes of different sizes, or T(...) that is no permutation.
+    HloError for shapes of different sizes, or T(...) that is no permutation.
 
     Example:
-        >>> parse_iota("[4,2]<=[2,4]T(1,0)").tolist()
+        >>> _iota("[4,2]<=[2,4]T(1,0)").tolist()
         [[0, 4], [1, 5], [2, 6], [3, 7]]
     """
     match = _IOTA.fullmatch(text)
@@ -96,6 +89,42 @@ def parse_iota(text: str) -> NDArray[np.int64] | None:
 # order of the mesh.
 
 AxisNames: TypeAlias = tuple[Axis, ...]
+AXIS_PART = re.compile(r"(.+):\((\d+)\)(\d+)$")
+"""A part of an axis: its name, the size of what is outside the part, and its own."""
+
+
+def axis_names(axes: AxisNames | None) -> str:
+    """Writes the axes of a collective.
+
+    Args:
+        axes: as `Collective.axes`.
+
+    Returns:
+        "tp", "dp, tp"; "mixed" for groups that follow no axes.
+
+    Example:
+        >>> axis_names(("dp", "tp:(2)4")), axis_names(None)
+        ('dp, tp:(2)4', 'mixed')
+    """
+    return "mixed" if axes is None else ", ".join(map(str, axes))
+
+
+def base_axes(axes: AxisNames | None) -> tuple[str, ...] | None:
+    """Names the whole axes of which a collective spans all or part.
+
+    Args:
+        axes: as of a collective.
+
+    Returns:
+        Names of axes of the mesh; None for None.
+
+    Example:
+        >>> base_axes(("dp:(1)2", "dp:(2)4", "tp"))
+        ('dp', 'tp')
+    """
+    if axes is None:
+        return None
+    return tuple(dict.fromkeys(AXIS_PART.sub(r"\1", str(axis)) for axis in axes))
 
 
 def group_axes(groups: NDArray[np.integer], mesh: Mesh) -> AxisNames | None:
@@ -296,17 +325,14 @@ _ORDER = re.compile(r"\[([0-9]{1,12}(?:,[0-9]{1,12})*)\]T\([0-9,]{1,80}\)")
 _Part = tuple[str, int]  # axis, and the size of what is outside the part
 
 
-def parse_mesh_axis_groups(text: str) -> NDArray[np.int64] | None:
-    """Reads groups that are axes of a mesh.
+def _mesh_axis_groups(text: str) -> NDArray[np.int64] | None:
+    """Groups that are axes of a mesh, of text without spaces: int64 [number of groups, group size].
 
-    Args:
-        text: the groups, without spaces.
+    None for text in another syntax; HloError for axes that the mesh does not have.
 
-    Returns:
-        The members, int64 [number of groups, group size]; None for text in another syntax.
-
-    Raises:
-        HloError: axes that the mesh does not have.
+    Example:
+        >>> _mesh_axis_groups("mesh['x'=2,'y'=2]{'x'}").tolist()
+        [[0, 2], [1, 3]]
     """
     if maximal := _MAXIMAL.fullmatch(text):
         return np.array([[int(maximal[1])]], np.int64)
@@ -375,9 +401,9 @@ def _devices(text: str | None, shape: tuple[int, ...]) -> NDArray[np.int64]:
     if text is None:
         return np.arange(math.prod(shape), dtype=np.int64)
     order = _ORDER.fullmatch(text)
-    if order is not None:  # [2,4]T(1,0): what parse_iota reads behind "<="
+    if order is not None:  # [2,4]T(1,0): what _iota reads behind "<="
         text = f"[{math.prod(map(int, order[1].split(',')))}]<={text}"
-    iota = parse_iota(text)
+    iota = _iota(text)
     listed = [read_number(number, -1) for number in re.findall(r"[0-9]+", text)]
     ids = np.array(listed, np.int64) if iota is None else iota.reshape(-1)
     if ids.size != math.prod(shape):
@@ -532,10 +558,10 @@ def _parse(text: str) -> Iterable[Sequence[int]] | NDArray[np.int64]:
         return []
     if _EXPLICIT.fullmatch(text):
         return [list(map(int, group.split(","))) for group in text[2:-2].split("},{")]
-    iota = parse_iota(text)
+    iota = _iota(text)
     if iota is not None and iota.ndim == 2:
         return iota
-    along_axes = parse_mesh_axis_groups(text)
+    along_axes = _mesh_axis_groups(text)
     if along_axes is None:
         raise _malformed(text, "They are in none of XLA's syntaxes")
     return along_axes
@@ -564,7 +590,8 @@ CollectiveKind: TypeAlias = Literal[
 COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 DCN_TARGET = "_xla_megascale_target"
-"""The frontend attribute that says which slices a send or recv is for."""
+TRANSFER_TYPE = "_xla_megascale_transfer_type"
+"""The frontend attributes of a send or recv that say which slices it is for, and of what kind."""
 
 
 @dataclass(frozen=True)
@@ -667,38 +694,36 @@ _TAKES_GLOBAL_IDS = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
 
 
 def device_groups(
-    groups: ReplicaGroups,
-    kind: str,
-    has_channel: bool,
-    use_global_device_ids: bool,
-    replica_count: int,
-    num_partitions: int,
+    collective: Collective, replica_count: int, num_partitions: int
 ) -> NDArray[np.int64] | None:
-    """Writes groups with device numbers.
+    """Writes the groups of a collective with device numbers.
 
     Args:
-        groups: as printed.
-        kind: the kind of the collective.
-        has_channel: whether it has a channel_id.
-        use_global_device_ids: as printed.
+        collective: any.
         replica_count: of the module.
         num_partitions: of the module.
 
     Returns:
-        Devices [number of groups, group size]; None for groups of different sizes, or with numbers
-        that the program does not have.
+        Devices [number of groups, group size]; None for no groups, for groups of different sizes,
+        or with numbers that the program does not have.
 
     Example:
-        >>> pairs = ReplicaGroups.parse("{{0,1},{2,3}}")
-        >>> device_groups(pairs, "all-gather", True, True, 1, 4).tolist()
-        [[0, 1], [2, 3]]
-        >>> device_groups(ReplicaGroups.parse("{}"), "all-reduce", False, False, 1, 2).tolist()
-        [[0], [1]]
+        >>> from xla_dtensor.report import collectives
+        >>> text = '''HloModule m, replica_count=2
+        ... ENTRY %main (p: f32[8]) -> f32[8] {
+        ...   %p = f32[8]{0} parameter(0)
+        ...   ROOT %sum = f32[8]{0} all-reduce(%p), replica_groups={}
+        ... }'''
+        >>> device_groups(collectives(text)[0], 2, 1).tolist()
+        [[0, 1]]
     """
+    groups, has_channel = collective.replica_groups, collective.channel_id is not None
+    if groups is None:
+        return None
     devices = np.arange(replica_count * num_partitions).reshape(replica_count, num_partitions)
-    if has_channel and use_global_device_ids:
+    if has_channel and collective.use_global_device_ids:
         return _take(devices.reshape(-1, 1), groups)
-    if has_channel and kind not in _TAKES_GLOBAL_IDS:
+    if has_channel and collective.kind not in _TAKES_GLOBAL_IDS:
         return _take(devices.T, groups)
     if not has_channel:
         return _take(devices, groups)
@@ -771,58 +796,30 @@ class ProgramAxes:
             )
         return cls(root, module.replica_count, module.num_partitions, slices)
 
-    def of_groups(
-        self, groups: ReplicaGroups, kind: str, channel_id: int | None, global_ids: bool
-    ) -> AxisNames | None:
-        """Names the axes of a collective with groups.
+    def axes_of(self, collective: Collective) -> AxisNames | None:
+        """Names the axes that a collective spans; of a permute those along which it moves.
 
         Args:
-            groups: as printed.
-            kind: of the collective.
-            channel_id: as printed.
-            global_ids: its use_global_device_ids.
+            collective: of the module.
 
         Returns:
-            The axes; None if the groups follow none.
+            The axes; None if its groups follow none, or have devices that the program has not.
         """
-        local = device_groups(
-            groups,
-            kind,
-            channel_id is not None,
-            global_ids,
-            self.replica_count,
-            self.num_partitions,
-        )
-        if local is not None and local.shape[1] == 1:
-            return ()
-        places = None if local is None else self._places(local)
+        target = dict(collective.frontend_attributes).get(DCN_TARGET)
+        if target is not None:
+            return transfer_axes(target, self.mesh, self.granules)
+        pairs = collective.source_target_pairs
+        if pairs or collective.kind == "collective-permute":
+            local = np.array(pairs, np.int64).reshape(-1, 2)
+            if local.max(initial=0) >= self.replica_count * self.num_partitions:
+                return None
+            places = self._places(local)
+            return None if places is None else pair_axes(places, self.mesh)
+        groups = device_groups(collective, self.replica_count, self.num_partitions)
+        if groups is None or groups.shape[1] == 1:
+            return None if groups is None else ()
+        places = self._places(groups)
         return None if places is None else group_axes(places, self.mesh)
-
-    def of_pairs(self, pairs: Sequence[tuple[int, int]]) -> AxisNames | None:
-        """Names the axes along which a permute moves.
-
-        Args:
-            pairs: from and to, as printed.
-
-        Returns:
-            The axes; None if the pairs have devices that the program has not.
-        """
-        local = np.array(pairs, np.int64).reshape(-1, 2)
-        if local.max(initial=0) >= self.replica_count * self.num_partitions:
-            return None
-        places = self._places(local)
-        return None if places is None else pair_axes(places, self.mesh)
-
-    def of_target(self, target: str) -> AxisNames | None:
-        """Names the axes of a transfer between slices.
-
-        Args:
-            target: as printed.
-
-        Returns:
-            The axes; None if they cannot be told.
-        """
-        return transfer_axes(target, self.mesh, self.granules)
 
     def _places(self, local: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Places in mesh.device_ids.flat of places in the program."""

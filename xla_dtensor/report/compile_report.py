@@ -18,14 +18,12 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from xla_dtensor.report.collective import Collective
 from xla_dtensor.report.finding import CollectiveLine, Finding, collective_lines
 from xla_dtensor.report.findings import findings
-from xla_dtensor.report.hlo import HloModule
 from xla_dtensor.report.memory import MemoryReport, memory_report
-from xla_dtensor.report.reading import read_hlo
+from xla_dtensor.report.render import render, to_markdown
 from xla_dtensor.report.report import (
     Evidence,
     Machine,
@@ -40,9 +38,7 @@ from xla_dtensor.report.report import (
     to_plain,
 )
 from xla_dtensor.report.roofline import Roofline, roofline, why_no_roofline
-
-if TYPE_CHECKING:
-    from xla_dtensor.report.verification import ReportDiff, Tolerances, Verification
+from xla_dtensor.report.verification import ReportDiff, Tolerances, Verification, diff, verify
 
 __all__ = ["SCHEMA", "Attribution", "CompileReport", "schema"]
 
@@ -141,11 +137,9 @@ class CompileReport:
             EvidenceError: evidence that contradicts itself.
         """
         evidence.check_valid()
-        reading = read_hlo(evidence.hlo_text, evidence.mesh, evidence.granules)
-        found = reading.collectives
-        lines = _lines(evidence, found)
+        lines = _lines(evidence)
         memory = memory_report(evidence)
-        model = roofline(evidence, found)
+        model = roofline(evidence, evidence.reading.collectives)
         return cls(
             title=evidence.title,
             machine=machine_of(evidence),
@@ -155,7 +149,7 @@ class CompileReport:
             collectives=lines,
             attribution=_attribution(lines),
             roofline=model,
-            no_roofline=_no_roofline(evidence) if model is None else "",
+            no_roofline=why_no_roofline(evidence) or "",
             tensors=tensor_lines(evidence.held),
             flops=evidence.flops,
             compute_dtype=evidence.compute_dtype,
@@ -166,7 +160,7 @@ class CompileReport:
             command=evidence.command,
             attributes=dict(evidence.attributes),
             unread=(
-                *(f"{part.where}: {part.why}" for part in reading.unread),
+                *map(str, evidence.reading.unread),
                 *_doubts(lines),
                 *((f"Memory: {memory.not_read}",) if memory.not_read else ()),
             ),
@@ -190,7 +184,7 @@ class CompileReport:
         if os.path.isdir(path):
             return cls.of(Evidence.load(path))
         with open(path, encoding="utf-8") as file:
-            return from_json(file.read())
+            return cls.from_json(file.read())
 
     @property
     def fits(self) -> bool | None:
@@ -203,8 +197,14 @@ class CompileReport:
         return self.attribution.total_bytes
 
     def to_json(self) -> str:
-        """Writes it as JSON, which :meth:`from_json` reads."""
-        return to_json(self)
+        """Writes it as JSON, which :meth:`from_json` reads; no line break at the end."""
+        data = {
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "summary": to_plain(_summary(self)),
+            "report": to_plain(self),
+        }
+        return json.dumps(data, indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> CompileReport:
@@ -219,17 +219,33 @@ class CompileReport:
         Raises:
             ReportError: text that is no report, or one of a newer schema.
         """
-        return from_json(text)
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ReportError(
+                f"A report was read from text that is no JSON: {error}. Nothing can be read of it. "
+                "Pass a file that CompileReport.to_json wrote."
+            ) from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ReportError(
+                f"A report was read from JSON whose format is not {FORMAT!r}. It is something "
+                "else. Pass a file that CompileReport.to_json wrote."
+            )
+        number = data.get("schema")
+        if not isinstance(number, int) or number > SCHEMA or number < 1:
+            raise ReportError(
+                f"A report was read of schema={number}. This version reads schemas 1 to {SCHEMA}. "
+                "Install the version of xla_dtensor that wrote it, or a newer one."
+            )
+        return from_plain(cls, data.get("report"))
 
     def to_markdown(self) -> str:
         """Writes it as Markdown, which reads well in a terminal too."""
-        from xla_dtensor.report.render import to_markdown
-
         return to_markdown(self)
 
     def to_html(self) -> str:
         """Writes it as one HTML file that needs nothing from outside."""
-        from xla_dtensor.report.page import to_html
+        from xla_dtensor.report.page import to_html  # drawing is loaded when something is drawn
 
         return to_html(self)
 
@@ -243,8 +259,6 @@ class CompileReport:
         Returns:
             Lines.
         """
-        from xla_dtensor.report.render import render
-
         return render(self, width, colour=colour)
 
     def diff(self, other: CompileReport) -> ReportDiff:
@@ -256,8 +270,6 @@ class CompileReport:
         Returns:
             What differs, from this one to the other.
         """
-        from xla_dtensor.report.verification import diff
-
         return diff(self, other)
 
     def verify(
@@ -280,22 +292,20 @@ class CompileReport:
             ArgumentTypeError: `job` is no compiled step.
         """
         if isinstance(job, CompileReport):
-            from xla_dtensor.report.verification import verify
-
             return verify(self, job, tolerances=tolerances)
         # By name: a report is made and read without torch, and only a job that runs has it.
         live = importlib.import_module("xla_dtensor.plan.live")
         return live.verify(self, job, *given, tolerances=tolerances, title=title)
 
 
-def _lines(evidence: Evidence, found: tuple[Collective, ...]) -> tuple[CollectiveLine, ...]:
-    if not found:
+def _lines(evidence: Evidence) -> tuple[CollectiveLine, ...]:
+    collectives = evidence.reading.collectives
+    if not collectives:
         return ()
-    header = HloModule.parse_header(evidence.hlo_text)
     return collective_lines(
-        found,
+        collectives,
         evidence.granules,
-        header.replica_count * header.num_partitions,
+        evidence.program.replica_count * evidence.program.num_partitions,
         "-" if evidence.topology is None else "ICI",
     )
 
@@ -305,10 +315,6 @@ def _attribution(lines: tuple[CollectiveLine, ...]) -> Attribution:
     rest = tuple(line for line in moving if not line.is_attributed)
     total = sum(line.bytes_per_device for line in moving)
     return Attribution(total, total - sum(line.bytes_per_device for line in rest), rest)
-
-
-def _no_roofline(evidence: Evidence) -> str:
-    return why_no_roofline(evidence) or "a collective cannot be modelled on its links"
 
 
 def _doubts(lines: tuple[CollectiveLine, ...]) -> tuple[str, ...]:
@@ -342,57 +348,6 @@ def _doubts(lines: tuple[CollectiveLine, ...]) -> tuple[str, ...]:
 
 FORMAT = "xla_dtensor compile report"
 SCHEMA = 1
-
-
-def to_json(report: CompileReport) -> str:
-    """Writes a report.
-
-    Args:
-        report: the report.
-
-    Returns:
-        The JSON, without a line break at the end.
-    """
-    data = {
-        "format": FORMAT,
-        "schema": SCHEMA,
-        "summary": to_plain(_summary(report)),
-        "report": to_plain(report),
-    }
-    return json.dumps(data, indent=1, allow_nan=False)
-
-
-def from_json(text: str) -> CompileReport:
-    """Reads a report, exactly as it was.
-
-    Args:
-        text: what `to_json` wrote.
-
-    Returns:
-        The report.
-
-    Raises:
-        ReportError: text that is no report, or one of a newer schema.
-    """
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ReportError(
-            f"A report was read from text that is no JSON: {error}. Nothing can be read of it. "
-            "Pass a file that CompileReport.to_json wrote."
-        ) from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise ReportError(
-            f"A report was read from JSON whose format is not {FORMAT!r}. It is something else. "
-            "Pass a file that CompileReport.to_json wrote."
-        )
-    number = data.get("schema")
-    if not isinstance(number, int) or number > SCHEMA or number < 1:
-        raise ReportError(
-            f"A report was read of schema={number}. This version reads schemas 1 to {SCHEMA}. "
-            "Install the version of xla_dtensor that wrote it, or a newer one."
-        )
-    return from_plain(CompileReport, data.get("report"))
 
 
 def schema() -> dict[str, Any]:

@@ -11,8 +11,15 @@ import numpy as np
 
 from mesh_utils import Axis
 from xla_dtensor.core.argument_types import argument_types
-from xla_dtensor.report.collective import DCN_TARGET, Collective, device_groups
-from xla_dtensor.report.hlo import SourceLine
+from xla_dtensor.report.collective import (
+    DCN_TARGET,
+    TRANSFER_TYPE,
+    Collective,
+    axis_names,
+    device_groups,
+)
+from xla_dtensor.report.hlo import RENDEZVOUS, SourceLine
+from xla_dtensor.report.hlo_text import split_outside
 
 __all__ = [
     "PHASES",
@@ -201,7 +208,7 @@ class _Path:
         return ".".join(parts) or None
 
     def read(self, name: str, depth: int) -> None:
-        parts = _split(name, "/")
+        parts = split_outside(name, "/") or [""]
         for place, part in enumerate(parts):
             is_last = place == len(parts) - 1
             wrapped = _WRAPPED.fullmatch(part)
@@ -209,7 +216,7 @@ class _Path:
                 self._begin(_PHASE_SCOPES[part])
             elif part.startswith("(") and part.endswith(")") and depth < _MAX_DEPTH:
                 # XLA made one op of several: "(a/b:c/d)". The first of them speaks for all.
-                self.read(_split(part[1:-1], ":")[0], depth + 1)
+                self.read("".join(split_outside(part[1:-1], ":")[:1]), depth + 1)
             elif wrapped is not None:
                 self._read_transform(wrapped[1], wrapped[2], depth)
             elif is_last:
@@ -243,24 +250,12 @@ class _Path:
             return
         if name == "transpose":
             self.phase = "backward"
-        for part in _split(inner, "/"):
+        for part in split_outside(inner, "/"):
             wrapped = _WRAPPED.fullmatch(part)
             if wrapped is not None:
                 self._read_transform(wrapped[1], wrapped[2], depth + 1)
             else:
                 self._enter(part)
-
-
-def _split(text: str, separator: str) -> list[str]:
-    """Splits where no bracket is open."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth = max(0, depth + (letter == "(") - (letter == ")"))
-        if letter == separator and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part for part in parts if part] or [""]
 
 
 # ---------------------------------------------------------------- Collectives as lines of a report
@@ -277,8 +272,6 @@ def _split(text: str, separator: str) -> list[str]:
 NetworkName: TypeAlias = Literal["ICI", "DCN", "-"]
 """Which wires carry it: inside a slice, between slices, or none (or nobody knows)."""
 
-_RENDEZVOUS = "_xla_host_transfer_rendezvous"
-_TRANSFER = "_xla_megascale_transfer_type"
 _COUNTER = re.compile(r"(?<=[./])\d+(?=[./ ]|$)")
 
 
@@ -396,7 +389,7 @@ def _paired(collectives: Iterable[Collective]) -> list[tuple[Collective, str, in
     places: dict[tuple[str, str, str], int] = {}
     for collective in collectives:
         attributes = dict(collective.frontend_attributes)
-        meeting, transfer = attributes.get(_RENDEZVOUS), attributes.get(_TRANSFER)
+        meeting, transfer = attributes.get(RENDEZVOUS), attributes.get(TRANSFER_TYPE)
         if meeting is None or transfer is None or collective.kind not in ("send", "recv"):
             pairs.append((collective, collective.kind, collective.payload_bytes))
             continue
@@ -425,13 +418,8 @@ def _network(
         return fast  # A program of one slice talks inside of it, but for its DCN transfers.
     if collective.source_target_pairs:
         members = np.array(collective.source_target_pairs)
-    elif collective.replica_groups is not None:
-        channel = collective.channel_id is not None
-        ids = collective.use_global_device_ids
-        groups = collective.replica_groups
-        members = device_groups(groups, collective.kind, channel, ids, 1, slices.size)
     else:
-        return "-"
+        members = device_groups(collective, 1, slices.size)
     if members is None or members.max(initial=0) >= slices.size:
         return "-"
     places = slices[members]
@@ -454,11 +442,10 @@ def _sum(line: CollectiveLine, more: CollectiveLine) -> CollectiveLine:
 
 def _order(line: CollectiveLine) -> tuple[object, ...]:
     origin = line.origin
-    axes = "mixed" if line.axes is None else ", ".join(map(str, line.axes))
     return (
         -line.bytes_per_device,
         line.kind,
-        axes,
+        axis_names(line.axes),
         origin.module or "",
         origin.phase,
         origin.op or "",

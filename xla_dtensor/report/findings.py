@@ -29,8 +29,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from mesh_utils import Axis, Mesh
-from xla_dtensor.report.collective import DCN_TARGET, Collective
+from mesh_utils import Mesh
+from xla_dtensor.report.collective import (
+    DCN_TARGET,
+    TRANSFER_TYPE,
+    Collective,
+    axis_names,
+    base_axes,
+)
 from xla_dtensor.report.finding import (
     SEVERITIES,
     SMALL_GATHER_BYTES,
@@ -42,9 +48,9 @@ from xla_dtensor.report.finding import (
 )
 from xla_dtensor.report.hlo_text import ArrayShape
 from xla_dtensor.report.memory import axis_dims, free_axes, is_sharded_over, is_vocabulary, shards
-from xla_dtensor.report.reading import HloReading, read_hlo, rematerialization_findings
+from xla_dtensor.report.reading import HloReading, rematerialization_findings
 from xla_dtensor.report.report import Evidence, Held
-from xla_dtensor.report.roofline import Roofline, axes_text
+from xla_dtensor.report.roofline import Roofline
 from xla_dtensor.report.texts import bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -68,19 +74,10 @@ __all__ = ["findings"]
 _WEIGHTS = ("parameter", "frozen parameter")
 
 
-def axis_findings(
+def _axis_findings(
     evidence: Evidence, collectives: Iterable[Collective], gathered: Iterable[str]
 ) -> Iterator[Finding]:
-    """Finds axes whose devices compute the same.
-
-    Args:
-        evidence: what the compiled step left behind.
-        collectives: those of its program.
-        gathered: the axes over which weights are gathered for use.
-
-    Yields:
-        The findings; none where the evidence does not say what goes in and how it lies.
-    """
+    """Axes whose devices compute the same, of the collectives and the axes that gather weights."""
     inputs = [tensor for tensor in evidence.held if tensor.role == "argument" and tensor.shape]
     laid = {id(tensor): axis_dims(tensor, evidence.mesh) for tensor in evidence.held}
     if not inputs or any(laid[id(tensor)] is None for tensor in inputs):
@@ -91,7 +88,7 @@ def axis_findings(
         for axis, dim in (laid[id(tensor)] or {}).items()
         if dim is not None
     }
-    of_inputs = batch_axes(evidence)
+    of_inputs = _batch_axes(evidence)
     collectives = tuple(collectives)
     talking = {axis for collective in collectives for axis in _names(collective)}
     # Products that are summed over an axis are shared by its devices: tensor parallelism.
@@ -125,8 +122,8 @@ def axis_findings(
 
 
 def _names(collective: Collective) -> set[str]:
-    axes = ("mixed",) if collective.axes is None else collective.axes
-    return {str(axis).partition(":")[0] for axis in axes}
+    axes = base_axes(collective.axes)
+    return {"mixed"} if axes is None else set(axes)
 
 
 def _sums(collective: Collective) -> bool:
@@ -137,22 +134,8 @@ def _sums(collective: Collective) -> bool:
     return is_array and origin_of(collective.op_name, collective.source).phase == "forward"
 
 
-def batch_axes(evidence: Evidence, dim: int | None = None) -> set[str]:
-    """Lists the axes that cut what the step is given.
-
-    Args:
-        evidence: what the compiled step left behind.
-        dim: that they cut; None for any.
-
-    Returns:
-        Their names.
-
-    Example:
-        >>> from xla_dtensor.report.report import Held
-        >>> tokens = Held("tokens", "argument", (8, 64), "s32", (4, 64), "[dp, -]")
-        >>> batch_axes(Evidence("t", "HloModule m", Mesh([0, 1], (2,), ("dp",)), held=(tokens,)))
-        {'dp'}
-    """
+def _batch_axes(evidence: Evidence, dim: int | None = None) -> set[str]:
+    """The axes that cut what the step is given: along a dim, or along any."""
     axes: set[str] = set()
     for tensor in evidence.held:
         if tensor.role == "argument":
@@ -188,43 +171,28 @@ _HEADED_DIMS = 4
 _ATTENTION = re.compile(r"att(?:entio)?n", re.IGNORECASE)
 
 
-def is_attention(module: str | None) -> bool:
-    """Whether a module is attention, or a part of it, by its name.
-
-    Args:
-        module: its path.
-
-    Returns:
-        True for "layers.*.self_attn.q_proj".
-    """
+def _is_attention(module: str | None) -> bool:
+    """Whether a module is attention, or a part of it, by its name: layers.*.self_attn.q_proj."""
     return module is not None and _ATTENTION.search(module) is not None
 
 
-def attention_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[Finding]:
-    """Finds gathers inside attention that it does not need.
-
-    Args:
-        evidence: what the compiled step left behind.
-        moves: its collectives; of those of attention, gathers of activations are looked at.
-
-    Yields:
-        The findings.
-    """
-    batch, sequence = batch_axes(evidence, 0), batch_axes(evidence, 1)
+def _attention_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[Finding]:
+    """Gathers of activations inside attention that it does not need."""
+    batch, sequence = _batch_axes(evidence, 0), _batch_axes(evidence, 1)
     places: dict[tuple[str, str, int], list[tuple[Move, ArrayShape]]] = {}
     for move in moves:
         large = [one for one in move.activations if one.bytes >= SMALL_GATHER_BYTES]
         if not move.is_gather or move.origin.phase != "forward" or not large or not move.axes:
             continue
         module = move.origin.module
-        if module is None or not is_attention(module):
+        if module is None or not _is_attention(module):
             continue
         # A loop that XLA has peeled has some of its collectives a second time, run less often.
-        key = _block(module), axes_text(move.axes), move.times
+        key = _block(module), axis_names(move.axes), move.times
         places.setdefault(key, []).extend((move, one) for one in large)
     said: set[tuple[str, str]] = set()
     for (block, axes, _), gathered in places.items():
-        names = {str(axis) for axis in gathered[0][0].axes or ()}
+        names = set(gathered[0][0].axes or ())
         allowed = _KEYS_AND_VALUES
         if names & batch or (not names <= sequence and any(_joins_heads(*one) for one in gathered)):
             allowed = 0
@@ -298,8 +266,6 @@ def _finding(
 # Weights are told by their shapes: each dim of an array divides one of the weight's, in any order,
 # and in a loop one layer of those that are stacked.
 
-_PART = re.compile(r":\(\d+\)\d+$")
-
 
 @dataclass(frozen=True)
 class Move:
@@ -314,7 +280,7 @@ class Move:
 
     collective: Collective
     origin: Origin
-    axes: tuple[Axis, ...] | None
+    axes: tuple[str, ...] | None
     activations: tuple[ArrayShape, ...]
 
     @property
@@ -333,54 +299,31 @@ class Move:
         return self.is_gather and not self.activations
 
 
-def moves_of(collectives: Iterable[Collective], held: Iterable[Held]) -> tuple[Move, ...]:
-    """Says of each collective what it moves.
-
-    Args:
-        collectives: those of a program.
-        held: what lives outside the program.
-
-    Returns:
-        One move for each collective, in their order.
-    """
+def _moves(collectives: Iterable[Collective], held: Iterable[Held]) -> tuple[Move, ...]:
+    """What each collective moves, in their order."""
     weights = [tensor for tensor in held if tensor.role in _WEIGHTS]
     return tuple(
         Move(
             collective,
             origin_of(collective.op_name, collective.source),
-            _whole(collective.axes),
+            base_axes(collective.axes),
             tuple(
                 array
                 for array in collective.results
-                if weight_of(array, weights, collective) is None
+                if _weight_of(array, weights, collective) is None
             ),
         )
         for collective in collectives
     )
 
 
-def are_weights(arrays: Iterable[ArrayShape], weights: list[Held], collective: Collective) -> bool:
-    """Whether all arrays can be weights. Where nobody says what the weights are, they can.
-
-    Args:
-        arrays: operands or results.
-        weights: the weights.
-        collective: the collective whose they are.
-    """
-    return not weights or all(weight_of(array, weights, collective) is not None for array in arrays)
+def _are_weights(arrays: Iterable[ArrayShape], weights: list[Held], collective: Collective) -> bool:
+    """Whether all arrays can be weights. Where nobody says what the weights are, they can."""
+    return not weights or None not in (_weight_of(each, weights, collective) for each in arrays)
 
 
-def weight_of(array: ArrayShape, weights: Iterable[Held], collective: Collective) -> Held | None:
-    """Finds a weight that an array can be, whole or in shards, transposed or not.
-
-    Args:
-        array: operand or result.
-        weights: the weights.
-        collective: the collective whose it is.
-
-    Returns:
-        The first that it can be; None if it can be none.
-    """
+def _weight_of(array: ArrayShape, weights: Iterable[Held], collective: Collective) -> Held | None:
+    """The first weight that an operand or result can be, whole or in shards, transposed or not."""
     dims = sorted(dim for dim in array.dims if dim > 1)
     for weight in weights:
         shapes = [weight.shape, *([weight.shape[1:]] if _is_stacked(weight, collective) else [])]
@@ -393,13 +336,10 @@ def weight_of(array: ArrayShape, weights: Iterable[Held], collective: Collective
     return None
 
 
-def largest_weight(collective: Collective, weights: list[Held]) -> int:
-    """Returns the bytes of the largest weight, vocabulary matrices aside where there are others.
+def _largest_weight(collective: Collective, weights: list[Held]) -> int:
+    """The bytes of the largest weight, vocabulary matrices aside where there are others.
 
-    Args:
-        collective: a collective; in a loop, of weights that are stacked layer by layer one layer's
-            count.
-        weights: the weights.
+    In a loop, of weights that are stacked layer by layer one layer's count.
     """
     layers = [weight for weight in weights if not is_vocabulary(weight)] or weights
     return max(
@@ -415,13 +355,6 @@ def _is_stacked(weight: Held, collective: Collective) -> bool:
     return collective.in_loop and bool(layers) and layers == collective.executions
 
 
-def _whole(axes: tuple[Axis, ...] | None) -> tuple[Axis, ...] | None:
-    """The axes of which some are parts."""
-    if axes is None:
-        return None
-    return tuple(dict.fromkeys(_PART.sub("", x) if isinstance(x, str) else x for x in axes))
-
-
 # -------------------------------------------------------------------------- Findings about experts
 #
 # Weights that are gathered where the tokens should travel.
@@ -434,19 +367,9 @@ _EXPERT_DIMS = 3
 """Experts are stacked: (experts, in, out)."""
 
 
-def expert_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[Finding]:
-    """Finds experts that are gathered over the axis that cuts them.
-
-    Args:
-        evidence: what the compiled step left behind.
-        moves: its collectives.
-
-    Yields:
-        One finding for each axis.
-    """
-    weights = [
-        tensor for tensor in evidence.held if tensor.role in ("parameter", "frozen parameter")
-    ]
+def _expert_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[Finding]:
+    """Experts that are gathered over the axis that cuts them; a finding for each axis."""
+    weights = [tensor for tensor in evidence.held if tensor.role in _WEIGHTS]
     experts = [tensor for tensor in weights if len(tensor.shape) == _EXPERT_DIMS]
     cut = {axis: tensor for tensor in experts for axis in _expert_axes(tensor, evidence)}
     if not cut:
@@ -457,12 +380,12 @@ def expert_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[Findi
     for move in moves:
         if not move.is_gather or not move.axes:
             continue
-        axes = {str(axis) for axis in move.axes}
+        axes = set(move.axes)
         for array in move.collective.results:
-            if weight_of(array, matrices, move.collective) is not None:
+            if _weight_of(array, matrices, move.collective) is not None:
                 fsdp |= axes
                 continue
-            tensor = weight_of(array, experts, move.collective)
+            tensor = _weight_of(array, experts, move.collective)
             if tensor is not None and move.origin.phase == "forward":
                 for axis in axes & set(_expert_axes(tensor, evidence)):
                     gathers_over.setdefault(axis, []).append((move, tensor))
@@ -519,16 +442,8 @@ MOST = 5
 _STATE = ("parameter", "frozen parameter", "gradient", "optimizer state")
 
 
-def state_findings(evidence: Evidence, memory: MemoryReport | None) -> Iterator[Finding]:
-    """Finds what is the matter with what lies in memory.
-
-    Args:
-        evidence: what the compiled step left behind.
-        memory: its memory report; None if there is none.
-
-    Yields:
-        The findings.
-    """
+def _state_findings(evidence: Evidence, memory: MemoryReport | None) -> Iterator[Finding]:
+    """What is the matter with what lies in memory."""
     if memory is not None and memory.fits is False:
         yield _does_not_fit(memory, evidence)
     capacity = None if memory is None else memory.capacity_bytes
@@ -581,23 +496,12 @@ def _room(cause: str, evidence: Evidence) -> str:
 # ------------------------------------------------------------------------- held whole
 
 
-@dataclass(frozen=True)
-class _Group:
-    """A parameter with its gradient and its optimizer state: they are sharded alike."""
+def _device_bytes(held: Iterable[Held]) -> int:
+    return sum(tensor.device_bytes for tensor in held)
 
-    held: tuple[Held, ...]
 
-    @property
-    def first(self) -> Held:
-        return self.held[0]
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(tensor.device_bytes for tensor in self.held)
-
-    @property
-    def least_sharded(self) -> Held:
-        return min(self.held, key=lambda tensor: (shards(tensor), -tensor.device_bytes))
+def _least_sharded(held: Iterable[Held]) -> Held:
+    return min(held, key=lambda tensor: (shards(tensor), -tensor.device_bytes))
 
 
 def _unsharded(evidence: Evidence, capacity: int | None) -> Iterator[Finding]:
@@ -606,6 +510,7 @@ def _unsharded(evidence: Evidence, capacity: int | None) -> Iterator[Finding]:
     if finding is not None:
         yield finding
         state = [tensor for tensor in state if tensor.role != "optimizer state"]
+    # A parameter with its gradient and its optimizer state: they are sharded alike.
     groups: dict[str, list[Held]] = {}
     for tensor in state:
         groups.setdefault(tensor.name.split(" ")[0], []).append(tensor)
@@ -614,15 +519,13 @@ def _unsharded(evidence: Evidence, capacity: int | None) -> Iterator[Finding]:
     if typical == 1:
         yield from _all_whole(evidence, state, capacity)
         return
-    found: dict[str, list[_Group]] = {}
-    for name, tensors in groups.items():
-        group = _Group(tuple(tensors))
-        worst = group.least_sharded
-        axes = free_axes(worst, evidence.mesh)
+    found: dict[str, list[list[Held]]] = {}
+    for name, group in groups.items():
+        worst = _least_sharded(group)
         few = shards(worst) * FEWER_SHARDS <= typical
-        if few and axes and group.device_bytes >= least:
+        if few and free_axes(worst, evidence.mesh) and _device_bytes(group) >= least:
             found.setdefault(starred(name), []).append(group)
-    ranked = sorted(found.items(), key=lambda pair: -sum(tensor.device_bytes for tensor in pair[1]))
+    ranked = sorted(found.items(), key=lambda pair: -sum(map(_device_bytes, pair[1])))
     for name, alike in islice(ranked, MOST):
         yield _unsharded_finding(name, alike, typical, evidence.mesh)
 
@@ -639,10 +542,10 @@ def _optimizer_finding(state: list[Held], mesh: Mesh, capacity: int | None) -> F
         and tensor.shape == owner.shape
         and shards(tensor) * FEWER_SHARDS <= shards(owner)
     ]
-    size = sum(tensor.device_bytes for tensor in less)
+    size = _device_bytes(less)
     least = SMALL_BYTES if capacity is None else SMALL_SHARE * capacity
     # Of a few tensors the finding about each says more.
-    if size < max(least, sum(tensor.device_bytes for tensor in moments) / 2) or mesh.size() == 1:
+    if size < max(least, _device_bytes(moments) / 2) or mesh.size() == 1:
         return None
     typical = _typical_shards(parameters.values())
     should = sum(tensor.global_bytes for tensor in less) // typical
@@ -658,13 +561,13 @@ def _optimizer_finding(state: list[Held], mesh: Mesh, capacity: int | None) -> F
     )
 
 
-def _unsharded_finding(name: str, alike: list[_Group], typical: int, mesh: Mesh) -> Finding:
-    worst = alike[0].least_sharded
-    size = sum(group.device_bytes for group in alike)
+def _unsharded_finding(name: str, alike: list[list[Held]], typical: int, mesh: Mesh) -> Finding:
+    worst = _least_sharded(alike[0])
+    size = sum(map(_device_bytes, alike))
     axes = ", ".join(free_axes(worst, mesh))
-    number = sum(group.first.layers for group in alike)
+    number = sum(group[0].layers for group in alike)
     count = "" if number == 1 else f"{number} of them; "
-    vocabulary = is_vocabulary(alike[0].first)
+    vocabulary = is_vocabulary(alike[0][0])
     parts = shards(worst)
     saved = size - size * parts / typical
     return Finding(
@@ -681,7 +584,7 @@ def _unsharded_finding(name: str, alike: list[_Group], typical: int, mesh: Mesh)
 
 def _all_whole(evidence: Evidence, state: list[Held], capacity: int | None) -> Iterator[Finding]:
     """Plain data parallelism is right until its state fills the memory."""
-    size = sum(tensor.device_bytes for tensor in state)
+    size = _device_bytes(state)
     if capacity is None or evidence.mesh.size() == 1 or size < LARGE_STATE * capacity:
         return
     largest = max(state, key=lambda tensor: tensor.device_bytes)
@@ -715,11 +618,9 @@ def _differing(held: Iterable[Held]) -> Iterator[Finding]:
         requested, chosen = _words(tensor.requested), _words(tensor.chosen)
         if requested and chosen and requested != chosen:
             groups.setdefault((starred(tensor.name), requested, chosen), []).append(tensor)
-    ranked = sorted(
-        groups.items(), key=lambda pair: -sum(tensor.device_bytes for tensor in pair[1])
-    )
+    ranked = sorted(groups.items(), key=lambda pair: -_device_bytes(pair[1]))
     for (name, requested, chosen), alike in ranked[:MOST]:
-        size = sum(tensor.device_bytes for tensor in alike)
+        size = _device_bytes(alike)
         number = sum(tensor.layers for tensor in alike)
         more = f" ({number} of them)" if number > 1 else ""
         hidden = len(ranked) - MOST
@@ -757,31 +658,21 @@ LARGE_GATHER = 2
 """A gathered activation is worth a finding from so many times the largest weight of a layer on: it
 then moves more than the weights themselves would."""
 
-_TRANSFER = "_xla_megascale_transfer_type"
 
-
-def traffic_findings(
-    evidence: Evidence, reading: HloReading, roofline: Roofline | None
-) -> Iterator[Finding]:
-    """Finds collectives that should not be, or not there.
-
-    Args:
-        evidence: what the compiled step left behind.
-        reading: the collectives of its program.
-        roofline: the modelled times; None if there are none.
-
-    Yields:
-        The findings.
-    """
-    moves = moves_of(reading.collectives, evidence.held)
+def _traffic_findings(evidence: Evidence, roofline: Roofline | None) -> Iterator[Finding]:
+    """Collectives that should not be, or not there."""
+    collectives = evidence.reading.collectives
+    moves = _moves(collectives, evidence.held)
     weights = [tensor for tensor in evidence.held if tensor.role in _WEIGHTS]
-    gathered = gathering_axes(moves) if weights else frozenset[str]()
+    # The axes over which weights are gathered for use, as FSDP does.
+    gathers = (move.axes or () for move in moves if weights and move.gathers_weights)
+    gathered = frozenset(axis for axes in gathers for axis in axes)
     yield from _over_dcn(moves, weights, roofline)
     if weights:
         yield from _gathered_activations(moves, weights, gathered, evidence.mesh)
-        yield from attention_findings(evidence, moves)
-        yield from expert_findings(evidence, moves)
-    yield from axis_findings(evidence, reading.collectives, gathered)
+        yield from _attention_findings(evidence, moves)
+        yield from _expert_findings(evidence, moves)
+    yield from _axis_findings(evidence, collectives, gathered)
 
 
 # ------------------------------------------------------------------------- DCN
@@ -794,23 +685,13 @@ def _over_dcn(
     for move in moves:
         collective = move.collective
         attributes = dict(collective.frontend_attributes)
-        if (
-            collective.kind != "send"
-            or DCN_TARGET not in attributes
-            or move.origin.phase != "forward"
-        ):
-            continue
-        transfer = attributes.get(_TRANSFER, "ONE_TO_ONE")
-        moves_weight = transfer == "ALL_GATHER" and are_weights(
-            collective.operands, weights, collective
-        )
-        if (
-            transfer == "ONE_TO_ONE"
-            or moves_weight
-            or collective.operand_bytes < SMALL_MESSAGE_BYTES
-        ):
-            continue
-        moves_over.setdefault(axes_text(move.axes), []).append(move)
+        transfer = attributes.get(TRANSFER_TYPE, "ONE_TO_ONE")
+        is_transfer = collective.kind == "send" and DCN_TARGET in attributes
+        if is_transfer and transfer != "ONE_TO_ONE" and move.origin.phase == "forward":
+            arrays = collective.operands
+            is_weight = transfer == "ALL_GATHER" and _are_weights(arrays, weights, collective)
+            if not is_weight and collective.operand_bytes >= SMALL_MESSAGE_BYTES:
+                moves_over.setdefault(axis_names(move.axes), []).append(move)
     for axes, slow in moves_over.items():
         times = sum(move.times for move in slow)
         size = sum(move.times * move.collective.operand_bytes for move in slow)
@@ -830,36 +711,23 @@ def _over_dcn(
 # ------------------------------------------------------------------------- gathers
 
 
-def gathering_axes(moves: Iterable[Move]) -> frozenset[str]:
-    """Lists the axes over which weights are gathered for use, as FSDP does.
-
-    Args:
-        moves: the collectives.
-
-    Returns:
-        Their names.
-    """
-    spans = (move.axes or () for move in moves if move.gathers_weights)
-    return frozenset(str(axis) for axes in spans for axis in axes)
-
-
 def _gathered_activations(
     moves: Sequence[Move], weights: list[Held], gathered: frozenset[str], mesh: Mesh
 ) -> Iterator[Finding]:
     groups: dict[tuple[str, str | None], list[tuple[Move, int]]] = {}
     for move in moves:
-        collective, axes = move.collective, [str(axis) for axis in move.axes or ()]
+        collective, axes = move.collective, move.axes or ()
         if not move.is_gather or move.origin.phase != "forward" or not axes:
             continue
-        if is_attention(move.origin.module):
+        if _is_attention(move.origin.module):
             continue
         # Megatron: the weights of the next product are sharded over the axis, and stay so.
         is_sharded = not gathered.intersection(axes) and any(
             is_sharded_over(weight, axis, mesh) for weight in weights for axis in axes
         )
         size = max((array.bytes for array in move.activations), default=0)
-        if not is_sharded and size >= LARGE_GATHER * largest_weight(collective, weights) > 0:
-            groups.setdefault((axes_text(move.axes), move.origin.module), []).append((move, size))
+        if not is_sharded and size >= LARGE_GATHER * _largest_weight(collective, weights) > 0:
+            groups.setdefault((axis_names(move.axes), move.origin.module), []).append((move, size))
     for (axes, module), gathers in groups.items():
         move, size = gathers[0]
         array = max(move.collective.results, key=lambda part: part.bytes)
@@ -905,18 +773,17 @@ def findings(
         >>> [each.code for each in found]
         ['axis-of-size-1']
     """
-    reading = read_hlo(evidence.hlo_text, evidence.mesh, evidence.granules)
     cut_again = list(rematerialization_findings(evidence))
     listed = [
-        *state_findings(evidence, memory),
+        *_state_findings(evidence, memory),
         # What is gathered only to be cut again is said once.
         *(
             finding
-            for finding in traffic_findings(evidence, reading, roofline)
+            for finding in _traffic_findings(evidence, roofline)
             if not _is_said(finding, cut_again)
         ),
         *cut_again,
-        *_unread(reading, lines),
+        *_unread(evidence.reading, lines),
     ]
     return tuple(sorted(listed, key=lambda finding: SEVERITIES.index(finding.severity)))
 
@@ -934,7 +801,7 @@ def _is_said(finding: Finding, earlier: Iterable[Finding]) -> bool:
 
 def _unread(reading: HloReading, lines: Iterable[CollectiveLine]) -> Iterator[Finding]:
     if reading.unread:
-        shown = "; ".join(f"{part.where}: {part.why}" for part in reading.unread[:_SHOWN])
+        shown = "; ".join(map(str, reading.unread[:_SHOWN]))
         more = len(reading.unread) - _SHOWN
         yield Finding(
             "note",

@@ -90,14 +90,7 @@ class StackFrames:
 
     @classmethod
     def parse(cls, text_lines: list[str]) -> StackFrames:
-        """Reads the tables.
-
-        Args:
-            text_lines: the lines of the module.
-
-        Returns:
-            The frames; none if the module has no tables.
-        """
+        """Reads the tables from the lines of a module; no frames if it has none."""
         tables = _tables(text_lines)
         files = {key: unquoted(words) for key, words in tables["FileNames"].items()}
         places = {key: parse_fields(words) for key, words in tables["FileLocations"].items()}
@@ -339,6 +332,15 @@ class HloModule:
     frames: StackFrames = field(default_factory=StackFrames)
     unread: tuple[tuple[str, str], ...] = ()
 
+    @cached_property
+    def runs(self) -> dict[str, Runs]:
+        """How each computation runs, by its name; one that nothing calls runs once."""
+        return _computation_runs(self)
+
+    def called(self, instruction: Instruction, attribute: str) -> Computation | None:
+        """The computation that an attribute names, such as "body" or "calls"; None for none."""
+        return self.computations.get(instruction.attributes.get(attribute, "").removeprefix("%"))
+
     @classmethod
     def parse(cls, text: str) -> HloModule:
         """Reads the text of a module.
@@ -435,29 +437,15 @@ _KNOWN = re.compile(r'"known_trip_count":\{"n":"?(\d+)"?\}')
 _ELEMENT = re.compile(r"\bindex=(\d+)")
 
 
-def trip_count(module: HloModule, caller: Computation, loop: Instruction) -> int | None:
-    """Counts the runs of a while loop's body.
-
-    Args:
-        module: the module.
-        caller: the computation in which the loop stands.
-        loop: the while instruction.
-
-    Returns:
-        The number of runs; None if it is not known.
-    """
+def _trip_count(module: HloModule, caller: Computation, loop: Instruction) -> int | None:
+    """How often a while loop of a computation runs; None if that is not known."""
     match = _KNOWN.search(loop.rest)
     if match:
         return read_number(match[1])
-    condition = _called(module, loop, "condition")
-    body = _called(module, loop, "body")
+    condition, body = module.called(loop, "condition"), module.called(loop, "body")
     if condition is None or body is None:
         return None
     return _Loop(caller, loop, condition, body).count()
-
-
-def _called(module: HloModule, loop: Instruction, attribute: str) -> Computation | None:
-    return module.computations.get(loop.attributes.get(attribute, "").removeprefix("%"))
 
 
 @dataclass(frozen=True)
@@ -581,27 +569,13 @@ class Runs:
     calling: str = ""
 
 
-def computation_runs(module: HloModule) -> dict[str, Runs]:
-    """Counts the runs of every computation.
-
-    Args:
-        module: the module.
-
-    Returns:
-        The runs by the name of the computation. One that nothing calls runs once.
-
-    Example:
-        >>> module = HloModule.parse('''HloModule m
-        ... ENTRY %main () -> s32[] {
-        ... }''')
-        >>> computation_runs(module)["main"].times
-        1
-    """
+def _computation_runs(module: HloModule) -> dict[str, Runs]:
     calls: dict[str, list[tuple[str, Instruction, int | None]]] = {}
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             if instruction.opcode in _CALLERS:
-                trips = _trips(module, computation, instruction)
+                is_loop = instruction.opcode == "while"
+                trips = _trip_count(module, computation, instruction) if is_loop else 1
                 for called in called_computations(instruction):
                     calls.setdefault(called, []).append((computation.name, instruction, trips))
     runs: dict[str, Runs] = {}
@@ -624,10 +598,6 @@ def called_computations(instruction: Instruction) -> tuple[str, ...]:
     for listed in _CALLED_LIST.findall(text):
         names += [name.strip().removeprefix("%") for name in listed.split(",") if name.strip()]
     return tuple(names)
-
-
-def _trips(module: HloModule, caller: Computation, instruction: Instruction) -> int | None:
-    return trip_count(module, caller, instruction) if instruction.opcode == "while" else 1
 
 
 def _count(
@@ -674,7 +644,8 @@ def _count(
 _REACH = 64
 """Instructions that are looked at: the neighbourhood, not the whole program."""
 
-_RENDEZVOUS = "_xla_host_transfer_rendezvous"
+RENDEZVOUS = "_xla_host_transfer_rendezvous"
+"""The frontend attribute that a send and its recv have in common."""
 _SEMAPHORE = "S(2)"
 """The memory space of semaphores, in a layout."""
 _START, _DONE = "async-collective-start", "async-collective-done"
@@ -688,7 +659,7 @@ _MOVING = frozenset(
 
 
 def told_metadata(
-    module: HloModule, computation: Computation, instruction: Instruction, runs: Runs
+    module: HloModule, computation: Computation, instruction: Instruction
 ) -> dict[str, str]:
     """Finds what there is to say about an instruction.
 
@@ -696,12 +667,12 @@ def told_metadata(
         module: the module.
         computation: where the instruction stands.
         instruction: any.
-        runs: how the computation runs.
 
     Returns:
         The fields of its own metadata; else those of its fusion or its start; else those of a
         neighbour of either; none if nobody says anything.
     """
+    runs = module.runs[computation.name]
     own = parse_fields(instruction.attributes.get("metadata", ""))
     # From JAX 0.12 on, what moves an input of the program is named by that input alone.
     fields = own
@@ -730,17 +701,9 @@ class Neighbours:
 
     def __init__(self, computation: Computation) -> None:
         self._computation = computation
-        self._sends: dict[str, Instruction] | None = None
 
     def metadata(self, instruction: Instruction) -> dict[str, str]:
-        """Finds the metadata of the nearest instruction that has a name of a framework.
-
-        Args:
-            instruction: one of the computation, without metadata of its own.
-
-        Returns:
-            The fields, as `parse_fields`; none if there is nobody near.
-        """
+        """The fields of the nearest instruction that has a framework's name; none if nobody has."""
         for may_move in (False, True):
             for follow in (self._sources, self._followers):
                 fields = self._nearest(instruction, follow, may_move)
@@ -749,17 +712,9 @@ class Neighbours:
         return {}
 
     def metadata_of_user(self, instruction: Instruction, module: HloModule) -> dict[str, str]:
-        """Finds the metadata of who uses an instruction; of a fusion the op in it that does.
-
-        Args:
-            instruction: one of the computation.
-            module: the module.
-
-        Returns:
-            The fields, as `parse_fields`; none if no fusion uses it.
-        """
+        """The fields of the op in a fusion that uses an instruction; none if no fusion does."""
         for user in self._users_of(instruction):
-            inside = module.computations.get(user.attributes.get("calls", "").lstrip("%"))
+            inside = module.called(user, "calls")
             if user.opcode != "fusion" or inside is None:
                 continue
             place = str(user.operand_names.index(instruction.name))
@@ -799,7 +754,7 @@ class Neighbours:
         if instruction.opcode == "get-tuple-element":
             yield from self._last_turn(instruction)
         if instruction.opcode == "recv":
-            send = self._send_of(instruction)
+            send = self._sends.get(_meeting(instruction))
             if send is not None:
                 yield send
 
@@ -854,16 +809,13 @@ class Neighbours:
     def _users_of(self, instruction: Instruction) -> list[Instruction]:
         return self._computation.users.get(instruction.name, [])
 
-    def _send_of(self, recv: Instruction) -> Instruction | None:
-        """What is received was sent by the others, as this device sends to them."""
-        if self._sends is None:
-            self._sends = {}
-            for instruction in self._computation.instructions.values():
-                if instruction.opcode == "send":
-                    self._sends[_meeting(instruction)] = instruction
-        return self._sends.get(_meeting(recv))
+    @cached_property
+    def _sends(self) -> dict[str, Instruction]:
+        """By meeting: what is received was sent by the others, as this device sends to them."""
+        table = self._computation.instructions.values()
+        return {_meeting(each): each for each in table if each.opcode == "send"}
 
 
 def _meeting(instruction: Instruction) -> str:
     attributes = instruction.attributes.get("frontend_attributes", "")
-    return parse_fields(attributes).get(_RENDEZVOUS, instruction.name)
+    return parse_fields(attributes).get(RENDEZVOUS, instruction.name)

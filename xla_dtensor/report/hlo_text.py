@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 __all__ = [
     "DEVICE_SPACE",
@@ -30,6 +30,7 @@ __all__ = [
     "parse_laid_shape",
     "read_number",
     "split_commas",
+    "split_outside",
     "whole_lines",
 ]
 
@@ -73,6 +74,30 @@ def split_commas(text: str) -> list[str]:
         else:
             parts[-1] += token
     return [part.strip() for part in parts if part.strip()]
+
+
+def split_outside(text: str, separator: str) -> list[str]:
+    """Splits at a letter where no parenthesis is open.
+
+    Args:
+        text: names with calls in them, of which parentheses may be missing.
+        separator: the letter.
+
+    Returns:
+        The parts that are not empty.
+
+    Example:
+        >>> split_outside("jit(f/g)/dot", "/")
+        ['jit(f/g)', 'dot']
+    """
+    parts, depth = [""], 0
+    for letter in text:
+        depth = max(0, depth + (letter == "(") - (letter == ")"))
+        if letter == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part for part in parts if part]
 
 
 def closing_bracket(text: str) -> int:
@@ -197,6 +222,7 @@ _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^{}]*)\})?")
 _NUMBER_DTYPE = re.compile(r"(?:[suf]([0-9]{1,4})|f([0-9])e[0-9]+m[0-9]+\w*)$")
 _ELEMENT_BITS = re.compile(r"E\(([0-9]{1,6})\)")
 _DIM = re.compile(r"\s*(?:<=)?([0-9]{1,18})\s*")
+_SEPARATOR = re.compile(r"\s*,\s*|\s*(?=\))")
 _MOST_BYTES = 1 << 60
 """More than all memory there is: no array of a program."""
 _MOST_NESTED = 50
@@ -245,11 +271,7 @@ def parse_shape(text: str) -> Shape:
         >>> [str(part) for part in parse_shape("(f32[8]{0}, /*index=1*/pred[])")]
         ['f32[8]', 'pred[]']
     """
-    clean = _COMMENT.sub("", text).strip()
-    shape, end = _parse(clean, 0)
-    if clean[end:].strip():
-        raise _not_a_shape(text)
-    return shape
+    return _whole_shape(text, _array)
 
 
 def element_bytes(dtype: str) -> int:
@@ -284,33 +306,34 @@ def arrays(shape: Shape) -> tuple[ArrayShape, ...]:
         >>> [str(array) for array in arrays(parse_shape("((f32[8], s32[]), token[])"))]
         ['f32[8]', 's32[]']
     """
-    return tuple(_arrays(shape))
+    if isinstance(shape, ArrayShape):
+        return () if shape.dtype == "token" else (shape,)
+    return tuple(array for part in shape for array in arrays(part))
 
 
-def _arrays(shape: Shape) -> Iterator[ArrayShape]:
-    if isinstance(shape, tuple):
-        for part in shape:
-            yield from _arrays(part)
-    elif shape.dtype != "token":
-        yield shape
-
-
-def _parse(text: str, start: int, depth: int = 0) -> tuple[Shape, int]:
-    if text.startswith("(", start) and depth < _MOST_NESTED:
-        return _parse_tuple(text, start, depth + 1)
-    match = _ARRAY.match(text, start)
-    if match is None:
+def _whole_shape(text: str, array: Callable[[re.Match[str], str], Any]) -> Any:
+    """An array, as `array` makes it of a match of _ARRAY and the text, or a tuple of them."""
+    clean = _COMMENT.sub("", text).strip()
+    shape, end = _parse(clean, 0, array)
+    if clean[end:].strip():
         raise _not_a_shape(text)
-    return _array(match, text), match.end()
+    return shape
 
 
-def _parse_tuple(text: str, start: int, depth: int) -> tuple[Shape, int]:
-    parts: list[Shape] = []
+def _parse(
+    text: str, start: int, array: Callable[[re.Match[str], str], Any], depth: int = 0
+) -> tuple[Any, int]:
+    if not text.startswith("(", start) or depth >= _MOST_NESTED:
+        match = _ARRAY.match(text, start)
+        if match is None:
+            raise _not_a_shape(text)
+        return array(match, text), match.end()
+    parts: list[Any] = []
     position = start + 1
     while not text.startswith(")", position):
-        part, position = _parse(text, position, depth)
+        part, position = _parse(text, position, array, depth + 1)
         parts.append(part)
-        separator = re.compile(r"\s*,\s*|\s*(?=\))").match(text, position)
+        separator = _SEPARATOR.match(text, position)
         if separator is None:
             raise _not_a_shape(text)
         position = separator.end()
@@ -375,7 +398,6 @@ def _not_a_shape(text: str) -> HloError:
 
 DEVICE_SPACE, HOST_SPACE = 0, 5
 
-_ARRAY_WITH_LAYOUT = re.compile(r"[a-z]\w*\[[^\]]*\](?:\{([^{}]*)\})?")
 _TILES = re.compile(r"(?<![A-Z*#])T((?:\([0-9,*]*\))+)")
 _TILE = re.compile(r"\(([0-9,*]*)\)")
 _SPACE = re.compile(r"(?<![A-Z])S\(([0-9]{1,9})\)")
@@ -432,17 +454,13 @@ class LaidArray:
             physical = _tiled(physical, tile)
         count = math.prod(physical)
         count = -(-count // self.tail) * self.tail
-        return -(-count * self._element_bits() // 8) + self.prefix_bytes
+        bits = 8 * element_bytes(self.shape.dtype) if self.bits is None else self.bits
+        return -(-count * bits // 8) + self.prefix_bytes
 
     @property
     def padding_bytes(self) -> int:
         """What the layout adds."""
         return self.padded_bytes - self.bytes
-
-    def _element_bits(self) -> int:
-        if self.bits is not None:
-            return self.bits
-        return 8 * element_bytes(self.shape.dtype)
 
 
 LaidShape: TypeAlias = "LaidArray | tuple[LaidShape, ...]"
@@ -464,8 +482,7 @@ def parse_laid_shape(text: str) -> LaidShape:
         >>> parse_laid_shape("(f32[]{:T(128)}, s32[4])")[0].padded_bytes
         512
     """
-    layouts = (match[1] or "" for match in _ARRAY_WITH_LAYOUT.finditer(_COMMENT.sub("", text)))
-    return _laid(parse_shape(text), layouts)
+    return _whole_shape(text, _laid_array)
 
 
 def laid_arrays(shape: LaidShape) -> tuple[LaidArray, ...]:
@@ -518,7 +535,7 @@ def entry_layouts(hlo_text: str) -> EntryLayouts | None:
     if start < 0:
         return None
     text = header[start + len(_HEADER) :]
-    given, arrow, result = text[: _closing_brace(text)].partition("->")
+    given, arrow, result = text[: closing_bracket(text)].partition("->")
     if not arrow:
         raise HloError(
             f"The program's first line has the layout {given[:80]!r}. It names no result. "
@@ -555,7 +572,7 @@ def entry_aliases(hlo_text: str) -> dict[int, int]:
     if start < 0:
         return {}
     text = header[start + len(_ALIASES) :]
-    found = _ALIAS.findall(text[: _closing_brace(text)])
+    found = _ALIAS.findall(text[: closing_bracket(text)])
     return {int(output or 0): int(place or given) for output, given, place in found}
 
 
@@ -575,10 +592,8 @@ def _tiled(dims: list[int], tile: tuple[int, ...]) -> list[int]:
     return [*major, *counts, *(size for _, size in merged)]
 
 
-def _laid(shape: Shape, layouts: Iterator[str]) -> LaidShape:
-    if isinstance(shape, tuple):
-        return tuple(_laid(part, layouts) for part in shape)
-    text = next(layouts, "")
+def _laid_array(match: re.Match[str], whole: str) -> LaidArray:
+    shape, text = _array(match, whole), match[3] or ""
     order, _, properties = text.partition(":")
     tiles = _TILES.search(properties)
     bits, space = _BITS_OF_LAYOUT.search(properties), _SPACE.search(properties)
@@ -603,13 +618,3 @@ def _laid(shape: Shape, layouts: Iterator[str]) -> LaidShape:
 def _tile(text: str) -> tuple[int, ...]:
     sizes = (size for size in text.split(",") if size)
     return tuple(int(size) if _DIM_NUMBER.fullmatch(size) else 0 for size in sizes)
-
-
-def _closing_brace(text: str) -> int:
-    """The place of the brace that closes one opened before the text."""
-    depth = 1
-    for place, letter in enumerate(text):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0:
-            return place
-    return len(text)

@@ -101,10 +101,7 @@ class ValueFlow:
             HloError: computations that call themselves.
         """
         flow = cls(module)
-        entry = next(
-            (computation for computation in module.computations.values() if computation.is_entry),
-            None,
-        )
+        entry = next((each for each in module.computations.values() if each.is_entry), None)
         if entry is not None:
             root = flow._walk(entry, None)
             flow.results = tuple(_leaves(root))
@@ -240,15 +237,16 @@ class ValueFlow:
                 continue
             root = fused.root
             if root.opcode != "tuple":
-                parameter = _updated_parameter(fused, root.name)
-                yield from () if parameter is None else [(None, parameter)]
-                continue
-            for output, part in enumerate(root.operand_names):
+                parts: list[tuple[int | None, str]] = [(None, root.name)]
+            else:
+                parts = list(enumerate(root.operand_names))
+            for output, part in parts:
                 parameter = _updated_parameter(fused, part)
-                yield from () if parameter is None else [(output, parameter)]
+                if parameter is not None:
+                    yield output, parameter
 
     def _loop(self, loop: Instruction, start: _Node) -> _Node:
-        body = self._called(loop, "body")
+        body, condition = self.module.called(loop, "body"), self.module.called(loop, "condition")
         if body is None:
             self._touch(start)
             return self._new(loop)
@@ -256,7 +254,6 @@ class ValueFlow:
         shape = parse_laid_shape(loop.shape_text)
         carried = self._new(loop, shape)
         self._touch(start)
-        condition = self._called(loop, "condition")
         if condition is not None:
             self._walk(condition, [carried])
         after = self._walk(body, [carried])
@@ -291,10 +288,6 @@ class ValueFlow:
         for end in ends:
             self._join(end, node)
         return node
-
-    def _called(self, instruction: Instruction, attribute: str) -> Computation | None:
-        name = re.search(rf"\b{attribute}=%?([\w.\-]+)", instruction.rest)
-        return self.module.computations.get(name[1]) if name else None
 
 
 def _operand_names(instruction: Instruction) -> tuple[str, ...]:

@@ -35,12 +35,12 @@ Both are in the report.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from mesh_utils import Mesh
 from xla_dtensor.report.finding import Origin, origin_of, starred
-from xla_dtensor.report.hlo import HloModule, computation_runs, told_metadata
+from xla_dtensor.report.hlo import told_metadata
 from xla_dtensor.report.hlo_text import (
     HOST_SPACE,
     HloError,
@@ -109,9 +109,9 @@ def is_sharded_over(held: Held, axis: str, mesh: Mesh) -> bool:
         >>> is_sharded_over(weight, "dp", mesh), is_sharded_over(weight, "tp", mesh)
         (False, True)
     """
-    splits = _splits(held, mesh)
-    if splits is not None:
-        return splits.get(axis, False)
+    dims = axis_dims(held, mesh)
+    if dims is not None:
+        return dims.get(axis) is not None
     sizes = {str(n): size for n, size in zip(mesh.axis_names, mesh.mesh_shape, strict=True)}
     size = sizes.get(axis, 1)
     return size > 1 and shards(held) % size == 0
@@ -132,12 +132,12 @@ def free_axes(held: Held, mesh: Mesh) -> tuple[str, ...]:
         >>> free_axes(weight, Mesh.arange((2, 4), ("dp", "tp")))
         ('dp',)
     """
-    splits = _splits(held, mesh) or {}
+    dims = axis_dims(held, mesh) or {}
     return tuple(
         str(axis)
         for axis, size in zip(mesh.axis_names, mesh.mesh_shape, strict=True)
         if size > 1
-        and not splits.get(str(axis), False)
+        and dims.get(str(axis)) is None
         and any(dim and dim % size == 0 for dim in held.device_shape)
     )
 
@@ -180,11 +180,6 @@ def axis_dims(held: Held, mesh: Mesh) -> dict[str, int | None] | None:
     axes = [MeshAxis(axis, size, 1) for axis, size in named]
     uses = axis_uses(held.chosen or held.requested, axes, len(held.shape))
     return None if uses is None else {use.axis: use.dim for use in uses}
-
-
-def _splits(held: Held, mesh: Mesh) -> dict[str, bool] | None:
-    dims = axis_dims(held, mesh)
-    return None if dims is None else {axis: dim is not None for axis, dim in dims.items()}
 
 
 # ------------------------------ What the arrays of a step take on one device, by what they are for
@@ -245,14 +240,7 @@ class EntryBytes:
 
     @classmethod
     def of(cls, hlo_text: str) -> EntryBytes:
-        """Reads the first line of a program.
-
-        Args:
-            hlo_text: the program.
-
-        Returns:
-            What it says; nothing at all if it has no layouts.
-        """
+        """Reads the first line of a program; nothing at all if it has no layouts."""
         layouts = entry_layouts(hlo_text)
         if layouts is None:
             return cls()
@@ -276,99 +264,60 @@ class EntryBytes:
         """What those results take that take the place of inputs."""
         return sum(_device_bytes(self.outputs[number]) for number in self.aliased)
 
-    def could_be_table(self, size: int) -> bool:
-        """Whether so many bytes can be the table of the results' addresses.
 
-        Args:
-            size: bytes.
+def _memory_parts(evidence: Evidence, entry: EntryBytes) -> tuple[MemoryPart, ...]:
+    """Sums the arrays of a step by role, in the order of the roles; then comes what has none.
 
-        Returns:
-            True if each result has 4 or 8 bytes in it, filled up to at most 512.
-        """
-        return self.is_tuple and _are_addresses(len(self.outputs), size)
-
-    def could_be_table_of_inputs(self, size: int) -> bool:
-        """Whether so many bytes can be the table of the inputs' addresses: as `could_be_table`.
-
-        Args:
-            size: bytes.
-
-        Returns:
-            True if each input has 4 or 8 bytes in it.
-        """
-        return self.is_tupled and _are_addresses(len(self.inputs), size)
-
-
-@dataclass
-class _Sum:
-    count: int = 0
-    logical: int = 0
-    physical: int = 0
-    elsewhere: int = 0
-
-    def part(self, role: str) -> MemoryPart:
-        padding = self.physical - self.logical
-        return MemoryPart(role, self.count, self.logical, padding, self.elsewhere)
-
-
-@dataclass
-class _Parts:
-    entry: EntryBytes
-    sums: dict[str, _Sum] = field(default_factory=dict[str, _Sum])
-
-    def add(
-        self, role: str, logical: int, array: LaidArray | None, elsewhere: bool = False
-    ) -> None:
-        total = self.sums.setdefault(role, _Sum())
-        physical = logical if array is None else array.padded_bytes
-        total.count += 1
-        total.logical += logical
-        total.physical += physical
-        if elsewhere or (array is not None and array.space == HOST_SPACE):
-            total.elsewhere += physical
-
-    def add_held(self, tensor: Held) -> None:
-        argument = _at(self.entry.inputs, tensor.input)
-        output = _at(self.entry.outputs, tensor.output)
-        in_place = tensor.output in self.entry.aliased
-        if tensor.input is not None or tensor.output is None:
-            self.add(tensor.role, tensor.device_bytes, argument)
-            if tensor.output is not None and not in_place:
-                self.add(COPIES, tensor.device_bytes, output)
-        else:
-            self.add(tensor.role, tensor.device_bytes, output, elsewhere=in_place)
-
-    def add_unnamed(self, held: Iterable[Held]) -> None:
-        held = tuple(held)
-        inputs, outputs = {tensor.input for tensor in held}, {tensor.output for tensor in held}
-        for number, array in enumerate(self.entry.inputs):
-            if number not in inputs:
-                self.add(UNNAMED, array.bytes, array)
-        for number, array in enumerate(self.entry.outputs):
-            if number not in outputs and number not in self.entry.aliased:
-                self.add(UNNAMED, array.bytes, array)
-
-
-def memory_parts(evidence: Evidence, entry: EntryBytes) -> tuple[MemoryPart, ...]:
-    """Sums the arrays of a step by role.
-
-    Args:
-        evidence: the compiled step.
-        entry: what its program's first line says.
-
-    Returns:
-        A part for each role that has arrays, in the order of the roles, then what has none. The
-        sum of `device_bytes` of a role is that of its arrays' `device_bytes`, exactly.
+    The sum of `device_bytes` of a role is that of its arrays' `device_bytes`, exactly.
     """
-    parts = _Parts(entry)
-    for tensor in evidence.held:
-        parts.add_held(tensor)
-    parts.add_unnamed(evidence.held)
-    order = (*ROLES, COPIES, UNNAMED)
-    return tuple(parts.sums[role].part(role) for role in order if role in parts.sums)
+    parts: dict[str, list[MemoryPart]] = {}
+    for part in (*_held_parts(evidence.held, entry), *_unnamed_parts(evidence.held, entry)):
+        parts.setdefault(part.role, []).append(part)
+    return tuple(
+        MemoryPart(
+            role,
+            len(parts[role]),
+            sum(part.device_bytes for part in parts[role]),
+            sum(part.padding_bytes for part in parts[role]),
+            sum(part.elsewhere_bytes for part in parts[role]),
+        )
+        for role in (*ROLES, COPIES, UNNAMED)
+        if role in parts
+    )
+
+
+def _held_parts(held: Iterable[Held], entry: EntryBytes) -> Iterator[MemoryPart]:
+    for tensor in held:
+        argument = _at(entry.inputs, tensor.input)
+        output = _at(entry.outputs, tensor.output)
+        in_place = tensor.output in entry.aliased
+        if tensor.input is not None or tensor.output is None:
+            yield _part(tensor.role, tensor.device_bytes, argument)
+            if tensor.output is not None and not in_place:
+                yield _part(COPIES, tensor.device_bytes, output)
+        else:
+            yield _part(tensor.role, tensor.device_bytes, output, elsewhere=in_place)
+
+
+def _unnamed_parts(held: Sequence[Held], entry: EntryBytes) -> Iterator[MemoryPart]:
+    inputs, outputs = {tensor.input for tensor in held}, {tensor.output for tensor in held}
+    for number, array in enumerate(entry.inputs):
+        if number not in inputs:
+            yield _part(UNNAMED, array.bytes, array)
+    for number, array in enumerate(entry.outputs):
+        if number not in outputs and number not in entry.aliased:
+            yield _part(UNNAMED, array.bytes, array)
+
+
+def _part(role: str, logical: int, array: LaidArray | None, elsewhere: bool = False) -> MemoryPart:
+    """One array, whose elements take `logical` bytes."""
+    physical = logical if array is None else array.padded_bytes
+    elsewhere = elsewhere or (array is not None and array.space == HOST_SPACE)
+    return MemoryPart(role, 1, logical, physical - logical, physical if elsewhere else 0)
 
 
 def _are_addresses(count: int, size: int) -> bool:
+    """Whether so many bytes can be a table: 4 or 8 for each array, filled up to at most 512."""
     return 4 * count <= size <= -(-8 * count // 512) * 512 and size % 4 == 0
 
 
@@ -519,8 +468,8 @@ def memory_report(evidence: Evidence) -> MemoryReport:
         (128, None)
     """
     entry, no_layouts = _entry(evidence.hlo_text)
-    parts = memory_parts(evidence, entry)
-    peak, module, no_schedule = _peak(evidence.hlo_text)
+    parts = _memory_parts(evidence, entry)
+    peak, no_schedule = _peak(evidence)
     outside = sum(tensor.device_bytes for tensor in evidence.held if _is_outside(tensor))
     compiler = evidence.memory
     differences = Differences()
@@ -530,16 +479,16 @@ def memory_report(evidence: Evidence) -> MemoryReport:
     else:
         temporaries, code, program = compiler.temporaries, compiler.code, compiler.total_bytes
         results = compiler.results - entry.result_bytes
-        if entry.could_be_table(results):
+        if entry.is_tuple and _are_addresses(len(entry.outputs), results):
             parts = (*parts, MemoryPart(TABLE, 1, results))
             results = 0
         arguments = compiler.arguments - entry.argument_bytes
-        if entry.could_be_table_of_inputs(arguments):
+        if entry.is_tupled and _are_addresses(len(entry.inputs), arguments):
             parts = (*parts, MemoryPart(TABLE_OF_INPUTS, 1, arguments))
             arguments = 0
         differences = Differences(arguments, results, compiler.aliased - entry.aliased_bytes)
     total, capacity = program + outside, capacity_bytes(evidence)
-    buffers = [*_held_buffers(evidence, entry), *_temporary_buffers(peak, module)]
+    buffers = [*_held_buffers(evidence, entry), *_temporary_buffers(peak, evidence)]
     buffers.sort(key=lambda buffer: (-buffer.bytes, buffer.name))
     report = MemoryReport(
         parts=parts,
@@ -586,14 +535,13 @@ def _entry(hlo_text: str) -> tuple[EntryBytes, str]:
         return EntryBytes(), str(error)
 
 
-def _peak(hlo_text: str) -> tuple[LivePeak | None, HloModule | None, str]:
-    if "is_scheduled=true" not in hlo_text.lstrip().partition("\n")[0]:
-        return None, None, "The program's text has no schedule."
+def _peak(evidence: Evidence) -> tuple[LivePeak | None, str]:
+    if "is_scheduled=true" not in evidence.hlo_text.lstrip().partition("\n")[0]:
+        return None, "The program's text has no schedule."
     try:
-        module = HloModule.parse(hlo_text)
-        return live_peak(module), module, ""
+        return live_peak(evidence.program), ""
     except HloError as error:
-        return None, None, str(error)
+        return None, str(error)
 
 
 def _held_buffers(evidence: Evidence, entry: EntryBytes) -> Iterator[LargeBuffer]:
@@ -601,28 +549,25 @@ def _held_buffers(evidence: Evidence, entry: EntryBytes) -> Iterator[LargeBuffer
         arrays, number = entry.inputs, tensor.input
         if number is None:
             arrays, number = entry.outputs, tensor.output
-        is_laid = number is not None and number < len(arrays)
-        size = (
-            arrays[number].padded_bytes if is_laid and number is not None else tensor.device_bytes
-        )
+        array = _at(arrays, number)
+        size = tensor.device_bytes if array is None else array.padded_bytes
         dims = (tensor.layers, *tensor.device_shape) if tensor.layers > 1 else tensor.device_shape
         shape = f"{tensor.dtype}[{','.join(map(str, dims))}]"
         yield LargeBuffer(size, shape, tensor.name, tensor.role)
 
 
-def _temporary_buffers(peak: LivePeak | None, module: HloModule | None) -> Iterator[LargeBuffer]:
-    if peak is None or module is None:
+def _temporary_buffers(peak: LivePeak | None, evidence: Evidence) -> Iterator[LargeBuffer]:
+    if peak is None:
         return
+    module = evidence.program
     place = {
         name: computation
         for computation in module.computations.values()
         for name in computation.instructions
     }
-    runs = computation_runs(module)
     for buffer in peak.buffers[:_LOOKED_AT]:
         computation = place[buffer.instruction.name]
-        run = runs[computation.name]
-        fields = told_metadata(module, computation, buffer.instruction, run)
+        fields = told_metadata(module, computation, buffer.instruction)
         origin = origin_of(fields.get("op_name"), module.frames.source(fields))
         yield LargeBuffer(
             buffer.bytes, str(buffer.shape), buffer.instruction.name, TEMPORARY, origin

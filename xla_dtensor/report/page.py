@@ -13,18 +13,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from mesh_utils import Mesh
 from mesh_utils.draw import axis_colour
 from xla_dtensor.core import Layout, LayoutError
 from xla_dtensor.report import render
-from xla_dtensor.report.compile_report import CompileReport
 from xla_dtensor.report.finding import starred
 from xla_dtensor.report.hlo_text import element_bytes
 from xla_dtensor.report.report import MeshAxis, ReportError, TensorLine
 from xla_dtensor.report.roofline import Roofline
 from xla_dtensor.report.sharding_picture import Box, Label, ShardingPicture, fill, picture_of
 from xla_dtensor.report.texts import AxisUse, axis_uses, bytes_text, seconds_text, share_text
+
+if TYPE_CHECKING:
+    from xla_dtensor.report.compile_report import CompileReport
 
 __all__ = ["layout_of_text", "picture_of_tensor", "tensor_line", "to_html"]
 
@@ -136,46 +139,26 @@ class MemoryChart:
 
 
 @dataclass(frozen=True, slots=True)
-class BarPart:
-    """A part of a small bar.
-
-    Attributes:
-        box: where it is drawn.
-        words: what is said of it.
-    """
-
-    box: Box
-    words: str
-
-
-@dataclass(frozen=True, slots=True)
 class Bar:
     """A small bar, with what stands beside it.
 
     Attributes:
         name: in words.
         note: below the name.
-        parts: of the bar.
+        parts: of the bar: where each is drawn, and what is said of it.
         text: what it amounts to.
         tone: a class of the style sheet; "" for none.
     """
 
     name: str
     note: str
-    parts: tuple[BarPart, ...]
+    parts: tuple[tuple[Box, str], ...]
     text: str
     tone: str = ""
 
 
 def memory_chart(report: CompileReport) -> MemoryChart:
-    """Draws what one device holds beside what it can.
-
-    Args:
-        report: the report.
-
-    Returns:
-        The chart.
-    """
+    """What one device holds beside what it can."""
     memory, capacity = report.memory, report.memory.capacity_bytes
     sizes = [
         (render.kind_words(part.role, part.count), part.role, part.memory_bytes, part.padding_bytes)
@@ -209,34 +192,15 @@ def memory_chart(report: CompileReport) -> MemoryChart:
     return MemoryChart(tuple(parts), tuple(labels), free, limit)
 
 
-def axis_colour_of(name: str, mesh: Sequence[MeshAxis]) -> str:
-    """The colour of a mesh axis on the page.
-
-    Args:
-        name: of the axis, or words that begin with it.
-        mesh: the axes.
-
-    Returns:
-        "#rrggbb"; grey for what is no axis.
-
-    Example:
-        >>> axis_colour_of("mixed", [MeshAxis("dp", 2, 1)])
-        '#8a8a8a'
-    """
+def _axis_colour(name: str, mesh: Sequence[MeshAxis]) -> str:
+    """The colour of the axis that words begin with, "#rrggbb"; grey for what is no axis."""
     first = name.split(",")[0].split(" (")[0]
     names = [str(axis.name) for axis in mesh]
     return axis_colour(names.index(first)) if first in names else MIXED_COLOUR
 
 
 def axis_bars(report: CompileReport) -> list[Bar]:
-    """Draws the bytes that go over each axis of the mesh.
-
-    Args:
-        report: the report.
-
-    Returns:
-        A bar for each; none if nothing is sent.
-    """
+    """A bar for each mesh axis, of the bytes that go over it; none if nothing is sent."""
     totals = render.axis_totals(report)
     most = max((total.bytes for total in totals), default=0) or 1
     return [
@@ -244,7 +208,7 @@ def axis_bars(report: CompileReport) -> list[Bar]:
             total.axes,
             f"{_NETWORKS.get(total.network, 'network not known')}: {', '.join(total.kinds)}",
             _bar_parts(
-                (size / most, axis_colour_of(total.axes, report.mesh), opacity, words)
+                (size / most, _axis_colour(total.axes, report.mesh), opacity, words)
                 for phase, opacity in _PHASE_OPACITY.items()
                 if (size := total.phases.get(phase, 0))
                 for words in [f"{phase}: {bytes_text(size)}"]
@@ -267,14 +231,7 @@ def phase_opacities(report: CompileReport) -> dict[str, float]:
 
 
 def roofline_bars(report: CompileReport) -> list[Bar]:
-    """Draws the modelled times of one step.
-
-    Args:
-        report: the report.
-
-    Returns:
-        A bar for each; the longest is the one that binds. None if nothing was modelled.
-    """
+    """A bar for each modelled time of a step: the longest binds. None if nothing was modelled."""
     rows = render.roofline_rows(report)
     longest = max((seconds for _, _, seconds in rows), default=0) or 1
     binding = "" if report.roofline is None else report.roofline.binding
@@ -283,7 +240,7 @@ def roofline_bars(report: CompileReport) -> list[Bar]:
         binds = key == binding
         colour = "var(--binding)" if binds else "var(--muted-bar)"
         if key.startswith("ici "):
-            colour = axis_colour_of(key.removeprefix("ici "), report.mesh)
+            colour = _axis_colour(key.removeprefix("ici "), report.mesh)
         text = seconds_text(seconds)
         parts = _bar_parts([(seconds / longest, colour, 1.0 if binds else 0.55, text)])
         note = "binds: the step cannot be faster" if binds else ""
@@ -291,13 +248,15 @@ def roofline_bars(report: CompileReport) -> list[Bar]:
     return bars
 
 
-def _bar_parts(parts: Iterable[tuple[float, str, float, str]]) -> tuple[BarPart, ...]:
+def _bar_parts(
+    parts: Iterable[tuple[float, str, float, str]],
+) -> tuple[tuple[Box, str], ...]:
     """Puts parts, of a share, a colour, an opacity and words each, behind each other."""
-    x, drawn = 0.0, list[BarPart]()
+    x, drawn = 0.0, list[tuple[Box, str]]()
     for share, colour, opacity, words in parts:
         width = max(0.5, share * BAR_WIDTH)
         look = {"style": f"fill:{colour};fill-opacity:{opacity}"}
-        drawn.append(BarPart(Box(x, 0, width, 20, look), words))
+        drawn.append((Box(x, 0, width, 20, look), words))
         x += width
     return tuple(drawn)
 
@@ -379,14 +338,7 @@ class Figure:
 
 
 def sharding_figures(report: CompileReport) -> list[Figure]:
-    """Draws the largest parameters whose layouts can be read.
-
-    Args:
-        report: the report.
-
-    Returns:
-        The figures.
-    """
+    """Figures of the largest parameters whose layouts can be read."""
     figures: list[Figure] = []
     lines = [line for line in report.tensors if line.role.endswith("parameter")]
     for line in sorted(lines, key=lambda line: -line.count * line.global_bytes):
@@ -421,7 +373,7 @@ def _figure(line: TensorLine, uses: Sequence[AxisUse], mesh: Sequence[MeshAxis])
         (columns, (left, _TOP - 6, width, 4)),
     ):
         if side.uses:
-            colour = axis_colour_of(side.uses[0].axis, mesh)
+            colour = _axis_colour(side.uses[0].axis, mesh)
             boxes.append(Box(*bar, {"style": f"fill:{colour}"}))
     labels += [*_row_labels(rows, left, cell_height), *_column_labels(columns, left, cell_width)]
     labels += _titles(rows, columns, left, width, height)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +31,7 @@ from xla_dtensor.report.hlo import (
     Computation,
     HloModule,
     Instruction,
-    Runs,
-    SourceLine,
     StackFrames,
-    computation_runs,
     parse_fields,
     told_metadata,
     unquoted,
@@ -45,16 +44,18 @@ from xla_dtensor.report.hlo_text import (
     read_number,
     split_commas,
 )
-from xla_dtensor.report.report import Evidence
 from xla_dtensor.report.texts import bytes_text
+
+if TYPE_CHECKING:
+    from xla_dtensor.report.report import Evidence
 
 __all__ = [
     "CollectiveSummary",
     "HloReading",
-    "collective_instructions",
     "collectives",
     "num_partitions",
     "read_hlo",
+    "read_module",
     "rematerialization_findings",
     "summarize",
 ]
@@ -77,131 +78,86 @@ _PAIR = r"\{[0-9]{1,12},[0-9]{1,12}\}"
 _ALL_PAIRS = re.compile(rf"\{{(?:{_PAIR}(?:,{_PAIR})*)?\}}")
 
 
-class CollectiveReader:
-    """Reads one collective instruction.
+def _collective(
+    module: HloModule,
+    computation: Computation,
+    instruction: Instruction,
+    namer: ProgramAxes | None,
+) -> Collective:
+    """Reads an instruction whose opcode is in OPCODES; without a namer no axes are named.
 
-    Args:
-        module: the module.
-        computation: the computation in which it stands.
-        instruction: one whose opcode is in OPCODES.
-        runs: how the computation runs.
-        namer: names its mesh axes; None leaves them out.
+    Raises:
+        HloError: shapes, groups or pairs that cannot be read.
     """
+    attributes, runs = instruction.attributes, module.runs[computation.name]
+    caller = runs.caller
+    kind, called_by = OPCODES[instruction.opcode], "" if caller is None else caller.opcode
+    is_start = instruction.opcode.endswith("-start")
+    is_scatter = (
+        kind == "all-reduce"
+        and called_by == "fusion"
+        and computation.name.startswith("all-reduce-scatter")
+    )
+    groups, channel = attributes.get("replica_groups"), attributes.get("channel_id")
+    replica_groups = None if groups is None else ReplicaGroups.parse(groups)
+    frontend = _frontend_attributes(attributes.get("frontend_attributes", ""))
+    pairs = _pairs(attributes.get("source_target_pairs") or dict(frontend).get(_P2P_PAIRS))
+    fields = told_metadata(module, computation, instruction)
+    collective = Collective(
+        kind="reduce-scatter" if is_scatter else kind,
+        name=instruction.name,
+        computation=computation.name,
+        operands=_operands(computation, instruction, kind),
+        results=_results(computation.root if is_scatter else None, instruction, kind),
+        replica_groups=replica_groups,
+        source_target_pairs=pairs,
+        channel_id=None if channel is None else read_number(channel),
+        use_global_device_ids=attributes.get("use_global_device_ids") == "true",
+        axes=None,
+        op_name=fields.get("op_name"),
+        source=module.frames.source(fields),
+        is_async=is_start or called_by == "async-start" or SPREAD in instruction.rest,
+        in_loop=runs.in_loop,
+        executions=runs.times,
+        frontend_attributes=frontend,
+    )
+    return collective if namer is None else replace(collective, axes=namer.axes_of(collective))
 
-    def __init__(
-        self,
-        module: HloModule,
-        computation: Computation,
-        instruction: Instruction,
-        runs: Runs,
-        namer: ProgramAxes | None,
-    ) -> None:
-        self.module = module
-        self.computation = computation
-        self.instruction = instruction
-        self.attributes = instruction.attributes
-        self.runs = runs
-        self.namer = namer
-        self.kind: CollectiveKind = OPCODES[instruction.opcode]
-        self.is_scatter = _is_all_reduce_scatter(self.kind, computation, runs.caller)
-        channel = self.attributes.get("channel_id")
-        self.channel_id = None if channel is None else read_number(channel)
-        self.global_ids = self.attributes.get("use_global_device_ids") == "true"
-        self.frontend = _frontend_attributes(self.attributes.get("frontend_attributes", ""))
 
-    def collective(self) -> Collective:
-        """Reads it.
+def _operands(
+    computation: Computation, instruction: Instruction, kind: CollectiveKind
+) -> tuple[ArrayShape, ...]:
+    if kind == "recv":
+        return ()
+    shapes = computation.operand_shapes(instruction)
+    return arrays(shapes[:1] if kind in ("ragged-all-to-all", "send") else shapes)
 
-        Returns:
-            The instruction as a value.
 
-        Raises:
-            HloError: shapes, groups or pairs that cannot be read.
-        """
-        groups = self.attributes.get("replica_groups")
-        replica_groups = None if groups is None else ReplicaGroups.parse(groups)
-        pairs = self._pairs()
-        op_name, source = self._metadata()
-        return Collective(
-            kind="reduce-scatter" if self.is_scatter else self.kind,
-            name=self.instruction.name,
-            computation=self.computation.name,
-            operands=self._operands(),
-            results=self._results(),
-            replica_groups=replica_groups,
-            source_target_pairs=pairs,
-            channel_id=self.channel_id,
-            use_global_device_ids=self.global_ids,
-            axes=self._axes(replica_groups, pairs),
-            op_name=op_name,
-            source=source,
-            is_async=self._is_async(),
-            in_loop=self.runs.in_loop,
-            executions=self.runs.times,
-            frontend_attributes=self.frontend,
+def _results(
+    scattered: Instruction | None, instruction: Instruction, kind: CollectiveKind
+) -> tuple[ArrayShape, ...]:
+    shape = instruction.shape
+    if kind == "send":
+        return ()
+    if kind == "recv":
+        return arrays(shape[0] if isinstance(shape, tuple) and shape else shape)
+    if scattered is not None:
+        return arrays(scattered.shape)
+    if instruction.opcode.endswith("-start"):
+        return arrays(_started_result(kind, shape))
+    return arrays(shape)
+
+
+def _pairs(text: str | None) -> tuple[tuple[int, int], ...]:
+    if text is None:
+        return ()
+    compact = re.sub(r"\s+", "", text)
+    if not _ALL_PAIRS.fullmatch(compact):
+        raise HloError(
+            f"The source-target pairs {text[:80]!r} were given. They are no list of pairs. "
+            "Pass them as XLA prints them: {{0,1},{1,0}}."
         )
-
-    def _is_async(self) -> bool:
-        caller = self.runs.caller
-        wrapped = caller is not None and caller.opcode == "async-start"
-        is_start = self.instruction.opcode.endswith("-start")
-        return is_start or wrapped or SPREAD in self.instruction.rest
-
-    def _operands(self) -> tuple[ArrayShape, ...]:
-        if self.kind == "recv":
-            return ()
-        shapes = self.computation.operand_shapes(self.instruction)
-        return arrays(shapes[:1] if self.kind in ("ragged-all-to-all", "send") else shapes)
-
-    def _results(self) -> tuple[ArrayShape, ...]:
-        shape = self.instruction.shape
-        root = self.computation.root
-        if self.kind == "send":
-            return ()
-        if self.kind == "recv":
-            return arrays(shape[0] if isinstance(shape, tuple) and shape else shape)
-        if self.is_scatter and root is not None:
-            return arrays(root.shape)
-        if self.instruction.opcode.endswith("-start"):
-            return arrays(_started_result(self.kind, shape))
-        return arrays(shape)
-
-    def _pairs(self) -> tuple[tuple[int, int], ...]:
-        text = self.attributes.get("source_target_pairs") or dict(self.frontend).get(_P2P_PAIRS)
-        if text is None:
-            return ()
-        compact = re.sub(r"\s+", "", text)
-        if not _ALL_PAIRS.fullmatch(compact):
-            raise HloError(
-                f"The source-target pairs {text[:80]!r} were given. They are no list of pairs. "
-                "Pass them as XLA prints them: {{0,1},{1,0}}."
-            )
-        return tuple((int(source), int(target)) for source, target in _PAIRS.findall(compact))
-
-    def _axes(
-        self, groups: ReplicaGroups | None, pairs: tuple[tuple[int, int], ...]
-    ) -> tuple[Axis, ...] | None:
-        target = dict(self.frontend).get(DCN_TARGET)
-        if self.namer is None:
-            return None
-        if target is not None:
-            return self.namer.of_target(target)
-        if pairs or self.kind == "collective-permute":
-            return self.namer.of_pairs(pairs)
-        if groups is None:
-            return None
-        return self.namer.of_groups(groups, self.kind, self.channel_id, self.global_ids)
-
-    def _metadata(self) -> tuple[str | None, tuple[SourceLine, ...]]:
-        fields = told_metadata(self.module, self.computation, self.instruction, self.runs)
-        return fields.get("op_name"), self.module.frames.source(fields)
-
-
-def _is_all_reduce_scatter(
-    kind: CollectiveKind, computation: Computation, caller: Instruction | None
-) -> bool:
-    fused = caller is not None and caller.opcode == "fusion"
-    return kind == "all-reduce" and fused and computation.name.startswith("all-reduce-scatter")
+    return tuple((int(source), int(target)) for source, target in _PAIRS.findall(compact))
 
 
 def _started_result(kind: CollectiveKind, shape: Shape) -> Shape:
@@ -330,12 +286,9 @@ def collectives(
     """
     module = HloModule.parse(hlo_text)
     namer = None if mesh is None else ProgramAxes.of(module, mesh, granules)
-    runs = computation_runs(module)
     return tuple(
-        CollectiveReader(
-            module, computation, instruction, runs[computation.name], namer
-        ).collective()
-        for computation, instruction in collective_instructions(module)
+        _collective(module, computation, instruction, namer)
+        for computation, instruction in _collective_instructions(module)
     )
 
 
@@ -359,15 +312,8 @@ def num_partitions(hlo_text: str) -> int:
     return HloModule.parse_header(hlo_text).num_partitions
 
 
-def collective_instructions(module: HloModule) -> Iterator[tuple[Computation, Instruction]]:
-    """Finds the instructions that are collectives, each once.
-
-    Args:
-        module: the module.
-
-    Yields:
-        The computation in which it stands, and the instruction.
-    """
+def _collective_instructions(module: HloModule) -> Iterator[tuple[Computation, Instruction]]:
+    """The instructions that are collectives, each once, with the computation it stands in."""
     instructions = [
         (computation, instruction)
         for computation in module.computations.values()
@@ -418,6 +364,9 @@ class Unread:
     where: str
     why: str
 
+    def __str__(self) -> str:
+        return f"{self.where}: {self.why}"
+
 
 @dataclass(frozen=True)
 class HloReading:
@@ -459,9 +408,17 @@ def read_hlo(
         ((), 'main, %sum')
     """
     try:
-        module = HloModule.parse(hlo_text)
+        return read_module(HloModule.parse(hlo_text), mesh, granules)
     except HloError as error:
         return HloReading((), (Unread("the whole program", _reason(error)),))
+
+
+def read_module(
+    module: HloModule,
+    mesh: Mesh | None = None,
+    granules: Sequence[int] | NDArray[np.integer] | None = None,
+) -> HloReading:
+    """Reads the collectives of a module: see :func:`read_hlo`."""
     unread: list[Unread] = [
         Unread(f"{computation}, {line[:60]!r}", "it looks like no instruction")
         for computation, line in module.unread
@@ -472,14 +429,10 @@ def read_hlo(
             namer = ProgramAxes.of(module, mesh, granules)
         except HloError as error:
             unread.append(Unread("the mesh axes of all collectives", _reason(error)))
-    runs = computation_runs(module)
     readable: list[Collective] = []
-    for computation, instruction in collective_instructions(module):
+    for computation, instruction in _collective_instructions(module):
         try:
-            reader = CollectiveReader(
-                module, computation, instruction, runs[computation.name], namer
-            )
-            readable.append(reader.collective())
+            readable.append(_collective(module, computation, instruction, namer))
         except HloError as error:
             unread.append(Unread(f"{computation.name}, %{instruction.name}", _reason(error)))
     return HloReading(tuple(readable), tuple(unread))
@@ -534,16 +487,11 @@ def rematerialization_findings(evidence: Evidence) -> Iterator[Finding]:
         yield from logged[:_MOST]
         return
     try:
-        module = HloModule.parse(evidence.hlo_text)
+        module = evidence.program
     except HloError:
         return
-    shown = (
-        finding
-        for computation in module.computations.values()
-        for finding in _shown(computation, module.frames)
-    )
-    for _, finding in zip(range(_MOST), shown, strict=False):
-        yield finding
+    shown = (_shown(computation, module.frames) for computation in module.computations.values())
+    yield from islice(chain.from_iterable(shown), _MOST)
 
 
 def _logged(log: str) -> Iterator[Finding]:
@@ -566,10 +514,7 @@ def _logged(log: str) -> Iterator[Finding]:
 
 def _shown(computation: Computation, frames: StackFrames) -> Iterator[Finding]:
     table = computation.instructions
-    gathers = [instruction for instruction in table.values() if instruction.opcode in _GATHERS]
-    if not gathers:
-        return
-    for gather in gathers:
+    for gather in (each for each in table.values() if each.opcode in _GATHERS):
         try:
             size = max((array.bytes for array in arrays(gather.shape)), default=0)
         except HloError:

@@ -9,14 +9,17 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mesh_utils import Axis
-from xla_dtensor.report.compile_report import CompileReport
-from xla_dtensor.report.finding import CollectiveLine, Finding, Origin, starred
+from xla_dtensor.report.collective import AXIS_PART, axis_names
+from xla_dtensor.report.finding import PHASES, CollectiveLine, Finding, Origin, starred
 from xla_dtensor.report.reading import CollectiveSummary
-from xla_dtensor.report.report import MeshAxis, TensorLine
+from xla_dtensor.report.report import MeshAxis
 from xla_dtensor.report.texts import bytes_text, seconds_text, share_text
+
+if TYPE_CHECKING:
+    from xla_dtensor.report.compile_report import CompileReport
 
 __all__ = [
     "NOT_FROM_COMPILER",
@@ -24,7 +27,6 @@ __all__ = [
     "axes_table",
     "axes_text",
     "axis_totals",
-    "base_axes",
     "buffers_table",
     "collectives_table",
     "differing_table",
@@ -38,7 +40,6 @@ __all__ = [
     "module_text",
     "one_line",
     "render",
-    "rich_table",
     "roofline_rows",
     "roofline_table",
     "source_text",
@@ -73,7 +74,7 @@ def render_collectives(summary: Iterable[CollectiveSummary]) -> str:
     rows = tuple(
         (
             row.kind,
-            "mixed" if row.axes is None else ", ".join(map(str, row.axes)) or "-",
+            axis_names(row.axes) or "-",
             f"{_bound(row.at_least)}{row.count}",
             f"{_bound(row.at_least)}{row.bytes_per_device / 1e6:,.3f}",
         )
@@ -91,7 +92,6 @@ def render_collectives(summary: Iterable[CollectiveSummary]) -> str:
 _UNPRINTABLE = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]+"
 )
-_PART = re.compile(r"(.+):\((\d+)\)(\d+)")
 
 
 def verdict(report: CompileReport) -> str:
@@ -114,15 +114,8 @@ def verdict(report: CompileReport) -> str:
     return f"DOES NOT FIT: each device needs {needs} and has {has}; {bytes_text(-spare)} too much."
 
 
-def roofline_sentence(report: CompileReport) -> str:
-    """Says how long a step takes, as modelled.
-
-    Args:
-        report: the report.
-
-    Returns:
-        A sentence.
-    """
+def _roofline_sentence(report: CompileReport) -> str:
+    """How long a step takes, as modelled, or why that was not."""
     model = report.roofline
     if model is None:
         return f"How long a step takes was not modelled: {report.no_roofline}."
@@ -181,29 +174,9 @@ def axes_text(axes: tuple[Axis, ...] | None, mesh: Iterable[MeshAxis] = ()) -> s
         ('dp (2 of 8), tp', 'mixed', '-')
     """
     if axes is None:
-        return "mixed"
+        return axis_names(axes)
     sizes = {str(axis.name): axis.size for axis in mesh}
     return ", ".join(_axis_text(str(axis), sizes) for axis in axes) or "-"
-
-
-def base_axes(axes: tuple[Axis, ...] | None) -> tuple[str, ...] | None:
-    """Names the whole axes of which a collective spans all or part.
-
-    Args:
-        axes: as of a collective.
-
-    Returns:
-        Names of axes of the mesh; None for None.
-
-    Example:
-        >>> base_axes(("dp:(1)2", "dp:(2)4", "tp"))
-        ('dp', 'tp')
-    """
-    if axes is None:
-        return None
-    parts = (_PART.fullmatch(str(axis)) for axis in axes)
-    names = (part[1] if part else str(axis) for part, axis in zip(parts, axes, strict=True))
-    return tuple(dict.fromkeys(names))
 
 
 def module_text(origin: Origin | None) -> str:
@@ -253,7 +226,7 @@ def one_line(text: str) -> str:
 
 
 def _axis_text(axis: str, sizes: dict[str, int]) -> str:
-    part = _PART.fullmatch(axis)
+    part = AXIS_PART.fullmatch(axis)
     if part is None:
         return axis
     name, size = part[1], int(part[3])
@@ -318,11 +291,11 @@ def table_lines(table: Table, indent: str = "", width: int | None = None) -> lis
         return []
     text = io.StringIO()
     columns = (width or _ANY_WIDTH) - len(indent)
-    Console(file=text, width=columns, color_system=None).print(rich_table(table))
+    Console(file=text, width=columns, color_system=None).print(_rich_table(table))
     return [(indent + line).rstrip() for line in text.getvalue().splitlines()]
 
 
-def rich_table(table: Table) -> Any:
+def _rich_table(table: Table) -> Any:
     """Makes a table for a console of rich: words fold where there is no room, numbers do not."""
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -380,14 +353,23 @@ def axis_totals(report: CompileReport) -> tuple[AxisTotal, ...]:
         if line.moves:
             key = axes_text(line.axes, report.mesh), line.network
             groups.setdefault(key, []).append(line)
-    totals = [_total(*key, lines) for key, lines in groups.items()]
+    totals = [
+        AxisTotal(
+            axes,
+            network,
+            _summed(lines, lambda line: str(line.origin.phase)),
+            tuple(_summed(lines, lambda line: line.kind)),
+            any(line.at_least for line in lines),
+        )
+        for (axes, network), lines in groups.items()
+    ]
     return tuple(sorted(totals, key=lambda total: (-total.bytes, total.axes, total.network)))
 
 
 def axes_table(report: CompileReport) -> Table:
     """Collectives by axes, network and phase."""
     totals = axis_totals(report)
-    phases = [phase for phase in _PHASES if any(phase in total.phases for total in totals)]
+    phases = [phase for phase in PHASES if any(phase in total.phases for total in totals)]
     rows = [
         (
             total.axes,
@@ -509,7 +491,19 @@ def roofline_table(report: CompileReport) -> Table:
 
 def tensors_table(report: CompileReport) -> Table:
     """The largest arrays, with their layouts."""
-    rows = [_tensor(line) for line in report.tensors[:MANY]]
+    rows = [
+        (
+            line.name,
+            line.role,
+            f"{line.count:,}",
+            _dims(line.shape),
+            line.dtype,
+            line.layout_words,
+            _dims(line.device_shape),
+            bytes_text(line.total_device_bytes),
+        )
+        for line in report.tensors[:MANY]
+    ]
     header = (
         *("name", "role", ">arrays", "shape", "dtype", "layout", "part of one device"),
         ">bytes per device",
@@ -568,17 +562,6 @@ _COUNTED = frozenset(
         *("constant", "temporary"),
     }
 )
-_PHASES = ("forward", "backward", "optimizer", "other")
-
-
-def _total(axes: str, network: str, lines: list[CollectiveLine]) -> AxisTotal:
-    return AxisTotal(
-        axes,
-        network,
-        _summed(lines, lambda line: str(line.origin.phase)),
-        tuple(_summed(lines, lambda line: line.kind)),
-        any(line.at_least for line in lines),
-    )
 
 
 def _summed(lines: list[CollectiveLine], key_of: Callable[[CollectiveLine], str]) -> dict[str, int]:
@@ -586,19 +569,6 @@ def _summed(lines: list[CollectiveLine], key_of: Callable[[CollectiveLine], str]
     for line in lines:
         sums[key_of(line)] = sums.get(key_of(line), 0) + line.bytes_per_device
     return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
-
-
-def _tensor(line: TensorLine) -> tuple[str, ...]:
-    return (
-        line.name,
-        line.role,
-        f"{line.count:,}",
-        _dims(line.shape),
-        line.dtype,
-        line.layout_words,
-        _dims(line.device_shape),
-        bytes_text(line.total_device_bytes),
-    )
 
 
 def _dims(shape: tuple[int, ...]) -> str:
@@ -648,18 +618,11 @@ class Section:
     blocks: tuple[Block, ...]
 
 
-def opening(report: CompileReport) -> tuple[str, ...]:
-    """The sentences with which every format begins.
-
-    Args:
-        report: the report.
-
-    Returns:
-        The verdict first, then time, machine and mesh.
-    """
+def _opening(report: CompileReport) -> tuple[str, ...]:
+    """The sentences with which every format begins: the verdict first, then time, machine, mesh."""
     return (
         verdict(report),
-        roofline_sentence(report),
+        _roofline_sentence(report),
         f"Machine: {_machine(report)}.",
         f"Mesh: {mesh_axes_text(report.mesh)}.",
     )
@@ -680,15 +643,8 @@ def finding_place(finding: Finding) -> str:
     return ", ".join(word for word in words if word != "-")
 
 
-def sections(report: CompileReport) -> Iterator[Section]:
-    """The sections of a report.
-
-    Args:
-        report: the report.
-
-    Yields:
-        The sections that have something to say.
-    """
+def _sections(report: CompileReport) -> Iterator[Section]:
+    """The _sections of a report that have something to say."""
     lines = report.findings or ("Nothing to look at was found.",)
     yield Section("Findings", tuple(lines))
     source = () if report.memory.from_compiler else (NOT_FROM_COMPILER,)
@@ -699,7 +655,7 @@ def sections(report: CompileReport) -> Iterator[Section]:
     yield Section("Communication of one step, per device", tuple(_communication(report)))
     if report.roofline is not None:
         blocks = (
-            roofline_sentence(report),
+            _roofline_sentence(report),
             roofline_table(report),
             *(f"Assumed: {assumption}." for assumption in report.roofline.assumptions),
         )
@@ -766,9 +722,9 @@ def to_markdown(report: CompileReport) -> str:
         GitHub's Markdown, with a line break at the end.
     """
     lines = [f"# {markdown_text(report.title)}", ""]
-    first, *sentences = (markdown_text(sentence) for sentence in opening(report))
+    first, *sentences = (markdown_text(sentence) for sentence in _opening(report))
     lines += [f"**{first}**", "", *(f"- {sentence}" for sentence in sentences), ""]
-    for section in sections(report):
+    for section in _sections(report):
         lines += [f"## {section.title}", ""]
         for block in section.blocks:
             lines += [*_markdown_block(block), ""]
@@ -897,12 +853,12 @@ def render(report: CompileReport, width: int | None = None, *, colour: bool | No
         markup=False,
         emoji=False,
     )
-    first, *sentences = opening(report)
+    first, *sentences = _opening(report)
     console.print(one_line(report.title), style="bold")
     console.print(one_line(first), style=_TONES[report.fits])
     for sentence in sentences:
         console.print(one_line(sentence))
-    for section in sections(report):
+    for section in _sections(report):
         console.print()
         console.print(section.title, style="bold underline")
         for block in section.blocks:
@@ -914,7 +870,7 @@ def _print(console: Any, block: Block) -> None:
     from rich.text import Text
 
     if isinstance(block, Table):
-        console.print(rich_table(block))
+        console.print(_rich_table(block))
         if block.more:
             console.print(f"and {block.more:,} more", style="dim")
     elif isinstance(block, Finding):

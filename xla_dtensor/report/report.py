@@ -27,7 +27,7 @@ import os
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -35,7 +35,9 @@ import numpy as np
 
 from mesh_utils import Axis, Mesh, Topology
 from xla_dtensor.report.finding import starred
-from xla_dtensor.report.hlo_text import element_bytes
+from xla_dtensor.report.hlo import HloModule
+from xla_dtensor.report.hlo_text import HloError, element_bytes
+from xla_dtensor.report.reading import HloReading, read_hlo, read_module
 
 __all__ = [
     "ROLES",
@@ -79,10 +81,9 @@ class ReportError(ValueError):
     """A stored report cannot be read.
 
     Example:
-        >>> from xla_dtensor.report import ReportError
-        >>> from xla_dtensor.report.compile_report import from_json
+        >>> from xla_dtensor.report import CompileReport, ReportError
         >>> try:
-        ...     from_json("{}")
+        ...     CompileReport.from_json("{}")
         ... except ReportError as error:
         ...     print(str(error).split(". ")[1])
         It is something else
@@ -225,6 +226,19 @@ class Evidence:
     command: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict[str, str])
 
+    @cached_property
+    def program(self) -> HloModule:
+        """The program, taken apart; HloError where it is no HLO."""
+        return HloModule.parse(self.hlo_text)
+
+    @cached_property
+    def reading(self) -> HloReading:
+        """The program's collectives, and what of it could not be read."""
+        try:
+            return read_module(self.program, self.mesh, self.granules)
+        except HloError:
+            return read_hlo(self.hlo_text)  # which says why
+
     @property
     def granules(self) -> tuple[int, ...] | None:
         """The slice of each device in the order of the mesh's root; None for a single slice."""
@@ -263,21 +277,20 @@ class Evidence:
         """
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
-        data: dict[str, Any] = {
-            "schema": SCHEMA,
-            "title": self.title,
-            "mesh": _mesh_data(self.mesh.root),
-            "topology": None if self.topology is None else _topology_data(self.topology),
+        root = self.mesh.root
+        data: dict[str, Any] = {"schema": SCHEMA}
+        for name in (each.name for each in fields(self) if each.name != "hlo_text"):
+            value = getattr(self, name)
+            data[name] = dict(value) if isinstance(value, Mapping) else value
+        data |= {
+            "mesh": {
+                "device_ids": root.device_ids.reshape(-1).tolist(),
+                "mesh_shape": list(root.mesh_shape),
+                "axis_names": list(root.axis_names),
+            },
+            "topology": self.topology and {"name": self.topology.name, "wrap": self.topology.wrap},
             "held": [asdict(tensor) for tensor in self.held],
             "memory": None if self.memory is None else asdict(self.memory),
-            "flops": self.flops,
-            "compute_dtype": self.compute_dtype,
-            "seconds": dict(self.seconds),
-            "peak_host_bytes": self.peak_host_bytes,
-            "versions": dict(self.versions),
-            "options": dict(self.options),
-            "command": self.command,
-            "attributes": dict(self.attributes),
         }
         (place / _JSON).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         # Without a time in it, equal programs give equal files.
@@ -314,39 +327,19 @@ class Evidence:
             Held(**tensor | {name: tuple(tensor[name]) for name in ("shape", "device_shape")})
             for tensor in data.pop("held")
         )
-        memory, topology = data.pop("memory"), data.pop("topology")
+        memory, topology, mesh = data.pop("memory"), data.pop("topology"), data.pop("mesh")
+        if topology is not None:
+            topology = Topology.parse(topology["name"], wrap=topology["wrap"], allow_unreal=True)
         evidence = cls(
             hlo_text=text,
-            mesh=_mesh(data.pop("mesh")),
-            topology=None if topology is None else _topology(topology),
+            mesh=Mesh(mesh["device_ids"], mesh["mesh_shape"], mesh["axis_names"]),
+            topology=topology,
             held=held,
             memory=None if memory is None else CompilerMemory(**memory),
             **data,
         )
         evidence.check_valid()
         return evidence
-
-
-def _mesh_data(mesh: Mesh) -> dict[str, Any]:
-    names: list[Axis] = list(mesh.axis_names)
-    return {
-        "device_ids": mesh.device_ids.reshape(-1).tolist(),
-        "mesh_shape": list(mesh.mesh_shape),
-        "axis_names": names,
-    }
-
-
-def _mesh(data: dict[str, Any]) -> Mesh:
-    return Mesh(data["device_ids"], data["mesh_shape"], data["axis_names"])
-
-
-def _topology_data(topology: Topology) -> dict[str, Any]:
-    wrap = None if topology.wrap is None else list(topology.wrap)
-    return {"name": topology.name, "wrap": wrap}
-
-
-def _topology(data: dict[str, Any]) -> Topology:
-    return Topology.parse(data["name"], wrap=data["wrap"], allow_unreal=True)
 
 
 # ---------------------------------------------- Dataclasses as plain JSON values, and back exactly

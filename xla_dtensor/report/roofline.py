@@ -20,8 +20,9 @@ Nothing of it was measured. What is wrong with it on purpose:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,15 +30,20 @@ from numpy.typing import NDArray
 from mesh_utils import Axis, Chip, MeshError, Network, TopologyError
 from mesh_utils.network import Collective as Exchange
 from mesh_utils.traffic import MeshTraffic, TrafficSeconds
-from xla_dtensor.report.collective import DCN_TARGET, Collective, Granules, device_groups
-from xla_dtensor.report.hlo import HloModule
+from xla_dtensor.report.collective import (
+    DCN_TARGET,
+    TRANSFER_TYPE,
+    Collective,
+    Granules,
+    axis_names,
+    device_groups,
+)
 from xla_dtensor.report.hlo_text import HloError
 from xla_dtensor.report.report import Evidence
 
 __all__ = [
     "CollectiveTimes",
     "Roofline",
-    "axes_text",
     "megascale_bytes",
     "roofline",
     "why_no_roofline",
@@ -88,8 +94,8 @@ class CollectiveTimes:
         self.dcn = 0.0
         self._doubts: dict[str, None] = {}
         self._ids = mesh.root.device_ids.reshape(-1)
-        header = HloModule.parse_header(evidence.hlo_text)
-        self._counts = header.replica_count, header.num_partitions
+        program = evidence.program
+        self._counts = program.replica_count, program.num_partitions
         slices = evidence.granules
         self._granules = None if slices is None else Granules(slices)
 
@@ -117,7 +123,7 @@ class CollectiveTimes:
             times = 1
             self._doubt("a loop whose length the program does not say is counted once")
         if seconds.ici:
-            text = axes_text(collective.axes)
+            text = axis_names(collective.axes)
             self.ici[text] = self.ici.get(text, 0.0) + times * seconds.ici
         self.dcn += times * seconds.dcn
         return seconds
@@ -149,7 +155,8 @@ class CollectiveTimes:
             return nothing
         if collective.axes is not None:
             return self.traffic.seconds(collective.axes, collective.payload_bytes, kind)
-        groups = self._mixed_groups(collective)
+        local = device_groups(collective, *self._counts)
+        groups = None if local is None else self._devices(local)
         if groups is None:
             self._doubt("collectives whose groups could not be told take no time")
             return nothing
@@ -161,18 +168,6 @@ class CollectiveTimes:
     def _slices(self, axes: tuple[Axis, ...] | None) -> int:
         every = self.traffic.topology.num_slices
         return every if not axes else max(2, self.traffic.slices(axes))
-
-    def _mixed_groups(self, collective: Collective) -> NDArray[np.int64] | None:
-        if collective.replica_groups is None:
-            return None
-        local = device_groups(
-            collective.replica_groups,
-            collective.kind,
-            collective.channel_id is not None,
-            collective.use_global_device_ids,
-            *self._counts,
-        )
-        return None if local is None else self._devices(local)
 
     def _devices(self, local: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """The device ids of places in the program; of a program of one slice those of the first."""
@@ -204,7 +199,7 @@ def megascale_bytes(collective: Collective, slices: int) -> float:
         Bytes of each device, one way, modelled as a ring over the slices.
     """
     size = collective.operand_bytes
-    match dict(collective.frontend_attributes).get("_xla_megascale_transfer_type"):
+    match dict(collective.frontend_attributes).get(TRANSFER_TYPE):
         case "ALL_REDUCE":
             return 2 * (slices - 1) / slices * size
         case "ALL_GATHER":
@@ -212,22 +207,6 @@ def megascale_bytes(collective: Collective, slices: int) -> float:
         case "ALL_TO_ALL" | "REDUCE_SCATTER":
             return (slices - 1) / slices * size
     return size
-
-
-def axes_text(axes: Sequence[Axis] | None) -> str:
-    """Writes the axes of a collective.
-
-    Args:
-        axes: as `Collective.axes`.
-
-    Returns:
-        "tp", "dp, tp"; "mixed" for groups that follow no axes.
-
-    Example:
-        >>> axes_text(("dp", "tp:(2)4")), axes_text(None)
-        ('dp, tp:(2)4', 'mixed')
-    """
-    return "mixed" if axes is None else ", ".join(map(str, axes))
 
 
 # ----------------------------------------------------------------------------------------- Roofline
@@ -289,24 +268,15 @@ def roofline(evidence: Evidence, collectives: Iterable[Collective]) -> Roofline 
         The modelled times; None where the machine, its figures or the operations are not known:
         `why_no_roofline` says which.
     """
-    if why_no_roofline(evidence) is not None:
+    known = _known(evidence)
+    if isinstance(known, str):
         return None
-    topology, flops = evidence.topology, evidence.flops
-    assert topology is not None
-    assert topology.chip is not None
-    assert flops is not None
-    chip = topology.chip
-    peak = chip.peak(_peak_name(evidence.compute_dtype))
-    hbm_rate = chip.hbm_bytes_per_second
-    assert peak is not None
-    assert hbm_rate is not None
-    cores = topology.devices_per_chip
-    times = CollectiveTimes(evidence)
+    chip, times = known.chip, known.times
     for collective in collectives:
         times.add(collective)
-    compute = flops / evidence.mesh.root.size() / (peak / cores)
+    compute = known.flops / evidence.mesh.root.size() / known.peak
     size = hbm_bytes(evidence)
-    hbm = size / (hbm_rate / cores)
+    hbm = size / known.hbm_rate
     ici = sum(times.ici.values())
     parts = {"compute": compute, "HBM": hbm, "ICI": ici, "DCN": times.dcn}
     longest, total = max(parts.values()), sum(parts.values())
@@ -339,23 +309,39 @@ def why_no_roofline(evidence: Evidence) -> str | None:
         >>> why_no_roofline(Evidence("a step", "HloModule m", Mesh.arange((8,))))
         'the machine is not known, so neither are its speeds'
     """
+    known = _known(evidence)
+    return known if isinstance(known, str) else None
+
+
+class _Known(NamedTuple):
+    """What a model is made of; rates are those of one device."""
+
+    chip: Chip
+    flops: float
+    peak: float
+    hbm_rate: float
+    times: CollectiveTimes
+
+
+def _known(evidence: Evidence) -> _Known | str:
     topology = evidence.topology
     if topology is None or topology.chip is None:
         return "the machine is not known, so neither are its speeds"
     if evidence.flops is None:
         return "the floating-point operations of the step were not counted"
-    dtype, title = evidence.compute_dtype, topology.chip.title
-    if not topology.chip.peak(_peak_name(dtype)):
-        return f"no source gives the peak of {title} for products of {dtype}"
-    if not topology.chip.hbm_bytes_per_second:
-        return f"no source gives the HBM bandwidth of {title}"
+    chip, cores, dtype = topology.chip, topology.devices_per_chip, evidence.compute_dtype
+    peak, hbm_rate = chip.peak(_peak_name(dtype)), chip.hbm_bytes_per_second
+    if not peak:
+        return f"no source gives the peak of {chip.title} for products of {dtype}"
+    if not hbm_rate:
+        return f"no source gives the HBM bandwidth of {chip.title}"
     try:
-        CollectiveTimes(evidence)
+        times = CollectiveTimes(evidence)
     except MeshError as error:
         return f"its links cannot be modelled: {str(error).split('. ')[1]}"
     except HloError:
         return "the program cannot be read"
-    return None
+    return _Known(chip, evidence.flops, peak / cores, hbm_rate / cores, times)
 
 
 def hbm_bytes(evidence: Evidence) -> int:

@@ -361,7 +361,12 @@ class ShardingPicture:
         Returns:
             Lines, without a line break at the end.
         """
-        return to_text(self, max_width)
+        columns = COLUMNS
+        lines = _lines(self, columns)
+        while columns > 3 and max(map(len, lines), default=0) > max_width:
+            columns -= 1
+            lines = _lines(self, columns)
+        return "\n".join(line.rstrip() for line in lines)
 
     def rich(self, *, use_color: bool = True) -> Any:
         """Draws it for rich: something to ``print`` on a rich console.
@@ -369,11 +374,11 @@ class ShardingPicture:
         Args:
             use_color: whether blocks have colours.
         """
-        return to_rich(self, use_color=use_color)
+        return _to_rich(self, use_color=use_color)
 
     def svg(self) -> str:
         """Draws it as an SVG picture that needs nothing from outside."""
-        return to_svg(self)
+        return _to_svg(self)
 
     def __str__(self) -> str:
         return self.text()
@@ -504,18 +509,11 @@ _GAP = "..."
 _COLOURS = ("blue", "green", "magenta", "cyan", "yellow", "red")
 
 
-def cell_text(devices: Sequence[int] | None, limit: int = 3) -> str:
-    """Writes the devices of a block.
-
-    Args:
-        devices: their ids; None for a gap.
-        limit: how many runs of ids are written out.
-
-    Returns:
-        Runs of ids, and how many there are where that is not seen.
+def _cell_text(devices: Sequence[int] | None, limit: int = 3) -> str:
+    """The device ids of a block as runs, so many of them, and their count; None is a gap.
 
     Example:
-        >>> cell_text((0, 1, 2, 3)), cell_text((0, 4)), cell_text(tuple(range(0, 64, 4)))
+        >>> _cell_text((0, 1, 2, 3)), _cell_text((0, 4)), _cell_text(tuple(range(0, 64, 4)))
         ('0-3', '0, 4', '0, 4, 8, ... (16)')
     """
     if devices is None:
@@ -534,8 +532,8 @@ def cell_text(devices: Sequence[int] | None, limit: int = 3) -> str:
     return text if len(runs) <= limit else f"{text}, {_GAP} ({len(devices):,})"
 
 
-def heading(picture: ShardingPicture) -> str:
-    """Writes the first line: what is shown, and how it lies on which mesh."""
+def _heading(picture: ShardingPicture) -> str:
+    """The first line: what is shown, and how it lies on which mesh."""
     words = [one_line(picture.title)] if picture.title else []
     if picture.layout:
         words.append(picture.layout)
@@ -545,38 +543,20 @@ def heading(picture: ShardingPicture) -> str:
     return " ".join(words)
 
 
-def to_text(picture: ShardingPicture, max_width: int = 100) -> str:
-    """Draws a picture as text.
-
-    Args:
-        picture: the picture.
-        max_width: characters of a line.
-
-    Returns:
-        Lines, without a line break at the end.
-    """
-    columns = COLUMNS
-    lines = _lines(picture, columns)
-    while columns > 3 and max(map(len, lines), default=0) > max_width:
-        columns -= 1
-        lines = _lines(picture, columns)
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def _lines(picture: ShardingPicture, columns: int) -> list[str]:
-    lines = [heading(picture)] if heading(picture) else []
+    lines = [_heading(picture)] if _heading(picture) else []
     lines += [f"  {line}" for line in picture.summary]
     for face in picture.faces(columns=columns):
         if face.hidden:
             lines += ["", f"{_GAP} and {face.hidden:,} more"]
             continue
         lines += ["", *([face.title] if face.title else [])]
-        lines += _aligned(table_of(picture, face))
+        lines += _aligned(_cells(picture, face))
     return lines
 
 
-def table_of(picture: ShardingPicture, face: Face) -> list[list[str]]:
-    """Returns the words of a face: two header rows, then a row of blocks each."""
+def _cells(picture: ShardingPicture, face: Face) -> list[list[str]]:
+    """The words of a face: two header rows, then a row of blocks each."""
     row, column = picture.sides
     left = [_label(picture, row, block) for block in face.rows]
     top = [_label(picture, column, block) for block in face.columns]
@@ -588,15 +568,17 @@ def table_of(picture: ShardingPicture, face: Face) -> list[list[str]]:
     if head:
         head[0][0] = "devices"
     body = [
-        [*words, *(cell_text(cell) for cell in cells)]
+        [*words, *(_cell_text(cell) for cell in cells)]
         for words, cells in zip(left, face.cells, strict=True)
     ]
     return [*head, *body]
 
 
-def _label(picture: ShardingPicture, dim: int | None, block: int | None) -> tuple[str, str]:
+def _label(
+    picture: ShardingPicture, dim: int | None, block: int | None, gap: str = _GAP
+) -> tuple[str, str]:
     if block is None:
-        return "", _GAP
+        return "", gap
     return ("", "") if dim is None else picture.label(dim, block)
 
 
@@ -605,28 +587,20 @@ def _aligned(rows: list[list[str]]) -> list[str]:
     return table_lines(Table(("",) * len(columns), tuple(zip(*columns, strict=True))))
 
 
-def to_rich(picture: ShardingPicture, *, use_color: bool = True) -> Any:
-    """Draws a picture for rich.
-
-    Args:
-        picture: the picture.
-        use_color: whether blocks have colours: one for each set of devices, in turn.
-
-    Returns:
-        A rich Group: heading, summary and tables.
-    """
+def _to_rich(picture: ShardingPicture, *, use_color: bool = True) -> Any:
+    """A rich Group: heading, summary and tables, with a colour for each set of devices."""
     from rich.console import Group
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    parts: list[Any] = [Text(heading(picture), style="bold")]
+    parts: list[Any] = [Text(_heading(picture), style="bold")]
     parts += [Text(f"  {line}") for line in picture.summary]
     colours: dict[Any, str] = {}
     for face in picture.faces():
         if face.hidden:
             parts.append(Text(f"{_GAP} and {face.hidden:,} more"))
             continue
-        words = table_of(picture, face)
+        words = _cells(picture, face)
         num_head = len(words) - len(face.rows)
         table = RichTable(show_header=False, title=face.title or None, title_justify="left")
         for _ in words[0]:
@@ -657,18 +631,11 @@ _HUES = ("#cfe3f7", "#d5efd9", "#f7e3c5", "#ead7f0", "#f6d3d3", "#d2eeee")
 """Light colours, readable under black, in turn for each set of devices."""
 
 
-def to_svg(picture: ShardingPicture) -> str:
-    """Draws a picture as SVG.
-
-    Args:
-        picture: the picture.
-
-    Returns:
-        The text of an SVG file.
-    """
-    lines = [line for line in (heading(picture), *picture.summary) if line]
+def _to_svg(picture: ShardingPicture) -> str:
+    """The text of an SVG file."""
+    lines = [line for line in (_heading(picture), *picture.summary) if line]
     labels = [_label_at(_PAD, _PAD + 12 + i * _LINE, line) for i, line in enumerate(lines)]
-    if heading(picture):
+    if _heading(picture):
         labels[0] = replace(labels[0], look={**labels[0].look, "font-weight": 600})
     boxes: list[Box] = []
     width = _PAD + max(map(len, lines), default=0) * _LETTER
@@ -688,7 +655,7 @@ def to_svg(picture: ShardingPicture) -> str:
         top = drawn[-1].y + drawn[-1].height
     return fill(
         "sharding.svg.j2",
-        heading=heading(picture),
+        heading=_heading(picture),
         boxes=[Box(0, 0, width + _PAD, top + _PAD, {"fill": "#ffffff"}), *boxes],
         labels=labels,
         width=width + _PAD,
@@ -701,9 +668,9 @@ def _face(
 ) -> tuple[list[Box], list[Label]]:
     """The blocks of a face, the last one at the right and at the bottom, and what is written."""
     row, column = picture.sides
-    left_words = [_words(picture, row, block) for block in face.rows]
-    top_words = [_words(picture, column, block) for block in face.columns]
-    texts = [[cell_text(cell) for cell in cells] for cells in face.cells]
+    left_words = [_label(picture, row, block, gap="") for block in face.rows]
+    top_words = [_label(picture, column, block, gap="") for block in face.columns]
+    texts = [[_cell_text(cell) for cell in cells] for cells in face.cells]
     cell = max(
         44.0, max(len(word) for line in (*texts, *top_words) for word in line) * _LETTER + 12
     )
@@ -730,12 +697,6 @@ def _face(
             middle = {"text-anchor": "middle"}
             labels.append(_label_at(x + cell / 2, y + _CELL_HEIGHT / 2 + 4, texts[i][j], middle))
     return boxes, labels
-
-
-def _words(picture: ShardingPicture, dim: int | None, block: int | None) -> tuple[str, str]:
-    if block is None or dim is None:
-        return "", ""
-    return picture.label(dim, block)
 
 
 def _stacked(x: float, y: float, words: Sequence[str], anchor: str) -> list[Label]:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from xla_dtensor.report.report import MeshAxis
+from xla_dtensor.report.collective import base_axes
+from xla_dtensor.report.hlo_text import split_outside
 
 if TYPE_CHECKING:
     from xla_dtensor.report.report import MeshAxis
@@ -22,31 +23,12 @@ __all__ = ["AxisUse", "axis_uses", "bytes_text", "seconds_text", "share_text"]
 
 # ------------------------------------------- Layout texts, as evidence of a compiled step has them
 
-LayoutUse = tuple[int | None, bool, bool]
-"""Of an axis: the dim that it cuts; whether it cuts what a later axis of the mesh has cut; whether
-its devices have summands."""
-
 _TEXT = re.compile(r"\[([^\[\]]*)\]((?: [\w?]+\([^()]*\))*)")
 _SUM = re.compile(r"[\w?]+\(([^()]*)\)")
-_PART = re.compile(r":\(\d+\)\d+$")
 
 
-def layout_uses(text: str, mesh: Sequence[MeshAxis], ndim: int) -> tuple[LayoutUse, ...] | None:
-    """Reads a layout.
-
-    Args:
-        text: the layout.
-        mesh: the axes.
-        ndim: the number of dims of the tensor.
-
-    Returns:
-        What each axis does; None for text that says nothing of these axes.
-
-    Example:
-        >>> from xla_dtensor.report.report import MeshAxis
-        >>> layout_uses("[-, tp]", [MeshAxis("dp", 2, 1), MeshAxis("tp", 4, 1)], 2)
-        ((None, False, False), (1, False, False))
-    """
+def _layout_uses(text: str, mesh: Sequence[MeshAxis], ndim: int) -> tuple[AxisUse, ...] | None:
+    """What each axis does, by the text of a layout; None for text that says nothing of them."""
     match = _TEXT.fullmatch(text.strip())
     if match is None:
         return None
@@ -57,7 +39,7 @@ def layout_uses(text: str, mesh: Sequence[MeshAxis], ndim: int) -> tuple[LayoutU
     dims: dict[str, int] = {}
     strided: set[str] = set()
     for dim, word in enumerate(words):
-        axes = [_PART.sub("", axis) for axis in word.split(".")] if word not in ("-", "") else []
+        axes = (base_axes(tuple(word.split("."))) or ()) if word not in ("-", "") else ()
         if not set(axes) <= set(names):
             return None
         dims |= dict.fromkeys(axes, dim)
@@ -66,7 +48,10 @@ def layout_uses(text: str, mesh: Sequence[MeshAxis], ndim: int) -> tuple[LayoutU
             axis for at, axis in enumerate(axes) if any(place > places[at] for place in places[:at])
         }
     summed = {name.strip() for part in _SUM.finditer(match[2]) for name in part[1].split(",")}
-    return tuple((dims.get(name), name in strided, name in summed) for name in names)
+    return tuple(
+        AxisUse(name, axis.size, place, dims.get(name), name in strided, name in summed)
+        for place, (name, axis) in enumerate(zip(names, mesh, strict=True))
+    )
 
 
 # ------------------------------------------------------------------- Layouts, as reports hold them
@@ -93,6 +78,7 @@ class AxisUse:
         is_partial: whether each of its devices has a summand.
 
     Example:
+        >>> from xla_dtensor.report.report import MeshAxis
         >>> axis_uses("Shard(0), Replicate()", [MeshAxis("dp", 2, 1), MeshAxis("tp", 4, 1)], 2)[0]
         AxisUse(axis='dp', size=2, place=0, dim=0, is_strided=False, is_partial=False)
     """
@@ -109,7 +95,7 @@ def axis_uses(text: str | None, mesh: Sequence[MeshAxis], ndim: int) -> tuple[Ax
     """Reads a layout.
 
     Args:
-        text: placements for each axis in order, or what `layout_uses` reads; None if there is none.
+        text: placements for each axis in order, or a layout; None if there is none.
         mesh: the axes.
         ndim: the number of dims of the tensor.
 
@@ -117,14 +103,17 @@ def axis_uses(text: str | None, mesh: Sequence[MeshAxis], ndim: int) -> tuple[Ax
         What each axis does; None for text that says something else.
 
     Example:
+        >>> from xla_dtensor.report.report import MeshAxis
         >>> axis_uses("Shard(7)", [MeshAxis("dp", 2, 1)], 2) is None
         True
     """
-    laid = None if text is None else layout_uses(text, mesh, ndim)
+    laid = None if text is None else _layout_uses(text, mesh, ndim)
     if laid is not None:
-        axes = enumerate(zip(mesh, laid, strict=True))
-        return tuple(AxisUse(str(a.name), a.size, place, *use) for place, (a, use) in axes)
-    words = [] if text is None else _split(text)
+        return laid
+    text = (text or "").strip()
+    if text.startswith("(") and text.endswith(")"):
+        text = text[1:-1]
+    words = [word.strip() for word in split_outside(text, ",") if word.strip()]
     if len(words) != len(mesh):
         return None
     uses: list[AxisUse] = []
@@ -142,23 +131,6 @@ def axis_uses(text: str | None, mesh: Sequence[MeshAxis], ndim: int) -> tuple[Ax
         else:
             return None
     return tuple(uses)
-
-
-def _split(text: str) -> list[str]:
-    """The parts between commas that stand in no parentheses."""
-    words, depth = [""], 0
-    for letter in text.strip().removeprefix("(").removesuffix(")") if _wrapped(text) else text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            words.append("")
-        else:
-            words[-1] += letter
-    return [word.strip() for word in words if word.strip()]
-
-
-def _wrapped(text: str) -> bool:
-    """Whether the whole text stands in one pair of parentheses."""
-    return text.strip().startswith("(") and text.strip().endswith(")")
 
 
 # --------------------------------------------------- Bytes, seconds and shares as people read them

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from mesh_utils import Axis
 from xla_dtensor.core.argument_types import argument_types
-from xla_dtensor.report.compile_report import CompileReport
 from xla_dtensor.report.finding import CollectiveLine, Finding, starred
 from xla_dtensor.report.render import (
     Table,
@@ -129,8 +128,6 @@ class ReportDiff:
         Returns:
             Markdown, with a line break at the end; unchanged numbers are left out.
         """
-        from xla_dtensor.report.render import markdown_table, markdown_text
-
         lines = ["# What changed", ""]
         for name, title, words in zip(("before", "after"), self.titles, self.verdicts, strict=True):
             lines.append(f"- {name}: {markdown_text(title)}. {markdown_text(words)}")
@@ -190,17 +187,16 @@ def diff(before: CompileReport, after: CompileReport) -> ReportDiff:
     Returns:
         What differs, from the first to the second.
     """
-    gone, new = _findings(before, after)
     return ReportDiff(
         titles=(before.title, after.title),
         verdicts=(verdict(before), verdict(after)),
         fits=after.fits,
-        words=tuple(_words(before, after)),
+        words=tuple(_text_changes(_about(before), _about(after))),
         memory=tuple(_changes(_memory(before), _memory(after))),
-        collectives=tuple(_changes(_collectives(before), _collectives(after))),
+        collectives=tuple(_changes(*(_moved(each, with_network=True) for each in (before, after)))),
         roofline=tuple(_changes(_roofline(before), _roofline(after))),
-        findings_gone=gone,
-        findings_new=new,
+        findings_gone=_only(before, after),
+        findings_new=_only(after, before),
         layouts=tuple(_text_changes(_layouts(before), _layouts(after))),
     )
 
@@ -219,15 +215,15 @@ def _memory(report: CompileReport) -> dict[str, float]:
     return sizes
 
 
-def _collectives(report: CompileReport) -> dict[str, float]:
+def _moved(report: CompileReport, *, with_network: bool) -> dict[str, float]:
+    """The bytes on one device for each kind and axes, and network where that is asked for."""
     sizes: dict[str, float] = {}
     for line in report.collectives:
         if line.moves:
             name = f"{line.kind} over {axes_text(line.axes, report.mesh)}"
-            name += "" if line.network == "-" else f" on {line.network}"
+            name += f" on {line.network}" if with_network and line.network != "-" else ""
             sizes[name] = sizes.get(name, 0) + line.bytes_per_device
-    sizes["in all"] = report.collective_bytes
-    return sizes
+    return sizes | {"in all": report.collective_bytes}
 
 
 def _roofline(report: CompileReport) -> dict[str, float]:
@@ -262,14 +258,8 @@ def _text_changes(
             yield name, before.get(name, "-"), after.get(name, "-")
 
 
-def _findings(
-    before: CompileReport, after: CompileReport
-) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
-    """Those that only one has. Numbers in their texts may differ: code and origin say which."""
-    return _only(before, after), _only(after, before)
-
-
 def _only(report: CompileReport, other: CompileReport) -> tuple[Finding, ...]:
+    """Findings that the other has not. Numbers in their texts may differ: code and origin say."""
     there = Counter((finding.code, finding.origin) for finding in other.findings)
     findings: list[Finding] = []
     for finding in report.findings:
@@ -279,10 +269,6 @@ def _only(report: CompileReport, other: CompileReport) -> tuple[Finding, ...]:
         else:
             findings.append(finding)
     return tuple(findings)
-
-
-def _words(before: CompileReport, after: CompileReport) -> Iterator[tuple[str, str, str]]:
-    yield from _text_changes(_about(before), _about(after))
 
 
 def _about(report: CompileReport) -> dict[str, str]:
@@ -469,8 +455,18 @@ class Verification:
         return 0 if self.passed else 1
 
     def to_markdown(self) -> str:
-        """Writes it as Markdown, which reads well in a terminal too."""
-        return to_markdown(self)
+        """Writes it as Markdown, which reads well in a terminal too; it ends with a line break."""
+        verdict = markdown_text(verdict_text(self))
+        lines = ["# The job against its prediction", "", verdict, ""]
+        for name, title in zip(("predicted", "job"), self.titles, strict=True):
+            lines.append(f"- {name}: {markdown_text(title)}")
+        lines.append("")
+        for title, table in _tables(self):
+            lines += [f"## {title}", "", *markdown_table(table), ""]
+        if self.unknown:
+            lines += ["## Not compared", ""]
+            lines += [f"- {markdown_text(words)}" for words in self.unknown]
+        return "\n".join(lines).rstrip() + "\n"
 
     def to_json(self) -> str:
         """Writes it as JSON, with the outcome of each check and the status."""
@@ -502,7 +498,7 @@ def verify(
 
     Example:
         >>> from mesh_utils import Mesh
-        >>> from xla_dtensor.report.report import Evidence
+        >>> from xla_dtensor.report import CompileReport, Evidence
         >>> report = CompileReport.of(Evidence("a step", "HloModule m", Mesh.arange((8,), ("dp",))))
         >>> verify(report, report).status
         0
@@ -573,9 +569,11 @@ def _of_program(
 def _communication(
     predicted: CompileReport, actual: CompileReport, limits: Tolerances
 ) -> Iterator[Check]:
-    before, after = _bytes_moved(predicted), _bytes_moved(actual)
+    # Not by network: virtual devices have none.
+    before, after = (_moved(each, with_network=False) for each in (predicted, actual))
     fine = limits.communication * predicted.collective_bytes
-    for name in dict.fromkeys([*before, *after]):
+    names = dict.fromkeys([*before, *after])
+    for name in sorted(names, key=lambda name: name == "in all"):
         both = name in before and name in after
         yield Check(
             "communication",
@@ -585,20 +583,6 @@ def _communication(
             limits.communication,
             allowance=0.0 if both else fine,
         )
-    measured = actual.collective_bytes
-    yield Check(
-        "communication", "in all", predicted.collective_bytes, measured, limits.communication
-    )
-
-
-def _bytes_moved(report: CompileReport) -> dict[str, float]:
-    # Not by network: virtual devices have none.
-    totals: dict[str, float] = {}
-    for line in report.collectives:
-        if line.moves:
-            name = f"{line.kind} over {axes_text(line.axes, report.mesh)}"
-            totals[name] = totals.get(name, 0) + line.bytes_per_device
-    return totals
 
 
 def _of_devices(
@@ -701,28 +685,6 @@ def verdict_text(verification: Verification) -> str:
     names = ", ".join(f"{check.group}, {check.name}" for check in failed[:3])
     more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
     return f"NOT as predicted: {len(failed)} of {len(checked)} quantities differ ({names}{more})."
-
-
-def to_markdown(verification: Verification) -> str:
-    """Writes a verification.
-
-    Args:
-        verification: what was compared.
-
-    Returns:
-        Markdown, with a line break at the end.
-    """
-    titles = verification.titles
-    lines = ["# The job against its prediction", "", markdown_text(verdict_text(verification)), ""]
-    for name, title in zip(("predicted", "job"), titles, strict=True):
-        lines.append(f"- {name}: {markdown_text(title)}")
-    lines.append("")
-    for title, table in _tables(verification):
-        lines += [f"## {title}", "", *markdown_table(table), ""]
-    if verification.unknown:
-        lines += ["## Not compared", ""]
-        lines += [f"- {markdown_text(words)}" for words in verification.unknown]
-    return "\n".join(lines).rstrip() + "\n"
 
 
 def _tables(verification: Verification) -> Iterator[tuple[str, Table]]:

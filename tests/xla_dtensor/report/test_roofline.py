@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from mesh_utils import Mesh, Topology, assign
-from xla_dtensor.report.collective import Collective
+from xla_dtensor.report.collective import Collective, axis_names
 from xla_dtensor.report.reading import collectives
 from xla_dtensor.report.report import CompilerMemory, Evidence, Held
 from xla_dtensor.report.roofline import (
     CollectiveTimes,
     Roofline,
-    axes_text,
     hbm_bytes,
     megascale_bytes,
     roofline,
@@ -172,4 +171,4 @@ def test_a_mesh_of_two_devices_on_a_chip_has_half_the_peak_each() -> None:
 def test_times_need_a_topology() -> None:
     with pytest.raises(ValueError, match="without a topology"):
         CollectiveTimes(Evidence("t", "HloModule m", Mesh.arange((2,))))
-    assert axes_text(()) == ""
+    assert axis_names(()) == ""
