@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from benchmarks.mesh_optimum import optimum
 from mesh_utils import Network, Topology, assign
-from mesh_utils.assignment import JaxDevice, jax_mesh_utils, mesh_score, shown_to_jax
+from mesh_utils.assignment import mesh_score
 from mesh_utils.devices import read_devices
+from mesh_utils.jax_compat import JaxDevice, jax_mesh_utils, shown_to_jax
 from mesh_utils.network import axis_groups, find_span, ring_links
 
 IntArray = NDArray[np.int64]

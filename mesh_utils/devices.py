@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex, TypeAlias, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mesh_utils.argument_types import argument_types
 from mesh_utils.errors import MeshError, TopologyError
@@ -33,6 +34,9 @@ __all__ = []
 
 Coords: TypeAlias = tuple[int, int, int]
 """The place of a chip in its slice: x, y, z."""
+
+DeviceArray: TypeAlias = NDArray[np.object_]
+"""An array of Devices, or of a runtime's devices."""
 
 _NAME = re.compile(r"(.*\S)\s*:\s*(\d+)")
 
@@ -108,6 +112,26 @@ def read_devices(devices: Iterable[object]) -> tuple[Device, ...]:
                 "Devices of one job are described alike. Pass devices of one source."
             )
     return described
+
+
+def device_array(devices: Iterable[object], shape: Sequence[int]) -> DeviceArray:
+    """Lays devices out.
+
+    Args:
+        devices: as many as the shape has places, in row-major order.
+        shape: of the array.
+
+    Returns:
+        Them in that shape. numpy would look into what can be indexed.
+
+    Example:
+        >>> device_array([{"name": "TPU:0"}, {"name": "TPU:1"}], (2, 1))[1, 0]
+        {'name': 'TPU:1'}
+    """
+    listed = list(devices)
+    array = np.empty(len(listed), object)
+    array[:] = listed
+    return array.reshape(shape)
 
 
 @argument_types

@@ -45,8 +45,8 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from mesh_utils.assignment import Assignment, DeviceArray, assign
-from mesh_utils.devices import Device
+from mesh_utils.assignment import Assignment, assign
+from mesh_utils.devices import Device, DeviceArray, device_array
 from mesh_utils.errors import JobError
 from mesh_utils.hardware import Chip
 from mesh_utils.hybrid import HybridMesh
@@ -943,9 +943,8 @@ class JobConfig:
         for device in devices:
             x, y, z = np.subtract(device.coords or (0, 0, 0), low).tolist()
             there[x, y, z, device.core_on_chip - core] = device
-        ordered = np.empty(len(devices), object)
-        searched = cast("list[Device]", assignment.devices.reshape(-1).tolist())
-        for place, device in enumerate(searched):
+        ordered: list[Device] = []
+        for device in cast("list[Device]", assignment.devices.reshape(-1).tolist()):
             at = (*(device.coords or (0, 0, 0)), device.core_on_chip)
             if at not in there:
                 raise JobError(
@@ -954,8 +953,8 @@ class JobConfig:
                     f"{one_slice.name} has such a device. "
                     f"Pass devices of whole slices of {one_slice.name}."
                 )
-            ordered[place] = there[at]
-        return ordered.reshape(shape)
+            ordered.append(there[at])
+        return device_array(ordered, shape)
 
 
 def _read_job(document: object, title: str) -> JobConfig:
