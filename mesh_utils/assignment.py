@@ -68,6 +68,7 @@ from mesh_utils.search import (
     SearchResult,
     Walk,
     best_walk,
+    divisors,
     gathers_at_once,
     host_parts,
     host_walk,
@@ -139,22 +140,42 @@ def _fill_shape(
     if product != count or -1 in sizes:
         raise MeshError(
             f"A mesh was asked for with {name}={sizes}, a product of {product}. There are {count} "
-            f"{what}. Pass {name}={_nearest(sizes, count)}, or others with that product."
+            f"{what}. Pass {name}={nearest_sizes(sizes, count)}, or others with that product."
         )
     return sizes
 
 
-def _nearest(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """A shape of that product, like the one given: one axis changed where that will do."""
-    plain = tuple(max(size, 1) for size in sizes)
-    for axis in range(len(plain)):
+def nearest_sizes(sizes: Sequence[int], count: int) -> tuple[int, ...]:
+    """Sizes of a given product, like those given.
+
+    Args:
+        sizes: positive, or -1.
+        count: the product.
+
+    Returns:
+        One axis changed if that will do: with a -1, another one, to the nearest that leaves a whole
+        number; else what the others share with the product, and the rest on the first axis.
+
+    Example:
+        >>> nearest_sizes([-1, 3], 128), nearest_sizes([2, 3, 4], 64), nearest_sizes([2, 3, 5], 64)
+        ((64, 2), (2, 8, 4), (64, 1, 1))
+    """
+    plain = [max(size, 1) for size in sizes]
+    free = next((axis for axis, size in enumerate(sizes) if size == -1), None)
+    for axis, size in enumerate(sizes):
         product_without = math.prod(plain) // plain[axis]
-        if count % product_without == 0:
+        if axis == free or count % product_without:
+            continue
+        if free is None:
             return (*plain[:axis], count // product_without, *plain[axis + 1 :])
-    shape = [math.gcd(size, count) for size in plain[1:]]
-    while count % math.prod(shape):
-        shape[shape.index(max(shape))] = 1
-    return (count // math.prod(shape), *shape)
+        fitting = divisors(count // product_without)
+        plain[axis] = min(fitting, key=lambda part: (abs(part - size), part))
+        plain[free] = count // math.prod(plain)
+        return tuple(plain)
+    shared: list[int] = []
+    for size in plain[1:]:
+        shared.append(math.gcd(size, count // math.prod(shared)))
+    return (count // math.prod(shared), *shared)
 
 
 def _read_weights(weights: Weights | None, axis_names: tuple[Axis, ...]) -> tuple[float, ...]:

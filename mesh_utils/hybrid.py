@@ -43,7 +43,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_utils.argument_types import argument_types
-from mesh_utils.assignment import Weights, assign
+from mesh_utils.assignment import Weights, assign, nearest_sizes
 from mesh_utils.devices import (
     Coords,
     Device,
@@ -611,17 +611,6 @@ def _refuse_other_counts(
     raise MeshError(
         f"{granules_are} of {size} devices: granule={describe_granule(granule)}. "
         f"ici_mesh_shape={ici} and dcn_mesh_shape={dcn} ask for {math.prod(dcn)} of "
-        f"{math.prod(ici)}. Pass ici_mesh_shape={_fitted(ici, size)} and "
-        f"dcn_mesh_shape={_fitted(dcn, count)}, or others with those products{hint}."
+        f"{math.prod(ici)}. Pass ici_mesh_shape={nearest_sizes(ici, size)} and "
+        f"dcn_mesh_shape={nearest_sizes(dcn, count)}, or others with those products{hint}."
     )
-
-
-def _fitted(shape: tuple[int, ...], product: int) -> tuple[int, ...]:
-    """A shape with that product, one axis of it changed if that will do."""
-    if math.prod(shape) == product:
-        return shape
-    for axis, size in enumerate(shape):
-        product_without = math.prod(shape) // size
-        if product % product_without == 0:
-            return (*shape[:axis], product // product_without, *shape[axis + 1 :])
-    return (product, *(1,) * (len(shape) - 1))

@@ -45,7 +45,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from mesh_utils.assignment import Assignment, assign
+from mesh_utils.assignment import Assignment, assign, nearest_sizes
 from mesh_utils.devices import Device, DeviceArray, device_array
 from mesh_utils.errors import JobError
 from mesh_utils.hardware import Chip
@@ -330,43 +330,6 @@ def _filled(
         f"{title} was read with {key} sizes {written}. {there}, {product}. "
         f"Write {key} sizes {instead}, or others with that product."
     )
-
-
-def nearest_sizes(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Sizes of a given product, like those given.
-
-    Args:
-        sizes: positive, or -1.
-        count: the product.
-
-    Returns:
-        One axis changed if that will do: with a -1, another one, to the nearest that leaves a whole
-        number; else what the others share with the product, and the rest on the first axis.
-
-    Example:
-        >>> nearest_sizes([-1, 3], 128), nearest_sizes([2, 3, 4], 64), nearest_sizes([2, 3, 5], 64)
-        ((64, 2), (2, 8, 4), (64, 1, 1))
-    """
-    plain = [max(size, 1) for size in sizes]
-    free = next((axis for axis, size in enumerate(sizes) if size == -1), None)
-    for axis, size in enumerate(sizes):
-        product_without = math.prod(plain) // plain[axis]
-        if axis == free or count % product_without:
-            continue
-        if free is None:
-            return (*plain[:axis], count // product_without, *plain[axis + 1 :])
-        fitting = [
-            part
-            for part in range(1, count // product_without + 1)
-            if count // product_without % part == 0
-        ]
-        plain[axis] = min(fitting, key=lambda part: (abs(part - size), part))
-        plain[free] = count // math.prod(plain)
-        return tuple(plain)
-    shared: list[int] = []
-    for size in plain[1:]:
-        shared.append(math.gcd(size, count // math.prod(shared)))
-    return (count // math.prod(shared), *shared)
 
 
 def over_dcn(title: str, axis: JobAxis, axis_names: Sequence[str], topology: Topology) -> str:
