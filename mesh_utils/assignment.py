@@ -53,7 +53,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import SupportsIndex, TypeAlias, cast
+from typing import SupportsIndex, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -221,6 +221,7 @@ def _number(weight: object) -> float:
 # Which device of a topology is at which place of a mesh.
 
 IntArray: TypeAlias = NDArray[np.int64]
+_Entry = TypeVar("_Entry", bound=np.generic)
 
 
 def _mesh_chips(
@@ -280,11 +281,29 @@ def _placed_rows(
         shape[axis] = ici[axis]
         place = place + axis_members.reshape(*shape, 4)
     x, y, z, core = np.moveaxis(place, -1, 0)
-    blocks = rows[:, x, y, z, core].reshape(*dcn, *ici)
-    pairs = zip(range(len(ici)), range(len(ici), 2 * len(ici)), strict=True)
-    outer_first = [axis for pair in pairs for axis in pair]
+    return np.ascontiguousarray(across_slices(rows[:, x, y, z, core], dcn, ici))
+
+
+def across_slices(
+    blocks: NDArray[_Entry], dcn: Sequence[int], ici: Sequence[int]
+) -> NDArray[_Entry]:
+    """Joins the meshes of slices to one: on every axis the part across slices is the outer one.
+
+    Args:
+        blocks: the mesh of each slice, one behind the other.
+        dcn: the size of each axis across slices; slice i is at place i of that shape.
+        ici: the size of each axis inside a slice.
+
+    Returns:
+        The mesh of all.
+
+    Example:
+        >>> across_slices(np.arange(8), (1, 2), (2, 2)).tolist()
+        [[0, 1, 4, 5], [2, 3, 6, 7]]
+    """
+    outer_first = [place for axis in range(len(ici)) for place in (axis, axis + len(ici))]
     sizes = [outer * inner for outer, inner in zip(dcn, ici, strict=True)]
-    return np.ascontiguousarray(blocks.transpose(outer_first).reshape(sizes))
+    return blocks.reshape(*dcn, *ici).transpose(outer_first).reshape(sizes)
 
 
 # ------------------------------------------------------------ Says in words why a mesh is as it is

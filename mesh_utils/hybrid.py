@@ -43,7 +43,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_utils.argument_types import argument_types
-from mesh_utils.assignment import Weights, assign, nearest_sizes
+from mesh_utils.assignment import Weights, across_slices, assign, nearest_sizes
 from mesh_utils.devices import (
     Coords,
     Device,
@@ -380,7 +380,8 @@ class HybridMesh(Mesh):
         shape = tuple(inner * outer for inner, outer in zip(ici, dcn, strict=True))
         names = read_axis_names(axis_names, shape)
         _refuse_other_counts(parts, ici, dcn, granule)
-        placed = _joined(arrange(parts, ici, order), ici, dcn)
+        blocks = np.stack(arrange(parts, ici, order))
+        placed: tuple[Device, ...] = tuple(across_slices(blocks, dcn, ici).reshape(-1).tolist())
         self._set_parts(
             read_device_ids([device.id for device in placed], shape),
             names,
@@ -546,24 +547,10 @@ def _restored(
     return mesh
 
 
-def _joined(
-    blocks: Sequence[DeviceArray], ici: tuple[int, ...], dcn: tuple[int, ...]
-) -> tuple[Device, ...]:
-    """The devices of the whole mesh in row-major order; granule i is block i of dcn."""
-    ndim = len(ici)
-    interleaved = [
-        axis for pair in zip(range(ndim), range(ndim, 2 * ndim), strict=True) for axis in pair
-    ]
-    devices: list[Device] = (
-        np.stack(blocks).reshape(*dcn, *ici).transpose(interleaved).reshape(-1).tolist()
-    )
-    return tuple(devices)
-
-
 def _blocks(
     ids: NDArray[np.int64], ici: tuple[int, ...], dcn: tuple[int, ...]
 ) -> NDArray[np.int64]:
-    """The ids of each block, [blocks, block size]: the inverse of _joined."""
+    """The ids of each block, [blocks, block size]: the inverse of `across_slices`."""
     ndim = len(ici)
     split = [size for pair in zip(dcn, ici, strict=True) for size in pair]
     outer_first = [*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2)]
