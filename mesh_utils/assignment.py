@@ -61,6 +61,7 @@ from numpy.typing import NDArray
 from mesh_utils.argument_types import argument_types
 from mesh_utils.devices import DeviceArray, device_array
 from mesh_utils.errors import AxisError, MeshError, TopologyError
+from mesh_utils.hardware import Shape3
 from mesh_utils.mesh import Axis, Mesh, as_integer, read_axis_names
 from mesh_utils.network import AxisReport, Network, axis_reports
 from mesh_utils.search import (
@@ -75,7 +76,7 @@ from mesh_utils.search import (
     search_spans,
     span_table,
 )
-from mesh_utils.span import Shape3, Span
+from mesh_utils.span import Span
 from mesh_utils.topology import Topology
 
 __all__ = []
