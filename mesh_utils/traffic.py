@@ -53,14 +53,6 @@ class TrafficSeconds:
     dcn: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Rate:
-    """What one byte of a collective costs, in seconds."""
-
-    ici: float
-    dcn: float
-
-
 class MeshTraffic:
     """The collectives of one mesh on one topology.
 
@@ -77,7 +69,7 @@ class MeshTraffic:
         self.topology = topology
         self.mesh = mesh
         self.network = Network.of(topology) if network is None else network
-        self._rates: dict[tuple[_Key, Collective], _Rate] = {}
+        self._per_byte: dict[tuple[_Key, Collective], TrafficSeconds] = {}
         mesh_places(topology, mesh.device_ids)  # Devices that are not there, refused at once.
 
     def seconds(
@@ -120,10 +112,12 @@ class MeshTraffic:
         if ids.shape[-1] <= 1 or not num_bytes:
             return TrafficSeconds(0.0)
         key = (ids.shape[-1], ids.tobytes()), collective
-        if key not in self._rates:
-            self._rates[key] = self._rate(mesh_places(self.topology, ids), collective)
-        rate = self._rates[key]
-        return TrafficSeconds(rate.ici * num_bytes, rate.dcn * num_bytes)
+        if key not in self._per_byte:
+            self._per_byte[key] = self._seconds_per_byte(
+                mesh_places(self.topology, ids), collective
+            )
+        per_byte = self._per_byte[key]
+        return TrafficSeconds(per_byte.ici * num_bytes, per_byte.dcn * num_bytes)
 
     def permute_seconds(self, pairs: ArrayLike, num_bytes: float) -> TrafficSeconds:
         """How long it takes to send from one device to another, all pairs at once.
@@ -204,7 +198,7 @@ class MeshTraffic:
             )
         return link
 
-    def _rate(self, places: IntArray, collective: Collective) -> _Rate:
+    def _seconds_per_byte(self, places: IntArray, collective: Collective) -> TrafficSeconds:
         """Of groups of places, [groups, members, 5]."""
         span = find_span(self.network.shape, places)
         slices = len(np.unique(places[0, :, 0]))
@@ -215,12 +209,12 @@ class MeshTraffic:
         else:
             ici = self._unspanned(first_slice(places), collective)
         if slices == 1:
-            return _Rate(ici, 0.0)
+            return TrafficSeconds(ici)
         passes = 2 if collective == "all-reduce" else 1
         crossing = self.dcn_seconds(passes * (1 - 1 / slices))
         if collective == "all-to-all":
-            return _Rate(ici / slices, crossing)
-        return _Rate(ici, crossing / inner)
+            return TrafficSeconds(ici / slices, crossing)
+        return TrafficSeconds(ici, crossing / inner)
 
     def _unspanned(self, chips: IntArray, collective: Collective) -> float:
         """Seconds per byte inside a slice, of groups that lie in no rows of chips."""
