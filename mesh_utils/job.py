@@ -48,7 +48,7 @@ import numpy as np
 from mesh_utils.assignment import Assignment, assign, nearest_sizes
 from mesh_utils.devices import Device, DeviceArray, device_array
 from mesh_utils.errors import JobError
-from mesh_utils.hardware import Chip
+from mesh_utils.hardware import Chip, yaml_names
 from mesh_utils.hybrid import HybridMesh
 from mesh_utils.mesh import as_integer
 from mesh_utils.network import Network
@@ -63,8 +63,6 @@ __all__ = []
 # Jobs that come with the package are in tpu_configs/jobs and go by name: "llama3_70b_v5p". YAML is
 # read strictly: a key that is written twice is refused, where YAML readers mostly take the last.
 
-_FOLDER = ("tpu_configs", "jobs")
-
 
 def job_names() -> tuple[str, ...]:
     """Lists the jobs that come with the package.
@@ -76,9 +74,7 @@ def job_names() -> tuple[str, ...]:
         >>> "llama3_70b_v5p" in job_names()
         True
     """
-    folder = files(_FOLDER[0]).joinpath(_FOLDER[1])
-    file_names = [entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml")]
-    return tuple(sorted(name.removesuffix(".yaml") for name in file_names))
+    return yaml_names("jobs")
 
 
 def _read_job_file(path_or_name: str | os.PathLike[str]) -> tuple[object, str]:
@@ -95,7 +91,7 @@ def _read_job_file(path_or_name: str | os.PathLike[str]) -> tuple[object, str]:
             ) from None
     name = source.removeprefix("tpu_configs/jobs/").removesuffix(".yaml")
     if name in job_names():
-        text = files(_FOLDER[0]).joinpath(_FOLDER[1], f"{name}.yaml").read_text(encoding="utf-8")
+        text = files("tpu_configs").joinpath("jobs", f"{name}.yaml").read_text(encoding="utf-8")
         return read_yaml(text, name), name
     what = "It is a folder" if path.is_dir() else "There is no such file, nor a job of that name"
     raise JobError(

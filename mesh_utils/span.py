@@ -140,7 +140,6 @@ def mesh_places(topology: Topology, device_ids: ArrayLike) -> IntArray:
         MeshError: ids that are not in the topology.
 
     Example:
-        >>> from mesh_utils import Topology
         >>> mesh_places(Topology.parse("v5e:2x2"), [[0, 1], [2, 3]])[1, 1].tolist()
         [0, 1, 1, 0, 0]
     """
@@ -162,7 +161,6 @@ def axis_groups(places: IntArray, axis: int) -> IntArray:
         The places of the members of each group, in the order of the axis, [groups, members, 5].
 
     Example:
-        >>> from mesh_utils import Topology
         >>> places = mesh_places(Topology.parse("v5e:2x2"), [[0, 1], [2, 3]])
         >>> axis_groups(places, 0)[:, :, 2].tolist()
         [[0, 1], [0, 1]]
@@ -200,7 +198,6 @@ def find_span(shape: Shape3, groups: IntArray) -> Span | None:
             of such an axis one part per slice and one between slices.
 
     Example:
-        >>> from mesh_utils import Topology
         >>> topology = Topology.parse("v5e:4x4")
         >>> places = mesh_places(topology, np.arange(16).reshape(4, 4))
         >>> str(find_span(topology.shape, axis_groups(places, 1)))
