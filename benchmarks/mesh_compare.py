@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 
 from benchmarks.mesh_optimum import optimum
 from mesh_utils import Network, Topology, assign
-from mesh_utils.assignment import JaxDevice, jax_mesh_utils, mesh_score, shown_to_jax
+from mesh_utils.assignment import mesh_score
 from mesh_utils.devices import read_devices
-from mesh_utils.network import axis_groups, find_span, ring_links
+from mesh_utils.jax_compat import JaxDevice, jax_mesh_utils, shown_to_jax
+from mesh_utils.network import ring_links
+from mesh_utils.span import axis_groups, find_span
 
 IntArray = NDArray[np.int64]
 NEAR = 1e-9
@@ -135,7 +137,7 @@ class Slice:
         found: list[float] = []
         for axis in range(places.ndim - 1):
             groups = axis_groups(places, axis)
-            span = find_span(self.network, groups)
+            span = find_span(self.network.shape, groups)
             if span is not None:
                 found.append(self.network.links(span))
             else:  # rings of JAX that are no rows of chips: counted link by link

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.mesh_libtpu_cases import LibtpuCase
 from mesh_utils import Network, assign, create_device_mesh, create_hybrid_device_mesh
-from mesh_utils.network import axis_groups, find_span, mesh_places
+from mesh_utils.span import axis_groups, find_span, mesh_places
 
 RINGS: dict[str, bool | None] = {"search": None, "rings": True, "rows": False}
 """What `assign` is told of the order of the chips, for each mesh that the search makes."""
@@ -88,7 +88,7 @@ def _lies(network: Network, topology: Any, ids: np.ndarray) -> list[dict[str, An
         if size == 1:
             continue
         groups = axis_groups(places, axis)
-        span = find_span(network, groups)
+        span = find_span(network.shape, groups)
         found.append(
             {
                 "on": "no rows of chips" if span is None else str(span)[5:-1],

@@ -9,19 +9,18 @@ Example:
 
 import sys
 
-from mesh_utils.assignment import (
-    Assignment,
-    DeviceOrder,
-    assign,
-    jax_order,
-    row_major_order,
-    search_order,
-)
+from mesh_utils.assignment import Assignment, assign
 from mesh_utils.devices import Device, Granule, granules, read_devices, synthetic_devices
 from mesh_utils.draw import Drawing, draw_mesh
 from mesh_utils.errors import AxisError, JobError, MeshError, TopologyError
 from mesh_utils.hardware import Chip, Figure, chips, find_chip
-from mesh_utils.hybrid import HybridMesh
+from mesh_utils.hybrid import (
+    DeviceOrder,
+    HybridMesh,
+    jax_order,
+    row_major_order,
+    search_order,
+)
 from mesh_utils.jax_compat import create_device_mesh, create_hybrid_device_mesh
 from mesh_utils.job import JobConfig
 from mesh_utils.mesh import Axis, Digit, Mesh, mixed_radix, mixed_radix_positions

@@ -50,18 +50,18 @@ where `is_exact`; the score does not exceed the bound; the same question has the
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, SupportsIndex, TypeAlias, cast
+from typing import SupportsIndex, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mesh_utils.argument_types import argument_types
-from mesh_utils.devices import Coords, Device
+from mesh_utils.devices import DeviceArray, device_array
 from mesh_utils.errors import AxisError, MeshError, TopologyError
+from mesh_utils.hardware import Shape3
 from mesh_utils.mesh import Axis, Mesh, as_integer, read_axis_names
 from mesh_utils.network import AxisReport, Network, axis_reports
 from mesh_utils.search import (
@@ -69,13 +69,14 @@ from mesh_utils.search import (
     SearchResult,
     Walk,
     best_walk,
+    divisors,
     gathers_at_once,
     host_parts,
     host_walk,
     search_spans,
     span_table,
 )
-from mesh_utils.span import Shape3, Span
+from mesh_utils.span import Span
 from mesh_utils.topology import Topology
 
 __all__ = []
@@ -140,22 +141,42 @@ def _fill_shape(
     if product != count or -1 in sizes:
         raise MeshError(
             f"A mesh was asked for with {name}={sizes}, a product of {product}. There are {count} "
-            f"{what}. Pass {name}={_nearest(sizes, count)}, or others with that product."
+            f"{what}. Pass {name}={nearest_sizes(sizes, count)}, or others with that product."
         )
     return sizes
 
 
-def _nearest(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """A shape of that product, like the one given: one axis changed where that will do."""
-    plain = tuple(max(size, 1) for size in sizes)
-    for axis in range(len(plain)):
+def nearest_sizes(sizes: Sequence[int], count: int) -> tuple[int, ...]:
+    """Sizes of a given product, like those given.
+
+    Args:
+        sizes: positive, or -1.
+        count: the product.
+
+    Returns:
+        One axis changed if that will do: with a -1, another one, to the nearest that leaves a whole
+        number; else what the others share with the product, and the rest on the first axis.
+
+    Example:
+        >>> nearest_sizes([-1, 3], 128), nearest_sizes([2, 3, 4], 64), nearest_sizes([2, 3, 5], 64)
+        ((64, 2), (2, 8, 4), (64, 1, 1))
+    """
+    plain = [max(size, 1) for size in sizes]
+    free = next((axis for axis, size in enumerate(sizes) if size == -1), None)
+    for axis, size in enumerate(sizes):
         product_without = math.prod(plain) // plain[axis]
-        if count % product_without == 0:
+        if axis == free or count % product_without:
+            continue
+        if free is None:
             return (*plain[:axis], count // product_without, *plain[axis + 1 :])
-    shape = [math.gcd(size, count) for size in plain[1:]]
-    while count % math.prod(shape):
-        shape[shape.index(max(shape))] = 1
-    return (count // math.prod(shape), *shape)
+        fitting = divisors(count // product_without)
+        plain[axis] = min(fitting, key=lambda part: (abs(part - size), part))
+        plain[free] = count // math.prod(plain)
+        return tuple(plain)
+    shared: list[int] = []
+    for size in plain[1:]:
+        shared.append(math.gcd(size, count // math.prod(shared)))
+    return (count // math.prod(shared), *shared)
 
 
 def _read_weights(weights: Weights | None, axis_names: tuple[Axis, ...]) -> tuple[float, ...]:
@@ -201,6 +222,7 @@ def _number(weight: object) -> float:
 # Which device of a topology is at which place of a mesh.
 
 IntArray: TypeAlias = NDArray[np.int64]
+_Entry = TypeVar("_Entry", bound=np.generic)
 
 
 def _mesh_chips(
@@ -260,11 +282,29 @@ def _placed_rows(
         shape[axis] = ici[axis]
         place = place + axis_members.reshape(*shape, 4)
     x, y, z, core = np.moveaxis(place, -1, 0)
-    blocks = rows[:, x, y, z, core].reshape(*dcn, *ici)
-    pairs = zip(range(len(ici)), range(len(ici), 2 * len(ici)), strict=True)
-    outer_first = [axis for pair in pairs for axis in pair]
+    return np.ascontiguousarray(across_slices(rows[:, x, y, z, core], dcn, ici))
+
+
+def across_slices(
+    blocks: NDArray[_Entry], dcn: Sequence[int], ici: Sequence[int]
+) -> NDArray[_Entry]:
+    """Joins the meshes of slices to one: on every axis the part across slices is the outer one.
+
+    Args:
+        blocks: the mesh of each slice, one behind the other.
+        dcn: the size of each axis across slices; slice i is at place i of that shape.
+        ici: the size of each axis inside a slice.
+
+    Returns:
+        The mesh of all.
+
+    Example:
+        >>> across_slices(np.arange(8), (1, 2), (2, 2)).tolist()
+        [[0, 1, 4, 5], [2, 3, 6, 7]]
+    """
+    outer_first = [place for axis in range(len(ici)) for place in (axis, axis + len(ici))]
     sizes = [outer * inner for outer, inner in zip(dcn, ici, strict=True)]
-    return np.ascontiguousarray(blocks.transpose(outer_first).reshape(sizes))
+    return blocks.reshape(*dcn, *ici).transpose(outer_first).reshape(sizes)
 
 
 # ------------------------------------------------------------ Says in words why a mesh is as it is
@@ -395,11 +435,9 @@ class Assignment:
         return tuple(inner * outer for inner, outer in sizes)
 
     @property
-    def devices(self) -> NDArray[np.object_]:
+    def devices(self) -> DeviceArray:
         """The topology's Devices in the shape of the mesh."""
-        listed = np.empty(self.topology.num_devices, object)
-        listed[:] = self.topology.devices
-        return listed[self._rows]
+        return device_array(self.topology.devices, [self.topology.num_devices])[self._rows]
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -620,351 +658,3 @@ def _search_or_refuse(
         f"hosts of {topology.chips_per_host} chips together. "
         "Pass contiguous_submeshes=False, or sizes that the sizes of a host divide."
     )
-
-
-# ------------------------------------------------------------------------ JAX's own mesh functions
-#
-# The one place that asks them.
-#
-# JAX is imported here, when it is asked, and no backend starts. Devices that JAX does not know
-# (torch_xla's, Devices, those of a Topology) are shown to it in the form that its mesh functions
-# look at.
-
-
-@dataclass(frozen=True, slots=True)
-class JaxDevice:
-    """What JAX's mesh functions ask of a device. The id is its place in the list."""
-
-    id: int
-    platform: str
-    device_kind: str
-    process_index: int
-    coords: Coords
-    core_on_chip: int
-    slice_index: int = 0
-
-
-def jax_mesh_utils(request: str, instead: str) -> Any:
-    """Imports JAX's mesh functions.
-
-    Args:
-        request: what needs them, for the message.
-        instead: what else to do, for the message.
-
-    Returns:
-        The module jax.experimental.mesh_utils.
-
-    Raises:
-        MeshError: JAX cannot be imported.
-    """
-    try:
-        from jax.experimental import mesh_utils
-    except ImportError as error:
-        raise MeshError(
-            f"{request} JAX cannot be imported: {error}. Install jax, or {instead}."
-        ) from error
-    return mesh_utils
-
-
-def jax_default_devices() -> list[object]:
-    """The devices that JAX has here; this starts its backend.
-
-    Returns:
-        jax.devices().
-
-    Raises:
-        MeshError: JAX cannot be imported.
-    """
-    request = "A mesh was asked for without devices, which are jax.devices() then."
-    jax_mesh_utils(request, "pass devices, or a Topology")
-    return list(sys.modules["jax"].devices())  # its parent, which is there by now
-
-
-def shown_to_jax(devices: Sequence[Device]) -> list[JaxDevice]:
-    """Shows devices to JAX as they are.
-
-    Args:
-        devices: the devices.
-
-    Returns:
-        What JAX looks at; the id of each is its place in the list.
-    """
-    return [
-        JaxDevice(
-            place,
-            "gpu" if device.coords is None else "tpu",
-            device.kind,
-            device.process_index or 0,
-            device.coords or (0, 0, 0),
-            device.core_on_chip,
-            device.slice_index or 0,
-        )
-        for place, device in enumerate(devices)
-    ]
-
-
-# ------------------------------------------------------------------------------------------ Orders
-#
-# Which device of a granule gets which place in the mesh of that granule.
-#
-# An order is a function of the devices of one granule and the shape of the mesh to make of them. It
-# returns an array of that shape with each device once:
-#
-#   row_major_order    by place (x fastest, then y, z; cores of a chip before that), or by id
-#   search_order       the mesh of highest modelled score: see assignment.py
-#   jax_order          jax.experimental.mesh_utils.create_device_mesh, which folds the torus so that
-#                      neighbours on an axis are neighbours in the network, where it can
-#   your own           passed as HybridMesh(..., order=function)
-#
-# Devices reach an order in the order in which libtpu lists them, whatever order they were given in,
-# because some of JAX's rings are written for that one: host by host, in a host z, y, x, core.
-
-DeviceArray: TypeAlias = NDArray[np.object_]
-"""An array of Devices."""
-
-OrderFunction: TypeAlias = Callable[[tuple[Device, ...], tuple[int, ...]], DeviceArray]
-"""The devices of a granule and a shape, to an array of that shape with each of them once."""
-
-DeviceOrder: TypeAlias = Literal["auto", "search", "jax", "row-major"] | OrderFunction
-"""An order by name, or a function. "auto" is "search" for TPUs whose chip and wrap are known,
-"jax" for other TPUs, and "row-major" for all others."""
-
-
-def row_major_order(devices: tuple[Device, ...], shape: tuple[int, ...]) -> DeviceArray:
-    """Counts through the devices, the last axis fastest.
-
-    Devices with coordinates are counted by z, then y, x and core, slowest first: as libtpu numbers
-    the devices of a slice. All others are counted by id.
-
-    Args:
-        devices: the devices of a granule.
-        shape: the mesh to make of them, as many places as devices.
-
-    Returns:
-        The devices in that shape.
-
-    Example:
-        >>> from mesh_utils import synthetic_devices
-        >>> mesh = row_major_order(synthetic_devices((4, 2)), (2, 4))
-        >>> [[device.id for device in row] for row in mesh]
-        [[0, 1, 2, 3], [4, 5, 6, 7]]
-    """
-    return _as_array(sorted(devices, key=_place)).reshape(shape)
-
-
-def jax_order(devices: tuple[Device, ...], shape: tuple[int, ...]) -> DeviceArray:
-    """Asks JAX, which lays axes along the dimensions of the torus.
-
-    `create_device_mesh` is called with allow_split_physical_axes=True. A sub-slice is shown to it
-    as if it began at (0, 0, 0), so that it gets the mesh of a whole slice of its size. Chips of two
-    cores whose kind is not known, as torch_xla's, are shown as TPU7x: a torus with the cores as a
-    dimension.
-
-    Args:
-        devices: the devices of a granule.
-        shape: the mesh to make of them, as many places as devices.
-
-    Returns:
-        The devices in that shape.
-
-    Raises:
-        MeshError: chips that do not fill a box, JAX is missing, or JAX refuses.
-
-    Example:
-        >>> from mesh_utils import synthetic_devices
-        >>> mesh = jax_order(synthetic_devices((2, 2), kind="TPU v5 lite"), (4,))
-        >>> [device.id for device in mesh]
-        [0, 1, 3, 2]
-    """
-    listed = tuple(sorted(devices, key=_listed))
-    jax_devices = _shown_to_jax(listed)
-    create_device_mesh = jax_mesh_utils(
-        "order='jax' was asked for, by name or by 'auto' for TPUs.", "pass order='row-major'"
-    ).create_device_mesh
-    try:
-        mesh = create_device_mesh(shape, jax_devices, allow_split_physical_axes=True)
-    except Exception as error:  # it raises five types, some by accident
-        lines = str(error).splitlines() or [""]
-        raise MeshError(
-            f"order='jax' was asked for, with {len(devices)} devices of kind {devices[0].kind!r} "
-            f"and ici_mesh_shape={shape}. "
-            f"JAX refuses them: {type(error).__name__}: {lines[0][:160]}. "
-            "Pass order='row-major', or another ici_mesh_shape."
-        ) from error
-    places = [cast("JaxDevice", device).id for device in mesh.reshape(-1)]
-    return _as_array([listed[place] for place in places]).reshape(mesh.shape)
-
-
-def search_order(
-    devices: tuple[Device, ...],
-    shape: tuple[int, ...],
-    *,
-    chip: str | None = None,
-    wrap: Sequence[bool] | None = None,
-    weights: Weights | None = None,
-) -> DeviceArray:
-    """Searches the mesh whose axes have the best links.
-
-    torch_xla's devices do not tell their chip. There, pass it:
-
-        HybridMesh(devices, ..., order=functools.partial(search_order, chip="v5e"))
-
-    Args:
-        devices: the devices of a granule.
-        shape: the mesh to make of them, as many places as devices.
-        chip: the chip, where the devices do not tell.
-        wrap: for each dim whether it wraps, where no table knows.
-        weights: bytes that each axis gathers; None doubles them from axis to axis.
-
-    Returns:
-        The devices in that shape.
-
-    Raises:
-        MeshError: chips that do not fill a box, or whose wrap is not known.
-
-    Example:
-        >>> from mesh_utils import synthetic_devices
-        >>> mesh = search_order(synthetic_devices((4, 4), kind="TPU v5 lite"), (4, 4))
-        >>> [device.id for device in mesh[0]]
-        [0, 1, 5, 4]
-    """
-    topology = Topology.from_devices(devices, granule=len(devices), chip=chip, wrap=wrap)
-    return assign(topology, shape, (1,) * len(shape), weights=weights).devices
-
-
-def arrange(
-    granules: Sequence[tuple[Device, ...]], shape: tuple[int, ...], order: DeviceOrder = "auto"
-) -> list[DeviceArray]:
-    """Lays each granule out as a mesh of its own.
-
-    Args:
-        granules: granules of one size.
-        shape: the mesh to make of each, as many places as it has devices.
-        order: how.
-
-    Returns:
-        For each granule an array of its Devices, of that shape.
-
-    Raises:
-        MeshError: there is no such order, the order refuses, or it does not return each device of
-            the granule once in that shape.
-
-    Example:
-        >>> from mesh_utils import granules
-        >>> arrange(granules(range(4), 2), (2,), "row-major")[1][0].id
-        2
-    """
-    function = _order_function(order, granules)
-    arrays = [function(tuple(sorted(granule, key=_listed)), shape) for granule in granules]
-    for granule, array in zip(granules, arrays, strict=True):
-        _refuse_other_devices(array, granule, shape, order)
-    return arrays
-
-
-def _shown_to_jax(devices: tuple[Device, ...]) -> list[JaxDevice]:
-    if devices[0].coords is None:  # JAX counts GPUs by id, which here is their place in the list
-        return [JaxDevice(n, "gpu", "", 0, (0, 0, 0), 0) for n in range(len(devices))]
-    chips = np.array([device.coords or () for device in devices], np.int64)
-    cores = np.array([device.core_on_chip for device in devices], np.int64)
-    origin = chips.min(axis=0)
-    chips, cores = chips - origin, cores - cores.min()
-    _refuse_holes(chips, cores, origin)
-    kinds = {device.kind for device in devices}
-    two_cores = int(cores.max()) == 1
-    kind = "TPU7x" if kinds == {"TPU"} and two_cores else devices[-1].kind
-    return [
-        JaxDevice(n, "tpu", kind, device.process_index or 0, cast("Coords", tuple(chip)), core)
-        for n, (device, chip, core) in enumerate(
-            zip(devices, chips.tolist(), cores.tolist(), strict=True)
-        )
-    ]
-
-
-def _refuse_holes(
-    chips: NDArray[np.int64], cores: NDArray[np.int64], origin: NDArray[np.int64]
-) -> None:
-    """Refuses chips, counted from the origin, that do not fill the box around them."""
-    sizes: list[int] = (chips.max(axis=0) + 1).tolist()
-    num_cores = int(cores.max()) + 1
-    counts = np.zeros((*sizes, num_cores), np.int64)
-    np.add.at(counts, (*chips.T, cores), 1)
-    wrong = np.argwhere(counts != 1)
-    if wrong.size:
-        x, y, z = (wrong[0][:3] + origin).tolist()
-        box = "x".join(map(str, sizes))
-        per_chip = "" if num_cores == 1 else f" of {num_cores} cores"
-        raise MeshError(
-            f"order='jax' was asked for, with {len(cores)} devices in a box of {box} chips"
-            f"{per_chip}. The chip at ({x}, {y}, {z}) is not there once. "
-            "Pass the devices of a whole box, or order='row-major'."
-        )
-
-
-def _order_function(order: DeviceOrder, granules: Sequence[tuple[Device, ...]]) -> OrderFunction:
-    if callable(order):
-        return order
-    if order == "auto":
-        if granules[0][0].coords is None:
-            return row_major_order
-        return search_order if _are_known(granules) else jax_order
-    named = {"search": search_order, "jax": jax_order, "row-major": row_major_order}
-    if order in named:
-        return named[order]
-    raise MeshError(
-        f"order={order!r} was asked for. There is no such order. "
-        "Pass 'auto', 'search', 'jax', 'row-major', or a function of a granule's devices and a "
-        "shape."
-    )
-
-
-def _are_known(granules: Sequence[tuple[Device, ...]]) -> bool:
-    """Whether the links of all granules are known and alike, so that they get one layout."""
-    networks: set[Network] = set()
-    try:
-        for granule in granules:
-            topology = Topology.from_devices(granule, granule=len(granule))
-            if topology.chip is None or topology.wrap is None:
-                return False
-            networks.add(Network.of(topology))
-    except MeshError:  # holes, say: JAX's order has a message for them
-        return False
-    return len(networks) == 1
-
-
-def _refuse_other_devices(
-    output: object, granule: tuple[Device, ...], shape: tuple[int, ...], order: DeviceOrder
-) -> None:
-    name = getattr(order, "__name__", None) or repr(order)
-    request = f"order={name} was asked for ici_mesh_shape={shape}."
-    array = cast("DeviceArray", output)
-    if not isinstance(output, np.ndarray) or array.shape != shape:
-        form: object = getattr(array, "shape", type(array).__name__)
-        raise MeshError(
-            f"{request} For a granule of {len(granule)} devices it returned {form!r}, no array of "
-            "that shape. Let it return a numpy array of ici_mesh_shape."
-        )
-    places = cast("list[object]", array.reshape(-1).tolist())
-    if not all(isinstance(device, Device) for device in places) or set(places) != set(granule):
-        ids = f"{granule[0].id} to {granule[-1].id}"
-        raise MeshError(
-            f"{request} What it returned for the granule with the ids {ids} is not each of its "
-            "devices once. Let it return the Devices that it gets, and no others."
-        )
-
-
-def _as_array(devices: Sequence[Device]) -> DeviceArray:
-    array = np.empty(len(devices), object)
-    array[:] = devices
-    return array
-
-
-def _place(device: Device) -> tuple[int, ...]:
-    if device.coords is None:
-        return (device.id,)
-    return (*reversed(device.coords), device.core_on_chip, device.id)
-
-
-def _listed(device: Device) -> tuple[int, ...]:
-    """The order in which libtpu lists a slice; devices without coordinates go by id."""
-    first = 0 if device.coords is None else device.process_index or 0
-    return (first, *_place(device))

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex, TypeAlias, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mesh_utils.argument_types import argument_types
 from mesh_utils.errors import MeshError, TopologyError
@@ -33,6 +34,9 @@ __all__ = []
 
 Coords: TypeAlias = tuple[int, int, int]
 """The place of a chip in its slice: x, y, z."""
+
+DeviceArray: TypeAlias = NDArray[np.object_]
+"""An array of Devices, or of a runtime's devices."""
 
 _NAME = re.compile(r"(.*\S)\s*:\s*(\d+)")
 
@@ -110,6 +114,26 @@ def read_devices(devices: Iterable[object]) -> tuple[Device, ...]:
     return described
 
 
+def device_array(devices: Iterable[object], shape: Sequence[int]) -> DeviceArray:
+    """Lays devices out.
+
+    Args:
+        devices: as many as the shape has places, in row-major order.
+        shape: of the array.
+
+    Returns:
+        Them in that shape. numpy would look into what can be indexed.
+
+    Example:
+        >>> device_array([{"name": "TPU:0"}, {"name": "TPU:1"}], (2, 1))[1, 0]
+        {'name': 'TPU:1'}
+    """
+    listed = list(devices)
+    array = np.empty(len(listed), object)
+    array[:] = listed
+    return array.reshape(shape)
+
+
 @argument_types
 def synthetic_devices(
     slice_shape: Sequence[SupportsIndex],
@@ -145,11 +169,11 @@ def synthetic_devices(
         [100000, 100001, 200000, 200001]
     """
     shape = _read_box("slice_shape", slice_shape)
-    host = _read_box("chips_per_host", chips_per_host)
-    host = tuple(min(sizes) for sizes in zip(host, shape, strict=True))
+    x, y, z = map(min, _read_box("chips_per_host", chips_per_host), shape)
+    host = (x, y, z)
     slices, cores = as_integer(num_slices) or 0, as_integer(cores_per_chip) or 0
     per_slice = int(np.prod(shape)) * cores
-    too_large = slices > 1 and per_slice > 100_000
+    too_large = slices > 1 and per_slice > IDS_PER_SLICE
     filled = not any(size % part for size, part in zip(shape, host, strict=True))
     if slices < 1 or cores < 1 or not filled or too_large:
         raise MeshError(
@@ -158,43 +182,18 @@ def synthetic_devices(
             "hosts, and libtpu numbers at most 100000 devices in each of several slices. "
             "Pass counts of 1 or more, and a slice_shape that chips_per_host divides."
         )
-    local = _local_devices(shape, host, cores)
-    num_hosts = int(np.prod(shape)) // int(np.prod(host))
-    return tuple(
-        Device(
-            id=number if slices == 1 else 100_000 * (index + 1) + number,
-            process_index=process + index * num_hosts,
-            slice_index=None if slices == 1 else index,
-            coords=coords,
-            core_on_chip=core,
-            kind=kind,
-        )
-        for index in range(slices)
-        for number, process, coords, core in local
-    )
+    return devices_at(synthetic_places(shape, host, cores, slices), kind, slices > 1)
 
 
-def _local_devices(
-    shape: tuple[int, ...], host: tuple[int, ...], cores: int
-) -> list[tuple[int, int, Coords, int]]:
-    """Id, host, coordinates and core of each device of one slice, in libtpu's order."""
-    z, y, x, core = np.indices((*reversed(shape), cores)).reshape(4, -1)
-    host_shape = tuple(size // part for size, part in zip(shape, host, strict=True))
-    process = x // host[0] + host_shape[0] * (y // host[1] + host_shape[1] * (z // host[2]))
-    places: list[list[int]] = np.stack([process, x, y, z, core], axis=-1).tolist()
-    # The sort is stable: within a host the order stays that of the ids.
-    numbers: list[int] = np.argsort(process, kind="stable").tolist()
-    return [(n, places[n][0], cast("Coords", tuple(places[n][1:4])), places[n][4]) for n in numbers]
-
-
-def _read_box(name: str, box: Sequence[SupportsIndex]) -> tuple[int, ...]:
+def _read_box(name: str, box: Sequence[SupportsIndex]) -> Shape3:
     sizes = tuple(as_integer(size) or 0 for size in box)
     if not 1 <= len(sizes) <= 3 or min(sizes) < 1:
         raise MeshError(
             f"Devices were asked for with {name}={box!r}. That is no box of chips. "
             "Pass up to three positive integers: the chips in x, y and z."
         )
-    return (*sizes, 1, 1)[:3]
+    x, y, z, *_ = (*sizes, 1, 1)
+    return (x, y, z)
 
 
 def _read_device(device: object, place: int) -> Device:
@@ -275,6 +274,96 @@ def _refuse_repeated(devices: tuple[Device, ...]) -> None:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# ------------------------------------------------------------------------------------------ Places
+#
+# Where devices are, as arrays.
+#
+# libtpu numbers devices with the core of a chip fastest, then x, y, z; it lists them host by host.
+# The ids of several slices start at 100000 for the first, 200000 for the second; hosts (processes)
+# are numbered through.
+
+IDS_PER_SLICE = 100_000
+"""libtpu's ids of one of several slices."""
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Columns, one entry per device, in libtpu's order.
+
+    Attributes:
+        ids: the number by which the runtime knows it, [devices].
+        processes: the process that drives it, [devices]; -1 where not known.
+        slices: its slice, [devices], counted from 0.
+        coords: its chip in the box, [devices, 3].
+        cores: its number on the chip, [devices].
+        devices: the devices that were read; () for synthetic ones.
+    """
+
+    ids: NDArray[np.int64]
+    processes: NDArray[np.int64]
+    slices: NDArray[np.int64]
+    coords: NDArray[np.int64]
+    cores: NDArray[np.int64]
+    devices: tuple[Device, ...] = ()
+
+
+def synthetic_places(shape: Shape3, host: Shape3, cores: int, num_slices: int) -> Places:
+    """The places of devices as libtpu lists them.
+
+    Args:
+        shape: chips of a slice in x, y and z.
+        host: chips of a host.
+        cores: devices per chip.
+        num_slices: how many such slices.
+
+    Returns:
+        Them, without devices.
+    """
+    z, y, x, core = np.indices((*reversed(shape), cores)).reshape(4, -1)
+    hosts = [-(-size // part) for size, part in zip(shape, host, strict=True)]
+    process = x // host[0] + hosts[0] * (y // host[1] + hosts[1] * (z // host[2]))
+    order = np.argsort(process, kind="stable")  # within a host the order stays that of the ids
+    base = IDS_PER_SLICE * np.arange(1, num_slices + 1) if num_slices > 1 else np.zeros(1, np.int64)
+    slices = np.repeat(np.arange(num_slices), order.size)
+    return Places(
+        ids=(base[:, None] + order).reshape(-1).astype(np.int64),
+        processes=np.tile(process[order], num_slices) + slices * int(np.prod(hosts)),
+        slices=slices,
+        coords=np.tile(np.column_stack([x, y, z])[order], (num_slices, 1)),
+        cores=np.tile(core[order], num_slices),
+    )
+
+
+def devices_at(
+    places: Places, kind: str, several: bool, on_torus: bool = True
+) -> tuple[Device, ...]:
+    """The devices of places.
+
+    Args:
+        places: where they are.
+        kind: the name of the chip.
+        several: whether there are several slices, so that each has a slice_index.
+        on_torus: whether they have coords.
+
+    Returns:
+        A device for each place, in the same order.
+    """
+    columns = (places.ids, places.processes, places.slices, places.coords, places.cores)
+    return tuple(
+        Device(
+            id=number,
+            process_index=process,
+            slice_index=index if several else None,
+            coords=(chip[0], chip[1], chip[2]) if on_torus else None,
+            core_on_chip=core,
+            kind=kind,
+        )
+        for number, process, index, chip, core in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
+    )
 
 
 # ---------------------------------------------------------------------------------------- Granules

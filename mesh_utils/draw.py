@@ -57,16 +57,9 @@ from numpy.typing import NDArray
 from mesh_utils.argument_types import argument_types
 from mesh_utils.errors import MeshError
 from mesh_utils.mesh import Axis, Mesh
-from mesh_utils.network import (
-    AxisReport,
-    Network,
-    axis_groups,
-    axis_reports,
-    find_span,
-    link_loads,
-    mesh_places,
-)
-from mesh_utils.topology import Box, Topology, canonical
+from mesh_utils.network import AxisReport, Network, axis_reports, link_loads
+from mesh_utils.span import axis_groups, find_span, mesh_places
+from mesh_utils.topology import Topology, canonical
 
 __all__ = []
 
@@ -160,8 +153,7 @@ def link_ends(network: Network, flags: LinkFlags) -> tuple[IntArray, IntArray, I
     """
     links = np.argwhere(flags)
     starts, dims = links[:, :3], links[:, 3]
-    box: Box = (network.shape, network.wrap, network.twist)
-    ends = canonical(box, starts + np.eye(3, dtype=np.int64)[dims])
+    ends = canonical(network.box, starts + np.eye(3, dtype=np.int64)[dims])
     return starts, ends, dims
 
 
@@ -215,7 +207,7 @@ def axis_links(
 def _links_of_groups(network: Network, groups: IntArray) -> LinkFlags:
     """The links that the groups of one axis use, [groups, members, 5]."""
     there = slice_links(network)
-    span = None if network.switched else find_span(network, groups)
+    span = None if network.switched else find_span(network.shape, groups)
     if span is not None and network.strategy(span) == "whole dims":
         return there & (np.array(span.sizes) > 1)
     # A group has as many members in each slice that it touches as in every other one.
@@ -230,8 +222,7 @@ def _links_of_groups(network: Network, groups: IntArray) -> LinkFlags:
     flags: LinkFlags = loads[..., 0] > 0
     # A message downwards is counted at the chip that sends it, which is the upper end of its link.
     downwards = np.argwhere(loads[..., 1] > 0)
-    box: Box = (network.shape, network.wrap, network.twist)
-    lower = canonical(box, downwards[:, :3] - np.eye(3, dtype=np.int64)[downwards[:, 3]])
+    lower = canonical(network.box, downwards[:, :3] - np.eye(3, dtype=np.int64)[downwards[:, 3]])
     flags[lower[:, 0], lower[:, 1], lower[:, 2], downwards[:, 3]] = True
     return flags
 

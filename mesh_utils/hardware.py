@@ -311,7 +311,6 @@ def _all_shapes(table: SliceTable) -> tuple[Shape3, ...]:
 # `peak_flops`, `host` and `slices`, in which each entry is a mapping with `value` and `source`, or
 # `value: null` and `reason`; and maybe `unit`, `note`, and `others` with further such mappings.
 
-_FOLDER = ("tpu_configs", "hardware")
 _FIGURES = (
     "cores_per_chip",
     "devices_per_chip",
@@ -328,91 +327,22 @@ _FIGURES = (
 _NAMES = ("aliases", "libtpu", "device_kinds", "cloud", "cloud_counts", "gke", "machine_types")
 
 
-@dataclass(frozen=True)
-class HardwareFile:
-    """What a file says, in bytes, bytes per second and FLOP per second.
+def yaml_names(folder: str) -> tuple[str, ...]:
+    """Lists the files of a folder of tpu_configs.
 
-    Attributes:
-        name: the chip's name here.
-        title: its name for people.
-        platform: "tpu" or "gpu".
-        names: other names by kind; () where there is none.
-        figures: the figures by name.
-        peak_flops: FLOP per second by dtype.
-        chips_per_host: chips of a host in x, y, z.
-        slices: the real slices.
-    """
-
-    name: str
-    title: str
-    platform: str
-    names: dict[str, tuple[str, ...]]
-    figures: dict[str, Figure]
-    peak_flops: dict[str, Figure]
-    chips_per_host: tuple[int, int, int]
-    slices: SliceTable
-
-
-def hardware_names() -> tuple[str, ...]:
-    """Lists the files.
+    Args:
+        folder: "hardware" or "jobs".
 
     Returns:
         Their names, without ".yaml", in alphabetical order.
 
     Example:
-        >>> "v5p" in hardware_names()
+        >>> "v5p" in yaml_names("hardware")
         True
     """
-    folder = files(_FOLDER[0]).joinpath(_FOLDER[1])
-    file_names = [entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml")]
+    entries = files("tpu_configs").joinpath(folder).iterdir()
+    file_names = [entry.name for entry in entries if entry.name.endswith(".yaml")]
     return tuple(sorted(name.removesuffix(".yaml") for name in file_names))
-
-
-def read_hardware_file(name: str) -> HardwareFile:
-    """Reads a packaged file.
-
-    Args:
-        name: its name, without ".yaml".
-
-    Returns:
-        What it says.
-
-    Raises:
-        MeshError: something is missing in it or has no source.
-    """
-    text = files(_FOLDER[0]).joinpath(_FOLDER[1], f"{name}.yaml").read_text(encoding="utf-8")
-    return read_hardware(text, f"tpu_configs/hardware/{name}.yaml")
-
-
-def read_hardware(text: str, file: str) -> HardwareFile:
-    """Reads the text of a hardware file.
-
-    Args:
-        text: YAML.
-        file: its path, for messages.
-
-    Returns:
-        What it says.
-
-    Raises:
-        MeshError: something is missing in it or has no source.
-    """
-    import yaml  # it takes longer to import than all of mesh_utils
-
-    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    entries = _Entries(cast("Mapping[str, object]", yaml.load(text, loader)), file)
-    return HardwareFile(
-        name=str(entries.plain("name")),
-        title=str(entries.plain("title")),
-        platform=str(entries.plain("platform")),
-        names={name: entries.words("names", name) for name in _NAMES},
-        figures={name: entries.figure("figures", name) for name in _FIGURES},
-        peak_flops={
-            dtype: entries.figure("peak_flops", dtype) for dtype in entries.of("peak_flops")
-        },
-        chips_per_host=read_box(str(entries.entry("host", "chips")["value"])),
-        slices=_read_slices(entries),
-    )
 
 
 def read_box(text: str) -> tuple[int, int, int]:
@@ -697,7 +627,10 @@ def chips() -> tuple[Chip, ...]:
         >>> [chip.name for chip in chips()][:3]
         ['v2', 'v3', 'v4']
     """
-    every_chip = [_read_chip(name) for name in hardware_names()]
+    every_chip: list[Chip] = []
+    for name in yaml_names("hardware"):
+        text = files("tpu_configs").joinpath("hardware", f"{name}.yaml").read_text("utf-8")
+        every_chip.append(read_hardware(text, f"tpu_configs/hardware/{name}.yaml"))
     return tuple(sorted(every_chip, key=_age))
 
 
@@ -756,13 +689,30 @@ def _age(chip: Chip) -> tuple[bool, int, str]:
     return chip.platform == "gpu", int(digits or 0), chip.name
 
 
-def _read_chip(name: str) -> Chip:
-    file = read_hardware_file(name)
-    figures, names = file.figures, file.names
+def read_hardware(text: str, file: str) -> Chip:
+    """Reads the text of a hardware file.
+
+    Args:
+        text: YAML.
+        file: its path, for messages.
+
+    Returns:
+        What it says.
+
+    Raises:
+        MeshError: something is missing in it or has no source.
+    """
+    import yaml  # it takes longer to import than all of mesh_utils
+
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    entries = _Entries(cast("Mapping[str, object]", yaml.load(text, loader)), file)
+    names = {name: entries.words("names", name) for name in _NAMES}
+    figures = {name: entries.figure("figures", name) for name in _FIGURES}
+    peaks = {dtype: entries.figure("peak_flops", dtype) for dtype in entries.of("peak_flops")}
     chip = Chip(
-        name=file.name,
-        title=file.title,
-        platform=file.platform,
+        name=str(entries.plain("name")),
+        title=str(entries.plain("title")),
+        platform=str(entries.plain("platform")),
         aliases=names["aliases"],
         device_kinds=names["device_kinds"],
         cloud_names=names["cloud"],
@@ -773,10 +723,10 @@ def _read_chip(name: str) -> Chip:
         cores_per_chip=figures["cores_per_chip"].whole or 1,
         devices_per_chip=figures["devices_per_chip"].whole or 1,
         torus_rank=figures["torus_rank"].whole or 0,
-        chips_per_host=file.chips_per_host,
-        slices=file.slices,
+        chips_per_host=read_box(str(entries.entry("host", "chips")["value"])),
+        slices=_read_slices(entries),
         figures=MappingProxyType(figures),
-        peak_flops=MappingProxyType(file.peak_flops),
+        peak_flops=MappingProxyType(peaks),
     )
     chip.check_valid()
     return chip

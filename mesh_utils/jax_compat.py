@@ -16,30 +16,105 @@ jax.sharding.Mesh. What is different:
 """
 
 import math
+import sys
 import warnings as python_warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex, TypeAlias, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mesh_utils.argument_types import argument_types
-from mesh_utils.assignment import (
-    Assignment,
-    Weights,
-    assign,
-    jax_default_devices,
-    jax_mesh_utils,
-    shown_to_jax,
-)
-from mesh_utils.devices import Granule, read_devices
+from mesh_utils.assignment import Assignment, Weights, assign
+from mesh_utils.devices import Coords, Device, DeviceArray, Granule, device_array, read_devices
 from mesh_utils.errors import MeshError, TopologyError
 from mesh_utils.topology import Topology
 
+# ------------------------------------------------------------------------ JAX's own mesh functions
+#
+# The one place that asks them.
+#
+# JAX is imported here, when it is asked, and no backend starts. Devices that JAX does not know
+# (torch_xla's, Devices, those of a Topology) are shown to it in the form that its mesh functions
+# look at.
+
+
+@dataclass(frozen=True, slots=True)
+class JaxDevice:
+    """What JAX's mesh functions ask of a device. The id is its place in the list."""
+
+    id: int
+    platform: str
+    device_kind: str
+    process_index: int
+    coords: Coords
+    core_on_chip: int
+    slice_index: int = 0
+
+
+def jax_mesh_utils(request: str, instead: str) -> Any:
+    """Imports JAX's mesh functions.
+
+    Args:
+        request: what needs them, for the message.
+        instead: what else to do, for the message.
+
+    Returns:
+        The module jax.experimental.mesh_utils.
+
+    Raises:
+        MeshError: JAX cannot be imported.
+    """
+    try:
+        from jax.experimental import mesh_utils
+    except ImportError as error:
+        raise MeshError(
+            f"{request} JAX cannot be imported: {error}. Install jax, or {instead}."
+        ) from error
+    return mesh_utils
+
+
+def jax_default_devices() -> list[object]:
+    """The devices that JAX has here; this starts its backend.
+
+    Returns:
+        jax.devices().
+
+    Raises:
+        MeshError: JAX cannot be imported.
+    """
+    request = "A mesh was asked for without devices, which are jax.devices() then."
+    jax_mesh_utils(request, "pass devices, or a Topology")
+    return list(sys.modules["jax"].devices())  # its parent, which is there by now
+
+
+def shown_to_jax(devices: Sequence[Device]) -> list[JaxDevice]:
+    """Shows devices to JAX as they are.
+
+    Args:
+        devices: the devices.
+
+    Returns:
+        What JAX looks at; the id of each is its place in the list.
+    """
+    return [
+        JaxDevice(
+            place,
+            "gpu" if device.coords is None else "tpu",
+            device.kind,
+            device.process_index or 0,
+            device.coords or (0, 0, 0),
+            device.core_on_chip,
+            device.slice_index or 0,
+        )
+        for place, device in enumerate(devices)
+    ]
+
+
+# ----------------------------------------------------------------- JAX's functions, by their names
+
 Strategy: TypeAlias = Literal["search", "jax"]
 """How a mesh is made: by the search, or by JAX."""
-
-ObjectArray: TypeAlias = NDArray[np.object_]
 
 
 @argument_types
@@ -52,7 +127,7 @@ def create_device_mesh(
     strategy: Strategy = "search",
     weights: Weights | None = None,
     wrap: Sequence[bool] | None = None,
-) -> ObjectArray:
+) -> DeviceArray:
     """Makes the mesh of one slice.
 
     Args:
@@ -121,7 +196,7 @@ def create_hybrid_device_mesh(
     strategy: Strategy = "search",
     weights: Weights | None = None,
     wrap: Sequence[bool] | None = None,
-) -> ObjectArray:
+) -> DeviceArray:
     """Makes the mesh of several slices: on each axis the part across slices is the outer one.
 
     Args:
@@ -226,14 +301,13 @@ def _listed(devices: Iterable[object]) -> list[object]:
     return list(devices)
 
 
-def _placed(assignment: Assignment, originals: list[object] | None) -> ObjectArray:
+def _placed(assignment: Assignment, originals: list[object] | None) -> DeviceArray:
     if originals is None:
         return assignment.devices
     described = read_devices(originals)
     by_id = {device.id: original for device, original in zip(described, originals, strict=True)}
-    array = np.empty(assignment.mesh_shape, object)
-    array.reshape(-1)[:] = [by_id[number] for number in assignment.device_ids.reshape(-1).tolist()]
-    return array
+    ids = assignment.device_ids.reshape(-1).tolist()
+    return device_array([by_id[number] for number in ids], assignment.mesh_shape)
 
 
 def _as_they_appear(topology: Topology, originals: list[object] | None) -> list[int]:
@@ -280,12 +354,10 @@ def _for_jax(
     return list(shown_to_jax(read_devices(originals))), originals
 
 
-def _as_originals(mesh: Any, originals: list[object] | None) -> ObjectArray:
+def _as_originals(mesh: Any, originals: list[object] | None) -> DeviceArray:
     if originals is None:
-        return cast("ObjectArray", mesh)
-    array = np.empty(mesh.shape, object)
-    array.reshape(-1)[:] = [originals[device.id] for device in mesh.reshape(-1).tolist()]
-    return array
+        return cast("DeviceArray", mesh)
+    return device_array([originals[device.id] for device in mesh.reshape(-1)], mesh.shape)
 
 
 def _jax(name: str) -> Any:

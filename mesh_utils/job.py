@@ -45,10 +45,10 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from mesh_utils.assignment import Assignment, DeviceArray, assign
-from mesh_utils.devices import Device
+from mesh_utils.assignment import Assignment, assign, nearest_sizes
+from mesh_utils.devices import Device, DeviceArray, device_array
 from mesh_utils.errors import JobError
-from mesh_utils.hardware import Chip
+from mesh_utils.hardware import Chip, yaml_names
 from mesh_utils.hybrid import HybridMesh
 from mesh_utils.mesh import as_integer
 from mesh_utils.network import Network
@@ -63,8 +63,6 @@ __all__ = []
 # Jobs that come with the package are in tpu_configs/jobs and go by name: "llama3_70b_v5p". YAML is
 # read strictly: a key that is written twice is refused, where YAML readers mostly take the last.
 
-_FOLDER = ("tpu_configs", "jobs")
-
 
 def job_names() -> tuple[str, ...]:
     """Lists the jobs that come with the package.
@@ -76,9 +74,7 @@ def job_names() -> tuple[str, ...]:
         >>> "llama3_70b_v5p" in job_names()
         True
     """
-    folder = files(_FOLDER[0]).joinpath(_FOLDER[1])
-    file_names = [entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml")]
-    return tuple(sorted(name.removesuffix(".yaml") for name in file_names))
+    return yaml_names("jobs")
 
 
 def _read_job_file(path_or_name: str | os.PathLike[str]) -> tuple[object, str]:
@@ -95,7 +91,7 @@ def _read_job_file(path_or_name: str | os.PathLike[str]) -> tuple[object, str]:
             ) from None
     name = source.removeprefix("tpu_configs/jobs/").removesuffix(".yaml")
     if name in job_names():
-        text = files(_FOLDER[0]).joinpath(_FOLDER[1], f"{name}.yaml").read_text(encoding="utf-8")
+        text = files("tpu_configs").joinpath("jobs", f"{name}.yaml").read_text(encoding="utf-8")
         return read_yaml(text, name), name
     what = "It is a folder" if path.is_dir() else "There is no such file, nor a job of that name"
     raise JobError(
@@ -330,43 +326,6 @@ def _filled(
         f"{title} was read with {key} sizes {written}. {there}, {product}. "
         f"Write {key} sizes {instead}, or others with that product."
     )
-
-
-def nearest_sizes(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Sizes of a given product, like those given.
-
-    Args:
-        sizes: positive, or -1.
-        count: the product.
-
-    Returns:
-        One axis changed if that will do: with a -1, another one, to the nearest that leaves a whole
-        number; else what the others share with the product, and the rest on the first axis.
-
-    Example:
-        >>> nearest_sizes([-1, 3], 128), nearest_sizes([2, 3, 4], 64), nearest_sizes([2, 3, 5], 64)
-        ((64, 2), (2, 8, 4), (64, 1, 1))
-    """
-    plain = [max(size, 1) for size in sizes]
-    free = next((axis for axis, size in enumerate(sizes) if size == -1), None)
-    for axis, size in enumerate(sizes):
-        product_without = math.prod(plain) // plain[axis]
-        if axis == free or count % product_without:
-            continue
-        if free is None:
-            return (*plain[:axis], count // product_without, *plain[axis + 1 :])
-        fitting = [
-            part
-            for part in range(1, count // product_without + 1)
-            if count // product_without % part == 0
-        ]
-        plain[axis] = min(fitting, key=lambda part: (abs(part - size), part))
-        plain[free] = count // math.prod(plain)
-        return tuple(plain)
-    shared: list[int] = []
-    for size in plain[1:]:
-        shared.append(math.gcd(size, count // math.prod(shared)))
-    return (count // math.prod(shared), *shared)
 
 
 def over_dcn(title: str, axis: JobAxis, axis_names: Sequence[str], topology: Topology) -> str:
@@ -943,9 +902,8 @@ class JobConfig:
         for device in devices:
             x, y, z = np.subtract(device.coords or (0, 0, 0), low).tolist()
             there[x, y, z, device.core_on_chip - core] = device
-        ordered = np.empty(len(devices), object)
-        searched = cast("list[Device]", assignment.devices.reshape(-1).tolist())
-        for place, device in enumerate(searched):
+        ordered: list[Device] = []
+        for device in cast("list[Device]", assignment.devices.reshape(-1).tolist()):
             at = (*(device.coords or (0, 0, 0)), device.core_on_chip)
             if at not in there:
                 raise JobError(
@@ -954,8 +912,8 @@ class JobConfig:
                     f"{one_slice.name} has such a device. "
                     f"Pass devices of whole slices of {one_slice.name}."
                 )
-            ordered[place] = there[at]
-        return ordered.reshape(shape)
+            ordered.append(there[at])
+        return device_array(ordered, shape)
 
 
 def _read_job(document: object, title: str) -> JobConfig:

@@ -101,8 +101,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from mesh_utils.argument_types import argument_types
 from mesh_utils.errors import TopologyError
-from mesh_utils.mesh import Axis, Mesh, PositionTable
-from mesh_utils.span import Shape3, Span
+from mesh_utils.mesh import Axis, Mesh
+from mesh_utils.span import Span, axis_groups, find_span, first_slice, mesh_places
 from mesh_utils.topology import Box, Topology, canonical, shortest_ways
 
 __all__ = ["exchange_load", "link_loads", "neighbour_shift", "ring_links"]
@@ -263,7 +263,7 @@ def exchange_links(box: Box, sizes: IntArray, strides: IntArray) -> FloatArray:
     line = (sizes // 2) * (sizes - sizes // 2) / sizes
     load = np.where(sizes > 1, strides * np.where(rings, ring, line), 0.0).max(axis=1)
     if box[2]:
-        short = np.array([size == min(box[0]) for size in box[0]])
+        short = _is_short(box)
         whole_dims = ((sizes == 1) | ((sizes == np.array(box[0])) & rings)).all(axis=1)
         whole_dims &= ((sizes > 1) & short).any(axis=1)
         for row in np.flatnonzero(whole_dims):
@@ -379,6 +379,11 @@ class Network:
             dcn_links=dcn / cores / link if dcn and link else None,
         )
 
+    @property
+    def box(self) -> Box:
+        """Shape, wrap and twist, by which ways between chips are found."""
+        return self.shape, self.wrap, self.twist
+
     def links(self, span: Span, collective: Collective = "all-gather") -> float:
         """The bandwidth of an axis, all its groups at work.
 
@@ -434,13 +439,12 @@ class Network:
         if self.switched:
             per_byte = 1 - 1 / devices
         else:
-            box: Box = (self.shape, self.wrap, self.twist)
             if collective == "all-to-all":
                 # Whether in one group or in two, the devices of a chip send through its links.
-                sharing, links = self.cores, exchange_links(box, size, stride)
+                sharing, links = self.cores, exchange_links(self.box, size, stride)
             else:
                 sharing = np.where(core == self.cores, 1.0, self.cores)
-                links = gather_links(box, size, stride)[0]
+                links = gather_links(self.box, size, stride)[0]
             between = np.where(core > 1, (1 - 1 / core) / self.core_links, 0.0)
             per_byte = np.maximum(sharing * (1 - 1 / chips) / links, between)
         total = devices * slice_
@@ -519,9 +523,8 @@ class Network:
         """
         if self.switched:
             return "switch" if span.num_chips > 1 else "none"
-        box: Box = (self.shape, self.wrap, self.twist)
         sizes, strides = np.array([span.sizes]), np.array([span.strides])
-        return STRATEGIES[int(gather_links(box, sizes, strides)[1][0])]
+        return STRATEGIES[int(gather_links(self.box, sizes, strides)[1][0])]
 
     def bound(self, num_devices: SupportsIndex, slices: SupportsIndex = 1) -> float:
         """What no axis of so many devices can exceed: all links of a chip at work for it alone.
@@ -586,132 +589,13 @@ def _links(network: Network, span: Span, collective: Collective) -> float:
     return float(links[0])
 
 
-# ---------------------------------------------- Where the axes of a mesh lie: from devices to Spans
-#
-# Meshes that lay axes along physical dims, split by mixed radix, in any order, have spans: JAX's,
-# HybridMesh's, those of a search. Others (random ones, say) have none, and are counted link by
-# link.
-
-
-def mesh_places(topology: Topology, device_ids: ArrayLike) -> IntArray:
-    """Looks up where the devices of a mesh are.
-
-    Args:
-        topology: the chips.
-        device_ids: the ids of the mesh, in its shape.
-
-    Returns:
-        Slice, x, y, z and core of each, [*mesh_shape, 5].
-
-    Raises:
-        MeshError: ids that are not in the topology.
-
-    Example:
-        >>> mesh_places(Topology.parse("v5e:2x2"), [[0, 1], [2, 3]])[1, 1].tolist()
-        [0, 1, 1, 0, 0]
-    """
-    ids = np.asarray(device_ids, np.int64)
-    table = PositionTable(topology.device_ids)
-    at = table.find_all(ids, topology)
-    columns = [topology.slice_index, *topology.coords.T, topology.core_on_chip]
-    return np.stack([np.asarray(column, np.int64)[at] for column in columns], axis=-1)
-
-
-def axis_groups(places: IntArray, axis: int) -> IntArray:
-    """The groups of an axis.
-
-    Args:
-        places: slice, x, y, z and core of each device of the mesh, [*mesh_shape, 5].
-        axis: which axis, counted from 0.
-
-    Returns:
-        The places of the members of each group, in the order of the axis, [groups, members, 5].
-
-    Example:
-        >>> places = mesh_places(Topology.parse("v5e:2x2"), [[0, 1], [2, 3]])
-        >>> axis_groups(places, 0)[:, :, 2].tolist()
-        [[0, 1], [0, 1]]
-    """
-    axis_last = np.moveaxis(places, axis, -2)
-    return axis_last.reshape(-1, places.shape[axis], 5)
-
-
-def find_span(network: Network, groups: IntArray) -> Span | None:
-    """Where an axis lies, if its groups are alike and lie in rows.
-
-    Args:
-        network: the links.
-        groups: the places of the members of each group, [groups, members, 5].
-
-    Returns:
-        The span, with the default order; None if there is none.
-
-    Raises:
-        TopologyError: groups that have more members in one slice than in another: XLA cannot make
-            of such an axis one part per slice and one between slices.
-
-    Example:
-        >>> topology = Topology.parse("v5e:4x4")
-        >>> places = mesh_places(topology, np.arange(16).reshape(4, 4))
-        >>> str(find_span(Network.of(topology), axis_groups(places, 1)))
-        'Span(x4)'
-    """
-    members = groups.shape[1]
-    top = groups.reshape(-1, 5).max(axis=0) + 1
-    keys = np.ravel_multi_index(tuple(np.moveaxis(groups, -1, 0)), tuple(top.tolist()))
-    ordered = np.take_along_axis(groups, np.argsort(keys, axis=1)[:, :, None], axis=1)
-    slices = len(np.unique(ordered[0, :, 0]))
-    if members % slices:
-        _refuse_ragged(ordered)
-    parts = ordered.reshape(len(groups), slices, members // slices, 5)
-    in_one_slice = (parts[..., 0] == parts[..., :1, 0]).all()
-    if not in_one_slice or (np.diff(parts[:, :, 0, 0], axis=1) <= 0).any():
-        _refuse_ragged(ordered)
-    inside = parts[..., 1:].reshape(len(groups) * slices, members // slices, 4)
-    starts = inside.min(axis=1, keepdims=True)
-    shape = inside - starts
-    if (shape != shape[0]).any():
-        return None
-    return _span_of(network, shape[0], starts[:, 0, :3], slices)
-
-
-def _span_of(network: Network, members: IntArray, starts: IntArray, slices: int) -> Span | None:
-    """The span of a group's chips, counted from its first; it tiles the box from `starts`."""
-    columns = [np.unique(column) for column in members.T]
-    x, y, z, cores = map(len, columns)
-    steps = [int(column[1]) if len(column) > 1 else 1 for column in columns[:3]]
-    sizes: Shape3 = (x, y, z)
-    strides: Shape3 = (steps[0], steps[1], steps[2])
-    rows = [np.arange(size) * stride for size, stride in zip(sizes, strides, strict=True)]
-    grid = np.stack(np.meshgrid(*rows, np.arange(cores), indexing="ij"), axis=-1).reshape(-1, 4)
-    if grid.shape != members.shape or (grid != members).any():
-        return None
-    block = np.array(sizes) * np.array(strides)
-    tiles = (starts % block < np.array(strides)).all()
-    if not tiles or (np.array(network.shape) % block).any():
-        return None
-    return Span(sizes, strides, cores, slices)
-
-
-def _refuse_ragged(ordered: IntArray) -> None:
-    for group in ordered:
-        numbers, counts = np.unique(group[:, 0], return_counts=True)
-        if len(set(counts.tolist())) > 1 or len(numbers) != len(np.unique(ordered[0, :, 0])):
-            break
-    else:
-        numbers, counts = np.unique(ordered[0, :, 0], return_counts=True)
-    parts = ", ".join(f"{c} in slice {n}" for n, c in zip(numbers, counts, strict=True))
-    raise TopologyError(
-        f"The bandwidth of an axis over slices was asked for, a group of which has {parts}. "
-        "XLA makes of an axis one part in each slice and one between them, so that groups have "
-        "equally many members in each slice that they touch. Make the mesh with HybridMesh."
-    )
-
-
 # ----------------------------------------------------------------------- What links carry, counted
 
 _CHUNK = 4096
 """Messages that are routed at a time: memory stays below 30 MB."""
+
+MAX_MESSAGES = 200_000
+"""All-to-all of an axis without a span is counted up to so many messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -750,16 +634,21 @@ def link_loads(
         >>> loads[:, 0, 0, 0, 0].tolist(), hops
         ([1.0, 1.0, 0.0, 0.0], 2)
     """
-    box: Box = (network.shape, network.wrap, network.twist)
     loads = np.zeros((*network.shape, 3, 2))
     longest = 0
     for first in range(0, len(starts), _CHUNK):
         part = slice(first, first + _CHUNK)
-        steps, shares = shortest_ways(box, ends[part] - starts[part])
+        steps, shares = shortest_ways(network.box, ends[part] - starts[part])
         way, message = np.nonzero(shares)
         counts = steps[way, message]
         longest = max(longest, int(np.abs(counts).sum(axis=1).max(initial=0)))
-        _walk(box, loads, starts[part][message], counts, (amounts[part] * shares)[way, message])
+        _walk(
+            network.box,
+            loads,
+            starts[part][message],
+            counts,
+            (amounts[part] * shares)[way, message],
+        )
     return loads, longest
 
 
@@ -791,19 +680,31 @@ def neighbour_shift(network: Network, groups: IntArray) -> Shift:
         Its hops and its bandwidth.
     """
     starts, ends = groups.reshape(-1, 3), np.roll(groups, -1, axis=1).reshape(-1, 3)
-    if network.switched:
-        return Shift(1, 1.0) if (starts != ends).any() else Shift(0, np.inf)
-    load, hops = _worst_link(network, starts, ends)
+    load, hops = worst_link(network, starts, ends)
     return Shift(hops, 1 / load if load else np.inf)
 
 
-def _worst_link(
+def worst_link(
     network: Network, starts: IntArray, ends: IntArray, amount: float = 1.0
 ) -> tuple[float, int]:
-    """What the most loaded link carries, 0 where nothing moves, and the hops of the longest way."""
+    """Finds the most loaded link.
+
+    Args:
+        network: the links.
+        starts: the chip that sends, [messages, 3].
+        ends: the chip that receives, [messages, 3].
+        amount: what each message carries.
+
+    Returns:
+        What that link carries, 0 where nothing moves; and the links that the longest message
+        crosses.
+    """
     moving = (starts != ends).any(axis=1)
     if not moving.any():
         return 0.0, 0
+    if network.switched:  # each device has a link to the switch, and all it sends goes over that
+        _, messages = np.unique(starts[moving], axis=0, return_counts=True)
+        return amount * float(messages.max()), 1
     amounts = np.full(int(moving.sum()), amount)
     loads, hops = link_loads(network, starts[moving], ends[moving], amounts)
     return float(loads.max()), hops
@@ -825,12 +726,10 @@ def ring_links(network: Network, groups: IntArray) -> float:
         >>> ring_links(network, span_groups(Span((2, 2, 1), snake=True), network.shape))
         2.0
     """
-    if network.switched:
-        return 1.0
     following = np.roll(groups, -1, axis=1).reshape(-1, 3)
     members = groups.reshape(-1, 3)
     starts, ends = np.concatenate([members, following]), np.concatenate([following, members])
-    load, _ = _worst_link(network, starts, ends)
+    load, _ = worst_link(network, starts, ends)
     return 2 * (1 / load) if load else np.inf
 
 
@@ -842,7 +741,8 @@ def exchange_load(network: Network, groups: IntArray) -> float:
         groups: the chip of each member, [groups, members, 3].
 
     Returns:
-        Bus bandwidth per device in links; inf where all members of a group are on one chip.
+        Bus bandwidth per device in links; inf where all members of a group are on one chip; nan
+        where more messages than MAX_MESSAGES had to be counted.
 
     Example:
         >>> from mesh_utils.span import Span, span_groups
@@ -851,18 +751,15 @@ def exchange_load(network: Network, groups: IntArray) -> float:
         0.75
     """
     count = groups.shape[1]
-    if network.switched:
-        return 1.0
+    if len(groups) * count * count > MAX_MESSAGES:
+        return np.nan
     starts = np.repeat(groups, count, axis=1).reshape(-1, 3)
     ends = np.tile(groups, (1, count, 1)).reshape(-1, 3)
-    load, _ = _worst_link(network, starts, ends, 1 / count)
+    load, _ = worst_link(network, starts, ends, 1 / count)
     return (1 - 1 / count) / load if load else np.inf
 
 
 # ------------------------------------------------------------------- What each axis of a mesh gets
-
-MAX_MESSAGES = 200_000
-"""All-to-all of an axis without a span is counted up to so many messages."""
 
 
 @dataclass(frozen=True)
@@ -967,21 +864,17 @@ def axis_reports(
 
 def _report(network: Network, axis: Axis, groups: IntArray) -> AxisReport:
     size = groups.shape[1]
-    span = find_span(network, groups)
+    span = find_span(network.shape, groups)
     slices = 1 if span is None else span.slices
-    # The members in the first slice: every slice has links of its own, and all are alike.
-    in_first = groups[..., 0] == groups[..., 0].min()
-    touching = in_first.any(axis=1)
-    inner = groups[touching][in_first[touching]].reshape(int(touching.sum()), -1, 5)[..., 1:4]
+    inner = first_slice(groups)
     if span is not None:
         links: dict[Collective, float] = {
             collective: network.links(span, collective) for collective in COLLECTIVES
         }
         strategy = network.strategy(span)
     else:
-        is_small = groups.shape[0] * size * size <= MAX_MESSAGES
         links = dict.fromkeys(COLLECTIVES, ring_links(network, inner))
-        links["all-to-all"] = exchange_load(network, inner) if is_small else np.nan
+        links["all-to-all"] = exchange_load(network, inner)
         strategy = "ring in mesh order"
     shift = neighbour_shift(network, inner)
     rate = min(shift.links, network.dcn_links or 0.0) if slices > 1 else shift.links

@@ -32,9 +32,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from mesh_utils.hardware import Shape3
 from mesh_utils.network import Collective, Network
-from mesh_utils.span import Shape3, Span, span_members
-from mesh_utils.topology import Box, shortest_ways
+from mesh_utils.span import Span, span_members
+from mesh_utils.topology import shortest_ways
 
 __all__ = []
 
@@ -624,7 +625,6 @@ def _hops(network: Network, members: IntArray) -> tuple[int, int]:
     steps = np.roll(members, -1, axis=0) - members
     # A walk has few kinds of steps, however long it is.
     kinds, counts = np.unique(steps, axis=0, return_counts=True)
-    box: Box = (network.shape, network.wrap, network.twist)
-    ways, _ = shortest_ways(box, kinds)
+    ways, _ = shortest_ways(network.box, kinds)
     lengths = np.abs(ways).sum(axis=2).min(axis=0)
     return int(lengths.max()), int((lengths * counts).sum())

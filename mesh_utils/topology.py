@@ -52,10 +52,13 @@ from mesh_utils.devices import (
     Coords,
     Device,
     Granule,
+    Places,
     cloud_name,
+    devices_at,
     granules,
     read_topology_name,
     shape_text,
+    synthetic_places,
 )
 from mesh_utils.errors import MeshError, TopologyError
 from mesh_utils.hardware import Chip, Shape3, Wrap3, find_chip
@@ -151,74 +154,6 @@ def canonical(box: Box, chips: IntArray) -> IntArray:
         dim = next(d for d in dims if len(dims) == 1 or box[0][d] == min(box[0]))
         places = places - (places[..., dim] // box[0][dim])[..., None] * row
     return places
-
-
-# ------------------------------------------------------------------------------------------ Places
-#
-# Where the devices of a topology are, as arrays.
-#
-# libtpu numbers devices with the core of a chip fastest, then x, y, z; it lists them host by host.
-# The ids of several slices start at 100000 for the first, 200000 for the second; hosts (processes)
-# are numbered through.
-
-IDS_PER_SLICE = 100_000
-"""libtpu's ids of one of several slices."""
-
-
-@dataclass(frozen=True, eq=False)
-class Places:
-    """Columns, one entry per device, in libtpu's order.
-
-    Attributes:
-        ids: the number by which the runtime knows it, [devices].
-        processes: the process that drives it, [devices]; -1 where not known.
-        slices: its slice, [devices], counted from 0.
-        coords: its chip in the box, [devices, 3].
-        cores: its number on the chip, [devices].
-        devices: the devices that were read; () for synthetic ones.
-    """
-
-    ids: NDArray[np.int64]
-    processes: NDArray[np.int64]
-    slices: NDArray[np.int64]
-    coords: NDArray[np.int64]
-    cores: NDArray[np.int64]
-    devices: tuple[Device, ...] = ()
-
-
-def _synthetic_places(shape: Shape3, host: Shape3, cores: int, num_slices: int) -> Places:
-    """The places of devices as libtpu lists them."""
-    z, y, x, core = np.indices((*reversed(shape), cores)).reshape(4, -1)
-    hosts = [-(-size // part) for size, part in zip(shape, host, strict=True)]
-    process = x // host[0] + hosts[0] * (y // host[1] + hosts[1] * (z // host[2]))
-    order = np.argsort(process, kind="stable")  # within a host the order stays that of the ids
-    base = IDS_PER_SLICE * np.arange(1, num_slices + 1) if num_slices > 1 else np.zeros(1, np.int64)
-    slices = np.repeat(np.arange(num_slices), order.size)
-    return Places(
-        ids=(base[:, None] + order).reshape(-1).astype(np.int64),
-        processes=np.tile(process[order], num_slices) + slices * int(np.prod(hosts)),
-        slices=slices,
-        coords=np.tile(np.column_stack([x, y, z])[order], (num_slices, 1)),
-        cores=np.tile(core[order], num_slices),
-    )
-
-
-def _devices_at(places: Places, kind: str, several: bool, on_torus: bool) -> tuple[Device, ...]:
-    """The devices of places, in the same order."""
-    columns = (places.ids, places.processes, places.slices, places.coords, places.cores)
-    return tuple(
-        Device(
-            id=number,
-            process_index=process,
-            slice_index=index if several else None,
-            coords=(chip[0], chip[1], chip[2]) if on_torus else None,
-            core_on_chip=core,
-            kind=kind,
-        )
-        for number, process, index, chip, core in zip(
-            *(column.tolist() for column in columns), strict=True
-        )
-    )
 
 
 # ------------------------------------------------------- Settles the wrap and the twist of a slice
@@ -617,7 +552,7 @@ class Topology:
         """Where each device is, as arrays."""
         if self._places is not None:
             return self._places
-        return _synthetic_places(
+        return synthetic_places(
             self.shape, self.chips_per_host, self.devices_per_chip, self.num_slices
         )
 
@@ -647,7 +582,7 @@ class Topology:
         if self._places is not None and self._places.devices:
             return self._places.devices
         kind = self.chip.device_kinds[0] if self.chip else "TPU"
-        return _devices_at(self.places, kind, self.num_slices > 1, self.torus_rank > 0)
+        return devices_at(self.places, kind, self.num_slices > 1, self.torus_rank > 0)
 
     def granules(self, granule: Granule = "slice") -> tuple[tuple[Device, ...], ...]:
         """Sorts its devices into granules.
@@ -714,7 +649,7 @@ class Topology:
 
 
 def _clipped(host: Shape3, shape: Shape3) -> Shape3:
-    x, y, z = (min(part, size) for part, size in zip(host, shape, strict=True))
+    x, y, z = map(min, host, shape)
     return (x, y, z)
 
 

@@ -28,16 +28,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from mesh_utils.errors import AxisError, TopologyError
 from mesh_utils.mesh import Axis, Mesh
-from mesh_utils.network import (
-    MAX_MESSAGES,
-    Collective,
-    Network,
-    exchange_load,
-    find_span,
-    link_loads,
-    mesh_places,
-    ring_links,
-)
+from mesh_utils.network import Collective, Network, exchange_load, ring_links, worst_link
+from mesh_utils.span import find_span, first_slice, mesh_places
 from mesh_utils.topology import Topology
 
 __all__ = ["MeshTraffic", "TrafficSeconds", "part_groups"]
@@ -61,14 +53,6 @@ class TrafficSeconds:
     dcn: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Rate:
-    """What one byte of a collective costs, in seconds."""
-
-    ici: float
-    dcn: float
-
-
 class MeshTraffic:
     """The collectives of one mesh on one topology.
 
@@ -85,7 +69,7 @@ class MeshTraffic:
         self.topology = topology
         self.mesh = mesh
         self.network = Network.of(topology) if network is None else network
-        self._rates: dict[tuple[_Key, Collective], _Rate] = {}
+        self._per_byte: dict[tuple[_Key, Collective], TrafficSeconds] = {}
         mesh_places(topology, mesh.device_ids)  # Devices that are not there, refused at once.
 
     def seconds(
@@ -128,10 +112,12 @@ class MeshTraffic:
         if ids.shape[-1] <= 1 or not num_bytes:
             return TrafficSeconds(0.0)
         key = (ids.shape[-1], ids.tobytes()), collective
-        if key not in self._rates:
-            self._rates[key] = self._rate(mesh_places(self.topology, ids), collective)
-        rate = self._rates[key]
-        return TrafficSeconds(rate.ici * num_bytes, rate.dcn * num_bytes)
+        if key not in self._per_byte:
+            self._per_byte[key] = self._seconds_per_byte(
+                mesh_places(self.topology, ids), collective
+            )
+        per_byte = self._per_byte[key]
+        return TrafficSeconds(per_byte.ici * num_bytes, per_byte.dcn * num_bytes)
 
     def permute_seconds(self, pairs: ArrayLike, num_bytes: float) -> TrafficSeconds:
         """How long it takes to send from one device to another, all pairs at once.
@@ -162,7 +148,7 @@ class MeshTraffic:
         ici = 0.0
         for number in np.unique(starts[moving, 0]).tolist():
             there = moving & (starts[:, 0] == number)
-            load = self._load(starts[there, 1:4], ends[there, 1:4])
+            load, _ = worst_link(self.network, starts[there, 1:4], ends[there, 1:4])
             ici = max(ici, load / self._link_bytes_per_second())
         dcn = self.dcn_seconds(num_bytes) if across.any() else 0.0
         return TrafficSeconds(ici * num_bytes, dcn)
@@ -212,42 +198,31 @@ class MeshTraffic:
             )
         return link
 
-    def _load(self, starts: IntArray, ends: IntArray) -> float:
-        if self.network.switched:
-            return 1.0
-        loads, _ = link_loads(self.network, starts, ends, np.ones(len(starts)))
-        return float(loads.max())
-
-    def _rate(self, places: IntArray, collective: Collective) -> _Rate:
+    def _seconds_per_byte(self, places: IntArray, collective: Collective) -> TrafficSeconds:
         """Of groups of places, [groups, members, 5]."""
-        span = find_span(self.network, places)
+        span = find_span(self.network.shape, places)
         slices = len(np.unique(places[0, :, 0]))
         inner = places.shape[1] // slices
         if span is not None:
             local = replace(span, slices=1)
             ici = self.network.seconds(local, 1.0, collective)
         else:
-            ici = self._unspanned(places, inner, collective)
+            ici = self._unspanned(first_slice(places), collective)
         if slices == 1:
-            return _Rate(ici, 0.0)
+            return TrafficSeconds(ici)
         passes = 2 if collective == "all-reduce" else 1
         crossing = self.dcn_seconds(passes * (1 - 1 / slices))
         if collective == "all-to-all":
-            return _Rate(ici / slices, crossing)
-        return _Rate(ici, crossing / inner)
+            return TrafficSeconds(ici / slices, crossing)
+        return TrafficSeconds(ici, crossing / inner)
 
-    def _unspanned(self, places: IntArray, inner: int, collective: Collective) -> float:
+    def _unspanned(self, chips: IntArray, collective: Collective) -> float:
         """Seconds per byte inside a slice, of groups that lie in no rows of chips."""
+        inner = chips.shape[1]
         if inner == 1:
             return 0.0
-        first = places[..., 0] == places[..., 0].min()
-        groups = places[first.any(axis=1)]
-        chips = groups[first[first.any(axis=1)]].reshape(len(groups), inner, 5)[..., 1:4]
-        messages = len(groups) * inner * inner
-        if collective == "all-to-all" and messages <= MAX_MESSAGES:
-            links = exchange_load(self.network, chips)
-        else:
-            links = ring_links(self.network, chips)
+        links = exchange_load(self.network, chips) if collective == "all-to-all" else math.nan
+        links = ring_links(self.network, chips) if math.isnan(links) else links
         passes = 2 if collective == "all-reduce" else 1
         return passes * (1 - 1 / inner) / (links * self._link_bytes_per_second())
 

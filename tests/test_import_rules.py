@@ -60,7 +60,7 @@ CLIENTS = (
 RULES = (
     Rule("tpu_configs*", ()),
     Rule(
-        "mesh_utils.assignment",
+        "mesh_utils.jax_compat",
         ("numpy", "yaml", "tpu_configs", "mesh_utils"),
         on_use=("jax.experimental.mesh_utils",),
     ),
@@ -207,9 +207,9 @@ def test_rules_see_the_project() -> None:
         ("mesh_utils/mesh.py", "import torch"),
         ("mesh_utils/mesh.py", "import xla_dtensor"),
         ("mesh_utils/mesh.py", "def search():\n    import jax.experimental.mesh_utils"),
-        ("mesh_utils/assignment.py", "from jax.experimental import mesh_utils"),
+        ("mesh_utils/jax_compat.py", "from jax.experimental import mesh_utils"),
         ("mesh_utils/network.py", "def search():\n    from jax.experimental import mesh_utils"),
-        ("mesh_utils/assignment.py", "def search():\n    import jax.numpy"),
+        ("mesh_utils/jax_compat.py", "def search():\n    import jax.numpy"),
         ("xla_dtensor/core/layout.py", "def late():\n    from torch import Tensor"),
         ("xla_dtensor/core/layout.py", "import yaml"),
         ("xla_dtensor/core/layout.py", "if TYPE_CHECKING:\n    import jax"),
@@ -250,7 +250,7 @@ def test_layers_can_fail(tmp_path: Path, file: str, source: str) -> None:
     ("file", "source"),
     [
         (
-            "mesh_utils/assignment.py",
+            "mesh_utils/jax_compat.py",
             "def found():\n    from jax.experimental import mesh_utils",
         ),
         ("xla_dtensor/core/layout.py", "import functools\nfrom mesh_utils import Mesh"),

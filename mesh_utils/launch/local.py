@@ -22,6 +22,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from mesh_utils.assignment import across_slices
 from mesh_utils.errors import JobError
 from mesh_utils.job import JobAxis, JobConfig, read_sizes
 
@@ -196,6 +197,4 @@ def local_mesh_ids(axes: Sequence[JobAxis], device_ids: Sequence[int]) -> NDArra
             f"devices. It takes {count}. Start as many processes and devices as the launcher does."
         )
     dcn, ici = [axis.dcn for axis in axes], [axis.ici for axis in axes]
-    ids = np.array(device_ids, np.int64).reshape(*dcn, *ici)
-    order = [place for axis in range(len(axes)) for place in (axis, axis + len(axes))]
-    return ids.transpose(order).reshape([axis.size for axis in axes])
+    return across_slices(np.array(device_ids, np.int64), dcn, ici)

@@ -19,8 +19,8 @@ from benchmarks.bandwidth import default_shapes, main
 from benchmarks.bandwidth_measure import KINDS, Measured, is_as_asked, moved_bytes
 from benchmarks.bandwidth_model import Machine, machine_of, mesh_ids, modelled
 from mesh_utils import Network, Span, Topology
-from mesh_utils.assignment import JaxDevice, shown_to_jax
 from mesh_utils.devices import read_devices
+from mesh_utils.jax_compat import JaxDevice, shown_to_jax
 
 ROOT = Path(__file__).resolve().parents[2]
 

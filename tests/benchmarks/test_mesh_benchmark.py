@@ -25,7 +25,7 @@ from benchmarks.mesh_rings import BLOCKS, is_not_behind, ring_mesh, ring_rows
 from benchmarks.mesh_summary import families, faults
 from mesh_utils import Network, Topology, assign, axis_reports
 from mesh_utils.assignment import mesh_score
-from mesh_utils.network import axis_groups, find_span
+from mesh_utils.span import axis_groups, find_span
 from tests.mesh_utils import link_simulation as simulation
 from tests.mesh_utils.link_simulation import Torus
 from tests.mesh_utils.test_assignment import every_mesh
@@ -95,7 +95,7 @@ def walked_links(on: Slice, places: np.ndarray, axis: int) -> tuple[float, bool]
     """What an axis gets when every link is walked, and whether that is its exact figure."""
     network = on.network
     groups = axis_groups(places, axis)
-    span = find_span(network, groups)
+    span = find_span(network.shape, groups)
     assert span is not None
     box = Torus(network.shape, network.wrap)
     tiled = simulation.groups(box.shape, span.sizes, span.strides)

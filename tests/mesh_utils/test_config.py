@@ -26,7 +26,8 @@ from mesh_utils import (
     create_hybrid_device_mesh,
     synthetic_devices,
 )
-from mesh_utils.job import job_names, nearest_sizes, read_yaml
+from mesh_utils.assignment import nearest_sizes
+from mesh_utils.job import job_names, read_yaml
 
 AXES = {"dp": {"dcn": -1}, "fsdp": {"ici": -1}, "tp": {"ici": 4}}
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from mesh_utils import Drawing, Mesh, MeshError, Network, Topology, assign, draw_mesh
 from mesh_utils.draw import axis_links, bisection_links, link_ends, slice_links
-from mesh_utils.network import axis_groups, mesh_places
+from mesh_utils.span import axis_groups, mesh_places
 from tests.mesh_utils.link_simulation import Chip, Torus
 
 SVG = "{http://www.w3.org/2000/svg}"

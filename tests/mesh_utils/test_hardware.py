@@ -9,7 +9,7 @@ from importlib.resources import files
 import pytest
 
 from mesh_utils import MeshError, chips, find_chip
-from mesh_utils.hardware import Figure, hardware_names, read_box, read_hardware, read_hardware_file
+from mesh_utils.hardware import Figure, read_box, read_hardware, yaml_names
 
 TEXT = files("tpu_configs").joinpath("hardware", "v5p.yaml").read_text(encoding="utf-8")
 
@@ -18,10 +18,10 @@ def test_the_chips_that_are_known() -> None:
     names = [chip.name for chip in chips()]
     assert names[:7] == ["v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x"]
     assert set(names[7:]) == {"h100", "h200", "b200", "gb200"}
-    assert set(hardware_names()) == set(names)
+    assert set(yaml_names("hardware")) == set(names)
 
 
-@pytest.mark.parametrize("name", hardware_names())
+@pytest.mark.parametrize("name", yaml_names("hardware"))
 def test_every_figure_has_a_source_or_a_reason(name: str) -> None:
     chip = find_chip(name)
     chip.check_valid()
@@ -29,9 +29,8 @@ def test_every_figure_has_a_source_or_a_reason(name: str) -> None:
         for each in (figure, *figure.others):
             known = each.value is not None
             assert bool(each.source if known else each.reason), (name, key)
-    file = read_hardware_file(name)
-    assert file.slices.source
-    assert file.slices.can_twist == bool(file.slices.twist_reason)
+    assert chip.slices.source
+    assert chip.slices.can_twist == bool(chip.slices.twist_reason)
 
 
 @pytest.mark.parametrize(

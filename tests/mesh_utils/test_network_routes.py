@@ -21,15 +21,8 @@ from mesh_utils import (
     jax_order,
     synthetic_devices,
 )
-from mesh_utils.network import (
-    axis_groups,
-    exchange_load,
-    find_span,
-    mesh_places,
-    neighbour_shift,
-    ring_links,
-)
-from mesh_utils.span import span_groups, span_members
+from mesh_utils.network import exchange_load, neighbour_shift, ring_links
+from mesh_utils.span import axis_groups, find_span, mesh_places, span_groups, span_members
 from mesh_utils.topology import canonical, periods, shortest_ways
 from tests.mesh_utils import link_simulation as simulation
 from tests.mesh_utils.link_simulation import Chip, Torus
@@ -170,7 +163,7 @@ def test_the_span_of_a_mesh_of_digits_is_found(data: st.DataObject) -> None:
     ids = chips.transpose(order)[..., None] * cores + np.arange(cores)
     places = mesh_places(topology, ids)
     for axis, digit in enumerate(order):
-        span = find_span(network, axis_groups(places, axis))
+        span = find_span(network.shape, axis_groups(places, axis))
         dim, size = digits[digit // 2]
         low = inner[digit // 2]
         length, stride = (size // low, low) if digit % 2 == 0 else (low, 1)
@@ -184,7 +177,7 @@ def test_the_span_of_a_mesh_of_digits_is_found(data: st.DataObject) -> None:
 def test_an_axis_of_cores_and_chips() -> None:
     topology = Topology.parse("tpu7x:2x2x1")
     places = mesh_places(topology, np.arange(8).reshape(2, 4))
-    span = find_span(Network.of(topology), axis_groups(places, 1))
+    span = find_span(topology.shape, axis_groups(places, 1))
     assert span == Span((2, 1, 1), cores=2)
     assert str(span) == "Span(x2 core)"
 

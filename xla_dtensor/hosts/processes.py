@@ -3,8 +3,7 @@
     info = xd.init_distributed()          first of all, in every process
     mesh = xd.init_device_mesh(...)       over the devices of all of them
 
-What started the processes is found out (:mod:`xla_dtensor.hosts.processes`), all meet
-(:mod:`xla_dtensor.hosts.processes`), and the runtime's own service takes over from there.
+What started the processes is found out, all meet, and the runtime's own service takes over.
 """
 
 from __future__ import annotations

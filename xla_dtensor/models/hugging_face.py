@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from mesh_utils import JobConfig
 from mesh_utils.errors import JobError
-from xla_dtensor.models.training import CLIP, AdamW, Step, Training
+from xla_dtensor.models.training import AdamW, Step, Training, step_of
 from xla_dtensor.plan.estimate import batch_of
 
 __all__ = ["make", "make_hugging_face"]
@@ -72,7 +72,8 @@ def make(
     batch = batch_of(job, sequence=sequence, per_group=per_group)
 
     def make_step(model: nn.Module, mesh: Any = None) -> Step:
-        return _step(model, AdamW(model.parameters(), learning_rate, moment_dtype=moment_dtype))
+        optimizer = AdamW(model.parameters(), learning_rate, moment_dtype=moment_dtype)
+        return step_of(model, optimizer, _loss)
 
     shape = (batch.sequences, batch.length)
     inputs = tuple(torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(2))
@@ -116,16 +117,6 @@ def make_hugging_face(path: str, *, dtype: torch.dtype = torch.bfloat16) -> Any:
         ) from error
 
 
-def _step(model: Any, optimizer: torch.optim.Optimizer) -> Step:
-    parameters = list(model.parameters())
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        logits = model(input_ids=tokens).logits
-        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+def _loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits = model(input_ids=tokens).logits
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

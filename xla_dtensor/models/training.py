@@ -208,7 +208,8 @@ def make(
     module = make_model(sizes, dtype=dtype, remat=remat, device=device)
 
     def make_step(model: nn.Module, mesh: Any = None) -> Step:
-        return _step(model, AdamW(model.parameters(), learning_rate, moment_dtype=moment_dtype))
+        optimizer = AdamW(model.parameters(), learning_rate, moment_dtype=moment_dtype)
+        return step_of(model, optimizer, _loss)
 
     shape = (batch.sequences, batch.length)
     inputs = tuple(torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
@@ -309,11 +310,18 @@ def _cut_first(rules: ShardingRules, path: str, ndim: int) -> tuple[str, ...]:
     return () if first is None else (first,) if isinstance(first, str) else tuple(first)
 
 
-def _step(model: Any, optimizer: torch.optim.Optimizer) -> Step:
+def _loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    return linear_cross_entropy(model.hidden(tokens), model.lm_head.weight, targets)
+
+
+def step_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[..., Tensor]
+) -> Step:
+    """Return a step of backward, clipping and update; `loss_of` takes model, tokens and targets."""
     parameters: Sequence[Tensor] = list(model.parameters())
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = linear_cross_entropy(model.hidden(tokens), model.lm_head.weight, targets)
+        loss = loss_of(model, tokens, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()

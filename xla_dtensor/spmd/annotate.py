@@ -23,7 +23,7 @@ the second annotation without a word; here that is the same error everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -400,19 +400,7 @@ def xla_distribute_tensor(
     return wrap_as_sharded_tensor(distribute_tensor(tensor, device_mesh, placements))
 
 
-def xla_distribute_module(
-    module: nn.Module,
-    device_mesh: Any = None,
-    partition_fn: Callable[[str, nn.Module, Any], None] | None = None,
-    input_fn: Callable[..., Any] | None = None,
-    output_fn: Callable[..., Any] | None = None,
-) -> nn.Module:
-    """Put a module's parameters on the mesh; :func:`xla_dtensor.distribute_module`.
-
-    Raises:
-        UnsupportedOpError: `partition_fn` is :func:`auto_policy`.
-    """
-    return distribute_module(module, device_mesh, partition_fn, input_fn, output_fn)
+xla_distribute_module = distribute_module
 
 
 def auto_policy(mod_name: str, mod: nn.Module, mesh: Any) -> None:

@@ -8,16 +8,16 @@ gives them.
 Pictures of shardings: which devices hold which tile.
 
 Each cell of a picture is a tile with its devices; rows are the tiles of one dim, columns those of
-the next. A tensor of more than two dims gives one picture per tile of the dims before. With rich
-installed the picture is a rich table, else plain text::
+the next. A tensor of more than two dims gives one picture per tile of the dims before. A picture is
+a table of rich::
 
     >>> _ = visualize_sharding("{devices=[2,1,4]<=[8] last_tile_dim_replicate}", use_color=False)
     ... # doctest: +SKIP
-    +------------------+
-    | CPU [0, 1, 2, 3] |
-    +------------------+
-    | CPU [4, 5, 6, 7] |
-    +------------------+
+    ┌──────────────────┐
+    │ CPU [0, 1, 2, 3] │
+    ├──────────────────┤
+    │ CPU [4, 5, 6, 7] │
+    └──────────────────┘
 """
 
 from __future__ import annotations
@@ -419,7 +419,7 @@ def visualize_sharding(
         max_width: Width of the whole picture, in characters.
 
     Returns:
-        The rich table of the last picture, or its text where rich is not installed.
+        The rich table of the last picture.
 
     Raises:
         OpShardingError: `sharding` is no sharding.
@@ -493,15 +493,11 @@ def _print(
     min_width: int,
     max_width: int,
 ) -> Any:
+    import rich.box
+    import rich.console
+    import rich.table
+
     lines = max(int(3 * scale), 1)
-    try:
-        import rich.box
-        import rich.console
-        import rich.table
-    except ImportError:
-        text = "\n".join([*([title] if title else []), _plain(texts, min_width)])
-        print(text, end="\n\n")
-        return text
     console = rich.console.Console(width=max_width)
     use_color = use_color and console.color_system is not None
     table = rich.table.Table(
@@ -523,10 +519,3 @@ def _print(
         table.add_row(*cells)
     console.print(table, end="\n\n")
     return table
-
-
-def _plain(texts: list[list[str]], min_width: int) -> str:
-    width = max(min_width, *(len(text) + 2 for row in texts for text in row))
-    line = "+" + ("-" * width + "+") * len(texts[0])
-    rows = ["|" + "".join(f"{text:^{width}}|" for text in row) for row in texts]
-    return "\n".join([line, *(part for row in rows for part in (row, line))])

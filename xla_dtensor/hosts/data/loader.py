@@ -604,7 +604,7 @@ class _Epoch(Iterator[Any]):
 # ----------------------------------- torch_xla's loader by its name and arguments, on every runtime
 
 
-class MpDeviceLoader:
+class MpDeviceLoader(ShardedLoader):
     """Gives DTensors where torch_xla's class of this name gives annotated device tensors.
 
     Args:
@@ -648,27 +648,6 @@ class MpDeviceLoader:
             )
         for name in ("loader_prefetch_size", "host_to_device_transfer_threads", "batchdim"):
             options.pop(name, None)
-        self._loader = loader
-        self._sharded = ShardedLoader(
+        super().__init__(
             loader, input_sharding=input_sharding, prefetch=device_prefetch_size, **options
         )
-
-    def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch."""
-        return iter(self._sharded)
-
-    def __len__(self) -> int:
-        """Return the loader's own length."""
-        return len(self._sharded)
-
-    def close(self) -> None:
-        """Stop reading ahead."""
-        self._sharded.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the :class:`ShardedLoader` behind it."""
-        return self._sharded.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the batch after which `state` was taken."""
-        self._sharded.load_state_dict(state)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
+from xla_dtensor.core.argument_types import argument_types
 from xla_dtensor.core.errors import WeightsError
 from xla_dtensor.dtensor.dcp import Index, extents_of
 from xla_dtensor.dtensor.dtensor import DTensor
@@ -35,7 +36,7 @@ from xla_dtensor.hosts.hugging_face.names import (
     stored_by_transformers,
 )
 
-__all__ = ["LoadedWeights", "load_weights"]
+__all__ = ["LoadedWeights", "load_hf"]
 
 _LISTED = 5  # names of a kind in a message
 _COMPARED = 16 << 20  # bytes of a tied tensor that are compared at once
@@ -68,15 +69,60 @@ class _Source:
     aliases: list[tuple[Piece, ...]]  # what the files have under other names of a tied tensor
 
 
-def load_weights(
+@argument_types
+def load_hf(
     path: str | os.PathLike[str],
     module: nn.Module,
-    names: Names,
-    dtype: torch.dtype | str | None,
-    strict: bool,
-    progress: bool,
+    *,
+    names: Names = None,
+    dtype: torch.dtype | str | None = None,
+    strict: bool = True,
+    progress: bool = True,
 ) -> LoadedWeights:
-    """Load weights: see :func:`xla_dtensor.hosts.hugging_face.load_hf`."""
+    """Give a module the weights of safetensors files, in place.
+
+    Each process reads the blocks that its devices hold, tile by tile. Everything is checked before
+    the first value is changed. On several processes each calls this; they do not wait for others.
+
+    Args:
+        path: A folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and what
+            that names; or one of these files.
+        module: Parameters and persistent buffers that are DTensors get their tiles, on the meta
+            device too; plain tensors get the whole. Parameters stay the objects that they are, as
+            far as torch can do that. Buffers that no file has stay on the meta device:
+            ``xd.materialize(module, init=False)`` makes these.
+        names: What tensors are called in the files, where that is not their name in the module:
+            patterns, or a function, see :mod:`xla_dtensor.hosts.hugging_face.names`. How
+            transformers stores its own models is known without it.
+        dtype: What floating-point tensors become; "auto": what they are in the files; None: what
+            they are in the module.
+        strict: Refuse tensors that only the module or only the files have, and two values for a
+            tied tensor. Buffers that files of old versions have, and the module makes by itself,
+            do not count.
+        progress: Show a bar, where tqdm is installed and stderr is a terminal.
+
+    Returns:
+        What was loaded, what was missing and unexpected, and how many bytes this process read.
+
+    Raises:
+        WeightsError: Files that are damaged or not there, or that do not fit the module: names
+            differ (strict), or shapes do.
+        ArgumentTypeError: Not a module, or `names` of another kind.
+
+    Example:
+        >>> import tempfile, xla_dtensor as xd
+        >>> from xla_dtensor.checkpoint import save_hf
+        >>> mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     names = save_hf(folder, nn.Linear(4, 8))
+        ...     with torch.device("meta"):
+        ...         model = nn.Linear(4, 8)
+        ...     _ = xd.shard_module(model, mesh, {"weight": ["tp", None], "bias": ["tp"]})
+        ...     load_hf(folder, model).bytes_read
+        160
+        >>> model.weight.is_meta, model.weight.local_shape
+        (False, torch.Size([2, 4]))
+    """
     slots = slots_of(module)
     rules = NameRules(names, stored=stored_by_transformers(module))
     with WeightFiles(path) as files:

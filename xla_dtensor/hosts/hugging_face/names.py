@@ -107,8 +107,8 @@ class NameRules:
         self._function = names if callable(names) else None
         self._patterns = _compiled(names) if isinstance(names, Mapping) else []
         tables = {kind: _compiled(table) for kind, table in _OWN_MODELS.items()}
-        self._ways_to_write = [tables[model_type]] if model_type in tables else []
-        self._ways_to_read = list(tables.values())
+        self._to_write = tables.get(str(model_type), [])
+        self._to_read = [rule for rules in tables.values() for rule in rules]
         self._stored = stored or {}
 
     def pieces(
@@ -132,8 +132,10 @@ class NameRules:
         if len(targets) == 1 and "#" not in targets[0][0]:
             key = targets[0][0]
             if keys is None or key not in keys:
-                ways = self._ways_to_write if keys is None else self._ways_to_read
-                pieces = self._stored.get(key) or _first_way(ways, key, path, shape)
+                found = _first_match(self._to_write if keys is None else self._to_read, key)
+                pieces = self._stored.get(key, ())
+                if not pieces and found and _fits(found, shape):
+                    pieces = _pieces(path, shape, found)
                 if pieces and (keys is None or any(piece.key in keys for piece in pieces)):
                     return pieces
         return _pieces(path, shape, targets)
@@ -200,17 +202,6 @@ def _first_match(rules: _Rules, path: str) -> list[_Target] | None:
             texts = match.groups()
             return [(_filled(key, texts), length) for key, length in targets]
     return None
-
-
-def _first_way(
-    ways: Sequence[_Rules], key: str, path: str, shape: Sequence[int]
-) -> tuple[Piece, ...]:
-    """What a tensor is made of by the first of some tables that has a rule for it."""
-    for rules in ways:
-        targets = _first_match(rules, key)
-        if targets and _fits(targets, shape):
-            return _pieces(path, shape, targets)
-    return ()
 
 
 def _filled(key: str, texts: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from xla_dtensor.core.argument_types import argument_types
 from xla_dtensor.core.errors import ArgumentTypeError, WeightsError
 from xla_dtensor.dtensor.api import parts_of
 from xla_dtensor.dtensor.dcp import Index, extents_of
@@ -38,7 +39,7 @@ from xla_dtensor.hosts.hugging_face.names import (
     stored_by_transformers,
 )
 
-__all__ = ["save_weights"]
+__all__ = ["save_hf"]
 
 _UNFINISHED = ".unfinished"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -64,16 +65,50 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {
 }
 
 
-def save_weights(
+@argument_types
+def save_hf(
     path: str | os.PathLike[str],
     module: nn.Module,
-    max_shard_bytes: int | str,
-    names: Names,
-    dtype: torch.dtype | None,
-    config: Any,
-    progress: bool,
+    *,
+    max_shard_bytes: int | str = "5GB",
+    names: Names = None,
+    dtype: torch.dtype | None = None,
+    config: Any = None,
+    progress: bool = True,
 ) -> tuple[str, ...]:
-    """Save weights: see :func:`xla_dtensor.hosts.hugging_face.save_hf`."""
+    """Write a module's weights as safetensors files that transformers reads.
+
+    One file, or several with an index. Each is written by one process from its beginning to its
+    end; what other processes hold of it is gathered in pieces of at most 128 MiB. Files get their
+    names when all are whole, so a save that fails leaves the folder as it was. A tied tensor is
+    written once, under its first name, as transformers does.
+
+    Args:
+        path: The folder. It is made; weights of an earlier save in it are replaced. Several
+            processes need the same folder, on a file system that all of them see.
+        module: The module. Several processes that hold parts of it all have to call this alike.
+        max_shard_bytes: Most bytes of a file, or a text such as "5GB".
+        names: As for :func:`load_hf`, so that what loads a module also saves it. Without it a
+            model of a known type is written as transformers does, experts one by one.
+        dtype: What floating-point tensors become in the files.
+        config: For ``config.json``: a mapping, a config of transformers, or ModelSizes. None: that
+            of the module, if it has one.
+        progress: Show a bar, in the first process.
+
+    Returns:
+        The names of the files of weights.
+
+    Raises:
+        WeightsError: A tensor without values, a name twice, processes that are called differently,
+            or one that cannot write. All of them raise then.
+        ArgumentTypeError: Not a module, or `names` or `config` of another kind.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_hf(folder, nn.Linear(4, 8), max_shard_bytes=128)
+        ('model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors')
+    """
     slots = slots_of(module)
     text = _config_text(module, config, dtype)
     rules = NameRules(names, model_type_of(module, config), stored_by_transformers(module))

@@ -28,7 +28,7 @@ from mesh_utils import (
     search_order,
     synthetic_devices,
 )
-from mesh_utils.assignment import arrange
+from mesh_utils.hybrid import arrange
 
 ROOT = Path(__file__).resolve().parents[2]
 
