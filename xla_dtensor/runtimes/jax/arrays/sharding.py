@@ -14,8 +14,9 @@ that cuts between the prime factors (a (4, 3) mesh against a root of (3, 4)) get
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -36,12 +37,14 @@ from xla_dtensor.runtimes.jax.arrays.private import device_ids, hlo_sharding_tex
 __all__ = [
     "constrained",
     "host_value",
+    "lying_like",
     "named_sharding",
     "padded",
     "padded_shape",
     "place",
     "put_host_array",
     "read_op_sharding",
+    "sharding_of_new",
     "unpadded",
 ]
 
@@ -141,6 +144,35 @@ def place(array: jax.Array, sharding: NamedSharding | None) -> jax.Array:
 def constrained(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Return the logical `array`, told to lie as `sharding` says."""
     return unpadded(place(array, sharding), tuple(array.shape))
+
+
+# ----------------------------------------------------------------------------- Values of nothing
+#
+# Zeros, and what is drawn, are computed of no tensor, so XLA would make them whole, on one device.
+# The op that makes them says of which tensor they have the shape, and they lie as that one.
+
+_like: jax.Array | None = None
+
+
+@contextlib.contextmanager
+def lying_like(array: jax.Array | None) -> Iterator[None]:
+    """Let what is made inside lie as an array does, where it has its shape."""
+    global _like
+    before, _like = _like, array
+    try:
+        yield
+    finally:
+        _like = before
+
+
+def sharding_of_new(shape: Sequence[int]) -> NamedSharding | None:
+    """Return how an array that is made of nothing is to lie; None leaves that to JAX."""
+    if _like is None or tuple(shape) != _like.shape:
+        return None
+    sharding = _like.sharding
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+        return None
+    return sharding
 
 
 def check_sharding(array: jax.Array, sharding: NamedSharding) -> None:

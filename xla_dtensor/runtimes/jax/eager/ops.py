@@ -36,7 +36,7 @@ from xla_dtensor.runtimes.bounds import (
     name_of,
 )
 from xla_dtensor.runtimes.jax.arrays import values
-from xla_dtensor.runtimes.jax.arrays.sharding import host_value, named_sharding
+from xla_dtensor.runtimes.jax.arrays.sharding import host_value, lying_like, named_sharding
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import (
     Trace,
@@ -57,7 +57,8 @@ from xla_dtensor.runtimes.jax.eager.composed import COMPOSED
 from xla_dtensor.runtimes.jax.eager.manual import refuse_value
 from xla_dtensor.runtimes.jax.eager.scalar import sym_number, unwrap_number
 from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
-from xla_dtensor.runtimes.jax.lower import find_lowering
+from xla_dtensor.runtimes.jax.lower import find_lowering, random
+from xla_dtensor.runtimes.jax.lower.table import Lowering
 from xla_dtensor.runtimes.nested import map_nested
 from xla_dtensor.runtimes.op_meta import Meta, output_meta, raise_torchs_error
 from xla_dtensor.runtimes.whole_ops import is_foreach, run_foreach, writes_to_a_list
@@ -357,11 +358,22 @@ def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     array_args, array_kwargs = map_nested(as_array, (given, dict(kwargs)))
     options = {"meta": meta} if lowering.wants_meta else {}
     try:
-        arrays = lowering.function(*array_args, **array_kwargs, **options)
+        with lying_like(_shown(lowering, args)):
+            arrays = lowering.function(*array_args, **array_kwargs, **options)
     except (TypeError, ValueError, AttributeError):  # JAX's, or a lowering's that wants the meta
         raise_torchs_error(func, args, kwargs)
         raise
     return _to_tensors(func, arrays, meta)
+
+
+def _shown(lowering: Lowering, args: Sequence[Any]) -> jax.Array | None:
+    """Return how what an eager op makes of nothing is to lie: as the tensor that it is given."""
+    makes_new = lowering.is_factory or random.draws(lowering)
+    x = args[0] if makes_new and args else None
+    if active_trace() is not None or not isinstance(x, JaxTensor) or x._steps:
+        return None
+    storage = x._storage
+    return None if storage.row is not None or is_tracer(storage.array) else storage.array
 
 
 def _extremes(func: Any, bound: Bound) -> tuple[float, float] | None:

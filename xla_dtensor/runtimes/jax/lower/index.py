@@ -25,6 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from xla_dtensor.core.errors import UnsupportedOpError
 from xla_dtensor.core.local_shape import may_leave_shards
 from xla_dtensor.runtimes.jax.arrays import values as jax_devices
+from xla_dtensor.runtimes.jax.arrays.sharding import sharding_of_new
 from xla_dtensor.runtimes.jax.arrays.trace import active_trace
 from xla_dtensor.runtimes.jax.arrays.values import jax_dtype
 from xla_dtensor.runtimes.jax.lower.host import read_on_host
@@ -70,10 +71,10 @@ def filling_on_host() -> Iterator[None]:
 
 
 def _filled(number: Any, meta: Any) -> Any:
-    dtype = jax_dtype(meta.dtype)
-    if _fills_on_host:
-        return jax.device_put(np.full(meta.shape, number, dtype), may_alias=False)
-    return jnp.full(meta.shape, number, dtype)
+    dtype, sharding = jax_dtype(meta.dtype), sharding_of_new(meta.shape)
+    if _fills_on_host and (sharding is None or sharding.is_fully_addressable):
+        return jax.device_put(np.full(meta.shape, number, dtype), sharding, may_alias=False)
+    return jnp.full(meta.shape, number, dtype, device=sharding)
 
 
 @lower(
@@ -944,8 +945,13 @@ def _select_backward(grad: Any, sizes: Any, dim: int, index: int) -> Any:
     return spread(jnp.expand_dims(grad, dim), sizes, dim, index % sizes[dim])
 
 
-@lower(aten.fill.Scalar, aten.fill.Tensor)
-def _fill(x: Any, value: Any) -> Any:
+@lower(aten.fill.Scalar, wants_meta=True, is_factory=True)
+def _fill(x: Any, value: Any, *, meta: Any) -> Any:
+    return _filled(value, meta)
+
+
+@lower(aten.fill.Tensor)
+def _fill_with(x: Any, value: Any) -> Any:
     return jnp.broadcast_to(jnp.asarray(value).astype(x.dtype), x.shape)
 
 

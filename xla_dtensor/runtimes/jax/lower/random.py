@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.core.errors import CompileError, UnsupportedOpError
+from xla_dtensor.runtimes.jax.arrays.sharding import sharding_of_new
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import active_trace, is_tracer, refuse_read
 from xla_dtensor.runtimes.jax.arrays.values import jax_dtype, x64
@@ -318,22 +319,43 @@ def _float(meta: Any) -> Any:
     return jnp.promote_types(jax_dtype(meta.dtype), jnp.float32)
 
 
+@functools.lru_cache(maxsize=512)
+def _sampler(sample: Any, sharding: Any, *facts: Any) -> Callable[[Any], Any]:
+    return jax.jit(lambda key: sample(key, *facts), out_shardings=sharding)
+
+
+def _drawn(shape: Any, sample: Callable[..., Any], key: Any, *facts: Any) -> Any:
+    """Return what a function of JAX draws, each device its part; the numbers are the same.
+
+    Args:
+        shape: Of what is drawn.
+        sample: Takes a key, and `facts`.
+        key: The key.
+        facts: The shape, a dtype, numbers.
+    """
+    sharding = sharding_of_new(shape)
+    if sharding is None or any(isinstance(fact, jax.Array) for fact in facts):
+        return sample(key, *facts)
+    return _sampler(sample, sharding, *facts)(key)
+
+
 # ------------------------------------------------------------------ continuous
 
 
 @lower(aten.rand_like.default, wants_meta=True)
 def _rand_like(*_: Any, meta: Any, **__: Any) -> Any:
-    return jax.random.uniform(next_key(), meta.shape, _float(meta))
+    return _drawn(meta.shape, jax.random.uniform, next_key(), meta.shape, _float(meta))
 
 
 @lower(aten.randn_like.default, wants_meta=True)
 def _randn_like(*_: Any, meta: Any, **__: Any) -> Any:
-    return jax.random.normal(next_key(), meta.shape, _float(meta))
+    return _drawn(meta.shape, jax.random.normal, next_key(), meta.shape, _float(meta))
 
 
 @lower(aten.normal_functional.default, wants_meta=True)
 def _normal(x: Any, mean: Any = 0, std: Any = 1, *, generator: Any = None, meta: Any) -> Any:
-    return mean + std * jax.random.normal(next_key(generator), meta.shape, _float(meta))
+    key, dtype = next_key(generator), _float(meta)
+    return mean + std * _drawn(meta.shape, jax.random.normal, key, meta.shape, dtype)
 
 
 @lower(aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor)
@@ -346,22 +368,26 @@ def _normal_of(mean: Any, std: Any = 1, *, generator: Any = None) -> Any:
 
 @lower(aten.log_normal.default, wants_meta=True)
 def _log_normal(x: Any, mean: Any = 1, std: Any = 2, *, generator: Any = None, meta: Any) -> Any:
-    return jnp.exp(mean + std * jax.random.normal(next_key(generator), meta.shape, _float(meta)))
+    key, dtype = next_key(generator), _float(meta)
+    return jnp.exp(mean + std * _drawn(meta.shape, jax.random.normal, key, meta.shape, dtype))
 
 
 @lower(aten.cauchy.default, wants_meta=True)
 def _cauchy(x: Any, median: Any = 0, sigma: Any = 1, *, generator: Any = None, meta: Any) -> Any:
-    return median + sigma * jax.random.cauchy(next_key(generator), meta.shape, _float(meta))
+    key, dtype = next_key(generator), _float(meta)
+    return median + sigma * _drawn(meta.shape, jax.random.cauchy, key, meta.shape, dtype)
 
 
 @lower(aten.uniform.default, wants_meta=True)
 def _uniform(x: Any, low: Any = 0, high: Any = 1, *, generator: Any = None, meta: Any) -> Any:
-    return low + (high - low) * jax.random.uniform(next_key(generator), meta.shape, _float(meta))
+    key, dtype = next_key(generator), _float(meta)
+    return low + (high - low) * _drawn(meta.shape, jax.random.uniform, key, meta.shape, dtype)
 
 
 @lower(aten.exponential.default, wants_meta=True)
 def _exponential(x: Any, lambd: Any = 1, *, generator: Any = None, meta: Any) -> Any:
-    return jax.random.exponential(next_key(generator), meta.shape, _float(meta)) / lambd
+    key, dtype = next_key(generator), _float(meta)
+    return _drawn(meta.shape, jax.random.exponential, key, meta.shape, dtype) / lambd
 
 
 @lower(aten._standard_gamma.default)
@@ -386,17 +412,17 @@ def _bernoulli(x: Any, *, generator: Any = None) -> Any:
 
 @lower(aten.bernoulli.p, aten.bernoulli.Tensor)
 def _bernoulli_p(x: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
-    return jax.random.bernoulli(next_key(generator), p, x.shape).astype(x.dtype)
+    return _drawn(x.shape, jax.random.bernoulli, next_key(generator), p, x.shape).astype(x.dtype)
 
 
 @lower(aten.randint_like.default, wants_meta=True)
 def _randint_like(x: Any, high: Any, *, meta: Any, **_: Any) -> Any:
-    return jax.random.randint(next_key(), meta.shape, 0, high, jnp.int64)
+    return _drawn(meta.shape, jax.random.randint, next_key(), meta.shape, 0, high, jnp.int64)
 
 
 @lower(aten.randint_like.low_dtype, wants_meta=True)
 def _randint_like_from(x: Any, low: Any, high: Any, *, meta: Any, **_: Any) -> Any:
-    return jax.random.randint(next_key(), meta.shape, low, high, jnp.int64)
+    return _drawn(meta.shape, jax.random.randint, next_key(), meta.shape, low, high, jnp.int64)
 
 
 @lower(aten.random.default, aten.random.to)
@@ -411,16 +437,17 @@ def _random_from(x: Any, low: Any, to: Any = None, *, generator: Any = None) -> 
         to = 2 ** (jnp.finfo(x.dtype).nmant + 1) + 1  # integers that the dtype holds exactly
     elif to is None and x.dtype == jnp.int64:
         if low == 0:
-            return (jax.random.bits(key, x.shape, jnp.uint64) >> 1).astype(x.dtype)
+            return (_drawn(x.shape, jax.random.bits, key, x.shape, jnp.uint64) >> 1).astype(x.dtype)
         to = 2**63 - 1
     elif to is None:
         to = 2 if x.dtype == jnp.bool_ else jnp.iinfo(x.dtype).max + 1
-    return jax.random.randint(key, x.shape, low, to, jnp.int64).astype(x.dtype)
+    return _drawn(x.shape, jax.random.randint, key, x.shape, low, to, jnp.int64).astype(x.dtype)
 
 
 @lower(aten.geometric.default, wants_meta=True)
 def _geometric(x: Any, p: Any, *, generator: Any = None, meta: Any) -> Any:
-    drawn = jax.random.uniform(next_key(generator), meta.shape, _float(meta))
+    key, dtype = next_key(generator), _float(meta)
+    drawn = _drawn(meta.shape, jax.random.uniform, key, meta.shape, dtype)
     return jnp.ceil(jnp.log1p(-drawn) / jnp.log1p(-p)).clip(1)
 
 
@@ -455,7 +482,7 @@ def _multinomial(
 def _dropout(x: Any, p: float, train: bool | None) -> Any:
     if train is False or p == 0:
         return x, jnp.ones(x.shape, jnp.bool_)
-    mask = jax.random.bernoulli(next_key(), 1 - p, x.shape)
+    mask = _drawn(x.shape, jax.random.bernoulli, next_key(), 1 - p, x.shape)
     return jnp.where(mask, x / (1 - p), 0).astype(x.dtype), mask
 
 
@@ -470,6 +497,7 @@ def _rrelu(
 ) -> Any:
     if not training:
         return jnp.where(x <= 0, x * ((lower + upper) / 2), x).astype(x.dtype), noise
-    drawn = jax.random.uniform(next_key(generator), x.shape, jnp.float32, lower, upper)
+    key, shape = next_key(generator), x.shape
+    drawn = _drawn(shape, jax.random.uniform, key, shape, jnp.float32, lower, upper)
     slope = jnp.where(x <= 0, drawn.astype(x.dtype), 1).astype(x.dtype)
     return x * slope, slope
