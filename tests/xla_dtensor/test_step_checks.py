@@ -116,7 +116,9 @@ def test_a_call_that_fails_leaves_all_as_it_was(mesh: xd.DeviceMesh, how: str) -
     bad = torch.full((8, 4), torch.nan)
     expected, losses, _ = trained(good)
     found, found_losses, stats = trained([good[0], bad, good[1], bad, bad, good[2]])
-    if how != "checkpointed":  # whose trace leaves a tensor behind at times: traced on each call
+    # On torch 2.9 the first trace of a checkpoint leaves a tensor behind, and it is traced twice;
+    # a new program whose first run fails is taken back, so that here each call traces.
+    if how != "checkpointed":
         assert stats["traces"] == 1, stats["reasons"]
     assert all(map(torch.equal, found, expected))
     assert found_losses == losses

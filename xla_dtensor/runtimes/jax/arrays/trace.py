@@ -278,9 +278,8 @@ class Trace:
         self._row_values: weakref.WeakKeyDictionary[Storage, tuple[KeptStack, int, Any]] = (
             weakref.WeakKeyDictionary()
         )
-        self.captured_rows: dict[
-            Storage, tuple[KeptStack, int]
-        ] = {}  # those of them that are captured
+        # Those of them that are captured.
+        self.captured_rows: dict[Storage, tuple[KeptStack, int]] = {}
         self._constrained: list[Storage] = []
         self._annotated: weakref.WeakSet[Storage] = weakref.WeakSet()
         self.at_end: list[Callable[[], None]] = []

@@ -358,7 +358,7 @@ def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     array_args, array_kwargs = map_nested(as_array, (given, dict(kwargs)))
     options = {"meta": meta} if lowering.wants_meta else {}
     try:
-        with lying_like(_shown(lowering, args)):
+        with lying_like(_template(lowering, args)):
             arrays = lowering.function(*array_args, **array_kwargs, **options)
     except (TypeError, ValueError, AttributeError):  # JAX's, or a lowering's that wants the meta
         raise_torchs_error(func, args, kwargs)
@@ -366,8 +366,8 @@ def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return _to_tensors(func, arrays, meta)
 
 
-def _shown(lowering: Lowering, args: Sequence[Any]) -> jax.Array | None:
-    """Return how what an eager op makes of nothing is to lie: as the tensor that it is given."""
+def _template(lowering: Lowering, args: Sequence[Any]) -> jax.Array | None:
+    """Return the array as which new values of an eager op are to lie; None for none."""
     makes_new = lowering.is_factory or random.draws(lowering)
     x = args[0] if makes_new and args else None
     if active_trace() is not None or not isinstance(x, JaxTensor) or x._steps:
