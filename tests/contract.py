@@ -6,7 +6,8 @@ A test is no part of the contract, and has the marker ``thorough``, if
 * it compiles with libtpu (``tests.libtpu.needs_libtpu``),
 * it runs a job of several processes (the fixture ``hosts``),
 * it lies in a folder of what is no part of the packages (`THOROUGH_FOLDERS`),
-* or it says so itself: it takes long, draws many programs, asks the package index.
+* it takes long: slow_tests.txt names it, which tools/slow_tests.py writes from measured times,
+* or it says so itself: it draws many programs, asks the package index.
 
 `make test-all` runs those as well.
 
@@ -30,10 +31,12 @@ import pytest
 __all__ = [
     "PACKAGES",
     "PUBLIC",
+    "SLOW_TESTS",
     "THOROUGH_FOLDERS",
     "WITHOUT_TORCH",
     "mark_thorough",
     "private_imports",
+    "slow_tests",
 ]
 
 PACKAGES = ("xla_dtensor", "mesh_utils", "tpu_configs")
@@ -57,17 +60,26 @@ PUBLIC = frozenset(
 )
 
 _TESTS = Path(__file__).resolve().parent
+SLOW_TESTS = _TESTS / "slow_tests.txt"
 _ROOT = _TESTS.parent
 
 
 def mark_thorough(items: list[pytest.Item]) -> None:
     """Give the marker to the tests that are no part of the contract."""
+    slow = slow_tests()
     for item in items:
         has_several_processes = "hosts" in getattr(item, "fixturenames", ())
         reasons = [str(mark.kwargs.get("reason")) for mark in item.iter_markers("skipif")]
         has_libtpu = any(reason.startswith("libtpu") for reason in reasons)
-        if has_several_processes or has_libtpu or _is_thorough(item.path):
+        is_slow = item.nodeid in slow
+        if is_slow or has_several_processes or has_libtpu or _is_thorough(item.path):
             item.add_marker(pytest.mark.thorough)
+
+
+def slow_tests() -> frozenset[str]:
+    """Return the names, as pytest writes them, of the tests that take long."""
+    lines = SLOW_TESTS.read_text(encoding="utf-8").splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))
 
 
 @cache

@@ -1,6 +1,7 @@
 """All ops of the tables against plain PyTorch: values and gradients in compiled steps, and eager.
 
-A test is a batch of calls, see op_batches; a failure names those that are wrong.
+A test is a batch of calls, see op_batches; a failure names those that are wrong. The contract has
+the first call of each kind, in a compiled step; further calls, and eager ones, are thorough.
 """
 
 from __future__ import annotations
@@ -130,18 +131,37 @@ def in_steps(given: Iterable[Program]) -> list[Program]:
     return [narrowed(program) for program in given if program.name not in left_out]
 
 
-@by_batches(in_steps(OF_OPS), 128)
-def test_ops(cut: Put, batch: list[Program]) -> None:
+def first_of_each_kind(given: Iterable[Program]) -> list[Program]:
+    """The first call of each kind, and the first that torch can differentiate."""
+    kinds: set[Any] = set()
+    firsts: list[Program] = []
+    for program in given:
+        if program.kind not in kinds or program.name in DIFFERENTIABLE:
+            firsts.append(program)
+        kinds.add(program.kind)
+    return firsts
+
+
+TABLES = {
+    "ops": in_steps(OF_OPS),
+    "linear algebra": in_steps([*OF_LINALG, *OF_FUNCTIONS]),
+    "layers": in_steps(OF_LAYERS),
+}
+FIRST_CALLS = [program for table in TABLES.values() for program in first_of_each_kind(table)]
+_FIRST = {program.name for program in FIRST_CALLS}
+FURTHER_CALLS = [
+    program for table in TABLES.values() for program in table if program.name not in _FIRST
+]
+
+
+@by_batches(FIRST_CALLS, 72)
+def test_the_first_call_of_each_kind(cut: Put, batch: list[Program]) -> None:
     check_all(batch, cut, xd.compile)
 
 
-@by_batches(in_steps([*OF_LINALG, *OF_FUNCTIONS]), 72)
-def test_linear_algebra(cut: Put, batch: list[Program]) -> None:
-    check_all(batch, cut, xd.compile)
-
-
-@by_batches(in_steps(OF_LAYERS), 72)
-def test_layers(cut: Put, batch: list[Program]) -> None:
+@pytest.mark.thorough
+@by_batches(FURTHER_CALLS, 128)
+def test_further_calls(cut: Put, batch: list[Program]) -> None:
     check_all(batch, cut, xd.compile)
 
 
@@ -181,6 +201,7 @@ EAGER = [
 ]
 
 
+@pytest.mark.thorough
 @by_batches(EAGER, 40)
 def test_eager(cut: Put, batch: list[Program]) -> None:
     with torch.inference_mode():

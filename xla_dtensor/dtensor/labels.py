@@ -31,6 +31,7 @@ from mesh_utils import Axis, Mesh
 from xla_dtensor.core import Layout, LayoutError
 from xla_dtensor.core.spanning import layout_on_span, spanning_mesh
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
+from xla_dtensor.runtimes.guards import off_the_record
 from xla_dtensor.runtimes.nested import leaves, map_nested
 from xla_dtensor.runtimes.whole_ops import linear_loss, linear_loss_backward
 
@@ -627,7 +628,7 @@ def _ask(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     # is never needed for a right value, so none of them may stop the program.
     try:
         # torch.compile may be tracing; the question is answered outside of its graph.
-        with _disable_current_modes():
+        with _disable_current_modes(), off_the_record():
             return _from_propagator(func, args, kwargs, mesh)
     except NotImplementedError as error:
         _log_once(func, error)
@@ -697,7 +698,7 @@ def _axis_by_axis(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh, error: Ex
 
         alone_args, alone_kwargs = map_nested(only, (args, kwargs))
         try:
-            with _disable_current_modes():
+            with _disable_current_modes(), off_the_record():
                 answers.append(_from_propagator(func, alone_args, alone_kwargs, mesh))
         except Exception:
             answers.append(None)

@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from xla_dtensor.runtimes.guards import off_the_record
+
 __all__ = [
     "Meta",
     "error_of",
@@ -160,7 +162,8 @@ def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _ask(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     try:
-        result = _called(func, args, kwargs)
+        with off_the_record():
+            result = _called(func, args, kwargs)
     except (NotImplementedError, RuntimeError, DynamicOutputShapeException):
         return None
     return tree_map(lambda v: of_tensor(v) if isinstance(v, torch.Tensor) else v, result)

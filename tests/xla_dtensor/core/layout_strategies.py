@@ -25,15 +25,16 @@ from xla_dtensor.core import (
     StridedShard,
 )
 
+_EXAMPLES = settings.default.max_examples  # of the profile: 20 in the contract, 200 in test-all
 THOROUGH = settings(
-    max_examples=500,
+    max_examples=min(5 * _EXAMPLES, 500),
     deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 
-QUICK = settings(parent=THOROUGH, max_examples=100)
+QUICK = settings(parent=THOROUGH, max_examples=min(_EXAMPLES, 100))
 """For what another test checks thoroughly from another side."""
 
 GROUPS = ("several axes per dim", "strided", "size-1 axes", "permuted order", "uneven shapes")

@@ -16,6 +16,6 @@ Invariants:
 """
 
 from xla_dtensor.runtimes.guards.comparing import Guards
-from xla_dtensor.runtimes.guards.recording import Recording
+from xla_dtensor.runtimes.guards.recording import Recording, off_the_record
 
-__all__ = ["Guards", "Recording"]
+__all__ = ["Guards", "Recording", "off_the_record"]

@@ -29,7 +29,8 @@ Invariants:
 * What the step could read without being seen counts as read.
 * What came to be while the step ran is no state of before: it guards nothing.
 * Code of libraries (Python's, torch's, JAX's, NumPy's, this package's) is not watched, but what it
-  reads of the user's objects is.
+  reads of the user's objects is. Where none of the user's code can run, `off_the_record`, nothing
+  is noted: how torch comes to an op's shape and placements reads a thousand attributes of its own.
 * What another thread assigns meanwhile to an attribute or a global is not taken for the step's.
 """
 
@@ -37,6 +38,7 @@ from __future__ import annotations
 
 import builtins
 import collections
+import contextlib
 import copy
 import functools
 import gc
@@ -46,7 +48,7 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,13 +75,34 @@ from xla_dtensor.runtimes.new_garbage import (
     tracked_objects,
 )
 
-__all__ = ["Recording"]
+__all__ = ["Recording", "off_the_record"]
 
 _ENVIRONMENT = (os.__file__, "<frozen os>", "<frozen _collections_abc>")
 _LOOKUP, *_WRITES = WATCHING
 _WRITES_PAST_US = frozenset({*_WRITES, "__set__", "__delete__"})
 _IMPORTS = frozenset({"import_module", "__import__"})
 _TOOLS = (4, 3, 5, 2, 1, 0)
+_running: list[Recording] = []  # the one that notes now, last
+
+
+@contextlib.contextmanager
+def off_the_record() -> Iterator[None]:
+    """Note nothing of what follows in this thread: a question to torch, not the step's code.
+
+    Example:
+        >>> with off_the_record():
+        ...     torch.empty(3, device="meta").exp().shape
+        torch.Size([3])
+    """
+    recording = _running[-1] if _running else None
+    if recording is None:
+        yield
+        return
+    recording.pause()
+    try:
+        yield
+    finally:
+        recording.go_on()
 
 
 class Recording(Watches):
@@ -112,6 +135,7 @@ class Recording(Watches):
 
     def __enter__(self) -> Recording:
         self._aside.__enter__()
+        _running.append(self)
         if self._before is None:
             self.begin()
         self._watch(torch.nn.Module)
@@ -127,6 +151,7 @@ class Recording(Watches):
             self._read_alike()
             self._drain()
         finally:
+            _running.remove(self)
             self._stop()
             self._new = self._recent()
             self._aside.__exit__(None, None, None)
@@ -246,9 +271,9 @@ class Recording(Watches):
 
     def _on_code(self, code: types.CodeType, frame: types.FrameType) -> bool:
         """Note what code reads; return whether to be told again when it starts."""
-        if self._is_busy:  # What runs is ours.
-            return True
         file = code.co_filename
+        if self._is_busy:  # What runs is ours; a library's is never asked about again.
+            return file in _ENVIRONMENT or not is_library_file(file)
         if file in _ENVIRONMENT and code.co_qualname == "_Environ.__getitem__":
             self._read_variable(frame)
             return True

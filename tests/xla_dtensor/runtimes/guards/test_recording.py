@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from tests.xla_dtensor.runtimes.guards.recorded import guards_of, is_tensor, why
-from xla_dtensor.runtimes.guards import Guards, Recording
+from xla_dtensor.runtimes.guards import Guards, Recording, off_the_record
 from xla_dtensor.runtimes.guards.values import Moving
 
 MODULE = "a_module_of_the_users"
@@ -605,6 +605,36 @@ def test_another_thread_is_not_recorded() -> None:
     guards = guards_of(step)
     others.scale = 2.0
     assert why(guards) is None
+    mine.scale = 2.0
+    assert why(guards) == "Thing.scale changed from 1.0 to 2.0"
+
+
+def test_what_is_off_the_record_is_not_the_steps() -> None:
+    mine, others = Thing(scale=1.0), Thing(scale=1.0)
+
+    def step() -> float:
+        with off_the_record(), off_the_record():
+            others.scaled()
+        return mine.scaled()
+
+    guards = guards_of(step)
+    others.scale = 2.0
+    assert why(guards) is None
+    mine.scale = 2.0
+    assert why(guards) == "Thing.scale changed from 1.0 to 2.0"
+    with off_the_record():  # outside of any recording
+        assert others.scaled() == 2.0
+
+
+def test_what_raises_off_the_record_is_noted_again_afterwards() -> None:
+    mine = Thing(scale=1.0)
+
+    def step() -> float:
+        with contextlib.suppress(ValueError), off_the_record():
+            raise ValueError
+        return mine.scaled()
+
+    guards = guards_of(step)
     mine.scale = 2.0
     assert why(guards) == "Thing.scale changed from 1.0 to 2.0"
 
