@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -161,8 +162,10 @@ def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _ask(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    # The shape rule of another library's op is Python of the user's, whose reads count.
+    unheard = off_the_record() if func.namespace == "aten" else nullcontext()
     try:
-        with off_the_record():
+        with unheard:
             result = _called(func, args, kwargs)
     except (NotImplementedError, RuntimeError, DynamicOutputShapeException):
         return None
