@@ -96,7 +96,7 @@ CONTRACT := not thorough and not gpu
 docs: environment-DOCS  ## build the site into out/site; dead links and docstrings that cannot be read fail
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
 
-test: environment-MAIN  ## the contract: what a change has to pass, in about ten minutes on two cores
+test: environment-MAIN  ## the contract: what a change has to pass, in 10 to 20 minutes on two cores
 	$(MAIN_VENV)/bin/python $(PYTEST) -m "$(CONTRACT)" $(PYTEST_ARGS)
 	@$(MAIN_VENV)/bin/python tools/show_environment.py $(MAIN_VENV)
 

@@ -142,16 +142,9 @@ def first_of_each_kind(given: Iterable[Program]) -> list[Program]:
     return firsts
 
 
-TABLES = {
-    "ops": in_steps(OF_OPS),
-    "linear algebra": in_steps([*OF_LINALG, *OF_FUNCTIONS]),
-    "layers": in_steps(OF_LAYERS),
-}
-FIRST_CALLS = [program for table in TABLES.values() for program in first_of_each_kind(table)]
-_FIRST = {program.name for program in FIRST_CALLS}
-FURTHER_CALLS = [
-    program for table in TABLES.values() for program in table if program.name not in _FIRST
-]
+STEPS = [*in_steps(OF_OPS), *in_steps([*OF_LINALG, *OF_FUNCTIONS]), *in_steps(OF_LAYERS)]
+FIRST_CALLS = first_of_each_kind(STEPS)
+FURTHER_CALLS = [program for program in STEPS if program not in FIRST_CALLS]
 
 
 @by_batches(FIRST_CALLS, 72)

@@ -627,7 +627,8 @@ def _ask(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     # The propagator raises half a dozen types for ops and shapes that it has no rule for. A label
     # is never needed for a right value, so none of them may stop the program.
     try:
-        # torch.compile may be tracing; the question is answered outside of its graph.
+        # torch.compile may be tracing; the question is answered outside of its graph. A step's
+        # guards need nothing of it: a label, a user's own rule for one too, decides no value.
         with _disable_current_modes(), off_the_record():
             return _from_propagator(func, args, kwargs, mesh)
     except NotImplementedError as error:

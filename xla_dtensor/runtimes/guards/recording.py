@@ -135,7 +135,6 @@ class Recording(Watches):
 
     def __enter__(self) -> Recording:
         self._aside.__enter__()
-        _running.append(self)
         if self._before is None:
             self.begin()
         self._watch(torch.nn.Module)
@@ -143,6 +142,7 @@ class Recording(Watches):
         for root in self._roots:
             self._meet(root, "an argument")
         self._drain()
+        _running.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:

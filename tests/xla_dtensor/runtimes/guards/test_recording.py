@@ -593,13 +593,23 @@ def test_what_is_drawn_from_is_told_of(name: str) -> None:
     assert all(each is not holder.new for each in told)
 
 
-def test_another_thread_is_not_recorded() -> None:
+def _in_another_thread(call: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def _off_the_record(call: Callable[[], Any]) -> None:
+    with off_the_record(), off_the_record():
+        call()
+
+
+@pytest.mark.parametrize("elsewhere", [_in_another_thread, _off_the_record])
+def test_what_is_not_the_steps_is_not_recorded(elsewhere: Callable[..., None]) -> None:
     mine, others = Thing(scale=1.0), Thing(scale=1.0)
 
     def step() -> float:
-        thread = threading.Thread(target=others.scaled)
-        thread.start()
-        thread.join()
+        elsewhere(others.scaled)
         return mine.scaled()
 
     guards = guards_of(step)
@@ -609,21 +619,9 @@ def test_another_thread_is_not_recorded() -> None:
     assert why(guards) == "Thing.scale changed from 1.0 to 2.0"
 
 
-def test_what_is_off_the_record_is_not_the_steps() -> None:
-    mine, others = Thing(scale=1.0), Thing(scale=1.0)
-
-    def step() -> float:
-        with off_the_record(), off_the_record():
-            others.scaled()
-        return mine.scaled()
-
-    guards = guards_of(step)
-    others.scale = 2.0
-    assert why(guards) is None
-    mine.scale = 2.0
-    assert why(guards) == "Thing.scale changed from 1.0 to 2.0"
-    with off_the_record():  # outside of any recording
-        assert others.scaled() == 2.0
+def test_outside_of_a_recording_all_is_off_the_record() -> None:
+    with off_the_record():
+        assert Thing(scale=2.0).scaled() == 2.0
 
 
 def test_what_raises_off_the_record_is_noted_again_afterwards() -> None:
