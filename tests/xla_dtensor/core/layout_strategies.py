@@ -25,7 +25,7 @@ from xla_dtensor.core import (
     StridedShard,
 )
 
-_EXAMPLES = settings.default.max_examples  # of the profile: 20 in the contract, 200 in test-all
+_EXAMPLES = settings().max_examples  # of the profile: 20 in the contract, 200 in test-all
 THOROUGH = settings(
     max_examples=min(5 * _EXAMPLES, 500),
     deadline=None,
