@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     )
     from xla_dtensor.dtensor.api import distribute_module as distribute_module
     from xla_dtensor.dtensor.api import distribute_tensor as distribute_tensor
-    from xla_dtensor.dtensor.call_jax import call_jax as call_jax
     from xla_dtensor.dtensor.custom import SkipDTensorDispatch as SkipDTensorDispatch
     from xla_dtensor.dtensor.custom import custom_shard as custom_shard
     from xla_dtensor.dtensor.dtensor import DTensor as DTensor
@@ -89,6 +88,7 @@ if TYPE_CHECKING:
     from xla_dtensor.runtimes import installed_runtimes as installed_runtimes
     from xla_dtensor.runtimes.bounds import check_values as check_values
     from xla_dtensor.runtimes.whole_ops import attention_kernel as attention_kernel
+    from xla_dtensor.spmd.call_jax import call_jax as call_jax
 
 _WHERE = {
     "DTensor": "xla_dtensor.dtensor.dtensor",
@@ -109,7 +109,7 @@ _WHERE = {
     "ShardedSampler": "xla_dtensor.hosts.data",
     "SkipDTensorDispatch": "xla_dtensor.dtensor.custom",
     "attention_kernel": "xla_dtensor.runtimes.whole_ops",
-    "call_jax": "xla_dtensor.dtensor.call_jax",
+    "call_jax": "xla_dtensor.spmd.call_jax",
     "check_same_program": "xla_dtensor.hosts.preemption",
     "check_values": "xla_dtensor.runtimes.bounds",
     "checkpoint_name": "xla_dtensor.nn.scan",

@@ -795,7 +795,7 @@ def make_from_local(
     if _is_plain(tensor) and shape is None and all(p.is_replicate() for p in canonical):
         return _PlainReplicated.apply(tensor, mesh, canonical)  # pyright: ignore
     if isinstance(tensor, LocalView) and shape is None:
-        from xla_dtensor.nn.fsdp_groups import from_group_view, is_of_groups
+        from xla_dtensor.dtensor.groups import from_group_view, is_of_groups
 
         if is_of_groups(tensor, mesh):
             return from_group_view(tensor, mesh, canonical)

@@ -42,11 +42,11 @@ from xla_dtensor.core.errors import (
 from xla_dtensor.core.spanning import layout_on_span, region_of
 from xla_dtensor.dtensor.api import distribute_tensor
 from xla_dtensor.dtensor.dtensor import DTensor
+from xla_dtensor.dtensor.groups import GroupDTensor
 from xla_dtensor.dtensor.local import LocalView
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh, current_mesh, mesh_text
 from xla_dtensor.dtensor.redistribute import as_plain
-from xla_dtensor.nn.fsdp_groups import (
-    GroupDTensor,
+from xla_dtensor.nn.fsdp_parameters import (
     Settings,
     ShardedParameter,
     data_parallel_part,
@@ -74,7 +74,7 @@ __all__ = ["FSDPModule", "fully_shard"]
 # on its own rows, and its gradients stay where they are. There the inputs have to say which rows
 # these are: DTensors on the mesh, or LocalViews. Plain tensors are then the same on every device,
 # and parameters of tensor-parallel modules are DTensors on their own mesh there, with another value
-# on each device of this one (:mod:`xla_dtensor.nn.fsdp_groups`). LocalViews as inputs mean the same
+# on each device of this one (:mod:`xla_dtensor.dtensor.groups`). LocalViews as inputs mean the same
 # where gradients are synchronized: each device has a loss of its own, and its gradients are
 # averaged over the devices, as torch's ranks do.
 

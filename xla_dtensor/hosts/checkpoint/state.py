@@ -28,10 +28,10 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from xla_dtensor.core.errors import CheckpointError
 from xla_dtensor.dtensor.api import parts_of
 from xla_dtensor.dtensor.dtensor import DTensor
+from xla_dtensor.dtensor.groups import GroupDTensor
 from xla_dtensor.dtensor.local import LocalView
 from xla_dtensor.dtensor.random import RNGStatesTracker
 from xla_dtensor.hosts.checkpoint.manifest import Entry, PathKey
-from xla_dtensor.nn.fsdp_groups import GroupDTensor
 from xla_dtensor.runtimes.registry import current_runtime
 
 __all__ = ["GENERATORS", "Generators", "Leaf", "Walk", "is_stored_as_tensor"]

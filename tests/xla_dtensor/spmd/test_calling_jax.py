@@ -15,7 +15,6 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 import xla_dtensor as xd
 from mesh_utils import Mesh
 from xla_dtensor.core import Layout
-from xla_dtensor.dtensor.call_jax import call_jax
 from xla_dtensor.dtensor.mesh import as_device_mesh
 from xla_dtensor.errors import (
     ArgumentTypeError,
@@ -24,6 +23,7 @@ from xla_dtensor.errors import (
     UnsupportedOpError,
 )
 from xla_dtensor.runtimes import Runtime
+from xla_dtensor.spmd.call_jax import call_jax
 
 on_jax = pytest.mark.only_on("jax")
 ROOT = Mesh.arange((2, 4), ("dp", "tp"))

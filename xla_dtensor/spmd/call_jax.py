@@ -98,7 +98,7 @@ def call_jax(
 
     Example:
         >>> import jax, torch, xla_dtensor as xd
-        >>> from xla_dtensor.dtensor.call_jax import call_jax
+        >>> from xla_dtensor.spmd.call_jax import call_jax
         >>> mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
         >>> x = xd.distribute_tensor(torch.arange(8.0), mesh, ("tp",))
         >>> total = call_jax(lambda x: jax.lax.psum(x.sum(), "tp"), [("tp",)], None)

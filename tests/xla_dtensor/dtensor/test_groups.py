@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import xla_dtensor as xd
+from xla_dtensor.dtensor.groups import GroupDTensor
 from xla_dtensor.errors import LocalViewError, RedistributeError
-from xla_dtensor.nn.fsdp_groups import GroupDTensor
 from xla_dtensor.report import collectives
 
 R = Replicate()
