@@ -3,6 +3,7 @@
     python -m benchmarks.step
     python -m benchmarks.step --models vit --devices 8 --topologies none
     python -m benchmarks.step --on-device gpu        or tpu: on the real devices
+    python -m benchmarks.step --first-calls          only build; the stored steps stay
     python -m benchmarks.step --plot --document      show what is stored, run nothing
 
 A Llama, a ViT, a Mixtral and a ResNet: forward, backward, clipping and AdamW, with the same
@@ -66,8 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = {part: stored.get(part, []) for part in ("rows", "pods")}
     for part, rows in _on_device(asked) if asked.on_device else _virtual(asked):
         # What takes long is stored as it comes; what is not asked for stays as it was measured.
-        found[part] = _merged(found[part], rows)
-        print("\n" + "\n\n".join(tables({part: rows})) + "\n", flush=True)
+        known = _built_again(found[part], rows) if asked.first_calls else rows
+        found[part] = _merged(found[part], known)
+        print("\n" + "\n\n".join(tables({part: known})) + "\n", flush=True)
         devices = {"gpus": gpus()} if asked.on_device == "gpu" else {}
         store(name, {**devices, **found}, asked.results)
     print(f"Stored in {file}")
@@ -95,6 +97,21 @@ def _merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
     return sorted([*(row for row in old if case(row) not in replaced), *new], key=case)
 
 
+def _built_again(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """Return the rows of the same cases; those of the ways built again with their new builds."""
+
+    def way(row: Row) -> tuple[str, int, str]:
+        return row["model"], row["devices"], row["way"]
+
+    builds = {way(row): row["builds"] for row in new}
+    cases = {each[:2] for each in builds}
+    return [
+        {**row, "builds": builds.get(way(row), row["builds"])}
+        for row in old
+        if way(row)[:2] in cases
+    ]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -103,6 +120,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--devices", default="1,8", help="virtual ones, or none (default: 1,8)")
     parser.add_argument("--rounds", type=int, default=12, help="turns per way (default: 12)")
     parser.add_argument("--steps", type=int, default=2, help="steps per turn (default: 2)")
+    parser.add_argument("--builds", type=int, default=3, help="how often each builds (default: 3)")
+    parser.add_argument(
+        "--first-calls", action="store_true", help="only build; the stored steady steps stay"
+    )
     parser.add_argument("--small", action="store_true", help="tiny models, for tests")
     parser.add_argument(
         "--topologies", default="v5p:4x4x4,v5e:16x16", help="or none (default: %(default)s)"
@@ -168,17 +189,24 @@ def _is_installed(process: str) -> bool:
 def _in_turns(
     children: Sequence[tuple[str, Sequence[str]]], asked: argparse.Namespace, environment: Any
 ) -> list[Row]:
-    """Start children one after the other, then give them turns."""
-    with ExitStack() as stack:
-        ready: list[Child] = []
-        for process, options in children:
-            print(f"step_child {process} {' '.join(options)} ...", flush=True)
-            ready.append(Child([process, *options], environment, _python_of(process)))
-            stack.callback(ready[-1].kill)
-        rows = [_dated(row) for row in timed_in_turns(ready, asked.rounds, asked.steps)]
-        for child in ready:
-            child.end()
-        return rows
+    """Build every way several times, one after the other; then give the last ones turns."""
+    builds: list[list[Row]] = []
+    for number in range(asked.builds):
+        with ExitStack() as stack:
+            ready: list[Child] = []
+            for process, options in children:
+                print(f"step_child {process} {' '.join(options)}, {number + 1} ...", flush=True)
+                ready.append(Child([process, *options], environment, _python_of(process)))
+                stack.callback(ready[-1].kill)
+            builds.append([row for child in ready for row in child.rows.values()])
+            if number + 1 == asked.builds and not asked.first_calls:
+                builds[-1] = timed_in_turns(ready, asked.rounds, asked.steps)
+                for child in ready:
+                    child.end()
+    return [
+        {**_dated(way[-1]), "builds": [row["builds"][0] for row in way]}
+        for way in zip(*builds, strict=True)
+    ]
 
 
 def _compiled(model: str, topology: str, small: bool) -> Iterator[Row]:

@@ -56,8 +56,9 @@ def step_table(rows: Sequence[Row]) -> str:
 
 def _step_line(row: Row, hand: Row | None) -> list[str]:
     steps = row["step_seconds"]
-    cells = [row["way"], f"{row['trace_seconds']:.2f}", f"{row['compile_seconds']:.2f}"]
-    cells.append("-" if hand is None else f"{_first_call(row) / _first_call(hand):.2f}")
+    traces, compiles = zip(*row["builds"], strict=True)
+    cells = [row["way"], *[f"{statistics.median(each):.2f}" for each in (traces, compiles)]]
+    cells.append("-" if hand is None else _first_calls_beside(row, hand))
     cells += [f"{steps[kind] * 1e3:.1f}" for kind in ("median", "least")]
     if hand is None:
         cells.append("-")
@@ -70,8 +71,13 @@ def _step_line(row: Row, hand: Row | None) -> list[str]:
     return [*cells, *losses, "-" if off is None else f"{off:.0e}"]
 
 
-def _first_call(row: Row) -> float:
-    return row["trace_seconds"] + row["compile_seconds"]
+def _first_calls_beside(row: Row, hand: Row) -> str:
+    """The median ratio of builds that followed each other, and the least and the greatest."""
+    # Not strict: a way may have been built again without the one by hand.
+    pairs = zip(row["builds"], hand["builds"], strict=False)
+    ratios = sorted(sum(build) / sum(by_hand) for build, by_hand in pairs)
+    median, least, greatest = (f"{f(ratios):.2f}" for f in (statistics.median, min, max))
+    return median if least == greatest else f"{median} ({least} to {greatest})"
 
 
 def paired_ratio(

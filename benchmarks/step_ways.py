@@ -90,8 +90,7 @@ def recorded(way: Way, expected: Sequence[float]) -> dict[str, Any]:
     built = way.built or Built(sum(seconds[:_SETTLING]) - compiled - _SETTLING * steady, compiled)
     return {
         "way": way.name,
-        "trace_seconds": built.trace,
-        "compile_seconds": built.compile,
+        "builds": [[built.trace, built.compile]],
         "losses": losses,
         "loss_difference": max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
         **way.facts(),

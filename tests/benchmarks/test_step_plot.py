@@ -25,8 +25,7 @@ def row_of(way: str, seconds: float, **more: Any) -> dict[str, Any]:
         "model": "vit",
         "devices": 8,
         "way": way,
-        "trace_seconds": 0.5,
-        "compile_seconds": 1.25,
+        "builds": [[0.5, 1.25]],
         "step_seconds": {
             "median": seconds,
             "least": seconds / 2,
