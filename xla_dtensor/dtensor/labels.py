@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -33,6 +34,7 @@ from xla_dtensor.core.spanning import layout_on_span, spanning_mesh
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
 from xla_dtensor.runtimes.guards import off_the_record
 from xla_dtensor.runtimes.nested import leaves, map_nested
+from xla_dtensor.runtimes.op_meta import Meta, output_meta
 from xla_dtensor.runtimes.whole_ops import linear_loss, linear_loss_backward
 
 __all__ = [
@@ -665,7 +667,7 @@ def _is_known_to_torch(func: Any) -> bool:
     """Tell whether torch has a rule for an op that returns one tensor."""
     if [str(each.type) for each in func._schema.returns] != ["Tensor"]:
         return False
-    propagator = TorchDTensor._op_dispatcher.sharding_propagator
+    propagator = _propagator()
     tables = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
     return any(func in getattr(propagator, table, ()) for table in tables)
 
@@ -770,9 +772,44 @@ def _log_once(func: Any, error: Exception) -> None:
         )
 
 
+class _Propagator(ShardingPropagator):
+    """torch's own, which finds what an op returns where the runtime finds it: asked once for both.
+
+    torch's way, through fake tensors, takes a fifth of what a label takes.
+    """
+
+    def _propagate_tensor_meta_non_cached(self, op_schema: OpSchema) -> Any:
+        given = map_nested(_on_meta, (op_schema.args_schema, op_schema.kwargs_schema))
+        meta = output_meta(op_schema.op, *given)
+        if meta is None:
+            return super()._propagate_tensor_meta_non_cached(op_schema)
+        return map_nested(_tensor_meta, meta)
+
+
+def _on_meta(argument: Any) -> Any:
+    if not isinstance(argument, DTensorSpec):
+        return argument
+    meta: Any = argument.tensor_meta
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+
+
+def _tensor_meta(returned: Any) -> Any:
+    if not isinstance(returned, Meta):
+        return None
+    return TensorMeta(torch.Size(returned.shape), returned.stride, returned.dtype)
+
+
+@cache
+def _propagator() -> _Propagator:
+    """Return it with torch's own rules, those that users register later too."""
+    propagator = object.__new__(_Propagator)
+    propagator.__dict__ = TorchDTensor._op_dispatcher.sharding_propagator.__dict__
+    return propagator
+
+
 def _from_propagator(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     shadow = _shadow_mesh(mesh.value)
-    propagator = TorchDTensor._op_dispatcher.sharding_propagator
+    propagator = _propagator()
 
     def to_spec(argument: Any) -> Any:
         if not isinstance(argument, _Described):
