@@ -73,9 +73,10 @@ def _step_line(row: Row, hand: Row | None) -> list[str]:
 
 def _first_calls_beside(row: Row, hand: Row) -> str:
     """The median ratio of builds that followed each other, and the least and the greatest."""
-    # Not strict: a way may have been built again without the one by hand.
-    pairs = zip(row["builds"], hand["builds"], strict=False)
-    ratios = sorted(sum(build) / sum(by_hand) for build, by_hand in pairs)
+    if len(row["builds"]) != len(hand["builds"]):  # one was built again without the other
+        return "-"
+    pairs = zip(row["builds"], hand["builds"], strict=True)
+    ratios = [sum(build) / sum(by_hand) for build, by_hand in pairs]
     median, least, greatest = (f"{f(ratios):.2f}" for f in (statistics.median, min, max))
     return median if least == greatest else f"{median} ({least} to {greatest})"
 

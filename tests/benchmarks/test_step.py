@@ -199,6 +199,9 @@ def test_first_calls_are_compared_build_by_build() -> None:
     line, hand_line = step_table([ours, by_hand]).splitlines()[2:]
     assert line.startswith("| ours | 2.00 | 2.00 | 2.00 (2.00 to 3.00) |")
     assert hand_line.startswith(f"| {BY_HAND} | 1.00 | 1.00 | 1.00 |")
+    # Built once, on another day: there is nothing to compare it with.
+    alone = step_table([row_of("alone", [(1, 1)]), by_hand]).splitlines()[2]
+    assert alone.startswith("| alone | 1.00 | 1.00 | - |")
 
 
 def test_what_is_not_built_again_stays() -> None:
