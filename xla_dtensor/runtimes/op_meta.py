@@ -3,7 +3,9 @@
 Both runtimes are held to this answer. On JAX a result of another dtype is cast (JAX promotes by
 other rules than torch), one of another shape is an error: a lowering that is wrong in shape must
 never be broadcast into a plausible value. On torch_xla operands are promoted as torch would, and
-its tensors, which have no strides, get torch's. Answers are cached per op and argument description.
+its tensors, which have no strides, get torch's. Answers of torch's ops and ours are cached per op,
+argument description and default dtype. Another library's op is asked each time: the rule that its
+user registered for it is Python, and may say something else when a global that it reads changes.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ __all__ = [
 
 _CACHE: dict[Any, Any] = {}
 _CACHE_LIMIT = 50_000
+# Their rules read nothing but the arguments and the default dtype.
+_NAMESPACES = frozenset({"aten", "prims", "xla_dtensor"})
 
 
 class Meta(NamedTuple):
@@ -58,9 +62,12 @@ def output_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         The same structure as the op's result, or None where torch cannot tell without values
         (nonzero, masked_select, ops without a meta kernel).
     """
+    if func.namespace not in _NAMESPACES:
+        return _ask(func, args, kwargs)
     try:
         by_value = not ignores_floats(func)
-        key = (func, _key(args, by_value), _key(kwargs, by_value))
+        dtype = torch.get_default_dtype()
+        key = (func, _key(args, by_value), _key(kwargs, by_value), dtype)
         if key in _CACHE:
             return _CACHE[key]
     except TypeError:
@@ -163,7 +170,7 @@ def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _ask(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     # The shape rule of another library's op is Python of the user's, whose reads count.
-    unheard = off_the_record() if func.namespace == "aten" else nullcontext()
+    unheard = off_the_record() if func.namespace in _NAMESPACES else nullcontext()
     try:
         with unheard:
             result = _called(func, args, kwargs)

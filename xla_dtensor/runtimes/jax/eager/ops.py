@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
+from torch._C import DispatchKey
 
 from mesh_utils import Axis, Mesh
 from xla_dtensor.core import Layout
@@ -456,15 +457,33 @@ def _decompose(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
             return _onto_devices(decomposition(*args, **kwargs), args, kwargs)
         finally:
             _decomposing.discard(func)
-    if torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
-    ):
+    if _has_kernel(func, DispatchKey.CompositeImplicitAutograd):
         return _onto_devices(func.decompose(*args, **kwargs), args, kwargs)
+    if _is_users(func):
+        return _run_users(func, args, kwargs)
     raise UnsupportedOpError(
         f"The op {func} was called on tensors of the JAX runtime. It has no lowering to XLA there. "
         "Write it with other ops, move the tensor to the host with .full_tensor().cpu(), or "
         "register a lowering (see xla_dtensor/runtimes/README.md)."
     )
+
+
+def _has_kernel(func: Any, key: DispatchKey) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+def _is_users(func: Any) -> bool:
+    """Tell whether torch.library.custom_op has made an op, for all devices, of other ops.
+
+    aten's own kernels of that key are C++ that writes into memory.
+    """
+    key = DispatchKey.CompositeExplicitAutograd
+    return func.namespace not in ("aten", "prims") and _has_kernel(func, key)
+
+
+def _run_users(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    outputs = func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+    return _onto_devices(outputs, args, kwargs)
 
 
 def _onto_devices(outputs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -499,6 +518,8 @@ def _run_inplace_view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     functional, takes_the_same = _functional_variant(func)
+    if functional is None and _is_users(func):
+        return _run_users(func, args, kwargs)
     if functional is None:
         raise UnsupportedOpError(
             f"The op {func} writes to a tensor of the JAX runtime. It has no functional form that "
