@@ -87,7 +87,10 @@ def recorded(way: Way, expected: Sequence[float]) -> dict[str, Any]:
         losses.append(way.read(loss))
     compiled = way.compiling() - before
     steady = statistics.median(seconds[_SETTLING:])
-    built = way.built or Built(sum(seconds[:_SETTLING]) - compiled - _SETTLING * steady, compiled)
+    # The first run takes longer than those after it, also of a program that was compiled before.
+    before_steady = sum(seconds[:_SETTLING]) - _SETTLING * steady
+    known = way.built or Built(-compiled, compiled)
+    built = Built(known.trace + before_steady, known.compile)
     return {
         "way": way.name,
         "builds": [[built.trace, built.compile]],

@@ -966,9 +966,39 @@ def writes_to_an_expanded_tensor(on: On) -> Any:
         "aten.masked_fill_.Scalar": lambda x: x.masked_fill_(rows[:1] > 0, 1.0),
     }
     found = [error_of(lambda write=write: write(row.expand(3, 4))) for write in writes.values()]
-    return [f[:45] for f in found], [
-        f"{op} was to write to an expanded tensor"[:45] for op in writes
-    ]
+    return [f[:45] for f in found], [f"{op} was to write to a view of shape"[:45] for op in writes]
+
+
+@values()
+def writes_beside_parts_that_are_not_safe(on: On) -> Any:
+    """torch_xla made copies of what PyTorch only hides from autograd."""
+    found = []
+    for parts_of in (
+        lambda x: torch.unsafe_chunk(x, 4, 1),
+        lambda x: torch.unsafe_split(x, 3),
+        lambda x: torch.unsafe_split_with_sizes(x, [3, 5], -1),
+    ):
+        for is_base in (False, True):
+            x = on.put(numbers(8, 8), Shard(0), R).clone()
+            parts = parts_of(x)
+            (x if is_base else parts[1]).mul_(3)
+            found.append([x, *parts])
+    return found
+
+
+@layouts()
+def writes_to_windows_that_overlap(on: On) -> Any:
+    """torch_xla added up what was written to one place, or left the tensor as it was."""
+    row = on.put(numbers(8))
+    views = row.unfold(0, 3, 2), row.as_strided((3, 3), (2, 1)), row[None].expand(2, 8)
+    found = [error_of(lambda view=view: view.mul_(2)) for view in views]
+    plain = numbers(8)
+    for each in (row, plain):
+        each.unfold(0, 2, 3).mul_(2)
+        if xd.get_runtime().name == "jax":  # interleaved, and none of them twice
+            each.as_strided((2, 3), (3, 2)).add_(1)
+    expected = ["aten.mul_.Tensor was to write to a view"] * 3, plain.tolist()
+    return ([f[:39] for f in found], whole(row).tolist()), expected
 
 
 @layouts("jax")

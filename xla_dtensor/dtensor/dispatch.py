@@ -731,7 +731,7 @@ def _wrap_outputs(cls: Any, traits: _Traits, output: Any, state: Any, enforced: 
     if not isinstance(output, torch.Tensor):
         return output
     if (traits.made_like and not output.is_meta) or state.pinned:
-        output = functional.constrain(output, state.span_layout)
+        output = functional.constrain(output, state.span_layout, is_new=traits.made_like)
     elif enforced:
         output = constrain_output(output, state, traits.views)
     return new_dtensor(cls, output, state)

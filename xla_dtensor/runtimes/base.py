@@ -482,6 +482,10 @@ class Runtime(ABC):
     def constrain(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Return a new payload with the same values that lies as `layout` says."""
 
+    def constrain_new(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Return what an op has just made, which nobody else has, lying as `layout` says."""
+        return self.constrain(payload, layout)
+
     def summed_up(self, payload: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Return a gradient that, in a program, lies as `layout` says before it is moved on.
 

@@ -148,13 +148,17 @@ def _is_local(payload: Any) -> bool:
     return getattr(payload, "_is_local_payload", False)
 
 
-def constrain(payload: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Return a new payload with the same values that lies as `layout` says, or record that."""
+def constrain(payload: torch.Tensor, layout: Layout, is_new: bool = False) -> torch.Tensor:
+    """Return a payload with the same values that lies as `layout` says, or record that.
+
+    It is a new one, unless an op has just made `payload`, which nobody else has.
+    """
     if payload.is_meta:
         return payload.clone()
     if is_traced(payload):
         return torch.ops.xla_dtensor.constrain.default(payload, name_of(layout))
-    return get_runtime().constrain(payload, layout)
+    runtime = get_runtime()
+    return (runtime.constrain_new if is_new else runtime.constrain)(payload, layout)
 
 
 def put(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:

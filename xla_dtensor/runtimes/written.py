@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from xla_dtensor.core.errors import WriteError
@@ -12,6 +13,7 @@ from xla_dtensor.runtimes.nested import leaves
 
 __all__ = [
     "makes_results",
+    "may_overlap",
     "refuse_overlap",
     "written_arguments",
     "written_targets",
@@ -68,22 +70,47 @@ def refuse_overlap(
         func: An ``OpOverload`` whose schema is mutable.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        fills: Whether one value may be written to all of them.
+        fills: Whether one value may be written to all of them, and other values to elements that
+            interleave.
 
     Raises:
-        WriteError: A target is an expanded tensor.
+        WriteError: A target is expanded, or a view of windows that overlap.
     """
     if fills and func._schema.name in _FILLS:
         return
+    overlaps = _overlaps if fills else may_overlap
     for target in leaves(written_values(func, args, kwargs)):
-        if isinstance(target, torch.Tensor) and _shares_places(target):
+        if isinstance(target, torch.Tensor) and overlaps(target.shape, target.stride()):
             raise WriteError(
-                f"{func} was to write to an expanded tensor of shape={tuple(target.shape)}. "
-                "Several elements share one place, and would overwrite each other in no fixed "
-                "order. Call .clone() before writing."
+                f"{func} was to write to a view of shape={tuple(target.shape)} and "
+                f"strides={target.stride()}. Several of its elements may share one place, and "
+                "would overwrite each other in no fixed order. Call .clone() before writing."
             )
 
 
-def _shares_places(tensor: torch.Tensor) -> bool:
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.numel() > 0 and any(size > 1 and step == 0 for size, step in steps)
+def may_overlap(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Tell whether two elements of a strided view may share one place; some interleave instead.
+
+    Example:
+        >>> may_overlap((2, 3), (3, 1)), may_overlap((2, 3), (1, 1)), may_overlap((2, 3), (3, 2))
+        (False, True, True)
+    """
+    if 0 in size:
+        return False
+    reach = 0
+    for step, extent in sorted(zip(stride, size, strict=True)):
+        if extent > 1 and step <= reach:
+            return True
+        reach += (extent - 1) * step
+    return False
+
+
+def _overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
+    if not may_overlap(size, stride):
+        return False
+    if any(extent > 1 and step == 0 for extent, step in zip(size, stride, strict=True)):
+        return True
+    places = np.zeros((), np.int64)
+    for extent, step in zip(size, stride, strict=True):
+        places = places[..., None] + step * np.arange(extent)
+    return np.unique(places).size < places.size

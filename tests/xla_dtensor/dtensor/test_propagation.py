@@ -171,6 +171,7 @@ BESIDE = st.one_of(
     st.just(None),  # as the first
     st.tuples(st.tuples(PLACEMENT, PLACEMENT), st.just(SHAPE)),
     st.tuples(st.just((R, R)), st.sampled_from([SHAPE, (3, 16), (16,), (), (8, 1, 16)])),
+    st.sampled_from([((R, Shard(0)), (16,)), ((Shard(1), R), (3, 16)), ((Shard(0), R), (8, 1, 1))]),
 )
 
 
@@ -200,6 +201,33 @@ def test_what_is_cut_alike_stays_so_as_torch_says(
     assert answer == wanted
 
 
+@given(
+    st.sampled_from(sorted(propagation._ALONG_A_DIM, key=str)),
+    st.sampled_from([-1, 0, 1, 2]),
+    st.lists(st.tuples(PLACEMENT, PLACEMENT), min_size=2, max_size=2),
+    st.booleans(),
+)
+def test_what_is_not_cut_along_the_dim_of_an_op_stays_so_as_torch_says(
+    mesh: xd.DeviceMesh, func: Any, dim: int, labels: list[Any], alike: bool
+) -> None:
+    first = described(labels[0], SHAPE)
+    args = {
+        aten.cat.default: ([first, first if alike else described(labels[1], SHAPE)], dim),
+        aten.slice.Tensor: (first, dim, 0, 2),
+        aten.split.Tensor: (first, 2, dim),
+        aten.split_with_sizes.default: (first, [1, SHAPE[dim] - 1], dim),
+    }[func]
+    if all(label == (R, R) for label in labels):
+        return
+    answer = propagation._ask(func, args, {}, mesh)
+    try:
+        wanted = propagation._from_propagator(func, args, {}, mesh)
+    except Exception:  # Each axis is asked about alone.
+        return
+    wanted = wanted if isinstance(wanted, list) else [wanted]
+    assert propagation.labels_of_outputs(answer, len(wanted)) == wanted
+
+
 def test_torch_is_not_asked_about_what_is_cut_alike(
     mesh: xd.DeviceMesh, empty_cache: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +238,12 @@ def test_torch_is_not_asked_about_what_is_cut_alike(
     monkeypatch.setattr(propagation, "_from_propagator", refuse)
     assert propagate(aten.mul.Tensor, (x, x), {}, mesh) == (Shard(0), Shard(1))
     assert propagate(aten.add.Tensor, (y, make(mesh, (8,), *row)), {}, mesh) == (Shard(0), R)
+    column, whole = make(mesh, (8, 1), Shard(0), R), make(mesh, (8, 8), R, R)
+    assert propagate(aten.mul.Tensor, (whole, column), {}, mesh) == (Shard(0), R)
+    assert propagate(aten.add.Tensor, (whole, make(mesh, (8,), R, Shard(0))), {}, mesh) == (
+        R,
+        Shard(1),
+    )
     assert propagate(aten.zeros_like.default, (x,), {}, mesh) == (Shard(0), Shard(1))
     for label, shape in [((Shard(0), R), (3, 8)), ((Shard(0), P), (8, 8))]:  # uneven; a part
         assert propagation._shared_cuts(aten.neg.default, [described(label, shape)], mesh) is None

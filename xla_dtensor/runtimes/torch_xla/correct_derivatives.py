@@ -32,8 +32,9 @@ import torch
 from xla_dtensor.core.errors import UnsupportedOpError
 from xla_dtensor.core.local_shape import may_leave_shards
 from xla_dtensor.runtimes.bounds import refuse_part
+from xla_dtensor.runtimes.written import may_overlap
 
-__all__ = ["is_overlapping", "read_places", "register_composites", "register_strided"]
+__all__ = ["read_places", "register_composites", "register_strided"]
 
 
 # ----------------------------------------------------------------------------------------- Autograd
@@ -98,7 +99,7 @@ def _differentiable_as_strided(
     x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> torch.Tensor:
     if x.requires_grad and torch.is_grad_enabled():
-        if is_overlapping(size, stride):
+        if may_overlap(size, stride):
             return read_places(x, size, stride, offset)
         return _nested_view(x, size, stride, offset or 0)
     with torch._C._AutoDispatchBelowAutograd():
@@ -122,23 +123,6 @@ def _nested_view(
         view = view[..., : (size[dim] - 1) * stride[dim] + width].unfold(-1, width, stride[dim])
     places = [order.index(dim) for dim in range(len(size)) if size[dim] > 1]
     return view[..., 0].permute(places).view(tuple(size))
-
-
-def is_overlapping(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Tell whether two places of a strided view may be the same one.
-
-    Example:
-        >>> is_overlapping((2, 3), (3, 1)), is_overlapping((2, 3), (1, 1))
-        (False, True)
-    """
-    if 0 in size:
-        return False
-    reach = 0
-    for step, extent in sorted(zip(stride, size, strict=True)):
-        if extent > 1 and step <= reach:
-            return True
-        reach += (extent - 1) * step
-    return False
 
 
 def read_places(

@@ -32,7 +32,7 @@ from xla_dtensor.core.errors import UnsupportedOpError
 from xla_dtensor.runtimes.functional import functional_form
 from xla_dtensor.runtimes.nested import map_nested
 from xla_dtensor.runtimes.op_meta import hosts_error
-from xla_dtensor.runtimes.torch_xla.correct_derivatives import is_overlapping, read_places
+from xla_dtensor.runtimes.torch_xla.correct_derivatives import read_places
 from xla_dtensor.runtimes.torch_xla.correct_values import (
     EXTREMA,
     POINTWISE,
@@ -52,6 +52,7 @@ from xla_dtensor.runtimes.torch_xla.correct_writes import (
 )
 from xla_dtensor.runtimes.torch_xla.whole_ops import whole_op
 from xla_dtensor.runtimes.whole_ops import WHOLE_OPS
+from xla_dtensor.runtimes.written import may_overlap
 
 __all__ = ["correction", "full_arguments", "may_be_corrected", "recovered"]
 
@@ -404,6 +405,11 @@ def _unfold(x: torch.Tensor, dim: int, size: int, step: int) -> Callable[[], tor
     return windows
 
 
+def _unsafe_split(x: torch.Tensor, sizes: Any, dim: int = 0) -> Callable[[], Any]:
+    """What it returns are views, which only autograd does not take for some."""
+    return lambda: torch.split(x, sizes, dim)
+
+
 def _truth(func: Any) -> Callable[..., Callable[[], Any] | None]:
     """torch_xla reduces numbers where PyTorch reduces what is true of them; XLA refuses that."""
 
@@ -427,7 +433,7 @@ def _is_divided_otherwise(*args: Any, **kwargs: Any) -> bool:
 def _as_strided(
     x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> Callable[[], torch.Tensor] | None:
-    """Read places that overlap one by one; PyTorch lets nobody write to such a view either."""
+    """Read places that overlap one by one: nobody may write to such a view (`refuse_overlap`)."""
     last = (offset or 0) + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if 0 not in size and last >= x.numel():
         raise UnsupportedOpError(
@@ -435,8 +441,9 @@ def _as_strided(
             f"storage_offset={offset} on a tensor of {x.numel()} elements. Element {last} is "
             "beyond its end. Pass sizes and strides that stay within it."
         )
-    overlapping = is_overlapping(size, stride)
-    return (lambda: read_places(x, size, stride, offset)) if overlapping else None
+    if not may_overlap(size, stride):
+        return None
+    return lambda: read_places(x, size, stride, offset)
 
 
 def _as_strided_scatter(
@@ -601,6 +608,8 @@ _REWRITTEN: dict[Any, Callable[..., Callable[[], Any] | None]] = {
     aten.as_strided: _as_strided,
     aten.as_strided_scatter: _as_strided_scatter,
     aten.unfold: _unfold,
+    aten.unsafe_split: _unsafe_split,
+    aten.unsafe_split_with_sizes: _unsafe_split,
     aten.convolution: convolution,
     aten.convolution_backward: convolution_backward,
     aten._new_zeros_with_same_feature_meta: _zeros_with_the_meta_of,
