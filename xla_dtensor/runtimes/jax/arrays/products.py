@@ -123,7 +123,9 @@ def propagated(module: Any) -> Any:
     has_manual = any(op.name == "sdy.manual_computation" for op in operations(module))
     try:
         copy = module.clone() if has_manual else _as_xla_reads(module)
-        PassManager.parse(f"builtin.module({_PROPAGATION})").run(copy)
+        propagation = PassManager.parse(f"builtin.module({_PROPAGATION})")
+        propagation.enable_verifier(False)
+        propagation.run(copy)
     except ir.MLIRError as error:
         raise CompileError(
             "A program for a mesh of several axes was about to be compiled. How XLA will cut its "

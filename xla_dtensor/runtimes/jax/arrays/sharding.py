@@ -170,9 +170,7 @@ def sharding_of_new(shape: Sequence[int]) -> NamedSharding | None:
     if _like is None or tuple(shape) != _like.shape:
         return None
     sharding = _like.sharding
-    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
-        return None
-    return sharding
+    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def check_sharding(array: jax.Array, sharding: NamedSharding) -> None:

@@ -52,7 +52,7 @@ from xla_dtensor.runtimes.jax.arrays.values import (
     torch_dtype,
     x64,
 )
-from xla_dtensor.runtimes.jax.eager import manual
+from xla_dtensor.runtimes.jax.eager import inline, manual
 from xla_dtensor.runtimes.jax.eager.checks import flag, truth
 from xla_dtensor.runtimes.jax.eager.composed import COMPOSED
 from xla_dtensor.runtimes.jax.eager.manual import refuse_value
@@ -360,7 +360,7 @@ def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     options = {"meta": meta} if lowering.wants_meta else {}
     try:
         with lying_like(_template(lowering, args)):
-            arrays = lowering.function(*array_args, **array_kwargs, **options)
+            arrays = inline.call(func, lowering.function, array_args, {**array_kwargs, **options})
     except (TypeError, ValueError, AttributeError):  # JAX's, or a lowering's that wants the meta
         raise_torchs_error(func, args, kwargs)
         raise

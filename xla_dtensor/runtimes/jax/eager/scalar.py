@@ -27,6 +27,7 @@ import torch
 from xla_dtensor.runtimes.jax.arrays.trace import active_trace, refuse_read
 from xla_dtensor.runtimes.jax.arrays.values import x64
 from xla_dtensor.runtimes.jax.eager.checks import truth
+from xla_dtensor.runtimes.jax.eager.inline import inlined
 
 __all__ = ["ScalarNode", "sym_number", "sym_of_node", "unwrap_number"]
 
@@ -123,13 +124,13 @@ class ScalarNode:
         currents = [node.current for node in nodes if node.current is not None]
         if len(currents) < len(nodes):
             with x64():
-                return ScalarNode(function(*(node.value for node in nodes)))
+                return ScalarNode(inlined(function)(*(node.value for node in nodes)))
         trace = active_trace()
         numbers = {} if trace is None else trace.numbers
         key = (function, *(node.key() for node in nodes))
         if key not in numbers:
             with x64():
-                number = function(*(node.value for node in nodes))
+                number = inlined(function)(*(node.value for node in nodes))
                 node_of_number = ScalarNode(
                     number, lambda: function(*(np.asarray(c()) for c in currents))
                 )
@@ -229,7 +230,7 @@ class _Constant(ScalarNode):
     @property
     def value(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         with x64():
-            return jnp.asarray(self._number, self._dtype)
+            return np.asarray(self._number, self._dtype)
 
     def key(self) -> Hashable:
         return self._dtype, repr(self._number)  # 0.0 and -0.0 are equal

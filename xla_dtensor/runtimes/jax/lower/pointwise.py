@@ -241,9 +241,6 @@ _register(
         "sigmoid_backward": lambda g, y: g * jnp.conj(y * (1 - y)),
         "tanh_backward": lambda g, y: g * jnp.conj(1 - y * y),
         "silu_backward": lambda g, x: _silu_backward(g, x),
-        "lerp.Tensor lerp.Scalar": lambda a, b, w: jnp.where(
-            jnp.abs(w) < 0.5, a + w * (b - a), b - (b - a) * (1 - w)
-        ),
     },
 )
 _register(
@@ -373,7 +370,9 @@ def quotient(x: Any, y: Any) -> Any:
     """
     if isinstance(y, (int, float)) and abs(math.frexp(y)[0]) == 0.5:
         return x / y  # a power of two, of which 1 / y is exact
-    return x / jnp.where(jnp.isnan(x), x, y)
+    # Without jnp.where, which is a call of a function in the program: optimizers divide often.
+    x, y = jnp.broadcast_arrays(x, jnp.asarray(y, x.dtype))
+    return x / lax.select(jnp.isnan(x), x, y)
 
 
 @lower(
@@ -434,6 +433,17 @@ def _addcdiv(x: Any, a: Any, b: Any, *, value: Any = 1, meta: Any) -> Any:
     dtype = _compute_dtype(jax_dtype(meta.dtype))
     x, a, b = (_cast(v, dtype) for v in (x, a, b))
     return x + _scaled(quotient(a, b), value, dtype)
+
+
+@lower(aten.lerp.Tensor, aten.lerp.Scalar, wants_meta=True)
+def _lerp(a: Any, b: Any, weight: Any, *, meta: Any) -> Any:
+    dtype = _compute_dtype(jax_dtype(meta.dtype))
+    a, b = _cast(a, dtype), _cast(b, dtype)
+    if isinstance(weight, (int, float)):  # an optimizer's: the program has one of both formulas
+        w = np.asarray(weight, dtype)
+        return a + w * (b - a) if abs(w) < 0.5 else b - (b - a) * (1 - w)
+    w = _cast(weight, dtype)
+    return jnp.where(jnp.abs(w) < 0.5, a + w * (b - a), b - (b - a) * (1 - w))
 
 
 @lower(aten.clamp.default, aten.clamp.Tensor, wants_meta=True)
