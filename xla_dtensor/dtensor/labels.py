@@ -627,14 +627,13 @@ def _ask(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     answer = None if rule is None else rule(mesh.ndim, args)
     if answer is not None:
         return answer
-    if func in _ALONG_A_DIM:
-        shared = _shared_cuts(func, _across(func, args, described), mesh)
-    elif torch.Tag.pointwise in func.tags or func in _LIKE_FIRST:
-        shared = _shared_cuts(func, described, mesh) if _is_known_to_torch(func) else None
-    else:
-        shared = None
-    if shared is not None:
-        return shared
+    is_along = func in _ALONG_A_DIM
+    by_element = torch.Tag.pointwise in func.tags or func in _LIKE_FIRST
+    if is_along or (by_element and _is_known_to_torch(func)):
+        alike = _across(func, args, described) if is_along else described
+        shared = _shared_cuts(func, alike, mesh)
+        if shared is not None:
+            return shared
     if func is aten.stack.default and len(args[0]) > _MANY and not any(d[1] for d in described):
         return _ask_by_parts(args, kwargs, mesh)
     # The propagator raises half a dozen types for ops and shapes that it has no rule for. A label

@@ -180,6 +180,17 @@ def described(label: Any, shape: tuple[int, ...]) -> Any:
     return propagation._Described((label, torch.Size(shape), strides, torch.float32))
 
 
+def check_as_torch_says(mesh: xd.DeviceMesh, func: Any, args: Any) -> None:
+    """Compare a label with the one of torch's propagator, where it has one."""
+    answer = propagation._ask(func, args, {}, mesh)
+    try:
+        wanted = propagation._from_propagator(func, args, {}, mesh)
+    except Exception:  # Each axis is asked about alone.
+        return
+    wanted = wanted if isinstance(wanted, list) else [wanted]
+    assert propagation.labels_of_outputs(answer, len(wanted)) == wanted
+
+
 @given(
     st.sampled_from([*UNARY, *BINARY, *TERNARY]),
     st.tuples(PLACEMENT, PLACEMENT),
@@ -193,12 +204,7 @@ def test_what_is_cut_alike_stays_so_as_torch_says(
     args = tuple(described(*(each or first)) for each in [first, *beside[:count]])
     if all(arg[0] == (R, R) for arg in args):
         return
-    answer = propagation._ask(func, args, {}, mesh)
-    try:
-        wanted = propagation._from_propagator(func, args, {}, mesh)
-    except Exception:  # Each axis is asked about alone.
-        return
-    assert answer == wanted
+    check_as_torch_says(mesh, func, args)
 
 
 @given(
@@ -219,13 +225,7 @@ def test_what_is_not_cut_along_the_dim_of_an_op_stays_so_as_torch_says(
     }[func]
     if all(label == (R, R) for label in labels):
         return
-    answer = propagation._ask(func, args, {}, mesh)
-    try:
-        wanted = propagation._from_propagator(func, args, {}, mesh)
-    except Exception:  # Each axis is asked about alone.
-        return
-    wanted = wanted if isinstance(wanted, list) else [wanted]
-    assert propagation.labels_of_outputs(answer, len(wanted)) == wanted
+    check_as_torch_says(mesh, func, args)
 
 
 def test_torch_is_not_asked_about_what_is_cut_alike(
