@@ -46,15 +46,19 @@ def test_values_are_those_of_each_op_alone(mesh: xd.DeviceMesh) -> None:
         torch.testing.assert_close(one, expected, msg=lambda text, n=number: f"{n}: {text}")
 
 
+def attention_loss(q: Any) -> Any:
+    return F.scaled_dot_product_attention(q, q, q).square().sum()
+
+
 def test_the_precision_of_products_is_the_one_in_force(mesh: xd.DeviceMesh) -> None:
     """It is no argument of an op: two steps that differ in nothing else are two programs."""
-    q = put(torch.linspace(-1, 1, 256).reshape(8, 2, 4, 4), mesh)
+    q = put(torch.linspace(-1, 1, 256).reshape(8, 2, 4, 4), mesh).requires_grad_()
     texts = []
     before = torch.get_float32_matmul_precision()
     try:
         for setting in ("highest", "medium", "highest"):
             torch.set_float32_matmul_precision(setting)
-            step: Any = xd.compile(lambda q: F.scaled_dot_product_attention(q, q, q))
+            step: Any = xd.compile(lambda q: torch.autograd.grad(attention_loss(q), q))
             step(q)
             texts.append("highest" in step.hlo())
     finally:

@@ -15,7 +15,8 @@ Invariants:
 
 * Only what depends on its arguments alone is traced so: ops element by element, and those listed
   in `_PURE`. All that is no array is part of the cache key, by its value and its type; so is the
-  precision of products, the one setting that a lowering reads.
+  precision of products, the one setting that these read. Attention itself is none of them: a
+  setting chooses its form.
 * Outside of a trace nothing changes: there, one program of several operations could be rounded
   otherwise than each by itself.
 """
@@ -44,7 +45,6 @@ _PURE = frozenset(
         aten.mean.dim,
         aten.native_layer_norm.default,
         aten.native_layer_norm_backward.default,
-        aten.scaled_dot_product_attention.default,
         aten.sum.dim_IntList,
         ours.sdpa_backward.default,
     }
