@@ -35,7 +35,12 @@ from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
 from xla_dtensor.runtimes.guards import off_the_record
 from xla_dtensor.runtimes.nested import leaves, map_nested
 from xla_dtensor.runtimes.op_meta import Meta, output_meta
-from xla_dtensor.runtimes.whole_ops import linear_loss, linear_loss_backward
+from xla_dtensor.runtimes.whole_ops import (
+    is_foreach,
+    linear_loss,
+    linear_loss_backward,
+    num_places,
+)
 
 __all__ = [
     "GlobalState",
@@ -634,6 +639,10 @@ def _ask(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
         shared = _shared_cuts(func, alike, mesh)
         if shared is not None:
             return shared
+    if _is_list_of_elementwise(func):
+        shared = _shared_cuts_of_lists(func, args, mesh)
+        if shared is not None:
+            return shared
     if func is aten.stack.default and len(args[0]) > _MANY and not any(d[1] for d in described):
         return _ask_by_parts(args, kwargs, mesh)
     # The propagator raises half a dozen types for ops and shapes that it has no rule for. A label
@@ -681,6 +690,27 @@ def _shared_cuts(func: Any, described: Sequence[Any], mesh: DeviceMesh) -> Place
         shared = cuts
     is_given = not func._schema.is_mutable or described[0][0] == tuple(shared)
     return tuple(shared) if is_given else None
+
+
+def _shared_cuts_of_lists(func: Any, args: Sequence[Any], mesh: DeviceMesh) -> list[Any] | None:
+    """Return the `_shared_cuts` of each tensor of a foreach op; None where torch is to say."""
+    answers: list[Any] = []
+    for place in range(num_places(args)):
+        dealt = [a if not isinstance(a, list) else a[place] for a in args]
+        shared = _shared_cuts(func, [a for a in dealt if isinstance(a, _Described)], mesh)
+        if shared is None:
+            return None
+        answers.append(shared or (Replicate(),) * mesh.ndim)
+    return answers
+
+
+@lru_cache(maxsize=4096)
+def _is_list_of_elementwise(func: Any) -> bool:
+    """Tell whether an op is the foreach form of an op element by element: not of norm, max, mm."""
+    name = func._schema.name.removeprefix("aten::_foreach_")
+    single = getattr(aten, name, None) if is_foreach(func) else None
+    overload = getattr(single, "Tensor", None) or getattr(single, "default", None)
+    return overload is not None and torch.Tag.pointwise in overload.tags
 
 
 def _across(func: Any, args: Sequence[Any], described: Sequence[Any]) -> list[Any]:

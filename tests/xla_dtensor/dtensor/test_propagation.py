@@ -208,6 +208,34 @@ def test_what_is_cut_alike_stays_so_as_torch_says(
 
 
 @given(
+    st.sampled_from(
+        [
+            aten._foreach_sqrt.default,
+            aten._foreach_mul.Scalar,
+            aten._foreach_add.List,
+            aten._foreach_addcdiv.Scalar,
+            aten._foreach_norm.Scalar,
+            aten._foreach_max.default,
+        ]
+    ),
+    st.lists(st.tuples(PLACEMENT, PLACEMENT), min_size=1, max_size=2),
+    st.lists(BESIDE, min_size=2, max_size=2),
+)
+def test_what_is_cut_alike_in_lists_stays_so_as_torch_says(
+    mesh: xd.DeviceMesh, func: Any, labels: list[Any], beside: list[Any]
+) -> None:
+    lists = [a for a in func._schema.arguments if str(a.type) == "List[Tensor]"]
+    args = [
+        [described(*(each or (label, SHAPE))) for label in labels]
+        for each in [None, *beside][: len(lists)]
+    ]
+    if all(label == (R, R) for each in args for label, *_ in each):
+        return
+    numbers = [2.0] if func in (aten._foreach_mul.Scalar, aten._foreach_norm.Scalar) else []
+    check_as_torch_says(mesh, func, (*args, *numbers))
+
+
+@given(
     st.sampled_from(sorted(propagation._ALONG_A_DIM, key=str)),
     st.sampled_from([-1, 0, 1, 2]),
     st.lists(st.tuples(PLACEMENT, PLACEMENT), min_size=2, max_size=2),
@@ -245,6 +273,8 @@ def test_torch_is_not_asked_about_what_is_cut_alike(
         Shard(1),
     )
     assert propagate(aten.zeros_like.default, (x,), {}, mesh) == (Shard(0), Shard(1))
+    lists = [[x, whole], [x, whole]]
+    assert propagate(aten._foreach_add.List, lists, {}, mesh) == [(Shard(0), Shard(1)), (R, R)]
     for label, shape in [((Shard(0), R), (3, 8)), ((Shard(0), P), (8, 8))]:  # uneven; a part
         assert propagation._shared_cuts(aten.neg.default, [described(label, shape)], mesh) is None
 

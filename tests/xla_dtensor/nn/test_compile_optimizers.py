@@ -116,6 +116,52 @@ def trained_plainly(make: Make, schedule: Make) -> tuple[list[float], list[torch
     return losses, list(model.parameters())
 
 
+# All of one group, which one call of an op treats together.
+KINDS: dict[str, Any] = {
+    "both axes": (torch.randn(8, 8), [Shard(0), Shard(1)]),
+    "of half": (torch.randn(8, 4).bfloat16(), [Replicate(), Shard(0)]),
+    "of doubles": (torch.randn(6, 5).double(), [Shard(1), Shard(0)]),
+    "complex": (torch.randn(4, 4, dtype=torch.complex64), [Shard(0), Replicate()]),
+    "one number": (torch.randn(()), [Replicate(), Replicate()]),
+    "on one axis": (torch.randn(3, 7), [Shard(1)]),
+    "without a gradient": (torch.randn(8), [Shard(0), Replicate()]),
+}
+
+
+@pytest.mark.only_on("jax")
+@pytest.mark.parametrize("name", ["adamw", "sgd, momentum cycles", "rprop", "asgd"])
+def test_parameters_of_all_kinds_are_one_group(mesh: xd.DeviceMesh, name: str) -> None:
+    plain = {kind: nn.Parameter(tensor.clone()) for kind, (tensor, _) in KINDS.items()}
+    ours = {
+        kind: nn.Parameter(
+            xd.distribute_tensor(tensor, mesh if len(lies) > 1 else mesh["tp"], lies)
+        )
+        for kind, (tensor, lies) in KINDS.items()
+    }
+
+    def step_of(parameters: dict[str, Any]) -> Any:
+        optimizer = CASES[name][0](parameters.values())
+
+        def step() -> None:
+            for kind, parameter in parameters.items():
+                if kind != "without a gradient":
+                    (parameter.abs() ** 2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    plain_step, compiled = step_of(plain), xd.compile(step_of(ours))
+    for _ in range(3):
+        plain_step()
+        compiled()
+    for kind, parameter in ours.items():
+        assert list(parameter.placements) == KINDS[kind][1], kind  # pyright: ignore
+        given = parameter.full_tensor().cpu().detach()  # pyright: ignore
+        torch.testing.assert_close(given, plain[kind].detach())
+    assert compiled.stats()["traces"] == 1
+
+
 @pytest.mark.thorough
 @pytest.mark.only_on("jax")
 @pytest.mark.parametrize("name", CASES)

@@ -268,7 +268,8 @@ def test_a_rehomed_step_computes_the_same(mesh: xd.DeviceMesh) -> None:
     program = step._last
     devices = jax.devices()[:8][::-1]
     arrays = [[s.array for s in part] for part in (program.state, program.read)]
-    given = (*arrays, program.constants, [x._local_tensor._storage.array])
+    arguments = program.holding.divided([x._local_tensor._storage.array])
+    given = (*arrays, program.constants, *arguments)
 
     def moved(array: Any) -> Any:
         return jax.device_put(np.asarray(array), rehomed_sharding(array.sharding, devices))

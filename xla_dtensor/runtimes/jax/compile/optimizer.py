@@ -11,9 +11,9 @@ The learning rate is lent from the start. All other numbers are baked, until one
 that number is lent too. An optimizer may branch on a lent number, ``if weight_decay != 0``; see
 :class:`~xla_dtensor.runtimes.jax.eager.scalar.ScalarNode`.
 
-Of its forms an optimizer is lent the one that suits the trace: lists (``foreach``) where parameters
-are the same thing in several layers and nobody has chosen, and counters on the host or on the
-devices (``capturable``), wherever they are.
+Of its forms an optimizer is lent the one that suits the trace: lists (``foreach``) where nobody has
+chosen, which is one call of an op for all parameters, and counters on the host or on the devices
+(``capturable``), wherever they are.
 """
 
 from __future__ import annotations
@@ -101,13 +101,14 @@ def _outside_trace(array: jax.Array) -> JaxTensor:
 
 # --------------------------------------------------------------------------------- Optimizer inputs
 
-Gather = Callable[[Sequence[torch.Tensor], Sequence[Mapping[str, Any]]], bool]
+Gather = Callable[[Sequence[torch.Tensor], Sequence[Mapping[str, Any]]], None]
 
 RATE = "lr"
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _DEVICES = "_get_capturable_supported_devices"
-# Whose default form branches on the number of steps done; the capturable one computes both ways.
-_BRANCH_ON_COUNTERS = (torch.optim.RAdam, torch.optim.ASGD)
+# Whose default form branches on the number of steps done, or indexes with a mask, which for a
+# parameter of one number is a branch; the capturable one computes both ways.
+_BRANCH_ON_VALUES = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
 # Which make a tensor of the rate at their first step, on the host, beside their counters.
 _KEEP_THE_RATE = (torch.optim.ASGD,)
 
@@ -120,8 +121,8 @@ class OptimizerInputs:
         lend_number: Turns a float into a traced number, which the program reads anew per call.
         lend_tensor: The same, of a number in a plain CPU tensor, into a payload.
         lent_names: The settings that are lent, as their optimizers' param_groups call them.
-        gather: Tells whether some parameters are the same thing in several layers, which one op can
-            treat together; it is given each one's state as well.
+        gather: Is given parameters and the state of each: what is the same thing in several layers
+            it lays together, for one op to treat all of it.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class OptimizerInputs:
         lend_number: Callable[[float, Callable[[], float]], Any],
         lend_tensor: Callable[[torch.Tensor, Callable[[], float]], torch.Tensor],
         lent_names: Collection[str] = (RATE,),
-        gather: Gather = lambda parameters, states: False,
+        gather: Gather = lambda parameters, states: None,
     ) -> None:
         self._lift_tensor = lift_tensor
         self._lend_number = lend_number
@@ -273,11 +274,13 @@ class OptimizerInputs:
             # counters on a device would write the lent rate to them.
             if group.get("capturable"):
                 self._lend(group, "capturable", False)
-        elif isinstance(optimizer, _BRANCH_ON_COUNTERS):
+        elif isinstance(optimizer, _BRANCH_ON_VALUES):
             self._lend(group, "capturable", True)
         if group.get("capturable") and group.get("foreach") and not all(states):
             self._lend(group, "foreach", False)  # for the same reason, for some of them
-        elif self._gather(group["params"], states) and _may_take_lists(group, states):
+            return
+        self._gather(group["params"], states)
+        if _may_take_lists(group, states):
             self._lend(group, "foreach", True)
 
     def _lend(self, group: dict[str, Any], name: str, value: Any) -> None:

@@ -159,15 +159,12 @@ def row_of(tensor: Any) -> tuple[TracedStack, int] | None:
     return row if row[0].row_shape == storage.shape else None
 
 
-def gather(parameters: Sequence[torch.Tensor], states: Sequence[Mapping[str, Any]]) -> bool:
+def gather(parameters: Sequence[torch.Tensor], states: Sequence[Mapping[str, Any]]) -> None:
     """Let an optimizer's state of parameters that are rows be rows as well.
 
     Args:
         parameters: The parameters.
         states: Its state of each: tensors by name, and other things.
-
-    Returns:
-        Whether there are any rows among the parameters.
     """
     by_stack: dict[TracedStack, dict[int, Mapping[str, Any]]] = {}
     for parameter, state in zip(parameters, states, strict=True):
@@ -182,7 +179,6 @@ def gather(parameters: Sequence[torch.Tensor], states: Sequence[Mapping[str, Any
             storages = [p._storage for p in payloads if p is not None and not p._steps]
             if len(storages) == len(stack):
                 traced_stack(storages)
-    return bool(by_stack)
 
 
 def placed_values(storages: Sequence[Storage]) -> list[Any]:
