@@ -707,20 +707,22 @@ class Mesh:
         """
         pairs = [*(at or {}).items(), *at_names.items()]
         indices = self._axis_indices([axis for axis, _ in pairs])
-        for index, (_, value) in zip(indices, pairs, strict=True):
+        for index, (_, position) in zip(indices, pairs, strict=True):
             name, size = self.axis_names[index], self.mesh_shape[index]
-            if as_integer(value) not in range(size):
+            if as_integer(position) not in range(size):
                 raise MeshError(
-                    f"A slice at {name}={value!r} was asked for. Axis {name!r} has size {size}. "
+                    f"A slice at {name}={position!r} was asked for. Axis {name!r} has size {size}. "
                     f"Pass an integer from 0 to {size - 1}."
                 )
         if len(indices) == self.ndim:
-            place = ", ".join(f"{axis}={value}" for axis, value in pairs)
+            place = ", ".join(f"{axis}={coordinate}" for axis, coordinate in pairs)
             raise MeshError(
                 f"A slice at {place} was asked for. It leaves none of the axes {self.axes_text()}. "
                 "Leave one axis out, or index device_ids to get one device."
             )
-        fixed = {index: int(value) for index, (_, value) in zip(indices, pairs, strict=True)}
+        fixed = {
+            index: int(coordinate) for index, (_, coordinate) in zip(indices, pairs, strict=True)
+        }
         return self._cut([index for index in range(self.ndim) if index not in fixed], fixed)
 
     @overload

@@ -234,9 +234,9 @@ find_as(
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'xla_dtensor' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
+    attribute = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = attribute
+    return attribute
 
 
 def __dir__() -> list[str]:

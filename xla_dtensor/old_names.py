@@ -35,8 +35,8 @@ class _OldNames(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Let `module` answer with what the module of the new name has."""
-        moved = importlib.import_module(self.names[module.__name__])
-        module.__dict__["__getattr__"] = partial(getattr, moved)
+        new_module = importlib.import_module(self.names[module.__name__])
+        module.__dict__["__getattr__"] = partial(getattr, new_module)
 
 
 _finder = _OldNames()

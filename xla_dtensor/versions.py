@@ -143,8 +143,8 @@ def satisfies(version: str, pin: str) -> bool:
     exact = re.fullmatch(r"==\s*([\d.]+?)(\.\*)?", pin)
     if exact is None:
         return True
-    wanted, have = release(exact[1]), release(version)
-    return have[: len(wanted)] == wanted if exact[2] else have == wanted
+    pin_release, have = release(exact[1]), release(version)
+    return have[: len(pin_release)] == pin_release if exact[2] else have == pin_release
 
 
 def torch_support(version: str | None) -> Support:

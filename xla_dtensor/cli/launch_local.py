@@ -293,7 +293,9 @@ class LocalRun:
             self.last_lines = tuple(self._failed.last)
             return _exit_status(self._failed.status)
         if bad and self._signal is not None:
-            listed = ", ".join(f"process {each.index} {_ending(each.status)}" for each in bad)
+            listed = ", ".join(
+                f"process {process.index} {_ending(process.status)}" for process in bad
+            )
             self.reason = f"got {self._signal.name}: {listed}; {where}"
             return 128 + self._signal
         if PREEMPTED in statuses.values():

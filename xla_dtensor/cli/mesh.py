@@ -125,23 +125,23 @@ def _sizes(option: str, text: str) -> dict[str, int]:
 
 def _weights(text: str) -> dict[str, float]:
     weights: dict[str, float] = {}
-    for name, value in _pairs("--weights", text):
+    for name, weight in _pairs("--weights", text):
         try:
-            weights[name] = float(value)
+            weights[name] = float(weight)
         except ValueError:
-            _refuse("--weights", text, f"{value!r} is no number")
+            _refuse("--weights", text, f"{weight!r} is no number")
     return weights
 
 
 def _pairs(option: str, text: str) -> list[tuple[str, str]]:
     pairs: list[tuple[str, str]] = []
     for part in text.split(","):
-        name, equals, value = (word.strip() for word in part.partition("="))
+        name, equals, number = (word.strip() for word in part.partition("="))
         if not name or not equals:
             _refuse(option, text, f"{part!r} has not the form NAME=NUMBER")
         if name in dict(pairs):
             _refuse(option, text, f"{name!r} is there twice")
-        pairs.append((name, value))
+        pairs.append((name, number))
     return pairs
 
 
@@ -313,5 +313,8 @@ def _figure(figure: Figure) -> Mapping[str, Any]:
         "source": figure.source,
         "note": figure.note,
         "reason": figure.reason,
-        "others": [{"value": other.value, "source": other.source} for other in figure.others],
+        "others": [
+            {"value": alternative.value, "source": alternative.source}
+            for alternative in figure.others
+        ],
     }

@@ -395,10 +395,10 @@ def _speed(figure: dict[str, Any]) -> str:
 
 
 def _peak(figure: dict[str, Any], chips: int, chip: str) -> str:
-    value = figure["value"]
-    if value is None:
+    peak = figure["value"]
+    if peak is None:
         return f"not known: {figure['reason']}"
-    return f"{value / 1e12:.6g} TFLOP/s per {chip}, {value * chips / 1e15:.4g} PFLOP/s in all"
+    return f"{peak / 1e12:.6g} TFLOP/s per {chip}, {peak * chips / 1e15:.4g} PFLOP/s in all"
 
 
 def _plain(figure: dict[str, Any]) -> str:

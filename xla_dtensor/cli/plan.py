@@ -91,7 +91,7 @@ def _compiled(job: JobConfig, args: argparse.Namespace, per_group: int, seconds:
     keywords = _keywords(job, args, per_group)
     start = time.monotonic()
 
-    def evidence(to_compile: JobConfig, left: float) -> Evidence:
+    def evidence(to_compile: JobConfig, time_limit: float) -> Evidence:
         return evidence_for(
             "xla_dtensor.plan.job_plan:job_plan",
             to_compile,
@@ -100,7 +100,7 @@ def _compiled(job: JobConfig, args: argparse.Namespace, per_group: int, seconds:
             command=_launch_command(job, args, per_group),
             cache=not args.no_cache,
             python=args.python,
-            time_limit_seconds=left,
+            time_limit_seconds=time_limit,
             memory_limit_bytes=(
                 None if args.memory_limit is None else int(args.memory_limit * _GIB)
             ),
@@ -170,8 +170,8 @@ def _launch_command(job: JobConfig, args: argparse.Namespace, per_group: int) ->
         "optimizer": "adamw",
         "remat": "full",
     }
-    for name, value in usual.items():
-        if getattr(args, name) != value:
+    for name, default in usual.items():
+        if getattr(args, name) != default:
             words += [f"--{name}", str(getattr(args, name))]
     for name in args.without_flags:
         words += ["--without-flags", name]

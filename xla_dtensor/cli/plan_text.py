@@ -142,7 +142,7 @@ def _tensor_rows(tensors: Sequence[QuickTensor]) -> list[tuple[str, ...]]:
         name = first.name if len(group) == 1 else f"{folded(first.name)} x{len(group)}"
         shape = " x ".join(map(str, first.shape))
         rows.append((total, (name, shape, first.lies, size_text(total))))
-    return [row for _, row in sorted(rows, key=lambda each: -each[0])[:_SHOWN]]
+    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])[:_SHOWN]]
 
 
 def _replicated_lines(estimate: QuickEstimate) -> list[str]:

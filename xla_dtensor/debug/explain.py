@@ -174,8 +174,8 @@ def _of_dtensor(tensor: DTensor) -> Explanation:
     device, total = math.prod(tile) * size, math.prod(shape) * size
     dtype = str(tensor.dtype).removeprefix("torch.")
     kind = "parameter" if getattr(tensor, "_is_param", False) else "tensor"
-    held = [f"A device holds {tile}, {bytes_text(device)} of {bytes_text(total)}."]
-    held += padding_words(shape, tile)
+    sentences = [f"A device holds {tile}, {bytes_text(device)} of {bytes_text(total)}."]
+    sentences += padding_words(shape, tile)
     real_layout = layout
     if real is not None and real != labelled:
         real_layout = layout_of_op_sharding(real, layout.mesh, layout.ndim, root)
@@ -186,7 +186,7 @@ def _of_dtensor(tensor: DTensor) -> Explanation:
         what=f"A {dtype} {kind} of shape {shape} on the mesh {mesh_text(state.mesh.value)}.",
         asked=tuple(_label_words(tensor)),
         real=_real_words(real, labelled, real_layout, pending),
-        held=tuple(held),
+        held=tuple(sentences),
         advice=tuple(advice),
         agrees=agrees,
     )
@@ -262,7 +262,7 @@ def _of_line(report: CompileReport, name: str) -> Explanation:
     line = tensor_line(report, name)
     shape, tile = tuple(line.shape), tuple(line.device_shape)
     many = f", one of {line.count:,} that lie alike" if line.count > 1 else ""
-    held = [
+    sentences = [
         f"A device holds {tile}, {bytes_text(line.device_bytes)} of "
         f"{bytes_text(line.global_bytes)}."
     ]
@@ -273,7 +273,7 @@ def _of_line(report: CompileReport, name: str) -> Explanation:
         f"{mesh_axes_text(report.mesh)}.",
         asked=(_asked(line),),
         real=_chosen(line),
-        held=(*held, *padding_words(shape, tile)),
+        held=(*sentences, *padding_words(shape, tile)),
         advice=(*_fixes(report, line, name), *advice),
         agrees=None if line.requested is None or line.chosen is None else not line.differs,
     )
@@ -301,7 +301,7 @@ def _fixes(report: CompileReport, line: TensorLine, name: str) -> list[str]:
     return [
         f"{finding.title}: {finding.fix}"
         for finding in report.findings
-        if any(one in f"{finding.title} {finding.detail}" for one in names)
+        if any(tensor_name in f"{finding.title} {finding.detail}" for tensor_name in names)
     ]
 
 

@@ -120,22 +120,22 @@ def sharding_picture(
     """
     if isinstance(sharding, CompileReport):
         return picture_of_tensor(sharding, tensor_line(sharding, name or ""))
-    value = None if mesh is None else as_device_mesh(mesh).value
+    inner_mesh = None if mesh is None else as_device_mesh(mesh).value
     if isinstance(sharding, DTensor):
         return _of_dtensor(sharding)
     if isinstance(sharding, torch.Tensor):
-        return _of_payload(sharding, value)
+        return _of_payload(sharding, inner_mesh)
     if isinstance(sharding, str) and sharding.strip()[:1] in ("", "{"):
         sharding = OpSharding.parse(sharding or "{replicated}")
     if isinstance(sharding, OpSharding):
-        return picture_of(sharding, shape, value, root=_root(value))
+        return picture_of(sharding, shape, inner_mesh, root=_root(inner_mesh))
     if isinstance(sharding, Layout):
         return _of_layout(sharding, shape)
-    if value is not None and isinstance(sharding, str | tuple | list):
-        return _of_layout(_layout(sharding, value, shape), shape)
+    if inner_mesh is not None and isinstance(sharding, str | tuple | list):
+        return _of_layout(_layout(sharding, inner_mesh, shape), shape)
     raise ArgumentTypeError(
         f"A picture was asked for, of an object of type={type(sharding).__name__}"
-        f"{'' if value is not None else ', without a mesh'}. That does not say how a tensor lies. "
+        f"{'' if inner_mesh is not None else ', without a mesh'}. That does not say how a tensor lies. "
         "Pass a DTensor, placements or a partition spec with mesh=, a Layout, XLA's text, or a "
         "report with name=."
     )

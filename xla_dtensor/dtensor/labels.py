@@ -717,17 +717,17 @@ def _across(func: Any, args: Sequence[Any], described: Sequence[Any]) -> list[An
     """Return the arguments of an op along a dim as if they had one element along it."""
     place, across = _ALONG_A_DIM[func], []
     dim = args[place] if len(args) > place else 0
-    for placements, shape, *rest in described:
+    for placements, shape, *fields in described:
         sizes = list(shape)
         sizes[dim] = 1
-        across.append((placements, torch.Size(sizes), *rest))
+        across.append((placements, torch.Size(sizes), *fields))
     return across
 
 
 @lru_cache(maxsize=4096)
 def _is_known_to_torch(func: Any) -> bool:
     """Tell whether torch has a rule for an op that returns one tensor."""
-    if [str(each.type) for each in func._schema.returns] != ["Tensor"]:
+    if [str(output.type) for output in func._schema.returns] != ["Tensor"]:
         return False
     propagator = _propagator()
     tables = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
@@ -841,8 +841,8 @@ class _Propagator(ShardingPropagator):
     """
 
     def _propagate_tensor_meta_non_cached(self, op_schema: OpSchema) -> Any:
-        given = map_nested(_on_meta, (op_schema.args_schema, op_schema.kwargs_schema))
-        meta = output_meta(op_schema.op, *given)
+        arguments = map_nested(_on_meta, (op_schema.args_schema, op_schema.kwargs_schema))
+        meta = output_meta(op_schema.op, *arguments)
         if meta is None:
             return super()._propagate_tensor_meta_non_cached(op_schema)
         return map_nested(_tensor_meta, meta)

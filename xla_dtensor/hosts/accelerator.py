@@ -77,9 +77,9 @@ def started() -> None:
         return
     if not dist.is_initialized():
         functions.at_uninstall(_destroy_group)
-    info = processes.init_distributed(*_told_by_group())
+    process = processes.init_distributed(*_told_by_group())
     # How many there are is not said: a script would make a mesh of as many devices.
-    for name, number in {"RANK": info.index, "LOCAL_RANK": info.local_index}.items():
+    for name, number in {"RANK": process.index, "LOCAL_RANK": process.local_index}.items():
         if name not in os.environ:
             os.environ[name] = str(number)
             functions.at_uninstall(functools.partial(os.environ.pop, name, None))
@@ -153,8 +153,8 @@ def _group(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **options: Any,
     ) -> None:
-        told = init_method is not None or store is not None or (world_size, rank) != (-1, -1)
-        if not (told or args) and functions.is_accelerator():
+        is_explicit = init_method is not None or store is not None or (world_size, rank) != (-1, -1)
+        if not (is_explicit or args) and functions.is_accelerator():
             processes.init_distributed()  # a group that is there already stays
             return
         if _host(options.get("device_id")) == "cpu":

@@ -561,24 +561,26 @@ def init_distributed(
     local = None if local_device_ids is None else tuple(local_device_ids)
     arguments = (coordinator_address, num_processes, process_id, local, num_cpu_devices)
     if _joined is not None:
-        info = _again(arguments, *_joined)
-        _make_torch_group(info, timeout_seconds)
-        return info
+        process = _again(arguments, *_joined)
+        _make_torch_group(process, timeout_seconds)
+        return process
     if chosen_runtime() != "jax":
-        info = _found_by_torch_xla(arguments)
+        process = _found_by_torch_xla(arguments)
     else:
         jax_processes = importlib.import_module("xla_dtensor.runtimes.jax.processes")
         jax_processes.set_memory_fraction(memory_fraction)
         waits = timeout_seconds, heartbeat_seconds
-        info = _joined_jax(jax_processes, arguments, waits)
-    _joined = arguments, info
-    _make_torch_group(info, timeout_seconds)
-    return info
+        process = _joined_jax(jax_processes, arguments, waits)
+    _joined = arguments, process
+    _make_torch_group(process, timeout_seconds)
+    return process
 
 
-def _make_torch_group(info: ProcessInfo, timeout_seconds: float) -> None:
-    local = info.local_index, info.local_count
-    join_torch_group(info.coordinator_address, info.index, info.count, local, timeout_seconds)
+def _make_torch_group(process: ProcessInfo, timeout_seconds: float) -> None:
+    local = process.local_index, process.local_count
+    join_torch_group(
+        process.coordinator_address, process.index, process.count, local, timeout_seconds
+    )
 
 
 def chosen_runtime() -> str:
@@ -590,7 +592,7 @@ def chosen_runtime() -> str:
 
 
 def _again(
-    arguments: tuple[Any, ...], first_arguments: tuple[Any, ...], info: ProcessInfo
+    arguments: tuple[Any, ...], first_arguments: tuple[Any, ...], process: ProcessInfo
 ) -> ProcessInfo:
     if any(
         argument is not None and argument != first
@@ -601,7 +603,7 @@ def _again(
             f"{_named(first_arguments)}. A process joins one job, once. Call it once, or with the "
             "same arguments."
         )
-    return info
+    return process
 
 
 def _named(arguments: tuple[Any, ...]) -> str:

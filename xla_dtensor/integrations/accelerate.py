@@ -116,10 +116,12 @@ class XDAccelerator(accelerate.Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Put models on the mesh, with their optimizers, and prepare all as Accelerate does."""
-        optimizers = [given for given in args if isinstance(given, torch.optim.Optimizer)]
-        for given in args:
-            if isinstance(given, nn.Module):
-                put_model(given, self.mesh, self.plan, optimizers=optimizers)
+        optimizers = [
+            optimizer for optimizer in args if isinstance(optimizer, torch.optim.Optimizer)
+        ]
+        for argument in args:
+            if isinstance(argument, nn.Module):
+                put_model(argument, self.mesh, self.plan, optimizers=optimizers)
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -252,7 +254,9 @@ class XDAccelerator(accelerate.Accelerator):
         models, optimizers = self._models, self._optimizers
         state = {
             "models": {str(index): model for index, model in enumerate(models)},
-            "optimizers": {str(index): given.optimizer for index, given in enumerate(optimizers)},
+            "optimizers": {
+                str(index): wrapper.optimizer for index, wrapper in enumerate(optimizers)
+            },
         }
         self._models, self._optimizers = [], []
         try:

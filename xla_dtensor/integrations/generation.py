@@ -140,8 +140,8 @@ class _OnMesh:
             for is_row in (True, False)
         ]
         dims = [dim for dim in range(min(len(shape), 2)) if shape[dim] % cut[dim] == 0]
-        wanted = [0 if placement.is_shard() else 1 for placement in self._rows]
-        return [Shard(dim) if dim in dims else Replicate() for dim in wanted]
+        axis_dims = [0 if placement.is_shard() else 1 for placement in self._rows]
+        return [Shard(dim) if dim in dims else Replicate() for dim in axis_dims]
 
     def _everywhere(self, tensor: Any) -> torch.Tensor:
         return tensor.redistribute(self._mesh, [Replicate()] * self._mesh.ndim)
@@ -171,7 +171,9 @@ class _Decoder(_OnMesh):
         self._reorder = xd.compile(self._reorder_step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        name = next((name for name, value in kwargs.items() if isinstance(value, Cache)), None)
+        name = next(
+            (name for name, argument in kwargs.items() if isinstance(argument, Cache)), None
+        )
         tokens = next((kwargs[key] for key in _INPUTS if kwargs.get(key) is not None), None)
         if name is None or tokens is None or args:
             return self._forward(*args, **kwargs)
@@ -223,19 +225,19 @@ class _Decoder(_OnMesh):
     ) -> tuple[Any, Any, torch.Tensor]:
         cache = _part_of(state)
         layers = _static_layers(cache)
-        first, *others = lengths.unbind()
-        for layer, length in zip(layers, others, strict=True):
+        first, *layer_lengths = lengths.unbind()
+        for layer, length in zip(layers, layer_lengths, strict=True):
             setattr(layer, _LENGTH, length.clone())
         for layer in _layers(cache):
             layer.lazy_initialization = functools.partial(self._made_on_mesh, layer)
         outputs = self._forward(**inputs, **{name: cache})
         for layer in _layers(cache):  # or it would hold itself, and outlast the step
             del layer.lazy_initialization
-        after = self._everywhere(torch.stack([first, *map(_count_after, layers)]))
+        new_lengths = self._everywhere(torch.stack([first, *map(_count_after, layers)]))
         outputs = type(outputs)(**{key: v for key, v in outputs.items() if v is not cache})
         if isinstance(outputs.get("logits"), DTensor):
             outputs["logits"] = self._everywhere(outputs["logits"])
-        return outputs, _changes(cache, state), after
+        return outputs, _changes(cache, state), new_lengths
 
     def _made_on_mesh(self, layer: Any, *states: torch.Tensor, **named: torch.Tensor) -> None:
         """Make a layer's tensors, as it does by itself, but on the mesh."""
@@ -283,7 +285,7 @@ def _state_of(value: Any, num_tokens: int) -> Any:
         kind, left_out = type(value), {_LENGTH}
         if isinstance(value, StaticSlidingWindowLayer) and value.is_initialized and num_tokens == 1:
             kind, left_out = _window_of(kind), {_LENGTH, _COUNT}
-        fields = {name: each for name, each in vars(value).items() if name not in left_out}
+        fields = {name: field for name, field in vars(value).items() if name not in left_out}
         return {"class": kind, **{name: _state_of(f, num_tokens) for name, f in fields.items()}}
     return _mapped(value, functools.partial(_state_of, num_tokens=num_tokens))
 
@@ -291,7 +293,7 @@ def _state_of(value: Any, num_tokens: int) -> Any:
 def _part_of(state: Any) -> Any:
     if isinstance(state, dict) and "class" in state:
         part = object.__new__(state["class"])
-        fields = {name: _part_of(each) for name, each in state.items() if name != "class"}
+        fields = {name: _part_of(field) for name, field in state.items() if name != "class"}
         vars(part).update(fields)
         return part
     return _mapped(state, _part_of)
@@ -309,7 +311,7 @@ def _change(new: Any, old: Any) -> Any:
     if isinstance(new, torch.Tensor):
         return _SAME if new is old else new
     if type(new) is dict and type(old) is dict:
-        pairs = {name: _change(each, old.get(name)) for name, each in new.items()}
+        pairs = {name: _change(entry, old.get(name)) for name, entry in new.items()}
         return {name: change for name, change in pairs.items() if change is not _SAME} or _SAME
     if type(new) is list and type(old) is list:
         return _change(dict(enumerate(new)), dict(enumerate(old)))
@@ -325,8 +327,8 @@ def _after(old: Any, change: Any) -> Any:
     if isinstance(old, _PARTS):
         _put_changes(old, change)
     elif isinstance(old, (list, dict)) and isinstance(change, dict):
-        for name, each in change.items():
-            old[name] = _after(old[name] if isinstance(old, list) else old.get(name), each)
+        for name, inner_change in change.items():
+            old[name] = _after(old[name] if isinstance(old, list) else old.get(name), inner_change)
     else:
         return change
     return old
@@ -335,17 +337,17 @@ def _after(old: Any, change: Any) -> Any:
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Apply a function to what is in a list or a dict; anything else is itself."""
     if type(value) is list:
-        return [change(each) for each in value]
+        return [change(entry) for entry in value]
     if type(value) is dict:
-        return {name: change(each) for name, each in value.items()}
+        return {name: change(entry) for name, entry in value.items()}
     return value
 
 
 def _layers(part: Any) -> Iterator[Any]:
     """Yield the layers of a cache, those of the caches in it too."""
     if isinstance(part, Cache):
-        for each in vars(part).values():
-            yield from each if isinstance(each, list) else _layers(each)
+        for field in vars(part).values():
+            yield from field if isinstance(field, list) else _layers(field)
 
 
 def _static_layers(cache: Cache) -> list[Any]:
@@ -378,12 +380,12 @@ class _Window(StaticSlidingWindowLayer):
         last = self.max_cache_len - 1
         is_full = self.cumulative_length > last
         place = self.cumulative_length.clamp(max=last).reshape(1)
-        held: Any = (self.keys, self.values)
-        for kept, new in zip(held, (key_states, value_states), strict=True):
-            moved = torch.where(is_full, kept.roll(-1, dims=-2), kept)
-            kept.copy_(moved.index_copy(2, place, new))
+        buffers: Any = (self.keys, self.values)
+        for buffer, new in zip(buffers, (key_states, value_states), strict=True):
+            window = torch.where(is_full, buffer.roll(-1, dims=-2), buffer)
+            buffer.copy_(window.index_copy(2, place, new))
         self.cumulative_length.add_(1)
-        return held
+        return buffers
 
     def get_seq_length(self) -> Any:
         return self.cumulative_length

@@ -164,8 +164,8 @@ class XDStrategy(ProcessOfJob, ParallelStrategy):
             return False
         loaders: Any = trainer.predict_loop._combined_loader
         loader = loaders.flattened[dataloader_idx]
-        given = getattr(loader, "batch_sampler", None) or loader
-        return isinstance(getattr(given, "sampler", None), UnrepeatedDistributedSampler)
+        owner = getattr(loader, "batch_sampler", None) or loader
+        return isinstance(getattr(owner, "sampler", None), UnrepeatedDistributedSampler)
 
     def teardown(self) -> None:
         """Let the module stay on the mesh."""
@@ -370,8 +370,8 @@ def _is_known_nonfinite(norm: torch.Tensor) -> bool:
         return False
 
 
-def _check_precision(plugin: Any, known: tuple[type, ...]) -> None:
-    if type(plugin) in known and str(plugin.precision) in _DTYPES:
+def _check_precision(plugin: Any, plugin_types: tuple[type, ...]) -> None:
+    if type(plugin) in plugin_types and str(plugin.precision) in _DTYPES:
         if hasattr(plugin, "device"):
             plugin.device = "cpu"  # Lightning takes an accelerator that is an object for CUDA.
         return

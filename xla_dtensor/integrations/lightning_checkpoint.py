@@ -73,19 +73,19 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     state.pop("rng", None)
     if _REST not in state:
         return state
-    rest = state[_REST]
+    extras = state[_REST]
     optimizers = state.get("optimizers", {})
-    if "optimizer_states" in rest:
-        rest["optimizer_states"] = [_by_index(optimizers[str(i)]) for i in range(len(optimizers))]
-    return {**rest, "state_dict": state.get("model", {})}
+    if "optimizer_states" in extras:
+        extras["optimizer_states"] = [_by_index(optimizers[str(i)]) for i in range(len(optimizers))]
+    return {**extras, "state_dict": state.get("model", {})}
 
 
 def _by_index(state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state whose parameters have numbers; torch reads those of a dict as a list."""
-    kept = state.get("state", {})
-    if isinstance(kept, list):
-        kept = {i: values for i, values in enumerate(kept) if values}
-    return {**state, "state": kept}
+    parameter_states = state.get("state", {})
+    if isinstance(parameter_states, list):
+        parameter_states = {i: values for i, values in enumerate(parameter_states) if values}
+    return {**state, "state": parameter_states}
 
 
 # -------------------------------------------------------------------------------------- The Trainer
@@ -103,12 +103,12 @@ def save_trainer(
         dumped: Lightning's dict, with DTensors.
         optimizers: The optimizers whose states are in it, if it has any.
     """
-    rest = {key: value for key, value in dumped.items() if key != "state_dict"}
+    extras = {key: value for key, value in dumped.items() if key != "state_dict"}
     state: dict[str, Any] = {"model": dict(dumped["state_dict"])}
-    if "optimizer_states" in rest:
-        rest["optimizer_states"] = []
+    if "optimizer_states" in extras:
+        extras["optimizer_states"] = []
         state["optimizers"] = {str(i): optimizer for i, optimizer in enumerate(optimizers)}
-    state[_REST] = _Value(pytree.tree_map_only(DTensor, DTensor.cpu, rest))
+    state[_REST] = _Value(pytree.tree_map_only(DTensor, DTensor.cpu, extras))
     checkpoint.save(path, state, step=_STEP, keep=1)
 
 
@@ -118,9 +118,9 @@ def load_rest(path: str | os.PathLike[str]) -> dict[str, Any]:
     Weights and optimizer states are loaded into what is on the mesh, by `load_weights` and
     `load_optimizers`: in the dict they are empty.
     """
-    value = _Value({})
-    checkpoint.load(path, {_REST: value}, only=[_REST], rng=False)
-    return {**value.value, "state_dict": {}, _FOLDER: os.fspath(path)}
+    holder = _Value({})
+    checkpoint.load(path, {_REST: holder}, only=[_REST], rng=False)
+    return {**holder.value, "state_dict": {}, _FOLDER: os.fspath(path)}
 
 
 def load_weights(module: nn.Module, loaded: Mapping[str, Any], strict: bool) -> None:
@@ -185,14 +185,16 @@ def save_state(
         state: The state.
         filters: For some of its keys, what of their state dicts is saved.
     """
-    kept: dict[str, Any] = {}
+    selection: dict[str, Any] = {}
     for key, value in state.items():
         if key in filters:
             items = value.state_dict() if hasattr(value, "state_dict") else value
-            kept[key] = {name: item for name, item in items.items() if filters[key](name, item)}
+            selection[key] = {
+                name: entry for name, entry in items.items() if filters[key](name, entry)
+            }
         else:
-            kept[key] = value
-    checkpoint.save(path, kept, step=_STEP, keep=1)
+            selection[key] = value
+    checkpoint.save(path, selection, step=_STEP, keep=1)
 
 
 def load_state(path: str | os.PathLike[str], state: dict[str, Any], strict: bool) -> dict[str, Any]:
@@ -213,13 +215,13 @@ def load_state(path: str | os.PathLike[str], state: dict[str, Any], strict: bool
             f"The requested state contains a key {missing[0]!r} that does not exist in the loaded "
             "checkpoint. To disable strict loading, set `strict=False`."
         )
-    given = {key: value for key, value in state.items() if key in saved}
-    names = [n for n, e in manifest.entries.items() if str(e.path[0]) in {*given, "rng"}]
+    targets = {key: value for key, value in state.items() if key in saved}
+    names = [n for n, e in manifest.entries.items() if str(e.path[0]) in {*targets, "rng"}]
     only = [glob.escape(name) for name in names]
-    checkpoint.load(path, given, only=only, strict=strict)
-    state.update(given)
-    others = saved - set(given)
-    return _read_plain(path, others) if others else {}
+    checkpoint.load(path, targets, only=only, strict=strict)
+    state.update(targets)
+    extra_keys = saved - set(targets)
+    return _read_plain(path, extra_keys) if extra_keys else {}
 
 
 def _read_plain(path: str | os.PathLike[str], keys: set[str] | None) -> dict[str, Any]:

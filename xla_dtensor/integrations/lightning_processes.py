@@ -83,10 +83,10 @@ class ProcessOfJob:
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return what one process has."""
-        given = [obj]
+        objects = [obj]
         if self.is_distributed:
-            dist.broadcast_object_list(given, src)
-        return given[0]
+            dist.broadcast_object_list(objects, src)
+        return objects[0]
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return plain tensors of all processes, stacked; a DTensor has the rows of all."""

@@ -107,14 +107,14 @@ class LogCalls:
 
 def log_all(module: pl.LightningModule, hook: str, kept: Iterable[tuple[Any, ...]]) -> None:
     """Give Lightning's own ``self.log`` what was kept, as if the hooks called it now."""
-    before, module._current_fx_name = module._current_fx_name, hook
+    previous_hook, module._current_fx_name = module._current_fx_name, hook
     for call in kept:
         if len(call) == 1:
             module._current_fx_name = call[0]
         else:
             name, value, args, options = call
             module.log(name, value, *args, **options)
-    module._current_fx_name = before
+    module._current_fx_name = previous_hook
 
 
 class MetricStates:
@@ -129,7 +129,7 @@ class MetricStates:
     """
 
     def __init__(self, module: pl.LightningModule, mesh: DeviceMesh) -> None:
-        metrics = [each for each in module.modules() if isinstance(each, Metric)]
+        metrics = [submodule for submodule in module.modules() if isinstance(submodule, Metric)]
         self._metrics = metrics
         for collection in module.modules():
             if isinstance(collection, MetricCollection):
@@ -150,10 +150,10 @@ class MetricStates:
     def settle(self) -> None:
         """Put each state back in its place, with the value that it was given."""
         for metric, name, state in self._states:
-            given = getattr(metric, name)
-            if given is not state:
+            new_state = getattr(metric, name)
+            if new_state is not state:
                 with torch.no_grad():
-                    state.copy_(given)
+                    state.copy_(new_state)
                 setattr(metric, name, state)
 
     @contextlib.contextmanager
@@ -163,7 +163,7 @@ class MetricStates:
             yield
             return
         self.settle()
-        before = [metric._update_count for metric in self._counted]
+        counts = [metric._update_count for metric in self._counted]
         for metric in self._counted:
             metric._update_count = 1
         for metric in self._metrics:
@@ -175,7 +175,7 @@ class MetricStates:
             yield
         finally:
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-            for metric, count in zip(self._counted, before, strict=True):
+            for metric, count in zip(self._counted, counts, strict=True):
                 metric._update_count += count - 1
 
 
@@ -245,9 +245,9 @@ class Steps:
             list(kwargs.values()),
             (trainer.accumulate_grad_batches, epoch, dict(options)),
         )
-        result = ClosureResult(None, extra=extra)
-        result.loss = loss
-        return result
+        closure_result = ClosureResult(None, extra=extra)
+        closure_result.loss = loss
+        return closure_result
 
     def evaluate(self, name: str, args: Sequence[Any], context: Callable[[], Any]) -> Any:
         """Run a step that has no update.
@@ -285,8 +285,8 @@ class Steps:
         with torch.enable_grad():
             with self._read["precision"].train_step_context():
                 output = module.training_step(*args)
-            result = ClosureResult.from_training_step_output(output, num_accumulated)
-            loss = result.closure_loss
+            closure_result = ClosureResult.from_training_step_output(output, num_accumulated)
+            loss = closure_result.closure_loss
             if zero:
                 self._call("on_before_zero_grad", optimizer)
                 if not self._call("optimizer_zero_grad", epoch, self._batch_idx, optimizer):
@@ -297,7 +297,7 @@ class Steps:
                 self._call("on_after_backward")
         if update:
             self._update(optimizer, options)
-        return (None if loss is None else loss.detach()), _detached(result.extra)
+        return (None if loss is None else loss.detach()), _detached(closure_result.extra)
 
     def _update(self, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
         self._call("on_before_optimizer_step", optimizer)
@@ -342,22 +342,22 @@ class Steps:
             program = self.programs[hook, at, *kind] = self._compiled(step, at)
         try:
             with self._metrics.around(), self._log_calls.standing_for(self.module):
-                output, kept = program(args, *settings)
+                output, calls = program(args, *settings)
         except CompileError as error:
             error.add_note(f"This is the program of {type(self.module).__name__}.{hook}.")
             raise
-        log_all(self.module, hook, kept)
+        log_all(self.module, hook, calls)
         self._check_traces(hook, program)
         return output
 
     def _compiled(self, step: Callable[..., Any], at: int | None) -> CompiledStep:
         def whole(args: list[Any], *settings: Any) -> tuple[Any, list[tuple[Any, ...]]]:
-            self._log_calls.kept = kept = []
+            self._log_calls.kept = calls = []
             number = [] if at is None else [self._batch_idx]
             output = step([*args[:at], *number, *args[at:]] if number else args, *settings)
             self._metrics.settle()
             self._log_calls.kept = []
-            return output, kept
+            return output, calls
 
         return compile_step(whole)
 
@@ -402,9 +402,9 @@ class MeshClosure(Closure):
     def update(self, options: Mapping[str, Any]) -> torch.Tensor | None:
         """Run it with the update, and return the loss."""
         assert isinstance(self._step_fn, partial)
-        result: ClosureResult = self._step_fn(update=True, options=options)
-        self._result = result
-        return result.loss
+        closure_result: ClosureResult = self._step_fn(update=True, options=options)
+        self._result = closure_result
+        return closure_result.loss
 
 
 def let_run_programs(optimization: _AutomaticOptimization, steps: Steps) -> None:
@@ -421,12 +421,12 @@ def let_run_programs(optimization: _AutomaticOptimization, steps: Steps) -> None
     zero_grad = optimization.optim_progress.optimizer.zero_grad
 
     def run(kwargs: Any, optimizer: Any, **how: Any) -> ClosureResult:
-        result = steps.train(kwargs, optimizer, **how)
+        closure_result = steps.train(kwargs, optimizer, **how)
         if how["zero"]:
             zero_grad.increment_ready()
             zero_grad.increment_started()
             zero_grad.increment_completed()
-        return result
+        return closure_result
 
     def make_closure(kwargs: Any, optimizer: Any, batch_idx: int) -> Closure:
         if optimization._skip_backward:  # a pass that only updates statistics

@@ -112,12 +112,12 @@ def use_mesh_devices() -> parts.MeshDevices:
 @contextlib.contextmanager
 def _local_rank() -> Iterator[None]:
     """Let torchtitan find the variable that torchrun sets; others take it for a job of several."""
-    before = os.environ.get("LOCAL_RANK")
+    rank = os.environ.get("LOCAL_RANK")
     os.environ.setdefault("LOCAL_RANK", "0")
     try:
         yield
     finally:
-        if before is None:
+        if rank is None:
             del os.environ["LOCAL_RANK"]
 
 
@@ -162,8 +162,8 @@ class XDTrainer(Trainer):
         """Take batches; each has the rows of all ranks, and a rank's tokens are counted."""
         ranks = len(self.parallel_dims.ranks)
         for inputs, labels in super().batch_generator(data_iterable):
-            others = labels.numel() // ranks * (ranks - 1)
-            self.metrics_processor.ntokens_since_last_log -= others
+            other_tokens = labels.numel() // ranks * (ranks - 1)
+            self.metrics_processor.ntokens_since_last_log -= other_tokens
             yield inputs, labels
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
@@ -207,7 +207,7 @@ class XDTrainer(Trainer):
         return loss, norm
 
     def _log(self, losses: list[Any], norm: Any, rates: dict[str, float]) -> None:
-        loss = sum(parts.number(value) for value in losses)
+        loss = sum(parts.number(term) for term in losses)
         if not math.isfinite(loss):
             raise RuntimeError(
                 f"Loss is not finite (global_avg_loss={loss}) at step {self.step}. Stopping "
@@ -233,12 +233,12 @@ def _check(config: Trainer.Config) -> None:
             "saves as torchtitan's CheckpointManager does. Pass CheckpointManager.Config(...)."
         )
     for path, (allowed, instead) in _ALLOWED.items():
-        value: Any = config
+        setting: Any = config
         for name in path.split("."):
-            value = getattr(value, name)
-        if value not in allowed:
+            setting = getattr(setting, name)
+        if setting not in allowed:
             raise ArgumentTypeError(
-                f"An XDTrainer was made with --{path} {value}. It asks for another way of "
+                f"An XDTrainer was made with --{path} {setting}. It asks for another way of "
                 f"running: {instead}."
             )
     names = {group.optimizer_name for group in config.optimizer.param_groups}

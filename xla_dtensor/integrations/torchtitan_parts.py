@@ -133,8 +133,8 @@ class MeshDevices:
         """Do nothing."""
 
     def _most(self, name: str) -> int:
-        found = xd.get_runtime().memory_statistics().values()
-        return max((device.get(name, 0) for device in found), default=0)
+        statistics = xd.get_runtime().memory_statistics().values()
+        return max((device.get(name, 0) for device in statistics), default=0)
 
     def peak_flops(self) -> float | None:
         """Return a device's peak in bfloat16; None where the chip is not known."""
@@ -246,8 +246,10 @@ class MeshLoader(BaseDataLoader):
         # As soon as one has no more rows: a step takes those of all.
         for batches in zip(*self.loaders, strict=False):
             inputs, labels = zip(*batches, strict=True)
-            whole = {name: torch.cat([each[name] for each in inputs]) for name in inputs[0]}
-            yield whole, torch.cat(labels)
+            batch_inputs = {
+                name: torch.cat([rank_inputs[name] for rank_inputs in inputs]) for name in inputs[0]
+            }
+            yield batch_inputs, torch.cat(labels)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loaders' states, each under its rank's name."""
@@ -304,8 +306,8 @@ class MeshChunkedLoss(ChunkedLossWrapper):
         **loss_inputs: Any,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss chunk by chunk, each with its backward, so that one's logits live."""
-        size, left = divmod(pred.shape[1], self.num_chunks)
-        if left:
+        size, remainder = divmod(pred.shape[1], self.num_chunks)
+        if remainder:
             raise ArgumentTypeError(
                 f"The loss was to be computed in num_chunks={self.num_chunks} of a sequence of "
                 f"{pred.shape[1]}. It is no multiple. Set --loss.num_chunks or --training.seq_len."
@@ -318,8 +320,10 @@ class MeshChunkedLoss(ChunkedLossWrapper):
         for index, hidden in enumerate(pred.detach().split(size, 1)):
             hidden.requires_grad_(is_training)
             label, inputs = _chunk((labels, loss_inputs), size, index)
-            loss, found = self.loss_fn(self.lm_head(hidden), label, global_valid_tokens, **inputs)
-            metrics = self._combine_chunk_metrics(metrics, found)
+            loss, chunk_metrics = self.loss_fn(
+                self.lm_head(hidden), label, global_valid_tokens, **inputs
+            )
+            metrics = self._combine_chunk_metrics(metrics, chunk_metrics)
             total = total + loss.detach()
             if is_training:
                 loss.backward()
@@ -361,14 +365,16 @@ def _in_parts(module: Any) -> Any:
         module: A module whose results are summed up over "tp", or are cut there.
     """
     twin = copy.copy(module)
-    for name, whole in module.named_parameters(recurse=False):
-        part = whole
-        if isinstance(whole, DTensor):
-            names, placements = whole.device_mesh.mesh_dim_names or (), whole.placements
-            summed = [Partial() if lies.is_replicate() else lies for lies in placements]
-            part = whole.to_local(grad_placements=summed)
+    for name, parameter in module.named_parameters(recurse=False):
+        part = parameter
+        if isinstance(parameter, DTensor):
+            names, placements = parameter.device_mesh.mesh_dim_names or (), parameter.placements
+            summed = [
+                Partial() if placement.is_replicate() else placement for placement in placements
+            ]
+            part = parameter.to_local(grad_placements=summed)
             if "tp" in names and placements[names.index("tp")].is_replicate():
-                part = part / whole.device_mesh["tp"].size()
+                part = part / parameter.device_mesh["tp"].size()
         vars(twin)[name] = part
     return twin
 
@@ -376,8 +382,10 @@ def _in_parts(module: Any) -> Any:
 @override(target=ScaledBiasRowwiseLinear.Config, exact=True)
 def rowwise_on_mesh(config: ScaledBiasRowwiseLinear.Config) -> Linear.Config:
     """Return the config of a Linear of DTensors: what it gives is summed, and the bias added."""
-    given = config.sharding_config
-    return derive(config, Linear.Config, sharding_config=given and replace(given, local_map=None))
+    sharding = config.sharding_config
+    return derive(
+        config, Linear.Config, sharding_config=sharding and replace(sharding, local_map=None)
+    )
 
 
 # ---------------------------------------------------------------------------------------- Attention
@@ -479,8 +487,10 @@ def attention_masks(model: Any, positions: torch.Tensor, dims: MeshDims) -> Any:
         rows, length = positions.shape
         at = torch.arange(length)
         row, head = torch.arange(rows).view(-1, 1, 1, 1), torch.zeros((1, 1, 1, 1))
-        found = and_masks(*functions)(row, head, at.view(1, 1, -1, 1), at.view(1, 1, 1, -1))
-        return dims.cut_rows(found)
+        attention_mask = and_masks(*functions)(
+            row, head, at.view(1, 1, -1, 1), at.view(1, 1, 1, -1)
+        )
+        return dims.cut_rows(attention_mask)
 
     vars(model)["_create_flex_attention_mask"] = mask
     try:
@@ -500,8 +510,8 @@ class _MadeOnMesh(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        return self.dims.put_whole(made) if func in (torch.full, torch.arange) else made
+        output = func(*args, **(kwargs or {}))
+        return self.dims.put_whole(output) if func in (torch.full, torch.arange) else output
 
 
 # ------------------------------------------------------------------------------------------ Experts
@@ -552,10 +562,10 @@ class MeshBiasedExperts(GptOssGroupedExperts):
 @override(target=MoE.Config)
 def experts_on_mesh(config: MoE.Config) -> MoE.Config:
     """Return a config whose counts of tokens are those of all rows, the same on each device."""
-    given = config.sharding_config
-    if given is not None:
-        states = {name: _whole_layout(layout) for name, layout in given.state_shardings.items()}
-        config.sharding_config = replace(given, state_shardings=states)
+    sharding = config.sharding_config
+    if sharding is not None:
+        states = {name: _whole_layout(layout) for name, layout in sharding.state_shardings.items()}
+        config.sharding_config = replace(sharding, state_shardings=states)
     routed = config.routed_experts
     if type(routed.inner_experts) is GptOssGroupedExperts.Config:
         routed.inner_experts = derive(routed.inner_experts, MeshBiasedExperts.Config)
@@ -632,14 +642,14 @@ class MeshValidator(Validator):
             local_batch_size=self.local_batch_size,
         )
         config: Any = self.config
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for inputs, labels in itertools.islice(loader, None if config.steps < 0 else config.steps):
             ranks = len(self.parallel_dims.ranks)
             self.metrics_processor.ntokens_since_last_log += labels.numel() // ranks
             on_mesh = {name: put(tensor) for name, tensor in inputs.items()}
-            found.append(self.program(model, on_mesh, put(labels)))
+            outputs.append(self.program(model, on_mesh, put(labels)))
         losses, tokens = (
-            sum(number(value) for value in column) for column in zip(*found, strict=True)
+            sum(number(tensor) for tensor in column) for column in zip(*outputs, strict=True)
         )
         self.metrics_processor.log_validation(loss=losses / tokens, step=step)
         model.train()

@@ -361,8 +361,8 @@ class XDTrainer(Trainer):
         """Load peft's active adapter; peft's own function cuts tensors for one device's part."""
         from peft import load_peft_weights, set_peft_model_state_dict
 
-        (name, *others) = model.active_adapters
-        if others:
+        (name, *extra_adapters) = model.active_adapters
+        if extra_adapters:
             raise ArgumentTypeError(
                 f"Adapters were to be loaded from {str(folder)!r} into a model with "
                 f"active_adapters={model.active_adapters}. Which of them the files are for is not "
@@ -437,7 +437,11 @@ class _Speed:
 
 def _settle(model: nn.Module, labels: Any) -> None:
     """Do what models do once, in their first call, so that the second has no other trace."""
-    parts = (each for each in model.modules() if isinstance(each, transformers.PreTrainedModel))
+    parts = (
+        submodule
+        for submodule in model.modules()
+        if isinstance(submodule, transformers.PreTrainedModel)
+    )
     for part in itertools.islice(parts, 1):  # with all parts of it
         maybe_install_capturing_hooks(part)
     config: Any = getattr(model, "config", None)
@@ -449,10 +453,10 @@ def _settle(model: nn.Module, labels: Any) -> None:
 
 
 def _check_arguments(args: transformers.TrainingArguments) -> None:
-    asked = [name for name in _REFUSED if getattr(args, name, None)]
+    refused_names = [name for name in _REFUSED if getattr(args, name, None)]
     optimizer = str(getattr(args.optim, "value", args.optim))
-    if asked:
-        name = asked[0]
+    if refused_names:
+        name = refused_names[0]
         reason, instead = _REFUSED[name], "Leave it out"
     elif any(kind in optimizer for kind in _REFUSED_OPTIMIZERS):
         name, reason = "optim", "this optimizer keeps state that does not lie on the mesh"

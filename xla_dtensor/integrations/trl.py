@@ -32,10 +32,10 @@ class XDSFTTrainer(XDTrainer, SFTTrainer):
 
     def __init__(self, model: Any, args: Any = None, *rest: Any, **kwargs: Any) -> None:
         for name, allowed in {"loss_type": "nll", "activation_offloading": False}.items():
-            given = getattr(args, name, allowed)
-            if given != allowed:
+            option = getattr(args, name, allowed)
+            if option != allowed:
                 raise ArgumentTypeError(
-                    f"An XDSFTTrainer was made with {name}={given!r}. It runs TRL's code op by op "
+                    f"An XDSFTTrainer was made with {name}={option!r}. It runs TRL's code op by op "
                     f"on one device. Pass {name}={allowed!r}, or override compute_loss."
                 )
         with _adapters(model, kwargs.get("peft_config")):

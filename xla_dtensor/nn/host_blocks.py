@@ -38,9 +38,9 @@ def torch_draws(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield what torch draws for a tensor run by run, each with the count of its first element."""
     if not target.is_contiguous():  # a view with gaps, drawn whole
-        whole = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype)
-        func(whole, *args[1:], **kwargs)
-        yield 0, whole.reshape(-1)
+        draws = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype)
+        func(draws, *args[1:], **kwargs)
+        yield 0, draws.reshape(-1)
         return
     for start, stop in runs(target.numel()):
         values = torch.empty(stop - start, dtype=target.dtype)
@@ -132,7 +132,7 @@ class HostBlocks:
     def payload(self) -> torch.Tensor:
         """Return the values as the runtime's tensor; all processes have to call this alike."""
         if not self._shape or math.prod(self._shape) == 0:
-            whole = self.buffers[()] if not self._shape else torch.empty(self._shape)
-            return get_runtime().put(whole.to(self._dtype), self._layout)
+            tensor = self.buffers[()] if not self._shape else torch.empty(self._shape)
+            return get_runtime().put(tensor.to(self._dtype), self._layout)
         tiles = {device: self.buffers[offset_of(index)] for device, index in self._indices.items()}
         return get_runtime().from_shards(tiles, self._shape, self._layout)

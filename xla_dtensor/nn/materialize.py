@@ -495,8 +495,8 @@ def _truncated_normals(rng: Rng) -> Iterator[None]:
         if not isinstance(tensor, DTensor):
             return original(tensor, mean, std, a, b, generator)
         if rng == "torch":
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-            return tensor.copy_(original(whole, mean, std, a, b, generator))
+            host_tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
+            return tensor.copy_(original(host_tensor, mean, std, a, b, generator))
         low, high = (math.erf((bound - mean) / std / math.sqrt(2.0)) for bound in (a, b))
         tensor.uniform_(low, high, generator=generator)
         return tensor.erfinv_().mul_(std * math.sqrt(2.0)).add_(mean).clamp_(min=a, max=b)
@@ -543,7 +543,7 @@ class _DeviceInit(TorchDispatchMode):
             if entry is not None:
                 self._views.update((view, entry) for view in leaves(views))
             return views
-        if any(isinstance(value, DTensor) for value in leaves((tuple(args), kwargs))):
+        if any(isinstance(leaf, DTensor) for leaf in leaves((tuple(args), kwargs))):
             return self._compute(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -654,8 +654,8 @@ def _assign(target: DTensor, payload: torch.Tensor) -> None:
 
 
 def _copy_from_host(target: DTensor, source: torch.Tensor) -> None:
-    whole = source.detach().to("cpu", target.dtype).expand(target.shape)
-    _assign(target, get_runtime().put(whole, layout_to_load(target)))
+    host_tensor = source.detach().to("cpu", target.dtype).expand(target.shape)
+    _assign(target, get_runtime().put(host_tensor, layout_to_load(target)))
 
 
 # ----------------------------------------- rng="torch": drawn by torch's CPU generator on each host
@@ -686,8 +686,8 @@ class _TorchInit(_DeviceInit):
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
 
-        def on_host(value: Any) -> Any:
-            return value.cpu() if isinstance(value, DTensor) else value
+        def on_host(leaf: Any) -> Any:
+            return leaf.cpu() if isinstance(leaf, DTensor) else leaf
 
         host_args, host_kwargs = map_nested(on_host, (tuple(args), dict(kwargs)))
         if "device" in host_kwargs:

@@ -105,14 +105,14 @@ def put_model(
         DistributeError: An optimizer has made a step.
         RulesError: Rules that do not fit, see :func:`xla_dtensor.shard_module`, :func:`model_plan`.
     """
-    before = dict(model.named_parameters(remove_duplicate=False))
-    if any(isinstance(parameter, DTensor) for parameter in before.values()):
+    old_parameters = dict(model.named_parameters(remove_duplicate=False))
+    if any(isinstance(parameter, DTensor) for parameter in old_parameters.values()):
         _put_rest(model, as_device_mesh(mesh))
     elif plan is None:
         shard_module(model, mesh, model_plan(model, mesh), unmatched="replicate")
     else:
         shard_module(model, mesh, plan)
-    new_of = {id(old): model.get_parameter(name) for name, old in before.items()}
+    new_of = {id(old): model.get_parameter(name) for name, old in old_parameters.items()}
     for optimizer in optimizers:
         if optimizer.state:
             raise DistributeError(
@@ -133,8 +133,8 @@ def _put_rest(model: nn.Module, mesh: DeviceMesh) -> None:
             continue
         if id(plain) not in on_mesh:
             entries = _entries(path, plain, [], sizes, "", "fsdp")
-            whole = distribute_tensor(plain.detach(), mesh, entries)
-            on_mesh[id(plain)] = nn.Parameter(whole, plain.requires_grad)
+            dtensor = distribute_tensor(plain.detach(), mesh, entries)
+            on_mesh[id(plain)] = nn.Parameter(dtensor, plain.requires_grad)
         owner, _, name = path.rpartition(".")
         setattr(model.get_submodule(owner), name, on_mesh[id(plain)])
 

@@ -424,26 +424,26 @@ def evidence_for(
         return Evidence.load(folder)
 
 
-def _topology(asked: str | Topology) -> Topology:
-    return Topology.parse(asked) if isinstance(asked, str) else asked
+def _topology(topology: str | Topology) -> Topology:
+    return Topology.parse(topology) if isinstance(topology, str) else topology
 
 
-def _mesh(asked: Mesh | Mapping[str, int] | None, topology: object, machine: Topology) -> Mesh:
-    if isinstance(asked, Mesh):
-        return asked
-    if asked is None:
+def _mesh(mesh: Mesh | Mapping[str, int] | None, topology: object, machine: Topology) -> Mesh:
+    if isinstance(mesh, Mesh):
+        return mesh
+    if mesh is None:
         if isinstance(topology, JobConfig):
             return topology.mesh()
         raise CompileError(
             f"A step was to be compiled for {machine.name} without a mesh. The axes are not known. "
             "Pass mesh={'fsdp': 64, 'tp': 4}, or a JobConfig, which has them."
         )
-    names: tuple[Axis, ...] = tuple(asked)
-    shape, dcn = tuple(asked.values()), None
+    names: tuple[Axis, ...] = tuple(mesh)
+    shape, dcn = tuple(mesh.values()), None
     if machine.num_slices > 1:
         if not shape or shape[0] % machine.num_slices:
             raise CompileError(
-                f"A step was to be compiled for {machine.name} with mesh={dict(asked)}. Its first "
+                f"A step was to be compiled for {machine.name} with mesh={dict(mesh)}. Its first "
                 f"axis runs over the {machine.num_slices} slices and does not divide by them. Let "
                 "it, or pass a mesh of assign(topology, ici_shape, dcn_shape)."
             )
@@ -452,10 +452,10 @@ def _mesh(asked: Mesh | Mapping[str, int] | None, topology: object, machine: Top
     return assign(machine, shape, dcn, axis_names=names).mesh
 
 
-def _cache(asked: str | os.PathLike[str] | bool) -> str:
-    if asked is False:
+def _cache(cache: str | os.PathLike[str] | bool) -> str:
+    if cache is False:
         return ""
-    if asked is not True:
-        return str(Path(asked).expanduser().resolve())
+    if cache is not True:
+        return str(Path(cache).expanduser().resolve())
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return str(Path(home).expanduser() / "xla_dtensor" / "preflight")

@@ -75,11 +75,11 @@ def job_plan(
     rules = own_rules[0] if own_rules and own_rules[0] is not None else config.sharding
     sharded = built if rules is None else shard_module(built, mesh, rules)
     step = make_step(sharded, mesh)
-    lies = [
+    input_placements = [
         _placements(placement, tensor, mesh)
         for placement, tensor in zip(placements, inputs, strict=True)
     ]
-    return sharded, step, tuple(inputs), tuple(lies)
+    return sharded, step, tuple(inputs), tuple(input_placements)
 
 
 def _read(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,9 +91,9 @@ def _read(options: Mapping[str, Any]) -> dict[str, Any]:
     return keywords
 
 
-def _placements(lies: Any, tensor: Any, mesh: DeviceMesh) -> Sequence[Placement] | None:
+def _placements(spec: Any, tensor: Any, mesh: DeviceMesh) -> Sequence[Placement] | None:
     """An entry per dim, as in sharding rules, in DTensor's words: a placement per axis."""
-    if lies is None:
+    if spec is None:
         return None
-    layout = Layout.from_partition_spec(lies, mesh.value, tensor_ndim=tensor.ndim)
+    layout = Layout.from_partition_spec(spec, mesh.value, tensor_ndim=tensor.ndim)
     return torch_placements(layout)

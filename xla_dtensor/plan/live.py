@@ -169,9 +169,9 @@ def device_memories(said: Mapping[int, Mapping[str, int]]) -> tuple[DeviceMemory
     return tuple(
         DeviceMemory(
             device,
-            told.get("peak_bytes_in_use"),
-            told.get("bytes_in_use"),
-            told.get("bytes_limit"),
+            statistics.get("peak_bytes_in_use"),
+            statistics.get("bytes_in_use"),
+            statistics.get("bytes_limit"),
         )
-        for device, told in sorted(said.items())
+        for device, statistics in sorted(said.items())
     )

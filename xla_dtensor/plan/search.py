@@ -478,9 +478,9 @@ def _next_count(tried: list[Trial], fits: int, too_many: int) -> int:
     count, total, capacity = points[-1]
     base = tried[-1].estimate
     base_bytes = 0 if base is None else base.exact_bytes
-    others = [point for point in points[:-1] if point[0] != count]
-    if others:
-        nearest = min(others, key=lambda point: abs(point[1] - capacity))
+    other_points = [point for point in points[:-1] if point[0] != count]
+    if other_points:
+        nearest = min(other_points, key=lambda point: abs(point[1] - capacity))
         slope = (total - nearest[1]) / (count - nearest[0])
     else:
         slope = (total - base_bytes) / count

@@ -112,7 +112,7 @@ def _placed(inputs: Any, placements: Any, mesh: DeviceMesh) -> Iterator[Any]:
             f"A step was given {len(values)} inputs and {len(layouts)} placements. Each input lies "
             "in its own way. Give as many placements as inputs, None for those that are no tensors."
         )
-    for value, lies in zip(values, layouts, strict=True):
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            value = distribute_tensor(value, mesh, lies or [Replicate()] * mesh.ndim)
-        yield value
+    for argument, layout in zip(values, layouts, strict=True):
+        if isinstance(argument, torch.Tensor) and not isinstance(argument, DTensor):
+            argument = distribute_tensor(argument, mesh, layout or [Replicate()] * mesh.ndim)
+        yield argument

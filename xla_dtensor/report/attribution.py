@@ -94,10 +94,10 @@ def names_of(op_name: str | None) -> tuple[str, ...]:
     for place in range(len(op_name) - 1, -1, -1):
         depth += (op_name[place] == ")") - (op_name[place] == "(")
         if depth == 0:
-            before, inside = op_name[:place], op_name[place + 1 : -1]
-            if before and not before.endswith("/"):
+            prefix, inside = op_name[:place], op_name[place + 1 : -1]
+            if prefix and not prefix.endswith("/"):
                 return (op_name,)  # jit(f), transpose(jvp(f)): a call, not a list
-            return tuple(before + name for name in split_outside(inside, ":"))
+            return tuple(prefix + name for name in split_outside(inside, ":"))
     return (op_name,)
 
 
@@ -250,8 +250,8 @@ def scope_name(changes: Iterable[tuple[object, str, str]]) -> str:
         >>> scope_name([("dp", "S0", "S0"), ("tp", "P", "R")])
         'redistribute[tp=P.R]'
     """
-    told = (f"{quote(str(a), safe='')}={b}.{c}" for a, b, c in changes if b != c)
-    return f"redistribute[{','.join(told)}]"
+    parts = (f"{quote(str(a), safe='')}={b}.{c}" for a, b, c in changes if b != c)
+    return f"redistribute[{','.join(parts)}]"
 
 
 def changes_in(name: str) -> Mapping[str, tuple[str, str]] | None:
@@ -321,24 +321,24 @@ def unasked(
 
 
 def _is_asked(
-    item: Collective,
+    collective: Collective,
     name: str | None,
     size: int,
-    asked: Iterable[AskedFor],
+    requests: Iterable[AskedFor],
     sizes: Mapping[str, int],
 ) -> bool:
     if name is None:
         return False
     if _CALLED.fullmatch(name.rpartition("/")[2]):
         return True
-    axes = base_axes(item.axes)
+    axes = base_axes(collective.axes)
     if _SCOPE.search(name):
         own = changes_in(name)
-        return own is None or _is_kind_of(item.kind, axes, own)
+        return own is None or _is_kind_of(collective.kind, axes, own)
     short = _JIT.sub("", name, count=1)
     return any(
-        _brings(item.kind, axes, size, asked_for, sizes)
-        for asked_for in asked
+        _brings(collective.kind, axes, size, asked_for, sizes)
+        for asked_for in requests
         if any(short.startswith(first) and short.endswith(last) for first, last in asked_for.names)
     )
 
@@ -387,7 +387,7 @@ def _is_allowed(collective: Unasked, allowance: Allowance) -> bool:
 
 def words_of(found: Sequence[Unasked], limit: int = 5) -> Iterator[str]:
     """Writes what nobody asked for, as `unasked` lists it: so many, and how many more."""
-    yield from (str(one) for one in found[:limit])
+    yield from (str(collective) for collective in found[:limit])
     if len(found) > limit:
         yield f"and {len(found) - limit} more"
 
@@ -627,11 +627,11 @@ def comm_counts(source: Evidence | CompileReport) -> CommCounts:
     """
     if not isinstance(source, Evidence):
         moving = enumerate(line for line in source.collectives if line.moves)
-        told = [
+        origin_parts = [
             (line.origin, _part(number, line, line.origin.phase, line.bytes_per_device))
             for number, line in moving
         ]
-        return _counts(told, source.unread)
+        return _counts(origin_parts, source.unread)
     reading = source.reading
     # Each by itself: the lines of a report put equal layers together. Sends and receives of one
     # rendezvous are one collective, so those stay together.
@@ -647,13 +647,13 @@ def comm_counts(source: Evidence | CompileReport) -> CommCounts:
         for line in collective_lines([collective])
     ]
     lines += [(line, ()) for line in collective_lines(paired)]
-    told = [
+    origin_parts = [
         (origin, _part(number, line, origin.phase, size * line.executions))
         for number, (line, parts) in enumerate(lines)
         if line.moves
         for origin, size in parts or ((line.origin, line.bytes_each),)
     ]
-    return _counts(told, tuple(map(str, reading.unread)))
+    return _counts(origin_parts, tuple(map(str, reading.unread)))
 
 
 def _part(number: int, line: CollectiveLine, phase: Phase, size: int) -> CommPart:
@@ -661,15 +661,15 @@ def _part(number: int, line: CollectiveLine, phase: Phase, size: int) -> CommPar
     return CommPart(number, line.kind, axes, phase, line.executions, size, line.at_least)
 
 
-def _counts(told: list[tuple[Origin, CommPart]], unread: tuple[str, ...]) -> CommCounts:
+def _counts(origin_parts: list[tuple[Origin, CommPart]], unread: tuple[str, ...]) -> CommCounts:
     own: dict[str, list[CommPart]] = {GLOBAL: []}
-    for origin, part in told:
+    for origin, part in origin_parts:
         path = origin.module or GLOBAL
         own.setdefault(path, []).append(part)
         while "." in path:
             path = path.rpartition(".")[0]
             own.setdefault(path, [])
-    has_modules = not told or any(origin.module for origin, _ in told)
+    has_modules = not origin_parts or any(origin.module for origin, _ in origin_parts)
     return CommCounts(_node(GLOBAL, own), has_modules, unread)
 
 
@@ -714,13 +714,13 @@ def _by_phase(module: ModuleComm) -> dict[str, dict[str, int]]:
 
 
 def _data(module: ModuleComm) -> dict[str, object]:
-    data: dict[str, object] = {"fqn": module.path}
+    node: dict[str, object] = {"fqn": module.path}
     for phase in PHASES:
         chosen = [part for part in module.parts if part.phase == phase]
         if chosen or phase in ("forward", "backward"):
-            data[f"collectives_{phase}"] = [list(pair) for pair in _by_kind(chosen).items()]
-            data[f"bytes_{phase}"] = [list(pair) for pair in _bytes_by_kind(chosen).items()]
-    return data | {"children": [_data(child) for child in module.children]}
+            node[f"collectives_{phase}"] = [list(pair) for pair in _by_kind(chosen).items()]
+            node[f"bytes_{phase}"] = [list(pair) for pair in _bytes_by_kind(chosen).items()]
+    return node | {"children": [_data(child) for child in module.children]}
 
 
 # ------------------------------------------------------------------------------------- Module table

@@ -342,21 +342,21 @@ def _mesh_axis_groups(text: str) -> NDArray[np.int64] | None:
     sizes = _axis_sizes(match[1])
     refs = [_axis_ref(ref, sizes) for ref in match[3].split(",") if ref]
     parts = _parts(sizes, refs)
-    wanted = [(name, pre) for name, pre, size in refs if size > 1]
-    if len(set(wanted)) != len(wanted) or any(
+    group_parts = [(name, pre) for name, pre, size in refs if size > 1]
+    if len(set(group_parts)) != len(group_parts) or any(
         parts.get((name, pre)) != size for name, pre, size in refs if size > 1
     ):
         raise HloError(f"{match[3]} was asked for. Its axes overlap. Name each part once.")
-    return _along(_devices(match[2], tuple(sizes.values())), parts, wanted)
+    return _along(_devices(match[2], tuple(sizes.values())), parts, group_parts)
 
 
 def _along(
-    devices: NDArray[np.int64], parts: dict[_Part, int], wanted: list[_Part]
+    devices: NDArray[np.int64], parts: dict[_Part, int], group_parts: list[_Part]
 ) -> NDArray[np.int64]:
     keys = list(parts)
-    members = [keys.index(part) for part in wanted]
+    members = [keys.index(part) for part in group_parts]
     outside = [index for index in range(len(keys)) if index not in members]
-    group_size = math.prod(parts[part] for part in wanted)
+    group_size = math.prod(parts[part] for part in group_parts)
     grid = devices.reshape(tuple(parts.values()))
     return grid.transpose(*outside, *members).reshape(-1, group_size)
 

@@ -198,13 +198,13 @@ class CompileReport:
 
     def to_json(self) -> str:
         """Writes it as JSON, which :meth:`from_json` reads; no line break at the end."""
-        data = {
+        document = {
             "format": FORMAT,
             "schema": SCHEMA,
             "summary": to_plain(_summary(self)),
             "report": to_plain(self),
         }
-        return json.dumps(data, indent=1, allow_nan=False)
+        return json.dumps(document, indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> CompileReport:
@@ -220,24 +220,24 @@ class CompileReport:
             ReportError: text that is no report, or one of a newer schema.
         """
         try:
-            data = json.loads(text)
+            document = json.loads(text)
         except ValueError as error:
             raise ReportError(
                 f"A report was read from text that is no JSON: {error}. Nothing can be read of it. "
                 "Pass a file that CompileReport.to_json wrote."
             ) from error
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ReportError(
                 f"A report was read from JSON whose format is not {FORMAT!r}. It is something "
                 "else. Pass a file that CompileReport.to_json wrote."
             )
-        number = data.get("schema")
+        number = document.get("schema")
         if not isinstance(number, int) or number > SCHEMA or number < 1:
             raise ReportError(
                 f"A report was read of schema={number}. This version reads schemas 1 to {SCHEMA}. "
                 "Install the version of xla_dtensor that wrote it, or a newer one."
             )
-        return from_plain(cls, data.get("report"))
+        return from_plain(cls, document.get("report"))
 
     def to_markdown(self) -> str:
         """Writes it as Markdown, which reads well in a terminal too."""
@@ -312,9 +312,11 @@ def _lines(evidence: Evidence) -> tuple[CollectiveLine, ...]:
 
 def _attribution(lines: tuple[CollectiveLine, ...]) -> Attribution:
     moving = [line for line in lines if line.moves]
-    rest = tuple(line for line in moving if not line.is_attributed)
+    unattributed_lines = tuple(line for line in moving if not line.is_attributed)
     total = sum(line.bytes_per_device for line in moving)
-    return Attribution(total, total - sum(line.bytes_per_device for line in rest), rest)
+    return Attribution(
+        total, total - sum(line.bytes_per_device for line in unattributed_lines), unattributed_lines
+    )
 
 
 def _doubts(lines: tuple[CollectiveLine, ...]) -> tuple[str, ...]:
@@ -391,7 +393,7 @@ def _summary(report: CompileReport) -> dict[str, Any]:
         "modelled_mfu": None if model is None else model.mfu,
         "modelled_binding": None if model is None else model.binding,
         "findings": {
-            severity: sum(one.severity == severity for one in report.findings)
+            severity: sum(finding.severity == severity for finding in report.findings)
             for severity in ("error", "warning", "note")
         },
     }

@@ -141,7 +141,7 @@ def origin_of(op_name: str | None, source: Sequence[SourceLine] = ()) -> Origin:
     path = _Path()
     path.read(op_name or "", 0)
     phase = path.phase
-    if any("/torch/optim/" in _plain(one.file) for one in source):
+    if any("/torch/optim/" in _plain(source_line.file) for source_line in source):
         # The optimizer's own lines tell it apart from a backward whose scope was still open.
         return Origin(None, "optimizer", path.op, line)
     if phase == "other" and op_name and "/" in op_name:

@@ -181,7 +181,7 @@ def _attention_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[F
     batch, sequence = _batch_axes(evidence, 0), _batch_axes(evidence, 1)
     places: dict[tuple[str, str, int], list[tuple[Move, ArrayShape]]] = {}
     for move in moves:
-        large = [one for one in move.activations if one.bytes >= SMALL_GATHER_BYTES]
+        large = [array for array in move.activations if array.bytes >= SMALL_GATHER_BYTES]
         if not move.is_gather or move.origin.phase != "forward" or not large or not move.axes:
             continue
         module = move.origin.module
@@ -189,12 +189,14 @@ def _attention_findings(evidence: Evidence, moves: Iterable[Move]) -> Iterator[F
             continue
         # A loop that XLA has peeled has some of its collectives a second time, run less often.
         key = _block(module), axis_names(move.axes), move.times
-        places.setdefault(key, []).extend((move, one) for one in large)
+        places.setdefault(key, []).extend((move, array) for array in large)
     said: set[tuple[str, str]] = set()
     for (block, axes, _), gathered in places.items():
         names = set(gathered[0][0].axes or ())
         allowed = _KEYS_AND_VALUES
-        if names & batch or (not names <= sequence and any(_joins_heads(*one) for one in gathered)):
+        if names & batch or (
+            not names <= sequence and any(_joins_heads(*pair) for pair in gathered)
+        ):
             allowed = 0
         if len(gathered) > allowed and (block, axes) not in said:
             said.add((block, axes))
@@ -299,9 +301,9 @@ class Move:
         return self.is_gather and not self.activations
 
 
-def _moves(collectives: Iterable[Collective], held: Iterable[Held]) -> tuple[Move, ...]:
+def _moves(collectives: Iterable[Collective], tensors: Iterable[Held]) -> tuple[Move, ...]:
     """What each collective moves, in their order."""
-    weights = [tensor for tensor in held if tensor.role in _WEIGHTS]
+    weights = [tensor for tensor in tensors if tensor.role in _WEIGHTS]
     return tuple(
         Move(
             collective,
@@ -319,7 +321,7 @@ def _moves(collectives: Iterable[Collective], held: Iterable[Held]) -> tuple[Mov
 
 def _are_weights(arrays: Iterable[ArrayShape], weights: list[Held], collective: Collective) -> bool:
     """Whether all arrays can be weights. Where nobody says what the weights are, they can."""
-    return not weights or None not in (_weight_of(each, weights, collective) for each in arrays)
+    return not weights or None not in (_weight_of(array, weights, collective) for array in arrays)
 
 
 def _weight_of(array: ArrayShape, weights: Iterable[Held], collective: Collective) -> Held | None:
@@ -496,12 +498,12 @@ def _room(cause: str, evidence: Evidence) -> str:
 # ------------------------------------------------------------------------- held whole
 
 
-def _device_bytes(held: Iterable[Held]) -> int:
-    return sum(tensor.device_bytes for tensor in held)
+def _device_bytes(tensors: Iterable[Held]) -> int:
+    return sum(tensor.device_bytes for tensor in tensors)
 
 
-def _least_sharded(held: Iterable[Held]) -> Held:
-    return min(held, key=lambda tensor: (shards(tensor), -tensor.device_bytes))
+def _least_sharded(tensors: Iterable[Held]) -> Held:
+    return min(tensors, key=lambda tensor: (shards(tensor), -tensor.device_bytes))
 
 
 def _unsharded(evidence: Evidence, capacity: int | None) -> Iterator[Finding]:
@@ -519,13 +521,13 @@ def _unsharded(evidence: Evidence, capacity: int | None) -> Iterator[Finding]:
     if typical == 1:
         yield from _all_whole(evidence, state, capacity)
         return
-    found: dict[str, list[list[Held]]] = {}
+    layer_groups: dict[str, list[list[Held]]] = {}
     for name, group in groups.items():
         worst = _least_sharded(group)
         few = shards(worst) * FEWER_SHARDS <= typical
         if few and free_axes(worst, evidence.mesh) and _device_bytes(group) >= least:
-            found.setdefault(starred(name), []).append(group)
-    ranked = sorted(found.items(), key=lambda pair: -sum(map(_device_bytes, pair[1])))
+            layer_groups.setdefault(starred(name), []).append(group)
+    ranked = sorted(layer_groups.items(), key=lambda pair: -sum(map(_device_bytes, pair[1])))
     for name, alike in islice(ranked, MOST):
         yield _unsharded_finding(name, alike, typical, evidence.mesh)
 
@@ -612,9 +614,9 @@ def _typical_shards(state: Iterable[Held]) -> int:
 # --------------------------------------------------------------------------------- Asked and chosen
 
 
-def _differing(held: Iterable[Held]) -> Iterator[Finding]:
+def _differing(tensors: Iterable[Held]) -> Iterator[Finding]:
     groups: dict[tuple[str, str, str], list[Held]] = {}
-    for tensor in held:
+    for tensor in tensors:
         requested, chosen = _words(tensor.requested), _words(tensor.chosen)
         if requested and chosen and requested != chosen:
             groups.setdefault((starred(tensor.name), requested, chosen), []).append(tensor)
@@ -793,9 +795,9 @@ def _is_said(finding: Finding, earlier: Iterable[Finding]) -> bool:
         return False
     here = finding.origin
     return any(
-        other.origin is not None
-        and (other.origin.module, other.origin.op) == (here.module, here.op)
-        for other in earlier
+        previous.origin is not None
+        and (previous.origin.module, previous.origin.op) == (here.module, here.op)
+        for previous in earlier
     )
 
 

@@ -720,9 +720,9 @@ class Neighbours:
             place = str(user.operand_names.index(instruction.name))
             for parameter in inside.instructions.values():
                 if parameter.opcode == "parameter" and parameter.operands == (place,):
-                    found = Neighbours(inside).metadata(parameter)
-                    if found:
-                        return found
+                    metadata = Neighbours(inside).metadata(parameter)
+                    if metadata:
+                        return metadata
         return {}
 
     def _nearest(
@@ -813,7 +813,11 @@ class Neighbours:
     def _sends(self) -> dict[str, Instruction]:
         """By meeting: what is received was sent by the others, as this device sends to them."""
         table = self._computation.instructions.values()
-        return {_meeting(each): each for each in table if each.opcode == "send"}
+        return {
+            _meeting(instruction): instruction
+            for instruction in table
+            if instruction.opcode == "send"
+        }
 
 
 def _meeting(instruction: Instruction) -> str:

@@ -188,8 +188,8 @@ def read_number(text: str | None, otherwise: int = 0) -> int:
         >>> read_number("12"), read_number("twelve"), read_number(None)
         (12, 0, 0)
     """
-    found = None if text is None else _SIGNED_NUMBER.fullmatch(text.strip())
-    return otherwise if found is None else int(found[0])
+    match = None if text is None else _SIGNED_NUMBER.fullmatch(text.strip())
+    return otherwise if match is None else int(match[0])
 
 
 def checked_devices(count: int, text: str) -> int:
@@ -535,22 +535,24 @@ def entry_layouts(hlo_text: str) -> EntryLayouts | None:
     if start < 0:
         return None
     text = header[start + len(_HEADER) :]
-    given, arrow, result = text[: closing_bracket(text)].partition("->")
+    inputs_text, arrow, result_text = text[: closing_bracket(text)].partition("->")
     if not arrow:
         raise HloError(
-            f"The program's first line has the layout {given[:80]!r}. It names no result. "
+            f"The program's first line has the layout {inputs_text[:80]!r}. It names no result. "
             "Pass HLO text as XLA prints it, unabridged."
         )
-    parameters = [parse_laid_shape(each) for each in split_commas(given.strip()[1:-1])]
+    parameters = [
+        parse_laid_shape(shape_text) for shape_text in split_commas(inputs_text.strip()[1:-1])
+    ]
     if len(parameters) == 1 and isinstance(parameters[0], tuple):
-        return EntryLayouts(laid_arrays(parameters[0]), parse_laid_shape(result), True)
-    arrays = [each for each in parameters if isinstance(each, LaidArray)]
+        return EntryLayouts(laid_arrays(parameters[0]), parse_laid_shape(result_text), True)
+    arrays = [parameter for parameter in parameters if isinstance(parameter, LaidArray)]
     if len(arrays) != len(parameters):
         raise HloError(
             f"The program's first line has {len(parameters)} parameters. One of them is a tuple, "
             "whose arrays have no number. Compile the step with arrays as parameters."
         )
-    return EntryLayouts(tuple(arrays), parse_laid_shape(result), False)
+    return EntryLayouts(tuple(arrays), parse_laid_shape(result_text), False)
 
 
 def entry_aliases(hlo_text: str) -> dict[int, int]:
@@ -572,8 +574,8 @@ def entry_aliases(hlo_text: str) -> dict[int, int]:
     if start < 0:
         return {}
     text = header[start + len(_ALIASES) :]
-    found = _ALIAS.findall(text[: closing_bracket(text)])
-    return {int(output or 0): int(place or given) for output, given, place in found}
+    matches = _ALIAS.findall(text[: closing_bracket(text)])
+    return {int(output or 0): int(place or parameter) for output, parameter, place in matches}
 
 
 def _tiled(dims: list[int], tile: tuple[int, ...]) -> list[int]:
@@ -592,8 +594,8 @@ def _tiled(dims: list[int], tile: tuple[int, ...]) -> list[int]:
     return [*major, *counts, *(size for _, size in merged)]
 
 
-def _laid_array(match: re.Match[str], whole: str) -> LaidArray:
-    shape, text = _array(match, whole), match[3] or ""
+def _laid_array(match: re.Match[str], shape_text: str) -> LaidArray:
+    shape, text = _array(match, shape_text), match[3] or ""
     order, _, properties = text.partition(":")
     tiles = _TILES.search(properties)
     bits, space = _BITS_OF_LAYOUT.search(properties), _SPACE.search(properties)
@@ -607,7 +609,7 @@ def _laid_array(match: re.Match[str], whole: str) -> LaidArray:
     return LaidArray(
         shape,
         minor_to_major,
-        tuple(_tile(each) for each in _TILE.findall(tiles[1])) if tiles else (),
+        tuple(_tile(tile) for tile in _TILE.findall(tiles[1])) if tiles else (),
         int(bits[1]) if bits else None,
         int(space[1]) if space else DEVICE_SPACE,
         max(1, int(tail[1])) if tail else 1,

@@ -101,7 +101,10 @@ class ValueFlow:
             HloError: computations that call themselves.
         """
         flow = cls(module)
-        entry = next((each for each in module.computations.values() if each.is_entry), None)
+        entry = next(
+            (computation for computation in module.computations.values() if computation.is_entry),
+            None,
+        )
         if entry is not None:
             root = flow._walk(entry, None)
             flow.results = tuple(_leaves(root))
@@ -130,8 +133,8 @@ class ValueFlow:
             groups.setdefault(self.group(number), []).append(value)
         return groups
 
-    def _join(self, one: _Node, other: _Node) -> None:
-        for left, right in zip(_leaves(one), _leaves(other), strict=False):
+    def _join(self, first: _Node, second: _Node) -> None:
+        for left, right in zip(_leaves(first), _leaves(second), strict=False):
             self._parents[self.group(right)] = self.group(left)
 
     def _touch(self, node: _Node) -> None:
@@ -256,11 +259,11 @@ class ValueFlow:
         self._touch(start)
         if condition is not None:
             self._walk(condition, [carried])
-        after = self._walk(body, [carried])
+        root = self._walk(body, [carried])
         self._time += 1
-        self._touch(after)
+        self._touch(root)
         node = self._new(loop, shape)
-        places = zip(_leaves(start), _leaves(carried), _leaves(after), strict=False)
+        places = zip(_leaves(start), _leaves(carried), _leaves(root), strict=False)
         same: dict[int, int] = {}
         for (entry, inside, end), outside in zip(places, _leaves(node), strict=False):
             self._join(entry, inside)

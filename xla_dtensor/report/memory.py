@@ -286,8 +286,8 @@ def _memory_parts(evidence: Evidence, entry: EntryBytes) -> tuple[MemoryPart, ..
     )
 
 
-def _held_parts(held: Iterable[Held], entry: EntryBytes) -> Iterator[MemoryPart]:
-    for tensor in held:
+def _held_parts(tensors: Iterable[Held], entry: EntryBytes) -> Iterator[MemoryPart]:
+    for tensor in tensors:
         argument = _at(entry.inputs, tensor.input)
         output = _at(entry.outputs, tensor.output)
         in_place = tensor.output in entry.aliased
@@ -299,8 +299,8 @@ def _held_parts(held: Iterable[Held], entry: EntryBytes) -> Iterator[MemoryPart]
             yield _part(tensor.role, tensor.device_bytes, output, elsewhere=in_place)
 
 
-def _unnamed_parts(held: Sequence[Held], entry: EntryBytes) -> Iterator[MemoryPart]:
-    inputs, outputs = {tensor.input for tensor in held}, {tensor.output for tensor in held}
+def _unnamed_parts(tensors: Sequence[Held], entry: EntryBytes) -> Iterator[MemoryPart]:
+    inputs, outputs = {tensor.input for tensor in tensors}, {tensor.output for tensor in tensors}
     for number, array in enumerate(entry.inputs):
         if number not in inputs:
             yield _part(UNNAMED, array.bytes, array)

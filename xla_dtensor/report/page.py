@@ -495,14 +495,14 @@ def tensor_line(report: CompileReport, name: str) -> TensorLine:
         ReportError: the report names no such tensor.
     """
     names = {line.name: line for line in report.tensors}
-    found = names.get(name) or names.get(starred(name))
-    if found is None:
+    tensor = names.get(name) or names.get(starred(name))
+    if tensor is None:
         near = ", ".join(list(names)[:5]) or "none: its program names no tensors"
         raise ReportError(
             f"The tensor name={name!r} was asked for, of the report {report.title!r}. It has no "
             f"tensor of that name. The largest ones are {near}."
         )
-    return found
+    return tensor
 
 
 def layout_of_text(text: str | None, mesh: Sequence[MeshAxis], ndim: int) -> Layout | None:

@@ -514,7 +514,7 @@ def _logged(log: str) -> Iterator[Finding]:
 
 def _shown(computation: Computation, frames: StackFrames) -> Iterator[Finding]:
     table = computation.instructions
-    for gather in (each for each in table.values() if each.opcode in _GATHERS):
+    for gather in (instruction for instruction in table.values() if instruction.opcode in _GATHERS):
         try:
             size = max((array.bytes for array in arrays(gather.shape)), default=0)
         except HloError:

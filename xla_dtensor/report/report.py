@@ -284,11 +284,11 @@ class Evidence:
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
         root = self.mesh.root
-        data: dict[str, Any] = {"schema": SCHEMA}
-        for name in (each.name for each in fields(self) if each.name != "hlo_text"):
+        document: dict[str, Any] = {"schema": SCHEMA}
+        for name in (member.name for member in fields(self) if member.name != "hlo_text"):
             value = getattr(self, name)
-            data[name] = dict(value) if isinstance(value, Mapping) else value
-        data |= {
+            document[name] = dict(value) if isinstance(value, Mapping) else value
+        document |= {
             "mesh": {
                 "device_ids": root.device_ids.reshape(-1).tolist(),
                 "mesh_shape": list(root.mesh_shape),
@@ -298,7 +298,7 @@ class Evidence:
             "held": [asdict(tensor) for tensor in self.held],
             "memory": None if self.memory is None else asdict(self.memory),
         }
-        (place / _JSON).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        (place / _JSON).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         # Without a time in it, equal programs give equal files.
         (place / _HLO).write_bytes(gzip.compress(self.hlo_text.encode(), mtime=0))
 
@@ -317,32 +317,36 @@ class Evidence:
         """
         place = Path(folder)
         try:
-            data = json.loads((place / _JSON).read_text(encoding="utf-8"))
+            document = json.loads((place / _JSON).read_text(encoding="utf-8"))
             text = gzip.decompress((place / _HLO).read_bytes()).decode()
         except (OSError, ValueError, EOFError) as error:
             raise EvidenceError(
                 f"Evidence was asked for from {place}. It cannot be read: {error}. Pass a folder "
                 "that Evidence.save wrote."
             ) from error
-        if data.pop("schema", None) != SCHEMA:
+        if document.pop("schema", None) != SCHEMA:
             raise EvidenceError(
                 f"Evidence was asked for from {place}. It has another schema than {SCHEMA}. "
                 "Compile the step again with this version."
             )
-        held = tuple(
+        tensors = tuple(
             Held(**tensor | {name: tuple(tensor[name]) for name in ("shape", "device_shape")})
-            for tensor in data.pop("held")
+            for tensor in document.pop("held")
         )
-        memory, topology, mesh = data.pop("memory"), data.pop("topology"), data.pop("mesh")
+        memory, topology, mesh = (
+            document.pop("memory"),
+            document.pop("topology"),
+            document.pop("mesh"),
+        )
         if topology is not None:
             topology = Topology.parse(topology["name"], wrap=topology["wrap"], allow_unreal=True)
         evidence = cls(
             hlo_text=text,
             mesh=Mesh(mesh["device_ids"], mesh["mesh_shape"], mesh["axis_names"]),
             topology=topology,
-            held=held,
+            held=tensors,
             memory=None if memory is None else CompilerMemory(**memory),
-            **data,
+            **document,
         )
         evidence.check_valid()
         return evidence
@@ -450,83 +454,83 @@ def _is_optional(field: Field[Any]) -> bool:
     return field.default is not MISSING or field.default_factory is not MISSING
 
 
-def _read(hint: Any, data: Any, where: str) -> Any:
+def _read(hint: Any, node: Any, where: str) -> Any:
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return _read_union(parts, data, where)
+        return _read_union(parts, node, where)
     if origin is Literal:
         return (
-            data if data in parts else _refuse(where, data, f"one of {', '.join(map(repr, parts))}")
+            node if node in parts else _refuse(where, node, f"one of {', '.join(map(repr, parts))}")
         )
     if origin is tuple:
-        return _read_tuple(parts, data, where)
+        return _read_tuple(parts, node, where)
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        if not isinstance(data, dict):
-            _refuse(where, data, "an object")
-        return {key: _read(parts[1], part, f"{where}.{key}") for key, part in data.items()}
+        if not isinstance(node, dict):
+            _refuse(where, node, "an object")
+        return {key: _read(parts[1], part, f"{where}.{key}") for key, part in node.items()}
     if isinstance(hint, type) and is_dataclass(hint):
-        return _read_dataclass(hint, data, where)
-    return _read_simple(hint, data, where)
+        return _read_dataclass(hint, node, where)
+    return _read_simple(hint, node, where)
 
 
-def _read_union(parts: tuple[Any, ...], data: Any, where: str) -> Any:
-    if data is None and type(None) in parts:
+def _read_union(parts: tuple[Any, ...], node: Any, where: str) -> Any:
+    if node is None and type(None) in parts:
         return None
     kinds = [part for part in parts if part is not type(None)]
     for part in kinds[:-1]:
         try:
-            return _read(part, data, where)
+            return _read(part, node, where)
         except ReportError:
             continue
-    return _read(kinds[-1], data, where)
+    return _read(kinds[-1], node, where)
 
 
-def _read_tuple(parts: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(data, list):
-        _refuse(where, data, "an array")
+def _read_tuple(parts: tuple[Any, ...], node: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(node, list):
+        _refuse(where, node, "an array")
     if len(parts) == 2 and parts[1] is Ellipsis:
-        return tuple(_read(parts[0], element, f"{where}[{i}]") for i, element in enumerate(data))
-    if len(parts) != len(data):
-        _refuse(where, data, f"an array of {len(parts)}")
+        return tuple(_read(parts[0], element, f"{where}[{i}]") for i, element in enumerate(node))
+    if len(parts) != len(node):
+        _refuse(where, node, f"an array of {len(parts)}")
     return tuple(
         _read(part, element, f"{where}[{i}]")
-        for i, (part, element) in enumerate(zip(parts, data, strict=True))
+        for i, (part, element) in enumerate(zip(parts, node, strict=True))
     )
 
 
-def _read_dataclass(kind: type[Any], data: Any, where: str) -> Any:
-    if not isinstance(data, dict):
-        _refuse(where, data, "an object")
+def _read_dataclass(kind: type[Any], node: Any, where: str) -> Any:
+    if not isinstance(node, dict):
+        _refuse(where, node, "an object")
     hints = _hints(kind)
     names = {member.name: member for member in _stored(kind)}
-    for name in data:
+    for name in node:
         if name not in names:
             raise ReportError(
                 f"A report was read in which {where} has {name!r}. This version knows no such "
                 "member. Read it with the version that wrote it, or compile the step again."
             )
     for name, member in names.items():
-        if name not in data and not _is_optional(member):
+        if name not in node and not _is_optional(member):
             raise ReportError(
                 f"A report was read in which {where} lacks {name!r}. It cannot be made without. "
                 "Pass a whole report, as CompileReport.to_json writes it."
             )
     return kind(
-        **{name: _read(hints[name], member, f"{where}.{name}") for name, member in data.items()}
+        **{name: _read(hints[name], member, f"{where}.{name}") for name, member in node.items()}
     )
 
 
-def _read_simple(hint: Any, data: Any, where: str) -> Any:
-    if hint is float and isinstance(data, str) and data in _SPECIAL:
-        return _SPECIAL[data]
+def _read_simple(hint: Any, node: Any, where: str) -> Any:
+    if hint is float and isinstance(node, str) and node in _SPECIAL:
+        return _SPECIAL[node]
     accepted = (int, float) if hint is float else hint
-    if not isinstance(data, accepted) or (isinstance(data, bool) and hint is not bool):
-        _refuse(where, data, f"of type {_NAMES.get(hint, str(hint))}")
-    return data
+    if not isinstance(node, accepted) or (isinstance(node, bool) and hint is not bool):
+        _refuse(where, node, f"of type {_NAMES.get(hint, str(hint))}")
+    return node
 
 
-def _refuse(where: str, data: Any, expected: str) -> Any:
-    text = repr(data)
+def _refuse(where: str, node: Any, expected: str) -> Any:
+    text = repr(node)
     raise ReportError(
         f"A report was read in which {where} = {text if len(text) <= 60 else text[:57] + '...'}. "
         f"It must be {expected}. Pass a report as CompileReport.to_json writes it."

@@ -142,8 +142,8 @@ class CollectiveTimes:
         """
         nothing = TrafficSeconds(0.0)
         if DCN_TARGET in dict(collective.frontend_attributes):
-            moved = megascale_bytes(collective, self._slices(collective.axes))
-            return TrafficSeconds(0.0, self.traffic.dcn_seconds(moved))
+            dcn_bytes = megascale_bytes(collective, self._slices(collective.axes))
+            return TrafficSeconds(0.0, self.traffic.dcn_seconds(dcn_bytes))
         if collective.kind == "recv" or collective.axes == ():
             return nothing
         if collective.source_target_pairs:
@@ -268,15 +268,15 @@ def roofline(evidence: Evidence, collectives: Iterable[Collective]) -> Roofline 
         The modelled times; None where the machine, its figures or the operations are not known:
         `why_no_roofline` says which.
     """
-    known = _known(evidence)
-    if isinstance(known, str):
+    figures = _known(evidence)
+    if isinstance(figures, str):
         return None
-    chip, times = known.chip, known.times
+    chip, times = figures.chip, figures.times
     for collective in collectives:
         times.add(collective)
-    compute = known.flops / evidence.mesh.root.size() / known.peak
+    compute = figures.flops / evidence.mesh.root.size() / figures.peak
     size = hbm_bytes(evidence)
-    hbm = size / known.hbm_rate
+    hbm = size / figures.hbm_rate
     ici = sum(times.ici.values())
     parts = {"compute": compute, "HBM": hbm, "ICI": ici, "DCN": times.dcn}
     longest, total = max(parts.values()), sum(parts.values())
@@ -309,8 +309,8 @@ def why_no_roofline(evidence: Evidence) -> str | None:
         >>> why_no_roofline(Evidence("a step", "HloModule m", Mesh.arange((8,))))
         'the machine is not known, so neither are its speeds'
     """
-    known = _known(evidence)
-    return known if isinstance(known, str) else None
+    reason = _known(evidence)
+    return reason if isinstance(reason, str) else None
 
 
 class _Known(NamedTuple):

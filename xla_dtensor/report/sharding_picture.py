@@ -276,9 +276,9 @@ class ShardingPicture:
         blocks = [cut.block for cut in self.dims]
         if self.element_bytes is not None and None not in blocks:
             total = math.prod(cut.extent or 0 for cut in self.dims) * self.element_bytes
-            each = math.prod(size or 0 for size in blocks) * self.element_bytes
+            block_bytes = math.prod(size or 0 for size in blocks) * self.element_bytes
             shape = " x ".join(f"{size:,}" for size in blocks if size is not None) or "1"
-            lines.append(f"a device holds {shape}, {each:,} of {total:,} bytes")
+            lines.append(f"a device holds {shape}, {block_bytes:,} of {total:,} bytes")
         return (*lines, *self.notes)
 
     def label(self, dim: int, block: int) -> tuple[str, str]:

@@ -193,7 +193,9 @@ def diff(before: CompileReport, after: CompileReport) -> ReportDiff:
         fits=after.fits,
         words=tuple(_text_changes(_about(before), _about(after))),
         memory=tuple(_changes(_memory(before), _memory(after))),
-        collectives=tuple(_changes(*(_moved(each, with_network=True) for each in (before, after)))),
+        collectives=tuple(
+            _changes(*(_moved(report, with_network=True) for report in (before, after)))
+        ),
         roofline=tuple(_changes(_roofline(before), _roofline(after))),
         findings_gone=_only(before, after),
         findings_new=_only(after, before),
@@ -258,9 +260,9 @@ def _text_changes(
             yield name, before.get(name, "-"), after.get(name, "-")
 
 
-def _only(report: CompileReport, other: CompileReport) -> tuple[Finding, ...]:
+def _only(report: CompileReport, counterpart: CompileReport) -> tuple[Finding, ...]:
     """Findings that the other has not. Numbers in their texts may differ: code and origin say."""
-    there = Counter((finding.code, finding.origin) for finding in other.findings)
+    there = Counter((finding.code, finding.origin) for finding in counterpart.findings)
     findings: list[Finding] = []
     for finding in report.findings:
         key = finding.code, finding.origin
@@ -540,10 +542,13 @@ def _plain(report: CompileReport) -> Iterator[MeshAxis]:
 def _by_role(
     predicted: CompileReport, actual: CompileReport, limits: Tolerances
 ) -> Iterator[Check]:
-    before, after = _roles(predicted), _roles(actual)
+    predicted_bytes, actual_bytes = _roles(predicted), _roles(actual)
     for role in _HELD:
-        if role in before or role in after:
-            sizes = [totals.get(role, 0.0) if totals else None for totals in (before, after)]
+        if role in predicted_bytes or role in actual_bytes:
+            sizes = [
+                totals.get(role, 0.0) if totals else None
+                for totals in (predicted_bytes, actual_bytes)
+            ]
             yield Check("memory by role", kind_words(role, 2), sizes[0], sizes[1], limits.state)
 
 
@@ -570,23 +575,25 @@ def _communication(
     predicted: CompileReport, actual: CompileReport, limits: Tolerances
 ) -> Iterator[Check]:
     # Not by network: virtual devices have none.
-    before, after = (_moved(each, with_network=False) for each in (predicted, actual))
+    predicted_bytes, actual_bytes = (
+        _moved(report, with_network=False) for report in (predicted, actual)
+    )
     fine = limits.communication * predicted.collective_bytes
-    names = dict.fromkeys([*before, *after])
+    names = dict.fromkeys([*predicted_bytes, *actual_bytes])
     for name in sorted(names, key=lambda name: name == "in all"):
-        both = name in before and name in after
+        both = name in predicted_bytes and name in actual_bytes
         yield Check(
             "communication",
             name,
-            before.get(name, 0),
-            after.get(name, 0),
+            predicted_bytes.get(name, 0),
+            actual_bytes.get(name, 0),
             limits.communication,
             allowance=0.0 if both else fine,
         )
 
 
 def _of_devices(
-    predicted: CompileReport, devices: Iterable[DeviceMemory], given: Tolerances
+    predicted: CompileReport, devices: Iterable[DeviceMemory], tolerances: Tolerances
 ) -> Iterator[Check]:
     memories = list(devices)
     total, group = predicted.memory.total_bytes, "memory of the devices"
@@ -594,7 +601,7 @@ def _of_devices(
     if peaks:
         worst = max(peaks, key=lambda device: peaks[device])
         name = f"the most in use, on device {worst}"
-        yield Check(group, name, total, peaks[worst], given.peak, one_sided=True)
+        yield Check(group, name, total, peaks[worst], tolerances.peak, one_sided=True)
     limits = {memory.device: memory.limit for memory in memories if memory.limit is not None}
     if limits:
         least = min(limits, key=lambda device: limits[device])

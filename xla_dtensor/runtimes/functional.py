@@ -223,18 +223,18 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> An
 def _functionalized(op: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     """Return what `op` does below functionalization: `run` payloads, record stand-ins."""
 
-    def from_functional(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and _is_functional(value):
-            _sync(value)
-            return _from_functional(value)
-        return value
+    def from_functional(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and _is_functional(leaf):
+            _sync(leaf)
+            return _from_functional(leaf)
+        return leaf
 
-    def to_functional(value: Any) -> Any:
-        return _to_functional(value) if isinstance(value, torch.Tensor) else value
+    def to_functional(leaf: Any) -> Any:
+        return _to_functional(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         inner = map_nested(from_functional, (args, kwargs))
-        if not any(isinstance(value, torch.Tensor) and is_traced(value) for value in leaves(inner)):
+        if not any(isinstance(leaf, torch.Tensor) and is_traced(leaf) for leaf in leaves(inner)):
             return run(*args, **kwargs)
         functionalize = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
         with torch._C._ExcludeDispatchKeyGuard(functionalize):

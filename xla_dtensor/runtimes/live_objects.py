@@ -44,19 +44,19 @@ def live_objects(*classes: type) -> list[Any]:
     Returns:
         The objects, in no particular order.
     """
-    wanted = {each for one in classes for each in _derived(one)}
+    subclasses = {subclass for base in classes for subclass in _derived(base)}
     is_alone = _searching.acquire(timeout=_WAIT_SECONDS)
     try:
         objects = _all_objects()
-        found = list(compress(objects, map(wanted.__contains__, map(type, objects))))
+        instances = list(compress(objects, map(subclasses.__contains__, map(type, objects))))
         del objects
-        for each in found:
-            if isinstance(each, torch.Tensor):
-                each._fix_weakref()  # pyright: ignore[reportAttributeAccessIssue]
+        for instance in instances:
+            if isinstance(instance, torch.Tensor):
+                instance._fix_weakref()  # pyright: ignore[reportAttributeAccessIssue]
     finally:
         if is_alone:
             _searching.release()
-    return found
+    return instances
 
 
 def _all_objects() -> list[Any]:
@@ -78,7 +78,7 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-def _derived(one: type) -> Iterator[type]:
-    yield one
-    for each in type.__subclasses__(one):
-        yield from _derived(each)
+def _derived(base: type) -> Iterator[type]:
+    yield base
+    for subclass in type.__subclasses__(base):
+        yield from _derived(subclass)

@@ -126,8 +126,8 @@ def hosts_error(func: Any, args: Any, kwargs: Any) -> Exception | None:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
     """
-    given, named = tree_map(small, (tuple(args), dict(kwargs)))
-    return error_of(func, given, named)
+    positional, named = tree_map(small, (tuple(args), dict(kwargs)))
+    return error_of(func, positional, named)
 
 
 def small(value: Any) -> Any:
@@ -173,10 +173,10 @@ def _ask(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     unheard = off_the_record() if func.namespace in _NAMESPACES else nullcontext()
     try:
         with unheard:
-            result = _called(func, args, kwargs)
+            output = _called(func, args, kwargs)
     except (NotImplementedError, RuntimeError, DynamicOutputShapeException):
         return None
-    return tree_map(lambda v: of_tensor(v) if isinstance(v, torch.Tensor) else v, result)
+    return tree_map(lambda v: of_tensor(v) if isinstance(v, torch.Tensor) else v, output)
 
 
 def _meta_tensor(meta: Meta) -> torch.Tensor:

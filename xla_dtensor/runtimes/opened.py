@@ -59,7 +59,7 @@ def _flatten(opened: _Opened) -> tuple[list[Any], _Kind]:
 
 def _flatten_with_keys(opened: _Opened) -> tuple[list[tuple[Any, Any]], _Kind]:
     values, kind = _flatten(opened)
-    return [(MappingKey(name), each) for name, each in zip(kind.names, values, strict=True)], kind
+    return [(MappingKey(name), child) for name, child in zip(kind.names, values, strict=True)], kind
 
 
 def _unflatten(values: Any, kind: _Kind) -> _Opened:
@@ -91,7 +91,7 @@ def open_all(tree: Any) -> Any:
 
 def close_all(tree: Any) -> Any:
     """Return a pytree with the objects again, each a new one."""
-    return tree_map(_closed, tree, is_leaf=lambda value: isinstance(value, _Opened))
+    return tree_map(_closed, tree, is_leaf=lambda node: isinstance(node, _Opened))
 
 
 def _opened(value: Any) -> Any:
@@ -107,7 +107,7 @@ def _opened(value: Any) -> Any:
 def _closed(value: Any) -> Any:
     if not isinstance(value, _Opened):
         return value
-    values = [close_all(each) for each in value.values]
+    values = [close_all(child) for child in value.values]
     return _filled(value.template, dict(zip(value.names, values, strict=True)))
 
 
@@ -119,15 +119,15 @@ def _may_be_opened(value: Any) -> bool:
 def _fields(value: Any) -> dict[Any, Any]:
     if isinstance(value, UserDict):
         return dict(value.data)
-    names = [each.name for each in dataclasses.fields(value)]
+    names = [field.name for field in dataclasses.fields(value)]
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def _filled(value: Any, fields: dict[Any, Any]) -> Any:
-    made = copy.copy(value)
-    if isinstance(made, UserDict):
-        made.data = dict(fields)
+    clone = copy.copy(value)
+    if isinstance(clone, UserDict):
+        clone.data = dict(fields)
     else:
-        for name, each in fields.items():
-            object.__setattr__(made, name, each)
-    return made
+        for name, field_value in fields.items():
+            object.__setattr__(clone, name, field_value)
+    return clone

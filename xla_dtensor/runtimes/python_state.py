@@ -49,13 +49,13 @@ class PythonState:
         """Take down what holds at present."""
         state = cls([], [])
         readers: dict[type, Callable[[Any], None] | None] = {}
-        for found in live_objects(torch.Tensor, torch.optim.Optimizer):
-            kind = type(found)
+        for instance in live_objects(torch.Tensor, torch.optim.Optimizer):
+            kind = type(instance)
             if kind not in readers:
                 readers[kind] = state._reader(kind)
             reader = readers[kind]
             if reader is not None:
-                reader(found)
+                reader(instance)
         return state
 
     def _reader(self, kind: type) -> Callable[[Any], None] | None:

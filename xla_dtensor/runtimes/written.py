@@ -57,8 +57,10 @@ def written_arguments(func: Any) -> list[str]:
 
 def written_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the values of the arguments that an op writes to: tensors, or lists of them."""
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    return [given[name] for name in written_arguments(func)]
+    arguments = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(
+        kwargs
+    )
+    return [arguments[name] for name in written_arguments(func)]
 
 
 def refuse_overlap(

@@ -348,12 +348,12 @@ def as_mesh(mesh: Any, function: str) -> MeshValue:
             f"{function} was called without a mesh. None was passed and there is no global one. "
             "Pass mesh=, or call set_global_mesh once."
         )
-    value = as_device_mesh(mesh).value
-    _meshes.pop(value, None)
-    _meshes[value] = None
+    mesh_value = as_device_mesh(mesh).value
+    _meshes.pop(mesh_value, None)
+    _meshes[mesh_value] = None
     if len(_meshes) > _MESHES_KEPT:
         del _meshes[next(iter(_meshes))]
-    return value
+    return mesh_value
 
 
 # ------------------------------------------------------------------------------------ ShardingType

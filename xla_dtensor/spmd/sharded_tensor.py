@@ -258,14 +258,14 @@ def _xla_shard(
 ) -> XLAShard:
     if not sharding.is_tiled:
         return XLAShard(shard.data, ..., name, shard.device_id)
-    data = shard.data.new_zeros(sharding.shape_per_tile(shape))
-    data[tuple(slice(0, size) for size in shard.data.shape)] = shard.data
+    tile = shard.data.new_zeros(sharding.shape_per_tile(shape))
+    tile[tuple(slice(0, size) for size in shard.data.shape)] = shard.data
     place = sharding.place_of(_partition(root, shard.device_id)) or 0
     copies = 1
     for size in sharding.tile_dims[len(shape) :]:
         copies *= size
     indices = [slice(part.start, part.stop, 1) for part in shard.index]
-    return XLAShard(data, indices, name, place % copies)
+    return XLAShard(tile, indices, name, place % copies)
 
 
 def _partition(root: MeshValue, device_id: int) -> int:

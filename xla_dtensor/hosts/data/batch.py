@@ -142,9 +142,9 @@ def sharded_leaf(
         )
     values = part.take(tensor.detach(), leaf.whole_dims)
     if part.shape == leaf.shape:  # all devices at once take an eighth of the time of each alone
-        whole = distribute_tensor(values, mesh, leaf.placements)
-        whole.requires_grad_(tensor.requires_grad)
-        return whole
+        dtensor = distribute_tensor(values, mesh, leaf.placements)
+        dtensor.requires_grad_(tensor.requires_grad)
+        return dtensor
     if get_runtime().is_payload(values):
         raise ArgumentTypeError(
             f"{function} was called in a compiled step with what the step was given at the batch's "

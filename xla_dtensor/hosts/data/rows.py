@@ -71,9 +71,9 @@ def row_group(mesh: DeviceMesh, *, tp_axis: str = "tp") -> RowGroup:
         if placement.is_shard()
     )
     (runs,) = process_part((shards,), mesh, row_placements(mesh, tp_axis=tp_axis)).runs
-    ((start, stop), *others) = runs
+    ((start, stop), *extra_runs) = runs
     devices = stop - start
-    if others or shards % devices or start % devices:
+    if extra_runs or shards % devices or start % devices:
         raise DataError(
             f"The rows of a batch were to be loaded by several processes on a mesh of "
             f"shape={tuple(mesh.shape)}. This process's devices hold the parts {runs} of {shards}, "

@@ -132,10 +132,10 @@ class NameRules:
         if len(targets) == 1 and "#" not in targets[0][0]:
             key = targets[0][0]
             if keys is None or key not in keys:
-                found = _first_match(self._to_write if keys is None else self._to_read, key)
+                rule_targets = _first_match(self._to_write if keys is None else self._to_read, key)
                 pieces = self._stored.get(key, ())
-                if not pieces and found and _fits(found, shape):
-                    pieces = _pieces(path, shape, found)
+                if not pieces and rule_targets and _fits(rule_targets, shape):
+                    pieces = _pieces(path, shape, rule_targets)
                 if pieces and (keys is None or any(piece.key in keys for piece in pieces)):
                     return pieces
         return _pieces(path, shape, targets)

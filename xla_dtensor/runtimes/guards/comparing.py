@@ -113,9 +113,9 @@ class Guards:
         if _global_hooks() != self._hooks:
             return Change("the hooks of all modules changed")
         if self._pass is None:
-            rest = [owner for owner in self._owners if id(owner) not in self._replaced]
-            self._pass = _Pass(rest, self._judge)
-            self._held = {id(value) for owner in rest for value in owner.snapshot.values()}
+            owners = [owner for owner in self._owners if id(owner) not in self._replaced]
+            self._pass = _Pass(owners, self._judge)
+            self._held = {id(value) for owner in owners for value in owner.snapshot.values()}
         holds = self._pass.holds()
         if holds and not self._replaced:
             return None
@@ -151,8 +151,8 @@ class Guards:
         for owner, holder in self._moves.values():
             owner.holder = holder
             self._by_id.setdefault(id(holder), []).append(owner)
-        others = (*self._values.values(), *self._moves.values())
-        replaced = {*self._replaced, *(id(owner) for owner, *_ in others)}
+        entries = (*self._values.values(), *self._moves.values())
+        replaced = {*self._replaced, *(id(owner) for owner, *_ in entries)}
         if len(replaced) > len(self._replaced):
             # In their order: what holds an object comes before it.
             self._replaced = {id(o): o for o in self._owners if id(o) in replaced}
@@ -167,8 +167,8 @@ class Guards:
             if not self._judge.accepts(expected, value):
                 return owner.change(key, expected, value)
             if value is not expected:
-                now = self._judge.now_expected(expected, value)
-                self._values[id(owner), key] = owner, key, now
+                replacement = self._judge.now_expected(expected, value)
+                self._values[id(owner), key] = owner, key, replacement
         keys = list(there.keys_now()) if owner.is_whole else owner.keys
         return None if _same_keys(keys, owner.keys) else _other_keys(owner, keys)
 
@@ -223,7 +223,7 @@ class _Pass:
         tables = self._tables.values()
         many = [(table, names) for table, names in tables if len(names) > 1]
         ones = [
-            (table, *item) for table, names in tables if len(names) == 1 for item in names.items()
+            (table, *pair) for table, names in tables if len(names) == 1 for pair in names.items()
         ]
         self._getters = [(itemgetter(*names), table) for table, names in many]
         self._ones = [(table, name) for table, name, _ in ones]
@@ -231,8 +231,8 @@ class _Pass:
         self._expected += [value for _, _, value in ones]
         self._expected += [value for _, value in self._cells]
         self._expected += list(chain.from_iterable(parts for _, parts in self._functions))
-        self._traits = [(attrgetter(*names), each) for names, each in self._tensors.items()]
-        traits = [map(getter, each) for getter, each in self._traits]
+        self._traits = [(attrgetter(*names), tensors) for names, tensors in self._tensors.items()]
+        traits = [map(getter, tensors) for getter, tensors in self._traits]
         self._expected_traits = list(chain.from_iterable(chain(*traits)))
         self._missing = [(table.keys(), names) for table, names in self._absent.values()]
 
@@ -311,8 +311,8 @@ class _Pass:
         if any(owner.look_up(None) != expected for owner, expected in self._hooked):
             return False
         for elements, expected in self._lists:
-            now = elements()
-            if len(now) != len(expected) or not all(map(is_, now, expected)):
+            contents = elements()
+            if len(contents) != len(expected) or not all(map(is_, contents, expected)):
                 return False
         if not all(_same_keys(list(owner.keys_now()), keys) for owner, keys in self._orders):
             return False
@@ -342,7 +342,7 @@ def _other_keys(owner: Owner, keys: Sequence[Any]) -> Change:
     if owner.label.endswith("_hooks") and len(keys) > len(owner.keys):
         return Change(f"a hook of {owner.label.rpartition('.')[0]} was added")
     for key in keys:
-        if not any(_same_keys([key], [each]) for each in owner.keys):
+        if not any(_same_keys([key], [old_key]) for old_key in owner.keys):
             return Change(f"{owner.named(key)} is new")
     return Change(f"the order of what {owner.label} holds changed")
 

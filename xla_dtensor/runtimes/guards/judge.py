@@ -57,7 +57,7 @@ class Judge:
     def __init__(
         self,
         reads: Callable[[torch.Tensor], bool] = lambda tensor: True,
-        holds_the_same: Callable[[Any, Any], bool | None] = lambda found, now: None,
+        holds_the_same: Callable[[Any, Any], bool | None] = lambda expected, actual: None,
     ) -> None:
         self._reads, self._holds_the_same = reads, holds_the_same
 
@@ -87,64 +87,69 @@ class Judge:
             return is_equal(found, now)
         return self._accepts_object(found, now, depth - 1)
 
-    def _accepts_object(self, found: Any, now: Any, depth: int) -> bool:
-        kind = type(found)
+    def _accepts_object(self, expected: Any, actual: Any, depth: int) -> bool:
+        kind = type(expected)
         if kind in _BOUND:  # a method of C, which is made anew for each look
-            same_name = found.__name__ == now.__name__
-            return same_name and self.accepts(found.__self__, now.__self__, depth)
-        if isinstance(found, weakref.ref):  # equal ones may refer to two objects
-            return self.accepts(weakref.ref.__call__(found), weakref.ref.__call__(now), depth)
+            same_name = expected.__name__ == actual.__name__
+            return same_name and self.accepts(expected.__self__, actual.__self__, depth)
+        if isinstance(expected, weakref.ref):  # equal ones may refer to two objects
+            return self.accepts(weakref.ref.__call__(expected), weakref.ref.__call__(actual), depth)
         if kind is types.FunctionType:
-            return self._accepts_function(found, now)
-        if isinstance(found, staticmethod | classmethod):
-            return self.accepts(found.__func__, now.__func__, depth)
-        if isinstance(found, property):
-            return all(self.accepts(getattr(found, n), getattr(now, n), depth) for n in _PROPERTY)
-        if isinstance(found, _BY_IDENTITY):
+            return self._accepts_function(expected, actual)
+        if isinstance(expected, staticmethod | classmethod):
+            return self.accepts(expected.__func__, actual.__func__, depth)
+        if isinstance(expected, property):
+            return all(
+                self.accepts(getattr(expected, n), getattr(actual, n), depth) for n in _PROPERTY
+            )
+        if isinstance(expected, _BY_IDENTITY):
             return False
-        if is_watched(kind) and has_value_in_c(kind) and not _equal_values(found, now):
+        if is_watched(kind) and has_value_in_c(kind) and not _equal_values(expected, actual):
             return False
-        same = self._holds_the_same(found, now)
+        same = self._holds_the_same(expected, actual)
         if same is not None:
             return same
-        if isinstance(found, tuple) and kind is not torch.Size:
-            pairs = zip(found, now, strict=False)
-            return len(found) == len(now) and all(self.accepts(a, b, depth) for a, b in pairs)
-        if isinstance(found, types.MethodType):
-            same = self.accepts(found.__func__, now.__func__, depth)
-            return same and self.accepts(found.__self__, now.__self__, depth)
-        if isinstance(found, functools.partial):
-            return self.accepts(_parts(found), _parts(now), depth)
-        if isinstance(found, list | dict) or is_watched(kind):
+        if isinstance(expected, tuple) and kind is not torch.Size:
+            pairs = zip(expected, actual, strict=False)
+            return len(expected) == len(actual) and all(self.accepts(a, b, depth) for a, b in pairs)
+        if isinstance(expected, types.MethodType):
+            same = self.accepts(expected.__func__, actual.__func__, depth)
+            return same and self.accepts(expected.__self__, actual.__self__, depth)
+        if isinstance(expected, functools.partial):
+            return self.accepts(_parts(expected), _parts(actual), depth)
+        if isinstance(expected, list | dict) or is_watched(kind):
             return True  # Nothing was read of it.
-        return _equal_objects(found, now)
+        return _equal_objects(expected, actual)
 
-    def _accepts_function(self, found: types.FunctionType, now: types.FunctionType) -> bool:
-        if found.__code__ is not now.__code__ or found.__dict__.keys() != now.__dict__.keys():
+    def _accepts_function(self, expected: types.FunctionType, actual: types.FunctionType) -> bool:
+        if (
+            expected.__code__ is not actual.__code__
+            or expected.__dict__.keys() != actual.__dict__.keys()
+        ):
             return False
-        parts = [(found, now), (found.__dict__, now.__dict__)]
-        parts += zip(found.__closure__ or (), now.__closure__ or (), strict=True)
+        parts = [(expected, actual), (expected.__dict__, actual.__dict__)]
+        parts += zip(expected.__closure__ or (), actual.__closure__ or (), strict=True)
         return all(self._holds_the_same(*pair) is not False for pair in parts)
 
 
-def _equal_values(found: Any, now: Any) -> bool:
+def _equal_values(expected: Any, actual: Any) -> bool:
     """Compare the values of two objects of one type, past what a class of the user's says."""
-    base = next((each for each in _VALUES if isinstance(found, each)), None)
+    base = next((kind for kind in _VALUES if isinstance(expected, kind)), None)
     if base is None:
-        return _equal_objects(found, now)
+        return _equal_objects(expected, actual)
     # 0.0 equals -0.0 and computes otherwise.
-    is_same = base not in _INEXACT or base.__repr__(found) == base.__repr__(now)
-    return is_same and base.__eq__(found, now)
+    is_same = base not in _INEXACT or base.__repr__(expected) == base.__repr__(actual)
+    return is_same and base.__eq__(expected, actual)
 
 
-def _equal_objects(found: Any, now: Any) -> bool:
+def _equal_objects(expected: Any, actual: Any) -> bool:
     """Compare two objects of one type that nobody can look into."""
-    if isinstance(found, _SHOWN):
-        return repr(found) == repr(now)
-    if type(found).__eq__ is object.__eq__:  # which says that any two are different
+    if isinstance(expected, _SHOWN):
+        return repr(expected) == repr(actual)
+    if type(expected).__eq__ is object.__eq__:  # which says that any two are different
         return False
     try:
-        return bool(found == now)
+        return bool(expected == actual)
     except Exception:  # An equality of the user's own may raise anything.
         return False
 

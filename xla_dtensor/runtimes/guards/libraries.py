@@ -65,12 +65,12 @@ def is_module_of_users(module: str) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _folders() -> tuple[str, ...]:
-    found = {PACKAGE_FOLDER, *(Path(str(package.__file__)).parent for package in (torch, np))}
-    packages = {folder.parent for folder in found} - {PACKAGE_FOLDER.parent}
-    found |= {parent / name for parent in packages for name in _LIBRARIES}
-    found |= {PACKAGE_FOLDER.parent / name for name in _OURS}
+    folders = {PACKAGE_FOLDER, *(Path(str(package.__file__)).parent for package in (torch, np))}
+    packages = {folder.parent for folder in folders} - {PACKAGE_FOLDER.parent}
+    folders |= {parent / name for parent in packages for name in _LIBRARIES}
+    folders |= {PACKAGE_FOLDER.parent / name for name in _OURS}
     files = [str(parent / "typing_extensions.py") for parent in packages]
-    return (*(f"{folder}{os.sep}" for folder in found), *files)
+    return (*(f"{folder}{os.sep}" for folder in folders), *files)
 
 
 @functools.lru_cache(maxsize=1)

@@ -142,22 +142,22 @@ class Object(Owner):
         self._put(key, "", value)
 
     def effects(self) -> list[Effect]:
-        found: list[Effect] = []
+        all_effects: list[Effect] = []
         for key in dict.fromkeys((*self.changes(), *(self.writes or ()))):
             tables = zip(self._registry_names, self._registries(), strict=False)
             place = next((name for name, table in tables if key in table), "")
             put = functools.partial(self._put, key, place)
-            found.append(Effect(put, self.look_up(key), self.named(key)))
-        return found
+            all_effects.append(Effect(put, self.look_up(key), self.named(key)))
+        return all_effects
 
     def held_before(self) -> list[Any]:
         writes, self.writes = self.writes, None  # which are effects
-        held = super().held_before()
+        values = super().held_before()
         self.writes = writes
-        return held
+        return values
 
     def rewind(self) -> None:
-        in_registries = {key for _, before in self._before for key in before}
+        in_registries = {key for _, registry in self._before for key in registry}
         for key in self.changes():
             value = ABSENT if key in in_registries else self.snapshot.get(key, ABSENT)
             self._put(key, "", value)
@@ -165,10 +165,12 @@ class Object(Owner):
         for key in [key for key in in_registries if key in own and key not in self._own]:
             del own[key]
         in_order(own, self._own)
-        for table, before in self._before:
-            if list(table) != list(before) or not all(map(is_, table.values(), before.values())):
+        for table, contents in self._before:
+            if list(table) != list(contents) or not all(
+                map(is_, table.values(), contents.values())
+            ):
                 table.clear()
-                table.update(before)
+                table.update(contents)
 
     def _put(self, key: str, place: str, value: Any) -> None:
         """Assign a value in one of a Module's registries, or in the object itself."""
@@ -231,7 +233,7 @@ class ClassNames(Owner):
         if not self._is_marked(key):
             return value
         function, bases = _unmarked(value), self.holder.__mro__[1:]
-        inherited = next((vars(each)[key] for each in bases if key in vars(each)), None)
+        inherited = next((vars(base)[key] for base in bases if key in vars(base)), None)
         return ABSENT if function is _unmarked(inherited) else function
 
     def table(self, key: Any) -> Mapping[Any, Any] | None:
@@ -251,7 +253,9 @@ def _unmarked(value: Any) -> Any:
     """
     while type(value) is types.FunctionType and value.__dict__.get("_torchdynamo_disable"):
         inner = value.__dict__.get("_torchdynamo_orig_callable")
-        functions = [each for each in (value, inner) if type(each) is types.FunctionType]
+        functions = [
+            function for function in (value, inner) if type(function) is types.FunctionType
+        ]
         if len(functions) < 2 or not all(map(_is_of_torch, functions)):
             break
         value = inner
@@ -279,9 +283,9 @@ def attribute_of(value: Any, name: str) -> Any:
 @functools.lru_cache(maxsize=10_000)
 def slots_of(kind: type) -> frozenset[str]:
     """Return the names of a class's slots; a class of C has none, as its values are made anew."""
-    classes = (each for each in kind.__mro__ if _is_of_python(each))
-    names = [item for each in classes for item in vars(each).items()]
-    is_slot = (isinstance(value, types.MemberDescriptorType) for _, value in names)
+    classes = (base for base in kind.__mro__ if _is_of_python(base))
+    names = [entry for base in classes for entry in vars(base).items()]
+    is_slot = (isinstance(attribute, types.MemberDescriptorType) for _, attribute in names)
     return frozenset(name for name, _ in compress(names, is_slot)) - {"__dict__"}
 
 
@@ -300,7 +304,7 @@ def has_value_in_c(kind: type) -> bool:
     """
     if issubclass(kind, _HELD_BY_OWNERS):
         return False
-    return not all(_is_of_python(each) for each in kind.__mro__ if each is not object)
+    return not all(_is_of_python(base) for base in kind.__mro__ if base is not object)
 
 
 def _is_of_python(kind: type) -> bool:

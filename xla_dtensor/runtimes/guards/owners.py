@@ -179,10 +179,10 @@ class Owner:
         """Return what is there that was there before, and may have been assigned again."""
         keys = self.stores if self.writes is None else self.stores | self.writes
         pairs = [(key, self.look_up(key)) for key in keys]
-        found = [(k, v) for k, v in pairs if v is self.snapshot.get(k, ABSENT) is not ABSENT]
+        entries = [(k, v) for k, v in pairs if v is self.snapshot.get(k, ABSENT) is not ABSENT]
         # Where another value is there, the step alters it.
-        self.reads |= dict.fromkeys((key for key, _ in found), True)
-        return [value for _, value in found]
+        self.reads |= dict.fromkeys((key for key, _ in entries), True)
+        return [value for _, value in entries]
 
     def rewind(self) -> None:
         """Undo what the step has changed."""
@@ -274,12 +274,12 @@ class Items(Names):
 
     def effects(self) -> list[Effect]:
         changed = set(self.changes())
-        now = dict(self.entries())
-        left = [key for key in self.snapshot if key in now]
-        if list(now) == left + [key for key in now if key not in self.snapshot]:
+        contents = dict(self.entries())
+        old_keys = [key for key in self.snapshot if key in contents]
+        if list(contents) == old_keys + [key for key in contents if key not in self.snapshot]:
             return super().effects() if changed else []
         self.take_whole()
-        return [Effect(self._fill, now, self.label)]
+        return [Effect(self._fill, contents, self.label)]
 
     def changes(self) -> list[Any]:
         return super().changes() if isinstance(self.holder, dict) else []
@@ -333,33 +333,39 @@ class Elements(Owner):
         return list(self._base().__iter__(self.holder))
 
     def effects(self) -> list[Effect]:
-        before, now = list(self.snapshot.values()), list(self.elements())
-        if len(before) == len(now) and all(map(is_, before, now)):
+        snapshot, elements = list(self.snapshot.values()), list(self.elements())
+        if len(snapshot) == len(elements) and all(map(is_, snapshot, elements)):
             return []
         base = self._base()
         if base is set:
-            old = {*before}
+            old = {*snapshot}
             if self.holder >= old:
-                new = [each for each in now if each not in old]
-                return [Effect(lambda each: base.update(self.holder, each), new, self.label)]
+                new = [element for element in elements if element not in old]
+                return [
+                    Effect(lambda additions: base.update(self.holder, additions), new, self.label)
+                ]
         elif base is not np.ndarray:
-            is_full = len(now) == getattr(self.holder, "maxlen", None)
-            left = range(len(before) + 1) if is_full else (0,)
+            is_full = len(elements) == getattr(self.holder, "maxlen", None)
+            starts = range(len(snapshot) + 1) if is_full else (0,)
             # Of a deque of a largest length the first ones go where elements are added.
-            for start in left:
-                kept = before[start:]
-                if len(kept) < len(now) and all(map(is_, kept, now)):
-                    new = now[len(kept) :]
-                    return [Effect(lambda each: base.extend(self.holder, each), new, self.label)]
+            for start in starts:
+                tail = snapshot[start:]
+                if len(tail) < len(elements) and all(map(is_, tail, elements)):
+                    new = elements[len(tail) :]
+                    return [
+                        Effect(
+                            lambda additions: base.extend(self.holder, additions), new, self.label
+                        )
+                    ]
         self.take_whole()
-        return [Effect(self._fill, now, self.label)]
+        return [Effect(self._fill, elements, self.label)]
 
     def held_before(self) -> list[Any]:
         if ABSENT in self.stores:
-            before, now = list(self.snapshot.values()), list(self.elements())
-            is_same = len(before) == len(now) and all(map(is_, before, now))
+            snapshot, elements = list(self.snapshot.values()), list(self.elements())
+            is_same = len(snapshot) == len(elements) and all(map(is_, snapshot, elements))
             # What is added to a set may have been there.
-            if is_same or (self._base() is set and all(map(is_plain, now))):
+            if is_same or (self._base() is set and all(map(is_plain, elements))):
                 self.take_whole()
         self.stores.discard(ABSENT)
         return super().held_before()
@@ -413,17 +419,21 @@ class Traits(_Single):
         return Change(f"the data of {self.label} was replaced", for_good=True)
 
     def effects(self) -> list[Effect]:
-        now = self.holder.requires_grad
+        requires_grad = self.holder.requires_grad
         name = f"{self.label}.requires_grad"
-        return [] if now == self.snapshot[None][0] else [Effect(self._require, now, name)]
+        return (
+            []
+            if requires_grad == self.snapshot[None][0]
+            else [Effect(self._require, requires_grad, name)]
+        )
 
     def rewind(self) -> None:
         if self.effects():
             self._require(self.snapshot[None][0])
 
-    def _require(self, value: bool) -> None:
-        if self.holder.is_leaf and self.holder.requires_grad != value:
-            self.holder.requires_grad_(value)
+    def _require(self, requires_grad: bool) -> None:
+        if self.holder.is_leaf and self.holder.requires_grad != requires_grad:
+            self.holder.requires_grad_(requires_grad)
 
 
 class Memory(_Single):
@@ -488,9 +498,13 @@ class Environment(Owner):
             os.environ[key] = value
 
     def changes(self) -> list[Any]:
-        now = dict(os.environ)
-        before = self.snapshot
-        return [k for k in {*now, *before} if now.get(k, ABSENT) != before.get(k, ABSENT)]
+        variables = dict(os.environ)
+        snapshot = self.snapshot
+        return [
+            k
+            for k in {*variables, *snapshot}
+            if variables.get(k, ABSENT) != snapshot.get(k, ABSENT)
+        ]
 
 
 def in_order(table: dict[Any, Any], keys: Iterable[Any]) -> None:

@@ -86,7 +86,7 @@ class Reads:
         self._functions: dict[types.CodeType, list[types.FunctionType]] = defaultdict(list)
         self._started: set[types.CodeType] = set()
 
-    def _object(self, value: Any, of: Owner | None = None) -> Owner:
+    def _object(self, holder: Any, of: Owner | None = None) -> Owner:
         raise NotImplementedError
 
     def _class(self, kind: type) -> None:
@@ -158,13 +158,13 @@ class Reads:
         make = Object if is_bag else Items if isinstance(value, dict) else Elements
         part = self._owner(value, make, owner.named(key), of=owner)
         part.is_searched |= Use("search") in uses
-        for each, then in parts:
-            if then == Use("write", each):
-                part.stores.add(each)
+        for part_key, then in parts:
+            if then == Use("write", part_key):
+                part.stores.add(part_key)
             elif then == Use("search"):
-                part.reads.setdefault(each, False)
+                part.reads.setdefault(part_key, False)
             else:
-                self._load(part, each, [then], frame)
+                self._load(part, part_key, [then], frame)
 
     def _parts(
         self, value: Any, uses: Sequence[Use | None], frame: Any
@@ -256,26 +256,26 @@ class Reads:
             self._tell(value)
         elif isinstance(value, Iterator) and is_of_library(kind):
             self._tell(value)
-            for each in gc.get_referents(value) if isinstance(value, _WALKERS) else ():
-                self._meet(each, label, of)
+            for referent in gc.get_referents(value) if isinstance(value, _WALKERS) else ():
+                self._meet(referent, label, of)
         elif isinstance(value, functools._lru_cache_wrapper):
-            for each in gc.get_referents(value):
-                if type(each) is dict and each is not vars(value):
-                    self._read_whole(self._owner(each, Memo, label, of=of))
+            for referent in gc.get_referents(value):
+                if type(referent) is dict and referent is not vars(value):
+                    self._read_whole(self._owner(referent, Memo, label, of=of))
                 else:
-                    self._meet(each, label, of)
+                    self._meet(referent, label, of)
         elif isinstance(value, _WALKERS):
-            for each in gc.get_referents(value):
-                self._meet(each, label, of)
+            for referent in gc.get_referents(value):
+                self._meet(referent, label, of)
         elif isinstance(value, threading.local):
             self._read_whole(self._owner(vars(value), Names, label, of=of))
         elif is_watched(kind):
             self._object(value, of)
 
-    def _tell(self, value: Any) -> None:
+    def _tell(self, source: Any) -> None:
         """Tell of what a step takes from where that is older than the step."""
-        if id(value) not in self._recent():
-            self._meets(value)
+        if id(source) not in self._recent():
+            self._meets(source)
 
     def _bound(self, method: Any, label: str, of: Owner | None) -> None:
         """Note a method of C: what it does to its object is not seen."""
@@ -318,9 +318,9 @@ class Reads:
         for cell in function.__closure__ or ():
             owner = self._owners[Cell, id(cell)]
             owner.reads[None] = True
-            value = owner.snapshot[None]
-            if isinstance(value, _CALLED):
-                self._meet(value, owner.label, owner)
+            contents = owner.snapshot[None]
+            if isinstance(contents, _CALLED):
+                self._meet(contents, owner.label, owner)
 
     def _activate(self, function: types.FunctionType) -> None:
         """Note what a function reads that runs: its defaults, the variables around it."""

@@ -119,7 +119,7 @@ class Recording(Watches):
         self,
         step: Any,
         arguments: Iterable[Any] = (),
-        meets: Callable[[Any], None] = lambda value: None,
+        meets: Callable[[Any], None] = lambda source: None,
     ) -> None:
         super().__init__(meets)
         self._roots = (step, *(a for a in arguments if not isinstance(a, torch.Tensor)))
@@ -174,7 +174,7 @@ class Recording(Watches):
         Args:
             is_input: Tells whether the elements of an array are written by the program itself.
         """
-        found: list[Effect] = []
+        all_effects: list[Effect] = []
         for owner in self._old():
             if isinstance(owner, Object):
                 owner.stores |= self._written_past_us & owner.snapshot.keys()
@@ -182,9 +182,9 @@ class Recording(Watches):
             if not (isinstance(owner.holder, np.ndarray) and is_input(owner.holder)):
                 effects = owner.effects()
                 owner.is_changed = bool(effects)
-                found += effects
-        self._stored += [effect.value for effect in found]
-        return found
+                all_effects += effects
+        self._stored += [effect.value for effect in all_effects]
+        return all_effects
 
     def rewind(self) -> None:
         """Make everything what it was before the step; after the block."""
@@ -198,12 +198,12 @@ class Recording(Watches):
         A tensor that has several names is there several times; one name is there once.
         """
         owners = [owner for owner in self._old() if not issubclass(owner.kind, tuple)]
-        every = [(owner, each) for owner in owners for each in owner.sightings()]
+        every = [(owner, sighting) for owner in owners for sighting in owner.sightings()]
         # What a container holds that is no longer there, is under no name.
-        gone = {id(each.found) for _, each in every if each.found is not each.now}
-        kept = [each for owner, each in every if id(owner.holder) not in gone]
-        named = {each.name: each for whole in kept for each in whole.flat()}
-        return [each for each in named.values() if isinstance(each.found, torch.Tensor)]
+        gone = {id(sighting.found) for _, sighting in every if sighting.found is not sighting.now}
+        live_sightings = [sighting for owner, sighting in every if id(owner.holder) not in gone]
+        named = {part.name: part for sighting in live_sightings for part in sighting.flat()}
+        return [sighting for sighting in named.values() if isinstance(sighting.found, torch.Tensor)]
 
     def older(self) -> set[int]:
         """Return the ids of the objects that the step met and that there were before it."""
@@ -214,19 +214,21 @@ class Recording(Watches):
         owners = self._old()
         for owner in owners:
             owner.is_whole |= owner.is_searched
-        kept = [o for o in owners if o.reads or o.is_whole or o.is_changed or isinstance(o, Object)]
+        guard_owners = [
+            o for o in owners if o.reads or o.is_whole or o.is_changed or isinstance(o, Object)
+        ]
         # Guards forget what was not read, which a rewind needs.
         old = set(map(id, owners))
-        each = self._owners.items()
-        self._owners = {key: copy.copy(owner) for key, owner in each if id(owner) in old}
-        for owner in kept:
+        entries = self._owners.items()
+        self._owners = {key: copy.copy(owner) for key, owner in entries if id(owner) in old}
+        for owner in guard_owners:
             owner.parent = None
-        return Guards(kept, _parts_of(self._stored))
+        return Guards(guard_owners, _parts_of(self._stored))
 
     def _old(self) -> list[Owner]:
         """Return the owners that there were before the step ran."""
         is_new = functools.cache(self._is_new)
-        return [each for each in self._owners.values() if not is_new(each)]
+        return [owner for owner in self._owners.values() if not is_new(owner)]
 
     def _is_new(self, owner: Owner) -> bool:
         """Tell whether an owner came to be while the step ran."""
@@ -299,7 +301,9 @@ class Recording(Watches):
 
     def _code(self, code: types.CodeType, frame: types.FrameType) -> None:
         names = frame.f_globals
-        self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
+        self._inner.update(
+            constant for constant in code.co_consts if isinstance(constant, types.CodeType)
+        )
         self._past_us(code, frame)
         loads = loads_of(code)
         owner = self._globals(names)
@@ -326,7 +330,7 @@ class Recording(Watches):
             if isinstance(vars(kind).get(name), classmethod):
                 self._classes_below(kind)
         for name in loads.supers:
-            for kind in [each for each in self._known if name in vars(each)]:
+            for kind in [kind for kind in self._known if name in vars(kind)]:
                 self._read(self._class_owner(kind), name)
         self._drain()
         if {*code.co_freevars} - {"__class__"}:
@@ -369,15 +373,15 @@ class Recording(Watches):
 
 def _parts_of(values: Iterable[Any]) -> set[int]:
     """Return the ids of values, and of what is in containers among them."""
-    found: dict[int, Any] = {}
-    left = list(values)
-    while left:
-        value = left.pop()
-        if id(value) not in found and not is_plain(value):
-            found[id(value)] = value
+    parts: dict[int, Any] = {}
+    stack = list(values)
+    while stack:
+        value = stack.pop()
+        if id(value) not in parts and not is_plain(value):
+            parts[id(value)] = value
             if isinstance(value, dict | list | tuple | set | deque):
-                left += value.values() if isinstance(value, dict) else value
-    return {*found}
+                stack += value.values() if isinstance(value, dict) else value
+    return {*parts}
 
 
 def _tells_its_age(owner: Owner) -> bool:

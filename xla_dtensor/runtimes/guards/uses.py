@@ -80,19 +80,19 @@ def loads_of(code: CodeType) -> Loads:
     imports: list[tuple[str, int]] = []
     listed, _ = instructions_of(code)
     is_of_class = any(_is_of_class(listed, place) for place in range(len(listed)))
-    for place, each in enumerate(listed):
-        if each.opname in _GLOBALS:
-            names[each.argval].append(_use(listed, place))
-        elif each.opname in _CELLS:
-            cells[each.argval].append(_use(listed, place))
-        elif each.opname == "LOAD_SUPER_ATTR":
-            supers.append(each.argval)
-        elif each.opname in _STORES:
-            stores.add(each.argval)
-            if each.opname in _DELETES:  # which fails where there is nothing
-                names[each.argval].append(None)
-        elif each.opname == "IMPORT_NAME":
-            imports.append((each.argval, listed[place - 2].argval))
+    for place, instruction in enumerate(listed):
+        if instruction.opname in _GLOBALS:
+            names[instruction.argval].append(_use(listed, place))
+        elif instruction.opname in _CELLS:
+            cells[instruction.argval].append(_use(listed, place))
+        elif instruction.opname == "LOAD_SUPER_ATTR":
+            supers.append(instruction.argval)
+        elif instruction.opname in _STORES:
+            stores.add(instruction.argval)
+            if instruction.opname in _DELETES:  # which fails where there is nothing
+                names[instruction.argval].append(None)
+        elif instruction.opname == "IMPORT_NAME":
+            imports.append((instruction.argval, listed[place - 2].argval))
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             below = loads_of(inner)
@@ -108,7 +108,7 @@ def loads_of(code: CodeType) -> Loads:
 
 def only_of_super(code: CodeType, name: str) -> bool:
     """Tell whether an attribute that code loads is one of ``super()``, without arguments."""
-    loads = [each for each in instructions_of(code)[0] if each.argval == name]
+    loads = [instruction for instruction in instructions_of(code)[0] if instruction.argval == name]
     has_arguments = 2  # a bit of the instruction's argument
     return all(i.opname == "LOAD_SUPER_ATTR" and not (i.arg or 0) & has_arguments for i in loads)
 
@@ -134,7 +134,7 @@ def use_behind(code: CodeType, offset: int, name: str) -> Use | None:
 def instructions_of(code: CodeType) -> tuple[list[dis.Instruction], dict[int, int]]:
     """Return a code's instructions, and the place among them of each offset in bytes."""
     listed = [i for i in dis.get_instructions(code) if i.opname not in ("EXTENDED_ARG", "CACHE")]
-    return listed, {each.offset: place for place, each in enumerate(listed)}
+    return listed, {instruction.offset: place for place, instruction in enumerate(listed)}
 
 
 def _use(listed: Sequence[dis.Instruction], place: int) -> Use | None:
@@ -166,19 +166,19 @@ def _use(listed: Sequence[dis.Instruction], place: int) -> Use | None:
     if second.opname == "STORE_SUBSCR":
         return Use("write" if use.kind == "item" else "write local", use.key)
     # An augmented assignment: COPY, COPY, BINARY_SUBSCR
-    copies = [each.opname for each in following[1:3]] == ["COPY", "COPY"]
+    copies = [instruction.opname for instruction in following[1:3]] == ["COPY", "COPY"]
     return use if copies and len(following) == 4 and _is_subscript(following[3]) else None
 
 
 def _is_of_class(listed: Sequence[dis.Instruction], place: int) -> bool:
     """Tell whether an instruction takes an object's class for more than its name or identity."""
-    each = listed[place]
-    if each.opname in _GLOBALS and each.argval == "type":
+    instruction = listed[place]
+    if instruction.opname in _GLOBALS and instruction.argval == "type":
         place = _call_of(listed, place)
-    elif each.opname not in _ATTRIBUTES or each.argval != "__class__":
+    elif instruction.opname not in _ATTRIBUTES or instruction.argval != "__class__":
         return False
     following = listed[place + 1 : place + 3]
-    if any(other.opname in _COMPARES for other in following):
+    if any(successor.opname in _COMPARES for successor in following):
         return False
     return not any(o.opname in _ATTRIBUTES and o.argval in _OF_CLASSES for o in following[:1])
 
@@ -193,7 +193,7 @@ def _call_of(listed: Sequence[dis.Instruction], place: int) -> int:
     return place
 
 
-def _is_subscript(each: dis.Instruction) -> bool:
-    if each.opname == "BINARY_SUBSCR":
+def _is_subscript(instruction: dis.Instruction) -> bool:
+    if instruction.opname == "BINARY_SUBSCR":
         return True
-    return each.opname == "BINARY_OP" and each.argrepr == "[]"
+    return instruction.opname == "BINARY_OP" and instruction.argrepr == "[]"

@@ -70,17 +70,17 @@ class Sighting(NamedTuple):
 
     def flat(self) -> Iterator[Sighting]:
         """Yield the values in two containers that are built alike; else the two themselves."""
-        name, found, now = self
-        if found is not now and type(found) is type(now):
-            is_list = isinstance(found, tuple | list) and len(found) == len(now)
-            is_dict = isinstance(found, dict) and list(found) == list(now)
+        name, old, new = self
+        if old is not new and type(old) is type(new):
+            is_list = isinstance(old, tuple | list) and len(old) == len(new)
+            is_dict = isinstance(old, dict) and list(old) == list(new)
             if is_list or is_dict:
-                keys = found if is_dict else range(len(found))
+                keys = old if is_dict else range(len(old))
                 for key in keys:
-                    yield from Sighting((*name, key), found[key], now[key]).flat()
+                    yield from Sighting((*name, key), old[key], new[key]).flat()
                 return
-        if isinstance(found, tuple):
-            for key, part in enumerate(found):
+        if isinstance(old, tuple):
+            for key, part in enumerate(old):
                 yield from Sighting((*name, key), part, part).flat()
             return
         yield self

@@ -65,11 +65,11 @@ class Watches(Reads):
 
     def _unwatch(self) -> None:
         """Make classes and modules what they were."""
-        for (kind, name), before in self._watched.items():
-            if before is ABSENT:
+        for (kind, name), original in self._watched.items():
+            if original is ABSENT:
                 type.__delattr__(kind, name)
             else:
-                type.__setattr__(kind, name, before)
+                type.__setattr__(kind, name, original)
         for module, kind in self._modules:
             module.__class__ = kind
 
@@ -82,9 +82,9 @@ class Watches(Reads):
         """
         self._is_busy = True
         try:
-            for other in others:
-                self._meet(other, type(other).__name__)
-                self._twins.append((first, other))
+            for twin in others:
+                self._meet(twin, type(twin).__name__)
+                self._twins.append((first, twin))
             self._drain()
         finally:
             self._is_busy = False
@@ -92,30 +92,32 @@ class Watches(Reads):
     def _read_alike(self) -> None:
         seen: set[tuple[int, int]] = set()
         while self._twins:
-            first, other = self._twins.pop()
+            first, second = self._twins.pop()
             owner = self._owners.get((Object, id(first)))
-            if owner is None or first is other or (id(first), id(other)) in seen:
+            if owner is None or first is second or (id(first), id(second)) in seen:
                 continue
-            seen.add((id(first), id(other)))
-            twin = self._object(other)
+            seen.add((id(first), id(second)))
+            twin = self._object(second)
             for key in owner.reads:
                 self._read(twin, key)
                 pair = owner.snapshot.get(key), twin.snapshot.get(key)
                 self._twins += [pair] if is_watched(type(pair[0])) else []
 
-    def _object(self, value: Any, of: Owner | None = None) -> Owner:
-        owner = self._owners.get((Object, id(value)))
+    def _object(self, holder: Any, of: Owner | None = None) -> Owner:
+        owner = self._owners.get((Object, id(holder)))
         if owner is not None:
             return owner
-        kind = type(value)
+        kind = type(holder)
         self._watch(kind)
-        owner = self._owner(value, Object, kind.__name__, of=of)
+        owner = self._owner(holder, Object, kind.__name__, of=of)
         if kind not in self._unseen and not self._written_past_us:
             owner.writes = set()
         for base, make in ((dict, Items), (list | tuple | set | deque, Elements)):
-            if isinstance(value, base):
-                self._read_whole(self._owner(value, make, kind.__name__, of=owner))
-        if any(each is whole for whole in self._whole_kinds for each in kind.__mro__):
+            if isinstance(holder, base):
+                self._read_whole(self._owner(holder, make, kind.__name__, of=owner))
+        if any(
+            ancestor is whole_kind for whole_kind in self._whole_kinds for ancestor in kind.__mro__
+        ):
             self._all_of(owner)
         if self._takes_classes:
             self._class(kind)
@@ -124,8 +126,8 @@ class Watches(Reads):
     def _take_all(self, kind: type = object) -> None:
         """Take all objects of a class for read: code looks attributes up past the classes."""
         self._whole_kinds.append(kind)
-        for owner in [each for each in self._owners.values() if isinstance(each, Object)]:
-            if any(each is kind for each in type(owner.holder).__mro__):
+        for owner in [owner for owner in self._owners.values() if isinstance(owner, Object)]:
+            if any(base is kind for base in type(owner.holder).__mro__):
                 self._all_of(owner)
 
     def _all_of(self, owner: Owner) -> None:
@@ -135,14 +137,14 @@ class Watches(Reads):
 
     def _watch(self, kind: type) -> None:
         """Let reads and writes of a class's objects be noted."""
-        for each in kind.__mro__:
-            if each not in self._known and is_watched(each):
-                self._known.add(each)
-                self._note_methods(each)
-                if not _is_of_torch(each):
-                    self._class_owner(each)
+        for base in kind.__mro__:
+            if base not in self._known and is_watched(base):
+                self._known.add(base)
+                self._note_methods(base)
+                if not _is_of_torch(base):
+                    self._class_owner(base)
         for name in WATCHING:
-            owner = next(each for each in kind.__mro__ if name in vars(each))
+            owner = next(ancestor for ancestor in kind.__mro__ if name in vars(ancestor))
             if owner is object or is_watched(owner):
                 if (owner, name) not in self._watched:
                     self._replace(kind if owner is object else owner, name)
@@ -155,9 +157,9 @@ class Watches(Reads):
         is_lookup, note = name == _LOOKUP, self._note
         usual = getattr(object, name) if custom is ABSENT else custom
 
-        def method(self: Any, name: str, *value: Any) -> Any:
-            note(self, name, is_lookup, not value)
-            return usual(self, name, *value)
+        def method(self: Any, name: str, *arguments: Any) -> Any:
+            note(self, name, is_lookup, not arguments)
+            return usual(self, name, *arguments)
 
         def __getattribute__(self: Any, name: str) -> Any:
             note(self, name)
@@ -172,9 +174,9 @@ class Watches(Reads):
         self._watched[kind, name] = custom
 
     def _note_methods(self, kind: type) -> None:
-        for name, value in list(vars(kind).items()):
-            function = getattr(value, "__func__", None) or getattr(value, "fget", None)
-            function = function or getattr(value, "func", value)
+        for name, attribute in list(vars(kind).items()):
+            function = getattr(attribute, "__func__", None) or getattr(attribute, "fget", None)
+            function = function or getattr(attribute, "func", attribute)
             if isinstance(function, types.FunctionType):
                 self._methods[function.__code__].append((kind, name))
                 if function.__code__ in self._started:
@@ -226,7 +228,7 @@ class Watches(Reads):
             self._read_whole(owner)
         if isinstance(holder, torch.optim.Optimizer) and name in OF_OPTIMIZERS:
             return
-        lookups = (self._watched.get((each, _LOOKUP), ABSENT) for each in kind.__mro__)
+        lookups = (self._watched.get((ancestor, _LOOKUP), ABSENT) for ancestor in kind.__mro__)
         has_own_lookup = any(lookup is not ABSENT for lookup in lookups)
         if name in owner.snapshot and not has_own_lookup:
             use = use_behind(frame.f_code, frame.f_lasti, name)
@@ -239,10 +241,10 @@ class Watches(Reads):
                 self._read(answers, name)
             return
         owner.reads[name] = True
-        for each in kind.__mro__:
-            if is_watched(each):
-                self._read(self._class_owner(each), name)
-                if name in vars(each):
+        for base in kind.__mro__:
+            if is_watched(base):
+                self._read(self._class_owner(base), name)
+                if name in vars(base):
                     break
 
     def _is_answered(self, kind: type, name: str) -> bool:
@@ -250,7 +252,7 @@ class Watches(Reads):
         answers = getattr(kind, "__getattr__", None)
         if answers is None or answers is torch.nn.Module.__getattr__:
             return False
-        return not any(name in vars(each) for each in kind.__mro__)
+        return not any(name in vars(base) for base in kind.__mro__)
 
     def _class_owner(self, kind: type) -> Owner:
         pairs = ((name, self._watched.get((kind, name))) for name in WATCHING)
@@ -263,13 +265,13 @@ class Watches(Reads):
             return
         self._watch(kind)
         meta: type = type(kind)
-        for each in (*kind.__mro__, *meta.__mro__):
-            if is_watched(each) and not _is_of_torch(each):
-                owner = self._class_owner(each)
+        for base in (*kind.__mro__, *meta.__mro__):
+            if is_watched(base) and not _is_of_torch(base):
+                owner = self._class_owner(base)
                 if not owner.is_whole:
                     owner.is_whole = True
-                    for name, value in list(owner.snapshot.items()):
-                        if callable(value) or not name.startswith("__"):
+                    for name, attribute in list(owner.snapshot.items()):
+                        if callable(attribute) or not name.startswith("__"):
                             self._read(owner, name)
 
     def _take_classes(self) -> None:
@@ -279,13 +281,15 @@ class Watches(Reads):
             self._classes_below(object)
 
     def _classes_below(self, base: type) -> None:
-        objects = [each for each in self._owners.values() if isinstance(each, Object)]
-        for kind in {each.kind for each in objects if issubclass(each.kind, base)}:
+        objects = [owner for owner in self._owners.values() if isinstance(owner, Object)]
+        for kind in {owner.kind for owner in objects if issubclass(owner.kind, base)}:
             self._class(kind)
 
     def _module(self, module: types.ModuleType) -> None:
         names = vars(module)
-        if _is_library(module) or any(each is module for each, _ in self._modules):
+        if _is_library(module) or any(
+            watched_module is module for watched_module, _ in self._modules
+        ):
             return
         owner = self._globals(names)
         kind, note, write = type(module), self._note_name, self._note_assigned

@@ -103,7 +103,7 @@ class Places:
     @property
     def generators(self) -> list[torch.Generator]:
         """All generators that were followed so far."""
-        return [each.generator for each in self._followed.values()]
+        return [record.generator for record in self._followed.values()]
 
     def set_from(self, generator: torch.Generator) -> Place | None:
         """Return where a generator's state was set from; None if it is as the last draw left it.
@@ -114,35 +114,35 @@ class Places:
             return None
         state = generator.get_state()
         key = _key(state)
-        known = self._followed.get(address_of(generator))
-        if known is None:
+        record = self._followed.get(address_of(generator))
+        if record is None:
             self._followed[address_of(generator)] = _Followed(generator, state, key)
             # One of somebody's that nobody could name is as its last draw left it.
             return Place(None, state) if address_of(generator) in self._made else None
-        was_used, known.is_used = known.is_used, True
-        if key == known.mark:
-            generator.set_state(known.first)
-            known.expected = _key(known.first)
+        was_used, record.is_used = record.is_used, True
+        if key == record.mark:
+            generator.set_state(record.first)
+            record.expected = _key(record.first)
             return Place.beginning(generator) if was_used else None
-        if key == known.expected:
+        if key == record.expected:
             return None
-        known.expected = key
+        record.expected = key
         return self._found.get(key, Place(None, state))
 
     def drawn(self, generator: torch.Generator) -> int:
         """Note that an op has drawn; return the number of the draw."""
         number = self._num_draws
         self._num_draws += 1
-        known = self._followed.get(address_of(generator))
-        if known is not None:
-            known.expected = _key(generator.get_state())
-            self._found[known.expected] = Place.after(number)
+        record = self._followed.get(address_of(generator))
+        if record is not None:
+            record.expected = _key(generator.get_state())
+            self._found[record.expected] = Place.after(number)
         return number
 
     def put_back(self) -> None:
         """Give every generator the state in which it was found."""
-        for each in self._followed.values():
-            each.generator.set_state(each.first)
+        for record in self._followed.values():
+            record.generator.set_state(record.first)
 
 
 class States:
@@ -163,9 +163,9 @@ class States:
 
 def generator_of(kwargs: Mapping[str, Any], args: Iterable[Any]) -> torch.Generator:
     """Return the generator that an op draws from."""
-    for value in (*kwargs.values(), *args):
-        if isinstance(value, torch._C.Generator):
-            return value
+    for argument in (*kwargs.values(), *args):
+        if isinstance(argument, torch._C.Generator):
+            return argument
     return torch.default_generator
 
 

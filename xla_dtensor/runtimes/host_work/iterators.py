@@ -48,8 +48,8 @@ def _place(iterator: Iterator[Any]) -> int | str | None:
     yielded = getattr(iterator, "_num_yielded", None)  # of a DataLoader
     if isinstance(yielded, int):
         return yielded
-    left = operator.length_hint(iterator, -1)
-    return None if left < 0 else left
+    length = operator.length_hint(iterator, -1)
+    return None if length < 0 else length
 
 
 def _refusal(iterator: Iterator[Any]) -> CompileError:

@@ -54,14 +54,14 @@ def noticing(tape: HostTape) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    is_own, before = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
+def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    is_own, original = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, replacement)
     try:
         yield
     finally:
         if is_own:
-            setattr(owner, name, before)
+            setattr(owner, name, original)
         else:
             delattr(owner, name)
 
@@ -85,10 +85,10 @@ def _seeding(tape: HostTape, is_here: Callable[[], bool]) -> dict[str, Any]:
 
     @functools.wraps(seed)
     def manual_seed(number: Any) -> torch.Generator:
-        made = seed(number)
+        generator = seed(number)
         if is_here():
             tape.seeded(int(number))
-        return made
+        return generator
 
     @functools.wraps(get_state)
     def get_rng_state() -> torch.Tensor:
@@ -105,17 +105,17 @@ def _seeding(tape: HostTape, is_here: Callable[[], bool]) -> dict[str, Any]:
 
     @functools.wraps(anew)
     def seed_anew() -> int:
-        made = anew()
+        number = anew()
         if is_here():
             tape.seeded(None)
-        return made
+        return number
 
     @functools.wraps(initial)
     def initial_seed() -> int:
-        found = initial()
+        number = initial()
         if is_here():
-            tape.seed_was_read(found)
-        return found
+            tape.seed_was_read(number)
+        return number
 
     return {
         "manual_seed": manual_seed,
@@ -137,9 +137,9 @@ def _noted_generators(tape: HostTape, is_here: Callable[[], bool]) -> Any:
 
     class Generator(base, metaclass=Kind):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            made = base(*args, **kwargs)
+            generator = base(*args, **kwargs)
             if is_here():
-                tape.made_generators.add(address_of(made))
-            return made
+                tape.made_generators.add(address_of(generator))
+            return generator
 
     return Generator

@@ -42,8 +42,8 @@ class PythonRandom:
 
     def refuse_draws(self) -> None:
         """Raise if a generator has moved."""
-        for (name, read, _), before in zip(self._generators, self._before, strict=True):
-            if repr(read()) != repr(before):
+        for (name, read, _), state in zip(self._generators, self._before, strict=True):
+            if repr(read()) != repr(state):
                 raise CompileError(
                     f"The step drew numbers from {name} while it was traced. Python runs once, so "
                     "each call would use those same numbers. Draw with torch inside the step "
@@ -53,9 +53,9 @@ class PythonRandom:
 
     def put_back(self) -> None:
         """Give all generators their states of before."""
-        for (_, read, write), before in zip(self._generators, self._before, strict=True):
-            if repr(read()) != repr(before):
-                write(before)
+        for (_, read, write), state in zip(self._generators, self._before, strict=True):
+            if repr(read()) != repr(state):
+                write(state)
 
 
 def _numpy_state() -> Any:
@@ -83,5 +83,5 @@ def _of_object(generator: Any) -> tuple[str, Callable[[], Any], Callable[[Any], 
 
 
 def _plain(state: Any) -> Any:
-    name, keys, *rest = state
-    return (name, _Keys(keys), *rest)
+    name, keys, *numbers = state
+    return (name, _Keys(keys), *numbers)

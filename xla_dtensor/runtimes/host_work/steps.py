@@ -130,8 +130,8 @@ class Call(Step):
     def redo(self, run: Run) -> None:
         """Call it again."""
         args, kwargs = map_nested(lambda v: run.env[v] if isinstance(v, Slot) else v, self.given)
-        result = list(leaves(self.func(*args, **kwargs)))
-        tensors = [value for value in result if isinstance(value, torch.Tensor)]
+        outputs = list(leaves(self.func(*args, **kwargs)))
+        tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
         run.env.update(zip(self.gives, tensors, strict=True))
         shapes = tuple(tensor.shape for tensor in tensors)
         if self.shapes is not None and shapes != self.shapes:
@@ -139,11 +139,11 @@ class Call(Step):
                 f"{self.func} gave a host tensor of shape={tuple(shapes[0])}, where the trace had "
                 f"{tuple(self.shapes[0])}"
             )
-        others = tuple(value for value in result if not isinstance(value, torch.Tensor))
-        if self.found and repr(others) != repr(self.found):
+        non_tensors = tuple(output for output in outputs if not isinstance(output, torch.Tensor))
+        if self.found and repr(non_tensors) != repr(self.found):
             raise OtherwiseError(
                 f"a number that the step reads of a host tensor changed from {self.found[0]} to "
-                f"{others[0]}"
+                f"{non_tensors[0]}"
             )
 
 
@@ -199,9 +199,9 @@ class Alias(Step):
         """Make it again."""
         size, stride, offset, dtype = self.like
         memory = storage_of(run.env[self.needs[0]])
-        made = torch.empty(0, dtype=dtype).set_(memory, offset, size, stride)
-        made = torch.conj(made) if self.bits[0] else made
-        run.env[self.gives[0]] = _aten._neg_view(made) if self.bits[1] else made
+        alias = torch.empty(0, dtype=dtype).set_(memory, offset, size, stride)
+        alias = torch.conj(alias) if self.bits[0] else alias
+        run.env[self.gives[0]] = _aten._neg_view(alias) if self.bits[1] else alias
 
 
 @dataclass(eq=False)
@@ -302,16 +302,18 @@ class ReadSeed(Step):
 
     def redo(self, run: Run) -> None:
         """Ask again."""
-        now = torch.default_generator.initial_seed()
-        if now != self.seed:
-            raise OtherwiseError(f"the seed of torch's generator changed from {self.seed} to {now}")
+        seed = torch.default_generator.initial_seed()
+        if seed != self.seed:
+            raise OtherwiseError(
+                f"the seed of torch's generator changed from {self.seed} to {seed}"
+            )
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Tell whether two host tensors are equal to the bit, NaN included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(*(_bytes(each) for each in (a, b)))
+    return torch.equal(*(_bytes(tensor) for tensor in (a, b)))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -105,17 +105,17 @@ class HostTape:
             return func(*args, **kwargs)
         if func is _lift:
             return self._lies(self._lifted(func(*args, **kwargs)))
-        given = map_nested(self._as_slot, (tuple(args), dict(kwargs)))
-        needs = tuple(v for v in leaves(given) if isinstance(v, Slot))
-        targets = [self._memory_of[slot] for slot in self._targets(func, given)]
+        arguments = map_nested(self._as_slot, (tuple(args), dict(kwargs)))
+        needs = tuple(v for v in leaves(arguments) if isinstance(v, Slot))
+        targets = [self._memory_of[slot] for slot in self._targets(func, arguments)]
         for memory in targets:
             if memory.older and not memory.writes:
                 self._written.note(self._tensors[memory.slot])
         if DRAWS in func.tags:
-            result = self._draw(func, args, kwargs, (given, needs, targets))
+            output = self._draw(func, args, kwargs, (arguments, needs, targets))
         else:
-            result = self._noted(func, func(*args, **kwargs), (given, needs, targets))
-        return result if targets or not isinstance(result, torch.Tensor) else self._lies(result)
+            output = self._noted(func, func(*args, **kwargs), (arguments, needs, targets))
+        return output if targets or not isinstance(output, torch.Tensor) else self._lies(output)
 
     def _lies(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what an op has made: on the mesh, where what its line makes is to lie there."""
@@ -132,31 +132,31 @@ class HostTape:
         """Return the line of the program that has made a plain tensor's memory in this trace."""
         return self._lines.get(memory_key(tensor)) if is_host(tensor) else None
 
-    def _draw(self, func: Any, args: Any, kwargs: Any, known: Any) -> Any:
+    def _draw(self, func: Any, args: Any, kwargs: Any, accesses: Any) -> Any:
         generator = generator_of(kwargs, args)
         self._follow(generator)
-        result = func(*args, **kwargs)
+        output = func(*args, **kwargs)
         number = self._places.drawn(generator)
-        return self._noted(func, result, known, generator=generator, number=number)
+        return self._noted(func, output, accesses, generator=generator, number=number)
 
     def _follow(self, generator: torch.Generator) -> None:
         place = self._places.set_from(generator)
         if place is not None:
             self._steps.append(Restore((), kept=True, generator=generator, place=place))
 
-    def _noted(self, func: Any, result: Any, known: Any, **drawn: Any) -> Any:
-        given, needs, targets = known
-        values = list(leaves(result))
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    def _noted(self, func: Any, output: Any, accesses: Any, **drawn: Any) -> Any:
+        arguments, needs, targets = accesses
+        values = list(leaves(output))
+        tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
         if not all(map(is_host, tensors)):
-            return result
+            return output
         varies = bool(drawn) or any(self._memory_of[slot].varies for slot in needs)
         gives = tuple(self._given_slot(tensor, varies) for tensor in tensors)
         for memory in targets:
             memory.writes += 1
             memory.varies |= varies
-        others = tuple(value for value in values if not isinstance(value, torch.Tensor))
-        read = varies and any(value is not None for value in others)
+        non_tensors = tuple(leaf for leaf in values if not isinstance(leaf, torch.Tensor))
+        read = varies and any(leaf is not None for leaf in non_tensors)
         self._steps.append(
             (Draw if drawn else Call)(
                 needs,
@@ -164,39 +164,39 @@ class HostTape:
                 (*targets, *(self._memory_of[slot] for slot in gives)),
                 bool(drawn) or read or any(memory.older for memory in targets),
                 func=func,
-                given=given,
-                found=others if read else (),
+                given=arguments,
+                found=non_tensors if read else (),
                 shapes=tuple(t.shape for t in tensors) if _OPEN_SHAPES in func.tags else None,
                 **drawn,
             )
         )
         if varies and _OPEN_SHAPES in func.tags:
             self._steps[-1].kept = True  # Python may have asked for the shape.
-        return result
+        return output
 
-    def _targets(self, func: Any, given: Any) -> list[Slot]:
+    def _targets(self, func: Any, arguments: Any) -> list[Slot]:
         """Return the slots that an op writes to."""
         if not func._schema.is_mutable:
             return []
-        args, kwargs = given
-        found: list[Slot] = []
+        args, kwargs = arguments
+        slots: list[Slot] = []
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [v for v in leaves(value) if isinstance(v, Slot)]
-        return found
+            operand = args[position] if position < len(args) else kwargs.get(argument.name)
+            slots += [v for v in leaves(operand) if isinstance(v, Slot)]
+        return slots
 
     # ------------------------------------------------------------------ tensors
 
-    def _as_slot(self, value: Any) -> Any:
-        return self._slot(value) if isinstance(value, torch.Tensor) else value
+    def _as_slot(self, leaf: Any) -> Any:
+        return self._slot(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
     def _slot(self, tensor: torch.Tensor, is_new: bool = False) -> Slot:
         """Return the slot of a tensor; one that the tape does not know is taken up."""
-        known = self._slots.get(id(tensor))
-        if known is not None:
-            return known
+        old_slot = self._slots.get(id(tensor))
+        if old_slot is not None:
+            return old_slot
         key = memory_key(tensor)
         memory = self._memories.get(key)
         slot = self._new_slot(tensor)
@@ -223,12 +223,12 @@ class HostTape:
 
     def _given_slot(self, tensor: torch.Tensor, varies: bool) -> Slot:
         """Return the slot of what an op has returned."""
-        known = self._slots.get(id(tensor))
-        if known is not None:
-            return known
+        old_slot = self._slots.get(id(tensor))
+        if old_slot is not None:
+            return old_slot
         slot = self._new_slot(tensor)
-        made = Memory(slot, older=False, varies=varies)
-        self._memory_of[slot] = self._memories.setdefault(memory_key(tensor), made)
+        new_memory = Memory(slot, older=False, varies=varies)
+        self._memory_of[slot] = self._memories.setdefault(memory_key(tensor), new_memory)
         return slot
 
     def _lifted(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -243,10 +243,10 @@ class HostTape:
         """Tell whether an op writes to plain tensors that are older than the tape."""
         if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
             return False
-        given = map_nested(
+        arguments = map_nested(
             lambda v: self._slot(v) if is_host(v) else v, (tuple(args), dict(kwargs))
         )
-        return any(self._memory_of[slot].older for slot in self._targets(func, given))
+        return any(self._memory_of[slot].older for slot in self._targets(func, arguments))
 
     def reads(self, tensor: torch.Tensor) -> bool:
         """Tell whether a plain tensor that is older than the tape was used."""
@@ -305,8 +305,8 @@ class HostTape:
     def note_read(self, tensor: torch.Tensor) -> None:
         """Note that Python has read all values of a plain tensor."""
         if self.varies(tensor):
-            value = tensor.detach().clone()
-            self._steps.append(Answer((self._slots[id(tensor)],), kept=True, value=value))
+            snapshot = tensor.detach().clone()
+            self._steps.append(Answer((self._slots[id(tensor)],), kept=True, value=snapshot))
 
     # ------------------------------------------------------------------ generators
 

@@ -45,8 +45,8 @@ class Written:
 
     def put_back(self) -> None:
         """Make it so again."""
-        for memory, before in reversed(self._before):
-            memory.copy_(before)
+        for memory, snapshot in reversed(self._before):
+            memory.copy_(snapshot)
 
 
 @dataclass
@@ -94,7 +94,7 @@ class HostWork:
             self._seen = []
 
     def _is_as_seen(self) -> bool:
-        return bool(self._seen) and all(same_bytes(*each) for each in self._seen)
+        return bool(self._seen) and all(same_bytes(*pair) for pair in self._seen)
 
     def redo(self) -> Run | None:
         """Do it again.
@@ -124,7 +124,7 @@ class HostWork:
 
     def _run(self, is_for_good: bool) -> Run:
         run = Run({**self.older, **self.constants})
-        written, before = Written(), [generator.get_state() for generator in self.generators]
+        written, states = Written(), [generator.get_state() for generator in self.generators]
         for tensor in self.written if self._may_fail or not is_for_good else ():
             written.note(tensor)
         for generator in self.generators:
@@ -139,7 +139,7 @@ class HostWork:
         finally:
             if not stays:
                 written.put_back()
-                for generator, state in zip(self.generators, before, strict=True):
+                for generator, state in zip(self.generators, states, strict=True):
                     generator.set_state(state)
         return run
 
@@ -160,11 +160,11 @@ def needed(steps: Sequence[Step], memory_of: Mapping[Slot, Memory]) -> tuple[lis
     """
     remade: set[int] = set()
     while True:
-        kept, slots, constants = _needed(steps, memory_of, remade)
+        needed_steps, slots, constants = _needed(steps, memory_of, remade)
         made_again = {id(memory_of[slot]) for slot in slots} - remade
         clashing = made_again & {id(memory_of[slot]) for slot in constants}
         if not clashing:
-            return kept, constants
+            return needed_steps, constants
         remade |= clashing
 
 
@@ -175,12 +175,12 @@ def _needed(
     slots: set[Slot] = set()
     memories: set[int] = set()
     constants: set[Slot] = set()
-    kept: list[Step] = []
+    needed_steps: list[Step] = []
     for at, step in reversed(list(enumerate(steps))):
         is_needed = step.kept or not slots.isdisjoint(step.gives)
         if not is_needed and memories.isdisjoint(map(id, step.writes)):
             continue
-        kept.append(step)
+        needed_steps.append(step)
         for slot in step.needs:
             memory = memory_of[slot]
             is_done = memory.is_constant and last_write[id(memory)] < at
@@ -189,12 +189,12 @@ def _needed(
             else:
                 slots.add(slot)
                 memories.add(id(memory))
-    return kept[::-1], slots, constants
+    return needed_steps[::-1], slots, constants
 
 
 def drawn_from(steps: Sequence[Step]) -> list[torch.Generator]:
     """Return the generators of some steps, each once."""
-    found = [step.generator for step in steps if isinstance(step, Draw | Restore)]
+    generators = [step.generator for step in steps if isinstance(step, Draw | Restore)]
     if any(isinstance(step, Seed | SetState | ReadState | ReadSeed) for step in steps):
-        found.append(torch.default_generator)
-    return list({address_of(generator): generator for generator in found}.values())
+        generators.append(torch.default_generator)
+    return list({address_of(generator): generator for generator in generators}.values())

@@ -442,8 +442,8 @@ def _remainder(func: Any, x: Any, y: Any) -> Callable[[], torch.Tensor] | None:
     if torch.result_type(x, y).is_floating_point:
 
         def remainder() -> torch.Tensor:
-            left = torch.fmod(x if isinstance(x, torch.Tensor) else torch.full_like(y, x), y)
-            return torch.where((left != 0) & ((left < 0) != (y < 0)), left + y, left)
+            residue = torch.fmod(x if isinstance(x, torch.Tensor) else torch.full_like(y, x), y)
+            return torch.where((residue != 0) & ((residue < 0) != (y < 0)), residue + y, residue)
 
         return remainder
     if torch.int8 not in {tensor.dtype for tensor in tensors}:

@@ -158,9 +158,9 @@ def _rounded_quotient(
     quotient = a / b
     if rounding_mode == "trunc":
         return torch.trunc(quotient.to(dtype) if many else quotient).to(dtype)
-    left = torch.fmod(a, b)
-    exact = (a - left) / b
-    exact = exact - ((left != 0) & ((left < 0) != (b < 0))).to(wide)
+    remainder = torch.fmod(a, b)
+    exact = (a - remainder) / b
+    exact = exact - ((remainder != 0) & ((remainder < 0) != (b < 0))).to(wide)
     floor = torch.floor(exact)
     floor = floor + (exact - floor > 0.5).to(wide)
     is_minus = (quotient < 0) | (1 / quotient < 0)

@@ -261,15 +261,19 @@ def around_listeners(begins: Callable[[], None], ends: Callable[[], None]) -> It
         ends()
 
     lists = [getattr(monitoring, f"_event{kind}_listeners", []) for kind in _LISTENERS]
-    lists = [each for each in (*lists, getattr(monitoring, "_scalar_listeners", [])) if each]
-    for each in lists:
-        each.insert(0, first)
-        each.append(last)
+    lists = [
+        callbacks
+        for callbacks in (*lists, getattr(monitoring, "_scalar_listeners", []))
+        if callbacks
+    ]
+    for listeners in lists:
+        listeners.insert(0, first)
+        listeners.append(last)
     try:
         yield
     finally:
-        for each in lists:
-            each[:] = [listener for listener in each if listener not in (first, last)]
+        for listeners in lists:
+            listeners[:] = [listener for listener in listeners if listener not in (first, last)]
 
 
 # ------------------------------------------------------------------ processes

@@ -158,11 +158,11 @@ _like: jax.Array | None = None
 def lying_like(array: jax.Array | None) -> Iterator[None]:
     """Let what is made inside lie as an array does, where it has its shape."""
     global _like
-    before, _like = _like, array
+    previous, _like = _like, array
     try:
         yield
     finally:
-        _like = before
+        _like = previous
 
 
 def sharding_of_new(shape: Sequence[int]) -> NamedSharding | None:

@@ -128,10 +128,10 @@ class Plan:
                 assigned as well.
         """
         planned = [_assigned(effect.do, self.part(effect.value)) for effect in found]
-        for place, (given, leaf) in enumerate(zip(self.given, arguments, strict=True)):
-            if _may_have_grad(given) and given.grad is not None:
-                leaf.grad = given.grad
-                planned.append(_grad_assigned(place, self.part(given.grad)))
+        for place, (step_leaf, leaf) in enumerate(zip(self.given, arguments, strict=True)):
+            if _may_have_grad(step_leaf) and step_leaf.grad is not None:
+                leaf.grad = step_leaf.grad
+                planned.append(_grad_assigned(place, self.part(step_leaf.grad)))
         return RunEffects(planned, self.wraps, [effect.name for effect in found])
 
     def part(self, value: Any) -> _Part:
@@ -146,7 +146,7 @@ class Plan:
             if not tree_is_leaf(value):
                 self._parts[id(value)] = self._container(value)
             elif kind is set:
-                elements = [self.part(each) for each in value]
+                elements = [self.part(member) for member in value]
                 self._parts[id(value)] = lambda run: {part(run) for part in elements}
             elif _is_plain_object(value):
                 self._parts[id(value)] = self._object(value)
@@ -154,10 +154,10 @@ class Plan:
                 self._parts[id(value)] = lambda run: value
         return self._parts[id(value)]
 
-    def _container(self, value: Any) -> _Part:
-        children, tree = tree_flatten(value, is_leaf=lambda each: each is not value)
-        parts = [self.part(each) for each in children]
-        key = id(value)  # by which it is known; it would keep the first run's tensors alive
+    def _container(self, container: Any) -> _Part:
+        children, tree = tree_flatten(container, is_leaf=lambda node: node is not container)
+        parts = [self.part(child) for child in children]
+        key = id(container)  # by which it is known; it would keep the first run's tensors alive
 
         def build(run: _Run) -> Any:
             if key not in run.objects:
@@ -166,39 +166,43 @@ class Plan:
 
         return build
 
-    def _object(self, value: Any) -> _Part:
-        key, kind = id(value), cast(Any, type(value))
-        own = {name: self.part(each) for name, each in (dict_of(value) or {}).items()}
-        slots = {name: attribute_of(value, name) for name in slots_of(kind)}
-        parts = {name: self.part(each) for name, each in slots.items() if each is not ABSENT}
+    def _object(self, original: Any) -> _Part:
+        key, kind = id(original), cast(Any, type(original))
+        own = {name: self.part(attribute) for name, attribute in (dict_of(original) or {}).items()}
+        slots = {name: attribute_of(original, name) for name in slots_of(kind)}
+        parts = {
+            name: self.part(attribute)
+            for name, attribute in slots.items()
+            if attribute is not ABSENT
+        }
 
         def build(run: _Run) -> Any:
             if key not in run.objects:
-                made = run.objects[key] = kind.__new__(kind)
+                instance = run.objects[key] = kind.__new__(kind)
                 for name, part in parts.items():
-                    object.__setattr__(made, name, part(run))
+                    object.__setattr__(instance, name, part(run))
                 if own:
-                    made.__dict__.update({name: part(run) for name, part in own.items()})
+                    instance.__dict__.update({name: part(run) for name, part in own.items()})
             return run.objects[key]
 
         return build
 
-    def _tensor(self, value: torch.Tensor) -> _Part:
-        place, name = self._places.get(id(value)), self.moving.get(id(value))
+    def _tensor(self, tensor: torch.Tensor) -> _Part:
+        place, name = self._places.get(id(tensor)), self.moving.get(id(tensor))
         if place is not None:
             return lambda run: run.leaves[place]
         if name is not None:
             return lambda run: run.moving[name]
-        payload = inner(value)
+        payload = inner(tensor)
         if payload is None:
-            number = self.tape.deliver(value)
-            return (lambda run: value) if number is None else (lambda run: run.delivered[number])
+            number = self.tape.deliver(tensor)
+            return (lambda run: tensor) if number is None else (lambda run: run.delivered[number])
         storage = payload._storage
-        made = self._numbers.get(id(storage))
-        if made is None or payload._steps or storage.manual is not None:
-            return lambda run: value
-        self.wraps[made] = rewrapper_of(value, payload, storage.sharding)
-        return lambda run: run.tensor(made)
+        storage_number = self._numbers.get(id(storage))
+        if storage_number is None or payload._steps or storage.manual is not None:
+            return lambda run: tensor
+        self.wraps[storage_number] = rewrapper_of(tensor, payload, storage.sharding)
+        return lambda run: run.tensor(storage_number)
 
 
 def _is_plain_object(value: Any) -> bool:

@@ -104,10 +104,10 @@ def _inputs(program: Program) -> list[tuple[str, str, str]]:
         ("constants", len(constants), constants),
     ]
     parts = (("of these, Python's numbers", program.numbers), ("read by name", program.moving))
-    found = [(what, f"{count} tensors", _size(arrays)) for what, count, arrays in rows if count]
-    found += [(what, str(len(each)), "") for what, each in parts if each]
+    table = [(what, f"{count} tensors", _size(arrays)) for what, count, arrays in rows if count]
+    table += [(what, str(len(entries)), "") for what, entries in parts if entries]
     host = program.host_storages()
-    return found + ([("computed on the host", str(len(host)), "")] if host else [])
+    return table + ([("computed on the host", str(len(host)), "")] if host else [])
 
 
 def _guards(program: Program) -> list[tuple[str, str, str]]:
@@ -138,4 +138,4 @@ def _call(spent: Spent) -> list[tuple[str, str]]:
 
 
 def _size(arrays: Iterable[Any]) -> str:
-    return bytes_text(sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(arrays)))
+    return bytes_text(sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays)))

@@ -70,38 +70,40 @@ def _flat(blueprint: Blueprint) -> tuple[Any, list[Any]]:
     """Return a program that takes arrays and returns a list of them, and its inputs' types."""
     program = blueprint.program_of(blueprint.jaxpr)
     inputs, tree = jax.tree.flatten(blueprint.inputs)
-    ends = list(itertools.accumulate(len(jax.tree.leaves(each)) for each in blueprint.inputs))
+    ends = list(itertools.accumulate(len(jax.tree.leaves(group)) for group in blueprint.inputs))
     donated = [p for i in blueprint.donated for p in range(([0, *ends])[i], ends[i])]
-    lie = jax.tree.leaves(blueprint.out_shardings, is_leaf=lambda each: each is None)
+    lie = jax.tree.leaves(blueprint.out_shardings, is_leaf=lambda node: node is None)
 
-    def flat(*given: Any) -> list[Any]:
-        return jax.tree.leaves(program(*jax.tree.unflatten(tree, given)))
+    def flat(*arrays: Any) -> list[Any]:
+        return jax.tree.leaves(program(*jax.tree.unflatten(tree, arrays)))
 
     return jax.jit(flat, donate_argnums=donated, out_shardings=lie), inputs
 
 
 def _signature(traced: Traced, executable: Any, exported: Any) -> dict[str, Any]:
-    held = traced.held(executable)
+    entries = traced.held(executable)
     return {
         "devices": exported.nr_devices,
         "platforms": list(exported.platforms),
         "mesh": dict(zip(traced.root.axis_names, traced.root.mesh_shape, strict=True)),
-        "inputs": [_described(each) for each in held[: len(exported.in_avals)]],
+        "inputs": [_described(entry) for entry in entries[: len(exported.in_avals)]],
         "outputs": [
-            _described(each)
-            for each in sorted(held, key=lambda h: -1 if h.output is None else h.output)
-            if each.output is not None
+            _described(entry)
+            for entry in sorted(entries, key=lambda h: -1 if h.output is None else h.output)
+            if entry.output is not None
         ],
     }
 
 
-def _described(held: Held) -> dict[str, Any]:
-    shape = held.shape if held.layers == 1 else (held.layers, *held.shape)
-    layout = held.chosen if held.chosen is None or held.layers == 1 else f"[-, {held.chosen[1:]}"
+def _described(entry: Held) -> dict[str, Any]:
+    shape = entry.shape if entry.layers == 1 else (entry.layers, *entry.shape)
+    layout = (
+        entry.chosen if entry.chosen is None or entry.layers == 1 else f"[-, {entry.chosen[1:]}"
+    )
     return {
-        "name": held.name,
-        "role": held.role,
+        "name": entry.name,
+        "role": entry.role,
         "shape": shape,
-        "dtype": held.dtype,
+        "dtype": entry.dtype,
         "layout": layout,
     }

@@ -62,18 +62,22 @@ class HostInputs:
         A manual tensor, which has a value for each device, takes plain ones as they are; see
         ``manual``. What the op writes to stays what it is.
         """
-        found = list(leaves((args, kwargs)))
-        plain = [value for value in found if isinstance(value, torch.Tensor) and is_host(value)]
-        tensors = [value for value in found if isinstance(value, JaxTensor)]
+        operands = list(leaves((args, kwargs)))
+        plain = [
+            operand
+            for operand in operands
+            if isinstance(operand, torch.Tensor) and is_host(operand)
+        ]
+        tensors = [operand for operand in operands if isinstance(operand, JaxTensor)]
         if not plain or any(tensor._storage.manual is not None for tensor in tensors):
             return args, kwargs
         written = _written(func, args, kwargs) if func._schema.is_mutable else ()
         chosen = [t for t in plain if not any(t is target for target in written)]
         stand_ins = {id(tensor): self.input_of(tensor) for tensor in chosen}
 
-        def admit(value: Any) -> Any:
-            stand_in = stand_ins.get(id(value))
-            return value if stand_in is None else stand_in
+        def admit(operand: Any) -> Any:
+            stand_in = stand_ins.get(id(operand))
+            return operand if stand_in is None else stand_in
 
         return map_nested(admit, args), map_nested(admit, kwargs)
 
@@ -95,11 +99,11 @@ class HostInputs:
         for tensor in plain:
             self.tape.note_read(tensor)
 
-        def constant(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or not is_host(value):
-                return value
+        def constant(operand: Any) -> Any:
+            if not isinstance(operand, torch.Tensor) or not is_host(operand):
+                return operand
             with jax.ensure_compile_time_eval():
-                return JaxTensor(Storage(jnp.asarray(np.array(numpy_from_torch(value)))))
+                return JaxTensor(Storage(jnp.asarray(np.array(numpy_from_torch(operand)))))
 
         with x64():
             return map_nested(constant, args), map_nested(constant, kwargs)
@@ -145,12 +149,12 @@ class HostPart:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    found: list[Any] = []
+    targets: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += leaves(value)
-    return found
+            operand = args[position] if position < len(args) else kwargs.get(argument.name)
+            targets += leaves(operand)
+    return targets
 
 
 def refuse_writes_to_host(trace: jax_trace.Trace) -> None:

@@ -98,7 +98,9 @@ def _constraints(eqn: Any) -> Iterator[Any]:
     if eqn.primitive.name == "sharding_constraint":
         yield eqn.params["sharding"]
     elif eqn.primitive.name in ("jit", "pjit"):
-        yield from (each for each in eqn.params["out_shardings"] if hasattr(each, "shard_shape"))
+        yield from (
+            sharding for sharding in eqn.params["out_shardings"] if hasattr(sharding, "shard_shape")
+        )
 
 
 class _Flow:
@@ -124,19 +126,21 @@ class _Flow:
         XLA names what moves an input of the program by that input alone. It is told by who uses it
         (``hlo``), so there the names of those behind are among them.
         """
-        before = list(self._near([eqn], self._sources))
-        yield from map(self._name, before)
-        if any(var in self._inputs for one in before for var in filter(_is_variable, one.invars)):
+        sources = list(self._near([eqn], self._sources))
+        yield from map(self._name, sources)
+        if any(
+            var in self._inputs for source in sources for var in filter(_is_variable, source.invars)
+        ):
             yield from map(self._name, self._near(self._followers(eqn), self._followers))
             yield _AN_INPUT
 
     def _near(self, first: list[Any], follow: Callable[[Any], list[Any]]) -> Iterator[Any]:
         waiting, seen = [*first], {*map(id, first)}
         while waiting and len(seen) <= _REACH:
-            one = waiting.pop(0)
-            yield one
-            new = follow(one) if one.primitive.name in _BETWEEN else []
-            waiting += [each for each in new if id(each) not in seen]
+            eqn = waiting.pop(0)
+            yield eqn
+            new = follow(eqn) if eqn.primitive.name in _BETWEEN else []
+            waiting += [neighbour for neighbour in new if id(neighbour) not in seen]
             seen.update(map(id, new))
 
     def _sources(self, eqn: Any) -> list[Any]:
@@ -154,14 +158,14 @@ class _Flow:
         return (stack, "") if op in ("jit", "pjit") else (name, name)
 
 
-def _is_variable(value: Any) -> bool:
-    return not hasattr(value, "val")
+def _is_variable(atom: Any) -> bool:
+    return not hasattr(atom, "val")
 
 
 def _inner(eqn: Any) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = getattr(one, "jaxpr", one)
+    for param in eqn.params.values():
+        for entry in param if isinstance(param, tuple | list) else (param,):
+            jaxpr = getattr(entry, "jaxpr", entry)
             if hasattr(jaxpr, "eqns"):
                 yield jaxpr
 
@@ -213,13 +217,13 @@ def product_dtypes(jaxpr: Any) -> frozenset[str]:
         >>> sorted(product_dtypes(jax.make_jaxpr(jnp.matmul)(ones, ones)))
         ['bfloat16']
     """
-    found: set[str] = set()
+    dtypes: set[str] = set()
     for equation in open_jaxpr(jaxpr).eqns:
         if equation.primitive.name in _PRODUCTS:
-            found.add(str(equation.invars[0].aval.dtype))
+            dtypes.add(str(equation.invars[0].aval.dtype))
         for body in _jaxprs(equation.params):
-            found |= product_dtypes(body)
-    return frozenset(found)
+            dtypes |= product_dtypes(body)
+    return frozenset(dtypes)
 
 
 def _of_equation(equation: Any) -> int:
@@ -252,16 +256,16 @@ def _turns(params: dict[str, Any]) -> int:
 
 
 def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if is_jaxpr(one):
-                yield one
+    for param in params.values():
+        for entry in param if isinstance(param, tuple | list) else (param,):
+            if is_jaxpr(entry):
+                yield entry
 
 
 def _dot_general(equation: Any) -> int:
     (contracted, _), _ = equation.params["dimension_numbers"]
-    left = equation.invars[0].aval.shape
-    return 2 * equation.outvars[0].aval.size * math.prod(left[d] for d in contracted)
+    lhs_shape = equation.invars[0].aval.shape
+    return 2 * equation.outvars[0].aval.size * math.prod(lhs_shape[d] for d in contracted)
 
 
 def _ragged_dot(equation: Any) -> int:
@@ -303,8 +307,8 @@ class Names:
     def __init__(self, models: Sequence[torch.nn.Module], arguments: Any) -> None:
         self._known: dict[int, tuple[str, Role, str | None]] = {}
         self._parameters: dict[int, str] = {}
-        for path, value in tree_flatten_with_path(arguments)[0]:
-            self._note(value, f"arguments{keystr(path)}", "argument")
+        for path, leaf in tree_flatten_with_path(arguments)[0]:
+            self._note(leaf, f"arguments{keystr(path)}", "argument")
         for model in models:
             self._of_model(model)
         for optimizer in _optimizers():
@@ -374,12 +378,12 @@ def inventory(
     with x64():
         out_types = jax.eval_shape(blueprint.program_of(blueprint.jaxpr), *blueprint.inputs)
     first_lasting = len(results) + len(program.slots.state)
-    made = zip((*results, *lasting), (*out_types[0], *out_types[2]), strict=True)
-    found = [*_inputs(program, executable, names, arguments, root, len(results))]
-    for place, (sharding, kind) in enumerate(made):
+    outputs = zip((*results, *lasting), (*out_types[0], *out_types[2]), strict=True)
+    entries = [*_inputs(program, executable, names, arguments, root, len(results))]
+    for place, (sharding, kind) in enumerate(outputs):
         is_result = place < len(results)
         number = place if is_result else first_lasting + place - len(results)
-        found.append(
+        entries.append(
             Held(
                 name=f"{'result' if is_result else 'state made'} {number}",
                 role="result" if is_result else "other state",
@@ -390,7 +394,7 @@ def inventory(
                 output=number,
             )
         )
-    return tuple(found)
+    return tuple(entries)
 
 
 def _inputs(
@@ -401,7 +405,7 @@ def _inputs(
     root: Mesh,
     num_results: int,
 ) -> Iterator[Held]:
-    state, read, constants, given, donated = program.blueprint.inputs
+    state, read, constants, argument_types, donated = program.blueprint.inputs
     owners: list[Sequence[Storage | None]] = [
         *([program.state[place] for place in slot] for slot in program.slots.state),
         *([program.read[place] for place in slot] for slot in program.slots.read),
@@ -409,8 +413,8 @@ def _inputs(
         *([argument] for part in program.holding.divided(arguments) for argument in part),
     ]
     first_argument = len(owners) - len(arguments)
-    types = [*state, *read, *constants, *given, *donated]
-    kept = _kept(executable, len(types))
+    types = [*state, *read, *constants, *argument_types, *donated]
+    input_numbers = _kept(executable, len(types))
     positions = [p for part in program.holding.divided(range(len(arguments))) for p in part]
     first_written = num_results + len(state) + len(program.slots.lasting)
     outputs = {place: num_results + place for place in range(len(state))}
@@ -418,10 +422,10 @@ def _inputs(
         outputs[first_argument + positions.index(position)] = first_written + number
     for place, (storages, kind) in enumerate(zip(owners, types, strict=True)):
         usual: Role = "constant" if place < first_argument else "argument"
-        known = [names.of(storage) for storage in storages if storage is not None]
-        name, role, requested = known[0] if known else ("", usual, None)
+        descriptions = [names.of(storage) for storage in storages if storage is not None]
+        name, role, requested = descriptions[0] if descriptions else ("", usual, None)
         if len(storages) > 1:
-            name, kind = _starred([each[0] for each in known]), row_type(kind)
+            name, kind = _starred([description[0] for description in descriptions]), row_type(kind)
         yield Held(
             name=name or f"{role} {place}",
             role=role,
@@ -430,7 +434,7 @@ def _inputs(
             device_shape=_device_shape(kind.shape, kind.sharding),
             requested=requested,
             chosen=_layout_text(kind.sharding, len(kind.shape), root),
-            input=kept.get(place),
+            input=input_numbers.get(place),
             output=outputs.get(place),
             layers=len(storages),
         )

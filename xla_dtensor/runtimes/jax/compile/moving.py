@@ -77,10 +77,10 @@ class MovingTensor:
     @property
     def storages(self) -> tuple[Storage | None, Storage | None]:
         """The storages of the tensors found and left; None for host tensors."""
-        found, left = inner(self.found), inner(self.left)
+        old, new = inner(self.found), inner(self.left)
         return (
-            None if found is None else found._storage,
-            None if left is None else left._storage,
+            None if old is None else old._storage,
+            None if new is None else new._storage,
         )
 
 
@@ -102,32 +102,34 @@ def moving_tensors(
         names: The names that were seen to change.
         arguments: The storages of the call's arguments.
     """
-    counts = Counter(_memory(each.found) for each in seen)
-    found: list[MovingTensor] = []
-    for each in seen:
-        if counts[_memory(each.found)] > 1 or not isinstance(each.now, torch.Tensor):
+    counts = Counter(_memory(entry.found) for entry in seen)
+    tensors: list[MovingTensor] = []
+    for sighting in seen:
+        if counts[_memory(sighting.found)] > 1 or not isinstance(sighting.now, torch.Tensor):
             continue
-        payload = inner(each.found)
+        payload = inner(sighting.found)
         if payload is None:
-            if each.name in names and is_host(each.found) and each.found.is_leaf:
-                found += _on_host(each, tape)
+            if sighting.name in names and is_host(sighting.found) and sighting.found.is_leaf:
+                tensors += _on_host(sighting, tape)
             continue
         storage = payload._storage
-        is_known = each.name in names or (each.now is not each.found and storage in made)
+        is_known = sighting.name in names or (
+            sighting.now is not sighting.found and storage in made
+        )
         is_read = storage in trace.captured and storage not in trace.state
-        if is_known and is_read and storage not in arguments and _may_move(each.found):
-            lies = storage.lies
-            moving = Moving(each.now, _fitting(each.found, lies))
-            found.append(MovingTensor(each.found, each.now, moving, lies=lies))
-    return found
+        if is_known and is_read and storage not in arguments and _may_move(sighting.found):
+            sharding = storage.lies
+            moving = Moving(sighting.now, _fitting(sighting.found, sharding))
+            tensors.append(MovingTensor(sighting.found, sighting.now, moving, lies=sharding))
+    return tensors
 
 
-def _on_host(each: Sighting, tape: HostTape) -> list[MovingTensor]:
-    slot = tape.only_slot(each.found)
+def _on_host(sighting: Sighting, tape: HostTape) -> list[MovingTensor]:
+    slot = tape.only_slot(sighting.found)
     if slot is None:
         return []
-    moving = Moving(each.now, _fitting_on_host(each.found))
-    return [MovingTensor(each.found, each.now, moving, slot=slot)]
+    moving = Moving(sighting.now, _fitting_on_host(sighting.found))
+    return [MovingTensor(sighting.found, sighting.now, moving, slot=slot)]
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -142,14 +144,14 @@ def _may_move(tensor: torch.Tensor) -> bool:
     return payload._storage.manual is None and payload._storage.row is None
 
 
-def _fitting(found: torch.Tensor, lies: Any) -> Callable[[Any], bool]:
-    kind = _kind(found)
+def _fitting(original: torch.Tensor, sharding: Any) -> Callable[[Any], bool]:
+    kind = _kind(original)
 
-    def fits(other: Any) -> bool:
-        payload = inner(other)
-        if payload is None or not isinstance(other, torch.Tensor):
+    def fits(tensor: Any) -> bool:
+        payload = inner(tensor)
+        if payload is None or not isinstance(tensor, torch.Tensor):
             return False
-        return _may_move(other) and _kind(other) == kind and payload._storage.lies == lies
+        return _may_move(tensor) and _kind(tensor) == kind and payload._storage.lies == sharding
 
     return fits
 
@@ -160,11 +162,11 @@ def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, labels
 
 
-def _fitting_on_host(found: torch.Tensor) -> Callable[[Any], bool]:
-    kind = _kind(found)
+def _fitting_on_host(original: torch.Tensor) -> Callable[[Any], bool]:
+    kind = _kind(original)
 
-    def fits(other: Any) -> bool:
-        return is_host(other) and _kind(other) == kind and not other.requires_grad
+    def fits(tensor: Any) -> bool:
+        return is_host(tensor) and _kind(tensor) == kind and not tensor.requires_grad
 
     return fits
 
@@ -198,12 +200,12 @@ class Aliases:
     def of(cls, named: Iterable[torch.Tensor], arguments: Sequence[Storage]) -> Aliases:
         """Compare the tensors that were found by name with the arguments."""
         payloads = (inner(tensor) for tensor in named)
-        known = {payload._storage for payload in payloads if payload is not None}
-        return cls(tuple(each if each in known else None for each in arguments))
+        storages = {payload._storage for payload in payloads if payload is not None}
+        return cls(tuple(storage if storage in storages else None for storage in arguments))
 
     def __contains__(self, storage: Storage) -> bool:
         """Tell whether a storage is that of such an argument."""
-        return any(each is storage for each in self.found)
+        return any(alias is storage for alias in self.found)
 
     def hold(self, known: Container[Storage], arguments: Sequence[Storage]) -> bool:
         """Tell whether a call's arguments are told apart from what the step finds by name.
@@ -213,4 +215,6 @@ class Aliases:
             arguments: Those of the call's arguments.
         """
         pairs = zip(self.found, arguments, strict=True)
-        return all(now is was if was is not None else now not in known for was, now in pairs)
+        return all(
+            argument is was if was is not None else argument not in known for was, argument in pairs
+        )

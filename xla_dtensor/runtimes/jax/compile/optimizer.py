@@ -86,9 +86,9 @@ def lent_tensor(
         tensor: What it is now, on the host.
         current: Returns the number that it is at the time.
     """
-    made = lifted(tensor)
-    numbers.append((made._storage, current))
-    return made
+    payload = lifted(tensor)
+    numbers.append((payload._storage, current))
+    return payload
 
 
 def _outside_trace(array: jax.Array) -> JaxTensor:
@@ -175,8 +175,12 @@ class OptimizerInputs:
 
     def changed(self) -> list[str]:
         """Return the names of baked settings that are no longer what they were."""
-        now = self._settings()
-        names = [key[-1] for key in {**self._baked, **now} if self._baked.get(key) != now.get(key)]
+        settings = self._settings()
+        names = [
+            key[-1]
+            for key in {**self._baked, **settings}
+            if self._baked.get(key) != settings.get(key)
+        ]
         return list(dict.fromkeys(names))
 
     def state_replaced(self) -> bool:
@@ -233,7 +237,10 @@ class OptimizerInputs:
 
     def _parameters_owned(self) -> dict[int, list[list[int]]]:
         groups = ((key, o.param_groups) for key, o in self.optimizers.items())
-        return {key: [[id(p) for p in group["params"]] for group in each] for key, each in groups}
+        return {
+            key: [[id(p) for p in group["params"]] for group in param_groups]
+            for key, param_groups in groups
+        }
 
     def _all_hooks(self) -> dict[int, tuple[Any, ...]]:
         return {
@@ -307,13 +314,13 @@ class OptimizerInputs:
         """Return what stands for a rate that is a tensor on the host, whichever is there."""
         key = (id(group), name)
         if key not in self._numbers:
-            value = group[name]
+            tensor = group[name]
 
             def current() -> float:
-                now = group[name]
-                return float(value if now is self._numbers.get(key) else now)
+                setting = group[name]
+                return float(tensor if setting is self._numbers.get(key) else setting)
 
-            self._numbers[key] = self._lend_tensor(value, current)
+            self._numbers[key] = self._lend_tensor(tensor, current)
         return self._numbers[key]
 
     def _number(self, group: dict[str, Any], name: str) -> Any:
@@ -322,13 +329,13 @@ class OptimizerInputs:
             value = group[name]
 
             def current() -> Any:
-                now = group[name]
-                return value if now is self._numbers.get(key) else now
+                setting = group[name]
+                return value if setting is self._numbers.get(key) else setting
 
             if isinstance(value, tuple):
                 self._numbers[key] = tuple(
-                    self._lend_number(one, lambda i=i: float(current()[i]))
-                    for i, one in enumerate(value)
+                    self._lend_number(number, lambda i=i: float(current()[i]))
+                    for i, number in enumerate(value)
                 )
             else:
                 self._numbers[key] = self._lend_number(value, lambda: float(current()))
@@ -342,11 +349,11 @@ class OptimizerInputs:
             if group[name] is number:
                 group[name] = value
         self._lent.clear()
-        for names, name, before in reversed(self._replaced):
-            if before is None:
+        for names, name, original in reversed(self._replaced):
+            if original is None:
                 del names[name]
             else:
-                names[name] = before
+                names[name] = original
         self._replaced.clear()
 
 
@@ -363,12 +370,12 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
         graded = [p for p in group["params"] if p.grad is not None and not optimizer.state.get(p)]
         if not graded or any(map(_is_traced_value, graded)):
             continue
-        others = [[] for _ in inspect.signature(make).parameters][1:]
+        lists = [[] for _ in inspect.signature(make).parameters][1:]
         with _stand_ins(graded), _before_trace(), torch.no_grad():
-            make({**group, "fused": False, "capturable": False}, *others)
+            make({**group, "fused": False, "capturable": False}, *lists)
             is_plain_sgd = isinstance(optimizer, torch.optim.SGD) and not group["dampening"]
-            for each in graded if is_plain_sgd and group["momentum"] else ():
-                optimizer.state[each]["momentum_buffer"] = torch.zeros_like(each)
+            for parameter in graded if is_plain_sgd and group["momentum"] else ():
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _is_traced_value(parameter: torch.Tensor) -> bool:
@@ -417,7 +424,7 @@ def _keeps_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> b
 def _is_lendable(value: Any) -> bool:
     """Tell whether a setting is a float or a tuple of them. A bool or an int is a choice."""
     if isinstance(value, tuple):
-        return bool(value) and all(isinstance(one, float) for one in value)
+        return bool(value) and all(isinstance(number, float) for number in value)
     return isinstance(value, float)
 
 
@@ -468,5 +475,7 @@ class NumbersMeetTensors(HostOps):
         return run_op(func, args, kwargs)
 
 
-def _is_of_program(value: Any) -> bool:
-    return isinstance(value, torch.SymFloat | torch.SymInt) and isinstance(value.node, ScalarNode)
+def _is_of_program(argument: Any) -> bool:
+    return isinstance(argument, torch.SymFloat | torch.SymInt) and isinstance(
+        argument.node, ScalarNode
+    )

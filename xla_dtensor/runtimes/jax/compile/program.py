@@ -140,7 +140,7 @@ class _Rehoming:
         if type(value) in (tuple, list):
             return type(value)(map(self.value, value))
         if type(value) is dict:
-            return {name: self.value(item) for name, item in value.items()}
+            return {name: self.value(entry) for name, entry in value.items()}
         return value
 
     def _once(self, old: Any, rewrite: Callable[[Any], Any]) -> Any:
@@ -163,8 +163,8 @@ class _Rehoming:
                 f"devices as the mesh {dict(mesh.shape)} has."
             )
         sizes = tuple(mesh.shape.values())
-        moved = Mesh(self._devices.reshape(sizes), mesh.axis_names, axis_types=mesh.axis_types)
-        return moved.abstract_mesh if isinstance(mesh, AbstractMesh) else moved
+        new_mesh = Mesh(self._devices.reshape(sizes), mesh.axis_names, axis_types=mesh.axis_types)
+        return new_mesh.abstract_mesh if isinstance(mesh, AbstractMesh) else new_mesh
 
     def _type(self, aval: Any) -> Any:
         sharding = getattr(aval, "sharding", None)
@@ -188,23 +188,23 @@ class _Rehoming:
             return variables[old]
 
         def atoms(old: Sequence[Any]) -> list[Any]:
-            return [atom(one) for one in old]
+            return [atom(variable) for variable in old]
 
         def equation(old: Any) -> Any:
             return old.replace(
                 invars=atoms(old.invars),
                 outvars=atoms(old.outvars),
-                params={name: self.value(value) for name, value in old.params.items()},
+                params={name: self.value(parameter) for name, parameter in old.params.items()},
                 ctx=self._context(old.ctx),
             )
 
-        moved = jaxpr.replace(
+        new_jaxpr = jaxpr.replace(
             constvars=atoms(jaxpr.constvars),
             invars=atoms(jaxpr.invars),
             eqns=[equation(old) for old in jaxpr.eqns],
             outvars=atoms(jaxpr.outvars),
         )
-        return with_constants(moved, map(_on_host, constants)) if constants else moved
+        return with_constants(new_jaxpr, map(_on_host, constants)) if constants else new_jaxpr
 
     def _context(self, context: Any) -> Any:
         mesh = context.cur_abstract_mesh
@@ -286,7 +286,7 @@ class Blueprint:
         return lowered
 
     def _shardings(self) -> list[Any]:
-        return [given.sharding for given in jax.tree.leaves(self.inputs)]
+        return [leaf.sharding for leaf in jax.tree.leaves(self.inputs)]
 
 
 def _on_host(constant: Any) -> Any:
@@ -424,9 +424,9 @@ class Program:
         return None if why is None else Change(why)
 
     def _bind(self, arguments: Sequence[Storage]) -> Change | None:
-        for each in self.moving:
-            each.bind(self.read, None if self.host is None else self.host.work)
-        self._found = [each.moving.tensor for each in self.moving]
+        for moving_tensor in self.moving:
+            moving_tensor.bind(self.read, None if self.host is None else self.host.work)
+        self._found = [entry.moving.tensor for entry in self.moving]
         if self.moving:
             self._known = {*self.state, *self.read}
             if len(self._known) < len(self.state) + len(self.read):
@@ -446,15 +446,15 @@ class Program:
             What the step returns.
         """
         for storage, current in self.numbers:
-            value = current()
-            if value != float(storage.array):
-                storage.array = _replicated_like(np.asarray(value), storage.array)
+            number = current()
+            if number != float(storage.array):
+                storage.array = _replicated_like(np.asarray(number), storage.array)
         self.gradients.release()
         state = [_taken(slot, self.state) for slot in self.slots.state]
         read = [_taken(slot, self.read) for slot in self.slots.read]
-        given, donated = self.holding.divided([s.array for s in arguments])
+        inputs, donated = self.holding.divided([s.array for s in arguments])
         with uninterrupted():
-            outputs = self.executable(state, read, self.constants, given, donated)
+            outputs = self.executable(state, read, self.constants, inputs, donated)
             results, state, lasting, written = outputs
             for position, array in zip(self.written, written, strict=True):
                 arguments[position].array = array
@@ -468,8 +468,8 @@ class Program:
 
     def lost(self, arguments: Sequence[Storage] = ()) -> str:
         """Return what a run with these arguments that failed has left, for an error."""
-        held = (*self.state, *arguments)
-        arrays = [None if each.row else each.array for each in held]
+        storages = (*self.state, *arguments)
+        arrays = [None if storage.row else storage.array for storage in storages]
         num_lost = sum(array is not None and array.is_deleted() for array in arrays)
         if num_lost:
             return (
@@ -490,9 +490,11 @@ class Program:
         if self._has_run:
             delivered = {} if self.host is None else self.host.delivered
             assigned = self.effects.do(own, leaves, delivered, self._found)
-        for each in self.moving:
-            if each.number is not None:
-                each.moving.tensor = assigned.get(each.number, each.moving.tensor)
+        for moving_tensor in self.moving:
+            if moving_tensor.number is not None:
+                moving_tensor.moving.tensor = assigned.get(
+                    moving_tensor.number, moving_tensor.moving.tensor
+                )
         self._found = []
         self._has_run = True
 
@@ -513,14 +515,14 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: list[Any] = []
-    before = signal.signal(signal.SIGINT, lambda *given: held.append(given))
+    signals: list[Any] = []
+    handler = signal.signal(signal.SIGINT, lambda *args: signals.append(args))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if held and callable(before):
-            before(*held[0])
+        signal.signal(signal.SIGINT, handler)
+        if signals and callable(handler):
+            handler(*signals[0])
 
 
 def _taken(slot: Slot, storages: Sequence[Storage]) -> jax.Array:
@@ -536,8 +538,8 @@ def _give(array: jax.Array, storages: Sequence[Storage | None]) -> None:
         storages[0].array = array
 
 
-def _replicated_like(value: np.ndarray[Any, Any], array: jax.Array) -> jax.Array:
-    return jax.device_put(np.asarray(value, array.dtype), array.sharding)
+def _replicated_like(number: np.ndarray[Any, Any], array: jax.Array) -> jax.Array:
+    return jax.device_put(np.asarray(number, array.dtype), array.sharding)
 
 
 # --------------------------------------------------------------------------------------------- Kept
@@ -570,12 +572,12 @@ class KeptPrograms:
 
     def why_none(self, call: Call, key: Key) -> str:
         """Return why there is no program under a key."""
-        others = [other for other, _ in self._programs]
-        if not others:
+        keys = [program_key for program_key, _ in self._programs]
+        if not keys:
             return "first call"
-        if key in others:
+        if key in keys:
             return "gradients are there that were not, or the other way round"
-        return call.difference(key, others[-1])
+        return call.difference(key, keys[-1])
 
     def place(
         self, key: Key, program: Program, before: Sequence[tuple[torch.Tensor, Any]]
@@ -600,38 +602,48 @@ class KeptPrograms:
             program: The program.
             named: The ids of what the trace assigned to names that guards look after.
         """
-        kept = self._programs.setdefault(place, [])
-        made = [each for each in (reference() for reference in program.lasting) if each is not None]
-        if self._makes_new_state(program, kept[0] if kept else None, made, named):
+        programs = self._programs.setdefault(place, [])
+        storages = [
+            storage
+            for storage in (reference() for reference in program.lasting)
+            if storage is not None
+        ]
+        if self._makes_new_state(program, programs[0] if programs else None, storages, named):
             program.again = "the call before made new state"
-        self._made.update(made)
-        kept.insert(0, program)
+        self._made.update(storages)
+        programs.insert(0, program)
 
     def drop(self, program: Program) -> None:
         """Keep a program no longer."""
-        for kept in self._programs.values():
-            kept[:] = [each for each in kept if each is not program]
+        for programs in self._programs.values():
+            programs[:] = [entry for entry in programs if entry is not program]
 
     def let_go(self, newest: Program) -> None:
         """Let go of programs that no call fits any more, and of those that nobody has used."""
-        for kept in self._programs.values():
-            changes = ((each, None if each is newest else each.stale()) for each in kept)
-            fitting = [each for each, change in changes if change is None or not change.for_good]
-            in_use = sorted(each.last_call for each in fitting)[-_PROGRAMS_PER_KEY:]
-            kept[:] = [each for each in fitting if each.last_call in in_use]
-        used = {key: max(p.last_call for p in kept) for key, kept in self._programs.items() if kept}
+        for programs in self._programs.values():
+            changes = (
+                (program, None if program is newest else program.stale()) for program in programs
+            )
+            fitting = [
+                program for program, change in changes if change is None or not change.for_good
+            ]
+            in_use = sorted(program.last_call for program in fitting)[-_PROGRAMS_PER_KEY:]
+            programs[:] = [program for program in fitting if program.last_call in in_use]
+        used = {
+            key: max(p.last_call for p in group) for key, group in self._programs.items() if group
+        }
         latest = sorted(used, key=used.__getitem__)[-_MOST_KEYS:]
         self._programs = {key: self._programs[key] for key in latest}
 
     def executables(self) -> Iterator[Any]:
         """Yield what the programs run."""
-        return (program.executable for kept in self._programs.values() for program in kept)
+        return (program.executable for programs in self._programs.values() for program in programs)
 
     def _makes_new_state(
         self,
         program: Program,
         previous: Program | None,
-        made: Sequence[Storage],
+        storages: Sequence[Storage],
         named: Collection[int],
     ) -> bool:
         """Tell whether the next call finds state that this trace did not find.
@@ -641,14 +653,16 @@ class KeptPrograms:
         makes anew each time; nor where the step reads nothing that an earlier call has made.
         """
         grads = program.gradients.storages()
-        made = [each for each in made if id(each) not in grads and id(each) not in named]
-        if previous is None or not made:
-            return bool(made)
+        storages = [
+            storage for storage in storages if id(storage) not in grads and id(storage) not in named
+        ]
+        if previous is None or not storages:
+            return bool(storages)
         moments = map(inner, program.watch.inputs.moments())
-        of_optimizers = {id(each._storage) for each in moments if each is not None}
-        if any(id(storage) in of_optimizers for storage in made):
+        of_optimizers = {id(payload._storage) for payload in moments if payload is not None}
+        if any(id(storage) in of_optimizers for storage in storages):
             return True
         if not any(storage in self._made for storage in program.read):
             return False
         gc.collect()
-        return len(made) != sum(reference() is None for reference in previous.lasting)
+        return len(storages) != sum(reference() is None for reference in previous.lasting)

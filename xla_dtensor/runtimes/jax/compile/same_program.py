@@ -111,15 +111,15 @@ def compare_program(
     if checks is None or checks.mode == "off":
         return
     what = f"{name_of_step(step)}, compiled for its first run"
-    given = [_host_line(storage) for storage in host]
+    host_lines = [_host_line(storage) for storage in host]
     group = _processes(jax.tree.leaves(inputs))
-    checks.compare_once(what, digest, group, lowered.as_text, given)
+    checks.compare_once(what, digest, group, lowered.as_text, host_lines)
 
 
 def _host_line(storage: Storage) -> str:
-    value = np.asarray(storage.array.addressable_data(0))
-    crc = zlib.crc32(np.ascontiguousarray(value).tobytes())
-    return f"host tensor of shape={storage.shape}, dtype={value.dtype}, values {crc}"
+    array = np.asarray(storage.array.addressable_data(0))
+    crc = zlib.crc32(np.ascontiguousarray(array).tobytes())
+    return f"host tensor of shape={storage.shape}, dtype={array.dtype}, values {crc}"
 
 
 def compare_run(step: Callable[..., Any], program: Program) -> None:
@@ -130,22 +130,22 @@ def compare_run(step: Callable[..., Any], program: Program) -> None:
 
 
 def _processes_of_program(program: Program) -> tuple[int, ...]:
-    held = [storage.lies for storage in (*program.state, *program.read)]
-    return _processes(held or jax.tree.leaves(program.executable.input_shardings))
+    shardings = [storage.lies for storage in (*program.state, *program.read)]
+    return _processes(shardings or jax.tree.leaves(program.executable.input_shardings))
 
 
 @contextmanager
 def checking_every_op(runtime: Runtime) -> Iterator[None]:
     """Compare every op that runs outside of a compiled step, for the time of a block."""
-    before = ops.run_op, {name: runtime.__dict__.get(name) for name in _METHODS}
+    originals = ops.run_op, {name: runtime.__dict__.get(name) for name in _METHODS}
     ops.run_op = _compared(ops.run_op, _name_of_op)
     for name in _METHODS:
         setattr(runtime, name, _compared(getattr(runtime, name), lambda *_, name=name: name))
     try:
         yield
     finally:
-        ops.run_op = before[0]
-        for name, method in before[1].items():
+        ops.run_op = originals[0]
+        for name, method in originals[1].items():
             if method is None:
                 delattr(runtime, name)
             else:
@@ -170,10 +170,10 @@ def _compared(function: Callable[..., Any], name: Callable[..., str]) -> Callabl
         if not what:
             return function(*args, **kwargs)
         # What from_shards is given first is each process's own.
-        found = list(leaves((args[what == "from_shards" :], kwargs)))
-        arrays = [leaf._storage.array for leaf in found if isinstance(leaf, JaxTensor)]
-        group = _processes(arrays) if arrays else _processes_of_meshes(found)
-        text = "\n".join(map(_described, found))
+        arguments = list(leaves((args[what == "from_shards" :], kwargs)))
+        arrays = [leaf._storage.array for leaf in arguments if isinstance(leaf, JaxTensor)]
+        group = _processes(arrays) if arrays else _processes_of_meshes(arguments)
+        text = "\n".join(map(_described, arguments))
         digest = hashlib.sha256(text.encode()).hexdigest()
         checks.compare(what, digest, group, lambda: text)
         _inside = True
@@ -185,22 +185,24 @@ def _compared(function: Callable[..., Any], name: Callable[..., str]) -> Callabl
     return compared
 
 
-def _described(value: Any) -> str:
-    if isinstance(value, JaxTensor):
-        lies = getattr(value._storage.array.sharding, "spec", "")
-        return f"tensor of shape={tuple(value.shape)}, dtype={value.dtype}, {lies}"
-    if isinstance(value, torch.Tensor):
-        values = zlib.crc32(numpy_from_torch(value).tobytes()) if not value.is_meta else None
-        return f"host tensor of shape={tuple(value.shape)}, dtype={value.dtype}, values {values}"
-    if callable(value) and not hasattr(value, "_schema"):
-        return type(value).__qualname__
-    return repr(value)[:500]
+def _described(argument: Any) -> str:
+    if isinstance(argument, JaxTensor):
+        spec = getattr(argument._storage.array.sharding, "spec", "")
+        return f"tensor of shape={tuple(argument.shape)}, dtype={argument.dtype}, {spec}"
+    if isinstance(argument, torch.Tensor):
+        values = zlib.crc32(numpy_from_torch(argument).tobytes()) if not argument.is_meta else None
+        return (
+            f"host tensor of shape={tuple(argument.shape)}, dtype={argument.dtype}, values {values}"
+        )
+    if callable(argument) and not hasattr(argument, "_schema"):
+        return type(argument).__qualname__
+    return repr(argument)[:500]
 
 
 def _processes(arrays: Sequence[Any]) -> tuple[int, ...]:
     # Constants of a trace that are host arrays lie nowhere.
-    found = (getattr(array, "sharding", array) for array in arrays)
-    shardings = {sharding for sharding in found if isinstance(sharding, jax.sharding.Sharding)}
+    candidates = (getattr(array, "sharding", array) for array in arrays)
+    shardings = {sharding for sharding in candidates if isinstance(sharding, jax.sharding.Sharding)}
     widest = max(shardings, key=lambda s: len(s.device_set), default=None)
     return () if widest is None else _processes_of(widest)
 
@@ -210,9 +212,9 @@ def _processes_of(sharding: Any) -> tuple[int, ...]:
     return tuple(sorted({device.process_index for device in sharding.device_set}))
 
 
-def _processes_of_meshes(found: Sequence[Any]) -> tuple[int, ...]:
-    meshes = [leaf.mesh for leaf in found if hasattr(leaf, "mesh")]
+def _processes_of_meshes(arguments: Sequence[Any]) -> tuple[int, ...]:
+    meshes = [leaf.mesh for leaf in arguments if hasattr(leaf, "mesh")]
     if not meshes:
         return ()
-    wanted = set(meshes[0].root.device_ids.reshape(-1).tolist())
-    return tuple(sorted({d.process_index for d in jax.devices() if d.id in wanted}))
+    device_ids = set(meshes[0].root.device_ids.reshape(-1).tolist())
+    return tuple(sorted({d.process_index for d in jax.devices() if d.id in device_ids}))

@@ -141,17 +141,17 @@ class JaxCompiledStep(CompiledStep):
         with x64():
             call.bind(self._views)
             if self._verify_every and self._calls % self._verify_every == 0:
-                found = self._verification(call)
-                refuse_differences(name_of_step(self._step), self._calls, found)
+                verdict = self._verification(call)
+                refuse_differences(name_of_step(self._step), self._calls, verdict)
             program = self._last = self._program_of(call)
             compare_run(self._step, program)
             self._tokens = num_tokens(call.leaves)
             outputs = self._outputs_of(program, call)
         if not program.writes.paths:
             return outputs
-        result, contents = outputs
+        output, contents = outputs
         program.writes.do((args, kwargs), contents)
-        return result
+        return output
 
     def verify(self, *args: Any, **kwargs: Any) -> Verification:
         refuse_nesting()
@@ -164,8 +164,8 @@ class JaxCompiledStep(CompiledStep):
 
     def _verification(self, call: Call) -> Verification:
         self._clock.interrupt()
-        known = self._lent_names, self._kept.made, self._names, self._put
-        return verification(self._step, call, self._kept, known)
+        trace_args = self._lent_names, self._kept.made, self._names, self._put
+        return verification(self._step, call, self._kept, trace_args)
 
     def _check(self, program: Program, leaves: Sequence[Any]) -> None:
         def asked() -> tuple[AskedFor, ...]:
@@ -336,103 +336,111 @@ class JaxCompiledStep(CompiledStep):
         self._refuse_another_trace(reason)
         note_trace(self._name_in_job, self._calls, reason, self._last)
         began = time.perf_counter()
-        before = Before.of(self._step, call)
+        snapshot = Before.of(self._step, call)
         again = False
         try:
-            known = self._lent_names, self._kept.made, self._names, self._put
-            found = traced_step(self._step, call, before, *known)
+            trace_args = self._lent_names, self._kept.made, self._names, self._put
+            outcome = traced_step(self._step, call, snapshot, *trace_args)
             self._spent.compiling.append({"trace": time.perf_counter() - began})
-            program = self._finish(found)
+            program = self._finish(outcome)
             self._check(program, call.leaves)
         except ViewsWritten as found_views:
-            before.restore()
+            snapshot.restore()
             self._views |= found_views.places
             again = True
         except WriteToHostError as found_write:
-            before.restore()
+            snapshot.restore()
             if found_write.line is None or found_write.line in self._put:
                 raise
             self._put[found_write.line] = found_write.put
             again = True
         except BaseException:
-            before.restore()
+            snapshot.restore()
             raise
         if again:  # with these arguments as views of their bases, or these tensors on the mesh
             call.bind(self._views)
             return self._compiled(reason, call, call.key())
         self._note(reason)
-        place = self._kept.place(key, program, before.python.gradients)
-        named = {id(found.lasting[number]) for number in found.effects.wraps}
-        self._unrun = before
-        del before, found  # What they hold that the trace has made and dropped, is to go.
+        place = self._kept.place(key, program, snapshot.python.gradients)
+        named = {id(outcome.lasting[number]) for number in outcome.effects.wraps}
+        self._unrun = snapshot
+        del snapshot, outcome  # What they hold that the trace has made and dropped, is to go.
         self._kept.add(place, program, named)
         program.digest = self._digest
         return program
 
-    def _finish(self, found: TracedStep) -> Program:
-        trace = found.trace
+    def _finish(self, outcome: TracedStep) -> Program:
+        trace = outcome.trace
         state = list(trace.state)
         read = [s for s in trace.captured if s not in trace.state]
-        jaxpr, owners, constants = found.program
-        self._settle([*state, *read], found.arguments)
+        jaxpr, owners, constants = outcome.program
+        self._settle([*state, *read], outcome.arguments)
 
         position = {storage: i for i, storage in enumerate([*state, *read])}
         places = [None if s is None else position[s] for s in owners]
-        sizes = (len(found.written), len(found.lasting), len(state))
-        kept = [self._lying(found.arguments[i]) for i in found.written]
-        alone = found.alone()
+        sizes = (len(outcome.written), len(outcome.lasting), len(state))
+        written_shardings = [self._lying(outcome.arguments[i]) for i in outcome.written]
+        alone = outcome.alone()
         kinds = [None if s in alone else self._kind(s, s in trace.state) for s in position]
-        lies = [self._lying(s) for s in position]
-        num_flags = 0 if found.flags is None else found.flags.num_leaves
-        holding = Holding(places, sizes, kinds, lies, found.donated(), found.written, num_flags)
+        shardings = [self._lying(s) for s in position]
+        num_flags = 0 if outcome.flags is None else outcome.flags.num_leaves
+        holding = Holding(
+            places, sizes, kinds, shardings, outcome.donated(), outcome.written, num_flags
+        )
         slots = slots_of(jaxpr, holding)
         made_of = partial(program_of, holding=holding, slots=slots)
-        arguments = holding.divided(found.arguments)
+        arguments = holding.divided(outcome.arguments)
         inputs = self._inputs(state, read, constants, arguments, slots)
-        for each in found.moving:
-            old, new = each.storages
-            each.place = -1 if old is None else read.index(old)
-            each.number = found.lasting.index(new) if new in found.lasting else None
-            each.forget()
+        for moving_tensor in outcome.moving:
+            old, new = moving_tensor.storages
+            moving_tensor.place = -1 if old is None else read.index(old)
+            moving_tensor.number = outcome.lasting.index(new) if new in outcome.lasting else None
+            moving_tensor.forget()
         pinned = (
-            found.pinned,
-            [given.sharding for given in inputs[0]],
-            self._pinned_lasting(found.lasting, slots, found.moving),
-            kept,
+            outcome.pinned,
+            [state_input.sharding for state_input in inputs[0]],
+            self._pinned_lasting(outcome.lasting, slots, outcome.moving),
+            written_shardings,
         )
         blueprint = Blueprint.of(jaxpr, made_of, inputs, pinned, donated=(0, 4))
-        executable = self._executable(blueprint, inputs, found.host_storages())
+        executable = self._executable(blueprint, inputs, outcome.host_storages())
         return self._program_type(
             executable,
             state,
             read,
             self._placed(constants, executable),
             places,
-            [weakref.ref(s) for s in found.lasting],
-            found.written,
+            [weakref.ref(s) for s in outcome.lasting],
+            outcome.written,
             holding,
-            found.numbers,
-            found.tree,
-            found.static,
-            found.watch,
+            outcome.numbers,
+            outcome.tree,
+            outcome.static,
+            outcome.watch,
             slots,
             blueprint,
             flops_of(jaxpr),
-            found.gradients,
-            host=found.host,
-            moving=found.moving,
-            effects=found.effects,
-            aliases=found.aliases,
-            writes=found.writes,
-            flags=found.flags,
+            outcome.gradients,
+            host=outcome.host,
+            moving=outcome.moving,
+            effects=outcome.effects,
+            aliases=outcome.aliases,
+            writes=outcome.writes,
+            flags=outcome.flags,
         )
 
     def _pinned_lasting(
         self, lasting: Sequence[Storage], slots: Slots, moving: Sequence[MovingTensor]
     ) -> list[Any]:
         """Return how what a step makes has to lie: as what it replaces, or as XLA likes."""
-        lies = {lasting[each.number]: each.lies for each in moving if each.number is not None}
-        return [lies.get(lasting[slot[0]]) if len(slot) == 1 else None for slot in slots.lasting]
+        shardings = {
+            lasting[moving_tensor.number]: moving_tensor.lies
+            for moving_tensor in moving
+            if moving_tensor.number is not None
+        }
+        return [
+            shardings.get(lasting[slot[0]]) if len(slot) == 1 else None for slot in slots.lasting
+        ]
 
     # What a program for devices that are not here does otherwise (``absent``).
 
@@ -440,12 +448,12 @@ class JaxCompiledStep(CompiledStep):
 
     def _placed(self, constants: Sequence[Any], executable: Any) -> list[Any]:
         """Put a program's constants of the host where it wants them: no run moves them there."""
-        wanted = executable.input_shardings[0][2]
+        shardings = executable.input_shardings[0][2]
         return [
             jax.make_array_from_callback(constant.shape, sharding, constant.__getitem__)
             if isinstance(constant, np.ndarray) and isinstance(sharding, NamedSharding)
             else constant
-            for constant, sharding in zip(constants, wanted, strict=True)
+            for constant, sharding in zip(constants, shardings, strict=True)
         ]
 
     def _lying(self, storage: Storage) -> Any:
@@ -453,11 +461,11 @@ class JaxCompiledStep(CompiledStep):
 
     def _kind(self, storage: Storage, is_state: bool) -> Hashable | None:
         """Return what storages have in common that may be rows of one stack; None for no row."""
-        lies = self._lying(storage)
-        is_open = PartitionSpec.UNCONSTRAINED in tuple(getattr(lies, "spec", ()))
+        sharding = self._lying(storage)
+        is_open = PartitionSpec.UNCONSTRAINED in tuple(getattr(sharding, "spec", ()))
         if storage.manual is not None or is_open:
             return None
-        return is_state, lies
+        return is_state, sharding
 
     def _inputs(
         self,
@@ -467,9 +475,9 @@ class JaxCompiledStep(CompiledStep):
         arguments: tuple[Sequence[Storage], Sequence[Storage]],
         slots: Slots,
     ) -> tuple[Any, ...]:
-        held = [[self._held(s) for s in storages] for storages in (state, read, *arguments)]
-        state, read = stacked_types(slots.state, held[0]), stacked_types(slots.read, held[1])
-        return state, read, list(constants), held[2], held[3]
+        arrays = [[self._held(s) for s in storages] for storages in (state, read, *arguments)]
+        state, read = stacked_types(slots.state, arrays[0]), stacked_types(slots.read, arrays[1])
+        return state, read, list(constants), arrays[2], arrays[3]
 
     def _held(self, storage: Storage) -> Any:
         return storage.array if storage.row is None else row_type(storage.row[0].array)

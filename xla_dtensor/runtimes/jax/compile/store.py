@@ -74,9 +74,9 @@ class Executables:
 
         A trace that is made anew often gives the program of the trace before, so those stay.
         """
-        kept = {id(executable) for executable in used}
+        ids = {id(executable) for executable in used}
         for digest in list(self._compiled)[:-_MOST_UNUSED]:
-            if id(self._compiled[digest]) not in kept:
+            if id(self._compiled[digest]) not in ids:
                 del self._compiled[digest]
                 self._maybe_cached.pop(digest, None)
 
@@ -118,14 +118,14 @@ class Executables:
         try:
             with zipfile.ZipFile(path) as archive:
                 index = json.loads(archive.read(_INDEX))
-                found = {n: archive.read(n) for n in archive.namelist() if n != _INDEX}
+                payloads = {n: archive.read(n) for n in archive.namelist() if n != _INDEX}
         except (zipfile.BadZipFile, KeyError, json.JSONDecodeError) as error:
             raise CompileError(
                 f"Programs were to be loaded from path={os.fspath(path)!r}. The file was not "
                 "written by a compiled step's save(), or not completely. Pass one that was."
             ) from error
         _check_machine(index, path)
-        self._loaded |= found
+        self._loaded |= payloads
 
 
 def _cache_folder() -> str | None:
@@ -172,9 +172,9 @@ def _machine() -> dict[str, Any]:
 
 
 def _check_machine(index: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    wanted = {"format": _FORMAT, **_machine()}
+    own_index = {"format": _FORMAT, **_machine()}
     differing = {
-        name: (index.get(name), ours) for name, ours in wanted.items() if index.get(name) != ours
+        name: (index.get(name), ours) for name, ours in own_index.items() if index.get(name) != ours
     }
     if differing:
         said = ", ".join(

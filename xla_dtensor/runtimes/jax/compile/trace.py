@@ -136,8 +136,8 @@ class Call:
         """
         if not unread:
             return cls(args, kwargs)
-        kept = tuple(None if i in unread else each for i, each in enumerate(args))
-        return cls(kept, {name: None if name in unread else v for name, v in kwargs.items()})
+        arguments = tuple(None if i in unread else argument for i, argument in enumerate(args))
+        return cls(arguments, {name: None if name in unread else v for name, v in kwargs.items()})
 
     def bind(self, views: Container[int] = ()) -> None:
         """Find the payloads; plain tensors are put on the devices.
@@ -181,10 +181,10 @@ class Call:
                 return f"{self.name(place)} changed from {_text(theirs)} to {_text(mine)}{advice}"
         if key.same != other.same:
             return "other ones of the arguments are the same tensor"
-        before = dict(other.settings)
+        old_settings = dict(other.settings)
         for name, value in key.settings:
-            if before.get(name) != value:
-                return f"{name} changed from {before.get(name)} to {value}"
+            if old_settings.get(name) != value:
+                return f"{name} changed from {old_settings.get(name)} to {value}"
         return "another setting"
 
     def _described(self, place: int, leaf: Any, tensor: JaxTensor | None) -> Any:
@@ -225,10 +225,17 @@ def unread_arguments(step: Callable[..., Any]) -> frozenset[int | str]:
     if code is None or hasattr(function, "__wrapped__"):
         return frozenset()
     codes = list(_codes_in(code))
-    if any(_SEE_LOCALS & {*each.co_names} for each in codes):
+    if any(_SEE_LOCALS & {*code_object.co_names} for code_object in codes):
         return frozenset()
-    steps = [each for one in codes for each in dis.get_instructions(one)]
-    read = {name for each in steps if _LOADS in each.opname for name in _several(each.argval)}
+    steps = [
+        instruction for code_object in codes for instruction in dis.get_instructions(code_object)
+    ]
+    read = {
+        name
+        for instruction in steps
+        if _LOADS in instruction.opname
+        for name in _several(instruction.argval)
+    }
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     bound = int(hasattr(step, "__self__"))
     places = {
@@ -240,9 +247,9 @@ def unread_arguments(step: Callable[..., Any]) -> frozenset[int | str]:
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:
     yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _codes_in(each)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)
 
 
 _SEE_LOCALS = frozenset({"locals", "eval", "exec", "vars", "dir"})
@@ -288,8 +295,8 @@ def _payload(leaf: Any, stays_view: bool) -> JaxTensor | None:
     tensor = inner(leaf)
     if tensor is not None:
         if tensor._steps and not (stays_view and tensor._storage.manual is None):
-            made = Storage(tensor.raw(), manual=tensor._storage.manual)
-            return JaxTensor(made, shape=tuple(tensor.shape), stride=tensor.stride())
+            storage = Storage(tensor.raw(), manual=tensor._storage.manual)
+            return JaxTensor(storage, shape=tuple(tensor.shape), stride=tensor.stride())
         return tensor
     if isinstance(leaf, torch.Tensor):
         return JaxTensor(Storage(jnp.array(numpy_from_torch(leaf))))
@@ -412,14 +419,14 @@ class TracedStep:
 
     def alone(self) -> set[Storage]:
         """Return the storages that are no rows of stacks: they get other values between runs."""
-        moving = {each.storages[0] for each in self.moving} - {None}
+        moving = {moving_tensor.storages[0] for moving_tensor in self.moving} - {None}
         alone = {*(storage for storage, _ in self.numbers), *self.host_storages(), *moving}
         return {storage for storage in alone if storage is not None}
 
     def donated(self) -> list[int]:
         """Return the places of the arguments that are written to; none that is given twice."""
-        given = Counter(self.arguments)
-        return [place for place in self.written if given[self.arguments[place]] == 1]
+        counts = Counter(self.arguments)
+        return [place for place in self.written if counts[self.arguments[place]] == 1]
 
     def host_storages(self) -> list[Storage]:
         """Return the storages of the plain tensors that go into the program."""
@@ -457,7 +464,7 @@ def traced_step(
     tape.put = put or {}
     trace, watch = Trace(Rows(), HostInputs(tape)), Watch(inputs, recording)
     trace.assertions = []
-    found = TracedStep(trace, watch, numbers, call.storages())
+    outcome = TracedStep(trace, watch, numbers, call.storages())
     rows = all_rows()
     assigned: list[Effect] = []
     as_given: list[Any] = []
@@ -465,33 +472,33 @@ def traced_step(
     def traced(arrays: Sequence[jax.Array], of_rows: Sequence[jax.Array]) -> Any:
         trace.give_rows(rows, of_rows)
         with bound(tensors, arrays, trace), watching(watch, tape), naming_modules(jax.named_scope):
-            given = list(replaced(call.leaves, tensors))
-            args, kwargs = close_all(tree_unflatten(given, call.tree))
+            leaves = list(replaced(call.leaves, tensors))
+            args, kwargs = close_all(tree_unflatten(leaves, call.tree))
             containers = Containers.of((args, kwargs), call.given)
             # Who counts what JAX compiles is no part of the step.
             unheard = around_listeners(recording.pause, recording.go_on)
             with refusing_reads(), recording, unheard:
-                result = step(*args, **kwargs)
-            found.writes, contents = containers.written()
-            outputs = (result, contents) if contents else result
-            out_leaves, found.tree = tree_flatten(open_all(outputs))
-            found.static, results, found.pinned = split_outputs(out_leaves)
-            del out_leaves, args, kwargs, containers, result, contents, outputs
-            found.written, written = written_arguments(call.leaves, tensors, arrays, trace)
+                output = step(*args, **kwargs)
+            outcome.writes, contents = containers.written()
+            outputs = (output, contents) if contents else output
+            out_leaves, outcome.tree = tree_flatten(open_all(outputs))
+            outcome.static, results, outcome.pinned = split_outputs(out_leaves)
+            del out_leaves, args, kwargs, containers, output, contents, outputs
+            outcome.written, written = written_arguments(call.leaves, tensors, arrays, trace)
             refuse_writes_to_host(trace)
         watch.inputs.check_settings_unchanged()
         before.random.refuse_draws()
         before.iterators.refuse_moves()
-        found.lasting = trace.lasting_beyond(tensors)
+        outcome.lasting = trace.lasting_beyond(tensors)
         assigned.extend(recording.effects(tape.shares))
-        as_given.extend(given)
-        state, lasting = placed_values([*trace.state]), placed_values(found.lasting)
-        for storage, value in zip(found.lasting, lasting, strict=True):
+        as_given.extend(leaves)
+        state, lasting = placed_values([*trace.state]), placed_values(outcome.lasting)
+        for storage, array in zip(outcome.lasting, lasting, strict=True):
             if storage.row is not None:
-                storage.array = value
+                storage.array = array
         return results, state, lasting, written
 
-    arrays = [storage.array for storage in found.arguments]
+    arrays = [storage.array for storage in outcome.arguments]
     dropped = DroppedGradients(before.python.gradients, trace.captured)
     with trace.active(), dropped.noting():
         recording.begin()
@@ -499,19 +506,19 @@ def traced_step(
         closed = jax.make_jaxpr(traced)(arrays, types)
     trace.undo()
     seen = recording.sightings()
-    found.moving = moving_tensors(seen, trace, tape, made, names, {*found.arguments})
-    places = {id(each.found): place for place, each in enumerate(found.moving)}
-    gradients = [each for each in before.python.gradients if not call.has(each[0])]
-    found.gradients = GradientEffects.of(gradients, trace.captured, dropped.leaves)
-    graded = found.gradients.storages()
-    plan = Plan(found.lasting, as_given, tape, places, graded, recording.older())
-    found.effects = plan.effects(assigned, call.leaves)
-    found.aliases = Aliases.of((each.found for each in seen), found.arguments)
-    watch.settle(trace, tape, found.moving, found.aliases)
-    found.program = traced_program(closed, [storage for storage, _, _ in rows], trace)
+    outcome.moving = moving_tensors(seen, trace, tape, made, names, {*outcome.arguments})
+    places = {id(moving_tensor.found): place for place, moving_tensor in enumerate(outcome.moving)}
+    gradients = [pair for pair in before.python.gradients if not call.has(pair[0])]
+    outcome.gradients = GradientEffects.of(gradients, trace.captured, dropped.leaves)
+    graded = outcome.gradients.storages()
+    plan = Plan(outcome.lasting, as_given, tape, places, graded, recording.older())
+    outcome.effects = plan.effects(assigned, call.leaves)
+    outcome.aliases = Aliases.of((sighting.found for sighting in seen), outcome.arguments)
+    watch.settle(trace, tape, outcome.moving, outcome.aliases)
+    outcome.program = traced_program(closed, [storage for storage, _, _ in rows], trace)
     if are_checked() or trace.assertions:
-        found.program, found.flags = with_flags(found.program)
-        found.pinned = [*[None] * found.flags.num_leaves, *found.pinned]
+        outcome.program, outcome.flags = with_flags(outcome.program)
+        outcome.pinned = [*[None] * outcome.flags.num_leaves, *outcome.pinned]
     work, delivered = tape.finish()
-    found.host = None if work is None else HostPart(work, found.host_storages(), delivered)
-    return found
+    outcome.host = None if work is None else HostPart(work, outcome.host_storages(), delivered)
+    return outcome

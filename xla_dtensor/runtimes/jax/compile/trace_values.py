@@ -71,16 +71,16 @@ def bound(
 ) -> Iterator[None]:
     """Let the arguments' storages hold tracers for the time of the trace."""
     storages = [t._storage for t in tensors if t is not None]
-    before = {s: s.array for s in storages}
+    originals = {s: s.array for s in storages}
     for storage, array in zip(storages, arrays, strict=True):
-        if storage.array is before[storage]:  # the first of several arguments that have it
+        if storage.array is originals[storage]:  # the first of several arguments that have it
             trace.adopt_argument(storage)
             storage.array = array
     trace.arguments = {id(t) for t in tensors if t is not None}
     try:
         yield
     finally:
-        for storage, array in before.items():
+        for storage, array in originals.items():
             storage.array = array
 
 
@@ -221,7 +221,7 @@ def rewrapper_of(
     rewrap = None if rewrapper is None else rewrapper()
 
     def wrap(array: jax.Array) -> Any:
-        made = JaxTensor(Storage(array, shape, sharding), stride=stride, dtype=dtype)
-        return rewrap(made) if rewrap is not None else made
+        payload = JaxTensor(Storage(array, shape, sharding), stride=stride, dtype=dtype)
+        return rewrap(payload) if rewrap is not None else payload
 
     return wrap

@@ -94,9 +94,9 @@ def verification(
     else:
         why = why or kept.why_none(call, key)
         return Verification(False, note=f"the call would trace anew: {why}")
-    with _left_as_it_is(step, call) as before:
+    with _left_as_it_is(step, call) as snapshot:
         try:
-            differences = _differences(program, traced_step(step, call, before, *known))
+            differences = _differences(program, traced_step(step, call, snapshot, *known))
         except ViewsWritten:
             write = "a write to an argument that is a view"
             differences = (Difference("output", "nothing", write),)
@@ -113,7 +113,7 @@ def refuse_differences(name: str, number: int, found: Verification) -> None:
     """
     if not found.differences:
         return
-    listed = "\n".join(f"  {each}" for each in found.differences[:_MOST_SHOWN])
+    listed = "\n".join(f"  {difference}" for difference in found.differences[:_MOST_SHOWN])
     more = len(found.differences) - _MOST_SHOWN
     raise CompileError(
         f"Call {number} of {name} was verified ({VARIABLE}), and its program is not what the "
@@ -127,15 +127,15 @@ def refuse_differences(name: str, number: int, found: Verification) -> None:
 @contextmanager
 def _left_as_it_is(step: Callable[..., Any], call: Call) -> Iterator[Before]:
     """Let a step be traced inside, and make everything what it was."""
-    before = Before.of(step, call)
-    owned = [each for _, table in before.python.tables for each in table.values()]
-    leaves = [leaf for leaf, _ in before.python.gradients]
+    snapshot = Before.of(step, call)
+    owned = [entry for _, table in snapshot.python.tables for entry in table.values()]
+    leaves = [leaf for leaf, _ in snapshot.python.gradients]
     tensors = {id(t): t for t in (*leaves, *owned, *call.leaves) if _is_leaf(t)}
     traits = [(tensor, tensor.requires_grad, tensor.grad) for tensor in tensors.values()]
     try:
-        yield before
+        yield snapshot
     finally:
-        before.restore()
+        snapshot.restore()
         for tensor, requires_grad, grad in traits:
             if tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
@@ -183,7 +183,7 @@ class _Side:
         for place, variable in enumerate(jaxpr.invars[len(owners) :]):
             side.inputs[variable] = ("argument", place)
         state, lasting, written = ends
-        last: list[tuple[str, Any]] = [("state", name(each)) for each in state]
+        last: list[tuple[str, Any]] = [("state", name(storage)) for storage in state]
         last += [("state made", place) for place in range(len(lasting))]
         last += [("argument written to", place) for place in written]
         num_results = len(jaxpr.outvars) - len(last)
@@ -196,18 +196,20 @@ class _Side:
         """Take up a jaxpr's constants and equations."""
         inner = open_jaxpr(jaxpr)
         self.values.update(zip(inner.constvars, constants_of(jaxpr), strict=False))
-        self.makers.update((made, each) for each in inner.eqns for made in each.outvars)
+        self.makers.update(
+            (variable, equation) for equation in inner.eqns for variable in equation.outvars
+        )
 
     def leave_out(self, equation: Any) -> None:
         """Take what an equation gives, which changes no value, for what it is given."""
-        (made,), (given,) = equation.outvars, equation.invars
-        if isinstance(given, Literal):
-            self.values[made] = given.val
+        (output,), (operand,) = equation.outvars, equation.invars
+        if isinstance(operand, Literal):
+            self.values[output] = operand.val
             return
         for table in (self.values, self.inputs):
-            if given in table:
-                table[made] = table[given]
-        self.aliases[made] = self.aliases.get(given, given)
+            if operand in table:
+                table[output] = table[operand]
+        self.aliases[output] = self.aliases.get(operand, operand)
 
     def fixed(self, atom: Any) -> _Constant | tuple[str, Any] | None:
         """Return what a value is by itself: a constant or an input; None if it is computed."""
@@ -247,42 +249,42 @@ class _Constant:
         return 0
 
     def __str__(self) -> str:
-        value = _local(self._value)[0]
-        if value.ndim == 0:
-            return str(value[()])
-        return np.array2string(value, threshold=8, edgeitems=3).replace("\n", "")
+        array = _local(self._value)[0]
+        if array.ndim == 0:
+            return str(array[()])
+        return np.array2string(array, threshold=8, edgeitems=3).replace("\n", "")
 
 
-def _differences(program: Program, found: TracedStep) -> tuple[Difference, ...]:
+def _differences(program: Program, outcome: TracedStep) -> tuple[Difference, ...]:
     storages = [*program.state, *program.read]
-    kept = _Side.of(
+    old = _Side.of(
         program.blueprint.jaxpr,
         [None if place is None else storages[place] for place in program.places],
         program.constants,
         (program.state, program.lasting, program.written),
         _namer(program.numbers, program.host_storages()),
     )
-    now = _Side.of(
-        found.program.jaxpr,
-        found.program.owners,
-        found.program.constants,
-        ([*found.trace.state], found.lasting, found.written),
-        _namer(found.numbers, found.host_storages()),
+    new = _Side.of(
+        outcome.program.jaxpr,
+        outcome.program.owners,
+        outcome.program.constants,
+        ([*outcome.trace.state], outcome.lasting, outcome.written),
+        _namer(outcome.numbers, outcome.host_storages()),
     )
-    comparison = _Comparison(kept, now)
-    comparison.jaxprs(kept.jaxpr, now.jaxpr)
+    comparison = _Comparison(old, new)
+    comparison.jaxprs(old.jaxpr, new.jaxpr)
     comparison.results()
-    comparison.nesting((program.out_tree, program.out_static), (found.tree, found.static))
-    comparison.layouts(program.blueprint.out_shardings[0], found.pinned)
-    comparison.host(program.host, found.host)
+    comparison.nesting((program.out_tree, program.out_static), (outcome.tree, outcome.static))
+    comparison.layouts(program.blueprint.out_shardings[0], outcome.pinned)
+    comparison.host(program.host, outcome.host)
     return tuple(dict.fromkeys(comparison.found))
 
 
 def _namer(numbers: Sequence[Any], host: Sequence[Storage]) -> Callable[[Storage], tuple[str, Any]]:
     """Return what names storages: those that each trace makes anew by their places."""
-    known: dict[Storage, tuple[str, Any]] = {s: ("number", i) for i, (s, _) in enumerate(numbers)}
-    known |= {storage: ("host tensor", i) for i, storage in enumerate(host)}
-    return lambda storage: known.get(storage, ("tensor", storage))
+    names: dict[Storage, tuple[str, Any]] = {s: ("number", i) for i, (s, _) in enumerate(numbers)}
+    names |= {storage: ("host tensor", i) for i, storage in enumerate(host)}
+    return lambda storage: names.get(storage, ("tensor", storage))
 
 
 class _Comparison:
@@ -304,14 +306,16 @@ class _Comparison:
 
     def results(self) -> None:
         """Compare what comes out of the two programs."""
-        kept, now = self._kept.results, self._now.results
-        for key in dict.fromkeys((*kept, *now)):
-            line = self._now.line(now.get(key)) or self._kept.line(kept.get(key))
-            if key in kept and key in now:
-                self._atoms(kept[key], now[key], line, "output")
+        old_results, new_results = self._kept.results, self._now.results
+        for key in dict.fromkeys((*old_results, *new_results)):
+            line = self._now.line(new_results.get(key)) or self._kept.line(old_results.get(key))
+            if key in old_results and key in new_results:
+                self._atoms(old_results[key], new_results[key], line, "output")
                 continue
-            what = _output_text(key, kept.get(key, now.get(key)))
-            old, new = (what if key in each else "nothing" for each in (kept, now))
+            what = _output_text(key, old_results.get(key, new_results.get(key)))
+            old, new = (
+                what if key in results else "nothing" for results in (old_results, new_results)
+            )
             self.found.append(Difference("output", old, new, line))
 
     def nesting(self, kept: tuple[Any, Sequence[Any]], now: tuple[Any, Sequence[Any]]) -> None:
@@ -340,7 +344,7 @@ class _Comparison:
 
     def _equations(self, old: Any, new: Any) -> None:
         if old is None or new is None or _shape_of(old) != _shape_of(new):
-            present = next(each for each in (new, old) if each is not None)
+            present = next(equation for equation in (new, old) if equation is not None)
             if None in (old, new) and str(present.primitive) == _TOLD:
                 (self._now if old is None else self._kept).leave_out(present)
                 return
@@ -357,10 +361,10 @@ class _Comparison:
         self._same.update(zip(old.outvars, new.outvars, strict=True))
 
     def _explain(self, old: Any, new: Any) -> None:
-        made = [() if each is None else each.outvars for each in (old, new)]
-        self._explained.update(*made)
-        if len(made[0]) == len(made[1]):
-            self._same.update(zip(*made, strict=True))
+        outvars = [() if equation is None else equation.outvars for equation in (old, new)]
+        self._explained.update(*outvars)
+        if len(outvars[0]) == len(outvars[1]):
+            self._same.update(zip(*outvars, strict=True))
 
     def _atoms(self, a: Any, b: Any, line: str, of: str) -> None:
         old, new = self._kept.fixed(a), self._now.fixed(b)
@@ -374,21 +378,21 @@ class _Comparison:
             self.found.append(Difference("constant" if both else "input", was, is_now, line))
 
     def _params(self, old: Any, new: Any, name: str, line: str) -> None:
-        bodies = [each if isinstance(each, tuple | list) else (each,) for each in (old, new)]
+        bodies = [param if isinstance(param, tuple | list) else (param,) for param in (old, new)]
         if all(map(is_jaxpr, (*bodies[0], *bodies[1]))) and len(bodies[0]) == len(bodies[1]):
-            for kept, now in zip(*bodies, strict=True):
-                self._body(kept, now, line)
+            for old_body, new_body in zip(*bodies, strict=True):
+                self._body(old_body, new_body, line)
         elif not _is_same(old, new):
-            was, is_now = (f"{name}={_short(each)}" for each in (old, new))
+            was, is_now = (f"{name}={_short(param)}" for param in (old, new))
             self.found.append(Difference("op", was, is_now, line))
 
-    def _body(self, kept: Any, now: Any, line: str) -> None:
-        if kept is now or (id(kept), id(now)) in self._compared:
+    def _body(self, old_jaxpr: Any, new_jaxpr: Any, line: str) -> None:
+        if old_jaxpr is new_jaxpr or (id(old_jaxpr), id(new_jaxpr)) in self._compared:
             return
-        self._compared.add((id(kept), id(now)))
-        old, new = open_jaxpr(kept), open_jaxpr(now)
+        self._compared.add((id(old_jaxpr), id(new_jaxpr)))
+        old, new = open_jaxpr(old_jaxpr), open_jaxpr(new_jaxpr)
         self._same.update(zip(old.invars, new.invars, strict=False))
-        self.jaxprs(kept, now)
+        self.jaxprs(old_jaxpr, new_jaxpr)
         for a, b in zip(old.outvars, new.outvars, strict=False):
             self._atoms(a, b, line, "output")
 
@@ -401,23 +405,23 @@ _TOLD = "sharding_constraint"
 _MOST_MATCHED = 2000
 
 
-def _paired(kept: Sequence[Any], now: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+def _paired(old: Sequence[Any], new: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
     """Pair the equations of two jaxprs; None for one that only the other has."""
-    keys = [*map(_shape_of, kept)], [*map(_shape_of, now)]
+    keys = [*map(_shape_of, old)], [*map(_shape_of, new)]
     unlike = (i for i, (a, b) in enumerate(zip(*keys, strict=False)) if a != b)
     first = next(unlike, min(map(len, keys)))
-    yield from zip(kept[:first], now[:first], strict=True)
-    kept, now = kept[first:], now[first:]
-    if max(len(kept), len(now)) > _MOST_MATCHED:
-        yield from zip_longest(kept[:_MOST_MATCHED], now[:_MOST_MATCHED])
+    yield from zip(old[:first], new[:first], strict=True)
+    old, new = old[first:], new[first:]
+    if max(len(old), len(new)) > _MOST_MATCHED:
+        yield from zip_longest(old[:_MOST_MATCHED], new[:_MOST_MATCHED])
         return
     matcher = SequenceMatcher(None, keys[0][first:], keys[1][first:], autojunk=False)
     for _, a, b, c, d in matcher.get_opcodes():
-        yield from zip_longest(kept[a:b], now[c:d])
+        yield from zip_longest(old[a:b], new[c:d])
 
 
 def _shape_of(equation: Any) -> Hashable:
-    outs = tuple(each.aval.str_short() for each in equation.outvars)
+    outs = tuple(variable.aval.str_short() for variable in equation.outvars)
     return equation.primitive, outs, len(equation.invars)
 
 
@@ -429,11 +433,11 @@ def _is_same_array(a: Any, b: Any) -> bool:
     return all((x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes()) for x, y in pairs)
 
 
-def _local(value: Any) -> list[np.ndarray[Any, Any]]:
+def _local(constant: Any) -> list[np.ndarray[Any, Any]]:
     """Return what this process has of a constant."""
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        return [np.asarray(shard.data) for shard in value.addressable_shards]
-    return [np.asarray(value)]
+    if isinstance(constant, jax.Array) and not constant.is_fully_addressable:
+        return [np.asarray(shard.data) for shard in constant.addressable_shards]
+    return [np.asarray(constant)]
 
 
 def _is_same(a: Any, b: Any, depth: int = 8) -> bool:
@@ -448,9 +452,9 @@ def _is_same(a: Any, b: Any, depth: int = 8) -> bool:
         return _is_same_array(a, b)
     if isinstance(a, float | complex) or is_jaxpr(a):
         return repr(a) == repr(b)
-    parts, others = _parts(a), _parts(b)
-    if parts is not None and others is not None:
-        pairs = zip_longest(parts, others, fillvalue=_NOTHING)
+    parts, other_parts = _parts(a), _parts(b)
+    if parts is not None and other_parts is not None:
+        pairs = zip_longest(parts, other_parts, fillvalue=_NOTHING)
         return all(_is_same(x, y, depth - 1) for x, y in pairs)
     try:
         return bool(a == b)
@@ -466,7 +470,7 @@ def _parts(value: Any) -> list[Any] | None:
     if isinstance(value, tuple | list):
         return list(value)
     if isinstance(value, dict):
-        return [each for pair in value.items() for each in pair]
+        return [part for pair in value.items() for part in pair]
     if isinstance(value, FunctionType):
         cells = [getattr(cell, "cell_contents", None) for cell in value.__closure__ or ()]
         return [value.__code__, value.__defaults__, value.__kwdefaults__, *cells]
@@ -484,7 +488,7 @@ def _short(value: Any) -> str:
 def _equation_text(equation: Any) -> str:
     if equation is None:
         return "nothing"
-    outs = ", ".join(each.aval.str_short() for each in equation.outvars)
+    outs = ", ".join(variable.aval.str_short() for variable in equation.outvars)
     return f"{equation.primitive} giving {outs}"
 
 
@@ -494,8 +498,8 @@ def _output_text(key: Any, atom: Any) -> str:
     return f"{what}, {atom.aval.str_short()}"
 
 
-def _kind(result: Any) -> str:
-    return f"the value {_short(result.value)}" if isinstance(result, Static) else "a tensor"
+def _kind(leaf: Any) -> str:
+    return f"the value {_short(leaf.value)}" if isinstance(leaf, Static) else "a tensor"
 
 
 _OF_ONE_TAPE = frozenset({"writes", "kept", "generator", "place"})

@@ -97,7 +97,7 @@ def _key(value: Any, arrays: list[Any]) -> Any:
         arrays.append(value)
         return _ARRAY
     if type(value) in (list, tuple):
-        return (type(value), *[_key(each, arrays) for each in value])
+        return (type(value), *[_key(part, arrays) for part in value])
     if isinstance(value, (float, complex)):
         return repr(value)  # 0.0 and -0.0 are equal
     return type(value), value
@@ -108,15 +108,15 @@ def _program(
 ) -> Callable[..., Any]:
     """Return a jitted function of the arrays among some arguments; it keeps none of them."""
 
-    def without(value: Any) -> Any:
-        return _ARRAY if isinstance(value, (jax.Array, np.ndarray)) else value
+    def without(leaf: Any) -> Any:
+        return _ARRAY if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
 
     template = map_nested(without, (tuple(args), dict(kwargs)))
 
     def on_arrays(*arrays: Any) -> Any:
-        rest = iter(arrays)
-        given, named = map_nested(lambda v: next(rest) if v is _ARRAY else v, template)
-        return function(*given, **named)
+        iterator = iter(arrays)
+        positional, named = map_nested(lambda v: next(iterator) if v is _ARRAY else v, template)
+        return function(*positional, **named)
 
     return jax.jit(on_arrays, inline=_EARLY)
 

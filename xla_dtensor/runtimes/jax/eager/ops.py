@@ -355,8 +355,8 @@ def _run_functional(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if axes is not None:
         arrays = manual.run_lowering(axes, func, lowering, args, kwargs, meta)
         return _to_tensors(func, arrays, meta, axes)
-    given = (None, *args[1:]) if lowering.is_factory else tuple(args)
-    array_args, array_kwargs = map_nested(as_array, (given, dict(kwargs)))
+    operands = (None, *args[1:]) if lowering.is_factory else tuple(args)
+    array_args, array_kwargs = map_nested(as_array, (operands, dict(kwargs)))
     options = {"meta": meta} if lowering.wants_meta else {}
     try:
         with lying_like(_template(lowering, args)):
@@ -527,8 +527,8 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         )
     refuse_overlap(func, args, kwargs)
     if writes_to_a_list(func):
-        for target, result in zip(args[0], run_foreach(functional, args, kwargs), strict=True):
-            write(target, result)
+        for target, new_value in zip(args[0], run_foreach(functional, args, kwargs), strict=True):
+            write(target, new_value)
         return None if not func._schema.returns else args[0]
     by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
     targets = [by_name[name] for name in written_arguments(func)]

@@ -63,11 +63,11 @@ def filling_on_host() -> Iterator[None]:
     For tensors that are older than any trace, such as an optimizer's first state.
     """
     global _fills_on_host
-    before, _fills_on_host = _fills_on_host, jax_devices.has_host_memory()
+    previous, _fills_on_host = _fills_on_host, jax_devices.has_host_memory()
     try:
         yield
     finally:
-        _fills_on_host = before
+        _fills_on_host = previous
 
 
 def _filled(number: Any, meta: Any) -> Any:
@@ -102,13 +102,13 @@ def _ones(*_: Any, meta: Any, **__: Any) -> Any:
 
 
 @lower(aten.full_like.default, wants_meta=True, is_factory=True)
-def _full_like(x: Any, value: Any, *, meta: Any, **_: Any) -> Any:
-    return _filled(value, meta)
+def _full_like(x: Any, fill_value: Any, *, meta: Any, **_: Any) -> Any:
+    return _filled(fill_value, meta)
 
 
 @lower(aten.new_full.default, wants_meta=True, is_factory=True)
-def _new_full(x: Any, size: Any, value: Any, *, meta: Any, **_: Any) -> Any:
-    return _filled(value, meta)
+def _new_full(x: Any, size: Any, fill_value: Any, *, meta: Any, **_: Any) -> Any:
+    return _filled(fill_value, meta)
 
 
 # ----------------------------------------------------------------------------------------- Extremes

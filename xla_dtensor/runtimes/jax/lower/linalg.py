@@ -125,8 +125,8 @@ def _householder_product(x: Any, tau: Any) -> Any:
 
 
 @lower(aten.ormqr.default)
-def _ormqr(x: Any, tau: Any, other: Any, left: bool = True, transpose: bool = False) -> Any:
-    return linalg.ormqr(x, tau, other, left=left, transpose=transpose)
+def _ormqr(x: Any, tau: Any, matrix: Any, left: bool = True, transpose: bool = False) -> Any:
+    return linalg.ormqr(x, tau, matrix, left=left, transpose=transpose)
 
 
 # ------------------------------------------------------------------ LU

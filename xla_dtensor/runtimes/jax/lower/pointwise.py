@@ -392,8 +392,8 @@ def _div(x: Any, y: Any, *, rounding_mode: str | None = None, meta: Any) -> Any:
     if rounding_mode is None:
         return divide(x, y)
     if dtype.kind in "iu":
-        whole = jnp.floor_divide if rounding_mode == "floor" else lax.div
-        return whole(*jnp.broadcast_arrays(x, y))
+        integer_divide = jnp.floor_divide if rounding_mode == "floor" else lax.div
+        return integer_divide(*jnp.broadcast_arrays(x, y))
     if rounding_mode == "trunc":
         # torch rounds to half precision first, but by a number: 6 / 0.3 is 20 then, not 19.99.
         return jnp.trunc(

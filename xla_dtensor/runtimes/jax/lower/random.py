@@ -178,7 +178,7 @@ def span() -> tuple[Any, Callable[[Any], None]]:
     """
     mark, keys = _mark(), _keys()
     if mark in keys:
-        return keys[mark], lambda after: None
+        return keys[mark], lambda new_state: None
     keys[mark] = state = _current().read()
     return state, _current().write
 

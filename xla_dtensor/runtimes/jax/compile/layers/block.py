@@ -73,12 +73,12 @@ class Form:
         spec = getattr(tensor, "_spec", None) if payload is not tensor else None
         like = None if spec is None else (type(tensor), spec.mesh, spec.placements, spec.outer_cuts)
         storage = payload._storage
-        kept = pinned and not payload._steps
+        is_pinned = pinned and not payload._steps
         return cls(
             name,
             tuple(tensor.shape),
             tensor.dtype,
-            storage.constraint or storage.sharding if kept else None,
+            storage.constraint or storage.sharding if is_pinned else None,
             tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex()),
             tuple(payload.stride()),
             like,
@@ -94,23 +94,23 @@ class Form:
 
     def over(self, storage: Storage) -> torch.Tensor:
         """Return a tensor of this form over a storage that was made for it."""
-        made = JaxTensor(storage, shape=self.shape, stride=self.stride, dtype=self.dtype)
+        payload = JaxTensor(storage, shape=self.shape, stride=self.stride, dtype=self.dtype)
         if self.like is None:
-            return made
+            return payload
         kind, mesh, placements, outer_cuts = self.like
-        return kind._wrapping(made, mesh, placements, outer_cuts=outer_cuts)
+        return kind._wrapping(payload, mesh, placements, outer_cuts=outer_cuts)
 
     def array_of(self, tensor: torch.Tensor) -> jax.Array:
         """Return the array of a tensor of this form, and tell the trace in progress."""
         payload = inner(tensor)
         assert payload is not None
-        value = payload.raw()
+        array = payload.raw()
         if self.sharding is None:
-            return value
+            return array
         storage = payload._storage
         if storage.sharding is self.sharding and storage.constraint is None:
             return storage.array
-        return place(value, self.sharding)
+        return place(array, self.sharding)
 
     def differs(self, other: Form) -> str | None:
         """Say how `other` cannot take this one's place; None if it can."""
@@ -138,11 +138,11 @@ class Inputs:
 
     def like(self, values: Sequence[Any]) -> Inputs:
         """Return `values`, flat, in this one's roles."""
-        rest = iter(values)
-        carry = [next(rest) for _ in self.carry]
-        rng = next(rest)
-        layer = [next(rest) for _ in self.layer]
-        return Inputs(carry, rng, layer, [next(rest) for _ in self.shared])
+        iterator = iter(values)
+        carry = [next(iterator) for _ in self.carry]
+        rng = next(iterator)
+        layer = [next(iterator) for _ in self.layer]
+        return Inputs(carry, rng, layer, [next(iterator) for _ in self.shared])
 
 
 @dataclass
@@ -230,36 +230,36 @@ class _Tracing:
 
     def run(self, arrays: Sequence[Any], grads: Sequence[Any]) -> Any:
         forms = self._forms
-        given = forms.like(arrays)
-        rng = Storage(given.rng)
-        made = Inputs(
-            [f.wrap(a) for f, a in zip(forms.carry, given.carry, strict=True)],
+        inputs = forms.like(arrays)
+        rng = Storage(inputs.rng)
+        tensors = Inputs(
+            [f.wrap(a) for f, a in zip(forms.carry, inputs.carry, strict=True)],
             None,
-            [f.wrap(a) for f, a in zip(forms.layer, given.layer, strict=True)],
-            [f.wrap(a) for f, a in zip(forms.shared, given.shared, strict=True)],
+            [f.wrap(a) for f, a in zip(forms.layer, inputs.layer, strict=True)],
+            [f.wrap(a) for f, a in zip(forms.shared, inputs.shared, strict=True)],
         )
-        flat = made.flat()
+        flat = tensors.flat()
         trace = jax_trace.active_trace()
         if trace is not None:
             trace.keep_single(p._storage for p in map(inner, flat) if p is not None)
         shielded = _plain_torch(self._with_grad)
-        with shielded, random.using(rng), self._swapped(made.layer):
+        with shielded, random.using(rng), self._swapped(tensors.layer):
             for i in self.wanted:
                 flat[i].requires_grad_(True)
             # A copy, which costs nothing in the end: a block may write to its input.
-            carry = [t.clone() for t in made.carry]
+            carry = [t.clone() for t in tensors.carry]
             with self._around():
-                outputs = list(self._call(carry, made.shared))
+                outputs = list(self._call(carry, tensors.shared))
             self._check_inputs(flat, arrays)
             self.outputs = [_output_form(i, out) for i, out in enumerate(outputs)]
             values = [strong(inner(out).value()) for out in outputs]  # pyright: ignore
-            found = self._gradients(outputs, flat, grads) if self._with_grad else []
-        self.draws = rng.array is not given.rng
-        return values, rng.array, found
+            gradients = self._gradients(outputs, flat, grads) if self._with_grad else []
+        self.draws = rng.array is not inputs.rng
+        return values, rng.array, gradients
 
     def _gradients(self, outputs: Sequence[Any], flat: Sequence[Any], grads: Any) -> list[Any]:
-        wanted = [flat[i] for i in self.wanted]
-        _refuse_other_leaves(outputs, wanted)
+        leaves = [flat[i] for i in self.wanted]
+        _refuse_other_leaves(outputs, leaves)
         pairs = [
             (outputs[i], replace(self.outputs[i], sharding=None).wrap(grad))
             for i, grad in zip(self.grad_of, grads, strict=True)
@@ -369,8 +369,8 @@ def _autocast_off() -> Iterator[None]:
 # ---------------------------------------------------------------------- refusals
 
 
-def _refuse_other_leaves(outputs: Sequence[Any], wanted: Sequence[Any]) -> None:
-    known = {id(tensor) for tensor in wanted}
+def _refuse_other_leaves(outputs: Sequence[Any], leaves: Sequence[Any]) -> None:
+    leaf_ids = {id(tensor) for tensor in leaves}
     waiting = [out.grad_fn for out in outputs if out.grad_fn is not None]
     seen: set[Any] = set()
     while waiting:
@@ -379,7 +379,7 @@ def _refuse_other_leaves(outputs: Sequence[Any], wanted: Sequence[Any]) -> None:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
+        if leaf is not None and id(leaf) not in leaf_ids:
             raise ScanError(
                 f"A block of scan_layers uses a tensor of shape={tuple(leaf.shape)} that requires "
                 "grad and is neither a parameter of it nor an argument. Its gradient would be "

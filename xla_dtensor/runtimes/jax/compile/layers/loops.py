@@ -74,15 +74,15 @@ def forward_loop(plan: Plan) -> Callable[..., Any]:
 
     def forward(carry: Any, rng: Any, columns: Any, shared: Any, consts: Any) -> Any:
         def body(state: Any, layer: Any) -> Any:
-            given = Inputs(state[0], state[1], layer, shared)
-            results, saved = block.forward(consts, given.flat())
-            kept_carry = [c for c, k in zip(given.carry, keep.carry, strict=True) if k]
-            kept_rng = [given.rng] if keep.rng else []
+            inputs = Inputs(state[0], state[1], layer, shared)
+            results, saved = block.forward(consts, inputs.flat())
+            kept_carry = [c for c, k in zip(inputs.carry, keep.carry, strict=True) if k]
+            kept_rng = [inputs.rng] if keep.rng else []
             return (_placed(results[:-1], places), results[-1]), (saved, kept_carry, kept_rng)
 
         start = (_placed([strong(c) for c in carry], places), rng)
-        (outputs, rng), kept = counted_scan(body, start, _stacks_of_columns(plan, columns))
-        return outputs, rng, jax.tree.leaves(kept)
+        (outputs, rng), residuals = counted_scan(body, start, _stacks_of_columns(plan, columns))
+        return outputs, rng, jax.tree.leaves(residuals)
 
     return forward
 
@@ -96,30 +96,32 @@ def _kept(plan: Plan) -> Inputs:
 
 def backward_loop(plan: Plan) -> Callable[..., Any]:
     """Return the backward loop: gradients of carry, of shared tensors and of layers, stacked."""
-    block, keep, wanted = plan.block, _kept(plan), plan.wanted
+    block, keep, grad_mask = plan.block, _kept(plan), plan.wanted
     n_saved = len(block.forward_jaxpr.outvars) - block.n_results
-    shared_forms = [f for f, w in zip(plan.forms.shared, wanted.shared, strict=True) if w]
-    n_carry, n_layer = sum(wanted.carry), sum(wanted.layer)
-    places = [place for place, w in zip(plan.places(), wanted.carry, strict=True) if w]
+    shared_forms = [f for f, w in zip(plan.forms.shared, grad_mask.shared, strict=True) if w]
+    n_carry, n_layer = sum(grad_mask.carry), sum(grad_mask.layer)
+    places = [place for place, w in zip(plan.places(), grad_mask.carry, strict=True) if w]
 
-    def backward(grads: Any, kept: Any, columns: Any, shared: Any, consts: Any) -> Any:
-        def body(state: Any, given: Any) -> Any:
+    def backward(grads: Any, residuals: Any, columns: Any, shared: Any, consts: Any) -> Any:
+        def body(state: Any, layer_inputs: Any) -> Any:
             grads, sums = state
-            layer, of_layer = given
-            rest = iter(of_layer)
-            saved = [next(rest) for _ in range(n_saved)]
-            carry = [next(rest) if k else None for k in keep.carry]
-            rng = next(rest) if keep.rng else None
+            layer, of_layer = layer_inputs
+            iterator = iter(of_layer)
+            saved = [next(iterator) for _ in range(n_saved)]
+            carry = [next(iterator) if k else None for k in keep.carry]
+            rng = next(iterator) if keep.rng else None
             inputs = Inputs(carry, rng, layer, shared).flat()
-            found = block.backward(saved, consts, inputs, grads)
+            gradients = block.backward(saved, consts, inputs, grads)
             ends = (n_carry, n_carry + n_layer)
-            sums = [a + b for a, b in zip(sums, found[ends[1] :], strict=True)]
-            return (_placed(found[: ends[0]], places), sums), found[ends[0] : ends[1]]
+            sums = [a + b for a, b in zip(sums, gradients[ends[1] :], strict=True)]
+            return (_placed(gradients[: ends[0]], places), sums), gradients[ends[0] : ends[1]]
 
         sums = [jnp.zeros(f.aval().shape, f.aval().dtype) for f in shared_forms]
         stacks, grads = _stacks_of_columns(plan, columns), _placed(grads, places)
-        (grads, sums), by_layer = counted_scan(body, (grads, sums), (stacks, kept), reverse=True)
-        forms = [f for f, w in zip(plan.forms.layer, wanted.layer, strict=True) if w]
+        (grads, sums), by_layer = counted_scan(
+            body, (grads, sums), (stacks, residuals), reverse=True
+        )
+        forms = [f for f, w in zip(plan.forms.layer, grad_mask.layer, strict=True) if w]
         return (
             grads,
             sums,
@@ -134,8 +136,8 @@ def backward_loop_of_rows(plan: Plan) -> Callable[..., Any]:
     backward = backward_loop(plan)
     forms = [f for f, w in zip(plan.forms.layer, plan.wanted.layer, strict=True) if w]
 
-    def called(*given: Any) -> Any:
-        grads, sums, stacks = backward(*given)
+    def called(*arguments: Any) -> Any:
+        grads, sums, stacks = backward(*arguments)
         return (
             grads,
             sums,
@@ -153,12 +155,14 @@ def _place_of(form: Form) -> NamedSharding | None:
     """
     if form.like is None:
         return None
-    _, mesh, placements, known = form.like
-    layout = layout_on_span(Layout.from_placements(placements, len(form.shape), mesh.value), known)
+    _, mesh, placements, outer_cuts = form.like
+    layout = layout_on_span(
+        Layout.from_placements(placements, len(form.shape), mesh.value), outer_cuts
+    )
     root = get_runtime().root(layout.mesh)
-    found = named_sharding(layout.op_sharding(root), root, layout.ndim, layout.open_dims)
-    entries = [*found.spec, *(None,) * (len(form.shape) - len(found.spec))]
-    padded = padded_shape(form.shape, found)
+    sharding = named_sharding(layout.op_sharding(root), root, layout.ndim, layout.open_dims)
+    entries = [*sharding.spec, *(None,) * (len(form.shape) - len(sharding.spec))]
+    padded = padded_shape(form.shape, sharding)
     is_partial = any(placement.is_partial() for placement in placements)
     places = [
         PartitionSpec.UNCONSTRAINED if n != m or (is_partial and entry is None) else entry
@@ -166,7 +170,7 @@ def _place_of(form: Form) -> NamedSharding | None:
     ]
     if all(place in (None, PartitionSpec.UNCONSTRAINED) for place in places):
         return None
-    return NamedSharding(found.mesh, PartitionSpec(*places))
+    return NamedSharding(sharding.mesh, PartitionSpec(*places))
 
 
 def _placed(values: Sequence[Any], places: Sequence[NamedSharding | None]) -> list[Any]:

@@ -62,10 +62,10 @@ class NumberRows:
         if key not in self._known:
             own = trace_of(self.vector)
             with x64(), set_current_trace(own):
-                given = [n.rows.vector if isinstance(n, RowNode) else n.value for n in nodes]
-                if any(trace_of(value) not in (None, own) for value in given):
+                arguments = [n.rows.vector if isinstance(n, RowNode) else n.value for n in nodes]
+                if any(trace_of(argument) not in (None, own) for argument in arguments):
                     return None
-                self._known[key] = NumberRows(function(*given)), nodes
+                self._known[key] = NumberRows(function(*arguments)), nodes
         return self._known[key][0]
 
 

@@ -51,12 +51,12 @@ class Policy:
         """
         if not self.names or not trace.wanted:
             return
-        known = names_in(trace)
-        missing = [name for name in self.names if name not in known]
+        names = names_in(trace)
+        missing = [name for name in self.names if name not in names]
         if missing:
             raise ScanError(
                 f"scan_layers was called with remat={self.asked!r}. The block gives no value the "
-                f"name {missing[0]!r}; its names are {sorted(known)}. Name the value in the "
+                f"name {missing[0]!r}; its names are {sorted(names)}. Name the value in the "
                 "block's forward: x = xd.checkpoint_name(x, name)."
             )
 
@@ -75,13 +75,13 @@ def policy_of(remat: Remat) -> Policy:
         return Policy(chosen, names=remat.names, asked=remat.text)
     if remat.kind == "offload":
         _check_host_memory(remat)
-        moved = policies.save_and_offload_only_these_names(
+        policy = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=list(remat.names),
             offload_src="device",
             offload_dst=_HOST,
         )
-        return Policy(moved, names=remat.names, asked=remat.text)
+        return Policy(policy, names=remat.names, asked=remat.text)
     return Policy(
         {
             "none": policies.everything_saveable,
@@ -136,14 +136,14 @@ class _Marking(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
+        output = func(*args, **kwargs)
         if any(returned.alias_info is not None for returned in func._schema.returns):
-            return made  # a view, or what was written to
+            return output  # a view, or what was written to
         # Whole here, these ops are others where torch's own policies were written.
         if any(self._saves(op, args, kwargs) for op in (func, *AS_SEEN.get(func, ()))):
-            for value in leaves(made):
-                _mark(value)
-        return made
+            for leaf in leaves(output):
+                _mark(leaf)
+        return output
 
     def _saves(self, op: Any, args: Any, kwargs: Any) -> bool:
         context = SelectiveCheckpointContext(is_recompute=False)
@@ -153,8 +153,8 @@ class _Marking(TorchDispatchMode):
         return answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
-def _mark(value: Any) -> None:
-    payload = inner(value) if isinstance(value, torch.Tensor) else None
+def _mark(leaf: Any) -> None:
+    payload = inner(leaf) if isinstance(leaf, torch.Tensor) else None
     if payload is not None and not payload._steps:
         storage = payload._storage
         storage.array = checkpoint_name(storage.array, _CHOSEN)

@@ -112,8 +112,8 @@ class TracedStack:
             ones = (1,) * (len(shape) - len(self.row_shape))
             with set_current_trace(trace_of(self.array)):
                 values = self.array.astype(dtype).reshape(len(self), *ones, *self.row_shape)
-                made = TracedStack(jnp.broadcast_to(values, (len(self), *shape)))
-            self._fitted[shape, dtype] = made
+                stack = TracedStack(jnp.broadcast_to(values, (len(self), *shape)))
+            self._fitted[shape, dtype] = stack
         return self._fitted[shape, dtype]
 
 
@@ -187,18 +187,18 @@ def placed_values(storages: Sequence[Storage]) -> list[Any]:
     The rows of a stack are placed as one.
     """
     placed: dict[tuple[TracedStack, Any], list[Any]] = {}
-    found: list[Any] = []
+    values: list[Any] = []
     for storage in storages:
         row: Any = storage.row
         if row is None or row[0].row_shape != storage.shape or storage.constraint is not None:
-            found.append(place(storage.read(), storage.sharding))
+            values.append(place(storage.read(), storage.sharding))
             continue
         stack, lane = row
         key = stack, storage.sharding
         if key not in placed:
             placed[key] = unstack_layers(pinned_stack(stack.array, storage.sharding))
-        found.append(placed[key][lane])
-    return found
+        values.append(placed[key][lane])
+    return values
 
 
 def _may_be_row(storage: Storage, trace: Trace) -> bool:
@@ -240,8 +240,8 @@ class OpOfRows:
     def row(self, lane: int) -> Any:
         """Return what the op makes of one row."""
         self.lanes.add(lane)
-        found = [_wrapped(stack, facts, lane) for stack, facts in self.results]
-        return tuple(found) if self.is_tuple else found[0]
+        rows = [_wrapped(stack, facts, lane) for stack, facts in self.results]
+        return tuple(rows) if self.is_tuple else rows[0]
 
 
 @dataclass
@@ -310,60 +310,65 @@ class Rows:
         # A flag of an op's numbers is one of the step, and none of a row.
         if trace is None or trace.recomputation is not None or are_checked():
             return None
-        given = (*args, *kwargs.values())
-        lane = next((row[1] for row in map(row_of, given) if row is not None), None)
+        arguments = (*args, *kwargs.values())
+        lane = next((row[1] for row in map(row_of, arguments) if row is not None), None)
         if lane is None or torch.Tag.nondeterministic_seeded in func.tags:
             return None
-        operands = [_operand(each, lane) for each in given]
-        known = [each for each in operands if each is not None]
-        of_rows = [each for each in known if each.values is not None]
-        if len(known) < len(given) or len({len(each.values) for each in of_rows}) > 1:
+        operands = [_operand(argument, lane) for argument in arguments]
+        valid_operands = [operand for operand in operands if operand is not None]
+        of_rows = [operand for operand in valid_operands if operand.values is not None]
+        if (
+            len(valid_operands) < len(arguments)
+            or len({len(operand.values) for operand in of_rows}) > 1
+        ):
             return None
-        key = tuple(each.key for each in known), tuple(kwargs)
-        alike = self._ops.setdefault((func, *(id(each.of) for each in of_rows)), [])
-        found = next((each for each in alike if each.key == key), None)
-        if found is None:
-            if any(lane not in each.lanes for each in alike):
+        key = tuple(operand.key for operand in valid_operands), tuple(kwargs)
+        alike = self._ops.setdefault((func, *(id(operand.of) for operand in of_rows)), [])
+        op = next((old_op for old_op in alike if old_op.key == key), None)
+        if op is None:
+            if any(lane not in old_op.lanes for old_op in alike):
                 return None
-            found = _ran(trace, func, key, known, len(args), tuple(kwargs))
-            if found is None:
+            op = _ran(trace, func, key, valid_operands, len(args), tuple(kwargs))
+            if op is None:
                 return None
-            alike.append(found)
-        return found.row(lane)
+            alike.append(op)
+        return op.row(lane)
 
 
-def _operand(value: Any, lane: int) -> _Operand | None:
-    if isinstance(value, JaxTensor):
-        row = row_of(value)
+def _operand(argument: Any, lane: int) -> _Operand | None:
+    if isinstance(argument, JaxTensor):
+        row = row_of(argument)
         if row is None:
-            if value.ndim > 0 or value._storage.manual is not None:
+            if argument.ndim > 0 or argument._storage.manual is not None:
                 return None
             # Another tensor, as this one may be written to.
-            shared = JaxTensor(Storage(value.value()), dtype=value.dtype)
+            shared = JaxTensor(Storage(argument.value()), dtype=argument.dtype)
             return _Operand(("shared", id(shared._storage.array)), shared)
         if row[1] != lane:
             return None
-        shape, stride, dtype = tuple(value.shape), value.stride(), value.dtype
+        shape, stride, dtype = tuple(argument.shape), argument.stride(), argument.dtype
 
         def wrap(row: Any) -> JaxTensor:
             return JaxTensor(Storage(row), shape=shape, stride=stride, dtype=dtype)
 
         return _Operand(("row", id(row[0])), row[0], row[0].array, wrap)
-    if isinstance(value, torch.SymFloat | torch.SymInt):
-        node: Any = value.node
+    if isinstance(argument, torch.SymFloat | torch.SymInt):
+        node: Any = argument.node
         if not isinstance(node, RowNode):
-            return _Operand(("number", node.key()), value)
+            return _Operand(("number", node.key()), argument)
         is_own = node.lane == lane
         vector = node.rows.vector
         return _Operand(("row", id(node.rows)), node.rows, vector, sym_number) if is_own else None
-    if isinstance(value, torch.Tensor):
-        if value.ndim > 0:
+    if isinstance(argument, torch.Tensor):
+        if argument.ndim > 0:
             return None
-        number = numpy_from_torch(value)
-        return _Operand(("constant", value.dtype, number.tobytes()), value)
-    if isinstance(value, list | tuple) and any(isinstance(each, torch.Tensor) for each in value):
+        number = numpy_from_torch(argument)
+        return _Operand(("constant", argument.dtype, number.tobytes()), argument)
+    if isinstance(argument, list | tuple) and any(
+        isinstance(entry, torch.Tensor) for entry in argument
+    ):
         return None
-    return _Operand((type(value), repr(value)), value)
+    return _Operand((type(argument), repr(argument)), argument)
 
 
 def _ran(
@@ -380,17 +385,22 @@ def _ran(
 
     def of_row(values: Sequence[Any]) -> list[Any]:
         nonlocal is_tuple
-        rest = iter(values)
-        given = [each.of if each.wrap is None else each.wrap(next(rest)) for each in operands]
-        made = func(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
-        is_tuple = isinstance(made, tuple | list)
-        made = made if is_tuple else [made]
-        outputs[:] = [(tuple(each.shape), each.stride(), each.dtype) for each in made]
-        return [each.value() for each in made]
+        iterator = iter(values)
+        arguments = [
+            operand.of if operand.wrap is None else operand.wrap(next(iterator))
+            for operand in operands
+        ]
+        tensors = func(*arguments[:num_args], **dict(zip(names, arguments[num_args:], strict=True)))
+        is_tuple = isinstance(tensors, tuple | list)
+        tensors = tensors if is_tuple else [tensors]
+        outputs[:] = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors]
+        return [tensor.value() for tensor in tensors]
 
     latest = trace.latest
     try:
-        values = jax.vmap(of_row)([each.values for each in operands if each.values is not None])
+        values = jax.vmap(of_row)(
+            [operand.values for operand in operands if operand.values is not None]
+        )
     except Exception:  # What fails is run again by itself, and fails there in its own words.
         return None
     finally:

@@ -101,7 +101,7 @@ def _planned(layers: Layers, carry: Any, shared: Any, policy: Policy) -> Plan:
     )
     flat = [form for form in forms.flat() if form is not None]
     with_grad = torch.is_grad_enabled() and any(form.requires_grad for form in flat)
-    given = forms.carry
+    first_carry = forms.carry
     # A layer's output needs a gradient as soon as any parameter does.
     carry_forms = [replace(form, requires_grad=_inexact(form)) for form in forms.carry]
     trace = None
@@ -117,9 +117,9 @@ def _planned(layers: Layers, carry: Any, shared: Any, policy: Policy) -> Plan:
         trace.outputs = [_unlabelled(form) for form in trace.outputs]
     policy.check(trace)
     n_inputs = len(forms.flat())
-    wanted = forms.like([i in trace.wanted for i in range(n_inputs)])
+    grad_mask = forms.like([i in trace.wanted for i in range(n_inputs)])
     block = split(trace, n_inputs, policy.saveable)
-    return Plan(forms, given, len(layers.tensors), trace, block, wanted)
+    return Plan(forms, first_carry, len(layers.tensors), trace, block, grad_mask)
 
 
 def _traced(layers: Layers, forms: Inputs, policy: Policy, *, with_grad: bool) -> BlockTrace:
@@ -148,13 +148,13 @@ def _carry_of(trace: BlockTrace, carry: Sequence[Form]) -> list[Form]:
     outputs = trace.outputs
     if len(outputs) != len(carry):
         _refuse_output(f"{len(outputs)} tensors where it was given {len(carry)}")
-    for given, made in zip(carry, outputs, strict=True):
-        difference = given.differs(made)
+    for carry_form, output_form in zip(carry, outputs, strict=True):
+        difference = carry_form.differs(output_form)
         if difference is not None:
             _refuse_output(f"{difference} was given")
     return [
-        replace(given, like=made.like, stride=made.stride)
-        for given, made in zip(carry, outputs, strict=True)
+        replace(form, like=output.like, stride=output.stride)
+        for form, output in zip(carry, outputs, strict=True)
     ]
 
 
@@ -190,7 +190,7 @@ class _Scan(torch.autograd.Function):
         consts = plan.trace.consts
         state, finish = random.span() if plan.trace.draws else (_NO_RNG, None)
         program = _program("forward", plan, forward_loop(plan))
-        outputs, rng, kept = program(carry, state, layers, shared, consts)
+        outputs, rng, residuals = program(carry, state, layers, shared, consts)
         if finish is not None:
             finish(rng if active_trace() is not None else _local(rng))
         results = tuple(
@@ -200,7 +200,7 @@ class _Scan(torch.autograd.Function):
             ctx.set_materialize_grads(False)
             ctx.plan, ctx.n_inputs, ctx.origin = plan, len(tensors), frames_here()
             # Saved as tensors, so that autograd frees them, and a checkpoint around keeps none.
-            save(ctx, *tensors, *(JaxTensor(Storage(a)) for a in kept))
+            save(ctx, *tensors, *(JaxTensor(Storage(a)) for a in residuals))
         ctx.mark_non_differentiable(*(r for r in results if not _inexact_tensor(r)))
         return results
 
@@ -210,17 +210,17 @@ class _Scan(torch.autograd.Function):
         kept_tensors = saved(ctx)
         with x64():
             _, shared, layers = _arrays(plan, kept_tensors[: ctx.n_inputs])
-            kept = [tensor.raw() for tensor in kept_tensors[ctx.n_inputs :]]
-            given = [_incoming(grads[i], plan.forms.carry[i]) for i in plan.trace.grad_of]
+            residuals = [tensor.raw() for tensor in kept_tensors[ctx.n_inputs :]]
+            grad_arrays = [_incoming(grads[i], plan.forms.carry[i]) for i in plan.trace.grad_of]
             in_step = active_trace() is not None
             loop = backward_loop(plan) if in_step else backward_loop_of_rows(plan)
             program = _program("backward", plan, loop)
             with frames_of(ctx.origin, "backward"):
-                found = program(given, kept, layers, shared, plan.trace.consts)
+                gradients = program(grad_arrays, residuals, layers, shared, plan.trace.consts)
             return (
                 None,
                 *refuse_second(
-                    "scan_layers", kept_tensors[: ctx.n_inputs], *_wrapped_inputs(plan, *found)
+                    "scan_layers", kept_tensors[: ctx.n_inputs], *_wrapped_inputs(plan, *gradients)
                 ),
             )
 
@@ -240,8 +240,8 @@ def _local(rng: Any) -> Any:
 def _arrays(plan: Plan, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any, Any]:
     forms = plan.forms
     n_carry, n_shared = len(forms.carry), len(forms.shared)
-    each = zip((*forms.carry, *forms.shared), tensors, strict=False)
-    arrays = [form.array_of(tensor) for form, tensor in each]
+    pairs = zip((*forms.carry, *forms.shared), tensors, strict=False)
+    arrays = [form.array_of(tensor) for form, tensor in pairs]
     of_layers = tensors[n_carry + n_shared :]
     columns = [
         _column(form, of_layers[i :: len(forms.layer)]) for i, form in enumerate(forms.layer)
@@ -270,20 +270,20 @@ def _incoming(grad: torch.Tensor | None, form: Form) -> Any:
 
 def _wrapped_inputs(plan: Plan, carry: Any, shared: Any, layers: Any) -> list[Any]:
     """Return a gradient or None for each input of the Function, in their order."""
-    forms, wanted = plan.forms, plan.wanted
+    forms, grad_mask = plan.forms, plan.wanted
 
-    def of(forms: Sequence[Form], wanted: Sequence[bool], arrays: Sequence[Any]) -> list[Any]:
-        rest = iter(arrays)
-        return [f.wrap(next(rest)) if w else None for f, w in zip(forms, wanted, strict=True)]
+    def of(forms: Sequence[Form], flags: Sequence[bool], arrays: Sequence[Any]) -> list[Any]:
+        iterator = iter(arrays)
+        return [f.wrap(next(iterator)) if w else None for f, w in zip(forms, flags, strict=True)]
 
     stacks = iter(layers)
     columns = [
         _rows(next(stacks), form, plan.n_layers) if w else [None] * plan.n_layers
-        for form, w in zip(forms.layer, wanted.layer, strict=True)
+        for form, w in zip(forms.layer, grad_mask.layer, strict=True)
     ]
     return [
-        *of(forms.carry, wanted.carry, carry),
-        *of(forms.shared, wanted.shared, shared),
+        *of(forms.carry, grad_mask.carry, carry),
+        *of(forms.shared, grad_mask.shared, shared),
         *(column[i] for i in range(plan.n_layers) for column in columns),
     ]
 

@@ -92,7 +92,7 @@ class Holding:
 
     def divided(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Divide what belongs to the arguments: those that stay the caller's, those donated."""
-        stay = [each for place, each in enumerate(arguments) if place not in self.donated]
+        stay = [argument for place, argument in enumerate(arguments) if place not in self.donated]
         return stay, [arguments[place] for place in self.donated]
 
 
@@ -130,16 +130,18 @@ def _stacked(jaxpr: Any, holding: Holding) -> Iterator[Slot]:
         for variable, place in holding.constants(jaxpr)
         if place is not None and often[place] == 1 and holding.kinds[place] is not None
     }
-    taken: set[int] = set()
+    places: set[int] = set()
     for equation in jaxpr.eqns:
         if equation.primitive is not stack_p or len(equation.invars) < 2:
             continue
-        found = [None if isinstance(v, Literal) else place_of.get(v) for v in equation.invars]
-        slot = tuple(place for place in found if place is not None)
+        operand_places = [
+            None if isinstance(v, Literal) else place_of.get(v) for v in equation.invars
+        ]
+        slot = tuple(place for place in operand_places if place is not None)
         kinds = {holding.kinds[place] for place in slot}
-        is_new = len(set(slot)) == len(slot) and taken.isdisjoint(slot)
-        if len(slot) == len(found) and len(kinds) == 1 and is_new:
-            taken.update(slot)
+        is_new = len(set(slot)) == len(slot) and places.isdisjoint(slot)
+        if len(slot) == len(operand_places) and len(kinds) == 1 and is_new:
+            places.update(slot)
             yield slot
 
 
@@ -156,11 +158,11 @@ class _Rows:
 
     def stack(self, variables: Sequence[Any]) -> Any | None:
         """Return the stack whose rows these are, all of them and in this order; None for none."""
-        found = [None if isinstance(v, Literal) else self._of.get(v) for v in variables]
-        if found[0] is None or found[0][2] != len(found):
+        origins = [None if isinstance(v, Literal) else self._of.get(v) for v in variables]
+        if origins[0] is None or origins[0][2] != len(origins):
             return None
-        stack = found[0][0]
-        is_whole = all(each == (stack, lane, len(found)) for lane, each in enumerate(found))
+        stack = origins[0][0]
+        is_whole = all(origin == (stack, lane, len(origins)) for lane, origin in enumerate(origins))
         return stack if is_whole else None
 
     def all_of(self, variables: Sequence[Any]) -> list[Slot]:
@@ -177,8 +179,8 @@ class _Rows:
 
 
 def _with_singles(slots: Sequence[Slot], count: int) -> tuple[Slot, ...]:
-    taken = {place for slot in slots for place in slot}
-    return tuple(sorted([*slots, *((place,) for place in range(count) if place not in taken)]))
+    places = {place for slot in slots for place in slot}
+    return tuple(sorted([*slots, *((place,) for place in range(count) if place not in places)]))
 
 
 def stacked_types(slots: Sequence[Slot], held: Sequence[Any]) -> list[Any]:
@@ -221,8 +223,8 @@ def program_of(jaxpr: Any, *, holding: Holding, slots: Slots) -> Callable[..., A
         state_in: Any, read_in: Any, constants_in: Any, arguments_in: Any, donated_in: Any
     ) -> Any:
         constants = holding.constants(jaxpr)
-        rest = iter(constants_in)
-        values = {variable: next(rest) for variable, place in constants if place is None}
+        arrays = iter(constants_in)
+        values = {variable: next(arrays) for variable, place in constants if place is None}
         stay, donated = holding.divided(jaxpr.invars[len(constants) :])
         values |= zip(stay, arguments_in, strict=True)
         values |= zip(donated, donated_in, strict=True)
@@ -246,8 +248,8 @@ def program_of(jaxpr: Any, *, holding: Holding, slots: Slots) -> Callable[..., A
             return variable.val if isinstance(variable, Literal) else values[variable]
 
         def out(variables: Sequence[Any], slots: Sequence[Slot]) -> list[Any]:
-            found = ([variables[place] for place in slot] for slot in slots)
-            return [value(v[0] if len(v) == 1 else rows.stack(v)) for v in found]
+            groups = ([variables[place] for place in slot] for slot in slots)
+            return [value(v[0] if len(v) == 1 else rows.stack(v)) for v in groups]
 
         results, state, lasting, written = holding.ends(jaxpr.outvars)
         ends = (
@@ -278,13 +280,13 @@ def _unless_flagged(ends: Any, holding: Holding, state: Any, arguments: Any) -> 
 def _run(jaxpr: Any, values: dict[Any, Any], stacks: Mapping[tuple[Any, ...], Any]) -> None:
     """Run a trace; what it stacks that came in as a stack is that one."""
     for equation in jaxpr.eqns:
-        given = tuple(equation.invars)
-        if equation.primitive is stack_p and given in stacks:
-            values[equation.outvars[0]] = stacks[given]
+        operands = tuple(equation.invars)
+        if equation.primitive is stack_p and operands in stacks:
+            values[equation.outvars[0]] = stacks[operands]
             continue
-        arrays = [v.val if isinstance(v, Literal) else values[v] for v in given]
+        arrays = [v.val if isinstance(v, Literal) else values[v] for v in operands]
         parameters = equation.primitive.get_bind_params(equation.params)
         with frames_of_equation(equation), equation.ctx.manager:
-            found = equation.primitive.bind(*arrays, **parameters)
-        found = found if equation.primitive.multiple_results else [found]
-        values |= zip(equation.outvars, found, strict=True)
+            outputs = equation.primitive.bind(*arrays, **parameters)
+        outputs = outputs if equation.primitive.multiple_results else [outputs]
+        values |= zip(equation.outvars, outputs, strict=True)

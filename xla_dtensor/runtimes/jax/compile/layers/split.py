@@ -49,8 +49,8 @@ class SplitBlock:
 
     def forward(self, consts: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return the outputs with the rng state, and the saved values."""
-        found = jax.core.eval_jaxpr(self.forward_jaxpr, (), *consts, *inputs)
-        return found[: self.n_results], found[self.n_results :]
+        values = jax.core.eval_jaxpr(self.forward_jaxpr, (), *consts, *inputs)
+        return values[: self.n_results], values[self.n_results :]
 
     def backward(
         self,
@@ -60,9 +60,9 @@ class SplitBlock:
         grads: Sequence[Any],
     ) -> list[Any]:
         """Return the gradients; inputs that are not used may be anything."""
-        given = zip((*consts, *inputs, *grads), self.used, strict=True)
-        kept = [value for value, used in given if used]
-        return jax.core.eval_jaxpr(self.backward_jaxpr, (), *saved, *kept)
+        pairs = zip((*consts, *inputs, *grads), self.used, strict=True)
+        operands = [value for value, used in pairs if used]
+        return jax.core.eval_jaxpr(self.backward_jaxpr, (), *saved, *operands)
 
     @cached_property
     def text(self) -> tuple[Any, ...]:
@@ -83,14 +83,14 @@ def split(trace: BlockTrace, n_inputs: int, policy: SavePolicy) -> SplitBlock:
     jaxpr = inputs_only(trace.jaxpr)
     n_consts, n_grads, n_results = len(trace.consts), len(trace.grad_of), len(trace.outputs) + 1
     if not trace.wanted:
-        kept = [True] * n_results + [False] * (len(jaxpr.outvars) - n_results)
-        forward, _ = dce_jaxpr(jaxpr, kept, instantiate=True)
+        is_result = [True] * n_results + [False] * (len(jaxpr.outvars) - n_results)
+        forward, _ = dce_jaxpr(jaxpr, is_result, instantiate=True)
         return SplitBlock(forward, None, (), n_results)
     unknown = [False] * (n_consts + n_inputs) + [True] * n_grads
-    wanted = [False] * n_results + [True] * len(trace.wanted)
-    parts = partial_evaluation(jaxpr, unknown, wanted, _recomputing_random(policy))
-    asked = [w for w, there in zip(wanted, parts.is_staged, strict=True) if there]
-    backward, used = dce_jaxpr(parts.staged, asked, instantiate=False)
+    is_gradient = [False] * n_results + [True] * len(trace.wanted)
+    parts = partial_evaluation(jaxpr, unknown, is_gradient, _recomputing_random(policy))
+    used_outputs = [w for w, there in zip(is_gradient, parts.is_staged, strict=True) if there]
+    backward, used = dce_jaxpr(parts.staged, used_outputs, instantiate=False)
     saved = used[: parts.num_saved]
     forward, _ = dce_jaxpr(parts.known, [True] * n_results + list(saved), instantiate=True)
     return SplitBlock(forward, backward, tuple(used[parts.num_saved :]), n_results)

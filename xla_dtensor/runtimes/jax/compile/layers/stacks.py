@@ -118,11 +118,11 @@ def give_stack(array: jax.Array, storages: Sequence[Storage | None]) -> None:
 
     Where XLA has sharded its rows over devices, each storage is given an array of its own.
     """
-    lies = array.sharding
-    if isinstance(lies, NamedSharding) and tuple(lies.spec)[:1] in ((), (None,)):
-        Stack(array, storages, row_sharding(lies))
-    elif isinstance(lies, SingleDeviceSharding):
-        Stack(array, storages, lies)
+    sharding = array.sharding
+    if isinstance(sharding, NamedSharding) and tuple(sharding.spec)[:1] in ((), (None,)):
+        Stack(array, storages, row_sharding(sharding))
+    elif isinstance(sharding, SingleDeviceSharding):
+        Stack(array, storages, sharding)
     else:
         for storage, row in zip(storages, unstack_layers(array), strict=True):
             if storage is not None:
@@ -131,13 +131,13 @@ def give_stack(array: jax.Array, storages: Sequence[Storage | None]) -> None:
 
 def all_rows() -> list[tuple[Storage, Stack, int]]:
     """Return every storage that is a row, with its stack and its lane."""
-    found: list[tuple[Storage, Stack, int]] = []
+    rows: list[tuple[Storage, Stack, int]] = []
     for stack in list(_stacks):
         for lane, reference in enumerate(stack._rows):
             storage = None if reference is None else reference()
             if storage is not None and storage.row == (stack, lane):
-                found.append((storage, stack, lane))
-    return found
+                rows.append((storage, stack, lane))
+    return rows
 
 
 # ---------------------------------------------------------------------- the arrays
@@ -151,7 +151,7 @@ def _stacked(arrays: Sequence[jax.Array], sharding: Any) -> jax.Array:
     shape = (len(arrays), *first.shape)
     if not _is_here(sharding):
         tiles = zip(*map(_tiles, arrays), strict=True)
-        return _of_tiles(shape, stack_sharding(sharding), [jnp.stack(each) for each in tiles])
+        return _of_tiles(shape, stack_sharding(sharding), [jnp.stack(group) for group in tiles])
     stack = _maker(sharding, shape, first.dtype)()
     for lane, array in enumerate(arrays):
         stack = _writer(sharding)(stack, array, np.int32(lane))

@@ -78,7 +78,7 @@ class Watch:
             return payload._storage in trace.captured or payload._storage in aliases
 
         self.inputs.settle()
-        by_name = {id(each.found): each.moving for each in moving}
+        by_name = {id(moving_tensor.found): moving_tensor.moving for moving_tensor in moving}
         instead = {**self.inputs.lifted(), **by_name}
         assert self.recording is not None
         self.guards = self.recording.guards()
@@ -109,7 +109,7 @@ def _clipping_rows() -> Iterator[None]:
     usual = names[_ASKS_FOR_LISTS]
 
     def may_take_lists(tensors: list[torch.Tensor], device: torch.device) -> bool:
-        return usual(tensors, device) or any(row_of(each) is not None for each in tensors)
+        return usual(tensors, device) or any(row_of(tensor) is not None for tensor in tensors)
 
     names[_ASKS_FOR_LISTS] = may_take_lists
     try:
