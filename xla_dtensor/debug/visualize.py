@@ -135,9 +135,9 @@ def sharding_picture(
         return _of_layout(_layout(sharding, inner_mesh, shape), shape)
     raise ArgumentTypeError(
         f"A picture was asked for, of an object of type={type(sharding).__name__}"
-        f"{'' if inner_mesh is not None else ', without a mesh'}. That does not say how a tensor lies. "
-        "Pass a DTensor, placements or a partition spec with mesh=, a Layout, XLA's text, or a "
-        "report with name=."
+        f"{'' if inner_mesh is not None else ', without a mesh'}. That does not say how a tensor "
+        "lies. Pass a DTensor, placements or a partition spec with mesh=, a Layout, XLA's text, or "
+        "a report with name=."
     )
 
 

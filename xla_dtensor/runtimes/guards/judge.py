@@ -69,23 +69,23 @@ class Judge:
             return tuple(map(self.forget, value))
         return value
 
-    def now_expected(self, found: Any, now: Any) -> Any:
-        """Return what a later call has to find where `now` was accepted in place of `found`."""
-        return found if isinstance(found, TensorLike | Moving) else now
+    def now_expected(self, expected: Any, actual: Any) -> Any:
+        """Return what a later call has to find where `actual` was accepted for `expected`."""
+        return expected if isinstance(expected, TensorLike | Moving) else actual
 
-    def accepts(self, found: Any, now: Any, depth: int = _DEPTH) -> bool:
-        """Tell whether `now` may stand where the trace found `found`."""
-        if found is now:
+    def accepts(self, expected: Any, actual: Any, depth: int = _DEPTH) -> bool:
+        """Tell whether `actual` may stand where the trace found `expected`."""
+        if expected is actual:
             return True
-        if isinstance(found, Moving):
-            return found.takes(now)
-        if isinstance(found, TensorLike):
-            return isinstance(now, torch.Tensor) and found == TensorLike.of(now)
-        if type(found) is not type(now) or depth == 0:
+        if isinstance(expected, Moving):
+            return expected.takes(actual)
+        if isinstance(expected, TensorLike):
+            return isinstance(actual, torch.Tensor) and expected == TensorLike.of(actual)
+        if type(expected) is not type(actual) or depth == 0:
             return False
-        if is_plain(found):
-            return is_equal(found, now)
-        return self._accepts_object(found, now, depth - 1)
+        if is_plain(expected):
+            return is_equal(expected, actual)
+        return self._accepts_object(expected, actual, depth - 1)
 
     def _accepts_object(self, expected: Any, actual: Any, depth: int) -> bool:
         kind = type(expected)

@@ -363,6 +363,14 @@ def test_a_plain_tensor_argument_is_an_input(mesh: DeviceMesh) -> None:
     assert step.stats()["traces"] == 1
 
 
+def test_a_keyword_may_have_the_name_of_an_argument_that_is_not_read(mesh: DeviceMesh) -> None:
+    def step(x: Any, /, **others: torch.Tensor) -> torch.Tensor:
+        return sum(others.values(), torch.zeros(8, 8))
+
+    x = distribute_tensor(torch.ones(8, 8), mesh, ("dp", "tp"))
+    assert torch.equal(xla_compile(step)(x, x=2 * x, y=x).full_tensor(), torch.full((8, 8), 3.0))
+
+
 def test_programs_that_no_call_fits_are_let_go(tmp_path: Path, mesh: DeviceMesh) -> None:
     """A number in a closure that changes on every call; what is kept can be saved and loaded."""
     x = distribute_tensor(torch.ones(8), mesh, ("dp",))

@@ -502,6 +502,8 @@ def keep_product_orders(lowered: Any) -> int:
         if all(mesh.num_axes < MIN_AXES for mesh in meshes.values()):
             return 0
         products = numbered(module, (_DOT, _CONVOLUTION))
+        if not products:
+            return 0
         constrained: set[int] = set()
         while cuts_by_number := _cuts_to_constrain(products, propagated(module), meshes):
             for number, cuts in cuts_by_number.items():

@@ -311,7 +311,7 @@ class OptimizerInputs:
             names[name] = function
 
     def _tensor(self, group: dict[str, Any], name: str) -> torch.Tensor:
-        """Return what stands for a rate that is a tensor on the host, whichever is there."""
+        """Return what stands for a number that is a tensor on the host, whichever is there."""
         key = (id(group), name)
         if key not in self._numbers:
             tensor = group[name]

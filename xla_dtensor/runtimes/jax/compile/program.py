@@ -512,7 +512,8 @@ class Program:
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """Let Ctrl-C wait: a program's state is in its results until they are put where they belong."""
-    if threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is None:  # one that C code has put there
         yield
         return
     signals: list[Any] = []

@@ -81,7 +81,7 @@ def name_in_job(step: Callable[..., Any]) -> str:
     """Return what a step is called in all processes: by its name, and as the how many-th of it."""
     name = name_of_step(step)
     _steps[name] += 1
-    return name if _steps[name] == 1 else f"{name} (the {_steps[name]}th of this name)"
+    return name if _steps[name] == 1 else f"{name} (number {_steps[name]} of this name)"
 
 
 def note_trace(name: str, number: int, why: str, before: Program | None) -> None:

@@ -168,11 +168,11 @@ class JaxCompiledStep(CompiledStep):
         return verification(self._step, call, self._kept, trace_args)
 
     def _check(self, program: Program, leaves: Sequence[Any]) -> None:
-        def asked() -> tuple[AskedFor, ...]:
+        def requests() -> tuple[AskedFor, ...]:
             return asked_for(program.blueprint.jaxpr)
 
         name = getattr(self._step, "__qualname__", type(self._step).__name__)
-        check(lambda: ProgramToCheck(name, program.executable.as_text, asked, leaves))
+        check(lambda: ProgramToCheck(name, program.executable.as_text, requests, leaves))
 
     def hlo(self) -> str:
         return self._called().executable.as_text()

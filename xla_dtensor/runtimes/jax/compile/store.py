@@ -119,7 +119,9 @@ class Executables:
             with zipfile.ZipFile(path) as archive:
                 index = json.loads(archive.read(_INDEX))
                 payloads = {n: archive.read(n) for n in archive.namelist() if n != _INDEX}
-        except (zipfile.BadZipFile, KeyError, json.JSONDecodeError) as error:
+                if not isinstance(index, dict):
+                    raise zipfile.BadZipFile("the index is no table")
+        except (zipfile.BadZipFile, KeyError, ValueError) as error:
             raise CompileError(
                 f"Programs were to be loaded from path={os.fspath(path)!r}. The file was not "
                 "written by a compiled step's save(), or not completely. Pass one that was."

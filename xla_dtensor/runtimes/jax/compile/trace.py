@@ -242,7 +242,9 @@ def unread_arguments(step: Callable[..., Any]) -> frozenset[int | str]:
         name: place - bound for place, name in enumerate(code.co_varnames[: code.co_argcount])
     }
     unread = [name for name in names[bound:] if name not in read]
-    return frozenset([*unread, *(places[name] for name in unread if name in places)])
+    # A keyword argument may have the name of a positional-only one.
+    by_name = set(unread).difference(code.co_varnames[: code.co_posonlyargcount])
+    return frozenset([*by_name, *(places[name] for name in unread if name in places)])
 
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:

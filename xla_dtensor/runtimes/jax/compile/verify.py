@@ -249,7 +249,10 @@ class _Constant:
         return 0
 
     def __str__(self) -> str:
-        array = _local(self._value)[0]
+        shards = _local(self._value)
+        if not shards:
+            return "a constant of other processes"
+        array = shards[0]
         if array.ndim == 0:
             return str(array[()])
         return np.array2string(array, threshold=8, edgeitems=3).replace("\n", "")
@@ -429,8 +432,11 @@ def _shape_of(equation: Any) -> Hashable:
 
 
 def _is_same_array(a: Any, b: Any) -> bool:
-    pairs = zip(_local(a), _local(b), strict=False)
-    return all((x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes()) for x, y in pairs)
+    return _contents(a) == _contents(b)
+
+
+def _contents(constant: Any) -> list[tuple[Any, ...]]:
+    return [(shard.dtype, shard.shape, shard.tobytes()) for shard in _local(constant)]
 
 
 def _local(constant: Any) -> list[np.ndarray[Any, Any]]:

@@ -365,7 +365,7 @@ def _operand(argument: Any, lane: int) -> _Operand | None:
         number = numpy_from_torch(argument)
         return _Operand(("constant", argument.dtype, number.tobytes()), argument)
     if isinstance(argument, list | tuple) and any(
-        isinstance(entry, torch.Tensor) for entry in argument
+        isinstance(entry, torch.Tensor | torch.SymFloat | torch.SymInt) for entry in argument
     ):
         return None
     return _Operand((type(argument), repr(argument)), argument)

@@ -244,19 +244,19 @@ def program_of(jaxpr: Any, *, holding: Holding, slots: Slots) -> Callable[..., A
                 values |= zip(variables, rows_in, strict=True)
         _run(jaxpr, values, stacks)
 
-        def value(variable: Any) -> Any:
+        def read(variable: Any) -> Any:
             return variable.val if isinstance(variable, Literal) else values[variable]
 
         def out(variables: Sequence[Any], slots: Sequence[Slot]) -> list[Any]:
             groups = ([variables[place] for place in slot] for slot in slots)
-            return [value(v[0] if len(v) == 1 else rows.stack(v)) for v in groups]
+            return [read(v[0] if len(v) == 1 else rows.stack(v)) for v in groups]
 
         results, state, lasting, written = holding.ends(jaxpr.outvars)
         ends = (
-            [value(v) for v in results],
+            [read(v) for v in results],
             out(state, slots.state),
             out(lasting, slots.lasting),
-            [value(v) for v in written],
+            [read(v) for v in written],
         )
         if not holding.num_flags:
             return ends
@@ -271,10 +271,10 @@ def _unless_flagged(ends: Any, holding: Holding, state: Any, arguments: Any) -> 
     results, new_state, lasting, written = ends
     is_up = is_flagged(results[: holding.num_flags])
 
-    def kept(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+    def selected(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
         return [lax.select_n(is_up, n, o) for o, n in zip(old, new, strict=True)]
 
-    return results, kept(state, new_state), lasting, kept(arguments, written)
+    return results, selected(state, new_state), lasting, selected(arguments, written)
 
 
 def _run(jaxpr: Any, values: dict[Any, Any], stacks: Mapping[tuple[Any, ...], Any]) -> None:
