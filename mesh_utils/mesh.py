@@ -715,14 +715,12 @@ class Mesh:
                     f"Pass an integer from 0 to {size - 1}."
                 )
         if len(indices) == self.ndim:
-            place = ", ".join(f"{axis}={coordinate}" for axis, coordinate in pairs)
+            text = ", ".join(f"{axis}={coordinate}" for axis, coordinate in pairs)
             raise MeshError(
-                f"A slice at {place} was asked for. It leaves none of the axes {self.axes_text()}. "
+                f"A slice at {text} was asked for. It leaves none of the axes {self.axes_text()}. "
                 "Leave one axis out, or index device_ids to get one device."
             )
-        fixed = {
-            index: int(coordinate) for index, (_, coordinate) in zip(indices, pairs, strict=True)
-        }
+        fixed = {index: int(place) for index, (_, place) in zip(indices, pairs, strict=True)}
         return self._cut([index for index in range(self.ndim) if index not in fixed], fixed)
 
     @overload
