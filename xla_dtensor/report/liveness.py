@@ -151,7 +151,7 @@ class ValueFlow:
         return len(self.values) - 1
 
     def _walk(self, computation: Computation, arguments: list[_Node] | None) -> _Node:
-        """Follows one computation; `given` are its arguments, None those of the program."""
+        """Follows one computation; with `arguments` None, the program itself."""
         if computation.name in self._open:
             raise HloError(
                 f"A program was read in which computation={computation.name!r} calls itself. HLO "
