@@ -162,6 +162,28 @@ def test_parameters_of_all_kinds_are_one_group(mesh: xd.DeviceMesh, name: str) -
     assert compiled.stats()["traces"] == 1
 
 
+class OfAnotherLibrary(optim.Optimizer):
+    """What it does with `foreach` is its own: here nothing that works."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "foreach": None})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if group["foreach"]:
+                raise NotImplementedError
+            for parameter in group["params"]:
+                parameter.sub_(group["lr"] * parameter.grad)
+
+
+@pytest.mark.only_on("jax")
+def test_another_librarys_optimizer_keeps_its_form(mesh: xd.DeviceMesh) -> None:
+    losses, _, _ = trained(mesh, OfAnotherLibrary, decaying)
+    wanted, _ = trained_plainly(OfAnotherLibrary, decaying)
+    assert losses == pytest.approx(wanted, abs=1e-6)
+
+
 @pytest.mark.thorough
 @pytest.mark.only_on("jax")
 @pytest.mark.parametrize("name", CASES)

@@ -287,7 +287,8 @@ class OptimizerInputs:
             self._lend(group, "foreach", False)  # for the same reason, for some of them
             return
         self._gather(group["params"], states)
-        if _may_take_lists(group, states):
+        # What another library's does with `foreach` is its own.
+        if _is_torchs(inspect.unwrap(type(optimizer).step)) and _may_take_lists(group, states):
             self._lend(group, "foreach", True)
 
     def _lend(self, group: dict[str, Any], name: str, value: Any) -> None:
@@ -365,8 +366,7 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     dampening is what comes of zeros: 0.9 * 0 + g.
     """
     make: Any = getattr(optimizer, "_init_group", None)
-    is_torchs = str(getattr(make, "__module__", "")).startswith("torch.optim.")
-    for group in optimizer.param_groups if is_torchs else ():
+    for group in optimizer.param_groups if _is_torchs(make) else ():
         graded = [p for p in group["params"] if p.grad is not None and not optimizer.state.get(p)]
         if not graded or any(map(_is_traced_value, graded)):
             continue
@@ -376,6 +376,10 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
             is_plain_sgd = isinstance(optimizer, torch.optim.SGD) and not group["dampening"]
             for parameter in graded if is_plain_sgd and group["momentum"] else ():
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _is_torchs(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("torch.optim.")
 
 
 def _is_traced_value(parameter: torch.Tensor) -> bool:
