@@ -97,8 +97,8 @@ def _parts() -> Iterator[Part]:
     )
     examples = "--hypothesis-profile=thorough"
     yield _tests("contract-examples", MAIN, f"hypothesis and {CONTRACT}", examples)
-    for i in range(1, 13):
-        yield _tests(f"thorough-{i}", MAIN, THOROUGH, examples, f"--part={i}/12")
+    for i in range(1, 17):
+        yield _tests(f"thorough-{i}", MAIN, THOROUGH, examples, f"--part={i}/16")
     for i in range(1, 4):
         marks = f"on_runtime and {THOROUGH}"
         yield _tests(
