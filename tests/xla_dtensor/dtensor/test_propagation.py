@@ -220,13 +220,14 @@ def test_what_is_cut_alike_stays_so_as_torch_says(
     ),
     st.lists(st.tuples(PLACEMENT, PLACEMENT), min_size=1, max_size=2),
     st.lists(BESIDE, min_size=2, max_size=2),
+    st.lists(st.integers(0, 1), min_size=1, max_size=4),
 )
-def test_what_is_cut_alike_in_lists_stays_so_as_torch_says(
-    mesh: xd.DeviceMesh, func: Any, labels: list[Any], beside: list[Any]
+def test_tensors_of_one_kind_in_lists_lie_as_torch_says(
+    mesh: xd.DeviceMesh, func: Any, labels: list[Any], beside: list[Any], order: list[int]
 ) -> None:
     lists = [a for a in func._schema.arguments if str(a.type) == "List[Tensor]"]
     args = [
-        [described(*(each or (label, SHAPE))) for label in labels]
+        [described(*(each or (labels[place % len(labels)], SHAPE))) for place in order]
         for each in [None, *beside][: len(lists)]
     ]
     if all(label == (R, R) for each in args for label, *_ in each):
@@ -273,8 +274,6 @@ def test_torch_is_not_asked_about_what_is_cut_alike(
         Shard(1),
     )
     assert propagate(aten.zeros_like.default, (x,), {}, mesh) == (Shard(0), Shard(1))
-    lists = [[x, whole], [x, whole]]
-    assert propagate(aten._foreach_add.List, lists, {}, mesh) == [(Shard(0), Shard(1)), (R, R)]
     for label, shape in [((Shard(0), R), (3, 8)), ((Shard(0), P), (8, 8))]:  # uneven; a part
         assert propagation._shared_cuts(aten.neg.default, [described(label, shape)], mesh) is None
 
