@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.contract import is_thorough, mark_thorough
+from tests.contract import mark_thorough
 from tests.hosts import QUICK_COMPILER, Hosts
 
 if TYPE_CHECKING:
@@ -66,13 +66,6 @@ def pytest_configure(config: pytest.Config) -> None:
         flags.append(f"--xla_force_host_platform_device_count={NUM_DEVICES}")
     given = os.environ.get("XLA_FLAGS", "").split()  # the last one of a name counts
     os.environ["XLA_FLAGS"] = " ".join([*(flag for flag in flags if flag not in given), *given])
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files of which the contract has no test: importing them takes half the time."""
-    is_contract = "not thorough" in str(config.getoption("-m"))
-    is_test = collection_path.match("test_*.py")
-    return True if is_contract and is_test and is_thorough(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

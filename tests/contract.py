@@ -34,7 +34,6 @@ __all__ = [
     "SLOW_TESTS",
     "THOROUGH_FOLDERS",
     "WITHOUT_TORCH",
-    "is_thorough",
     "mark_thorough",
     "private_imports",
     "slow_tests",
@@ -73,7 +72,7 @@ def mark_thorough(items: list[pytest.Item]) -> None:
         reasons = [str(mark.kwargs.get("reason")) for mark in item.iter_markers("skipif")]
         has_libtpu = any(reason.startswith("libtpu") for reason in reasons)
         is_slow = item.nodeid in slow
-        if is_slow or has_several_processes or has_libtpu or is_thorough(item.path):
+        if is_slow or has_several_processes or has_libtpu or _is_thorough(item.path):
             item.add_marker(pytest.mark.thorough)
 
 
@@ -84,8 +83,7 @@ def slow_tests() -> frozenset[str]:
 
 
 @cache
-def is_thorough(file: Path) -> bool:
-    """Tell whether no test of a file is of the contract, for where it lies or what it imports."""
+def _is_thorough(file: Path) -> bool:
     in_folder = file.relative_to(_TESTS).parts[0] in THOROUGH_FOLDERS
     return in_folder or bool(private_imports(file))
 

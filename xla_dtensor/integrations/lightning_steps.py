@@ -351,7 +351,7 @@ class Steps:
         return output
 
     def _compiled(self, step: Callable[..., Any], at: int | None) -> CompiledStep:
-        def training_step(args: list[Any], *settings: Any) -> tuple[Any, list[tuple[Any, ...]]]:
+        def step_with_logs(args: list[Any], *settings: Any) -> tuple[Any, list[tuple[Any, ...]]]:
             self._log_calls.kept = calls = []
             number = [] if at is None else [self._batch_idx]
             output = step([*args[:at], *number, *args[at:]] if number else args, *settings)
@@ -359,7 +359,7 @@ class Steps:
             self._log_calls.kept = []
             return output, calls
 
-        return compile_step(training_step)
+        return compile_step(step_with_logs)
 
     def _check_traces(self, hook: str, program: CompiledStep) -> None:
         if hook in self._warned:

@@ -278,6 +278,23 @@ def test_torch_is_not_asked_about_what_is_cut_alike(
         assert propagation._shared_cuts(aten.neg.default, [described(label, shape)], mesh) is None
 
 
+def test_torch_is_asked_once_for_each_kind_of_tensor_in_a_list(
+    mesh: xd.DeviceMesh, empty_cache: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    from_propagator = propagation._from_propagator
+
+    def counted(func: Any, args: Any, *others: Any) -> Any:
+        asked.append(len(args[0]))
+        return from_propagator(func, args, *others)
+
+    monkeypatch.setattr(propagation, "_from_propagator", counted)
+    x, whole = make(mesh, (8, 8), Shard(0), Shard(1)), make(mesh, (8, 8), R, R)
+    labels = propagate(aten._foreach_sqrt.default, ([x, whole, x, x],), {}, mesh)
+    assert labels == [(Shard(0), Shard(1)), (R, R), (Shard(0), Shard(1)), (Shard(0), Shard(1))]
+    assert asked == [2]
+
+
 @pytest.mark.parametrize(("transposed", "groups"), [(False, 2), (False, 8), (True, 1)])
 def test_other_convolutions_are_torchs_to_label(transposed: bool, groups: int) -> None:
     image, kernel = ((Shard(0), R), (16, 8, 4, 4)), ((R, R), (8, 8, 3, 3))

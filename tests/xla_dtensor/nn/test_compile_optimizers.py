@@ -116,15 +116,19 @@ def trained_plainly(make: Make, schedule: Make) -> tuple[list[float], list[torch
     return losses, list(model.parameters())
 
 
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+
+
 # All of one group, which one call of an op treats together.
 KINDS: dict[str, Any] = {
-    "both axes": (torch.randn(8, 8), [Shard(0), Shard(1)]),
-    "of half": (torch.randn(8, 4).bfloat16(), [Replicate(), Shard(0)]),
-    "of doubles": (torch.randn(6, 5).double(), [Shard(1), Shard(0)]),
-    "complex": (torch.randn(4, 4, dtype=torch.complex64), [Shard(0), Replicate()]),
-    "one number": (torch.randn(()), [Replicate(), Replicate()]),
-    "on one axis": (torch.randn(3, 7), [Shard(1)]),
-    "without a gradient": (torch.randn(8), [Shard(0), Replicate()]),
+    "both axes": (drawn(8, 8), [Shard(0), Shard(1)]),
+    "of half": (drawn(8, 4, dtype=torch.bfloat16), [Replicate(), Shard(0)]),
+    "of doubles": (drawn(6, 5, dtype=torch.float64), [Shard(1), Shard(0)]),
+    "complex": (drawn(4, 4, dtype=torch.complex64), [Shard(0), Replicate()]),
+    "one number": (drawn(), [Replicate(), Replicate()]),
+    "on one axis": (drawn(3, 7), [Shard(1)]),
+    "without a gradient": (drawn(8), [Shard(0), Replicate()]),
 }
 
 
