@@ -476,6 +476,11 @@ def _replicated(num_axes: int, args: Any) -> tuple[Placement, ...]:
     return (Replicate(),) * num_axes
 
 
+def _bits(num_axes: int, args: Any) -> tuple[Placement, ...]:
+    """The bits of a sum are not the sum of bits, as PyTorch's label would have it."""
+    return tuple([p if _dim(p) is not None else Replicate() for p in args[0][0]])
+
+
 WHOLE_OP_LABELS: dict[Any, Callable[[int, Any], Any]] = {
     aten.linear.default: _per_axis(_linear, 2),
     aten.matmul.default: _per_axis(_matmul, 2),
@@ -486,6 +491,7 @@ WHOLE_OP_LABELS: dict[Any, Callable[[int, Any], Any]] = {
     torch.ops.xla_dtensor.sdpa_lean_backward.default: _attention_grads,
     linear_loss: _linear_loss,
     linear_loss_backward: _linear_loss_grads,
+    aten.view.dtype: _bits,
     aten._grouped_mm.default: _replicated,
     aten.convolution.default: _convolutions,
     aten.convolution_backward.default: _convolution_grads,

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 import xla_dtensor as xd
 import xla_dtensor.spmd as xs
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.report import collectives
 from xla_dtensor.runtimes import Runtime
 
@@ -121,6 +122,52 @@ def test_what_was_never_annotated_lies_as_labelled(
         WRITES[write](result)
         assert result.xla_sharding() == asked
         assert torch.equal(result.cpu(), wanted(WRITES[write], X * 2))
+
+
+DTYPES = [torch.int32, torch.uint8, torch.bfloat16, torch.complex64]
+
+
+@pytest.mark.parametrize("viewed", DTYPES, ids=str)
+def test_another_dtype(mesh: xd.DeviceMesh, runtime: Runtime, viewed: torch.dtype) -> None:
+    """``view(dtype)`` shows the same bits, and writes go through it; torch_xla asks the host."""
+
+    def step(x: Any) -> Any:
+        x = x.clone()
+        bits = x.view(viewed)
+        bits[1:3] = 0
+        return x, bits
+
+    numbers = torch.rand(8, 8, generator=torch.Generator().manual_seed(0)) + 1
+    for dtype in (torch.float32, torch.int16, torch.complex64):
+        # A float's sign, exponent and first digits are in all its parts: no denormal numbers.
+        x = numbers.bfloat16().repeat(1, 4)
+        x = x.view(torch.float32).view(dtype) if dtype != torch.int16 else x.view(dtype)
+        given = xd.distribute_tensor(x, mesh, [Shard(0), Shard(1)])
+        for function in (step, xd.compile(step)) if runtime.name == "jax" else (step,):
+            for found, expected in zip(function(given), step(x), strict=True):
+                assert found.dtype == expected.dtype
+                assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_the_bits_of_a_sum_are_no_sum(mesh: xd.DeviceMesh) -> None:
+    """PyTorch's own label would have them added up."""
+    columns: Any = xd.distribute_tensor(X, mesh, [R, Shard(1)])
+    product: Any = columns @ xd.distribute_tensor(X, mesh, [R, Shard(0)])
+    assert product.placements == (R, Partial())
+    bits: Any = product.view(torch.int32)
+    assert bits.placements == (R, R)
+    assert torch.equal(bits.cpu(), (X @ X).view(torch.int32))
+
+
+@pytest.mark.only_on("jax")
+def test_a_bool_is_no_byte(mesh: xd.DeviceMesh) -> None:
+    flags: Any = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1], dtype=torch.uint8)
+    given = xd.distribute_tensor(flags.clone(), mesh, [R, Shard(0)])
+    for tensor in (given, flags):
+        tensor.view(torch.bool)[:2] = True
+    assert torch.equal(given.cpu(), flags)  # the 2 is still one
+    with pytest.raises(UnsupportedOpError, match="int16 was viewed as"):
+        given.to(torch.int16).view(torch.bool)
 
 
 @pytest.mark.only_on("torch_xla")

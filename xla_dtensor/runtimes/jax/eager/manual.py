@@ -785,6 +785,44 @@ def _view_as_complex(x: JaxTensor, meta: Meta) -> ViewStep:
     return ViewStep(_complex_numbers, lambda base, new: _real_pairs(new))
 
 
+def _view_dtype(x: JaxTensor, meta: Meta, dtype: torch.dtype) -> ViewStep:
+    old, viewed = jax_dtype(x.dtype), jax_dtype(dtype)
+
+    def write(base: Array, new: Array) -> Array:
+        if dtype != torch.bool or x.dtype == torch.bool:
+            return _bits_as(new, old, base.shape)
+        # A bool is one bit of eight: where it is the same, the others stay.
+        return jnp.where(new == _bits_as(base, viewed, meta.shape), base, new.astype(old))
+
+    if dtype == torch.bool and x.dtype.itemsize > 1:
+        raise UnsupportedOpError(
+            f"A tensor of {x.dtype} was viewed as torch.bool. A bool of XLA is true or false, no "
+            "byte of a larger number. View it as torch.uint8 and compare that with 0."
+        )
+    return ViewStep(lambda base: _bits_as(base, viewed, meta.shape), write)
+
+
+def _bits_as(elements: Array, dtype: Any, shape: Sequence[int]) -> Array:
+    """Return the elements' bits as elements of another dtype, along the last dim as in memory."""
+    if not elements.size:
+        return jnp.zeros(shape, dtype)
+    rows, part, kind = elements.shape[:-1], np.dtype(dtype), np.dtype(dtype).kind
+    if jnp.iscomplexobj(elements):
+        elements = _real_pairs(elements).reshape(*rows, -1)
+    elif elements.dtype.kind == "b":
+        elements = elements.astype(np.uint8)
+    if kind in "cb":
+        part = np.dtype(np.uint8 if kind == "b" else f"f{part.itemsize // 2}")
+    if part.itemsize > elements.dtype.itemsize:
+        elements = elements.reshape(*rows, -1, part.itemsize // elements.dtype.itemsize)
+    bits = jax.lax.bitcast_convert_type(elements, part)
+    if kind == "c":
+        bits = _complex_numbers(bits.reshape(*rows, -1, 2))
+    elif kind == "b":
+        bits = bits != 0
+    return bits.reshape(tuple(shape))
+
+
 _RULES: dict[Any, Callable[..., Any]] = {
     aten._conj.default: _conj,
     aten._neg_view.default: _neg_view,
@@ -794,6 +832,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _identity,
     aten.lift_fresh.default: _identity,
     aten.view.default: _view,
+    aten.view.dtype: _view_dtype,
     aten.unsqueeze.default: _view,
     aten.squeeze.default: _view,
     aten.squeeze.dim: _view,
@@ -824,7 +863,6 @@ def view_rule(func: Any) -> Callable[[Any, Sequence[Any], Mapping[str, Any]], An
         and schema.arguments[0].alias_info is not None
         and len(schema.returns) > 0
         and all(output.alias_info is not None for output in schema.returns)
-        and func is not aten.view.dtype
         and not torch._C._dispatch_has_kernel_for_dispatch_key(
             func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
         )
