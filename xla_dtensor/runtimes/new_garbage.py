@@ -23,12 +23,39 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import operator
+import types
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any
 
-__all__ = ["old_objects_aside", "show_all_objects", "tracked_objects"]
+__all__ = ["KnownObjects", "old_objects_aside", "show_all_objects", "tracked_objects"]
+
+
+_NOT_KEPT = frozenset({tuple, types.FrameType})
+
+
+@dataclass(frozen=True, eq=False)
+class KnownObjects:
+    """Objects, and their ids, which nothing made later has while this is held: it keeps them.
+
+    All but tuples, which CPython does not fill where somebody else refers to them, and frames,
+    which would keep what their functions drop when they return.
+    """
+
+    ids: set[int] = field(default_factory=set)
+    kept: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, objects: list[Any]) -> KnownObjects:
+        """Take down objects."""
+        is_not_kept = map(_NOT_KEPT.__contains__, map(type, objects))
+        return cls(set(map(id, objects)), list(compress(objects, map(operator.not_, is_not_kept))))
+
 
 _is_inside = _set_aside = False
-_brought_back: set[int] = set()  # by who looked for objects, while a block runs
+_brought_back = KnownObjects()  # by who looked for objects, while a block runs
 
 
 @contextlib.contextmanager
@@ -38,7 +65,7 @@ def old_objects_aside() -> Iterator[None]:
     Nothing happens inside another such block, or where the user has set objects aside with
     ``gc.freeze()``: they would come back with ours.
     """
-    global _is_inside, _set_aside
+    global _is_inside, _set_aside, _brought_back
     if _is_inside or gc.get_freeze_count():  # which counts them one by one
         yield
         return
@@ -50,19 +77,24 @@ def old_objects_aside() -> Iterator[None]:
         if _set_aside:
             gc.unfreeze()
         _is_inside = _set_aside = False
-        _brought_back.clear()
+        _brought_back = KnownObjects()
 
 
 def show_all_objects() -> None:
     """Put back what a block has set aside; for who looks for objects while it runs."""
-    global _set_aside
+    global _set_aside, _brought_back
     if _set_aside:
         _set_aside = False
         new = set(map(id, gc.get_objects()))
         gc.unfreeze()
-        _brought_back.update(set(map(id, gc.get_objects())) - new)
+        _brought_back = KnownObjects.of([o for o in gc.get_objects() if id(o) not in new])
 
 
-def tracked_objects() -> set[int]:
-    """Return the ids of the tracked objects that no block has set aside, now or before."""
-    return set(map(id, gc.get_objects())) - _brought_back
+def tracked_objects(before: KnownObjects | None = None) -> list[Any]:
+    """Return the tracked objects that no block has set aside, now or before.
+
+    Args:
+        before: Others to leave out.
+    """
+    old = _brought_back.ids | (before.ids if before else set())
+    return [candidate for candidate in gc.get_objects() if id(candidate) not in old]

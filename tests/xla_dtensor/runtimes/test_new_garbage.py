@@ -5,11 +5,17 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from xla_dtensor.runtimes.live_objects import live_objects
-from xla_dtensor.runtimes.new_garbage import old_objects_aside, tracked_objects
+from xla_dtensor.runtimes.new_garbage import (
+    KnownObjects,
+    old_objects_aside,
+    show_all_objects,
+    tracked_objects,
+)
 
 
 class Node:
@@ -69,14 +75,37 @@ def test_what_the_user_froze_stays_frozen() -> None:
         gc.unfreeze()
 
 
+def ids(objects: list[Any]) -> set[int]:
+    return set(map(id, objects))
+
+
 def test_who_searches_does_not_make_old_objects_new() -> None:
     kept = Node()
     with old_objects_aside():
-        before = tracked_objects()
+        before = KnownObjects.of(tracked_objects())
         assert kept in live_objects(Node)
         with old_objects_aside():
             new = Node()
-        found = tracked_objects() - before
+        found = ids(tracked_objects(before))
         assert id(new) in found
         assert id(kept) not in found
-    assert {id(kept), id(new)} < tracked_objects()
+    assert {id(kept), id(new)} < ids(tracked_objects())
+
+
+def test_what_takes_the_place_of_an_old_object_is_new() -> None:
+    """Its address would be that of the old one, were that not kept."""
+    old = [[i] for i in range(10_000)]
+    with old_objects_aside():
+        before = KnownObjects.of(tracked_objects())
+        show_all_objects()
+        del old[:]
+        new = [[i] for i in range(10_000)]
+        assert ids(new) <= ids(tracked_objects(before))
+
+
+def test_so_is_what_takes_the_place_of_one_that_was_taken_down() -> None:
+    old = [[i] for i in range(10_000)]
+    before = KnownObjects.of(tracked_objects())
+    del old[:]
+    new = [[i] for i in range(10_000)]
+    assert ids(new) <= ids(tracked_objects(before))

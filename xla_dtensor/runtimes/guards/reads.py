@@ -48,6 +48,7 @@ from xla_dtensor.runtimes.guards.uses import ADDS, Use, loads_of
 from xla_dtensor.runtimes.guards.values import ABSENT, is_plain
 from xla_dtensor.runtimes.host_work.python_random import is_python_random
 from xla_dtensor.runtimes.new_garbage import (
+    KnownObjects,
     tracked_objects,
 )
 
@@ -82,7 +83,7 @@ class Reads:
         self._meets = meets
         self._owners: dict[Any, Owner] = {}
         self._queue: list[tuple[Any, str, Owner | None]] = []
-        self._before: set[int] | None = None
+        self._before: KnownObjects | None = None
         self._functions: dict[types.CodeType, list[types.FunctionType]] = defaultdict(list)
         self._started: set[types.CodeType] = set()
 
@@ -341,7 +342,7 @@ class Reads:
 
     def _recent(self) -> set[int]:
         """Return the ids of what came to be since the step began."""
-        return tracked_objects() - (self._before or set())
+        return set(map(id, tracked_objects(self._before)))
 
 
 def _is_compared_alone(value: Any) -> bool:

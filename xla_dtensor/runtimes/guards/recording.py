@@ -70,6 +70,7 @@ from xla_dtensor.runtimes.guards.uses import loads_of, only_of_super
 from xla_dtensor.runtimes.guards.values import Sighting, is_plain
 from xla_dtensor.runtimes.guards.watches import Watches
 from xla_dtensor.runtimes.new_garbage import (
+    KnownObjects,
     old_objects_aside,
     show_all_objects,
     tracked_objects,
@@ -131,7 +132,7 @@ class Recording(Watches):
 
     def begin(self) -> None:
         """Take all that comes to be from now on for the step's own; else the block begins that."""
-        self._before = tracked_objects()
+        self._before = KnownObjects.of(tracked_objects())
 
     def __enter__(self) -> Recording:
         self._aside.__enter__()
@@ -153,7 +154,7 @@ class Recording(Watches):
         finally:
             _running.remove(self)
             self._stop()
-            self._new = self._recent()
+            self._new, self._before = self._recent(), None
             self._aside.__exit__(None, None, None)
             self._unwatch()
 
