@@ -154,9 +154,22 @@ def _(put: Put) -> Run:
     return Run(lambda x: x * host.cumsum(0).softmax(0) + torch.from_numpy(memory), change)
 
 
-def trained(put: Put, change: Callable[[Any, int], None]) -> Run:
+class Counting(torch.optim.SGD):
+    """Counts its steps as optimizers of other libraries do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                parameter.grad.mul_(1 - 0.5 ** group["steps"])
+        return super().step(closure)
+
+
+def trained(
+    put: Put, change: Callable[[Any, int], None], of: type[torch.optim.SGD] = torch.optim.SGD
+) -> Run:
     layer = placed(nn.Linear(4, 4), put)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    optimizer = of(layer.parameters(), lr=0.1)
 
     def step(x: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
@@ -177,6 +190,11 @@ def _(put: Put) -> Run:
 @case("Inputs", "an optimizer's learning rate", ONCE_MORE)
 def _(put: Put) -> Run:
     return trained(put, lambda group, call: group.update(weight_decay=0.1 * (call + 1)))
+
+
+@case("Inputs", "an optimizer's learning rate", ONCE_MORE)
+def _(put: Put) -> Run:
+    return trained(put, lambda group, call: None, Counting)
 
 
 @case("Inputs", "the random state")
@@ -356,6 +374,24 @@ def of_a_class(name: str, value: Any) -> Callable[[Put], Run]:
 
 guard(ROW, "scale")(of_a_class("scale", 3.0))
 guard(ROW, "scaled")(of_a_class("scaled", lambda self, x: x - self.scale))
+
+
+@guard(
+    "settings of an optimizer that the step reads outside of `optimizer.step()`, the learning rate "
+    "too",
+    "an optimizer's lr changed",
+)
+def _(put: Put) -> Run:
+    weight = nn.Parameter(put(torch.ones(4)))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for group in optimizer.param_groups:
+            weight.data.sub_(x.detach() * group["lr"])
+        return weight.detach() * 1
+
+    return Run(step, once(lambda: optimizer.param_groups[0].update(lr=0.5)))
+
 
 ROW = "a layer that is added or replaced, the mode of a module, a hook"
 
@@ -556,6 +592,19 @@ def _(put: Put) -> Run:
         return optimizer.state_dict()["state"], [(p, p.grad) for p in layer.parameters()]
 
     return Run(step, state=state)
+
+
+@effect("gradients, an optimizer's state", ONCE_MORE)
+def _(put: Put) -> Run:
+    weight = nn.Parameter(put(torch.ones(4)))
+    optimizer = Counting([weight], lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        weight.grad = x.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Run(step, state=lambda: (optimizer.param_groups[0]["steps"], weight))
 
 
 ROW = "attributes, items, globals and variables around that are assigned or deleted"

@@ -159,6 +159,14 @@ def a_generator_on_the_mesh(x: torch.Tensor) -> torch.Tensor:
 
 
 OF_HOST = torch.ones(4)
+OPTIMIZER = torch.optim.SGD([nn.Parameter(torch.ones(4))], lr=0.1)
+
+
+def an_optimizer_that_keeps_a_norm(x: torch.Tensor) -> torch.Tensor:
+    OPTIMIZER.param_groups[0]["norm"] = x.norm().item()
+    return x * 2
+
+
 REFUSED: dict[str, list[Callable[..., Any]]] = {
     "Python needs the value of a tensor of the mesh: `float(loss)`, `tolist`, an `if loss > 1` "
     "that is no check": [
@@ -182,6 +190,11 @@ REFUSED: dict[str, list[Callable[..., Any]]] = {
     "a plain CPU tensor from before the call is given values of the mesh": [
         lambda x: OF_HOST.add_(x)
     ],
+    "the shape of a tensor from before the call is changed in place: `x.t_()`": [
+        lambda x: x.unsqueeze_(0)
+    ],
+    "a number that only the program knows is stored in an optimizer: "
+    '`group["norm"] = norm.item()`': [an_optimizer_that_keeps_a_norm],
     "a NumPy array among the arguments": [lambda x, array: x * array[0]],
     "a compiled step in another one": [lambda x: xd.compile(lambda x: x * 2)(x)],
 }

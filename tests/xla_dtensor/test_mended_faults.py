@@ -1809,3 +1809,86 @@ def writes_over_nan_through_an_expanded_tensor(on: On) -> Any:
     x.expand_as(x).zero_()
     y.expand(1, 1).fill_(3)
     return x, y
+
+
+# ---------------------------------------------------------------------- bug reports of others
+
+
+def _called(step: Callable[[], Any], calls: int = 3) -> list[Any]:
+    return [whole(step()) for _ in range(calls)]
+
+
+@values("jax")
+def data_that_is_assigned_after_a_write(on: On) -> Any:
+    """Weights that are clipped or projected after each update; the old memory was updated again."""
+    weight = on.leaf(torch.ones(8, 2), Shard(0), R)
+    view, optimizer = weight.data[:4], torch.optim.SGD([weight], lr=0.1)
+
+    def step() -> Any:
+        (weight * 3).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        weight.data = weight.data.clamp(-0.5, 0.5) * 2
+        view.add_(1)
+        return weight.detach().sum() * 100 + view.sum()
+
+    return _called(on.compile(step), 4)
+
+
+@layouts("jax")
+def a_shape_that_a_step_changes_in_place(on: On) -> Any:
+    """It was changed in the trace only; what the step itself has made may change."""
+
+    def refused(change: Callable[[Any], Any]) -> str:
+        x = on.put(numbers(4, 2), Shard(0), R)
+        return error_of(lambda: on.compile(lambda: change(x))())[:60]
+
+    x = on.put(numbers(4, 2), Shard(0), R)
+    own = on.compile(lambda: [v.unsqueeze_(0).shape[0] for v in (x.detach(), x.view(-1), x * 2)])
+    changes = (lambda t: t.t_(), lambda t: t.unsqueeze_(0), lambda t: t.swapaxes_(0, 1))
+    expected = "A compiled step changed the shape of a tensor from before th"
+    return [*map(refused, changes), own()], [expected] * 3 + [[1, 1, 1]]
+
+
+@values("jax")
+def lists_with_one_tensor_twice(on: On) -> Any:
+    """Each entry sees what the one before it has written."""
+    gradient, x = on.put(torch.ones(8, 2), Shard(0), R), on.put(numbers(8, 2), Shard(0), R)
+    torch.ops.aten._foreach_mul_.Scalar([gradient, gradient], 3.0)
+    torch.ops.aten._foreach_mul_.List([x[:4], x[4:]], [x[4:], x[:4]])
+    results = [gradient, x]
+    for foreach in (None, True):
+        weight = on.leaf(torch.ones(8, 2), Shard(0), R)
+        with pytest.warns(UserWarning, match="duplicate parameters"):
+            optimizer = torch.optim.SGD([weight, weight], lr=0.1, momentum=0.9, foreach=foreach)
+
+        def step(weight: Any = weight, optimizer: Any = optimizer) -> Any:
+            weight.sum().backward()
+            nn.utils.clip_grad_norm_([weight, weight], 2.0, foreach=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            return weight.detach().sum()
+
+        results += _called(on.compile(step))
+    return results
+
+
+@values("jax")
+def settings_of_an_optimizer_that_was_loaded(on: On) -> Any:
+    """SGD has no state by which it was seen, and its rate was read where it had been."""
+    weight = on.leaf(torch.ones(8, 2), Shard(0), R)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step() -> Any:
+        weight.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return weight.detach().sum()
+
+    compiled, results = on.compile(step), []
+    for rate in (0.1, 0.5, 0.25):
+        state = optimizer.state_dict()
+        state["param_groups"][0]["lr"] = rate
+        optimizer.load_state_dict(state)
+        results.append(whole(compiled()))
+    return results

@@ -74,7 +74,7 @@ class PythonState:
 
     def _read_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         tables = (optimizer.state, *optimizer.state.values(), *optimizer.param_groups)
-        self.tables.extend((table, dict(table)) for table in tables)
+        self.tables.extend((table, dict(table)) for table in tables if isinstance(table, dict))
 
     def restore(self) -> None:
         """Make it so again."""

@@ -14,7 +14,6 @@ from torch.optim import lr_scheduler
 
 import xla_dtensor as xd
 from xla_dtensor.errors import CompileError
-from xla_dtensor.runtimes import Runtime
 
 STEPS = 8
 Make = Callable[[Any], Any]
@@ -317,15 +316,41 @@ def test_a_setting_changed_inside_the_step_is_refused(mesh: xd.DeviceMesh) -> No
 
 
 @pytest.mark.only_on("jax")
-def test_an_optimizer_that_reads_a_counter_is_refused(
-    mesh: xd.DeviceMesh, runtime: Runtime
+def test_an_optimizer_that_needs_a_number_as_its_own_is_traced_for_each(
+    mesh: xd.DeviceMesh,
 ) -> None:
-    """One of its own, which makes a number of the rate that it is lent."""
+    """One of its own, which makes a float of the rate that it is lent."""
 
     class Reader(optim.SGD):
         def step(self, closure: Any = None) -> Any:
-            float(self.param_groups[0]["lr"])
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.mul_(float(group["lr"]))
             return super().step(closure)
 
-    with pytest.raises(CompileError, match="turned into a Python number"):
-        trained(mesh, lambda p: Reader(p, lr=1e-2), decaying)
+    def twice(optimizer: Any) -> Any:
+        return lr_scheduler.StepLR(optimizer, STEPS // 2)
+
+    losses, parameters, compiled = trained(mesh, lambda p: Reader(p, lr=0.5), twice)
+    expected, plain = trained_plainly(lambda p: Reader(p, lr=0.5), twice)
+    assert losses == pytest.approx(expected, abs=1e-5)
+    assert compiled.stats()["traces"] == 2
+    for found, parameter in zip(parameters, plain, strict=True):
+        torch.testing.assert_close(found, parameter.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.only_on("jax")
+def test_a_number_that_only_the_program_knows_is_refused(mesh: xd.DeviceMesh) -> None:
+    """And leaves the optimizer as it was."""
+
+    class Keeping(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["norm"] = self.param_groups[0]["params"][0].grad.norm().item()
+            return super().step(closure)
+
+    model, x, y = model_and_batch()
+    model = distributed(model, mesh)
+    step, scheduler = training(model, lambda p: Keeping(p, lr=0.5), decaying)
+    with pytest.raises(CompileError, match="stores a number under 'norm' that only the compiled"):
+        xd.compile(step)(x, y)
+    assert "norm" not in scheduler.optimizer.param_groups[0]

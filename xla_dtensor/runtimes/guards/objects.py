@@ -42,7 +42,7 @@ __all__ = [
 _look_up = object.__getattribute__
 WATCHING = ("__getattribute__", "__setattr__", "__delattr__")
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
-OF_OPTIMIZERS = frozenset({"param_groups", "state"})  # whose values are inputs of a program
+OF_OPTIMIZERS = frozenset({"param_groups", "state"})  # which the trace looks after itself
 _UNWATCHED = ("jax", "jaxlib", "numpy", "xla_dtensor", "mesh_utils", "builtins")
 # Operators hold caches only, which fill as they are used; no_grad what it will put back.
 _NOT_WATCHED = (

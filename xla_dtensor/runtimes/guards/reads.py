@@ -76,7 +76,8 @@ class Reads:
 
     Args:
         meets: Is told of each generator of random numbers and each iterator that is older than the
-            step, before the step can draw or take from it.
+            step, before the step can draw or take from it, and of an optimizer whenever code
+            other than a library's is about to read its settings or its state.
     """
 
     def __init__(self, meets: Callable[[Any], None]) -> None:

@@ -113,7 +113,8 @@ class Recording(Watches):
         step: The step.
         arguments: What it is called with.
         meets: Is told of each generator of random numbers and each iterator that is older than the
-            block, before the step can draw or take from it.
+            block, before the step can draw or take from it, and of an optimizer whenever code
+            other than a library's is about to read its settings or its state.
     """
 
     def __init__(

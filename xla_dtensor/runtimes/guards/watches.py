@@ -227,6 +227,8 @@ class Watches(Reads):
         if name in _STATE:
             self._read_whole(owner)
         if isinstance(holder, torch.optim.Optimizer) and name in OF_OPTIMIZERS:
+            if not is_library_file(frame.f_code.co_filename):
+                self._meets(holder)
             return
         lookups = (self._watched.get((ancestor, _LOOKUP), ABSENT) for ancestor in kind.__mro__)
         has_own_lookup = any(lookup is not ABSENT for lookup in lookups)

@@ -28,7 +28,7 @@ import torch.utils.checkpoint as torch_checkpoint
 
 from xla_dtensor.core.errors import CompileError
 from xla_dtensor.runtimes.jax.arrays.private import frames_here, frames_of, line_of_origin
-from xla_dtensor.runtimes.new_garbage import old_objects_aside
+from xla_dtensor.runtimes.new_garbage import old_objects_aside, tracked_objects
 from xla_dtensor.runtimes.same_program import user_frame
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ class Trace:
         self._annotated: weakref.WeakSet[Storage] = weakref.WeakSet()
         self.at_end: list[Callable[[], None]] = []
         # Questions about numbers that Python knows, which the step branched on, with the answers.
-        self.answers: list[tuple[Callable[[], Any], bool]] = []
+        self.answers: list[tuple[Callable[[], Any], Any]] = []
         # What Python's own numbers have come to, by what it was computed of (``scalar``).
         self.numbers: dict[Hashable, tuple[Any, Sequence[Any]]] = {}
         # The value computed last, and the region that torch's checkpoint is computing again.
@@ -353,13 +353,15 @@ class Trace:
         self._arguments[storage] = None
 
     def refuse_new_shape(self, tensor: Any) -> None:
-        """Raise for an argument that becomes its own view: the caller's would keep its shape."""
-        if id(tensor) in self.arguments:
+        """Raise for a tensor from before the step that becomes its own view."""
+        is_argument = id(tensor) in self.arguments
+        if is_argument or not any(new is tensor for new in tracked_objects()):
+            what = "an argument" if is_argument else "a tensor from before the call"
             raise CompileError(
-                f"A compiled step changed the shape of an argument of shape={tuple(tensor.shape)} "
-                "in place (t_, unsqueeze_, squeeze_, transpose_). The program runs without the "
-                "caller's tensor, which would keep its shape. Use the op that returns a view, or "
-                "return the result."
+                f"A compiled step changed the shape of {what} of shape={tuple(tensor.shape)} "
+                "in place (t_, unsqueeze_, squeeze_, transpose_). Python runs only while the step "
+                "is traced, and in later calls the tensor would keep its shape. Use the op that "
+                "returns a view, or return the result."
             )
 
     def keep_single(self, storages: Iterable[Storage]) -> None:

@@ -28,6 +28,7 @@ from xla_dtensor.runtimes.guards.owners import Effect
 from xla_dtensor.runtimes.guards.values import ABSENT
 from xla_dtensor.runtimes.host_work import HostTape
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
+from xla_dtensor.runtimes.jax.compile.optimizer import knows_number, number_now
 from xla_dtensor.runtimes.jax.compile.trace_values import inner, rewrapper_of
 
 __all__ = ["Plan", "RunEffects"]
@@ -128,6 +129,9 @@ class Plan:
                 assigned as well.
         """
         planned = [_assigned(effect.do, self.part(effect.value)) for effect in found]
+        for effect in found:
+            if knows_number(effect.value):  # which this call's trace has assigned
+                effect.do(number_now(effect.value))
         for place, (step_leaf, leaf) in enumerate(zip(self.given, arguments, strict=True)):
             if _may_have_grad(step_leaf) and step_leaf.grad is not None:
                 leaf.grad = step_leaf.grad
@@ -139,6 +143,8 @@ class Plan:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         kind = type(value)
+        if knows_number(value):
+            return lambda run: number_now(value)
         if id(value) in self.older:
             return lambda run: value
         if id(value) not in self._parts:

@@ -7,9 +7,13 @@ step is traced, torch's own optimizer hooks call :class:`OptimizerInputs`, which
 the device for good and lends the optimizer traced numbers in place of its own.
 
 The learning rate is lent from the start. All other numbers are baked, until one was seen to change
-(``OneCycleLR`` moves the momentum on every step): the step is traced once more, and from then on
-that number is lent too. An optimizer may branch on a lent number, ``if weight_decay != 0``; see
-:class:`~xla_dtensor.runtimes.jax.eager.scalar.ScalarNode`.
+(``OneCycleLR`` moves the momentum on every step, an optimizer counts its steps in
+``group["step"] += 1``): the step is traced once more, and from then on that number is lent too. An
+optimizer may branch on a lent number, ``if weight_decay != 0``; see
+:class:`~xla_dtensor.runtimes.jax.eager.scalar.ScalarNode`. What the step's own code reads outside
+of ``optimizer.step()`` is not lent to it: it is baked, the learning rate too.
+
+What an optimizer's ``step()`` writes is done after each run (:class:`_Table`).
 
 Of its forms an optimizer is lent the one that suits the trace: lists (``foreach``) where nobody has
 chosen, which is one call of an op for all parameters, and counters on the host or on the devices
@@ -21,11 +25,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 import torch.optim.optimizer as torch_optimizer
 from torch.utils._python_dispatch import _disable_current_modes
@@ -36,11 +44,20 @@ from xla_dtensor.runtimes.host_work.tape import HostTape
 from xla_dtensor.runtimes.jax.arrays import trace as jax_trace
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
-from xla_dtensor.runtimes.jax.eager.scalar import ScalarNode, sym_number
+from xla_dtensor.runtimes.jax.eager.scalar import ScalarNode, sym_number, sym_of_node
 from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 from xla_dtensor.runtimes.jax.lower.index import filling_on_host
 
-__all__ = ["RATE", "NumbersMeetTensors", "OptimizerInputs", "lent", "lent_tensor", "lifted"]
+__all__ = [
+    "RATE",
+    "NumbersMeetTensors",
+    "OptimizerInputs",
+    "knows_number",
+    "lent",
+    "lent_tensor",
+    "lifted",
+    "number_now",
+]
 
 
 # ------------------------------------------------------------------------------------------ Lending
@@ -68,7 +85,7 @@ def lent(
         current: Returns what it is at the time.
     """
     with jax.ensure_compile_time_eval():
-        array = jnp.asarray(number, jnp.float64)
+        array = jnp.asarray(number, jnp.int64 if isinstance(number, int) else jnp.float64)
     tensor = _outside_trace(array)
     numbers.append((tensor._storage, current))
     return sym_number(tensor.value(), current)
@@ -121,6 +138,7 @@ class OptimizerInputs:
         lend_number: Turns a float into a traced number, which the program reads anew per call.
         lend_tensor: The same, of a number in a plain CPU tensor, into a payload.
         lent_names: The settings that are lent, as their optimizers' param_groups call them.
+        before: Param groups and states of optimizers, with what they held before the trace.
         gather: Is given parameters and the state of each: what is the same thing in several layers
             it lays together, for one op to treat all of it.
     """
@@ -132,20 +150,23 @@ class OptimizerInputs:
         lend_tensor: Callable[[torch.Tensor, Callable[[], float]], torch.Tensor],
         lent_names: Collection[str] = (RATE,),
         gather: Gather = lambda parameters, states: None,
+        before: Sequence[tuple[dict[Any, Any], dict[Any, Any]]] = (),
     ) -> None:
         self._lift_tensor = lift_tensor
         self._lend_number = lend_number
         self._lend_tensor = lend_tensor
         self._gather = gather
         self._lent_names = frozenset(lent_names)
-        self._lent: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._before_trace = {id(table): entries for table, entries in before}
+        self._running: list[_Running] = []
+        self._read_outside: set[int] = set()
+        self._tables: list[_Table] = []
+        self._is_settled = False
         self._seen: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._numbers: dict[tuple[int, str], Any] = {}
-        self._baked: dict[tuple[int, int, str], Any] = {}
         self._owned: dict[int, list[list[int]]] = {}
         self._hooks: dict[int, tuple[Any, ...]] = {}
         self._state: list[tuple[torch.optim.Optimizer, Any, Any, list[Any]]] = []
-        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         self._lifted: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -161,27 +182,49 @@ class OptimizerInputs:
         finally:
             for handle in handles:
                 handle.remove()
-            self._give_back()
+            while self._running:
+                self._give_back(self._running.pop())
+
+    def read(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that the user's code reads an optimizer's settings or state."""
+        if not any(entry.optimizer is optimizer for entry in self._running):
+            self.optimizers[id(optimizer)] = optimizer
+            self._read_outside.add(id(optimizer))
 
     def settle(self) -> None:
         """Remember every baked setting and all state; call it when the trace is done."""
-        self._baked = self._settings()
+        self._tables = [table for o in self.optimizers.values() for table in self._tables_of(o)]
+        self._is_settled = True
+        for table in self._tables:
+            table.put_back()
         self._state = [
             (optimizer, parameter, of, [(n, t) for n, t in of.items() if not _is_plain(t)])
             for optimizer in self.optimizers.values()
-            for parameter, of in optimizer.state.items()
+            for parameter, of in _states_of(optimizer)
         ]
         self._owned, self._hooks = self._parameters_owned(), self._all_hooks()
 
-    def changed(self) -> list[str]:
-        """Return the names of baked settings that are no longer what they were."""
-        settings = self._settings()
-        names = [
-            key[-1]
-            for key in {**self._baked, **settings}
-            if self._baked.get(key) != settings.get(key)
-        ]
-        return list(dict.fromkeys(names))
+    def changed(self, *, may_be_lent: bool = False) -> list[str]:
+        """Return the names of baked settings that are no longer what they were.
+
+        Args:
+            may_be_lent: Leave out those of optimizers whose settings the step itself reads.
+        """
+        tables = (t for t in self._tables if not (may_be_lent and t.is_read_outside))
+        return list(dict.fromkeys(name for table in tables for name in table.changed()))
+
+    def after_run(self) -> Callable[[], None]:
+        """Return what writes to settings and state as the step does; ask before the run."""
+        writes = [write for table in self._tables for write in table.writes()]
+
+        def assign() -> None:
+            for table, name, value in writes:
+                if value is _ABSENT:
+                    table.pop(name, None)
+                else:
+                    table[name] = value
+
+        return assign
 
     def state_replaced(self) -> bool:
         """Tell whether an optimizer's state is other tensors now, as after ``load_state_dict``."""
@@ -207,7 +250,7 @@ class OptimizerInputs:
 
     def moments(self) -> list[torch.Tensor]:
         """Return the tensors of all optimizers' state."""
-        states = (of for o in self.optimizers.values() for of in o.state.values())
+        states = (of for o in self.optimizers.values() for _, of in _states_of(o))
         return [v for of in states for v in of.values() if isinstance(v, torch.Tensor)]
 
     def lifted(self) -> dict[int, torch.Tensor]:
@@ -226,14 +269,25 @@ class OptimizerInputs:
                     "compiled step; the number is read anew on every call."
                 )
 
-    def _settings(self) -> dict[tuple[int, int, str], Any]:
-        return {
-            (key, position, name): value
-            for key, optimizer in self.optimizers.items()
-            for position, group in enumerate(optimizer.param_groups)
-            for name, value in group.items()
-            if name != "params" and not self._is_lent(name, value) and _is_plain(value)
-        }
+    def _tables_of(self, optimizer: torch.optim.Optimizer) -> Iterator[_Table]:
+        state, is_read = optimizer.state, id(optimizer) in self._read_outside
+        if any(not isinstance(key, torch.Tensor) for key in state):
+            yield self._table(lambda: optimizer.state, state, {}, is_read)
+        for position, group in enumerate(optimizer.param_groups):
+            yield self._table(_at(optimizer, position), group, dict(group), is_read)
+        for parameter, of in _states_of(optimizer):
+            before = self._before_trace.get(id(of), {})
+            if any(map(_is_plain, (*of.values(), *before.values()))):
+                yield self._table(_of_parameter(optimizer, parameter), of, {}, is_read)
+
+    def _table(
+        self, find: Callable[[], Any], table: dict[Any, Any], new: dict[Any, Any], is_read: bool
+    ) -> _Table:
+        """Return what is known of a table, which holds `new` if the trace has made it."""
+        before = self._before_trace.get(id(table))
+        entries = new if before is None else before
+        lent = {n: type(v) for n, v in entries.items() if (id(table), n) in self._numbers}
+        return _Table(find, table, entries, {} if is_read else lent, before is not None, is_read)
 
     def _parameters_owned(self) -> dict[int, list[list[int]]]:
         groups = ((key, o.param_groups) for key, o in self.optimizers.items())
@@ -248,28 +302,31 @@ class OptimizerInputs:
             for key, optimizer in self.optimizers.items()
         }
 
-    def _is_lent(self, name: str, value: Any) -> bool:
-        return name in self._lent_names and _is_lendable(value)
-
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        is_nested = any(entry.optimizer is optimizer for entry in self._running)
+        self._running.append(_Running(optimizer))
+        if is_nested:  # A step() that calls its class's.
+            return
         self.optimizers[id(optimizer)] = optimizer
         _make_state(optimizer)
         self._stand_in(inspect.unwrap(type(optimizer).step).__globals__)
-        for state in optimizer.state.values():
+        for _, state in _states_of(optimizer):
             for name, value in state.items():
                 if type(value) is torch.Tensor:
                     state[name] = self._lift_tensor(value)
                     self._lifted.append((value, state[name]))
+            for name in (self._lent_names & state.keys()) - {RATE}:
+                if self._may_lend(state, name):
+                    self._lend(state, name, self._number(state, name))
         for group in optimizer.param_groups:
             for name, value in list(group.items()):
                 if type(value) is torch.Tensor and value.numel() == 1:  # Schedulers fill it.
                     self._lend(group, name, self._tensor(group, name))
             for name in sorted(self._lent_names & group.keys()):
-                value = group[name]
-                if _is_lendable(value) and not (name == RATE and _keeps_rate(optimizer, group)):
-                    number = self._number(group, name)
-                    self._seen.setdefault((id(group), name), (group, value))
-                    self._lend(group, name, number)
+                is_kept = name == RATE and _keeps_rate(optimizer, group)
+                if self._may_lend(group, name) and not is_kept:
+                    self._seen.setdefault((id(group), name), (group, group[name]))
+                    self._lend(group, name, self._number(group, name))
             self._choose_form(optimizer, group)
 
     def _choose_form(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
@@ -291,14 +348,20 @@ class OptimizerInputs:
         if _is_torchs(inspect.unwrap(type(optimizer).step)) and _may_take_lists(group, states):
             self._lend(group, "foreach", True)
 
+    def _may_lend(self, table: dict[str, Any], name: str) -> bool:
+        """Tell whether a setting is a number that the step has not written itself."""
+        before = self._before_trace.get(id(table), table)
+        return _is_lendable(table[name]) and before.get(name) is table[name]
+
     def _lend(self, group: dict[str, Any], name: str, value: Any) -> None:
-        self._lent.append((group, name, group[name], value))
+        self._running[-1].lent.append((group, name, group[name], value))
         group[name] = value
 
     def _stand_in(self, names: dict[str, Any]) -> None:
         """Let an optimizer's module find functions that take traced numbers and our device.
 
         Adafactor takes ``min(lr, ...)``: Python's own asks which is less, and bakes the answer in.
+        So ``math.sqrt`` does with its number.
         Capturable optimizers ask whether the device's counters may stay there.
         """
         supported = names.get(_DEVICES)
@@ -307,8 +370,9 @@ class OptimizerInputs:
             return [*supported(*args, **options), "cpu"]  # pyright: ignore[reportOptionalCall]
 
         devices = {} if supported is None else {_DEVICES: with_ours}
-        for name, function in {"min": _least, "max": _most, **devices}.items():
-            self._replaced.append((names, name, names.get(name)))
+        maths = {n: _MATHS[id(v)] for n, v in names.items() if id(v) in _MATHS}
+        for name, function in {"min": _least, "max": _most, **devices, **maths}.items():
+            self._running[-1].replaced.append((names, name, names.get(name)))
             names[name] = function
 
     def _tensor(self, group: dict[str, Any], name: str) -> torch.Tensor:
@@ -329,9 +393,8 @@ class OptimizerInputs:
         if key not in self._numbers:
             value = group[name]
 
-            def current() -> Any:
-                setting = group[name]
-                return value if setting is self._numbers.get(key) else setting
+            def current() -> Any:  # While the step is traced, the number there is a traced one.
+                return group[name] if self._is_settled else value
 
             if isinstance(value, tuple):
                 self._numbers[key] = tuple(
@@ -339,23 +402,175 @@ class OptimizerInputs:
                     for i, number in enumerate(value)
                 )
             else:
-                self._numbers[key] = self._lend_number(value, lambda: float(current()))
+                kind = type(value)
+                self._numbers[key] = self._lend_number(value, lambda: kind(current()))
         return self._numbers[key]
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._give_back()
+        while self._running:
+            entry = self._running.pop()
+            self._give_back(entry)
+            if entry.optimizer is optimizer:
+                return
 
-    def _give_back(self) -> None:
-        for group, name, value, number in self._lent:
-            if group[name] is number:
+    def _give_back(self, entry: _Running) -> None:
+        for group, name, value, number in entry.lent:
+            if group.get(name) is number:
                 group[name] = value
-        self._lent.clear()
-        for names, name, original in reversed(self._replaced):
+            else:  # The optimizer's own step writes to it.
+                self._seen.pop((id(group), name), None)
+        for names, name, original in reversed(entry.replaced):
             if original is None:
                 del names[name]
             else:
                 names[name] = original
-        self._replaced.clear()
+
+
+@dataclass
+class _Running:
+    """A call of an optimizer's step, with what it was lent: where, by which name, for what."""
+
+    optimizer: torch.optim.Optimizer
+    lent: list[tuple[dict[str, Any], str, Any, Any]] = field(default_factory=list)
+    replaced: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+
+
+# -------------------------------------------------------------------------- Plain values of a table
+
+_ABSENT = object()
+
+
+class _Table:
+    """The plain values of a param group, or of a parameter's state: the baked, and the written.
+
+    ::
+
+        before the trace    {"lr": 0.1, "step": 3, "eps": 1e-8}     lr and step are lent
+        after it            {"lr": 0.1, "step": traced number ...}  step = 3 + 1
+        baked               eps
+        written             step, after each run: what it was before the run, and 1
+
+    Args:
+        find: Returns the table that is there at the time; None for none.
+        table: The one that the trace saw.
+        before: What it held before.
+        lent: The names of the values that were lent, with their types.
+        is_old: Whether it was there before the trace.
+        is_read_outside: Whether the step reads it outside of the optimizer's own.
+
+    Invariant: a table that was there holds after the trace what it did before, until the run.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Any],
+        table: dict[Any, Any],
+        before: Mapping[Any, Any],
+        lent: Mapping[str, type],
+        is_old: bool,
+        is_read_outside: bool,
+    ) -> None:
+        self.is_read_outside = is_read_outside
+        self._find, self._table, self._before, self._lent = find, table, before, lent
+        self._baked = self._described(before)
+        self._written = {
+            name: table.get(name, _ABSENT)
+            for name in {**before, **table}
+            if name != "params" and _is_written(before.get(name, _ABSENT), table.get(name, _ABSENT))
+        }
+        self._is_old = is_old
+        for name, value in self._written.items():
+            if _is_traced_number(value) and not knows_number(value):
+                raise CompileError(
+                    f"An optimizer stores a number under {name!r} that only the compiled program "
+                    "knows, such as what .item() returns. Python runs only while the step is "
+                    "traced, and would keep the number of that time. Store the tensor instead."
+                )
+
+    def put_back(self) -> None:
+        """Let the table hold what it did before the trace; a new one keeps what is written."""
+        if not self._is_old:
+            self._table.update({name: number_now(v) for name, v in self._written.items()})
+            self._written = {}
+        for name in self._written:
+            if name in self._before:
+                self._table[name] = self._before[name]
+            else:
+                self._table.pop(name, None)
+
+    def writes(self) -> list[tuple[dict[Any, Any], str, Any]]:
+        """Return what a run that begins now writes: where, under which name, and the value."""
+        return [(self._table, name, number_now(v)) for name, v in self._written.items()]
+
+    def changed(self) -> Iterator[str]:
+        """Yield the names of baked values that are not there any more, or are others."""
+        table = self._find()
+        if table is not self._table:
+            yield "state" if table is None else "settings"
+        elif isinstance(table, dict):
+            described = self._described(table)
+            if described != self._baked:
+                for name in {**self._baked, **described}:
+                    if described.get(name, _ABSENT) != self._baked.get(name, _ABSENT):
+                        yield name
+
+    def _described(self, table: Mapping[Any, Any]) -> dict[str, Any]:
+        return {
+            name: _description(value)
+            for name, value in table.items()
+            if not isinstance(value, torch.Tensor)
+            and name != "params"
+            and not isinstance(name, torch.Tensor)
+            and not (name in self._lent and type(value) is self._lent[name])
+        }
+
+
+def _description(value: Any) -> Any:
+    """Return something that is equal for values that a step cannot tell apart."""
+    kind = type(value)
+    if isinstance(value, tuple | list):
+        return kind, *map(_description, value)
+    if isinstance(value, dict):
+        return kind, *((name, _description(entry)) for name, entry in value.items())
+    is_number = isinstance(value, int | float | complex)
+    return (kind, repr(value)) if is_number else value if kind is str else (kind, id(value))
+
+
+def _is_written(old: Any, new: Any) -> bool:
+    if old is new or isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
+        return False
+    return _is_traced_number(new) or _description(old) != _description(new)
+
+
+def _is_traced_number(value: Any) -> bool:
+    return isinstance(value, torch.SymFloat | torch.SymInt) and isinstance(value.node, ScalarNode)
+
+
+def knows_number(value: Any) -> bool:
+    """Tell whether a traced number is one that Python can compute for each run."""
+    return _is_traced_number(value) and value.node.current is not None
+
+
+def number_now(value: Any) -> Any:
+    """Return a written value, as Python would compute it now."""
+    return np.asarray(value.node.current()).item() if _is_traced_number(value) else value
+
+
+def _states_of(optimizer: torch.optim.Optimizer) -> list[tuple[Any, dict[Any, Any]]]:
+    """Return what an optimizer keeps for its parameters; it may keep other things beside."""
+    return [(key, of) for key, of in optimizer.state.items() if isinstance(of, dict)]
+
+
+def _at(optimizer: torch.optim.Optimizer, position: int) -> Callable[[], Any]:
+    def find() -> Any:
+        groups = optimizer.param_groups
+        return groups[position] if position < len(groups) else None
+
+    return find
+
+
+def _of_parameter(optimizer: torch.optim.Optimizer, parameter: Any) -> Callable[[], Any]:
+    return lambda: optimizer.state.get(parameter)
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
@@ -368,7 +583,7 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     make: Any = getattr(optimizer, "_init_group", None)
     for group in optimizer.param_groups if _is_torchs(make) else ():
         graded = [p for p in group["params"] if p.grad is not None and not optimizer.state.get(p)]
-        if not graded or any(map(_is_traced_value, graded)):
+        if not graded or any(map(_is_traced_value, graded)) or _has_twice(group):
             continue
         lists = [[] for _ in inspect.signature(make).parameters][1:]
         with _stand_ins(graded), _before_trace(), torch.no_grad():
@@ -416,7 +631,13 @@ def _may_take_lists(group: Mapping[str, Any], states: Sequence[Mapping[str, Any]
     chosen = group.get("foreach", False) is not None or group.get("fused")
     tensors = any(isinstance(v, torch.Tensor) for v in group.values())
     first_on_device = group.get("capturable") and not all(states)
-    return not (chosen or group.get("differentiable") or tensors or first_on_device)
+    form_matters = group.get("differentiable") or tensors or first_on_device or _has_twice(group)
+    return not (chosen or form_matters)
+
+
+def _has_twice(group: Mapping[str, Any]) -> bool:
+    """Tell whether a parameter is there twice: its second update begins where the first ended."""
+    return len({*map(id, group["params"])}) < len(group["params"])
 
 
 def _keeps_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
@@ -426,10 +647,10 @@ def _keeps_rate(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> b
 
 
 def _is_lendable(value: Any) -> bool:
-    """Tell whether a setting is a float or a tuple of them. A bool or an int is a choice."""
+    """Tell whether a setting is a number or a tuple of floats. A bool is a choice."""
     if isinstance(value, tuple):
         return bool(value) and all(isinstance(number, float) for number in value)
-    return isinstance(value, float)
+    return isinstance(value, float | int) and not isinstance(value, bool)
 
 
 def _least(*values: Any, **options: Any) -> Any:
@@ -446,6 +667,26 @@ def _most(*values: Any, **options: Any) -> Any:
 
 def _is_traced(values: tuple[Any, ...]) -> bool:
     return len(values) > 1 and any(isinstance(v, torch.SymFloat | torch.SymInt) for v in values)
+
+
+def _of_numbers(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of Python's ``math`` that takes traced numbers too."""
+
+    def taking_traced(*numbers: Any) -> Any:
+        if _is_traced_number(numbers[0]):
+            return sym_of_node(getattr(numbers[0].node, f"sym_{name}")())
+        return function(*numbers)
+
+    return taking_traced
+
+
+_MATHS: dict[int, Any] = {
+    id(function): _of_numbers(name, function)
+    for name, function in (("sqrt", math.sqrt), ("exp", math.exp), ("log", math.log))
+}
+_MATHS[id(math)] = SimpleNamespace(
+    **{**vars(math), **{name: _MATHS[id(getattr(math, name))] for name in ("sqrt", "exp", "log")}}
+)
 
 
 def _is_plain(value: Any) -> bool:

@@ -445,6 +445,7 @@ class Program:
         Returns:
             What the step returns.
         """
+        write_settings = self.watch.inputs.after_run()
         for storage, current in self.numbers:
             number = current()
             if number != float(storage.array):
@@ -464,6 +465,7 @@ class Program:
                 raise_flagged(self.flags, results)
             self._leave(lasting, leaves)
             self.gradients.repeat()
+            write_settings()
         return self._outputs(iter(results[self.num_flags :]))
 
     def lost(self, arguments: Sequence[Storage] = ()) -> str:
@@ -651,7 +653,8 @@ class KeptPrograms:
 
         It does when the trace made tensors that last, an optimizer's moments, say. It does not when
         they take the place of those that the trace before made: gradients, or a cache that the step
-        makes anew each time; nor where the step reads nothing that an earlier call has made.
+        makes anew each time; nor where the step reads and writes nothing that an earlier call has
+        made.
         """
         grads = program.gradients.storages()
         storages = [
@@ -663,7 +666,7 @@ class KeptPrograms:
         of_optimizers = {id(payload._storage) for payload in moments if payload is not None}
         if any(id(storage) in of_optimizers for storage in storages):
             return True
-        if not any(storage in self._made for storage in program.read):
+        if not any(storage in self._made for storage in (*program.read, *program.state)):
             return False
         gc.collect()
         return len(storages) != sum(reference() is None for reference in previous.lasting)

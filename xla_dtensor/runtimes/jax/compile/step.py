@@ -282,7 +282,7 @@ class JaxCompiledStep(CompiledStep):
                 self._check(program, call.leaves)
                 program.last_call = self._calls
                 return program
-            self._lent_names.update(program.watch.inputs.changed())
+            self._lent_names.update(program.watch.inputs.changed(may_be_lent=True))
             why = why or change.why
             if change.name is not None:
                 self._names.add(change.name)

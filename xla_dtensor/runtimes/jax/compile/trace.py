@@ -347,6 +347,7 @@ class Before:
         tape: Of the host, not begun.
         random: Generators that a step must not use.
         iterators: Those that a step must not take from.
+        readers: Are told of an optimizer whose settings or state the step's own code reads.
     """
 
     python: PythonState
@@ -354,20 +355,26 @@ class Before:
     tape: HostTape
     random: PythonRandom
     iterators: Iterators
+    readers: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
 
     @classmethod
     def of(cls, step: Callable[..., Any], call: Call) -> Before:
         """Take down what there is before `step` is traced for a call."""
         python = PythonState.now()
         tape, random, iterators = HostTape(python.host_memories), PythonRandom(), Iterators()
+        readers: list[Callable[[torch.optim.Optimizer], None]] = []
 
         def note(value: Any) -> None:
-            if isinstance(value, torch.Generator):
+            if isinstance(value, torch.optim.Optimizer):
+                for tell in readers:
+                    tell(value)
+            elif isinstance(value, torch.Generator):
                 tape.note_generator(value)
             else:
                 (random if is_python_random(value) else iterators).note(value)
 
-        return cls(python, Recording(step, call.leaves, note), tape, random, iterators)
+        recording = Recording(step, call.leaves, note)
+        return cls(python, recording, tape, random, iterators, readers)
 
     def restore(self) -> None:
         """Make it so again."""
@@ -461,7 +468,8 @@ def traced_step(
     tensors = call.tensors
     numbers: list[tuple[Storage, Callable[[], float]]] = []
     lend = partial(lent, numbers), partial(lent_tensor, numbers)
-    inputs = OptimizerInputs(lifted, *lend, lent_names, gather)
+    inputs = OptimizerInputs(lifted, *lend, lent_names, gather, before.python.tables)
+    before.readers.append(inputs.read)
     tape, recording = before.tape, before.recording
     tape.put = put or {}
     trace, watch = Trace(Rows(), HostInputs(tape)), Watch(inputs, recording)
@@ -507,6 +515,7 @@ def traced_step(
         types = [row_type(stack.array) for _, stack, _ in rows]
         closed = jax.make_jaxpr(traced)(arrays, types)
     trace.undo()
+    watch.inputs.settle()
     seen = recording.sightings()
     outcome.moving = moving_tensors(seen, trace, tape, made, names, {*outcome.arguments})
     places = {id(moving_tensor.found): place for place, moving_tensor in enumerate(outcome.moving)}

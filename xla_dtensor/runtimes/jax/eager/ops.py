@@ -527,6 +527,11 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         )
     refuse_overlap(func, args, kwargs)
     if writes_to_a_list(func):
+        if _meet([argument for argument in args if isinstance(argument, (list, tuple))]):
+            for i in range(len(args[0])):  # as PyTorch does, each sees what was written before
+                alone = [a[i : i + 1] if isinstance(a, (list, tuple)) else a for a in args]
+                _run_mutating(func, alone, kwargs)
+            return None if not func._schema.returns else args[0]
         for target, new_value in zip(args[0], run_foreach(functional, args, kwargs), strict=True):
             write(target, new_value)
         return None if not func._schema.returns else args[0]
@@ -552,6 +557,19 @@ def _run_mutating(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return None
     returned = outputs[:num_returned] or targets
     return returned[0] if len(returned) == 1 else tuple(returned)
+
+
+def _meet(lists: Sequence[Sequence[Any]]) -> bool:
+    """Tell whether one position of the lists writes to what another one reads or writes."""
+    places: dict[int, int] = {}
+    for number, tensors in enumerate(lists):
+        for position, tensor in enumerate(tensors):
+            if isinstance(tensor, JaxTensor):
+                key = id(tensor._storage)
+                found = places.get(key) if number else places.setdefault(key, position)
+                if found not in (None, position):
+                    return True
+    return False
 
 
 def write(target: torch.Tensor, source: torch.Tensor) -> None:

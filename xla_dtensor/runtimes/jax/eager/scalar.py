@@ -7,8 +7,9 @@ node is a :class:`ScalarNode`: arithmetic on it becomes part of the program, in 
 does it, and asking for its truth value or an int is a clear error.
 
 A number that Python knows now, though it may be another one on the next call (a learning rate, a
-momentum), carries a way to ask for it. Python may then branch on it, ``if momentum != 0``: the
-answer is baked in, and noted with the trace, so that the program is traced anew when it changes.
+momentum), carries a way to ask for it. Python may then branch on it, ``if momentum != 0``, or need
+it as its own, ``range(steps)``: the answer is baked in, and noted with the trace, so that the
+program is traced anew when it changes.
 
 The node follows torch's private SymNode protocol by duck typing; ``tests`` run it on each
 supported torch.
@@ -193,15 +194,24 @@ class ScalarNode:
         return self._apply(lambda a: jnp.round(a, ndigits), self)
 
     def guard_bool(self, *_: Any) -> bool:
-        trace = active_trace()
-        if trace is None:
-            self._refuse()
-        if self.current is None:
+        if active_trace() is not None and self.current is None:
             return truth(self.value)
-        current = self.current
+        return self._answer(bool)
+
+    def guard_int(self, *_: Any) -> int:
+        return self._answer(int)
+
+    def guard_float(self, *_: Any) -> float:
+        return self._answer(float)
+
+    def _answer(self, kind: Callable[[Any], Any]) -> Any:
+        """Return the number as Python knows it now, which the trace takes for granted."""
+        trace, current = active_trace(), self.current
+        if trace is None or current is None:
+            self._refuse()
         with jax.ensure_compile_time_eval():
-            answer = bool(current())
-        trace.answers.append((current, answer))
+            answer = kind(current())
+        trace.answers.append((lambda: kind(current()), answer))
         return answer
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -212,7 +222,7 @@ class ScalarNode:
         return True
 
     bool_ = guard_size_oblivious = guard_or_false = guard_or_true = guard_bool
-    guard_int = guard_float = expect_size = int_ = float_ = _refuse
+    int_, float_, expect_size = guard_int, guard_float, _refuse
 
     def __str__(self) -> str:
         return "traced number"

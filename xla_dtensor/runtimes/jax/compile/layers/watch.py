@@ -36,7 +36,7 @@ class Watch:
 
     inputs: OptimizerInputs
     recording: Recording | None
-    answers: list[tuple[Callable[[], Any], bool]] = field(default_factory=list)
+    answers: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
     guards: Guards = field(init=False)
 
     def broken(self) -> Change | None:
@@ -53,7 +53,7 @@ class Watch:
         changed = self.inputs.changed()
         if changed:
             return Change(f"an optimizer's {', '.join(changed)} changed", for_good=True)
-        if any(bool(ask()) != answer for ask, answer in self.answers):
+        if any(ask() != answer for ask, answer in self.answers):
             return Change("a number that the step branches on changed")
         return None
 
@@ -77,7 +77,6 @@ class Watch:
                 return is_host(tensor) and tape.reads(tensor)
             return payload._storage in trace.captured or payload._storage in aliases
 
-        self.inputs.settle()
         by_name = {id(moving_tensor.found): moving_tensor.moving for moving_tensor in moving}
         instead = {**self.inputs.lifted(), **by_name}
         assert self.recording is not None
