@@ -73,8 +73,12 @@ class PythonState:
             return
 
     def _read_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        tables = (optimizer.state, *optimizer.state.values(), *optimizer.param_groups)
-        self.tables.extend((table, dict(table)) for table in tables if isinstance(table, dict))
+        tables: list[Any] = [optimizer.state, *optimizer.param_groups]
+        while tables:
+            table = tables.pop()
+            if isinstance(table, dict):
+                self.tables.append((table, dict(table)))
+                tables += table.values()
 
     def restore(self) -> None:
         """Make it so again."""

@@ -43,7 +43,7 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "kept": lambda n, rate: n,
     "a flag": lambda n, rate: False,
 }
-PLACES = ("group", "state", "beside the state", "attribute")
+PLACES = ("group", "state", "beside the state", "in the group", "in the state", "attribute")
 WRITERS = ("step", "step, last", "pre hook", "post hook", "the step around", "nobody")
 
 
@@ -60,7 +60,7 @@ def drawn_optimizer(seed: int) -> tuple[Any, str]:
             super().__init__(
                 parameters, **({"lr": 0.125} if base is torch.optim.SGD else {"defaults": defaults})
             )
-            self.param_groups[0]["n"] = start
+            self.param_groups[0].update(n=start, inner={"n": start})
             self.n = start
             self.mixes = write in ("greatest", "bounded")
             if place == "beside the state":
@@ -69,11 +69,15 @@ def drawn_optimizer(seed: int) -> tuple[Any, str]:
         def tables(self) -> list[Any]:
             if place == "group":
                 return self.param_groups
+            if place == "in the group":
+                return [group["inner"] for group in self.param_groups]
             if place == "attribute":
                 return [vars(self)]
             if place == "beside the state":
                 return [self.state]
             tables = [self.state[p] for group in self.param_groups for p in group["params"]]
+            if place == "in the state":
+                tables = [table.setdefault("inner", {}) for table in tables]
             for table in tables:
                 table.setdefault("n", start)
             return tables
@@ -134,6 +138,7 @@ def plain_values(optimizer: Any) -> list[Any]:
         *optimizer.param_groups,
         *[of for of in optimizer.state.values() if isinstance(of, dict)],
     ]
+    tables += [table["inner"] for table in tables if "inner" in table]
     tables += [{"n": optimizer.n}, {k: v for k, v in optimizer.state.items() if type(k) is str}]
     return [
         [

@@ -44,6 +44,7 @@ from xla_dtensor.runtimes.host_work.tape import HostTape
 from xla_dtensor.runtimes.jax.arrays import trace as jax_trace
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
+from xla_dtensor.runtimes.jax.compile.trace_values import Same
 from xla_dtensor.runtimes.jax.eager.scalar import ScalarNode, sym_number, sym_of_node
 from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 from xla_dtensor.runtimes.jax.lower.index import filling_on_host
@@ -270,20 +271,28 @@ class OptimizerInputs:
                 )
 
     def _tables_of(self, optimizer: torch.optim.Optimizer) -> Iterator[_Table]:
-        state, is_read = optimizer.state, id(optimizer) in self._read_outside
-        if any(not isinstance(key, torch.Tensor) for key in state):
-            yield self._table(lambda: optimizer.state, state, {}, is_read)
+        is_read = id(optimizer) in self._read_outside
+        if any(not isinstance(key, torch.Tensor) for key in optimizer.state):
+            yield self._table(lambda: optimizer.state, {}, is_read)
         for position, group in enumerate(optimizer.param_groups):
-            yield self._table(_at(optimizer, position), group, dict(group), is_read)
+            yield from self._with_inner(_at(optimizer, position), dict(group), is_read)
         for parameter, of in _states_of(optimizer):
             before = self._before_trace.get(id(of), {})
             if any(map(_is_plain, (*of.values(), *before.values()))):
-                yield self._table(_of_parameter(optimizer, parameter), of, {}, is_read)
+                yield from self._with_inner(_of_parameter(optimizer, parameter), {}, is_read)
 
-    def _table(
-        self, find: Callable[[], Any], table: dict[Any, Any], new: dict[Any, Any], is_read: bool
-    ) -> _Table:
-        """Return what is known of a table, which holds `new` if the trace has made it."""
+    def _with_inner(
+        self, find: Callable[[], Any], new: dict[Any, Any], is_read: bool
+    ) -> Iterator[_Table]:
+        """Yield what is known of a table, and of the dicts in it."""
+        yield self._table(find, new, is_read)
+        for name, value in find().items():
+            if isinstance(value, dict):
+                yield from self._with_inner(_under(find, name), {}, is_read)
+
+    def _table(self, find: Callable[[], Any], new: dict[Any, Any], is_read: bool) -> _Table:
+        """Return what is known of a table, which held `new` if the trace has made it."""
+        table = find()
         before = self._before_trace.get(id(table))
         entries = new if before is None else before
         lent = {n: type(v) for n, v in entries.items() if (id(table), n) in self._numbers}
@@ -508,6 +517,7 @@ class _Table:
         if table is not self._table:
             yield "state" if table is None else "settings"
         elif isinstance(table, dict):
+            yield from (name for name in self._lent if name not in table)
             described = self._described(table)
             if described != self._baked:
                 for name in {**self._baked, **described}:
@@ -530,10 +540,8 @@ def _description(value: Any) -> Any:
     kind = type(value)
     if isinstance(value, tuple | list):
         return kind, *map(_description, value)
-    if isinstance(value, dict):
-        return kind, *((name, _description(entry)) for name, entry in value.items())
     is_number = isinstance(value, int | float | complex)
-    return (kind, repr(value)) if is_number else value if kind is str else (kind, id(value))
+    return (kind, repr(value)) if is_number else value if kind is str else Same(value)
 
 
 def _is_written(old: Any, new: Any) -> bool:
@@ -567,6 +575,14 @@ def _at(optimizer: torch.optim.Optimizer, position: int) -> Callable[[], Any]:
         return groups[position] if position < len(groups) else None
 
     return find
+
+
+def _under(find: Callable[[], Any], name: Any) -> Callable[[], Any]:
+    def inner() -> Any:
+        outer = find()
+        return outer.get(name) if isinstance(outer, dict) else None
+
+    return inner
 
 
 def _of_parameter(optimizer: torch.optim.Optimizer, parameter: Any) -> Callable[[], Any]:

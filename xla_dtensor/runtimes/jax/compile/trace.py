@@ -49,6 +49,7 @@ from xla_dtensor.runtimes.jax.compile.layers.watch import Watch, watching
 from xla_dtensor.runtimes.jax.compile.moving import Aliases, MovingTensor, moving_tensors
 from xla_dtensor.runtimes.jax.compile.optimizer import OptimizerInputs, lent, lent_tensor, lifted
 from xla_dtensor.runtimes.jax.compile.trace_values import (
+    Same,
     bound,
     inner,
     refuse_manual,
@@ -210,7 +211,7 @@ class Call:
             )
         # 0.0 and -0.0 are equal, and so are 1, 1.0 and True.
         value = repr(leaf) if isinstance(leaf, float | complex) else leaf
-        return type(leaf), value if _has_hash(value) else _Same(value)
+        return type(leaf), value if _has_hash(value) else Same(value)
 
 
 def unread_arguments(step: Callable[..., Any]) -> frozenset[int | str]:
@@ -262,22 +263,6 @@ def _several(names: Any) -> tuple[Any, ...]:
     return names if isinstance(names, tuple) else (names,)
 
 
-class _Same:
-    """Equal to what stands for the same object; what the object holds, guards look after."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-    def __repr__(self) -> str:
-        return f"a {type(self._value).__name__}"
-
-
 def _has_hash(value: Any) -> bool:
     try:
         hash(value)
@@ -305,10 +290,10 @@ def _payload(leaf: Any, stays_view: bool) -> JaxTensor | None:
     return None
 
 
-def _grad(leaf: torch.Tensor) -> _Same | None:
+def _grad(leaf: torch.Tensor) -> Same | None:
     """Return what tells an argument's gradient from others, which a program would add to."""
     has_one = leaf.requires_grad and leaf.is_leaf and leaf.grad is not None
-    return _Same(leaf.grad) if has_one else None
+    return Same(leaf.grad) if has_one else None
 
 
 _TENSOR_FACTS = (

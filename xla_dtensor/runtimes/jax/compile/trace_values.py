@@ -21,6 +21,7 @@ from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 
 __all__ = [
     "Delivered",
+    "Same",
     "Static",
     "ViewsWritten",
     "bound",
@@ -32,6 +33,22 @@ __all__ = [
     "split_outputs",
     "written_arguments",
 ]
+
+
+class Same:
+    """Equal to what stands for the same object; what the object holds, guards look after."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+    def __repr__(self) -> str:
+        return f"a {type(self._value).__name__}"
 
 
 def inner(value: Any) -> JaxTensor | None:
