@@ -1888,3 +1888,26 @@ def settings_of_an_optimizer_that_was_loaded(on: On) -> Any:
         optimizer.load_state_dict(state)
         results.append(whole(compiled()))
     return results
+
+
+@values("jax")
+def tangents_where_the_other_factor_is_infinite(on: On) -> Any:
+    """What has no tangent has a zero that stays one; compiled, it was an ordinary one: NaN."""
+    base, exponent = on.put(torch.tensor([0.0, 0.5, 2.0])), on.put(torch.tensor(0.18))
+    host = torch.tensor([0.0, 0.5, 2.0])
+
+    def step(base: Any, exponent: Any) -> Any:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(exponent, torch.ones_like(exponent))
+            other = torch.autograd.forward_ad.make_dual(torch.tensor(0.18), torch.tensor(1.0))
+            results = torch.pow(base, dual), torch.float_power(base, dual), torch.pow(host, other)
+            return [torch.autograd.forward_ad.unpack_dual(each).tangent for each in results]
+
+    return on.compile(step)(base, exponent)
+
+
+@layouts("jax")
+def copies_of_views_lie_one_after_the_other(on: On) -> Any:
+    x = on.put(numbers(1, 2, 3))
+    copies = torch.transpose_copy(x, 1, 2), torch.permute_copy(x, (2, 0, 1)), torch.t_copy(x[0])
+    return [copy.is_contiguous() for copy in copies], [True] * 3

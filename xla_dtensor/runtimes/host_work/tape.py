@@ -98,14 +98,15 @@ class HostTape:
         Returns:
             What the op returns.
         """
-        if func is _efficient_zeros:
-            func = _zeros  # the other kind has no memory, and ends the process below its own key
+        if func is _efficient_zeros:  # Whatever is multiplied with them is zero, infinity too.
+            return func(*args, **kwargs)
+        args, kwargs = map_nested(self._with_memory, (tuple(args), dict(kwargs)))
         tensors = [v for v in leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         if not isinstance(func, torch._ops.OpOverload) or not all(map(is_host, tensors)):
             return func(*args, **kwargs)
         if func is _lift:
             return self._lies(self._lifted(func(*args, **kwargs)))
-        arguments = map_nested(self._as_slot, (tuple(args), dict(kwargs)))
+        arguments = map_nested(self._as_slot, (args, kwargs))
         needs = tuple(v for v in leaves(arguments) if isinstance(v, Slot))
         targets = [self._memory_of[slot] for slot in self._targets(func, arguments)]
         for memory in targets:
@@ -188,6 +189,12 @@ class HostTape:
         return slots
 
     # ------------------------------------------------------------------ tensors
+
+    def _with_memory(self, leaf: Any) -> Any:
+        """Return a value; zeros without memory as ordinary ones, which ops can read."""
+        if not isinstance(leaf, torch.Tensor) or not leaf._is_zerotensor():
+            return leaf
+        return self.call(_zeros, (leaf.shape,), {"dtype": leaf.dtype})
 
     def _as_slot(self, leaf: Any) -> Any:
         return self._slot(leaf) if isinstance(leaf, torch.Tensor) else leaf

@@ -65,7 +65,8 @@ def _binary_cross_entropy(
 
 
 def _copy_of(view: Any, *args: Any, **kwargs: Any) -> Any:
-    return tree_map(torch.clone, view(*args, **kwargs))
+    contiguous = partial(torch.clone, memory_format=torch.contiguous_format)
+    return tree_map(contiguous, view(*args, **kwargs))
 
 
 for _name in (
