@@ -481,6 +481,27 @@ def _(put: Put) -> Run:
 ROW = "torch's settings"
 
 
+@guard(ROW, "hooks of saved tensors", (1, 2))
+def _(put: Put) -> Run:
+    """Of a layer that squares what it saves, in the second call and not in the first."""
+    weight = nn.Parameter(put(torch.ones(4)))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        (weight * x).square().sum().backward()
+        return x * 2
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * 3)
+
+    def change(call: int) -> None:
+        (hooks.__enter__ if call == 1 else lambda: None)()
+
+    def state() -> Any:
+        hooks.__exit__(None, None, None)
+        return weight.grad
+
+    return Run(step, change, state=state)
+
+
 @guard(ROW, "")
 def _(put: Put) -> Run:
     weight = nn.Parameter(put(torch.ones(4)))

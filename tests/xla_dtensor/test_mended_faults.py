@@ -1911,3 +1911,30 @@ def copies_of_views_lie_one_after_the_other(on: On) -> Any:
     x = on.put(numbers(1, 2, 3))
     copies = torch.transpose_copy(x, 1, 2), torch.permute_copy(x, (2, 0, 1)), torch.t_copy(x[0])
     return [copy.is_contiguous() for copy in copies], [True] * 3
+
+
+@layouts("jax")
+def transforms_of_a_compiled_step(on: On) -> Any:
+    """They ended in errors about storages, and broke all steps that were compiled afterwards."""
+    x = on.put(torch.ones(4))
+    step = on.compile(lambda x: x.tanh() * 2)
+
+    def dual() -> Any:
+        with torch.autograd.forward_ad.dual_level():
+            return step(torch.autograd.forward_ad.make_dual(x, x))
+
+    calls = (
+        lambda: torch.func.jvp(step, (x,), (x,)),
+        lambda: torch.func.vmap(step)(x),
+        lambda: torch.func.grad(lambda x: step(x).sum())(x),
+        dual,
+    )
+    found = [error_of(call)[:60] for call in calls]
+    tangent = on.compile(lambda x: torch.func.jvp(torch.tanh, (x,), (x,))[1])(x)
+    return [*found, round(float(tangent[0]), 4)], [
+        "A compiled step was called inside of torch.func's jvp. Its p",
+        "A compiled step was called inside of torch.func's vmap. Its ",
+        "A compiled step was called inside of torch.func's grad. Its ",
+        "A compiled step was called with a tangent. Its program has n",
+        0.42,
+    ]

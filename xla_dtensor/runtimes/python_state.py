@@ -18,6 +18,7 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,13 +65,13 @@ class PythonState:
         return self._read_optimizer if issubclass(kind, torch.optim.Optimizer) else None
 
     def _read_tensor(self, tensor: torch.Tensor) -> None:
-        if is_host(tensor):
-            self.host_memories.add(memory_key(tensor))
-        try:
+        # A view whose base was written where autograd could not follow raises, and so does what
+        # torch.func has wrapped: a failed transform leaves that in its traceback.
+        with contextlib.suppress(RuntimeError):
+            if is_host(tensor):
+                self.host_memories.add(memory_key(tensor))
             if tensor.requires_grad and tensor.is_leaf:
                 self.gradients.append((tensor, tensor.grad))
-        except RuntimeError:  # A view whose base was written where autograd could not follow.
-            return
 
     def _read_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         tables: list[Any] = [optimizer.state, *optimizer.param_groups]

@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from xla_dtensor.core.errors import ArgumentTypeError
 from xla_dtensor.report.attribution import AskedFor
@@ -366,6 +367,9 @@ def trace_settings() -> tuple[tuple[str, Hashable], ...]:
     ]
     # The user's modes that see every function of torch are told apart by what they are.
     modes = [id(mode) for mode in torch.overrides._get_current_function_mode_stack()]
+    # And so are those that see every op, and hooks of what the backward pass keeps.
+    op_modes = [id(mode) for mode in _get_current_dispatch_mode_stack()]
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return (
         ("the precision of float32 products", torch.get_float32_matmul_precision()),
         ("grad mode", torch.is_grad_enabled()),
@@ -376,6 +380,8 @@ def trace_settings() -> tuple[tuple[str, Hashable], ...]:
         ("deterministic algorithms", torch.are_deterministic_algorithms_enabled()),
         ("kernels of attention", _attention_kernels()),
         ("modes for functions", tuple(modes)),
+        ("modes for ops", tuple(op_modes)),
+        ("hooks of saved tensors", None if hooks is None else tuple(map(id, hooks))),
         *[(name, read()) for name, read in _readers.items()],
     )
 

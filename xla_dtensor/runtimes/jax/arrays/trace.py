@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch.utils._pytree import tree_leaves
 
 from xla_dtensor.core.errors import CompileError
 from xla_dtensor.runtimes.jax.arrays.private import frames_here, frames_of, line_of_origin
@@ -438,6 +439,25 @@ def refuse_nesting() -> None:
             "A compiled step was called inside the trace of another one. One program cannot hold "
             "another that keeps its own state. Call the plain function inside the step, and "
             "compile only the outermost one."
+        )
+
+
+def refuse_transforms(arguments: Any) -> None:
+    """Raise when a compiled step is to be transformed, or differentiated in forward mode."""
+    interpreter: Any = torch._C._functorch.peek_interpreter_stack()
+    forward = torch.autograd.forward_ad
+    is_dual = forward._current_level >= 0 and any(
+        forward.unpack_dual(leaf).tangent is not None
+        for leaf in tree_leaves(arguments)
+        if isinstance(leaf, torch.Tensor)
+    )
+    if interpreter is not None or is_dual:
+        transform = "" if interpreter is None else interpreter.key().name.lower()
+        what = f"inside of torch.func's {transform}" if transform else "with a tangent"
+        raise CompileError(
+            f"A compiled step was called {what}. Its program has no derivative and no batch of "
+            "its own, which torch.func and forward mode would ask for. Transform the plain "
+            "function, and compile what calls the transform: xd.compile(torch.func.jvp(...))."
         )
 
 

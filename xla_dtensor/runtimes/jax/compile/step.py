@@ -47,7 +47,11 @@ from xla_dtensor.report.report import Evidence
 from xla_dtensor.runtimes.base import CompiledStep, Verification
 from xla_dtensor.runtimes.jax.arrays.sharding import place
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
-from xla_dtensor.runtimes.jax.arrays.trace import WriteToHostError, refuse_nesting
+from xla_dtensor.runtimes.jax.arrays.trace import (
+    WriteToHostError,
+    refuse_nesting,
+    refuse_transforms,
+)
 from xla_dtensor.runtimes.jax.arrays.values import x64
 from xla_dtensor.runtimes.jax.compile.explain import Spent, explanation
 from xla_dtensor.runtimes.jax.compile.inspect import asked_for, flops_of
@@ -129,6 +133,7 @@ class JaxCompiledStep(CompiledStep):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         refuse_nesting()
+        refuse_transforms((args, kwargs))
         with _one_at_a_time:
             return self._call(args, kwargs)
 
