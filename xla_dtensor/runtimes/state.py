@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -369,7 +370,7 @@ def trace_settings() -> tuple[tuple[str, Hashable], ...]:
     modes = [id(mode) for mode in torch.overrides._get_current_function_mode_stack()]
     # And so are those that see every op, and hooks of what the backward pass keeps.
     op_modes = [id(mode) for mode in _get_current_dispatch_mode_stack()]
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = _top_saved_tensors_default_hooks(False)
     return (
         ("the precision of float32 products", torch.get_float32_matmul_precision()),
         ("grad mode", torch.is_grad_enabled()),

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch._C._functorch import peek_interpreter_stack
 from torch.utils._pytree import tree_leaves
 
 from xla_dtensor.core.errors import CompileError
@@ -444,7 +445,7 @@ def refuse_nesting() -> None:
 
 def refuse_transforms(arguments: Any) -> None:
     """Raise when a compiled step is to be transformed, or differentiated in forward mode."""
-    interpreter: Any = torch._C._functorch.peek_interpreter_stack()
+    interpreter = peek_interpreter_stack()
     forward = torch.autograd.forward_ad
     is_dual = forward._current_level >= 0 and any(
         forward.unpack_dual(leaf).tangent is not None
