@@ -75,9 +75,11 @@ class PythonState:
 
     def _read_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         tables: list[Any] = [optimizer.state, *optimizer.param_groups]
+        seen: set[int] = set()
         while tables:
             table = tables.pop()
-            if isinstance(table, dict):
+            if isinstance(table, dict) and id(table) not in seen:
+                seen.add(id(table))
                 self.tables.append((table, dict(table)))
                 tables += table.values()
 

@@ -198,6 +198,7 @@ class OptimizerInputs:
         self._is_settled = True
         for table in self._tables:
             table.put_back()
+        self._before_trace = {}  # It holds what other optimizers had.
         self._state = [
             (optimizer, parameter, of, [(n, t) for n, t in of.items() if not _is_plain(t)])
             for optimizer in self.optimizers.values()
@@ -282,13 +283,18 @@ class OptimizerInputs:
                 yield from self._with_inner(_of_parameter(optimizer, parameter), {}, is_read)
 
     def _with_inner(
-        self, find: Callable[[], Any], new: dict[Any, Any], is_read: bool
+        self,
+        find: Callable[[], Any],
+        new: dict[Any, Any],
+        is_read: bool,
+        outer: frozenset[int] = frozenset(),
     ) -> Iterator[_Table]:
         """Yield what is known of a table, and of the dicts in it."""
         yield self._table(find, new, is_read)
+        outer |= {id(find())}
         for name, value in find().items():
-            if isinstance(value, dict):
-                yield from self._with_inner(_under(find, name), {}, is_read)
+            if isinstance(value, dict) and id(value) not in outer:
+                yield from self._with_inner(_under(find, name), {}, is_read, outer)
 
     def _table(self, find: Callable[[], Any], new: dict[Any, Any], is_read: bool) -> _Table:
         """Return what is known of a table, which held `new` if the trace has made it."""
@@ -479,15 +485,15 @@ class _Table:
         is_old: bool,
         is_read_outside: bool,
     ) -> None:
-        self.is_read_outside = is_read_outside
-        self._find, self._table, self._before, self._lent = find, table, before, lent
+        self.is_read_outside, self._is_old = is_read_outside, is_old
+        self._find, self._table, self._lent = find, table, lent
+        self._before = {name: value for name, value in before.items() if _is_plain(value)}
         self._baked = self._described(before)
         self._written = {
             name: table.get(name, _ABSENT)
             for name in {**before, **table}
             if name != "params" and _is_written(before.get(name, _ABSENT), table.get(name, _ABSENT))
         }
-        self._is_old = is_old
         for name, value in self._written.items():
             if _is_traced_number(value) and not knows_number(value):
                 raise CompileError(
