@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -354,3 +356,26 @@ def test_a_number_that_only_the_program_knows_is_refused(mesh: xd.DeviceMesh) ->
     with pytest.raises(CompileError, match="stores a number under 'norm' that only the compiled"):
         xd.compile(step)(x, y)
     assert "norm" not in scheduler.optimizer.param_groups[0]
+
+
+@pytest.mark.only_on("jax")
+def test_a_program_does_not_keep_what_other_optimizers_have(mesh: xd.DeviceMesh) -> None:
+    """Nor what its own had: a trace takes down the state of all that live."""
+    weight: Any = nn.Parameter(xd.distribute_tensor(torch.ones(8), mesh))
+    other: Any = nn.Parameter(xd.distribute_tensor(torch.ones(8), mesh))
+    optimizer, of_other = optim.AdamW([weight]), optim.AdamW([other])
+    other.grad = torch.ones_like(other)
+    of_other.step()
+    moments = weakref.ref(of_other.state[other]["exp_avg"])
+
+    def step() -> None:
+        weight.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compiled = xd.compile(step)
+    for _ in range(3):
+        compiled()
+    del other, of_other
+    gc.collect()
+    assert moments() is None
