@@ -31,7 +31,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "exponential": lambda n: math.exp(-n),
     "branch": lambda n: 1.0 if n > 1.5 else 0.5,
     "every second": lambda n: 1.0 if n % 2 else 0.25,
-    "whole": lambda n: sum(range(int(n) + 2)),
+    "whole": lambda n: sum(range(math.floor(n) + 2)),
     "least": lambda n: min(1.0, (n + 1) / 4),
 }
 WRITES: dict[str, Callable[[Any, Any], Any]] = {
