@@ -483,7 +483,7 @@ ROW = "torch's settings"
 
 @guard(ROW, "hooks of saved tensors", (1, 2))
 def _(put: Put) -> Run:
-    """Of a layer that squares what it saves, in the second call and not in the first."""
+    """Around the second call: the backward pass reads three times what was saved."""
     weight = nn.Parameter(put(torch.ones(4)))
 
     def step(x: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.core.errors import CompileError
+from xla_dtensor.runtimes.guards.values import ABSENT
 from xla_dtensor.runtimes.host_work.mode import HostOps
 from xla_dtensor.runtimes.host_work.tape import HostTape
 from xla_dtensor.runtimes.jax.arrays import trace as jax_trace
@@ -221,7 +222,7 @@ class OptimizerInputs:
 
         def assign() -> None:
             for table, name, value in writes:
-                if value is _ABSENT:
+                if value is ABSENT:
                     table.pop(name, None)
                 else:
                     table[name] = value
@@ -376,7 +377,7 @@ class OptimizerInputs:
         """Let an optimizer's module find functions that take traced numbers and our device.
 
         Adafactor takes ``min(lr, ...)``: Python's own asks which is less, and bakes the answer in.
-        So ``math.sqrt`` does with its number.
+        ``math.sqrt`` would bake in the number itself.
         Capturable optimizers ask whether the device's counters may stay there.
         """
         supported = names.get(_DEVICES)
@@ -452,8 +453,6 @@ class _Running:
 
 # -------------------------------------------------------------------------- Plain values of a table
 
-_ABSENT = object()
-
 
 class _Table:
     """The plain values of a param group, or of a parameter's state: the baked, and the written.
@@ -490,9 +489,9 @@ class _Table:
         self._before = {name: value for name, value in before.items() if _is_plain(value)}
         self._baked = self._described(before)
         self._written = {
-            name: table.get(name, _ABSENT)
+            name: table.get(name, ABSENT)
             for name in {**before, **table}
-            if name != "params" and _is_written(before.get(name, _ABSENT), table.get(name, _ABSENT))
+            if name != "params" and _is_written(before.get(name, ABSENT), table.get(name, ABSENT))
         }
         for name, value in self._written.items():
             if _is_traced_number(value) and not knows_number(value):
@@ -527,7 +526,7 @@ class _Table:
             described = self._described(table)
             if described != self._baked:
                 for name in {**self._baked, **described}:
-                    if described.get(name, _ABSENT) != self._baked.get(name, _ABSENT):
+                    if described.get(name, ABSENT) != self._baked.get(name, ABSENT):
                         yield name
 
     def _described(self, table: Mapping[Any, Any]) -> dict[str, Any]:
