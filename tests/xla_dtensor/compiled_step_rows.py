@@ -713,6 +713,45 @@ def _(put: Put) -> Run:
     return Run(step, lambda call: seen.append(owner.last), state=state)
 
 
+ROW = "numbers of the program, in any of those"
+
+
+@effect(ROW)
+def _(put: Put) -> Run:
+    owner: Any = SimpleNamespace(last=None)
+    history, recent, logs, latest = [], deque(maxlen=2), list[Any](), dict[str, Any]()
+    seen = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = x.square().sum()
+        last = owner.last = latest["loss"] = loss.item()
+        history.append(loss.item())
+        recent.append(last * 2)
+        batch = owner.batch = Batch(x + 1, last, [(x > 0).sum().item(), loss])
+        logs.append({"loss": last, "batch": batch, "is_large": loss.item() > 20})
+        return loss
+
+    def state() -> Any:
+        assert all(each["batch"] is batch for each, batch in zip(logs, seen, strict=False))
+        parts = [(each["loss"], each["is_large"], vars(each["batch"])) for each in logs]
+        return owner.last, history, list(recent), latest, parts, seen and vars(seen[-1])
+
+    return Run(step, lambda call: seen.append(owner.batch) if call else None, state=state)
+
+
+@effect(ROW, (1, 2, 3))  # What it reads and writes, it is traced for.
+def _(put: Put) -> Run:
+    meter: Any = SimpleNamespace(total=0.0, count=0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        meter.total += x.sum().item()
+        meter.count += 1
+        meter.mean = meter.total / meter.count
+        return x * 2
+
+    return Run(step, state=lambda: vars(meter))
+
+
 @effect("lists and dicts among the arguments")
 def _(put: Put) -> Run:
     given = []

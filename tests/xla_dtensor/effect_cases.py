@@ -557,6 +557,14 @@ _VALUES = {
     ),
     "number": ("3", "5", "SETTINGS.scale + 1 > 2", "len(x)"),
 }
+# What ``.item()`` gives of the argument.
+_ITEMS = {
+    "any": (
+        *("x.sum().item()", "[x.sum().item(), x * 2]", "{'m': x.mean().item()}"),
+        *("(x.sum().item(), 1)", "x.sum().item() > 2", "[(x > 1).sum().item()]"),
+    ),
+    "number": ("(x > 1).sum().item()",),
+}
 _ANYWHERE = (
     *("pass", "pass", "pass", "pass", "SETTINGS.flag = not SETTINGS.flag"),
     *("SETTINGS.scale = 3.0", "SETTINGS.scale = 2.0", "SETTINGS.aside = 1"),
@@ -589,7 +597,7 @@ class Case:
 class _Drawing:
     """Draws the parts of a case, all from one seed."""
 
-    def __init__(self, seed: int, kind: str | None) -> None:
+    def __init__(self, seed: int, kind: str | None, items: bool) -> None:
         self.random = random.Random(seed)
         self.kind = kind or self.pick(list(KINDS))
         self.owner = KINDS[self.kind]
@@ -600,7 +608,9 @@ class _Drawing:
             self.pick(self.owner.writes) for _ in range(self.random.choice((1, 1, 2, 3)))
         ]
         self.calls = [self.pick(CALLS) for _ in self.writes]
-        self.values = [self.pick(_VALUES[self.owner.values]) for _ in self.writes]
+        values = _VALUES[self.owner.values]
+        values += _ITEMS[self.owner.values] * 2 if items else ()
+        self.values = [self.pick(values) for _ in self.writes]
         self.changes = [self.change() for _ in range(NUM_CHANGES)]
         self.where = self.random.randint(1, len(self.writes))
 
@@ -681,15 +691,16 @@ class _Drawing:
         return "\n".join([*prelude, first, "def build():", indent("\n".join(lines), "    ")])
 
 
-def drawn(seed: int, fails: bool = False, kind: str | None = None) -> Case:
+def drawn(seed: int, fails: bool = False, kind: str | None = None, items: bool = False) -> Case:
     """Draw a case; the same arguments give the same one, with state of its own.
 
     Args:
         seed: A number.
         fails: Whether the step raises, after some of its writes.
         kind: The kind of owner; drawn as well if None.
+        items: Whether what is stored may be what ``.item()`` gives.
     """
-    source = _Drawing(seed, kind).source(fails)
+    source = _Drawing(seed, kind, items).source(fails)
     name = f"effect_case_{seed}"
     path = Path(_FOLDER.name) / f"{name}.py"
     path.write_text(source)

@@ -167,6 +167,16 @@ def an_optimizer_that_keeps_a_norm(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+class Noting(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.sum().item()
+        return super().forward(x)
+
+
+def noting_layers(mesh: xd.DeviceMesh) -> nn.Module:
+    return xd.distribute_module(xd.scan_layers([Noting(4, 4), Noting(4, 4)]), mesh)
+
+
 REFUSED: dict[str, list[Callable[..., Any]]] = {
     "Python needs the value of a tensor of the mesh: `float(loss)`, `tolist`, an `if loss > 1` "
     "that is no check": [
@@ -175,6 +185,9 @@ REFUSED: dict[str, list[Callable[..., Any]]] = {
         lambda x: x * 2 if x.sum() > 1 else x,
         lambda x: x.tolist(),
         lambda x: f"{x.sum().item():.3f}",
+    ],
+    "a number of a part that runs several times is stored: `.item()` in a layer of `scan_layers`": [
+        lambda x, layers: layers(x[None])
     ],
     "an element is taken of an iterator from before the call": [
         of_iterator(lambda: iter([1.0, 2.0])),
@@ -241,6 +254,7 @@ def test_what_is_refused(mesh: xd.DeviceMesh, row: str, number: int) -> None:
 
     others = (np.ones(4),) if "NumPy array" in row else ()
     error = ArgumentTypeError if others else CompileError
+    others = (noting_layers(mesh),) if "scan_layers" in row else others
     torch.manual_seed(3)
     drawn, before = around.drawn(x), around.now()
     torch.manual_seed(3)

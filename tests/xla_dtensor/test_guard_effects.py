@@ -34,7 +34,7 @@ _NOT_STATE = (types.BuiltinFunctionType, types.MethodDescriptorType, property, t
 # ------------------------------------------------------------------------------ state
 
 
-class _Walk:
+class Walk:
     """Turns what can be reached from values into plain data.
 
     Args:
@@ -111,7 +111,7 @@ class _Walk:
         return found + ([("class", self.plain(kind))] if is_own and kind is not value else [])
 
 
-def state_of(case: Case, walk: _Walk) -> list[Any]:
+def state_of(case: Case, walk: Walk) -> list[Any]:
     """Return all that the step can reach, in the module too, as plain data."""
     names = {n: v for n, v in vars(case.module).items() if not n.startswith("__")}
     kinds = types.ModuleType | type | types.FunctionType
@@ -125,7 +125,7 @@ def state_of(case: Case, walk: _Walk) -> list[Any]:
 def called(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return a call's result as plain data, or what it raises."""
     try:
-        return _Walk(given=arguments).plain(function(*arguments))
+        return Walk(given=arguments).plain(function(*arguments))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -207,7 +207,7 @@ class Replayed:
         for program in self.programs:
             if program.guards.broken() is None:
                 return program.run(x)
-        walk = _Walk()
+        walk = Walk()
         state_of(self.case, walk)
         older = {key: value for key, (_, value) in walk.seen.items()}
         with Recording(self.case.step, (x,)) as recording:
@@ -239,7 +239,7 @@ def difference(seed: int, kind: str | None = None) -> tuple[str, int]:
             return f"call {number}: {results}", 0
         if isinstance(results[0], str):
             break
-        states = state_of(plain, _Walk(given=(first,))), state_of(case, _Walk(given=(second,)))
+        states = state_of(plain, Walk(given=(first,))), state_of(case, Walk(given=(second,)))
         if states[0] != states[1]:
             return f"call {number}: {first_difference(*states)}", 0
     return "", len(replayed.programs)
@@ -277,12 +277,12 @@ def unlike_before(seed: int, kind: str | None = None) -> str:
     for number in range(seed % 3):  # Another time what there is has been changed before.
         called(case.step, x)
         called(case.changes[number])
-    walk = _Walk(by_identity=True)
+    walk = Walk(by_identity=True)
     before = state_of(case, walk)
     with Recording(case.step, (x,)) as recording:
         called(case.step, x)
     recording.rewind()
-    after = state_of(case, _Walk(by_identity=True))
+    after = state_of(case, Walk(by_identity=True))
     return "" if after == before else f"{first_difference(before, after)}"
 
 

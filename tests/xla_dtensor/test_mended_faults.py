@@ -1906,6 +1906,15 @@ def tangents_where_the_other_factor_is_infinite(on: On) -> Any:
     return on.compile(step)(base, exponent)
 
 
+@values("jax")
+def rows_by_indices_that_are_cut_unevenly_as_the_rows_are(on: On) -> Any:
+    """XLA's partitioner failed in its own verifier."""
+    table, cube = on.put(numbers(11, 6), R, Shard(1)), on.put(numbers(6, 4, 9), R, Shard(1))
+    places = on.put(torch.arange(15).reshape(3, 5) * 3 % 11, Shard(0), Shard(1))
+    read = on.compile(lambda i: (F.embedding(i, table), table[i], cube[i % 6], cube[:, :, i % 9]))
+    return read(places)
+
+
 @layouts("jax")
 def copies_of_views_lie_one_after_the_other(on: On) -> Any:
     x = on.put(numbers(1, 2, 3))

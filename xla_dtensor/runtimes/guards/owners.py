@@ -66,11 +66,18 @@ class Effect:
         do: Makes it, given a value.
         value: The value that the trace gave.
         name: What messages call it.
+        swap: Puts another value in the place of the trace's; None where `do` does.
     """
 
     do: Callable[[Any], None]
     value: Any
     name: str
+    swap: Callable[[Any], None] | None = None
+
+    @property
+    def replace(self) -> Callable[[Any], None]:
+        """Put another value in the place of the one that the trace gave."""
+        return self.do if self.swap is None else self.swap
 
 
 class Owner:
@@ -341,9 +348,7 @@ class Elements(Owner):
             old = {*snapshot}
             if self.holder >= old:
                 new = [element for element in elements if element not in old]
-                return [
-                    Effect(lambda additions: base.update(self.holder, additions), new, self.label)
-                ]
+                return [self._addition(new)]
         elif base is not np.ndarray:
             is_full = len(elements) == getattr(self.holder, "maxlen", None)
             starts = range(len(snapshot) + 1) if is_full else (0,)
@@ -351,14 +356,25 @@ class Elements(Owner):
             for start in starts:
                 tail = snapshot[start:]
                 if len(tail) < len(elements) and all(map(is_, tail, elements)):
-                    new = elements[len(tail) :]
-                    return [
-                        Effect(
-                            lambda additions: base.extend(self.holder, additions), new, self.label
-                        )
-                    ]
+                    return [self._addition(elements[len(tail) :])]
         self.take_whole()
         return [Effect(self._fill, elements, self.label)]
+
+    def _addition(self, new: list[Any]) -> Effect:
+        base = self._base()
+
+        def add(elements: Iterable[Any]) -> None:
+            (base.update if base is set else base.extend)(self.holder, elements)
+
+        def swap(elements: Iterable[Any]) -> None:
+            if base is set:
+                base.difference_update(self.holder, new)
+            else:
+                for _ in new:
+                    base.pop(self.holder)
+            add(elements)
+
+        return Effect(add, new, self.label, swap)
 
     def held_before(self) -> list[Any]:
         if ABSENT in self.stores:

@@ -243,6 +243,10 @@ class AbsentProgram(Program):
             label = owners.get(id(storage))
             storage.sharding = None if label is None else runtime.sharding_of(label)
             storage.array = place(jnp.zeros(storage.shape, storage.array.dtype), storage.sharding)
+        storages = [reference() for reference in self.lasting]
+        arrays = {n: s.array for n, s in enumerate(storages) if s is not None}
+        delivered = {} if self.host is None else self.host.delivered
+        self.effects.do(arrays, leaves, delivered, (), is_first=True)
         self.gradients.repeat()
         types = jax.eval_shape(
             self.blueprint.program_of(self.blueprint.jaxpr), *self.blueprint.inputs

@@ -289,6 +289,8 @@ class Trace:
         self.answers: list[tuple[Callable[[], Any], Any]] = []
         # What Python's own numbers have come to, by what it was computed of (``scalar``).
         self.numbers: dict[Hashable, tuple[Any, Sequence[Any]]] = {}
+        # The nodes of the numbers that only the program knows: what item() gives.
+        self.items: weakref.WeakSet[Any] = weakref.WeakSet()
         # The value computed last, and the region that torch's checkpoint is computing again.
         self.latest: Any = None
         self.recomputation: Recomputation | None = None

@@ -10,6 +10,13 @@ run makes tensors of its own and assigns them in the same places, as PyTorch wou
 
 Whoever kept an earlier tensor keeps its values. So it is with what holds tensors: lists, dicts and
 objects that the step makes are made again for each run. What was there before the trace is itself.
+
+A number is no cell that a run could fill. Where the step leaves traced numbers behind (``scalar``),
+the first run too assigns what it has made, in their place::
+
+    step: self.last = loss.item()
+
+    call 1    traced: self.last is a traced number              the run: self.last is 0.73
 """
 
 from __future__ import annotations
@@ -23,13 +30,16 @@ import jax
 import torch
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
+from xla_dtensor.core.errors import CompileError
 from xla_dtensor.runtimes.guards.objects import attribute_of, dict_of, is_watched, slots_of
 from xla_dtensor.runtimes.guards.owners import Effect
 from xla_dtensor.runtimes.guards.values import ABSENT
 from xla_dtensor.runtimes.host_work import HostTape
+from xla_dtensor.runtimes.jax.arrays.sharding import host_value
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
-from xla_dtensor.runtimes.jax.compile.optimizer import knows_number, number_now
+from xla_dtensor.runtimes.jax.compile.optimizer import number_now
 from xla_dtensor.runtimes.jax.compile.trace_values import inner, rewrapper_of
+from xla_dtensor.runtimes.jax.eager.scalar import ScalarNode, node_of
 
 __all__ = ["Plan", "RunEffects"]
 
@@ -42,11 +52,11 @@ class _Run:
     leaves: Sequence[Any]  # of the call's arguments
     delivered: Mapping[int, torch.Tensor]  # by the host
     moving: Sequence[torch.Tensor]  # what was found under names that are inputs
-    wraps: Mapping[int, Callable[[jax.Array], torch.Tensor]]
-    made: dict[int, torch.Tensor] = field(default_factory=dict)
+    wraps: Mapping[int, Callable[[jax.Array], Any]]
+    made: dict[int, Any] = field(default_factory=dict)
     objects: dict[int, Any] = field(default_factory=dict)  # by the ids of those that a trace made
 
-    def tensor(self, number: int) -> torch.Tensor:
+    def tensor(self, number: int) -> Any:
         if number not in self.made:
             self.made[number] = self.wraps[number](self.arrays[number])
         return self.made[number]
@@ -61,13 +71,18 @@ class RunEffects:
 
     Args:
         effects: Assign something each.
-        wraps: Makes tensors of what the step makes, by its number.
+        wraps: Makes tensors and numbers of what the step makes, by its number.
         names: What messages call what is assigned.
+        replace: Assign what the first run gives in the place of what the trace has assigned; none
+            without traced numbers among it.
+        tensors: Those that the trace has assigned, by number; for the first run.
     """
 
     effects: list[Callable[[_Run], None]]
-    wraps: dict[int, Callable[[jax.Array], torch.Tensor]]
+    wraps: dict[int, Callable[[jax.Array], Any]]
     names: Sequence[str] = ()
+    replace: Sequence[Callable[[_Run], None]] = ()
+    tensors: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     def do(
         self,
@@ -75,7 +90,8 @@ class RunEffects:
         leaves: Sequence[Any],
         delivered: Mapping[int, torch.Tensor],
         moving: Sequence[torch.Tensor],
-    ) -> Mapping[int, torch.Tensor]:
+        is_first: bool = False,
+    ) -> Mapping[int, Any]:
         """Assign it.
 
         Args:
@@ -83,12 +99,17 @@ class RunEffects:
             leaves: The leaves of the call's arguments.
             delivered: Tensors of the host.
             moving: The tensors that were read by name.
+            is_first: Whether the trace has assigned it, but for the numbers.
 
         Returns:
             The tensors that were assigned, by the numbers of what the step makes.
         """
         run = _Run(arrays, leaves, delivered, moving, self.wraps)
-        for effect in self.effects:
+        effects = self.effects
+        if is_first:
+            run.made |= self.tensors
+            effects, self.replace, self.tensors = self.replace, (), {}
+        for effect in effects:
             effect(run)
         return run.made
 
@@ -112,9 +133,11 @@ class Plan:
     moving: Mapping[int, int]
     gradients: Collection[int] = ()
     older: Collection[int] = ()
-    wraps: dict[int, Callable[[jax.Array], torch.Tensor]] = field(default_factory=dict)
+    wraps: dict[int, Callable[[jax.Array], Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._has_numbers = False
         numbers = ((id(storage), number) for number, storage in enumerate(self.lasting))
         self._numbers = {key: number for key, number in numbers if key not in self.gradients}
         self._parts: dict[int, _Part] = {}
@@ -128,23 +151,25 @@ class Plan:
             arguments: The leaves of the arguments as the caller gave them, whose gradients are
                 assigned as well.
         """
-        planned = [_assigned(effect.do, self.part(effect.value)) for effect in found]
-        for effect in found:
-            if knows_number(effect.value):  # which this call's trace has assigned
-                effect.do(number_now(effect.value))
+        parts = [self.part(effect.value) for effect in found]
+        planned = [_assigned(effect.do, part) for effect, part in zip(found, parts, strict=True)]
+        replace = [_assigned(e.replace, part) for e, part in zip(found, parts, strict=True)]
         for place, (step_leaf, leaf) in enumerate(zip(self.given, arguments, strict=True)):
             if _may_have_grad(step_leaf) and step_leaf.grad is not None:
                 leaf.grad = step_leaf.grad
                 planned.append(_grad_assigned(place, self.part(step_leaf.grad)))
-        return RunEffects(planned, self.wraps, [effect.name for effect in found])
+        names = [effect.name for effect in found]
+        if not self._has_numbers:
+            return RunEffects(planned, self.wraps, names)
+        return RunEffects(planned, self.wraps, names, replace, self._tensors)
 
     def part(self, value: Any) -> _Part:
         """Return what makes a value again."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
-        kind = type(value)
-        if knows_number(value):
-            return lambda run: number_now(value)
+        kind, node = type(value), node_of(value)
+        if node is not None:
+            return self._number(value, node)
         if id(value) in self.older:
             return lambda run: value
         if id(value) not in self._parts:
@@ -193,6 +218,20 @@ class Plan:
 
         return build
 
+    def _number(self, value: Any, node: ScalarNode) -> _Part:
+        self._has_numbers = True
+        if node.current is not None:
+            return lambda run: number_now(value)
+        number = self._numbers.get(id(node.storage))
+        if number is None:
+            raise CompileError(
+                "A compiled step stores a number that only a part of its program knows: what "
+                ".item() gave in a layer of scan_layers, say. It is another one each time that "
+                "the part runs. Return the tensor from there, and store what it gives."
+            )
+        self.wraps[number] = lambda array: host_value(array).item()
+        return lambda run: run.tensor(number)
+
     def _tensor(self, tensor: torch.Tensor) -> _Part:
         place, name = self._places.get(id(tensor)), self.moving.get(id(tensor))
         if place is not None:
@@ -208,6 +247,7 @@ class Plan:
         if storage_number is None or payload._steps or storage.manual is not None:
             return lambda run: tensor
         self.wraps[storage_number] = rewrapper_of(tensor, payload, storage.sharding)
+        self._tensors[storage_number] = tensor
         return lambda run: run.tensor(storage_number)
 
 

@@ -7,7 +7,7 @@ import gc
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -488,10 +488,8 @@ class Program:
         for slot, array in pairs:
             if not self._has_run or slot[0] not in own:
                 _give(array, [self.lasting[place]() for place in slot])
-        assigned: Mapping[int, torch.Tensor] = {}
-        if self._has_run:
-            delivered = {} if self.host is None else self.host.delivered
-            assigned = self.effects.do(own, leaves, delivered, self._found)
+        delivered = {} if self.host is None else self.host.delivered
+        assigned = self.effects.do(own, leaves, delivered, self._found, not self._has_run)
         for moving_tensor in self.moving:
             if moving_tensor.number is not None:
                 moving_tensor.moving.tensor = assigned.get(

@@ -58,6 +58,7 @@ from xla_dtensor.runtimes.jax.compile.trace_values import (
     written_arguments,
 )
 from xla_dtensor.runtimes.jax.eager.checks import with_flags
+from xla_dtensor.runtimes.jax.eager.scalar import store_items
 from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 from xla_dtensor.runtimes.nested import Containers, Writes
 from xla_dtensor.runtimes.opened import close_all, open_all
@@ -484,6 +485,7 @@ def traced_step(
         watch.inputs.check_settings_unchanged()
         before.random.refuse_draws()
         before.iterators.refuse_moves()
+        store_items(trace)
         outcome.lasting = trace.lasting_beyond(tensors)
         assigned.extend(recording.effects(tape.shares))
         as_given.extend(leaves)

@@ -25,12 +25,20 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from xla_dtensor.runtimes.jax.arrays.trace import active_trace, refuse_read
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
+from xla_dtensor.runtimes.jax.arrays.trace import Trace, active_trace, refuse_read
 from xla_dtensor.runtimes.jax.arrays.values import x64
 from xla_dtensor.runtimes.jax.eager.checks import truth
 from xla_dtensor.runtimes.jax.eager.inline import inlined
 
-__all__ = ["ScalarNode", "sym_number", "sym_of_node", "unwrap_number"]
+__all__ = [
+    "ScalarNode",
+    "node_of",
+    "store_items",
+    "sym_number",
+    "sym_of_node",
+    "unwrap_number",
+]
 
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda a, b: a + b,
@@ -101,6 +109,10 @@ class ScalarNode:
     Args:
         value: The value in the program.
         current: Returns the value as Python knows it at the time; None if only the program does.
+
+    Attributes:
+        storage: Holds the value as a result of the program, where the step has left the number
+            behind.
     """
 
     constant = None
@@ -108,6 +120,10 @@ class ScalarNode:
     def __init__(self, value: Any, current: Callable[[], Any] | None = None) -> None:
         self.value = value
         self.current = current
+        self.storage: Storage | None = None
+        trace = active_trace() if current is None else None
+        if trace is not None:
+            trace.items.add(self)
 
     def __getattr__(self, name: str) -> Any:
         if name in _BINARY:
@@ -271,10 +287,20 @@ def sym_of_node(node: ScalarNode) -> Any:
     return kind(node)
 
 
+def node_of(number: Any) -> ScalarNode | None:
+    """Return the node of a traced number; None for anything else."""
+    if isinstance(number, (torch.SymFloat, torch.SymInt, torch.SymBool)):
+        return number.node if isinstance(number.node, ScalarNode) else None
+    return None
+
+
 def unwrap_number(number: Any) -> Any:
     """Return the JAX value behind a traced number; anything else as it is."""
-    if isinstance(number, (torch.SymFloat, torch.SymInt, torch.SymBool)):
-        node = number.node
-        if isinstance(node, ScalarNode):
-            return node.value
-    return number
+    node = node_of(number)
+    return number if node is None else node.value
+
+
+def store_items(trace: Trace) -> None:
+    """Make results of a program of the numbers that only it knows, and that somebody still has."""
+    for node in list(trace.items):
+        node.storage = Storage(jnp.asarray(node.value))

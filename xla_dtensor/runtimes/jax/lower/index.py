@@ -197,6 +197,20 @@ def mesh_of_program() -> Mesh | None:
     return None
 
 
+def even_points(indices: Any) -> Any:
+    """Return indices whose dims after the first are cut only where all devices have as many.
+
+    XLA's partitioner fails in its own verifier (jax 0.12, on CPU) where such a dim of a gather's
+    indices is cut unevenly along an axis that the rows are cut along as well.
+    """
+    mesh = mesh_of_program() if isinstance(indices, Tracer) and indices.ndim > 1 else None
+    if mesh is None or not any(size % mesh.size for size in indices.shape[1:]):
+        return indices
+    free = PartitionSpec.UNCONSTRAINED
+    spec = (free, *(None if size % mesh.size else free for size in indices.shape[1:]))
+    return jax.lax.with_sharding_constraint(indices, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
 # -------------------------- Write by index, with shapes that XLA's partitioner cannot cut unevenly
 #
 # Where it cuts the new values of a scatter unevenly but not the indices, it writes some of them in
@@ -304,7 +318,7 @@ def _bag_of(indices: Any, offsets: Any) -> Any:
 
 
 def _rows(weight: Any, indices: Any) -> Any:
-    return weight.at[indices].get(mode="fill", wrap_negative_indices=False)
+    return weight.at[even_points(indices)].get(mode="fill", wrap_negative_indices=False)
 
 
 def _total(bags: Any, values: Any, count: int) -> Any:
@@ -462,7 +476,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    return weight.at[indices].get(mode="fill", wrap_negative_indices=False)
+    return weight.at[even_points(indices)].get(mode="fill", wrap_negative_indices=False)
 
 
 @lower(aten.embedding_dense_backward.default)
@@ -549,7 +563,7 @@ def _advanced(indices: Any) -> tuple[Any, ...]:
 def _index(x: Any, indices: Any) -> Any:
     places = _advanced(indices)
     if any(isinstance(i, jax.Array) and i.dtype != jnp.bool_ for i in places):
-        return x.at[places].get(mode="fill")
+        return x.at[tuple(map(even_points, places))].get(mode="fill")
     return x[places]
 
 
