@@ -12,6 +12,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -1829,6 +1830,45 @@ def data_that_is_assigned_after_a_write(on: On) -> Any:
         return weight.detach().sum()
 
     return _called(on.compile(step), 4)
+
+
+@values("jax")
+def data_that_has_another_name(on: On) -> Any:
+    """The tensor that was assigned stayed what it was; the one it was assigned to, too."""
+    weight, owner = on.leaf(torch.ones(8, 2), Shard(0), R), SimpleNamespace(new=None)
+    shadow = weight.detach()
+
+    def step() -> Any:
+        owner.new = weight.data * 0.5
+        weight.data = owner.new
+        owner.new.add_(1)
+        return weight.detach().sum(), shadow.sum()
+
+    return [*_called(on.compile(step), 4), whole(weight), whole(owner.new), whole(shadow)]
+
+
+@layouts("jax")
+def data_that_a_step_assigns(on: On) -> Any:
+    """Manual updates and moving averages, as many write them, were traced in each call."""
+    weight: Any = on.leaf(numbers(8, 2), Shard(0), R)
+    average, payload = on.put(numbers(8, 2), Shard(0), R), weight._local_tensor
+
+    def step(x: Any) -> Any:
+        (weight * x).square().sum().backward()
+        weight.data = weight.data - 0.1 * weight.grad
+        average.data = average.data * 0.9 + weight.data * 0.1
+        weight.grad = None
+
+    def failing() -> Any:
+        weight.data = weight.data * 2
+        raise ValueError("as intended")
+
+    compiled, x = on.compile(step), on.put(numbers(8, 2), Shard(0), R)
+    for _ in range(4):
+        compiled(x)
+    with contextlib.suppress(ValueError):
+        on.compile(failing)()
+    return [compiled.stats()["traces"], weight._local_tensor is payload], [1, True]
 
 
 @layouts("jax")

@@ -468,6 +468,7 @@ class DTensor(TorchDTensor):
                 "torch.__future__.set_overwrite_module_params_on_conversion(True) first: the "
                 "module gets plain parameters, new objects, in place of DTensors."
             )
+        get_runtime().note_new_data(self)
         torch.Tensor.data.__set__(self, source)  # pyright: ignore
         self._local_tensor, self._spec = source._local_tensor, source._spec
 

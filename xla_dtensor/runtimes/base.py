@@ -347,6 +347,9 @@ class Runtime(ABC):
         """Name what is computed inside, where programs carry names; scopes nest."""
         return nullcontext()
 
+    def note_new_data(self, tensor: Any) -> None:  # noqa: B027
+        """Be told that a DTensor is about to get another payload: ``tensor.data = other``."""
+
     # Whether tensors have no values, because their devices are not here (``absent``).
     is_abstract: ClassVar[bool] = False
 

@@ -398,6 +398,11 @@ class JaxRuntime(Runtime):
     ) -> None:
         jax_trace.note_write_to_host(target, put)
 
+    def note_new_data(self, tensor: Any) -> None:
+        trace = active_trace()
+        if trace is not None:
+            trace.note_new_data(tensor)
+
     def run_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return ops.run_op(func, args, kwargs)
 

@@ -285,6 +285,8 @@ class Trace:
         self._constrained: list[Storage] = []
         self._annotated: weakref.WeakSet[Storage] = weakref.WeakSet()
         self.at_end: list[Callable[[], None]] = []
+        # The tensors whose .data the step has assigned, by ids, with payload and spec of before.
+        self.new_data: dict[int, tuple[Any, Any, Any]] = {}
         # Questions about numbers that Python knows, which the step branched on, with the answers.
         self.answers: list[tuple[Callable[[], Any], Any]] = []
         # What Python's own numbers have come to, by what it was computed of (``scalar``).
@@ -367,6 +369,13 @@ class Trace:
                 "is traced, and in later calls the tensor would keep its shape. Use the op that "
                 "returns a view, or return the result."
             )
+
+    def note_new_data(self, tensor: Any) -> None:
+        """Record that a tensor that is older than the step is about to get another payload."""
+        payload, spec = tensor._local_tensor, tensor._spec
+        storage: Any = getattr(payload, "_storage", None)
+        if not self.owns(storage):
+            self.new_data.setdefault(id(tensor), (tensor, payload, spec))
 
     def keep_single(self, storages: Iterable[Storage]) -> None:
         """Let storages not become rows of a stack: who made them compares their arrays later."""

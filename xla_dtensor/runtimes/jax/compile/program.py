@@ -651,8 +651,7 @@ class KeptPrograms:
 
         It does when the trace made tensors that last, an optimizer's moments, say. It does not when
         they take the place of those that the trace before made: gradients, or a cache that the step
-        makes anew each time; nor where the step reads and writes nothing that an earlier call has
-        made.
+        makes anew each time; nor where the step reads nothing that an earlier call has made.
         """
         grads = program.gradients.storages()
         storages = [
@@ -664,7 +663,7 @@ class KeptPrograms:
         of_optimizers = {id(payload._storage) for payload in moments if payload is not None}
         if any(id(storage) in of_optimizers for storage in storages):
             return True
-        if not any(storage in self._made for storage in (*program.read, *program.state)):
+        if not any(storage in self._made for storage in program.read):
             return False
         gc.collect()
         return len(storages) != sum(reference() is None for reference in previous.lasting)

@@ -369,6 +369,8 @@ class JaxCompiledStep(CompiledStep):
         place = self._kept.place(key, program, snapshot.python.gradients)
         named = {id(outcome.lasting[number]) for number in outcome.effects.wraps}
         self._unrun = snapshot
+        if outcome.trace.new_data:
+            program.again = "the call before gave a tensor's .data memory that others have as well"
         del snapshot, outcome  # What they hold that the trace has made and dropped, is to go.
         self._kept.add(place, program, named)
         program.digest = self._digest

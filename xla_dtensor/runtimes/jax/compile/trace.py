@@ -55,6 +55,7 @@ from xla_dtensor.runtimes.jax.compile.trace_values import (
     refuse_manual,
     replaced,
     split_outputs,
+    write_new_data,
     written_arguments,
 )
 from xla_dtensor.runtimes.jax.eager.checks import with_flags
@@ -334,6 +335,7 @@ class Before:
         random: Generators that a step must not use.
         iterators: Those that a step must not take from.
         readers: Are told of an optimizer whose settings or state the step's own code reads.
+        data: The payloads of tensors whose .data the trace assigned.
     """
 
     python: PythonState
@@ -342,6 +344,7 @@ class Before:
     random: PythonRandom
     iterators: Iterators
     readers: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
+    data: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, step: Callable[..., Any], call: Call) -> Before:
@@ -364,6 +367,8 @@ class Before:
 
     def restore(self) -> None:
         """Make it so again."""
+        for tensor, payload, spec in self.data.values():
+            tensor._local_tensor, tensor._spec = payload, spec
         self.recording.rewind()
         self.python.restore()
         self.tape.put_back()
@@ -459,7 +464,7 @@ def traced_step(
     tape, recording = before.tape, before.recording
     tape.put = put or {}
     trace, watch = Trace(Rows(), HostInputs(tape)), Watch(inputs, recording)
-    trace.assertions = []
+    trace.assertions, trace.new_data = [], before.data
     outcome = TracedStep(trace, watch, numbers, call.storages())
     rows = all_rows()
     assigned: list[Effect] = []
@@ -480,6 +485,7 @@ def traced_step(
             out_leaves, outcome.tree = tree_flatten(open_all(outputs))
             outcome.static, results, outcome.pinned = split_outputs(out_leaves)
             del out_leaves, args, kwargs, containers, output, contents, outputs
+            write_new_data(trace)
             outcome.written, written = written_arguments(call.leaves, tensors, arrays, trace)
             refuse_writes_to_host(trace)
         watch.inputs.check_settings_unchanged()

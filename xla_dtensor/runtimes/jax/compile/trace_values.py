@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from xla_dtensor.runtimes.jax.arrays.trace import Trace, active_trace, is_tracer
 from xla_dtensor.runtimes.jax.eager.manual import ManualAxes, stacked_sharding, wrapped
 from xla_dtensor.runtimes.jax.eager.scalar import unwrap_number
 from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
+from xla_dtensor.runtimes.live_objects import live_objects
 
 __all__ = [
     "Delivered",
@@ -31,6 +33,7 @@ __all__ = [
     "replaced",
     "rewrapper_of",
     "split_outputs",
+    "write_new_data",
     "written_arguments",
 ]
 
@@ -165,6 +168,41 @@ def written_arguments(
         positions.append(position)
         values.append(place(storage.read(), storage.sharding))
     return positions, values
+
+
+def write_new_data(trace: Trace) -> None:
+    """Make writes to a tensor's own memory of data that it was assigned, where nobody can tell.
+
+    ``p.data = p.data - rate * p.grad`` gives p memory of the step's own, which the next call would
+    find in the place of what the program reads. If no other tensor has p's old memory, and none its
+    new one, that is ``p.data.copy_(...)``.
+    """
+    entries = [
+        (tensor, payload, spec)
+        for tensor, payload, spec in trace.new_data.values()
+        if _is_like(tensor, payload, spec) and trace.owns(tensor._local_tensor._storage)
+    ]
+    if not entries:
+        return
+    payloads = map(inner, live_objects(torch.Tensor))
+    holders = Counter(payload._storage for payload in payloads if payload is not None)
+    olds = Counter(payload._storage for _, payload, _ in entries)
+    for tensor, payload, spec in entries:
+        old, new = payload._storage, tensor._local_tensor._storage
+        # The old payload; the new one, and the tensor itself.
+        if (olds[old], holders[old], holders[new]) == (1, 1, 2) and not trace.owns(old):
+            old.write(new.read())
+            tensor._local_tensor, tensor._spec = payload, spec
+            del trace.new_data[id(tensor)]
+
+
+def _is_like(tensor: Any, payload: Any, spec: Any) -> bool:
+    """Tell whether a tensor's payload lies as another one does, which is that of its memory."""
+    new = tensor._local_tensor
+    if not (isinstance(new, JaxTensor) and isinstance(payload, JaxTensor)):
+        return False
+    facts = [(p.shape, p.stride(), p.dtype, p._steps, p._storage.manual) for p in (new, payload)]
+    return tensor._spec == spec and facts[0] == facts[1] and facts[0][3:] == ((), None)
 
 
 def split_outputs(
