@@ -557,11 +557,12 @@ _VALUES = {
     ),
     "number": ("3", "5", "SETTINGS.scale + 1 > 2", "len(x)"),
 }
-# What ``.item()`` gives of the argument.
-_ITEMS = {
+# Numbers of the argument, and tensors that share memory with it or with one another.
+_OF_ARGUMENT = {
     "any": (
         *("x.sum().item()", "[x.sum().item(), x * 2]", "{'m': x.mean().item()}"),
         *("(x.sum().item(), 1)", "x.sum().item() > 2", "[(x > 1).sum().item()]"),
+        *("x.detach()", "x[1:]", "(x * 2)[:1]", "{'v': x.view(2, 1), 'p': nn.Parameter(x + 1)}"),
     ),
     "number": ("(x > 1).sum().item()",),
 }
@@ -609,7 +610,7 @@ class _Drawing:
         ]
         self.calls = [self.pick(CALLS) for _ in self.writes]
         values = _VALUES[self.owner.values]
-        values += _ITEMS[self.owner.values] * 2 if items else ()
+        values += _OF_ARGUMENT[self.owner.values] * 2 if items else ()
         self.values = [self.pick(values) for _ in self.writes]
         self.changes = [self.change() for _ in range(NUM_CHANGES)]
         self.where = self.random.randint(1, len(self.writes))
@@ -698,7 +699,7 @@ def drawn(seed: int, fails: bool = False, kind: str | None = None, items: bool =
         seed: A number.
         fails: Whether the step raises, after some of its writes.
         kind: The kind of owner; drawn as well if None.
-        items: Whether what is stored may be what ``.item()`` gives.
+        items: Whether what is stored may be numbers of the argument, and views.
     """
     source = _Drawing(seed, kind, items).source(fails)
     name = f"effect_case_{seed}"

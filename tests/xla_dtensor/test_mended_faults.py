@@ -1833,6 +1833,63 @@ def data_that_is_assigned_after_a_write(on: On) -> Any:
 
 
 @values("jax")
+def views_that_were_read_before_the_first_call(on: On) -> Any:
+    """What was read was a constant of the program; writes to it were lost, and to its base."""
+    base = on.put(numbers(6, 4), Shard(0), R)
+    row, flat, turned = base[1], base.view(-1), base.T
+    seen = [whole(each.sum()) for each in (row, flat, turned)]
+
+    def step(x: Any) -> Any:
+        row.add_(x)
+        return row.sum() * x, flat.sum(), turned.cumsum(0)
+
+    compiled, x = on.compile(step), on.put(torch.tensor(0.5))
+    for _ in range(3):
+        seen += [whole(each) for each in (*compiled(x), row, turned)]
+        base.mul_(2)
+    return seen
+
+
+@values("jax")
+def gradients_that_are_read_between_two_calls(on: On) -> Any:
+    """One that is a view in memory, as a broadcast weight's is, lost what was added to it."""
+    scale = on.leaf(numbers(4))
+    compiled, seen = on.compile(lambda x: (x * scale).square().sum().backward()), []
+    for i in range(4):
+        compiled(on.put(numbers(8, 4, start=i), Shard(0), R))
+        seen.append(whole(scale.grad.norm()))
+    return seen, whole(scale.grad)
+
+
+class Kept:
+    """What a step stores."""
+
+
+@values("jax")
+def tensors_that_share_memory_are_stored(on: On) -> Any:
+    """From the second call on they were those of the first, or those of the call before were."""
+    kept: Any = Kept()
+    kept.rows = []
+
+    def step(x: Any) -> Any:
+        kept.given, kept.whole, kept.row = x.detach(), x * 2, x[1:, 1]
+        kept.part, kept.turned = kept.whole[1:], {"t": kept.whole.T}
+        kept.rows.append((x + 1)[-1])
+        kept.weight = nn.Parameter(x + 2)
+        return x.sum()
+
+    compiled, seen, base = on.compile(step), [], on.put(numbers(6, 4), Shard(0), R)
+    for i, x in enumerate((base, base * 2, base[1:], base[2:])):
+        compiled(x)
+        parts = kept.whole, kept.part, kept.turned["t"]
+        kept.whole.mul_(3)
+        x.sub_(i)
+        names = whole(kept.weight), kept.weight.requires_grad, isinstance(kept.weight, nn.Parameter)
+        seen.append([*map(whole, (kept.given, kept.row, *parts)), *names])
+    return seen, [whole(row) for row in kept.rows]
+
+
+@values("jax")
 def data_that_has_another_name(on: On) -> Any:
     """The tensor that was assigned stayed what it was; the one it was assigned to, too."""
     weight, owner = on.leaf(torch.ones(8, 2), Shard(0), R), SimpleNamespace(new=None)

@@ -46,6 +46,7 @@ from xla_dtensor.runtimes.jax.arrays import values
 from xla_dtensor.runtimes.jax.arrays.sharding import named_sharding, padded_shape, place
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.values import jax_dtype, x64
+from xla_dtensor.runtimes.jax.compile.effects import Given
 from xla_dtensor.runtimes.jax.compile.inspect import Names, Traced
 from xla_dtensor.runtimes.jax.compile.layers.slots import Slots
 from xla_dtensor.runtimes.jax.compile.program import Blueprint, Program
@@ -246,7 +247,7 @@ class AbsentProgram(Program):
         storages = [reference() for reference in self.lasting]
         arrays = {n: s.array for n, s in enumerate(storages) if s is not None}
         delivered = {} if self.host is None else self.host.delivered
-        self.effects.do(arrays, leaves, delivered, (), is_first=True)
+        self.effects.do(Given(arrays, arguments, leaves, delivered, ()), is_first=True)
         self.gradients.repeat()
         types = jax.eval_shape(
             self.blueprint.program_of(self.blueprint.jaxpr), *self.blueprint.inputs

@@ -10,9 +10,10 @@ run makes tensors of its own and assigns them in the same places, as PyTorch wou
 
 Whoever kept an earlier tensor keeps its values. So it is with what holds tensors: lists, dicts and
 objects that the step makes are made again for each run. What was there before the trace is itself.
+Tensors that share memory, a view and its base or an argument, share it after each run.
 
-A number is no cell that a run could fill. Where the step leaves traced numbers behind (``scalar``),
-the first run too assigns what it has made, in their place::
+A number is no cell that a run could fill, and no view of an argument's base is in the trace. Where
+the step leaves such behind, the first run too assigns what it has made, in their place::
 
     step: self.last = loss.item()
 
@@ -21,7 +22,7 @@ the first run too assigns what it has made, in their place::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -38,31 +39,52 @@ from xla_dtensor.runtimes.host_work import HostTape
 from xla_dtensor.runtimes.jax.arrays.sharding import host_value
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.compile.optimizer import number_now
-from xla_dtensor.runtimes.jax.compile.trace_values import inner, rewrapper_of
+from xla_dtensor.runtimes.jax.compile.trace_values import inner, maker_of
 from xla_dtensor.runtimes.jax.eager.scalar import ScalarNode, node_of
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, ViewStep
 
-__all__ = ["Plan", "RunEffects"]
+__all__ = ["Given", "Plan", "RunEffects"]
+
+
+# What a storage is made of beside its array.
+_Form = tuple[tuple[int, ...], Any, Any]
+
+
+@dataclass
+class Given:
+    """What one run gives to its effects.
+
+    Args:
+        arrays: What the run has made, by number.
+        arguments: The storages of the call's tensors.
+        leaves: The leaves of its arguments.
+        delivered: Tensors of the host.
+        moving: The tensors that were read by name.
+    """
+
+    arrays: Mapping[int, jax.Array]
+    arguments: Sequence[Storage]
+    leaves: Sequence[Any]
+    delivered: Mapping[int, torch.Tensor]
+    moving: Sequence[torch.Tensor]
 
 
 @dataclass
 class _Run:
-    """What one run gives."""
+    given: Given
+    forms: Mapping[int, _Form | None]
+    storages: dict[int, Storage] = field(default_factory=dict)  # by number
+    made: dict[int, Any] = field(default_factory=dict)  # by the ids of tensors and objects of ours
 
-    arrays: Mapping[int, jax.Array]  # of what the step makes, by its number
-    leaves: Sequence[Any]  # of the call's arguments
-    delivered: Mapping[int, torch.Tensor]  # by the host
-    moving: Sequence[torch.Tensor]  # what was found under names that are inputs
-    wraps: Mapping[int, Callable[[jax.Array], Any]]
-    made: dict[int, Any] = field(default_factory=dict)
-    objects: dict[int, Any] = field(default_factory=dict)  # by the ids of those that a trace made
-
-    def tensor(self, number: int) -> Any:
-        if number not in self.made:
-            self.made[number] = self.wraps[number](self.arrays[number])
-        return self.made[number]
+    def storage(self, number: int) -> Storage:
+        if number not in self.storages:
+            form: Any = self.forms[number]
+            self.storages[number] = Storage(self.given.arrays[number], *form)
+        return self.storages[number]
 
 
 _Part = Callable[[_Run], Any]
+_Base = Callable[[_Run], tuple[Storage, tuple[ViewStep, ...]]]
 
 
 @dataclass
@@ -71,40 +93,31 @@ class RunEffects:
 
     Args:
         effects: Assign something each.
-        wraps: Makes tensors and numbers of what the step makes, by its number.
+        forms: The numbers of what the step makes and these assign, with what a storage is made of
+            beside its array; None for a number of Python's.
         names: What messages call what is assigned.
         replace: Assign what the first run gives in the place of what the trace has assigned; none
-            without traced numbers among it.
-        tensors: Those that the trace has assigned, by number; for the first run.
+            where the trace's tensors will do.
+        tensors: Those that the trace has assigned, by their ids; for the first run.
     """
 
     effects: list[Callable[[_Run], None]]
-    wraps: dict[int, Callable[[jax.Array], Any]]
+    forms: dict[int, _Form | None]
     names: Sequence[str] = ()
     replace: Sequence[Callable[[_Run], None]] = ()
     tensors: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
-    def do(
-        self,
-        arrays: Mapping[int, jax.Array],
-        leaves: Sequence[Any],
-        delivered: Mapping[int, torch.Tensor],
-        moving: Sequence[torch.Tensor],
-        is_first: bool = False,
-    ) -> Mapping[int, Any]:
+    def do(self, given: Given, is_first: bool = False) -> Mapping[int, Any]:
         """Assign it.
 
         Args:
-            arrays: What the run has made, by number.
-            leaves: The leaves of the call's arguments.
-            delivered: Tensors of the host.
-            moving: The tensors that were read by name.
+            given: What the run gives.
             is_first: Whether the trace has assigned it, but for the numbers.
 
         Returns:
-            The tensors that were assigned, by the numbers of what the step makes.
+            What was assigned, by the ids of what the trace has assigned.
         """
-        run = _Run(arrays, leaves, delivered, moving, self.wraps)
+        run = _Run(given, self.forms)
         effects = self.effects
         if is_first:
             run.made |= self.tensors
@@ -120,48 +133,65 @@ class Plan:
 
     Args:
         lasting: The storages that it made and left behind.
-        given: The leaves of the arguments, as the step was given them.
+        leaves: The leaves of the arguments, as the caller gave them.
+        given: The same, as the step was given them.
+        tensors: The payload of each leaf that is a tensor; None for others.
+        views: The places of those that are views of their base, as they are.
         tape: Of the host.
-        moving: The places of the tensors that are read by name, by their ids.
+        moving: The tensors that are read by name.
         gradients: The ids of the storages of gradients, which are filled anew for each run.
         older: The ids of the objects that there were before the trace.
     """
 
     lasting: Sequence[Storage]
+    leaves: Sequence[Any]
     given: Sequence[Any]
+    tensors: Sequence[JaxTensor | None]
+    views: Container[int]
     tape: HostTape
-    moving: Mapping[int, int]
+    moving: Sequence[torch.Tensor]
     gradients: Collection[int] = ()
     older: Collection[int] = ()
-    wraps: dict[int, Callable[[jax.Array], Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._has_numbers = False
         numbers = ((id(storage), number) for number, storage in enumerate(self.lasting))
         self._numbers = {key: number for key, number in numbers if key not in self.gradients}
+        self._forms: dict[int, _Form | None] = {}
         self._parts: dict[int, _Part] = {}
+        self._made: dict[int, torch.Tensor] = {}
+        self._is_replaced = False
         self._places = {id(leaf): place for place, leaf in enumerate(self.given)}
+        self._names = {id(tensor): place for place, tensor in enumerate(self.moving)}
+        self._bases: dict[int, _Base] = {}
+        for place, tensor in enumerate(self.moving):
+            payload = inner(tensor)
+            if payload is not None:
+                self._bases[id(payload._storage)] = _of_name(place)
+        arguments = [(place, t) for place, t in enumerate(self.tensors) if t is not None]
+        self._cut: set[int] = set()  # the ids of storages of arguments, cut out of their bases
+        for position, (place, payload) in reversed([*enumerate(arguments)]):
+            key, own = id(payload._storage), inner(self.leaves[place])
+            self._bases[key] = _of_argument(place, position, place in self.views)
+            if own is not None and own._storage is not payload._storage:
+                self._cut.add(key)
 
-    def effects(self, found: Sequence[Effect], arguments: Sequence[Any]) -> RunEffects:
+    def effects(self, found: Sequence[Effect]) -> RunEffects:
         """Return how to do again what a trace has assigned.
 
         Args:
-            found: What it has assigned in Python.
-            arguments: The leaves of the arguments as the caller gave them, whose gradients are
-                assigned as well.
+            found: What it has assigned in Python; the gradients of arguments are assigned as well.
         """
         parts = [self.part(effect.value) for effect in found]
         planned = [_assigned(effect.do, part) for effect, part in zip(found, parts, strict=True)]
         replace = [_assigned(e.replace, part) for e, part in zip(found, parts, strict=True)]
-        for place, (step_leaf, leaf) in enumerate(zip(self.given, arguments, strict=True)):
+        for place, (step_leaf, leaf) in enumerate(zip(self.given, self.leaves, strict=True)):
             if _may_have_grad(step_leaf) and step_leaf.grad is not None:
                 leaf.grad = step_leaf.grad
                 planned.append(_grad_assigned(place, self.part(step_leaf.grad)))
         names = [effect.name for effect in found]
-        if not self._has_numbers:
-            return RunEffects(planned, self.wraps, names)
-        return RunEffects(planned, self.wraps, names, replace, self._tensors)
+        if not self._is_replaced:
+            return RunEffects(planned, self._forms, names)
+        return RunEffects(planned, self._forms, names, replace, self._made)
 
     def part(self, value: Any) -> _Part:
         """Return what makes a value again."""
@@ -191,9 +221,9 @@ class Plan:
         key = id(container)  # by which it is known; it would keep the first run's tensors alive
 
         def build(run: _Run) -> Any:
-            if key not in run.objects:
-                run.objects[key] = tree_unflatten([part(run) for part in parts], tree)
-            return run.objects[key]
+            if key not in run.made:
+                run.made[key] = tree_unflatten([part(run) for part in parts], tree)
+            return run.made[key]
 
         return build
 
@@ -208,18 +238,18 @@ class Plan:
         }
 
         def build(run: _Run) -> Any:
-            if key not in run.objects:
-                instance = run.objects[key] = kind.__new__(kind)
+            if key not in run.made:
+                instance = run.made[key] = kind.__new__(kind)
                 for name, part in parts.items():
                     object.__setattr__(instance, name, part(run))
                 if own:
                     instance.__dict__.update({name: part(run) for name, part in own.items()})
-            return run.objects[key]
+            return run.made[key]
 
         return build
 
     def _number(self, value: Any, node: ScalarNode) -> _Part:
-        self._has_numbers = True
+        self._is_replaced = True
         if node.current is not None:
             return lambda run: number_now(value)
         number = self._numbers.get(id(node.storage))
@@ -229,26 +259,62 @@ class Plan:
                 ".item() gave in a layer of scan_layers, say. It is another one each time that "
                 "the part runs. Return the tensor from there, and store what it gives."
             )
-        self.wraps[number] = lambda array: host_value(array).item()
-        return lambda run: run.tensor(number)
+        self._forms[number] = None
+        return lambda run: host_value(run.given.arrays[number]).item()
 
     def _tensor(self, tensor: torch.Tensor) -> _Part:
-        place, name = self._places.get(id(tensor)), self.moving.get(id(tensor))
+        place, name = self._places.get(id(tensor)), self._names.get(id(tensor))
         if place is not None:
-            return lambda run: run.leaves[place]
+            return lambda run: run.given.leaves[place]
         if name is not None:
-            return lambda run: run.moving[name]
+            return lambda run: run.given.moving[name]
         payload = inner(tensor)
         if payload is None:
             number = self.tape.deliver(tensor)
-            return (lambda run: tensor) if number is None else (lambda run: run.delivered[number])
-        storage = payload._storage
-        storage_number = self._numbers.get(id(storage))
-        if storage_number is None or payload._steps or storage.manual is not None:
+            if number is None:
+                return lambda run: tensor
+            return lambda run: run.given.delivered[number]
+        base = self._base(payload._storage)
+        if base is None:
             return lambda run: tensor
-        self.wraps[storage_number] = rewrapper_of(tensor, payload, storage.sharding)
-        self._tensors[storage_number] = tensor
-        return lambda run: run.tensor(storage_number)
+        key, make = id(tensor), maker_of(tensor, payload, payload._steps)
+        if id(payload._storage) in self._cut:
+            self._is_replaced = True
+        else:
+            self._made[key] = tensor
+
+        def build(run: _Run) -> Any:
+            if key not in run.made:
+                run.made[key] = make(*base(run))
+            return run.made[key]
+
+        return build
+
+    def _base(self, storage: Storage) -> _Base | None:
+        """Return what gives the memory that a tensor has in each run; None: the same one."""
+        number = self._numbers.get(id(storage))
+        if number is None:
+            return self._bases.get(id(storage))
+        self._forms[number] = storage.shape, storage.sharding, storage.manual
+        return lambda run: (run.storage(number), ())
+
+
+def _of_name(place: int) -> _Base:
+    def base(run: _Run) -> tuple[Storage, tuple[ViewStep, ...]]:
+        payload: Any = inner(run.given.moving[place])
+        return payload._storage, ()
+
+    return base
+
+
+def _of_argument(place: int, position: int, is_view: bool) -> _Base:
+    def base(run: _Run) -> tuple[Storage, tuple[ViewStep, ...]]:
+        payload = inner(run.given.leaves[place])
+        if payload is None:  # of a plain tensor, which was put on the devices
+            return run.given.arguments[position], ()
+        return payload._storage, () if is_view else payload._steps
+
+    return base
 
 
 def _is_plain_object(value: Any) -> bool:
@@ -271,7 +337,7 @@ def _grad_assigned(place: int, part: _Part) -> Callable[[_Run], None]:
     """Return what gives an argument its gradient, as the step's backward pass does."""
 
     def assign(run: _Run) -> None:
-        leaf = run.leaves[place]
+        leaf = run.given.leaves[place]
         if not leaf.requires_grad:
             leaf.requires_grad_()  # The step itself asked for its gradient.
         leaf.grad = part(run)

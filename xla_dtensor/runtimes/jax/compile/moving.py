@@ -73,6 +73,7 @@ class MovingTensor:
 
     place: int = -1  # of its storage among those that the program reads
     number: int | None = None  # of the tensor that the step leaves, among those that it makes
+    key: int = 0  # by which effects know that tensor
 
     @property
     def storages(self) -> tuple[Storage | None, Storage | None]:

@@ -31,7 +31,7 @@ from xla_dtensor.runtimes.jax.arrays.private import (
 )
 from xla_dtensor.runtimes.jax.arrays.products import keep_product_orders
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
-from xla_dtensor.runtimes.jax.compile.effects import RunEffects
+from xla_dtensor.runtimes.jax.compile.effects import Given, RunEffects
 from xla_dtensor.runtimes.jax.compile.gradients import GradientEffects, KnownLeaves
 from xla_dtensor.runtimes.jax.compile.host_inputs import HostPart
 from xla_dtensor.runtimes.jax.compile.layers.slots import Holding, Slot, Slots
@@ -463,7 +463,7 @@ class Program:
                 _give(array, [self.state[place] for place in slot])
             if self.flags is not None:
                 raise_flagged(self.flags, results)
-            self._leave(lasting, leaves)
+            self._leave(lasting, arguments, leaves)
             self.gradients.repeat()
             write_settings()
         return self._outputs(iter(results[self.num_flags :]))
@@ -481,19 +481,22 @@ class Program:
         drawn = " What it draws of plain CPU tensors is drawn." if self.host is not None else ""
         return f"The model, the optimizer and gradients are as they were before the call.{drawn}"
 
-    def _leave(self, arrays: Sequence[jax.Array], leaves: Sequence[Any]) -> None:
+    def _leave(
+        self, arrays: Sequence[jax.Array], arguments: Sequence[Storage], leaves: Sequence[Any]
+    ) -> None:
         """Leave behind what the step makes: in the trace's tensors, later in new ones."""
         pairs = list(zip(self.slots.lasting, arrays, strict=True))
-        own = {s[0]: a for s, a in pairs if len(s) == 1 and s[0] in self.effects.wraps}
+        own = {s[0]: a for s, a in pairs if len(s) == 1 and s[0] in self.effects.forms}
         for slot, array in pairs:
             if not self._has_run or slot[0] not in own:
                 _give(array, [self.lasting[place]() for place in slot])
         delivered = {} if self.host is None else self.host.delivered
-        assigned = self.effects.do(own, leaves, delivered, self._found, not self._has_run)
+        given = Given(own, arguments, leaves, delivered, self._found)
+        assigned = self.effects.do(given, is_first=not self._has_run)
         for moving_tensor in self.moving:
             if moving_tensor.number is not None:
                 moving_tensor.moving.tensor = assigned.get(
-                    moving_tensor.number, moving_tensor.moving.tensor
+                    moving_tensor.key, moving_tensor.moving.tensor
                 )
         self._found = []
         self._has_run = True

@@ -367,7 +367,7 @@ class JaxCompiledStep(CompiledStep):
             return self._compiled(reason, call, call.key())
         self._note(reason)
         place = self._kept.place(key, program, snapshot.python.gradients)
-        named = {id(outcome.lasting[number]) for number in outcome.effects.wraps}
+        named = {id(outcome.lasting[number]) for number in outcome.effects.forms}
         self._unrun = snapshot
         if outcome.trace.new_data:
             program.again = "the call before gave a tensor's .data memory that others have as well"
@@ -402,6 +402,7 @@ class JaxCompiledStep(CompiledStep):
             old, new = moving_tensor.storages
             moving_tensor.place = -1 if old is None else read.index(old)
             moving_tensor.number = outcome.lasting.index(new) if new in outcome.lasting else None
+            moving_tensor.key = id(moving_tensor.left)
             moving_tensor.forget()
         pinned = (
             outcome.pinned,

@@ -511,12 +511,13 @@ def traced_step(
     watch.inputs.settle()
     seen = recording.sightings()
     outcome.moving = moving_tensors(seen, trace, tape, made, names, {*outcome.arguments})
-    places = {id(moving_tensor.found): place for place, moving_tensor in enumerate(outcome.moving)}
     gradients = [pair for pair in before.python.gradients if not call.has(pair[0])]
     outcome.gradients = GradientEffects.of(gradients, trace.captured, dropped.leaves)
     graded = outcome.gradients.storages()
-    plan = Plan(outcome.lasting, as_given, tape, places, graded, recording.older())
-    outcome.effects = plan.effects(assigned, call.leaves)
+    found = [moving_tensor.found for moving_tensor in outcome.moving]
+    arguments = call.leaves, as_given, tensors, call.views
+    plan = Plan(outcome.lasting, *arguments, tape, found, graded, recording.older())
+    outcome.effects = plan.effects(assigned)
     outcome.aliases = Aliases.of((sighting.found for sighting in seen), outcome.arguments)
     watch.settle(trace, tape, outcome.moving, outcome.aliases)
     outcome.program = traced_program(closed, [storage for storage, _, _ in rows], trace)

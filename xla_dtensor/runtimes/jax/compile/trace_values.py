@@ -18,7 +18,7 @@ from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import Trace, active_trace, is_tracer
 from xla_dtensor.runtimes.jax.eager.manual import ManualAxes, stacked_sharding, wrapped
 from xla_dtensor.runtimes.jax.eager.scalar import unwrap_number
-from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
+from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, ViewStep
 from xla_dtensor.runtimes.live_objects import live_objects
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "bound",
     "inner",
     "is_without_values",
+    "maker_of",
     "refuse_manual",
     "replaced",
     "rewrapper_of",
@@ -270,13 +271,37 @@ def rewrapper_of(
     leaf: Any, tensor: JaxTensor, sharding: NamedSharding | None
 ) -> Callable[[jax.Array], Any]:
     """Return what makes a tensor like `leaf` of an array; it keeps nothing of the leaf alive."""
-    shape, stride, dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
-    # Not a method of the leaf: that would keep the traced output alive, as if it were state.
+    shape, make = tuple(tensor.shape), maker_of(leaf, tensor, ())
+    return lambda array: make(Storage(array, shape, sharding), ())
+
+
+def maker_of(
+    leaf: Any, tensor: JaxTensor, own: tuple[ViewStep, ...]
+) -> Callable[[Storage, tuple[ViewStep, ...]], torch.Tensor]:
+    """Return what makes a tensor like `leaf` of a storage and views; it keeps nothing of it alive.
+
+    Args:
+        leaf: A tensor.
+        tensor: Its payload.
+        own: The views of its storage that it is.
+    """
+    form = {
+        "shape": tuple(tensor.shape),
+        "stride": tensor.stride(),
+        "storage_offset": tensor.storage_offset() if own else 0,
+        "dtype": tensor.dtype,
+    }
+    # Not a method of the leaf: that would keep the traced output alive.
     rewrapper = getattr(leaf, "rewrapper", None)
     rewrap = None if rewrapper is None else rewrapper()
+    is_parameter = isinstance(leaf, torch.nn.Parameter)
+    requires_grad = leaf.is_leaf and leaf.requires_grad
 
-    def wrap(array: jax.Array) -> Any:
-        payload = JaxTensor(Storage(array, shape, sharding), stride=stride, dtype=dtype)
-        return rewrap(payload) if rewrap is not None else payload
+    def make(storage: Storage, steps: tuple[ViewStep, ...]) -> torch.Tensor:
+        payload = JaxTensor(storage, (*steps, *own), **form)
+        made = payload if rewrap is None else rewrap(payload)
+        if is_parameter:
+            return torch.nn.Parameter(made, requires_grad)
+        return made.requires_grad_() if requires_grad else made
 
-    return wrap
+    return make

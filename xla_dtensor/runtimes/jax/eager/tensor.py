@@ -35,6 +35,7 @@ from xla_dtensor.runtimes.jax.arrays.trace import (
     active_trace,
     array_before,
     array_read,
+    is_tracer,
 )
 from xla_dtensor.runtimes.jax.arrays.values import torch_dtype, torch_from_numpy, x64
 from xla_dtensor.runtimes.nested import runs_as_it_is
@@ -157,16 +158,21 @@ class JaxTensor(torch.Tensor):
         if not self._steps:
             return base
         array = array_read(self._storage)
+        if active_trace() is not None and not is_tracer(array):
+            # An older storage has its array even while a step is traced. What was cut out of it
+            # before the trace would be a constant of the program, the cut of now is its own.
+            return self._viewed(base)
         if self._cached is None or self._cached[0] is not array:
-            axes = self._storage.manual
-            if axes is None:
-                view = read_through(self._steps, base)
-            else:
-                from xla_dtensor.runtimes.jax.eager.manual import read_steps
-
-                view = read_steps(axes, self._steps, base)
-            self._cached = (array, view)
+            self._cached = (array, self._viewed(base))
         return self._cached[1]
+
+    def _viewed(self, base: jax.Array) -> jax.Array:
+        axes = self._storage.manual
+        if axes is None:
+            return read_through(self._steps, base)
+        from xla_dtensor.runtimes.jax.eager.manual import read_steps
+
+        return read_steps(axes, self._steps, base)
 
     def placed(self) -> jax.Array:
         """Return the array as it lies on the devices, with padding unless this is a view."""
