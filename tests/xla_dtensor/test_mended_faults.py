@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+from collections import ChainMap, Counter, OrderedDict, UserList
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -1887,6 +1889,64 @@ def tensors_that_share_memory_are_stored(on: On) -> Any:
         names = whole(kept.weight), kept.weight.requires_grad, isinstance(kept.weight, nn.Parameter)
         seen.append([*map(whole, (kept.given, kept.row, *parts)), *names])
     return seen, [whole(row) for row in kept.rows]
+
+
+class Attributes(dict[str, Any]):
+    """A dict as many programs have one."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Rows(tuple[Any, ...]):
+    """A tuple of a class of its own."""
+
+
+def _objects(x: Any) -> list[Any]:
+    """Return objects of many kinds that hold `x`; the last one does so where `_inside` looks."""
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(x * 1)
+    distribution = torch.distributions.Normal(x, 1.0, validate_args=False)
+    error, counts = ValueError(x), Counter(a=x)
+    held = SimpleNamespace(x=x), Kept(), Attributes(x=x), Rows((x, 1)), UserList([x])
+    vars(held[1])["x"] = x
+    return [*held, {x}, frozenset([x]), partial(torch.add, x), lambda: x, module, error, counts,
+            distribution, OrderedDict(x=x), ChainMap({"x": x})]  # fmt: skip
+
+
+def _inside(objects: list[Any]) -> list[Any]:
+    space, kept, attributes, rows, listed, *others = objects
+    one, frozen, added, function, module, error, counts, distribution, ordered, chain = others
+    found = space.x, kept.x, attributes["x"], rows[0], listed[0], *one, *frozen, added.args[0]
+    of_others = function(), module.weight, error.args[0], counts["a"], distribution.loc
+    return [whole(each) for each in (*found, *of_others, ordered["x"], chain["x"])]
+
+
+@values("jax")
+def objects_of_any_kind_are_made_for_each_run(on: On) -> Any:
+    """Those of a call, stored or returned, had the values of the call after it."""
+    kept: Any = Kept()
+    kept.all = []
+
+    def step(x: Any) -> Any:
+        kept.last = _objects(x * 2)
+        kept.all.append(_objects(x * 3))
+        return [_objects(x * 4), Attributes(x=x)]
+
+    compiled, results, seen = on.compile(step), [], []
+    for i in range(3):
+        results.append(compiled(on.put(numbers(4, 4, start=i), Shard(0), R)))
+        seen.append(kept.last)
+    of_results = [(_inside(objects), whole(given["x"])) for objects, given in results]
+    return [[*map(_inside, seen)], [*map(_inside, kept.all)], of_results]
+
+
+@values("jax")
+def arguments_like_containers(on: On) -> Any:
+    """Their tensors are inputs; JAX's and PyTorch's own errors came of them."""
+    compiled = on.compile(lambda batch, rows: batch["x"] * rows[0] + rows[1] * batch.y)
+    x, y = on.put(numbers(4, 2), Shard(0), R), on.put(numbers(2))
+    calls = [compiled(Attributes(x=x * i, y=y), Rows((y, i))) for i in range(1, 4)]
+    return calls
 
 
 @values("jax")

@@ -1,8 +1,8 @@
-"""Objects that hold tensors and are no pytrees to torch: dataclasses, and what is like a dict.
+"""Objects that hold tensors and are no pytrees to torch: dataclasses, and what is like a container.
 
 A batch is often such an object: Hugging Face's ``BatchEncoding`` is a ``UserDict``, other code has
-dataclasses. To a compiled step its tensors are inputs, and its other fields Python values, as if
-they had been passed in a dict::
+dataclasses, or a class derived from dict whose items are attributes too. To a compiled step its
+tensors are inputs, and its other fields Python values, as if they had been passed in a dict::
 
     step(Batch(x=x, y=y, split="train"))       x and y are inputs; "train" is part of the program
 
@@ -113,20 +113,33 @@ def _closed(value: Any) -> Any:
 
 def _may_be_opened(value: Any) -> bool:
     is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return is_instance or isinstance(value, UserDict)
+    return is_instance or isinstance(value, UserDict | dict | list | tuple)
 
 
 def _fields(value: Any) -> dict[Any, Any]:
     if isinstance(value, UserDict):
         return dict(value.data)
+    if isinstance(value, dict):
+        return dict(dict.items(value))
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
     names = [field.name for field in dataclasses.fields(value)]
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def _filled(value: Any, fields: dict[Any, Any]) -> Any:
+    if isinstance(value, tuple):
+        clone = tuple.__new__(type(value), fields.values())
+        vars(clone).update(vars(value))
+        return clone
     clone = copy.copy(value)
     if isinstance(clone, UserDict):
         clone.data = dict(fields)
+    elif isinstance(clone, dict):
+        dict.clear(clone)
+        dict.update(clone, fields)
+    elif isinstance(clone, list):
+        list.__setitem__(clone, slice(None), fields.values())
     else:
         for name, field_value in fields.items():
             object.__setattr__(clone, name, field_value)

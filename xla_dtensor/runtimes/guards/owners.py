@@ -67,12 +67,14 @@ class Effect:
         value: The value that the trace gave.
         name: What messages call it.
         swap: Puts another value in the place of the trace's; None where `do` does.
+        is_contents: Whether the value is a container that was made for this alone.
     """
 
     do: Callable[[Any], None]
     value: Any
     name: str
     swap: Callable[[Any], None] | None = None
+    is_contents: bool = False
 
     @property
     def replace(self) -> Callable[[Any], None]:
@@ -286,7 +288,7 @@ class Items(Names):
         if list(contents) == old_keys + [key for key in contents if key not in self.snapshot]:
             return super().effects() if changed else []
         self.take_whole()
-        return [Effect(self._fill, contents, self.label)]
+        return [Effect(self._fill, contents, self.label, is_contents=True)]
 
     def changes(self) -> list[Any]:
         return super().changes() if isinstance(self.holder, dict) else []
@@ -358,7 +360,7 @@ class Elements(Owner):
                 if len(tail) < len(elements) and all(map(is_, tail, elements)):
                     return [self._addition(elements[len(tail) :])]
         self.take_whole()
-        return [Effect(self._fill, elements, self.label)]
+        return [Effect(self._fill, elements, self.label, is_contents=True)]
 
     def _addition(self, new: list[Any]) -> Effect:
         base = self._base()
@@ -374,7 +376,7 @@ class Elements(Owner):
                     base.pop(self.holder)
             add(elements)
 
-        return Effect(add, new, self.label, swap)
+        return Effect(add, new, self.label, swap, is_contents=True)
 
     def held_before(self) -> list[Any]:
         if ABSENT in self.stores:

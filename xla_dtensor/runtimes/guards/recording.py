@@ -207,9 +207,16 @@ class Recording(Watches):
         named = {part.name: part for sighting in live_sightings for part in sighting.flat()}
         return [sighting for sighting in named.values() if isinstance(sighting.found, torch.Tensor)]
 
-    def older(self) -> set[int]:
-        """Return the ids of the objects that the step met and that there were before it."""
-        return {id(owner.holder) for owner in self._old()}
+    def age(self) -> Callable[[Any], bool]:
+        """Return what tells whether there was an object before the step; after the block."""
+        met, new = {id(owner.holder) for owner in self._old()}, self._new
+
+        def is_older(value: Any) -> bool:
+            # The collector tells; but of a tuple, which may be at an older one's address.
+            is_known = gc.is_tracked(value) and type(value) is not tuple
+            return id(value) in met or (is_known and id(value) not in new)
+
+        return is_older
 
     def guards(self) -> Guards:
         """Return what was read; after the block."""

@@ -247,13 +247,14 @@ class AbsentProgram(Program):
         storages = [reference() for reference in self.lasting]
         arrays = {n: s.array for n, s in enumerate(storages) if s is not None}
         delivered = {} if self.host is None else self.host.delivered
-        self.effects.do(Given(arrays, arguments, leaves, delivered, ()), is_first=True)
+        run = self.effects.do(Given(arrays, arguments, leaves, delivered, ()), is_first=True)
         self.gradients.repeat()
         types = jax.eval_shape(
             self.blueprint.program_of(self.blueprint.jaxpr), *self.blueprint.inputs
         )
         results = types[0][self.num_flags :]
-        return self._outputs(jnp.zeros(output.shape, output.dtype) for output in results)
+        zeros = (jnp.zeros(output.shape, output.dtype) for output in results)
+        return self._outputs(zeros, run)
 
 
 class AbsentStep(JaxCompiledStep):

@@ -8,9 +8,10 @@ run makes tensors of its own and assigns them in the same places, as PyTorch wou
     call 1    traced: self.loss is t1, seen is [t1]             the run fills t1
     call 2    the run makes t2                                  self.loss is t2, seen is [t1, t2]
 
-Whoever kept an earlier tensor keeps its values. So it is with what holds tensors: lists, dicts and
-objects that the step makes are made again for each run. What was there before the trace is itself.
-Tensors that share memory, a view and its base or an argument, share it after each run.
+Whoever kept an earlier tensor keeps its values. So it is with what holds tensors: objects that the
+step makes, and stores or returns, are made again for each run, as ``copy.copy`` makes them where
+they are no plain ones. What was there before the trace is itself. Tensors that share memory, a view
+and its base or an argument, share it after each run.
 
 A number is no cell that a run could fill, and no view of an argument's base is in the trace. Where
 the step leaves such behind, the first run too assigns what it has made, in their place::
@@ -22,9 +23,10 @@ the step leaves such behind, the first run too assigns what it has made, in thei
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -39,11 +41,11 @@ from xla_dtensor.runtimes.host_work import HostTape
 from xla_dtensor.runtimes.jax.arrays.sharding import host_value
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.compile.optimizer import number_now
-from xla_dtensor.runtimes.jax.compile.trace_values import inner, maker_of
+from xla_dtensor.runtimes.jax.compile.trace_values import Static, inner, maker_of
 from xla_dtensor.runtimes.jax.eager.scalar import ScalarNode, node_of
 from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, ViewStep
 
-__all__ = ["Given", "Plan", "RunEffects"]
+__all__ = ["Given", "Made", "Plan", "Run", "RunEffects"]
 
 
 # What a storage is made of beside its array.
@@ -70,11 +72,20 @@ class Given:
 
 
 @dataclass
-class _Run:
+class Run:
+    """What was made for one run.
+
+    Args:
+        given: What the run gives.
+        forms: See `RunEffects`.
+        storages: Those of what the step makes, by number.
+        made: Tensors and objects, by the ids of those of the trace.
+    """
+
     given: Given
     forms: Mapping[int, _Form | None]
-    storages: dict[int, Storage] = field(default_factory=dict)  # by number
-    made: dict[int, Any] = field(default_factory=dict)  # by the ids of tensors and objects of ours
+    storages: dict[int, Storage] = field(default_factory=dict)
+    made: dict[int, Any] = field(default_factory=dict)
 
     def storage(self, number: int) -> Storage:
         if number not in self.storages:
@@ -83,8 +94,30 @@ class _Run:
         return self.storages[number]
 
 
-_Part = Callable[[_Run], Any]
-_Base = Callable[[_Run], tuple[Storage, tuple[ViewStep, ...]]]
+# The attributes that tensors of this library and Parameters have themselves.
+_OWN = frozenset(
+    (
+        *("_cached", "_is_param", "_steps", "_storage"),
+        *("_memory", "_outer_cuts", "_own_payload", "_payload", "_region", "_uneven", "_varying"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A result that is made for each run.
+
+    Args:
+        part: Makes it.
+        constants: What it holds of numbers and texts.
+    """
+
+    part: _Part
+    constants: list[Any]
+
+
+_Part = Callable[[Run], Any]
+_Base = Callable[[Run], tuple[Storage, tuple[ViewStep, ...]]]
 
 
 @dataclass
@@ -99,15 +132,17 @@ class RunEffects:
         replace: Assign what the first run gives in the place of what the trace has assigned; none
             where the trace's tensors will do.
         tensors: Those that the trace has assigned, by their ids; for the first run.
+        storages: Theirs, by number.
     """
 
-    effects: list[Callable[[_Run], None]]
+    effects: list[Callable[[Run], None]]
     forms: dict[int, _Form | None]
     names: Sequence[str] = ()
-    replace: Sequence[Callable[[_Run], None]] = ()
+    replace: Sequence[Callable[[Run], None]] = ()
     tensors: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    storages: Mapping[int, Storage] = field(default_factory=dict)
 
-    def do(self, given: Given, is_first: bool = False) -> Mapping[int, Any]:
+    def do(self, given: Given, is_first: bool = False) -> Run:
         """Assign it.
 
         Args:
@@ -115,16 +150,17 @@ class RunEffects:
             is_first: Whether the trace has assigned it, but for the numbers.
 
         Returns:
-            What was assigned, by the ids of what the trace has assigned.
+            What was made.
         """
-        run = _Run(given, self.forms)
+        run = Run(given, self.forms)
         effects = self.effects
         if is_first:
             run.made |= self.tensors
-            effects, self.replace, self.tensors = self.replace, (), {}
+            run.storages |= self.storages
+            effects, self.replace, self.tensors, self.storages = self.replace, (), {}, {}
         for effect in effects:
             effect(run)
-        return run.made
+        return run
 
 
 @dataclass
@@ -140,7 +176,7 @@ class Plan:
         tape: Of the host.
         moving: The tensors that are read by name.
         gradients: The ids of the storages of gradients, which are filled anew for each run.
-        older: The ids of the objects that there were before the trace.
+        is_older: Tells whether there was an object before the trace.
     """
 
     lasting: Sequence[Storage]
@@ -150,8 +186,8 @@ class Plan:
     views: Container[int]
     tape: HostTape
     moving: Sequence[torch.Tensor]
-    gradients: Collection[int] = ()
-    older: Collection[int] = ()
+    gradients: Collection[int]
+    is_older: Callable[[Any], bool]
 
     def __post_init__(self) -> None:
         numbers = ((id(storage), number) for number, storage in enumerate(self.lasting))
@@ -159,6 +195,7 @@ class Plan:
         self._forms: dict[int, _Form | None] = {}
         self._parts: dict[int, _Part] = {}
         self._made: dict[int, torch.Tensor] = {}
+        self._constants: list[Any] = []
         self._is_replaced = False
         self._places = {id(leaf): place for place, leaf in enumerate(self.given)}
         self._names = {id(tensor): place for place, tensor in enumerate(self.moving)}
@@ -181,7 +218,10 @@ class Plan:
         Args:
             found: What it has assigned in Python; the gradients of arguments are assigned as well.
         """
-        parts = [self.part(effect.value) for effect in found]
+        parts = [
+            self._container(effect.value) if effect.is_contents else self.part(effect.value)
+            for effect in found
+        ]
         planned = [_assigned(effect.do, part) for effect, part in zip(found, parts, strict=True)]
         replace = [_assigned(e.replace, part) for e, part in zip(found, parts, strict=True)]
         for place, (step_leaf, leaf) in enumerate(zip(self.given, self.leaves, strict=True)):
@@ -189,9 +229,17 @@ class Plan:
                 leaf.grad = step_leaf.grad
                 planned.append(_grad_assigned(place, self.part(step_leaf.grad)))
         names = [effect.name for effect in found]
-        if not self._is_replaced:
-            return RunEffects(planned, self._forms, names)
-        return RunEffects(planned, self._forms, names, replace, self._made)
+        storages = {number: self.lasting[number] for number in self._forms}
+        replace = replace if self._is_replaced else ()
+        return RunEffects(planned, self._forms, names, replace, self._made, storages)
+
+    def result(self, static: Any) -> Any:
+        """Return a result that is no tensor, or what makes it for each run."""
+        value = static.value if isinstance(static, Static) else None
+        if not gc.is_tracked(value) or self.is_older(value):
+            return static
+        self._constants = []
+        return Made(self.part(value), self._constants)
 
     def part(self, value: Any) -> _Part:
         """Return what makes a value again."""
@@ -200,32 +248,37 @@ class Plan:
         kind, node = type(value), node_of(value)
         if node is not None:
             return self._number(value, node)
-        if id(value) in self.older:
+        if self.is_older(value):
             return lambda run: value
         if id(value) not in self._parts:
             self._parts[id(value)] = lambda run: self._parts[id(value)](run)  # a cycle
             if not tree_is_leaf(value):
                 self._parts[id(value)] = self._container(value)
-            elif kind is set:
+            elif kind in (set, frozenset):
                 elements = [self.part(member) for member in value]
-                self._parts[id(value)] = lambda run: {part(run) for part in elements}
+                self._parts[id(value)] = _once(value, lambda run: kind(p(run) for p in elements))
             elif _is_plain_object(value):
                 self._parts[id(value)] = self._object(value)
+            elif kind is FunctionType:
+                self._parts[id(value)] = self._function(value)
+            elif gc.is_tracked(value):
+                self._parts[id(value)] = self._copied(value)
             else:
+                self._constants.append(value)
                 self._parts[id(value)] = lambda run: value
         return self._parts[id(value)]
+
+    def _contents(self, value: Any) -> _Part:
+        """Return what makes a value, the containers of which are as young as the question."""
+        if type(value) is tuple:
+            parts = [self._contents(each) for each in value]
+            return lambda run: tuple(part(run) for part in parts)
+        return self._container(value) if type(value) is dict else self.part(value)
 
     def _container(self, container: Any) -> _Part:
         children, tree = tree_flatten(container, is_leaf=lambda node: node is not container)
         parts = [self.part(child) for child in children]
-        key = id(container)  # by which it is known; it would keep the first run's tensors alive
-
-        def build(run: _Run) -> Any:
-            if key not in run.made:
-                run.made[key] = tree_unflatten([part(run) for part in parts], tree)
-            return run.made[key]
-
-        return build
+        return _once(container, lambda run: tree_unflatten([part(run) for part in parts], tree))
 
     def _object(self, original: Any) -> _Part:
         key, kind = id(original), cast(Any, type(original))
@@ -237,7 +290,7 @@ class Plan:
             if attribute is not ABSENT
         }
 
-        def build(run: _Run) -> Any:
+        def build(run: Run) -> Any:
             if key not in run.made:
                 instance = run.made[key] = kind.__new__(kind)
                 for name, part in parts.items():
@@ -247,6 +300,74 @@ class Plan:
             return run.made[key]
 
         return build
+
+    def _function(self, function: FunctionType) -> _Part:
+        cells = [self.part(cell.cell_contents) for cell in function.__closure__ or ()]
+        defaults = self.part(function.__defaults__)
+        code, names, name = function.__code__, function.__globals__, function.__name__
+        attributes = {n: self.part(v) for n, v in vars(function).items()}
+
+        def build(run: Run) -> Any:
+            closure = tuple(CellType(part(run)) for part in cells)
+            made = FunctionType(code, names, name, defaults(run), closure)
+            vars(made).update({name: part(run) for name, part in attributes.items()})
+            return made
+
+        return _once(function, build)
+
+    def _copied(self, original: Any) -> _Part:
+        """Return what makes an object again by the protocol of copy and pickle."""
+        try:
+            reduced = original.__reduce_ex__(4)
+        except Exception:  # it says in its own words that it cannot be copied
+            reduced = ""
+        if isinstance(reduced, str):
+            self._refuse_tensors_of(original)
+            return lambda run: original
+        function, args, state, elements, items = cast(Any, (*reduced, None, None, None)[:5])
+        arguments, of_state = self._contents(args), self._contents(state)
+        added = [self.part(element) for element in elements or ()]
+        assigned = [(self.part(name), self.part(value)) for name, value in items or ()]
+        key = id(original)
+
+        def build(run: Run) -> Any:
+            if key in run.made:
+                return run.made[key]
+            made = run.made[key] = function(*arguments(run))
+            state = of_state(run)
+            if hasattr(type(made), "__setstate__"):
+                made.__setstate__(state)
+            else:
+                of_dict, of_slots = state if isinstance(state, tuple) else (state, None)
+                if of_dict:
+                    vars(made).update(of_dict)
+                for name, value in (of_slots or {}).items():
+                    setattr(made, name, value)
+            for part in added:
+                made.append(part(run))
+            for name, value in assigned:
+                made[name(run)] = value(run)
+            return made
+
+        return build
+
+    def _refuse_tensors_of(self, original: Any) -> None:
+        """Raise where an object that nobody can copy holds tensors or numbers of the trace."""
+        seen, waiting = set[int](), [original]
+        while waiting:
+            value = waiting.pop()
+            payload = inner(value)
+            number = None if payload is None else self._numbers.get(id(payload._storage))
+            if number is not None or node_of(value) is not None:
+                raise CompileError(
+                    f"A compiled step stores or returns a {type(original).__name__} that holds "
+                    "tensors, and that Python cannot copy. Its Python runs once, and later calls "
+                    "would give tensors of their own to it. Store the tensors, or a list, a dict "
+                    "or an object of a class of yours."
+                )
+            if id(value) not in seen and not issubclass(type(value), torch.Tensor):
+                seen.add(id(value))
+                waiting += [v for v in gc.get_referents(value) if not self.is_older(v)]
 
     def _number(self, value: Any, node: ScalarNode) -> _Part:
         self._is_replaced = True
@@ -277,18 +398,21 @@ class Plan:
         base = self._base(payload._storage)
         if base is None:
             return lambda run: tensor
-        key, make = id(tensor), maker_of(tensor, payload, payload._steps)
-        if id(payload._storage) in self._cut:
-            self._is_replaced = True
+        make = maker_of(tensor, payload, payload._steps)
+        if id(payload._storage) in self._cut or tensor.grad_fn is not None:
+            self._is_replaced = True  # A graph of the trace is of no use.
         else:
-            self._made[key] = tensor
+            self._made[id(tensor)] = tensor
+        names = [name for name in vars(tensor) if name not in _OWN]
+        attributes = [(name, self.part(getattr(tensor, name))) for name in names]
 
-        def build(run: _Run) -> Any:
-            if key not in run.made:
-                run.made[key] = make(*base(run))
-            return run.made[key]
+        def build(run: Run) -> Any:
+            made = make(*base(run))
+            for name, part in attributes:
+                setattr(made, name, part(run))
+            return made
 
-        return build
+        return _once(tensor, build)
 
     def _base(self, storage: Storage) -> _Base | None:
         """Return what gives the memory that a tensor has in each run; None: the same one."""
@@ -299,8 +423,20 @@ class Plan:
         return lambda run: (run.storage(number), ())
 
 
+def _once(original: Any, build: _Part) -> _Part:
+    """Return what makes an object once for each run."""
+    key = id(original)  # by which it is known; it would keep the first run's tensors alive
+
+    def part(run: Run) -> Any:
+        if key not in run.made:
+            run.made[key] = build(run)
+        return run.made[key]
+
+    return part
+
+
 def _of_name(place: int) -> _Base:
-    def base(run: _Run) -> tuple[Storage, tuple[ViewStep, ...]]:
+    def base(run: Run) -> tuple[Storage, tuple[ViewStep, ...]]:
         payload: Any = inner(run.given.moving[place])
         return payload._storage, ()
 
@@ -308,7 +444,7 @@ def _of_name(place: int) -> _Base:
 
 
 def _of_argument(place: int, position: int, is_view: bool) -> _Base:
-    def base(run: _Run) -> tuple[Storage, tuple[ViewStep, ...]]:
+    def base(run: Run) -> tuple[Storage, tuple[ViewStep, ...]]:
         payload = inner(run.given.leaves[place])
         if payload is None:  # of a plain tensor, which was put on the devices
             return run.given.arguments[position], ()
@@ -325,7 +461,7 @@ def _is_plain_object(value: Any) -> bool:
     return is_bag or (is_watched(kind) and not is_known and kind.__new__ is object.__new__)
 
 
-def _assigned(do: Callable[[Any], None], part: _Part) -> Callable[[_Run], None]:
+def _assigned(do: Callable[[Any], None], part: _Part) -> Callable[[Run], None]:
     return lambda run: do(part(run))
 
 
@@ -333,10 +469,10 @@ def _may_have_grad(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
 
 
-def _grad_assigned(place: int, part: _Part) -> Callable[[_Run], None]:
+def _grad_assigned(place: int, part: _Part) -> Callable[[Run], None]:
     """Return what gives an argument its gradient, as the step's backward pass does."""
 
-    def assign(run: _Run) -> None:
+    def assign(run: Run) -> None:
         leaf = run.given.leaves[place]
         if not leaf.requires_grad:
             leaf.requires_grad_()  # The step itself asked for its gradient.

@@ -31,7 +31,7 @@ from xla_dtensor.runtimes.jax.arrays.private import (
 )
 from xla_dtensor.runtimes.jax.arrays.products import keep_product_orders
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
-from xla_dtensor.runtimes.jax.compile.effects import Given, RunEffects
+from xla_dtensor.runtimes.jax.compile.effects import Given, Made, Run, RunEffects
 from xla_dtensor.runtimes.jax.compile.gradients import GradientEffects, KnownLeaves
 from xla_dtensor.runtimes.jax.compile.host_inputs import HostPart
 from xla_dtensor.runtimes.jax.compile.layers.slots import Holding, Slot, Slots
@@ -463,10 +463,10 @@ class Program:
                 _give(array, [self.state[place] for place in slot])
             if self.flags is not None:
                 raise_flagged(self.flags, results)
-            self._leave(lasting, arguments, leaves)
+            made = self._leave(lasting, arguments, leaves)
             self.gradients.repeat()
             write_settings()
-        return self._outputs(iter(results[self.num_flags :]))
+        return self._outputs(iter(results[self.num_flags :]), made)
 
     def lost(self, arguments: Sequence[Storage] = ()) -> str:
         """Return what a run with these arguments that failed has left, for an error."""
@@ -483,7 +483,7 @@ class Program:
 
     def _leave(
         self, arrays: Sequence[jax.Array], arguments: Sequence[Storage], leaves: Sequence[Any]
-    ) -> None:
+    ) -> Run:
         """Leave behind what the step makes: in the trace's tensors, later in new ones."""
         pairs = list(zip(self.slots.lasting, arrays, strict=True))
         own = {s[0]: a for s, a in pairs if len(s) == 1 and s[0] in self.effects.forms}
@@ -492,20 +492,23 @@ class Program:
                 _give(array, [self.lasting[place]() for place in slot])
         delivered = {} if self.host is None else self.host.delivered
         given = Given(own, arguments, leaves, delivered, self._found)
-        assigned = self.effects.do(given, is_first=not self._has_run)
+        run = self.effects.do(given, is_first=not self._has_run)
         for moving_tensor in self.moving:
             if moving_tensor.number is not None:
-                moving_tensor.moving.tensor = assigned.get(
+                moving_tensor.moving.tensor = run.made.get(
                     moving_tensor.key, moving_tensor.moving.tensor
                 )
         self._found = []
         self._has_run = True
+        return run
 
-    def _outputs(self, arrays: Iterator[jax.Array]) -> Any:
-        leaves = [self._output(leaf, arrays) for leaf in self.out_static]
+    def _outputs(self, arrays: Iterator[jax.Array], run: Run) -> Any:
+        leaves = [self._output(leaf, arrays, run) for leaf in self.out_static]
         return close_all(tree_unflatten(leaves, self.out_tree))
 
-    def _output(self, leaf: Any, arrays: Iterator[jax.Array]) -> Any:
+    def _output(self, leaf: Any, arrays: Iterator[jax.Array], run: Run) -> Any:
+        if isinstance(leaf, Made):
+            return leaf.part(run)
         if isinstance(leaf, Delivered):
             assert self.host is not None
             return self.host.delivered[leaf.number]

@@ -516,7 +516,8 @@ def traced_step(
     graded = outcome.gradients.storages()
     found = [moving_tensor.found for moving_tensor in outcome.moving]
     arguments = call.leaves, as_given, tensors, call.views
-    plan = Plan(outcome.lasting, *arguments, tape, found, graded, recording.older())
+    plan = Plan(outcome.lasting, *arguments, tape, found, graded, recording.age())
+    outcome.static = [plan.result(static) for static in outcome.static]
     outcome.effects = plan.effects(assigned)
     outcome.aliases = Aliases.of((sighting.found for sighting in seen), outcome.arguments)
     watch.settle(trace, tape, outcome.moving, outcome.aliases)

@@ -57,9 +57,11 @@ class Same:
 
 def inner(value: Any) -> JaxTensor | None:
     """Return the JaxTensor in a DTensor, in a manual tensor or in itself; None for all else."""
+    if not issubclass(type(value), torch.Tensor):  # whatever that answers to names
+        return None
     is_manual = getattr(value, "_is_per_device", False)
-    value = value._payload if is_manual else getattr(value, "_local_tensor", value)
-    return value if isinstance(value, JaxTensor) else None
+    payload = getattr(value, "_payload" if is_manual else "_local_tensor", value)
+    return payload if isinstance(payload, JaxTensor) else None
 
 
 def is_without_values(value: Any) -> bool:

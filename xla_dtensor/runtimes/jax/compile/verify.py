@@ -42,6 +42,7 @@ from xla_dtensor.runtimes.jax.arrays.private import (
     open_jaxpr,
 )
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
+from xla_dtensor.runtimes.jax.compile.effects import Made
 from xla_dtensor.runtimes.jax.compile.host_inputs import HostPart
 from xla_dtensor.runtimes.jax.compile.program import KeptPrograms, Program
 from xla_dtensor.runtimes.jax.compile.trace import Before, Call, TracedStep, traced_step
@@ -328,7 +329,10 @@ class _Comparison:
             return
         for old, new in zip(kept[1], now[1], strict=True):
             both = isinstance(old, Static) and isinstance(new, Static)
-            if not (_is_same(old.value, new.value) if both else _kind(old) == _kind(new)):
+            is_same = _is_same(old.value, new.value) if both else _kind(old) == _kind(new)
+            if isinstance(old, Made) and isinstance(new, Made):
+                is_same = _is_same(old.constants, new.constants)
+            if not is_same:
                 self.found.append(Difference("output", _kind(old), _kind(new)))
 
     def layouts(self, kept: Sequence[Any], now: Sequence[Any]) -> None:
@@ -505,6 +509,8 @@ def _output_text(key: Any, atom: Any) -> str:
 
 
 def _kind(leaf: Any) -> str:
+    if isinstance(leaf, Made):
+        return f"an object with {_short(leaf.constants)}"
     return f"the value {_short(leaf.value)}" if isinstance(leaf, Static) else "a tensor"
 
 
