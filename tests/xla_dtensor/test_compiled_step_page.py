@@ -186,6 +186,11 @@ REFUSED: dict[str, list[Callable[..., Any]]] = {
         lambda x: x.tolist(),
         lambda x: f"{x.sum().item():.3f}",
     ],
+    "an object is stored or returned that holds tensors and that Python cannot copy: "
+    "`dict.values()`, a generator": [
+        lambda x: {"x": x * 2}.values(),
+        lambda x: (each * 2 for each in (x + 1, x)),
+    ],
     "a number of a part that runs several times is stored: `.item()` in a layer of `scan_layers`": [
         lambda x, layers: layers(x[None])
     ],

@@ -1863,6 +1863,41 @@ def gradients_that_are_read_between_two_calls(on: On) -> Any:
     return seen, whole(scale.grad)
 
 
+@values("jax")
+def gradients_that_the_caller_keeps(on: On) -> Any:
+    """Those of one task had the values of the next; so had views of them, and what steps store."""
+    weight, scale = on.leaf(numbers(4, 2), Shard(0), R), on.leaf(numbers(2))
+    kept: Any = Kept()
+    kept.steps = []
+
+    def step(x: Any) -> Any:
+        (x @ weight * scale).square().mean().backward()
+        kept.steps.append(scale.grad)
+
+    compiled, tasks = on.compile(step), []
+    for i in range(6):
+        compiled(on.put(numbers(8, 4, start=i), Shard(0), R))
+        if i % 3 != 2:  # else what is there is added to
+            tasks.append((weight.grad, scale.grad.detach() if i else None, weight.grad[1:]))
+            weight.grad = scale.grad = None
+    found = [[whole(each) for each in task] for task in tasks], [whole(g) for g in kept.steps]
+    return *found, whole(weight.grad), whole(scale.grad)
+
+
+@layouts("jax")
+def gradients_that_nobody_keeps_are_filled_again(on: On) -> Any:
+    weight = on.leaf(numbers(4, 2), Shard(0), R)
+    compiled = on.compile(lambda x: (x @ weight).square().mean().backward())
+    x, ids = on.put(numbers(8, 4), Shard(0), R), set[int]()
+    for i in range(9):
+        compiled(x)
+        whole(weight.grad.norm() + weight.grad.detach().sum())
+        if i % 3 == 2:
+            ids.add(id(weight.grad))
+            weight.grad = None
+    return [len(ids), compiled.stats()["traces"]], [1, 2]
+
+
 class Kept:
     """What a step stores."""
 

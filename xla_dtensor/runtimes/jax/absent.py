@@ -234,7 +234,7 @@ class AbsentProgram(Program):
     """A traced step without an executable: calling it moves nothing."""
 
     def run(self, arguments: Sequence[Storage], leaves: Sequence[Any] = ()) -> Any:
-        self.gradients.release()
+        self.gradients.release(self.lasting)
         runtime = self.executable
         owners = _owners({id(s()) for s in self.lasting if s() is not None})
         for reference in self.lasting:

@@ -12,6 +12,7 @@ While a step is traced, every storage reports what happens to it to the :class:`
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import jax
@@ -20,6 +21,8 @@ from jax.sharding import NamedSharding
 
 from xla_dtensor.runtimes.jax.arrays.sharding import constrained, place, unpadded
 from xla_dtensor.runtimes.jax.arrays.trace import active_trace, array_read, note_write
+
+_MANY = 64  # aliases, after which those that are gone are looked for
 
 __all__ = ["KeptStack", "Stack", "Storage"]
 
@@ -65,6 +68,7 @@ class Storage:
     __slots__ = (
         "__weakref__",
         "_array",
+        "aliases",
         "constraint",
         "manual",
         "row",
@@ -85,6 +89,8 @@ class Storage:
         self.row: tuple[Stack, int] | None = None
         self._array: Any = array
         self.manual = manual
+        # Of a gradient that a program fills anew: the tensors that were made over it meanwhile.
+        self.aliases: list[weakref.ref[Any]] | None = None
         self.shape = tuple(array.shape) if shape is None else shape
         self.sharding = sharding
         # Set by an annotation, for the time of a traced step: what the step asks of a storage that
@@ -94,6 +100,13 @@ class Storage:
         trace = active_trace()
         if trace is not None:
             trace.adopt(self)
+
+    def note_alias(self, tensor: Any) -> None:
+        """Take down a tensor that was made over it."""
+        if self.aliases is not None:
+            if len(self.aliases) > _MANY:
+                self.aliases = [alias for alias in self.aliases if alias() is not None]
+            self.aliases.append(weakref.ref(tensor))
 
     @property
     def array(self) -> jax.Array:

@@ -24,7 +24,7 @@ the step leaves such behind, the first run too assigns what it has made, in thei
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, cast
@@ -40,6 +40,7 @@ from xla_dtensor.runtimes.guards.values import ABSENT
 from xla_dtensor.runtimes.host_work import HostTape
 from xla_dtensor.runtimes.jax.arrays.sharding import host_value
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
+from xla_dtensor.runtimes.jax.compile.gradients import GradientEffects, LeftGradient
 from xla_dtensor.runtimes.jax.compile.optimizer import number_now
 from xla_dtensor.runtimes.jax.compile.trace_values import Static, inner, maker_of
 from xla_dtensor.runtimes.jax.eager.scalar import ScalarNode, node_of
@@ -175,7 +176,7 @@ class Plan:
         views: The places of those that are views of their base, as they are.
         tape: Of the host.
         moving: The tensors that are read by name.
-        gradients: The ids of the storages of gradients, which are filled anew for each run.
+        gradients: Those that the step leaves.
         is_older: Tells whether there was an object before the trace.
     """
 
@@ -186,12 +187,13 @@ class Plan:
     views: Container[int]
     tape: HostTape
     moving: Sequence[torch.Tensor]
-    gradients: Collection[int]
+    gradients: GradientEffects
     is_older: Callable[[Any], bool]
 
     def __post_init__(self) -> None:
         numbers = ((id(storage), number) for number, storage in enumerate(self.lasting))
-        self._numbers = {key: number for key, number in numbers if key not in self.gradients}
+        graded = self.gradients.storages()
+        self._numbers = {key: number for key, number in numbers if key not in graded}
         self._forms: dict[int, _Form | None] = {}
         self._parts: dict[int, _Part] = {}
         self._made: dict[int, torch.Tensor] = {}
@@ -384,6 +386,10 @@ class Plan:
         return lambda run: host_value(run.given.arrays[number]).item()
 
     def _tensor(self, tensor: torch.Tensor) -> _Part:
+        for entry in self.gradients.left:
+            if entry.grad is tensor:
+                entry.is_stored = True
+                return lambda run: entry.grad
         place, name = self._places.get(id(tensor)), self._names.get(id(tensor))
         if place is not None:
             return lambda run: run.given.leaves[place]
@@ -416,6 +422,11 @@ class Plan:
 
     def _base(self, storage: Storage) -> _Base | None:
         """Return what gives the memory that a tensor has in each run; None: the same one."""
+        for entry in self.gradients.left:
+            payload = inner(entry.grad)
+            if payload is not None and payload._storage is storage:
+                entry.is_stored = True
+                return _of_gradient(entry)
         number = self._numbers.get(id(storage))
         if number is None:
             return self._bases.get(id(storage))
@@ -433,6 +444,14 @@ def _once(original: Any, build: _Part) -> _Part:
         return run.made[key]
 
     return part
+
+
+def _of_gradient(entry: LeftGradient) -> _Base:
+    def base(run: Run) -> tuple[Storage, tuple[ViewStep, ...]]:
+        payload: Any = inner(entry.grad)
+        return payload._storage, ()
+
+    return base
 
 
 def _of_name(place: int) -> _Base:

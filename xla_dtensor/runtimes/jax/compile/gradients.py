@@ -12,7 +12,10 @@ again after every run, and a program serves only calls that find gradients where
     call 4   gradients there       the ones A hung there again, which B adds to        program B
 
 So a program keeps the tensors that it made as gradients. Their memory is given back while they
-hang on nothing.
+hang on nothing. Where somebody else has kept one, which PyTorch would make anew, the program makes
+another one, too::
+
+    kept.append(p.grad); p.grad = None                    the next run makes another p.grad
 
 Where the first thing that a step does to a gradient is to drop it (``zero_grad()`` at its start),
 it does not matter whether one is there, and one program serves both kinds of calls.
@@ -26,15 +29,93 @@ import sys
 import weakref
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from xla_dtensor.runtimes.jax.compile.trace_values import inner
+from xla_dtensor.runtimes.jax.arrays.storage import Storage
+from xla_dtensor.runtimes.jax.compile.trace_values import inner, maker_of
 
-__all__ = ["DroppedGradients", "GradientEffects", "KnownLeaves"]
+__all__ = ["DroppedGradients", "GradientEffects", "KnownLeaves", "LeftGradient"]
 
 _Given = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass
+class LeftGradient:
+    """A gradient that a trace has changed.
+
+    Args:
+        leaf: Of what.
+        grad: What it became.
+        number: Of its storage among those that the step makes; None for another one's.
+        is_stored: Whether the step stores it elsewhere, too.
+        payload: Its payload.
+        holders: How many have it when nobody but the program and the leaf does, by kind; None
+            before the first run.
+    """
+
+    leaf: weakref.ref[torch.Tensor]
+    grad: torch.Tensor | None
+    number: int | None = None
+    is_stored: bool = False
+    payload: Any = None
+    holders: tuple[int, int, int] | None = None
+
+    def hangs(self) -> bool:
+        """Tell whether it is the leaf's gradient at present."""
+        leaf = self.leaf()
+        return leaf is not None and leaf.grad is self.grad
+
+    def watch(self) -> None:
+        """Note who has it, at the end of a run."""
+        self.payload = payload = inner(self.grad)
+        if payload is not None:
+            self.holders = self._holders()
+            payload._storage.aliases = []
+
+    def is_held(self, hangs: bool) -> bool:
+        """Tell whether somebody has it, or a view of it, beside the program and the leaf."""
+        if self.is_stored or self.holders is None:
+            return self.holders is not None
+        of_python, of_torch, of_payload = self.holders
+        if not hangs:
+            of_python, of_torch = of_python - _OF_A_LEAF[0], of_torch - _OF_A_LEAF[1]
+        now = self._holders()
+        if now[0] > of_python or now[1] > of_torch or now[2] > of_payload:
+            return True
+        aliases = self.payload._storage.aliases
+        return bool(aliases) and any(alias() is not None for alias in aliases)
+
+    def _holders(self) -> tuple[int, int, int]:
+        grad: Any = self.grad
+        return sys.getrefcount(grad), grad._use_count(), sys.getrefcount(self.payload)
+
+    def renew(self, storages: dict[Storage, Storage]) -> Storage:
+        """Be another gradient like this one; return its storage.
+
+        Args:
+            storages: Those of others that were renewed, by the old ones.
+        """
+        payload: Any = inner(self.grad)
+        old = payload._storage
+        if old not in storages:
+            array: Any = None
+            storages[old] = Storage(array, old.shape, old.sharding, old.manual)
+        self.grad = maker_of(self.grad, payload, payload._steps)(storages[old], ())
+        self.holders = None
+        return storages[old]
+
+
+def _holders_of_a_leaf() -> tuple[int, int]:
+    """Return how many more have a gradient where it hangs on a leaf; versions of torch differ."""
+    leaf, grad = torch.zeros(1, requires_grad=True), torch.zeros(1)
+    before = sys.getrefcount(grad), cast(Any, grad)._use_count()
+    leaf.grad = grad
+    return sys.getrefcount(grad) - before[0], cast(Any, grad)._use_count() - before[1]
+
+
+_OF_A_LEAF = _holders_of_a_leaf()
 
 
 @dataclass(frozen=True)
@@ -43,17 +124,21 @@ class GradientEffects:
 
     Args:
         found: The leaves whose gradients the program reads, with those gradients' storages.
-        left: The leaves whose ``grad`` the trace changed, with what it became.
+        left: The gradients that the trace changed.
         dropped: The ids of the leaves of which it does not matter whether they have gradients.
     """
 
     found: list[tuple[weakref.ref[torch.Tensor], Any]]
-    left: list[tuple[weakref.ref[torch.Tensor], torch.Tensor | None]]
+    left: list[LeftGradient]
     dropped: Container[int] = ()
 
     @classmethod
     def of(
-        cls, before: _Given, captured: Container[Any], dropped: Container[int] = ()
+        cls,
+        before: _Given,
+        captured: Container[Any],
+        dropped: Container[int] = (),
+        lasting: Sequence[Storage] = (),
     ) -> GradientEffects:
         """Compare with what was before the trace.
 
@@ -61,24 +146,28 @@ class GradientEffects:
             before: Every leaf with the gradient that it had.
             captured: The storages that the trace read or wrote.
             dropped: See the class.
+            lasting: The storages that the trace made and left behind.
         """
         effects = cls([], [], dropped)
+        numbers = {storage: number for number, storage in enumerate(lasting)}
         for leaf, grad in before:
             payload = None if grad is None else inner(grad)
             if payload is not None and payload._storage in captured:
                 effects.found.append((weakref.ref(leaf), payload._storage))
             if leaf.grad is not grad:
-                effects.left.append((weakref.ref(leaf), leaf.grad))
+                new = inner(leaf.grad)
+                number = None if new is None else numbers.get(new._storage)
+                effects.left.append(LeftGradient(weakref.ref(leaf), leaf.grad, number))
         return effects
 
     def leaves(self) -> list[weakref.ref[torch.Tensor]]:
         """Return the leaves whose gradients matter to the program."""
-        changed = [leaf for leaf, _ in (*self.found, *self.left)]
+        changed = [*(leaf for leaf, _ in self.found), *(entry.leaf for entry in self.left)]
         return [leaf for leaf in changed if id(leaf()) not in self.dropped]
 
     def storages(self) -> set[int]:
         """Return the ids of the storages of the gradients that the trace left."""
-        payloads = [None if grad is None else inner(grad) for _, grad in self.left]
+        payloads = [inner(entry.grad) for entry in self.left]
         return {id(payload._storage) for payload in payloads if payload is not None}
 
     def broken(self) -> str | None:
@@ -91,21 +180,33 @@ class GradientEffects:
                 return "a gradient was replaced"
         return None
 
-    def release(self) -> None:
-        """Before a run: give back the memory of gradients that hang on nothing."""
-        for reference, grad in self.left:
-            leaf = reference()
-            if grad is not None and (leaf is None or leaf.grad is not grad):
-                payload = inner(grad)
+    def release(self, lasting: list[weakref.ref[Storage]]) -> None:
+        """Before a run: give back the memory of gradients that hang on nothing.
+
+        Args:
+            lasting: The storages that the run fills. Where somebody has kept a gradient, that of
+                another one takes its place.
+        """
+        storages: dict[Storage, Storage] = {}
+        for entry in self.left:
+            if entry.grad is None:
+                continue
+            hangs = entry.hangs()
+            if entry.number is not None and entry.is_held(hangs):
+                lasting[entry.number] = weakref.ref(entry.renew(storages))
+            elif not hangs:
+                payload = inner(entry.grad)
                 if payload is not None:
                     payload._storage.array = None  # pyright: ignore[reportAttributeAccessIssue]
 
     def repeat(self) -> None:
         """After a run: do to the leaves what the trace did."""
-        for reference, grad in self.left:
-            leaf = reference()
-            if leaf is not None and leaf.grad is not grad:
-                leaf.grad = grad
+        for entry in self.left:
+            leaf = entry.leaf()
+            if leaf is not None and leaf.grad is not entry.grad:
+                leaf.grad = entry.grad
+            if entry.holders is None and entry.number is not None and leaf is not None:
+                entry.watch()
 
 
 class KnownLeaves:

@@ -450,7 +450,7 @@ class Program:
             number = current()
             if number != float(storage.array):
                 storage.array = _replicated_like(np.asarray(number), storage.array)
-        self.gradients.release()
+        self.gradients.release(self.lasting)
         state = [_taken(slot, self.state) for slot in self.slots.state]
         read = [_taken(slot, self.read) for slot in self.slots.read]
         inputs, donated = self.holding.divided([s.array for s in arguments])

@@ -242,6 +242,7 @@ def _set_(target: JaxTensor, source: JaxTensor) -> JaxTensor:
             "cannot change a tensor's shape or dtype in place. Make a new tensor."
         )
     target._storage, target._steps, target._cached = source._storage, source._steps, None
+    source._storage.note_alias(target)
     return target
 
 

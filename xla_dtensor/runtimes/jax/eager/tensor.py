@@ -132,6 +132,8 @@ class JaxTensor(torch.Tensor):
             _extra_dispatch_keys=EXTRA_KEYS,
         )
         self._storage = storage
+        if storage.aliases is not None:
+            storage.note_alias(self)
         self._steps = steps
         self._cached = None
         return self
