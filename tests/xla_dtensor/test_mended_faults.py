@@ -1898,6 +1898,48 @@ def gradients_that_nobody_keeps_are_filled_again(on: On) -> Any:
     return [len(ids), compiled.stats()["traces"]], [1, 2]
 
 
+@values("jax")
+def gradients_that_are_not_there_yet(on: On) -> Any:
+    """That there was none was no guard: an update that was called too early never came again."""
+    weight, other = on.leaf(numbers(4, 2), Shard(0), R), on.leaf(numbers(4, 2, start=3))
+    optimizer = torch.optim.SGD([weight, other], lr=0.5)
+
+    def norms() -> Any:
+        return sum(
+            (p.grad.norm() for p in (weight, other) if p.grad is not None), on.put(torch.zeros(()))
+        )
+
+    def train(x: Any, first: bool) -> Any:
+        optimizer.zero_grad()
+        loss = (x @ (weight if first else other)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    steps = [on.compile(each) for each in (norms, optimizer.step, train)]
+    seen, x = [], on.put(numbers(8, 4), Shard(0), R)
+    for i in range(5):
+        seen += [whole(steps[0]()), whole(weight), whole(other)]
+        steps[1]()
+        seen.append(steps[2](x, i % 2 == 0))
+        seen += [weight.grad is None, other.grad is None]
+    return seen
+
+
+@values("jax")
+def gradients_that_others_add_to(on: On) -> Any:
+    """Where that made one lie otherwise, JAX refused it in the next call."""
+    weight, x = (
+        on.leaf(numbers(4, 3), Shard(0), Shard(1)),
+        on.put(numbers(8, 4), Shard(0), Shard(1)),
+    )
+    compiled, seen = on.compile(lambda: (x @ weight).square().mean().backward()), []
+    for _ in range(4):
+        compiled()
+        (weight * weight).sum().backward()
+        seen.append(whole(weight.grad))
+    return seen
+
+
 class Kept:
     """What a step stores."""
 

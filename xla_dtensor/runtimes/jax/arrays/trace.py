@@ -322,6 +322,11 @@ class Trace:
             self.captured_rows[storage] = row[:2]
         self.captured[storage] = storage.array
 
+    def depend_on(self, storage: Storage) -> None:
+        """Record after the trace that an older storage is to be the same in each run."""
+        if storage.row is None and storage not in self._created:
+            self.captured.setdefault(storage, storage.array)
+
     def given_to(self, inner: Trace) -> None:
         """Let a trace inside of this one know what this one was given."""
         inner._row_values, inner.host = self._row_values, self.host

@@ -178,6 +178,7 @@ class Plan:
         moving: The tensors that are read by name.
         gradients: Those that the step leaves.
         is_older: Tells whether there was an object before the trace.
+        capture: Makes the program depend on an older storage.
     """
 
     lasting: Sequence[Storage]
@@ -189,6 +190,7 @@ class Plan:
     moving: Sequence[torch.Tensor]
     gradients: GradientEffects
     is_older: Callable[[Any], bool]
+    capture: Callable[[Storage], None]
 
     def __post_init__(self) -> None:
         numbers = ((id(storage), number) for number, storage in enumerate(self.lasting))
@@ -403,6 +405,7 @@ class Plan:
             return lambda run: run.given.delivered[number]
         base = self._base(payload._storage)
         if base is None:
+            self.capture(payload._storage)
             return lambda run: tensor
         make = maker_of(tensor, payload, payload._steps)
         if id(payload._storage) in self._cut or tensor.grad_fn is not None:

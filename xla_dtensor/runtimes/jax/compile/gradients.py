@@ -126,18 +126,20 @@ class GradientEffects:
         found: The leaves whose gradients the program reads, with those gradients' storages.
         left: The gradients that the trace changed.
         dropped: The ids of the leaves of which it does not matter whether they have gradients.
+        absent: The leaves that the step has seen to have none.
     """
 
     found: list[tuple[weakref.ref[torch.Tensor], Any]]
     left: list[LeftGradient]
     dropped: Container[int] = ()
+    absent: Sequence[weakref.ref[torch.Tensor]] = ()
 
     @classmethod
     def of(
         cls,
         before: _Given,
         captured: Container[Any],
-        dropped: Container[int] = (),
+        notes: DroppedGradients,
         lasting: Sequence[Storage] = (),
     ) -> GradientEffects:
         """Compare with what was before the trace.
@@ -145,16 +147,18 @@ class GradientEffects:
         Args:
             before: Every leaf with the gradient that it had.
             captured: The storages that the trace read or wrote.
-            dropped: See the class.
+            notes: What the step did with them.
             lasting: The storages that the trace made and left behind.
         """
-        effects = cls([], [], dropped)
+        dropped = notes.leaves
+        absent = [weakref.ref(leaf) for leaf, _ in before if id(leaf) in notes.absent]
+        effects = cls([], [], dropped, absent)
         numbers = {storage: number for number, storage in enumerate(lasting)}
         for leaf, grad in before:
             payload = None if grad is None else inner(grad)
             if payload is not None and payload._storage in captured:
                 effects.found.append((weakref.ref(leaf), payload._storage))
-            if leaf.grad is not grad:
+            if leaf.grad is not grad or id(leaf) in dropped:
                 new = inner(leaf.grad)
                 number = None if new is None else numbers.get(new._storage)
                 effects.left.append(LeftGradient(weakref.ref(leaf), leaf.grad, number))
@@ -162,7 +166,8 @@ class GradientEffects:
 
     def leaves(self) -> list[weakref.ref[torch.Tensor]]:
         """Return the leaves whose gradients matter to the program."""
-        changed = [*(leaf for leaf, _ in self.found), *(entry.leaf for entry in self.left)]
+        found, left = (leaf for leaf, _ in self.found), (entry.leaf for entry in self.left)
+        changed = [*found, *left, *self.absent]
         return [leaf for leaf in changed if id(leaf()) not in self.dropped]
 
     def storages(self) -> set[int]:
@@ -243,6 +248,8 @@ _grad: Any = torch._C.TensorBase.grad  # pyright: ignore[reportAttributeAccessIs
 class DroppedGradients:
     """The leaves whose gradients a step drops before it asks whether there are any.
 
+    And those of which it asks, and that have none (``absent``): what it does then is for such only.
+
     Args:
         before: Every leaf with the gradient that it had before the trace.
         captured: The storages that the trace reads or writes; it grows.
@@ -252,7 +259,9 @@ class DroppedGradients:
         self._before = {id(leaf): grad for leaf, grad in before}
         self._captured = captured
         self._asked: set[int] = set()
+        self._written: set[int] = set()
         self.leaves: set[int] = set()
+        self.absent: set[int] = set()
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -265,13 +274,14 @@ class DroppedGradients:
             if frame.f_code in _ZERO_GRAD and frame.f_locals.get("set_to_none"):
                 self._drop(leaf)
             else:
-                self._asked.add(id(leaf))
+                self._ask(leaf)
             return _grad.__get__(leaf)
 
         def write(leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
             if grad is None:
                 self._drop(leaf)
             self._asked.add(id(leaf))
+            self._written.add(id(leaf))
             _grad.__set__(leaf, grad)
 
         torch.Tensor.grad = property(read, write, _grad.__delete__)  # pyright: ignore
@@ -279,6 +289,12 @@ class DroppedGradients:
             yield
         finally:
             del torch.Tensor.grad
+
+    def _ask(self, leaf: torch.Tensor) -> None:
+        key = id(leaf)
+        self._asked.add(key)
+        if _grad.__get__(leaf) is None and key not in self._written and key not in self.leaves:
+            self.absent.add(key)
 
     def _drop(self, leaf: torch.Tensor) -> None:
         grad = _grad.__get__(leaf)

@@ -455,7 +455,7 @@ class Program:
         read = [_taken(slot, self.read) for slot in self.slots.read]
         inputs, donated = self.holding.divided([s.array for s in arguments])
         with uninterrupted():
-            outputs = self.executable(state, read, self.constants, inputs, donated)
+            outputs = self._executed(state, read, self.constants, inputs, donated)
             results, state, lasting, written = outputs
             for position, array in zip(self.written, written, strict=True):
                 arguments[position].array = array
@@ -467,6 +467,17 @@ class Program:
             self.gradients.repeat()
             write_settings()
         return self._outputs(iter(results[self.num_flags :]), made)
+
+    def _executed(self, *inputs: Any) -> Any:
+        try:
+            return self.executable(*inputs)
+        except ValueError:
+            # Nothing was run. Where somebody has written to a tensor in place, outside of the step,
+            # it may lie otherwise than when the step was compiled.
+            wanted = self.executable.input_shardings[0]
+            if jax.tree.all(jax.tree.map(_lies_as, inputs, wanted)):
+                raise
+            return self.executable(*jax.device_put(inputs, wanted))
 
     def lost(self, arguments: Sequence[Storage] = ()) -> str:
         """Return what a run with these arguments that failed has left, for an error."""
@@ -530,6 +541,10 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if signals and callable(handler):
             handler(*signals[0])
+
+
+def _lies_as(array: Any, sharding: Any) -> bool:
+    return array.sharding.is_equivalent_to(sharding, array.ndim)
 
 
 def _taken(slot: Slot, storages: Sequence[Storage]) -> jax.Array:

@@ -512,12 +512,18 @@ def traced_step(
     seen = recording.sightings()
     outcome.moving = moving_tensors(seen, trace, tape, made, names, {*outcome.arguments})
     gradients = [pair for pair in before.python.gradients if not call.has(pair[0])]
-    outcome.gradients = GradientEffects.of(
-        gradients, trace.captured, dropped.leaves, outcome.lasting
-    )
+    outcome.gradients = GradientEffects.of(gradients, trace.captured, dropped, outcome.lasting)
     found = [moving_tensor.found for moving_tensor in outcome.moving]
     arguments = call.leaves, as_given, tensors, call.views
-    plan = Plan(outcome.lasting, *arguments, tape, found, outcome.gradients, recording.age())
+    plan = Plan(
+        outcome.lasting,
+        *arguments,
+        tape,
+        found,
+        outcome.gradients,
+        recording.age(),
+        trace.depend_on,
+    )
     outcome.static = [plan.result(static) for static in outcome.static]
     outcome.effects = plan.effects(assigned)
     outcome.aliases = Aliases.of((sighting.found for sighting in seen), outcome.arguments)
