@@ -88,9 +88,20 @@ def in_a_try(x: Any) -> Any:
 
 
 # Each takes eight positive numbers, and raises for others.
+# A jump over more than one byte can say has an instruction before it.
+_STEPS = "\n".join(["        x = x * 1.0 + 0.0"] * 99)
+
+
+def in_a_long_loop(x: Any) -> Any:
+    names: dict[str, Any] = {}
+    lines = "def checked(x):\n    for _ in range(2):\n        assert (x > 0).all()\n" + _STEPS
+    exec(compile(lines + "\n    return x * 2\n", __file__, "exec"), names)
+    return names["checked"](x)
+
+
 FORMS = (
     *(asserted, raised, raised_else, second_of_two, by_item, by_number, both, one_of_two),
-    *(equal_to, close_to, of_torchs, by_variable, in_a_try),
+    *(equal_to, close_to, of_torchs, by_variable, in_a_try, in_a_long_loop),
 )
 
 

@@ -1878,7 +1878,8 @@ def gradients_that_the_caller_keeps(on: On) -> Any:
     for i in range(6):
         compiled(on.put(numbers(8, 4, start=i), Shard(0), R))
         if i % 3 != 2:  # else what is there is added to
-            tasks.append((weight.grad, scale.grad.detach() if i else None, weight.grad[1:]))
+            grad: Any = weight.grad
+            tasks.append((grad, grad.detach() if i else None, grad[1:]))
             weight.grad = scale.grad = None
     found = [[whole(each) for each in task] for task in tasks], [whole(g) for g in kept.steps]
     return *found, whole(weight.grad), whole(scale.grad)
@@ -1886,12 +1887,14 @@ def gradients_that_the_caller_keeps(on: On) -> Any:
 
 @layouts("jax")
 def gradients_that_nobody_keeps_are_filled_again(on: On) -> Any:
-    weight = on.leaf(numbers(4, 2), Shard(0), R)
+    weight: Any = on.leaf(numbers(4, 2), Shard(0), R)
     compiled = on.compile(lambda x: (x @ weight).square().mean().backward())
     x, ids = on.put(numbers(8, 4), Shard(0), R), set[int]()
     for i in range(9):
         compiled(x)
-        whole(weight.grad.norm() + weight.grad.detach().sum())
+        grad: Any = weight.grad
+        whole(grad.norm() + grad.detach().sum())
+        del grad
         if i % 3 == 2:
             ids.add(id(weight.grad))
             weight.grad = None
@@ -1901,6 +1904,8 @@ def gradients_that_nobody_keeps_are_filled_again(on: On) -> Any:
 @values("jax")
 def gradients_that_are_not_there_yet(on: On) -> Any:
     """That there was none was no guard: an update that was called too early never came again."""
+    weight: Any
+    other: Any
     weight, other = on.leaf(numbers(4, 2), Shard(0), R), on.leaf(numbers(4, 2, start=3))
     optimizer = torch.optim.SGD([weight, other], lr=0.5)
 

@@ -132,9 +132,18 @@ def use_behind(code: CodeType, offset: int, name: str) -> Use | None:
 
 @lru_cache(maxsize=20_000)
 def instructions_of(code: CodeType) -> tuple[list[dis.Instruction], dict[int, int]]:
-    """Return a code's instructions, and the place among them of each offset in bytes."""
-    listed = [i for i in dis.get_instructions(code) if i.opname not in ("EXTENDED_ARG", "CACHE")]
-    return listed, {instruction.offset: place for place, instruction in enumerate(listed)}
+    """Return a code's instructions, and the place among them of each offset in bytes.
+
+    A jump goes to the EXTENDED_ARG before an instruction, where there is one.
+    """
+    listed: list[dis.Instruction] = []
+    places: dict[int, int] = {}
+    for instruction in dis.get_instructions(code):
+        if instruction.opname != "CACHE":
+            places[instruction.offset] = len(listed)
+            if instruction.opname != "EXTENDED_ARG":
+                listed.append(instruction)
+    return listed, places
 
 
 def _use(listed: Sequence[dis.Instruction], place: int) -> Use | None:
