@@ -1945,6 +1945,55 @@ def gradients_that_others_add_to(on: On) -> Any:
     return seen
 
 
+class Assigning(torch.optim.Optimizer):
+    """Gives its state other tensors in each step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, grad = self.state[parameter], parameter.grad
+                state["mean"] = state.get("mean", torch.zeros_like(grad)) * 0.9 + grad * 0.1
+                state["last"] = grad.clone()
+                parameter.sub_(state["mean"] * group["lr"])
+
+
+def _updated(on: On, keeps: bool) -> tuple[Any, list[Any], list[Any]]:
+    weight: Any = on.leaf(numbers(4, 2), Shard(0), R)
+    optimizer, kept = Assigning([weight]), list[Any]()
+
+    def step(x: Any) -> Any:
+        optimizer.zero_grad()
+        loss = (x @ weight).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled, losses = on.compile(step), []
+    for i in range(6):
+        losses.append(compiled(on.put(numbers(8, 4, start=i), Shard(0), R)))
+        state = optimizer.state[weight]
+        kept += [state["mean"], state["last"]] if keeps else []
+        if i == 4:
+            state["mean"] = state["mean"] * 0
+    return compiled, [*losses, weight, *optimizer.state[weight].values()], kept
+
+
+@values("jax")
+def state_that_optimizers_assign(on: On) -> Any:
+    return _updated(on, keeps=True)[1:]
+
+
+@layouts("jax")
+def state_that_optimizers_assign_is_traced_twice(on: On) -> Any:
+    """It was traced in each call, as in many optimizers of other libraries."""
+    reasons = _updated(on, keeps=False)[0].stats()["reasons"]
+    return list(reasons[1:]), ["the call before made new state"]
+
+
 class Kept:
     """What a step stores."""
 

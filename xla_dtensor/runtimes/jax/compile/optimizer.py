@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +39,13 @@ import torch.optim.optimizer as torch_optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.core.errors import CompileError
-from xla_dtensor.runtimes.guards.values import ABSENT
+from xla_dtensor.runtimes.guards.values import ABSENT, Moving
 from xla_dtensor.runtimes.host_work.mode import HostOps
 from xla_dtensor.runtimes.host_work.tape import HostTape
 from xla_dtensor.runtimes.jax.arrays import trace as jax_trace
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
-from xla_dtensor.runtimes.jax.compile.trace_values import Same
+from xla_dtensor.runtimes.jax.compile.trace_values import Same, inner
 from xla_dtensor.runtimes.jax.eager.scalar import ScalarNode, sym_number, sym_of_node
 from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 from xla_dtensor.runtimes.jax.lower.index import filling_on_host
@@ -169,6 +169,8 @@ class OptimizerInputs:
         self._owned: dict[int, list[list[int]]] = {}
         self._hooks: dict[int, tuple[Any, ...]] = {}
         self._state: list[tuple[torch.optim.Optimizer, Any, Any, list[Any]]] = []
+        self._moving: list[tuple[dict[Any, Any], Any, Moving]] = []
+        self._replaced: list[tuple[dict[Any, Any], Any, torch.Tensor]] = []
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         self._lifted: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -192,6 +194,40 @@ class OptimizerInputs:
         if not any(entry.optimizer is optimizer for entry in self._running):
             self.optimizers[id(optimizer)] = optimizer
             self._read_outside.add(id(optimizer))
+
+    def replaced(self) -> Iterator[tuple[dict[Any, Any], Any, torch.Tensor, torch.Tensor]]:
+        """Yield the tensors of state that the step has replaced by others; before `settle`.
+
+        ``state["m"] = 0.9 * state["m"] + grad``, say. Each with its table, its name, and the other.
+        """
+        self._replaced.clear()
+        for optimizer in self.optimizers.values():
+            for _, of in _states_of(optimizer):
+                before = self._before_trace.get(id(of), {})
+                for name, new in of.items():
+                    old, kind = before.get(name), torch.Tensor
+                    is_new = old is not new and isinstance(old, kind) and isinstance(new, kind)
+                    if is_new and inner(old) is not None and inner(new) is not None:
+                        self._replaced.append((of, name, cast(Any, old)))
+        yield from ((of, name, old, of[name]) for of, name, old in self._replaced)
+
+    def let_move(self, moving: Mapping[int, Moving], is_read: Callable[[Any], bool]) -> None:
+        """Take what the step replaces for read by name, where it is so, or for not read at all.
+
+        Args:
+            moving: What is read by name, by the ids of what the trace has left there.
+            is_read: Tells whether the program reads a tensor.
+        """
+        for of, name, old in self._replaced:
+            by_name = moving.get(id(of[name]))
+            if by_name is not None:
+                self._moving.append((of, name, by_name))
+            elif not is_read(old):
+                self._moving.append((of, name, Moving(of[name], _is_tensor)))
+        self._replaced = []
+        moved = {(id(of), name) for of, name, _ in self._moving}
+        for _, _, of, tensors in self._state:
+            tensors[:] = [(name, t) for name, t in tensors if (id(of), name) not in moved]
 
     def settle(self) -> None:
         """Remember every baked setting and all state; call it when the trace is done."""
@@ -235,7 +271,7 @@ class OptimizerInputs:
             optimizer.state.get(parameter) is not of
             or any(of.get(name) is not tensor for name, tensor in tensors)
             for optimizer, parameter, of, tensors in self._state
-        )
+        ) or any(not moving.takes(of.get(name)) for of, name, moving in self._moving)
 
     def parameters_changed(self) -> bool:
         """Tell whether an optimizer has been given other parameters."""
@@ -567,6 +603,10 @@ def knows_number(value: Any) -> bool:
 def number_now(value: Any) -> Any:
     """Return a written value, as Python would compute it now."""
     return np.asarray(value.node.current()).item() if _is_traced_number(value) else value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _states_of(optimizer: torch.optim.Optimizer) -> list[tuple[Any, dict[Any, Any]]]:

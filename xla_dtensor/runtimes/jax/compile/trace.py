@@ -31,6 +31,7 @@ from xla_dtensor.core.errors import ArgumentTypeError
 from xla_dtensor.runtimes.bounds import are_checked
 from xla_dtensor.runtimes.guards import Recording
 from xla_dtensor.runtimes.guards.owners import Effect
+from xla_dtensor.runtimes.guards.values import Sighting
 from xla_dtensor.runtimes.host_work import HostTape
 from xla_dtensor.runtimes.host_work.iterators import Iterators
 from xla_dtensor.runtimes.host_work.python_random import PythonRandom, is_python_random
@@ -508,8 +509,11 @@ def traced_step(
         types = [row_type(stack.array) for _, stack, _ in rows]
         closed = jax.make_jaxpr(traced)(arrays, types)
     trace.undo()
-    watch.inputs.settle()
     seen = recording.sightings()
+    for of, name, old, new in watch.inputs.replaced():
+        seen.append(Sighting((id(of), name), old, new))
+        assigned.append(Effect(partial(of.__setitem__, name), new, f"{name!r} of the state"))
+    watch.inputs.settle()
     outcome.moving = moving_tensors(seen, trace, tape, made, names, {*outcome.arguments})
     gradients = [pair for pair in before.python.gradients if not call.has(pair[0])]
     outcome.gradients = GradientEffects.of(gradients, trace.captured, dropped, outcome.lasting)

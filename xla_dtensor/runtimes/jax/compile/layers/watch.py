@@ -78,6 +78,8 @@ class Watch:
             return payload._storage in trace.captured or payload._storage in aliases
 
         by_name = {id(moving_tensor.found): moving_tensor.moving for moving_tensor in moving}
+        left = {id(moving_tensor.left): moving_tensor.moving for moving_tensor in moving}
+        self.inputs.let_move(left, reads)
         instead = {**self.inputs.lifted(), **by_name}
         assert self.recording is not None
         self.guards = self.recording.guards()
