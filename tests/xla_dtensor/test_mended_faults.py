@@ -1931,6 +1931,30 @@ def gradients_that_are_not_there_yet(on: On) -> Any:
 
 
 @values("jax")
+def gradients_that_are_there_when_a_step_makes_its_own(on: On) -> Any:
+    """Those of micro steps before a full step, which drops its gradients, were left out."""
+    weight: Any = on.leaf(numbers(4, 2), Shard(0), R)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+
+    def micro(x: Any) -> None:
+        (x @ weight).square().mean().backward()
+
+    def full(x: Any) -> None:
+        micro(x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    micro_step, full_step, seen = on.compile(micro), on.compile(full), []
+    for i in range(6):
+        x = on.put(numbers(8, 4, start=i), Shard(0), R)
+        for each in [(), (micro_step,), (micro,), (micro_step, micro)][i % 4]:
+            each(x)
+        full_step(x)
+        seen += [whole(weight), weight.grad is None]
+    return seen
+
+
+@values("jax")
 def gradients_that_others_add_to(on: On) -> Any:
     """Where that made one lie otherwise, JAX refused it in the next call."""
     weight, x = (

@@ -248,7 +248,8 @@ _grad: Any = torch._C.TensorBase.grad  # pyright: ignore[reportAttributeAccessIs
 class DroppedGradients:
     """The leaves whose gradients a step drops before it asks whether there are any.
 
-    And those of which it asks, and that have none (``absent``): what it does then is for such only.
+    And those of which it asks, or which its backward pass finds, without one (``absent``): what it
+    does then is for such only.
 
     Args:
         before: Every leaf with the gradient that it had before the trace.
@@ -291,14 +292,19 @@ class DroppedGradients:
             del torch.Tensor.grad
 
     def _ask(self, leaf: torch.Tensor) -> None:
+        self._asked.add(id(leaf))
+        self._see_absent(leaf)
+
+    def _see_absent(self, leaf: torch.Tensor) -> None:
+        """Note that a leaf has no gradient, or that autograd made one where there was none."""
         key = id(leaf)
-        self._asked.add(key)
-        if _grad.__get__(leaf) is None and key not in self._written and key not in self.leaves:
+        if self._before.get(key) is None and key not in self._written and key not in self.leaves:
             self.absent.add(key)
 
     def _drop(self, leaf: torch.Tensor) -> None:
         grad = _grad.__get__(leaf)
         if id(leaf) in self._asked or grad is not self._before.get(id(leaf)):
+            self._see_absent(leaf)
             return
         payload = None if grad is None else inner(grad)
         if payload is None or payload._storage not in self._captured:
