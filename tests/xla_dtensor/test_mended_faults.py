@@ -1969,6 +1969,24 @@ def gradients_that_others_add_to(on: On) -> Any:
     return seen
 
 
+@values("jax")
+def state_that_grows(on: On) -> Any:
+    """JAX refused the third call, whose cache had another shape than the program's."""
+    kept: Any = Kept()
+    kept.cache, kept.last = on.put(numbers(1, 4)), on.put(numbers(4, 4), Shard(0), R)
+
+    def step(x: Any) -> Any:
+        total = kept.cache.sum(0) + kept.last.sum()
+        kept.cache, kept.last = torch.cat([kept.cache, x[:1]]), x * 2
+        return total
+
+    compiled = on.compile(step)
+    batches = [
+        on.put(numbers(n, 4, start=i), Shard(0), R) for i, n in enumerate((4, 4, 4, 3, 5, 4))
+    ]
+    return [compiled(x) for x in batches], kept.cache, kept.last
+
+
 class Assigning(torch.optim.Optimizer):
     """Gives its state other tensors in each step."""
 

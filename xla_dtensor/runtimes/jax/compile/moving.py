@@ -46,6 +46,7 @@ class MovingTensor:
         moving: The one that is there, as guards know it.
         slot: Of a host tensor, its slot on the tape.
         lies: Of one on the mesh, how it has to lie.
+        is_alike: Whether the one that the trace left could take the place of the one it found.
     """
 
     found: torch.Tensor
@@ -53,6 +54,7 @@ class MovingTensor:
     moving: Moving
     slot: Any = None
     lies: Any = None
+    is_alike: bool = True
 
     def bind(self, read: list[Storage], work: HostWork | None) -> None:
         """Let the program read the tensor that is there.
@@ -120,8 +122,14 @@ def moving_tensors(
         is_read = storage in trace.captured and storage not in trace.state
         if is_known and is_read and storage not in arguments and _may_move(sighting.found):
             sharding = storage.lies
-            moving = Moving(sighting.now, _fitting(sighting.found, sharding))
-            tensors.append(MovingTensor(sighting.found, sighting.now, moving, lies=sharding))
+            is_alike = _kind(sighting.now) == _kind(sighting.found)
+            # One of another shape, a cache that grows, say, is asked whether it fits.
+            known = sighting.now if is_alike else sighting.found
+            moving = Moving(known, _fitting(sighting.found, sharding))
+            lies = sharding if is_alike else None
+            tensors.append(
+                MovingTensor(sighting.found, sighting.now, moving, lies=lies, is_alike=is_alike)
+            )
     return tensors
 
 

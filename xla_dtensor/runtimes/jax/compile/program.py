@@ -477,7 +477,7 @@ class Program:
             wanted = self.executable.input_shardings[0]
             if jax.tree.all(jax.tree.map(_lies_as, inputs, wanted)):
                 raise
-            return self.executable(*jax.device_put(inputs, wanted))
+            return self.executable(*jax.tree.map(_put, inputs, wanted))
 
     def lost(self, arguments: Sequence[Storage] = ()) -> str:
         """Return what a run with these arguments that failed has left, for an error."""
@@ -505,7 +505,7 @@ class Program:
         given = Given(own, arguments, leaves, delivered, self._found)
         run = self.effects.do(given, is_first=not self._has_run)
         for moving_tensor in self.moving:
-            if moving_tensor.number is not None:
+            if moving_tensor.number is not None and moving_tensor.is_alike:
                 moving_tensor.moving.tensor = run.made.get(
                     moving_tensor.key, moving_tensor.moving.tensor
                 )
@@ -544,7 +544,11 @@ def uninterrupted() -> Iterator[None]:
 
 
 def _lies_as(array: Any, sharding: Any) -> bool:
-    return array.sharding.is_equivalent_to(sharding, array.ndim)
+    return sharding is None or array.sharding.is_equivalent_to(sharding, array.ndim)
+
+
+def _put(array: Any, sharding: Any) -> Any:
+    return array if sharding is None else jax.device_put(array, sharding)  # None: it is not read
 
 
 def _taken(slot: Slot, storages: Sequence[Storage]) -> jax.Array:
