@@ -1987,6 +1987,35 @@ def state_that_grows(on: On) -> Any:
     return [compiled(x) for x in batches], kept.cache, kept.last
 
 
+def _updated_alone(on: On) -> tuple[Any, list[Any]]:
+    weight: Any = on.leaf(numbers(4, 2), Shard(0), R)
+    scale: Any = on.leaf(numbers(2))
+    optimizer = torch.optim.SGD([weight, scale], lr=0.5, momentum=0.9)
+
+    def update() -> Any:
+        norm = nn.utils.clip_grad_norm_([weight, scale], 0.1)
+        optimizer.step()
+        return norm
+
+    compiled, seen = on.compile(update), []
+    for i in range(6):
+        (on.put(numbers(8, 4, start=i), Shard(0), R) @ weight * scale).square().mean().backward()
+        seen += [compiled(), whole(weight), whole(weight.grad)]
+        optimizer.zero_grad(set_to_none=i != 3)
+    return compiled, seen
+
+
+@values("jax")
+def updates_of_gradients_that_others_make(on: On) -> Any:
+    return _updated_alone(on)[1]
+
+
+@layouts("jax")
+def updates_of_gradients_that_others_make_are_traced_twice(on: On) -> Any:
+    """Gradients were known by their memory, which is another one after each zero_grad()."""
+    return list(_updated_alone(on)[0].stats()["reasons"][1:]), ["a gradient was replaced"]
+
+
 class Assigning(torch.optim.Optimizer):
     """Gives its state other tensors in each step."""
 

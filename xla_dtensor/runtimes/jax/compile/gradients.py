@@ -17,6 +17,9 @@ another one, too::
 
     kept.append(p.grad); p.grad = None                    the next run makes another p.grad
 
+Where others make the gradients that a step reads, an optimizer's alone, say, each call finds other
+ones. When that was seen once, the program reads them by name (``moving``).
+
 Where the first thing that a step does to a gradient is to drop it (``zero_grad()`` at its start),
 it does not matter whether one is there, and one program serves both kinds of calls.
 """
@@ -27,16 +30,19 @@ import contextlib
 import inspect
 import sys
 import weakref
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
+from xla_dtensor.runtimes.guards.values import Moving
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.compile.trace_values import inner, maker_of
 
-__all__ = ["DroppedGradients", "GradientEffects", "KnownLeaves", "LeftGradient"]
+__all__ = ["GRADIENTS", "DroppedGradients", "GradientEffects", "KnownLeaves", "LeftGradient"]
+
+GRADIENTS = "gradients"  # what tells these names from others
 
 _Given = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -127,12 +133,14 @@ class GradientEffects:
         left: The gradients that the trace changed.
         dropped: The ids of the leaves of which it does not matter whether they have gradients.
         absent: The leaves that the step has seen to have none.
+        by_name: The leaves whose gradients the program reads, whichever they are.
     """
 
     found: list[tuple[weakref.ref[torch.Tensor], Any]]
     left: list[LeftGradient]
     dropped: Container[int] = ()
     absent: Sequence[weakref.ref[torch.Tensor]] = ()
+    by_name: Sequence[tuple[weakref.ref[torch.Tensor], Moving]] = ()
 
     @classmethod
     def of(
@@ -141,6 +149,7 @@ class GradientEffects:
         captured: Container[Any],
         notes: DroppedGradients,
         lasting: Sequence[Storage] = (),
+        moving: Mapping[int, Moving] | None = None,
     ) -> GradientEffects:
         """Compare with what was before the trace.
 
@@ -149,14 +158,17 @@ class GradientEffects:
             captured: The storages that the trace read or wrote.
             notes: What the step did with them.
             lasting: The storages that the trace made and left behind.
+            moving: What is read by name, by the ids of what was found there.
         """
         dropped = notes.leaves
         absent = [weakref.ref(leaf) for leaf, _ in before if id(leaf) in notes.absent]
-        effects = cls([], [], dropped, absent)
+        names = moving or {}
+        by_name = [(weakref.ref(leaf), names[id(g)]) for leaf, g in before if id(g) in names]
+        effects = cls([], [], dropped, absent, by_name)
         numbers = {storage: number for number, storage in enumerate(lasting)}
         for leaf, grad in before:
             payload = None if grad is None else inner(grad)
-            if payload is not None and payload._storage in captured:
+            if payload is not None and payload._storage in captured and id(grad) not in names:
                 effects.found.append((weakref.ref(leaf), payload._storage))
             if leaf.grad is not grad or id(leaf) in dropped:
                 new = inner(leaf.grad)
@@ -167,7 +179,7 @@ class GradientEffects:
     def leaves(self) -> list[weakref.ref[torch.Tensor]]:
         """Return the leaves whose gradients matter to the program."""
         found, left = (leaf for leaf, _ in self.found), (entry.leaf for entry in self.left)
-        changed = [*found, *left, *self.absent]
+        changed = [*found, *left, *self.absent, *(leaf for leaf, _ in self.by_name)]
         return [leaf for leaf in changed if id(leaf()) not in self.dropped]
 
     def storages(self) -> set[int]:
@@ -182,6 +194,10 @@ class GradientEffects:
             grad = None if leaf is None else leaf.grad
             payload = None if grad is None else inner(grad)
             if payload is None or payload._storage is not storage:
+                return "a gradient was replaced"
+        for reference, moving in self.by_name:
+            leaf = reference()
+            if leaf is None or not moving.takes(leaf.grad):
                 return "a gradient was replaced"
         return None
 

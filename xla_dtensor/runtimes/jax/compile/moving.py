@@ -56,16 +56,17 @@ class MovingTensor:
     lies: Any = None
     is_alike: bool = True
 
-    def bind(self, read: list[Storage], work: HostWork | None) -> None:
-        """Let the program read the tensor that is there.
+    def bind(self, read: list[Storage], state: list[Storage], work: HostWork | None) -> None:
+        """Let the program read, and write to, the tensor that is there.
 
         Args:
-            read: The storages that the program reads.
+            read: The storages that the program only reads.
+            state: Those that it writes to as well.
             work: What is done on the host.
         """
         payload = inner(self.moving.tensor)
         if payload is not None:
-            read[self.place] = payload._storage
+            (state if self.is_written else read)[self.place] = payload._storage
         elif work is not None:
             work.rebind(self.slot, self.moving.tensor)
 
@@ -73,7 +74,8 @@ class MovingTensor:
         """Keep the tensors of the trace alive no longer, once the program is made."""
         del self.found, self.left
 
-    place: int = -1  # of its storage among those that the program reads
+    place: int = -1  # of its storage among those that the program reads, or writes to
+    is_written: bool = False
     number: int | None = None  # of the tensor that the step leaves, among those that it makes
     key: int = 0  # by which effects know that tensor
 
@@ -119,7 +121,7 @@ def moving_tensors(
         is_known = sighting.name in names or (
             sighting.now is not sighting.found and storage in made
         )
-        is_read = storage in trace.captured and storage not in trace.state
+        is_read = storage in trace.captured
         if is_known and is_read and storage not in arguments and _may_move(sighting.found):
             sharding = storage.lies
             is_alike = _kind(sighting.now) == _kind(sighting.found)
@@ -148,7 +150,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 def _may_move(tensor: torch.Tensor) -> bool:
     payload = inner(tensor)
-    if payload is None or payload._steps or tensor.requires_grad or not tensor.is_leaf:
+    if payload is None or tensor.requires_grad or not tensor.is_leaf:
         return False
     return payload._storage.manual is None and payload._storage.row is None
 
@@ -168,7 +170,16 @@ def _fitting(original: torch.Tensor, sharding: Any) -> Callable[[Any], bool]:
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     spec = getattr(tensor, "_spec", None)
     labels = None if spec is None else (spec.mesh, spec.placements, spec.outer_cuts)
-    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, labels
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, labels, _view(tensor)
+
+
+def _view(tensor: torch.Tensor) -> Any:
+    """Return what tells a view from others, with its memory's shape; None for a host tensor."""
+    payload = inner(tensor)
+    if payload is None:
+        return None
+    kinds = tuple(step.read.__code__ for step in payload._steps)
+    return payload._storage.shape, payload.stride(), payload.storage_offset(), kinds
 
 
 def _fitting_on_host(original: torch.Tensor) -> Callable[[Any], bool]:

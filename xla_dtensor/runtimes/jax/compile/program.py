@@ -32,7 +32,7 @@ from xla_dtensor.runtimes.jax.arrays.private import (
 from xla_dtensor.runtimes.jax.arrays.products import keep_product_orders
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.compile.effects import Given, Made, Run, RunEffects
-from xla_dtensor.runtimes.jax.compile.gradients import GradientEffects, KnownLeaves
+from xla_dtensor.runtimes.jax.compile.gradients import GRADIENTS, GradientEffects, KnownLeaves
 from xla_dtensor.runtimes.jax.compile.host_inputs import HostPart
 from xla_dtensor.runtimes.jax.compile.layers.slots import Holding, Slot, Slots
 from xla_dtensor.runtimes.jax.compile.layers.stacks import give_stack, stack_of
@@ -405,7 +405,7 @@ class Program:
             return change
         # Not for good: the program that made the gradients hangs them there again when it runs.
         why = self.gradients.broken()
-        return None if why is None else Change(why)
+        return None if why is None else Change(why, name=GRADIENTS)
 
     def prepare(self, arguments: Sequence[Storage]) -> Change | None:
         """Do the host's part of the next run; return why the program does not fit what it reads."""
@@ -425,7 +425,8 @@ class Program:
 
     def _bind(self, arguments: Sequence[Storage]) -> Change | None:
         for moving_tensor in self.moving:
-            moving_tensor.bind(self.read, None if self.host is None else self.host.work)
+            work = None if self.host is None else self.host.work
+            moving_tensor.bind(self.read, self.state, work)
         self._found = [entry.moving.tensor for entry in self.moving]
         if self.moving:
             self._known = {*self.state, *self.read}

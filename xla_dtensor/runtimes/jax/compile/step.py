@@ -400,7 +400,9 @@ class JaxCompiledStep(CompiledStep):
         inputs = self._inputs(state, read, constants, arguments, slots)
         for moving_tensor in outcome.moving:
             old, new = moving_tensor.storages
-            moving_tensor.place = -1 if old is None else read.index(old)
+            moving_tensor.is_written = old in trace.state
+            storages = state if moving_tensor.is_written else read
+            moving_tensor.place = -1 if old is None else storages.index(old)
             moving_tensor.number = outcome.lasting.index(new) if new in outcome.lasting else None
             moving_tensor.key = id(moving_tensor.left)
             moving_tensor.forget()

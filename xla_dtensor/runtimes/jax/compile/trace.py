@@ -41,7 +41,7 @@ from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import Trace, refusing_reads
 from xla_dtensor.runtimes.jax.arrays.values import numpy_from_torch
 from xla_dtensor.runtimes.jax.compile.effects import Plan, RunEffects
-from xla_dtensor.runtimes.jax.compile.gradients import DroppedGradients, GradientEffects
+from xla_dtensor.runtimes.jax.compile.gradients import GRADIENTS, DroppedGradients, GradientEffects
 from xla_dtensor.runtimes.jax.compile.host_inputs import HostInputs, HostPart, refuse_writes_to_host
 from xla_dtensor.runtimes.jax.compile.layers.rows import Rows, gather, placed_values
 from xla_dtensor.runtimes.jax.compile.layers.slots import row_type
@@ -514,9 +514,16 @@ def traced_step(
         seen.append(Sighting((id(of), name), old, new))
         assigned.append(Effect(partial(of.__setitem__, name), new, f"{name!r} of the state"))
     watch.inputs.settle()
+    if GRADIENTS in names:
+        found = [g for leaf, g in before.python.gradients if g is not None and not call.has(leaf)]
+        seen += (Sighting((GRADIENTS, number), g, g) for number, g in enumerate(found))
+        names = {*names, *((GRADIENTS, number) for number in range(len(found)))}
     outcome.moving = moving_tensors(seen, trace, tape, made, names, {*outcome.arguments})
+    by_name = {id(entry.found): entry.moving for entry in outcome.moving}
     gradients = [pair for pair in before.python.gradients if not call.has(pair[0])]
-    outcome.gradients = GradientEffects.of(gradients, trace.captured, dropped, outcome.lasting)
+    outcome.gradients = GradientEffects.of(
+        gradients, trace.captured, dropped, outcome.lasting, by_name
+    )
     found = [moving_tensor.found for moving_tensor in outcome.moving]
     arguments = call.leaves, as_given, tensors, call.views
     plan = Plan(
