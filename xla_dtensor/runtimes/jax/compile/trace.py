@@ -509,36 +509,7 @@ def traced_step(
         types = [row_type(stack.array) for _, stack, _ in rows]
         closed = jax.make_jaxpr(traced)(arrays, types)
     trace.undo()
-    seen = recording.sightings()
-    for of, name, old, new in watch.inputs.replaced():
-        seen.append(Sighting((id(of), name), old, new))
-        assigned.append(Effect(partial(of.__setitem__, name), new, f"{name!r} of the state"))
-    watch.inputs.settle()
-    if GRADIENTS in names:
-        found = [g for leaf, g in before.python.gradients if g is not None and not call.has(leaf)]
-        seen += (Sighting((GRADIENTS, number), g, g) for number, g in enumerate(found))
-        names = {*names, *((GRADIENTS, number) for number in range(len(found)))}
-    outcome.moving = moving_tensors(seen, trace, tape, made, names, {*outcome.arguments})
-    by_name = {id(entry.found): entry.moving for entry in outcome.moving}
-    gradients = [pair for pair in before.python.gradients if not call.has(pair[0])]
-    outcome.gradients = GradientEffects.of(
-        gradients, trace.captured, dropped, outcome.lasting, by_name
-    )
-    found = [moving_tensor.found for moving_tensor in outcome.moving]
-    arguments = call.leaves, as_given, tensors, call.views
-    plan = Plan(
-        outcome.lasting,
-        *arguments,
-        tape,
-        found,
-        outcome.gradients,
-        recording.age(),
-        trace.depend_on,
-    )
-    outcome.static = [plan.result(static) for static in outcome.static]
-    outcome.effects = plan.effects(assigned)
-    outcome.aliases = Aliases.of((sighting.found for sighting in seen), outcome.arguments)
-    watch.settle(trace, tape, outcome.moving, outcome.aliases)
+    _settle(outcome, call, before, assigned, as_given, dropped, made, names)
     outcome.program = traced_program(closed, [storage for storage, _, _ in rows], trace)
     if are_checked() or trace.assertions:
         outcome.program, outcome.flags = with_flags(outcome.program)
@@ -546,3 +517,50 @@ def traced_step(
     work, delivered = tape.finish()
     outcome.host = None if work is None else HostPart(work, outcome.host_storages(), delivered)
     return outcome
+
+
+def _settle(
+    outcome: TracedStep,
+    call: Call,
+    before: Before,
+    assigned: list[Effect],
+    given: Sequence[Any],
+    notes: DroppedGradients,
+    made: Container[Storage],
+    names: Collection[Any],
+) -> None:
+    """Find what a finished trace reads by name, and what each of its runs leaves behind.
+
+    Args:
+        outcome: Of the trace.
+        call: Its call.
+        before: What there was before.
+        assigned: What Python has assigned.
+        given: The leaves of the arguments, as the step was given them.
+        notes: What it did with gradients.
+        made: The storages that earlier programs of the step made.
+        names: The names that were seen to be given other tensors.
+    """
+    trace, watch, recording, tape = outcome.trace, outcome.watch, before.recording, before.tape
+    seen = recording.sightings()
+    for of, name, old, new in watch.inputs.replaced():
+        seen.append(Sighting((id(of), name), old, new))
+        assigned.append(Effect(partial(of.__setitem__, name), new, f"{name!r} of the state"))
+    watch.inputs.settle()
+    gradients = [pair for pair in before.python.gradients if not call.has(pair[0])]
+    if GRADIENTS in names:
+        there = [grad for _, grad in gradients if grad is not None]
+        seen += (Sighting((GRADIENTS, number), grad, grad) for number, grad in enumerate(there))
+        names = {*names, *((GRADIENTS, number) for number in range(len(there)))}
+    outcome.moving = moving_tensors(seen, trace, tape, made, names, {*outcome.arguments})
+    by_name = {id(entry.found): entry.moving for entry in outcome.moving}
+    of_gradients = trace.captured, notes, outcome.lasting, by_name
+    outcome.gradients = GradientEffects.of(gradients, *of_gradients)
+    found = [moving_tensor.found for moving_tensor in outcome.moving]
+    arguments = call.leaves, given, call.tensors, call.views
+    age, depend_on = recording.age(), trace.depend_on
+    plan = Plan(outcome.lasting, *arguments, tape, found, outcome.gradients, age, depend_on)
+    outcome.static = [plan.result(static) for static in outcome.static]
+    outcome.effects = plan.effects(assigned)
+    outcome.aliases = Aliases.of((sighting.found for sighting in seen), outcome.arguments)
+    watch.settle(trace, tape, outcome.moving, outcome.aliases)
