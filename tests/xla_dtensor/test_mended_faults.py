@@ -2163,7 +2163,7 @@ def data_that_has_another_name(on: On) -> Any:
         owner.new.add_(1)
         return weight.detach().sum(), shadow.sum()
 
-    return [*_called(on.compile(step), 4), whole(weight), whole(owner.new), whole(shadow)]
+    return [*_called(on.compile(step), 2), whole(weight), whole(owner.new), whole(shadow)]
 
 
 @layouts("jax")

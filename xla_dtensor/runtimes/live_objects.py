@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.runtimes.new_garbage import show_all_objects
+from xla_dtensor.runtimes.new_garbage import objects_late_in_block, show_all_objects
 
 __all__ = ["live_objects", "undisturbed"]
 
@@ -35,11 +35,12 @@ _searching = threading.RLock()
 _WAIT_SECONDS = 30  # for a thread that is making a value; one that hangs must not hang the rest
 
 
-def live_objects(*classes: type) -> list[Any]:
+def live_objects(*classes: type, late: bool = False) -> list[Any]:
     """Return the objects whose class is one of these or derived from it.
 
     Args:
         *classes: The classes.
+        late: Nobody looks afterwards for what the block of ``old_objects_aside`` has made before.
 
     Returns:
         The objects, in no particular order.
@@ -47,7 +48,7 @@ def live_objects(*classes: type) -> list[Any]:
     subclasses = {subclass for base in classes for subclass in _derived(base)}
     is_alone = _searching.acquire(timeout=_WAIT_SECONDS)
     try:
-        objects = _all_objects()
+        objects = (objects_late_in_block() if late else None) or _all_objects()
         instances = list(compress(objects, map(subclasses.__contains__, map(type, objects))))
         del objects
         for instance in instances:

@@ -30,7 +30,13 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
-__all__ = ["KnownObjects", "old_objects_aside", "show_all_objects", "tracked_objects"]
+__all__ = [
+    "KnownObjects",
+    "objects_late_in_block",
+    "old_objects_aside",
+    "show_all_objects",
+    "tracked_objects",
+]
 
 
 _NOT_KEPT = frozenset({tuple, types.FrameType})
@@ -88,6 +94,21 @@ def show_all_objects() -> None:
         new = set(map(id, gc.get_objects()))
         gc.unfreeze()
         _brought_back = KnownObjects.of([o for o in gc.get_objects() if id(o) not in new])
+
+
+def objects_late_in_block() -> list[Any] | None:
+    """Return the tracked objects, those set aside too; None outside of a block.
+
+    What is no garbage by then is set aside with the rest, so that collections later in the block
+    walk over as little as before.
+    """
+    if not _set_aside:
+        return None
+    gc.collect()
+    gc.unfreeze()
+    objects = gc.get_objects()
+    gc.freeze()
+    return objects
 
 
 def tracked_objects(before: KnownObjects | None = None) -> list[Any]:

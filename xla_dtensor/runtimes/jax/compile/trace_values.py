@@ -187,7 +187,7 @@ def write_new_data(trace: Trace) -> None:
     ]
     if not entries:
         return
-    payloads = map(inner, live_objects(torch.Tensor))
+    payloads = map(inner, live_objects(torch.Tensor, late=True))
     holders = Counter(payload._storage for payload in payloads if payload is not None)
     olds = Counter(payload._storage for _, payload, _ in entries)
     for tensor, payload, spec in entries:
