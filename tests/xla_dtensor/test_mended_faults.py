@@ -2154,16 +2154,17 @@ def arguments_like_containers(on: On) -> Any:
 @values("jax")
 def data_that_has_another_name(on: On) -> Any:
     """The tensor that was assigned stayed what it was; the one it was assigned to, too."""
-    weight, owner = on.leaf(torch.ones(8, 2), Shard(0), R), SimpleNamespace(new=None)
-    shadow = weight.detach()
+    weight = nn.Parameter(on.put(numbers(8, 2), Shard(0), R))
+    kept: Any = Kept()
 
-    def step() -> Any:
-        owner.new = weight.data * 0.5
-        weight.data = owner.new
-        owner.new.add_(1)
-        return weight.detach().sum(), shadow.sum()
+    def step(x: Any) -> Any:
+        new = weight.data * 0.5
+        weight.data = kept.new = new
+        new.add_(1)
+        return (x @ weight).sum().detach()
 
-    return [*_called(on.compile(step), 2), whole(weight), whole(owner.new), whole(shadow)]
+    compiled, x = on.compile(step), on.put(numbers(4, 8), Shard(0), R)
+    return [compiled(x), compiled(x), whole(weight), whole(kept.new)]
 
 
 @layouts("jax")
