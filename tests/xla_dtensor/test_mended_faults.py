@@ -1987,6 +1987,30 @@ def state_that_grows(on: On) -> Any:
     return [compiled(x) for x in batches], kept.cache, kept.last
 
 
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+@layouts("jax")
+def a_rate_that_changes_where_parameters_are_walked_over(on: On) -> Any:
+    """Lightning clips so: each step of a schedule was traced anew."""
+    weight: Any = on.leaf(numbers(4, 2), Shard(0), R)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+
+    def step(x: Any) -> None:
+        (x @ weight).square().mean().backward()
+        nn.utils.clip_grad_norm_(_parameters_of(optimizer), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compiled, x = on.compile(step), on.put(numbers(8, 4), Shard(0), R)
+    for _ in range(3):
+        compiled(x)
+        optimizer.param_groups[0]["lr"] *= 0.5
+    return [compiled.stats()["traces"]], [1]
+
+
 def _updated_alone(on: On) -> tuple[Any, list[Any]]:
     weight: Any = on.leaf(numbers(4, 2), Shard(0), R)
     scale: Any = on.leaf(numbers(2))

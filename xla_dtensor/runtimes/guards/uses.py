@@ -20,7 +20,16 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any, NamedTuple
 
-__all__ = ["ADDS", "Loads", "Use", "instructions_of", "loads_of", "only_of_super", "use_behind"]
+__all__ = [
+    "ADDS",
+    "Loads",
+    "Use",
+    "instructions_of",
+    "loads_of",
+    "only_of_super",
+    "takes_only_parameters",
+    "use_behind",
+]
 
 ADDS = frozenset({"append", "appendleft", "extend", "add", "update"})
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
@@ -144,6 +153,41 @@ def instructions_of(code: CodeType) -> tuple[list[dis.Instruction], dict[int, in
             if instruction.opname != "EXTENDED_ARG":
                 listed.append(instruction)
     return listed, places
+
+
+@lru_cache(maxsize=1024)
+def takes_only_parameters(code: CodeType) -> bool:
+    """Tell whether code takes nothing of an optimizer's groups but their parameters.
+
+    Example:
+        >>> def parameters(optimizer):
+        ...     for group in optimizer.param_groups:
+        ...         yield from group["params"]
+        >>> takes_only_parameters(parameters.__code__)
+        True
+        >>> takes_only_parameters((lambda optimizer: optimizer.param_groups[0]["lr"]).__code__)
+        False
+    """
+    listed, _ = instructions_of(code)
+    groups: set[str] = set()
+    for place, instruction in enumerate(listed):
+        if instruction.argval == "param_groups":
+            names = [step.opname for step in listed[place + 1 : place + 4]]
+            if names[:2] != ["GET_ITER", "FOR_ITER"] or not names[2].startswith("STORE_FAST"):
+                return False
+            groups.add(_locals_of(listed[place + 3])[0])
+    for place, instruction in enumerate(listed):
+        if "LOAD_" in instruction.opname and groups & {*_locals_of(instruction)}:
+            of_group, subscript = listed[place + 1 : place + 3]
+            if of_group.argval != "params" or not _is_subscript(subscript):
+                return False
+    return bool(groups)
+
+
+def _locals_of(instruction: dis.Instruction) -> tuple[Any, ...]:
+    """Return the variables that an instruction stores, then those that it loads."""
+    names = instruction.argval
+    return names if isinstance(names, tuple) else (names,)
 
 
 def _use(listed: Sequence[dis.Instruction], place: int) -> Use | None:

@@ -33,7 +33,7 @@ from xla_dtensor.runtimes.guards.owners import (
     Owner,
 )
 from xla_dtensor.runtimes.guards.reads import Reads
-from xla_dtensor.runtimes.guards.uses import use_behind
+from xla_dtensor.runtimes.guards.uses import takes_only_parameters, use_behind
 from xla_dtensor.runtimes.guards.values import ABSENT
 
 _MODULE_FILE = torch_module.__file__
@@ -227,7 +227,8 @@ class Watches(Reads):
         if name in _STATE:
             self._read_whole(owner)
         if isinstance(holder, torch.optim.Optimizer) and name in OF_OPTIMIZERS:
-            if not is_library_file(frame.f_code.co_filename):
+            code = frame.f_code
+            if not (is_library_file(code.co_filename) or takes_only_parameters(code)):
                 self._meets(holder)
             return
         lookups = (self._watched.get((ancestor, _LOOKUP), ABSENT) for ancestor in kind.__mro__)
