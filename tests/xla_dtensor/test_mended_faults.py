@@ -2011,6 +2011,24 @@ def a_rate_that_changes_where_parameters_are_walked_over(on: On) -> Any:
     return [compiled.stats()["traces"]], [1]
 
 
+@values("jax")
+def a_state_that_is_read_where_parameters_are_walked_over(on: On) -> Any:
+    weight: Any = on.leaf(numbers(4, 2), Shard(0), R)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+
+    def step(x: Any) -> Any:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                x = x + parameter.detach().sum() * optimizer.state[parameter]["scale"]
+        return x
+
+    compiled, seen = on.compile(step), []
+    for scale in (1.0, 2.0, 3.0):
+        optimizer.state[weight]["scale"] = scale
+        seen.append(compiled(on.put(torch.zeros(2))))
+    return seen
+
+
 def _updated_alone(on: On) -> tuple[Any, list[Any]]:
     weight: Any = on.leaf(numbers(4, 2), Shard(0), R)
     scale: Any = on.leaf(numbers(2))
@@ -2126,6 +2144,26 @@ class Attributes(dict[str, Any]):
 class Rows(tuple[Any, ...]):
     """A tuple of a class of its own."""
 
+    __slots__ = ()
+
+
+class Restored(list[Any]):
+    """Says how it is made again, where it has attributes."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def _functions(x: Any) -> Any:
+    calls = 0
+
+    def product(times: int = 1, *, factor: Any = x) -> Any:
+        nonlocal calls
+        calls += 1
+        return factor * times if times < 3 else product(times - 1) + x
+
+    return product, lambda: torch.tensor(calls)
+
 
 def _objects(x: Any) -> list[Any]:
     """Return objects of many kinds that hold `x`; the last one does so where `_inside` looks."""
@@ -2133,7 +2171,8 @@ def _objects(x: Any) -> list[Any]:
     module.weight = nn.Parameter(x * 1)
     distribution = torch.distributions.Normal(x, 1.0, validate_args=False)
     error, counts = ValueError(x), Counter(a=x)
-    held = SimpleNamespace(x=x), Kept(), Attributes(x=x), Rows((x, 1)), UserList([x])
+    lists = UserList([x, Restored([x]), *_functions(x)])
+    held = SimpleNamespace(x=x), Kept(), Attributes(x=x), Rows((x, 1)), lists
     vars(held[1])["x"] = x
     return [*held, {x}, frozenset([x]), partial(torch.add, x), lambda: x, module, error, counts,
             distribution, OrderedDict(x=x), ChainMap({"x": x})]  # fmt: skip
@@ -2143,6 +2182,8 @@ def _inside(objects: list[Any]) -> list[Any]:
     space, kept, attributes, rows, listed, *others = objects
     one, frozen, added, function, module, error, counts, distribution, ordered, chain = others
     found = space.x, kept.x, attributes["x"], rows[0], listed[0], *one, *frozen, added.args[0]
+    restored, product, calls = listed[1:]
+    found = *found, restored[0], product(), product(4), calls()
     of_others = function(), module.weight, error.args[0], counts["a"], distribution.loc
     return [whole(each) for each in (*found, *of_others, ordered["x"], chain["x"])]
 

@@ -130,7 +130,8 @@ def _fields(value: Any) -> dict[Any, Any]:
 def _filled(value: Any, fields: dict[Any, Any]) -> Any:
     if isinstance(value, tuple):
         clone = tuple.__new__(type(value), fields.values())
-        vars(clone).update(vars(value))
+        if hasattr(value, "__dict__"):
+            vars(clone).update(vars(value))
         return clone
     clone = copy.copy(value)
     if isinstance(clone, UserDict):

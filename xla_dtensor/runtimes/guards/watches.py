@@ -228,7 +228,8 @@ class Watches(Reads):
             self._read_whole(owner)
         if isinstance(holder, torch.optim.Optimizer) and name in OF_OPTIMIZERS:
             code = frame.f_code
-            if not (is_library_file(code.co_filename) or takes_only_parameters(code)):
+            takes_parameters = name == "param_groups" and takes_only_parameters(code)
+            if not (is_library_file(code.co_filename) or takes_parameters):
                 self._meets(holder)
             return
         lookups = (self._watched.get((ancestor, _LOOKUP), ABSENT) for ancestor in kind.__mro__)

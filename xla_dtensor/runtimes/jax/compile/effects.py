@@ -193,9 +193,11 @@ class Plan:
     capture: Callable[[Storage], None]
 
     def __post_init__(self) -> None:
+        self._gradients = {id(entry.grad): entry for entry in self.gradients.left}
+        payloads = [(inner(entry.grad), entry) for entry in self.gradients.left]
+        self._graded = {id(p._storage): entry for p, entry in payloads if p is not None}
         numbers = ((id(storage), number) for number, storage in enumerate(self.lasting))
-        graded = self.gradients.storages()
-        self._numbers = {key: number for key, number in numbers if key not in graded}
+        self._numbers = {key: number for key, number in numbers if key not in self._graded}
         self._forms: dict[int, _Form | None] = {}
         self._parts: dict[int, _Part] = {}
         self._made: dict[int, torch.Tensor] = {}
@@ -265,6 +267,8 @@ class Plan:
                 self._parts[id(value)] = self._object(value)
             elif kind is FunctionType:
                 self._parts[id(value)] = self._function(value)
+            elif kind is CellType:
+                self._parts[id(value)] = self._cell(value)
             elif gc.is_tracked(value):
                 self._parts[id(value)] = self._copied(value)
             else:
@@ -306,18 +310,37 @@ class Plan:
         return build
 
     def _function(self, function: FunctionType) -> _Part:
-        cells = [self.part(cell.cell_contents) for cell in function.__closure__ or ()]
-        defaults = self.part(function.__defaults__)
-        code, names, name = function.__code__, function.__globals__, function.__name__
-        attributes = {n: self.part(v) for n, v in vars(function).items()}
+        key, code, names = id(function), function.__code__, function.__globals__
+        cells = [self.part(cell) for cell in function.__closure__ or ()]
+        attributes = {name: self.part(getattr(function, name)) for name in _OF_FUNCTIONS}
+        attributes |= {name: self.part(value) for name, value in vars(function).items()}
 
         def build(run: Run) -> Any:
-            closure = tuple(CellType(part(run)) for part in cells)
-            made = FunctionType(code, names, name, defaults(run), closure)
-            vars(made).update({name: part(run) for name, part in attributes.items()})
+            closure = tuple(part(run) for part in cells)
+            if key in run.made:  # made for one of them, which it calls itself by
+                return run.made[key]
+            made = FunctionType(code, names, closure=closure)
+            for name, part in attributes.items():
+                setattr(made, name, part(run))
             return made
 
         return _once(function, build)
+
+    def _cell(self, cell: CellType) -> _Part:
+        """Return what makes a variable around functions again, which they share."""
+        key = id(cell)
+        try:
+            contents = self.part(cell.cell_contents)
+        except ValueError:  # deleted, or not assigned yet
+            return _once(cell, lambda run: CellType())
+
+        def build(run: Run) -> Any:
+            if key not in run.made:
+                run.made[key] = made = CellType()
+                made.cell_contents = contents(run)  # which may be a function that is around it
+            return run.made[key]
+
+        return build
 
     def _copied(self, original: Any) -> _Part:
         """Return what makes an object again by the protocol of copy and pickle."""
@@ -339,7 +362,7 @@ class Plan:
                 return run.made[key]
             made = run.made[key] = function(*arguments(run))
             state = of_state(run)
-            if hasattr(type(made), "__setstate__"):
+            if state is not None and hasattr(type(made), "__setstate__"):
                 made.__setstate__(state)
             else:
                 of_dict, of_slots = state if isinstance(state, tuple) else (state, None)
@@ -388,10 +411,10 @@ class Plan:
         return lambda run: host_value(run.given.arrays[number]).item()
 
     def _tensor(self, tensor: torch.Tensor) -> _Part:
-        for entry in self.gradients.left:
-            if entry.grad is tensor:
-                entry.is_stored = True
-                return lambda run: entry.grad
+        entry = self._gradients.get(id(tensor))
+        if entry is not None:
+            entry.is_stored = True
+            return lambda run: entry.grad
         place, name = self._places.get(id(tensor)), self._names.get(id(tensor))
         if place is not None:
             return lambda run: run.given.leaves[place]
@@ -425,11 +448,10 @@ class Plan:
 
     def _base(self, storage: Storage) -> _Base | None:
         """Return what gives the memory that a tensor has in each run; None: the same one."""
-        for entry in self.gradients.left:
-            payload = inner(entry.grad)
-            if payload is not None and payload._storage is storage:
-                entry.is_stored = True
-                return _of_gradient(entry)
+        entry = self._graded.get(id(storage))
+        if entry is not None:
+            entry.is_stored = True
+            return _of_gradient(entry)
         number = self._numbers.get(id(storage))
         if number is None:
             return self._bases.get(id(storage))
@@ -447,6 +469,12 @@ def _once(original: Any, build: _Part) -> _Part:
         return run.made[key]
 
     return part
+
+
+_OF_FUNCTIONS = (
+    *("__defaults__", "__kwdefaults__", "__annotations__"),
+    *("__doc__", "__module__", "__name__", "__qualname__"),
+)
 
 
 def _of_gradient(entry: LeftGradient) -> _Base:
