@@ -24,13 +24,14 @@ RAISES = {
     "data parallel, from_local of own rows": ("DistributeError", "one tensor for all of them"),
     "sequence-parallel norm, own rows": ("DistributeError", "one tensor for all of them"),
     "slice by get_local_rank": ("DistributeError", "one tensor for all of them"),
-    "all_reduce of a loss": ("ValueError", "Default process group has not been initialized"),
 }
 ANNOUNCED = {"FSDP, own rows": "fully_shard takes dim 0 of plain inputs for the global batch"}
 # What XLA reduces beyond what PyTorch does: bytes of tensors, and at most so many of numbers.
 TENSORS_OTHERWISE = {("vocabulary-parallel cross entropy", "jax"): 64}
 NUMBERS_OTHERWISE = {"vocabulary-parallel cross entropy": 12, "clip_grad_norm_": 8}
-SAME = [name for name in RECIPES if name not in RAISES and name not in ANNOUNCED]
+OVER_PROCESSES = "all_reduce of a loss"
+_OTHERWISE = {*RAISES, *ANNOUNCED, OVER_PROCESSES}
+SAME = [name for name in RECIPES if name not in _OTHERWISE]
 
 
 def started(*arguments: str) -> subprocess.Popen[str]:
@@ -119,3 +120,14 @@ class TestRecipes:
         assert not torch.allclose(
             ours_gradient, torch.tensor(gloo[0][name]["gradients"]["up.bias"])
         )
+
+    def test_a_process_group_is_of_processes(
+        self, gloo: list[dict[str, Any]], ours: dict[str, Any]
+    ) -> None:
+        ranks = [rank[OVER_PROCESSES] for rank in gloo]
+        whole = sum(rank["loss"] for rank in ranks) / WORLD
+        assert [rank["mean"] for rank in ranks] == pytest.approx([whole] * WORLD)
+        # One process has all devices: what it would average is its own, of the first rank's rows.
+        found = ours[OVER_PROCESSES]
+        assert found["mean"] == found["loss"] == pytest.approx(ranks[0]["loss"])
+        assert abs(found["mean"] - whole) > 1e-3

@@ -69,6 +69,7 @@ from xla_dtensor.runtimes.guards.owners import (
 from xla_dtensor.runtimes.guards.uses import loads_of, only_of_super
 from xla_dtensor.runtimes.guards.values import Sighting, is_plain
 from xla_dtensor.runtimes.guards.watches import Watches
+from xla_dtensor.runtimes.nested import runs_as_it_is
 from xla_dtensor.runtimes.new_garbage import (
     KnownObjects,
     old_objects_aside,
@@ -106,6 +107,7 @@ def off_the_record() -> Iterator[None]:
         recording.go_on()
 
 
+@runs_as_it_is
 class Recording(Watches):
     """Notes what a step reads, inside of a ``with`` block.
 

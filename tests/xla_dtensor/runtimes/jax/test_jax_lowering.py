@@ -82,7 +82,7 @@ def test_a_first_state_is_filled_by_the_host_that_has_the_memory(
 ) -> None:
     from xla_dtensor.runtimes.jax.lower import index
 
-    def compiled(*_: Any) -> None:
+    def compiled(*_: Any, **__: Any) -> None:
         raise AssertionError("a program was compiled")
 
     weight = torch.zeros(3, 2, dtype=torch.bfloat16)
