@@ -61,8 +61,8 @@ class Mesh:
 
     Example:
         >>> mesh = Mesh(range(8), (4, 2), ("x", "y"))
-        >>> mesh.shape()
-        OrderedDict({'x': 4, 'y': 2})
+        >>> dict(mesh.shape())
+        {'x': 4, 'y': 2}
         >>> mesh.get_logical_mesh().tolist()
         [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
@@ -241,8 +241,8 @@ class HybridMesh(Mesh):
         >>> mesh = HybridMesh(
         ...     ici_mesh_shape=(1, 4), dcn_mesh_shape=(2, 1), axis_names=("data", "fsdp"), granule=4
         ... )
-        >>> mesh.shape()
-        OrderedDict({'data': 2, 'fsdp': 4})
+        >>> dict(mesh.shape())
+        {'data': 2, 'fsdp': 4}
     """
 
     def __init__(
