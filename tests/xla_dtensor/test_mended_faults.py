@@ -2295,6 +2295,23 @@ def lists_with_one_tensor_twice(on: On) -> Any:
 
 
 @values("jax")
+def writes_that_are_hidden_from_autograd(on: On) -> Any:
+    """``.data`` counted for autograd as ``detach()`` does: the backward was refused."""
+    x = on.leaf(numbers(8, 3), Shard(0), R)
+
+    def step() -> Any:
+        y = x * x
+        x.data.add_(1)
+        x.data[2:4].mul_(3)
+        y.sum().backward()
+        gradient, x.grad = x.grad, None
+        return gradient, x.detach().clone()
+
+    compiled = on.compile(step)
+    return [step(), compiled(), compiled(), x._version]
+
+
+@values("jax")
 def settings_of_an_optimizer_that_was_loaded(on: On) -> Any:
     """SGD has no state by which it was seen, and its rate was read where it had been."""
     weight = on.leaf(torch.ones(8, 2), Shard(0), R)

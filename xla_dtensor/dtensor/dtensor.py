@@ -455,8 +455,14 @@ class DTensor(TorchDTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor without its autograd history; assigning rebinds the payload."""
-        return self.detach()
+        """The tensor without its autograd history; assigning rebinds the payload.
+
+        Writes to it are hidden from autograd, unlike those to ``detach()``; on torch_xla, where
+        only autograd's counter tells local views of writes, they are not.
+        """
+        if torch.compiler.is_compiling() or not get_runtime().has_value_tokens:
+            return self.detach()
+        return torch.Tensor.data.__get__(self)  # pyright: ignore
 
     @data.setter
     def data(self, source: torch.Tensor) -> None:

@@ -360,6 +360,9 @@ class Runtime(ABC):
     # Whether payloads have torch's strides. Where they have none, dispatch asks torch for them.
     has_strides: ClassVar[bool] = True
 
+    # Whether `value_token` tells of every write. Else only autograd's version counters do.
+    has_value_tokens: ClassVar[bool] = False
+
     # Whether torch_xla wraps each plain tensor, because the process called use_spmd() itself.
     wraps_plain_tensors: bool = False
 

@@ -164,6 +164,7 @@ class JaxRuntime(Runtime):
         same_program.start(self)
 
     has_scopes: ClassVar[bool] = True
+    has_value_tokens: ClassVar[bool] = True
 
     def scope(self, name: str) -> AbstractContextManager[Any]:
         return jax.named_scope(name)
