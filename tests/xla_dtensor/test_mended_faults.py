@@ -24,6 +24,12 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.utils.rnn import (
+    pack_padded_sequence,
+    pack_sequence,
+    pad_packed_sequence,
+    pad_sequence,
+)
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -2309,6 +2315,84 @@ def writes_that_are_hidden_from_autograd(on: On) -> Any:
 
     compiled = on.compile(step)
     return [step(), compiled(), compiled(), x._version]
+
+
+@values()
+def gradients_of_what_is_written_to_a_plain_tensor(on: On) -> Any:
+    """They came back as plain tensors, and so did the optimizer's moments."""
+    weight = on.leaf(numbers(5, 3), Shard(0), R)
+    rows, sums, column = torch.zeros(6, 3), torch.zeros(5, 3), torch.zeros(5, 2)
+    rows[:5] = weight
+    sums.add_(weight)
+    column[:, 1] = weight[:, 0] * 2
+    (rows.square().sum() + sums.sin().sum() + column.cos().sum()).backward()
+    assert type(weight.grad) is type(weight)
+    return weight.grad
+
+
+@values()
+def sequences_of_several_lengths(on: On) -> Any:
+    """They were packed into plain tensors of the host, or not at all."""
+    several = [on.leaf(numbers(length, 3), R, Shard(0)) for length in (2, 5, 3)]
+    padded = pad_sequence(several, batch_first=True, padding_value=-1.0)
+    padded.square().sum().backward()
+    sequences = pack_sequence(several, enforce_sorted=False)
+    assert type(padded.data) is type(sequences.data) is type(several[0])
+    return padded, several[0].grad, sequences.data, sequences.batch_sizes
+
+
+@values("jax")
+def packed_sequences(on: On) -> Any:
+    """Compiled, their lengths are Python's numbers or a tensor of the host."""
+    model, lengths = on.model(nn.RNN(3, 4, bidirectional=True)), torch.tensor([2, 3, 1])
+    x = on.put(numbers(3, 3, 3), R, Shard(1))
+
+    def step(x: Any) -> Any:
+        sequences = pack_padded_sequence(x, lengths, enforce_sorted=False)
+        outputs, _ = pad_packed_sequence(model(sequences)[0], padding_value=0.5, total_length=4)
+        outputs.square().sum().backward()
+        gradients = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        return outputs.detach(), gradients
+
+    return on.compile(step)(x)
+
+
+@layouts("jax")
+def lengths_of_sequences_in_a_program(on: On) -> Any:
+    x, lengths = on.put(numbers(6, 4, 3)), torch.tensor([6, 4, 4, 1])
+    step = on.compile(lambda x, lengths: pack_padded_sequence(x, lengths).data)
+    calls = (
+        lambda: step(x, lengths),
+        lambda: pack_padded_sequence(x, torch.tensor([1, 2, 3, 4])),
+        lambda: pack_padded_sequence(x, torch.tensor([6])),
+    )
+    return [error_of(call)[:33] for call in calls], [
+        "A tensor's value was read on the ",
+        "`lengths` array must be sorted in",
+        "Expected `len(lengths)` to be equ",
+    ]
+
+
+@values("jax")
+def rows_that_a_loss_ignores(on: On) -> Any:
+    """NaN: 0 times infinity in the loss, and 0 / 0 in gradients where all are ignored."""
+    logits = numbers(5, 7)
+    logits[:, 0] = -torch.inf
+    weight = on.put(torch.ones(7), Shard(0), R)
+    targets = on.put(torch.tensor([0, 1, 2, 0, 4])), on.put(torch.zeros(5, dtype=torch.int64))
+
+    def step(x: Any, target: Any) -> Any:
+        losses = [
+            F.cross_entropy(x, target, weight, ignore_index=0, reduction=reduction)
+            for reduction in ("none", "sum", "mean")
+        ]
+        (losses[0].sum() + losses[1] + F.cross_entropy(x, target, ignore_index=0)).backward()
+        gradient, x.grad = x.grad, None
+        return losses, gradient
+
+    x, compiled = on.leaf(logits, Shard(0), Shard(1)), on.compile(step)
+    return [run(x, target) for target in targets for run in (step, compiled)]
 
 
 @values("jax")

@@ -12,13 +12,14 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.utils.hooks import unserializable_hook
 
 from xla_dtensor.core import Layout
 from xla_dtensor.core.errors import (
@@ -251,6 +252,21 @@ def run_writing_to_both(cls: Any, func: Any, args: Any, kwargs: Any, mesh: Devic
     for tensor in host:
         tensor.copy_(runtime.to_host(stand_ins[id(tensor)]))
     return output
+
+
+def _take_plain_gradients(dtensors: Sequence[Any]) -> None:
+    """Where plain tensors are written to, the gradients of what is written come back plain."""
+    for source in dtensors if torch.is_grad_enabled() else ():
+        if source.requires_grad and not hasattr(source, "_takes_plain_gradients"):
+            hook = partial(_gradient_on, type(source), source._spec.mesh)
+            source.register_hook(unserializable_hook(hook))  # saving it needs no warning
+            source._takes_plain_gradients = True
+
+
+def _gradient_on(cls: Any, mesh: DeviceMesh, gradient: torch.Tensor) -> torch.Tensor:
+    if isinstance(gradient, TorchDTensor):
+        return gradient
+    return cls.from_local(gradient, mesh, (Replicate(),) * mesh.ndim)
 
 
 def _replicated(cls: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
@@ -563,6 +579,7 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         if output is None:
             output = _run_without_values(func, payloads, payload_kwargs, mesh)
     elif plain and traits.writes:
+        _take_plain_gradients(dtensors)
         output = run_writing_to_both(cls, func, payloads, payload_kwargs, mesh)
     else:
         output = runtime.run_op(func, payloads, payload_kwargs)

@@ -16,7 +16,9 @@ from tests.xla_dtensor.op_batches import Program, by_batches, check_all, check_v
 from xla_dtensor import DeviceMesh, distribute_tensor
 from xla_dtensor import compile as xla_compile
 from xla_dtensor.report import collectives
-from xla_dtensor.runtimes import Runtime, whole_ops
+from xla_dtensor.runtimes import Runtime
+from xla_dtensor.runtimes.whole_ops import attention as whole_attention
+from xla_dtensor.runtimes.whole_ops import products
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -275,7 +277,7 @@ def test_plain_tensors_never_meet_our_kernels(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    for function in (whole_ops._Linear, whole_ops._Matmul, whole_ops._Attention):
+    for function in (products._Linear, products._Matmul, whole_attention._Attention):
         original = function.forward
         monkeypatch.setattr(
             function,

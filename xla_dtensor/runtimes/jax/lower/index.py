@@ -655,7 +655,8 @@ def _nll_loss(log_probs: Any, target: Any, weight: Any, reduction: int, ignore_i
     chosen = jnp.sum(jnp.where(_picked(log_probs.shape, target), log_probs, 0), axis=axis)
     is_class = (target >= 0) & (target < log_probs.shape[axis]) | (target == ignore_index)
     chosen = jnp.where(is_class, chosen, jnp.nan)
-    losses, total = -chosen * rows, jnp.sum(rows)
+    # Whatever an ignored row holds: -inf times its weight of 0 is NaN.
+    losses, total = jnp.where(target == ignore_index, 0, -chosen * rows), jnp.sum(rows)
     if reduction == 0:
         return losses, jnp.zeros((), log_probs.dtype)
     return (jnp.sum(losses) / total if reduction == 1 else jnp.sum(losses)), total
@@ -674,7 +675,8 @@ def _nll_loss_backward(
     axis = 1 if log_probs.ndim > 1 else 0
     rows = _row_weights(log_probs, target, weight, ignore_index) * grad
     rows = rows / total if reduction == 1 else rows
-    return jnp.where(_picked(log_probs.shape, target), -jnp.expand_dims(rows, axis), 0)
+    rows = jnp.where(target == ignore_index, 0, -rows)  # where all are, the total is 0
+    return jnp.where(_picked(log_probs.shape, target), jnp.expand_dims(rows, axis), 0)
 
 
 @lower(aten.one_hot.default)
