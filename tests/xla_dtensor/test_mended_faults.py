@@ -2395,6 +2395,69 @@ def rows_that_a_loss_ignores(on: On) -> Any:
     return [run(x, target) for target in targets for run in (step, compiled)]
 
 
+class State:
+    """A state that steps assign."""
+
+    def __init__(self, on: On) -> None:
+        first, second = on.put(numbers(4, 3), Shard(0), R), on.put(numbers(4, 3) + 1, Shard(0), R)
+        self.pair: Any = (first, second)
+        self.table: Any = {"a": first * 2, "b": second * 2}
+        self.latest, self.before = first * 3, second * 3
+        self.logs: dict[str, list[Any]] = {}
+
+
+def pair_by_place(state: State, x: Any) -> Any:
+    state.pair = (state.pair[1] * 0.5 + x, state.pair[0])
+    return state.pair[0].sum()
+
+
+def pair_taken_apart(state: State, x: Any) -> Any:
+    hidden, cell = state.pair
+    state.pair = ((hidden * 0.5 + x).detach(), (cell + hidden).detach())
+    return cell.sum()
+
+
+def table_made_anew(state: State, x: Any) -> Any:
+    state.table = {"a": state.table["b"] + x, "b": state.table["a"] * 0.5}
+    return state.table["a"].sum()
+
+
+def latest_moves_on(state: State, x: Any) -> Any:
+    state.latest, state.before = x * 2, state.latest
+    return x.sum()
+
+
+def list_of_a_name(state: State, x: Any) -> Any:
+    state.logs.setdefault("loss", []).append(x.sum())
+    return x.sum()
+
+
+STATE_STEPS = (pair_by_place, pair_taken_apart, table_made_anew, latest_moves_on, list_of_a_name)
+
+
+@values("jax")
+def states_that_are_assigned_whole(on: On) -> Any:
+    """A tuple, a dict, a tensor that moves on to another name: traced in each call."""
+    results = []
+    for step in STATE_STEPS:
+        state, compiled = State(on), on.compile(step)
+        for number in range(5):
+            results.append(whole(compiled(state, on.put(numbers(4, 3) + number, Shard(0), R))))
+        results += [whole(leaf) for leaf in tree_leaves(vars(state))]
+    return results
+
+
+@layouts("jax")
+def traces_of_states_that_are_assigned_whole(on: On) -> Any:
+    traces = []
+    for step in STATE_STEPS:
+        state, compiled = State(on), on.compile(step)
+        for _ in range(5):
+            compiled(state, on.put(torch.ones(4, 3)))
+        traces.append(compiled.stats()["traces"])
+    return traces, [2] * len(STATE_STEPS)
+
+
 @values("jax")
 def settings_of_an_optimizer_that_was_loaded(on: On) -> Any:
     """SGD has no state by which it was seen, and its rate was read where it had been."""

@@ -18,7 +18,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,8 +80,8 @@ class Reads:
             other than a library's is about to read its settings or its state.
     """
 
-    def __init__(self, meets: Callable[[Any], None]) -> None:
-        self._meets = meets
+    def __init__(self, meets: Callable[[Any], None], changing: Container[Any]) -> None:
+        self._meets, self._changing = meets, changing
         self._owners: dict[Any, Owner] = {}
         self._queue: list[tuple[Any, str, Owner | None]] = []
         self._before: KnownObjects | None = None
@@ -151,7 +151,9 @@ class Reads:
         if owner.reads.get(key):
             return
         value = owner.snapshot.get(key, ABSENT)
-        parts = self._parts(value, uses, frame)
+        # Where each call finds another container, its items have no other name than by this one.
+        is_changing = owner.name(key) in self._changing
+        parts = None if is_changing else self._parts(value, uses, frame)
         if parts is None:
             self._read(owner, key)
             return

@@ -48,7 +48,7 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,8 +124,9 @@ class Recording(Watches):
         step: Any,
         arguments: Iterable[Any] = (),
         meets: Callable[[Any], None] = lambda source: None,
+        changing: Container[Any] = (),
     ) -> None:
-        super().__init__(meets)
+        super().__init__(meets, changing)
         self._roots = (step, *(a for a in arguments if not isinstance(a, torch.Tensor)))
         self._aside = old_objects_aside()
         self._new: set[int] = set()
@@ -222,7 +223,7 @@ class Recording(Watches):
 
     def guards(self) -> Guards:
         """Return what was read; after the block."""
-        owners = self._old()
+        owners, is_older = self._old(), self.age()
         for owner in owners:
             owner.is_whole |= owner.is_searched
         guard_owners = [
@@ -234,7 +235,8 @@ class Recording(Watches):
         self._owners = {key: copy.copy(owner) for key, owner in entries if id(owner) in old}
         for owner in guard_owners:
             owner.parent = None
-        return Guards(guard_owners, _parts_of(self._stored))
+        # What the step has made itself, each run makes anew.
+        return Guards(guard_owners, {id(v) for v in _parts_of(self._stored) if is_older(v)})
 
     def _old(self) -> list[Owner]:
         """Return the owners that there were before the step ran."""
@@ -382,8 +384,8 @@ class Recording(Watches):
                 self._meet(sys.modules.get(".".join(parts[:end])), full)
 
 
-def _parts_of(values: Iterable[Any]) -> set[int]:
-    """Return the ids of values, and of what is in containers among them."""
+def _parts_of(values: Iterable[Any]) -> list[Any]:
+    """Return values, and what is in containers among them."""
     parts: dict[int, Any] = {}
     stack = list(values)
     while stack:
@@ -392,7 +394,7 @@ def _parts_of(values: Iterable[Any]) -> set[int]:
             parts[id(value)] = value
             if isinstance(value, dict | list | tuple | set | deque):
                 stack += value.values() if isinstance(value, dict) else value
-    return {*parts}
+    return [*parts.values()]
 
 
 def _tells_its_age(owner: Owner) -> bool:

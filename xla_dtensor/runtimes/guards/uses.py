@@ -8,6 +8,7 @@ code says at once which item it wants, and then only that item counts::
     self.history.append(x)      LOAD_ATTR history, LOAD_ATTR append                       none
     name in self.table          LOAD_ATTR table, CONTAINS_OP                              its keys
     LOGS["loss"].append(x)      LOAD_GLOBAL LOGS, LOAD_CONST 'loss', BINARY_SUBSCR, ...   none
+    LOGS.setdefault("loss", []).append(x)                                                 none
     table = self.table          LOAD_ATTR table, STORE_FAST table                         all of it
 """
 
@@ -207,6 +208,9 @@ def _use(listed: Sequence[dis.Instruction], place: int) -> Use | None:
         is_get = first.argval == "get" and second.opname in _CONSTANTS
         if is_get:
             return Use("get", second.argval)
+        if first.argval == "setdefault" and second.opname in _CONSTANTS:
+            called = _call_of(listed, place + 1)
+            return Use("get", second.argval, _use(listed, called) if called > place + 1 else None)
         return Use("attribute", first.argval, _use(listed, place + 1))
     if first.opname in _CONSTANTS:
         use = Use("item", first.argval)

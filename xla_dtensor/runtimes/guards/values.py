@@ -31,7 +31,8 @@ class Change(NamedTuple):
     Attributes:
         why: A text for users.
         for_good: It will not come back: a tensor was replaced.
-        name: Where one tensor took the place of another, what tells this name from others.
+        name: Where a tensor or container took the place of another one, what tells this name from
+            others.
     """
 
     why: str
@@ -49,10 +50,11 @@ class Change(NamedTuple):
             name: What tells the name from others.
         """
         for_good = all(map(_is_object, (found, now)))
-        both = isinstance(found, torch.Tensor | Moving) and isinstance(now, torch.Tensor)
+        tensors = isinstance(found, torch.Tensor | Moving) and isinstance(now, torch.Tensor)
+        containers = isinstance(found, tuple | list | dict) and type(found) is type(now)
         was, is_now = described(found), described(now)
         why = f"{called} changed from {was} to {is_now if is_now != was else 'another one'}"
-        return cls(why, for_good, name if both else None)
+        return cls(why, for_good, name if tensors or containers else None)
 
 
 class Sighting(NamedTuple):

@@ -118,11 +118,13 @@ def moving_tensors(
                 tensors += _on_host(sighting, tape)
             continue
         storage = payload._storage
-        is_known = sighting.name in names or (
-            sighting.now is not sighting.found and storage in made
-        )
-        is_read = storage in trace.captured
+        # Or what holds it, a tuple, say: its name is how the names of what is in it begin.
+        name = sighting.name
+        has_changed = any(name[:length] in names for length in range(2, len(name) + 1))
+        is_known = has_changed or (sighting.now is not sighting.found and storage in made)
+        is_read = has_changed or storage in trace.captured
         if is_known and is_read and storage not in arguments and _may_move(sighting.found):
+            trace.depend_on(storage)  # also where it only moves on, to another name
             sharding = storage.lies
             is_alike = _kind(sighting.now) == _kind(sighting.found)
             # One of another shape, a cache that grows, say, is asked whether it fits.

@@ -341,7 +341,7 @@ class JaxCompiledStep(CompiledStep):
         self._refuse_another_trace(reason)
         note_trace(self._name_in_job, self._calls, reason, self._last)
         began = time.perf_counter()
-        snapshot = Before.of(self._step, call)
+        snapshot = Before.of(self._step, call, self._names)
         again = False
         try:
             trace_args = self._lent_names, self._kept.made, self._names, self._put

@@ -348,8 +348,14 @@ class Before:
     data: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, step: Callable[..., Any], call: Call) -> Before:
-        """Take down what there is before `step` is traced for a call."""
+    def of(cls, step: Callable[..., Any], call: Call, names: Container[Any] = ()) -> Before:
+        """Take down what there is before `step` is traced for a call.
+
+        Args:
+            step: The step.
+            call: The call.
+            names: Those that were seen to be given other values.
+        """
         python = PythonState.now()
         tape, random, iterators = HostTape(python.host_memories), PythonRandom(), Iterators()
         readers: list[Callable[[torch.optim.Optimizer], None]] = []
@@ -363,7 +369,7 @@ class Before:
             else:
                 (random if is_python_random(value) else iterators).note(value)
 
-        recording = Recording(step, call.leaves, note)
+        recording = Recording(step, call.leaves, note, names)
         return cls(python, recording, tape, random, iterators, readers)
 
     def restore(self) -> None:
