@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import pickle
 from collections import ChainMap, Counter, OrderedDict, UserList
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -2456,6 +2457,69 @@ def traces_of_states_that_are_assigned_whole(on: On) -> Any:
             compiled(state, on.put(torch.ones(4, 3)))
         traces.append(compiled.stats()["traces"])
     return traces, [2] * len(STATE_STEPS)
+
+
+@values("jax")
+def rows_of_a_table_that_grew_too_long(on: On) -> Any:
+    """Embedding(max_norm=) had no lowering."""
+    model = on.model(nn.Embedding(10, 4, max_norm=1.5))
+    tokens = on.put(torch.tensor([[1, 2], [5, 1], [9, 0]]), Shard(0), Shard(1))
+
+    def step(tokens: Any) -> Any:
+        model(tokens).square().sum().backward()
+        gradient, model.weight.grad = model.weight.grad, None
+        return gradient
+
+    compiled = on.compile(step)
+    return [step(tokens), compiled(tokens), model.weight]
+
+
+@values()
+def a_padding_mask_on_the_fast_path_of_an_encoder(on: On) -> Any:
+    """torch makes nested tensors where the padding stands at the end."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = on.model(nn.TransformerEncoder(layer, 2, enable_nested_tensor=on.mesh is not None))
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        x = on.put(numbers(2, 5, 8), Shard(0), R)
+        return model.eval()(x, src_key_padding_mask=on.put(padding, Shard(0), R))
+
+
+@values()
+def powers_of_a_vector(on: On) -> Any:
+    """torch writes them into a plain tensor."""
+    x = on.leaf(numbers(5), Shard(0), R)
+    powers = torch.vander(x, 3), torch.vander(x, N=2, increasing=True), torch.vander(x.detach())
+    assert type(powers[0].detach()) is type(x)
+    return powers
+
+
+@layouts()
+def copies_are_what_the_tensor_was(on: On) -> Any:
+    """copy.copy shared no memory, deepcopy dropped gradients, both what Python had put there."""
+    found = []
+    for tensor in (on.leaf(numbers(4)), nn.Parameter(on.put(numbers(4)))):
+        tensor.tag = ["decay"]
+        tensor.square().sum().backward()
+        shallow, deep = copy.copy(tensor), copy.deepcopy(tensor)
+        read = pickle.loads(pickle.dumps(tensor))
+        copies = (shallow, deep, read)
+        before = whole(tensor)
+        with torch.no_grad():
+            tensor.mul_(2)
+        found += [
+            [
+                torch.equal(whole(each), before * n)
+                for each, n in ((shallow, 2), (deep, 1), (read, 1))
+            ],
+            [isinstance(each, nn.Parameter) for each in copies],
+            [each.requires_grad and each.is_leaf for each in copies],
+            [each.tag == ["decay"] and each.tag is not tensor.tag for each in copies],
+            [each.grad is not None and each.grad is not tensor.grad for each in copies],
+        ]
+    kinds = [[False] * 3, [True] * 3]
+    rest = [[True] * 3, [False, True, True], [False, True, False]]
+    return found, [part for kind in kinds for part in ([True] * 3, kind, *rest)]
 
 
 @values("jax")

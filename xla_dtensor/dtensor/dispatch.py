@@ -257,10 +257,10 @@ def run_writing_to_both(cls: Any, func: Any, args: Any, kwargs: Any, mesh: Devic
 def _take_plain_gradients(dtensors: Sequence[Any]) -> None:
     """Where plain tensors are written to, the gradients of what is written come back plain."""
     for source in dtensors if torch.is_grad_enabled() else ():
-        if source.requires_grad and not hasattr(source, "_takes_plain_gradients"):
+        hooks = (source._backward_hooks or {}).values()
+        if source.requires_grad and not any(getattr(h, "func", 0) is _gradient_on for h in hooks):
             hook = partial(_gradient_on, type(source), source._spec.mesh)
             source.register_hook(unserializable_hook(hook))  # saving it needs no warning
-            source._takes_plain_gradients = True
 
 
 def _gradient_on(cls: Any, mesh: DeviceMesh, gradient: torch.Tensor) -> torch.Tensor:

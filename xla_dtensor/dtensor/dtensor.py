@@ -27,6 +27,7 @@ annotations are made only by distribute_tensor, redistribute and tensors made li
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -482,11 +483,22 @@ class DTensor(TorchDTensor):
         if id(self) not in memo:
             with torch.no_grad():
                 payload = functional.constrain(self._local_tensor, self._spec.span_layout)
-            memo[id(self)] = copied = self.rewrapped(payload)
-            copied.requires_grad_(self.requires_grad)
-            if getattr(self, "_is_param", False):
-                copied = memo[id(self)] = torch.nn.Parameter(copied, self.requires_grad)
+            memo[id(self)] = copied = self._as_this(self.rewrapped(payload))
+            if self.is_leaf and self.grad is not None:
+                copied.grad = copy.deepcopy(self.grad, memo)
+            _give_attributes(copied, copy.deepcopy(_attributes_of(self), memo))
         return memo[id(self)]
+
+    def __copy__(self) -> DTensor:
+        copied = self._as_this(self.detach())
+        _give_attributes(copied, _attributes_of(self))
+        return copied
+
+    def _as_this(self, tensor: DTensor) -> DTensor:
+        """Return a new tensor as one that requires a gradient, or is a Parameter, as this one."""
+        if getattr(self, "_is_param", False):
+            return torch.nn.Parameter(tensor, self.requires_grad)  # pyright: ignore
+        return tensor.requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_dtensor(self)
@@ -725,6 +737,7 @@ def reduce_dtensor(tensor: DTensor) -> Any:
         "placements": [_placement_record(p) for p in tensor._spec.placements],
         "requires_grad": tensor.requires_grad,
         "is_parameter": bool(getattr(tensor, "_is_param", False)),
+        "attributes": _attributes_of(tensor),
     }
     return (load_dtensor, (record,))
 
@@ -740,8 +753,19 @@ def load_dtensor(record: dict[str, Any]) -> DTensor:
     payload = host if host.is_meta else get_runtime().put(host, layout)
     tensor = DTensor._wrapping(payload, mesh, placements, requires_grad=record["requires_grad"])
     if record["is_parameter"]:
-        return torch.nn.Parameter(tensor, record["requires_grad"])  # pyright: ignore
-    return tensor
+        tensor = torch.nn.Parameter(tensor, record["requires_grad"])
+    _give_attributes(tensor, record.get("attributes", {}))
+    return tensor  # pyright: ignore
+
+
+def _attributes_of(tensor: DTensor) -> dict[str, Any]:
+    """Return what Python code has put on a tensor."""
+    return {name: value for name, value in vars(tensor).items() if name != "_is_param"}
+
+
+def _give_attributes(tensor: Any, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        setattr(tensor, name, value)
 
 
 def _mesh_record(mesh: Mesh) -> tuple[Any, ...]:

@@ -131,6 +131,14 @@ POINTWISE: dict[Any, list[Case]] = {
         Case(flags(5, 6), flags(6)),
     ),
     **named("bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar", Case(ints(5, 6), 3)),
+    **named(
+        "bitwise_and.Scalar_Tensor bitwise_or.Scalar_Tensor bitwise_xor.Scalar_Tensor "
+        "remainder.Scalar_Tensor",
+        Case(3, ints(5, 6)),
+    ),
+    **named("bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor_Scalar", Case(ints(5), 2)),
+    **named("bitwise_left_shift.Scalar_Tensor", Case(3, index(5, 6, high=9))),
+    **named("bitwise_right_shift.Scalar_Tensor", Case(300, index(5, 6, high=9))),
     **named("bitwise_not", Case(ints(5, 6)), Case(flags(5, 6))),
     **named("sigmoid_backward tanh_backward silu_backward gelu_backward", Case(A, B)),
     **named("gelu_backward", Case(A, B), Case(A, B, approximate="tanh")),
@@ -248,6 +256,7 @@ INDEXING: dict[Any, list[Case]] = {
         Case(A, EVEN_PLACES),
         Case(A, EVEN_PLACES, 2),
     ),
+    **named("embedding_renorm", Case(A, PLACES, 1.0, 2.0), Case(A, PLACES[0], 1.5, 1.0)),
     **named(
         "embedding_dense_backward",
         Case(f(2, 3, 6), PLACES, 5, -1, False),

@@ -62,6 +62,8 @@ def register() -> None:
         ("_pack_padded_sequence", _pack),
         ("_pad_packed_sequence", _unpack),
         ("one_hot", _one_hot),
+        ("vander", _vander),
+        ("_nested_tensor_from_mask_left_aligned", lambda x, mask: False),  # else it gets nested
         ("tensor_split.tensor_indices_or_sections", _tensor_split),
         ("copysign.Tensor", _copysign),
         ("sgn", _sgn),
@@ -193,6 +195,15 @@ def _unpack(
     output = _padded(torch.cat(blocks), 0, max(total_length - len(sizes), 0), value)
     lengths = [sum(size > i for size in sizes) for i in range(sizes[0])]
     return output.transpose(0, 1) if batch_first else output, torch.tensor(lengths)
+
+
+def _vander(x: torch.Tensor, N: int | None = None, increasing: bool = False) -> torch.Tensor:
+    """torch writes the powers into a plain tensor of the host."""
+    if x.ndim != 1:
+        raise RuntimeError("x must be a one-dimensional tensor.")
+    exponents = torch.arange(x.shape[0] if N is None else N, device=x.device)
+    powers = x.unsqueeze(-1) ** (exponents if increasing else exponents.flip(0))
+    return powers
 
 
 def _one_hot(index: Any, num_classes: int = -1) -> Any:

@@ -311,6 +311,15 @@ def put_points_along(
 _SUM, _MEAN, _MAX = 0, 1, 2
 
 
+@lower(aten.embedding_renorm.default)
+def _embedding_renorm(table: Any, indices: Any, max_norm: float, norm_type: float) -> Any:
+    rows, unread = indices.reshape(-1), jnp.zeros(table.shape[:1], bool)
+    is_read = put_points_along(unread, [0], [rows], jnp.ones(rows.shape, bool), False)
+    norms = jnp.linalg.norm(table, norm_type, axis=1)
+    scales = jnp.where(is_read & (norms > max_norm), max_norm / (norms + 1e-7), 1)
+    return table * scales[:, None].astype(table.dtype)
+
+
 def _bag_of(indices: Any, offsets: Any) -> Any:
     """The bag that each index lies in."""
     places = jnp.arange(indices.shape[0], dtype=offsets.dtype)
