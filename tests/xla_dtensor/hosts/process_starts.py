@@ -58,4 +58,6 @@ def torch_xla() -> Any:
 
 
 if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]]()), flush=True)
+    # In one write: two processes share the pipe.
+    sys.stdout.write(f"{json.dumps(globals()[sys.argv[1]]())}\n")
+    sys.stdout.flush()
