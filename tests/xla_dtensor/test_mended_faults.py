@@ -2522,6 +2522,28 @@ def copies_are_what_the_tensor_was(on: On) -> Any:
     return found, [part for kind in kinds for part in ([True] * 3, kind, *rest)]
 
 
+@layouts("jax")
+def programs_of_a_name_that_alternates(on: On) -> Any:
+    """Among shapes, placements or parts of a tensor, a name was traced in each call."""
+    x = on.put(numbers(8, 4), Shard(0), R)
+    alternatives = (
+        (x, x[:4] * 1),
+        (x, on.move(x, R, R)),
+        (x, (x * 1).requires_grad_()),
+        x.split(4),
+        ((x, x + 1), (x[:4] * 1, x[:4] * 2)),
+    )
+    traces = []
+    for values in alternatives:
+        holder: Any = SimpleNamespace()
+        step = on.compile(lambda of: sum(t.sum() for t in tree_leaves(of.x)))
+        for number in range(9):
+            holder.x = values[number % 2]
+            step(holder)
+        traces.append(step.stats()["traces"] <= 4)
+    return traces, [True] * len(alternatives)
+
+
 @values("jax")
 def settings_of_an_optimizer_that_was_loaded(on: On) -> Any:
     """SGD has no state by which it was seen, and its rate was read where it had been."""

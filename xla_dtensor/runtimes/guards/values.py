@@ -49,9 +49,11 @@ class Change(NamedTuple):
             now: The other one.
             name: What tells the name from others.
         """
-        for_good = all(map(_is_object, (found, now)))
         tensors = isinstance(found, torch.Tensor | Moving) and isinstance(now, torch.Tensor)
         containers = isinstance(found, tuple | list | dict) and type(found) is type(now)
+        # Of what is read by name, and of containers, one that fits may be there again.
+        objects = all(map(_is_object, (found, now)))
+        for_good = objects and not containers and not isinstance(found, Moving)
         was, is_now = described(found), described(now)
         why = f"{called} changed from {was} to {is_now if is_now != was else 'another one'}"
         return cls(why, for_good, name if tensors or containers else None)

@@ -319,7 +319,9 @@ def _text(described: Sequence[Any]) -> str:
     named = dict(zip(_TENSOR_FACTS, facts, strict=True))
     shown = ("shape", "dtype", "placements", "requires_grad", "grad")
     listed = ", ".join(f"{name}={named[name]}" for name in shown if named[name] is not None)
-    return f"a {kind.__name__} of {listed}"
+    view = named["view"]
+    of_base = "" if view is None else f", a view with stride={view[0]} from element {view[1]} on"
+    return f"a {kind.__name__} of {listed}{of_base}"
 
 
 # ----------------------------------------------------------------------------- One trace of a step
