@@ -2498,7 +2498,8 @@ def powers_of_a_vector(on: On) -> Any:
 def copies_are_what_the_tensor_was(on: On) -> Any:
     """copy.copy shared no memory, deepcopy dropped gradients, both what Python had put there."""
     found = []
-    for tensor in (on.leaf(numbers(4)), nn.Parameter(on.put(numbers(4)))):
+    tensors: Any = on.leaf(numbers(4)), nn.Parameter(on.put(numbers(4)))
+    for tensor in tensors:
         tensor.tag = ["decay"]
         tensor.square().sum().backward()
         shallow, deep = copy.copy(tensor), copy.deepcopy(tensor)

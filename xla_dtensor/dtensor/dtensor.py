@@ -494,10 +494,10 @@ class DTensor(TorchDTensor):
         _give_attributes(copied, _attributes_of(self))
         return copied
 
-    def _as_this(self, tensor: DTensor) -> DTensor:
+    def _as_this(self, tensor: Any) -> Any:
         """Return a new tensor as one that requires a gradient, or is a Parameter, as this one."""
         if getattr(self, "_is_param", False):
-            return torch.nn.Parameter(tensor, self.requires_grad)  # pyright: ignore
+            return torch.nn.Parameter(tensor, self.requires_grad)
         return tensor.requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
