@@ -2548,6 +2548,29 @@ def programs_of_a_name_that_alternates(on: On) -> Any:
     return traces, [True] * len(alternatives)
 
 
+@layouts("jax")
+def a_tensors_own_data_is_assigned(on: On) -> Any:
+    """``p.data -= ...`` reads, writes and assigns it: each call was traced, inside and outside."""
+    weight, plain, x = on.leaf(numbers(4, 3), Shard(0), R), numbers(4, 3), on.put(numbers(5, 4))
+
+    def gradient() -> Any:
+        weight.grad = None
+        (x @ weight).square().sum().backward()
+        return weight.grad
+
+    def step() -> Any:
+        weight.data -= 0.1 * gradient()
+
+    inside, outside = on.compile(step), on.compile(gradient)
+    for _ in range(3):
+        inside()
+        weight.data -= 0.1 * outside()
+        for _ in range(2):
+            plain -= 0.2 * numbers(5, 4).T @ (numbers(5, 4) @ plain)
+    is_right = torch.allclose(whole(weight), plain)
+    return [is_right, inside.stats()["traces"], outside.stats()["traces"]], [True, 1, 1]
+
+
 @values("jax")
 def settings_of_an_optimizer_that_was_loaded(on: On) -> Any:
     """SGD has no state by which it was seen, and its rate was read where it had been."""

@@ -475,7 +475,12 @@ class DTensor(TorchDTensor):
                 "torch.__future__.set_overwrite_module_params_on_conversion(True) first: the "
                 "module gets plain parameters, new objects, in place of DTensors."
             )
-        get_runtime().note_new_data(self)
+        runtime, old, new = get_runtime(), self._local_tensor, source._local_tensor
+        has_values = runtime.is_payload(old) and runtime.is_payload(new)
+        same_labels = source._spec.placements == self._spec.placements
+        if has_values and same_labels and runtime.is_same_memory(new, old):
+            return  # Its own data, as in ``p.data -= p.grad``.
+        runtime.note_new_data(self)
         torch.Tensor.data.__set__(self, source)  # pyright: ignore
         self._local_tensor, self._spec = source._local_tensor, source._spec
 

@@ -350,6 +350,10 @@ class Runtime(ABC):
     def note_new_data(self, tensor: Any) -> None:  # noqa: B027
         """Be told that a DTensor is about to get another payload: ``tensor.data = other``."""
 
+    def is_same_memory(self, payload: torch.Tensor, other: torch.Tensor) -> bool:
+        """Tell whether two payloads are known to be one memory, seen alike."""
+        return payload is other
+
     # Whether tensors have no values, because their devices are not here (``absent``).
     is_abstract: ClassVar[bool] = False
 

@@ -404,6 +404,12 @@ class JaxRuntime(Runtime):
         if trace is not None:
             trace.note_new_data(tensor)
 
+    def is_same_memory(self, payload: torch.Tensor, other: torch.Tensor) -> bool:
+        assert isinstance(payload, JaxTensor)
+        assert isinstance(other, JaxTensor)
+        alike = payload.shape == other.shape and payload.stride() == other.stride()
+        return payload._storage is other._storage and payload._steps == other._steps and alike
+
     def run_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return ops.run_op(func, args, kwargs)
 
