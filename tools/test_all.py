@@ -71,12 +71,14 @@ class Part:
         environment: the Makefile's name of the environment, without _VENV.
         arguments: what that environment's Python is started with.
         variables: make's variables, as NAME=value.
+        beside: other environments that it starts Pythons of.
     """
 
     name: str
     environment: str
     arguments: tuple[str, ...]
     variables: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
     @property
     def is_pytest(self) -> bool:
@@ -119,7 +121,8 @@ def _parts() -> Iterator[Part]:
     on_torch_xla = ("--runtime=torch_xla", "--programs", "new", "--seconds=300")
     yield Part("new-programs-torch-xla", TORCH_XLA, (*new, *on_torch_xla))
     for i in range(1, 7):
-        yield Part(f"mutants-{i}", MAIN, ("-m", "tools.mutants", f"--part={i}/6", "--jobs=2"))
+        mutants = ("-m", "tools.mutants", f"--part={i}/6", "--jobs=2")
+        yield Part(f"mutants-{i}", MAIN, mutants, beside=(TORCH_XLA,))
 
 
 PARTS = tuple(_parts())
@@ -165,9 +168,10 @@ def store(outcomes: Mapping[str, Outcome]) -> None:
 
 
 def python_of(part: Part) -> str:
-    """Make the part's environment and return its Python."""
+    """Make the part's environments and return its Python."""
     make = ("make", "--no-print-directory", *part.variables)
-    subprocess.run([*make, f"environment-{part.environment}"], cwd=ROOT, check=True)
+    for environment in (part.environment, *part.beside):
+        subprocess.run([*make, f"environment-{environment}"], cwd=ROOT, check=True)
     folder = subprocess.run(
         [*make, f"folder-{part.environment}"],
         cwd=ROOT,
