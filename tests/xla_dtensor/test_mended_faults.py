@@ -2406,6 +2406,7 @@ class State:
         first, second = on.put(numbers(4, 3), Shard(0), R), on.put(numbers(4, 3) + 1, Shard(0), R)
         self.pair: Any = (first, second)
         self.table: Any = {"a": first * 2, "b": second * 2}
+        self.nested: Any = {"a": [first, (second, 2)]}
         self.latest, self.before = first * 3, second * 3
         self.logs: dict[str, list[Any]] = {}
 
@@ -2426,6 +2427,12 @@ def table_made_anew(state: State, x: Any) -> Any:
     return state.table["a"].sum()
 
 
+def nested_in_a_table(state: State, x: Any) -> Any:
+    first, (second, number) = state.nested["a"]
+    state.nested = {"a": [second + x, (first * number, number)]}
+    return (first + second).sum()
+
+
 def latest_moves_on(state: State, x: Any) -> Any:
     state.latest, state.before = x * 2, state.latest
     return x.sum()
@@ -2436,7 +2443,14 @@ def list_of_a_name(state: State, x: Any) -> Any:
     return x.sum()
 
 
-STATE_STEPS = (pair_by_place, pair_taken_apart, table_made_anew, latest_moves_on, list_of_a_name)
+STATE_STEPS = (
+    pair_by_place,
+    pair_taken_apart,
+    table_made_anew,
+    nested_in_a_table,
+    latest_moves_on,
+    list_of_a_name,
+)
 
 
 @values("jax")

@@ -204,8 +204,11 @@ class Recording(Watches):
         """
         owners = [owner for owner in self._old() if not issubclass(owner.kind, tuple)]
         every = [(owner, sighting) for owner in owners for sighting in owner.sightings()]
-        # What a container holds that is no longer there, is under no name.
-        gone = {id(sighting.found) for _, sighting in every if sighting.found is not sighting.now}
+        # What a container holds that is no longer there, is under no name; nor what is in that.
+        replaced = [sighting.found for _, sighting in every if sighting.found is not sighting.now]
+        gone = {id(value) for value in _parts_of(replaced)}
+        there = [entry.now for owner, entry in every if id(owner.holder) not in gone]
+        gone -= {id(value) for value in _parts_of(there)}
         live_sightings = [sighting for owner, sighting in every if id(owner.holder) not in gone]
         named = {part.name: part for sighting in live_sightings for part in sighting.flat()}
         return [sighting for sighting in named.values() if isinstance(sighting.found, torch.Tensor)]
