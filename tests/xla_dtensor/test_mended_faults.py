@@ -2586,6 +2586,25 @@ def a_tensors_own_data_is_assigned(on: On) -> Any:
 
 
 @values("jax")
+def another_dtype_after_a_compiled_step(on: On) -> Any:
+    """Module.to swaps tensors, which torch refuses where something refers to them weakly."""
+    model, x = on.model(nn.Linear(4, 3)), on.put(numbers(5, 4), Shard(0), R)
+
+    def step(x: Any) -> Any:
+        loss = model(x).square().mean()
+        model.zero_grad()
+        loss.backward()
+        return loss.detach()
+
+    compiled = on.compile(step)
+    first = [whole(compiled(x)), whole(compiled(x))]
+    model.float()
+    second = whole(compiled(x.float()))
+    model.double()
+    return [*first, second.dtype == torch.float32, compiled(x), model.weight.grad]
+
+
+@values("jax")
 def settings_of_an_optimizer_that_was_loaded(on: On) -> Any:
     """SGD has no state by which it was seen, and its rate was read where it had been."""
     weight = on.leaf(torch.ones(8, 2), Shard(0), R)

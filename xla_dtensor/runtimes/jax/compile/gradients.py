@@ -30,7 +30,7 @@ import contextlib
 import inspect
 import sys
 import weakref
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -45,6 +45,8 @@ __all__ = ["GRADIENTS", "DroppedGradients", "GradientEffects", "KnownLeaves", "L
 GRADIENTS = "gradients"  # what tells these names from others
 
 _Given = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
+# Leaves are held as long as the programs, which hold their memory; not by weak references:
+# `torch.utils.swap_tensors`, by which Module.to gives a DTensor another dtype, refuses those.
 
 
 @dataclass
@@ -61,7 +63,7 @@ class LeftGradient:
             before the first run.
     """
 
-    leaf: weakref.ref[torch.Tensor]
+    leaf: torch.Tensor
     grad: torch.Tensor | None
     number: int | None = None
     is_stored: bool = False
@@ -70,8 +72,7 @@ class LeftGradient:
 
     def hangs(self) -> bool:
         """Tell whether it is the leaf's gradient at present."""
-        leaf = self.leaf()
-        return leaf is not None and leaf.grad is self.grad
+        return self.leaf.grad is self.grad
 
     def watch(self) -> None:
         """Note who has it, at the end of a run."""
@@ -136,11 +137,11 @@ class GradientEffects:
         by_name: The leaves whose gradients the program reads, whichever they are.
     """
 
-    found: list[tuple[weakref.ref[torch.Tensor], Any]]
+    found: list[tuple[torch.Tensor, Any]]
     left: list[LeftGradient]
     dropped: Container[int] = ()
-    absent: Sequence[weakref.ref[torch.Tensor]] = ()
-    by_name: Sequence[tuple[weakref.ref[torch.Tensor], Moving]] = ()
+    absent: Sequence[torch.Tensor] = ()
+    by_name: Sequence[tuple[torch.Tensor, Moving]] = ()
 
     @classmethod
     def of(
@@ -161,26 +162,26 @@ class GradientEffects:
             moving: What is read by name, by the ids of what was found there.
         """
         dropped = notes.leaves
-        absent = [weakref.ref(leaf) for leaf, _ in before if id(leaf) in notes.absent]
+        absent = [leaf for leaf, _ in before if id(leaf) in notes.absent]
         names = moving or {}
-        by_name = [(weakref.ref(leaf), names[id(g)]) for leaf, g in before if id(g) in names]
+        by_name = [(leaf, names[id(g)]) for leaf, g in before if id(g) in names]
         effects = cls([], [], dropped, absent, by_name)
         numbers = {storage: number for number, storage in enumerate(lasting)}
         for leaf, grad in before:
             payload = None if grad is None else inner(grad)
             if payload is not None and payload._storage in captured and id(grad) not in names:
-                effects.found.append((weakref.ref(leaf), payload._storage))
+                effects.found.append((leaf, payload._storage))
             if leaf.grad is not grad or id(leaf) in dropped:
                 new = inner(leaf.grad)
                 number = None if new is None else numbers.get(new._storage)
-                effects.left.append(LeftGradient(weakref.ref(leaf), leaf.grad, number))
+                effects.left.append(LeftGradient(leaf, leaf.grad, number))
         return effects
 
-    def leaves(self) -> list[weakref.ref[torch.Tensor]]:
+    def leaves(self) -> list[torch.Tensor]:
         """Return the leaves whose gradients matter to the program."""
         found, left = (leaf for leaf, _ in self.found), (entry.leaf for entry in self.left)
         changed = [*found, *left, *self.absent, *(leaf for leaf, _ in self.by_name)]
-        return [leaf for leaf in changed if id(leaf()) not in self.dropped]
+        return [leaf for leaf in changed if id(leaf) not in self.dropped]
 
     def storages(self) -> set[int]:
         """Return the ids of the storages of the gradients that the trace left."""
@@ -189,16 +190,12 @@ class GradientEffects:
 
     def broken(self) -> str | None:
         """Return why the program does not fit the gradients that hang there; None if it does."""
-        for reference, storage in self.found:
-            leaf = reference()
-            grad = None if leaf is None else leaf.grad
-            payload = None if grad is None else inner(grad)
+        for leaf, storage in self.found:
+            payload = None if leaf.grad is None else inner(leaf.grad)
             if payload is None or payload._storage is not storage:
                 return "a gradient was replaced"
-        for reference, moving in self.by_name:
-            leaf = reference()
-            if leaf is None or not moving.takes(leaf.grad):
-                return "a gradient was replaced"
+        if not all(moving.takes(leaf.grad) for leaf, moving in self.by_name):
+            return "a gradient was replaced"
         return None
 
     def release(self, lasting: list[weakref.ref[Storage]]) -> None:
@@ -223,10 +220,9 @@ class GradientEffects:
     def repeat(self) -> None:
         """After a run: do to the leaves what the trace did."""
         for entry in self.left:
-            leaf = entry.leaf()
-            if leaf is not None and leaf.grad is not entry.grad:
-                leaf.grad = entry.grad
-            if entry.holders is None and entry.number is not None and leaf is not None:
+            if entry.leaf.grad is not entry.grad:
+                entry.leaf.grad = entry.grad
+            if entry.holders is None and entry.number is not None:
                 entry.watch()
 
 
@@ -234,19 +230,22 @@ class KnownLeaves:
     """The leaves whose gradients matter to some program of a step."""
 
     def __init__(self) -> None:
-        self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._leaves: dict[int, torch.Tensor] = {}
 
     def add(self, effects: GradientEffects) -> None:
         """Take up the leaves of a new program."""
-        for reference in effects.leaves():
-            leaf = reference()
-            if leaf is not None:
-                self._leaves.setdefault(id(leaf), reference)
+        self._leaves |= {id(leaf): leaf for leaf in effects.leaves()}
+
+    def keep(self, programs: Iterable[GradientEffects]) -> Set[int]:
+        """Forget the leaves that matter to no program any more; return the ids of the others."""
+        self._leaves = {}
+        for effects in programs:
+            self.add(effects)
+        return self._leaves.keys()
 
     def having(self) -> frozenset[int]:
         """Return which of them have a gradient at present, as part of what finds a program."""
-        leaves = ((key, reference()) for key, reference in self._leaves.items())
-        return frozenset(key for key, leaf in leaves if leaf is not None and leaf.grad is not None)
+        return frozenset(key for key, leaf in self._leaves.items() if leaf.grad is not None)
 
     def had(self, before: _Given) -> frozenset[int]:
         """Return which of them had one, going by what was before a trace."""

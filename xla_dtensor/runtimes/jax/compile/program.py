@@ -660,7 +660,11 @@ class KeptPrograms:
             key: max(p.last_call for p in group) for key, group in self._programs.items() if group
         }
         latest = sorted(used, key=used.__getitem__)[-_MOST_KEYS:]
-        self._programs = {key: self._programs[key] for key in latest}
+        kept = {key: self._programs[key] for key in latest}
+        known = self._leaves.keep(p.gradients for group in kept.values() for p in group)
+        self._programs = {}
+        for (key, leaves), group in kept.items():
+            self._programs.setdefault((key, leaves.intersection(known)), []).extend(group)
 
     def executables(self) -> Iterator[Any]:
         """Yield what the programs run."""
