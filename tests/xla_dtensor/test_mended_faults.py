@@ -18,6 +18,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
 from xla_dtensor.collectives import permute, psum
+from xla_dtensor.core.errors import DistributeError
 from xla_dtensor.report import collectives
 from xla_dtensor.runtimes import Runtime
 
@@ -2602,6 +2604,19 @@ def another_dtype_after_a_compiled_step(on: On) -> Any:
     second = whole(compiled(x.float()))
     model.double()
     return [*first, second.dtype == torch.float32, compiled(x), model.weight.grad]
+
+
+@layouts()
+def memory_that_others_read(on: On) -> Any:
+    """share_memory() and DLPack ended the process: a DTensor has no memory on the host."""
+    weight = on.leaf(numbers(6), Shard(0), R)
+    with pytest.raises(DistributeError, match="no other process can open"):
+        on.model(nn.Linear(3, 2)).share_memory()
+    x = weight.detach()
+    copies = torch.from_dlpack(x), torch.from_numpy(np.from_dlpack(x))
+    sizes = len(pickle.dumps(weight)), weight.data_ptr() and len(pickle.dumps(weight))
+    same = [torch.equal(each, whole(x)) for each in copies]
+    return [*same, sizes[0] == sizes[1]], [True] * 3
 
 
 @values("jax")

@@ -408,6 +408,23 @@ class DTensor(TorchDTensor):
         """Return the memory that :meth:`data_ptr` points to."""
         return self._on_host().untyped_storage()
 
+    def share_memory_(self) -> NoReturn:
+        """Refuse: other processes cannot reach the devices' memory.
+
+        Raises:
+            DistributeError: Always.
+        """
+        raise DistributeError(
+            f"share_memory_() was called on {self!r}. Its parts lie in the memory of devices, "
+            "which no other process can open. Give processes full_tensor().cpu(), or a checkpoint."
+        )
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._on_host().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._on_host().__dlpack_device__()
+
     def _on_host(self) -> torch.Tensor:
         # Read anew each time: a compiled step writes without a trace in the tensor's version. The
         # copy is the same one while its bytes are, so that no address is freed under a reader.
@@ -765,7 +782,8 @@ def load_dtensor(record: dict[str, Any]) -> DTensor:
 
 def _attributes_of(tensor: DTensor) -> dict[str, Any]:
     """Return what Python code has put on a tensor."""
-    return {name: value for name, value in vars(tensor).items() if name != "_is_param"}
+    own = ("_is_param", "_host_copy")
+    return {name: value for name, value in vars(tensor).items() if name not in own}
 
 
 def _give_attributes(tensor: Any, attributes: dict[str, Any]) -> None:
