@@ -78,6 +78,7 @@ class Reads:
         meets: Is told of each generator of random numbers and each iterator that is older than the
             step, before the step can draw or take from it, and of an optimizer whenever code
             other than a library's is about to read its settings or its state.
+        changing: The names that were seen to be given other values: what they hold is read whole.
     """
 
     def __init__(self, meets: Callable[[Any], None], changing: Container[Any]) -> None:

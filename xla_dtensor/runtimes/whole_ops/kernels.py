@@ -202,8 +202,7 @@ def _vander(x: torch.Tensor, N: int | None = None, increasing: bool = False) -> 
     if x.ndim != 1:
         raise RuntimeError("x must be a one-dimensional tensor.")
     exponents = torch.arange(x.shape[0] if N is None else N, device=x.device)
-    powers = x.unsqueeze(-1) ** (exponents if increasing else exponents.flip(0))
-    return powers
+    return x.unsqueeze(-1) ** (exponents if increasing else exponents.flip(0))
 
 
 def _one_hot(index: Any, num_classes: int = -1) -> Any:
