@@ -2697,3 +2697,12 @@ def transforms_of_a_compiled_step(on: On) -> Any:
         "A compiled step was called with a tangent. Its program has n",
         0.42,
     ]
+
+
+@values()
+def numbers_in_a_list(on: On) -> Any:
+    """torch.tensor, which reads them with Python's dispatch key left out, met a key without it."""
+    x = on.put(numbers(4, 6), Shard(0), Shard(1)).requires_grad_()
+    losses = [x.sum().detach(), x.detach().mean(), 2.0]
+    total = torch.tensor(losses), torch.as_tensor(losses[:2]), torch.tensor([[losses[0]], [1.0]])
+    return *total, x.new_tensor(losses), torch.DoubleTensor(losses)

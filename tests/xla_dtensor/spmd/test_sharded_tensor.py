@@ -156,7 +156,8 @@ def test_copies_are_sharded_tensors(dp_tp: xs.Mesh, copied: Callable[[Any], Any]
     assert [s.data.shape for s in other.local_shards] == [(3, 4)] * 8
     with torch.no_grad():
         other.zero_()
-    assert torch.equal(marked.detach().cpu(), counting(10, 4))
+    shares = copied is copy.copy  # as a plain tensor's
+    assert torch.equal(marked.detach().cpu(), counting(10, 4) * (not shares))
 
 
 def saved(tensor: torch.Tensor) -> Any:

@@ -70,6 +70,17 @@ def register() -> None:
         ("sgn_", _sgn_in_place),
     ):
         kernels.impl(name, kernel, _KEY)
+    kernels.impl("_local_scalar_dense", _scalar, "PrivateUse3")
+
+
+def _scalar(x: torch.Tensor) -> Any:
+    """``torch.tensor([loss, 2.0])`` reads each tensor in its list with Python's key left out."""
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
+        return aten._local_scalar_dense(x)
 
 
 def _tensor_split(x: torch.Tensor, places: torch.Tensor, dim: int = 0) -> Any:
