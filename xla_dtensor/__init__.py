@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from xla_dtensor.nn.compile import compile as compile
     from xla_dtensor.nn.fsdp import FSDPModule as FSDPModule
     from xla_dtensor.nn.fsdp import fully_shard as fully_shard
+    from xla_dtensor.nn.fsdp import register_fsdp_forward_method as register_fsdp_forward_method
     from xla_dtensor.nn.install import uninstall as uninstall
     from xla_dtensor.nn.loss import linear_cross_entropy as linear_cross_entropy
     from xla_dtensor.nn.materialize import materialize as materialize
@@ -144,6 +145,7 @@ _WHERE = {
     "program_checks": "xla_dtensor.hosts.preemption",
     "rand": "xla_dtensor.dtensor.dtensor",
     "randn": "xla_dtensor.dtensor.dtensor",
+    "register_fsdp_forward_method": "xla_dtensor.nn.fsdp",
     "report_of": "xla_dtensor.plan.live",
     "scan_layers": "xla_dtensor.nn.scan",
     "shard_batch": "xla_dtensor.hosts.data",
@@ -209,6 +211,7 @@ __all__ = [
     "program_checks",
     "rand",
     "randn",
+    "register_fsdp_forward_method",
     "report_of",
     "scan_layers",
     "shard_batch",

@@ -12,8 +12,9 @@ import contextlib
 import copy
 import math
 import pickle
-from collections import ChainMap, Counter, OrderedDict, UserList
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -2637,6 +2638,67 @@ def settings_of_an_optimizer_that_was_loaded(on: On) -> Any:
         state["param_groups"][0]["lr"] = rate
         optimizer.load_state_dict(state)
         results.append(whole(compiled()))
+    return results
+
+
+@dataclass
+class Batch:
+    """What a loop sets as an attribute before each call."""
+
+    x: Any
+    y: Any
+    number: int = 0
+
+
+BATCHES = {
+    "in a dict": (lambda x, y, k: {"x": x, "y": y}, lambda b: b["x"] * b["y"]),
+    "walked": (lambda x, y, k: {"x": x, "y": y}, lambda b: sum(v.sin() for v in b.values())),
+    "in a list": (lambda x, y, k: [x, [y, {"z": y + 1}]], lambda b: b[0] * b[1][0] + b[1][1]["z"]),
+    "in a dataclass": (Batch, lambda b: b.x * b.y),
+    "in an object": (lambda x, y, k: UserDict({"x": x, "y": y}), lambda b: b["x"] * b["y"]),
+    "written to": (lambda x, y, k: {"x": x, "y": y}, lambda b: b["x"].mul_(2) + b.pop("y", 0)),
+    "kept": (lambda x, y, k: {"x": x, "y": y}, lambda b: b.setdefault("z", b["x"] - 1) * 2),
+}
+
+
+def calls_with_batches(on: On, make: Any, use: Any, place: Any) -> tuple[list[Any], Any]:
+    """Set another batch as an attribute for each of three calls."""
+    results, compiled = [], on.compile(lambda: use(place.batch))
+    for k in range(3):
+        x, y = (on.put(numbers(4, 3) + k + i, Shard(0), R) for i in (0, 0.5))
+        place.batch = make(x, y, k)
+        results += [whole(each).tolist() for each in (compiled(), x, y)]
+    return results, compiled
+
+
+@layouts("jax")
+def batches_that_are_set_as_attributes(on: On) -> Any:
+    """Of dicts, lists and objects set from outside each call was traced."""
+    found: dict[str, Any] = {}
+    for called, (make, use) in BATCHES.items():
+        place: Any = type("Place", (), {}) if called == "walked" else SimpleNamespace()
+        results, compiled = calls_with_batches(on, make, use, place)
+        expected, _ = calls_with_batches(On(None), make, use, SimpleNamespace())
+        found[called] = (
+            compiled.stats()["traces"],
+            torch.allclose(*map(torch.tensor, (results, expected))),
+        )
+    return found, dict.fromkeys(BATCHES, (2, True))
+
+
+@values("jax")
+def batches_of_one_tensor_under_two_names(on: On) -> Any:
+    results, place = [], SimpleNamespace(batch=None, other=None)
+
+    def step() -> Any:
+        return place.batch["x"].add_(1) * place.batch["y"] - place.other["x"] * place.other["k"]
+
+    compiled = on.compile(step)
+    for k in (0, 1, 2, 0):
+        x, y = (on.put(numbers(4, 3) + k + i, Shard(0), R) for i in (0, 0.5))
+        place.batch = {"x": x, "y": y if k < 1 else x, "k": 2}
+        place.other = place.batch if k > 1 else {"x": y, "k": k % 3}
+        results += [whole(each) for each in (compiled(), x, y)]
     return results
 
 

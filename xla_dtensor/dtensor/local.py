@@ -197,6 +197,8 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 class LocalView(PerDeviceTensor):
     """One device's shard, on every device at once. Made by ``DTensor.to_local``."""
 
+    __slots__ = ("_memory", "_outer_cuts", "_own_payload", "_uneven")
+
     _memory: Memory
     _uneven: Uneven | None
     # What is known of the mesh axes outside of the region, as of a DTensor's.

@@ -518,6 +518,8 @@ def new_wrapper(cls: type[Any], tensor: torch.Tensor, requires_grad: bool = Fals
 class PerDeviceTensor(torch.Tensor):
     """What each device has of something: the shape is one device's."""
 
+    __slots__ = ("_payload", "_region")  # not among what users put on a tensor
+
     # Seen by modules that cannot import this class.
     _is_per_device = True
 

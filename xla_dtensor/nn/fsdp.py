@@ -17,9 +17,12 @@ where PyTorch's has the sum over the devices divided by their number.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -54,9 +57,10 @@ from xla_dtensor.nn.fsdp_parameters import (
     shard_parameter,
 )
 from xla_dtensor.runtimes import functional
+from xla_dtensor.runtimes.guards.libraries import guarded
 from xla_dtensor.runtimes.registry import get_runtime
 
-__all__ = ["FSDPModule", "fully_shard"]
+__all__ = ["FSDPModule", "fully_shard", "register_fsdp_forward_method"]
 
 
 # ------------------------------------------------------------------------------------- Fsdp forward
@@ -81,9 +85,11 @@ __all__ = ["FSDPModule", "fully_shard"]
 logger = logging.getLogger("xla_dtensor")
 aten = torch.ops.aten
 _active: list[Group] = []
+_ending: set[tuple[int, int]] = set()  # roots, with the backward at whose end they are asked
 _warned: set[DeviceMesh] = set()  # meshes that a plain batch was said of
 
 
+@guarded
 @dataclass(eq=False)
 class Group:
     """The parameters of one call of fully_shard, and how they are used.
@@ -91,33 +97,31 @@ class Group:
     Args:
         parameters: The sharded parameters.
         settings: What the module's methods change.
+        modules: Those that it was called on.
         output_dtype: Dtype of floating outputs; None as they come.
         cast_inputs: Whether floating inputs are cast to the parameters' dtype.
     """
 
     parameters: list[ShardedParameter]
     settings: Settings
+    modules: Sequence[nn.Module] = ()
     output_dtype: torch.dtype | None = None
     cast_inputs: bool = True
     unsharded: bool = False
     _entered: list[contextlib.ExitStack] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        for owner in self.parameters:
-            owner.went_back = self._went_back
-
     def adopt(self) -> None:
         """Take the parameters that the modules have been given since the last forward."""
         for owner in [*self.parameters]:
-            for parameter in owner.adopt():
-                parameter.went_back = self._went_back
-                self.parameters.append(parameter)
-        self.parameters = [owner for owner in self.parameters if owner.places]
+            self.parameters += owner.adopt()
+        for owner in [owner for owner in self.parameters if not owner.places]:
+            self.parameters.remove(owner)
 
     def gather(self) -> None:
         """Lend the gathered parameters to the modules."""
+        went_back = self._follower()
         for owner in self.parameters:
-            owner.lend(owner.gather)
+            owner.lend(partial(owner.gather, went_back))
 
     def release(self) -> None:
         """Give the modules the sharded parameters back."""
@@ -125,10 +129,33 @@ class Group:
         for owner in self.parameters:
             owner.take_back()
 
-    def _went_back(self) -> None:
-        """Give up what :meth:`FSDPModule.unshard` gathered: the optimizer may write to it next."""
-        if self.unsharded and not self._entered:
-            self.release()
+    def _follower(self) -> Callable[[], None]:
+        """Return what a backward calls that has computed the gradient of a parameter."""
+        root = _active[0] if _active else self
+
+        def went_back() -> None:
+            if self.unsharded and not self._entered:
+                self.release()  # what unshard() gathered: the optimizer may write to it next
+            if self.settings.sync:
+                root.reduce_at_end()
+
+        return went_back
+
+    def reduce_at_end(self) -> None:
+        """Let the end of this backward reduce what no parameter that it reaches has reduced."""
+        task = id(self), torch._C._current_graph_task_id()
+        if task not in _ending:
+            _ending.add(task)
+            callback = partial(self._reduce_pending, task)
+            torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore
+
+    def _reduce_pending(self, task: tuple[int, int]) -> None:
+        _ending.discard(task)
+        modules = {id(m): m for module in self.modules for m in module.modules()}
+        groups = [m.__dict__[_STATE] for m in modules.values() if _STATE in m.__dict__]
+        for group in dict.fromkeys(groups):
+            for owner in group.parameters if group.settings.sync else ():
+                owner.reduce_pending()
 
     def _gather_anew(self) -> None:
         for owner in self.parameters:
@@ -148,9 +175,10 @@ class Group:
         if unreduced:
             if self.unsharded:
                 stack.callback(self._gather_anew)
+            went_back = self._follower()
             for owner in self.parameters:
                 owner.gathered = None
-                owner.lend(lambda owner=owner: lent_unreduced(owner, self.settings.sync))
+                owner.lend(partial(lent_unreduced, owner, self.settings.sync, went_back))
         else:
             self.gather()
             if self.parameters and self.settings.reshard_after_forward and _nothing_else_saves():
@@ -158,7 +186,7 @@ class Group:
                 stack.enter_context(hooks)
         dtype = self.settings.param_dtype
         if dtype is not None and self.cast_inputs:
-            args, kwargs = tree_map(lambda v: _cast(v, dtype), (args, kwargs))
+            args, kwargs = _on_tensors(lambda v: _cast(v, dtype), (args, kwargs))
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -170,13 +198,13 @@ class Group:
         if not self.unsharded:
             self.release()
         if self.output_dtype is not None:
-            output = tree_map(lambda v: _cast(v, self.output_dtype), output)
+            output = _on_tensors(lambda v: _cast(v, self.output_dtype), output)
         return output
 
     def _on_own_views(self, args: Any, kwargs: Any) -> bool:
         """Tell whether each device has rows and a loss of its own, whose gradients are averaged."""
         region = region_of(self.settings.mesh.value)
-        inputs = tree_leaves((args, kwargs))
+        inputs = _tensors_in((args, kwargs))
         regions = [v.region for v in inputs if isinstance(v, (LocalView, GroupDTensor))]
         # A tensor-parallel module may be given its own shard of each device's rows.
         return any(r.mesh == region.mesh and set(region.axes) <= set(r.axes) for r in regions)
@@ -184,8 +212,8 @@ class Group:
     def _inputs(self, args: Any, kwargs: Any, unreduced: bool) -> tuple[Any, Any]:
         mesh = self.settings.mesh
         if not unreduced:
-            return tree_map(self._batch, (args, kwargs))
-        inputs = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+            return _on_tensors(self._batch, (args, kwargs))
+        inputs = _tensors_in((args, kwargs))
         if inputs and not any(isinstance(v, (DTensor, LocalView)) for v in inputs):
             raise LocalViewError(
                 "A forward without a gradient sync was called with plain tensors only, the first "
@@ -193,7 +221,7 @@ class Group:
                 f"nothing says which. Pass distribute_tensor(batch, mesh, [Shard(0)]) on {mesh}, "
                 "or its to_local()."
             )
-        return tree_map(self._own_rows, (args, kwargs))
+        return _on_tensors(self._own_rows, (args, kwargs))
 
     def _own_rows(self, leaf: Any) -> Any:
         """Return each device's rows of a DTensor."""
@@ -210,7 +238,7 @@ class Group:
     def _batch(self, leaf: Any) -> Any:
         """Shard dim 0 of a plain input over the mesh, where that divides it."""
         mesh, runtime = self.settings.mesh, get_runtime()
-        if isinstance(leaf, (DTensor, LocalView)) or not isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, (DTensor, LocalView)):
             return leaf
         if leaf.ndim == 0 or leaf.shape[0] % mesh.value.size():
             return leaf
@@ -236,9 +264,31 @@ class Group:
         return as_plain(distribute_tensor(leaf, mesh, placements))
 
 
+def _on_tensors(function: Callable[[Any], Any], values: Any) -> Any:
+    """Map over tensors in containers, in dataclasses too, as torch's fully_shard does."""
+
+    def mapped(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        names = [f.name for f in dataclasses.fields(leaf) if f.init]
+        old = {name: getattr(leaf, name) for name in names}
+        new = {name: _on_tensors(function, value) for name, value in old.items()}
+        is_same = all(a is b for a, b in zip(tree_leaves(old), tree_leaves(new), strict=True))
+        return leaf if is_same else dataclasses.replace(leaf, **new)
+
+    return tree_map(mapped, values)
+
+
+def _tensors_in(values: Any) -> list[Any]:
+    found: list[Any] = []
+    _on_tensors(lambda v: found.append(v) or v, values)
+    return found
+
+
 def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
-    is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    return leaf.to(dtype) if is_float else leaf
+    return leaf.to(dtype) if leaf.is_floating_point() else leaf
 
 
 def _warn_once(mesh: DeviceMesh, text: str) -> None:
@@ -352,7 +402,7 @@ def fully_shard(
     settings.param_dtype, settings.reduce_dtype = policy.param_dtype, policy.reduce_dtype
     owners = _sharded(modules, settings, shard_placement_fn, ignored_params or set())
     _move_buffers(modules)
-    group = Group(owners, settings, policy.output_dtype, policy.cast_forward_inputs)
+    group = Group(owners, settings, modules, policy.output_dtype, policy.cast_forward_inputs)
     for submodule in modules:
         submodule.__dict__[_STATE] = group
         # A checkpointed module runs twice, and needs its parameters both times.
@@ -364,6 +414,50 @@ def fully_shard(
             _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
         submodule.__class__ = _classes[kind]
     return module
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Gather a module's parameters for one of its methods as for its forward.
+
+    Args:
+        module: A module of :func:`fully_shard`; with any other one nothing is done.
+        method_name: The method.
+
+    Raises:
+        ArgumentTypeError: The module has no such method.
+
+    Example:
+        >>> import torch, xla_dtensor as xd
+        >>> class Encoder(torch.nn.Linear):
+        ...     def encode(self, x):
+        ...         return x @ self.weight.T
+        >>> encoder = xd.fully_shard(Encoder(4, 16))
+        >>> xd.register_fsdp_forward_method(encoder, "encode")
+        >>> encoder.encode(torch.ones(8, 4)).shape
+        torch.Size([8, 16])
+    """
+    group: Group | None = module.__dict__.get(_STATE)
+    if group is None:
+        return
+    method = getattr(module, method_name, None)
+    if method is None:
+        raise ArgumentTypeError(
+            f"register_fsdp_forward_method was called with {method_name!r}, which "
+            f"{type(module).__name__} does not have. It names the method for which parameters are "
+            "gathered. Pass the name of a method of the module."
+        )
+
+    @functools.wraps(method)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        output = None
+        try:
+            args, kwargs = group.pre_forward(module, args, kwargs)
+            output = method(*args, **kwargs)
+        finally:
+            output = group.post_forward(module, args, output)
+        return output
+
+    setattr(module, method_name, gathered)
 
 
 def _move_buffers(modules: Sequence[nn.Module]) -> None:
@@ -578,7 +672,11 @@ class FSDPModule(TorchFSDPModule):
         _refuse_custom("set_custom_reduce_scatter")
 
     def _get_fsdp_state(self) -> NoReturn:
-        _refuse_custom("_get_fsdp_state")
+        raise UnsupportedOpError(
+            "torch asked a module of fully_shard for its own state, register_fsdp_forward_method "
+            "say, as it does where torch's function was called. There is none. Call xla_dtensor's "
+            "of that name, or xla_dtensor.install() first."
+        )
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()

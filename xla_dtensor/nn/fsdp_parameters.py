@@ -37,6 +37,7 @@ from xla_dtensor.dtensor.local_border import border_of, spread_payload
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh, mesh_text
 from xla_dtensor.dtensor.redistribute import redistribute_marker
 from xla_dtensor.runtimes import functional
+from xla_dtensor.runtimes.guards.libraries import guarded
 from xla_dtensor.runtimes.registry import get_runtime
 from xla_dtensor.runtimes.whole_ops import OneResult, refuse_second
 
@@ -108,6 +109,7 @@ def summed_over(state: Any, mesh: DeviceMesh) -> tuple[Any, ...]:
 # ------------------------------------------------------------------------------ The parameters
 
 
+@guarded
 @dataclass
 class Settings:
     """What the methods of an FSDPModule change.
@@ -145,6 +147,7 @@ class Settings:
         return self.factor / self.mesh.value.size()
 
 
+@guarded
 @dataclass(eq=False)
 class ShardedParameter:
     """One parameter, in all places of the module tree that share it.
@@ -156,7 +159,6 @@ class ShardedParameter:
         inner: Its mesh without the axes of fully_shard, None if it had none.
         pending: Unreduced gradients of microbatches without a sync, one per device.
         gathered: What the modules see in place of it at present.
-        went_back: Called when its gradient has been computed.
     """
 
     places: list[tuple[nn.Module, str]]
@@ -165,7 +167,6 @@ class ShardedParameter:
     inner: DeviceMesh | None
     pending: LocalView | None = None
     gathered: torch.Tensor | None = field(default=None, repr=False)
-    went_back: Callable[[], None] = field(default=lambda: None, repr=False)
 
     @property
     def state(self) -> Any:
@@ -216,7 +217,13 @@ class ShardedParameter:
 
     def lend(self, make: Callable[[], torch.Tensor]) -> None:
         """Let the modules see a gathered form in place of the parameter."""
-        if self.gathered is None:
+        lacks_history = (  # unshard() gathered it under no_grad
+            self.gathered is not None
+            and not self.gathered.requires_grad
+            and self.parameter.requires_grad
+            and torch.is_grad_enabled()
+        )
+        if self.gathered is None or lacks_history:
             self.gathered = make()
         for module, name in self.places:
             module._parameters[name] = self.gathered  # pyright: ignore[reportArgumentType]
@@ -227,9 +234,13 @@ class ShardedParameter:
         for module, name in self.places:
             module._parameters[name] = self.parameter
 
-    def gather(self) -> torch.Tensor:
-        """Return the gathered form, differentiably."""
-        return _Gather.apply(self.parameter, self)  # pyright: ignore[reportReturnType]
+    def gather(self, went_back: Callable[[], None]) -> torch.Tensor:
+        """Return the gathered form, differentiably.
+
+        Args:
+            went_back: Called when the gradient has been computed.
+        """
+        return _Gather.apply(self.parameter, self, went_back)  # pyright: ignore[reportReturnType]
 
     def gathered_again(self) -> torch.Tensor:
         """Return the gathered form for a backward, without history: another gather for XLA."""
@@ -282,6 +293,16 @@ class ShardedParameter:
         pairs = zip(self.inner.value.axis_names, self.inner_placements(), strict=True)
         return tuple((axis, p.dim) for axis, p in pairs if type(p) is Shard)
 
+    def reduce_pending(self) -> None:
+        """Add to the parameter's gradient what microbatches without a sync have left."""
+        parameter: Any = self.parameter
+        if self.pending is None or not parameter.requires_grad:
+            return
+        with torch.no_grad():
+            total = self.sharded_gradient(_mean(self.pending), per_device=True)
+            self.pending = None
+            parameter.grad = total if parameter.grad is None else parameter.grad + total
+
     def sharded_gradient(self, payload: torch.Tensor, per_device: bool = False) -> DTensor:
         """Return a whole gradient as the parameter's: cast, divided, sharded.
 
@@ -306,17 +327,20 @@ class ShardedParameter:
 
 class _Gather(OneResult):
     @staticmethod
-    def forward(ctx: Any, parameter: Any, owner: ShardedParameter) -> torch.Tensor:
-        ctx.owner = owner
+    def forward(
+        ctx: Any, parameter: Any, owner: ShardedParameter, went_back: Callable[[], None]
+    ) -> torch.Tensor:
+        ctx.owner, ctx.went_back = owner, went_back
         return owner.wrapped(owner.gathered_payload())
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         owner: ShardedParameter = ctx.owner
-        owner.went_back()
+        ctx.went_back()
         total = owner.sharded_gradient(getattr(grad, "_local_tensor", grad))
         total = _with_pending(total, owner)
-        return (*refuse_second("the parameters of fully_shard", [owner.parameter], total), None)
+        grads = refuse_second("the parameters of fully_shard", [owner.parameter], total)
+        return *grads, None, None
 
 
 def _with_pending(total: DTensor, owner: ShardedParameter) -> DTensor:
@@ -335,7 +359,9 @@ def _mean(view: LocalView) -> torch.Tensor:
     return border_of(layout, tuple(view.shape)).joined(view._payload)
 
 
-def lent_unreduced(owner: ShardedParameter, reduce: bool) -> torch.Tensor:
+def lent_unreduced(
+    owner: ShardedParameter, reduce: bool, went_back: Callable[[], None]
+) -> torch.Tensor:
     """Return the gathered parameter with a gradient per device of fully_shard's mesh.
 
     A LocalView, or a GroupDTensor where the parameter was on another mesh before.
@@ -344,15 +370,22 @@ def lent_unreduced(owner: ShardedParameter, reduce: bool) -> torch.Tensor:
         owner: The parameter.
         reduce: Whether the backward averages the gradients, with those that were left before, or
             leaves them on each device.
+        went_back: Called when the gradient has been computed.
     """
-    view: Any = _LendUnreduced.apply(owner.parameter, owner, reduce)
+    view: Any = _LendUnreduced.apply(owner.parameter, owner, reduce, went_back)
     return view if owner.inner is None else grouped(view, owner.inner, owner.inner_placements())
 
 
 class _LendUnreduced(OneResult):
     @staticmethod
-    def forward(ctx: Any, parameter: Any, owner: ShardedParameter, reduce: bool) -> LocalView:
-        ctx.owner, ctx.reduce = owner, reduce
+    def forward(
+        ctx: Any,
+        parameter: Any,
+        owner: ShardedParameter,
+        reduce: bool,
+        went_back: Callable[[], None],
+    ) -> LocalView:
+        ctx.owner, ctx.reduce, ctx.went_back = owner, reduce, went_back
         region = region_of(owner.settings.mesh.value)
         payload = spread_payload(owner.gathered_payload(), region)
         return LocalView(payload, region, varying=frozenset(), outer_cuts=owner.inner_cuts())
@@ -360,7 +393,7 @@ class _LendUnreduced(OneResult):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         owner: ShardedParameter = ctx.owner
-        owner.went_back()
+        ctx.went_back()
         if owner.inner is not None:  # each device's lies as the parameter does on the other axes
             placements = owner.inner_placements()
             grad = grouped(grad, owner.inner, placements).redistribute(placements=placements)
@@ -369,12 +402,9 @@ class _LendUnreduced(OneResult):
             grad = grad.to(owner.settings.reduce_dtype)
         total = grad if owner.pending is None else owner.pending + grad
         owner.pending = None if ctx.reduce else total
-        gradient = owner.sharded_gradient(_mean(total)) if ctx.reduce else None
-        return (
-            *refuse_second("the parameters of fully_shard", [owner.parameter], gradient),
-            None,
-            None,
-        )
+        gradient = owner.sharded_gradient(_mean(total), per_device=True) if ctx.reduce else None
+        grads = refuse_second("the parameters of fully_shard", [owner.parameter], gradient)
+        return *grads, None, None, None
 
 
 def shard_parameter(

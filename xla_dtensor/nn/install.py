@@ -11,7 +11,7 @@ torch.distributed.tensor                distribute_tensor, distribute_module, on
 torch.distributed.tensor.DTensor        from_local
 torch.distributed.tensor._random        manual_seed, is_rng_supported_mesh
 torch.distributed.tensor.parallel       loss_parallel
-torch.distributed.fsdp                  fully_shard
+torch.distributed.fsdp                  fully_shard, register_fsdp_forward_method
 torch.distributed._state_dict_utils     what StateDictOptions(full_state_dict=True) asks for
                                         (see :mod:`xla_dtensor.nn.install`)
 torch.distributed                       init_device_mesh; get_rank, get_world_size (of a
@@ -57,7 +57,7 @@ from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.local import LocalView
 from xla_dtensor.dtensor.mesh import AxisGroup, allow_groups, init_device_mesh
 from xla_dtensor.dtensor.modes import loss_parallel
-from xla_dtensor.nn.fsdp import fully_shard
+from xla_dtensor.nn.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from xla_dtensor.runtimes.registry import ENVIRONMENT_VARIABLE, current_runtime, get_runtime
 
 __all__ = [
@@ -195,6 +195,8 @@ def install(start: Callable[[], object] = get_runtime) -> None:
     for name in ("manual_seed", "is_rng_supported_mesh"):
         _replace(getattr(torch_random, name), getattr(random, name))
     put(torch_fsdp.fully_shard, _sharded(start, torch_fsdp.fully_shard))
+    forward_method = torch_fsdp.register_fsdp_forward_method
+    put(forward_method, _routed_by_first(FSDPModule, forward_method, register_fsdp_forward_method))
     put(torch_parallel.loss_parallel, _both(torch_parallel.loss_parallel, loss_parallel))
     for original, replacement in replacements():
         put(original, replacement)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -309,6 +310,111 @@ class TestGradientAccumulation:
             model(batch()[0])
         model.set_requires_gradient_sync(True)
         model(batch()[0])
+
+    @pytest.mark.only_on("jax")
+    def test_of_calls_of_a_compiled_step(self, dp: xd.DeviceMesh, plain: Model) -> None:
+        """What `set_requires_gradient_sync` says, and what was left, is read in each call."""
+        model, reference = sharded(plain, dp), copy.deepcopy(plain)
+        step = xd.compile(lambda rows, classes: F.cross_entropy(model(rows), classes).backward())
+        x, y = batch()
+        for number in range(8):
+            model.set_requires_gradient_sync(number % 2 == 1)
+            step(*(xd.distribute_tensor(t, dp, [Shard(0)]).to_local() for t in (x + number, y)))
+            F.cross_entropy(reference(x + number), y).backward()
+            if number % 2:
+                compare_gradients(model, reference)
+                for each in (model, reference):
+                    each.zero_grad()
+        assert step.stats()["traces"] <= 5
+
+    @pytest.mark.parametrize("inputs", ["rows", "batch"])
+    def test_of_a_parameter_that_the_last_one_does_not_use(
+        self, dp: xd.DeviceMesh, inputs: str
+    ) -> None:
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model.__class__ = type("Both", (nn.Sequential,), {"forward": both})
+        reference = copy.deepcopy(model)
+        for module in (*model, model):
+            xd.fully_shard(module, mesh=dp)
+        x = torch.sin(torch.arange(32.0).reshape(8, 4))
+        given = xd.distribute_tensor(x, dp, [Shard(0)])
+        for last in (False, True):
+            model.set_requires_gradient_sync(last)
+            rows = given if last and inputs == "batch" else given.to_local()
+            (model(rows, not last) ** 2).mean().backward()
+            (reference(x, not last) ** 2).mean().backward()
+        compare_gradients(model, reference)
+
+
+def both(self: Any, x: Any, both: bool) -> Any:
+    return self[0](x) + (self[1](x) if both else 0)
+
+
+def compare_gradients(model: nn.Module, reference: nn.Module) -> None:
+    pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
+    for (name, ours), theirs in pairs:
+        assert theirs.grad is not None
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad, msg=name)
+
+
+class TestSettings:
+    @pytest.mark.only_on("jax")
+    @pytest.mark.parametrize("is_compiled", [False, True])
+    def test_divide_factor_of_losses_per_device(self, dp: xd.DeviceMesh, is_compiled: bool) -> None:
+        """The sum of the devices' gradients is divided by it, by 1 too."""
+        model = xd.fully_shard(nn.Linear(4, 2, bias=False), mesh=dp)
+        rows = xd.distribute_tensor(torch.ones(8, 4), dp, [Shard(0)]).to_local()
+
+        def step() -> Any:
+            model(rows).sum().backward()
+            gradient, model.weight.grad = model.weight.grad, None
+            return gradient
+
+        step = xd.compile(step) if is_compiled else step
+        for factor in (8.0, 1.0, 2.0):
+            model.set_gradient_divide_factor(factor)
+            assert torch.equal(step().cpu(), torch.full((2, 4), 8 / factor))
+
+    def test_unshard_without_gradients(self, dp: xd.DeviceMesh, plain: Model) -> None:
+        model, reference = sharded(plain, dp), copy.deepcopy(plain)
+        with torch.no_grad():
+            model.first.unshard()
+        x, y = batch()
+        rows, classes = (xd.distribute_tensor(t, dp, [Shard(0)]) for t in (x, y))
+        F.cross_entropy(model(rows), classes).backward()
+        F.cross_entropy(reference(x), y).backward()
+        compare_gradients(model, reference)
+
+    def test_dtypes_in_dataclasses(self, dp: xd.DeviceMesh) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+        model: Any = nn.Linear(4, 2)
+        model.__class__ = type("OfPairs", (nn.Linear,), {"forward": of_pair})
+        xd.fully_shard(model, mesh=dp, mp_policy=policy)
+        output = model(Pair(torch.ones(8, 4), 3))
+        assert (output.x.dtype, output.number) == (torch.float32, 3)
+
+    def test_another_method_as_forward(self, dp: xd.DeviceMesh, plain: Model) -> None:
+        model, reference = sharded(plain, dp), copy.deepcopy(plain)
+        model.encode = lambda x: model.second(torch.relu(model.first(x))) * model.scale
+        with pytest.raises(ArgumentTypeError, match="'embed', which FSDPModel does not have"):
+            xd.register_fsdp_forward_method(model, "embed")
+        xd.register_fsdp_forward_method(model, "encode")
+        x, _ = batch()
+        expected = reference.second(torch.relu(reference.first(x))) * reference.scale
+        torch.testing.assert_close(model.encode(x).detach().cpu(), expected.detach())
+        assert isinstance(model.scale.data, xd.DTensor)
+        with pytest.raises(UnsupportedOpError, match="register_fsdp_forward_method"):
+            model._get_fsdp_state()
+
+
+@dataclass
+class Pair:
+    x: Any
+    number: int
+
+
+def of_pair(self: Any, pair: Pair) -> Pair:
+    return Pair(F.linear(pair.x, self.weight, self.bias), pair.number)
 
 
 def test_a_plain_batch_is_announced_once_per_mesh(

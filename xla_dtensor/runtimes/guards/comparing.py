@@ -12,7 +12,7 @@ Invariant: guards that hold lead to the values that the step read, by the ways i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from types import FunctionType, MappingProxyType
@@ -131,6 +131,16 @@ class Guards:
             if not holds:  # What stands there now for the same is what the next look compares.
                 self._pass = None
         return change
+
+    def replaced(self) -> Iterator[Any]:
+        """Yield the names of all that another value of its kind has taken the place of."""
+        for owner in self._owners:
+            for key, expected in owner.snapshot.items():
+                value = owner.look_up(key) if type(owner.holder) is owner.kind else expected
+                if not self._judge.accepts(expected, value):
+                    change = owner.change(key, expected, value)
+                    if change.name is not None:
+                        yield change.name
 
     def _parted(self, holds: bool) -> Change | None:
         """Return where an object is still read that another one took the place of elsewhere."""

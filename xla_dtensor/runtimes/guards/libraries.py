@@ -7,14 +7,17 @@ import os
 import sys
 import sysconfig
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from xla_dtensor.versions import PACKAGE_FOLDER
 
-__all__ = ["is_library_file", "is_module_of_users", "is_of_library"]
+__all__ = ["guarded", "is_guarded", "is_library_file", "is_module_of_users", "is_of_library"]
 
+Kind = TypeVar("Kind")
+_GUARDED: set[type] = set()
 _OURS = ("xla_dtensor", "mesh_utils", "tpu_configs")
 _LIBRARIES = ("torch", "torch_xla", "jax", "jaxlib", "numpy", "functorch", *_OURS)
 # Models, and trainers, which hold what the user has given them. What works behind a trainer, such
@@ -51,6 +54,17 @@ def is_of_library(kind: type) -> bool:
         return False
     name = module.partition(".")[0]
     return name in _LIBRARIES or (name in sys.stdlib_module_names and name != "__main__")
+
+
+def guarded(kind: type[Kind]) -> type[Kind]:
+    """Let compiled steps look after what a class's objects hold, though the class is ours."""
+    _GUARDED.add(kind)
+    return kind
+
+
+def is_guarded(kind: type) -> bool:
+    """Tell whether a class of this project holds what users set."""
+    return kind in _GUARDED or is_module_of_users(str(kind.__module__))
 
 
 def is_module_of_users(module: str) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_dtensor.runtimes.guards.libraries import is_module_of_users
+from xla_dtensor.runtimes.guards.libraries import is_guarded
 from xla_dtensor.runtimes.guards.owners import Constant, Effect, Owner, in_order
 from xla_dtensor.runtimes.guards.values import ABSENT
 
@@ -239,6 +239,9 @@ class ClassNames(Owner):
     def table(self, key: Any) -> Mapping[Any, Any] | None:
         return None if self._is_marked(key) else self._table
 
+    def name(self, key: Any) -> Any:
+        return id(self.holder), key  # whose table is another object for each look
+
     def _is_marked(self, key: Any) -> bool:
         """Tell whether a function of torch's has torch.compile's mark."""
         value = vars(self.holder).get(key)
@@ -337,6 +340,6 @@ def is_watched(kind: type) -> bool:
     if issubclass(kind, _NOT_WATCHED):
         return False
     if root in _UNWATCHED:
-        return is_module_of_users(module)
+        return is_guarded(kind)
     is_of_python = root in sys.stdlib_module_names and root != "__main__"
     return kind.__name__ in _OPEN if is_of_python else True

@@ -159,9 +159,8 @@ class Owner:
 
     def sightings(self) -> Iterable[Sighting]:
         """Return what the step read, with what is there now."""
-        for key, is_all in self.reads.items():
-            if is_all:
-                yield Sighting(self.name(key), self.snapshot.get(key, ABSENT), self.look_up(key))
+        for key in self.reads:
+            yield Sighting(self.name(key), self.snapshot.get(key, ABSENT), self.look_up(key))
 
     # ------------------------------------------------------------------ what the step changed
 

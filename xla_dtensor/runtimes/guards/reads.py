@@ -18,7 +18,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,11 +78,10 @@ class Reads:
         meets: Is told of each generator of random numbers and each iterator that is older than the
             step, before the step can draw or take from it, and of an optimizer whenever code
             other than a library's is about to read its settings or its state.
-        changing: The names that were seen to be given other values: what they hold is read whole.
     """
 
-    def __init__(self, meets: Callable[[Any], None], changing: Container[Any]) -> None:
-        self._meets, self._changing = meets, changing
+    def __init__(self, meets: Callable[[Any], None]) -> None:
+        self._meets = meets
         self._owners: dict[Any, Owner] = {}
         self._queue: list[tuple[Any, str, Owner | None]] = []
         self._before: KnownObjects | None = None
@@ -152,9 +151,7 @@ class Reads:
         if owner.reads.get(key):
             return
         value = owner.snapshot.get(key, ABSENT)
-        # Where each call finds another container, its items have no other name than by this one.
-        is_changing = owner.name(key) in self._changing
-        parts = None if is_changing else self._parts(value, uses, frame)
+        parts = self._parts(value, uses, frame)
         if parts is None:
             self._read(owner, key)
             return

@@ -47,7 +47,6 @@ import os
 import sys
 import threading
 import types
-from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -66,8 +65,9 @@ from xla_dtensor.runtimes.guards.owners import (
     Names,
     Owner,
 )
+from xla_dtensor.runtimes.guards.sightings import parts_of, tensors_by_name
 from xla_dtensor.runtimes.guards.uses import loads_of, only_of_super
-from xla_dtensor.runtimes.guards.values import Sighting, is_plain
+from xla_dtensor.runtimes.guards.values import Sighting
 from xla_dtensor.runtimes.guards.watches import Watches
 from xla_dtensor.runtimes.nested import runs_as_it_is
 from xla_dtensor.runtimes.new_garbage import (
@@ -117,7 +117,6 @@ class Recording(Watches):
         meets: Is told of each generator of random numbers and each iterator that is older than the
             block, before the step can draw or take from it, and of an optimizer whenever code
             other than a library's is about to read its settings or its state.
-        changing: The names that were seen to be given other values: what they hold is read whole.
     """
 
     def __init__(
@@ -125,9 +124,8 @@ class Recording(Watches):
         step: Any,
         arguments: Iterable[Any] = (),
         meets: Callable[[Any], None] = lambda source: None,
-        changing: Container[Any] = (),
     ) -> None:
-        super().__init__(meets, changing)
+        super().__init__(meets)
         self._roots = (step, *(a for a in arguments if not isinstance(a, torch.Tensor)))
         self._aside = old_objects_aside()
         self._new: set[int] = set()
@@ -198,21 +196,16 @@ class Recording(Watches):
         for owner in reversed(self._old()):
             owner.rewind()
 
-    def sightings(self) -> list[Sighting]:
+    def sightings(self, changing: Container[Any] = ()) -> list[Sighting]:
         """Return each name of a tensor with the one that was found there, and what is there now.
 
         A tensor that has several names is there several times; one name is there once.
+
+        Args:
+            changing: The names that were seen to be given other values.
         """
         owners = [owner for owner in self._old() if not issubclass(owner.kind, tuple)]
-        every = [(owner, sighting) for owner in owners for sighting in owner.sightings()]
-        # What a container holds that is no longer there, is under no name; nor what is in that.
-        replaced = [sighting.found for _, sighting in every if sighting.found is not sighting.now]
-        gone = {id(value) for value in _parts_of(replaced)}
-        there = [entry.now for owner, entry in every if id(owner.holder) not in gone]
-        gone -= {id(value) for value in _parts_of(there)}
-        live_sightings = [sighting for owner, sighting in every if id(owner.holder) not in gone]
-        named = {part.name: part for sighting in live_sightings for part in sighting.flat()}
-        return [sighting for sighting in named.values() if isinstance(sighting.found, torch.Tensor)]
+        return tensors_by_name(owners, changing)
 
     def age(self) -> Callable[[Any], bool]:
         """Return what tells whether there was an object before the step; after the block."""
@@ -240,7 +233,7 @@ class Recording(Watches):
         for owner in guard_owners:
             owner.parent = None
         # What the step has made itself, each run makes anew.
-        return Guards(guard_owners, {id(v) for v in _parts_of(self._stored) if is_older(v)})
+        return Guards(guard_owners, {id(v) for v in parts_of(self._stored) if is_older(v)})
 
     def _old(self) -> list[Owner]:
         """Return the owners that there were before the step ran."""
@@ -386,19 +379,6 @@ class Recording(Watches):
             parts = full.split(".")
             for end in range(1, len(parts) + 1):
                 self._meet(sys.modules.get(".".join(parts[:end])), full)
-
-
-def _parts_of(values: Iterable[Any]) -> list[Any]:
-    """Return values, and what is in containers among them."""
-    parts: dict[int, Any] = {}
-    stack = list(values)
-    while stack:
-        value = stack.pop()
-        if id(value) not in parts and not is_plain(value):
-            parts[id(value)] = value
-            if isinstance(value, dict | list | tuple | set | deque):
-                stack += value.values() if isinstance(value, dict) else value
-    return [*parts.values()]
 
 
 def _tells_its_age(owner: Owner) -> bool:

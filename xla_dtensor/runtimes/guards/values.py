@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,8 +31,8 @@ class Change(NamedTuple):
     Attributes:
         why: A text for users.
         for_good: It will not come back: a tensor was replaced.
-        name: Where a tensor or container took the place of another one, what tells this name from
-            others.
+        name: Where a tensor, a container or an object took the place of one of its kind, what
+            tells this name from others.
     """
 
     why: str
@@ -56,7 +56,8 @@ class Change(NamedTuple):
         for_good = objects and not containers and not isinstance(found, Moving)
         was, is_now = described(found), described(now)
         why = f"{called} changed from {was} to {is_now if is_now != was else 'another one'}"
-        return cls(why, for_good, name if tensors or containers else None)
+        alike = type(found) is type(now) and objects
+        return cls(why, for_good, name if tensors or containers or alike else None)
 
 
 class Sighting(NamedTuple):
@@ -71,23 +72,6 @@ class Sighting(NamedTuple):
     name: Any
     found: Any
     now: Any
-
-    def flat(self) -> Iterator[Sighting]:
-        """Yield the values in two containers that are built alike; else the two themselves."""
-        name, old, new = self
-        if old is not new and type(old) is type(new):
-            is_list = isinstance(old, tuple | list) and len(old) == len(new)
-            is_dict = isinstance(old, dict) and list(old) == list(new)
-            if is_list or is_dict:
-                keys = old if is_dict else range(len(old))
-                for key in keys:
-                    yield from Sighting((*name, key), old[key], new[key]).flat()
-                return
-        if isinstance(old, tuple):
-            for key, part in enumerate(old):
-                yield from Sighting((*name, key), part, part).flat()
-            return
-        yield self
 
 
 class _Absent:

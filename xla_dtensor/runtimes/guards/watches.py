@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -47,8 +47,8 @@ __all__ = ["Watches"]
 class Watches(Reads):
     """See the module."""
 
-    def __init__(self, meets: Callable[[Any], None], changing: Container[Any]) -> None:
-        super().__init__(meets, changing)
+    def __init__(self, meets: Callable[[Any], None]) -> None:
+        super().__init__(meets)
         self._methods: dict[types.CodeType, list[tuple[type, str]]] = defaultdict(list)
         # By class and name, what was there before, ABSENT for nothing.
         self._watched: dict[tuple[type, str], Any] = {}

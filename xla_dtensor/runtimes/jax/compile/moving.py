@@ -109,40 +109,37 @@ def moving_tensors(
     """
     counts = Counter(_memory(entry.found) for entry in seen)
     tensors: list[MovingTensor] = []
-    for sighting in seen:
-        if counts[_memory(sighting.found)] > 1 or not isinstance(sighting.now, torch.Tensor):
+    for name, found, there in seen:
+        # Or what holds it, a tuple, say: its name is how the names of what is in it begin.
+        has_changed = any(name[:length] in names for length in range(2, len(name) + 1))
+        # Where the step itself takes it away, the next call finds what somebody puts there.
+        now = found if has_changed and not isinstance(there, torch.Tensor) else there
+        if counts[_memory(found)] > 1 or not isinstance(now, torch.Tensor):
             continue
-        payload = inner(sighting.found)
+        payload = inner(found)
         if payload is None:
-            if sighting.name in names and is_host(sighting.found) and sighting.found.is_leaf:
-                tensors += _on_host(sighting, tape)
+            if has_changed and is_host(found) and found.is_leaf:
+                tensors += _on_host(found, now, tape)
             continue
         storage = payload._storage
-        # Or what holds it, a tuple, say: its name is how the names of what is in it begin.
-        name = sighting.name
-        has_changed = any(name[:length] in names for length in range(2, len(name) + 1))
-        is_known = has_changed or (sighting.now is not sighting.found and storage in made)
+        is_known = has_changed or (now is not found and storage in made)
         is_read = has_changed or storage in trace.captured
-        if is_known and is_read and storage not in arguments and _may_move(sighting.found):
+        if is_known and is_read and storage not in arguments and _may_move(found):
             trace.depend_on(storage)  # also where it only moves on, to another name
             sharding = storage.lies
-            is_alike = _kind(sighting.now) == _kind(sighting.found)
+            is_alike = _kind(now) == _kind(found)
             # One of another shape, a cache that grows, say, is asked whether it fits.
-            known = sighting.now if is_alike else sighting.found
-            moving = Moving(known, _fitting(sighting.found, sharding))
+            moving = Moving(now if is_alike else found, _fitting(found, sharding))
             lies = sharding if is_alike else None
-            tensors.append(
-                MovingTensor(sighting.found, sighting.now, moving, lies=lies, is_alike=is_alike)
-            )
+            tensors.append(MovingTensor(found, now, moving, lies=lies, is_alike=is_alike))
     return tensors
 
 
-def _on_host(sighting: Sighting, tape: HostTape) -> list[MovingTensor]:
-    slot = tape.only_slot(sighting.found)
+def _on_host(found: torch.Tensor, now: torch.Tensor, tape: HostTape) -> list[MovingTensor]:
+    slot = tape.only_slot(found)
     if slot is None:
         return []
-    moving = Moving(sighting.now, _fitting_on_host(sighting.found))
-    return [MovingTensor(sighting.found, sighting.now, moving, slot=slot)]
+    return [MovingTensor(found, now, Moving(now, _fitting_on_host(found)), slot=slot)]
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -154,7 +151,7 @@ def _may_move(tensor: torch.Tensor) -> bool:
     payload = inner(tensor)
     if payload is None or tensor.requires_grad or not tensor.is_leaf:
         return False
-    return payload._storage.manual is None and payload._storage.row is None
+    return payload._storage.row is None
 
 
 def _fitting(original: torch.Tensor, sharding: Any) -> Callable[[Any], bool]:
@@ -172,6 +169,8 @@ def _fitting(original: torch.Tensor, sharding: Any) -> Callable[[Any], bool]:
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     spec = getattr(tensor, "_spec", None)
     labels = None if spec is None else (spec.mesh, spec.placements, spec.outer_cuts)
+    if getattr(tensor, "_is_per_device", False):
+        labels = tensor._region, tensor._varying, tensor._uneven, tensor._outer_cuts  # pyright: ignore
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, labels, _view(tensor)
 
 

@@ -290,7 +290,7 @@ class JaxCompiledStep(CompiledStep):
             self._lent_names.update(program.watch.inputs.changed(may_be_lent=True))
             why = why or change.why
             if change.name is not None:
-                self._names.add(change.name)
+                self._names.update((change.name, *program.watch.guards.replaced()))
         if not why:
             why = self._kept.why_none(call, key)
         program = self._compiled(why, call, key)

@@ -371,7 +371,7 @@ class Before:
             else:
                 (random if is_python_random(value) else iterators).note(value)
 
-        recording = Recording(step, call.leaves, note, names)
+        recording = Recording(step, call.leaves, note)
         return cls(python, recording, tape, random, iterators, readers)
 
     def restore(self) -> None:
@@ -550,7 +550,7 @@ def _settle(
         names: The names that were seen to be given other tensors.
     """
     trace, watch, recording, tape = outcome.trace, outcome.watch, before.recording, before.tape
-    seen = recording.sightings()
+    seen = recording.sightings(names)
     for of, name, old, new in watch.inputs.replaced():
         seen.append(Sighting((id(of), name), old, new))
         assigned.append(Effect(partial(of.__setitem__, name), new, f"{name!r} of the state"))
