@@ -74,6 +74,7 @@ def called(case: Any, put: Any, wrap: Callable[[Any], Any]) -> tuple[list[Any], 
     """Call a case's step several times, with its changes between; return results and the step."""
     python_changes.GLOBAL, python_changes_elsewhere.FACTOR = 2.0, 2.0
     python_changes.TABLE.update(bias=1.0, unused=0)
+    torch.manual_seed(3)
     step, change = case(put)
     others = step.others if isinstance(step, Given) else ()
     step = wrap(step.step if isinstance(step, Given) else step)

@@ -28,6 +28,7 @@ On 4 devices along "tp", holding [0, 1], [2, 3], [4, 5], [6, 7]::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -354,7 +355,13 @@ class _Permute(LinearResult):
 
 @one_call
 def _all_reduce(self: LocalView, reduceOp: str, group: Any, tag: str = "") -> torch.Tensor:
-    return _reduced("all_reduce", self, reduceOp, _axes("all_reduce", group))
+    reduced = _reduced("all_reduce", _as_number(self), reduceOp, _axes("all_reduce", group))
+    return reduced.to(self.dtype)
+
+
+def _as_number(view: Any) -> Any:
+    """Return what has no sum in its own dtype in one that has: a sum of bools is whether any is."""
+    return view.to(torch.int32) if view.dtype == torch.bool else view
 
 
 def _reduced(function: str, view: LocalView, op: str, axes: tuple[Axis, ...]) -> torch.Tensor:
@@ -367,7 +374,7 @@ def _reduced(function: str, view: LocalView, op: str, axes: tuple[Axis, ...]) ->
     if reduce is not None:
         return reduce(view, axes)
     if op.lower() in {"product", "prod"}:
-        return all_gather(view.unsqueeze(0), axes, 0).prod(0)
+        return all_gather(view.unsqueeze(0), axes, 0).prod(0, dtype=view.dtype)
     raise LocalViewError(
         f"{function} was called with reduceOp={op!r} on a local view. There is no such reduction "
         "here. Pass 'sum', 'avg', 'max', 'min' or 'product'."
@@ -386,16 +393,16 @@ def _reduce_scatter_tensor(
     axes = _axes("reduce_scatter_tensor", group)
     op = reduceOp.lower()
     if op in {"sum", "avg"}:
-        scattered = reduce_scatter(self, axes, scatter_dim)
-        return scattered if op == "sum" else scattered / _size(self, axes)
+        scattered: Any = reduce_scatter(_as_number(self), axes, scatter_dim)
+        return scattered.to(self.dtype) if op == "sum" else scattered / _size(self, axes)
     # Each member gets all the blocks with its number, and reduces them.
     blocks = all_to_all(self, axes, scatter_dim, scatter_dim)
     parts = blocks.unflatten(scatter_dim, (_size(self, axes), -1))
     reduce: dict[str, Callable[..., Any]] = {
         "max": torch.amax,
         "min": torch.amin,
-        "product": torch.prod,
-        "prod": torch.prod,
+        "product": partial(torch.prod, dtype=self.dtype),
+        "prod": partial(torch.prod, dtype=self.dtype),
     }
     if op not in reduce:
         _reduced("reduce_scatter_tensor", self, reduceOp, axes)
@@ -434,7 +441,8 @@ def _broadcast(self: LocalView, src: int, group: Any, tag: str = "") -> torch.Te
             f"{_size(self, axes)} members, numbered from 0. Pass the member's number."
         )
     is_source = axis_index(self, axes) == src
-    return psum(torch.where(is_source, self, torch.zeros_like(self)), axes)
+    source = _as_number(torch.where(is_source, self, torch.zeros_like(self)))
+    return psum(source, axes).to(self.dtype)
 
 
 @one_call

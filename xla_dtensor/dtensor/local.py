@@ -735,6 +735,14 @@ class _FromLocal(LinearResult):
 
 def _reduced_first(view: LocalView, partial: Sequence[tuple[Any, str]]) -> LocalView:
     """Make the reductions whose gradient is not the same for every part."""
+    kinds = {"sum" if op == "avg" else op for _, op in partial}
+    if len(kinds) > 1:
+        raise LocalViewError(
+            f"from_local was called with Partial of {sorted(kinds)} on a view that requires a "
+            "gradient. What is summed and what is multiplied first decides the value, and PyTorch "
+            "has none of two kinds. Reduce one of them first: psum or pmax over its axis, and pass "
+            "Replicate() there."
+        )
     for axis, op in partial:
         if op in ("max", "min"):
             # Each device's tensor is a part of its own: equal ones share the gradient.

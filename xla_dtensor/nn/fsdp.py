@@ -89,7 +89,7 @@ _ending: set[tuple[int, int]] = set()  # roots, with the backward at whose end t
 _warned: set[DeviceMesh] = set()  # meshes that a plain batch was said of
 
 
-@guarded
+@guarded("parameters", "settings", "unsharded")
 @dataclass(eq=False)
 class Group:
     """The parameters of one call of fully_shard, and how they are used.

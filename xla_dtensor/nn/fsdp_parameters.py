@@ -109,7 +109,7 @@ def summed_over(state: Any, mesh: DeviceMesh) -> tuple[Any, ...]:
 # ------------------------------------------------------------------------------ The parameters
 
 
-@guarded
+@guarded("sync", "factor")  # what else can change alters no value
 @dataclass
 class Settings:
     """What the methods of an FSDPModule change.
@@ -147,7 +147,7 @@ class Settings:
         return self.factor / self.mesh.value.size()
 
 
-@guarded
+@guarded("settings", "pending")
 @dataclass(eq=False)
 class ShardedParameter:
     """One parameter, in all places of the module tree that share it.

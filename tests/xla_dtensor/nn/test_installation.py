@@ -151,6 +151,22 @@ class TestInstalled:
         with pytest.raises(LocalViewError, match="numbered from 0"):
             funcol.broadcast(view, 4, tp)
 
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.bfloat16])
+    def test_functional_collectives_keep_the_dtype(
+        self, mesh: xd.DeviceMesh, dtype: torch.dtype
+    ) -> None:
+        rows = (torch.arange(32).reshape(4, 8) % 7).to(dtype)
+        view: Any = xd.distribute_tensor(rows.reshape(-1), mesh, [R, Shard(0)]).to_local()
+        whole = rows if dtype == torch.bfloat16 else rows.to(torch.int64)
+        expected = {"sum": whole.sum(0), "max": whole.amax(0), "product": whole.prod(0)}
+        for op, value in expected.items():
+            reduced: Any = funcol.all_reduce(view, op, (mesh, 1))
+            part: Any = funcol.reduce_scatter_tensor(view, op, 0, mesh["tp"])
+            scattered = torch.cat([s.data for s in part.addressable_shards()][:4])
+            for found in (reduced.cpu(), scattered):
+                torch.testing.assert_close(found, value.to(dtype))
+        torch.testing.assert_close(funcol.broadcast(view, 2, (mesh, 1)).cpu(), rows[2])
+
     def test_a_script_with_torchs_names_only(self, mesh: xd.DeviceMesh) -> None:
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor.parallel import loss_parallel

@@ -78,6 +78,7 @@ class Guards:
         self,
         reads: Callable[[Any], bool],
         instead: Mapping[int, Moving | torch.Tensor] = MappingProxyType({}),
+        data: Mapping[int, Callable[[Any], bool]] = MappingProxyType({}),
     ) -> None:
         """End the trace.
 
@@ -85,6 +86,7 @@ class Guards:
             reads: Tells whether the program reads a tensor that is older than the trace; of a NumPy
                 array, whether it reads its elements anew on every call.
             instead: What is read by name, by the ids of the tensors that were there.
+            data: What tells whether a tensor's data may be others, by the id of the tensor.
         """
         tables = {id(o.holder) for o in self._owners if isinstance(o, Names) and o.keys}
         # A tensor with attributes of the user's is itself read with them.
@@ -97,6 +99,9 @@ class Guards:
         left_out += [o for o in traits if not reads(o.holder) or id(o.holder) in instead]
         ids = set(map(id, left_out))
         self._owners = [owner for owner in self._owners if id(owner) not in ids]
+        for owner in traits:
+            if id(owner.holder) in data:
+                owner.let_data_move(data[id(owner.holder)])
         self._by_id = _by_holder(self._owners)
         for owner in self._owners:
             for key, value in owner.snapshot.items():
@@ -259,10 +264,10 @@ class _Pass:
         else:
             self._add_keys(owner)
 
-    def _add_tensor(self, owner: Owner) -> None:
+    def _add_tensor(self, owner: Traits) -> None:
         traits = owner.snapshot[None]
         names = tuple(name for name in TRAITS if hasattr(owner.holder, name))
-        if any(traits[1:-1]) or owner.look_up(None) != traits:
+        if owner.fits or any(traits[1:-1]) or owner.look_up(None) != traits:
             self._hooked.append((owner, traits))
         else:
             self._tensors.setdefault(names, []).append(owner.holder)

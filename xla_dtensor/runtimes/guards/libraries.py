@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,10 +15,10 @@ import torch
 
 from xla_dtensor.versions import PACKAGE_FOLDER
 
-__all__ = ["guarded", "is_guarded", "is_library_file", "is_module_of_users", "is_of_library"]
+__all__ = ["guarded", "guarded_names", "is_library_file", "is_module_of_users", "is_of_library"]
 
 Kind = TypeVar("Kind")
-_GUARDED: set[type] = set()
+_GUARDED: dict[type, frozenset[str]] = {}
 _OURS = ("xla_dtensor", "mesh_utils", "tpu_configs")
 _LIBRARIES = ("torch", "torch_xla", "jax", "jaxlib", "numpy", "functorch", *_OURS)
 # Models, and trainers, which hold what the user has given them. What works behind a trainer, such
@@ -56,15 +57,23 @@ def is_of_library(kind: type) -> bool:
     return name in _LIBRARIES or (name in sys.stdlib_module_names and name != "__main__")
 
 
-def guarded(kind: type[Kind]) -> type[Kind]:
-    """Let compiled steps look after what a class's objects hold, though the class is ours."""
-    _GUARDED.add(kind)
-    return kind
+def guarded(*names: str) -> Callable[[type[Kind]], type[Kind]]:
+    """Let compiled steps look after attributes of a class, though it is ours: users set them.
+
+    Args:
+        names: The attributes.
+    """
+
+    def register(kind: type[Kind]) -> type[Kind]:
+        _GUARDED[kind] = frozenset(names)
+        return kind
+
+    return register
 
 
-def is_guarded(kind: type) -> bool:
-    """Tell whether a class of this project holds what users set."""
-    return kind in _GUARDED or is_module_of_users(str(kind.__module__))
+def guarded_names(kind: type) -> frozenset[str] | None:
+    """Return the attributes of a class of ours that are looked after; None for all of another's."""
+    return _GUARDED.get(kind)
 
 
 def is_module_of_users(module: str) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_dtensor.runtimes.guards.libraries import is_guarded
+from xla_dtensor.runtimes.guards.libraries import guarded_names, is_module_of_users
 from xla_dtensor.runtimes.guards.owners import Constant, Effect, Owner, in_order
 from xla_dtensor.runtimes.guards.values import ABSENT
 
@@ -101,6 +101,7 @@ class Object(Owner):
         self._registry_names = _REGISTRIES if is_module else ()
         is_optimizer = issubclass(type(holder), torch.optim.Optimizer)
         self._left_out = OF_OPTIMIZERS if is_optimizer else frozenset[str]()
+        self._only = guarded_names(type(holder))
         super().__init__(holder, label)
         self._before = [(table, dict(table)) for table in self._registries()]
         self._own = list(dict_of(holder) or ())
@@ -111,14 +112,20 @@ class Object(Owner):
         for registry in self._registries():
             values.update(registry)
         values.update(dict_of(self.holder) or {})
-        return [(name, value) for name, value in values.items() if name not in self._left_out]
+        return [(name, value) for name, value in values.items() if self._has(name)]
+
+    def ignores(self, key: Any) -> bool:
+        return self._only is not None and key not in self._only
+
+    def _has(self, name: str) -> bool:
+        return name not in self._left_out and not self.ignores(name)
 
     def named(self, key: Any) -> str:
         is_name = " " not in self.label
         return f"{self.label}.{key}" if is_name else f"the attribute {key!r} of {self.label}"
 
     def keys_now(self) -> Iterable[Any]:
-        own = [name for name in dict_of(self.holder) or () if name not in self._left_out]
+        own = [name for name in dict_of(self.holder) or () if self._has(name)]
         slots = [name for name in self._slots if attribute_of(self.holder, name) is not ABSENT]
         return [*own, *slots, *(key for registry in self._registries() for key in registry)]
 
@@ -340,6 +347,6 @@ def is_watched(kind: type) -> bool:
     if issubclass(kind, _NOT_WATCHED):
         return False
     if root in _UNWATCHED:
-        return is_guarded(kind)
+        return guarded_names(kind) is not None or is_module_of_users(module)
     is_of_python = root in sys.stdlib_module_names and root != "__main__"
     return kind.__name__ in _OPEN if is_of_python else True

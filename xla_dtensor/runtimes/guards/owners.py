@@ -133,6 +133,10 @@ class Owner:
         """Return what messages call the value of a key."""
         return f"{self.label}.{key}"
 
+    def ignores(self, key: Any) -> bool:
+        """Tell whether what a key holds is nothing to a compiled step."""
+        return False
+
     def size(self) -> int:
         """Return how many keys there are at present."""
         return len(self.holder)
@@ -420,20 +424,45 @@ class Cell(_Single):
             del self.holder.cell_contents
 
 
+class DATA:
+    """The name of a tensor's data, as other names tell where a tensor is."""
+
+    @classmethod
+    def of(cls, tensor: Any) -> Any:
+        """Return what tells it from all other names."""
+        return id(tensor), cls
+
+
 class Traits(_Single):
-    """What of a tensor, besides its values, a program depends on."""
+    """What of a tensor, besides its values, a program depends on.
+
+    Attributes:
+        fits: Tells whether the tensor may have the data that it has; None: those that it had.
+    """
+
+    fits: Callable[[Any], bool] | None = None
+
+    def __init__(self, holder: Any, label: str) -> None:
+        super().__init__(holder, label)
+        self._data = getattr(holder, TRAITS[-1], None)  # else others may come to be at its address
 
     def look_up(self, key: Any) -> Any:
         requires_grad, hooks, later, payload = (getattr(self.holder, n, None) for n in TRAITS)
         hook_ids = tuple(hooks) if hooks else (), tuple(later) if later else ()
-        return requires_grad, *hook_ids, None if payload is None else id(payload)
+        data = id(payload) if self.fits is None else self.fits(self.holder)
+        return requires_grad, *hook_ids, None if payload is None else data
+
+    def let_data_move(self, fits: Callable[[Any], bool]) -> None:
+        """Take other data for the same, of which the program reads the values."""
+        self.fits, self._data = fits, None
+        self.snapshot[None] = (*self.snapshot[None][:-1], True)
 
     def change(self, key: Any, found: Any, now: Any) -> Change:
         if found[0] != now[0]:
             return Change(f"{self.label}.requires_grad changed to {now[0]}")
         if found[:-1] != now[:-1]:
             return Change(f"a hook of {self.label} was added or removed")
-        return Change(f"the data of {self.label} was replaced", for_good=True)
+        return Change(f"the data of {self.label} was replaced", True, DATA.of(self.holder))
 
     def effects(self) -> list[Effect]:
         requires_grad = self.holder.requires_grad

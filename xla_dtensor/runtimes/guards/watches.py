@@ -25,6 +25,7 @@ from xla_dtensor.runtimes.guards.objects import (
     Answers,
     ClassNames,
     Object,
+    dict_of,
     is_watched,
 )
 from xla_dtensor.runtimes.guards.owners import (
@@ -192,11 +193,16 @@ class Watches(Reads):
         if self._is_busy or name == "__class__":
             return
         owner = self._owners.get((Object, id(holder)))
-        if is_read and owner is not None and (owner.is_whole or owner.reads.get(name)):
-            return
+        if is_read and owner is not None:
+            # What the step itself has put there is none of what was there before.
+            is_own = name in (owner.writes or ()) and name in (dict_of(holder) or ())
+            if is_own or owner.is_whole or owner.reads.get(name):
+                return
         self._is_busy = True
         try:
             owner = self._object(holder) if owner is None else owner
+            if owner.ignores(name):
+                return
             if is_read:
                 self._note_first(owner, name)
             else:

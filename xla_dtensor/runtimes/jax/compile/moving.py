@@ -11,6 +11,8 @@ object, written to in place. Two kinds of names are given other tensors all the 
                                                with the name as the input                program B
     call 3    finds t2                         program B reads t2
 
+So are the data of a tensor, which ``p.data = average`` replaces, while `p` stays the tensor.
+
 A name is taken for the input only when it was seen to change, and where its tensor has no other
 name that is known: a tensor that has two is one input, and they may part ways.
 
@@ -26,6 +28,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.runtimes.guards.owners import DATA
 from xla_dtensor.runtimes.guards.values import Moving, Sighting
 from xla_dtensor.runtimes.host_work import HostTape, HostWork
 from xla_dtensor.runtimes.host_work.tape import is_host
@@ -33,7 +36,7 @@ from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import Trace
 from xla_dtensor.runtimes.jax.compile.trace_values import inner
 
-__all__ = ["Aliases", "MovingTensor", "moving_tensors"]
+__all__ = ["Aliases", "MovingData", "MovingTensor", "moving_data", "moving_tensors"]
 
 
 @dataclass
@@ -133,6 +136,76 @@ def moving_tensors(
             lies = sharding if is_alike else None
             tensors.append(MovingTensor(found, now, moving, lies=lies, is_alike=is_alike))
     return tensors
+
+
+@dataclass
+class MovingData:
+    """A tensor whose data are looked up in each call, because they were seen to be replaced.
+
+    Args:
+        tensor: The tensor.
+        fits: Tells whether it may have the data that it has.
+        place: Of its memory among what the program reads, or writes to.
+        is_written: Whether the program writes to it.
+    """
+
+    tensor: torch.Tensor
+    fits: Callable[[Any], bool]
+    place: int = -1
+    is_written: bool = False
+
+    @property
+    def storage(self) -> Storage:
+        """The memory that the tensor has now."""
+        payload = inner(self.tensor)
+        assert payload is not None
+        return payload._storage
+
+    def bind(self, read: list[Storage], state: list[Storage]) -> None:
+        """Let the program read, and write to, the memory that the tensor has now."""
+        (state if self.is_written else read)[self.place] = self.storage
+
+
+def moving_data(
+    seen: Sequence[Sighting],
+    others: Iterable[torch.Tensor],
+    trace: Trace,
+    names: Collection[Any],
+    left_out: Collection[Storage | None],
+) -> list[MovingData]:
+    """Return the tensors whose data a program looks up.
+
+    Args:
+        seen: Each name with the tensor that the trace found there.
+        others: Further tensors that the program knows.
+        trace: The trace; its tensors have their values of before again.
+        names: The names that were seen to change.
+        left_out: The storages of arguments, and of what is read by name.
+    """
+    tensors = {id(each): each for each in (*(entry.found for entry in seen), *others)}
+    counts = Counter(map(_memory, tensors.values()))
+    found: list[MovingData] = []
+    for tensor in tensors.values():
+        payload = inner(tensor)
+        if payload is None or DATA.of(tensor) not in names or counts[_memory(tensor)] > 1:
+            continue
+        storage = payload._storage
+        is_input = storage in trace.captured and storage not in left_out
+        if is_input and storage.row is None and id(tensor) not in trace.new_data:
+            found.append(MovingData(tensor, _fitting_data(tensor, storage.lies)))
+    return found
+
+
+def _fitting_data(original: torch.Tensor, sharding: Any) -> Callable[[Any], bool]:
+    kind = _kind(original)
+
+    def fits(tensor: Any) -> bool:
+        payload = inner(tensor)
+        if payload is None or payload._storage.row is not None:
+            return False
+        return _kind(tensor) == kind and payload._storage.lies == sharding
+
+    return fits
 
 
 def _on_host(found: torch.Tensor, now: torch.Tensor, tape: HostTape) -> list[MovingTensor]:

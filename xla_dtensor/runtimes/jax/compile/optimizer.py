@@ -171,6 +171,7 @@ class OptimizerInputs:
         self._state: list[tuple[torch.optim.Optimizer, Any, Any, list[Any]]] = []
         self._moving: list[tuple[dict[Any, Any], Any, Moving]] = []
         self._replaced: list[tuple[dict[Any, Any], Any, torch.Tensor]] = []
+        self._data: list[tuple[Any, Any, Callable[[Any], bool]]] = []
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         self._lifted: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -272,6 +273,25 @@ class OptimizerInputs:
             or any(of.get(name) is not tensor for name, tensor in tensors)
             for optimizer, parameter, of, tensors in self._state
         ) or any(not moving.takes(of.get(name)) for of, name, moving in self._moving)
+
+    def let_data_move(self, fits: Mapping[int, Callable[[Any], bool]]) -> None:
+        """Take other data of tensors for the same, of which the program reads the values.
+
+        Args:
+            fits: What tells whether a tensor's data may be others, by the id of the tensor.
+        """
+        kept = (t for _, _, _, tensors in self._state for _, t in tensors)
+        self._data = [
+            (t, _data_of(t), fits.get(id(t), _fits_none)) for t in (*self.parameters(), *kept)
+        ]
+
+    def data_replaced(self) -> list[torch.Tensor]:
+        """Return the parameters and the tensors of state that were given other data."""
+        return [
+            tensor
+            for tensor, data, fits in self._data
+            if _data_of(tensor) is not data and not fits(tensor)
+        ]
 
     def parameters_changed(self) -> bool:
         """Tell whether an optimizer has been given other parameters."""
@@ -632,6 +652,14 @@ def _under(find: Callable[[], Any], name: Any) -> Callable[[], Any]:
 
 def _of_parameter(optimizer: torch.optim.Optimizer, parameter: Any) -> Callable[[], Any]:
     return lambda: optimizer.state.get(parameter)
+
+
+def _data_of(tensor: Any) -> Any:
+    return getattr(tensor, "_local_tensor", None)
+
+
+def _fits_none(tensor: Any) -> bool:
+    return False
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:

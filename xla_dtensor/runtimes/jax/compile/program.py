@@ -37,7 +37,7 @@ from xla_dtensor.runtimes.jax.compile.host_inputs import HostPart
 from xla_dtensor.runtimes.jax.compile.layers.slots import Holding, Slot, Slots
 from xla_dtensor.runtimes.jax.compile.layers.stacks import give_stack, stack_of
 from xla_dtensor.runtimes.jax.compile.layers.watch import Watch
-from xla_dtensor.runtimes.jax.compile.moving import Aliases, MovingTensor
+from xla_dtensor.runtimes.jax.compile.moving import Aliases, MovingData, MovingTensor
 from xla_dtensor.runtimes.jax.compile.trace import Call, Key
 from xla_dtensor.runtimes.jax.compile.trace_values import Delivered, inner
 from xla_dtensor.runtimes.jax.eager.checks import raise_flagged
@@ -330,6 +330,7 @@ class Program:
         digest: Equal for programs that do the same.
         host: What is done on the host for each run.
         moving: Tensors that are read by name.
+        data: Tensors whose data are looked up.
         effects: What is assigned in Python after each run.
         aliases: The arguments that the step also finds by name.
         writes: The containers among the arguments that it writes to.
@@ -357,6 +358,7 @@ class Program:
     digest: str = ""
     host: HostPart | None = None
     moving: list[MovingTensor] = field(default_factory=list)
+    data: list[MovingData] = field(default_factory=list)
     effects: RunEffects = field(default_factory=lambda: RunEffects([], {}))
     aliases: Aliases = field(default_factory=Aliases)
     writes: Writes = field(default_factory=Writes)
@@ -427,8 +429,10 @@ class Program:
         for moving_tensor in self.moving:
             work = None if self.host is None else self.host.work
             moving_tensor.bind(self.read, self.state, work)
+        for entry in self.data:
+            entry.bind(self.read, self.state)
         self._found = [entry.moving.tensor for entry in self.moving]
-        if self.moving:
+        if self.moving or self.data:
             self._known = {*self.state, *self.read}
             if len(self._known) < len(self.state) + len(self.read):
                 return Change("two names have one tensor, and had one each")

@@ -290,7 +290,7 @@ class JaxCompiledStep(CompiledStep):
             self._lent_names.update(program.watch.inputs.changed(may_be_lent=True))
             why = why or change.why
             if change.name is not None:
-                self._names.update((change.name, *program.watch.guards.replaced()))
+                self._names.update((change.name, *program.watch.replaced()))
         if not why:
             why = self._kept.why_none(call, key)
         program = self._compiled(why, call, key)
@@ -406,6 +406,9 @@ class JaxCompiledStep(CompiledStep):
             moving_tensor.number = outcome.lasting.index(new) if new in outcome.lasting else None
             moving_tensor.key = id(moving_tensor.left)
             moving_tensor.forget()
+        for entry in outcome.data:
+            entry.is_written = entry.storage in trace.state
+            entry.place = (state if entry.is_written else read).index(entry.storage)
         pinned = (
             outcome.pinned,
             [state_input.sharding for state_input in inputs[0]],
@@ -433,6 +436,7 @@ class JaxCompiledStep(CompiledStep):
             outcome.gradients,
             host=outcome.host,
             moving=outcome.moving,
+            data=outcome.data,
             effects=outcome.effects,
             aliases=outcome.aliases,
             writes=outcome.writes,

@@ -47,7 +47,13 @@ from xla_dtensor.runtimes.jax.compile.layers.rows import Rows, gather, placed_va
 from xla_dtensor.runtimes.jax.compile.layers.slots import row_type
 from xla_dtensor.runtimes.jax.compile.layers.stacks import all_rows
 from xla_dtensor.runtimes.jax.compile.layers.watch import Watch, watching
-from xla_dtensor.runtimes.jax.compile.moving import Aliases, MovingTensor, moving_tensors
+from xla_dtensor.runtimes.jax.compile.moving import (
+    Aliases,
+    MovingData,
+    MovingTensor,
+    moving_data,
+    moving_tensors,
+)
 from xla_dtensor.runtimes.jax.compile.optimizer import OptimizerInputs, lent, lent_tensor, lifted
 from xla_dtensor.runtimes.jax.compile.trace_values import (
     Same,
@@ -396,6 +402,7 @@ class TracedStep:
         program: The jaxpr, with the owners of its constants.
         host: What the host does for each run; None for nothing.
         moving: The tensors that are read by name.
+        data: The tensors whose data are looked up in each call.
         gradients: What it did to parameters' gradients.
         effects: What Python assigned.
         aliases: The arguments that it also finds by name.
@@ -415,6 +422,7 @@ class TracedStep:
     program: TracedProgram = field(init=False)
     host: HostPart | None = field(init=False)
     moving: list[MovingTensor] = field(init=False)
+    data: list[MovingData] = field(init=False)
     gradients: GradientEffects = field(init=False)
     effects: RunEffects = field(init=False)
     aliases: Aliases = field(init=False)
@@ -429,6 +437,7 @@ class TracedStep:
     def alone(self) -> set[Storage]:
         """Return the storages that are no rows of stacks: they get other values between runs."""
         moving = {moving_tensor.storages[0] for moving_tensor in self.moving} - {None}
+        moving |= {entry.storage for entry in self.data}
         alone = {*(storage for storage, _ in self.numbers), *self.host_storages(), *moving}
         return {storage for storage in alone if storage is not None}
 
@@ -561,6 +570,9 @@ def _settle(
         seen += (Sighting((GRADIENTS, number), grad, grad) for number, grad in enumerate(there))
         names = {*names, *((GRADIENTS, number) for number in range(len(there)))}
     outcome.moving = moving_tensors(seen, trace, tape, made, names, {*outcome.arguments})
+    left_out = {*outcome.arguments, *(entry.storages[0] for entry in outcome.moving)}
+    of_optimizers = (*watch.inputs.parameters(), *watch.inputs.moments())
+    outcome.data = moving_data(seen, of_optimizers, trace, names, left_out)
     by_name = {id(entry.found): entry.moving for entry in outcome.moving}
     of_gradients = trace.captured, notes, outcome.lasting, by_name
     outcome.gradients = GradientEffects.of(gradients, *of_gradients)
@@ -571,4 +583,4 @@ def _settle(
     outcome.static = [plan.result(static) for static in outcome.static]
     outcome.effects = plan.effects(assigned)
     outcome.aliases = Aliases.of((sighting.found for sighting in seen), outcome.arguments)
-    watch.settle(trace, tape, outcome.moving, outcome.aliases)
+    watch.settle(trace, tape, outcome.moving, outcome.data, outcome.aliases)

@@ -12,13 +12,14 @@ import torch
 from torch.nn.utils import clip_grad
 
 from xla_dtensor.runtimes.guards import Guards, Recording
+from xla_dtensor.runtimes.guards.owners import DATA
 from xla_dtensor.runtimes.guards.values import Change
 from xla_dtensor.runtimes.host_work import HostTape
 from xla_dtensor.runtimes.host_work.noticing import noticing
 from xla_dtensor.runtimes.host_work.tape import is_host
 from xla_dtensor.runtimes.jax.arrays.trace import Trace
 from xla_dtensor.runtimes.jax.compile.layers.rows import row_of
-from xla_dtensor.runtimes.jax.compile.moving import Aliases, MovingTensor
+from xla_dtensor.runtimes.jax.compile.moving import Aliases, MovingData, MovingTensor
 from xla_dtensor.runtimes.jax.compile.optimizer import NumbersMeetTensors, OptimizerInputs
 from xla_dtensor.runtimes.jax.compile.trace_values import inner
 from xla_dtensor.runtimes.torch_own import put_back
@@ -41,15 +42,19 @@ class Watch:
 
     def broken(self) -> Change | None:
         """Return what has changed since the trace, None if nothing has."""
-        why = self.guards.broken()
-        if why is not None:
-            return why
+        change = self.guards.broken()
+        if change is not None:
+            return change
         if self.inputs.parameters_changed():
             return Change("an optimizer was given other parameters")
         if self.inputs.hooks_changed():
             return Change("a hook of an optimizer was added or removed")
         if self.inputs.state_replaced():
             return Change("the state of an optimizer was replaced", for_good=True)
+        replaced = self.inputs.data_replaced()
+        if replaced:
+            why = "the data of an optimizer's parameter, or of its state, were replaced"
+            return Change(why, for_good=True, name=DATA.of(replaced[0]))
         changed = self.inputs.changed()
         if changed:
             return Change(f"an optimizer's {', '.join(changed)} changed", for_good=True)
@@ -57,8 +62,18 @@ class Watch:
             return Change("a number that the step branches on changed")
         return None
 
+    def replaced(self) -> Iterator[Any]:
+        """Yield the names of all that another value of its kind has taken the place of."""
+        yield from self.guards.replaced()
+        yield from map(DATA.of, self.inputs.data_replaced())
+
     def settle(
-        self, trace: Trace, tape: HostTape, moving: Sequence[MovingTensor], aliases: Aliases
+        self,
+        trace: Trace,
+        tape: HostTape,
+        moving: Sequence[MovingTensor],
+        data: Sequence[MovingData],
+        aliases: Aliases,
     ) -> None:
         """Remember what holds at the end of the trace.
 
@@ -66,6 +81,7 @@ class Watch:
             trace: The trace.
             tape: Of the host.
             moving: What is read by name.
+            data: The tensors whose data are looked up.
             aliases: The arguments that the step also finds by name.
         """
 
@@ -83,7 +99,9 @@ class Watch:
         instead = {**self.inputs.lifted(), **by_name}
         assert self.recording is not None
         self.guards = self.recording.guards()
-        self.guards.settle(reads, instead)
+        fits = {id(entry.tensor): entry.fits for entry in data}
+        self.inputs.let_data_move(fits)
+        self.guards.settle(reads, instead, fits)
         self.recording = None  # It holds what the step has dropped.
         self.answers = trace.answers
 
