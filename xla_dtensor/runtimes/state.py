@@ -7,6 +7,7 @@ the same on all.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import statistics
@@ -30,6 +31,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from xla_dtensor.core.errors import ArgumentTypeError
 from xla_dtensor.report.attribution import AskedFor
+from xla_dtensor.runtimes.torch_own import past_functions
 
 __all__ = [
     "ProgramToCheck",
@@ -37,6 +39,7 @@ __all__ = [
     "check",
     "checking",
     "follow_torch_seed",
+    "follow_torch_states",
     "named_from",
     "naming_modules",
     "num_tokens",
@@ -304,6 +307,7 @@ def num_tokens(leaves: list[Any]) -> int | None:
 # ``torch.initial_seed()`` would miss that.
 
 logger = logging.getLogger("xla_dtensor")
+_numpy = past_functions("numpy")
 _MODULE = "xla_dtensor's ear for torch.manual_seed"
 
 
@@ -338,6 +342,36 @@ def follow_torch_seed(seed: Callable[[int], None]) -> bool:
     if present is None:
         torch._register_device_module(name, module)
     return True
+
+
+def follow_torch_states(was_read: Callable[[bytes], None], is_set: Callable[[bytes], None]) -> None:
+    """Call these whenever the state of torch's generator is asked for, and when one is set.
+
+    ``torch.get_rng_state`` and ``set_rng_state`` go on to do what they do; ``fork_rng`` calls them.
+
+    Args:
+        was_read: Given the bytes of the state.
+        is_set: Given those of the state that it has from now on.
+    """
+    get_state, set_state, process = torch.get_rng_state, torch.set_rng_state, os.getpid()
+    if hasattr(get_state, "__wrapped__"):
+        return
+
+    @functools.wraps(get_state)
+    def get_rng_state() -> torch.Tensor:
+        state = get_state()
+        if os.getpid() == process:  # not in a data loader's worker, which is a fork
+            was_read(_numpy(state).tobytes())
+        return state
+
+    @functools.wraps(set_state)
+    def set_rng_state(new_state: torch.Tensor) -> None:
+        set_state(new_state)
+        if os.getpid() == process:
+            is_set(_numpy(new_state).tobytes())
+
+    for module in (torch, torch.random):
+        module.get_rng_state, module.set_rng_state = get_rng_state, set_rng_state
 
 
 # ------------------------------------ Settings that a traced step depends on besides its arguments

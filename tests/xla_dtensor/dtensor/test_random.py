@@ -325,3 +325,70 @@ def test_random_fills_the_range_of_a_dtype(
     found = x.random_().full_tensor().cpu()
     assert 0 <= found.min().item() < most / 10
     assert most * 0.9 < found.max().item() <= most
+
+
+@pytest.mark.only_on("jax")
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("seed", [1, 5])
+def test_fork_rng_puts_the_devices_state_back(
+    mesh: xd.DeviceMesh, is_compiled: bool, seed: int
+) -> None:
+    x = xd.distribute_tensor(torch.ones(16), mesh)
+    step = xd.compile(lambda x: F.dropout(x, 0.5)) if is_compiled else lambda x: F.dropout(x, 0.5)
+    torch.manual_seed(1)
+    expected = [step(x).tolist() for _ in range(3)]
+    torch.manual_seed(1)
+    found, validated = [], []
+    for _ in range(3):
+        found.append(step(x).tolist())
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            validated.append(step(x).tolist())
+        torch.rand(3)
+    assert found == expected
+    assert validated == [validated[0]] * 3
+
+
+@pytest.mark.only_on("jax")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_state_that_is_set_again_repeats_and_goes_on(
+    mesh: xd.DeviceMesh, is_compiled: bool
+) -> None:
+    def step(x: Any) -> Any:
+        state = torch.get_rng_state()
+        first = F.dropout(x, 0.5)
+        torch.set_rng_state(state)
+        return first, F.dropout(x, 0.5), F.dropout(x, 0.5)
+
+    step = xd.compile(step) if is_compiled else step
+    x = xd.distribute_tensor(torch.ones(64), mesh)
+    state = torch.get_rng_state()
+    calls = [[each.tolist() for each in step(x)] for _ in range(2)]
+    torch.set_rng_state(state)
+    assert [each.tolist() for each in step(x)] == calls[0]
+    assert all(first == again != later for first, again, later in calls)
+    assert calls[0][2] != calls[1][0]
+
+
+@pytest.mark.only_on("jax")
+def test_the_hosts_numbers_are_those_of_pytorch_whichever_call_is_traced(
+    mesh: xd.DeviceMesh,
+) -> None:
+    def step(x: Any) -> Any:
+        # What is computed again draws again, on the mesh and on the host.
+        y = checkpoint(lambda x: F.dropout(x, 0.5) * torch.rand(16), x, use_reentrant=False)
+        torch.rand_like(x.detach())
+        y.sum().backward()
+        return torch.rand(2)
+
+    x = xd.distribute_tensor(torch.ones(16), mesh).requires_grad_()
+    torch.manual_seed(7)
+    expected = [(torch.rand(16), torch.rand(2), torch.randperm(5))[1:] for _ in range(3)]
+    for is_traced_before in (False, True):
+        compiled = xd.compile(step)
+        if is_traced_before:
+            compiled(x)
+        torch.manual_seed(7)
+        for numbers, places in expected:
+            torch.testing.assert_close(compiled(x), numbers)
+            assert torch.equal(torch.randperm(5), places)

@@ -18,7 +18,8 @@ torch's own generator is set by functions, which are noted (``seeding``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.runtimes.torch_own import past_functions
 
-__all__ = ["Place", "Places", "States", "address_of", "generator_of"]
+__all__ = ["Place", "Places", "States", "Unmarked", "address_of", "generator_of"]
 
 _MARK = 640  # how many draws a mark is away from the state before it
 
@@ -159,6 +160,57 @@ class States:
         """Give a generator the state of a place."""
         state = self._states[place.key] if place.state is None else place.state
         generator.set_state(state)
+
+
+class Unmarked:
+    """torch's own generator as it moves where nothing is traced, while marks are drawn from it.
+
+    A trace draws a mark for each draw on the mesh (``runtimes.jax.lower.random``), and a run of the
+    program does not. So that both give the host the same numbers, a draw of the host's is made from
+    the state that there is without the marks::
+
+        mark          s0 -> s1        s1 stands for s0
+        torch.rand    s1 -> s2        made from s0, which it moves to t1; s2 stands for t1
+        set_state(s0), mark           what is computed again: s1 stands for s0, as before
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[bytes, torch.Tensor] = {}
+
+    def state(self) -> torch.Tensor:
+        """Return the state that there is without the marks."""
+        state = torch.default_generator.get_state()
+        return self._states.get(_key(state), state)
+
+    def mark(self) -> int:
+        """Draw a mark."""
+        unmarked = self.state()
+        number = _draw_mark()
+        self._note(unmarked)
+        return number
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Let the block draw from the state that there is without the marks."""
+        generator = torch.default_generator
+        state, unmarked = generator.get_state(), self.state()
+        generator.set_state(unmarked)
+        try:
+            yield
+        finally:
+            after = generator.get_state()
+            if _key(unmarked) != _key(state):
+                generator.set_state(state)
+                _draw_mark()
+            self._note(after)
+
+    def _note(self, unmarked: torch.Tensor) -> None:
+        self._states.setdefault(_key(torch.default_generator.get_state()), unmarked)
+
+
+def _draw_mark() -> int:
+    with _disable_current_modes():  # Nobody's draw, and none of the tape.
+        return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 def generator_of(kwargs: Mapping[str, Any], args: Iterable[Any]) -> torch.Generator:

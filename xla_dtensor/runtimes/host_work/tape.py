@@ -10,13 +10,14 @@ or generators have moved on, can give it other values.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from xla_dtensor.runtimes.host_work.generators import Places, generator_of
+from xla_dtensor.runtimes.host_work.generators import Places, Unmarked, generator_of, is_default
 from xla_dtensor.runtimes.host_work.steps import (
     Alias,
     Answer,
@@ -76,6 +77,7 @@ class HostTape:
         self.made_generators: set[int] = set()  # the addresses of those that the step makes
         self._places = Places(self.made_generators)
         self._first_state = torch.default_generator.get_state()
+        self._unmarked = Unmarked()
         self._steps: list[Step] = []
         self._tensors: list[torch.Tensor] = []  # by slot; they keep their ids
         self._slots: dict[int, Slot] = {}
@@ -136,7 +138,8 @@ class HostTape:
     def _draw(self, func: Any, args: Any, kwargs: Any, accesses: Any) -> Any:
         generator = generator_of(kwargs, args)
         self._follow(generator)
-        output = func(*args, **kwargs)
+        with self._unmarked.drawing() if is_default(generator) else contextlib.nullcontext():
+            output = func(*args, **kwargs)
         number = self._places.drawn(generator)
         return self._noted(func, output, accesses, generator=generator, number=number)
 
@@ -317,6 +320,10 @@ class HostTape:
 
     # ------------------------------------------------------------------ generators
 
+    def mark(self) -> int:
+        """Draw a number from torch's own generator that is none of the host's draws."""
+        return self._unmarked.mark()
+
     def note_generator(self, generator: torch.Generator) -> None:
         """Follow a generator that is older than the tape, from before the step uses it."""
         self._places.note(generator)
@@ -350,6 +357,7 @@ class HostTape:
         """
         for generator in self._places.generators:
             self._follow(generator)
+        torch.default_generator.set_state(self._unmarked.state())
         steps, constants = needed(self._steps, self._memory_of)
         needs = {slot for step in steps for slot in step.needs}
         firsts = (memory.slot for memory in self._memories.values() if memory.older)

@@ -65,7 +65,12 @@ from xla_dtensor.runtimes.jax.lower.attention import fits_cudnn
 from xla_dtensor.runtimes.jax.native import NativeArrays
 from xla_dtensor.runtimes.nested import runs_as_it_is
 from xla_dtensor.runtimes.registry import cache_folder
-from xla_dtensor.runtimes.state import follow_torch_seed, pack_state, unpack_state
+from xla_dtensor.runtimes.state import (
+    follow_torch_seed,
+    follow_torch_states,
+    pack_state,
+    unpack_state,
+)
 from xla_dtensor.runtimes.whole_ops import Remat
 from xla_dtensor.versions import PACKAGE_FOLDER
 
@@ -161,6 +166,7 @@ class JaxRuntime(Runtime):
         self._roots: dict[tuple[int, ...], Mesh] = {}
         jax_generator.start()
         follow_torch_seed(self.manual_seed)
+        follow_torch_states(random.keep_beside, random.put_back_beside)
         same_program.start(self)
 
     has_scopes: ClassVar[bool] = True

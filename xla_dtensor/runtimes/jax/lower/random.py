@@ -34,9 +34,11 @@ __all__ = [
     "drawing_from",
     "draws",
     "first_process_state",
+    "keep_beside",
     "new_rng",
     "next_key",
     "next_key_data",
+    "put_back_beside",
     "read",
     "seed",
     "span",
@@ -60,7 +62,16 @@ __all__ = [
 # rewinds torch's generator and knows of no other here, repeats the dropout of its forward pass. The
 # keys themselves do not depend on the marks, of which processes may draw different ones.
 
+#
+# Where torch's state was asked for, this one's is kept beside it, and is in use again when torch's
+# is set again: ``torch.random.fork_rng()`` puts both back.
+
 _state: Storage | None = None
+_STATES_KEPT = 256
+_eager_states: OrderedDict[bytes, Any] = OrderedDict()
+_traced_states: weakref.WeakKeyDictionary[Any, OrderedDict[bytes, Any]] = (
+    weakref.WeakKeyDictionary()
+)
 _MARKS_KEPT = 16_384
 _eager_keys: OrderedDict[int, Any] = OrderedDict()
 _device_key: list[Any] | None = None  # the one key of the lowering that runs on a device's tile
@@ -134,6 +145,35 @@ def read(rng: Storage | None) -> int:
     return (high << 32) | low
 
 
+def _states() -> OrderedDict[bytes, Any]:
+    trace = active_trace()
+    return _eager_states if trace is None else _traced_states.setdefault(trace, OrderedDict())
+
+
+def keep_beside(torch_state: bytes) -> None:
+    """Keep the state of the generator in use for when torch's is set to what it is now."""
+    if _state is None or _device_key is not None:
+        return
+    array, states = _state.read(), _states()
+    with x64():
+        # A program that runs next takes the array over.
+        states[torch_state] = jnp.array(array, copy=True) if active_trace() is None else array
+    if len(states) > _STATES_KEPT:
+        states.popitem(last=False)
+
+
+def put_back_beside(torch_state: bytes) -> None:
+    """Go back to the state that was kept beside one of torch's, if there is one."""
+    kept = _states().get(torch_state)
+    if kept is None or _device_key is not None:
+        return
+    with x64():
+        if active_trace() is None:
+            _eager_keys.clear()  # The state itself gives them again.
+            kept = jnp.array(kept, copy=True)
+        _current().write(kept)
+
+
 @contextlib.contextmanager
 def using(rng: Storage) -> Iterator[None]:
     """Let draws take from `rng` and advance it, and leave the generator in use alone."""
@@ -162,12 +202,18 @@ def next_key(generator: torch.Generator | None = None) -> Any:
     if _device_key is not None:
         key, _device_key[0] = jax.random.split(_device_key[0])
         return key
-    mark, keys = _mark(), _keys()
-    if mark not in keys:
-        keys[mark] = _fresh_key()
-        if len(keys) > _MARKS_KEPT:
-            keys.popitem(last=False)
-    return keys[mark]
+    mark, keys, rng = _mark(), _keys(), _current()
+    if mark in keys:
+        key, before, after = keys[mark]
+        if rng.read() is before:  # It was put back as well, and moves on as it did.
+            rng.write(after)
+        return key
+    before = rng.read() if active_trace() is not None else None
+    key = _fresh_key()
+    keys[mark] = key, before, None if before is None else rng.read()
+    if len(keys) > _MARKS_KEPT:
+        keys.popitem(last=False)
+    return key
 
 
 def span() -> tuple[Any, Callable[[Any], None]]:
@@ -176,15 +222,18 @@ def span() -> tuple[Any, Callable[[Any], None]]:
     Where torch's generator was rewound, the state is the one it gave before, and what is drawn
     from it again moves nothing.
     """
-    mark, keys = _mark(), _keys()
+    mark, keys, rng = _mark(), _keys(), _current()
     if mark in keys:
-        return keys[mark], lambda new_state: None
-    keys[mark] = state = _current().read()
-    return state, _current().write
+        return keys[mark], rng.write if rng.read() is keys[mark] else lambda new_state: None
+    keys[mark] = state = rng.read()
+    return state, rng.write
 
 
 def _mark() -> int:
     """Draw a mark, past what notes the draws that a step makes on the host."""
+    trace = active_trace()
+    if trace is not None and trace.host is not None:
+        return trace.host.tape.mark()
     with _disable_current_modes():
         return int(torch.randint(2**63 - 1, (), device="cpu"))
 

@@ -325,7 +325,7 @@ def _child_trace() -> Iterator[tuple[Trace, Trace | None]]:
 @contextlib.contextmanager
 def _plain_torch(with_grad: bool) -> Iterator[None]:
     """Shield the trace from what is around it, and that from the trace."""
-    state = torch.get_rng_state()
+    state = torch.default_generator.get_state()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(LoopOps(_tape()))
@@ -342,7 +342,7 @@ def _plain_torch(with_grad: bool) -> Iterator[None]:
         try:
             yield
         finally:
-            torch.set_rng_state(state)
+            torch.default_generator.set_state(state)
 
 
 def _tape() -> HostTape:
