@@ -2768,3 +2768,19 @@ def numbers_in_a_list(on: On) -> Any:
     losses = [x.sum().detach(), x.detach().mean(), 2.0]
     total = torch.tensor(losses), torch.as_tensor(losses[:2]), torch.tensor([[losses[0]], [1.0]])
     return *total, x.new_tensor(losses), torch.DoubleTensor(losses)
+
+
+@layouts()
+def tensors_made_by_the_oldest_constructor(on: On) -> Any:
+    """torch.distributions call it with a size: an error about a dispatch key."""
+    x = on.put(numbers(4, 3).abs() + 0.5, Shard(0), R)
+    made = x.new(torch.Size([2, 3])), x.new(2), x.new()
+    sample = torch.distributions.Laplace(x, x).sample((5,))
+    lies = [isinstance(each, xd.DTensor) for each in (*made, sample)]
+    shapes = [tuple(each.shape) for each in made]
+    return [lies, shapes, x.new([1, 2]).tolist(), x.new(x) is x], [
+        [True] * 4,
+        [(2, 3), (2,), (0,)],
+        [1.0, 2.0],
+        True,
+    ]

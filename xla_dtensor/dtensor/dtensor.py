@@ -395,6 +395,17 @@ class DTensor(TorchDTensor):
         options = {"dtype": self.dtype, **{k: v for k, v in options.items() if v is not None}}
         return torch.tensor(data, **options)
 
+    def new(self, *args: Any, **options: Any) -> torch.Tensor:
+        """Return what PyTorch's oldest constructor gives: of a size, or of data.
+
+        ``torch.distributions`` calls it with a ``torch.Size``: a new tensor on this one's mesh.
+        """
+        is_size = isinstance(args[0], torch.Size) if len(args) == 1 else True
+        if is_size or isinstance(args[0], int):
+            size = args[0] if args and isinstance(args[0], torch.Size) else args or (0,)
+            return self.new_empty(size)
+        return args[0] if isinstance(args[0], torch.Tensor) else self.new_tensor(args[0])
+
     def data_ptr(self) -> int:
         """Return the address of the whole value on the host: a copy, kept while the tensor lives.
 

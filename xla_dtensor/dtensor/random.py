@@ -130,6 +130,7 @@ class RNGStatesTracker:
 
     def __init__(self) -> None:
         self._rngs: dict[str, Any] = {}
+        self._former: dict[str, Any] = {}  # which steps that are compiled already draw from
         self._seeds: set[int] = set()
 
     def is_initialized(self) -> bool:
@@ -138,7 +139,8 @@ class RNGStatesTracker:
 
     def reset(self) -> None:
         """Forget all states."""
-        self._rngs.clear()
+        self._former |= self._rngs
+        self._rngs = {}
         self._seeds.clear()
 
     def add(self, name: str, seed: int) -> None:
@@ -161,7 +163,12 @@ class RNGStatesTracker:
                 f"add was called with name={name!r} and seed={seed}. The state {name!r} already "
                 "exists. Pass another name, or call reset() first."
             )
-        self._rngs[name] = get_runtime().new_rng(seed)
+        runtime = get_runtime()
+        rng = runtime.new_rng(seed)
+        if name in self._former:
+            state, rng = runtime.get_rng_state(rng), self._former.pop(name)
+            runtime.set_rng_state(state, rng)
+        self._rngs[name] = rng
         self._seeds.add(seed)
 
     @contextlib.contextmanager
@@ -191,8 +198,10 @@ class RNGStatesTracker:
         runtime = get_runtime()
         rngs: dict[str, Any] = {}
         for name, state in states.items():
-            rngs[name] = self._rngs[name] if name in self._rngs else runtime.new_rng(0)
+            former = self._rngs.get(name, self._former.get(name))
+            rngs[name] = runtime.new_rng(0) if former is None else former
             runtime.set_rng_state(state, rngs[name])
+        self._former |= self._rngs
         self._rngs = rngs
 
 

@@ -318,6 +318,24 @@ def test_a_compiled_step_forks(tracker: RNGStatesTracker, x: Any) -> None:
 
 
 @pytest.mark.only_on("jax")
+@pytest.mark.only_on("jax")
+def test_a_compiled_step_forks_what_was_added_anew(x: Any) -> None:
+    tracker = RNGStatesTracker()
+    tracker.add("named", 5)
+
+    def step(x: Any) -> Any:
+        with tracker.fork("named"):
+            return torch.rand_like(x)
+
+    compiled, found = xd.compile(step), []
+    for _ in range(3):
+        found.append([compiled(x).cpu(), compiled(x).cpu()])
+        tracker.reset()
+        tracker.add("named", 5)
+    torch.testing.assert_close(found[1:], found[:1] * 2)
+    assert not torch.equal(*found[0])
+
+
 def test_a_state_cannot_be_read_in_a_program(x: Any, runtime: Runtime) -> None:
     def step(x: Any) -> Any:
         runtime.get_rng_state()

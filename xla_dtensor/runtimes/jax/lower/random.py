@@ -73,7 +73,7 @@ _traced_states: weakref.WeakKeyDictionary[Any, OrderedDict[bytes, Any]] = (
     weakref.WeakKeyDictionary()
 )
 _MARKS_KEPT = 16_384
-_eager_keys: OrderedDict[int, Any] = OrderedDict()
+_eager_keys: weakref.WeakKeyDictionary[Storage, OrderedDict[int, Any]] = weakref.WeakKeyDictionary()
 _device_key: list[Any] | None = None  # the one key of the lowering that runs on a device's tile
 _traced_keys: weakref.WeakKeyDictionary[Any, OrderedDict[int, Any]] = weakref.WeakKeyDictionary()
 
@@ -130,8 +130,10 @@ def seed(number: int) -> None:
 def write(number: int, rng: Storage | None) -> None:
     """Put a generator, or the one in use, into a state that :func:`read` returned."""
     # Who sets the state wants what follows from it, not what an old mark would repeat.
-    _keys().clear()
     storage, words = rng or _current(), _words(number)
+    _keys(storage).clear()
+    if active_trace() is None:
+        _eager_keys.clear()
     with x64():
         storage.write(jnp.asarray(words))
 
@@ -169,7 +171,7 @@ def put_back_beside(torch_state: bytes) -> None:
         return
     with x64():
         if active_trace() is None:
-            _eager_keys.clear()  # The state itself gives them again.
+            _keys(_current()).clear()  # The state itself gives them again.
             kept = jnp.array(kept, copy=True)
         _current().write(kept)
 
@@ -185,9 +187,12 @@ def using(rng: Storage) -> Iterator[None]:
         _state = outer
 
 
-def _keys() -> OrderedDict[int, Any]:
+def _keys(rng: Storage) -> OrderedDict[int, Any]:
+    """Return the keys that draws from a generator were given, by their marks."""
     trace = active_trace()
-    return _eager_keys if trace is None else _traced_keys.setdefault(trace, OrderedDict())
+    if trace is None:
+        return _eager_keys.setdefault(rng, OrderedDict())
+    return _traced_keys.setdefault(trace, OrderedDict())
 
 
 def next_key(generator: torch.Generator | None = None) -> Any:
@@ -202,7 +207,8 @@ def next_key(generator: torch.Generator | None = None) -> Any:
     if _device_key is not None:
         key, _device_key[0] = jax.random.split(_device_key[0])
         return key
-    mark, keys, rng = _mark(), _keys(), _current()
+    mark, rng = _mark(), _current()
+    keys = _keys(rng)
     if mark in keys:
         key, before, after = keys[mark]
         if rng.read() is before:  # It was put back as well, and moves on as it did.
@@ -222,7 +228,8 @@ def span() -> tuple[Any, Callable[[Any], None]]:
     Where torch's generator was rewound, the state is the one it gave before, and what is drawn
     from it again moves nothing.
     """
-    mark, keys, rng = _mark(), _keys(), _current()
+    mark, rng = _mark(), _current()
+    keys = _keys(rng)
     if mark in keys:
         return keys[mark], rng.write if rng.read() is keys[mark] else lambda new_state: None
     keys[mark] = state = rng.read()
