@@ -2784,3 +2784,18 @@ def tensors_made_by_the_oldest_constructor(on: On) -> Any:
         [1.0, 2.0],
         True,
     ]
+
+
+@layouts("jax")
+def a_plain_parameter_beside_others_in_a_compiled_step(on: On) -> Any:
+    """Its update was refused as a value that is read, without a word of the parameter."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    on.model(model[0])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: Any) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    message = error_of(lambda: on.compile(step)(on.put(numbers(8, 4))))
+    return message, "A compiled step wrote what it computes on the mesh to a plai"
