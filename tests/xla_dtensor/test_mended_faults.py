@@ -2799,3 +2799,72 @@ def a_plain_parameter_beside_others_in_a_compiled_step(on: On) -> Any:
 
     message = error_of(lambda: on.compile(step)(on.put(numbers(8, 4))))
     return message, "A compiled step wrote what it computes on the mesh to a plai"
+
+
+def averaged(parameters: Any, states: Any, k: int) -> None:
+    """Evaluate with other weights, as who averages them does."""
+    kept = [p.data for p in parameters]
+    for p in parameters:
+        p.data = p.data * 0.5
+    if k % 2:
+        for p, data in zip(parameters, kept, strict=True):
+            p.data = data
+
+
+def exchanged(parameters: Any, states: Any, k: int) -> None:
+    first, second = parameters
+    first.data, second.data = second.data, first.data
+
+
+def tied(parameters: Any, states: Any, k: int) -> None:
+    first, second = parameters
+    second.data = first.data if k == 2 else second.data.clone()
+
+
+def of_moments(parameters: Any, states: Any, k: int) -> None:
+    for state in states:
+        state["momentum_buffer"].data = state["momentum_buffer"].data * 0.5
+
+
+DATA_CHANGES = (averaged, exchanged, tied, of_moments)
+
+
+def training_with_other_data(on: On, change: Any, only_optimizer: bool) -> tuple[list[Any], Any]:
+    """Train, and give parameters or moments other data after each step."""
+    parameters = [on.leaf(numbers(4, 4) + k, Shard(0), R) for k in range(2)]
+    optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.9)
+    x, first, results = on.put(numbers(2, 4)), parameters[0], []
+
+    def step() -> None:
+        if not only_optimizer:
+            (x @ first @ parameters[1]).square().mean().backward()
+        optimizer.step()
+
+    compiled = on.compile(step)
+    for k in range(5):
+        for p in parameters:
+            p.grad = torch.ones_like(p.detach()) * (k + 1)
+        compiled()
+        change(parameters, optimizer.state.values(), k)
+        results += [whole(p) for p in parameters]
+    return results, compiled
+
+
+@values("jax")
+def data_that_are_replaced_between_calls(on: On) -> Any:
+    """Of an optimizer's state, and of parameters that only it knows, the old ones were trained."""
+    return [
+        training_with_other_data(on, change, only_optimizer)[0]
+        for change in DATA_CHANGES
+        for only_optimizer in (True, False)
+    ]
+
+
+@layouts("jax")
+def traces_of_data_that_are_replaced_between_calls(on: On) -> Any:
+    found = [
+        training_with_other_data(on, change, only)[1].stats()["traces"] <= 4
+        for change in (averaged, exchanged, of_moments)
+        for only in (True, False)
+    ]
+    return found, [True] * 6

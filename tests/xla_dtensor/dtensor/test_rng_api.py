@@ -318,7 +318,6 @@ def test_a_compiled_step_forks(tracker: RNGStatesTracker, x: Any) -> None:
 
 
 @pytest.mark.only_on("jax")
-@pytest.mark.only_on("jax")
 def test_a_compiled_step_forks_what_was_added_anew(x: Any) -> None:
     tracker = RNGStatesTracker()
     tracker.add("named", 5)
@@ -336,6 +335,7 @@ def test_a_compiled_step_forks_what_was_added_anew(x: Any) -> None:
     assert not torch.equal(*found[0])
 
 
+@pytest.mark.only_on("jax")
 def test_a_state_cannot_be_read_in_a_program(x: Any, runtime: Runtime) -> None:
     def step(x: Any) -> Any:
         runtime.get_rng_state()
