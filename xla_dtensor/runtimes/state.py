@@ -308,6 +308,7 @@ def num_tokens(leaves: list[Any]) -> int | None:
 
 logger = logging.getLogger("xla_dtensor")
 _numpy = past_functions("numpy")
+_told_of_states: list[Any] = []
 _MODULE = "xla_dtensor's ear for torch.manual_seed"
 
 
@@ -353,9 +354,10 @@ def follow_torch_states(was_read: Callable[[bytes], None], is_set: Callable[[byt
         was_read: Given the bytes of the state.
         is_set: Given those of the state that it has from now on.
     """
-    get_state, set_state, process = torch.get_rng_state, torch.set_rng_state, os.getpid()
-    if hasattr(get_state, "__wrapped__"):
+    if _told_of_states:
         return
+    _told_of_states.append((was_read, is_set))
+    get_state, set_state, process = torch.get_rng_state, torch.set_rng_state, os.getpid()
 
     @functools.wraps(get_state)
     def get_rng_state() -> torch.Tensor:
@@ -371,7 +373,7 @@ def follow_torch_states(was_read: Callable[[bytes], None], is_set: Callable[[byt
             is_set(_numpy(new_state).tobytes())
 
     for module in (torch, torch.random):
-        module.get_rng_state, module.set_rng_state = get_rng_state, set_rng_state
+        vars(module).update(get_rng_state=get_rng_state, set_rng_state=set_rng_state)
 
 
 # ------------------------------------ Settings that a traced step depends on besides its arguments

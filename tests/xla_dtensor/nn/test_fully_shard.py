@@ -353,7 +353,7 @@ def both(self: Any, x: Any, both: bool) -> Any:
 def compare_gradients(model: nn.Module, reference: nn.Module) -> None:
     pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
     for (name, ours), theirs in pairs:
-        assert theirs.grad is not None
+        assert ours.grad is not None
         torch.testing.assert_close(ours.grad.cpu(), theirs.grad, msg=name)
 
 
