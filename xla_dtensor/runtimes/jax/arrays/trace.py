@@ -554,8 +554,8 @@ class WriteToHostError(CompileError):
             "A compiled step wrote what it computes on the mesh to a plain CPU tensor of "
             f"shape={tuple(target.shape)}, a parameter or a buffer of a module that was not "
             "distributed for instance. The values exist only when the program runs, after Python "
-            "has gone on. Put the tensor on the mesh before the step: distribute_module(model, mesh), "
-            "or distribute_tensor." + _user_line()
+            "has gone on. Put it on the mesh before the step: distribute_module(model, mesh), or "
+            "distribute_tensor." + _user_line()
         )
         self.line = line
         self.put = put
