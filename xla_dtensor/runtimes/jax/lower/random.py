@@ -167,8 +167,8 @@ def keep_beside(torch_state: bytes) -> None:
 def put_back_beside(torch_state: bytes) -> None:
     """Go back to the state that was kept beside one of torch's, if there is one."""
     kept = _states().get(torch_state)
-    if kept is None or _device_key is not None:
-        return
+    if kept is None or _device_key is not None or _current().read() is kept:
+        return  # or nothing was drawn since
     with x64():
         if active_trace() is None:
             _keys(_current()).clear()  # The state itself gives them again.
