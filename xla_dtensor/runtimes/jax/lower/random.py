@@ -67,6 +67,7 @@ __all__ = [
 # is set again: ``torch.random.fork_rng()`` puts both back.
 
 _state: Storage | None = None
+_is_other = False  # whether it is one that `using` has put there
 _STATES_KEPT = 256
 _eager_states: OrderedDict[bytes, Any] = OrderedDict()
 _traced_states: weakref.WeakKeyDictionary[Any, OrderedDict[bytes, Any]] = (
@@ -152,9 +153,14 @@ def _states() -> OrderedDict[bytes, Any]:
     return _eager_states if trace is None else _traced_states.setdefault(trace, OrderedDict())
 
 
+def _is_of_a_block() -> bool:
+    """Tell whether draws are a scanned block's, or a tile's: only marks repeat what they draw."""
+    return _device_key is not None or (_is_other and active_trace() is not None)
+
+
 def keep_beside(torch_state: bytes) -> None:
     """Keep the state of the generator in use for when torch's is set to what it is now."""
-    if _state is None or _device_key is not None:
+    if _state is None or _is_of_a_block():
         return
     array, states = _state.read(), _states()
     with x64():
@@ -167,7 +173,7 @@ def keep_beside(torch_state: bytes) -> None:
 def put_back_beside(torch_state: bytes) -> None:
     """Go back to the state that was kept beside one of torch's, if there is one."""
     kept = _states().get(torch_state)
-    if kept is None or _device_key is not None or _current().read() is kept:
+    if kept is None or _is_of_a_block() or _current().read() is kept:
         return  # or nothing was drawn since
     with x64():
         if active_trace() is None:
@@ -179,12 +185,12 @@ def put_back_beside(torch_state: bytes) -> None:
 @contextlib.contextmanager
 def using(rng: Storage) -> Iterator[None]:
     """Let draws take from `rng` and advance it, and leave the generator in use alone."""
-    global _state
-    outer, _state = _current(), rng
+    global _state, _is_other
+    outer, _state, was_other, _is_other = _current(), rng, _is_other, True
     try:
         yield
     finally:
-        _state = outer
+        _state, _is_other = outer, was_other
 
 
 def _keys(rng: Storage) -> OrderedDict[int, Any]:
