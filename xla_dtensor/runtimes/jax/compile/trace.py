@@ -566,7 +566,13 @@ def _settle(
     watch.inputs.settle()
     gradients = [pair for pair in before.python.gradients if not call.has(pair[0])]
     if GRADIENTS in names:
-        there = [grad for _, grad in gradients if grad is not None]
+        # Not those of other models, which the step reads nothing of.
+        pairs = [(inner(leaf), inner(grad), grad) for leaf, grad in gradients if grad is not None]
+        there = [
+            grad
+            for *payloads, grad in pairs
+            if any(p is not None and p._storage in trace.captured for p in payloads)
+        ]
         seen += (Sighting((GRADIENTS, number), grad, grad) for number, grad in enumerate(there))
         names = {*names, *((GRADIENTS, number) for number in range(len(there)))}
     outcome.moving = moving_tensors(seen, trace, tape, made, names, {*outcome.arguments})
