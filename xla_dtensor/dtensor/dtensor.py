@@ -400,11 +400,10 @@ class DTensor(TorchDTensor):
 
         ``torch.distributions`` calls it with a ``torch.Size``: a new tensor on this one's mesh.
         """
-        is_size = isinstance(args[0], torch.Size) if len(args) == 1 else True
-        if is_size or isinstance(args[0], int):
-            size = args[0] if args and isinstance(args[0], torch.Size) else args or (0,)
-            return self.new_empty(size)
-        return args[0] if isinstance(args[0], torch.Tensor) else self.new_tensor(args[0])
+        first = args[0] if args else 0
+        if isinstance(first, torch.Size | int):
+            return self.new_empty(first if isinstance(first, torch.Size) else args or (0,))
+        return first if isinstance(first, torch.Tensor) else self.new_tensor(first)
 
     def data_ptr(self) -> int:
         """Return the address of the whole value on the host: a copy, kept while the tensor lives.

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.runtimes.torch_own import past_functions
 
-__all__ = ["Place", "Places", "States", "Unmarked", "address_of", "generator_of"]
+__all__ = ["Place", "Places", "States", "Unmarked", "address_of", "draw_mark", "generator_of"]
 
 _MARK = 640  # how many draws a mark is away from the state before it
 
@@ -185,7 +185,7 @@ class Unmarked:
     def mark(self) -> int:
         """Draw a mark."""
         unmarked = self.state()
-        number = _draw_mark()
+        number = draw_mark()
         self._note(unmarked)
         return number
 
@@ -201,14 +201,15 @@ class Unmarked:
             after = generator.get_state()
             if _key(unmarked) != _key(state):
                 generator.set_state(state)
-                _draw_mark()
+                draw_mark()
             self._note(after)
 
     def _note(self, unmarked: torch.Tensor) -> None:
         self._states.setdefault(_key(torch.default_generator.get_state()), unmarked)
 
 
-def _draw_mark() -> int:
+def draw_mark() -> int:
+    """Draw a number from torch's own generator by which its state is known again."""
     with _disable_current_modes():  # Nobody's draw, and none of the tape.
         return int(torch.randint(2**63 - 1, (), device="cpu"))
 

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from jax.core import Tracer
 from jax.experimental import multihost_utils
-from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.core.errors import CompileError, UnsupportedOpError
+from xla_dtensor.runtimes.host_work.generators import draw_mark
 from xla_dtensor.runtimes.jax.arrays.sharding import sharding_of_new
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import active_trace, is_tracer, refuse_read
@@ -132,9 +132,7 @@ def write(number: int, rng: Storage | None) -> None:
     """Put a generator, or the one in use, into a state that :func:`read` returned."""
     # Who sets the state wants what follows from it, not what an old mark would repeat.
     storage, words = rng or _current(), _words(number)
-    _keys(storage).clear()
-    if active_trace() is None:
-        _eager_keys.clear()
+    (_eager_keys if active_trace() is None else _keys(storage)).clear()
     with x64():
         storage.write(jnp.asarray(words))
 
@@ -247,8 +245,7 @@ def _mark() -> int:
     trace = active_trace()
     if trace is not None and trace.host is not None:
         return trace.host.tape.mark()
-    with _disable_current_modes():
-        return int(torch.randint(2**63 - 1, (), device="cpu"))
+    return draw_mark()
 
 
 def _key_from(generator: torch.Generator) -> Any:
