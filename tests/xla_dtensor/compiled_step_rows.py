@@ -6,6 +6,7 @@ mesh; test_compiled_step_page calls both, and counts the traces.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import UserDict, deque
 from collections.abc import Callable
@@ -195,6 +196,33 @@ def _(put: Put) -> Run:
 @case("Inputs", "an optimizer's learning rate", ONCE_MORE)
 def _(put: Put) -> Run:
     return trained(put, lambda group, call: None, Counting)
+
+
+ROW = "a number that was seen to change"
+
+
+@case("Inputs", ROW, ONCE_MORE)
+def _(put: Put) -> Run:
+    owner: Any = SimpleNamespace(weight=0.5)
+    return Run(
+        lambda x: x * owner.weight, lambda call: vars(owner).update(weight=call + owner.weight)
+    )
+
+
+@case("Inputs", ROW, ONCE_MORE)
+def _(put: Put) -> Run:
+    return Run(lambda x, share: x * share, args=lambda x, call: (x, call / 4))
+
+
+@case("Inputs", ROW, ONCE_MORE)
+def _(put: Put) -> Run:
+    counts = {"calls": 0}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        counts["calls"] += 1
+        return x * min(1000.0, counts["calls"] / 3) + math.cos(counts["calls"])
+
+    return Run(step, state=lambda: counts)
 
 
 @case("Inputs", "the random state")
@@ -739,7 +767,7 @@ def _(put: Put) -> Run:
     return Run(step, lambda call: seen.append(owner.batch) if call else None, state=state)
 
 
-@effect(ROW, (1, 2, 3))  # What it reads and writes, it is traced for.
+@effect(ROW, (1, 2, 2))  # What it reads and writes, it is lent.
 def _(put: Put) -> Run:
     meter: Any = SimpleNamespace(total=0.0, count=0)
 

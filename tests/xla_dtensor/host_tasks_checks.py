@@ -90,20 +90,34 @@ def _gather_of_one(process: int) -> None:
 
 
 def _guard(process: int, comes_late: bool = False) -> None:
-    settings = {"scale": 1.0}
+    settings = {"scale": "1"}
 
     def train(x: Any) -> Any:
-        return (x * settings["scale"]).sum()
+        return (x * float(settings["scale"])).sum()
 
     step, x = xd.compile(train), _put(4, 4)
     for _ in range(2):
         step(x).full_tensor()
-    settings["scale"] = 2.0  # in all processes: each traces anew
+    settings["scale"] = "2"  # in all processes: each traces anew
     assert step(x).full_tensor().item() == 32
-    settings["scale"] += process
+    settings["scale"] = str(2 + process)
     if comes_late and not process:
         time.sleep(4)
     step(x).full_tensor()
+
+
+def _numbers(process: int) -> None:
+    settings = {"calls": 0}
+
+    def train(x: Any) -> Any:
+        settings["calls"] += 1
+        return (x * settings["calls"]).sum()
+
+    step, x = xd.compile(train), _put(4, 4)
+    for call in range(200):
+        settings["calls"] += process if call == 30 else 0
+        step(x).full_tensor()
+        time.sleep(0.05)
 
 
 PROGRAMS: dict[str, Callable[[int], None]] = {
@@ -117,6 +131,7 @@ PROGRAMS: dict[str, Callable[[int], None]] = {
     "draws": _draws,
     "equal draws": _equal_draws,
     "gather of one": _gather_of_one,
+    "numbers": _numbers,
     "guard": _guard,
     "guard, late": lambda process: _guard(process, comes_late=True),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import random
 import re
 from collections import UserDict
@@ -23,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils._pytree import tree_flatten
 
 import xla_dtensor as xd
@@ -54,6 +56,7 @@ def test_every_row_has_a_case_and_every_case_a_row() -> None:
     of_cases = {table: {case.row for case in cases} for table, cases in CASES.items()}
     del of_cases["walked through"]
     of_cases |= {"Refused": {*REFUSED}, "On each runtime": {*ON_EACH_RUNTIME}}
+    of_cases |= {"what Python does with it": {*NUMBERS}}
     assert {table: {*rows} for table, rows in tables().items()} == of_cases
     for row, columns in ON_EACH_RUNTIME.items():
         assert tables()["On each runtime"][row] == [words for words, _ in columns]
@@ -132,11 +135,11 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @pytest.mark.only_on("jax")
 def test_four_programs_are_kept(mesh: xd.DeviceMesh) -> None:
-    config = SimpleNamespace(scale=0.0)
-    step = xd.compile(lambda x: x * config.scale)
+    config = SimpleNamespace(scale="0")
+    step = xd.compile(lambda x: x * float(config.scale))
     x, traces = xd.distribute_tensor(torch.ones(4), mesh), []
     for value in (1.0, 2.0, 3.0, 4.0, 1.0, 3.0, 5.0, 2.0):
-        config.scale = value
+        config.scale = str(value)
         assert step(x).cpu()[0] == value
         traces.append(step.stats()["traces"])
     assert traces == [1, 2, 3, 4, 4, 4, 5, 6]
@@ -312,21 +315,55 @@ def effects_are_done(mesh: xd.DeviceMesh, logged: Any) -> None:
     assert_same(plain((owner.last, history)), [torch.tensor(4.0), [torch.full((4,), 2.0)] * 3])
 
 
-def a_counter(warns: bool) -> Callable[..., None]:
+def a_counter(traces: int) -> Callable[..., None]:
     def check(mesh: xd.DeviceMesh, logged: Any) -> None:
         owner = SimpleNamespace(calls=0)
 
         def step(x: torch.Tensor) -> torch.Tensor:
             owner.calls += 1
-            return x.sum(0, keepdim=True).expand(owner.calls)
+            return x.sum(0) * 0 + owner.calls
 
         compiled = xd.compile(step)
         found = [*calls_of(compiled, mesh), *calls_of(compiled, mesh)]
-        assert [len(each) for each in found] == [1, 2, 3, 4, 5, 6]
-        assert compiled.stats()["traces"] == owner.calls == 6
-        assert not warns or "is traced for the 4th time" in logged.text
+        assert [each.item() for each in found] == [1, 2, 3, 4, 5, 6]
+        assert (compiled.stats()["traces"], owner.calls) == (traces, 6)
 
     return check
+
+
+NUMBERS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], int]] = {
+    "arithmetic, `round`, `abs`, `math.cos`; `isinstance`": (
+        lambda n, x: x * round(math.cos(n), 3) + abs(n - 4) + isinstance(n, int),
+        2,
+    ),
+    "`if calls % 100 == 0`, `min`, `max`": (lambda n, x: x * n if n % 3 else x * min(n, 4), 4),
+    '`range(calls)`, `x[calls]`, `torch.zeros(calls)`, `f"{calls}"`': (
+        lambda n, x: x[n - 1] + sum(range(n)) + torch.zeros(n).sum() + float(f"{n}"),
+        6,
+    ),
+    "a key of a dict, `type(calls) is int`, an int of more than 64 bits": (
+        lambda n, x: x * {1: 3.0}.get(n, 2.0) + (type(n) is int) + 2**64 * n / 2**64,
+        6,
+    ),
+}
+
+
+@pytest.mark.only_on("jax")
+@pytest.mark.parametrize("row", NUMBERS)
+def test_a_row_of_numbers(mesh: xd.DeviceMesh, row: str) -> None:
+    function, traces = NUMBERS[row]
+    counts = {"calls": 0}
+
+    def step(x: torch.Tensor) -> Any:
+        counts["calls"] += 1
+        return function(counts["calls"], x)
+
+    compiled, x = xd.compile(step), torch.linspace(-1, 2, 8)
+    for call in range(6):
+        expected = function(call + 1, x)
+        found = compiled(xd.distribute_tensor(x, mesh, [Replicate(), Shard(0)]))
+        torch.testing.assert_close(found.full_tensor(), expected)
+    assert compiled.stats()["traces"] == traces, compiled.stats()["reasons"]
 
 
 def pythons_draws(mesh: xd.DeviceMesh, logged: Any) -> None:
@@ -364,8 +401,8 @@ ON_EACH_RUNTIME: dict[str, tuple[tuple[str, Check], tuple[str, Check]]] = {
         ("done by Python", effects_are_done),
     ),
     "a counter that the step reads and adds to": (
-        ("a trace for each call, with a warning", a_counter(warns=True)),
-        ("a program for each value", a_counter(warns=False)),
+        ("an input, after one more trace", a_counter(traces=2)),
+        ("a program for each value", a_counter(traces=6)),
     ),
     "`random.random()`": (
         ("refused", pythons_draws_are_refused),

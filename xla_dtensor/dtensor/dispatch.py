@@ -54,7 +54,7 @@ from xla_dtensor.dtensor.products import (
     may_disagree,
     pin_products,
 )
-from xla_dtensor.runtimes import functional
+from xla_dtensor.runtimes import functional, scalars
 from xla_dtensor.runtimes.bounds import refuse_part
 from xla_dtensor.runtimes.functional import FACTORED
 from xla_dtensor.runtimes.nested import leaves, map_nested
@@ -547,6 +547,8 @@ def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     Returns:
         What PyTorch returns, with DTensors in place of tensors.
     """
+    if scalars.in_use:
+        args, kwargs = scalars.settled(func, args, kwargs)
     composed = FUSED.get(func)
     if composed is not None:
         return composed(*args, **kwargs)
@@ -649,7 +651,9 @@ def _describe_argument(argument: Any, plain: list[Any]) -> Any:
         plain.append(argument)
         return (argument.shape, argument.stride(), argument.dtype)
     # A number that a compiled step computes: placements do not depend on it.
-    return None if isinstance(argument, torch.SymFloat) else argument
+    return (
+        None if isinstance(argument, torch.SymFloat) or scalars.stands_for(argument) else argument
+    )
 
 
 def _run_without_values(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:

@@ -32,6 +32,7 @@ from mesh_utils import Axis, Mesh
 from xla_dtensor.core import Layout, LayoutError
 from xla_dtensor.core.spanning import layout_on_span, spanning_mesh
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
+from xla_dtensor.runtimes import scalars
 from xla_dtensor.runtimes.guards import off_the_record
 from xla_dtensor.runtimes.nested import leaves, map_nested
 from xla_dtensor.runtimes.op_meta import Meta, output_meta
@@ -611,9 +612,7 @@ def _describe(argument: Any, mesh: DeviceMesh) -> Any:
     if isinstance(argument, torch.Tensor):
         placements = _placements(argument, mesh)
         return _Described((placements, argument.shape, argument.stride(), argument.dtype))
-    if isinstance(argument, torch.SymFloat):
-        return 0.5
-    return argument
+    return scalars.stand_in(argument)
 
 
 def _hashable(argument: Any) -> Any:

@@ -16,12 +16,12 @@ Counters are counted beside it.
 * ``self.log`` is a :class:`LogCalls` while a step runs: it keeps what it is given, the values are
   results of the program, and Lightning's own ``self.log`` is given them after the run.
 * ``batch_idx`` is a plain CPU tensor of no dims. Unread it costs nothing, and ``if batch_idx % 100
-  == 0`` one trace for each answer. As an int it would cost a trace for each batch.
+  == 0`` one trace for each answer. As an int it would cost one more trace of every program.
 * Hooks between ``training_step`` and the update, of the module and of callbacks, are part of the
   program: see `HOOKS`. Those that nobody overrides are not called.
-* Metrics of torchmetrics count their updates, and read the count: a trace for each call. So the
-  count is 1 before each run, and what the run adds to it is added to the true one. Only a metric
-  with a state that is a mean computes with its count, and keeps it. They count classes by
+* Metrics of torchmetrics count their updates, and read the count, which would be one more trace.
+  So the count is 1 before each run, and what the run adds to it is added to the true one. Only a
+  metric with a state that is a mean computes with its count, and keeps it. They count classes by
   ``torch.bincount``, whose result's shape depends on values, unless torch is to be deterministic:
   so it is, around a step of a module with metrics.
 * Gradients are dropped at the end of an update, not at the begin of the next step: between two

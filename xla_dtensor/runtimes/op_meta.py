@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from xla_dtensor.runtimes import scalars
 from xla_dtensor.runtimes.guards import off_the_record
 
 __all__ = [
@@ -134,7 +135,7 @@ def small(value: Any) -> Any:
     """Return a stand-in of at most one element for a tensor; for a computed number, one."""
     if isinstance(value, torch.Tensor):
         return torch.ones([min(size, 1) for size in value.shape], dtype=value.dtype)
-    return 0.5 if isinstance(value, torch.SymFloat) else value
+    return scalars.stand_in(value)
 
 
 def error_of(func: Any, args: Any, kwargs: Any) -> Exception | None:
@@ -155,11 +156,9 @@ def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if isinstance(value, torch.Tensor):
             meta = of_tensor(value)
             return _meta_tensor(meta)
-        if isinstance(value, torch.SymFloat):
-            return 0.5
         if isinstance(value, torch.device):
             return torch.device("meta")
-        return value
+        return scalars.stand_in(value)
 
     meta_args, meta_kwargs = tree_map(stand_in, (tuple(args), dict(kwargs)))
     if any(a.name == "device" for a in func._schema.arguments):

@@ -67,7 +67,7 @@ def test_what_checks_cost(pair: Hosts) -> None:
 
 LONE = (
     "Process 1 traces call 4 of the compiled step '_guard.<locals>.train' anew: the item 'scale' "
-    "of the variable 'settings' of _guard changed from 2.0 to 3.0. Process 0 runs that call"
+    "of the variable 'settings' of _guard changed from '2' to '3'. Process 0 runs that call"
 )
 
 
@@ -80,6 +80,19 @@ def test_a_guard_that_breaks_in_one_process_is_told_to_all() -> None:
     assert first.startswith(LONE)
     assert second.startswith(LONE)
     assert seconds < 15
+
+
+@pytest.mark.thorough
+def test_numbers_that_differ_are_told_to_all(tmp_path: Path) -> None:
+    """The one that finds it out raises, and the other one waits for it in vain."""
+    group = Hosts(2, 1)
+    with pytest.raises(HostError) as raised:
+        group.run(f"{TASKS}:told", program="numbers", folder=str(tmp_path), timeout_seconds=90)
+    group.close()
+    told = (tmp_path / "1").read_text()
+    assert told.startswith("Numbers of Python are inputs of the compiled step '_numbers.<locals>.")
+    assert "process 1 has given others to one of its calls up to call 32 than process 0" in told
+    assert told in str(raised.value)
 
 
 @pytest.mark.thorough

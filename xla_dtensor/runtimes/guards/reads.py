@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.core.errors import CompileError
+from xla_dtensor.runtimes.guards.lent import Lending
 from xla_dtensor.runtimes.guards.libraries import is_library_file, is_of_library
 from xla_dtensor.runtimes.guards.objects import (
     Fields,
@@ -78,10 +79,11 @@ class Reads:
         meets: Is told of each generator of random numbers and each iterator that is older than the
             step, before the step can draw or take from it, and of an optimizer whenever code
             other than a library's is about to read its settings or its state.
+        lending: The numbers that it is lent.
     """
 
-    def __init__(self, meets: Callable[[Any], None]) -> None:
-        self._meets = meets
+    def __init__(self, meets: Callable[[Any], None], lending: Lending) -> None:
+        self._meets, self._lending = meets, lending
         self._owners: dict[Any, Owner] = {}
         self._queue: list[tuple[Any, str, Owner | None]] = []
         self._before: KnownObjects | None = None
@@ -127,6 +129,7 @@ class Reads:
                 )
             owner = self._owners[key] = make(holder, label, *more)
             owner.parent = of
+            self._lending.meet(owner)
         return owner
 
     def _read(self, owner: Owner, key: Any) -> None:

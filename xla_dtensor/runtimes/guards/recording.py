@@ -54,6 +54,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.runtimes.guards.comparing import Guards
+from xla_dtensor.runtimes.guards.lent import Lending
 from xla_dtensor.runtimes.guards.libraries import is_library_file
 from xla_dtensor.runtimes.guards.objects import (
     WATCHING,
@@ -117,6 +118,7 @@ class Recording(Watches):
         meets: Is told of each generator of random numbers and each iterator that is older than the
             block, before the step can draw or take from it, and of an optimizer whenever code
             other than a library's is about to read its settings or its state.
+        lending: The numbers that it is lent; None for none.
     """
 
     def __init__(
@@ -124,8 +126,9 @@ class Recording(Watches):
         step: Any,
         arguments: Iterable[Any] = (),
         meets: Callable[[Any], None] = lambda source: None,
+        lending: Lending | None = None,
     ) -> None:
-        super().__init__(meets)
+        super().__init__(meets, Lending() if lending is None else lending)
         self._roots = (step, *(a for a in arguments if not isinstance(a, torch.Tensor)))
         self._aside = old_objects_aside()
         self._new: set[int] = set()
@@ -160,6 +163,7 @@ class Recording(Watches):
             self._new, self._before = self._recent(), None
             self._aside.__exit__(None, None, None)
             self._unwatch()
+            self._lending.take_back(self._is_new)
 
     def pause(self) -> None:
         """Note nothing of what follows in this thread: it is not the step's."""
@@ -230,6 +234,7 @@ class Recording(Watches):
         old = set(map(id, owners))
         entries = self._owners.items()
         self._owners = {key: copy.copy(owner) for key, owner in entries if id(owner) in old}
+        self._lending.let_move()
         for owner in guard_owners:
             owner.parent = None
         # What the step has made itself, each run makes anew.
@@ -326,6 +331,7 @@ class Recording(Watches):
         if "globals" in code.co_names:
             self._read_whole(owner)
             owner.writes = None
+        self._lending.is_doubted |= loads.asks_for_type
         # ``super()`` loads the class around, too.
         if loads.is_of_class or any(use is not None for use in loads.cells.get("__class__", ())):
             self._take_classes()

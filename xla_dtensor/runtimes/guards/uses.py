@@ -70,6 +70,7 @@ class Loads(NamedTuple):
         stores: Globals and variables of the functions around that it assigns to or deletes.
         imports: Modules that it imports, with the levels of relative ones.
         is_of_class: Whether it takes an object's class, and may read or assign attributes of it.
+        asks_for_type: Whether what it does next may depend on ``type(...)`` of a number.
     """
 
     names: Mapping[str, Sequence[Use | None]]
@@ -78,6 +79,7 @@ class Loads(NamedTuple):
     stores: Set[str]
     imports: Sequence[tuple[str, int]]
     is_of_class: bool
+    asks_for_type: bool
 
 
 @lru_cache(maxsize=20_000)
@@ -90,6 +92,7 @@ def loads_of(code: CodeType) -> Loads:
     imports: list[tuple[str, int]] = []
     listed, _ = instructions_of(code)
     is_of_class = any(_is_of_class(listed, place) for place in range(len(listed)))
+    asks_for_type = any(_asks_for_type(listed, place) for place in range(len(listed)))
     for place, instruction in enumerate(listed):
         if instruction.opname in _GLOBALS:
             names[instruction.argval].append(_use(listed, place))
@@ -113,7 +116,8 @@ def loads_of(code: CodeType) -> Loads:
             stores |= below.stores
             imports += below.imports
             is_of_class |= below.is_of_class
-    return Loads(names, cells, supers, stores, imports, is_of_class)
+            asks_for_type |= below.asks_for_type
+    return Loads(names, cells, supers, stores, imports, is_of_class, asks_for_type)
 
 
 def only_of_super(code: CodeType, name: str) -> bool:
@@ -238,6 +242,17 @@ def _is_of_class(listed: Sequence[dis.Instruction], place: int) -> bool:
     if any(successor.opname in _COMPARES for successor in following):
         return False
     return not any(o.opname in _ATTRIBUTES and o.argval in _OF_CLASSES for o in following[:1])
+
+
+def _asks_for_type(listed: Sequence[dis.Instruction], place: int) -> bool:
+    """Tell whether an instruction takes a class, and not for its name or to call it."""
+    instruction = listed[place]
+    if instruction.opname not in _GLOBALS or instruction.argval != "type":
+        return False
+    following = listed[_call_of(listed, place) + 1 :]
+    if following and following[0].opname in _ATTRIBUTES:
+        return following[0].argval not in _OF_CLASSES
+    return not following or following[0].opname not in ("PUSH_NULL", "CALL")
 
 
 def _call_of(listed: Sequence[dis.Instruction], place: int) -> int:

@@ -31,8 +31,8 @@ class Change(NamedTuple):
     Attributes:
         why: A text for users.
         for_good: It will not come back: a tensor was replaced.
-        name: Where a tensor, a container or an object took the place of one of its kind, what
-            tells this name from others.
+        name: Where a tensor, a number, a container or an object took the place of one of its kind,
+            what tells this name from others.
     """
 
     why: str
@@ -56,7 +56,7 @@ class Change(NamedTuple):
         for_good = objects and not containers and not isinstance(found, Moving)
         was, is_now = described(found), described(now)
         why = f"{called} changed from {was} to {is_now if is_now != was else 'another one'}"
-        alike = type(found) is type(now) and objects
+        alike = type(found) is type(now) and (objects or type(now) in (int, float))
         return cls(why, for_good, name if tensors or containers or alike else None)
 
 
@@ -121,7 +121,7 @@ def is_plain(value: Any) -> bool:
 def described(value: Any) -> str:
     """Return a value as an error names it, on one line."""
     if isinstance(value, Moving):
-        return described(value.tensor)
+        return described(value.there)
     if isinstance(value, torch.Tensor | TensorLike):
         return f"a tensor of shape={tuple(value.shape)}"
     if isinstance(value, type | types.FunctionType | types.MethodType):
@@ -152,21 +152,21 @@ def _is_object(value: Any) -> bool:
 
 @dataclass
 class Moving:
-    """A tensor that a program reads by name.
+    """A tensor, or a number, that a program reads by name.
 
     Args:
-        tensor: The one that is there.
+        there: The one that is there.
         fits: Tells whether another one may be there.
     """
 
-    tensor: torch.Tensor
+    there: Any
     fits: Callable[[Any], bool]
 
     def takes(self, now: Any) -> bool:
         """Take what is there now, if it fits; return whether it does."""
-        if now is not self.tensor and not self.fits(now):
+        if now is not self.there and not self.fits(now):
             return False
-        self.tensor = now
+        self.there = now
         return True
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
+from xla_dtensor.core.errors import CompileError
+from xla_dtensor.runtimes.guards.lent import Lending
 from xla_dtensor.runtimes.guards.libraries import is_library_file
 from xla_dtensor.runtimes.guards.objects import (
     OF_OPTIMIZERS,
@@ -48,8 +50,8 @@ __all__ = ["Watches"]
 class Watches(Reads):
     """See the module."""
 
-    def __init__(self, meets: Callable[[Any], None]) -> None:
-        super().__init__(meets)
+    def __init__(self, meets: Callable[[Any], None], lending: Lending) -> None:
+        super().__init__(meets, lending)
         self._methods: dict[types.CodeType, list[tuple[type, str]]] = defaultdict(list)
         # By class and name, what was there before, ABSENT for nothing.
         self._watched: dict[tuple[type, str], Any] = {}
@@ -100,6 +102,8 @@ class Watches(Reads):
             seen.add((id(first), id(second)))
             twin = self._object(second)
             for key in owner.reads:
+                if self._lending.lends(owner, key):
+                    raise CompileError(f"{owner.named(key)} is one number for several layers.")
                 self._read(twin, key)
                 pair = owner.snapshot.get(key), twin.snapshot.get(key)
                 self._twins += [pair] if is_watched(type(pair[0])) else []

@@ -13,6 +13,7 @@ import torch
 
 from xla_dtensor.runtimes.host_work.generators import Place, States
 from xla_dtensor.runtimes.nested import leaves, map_nested
+from xla_dtensor.runtimes.scalars import as_now, stands_for
 from xla_dtensor.runtimes.torch_own import past_functions
 
 __all__ = [
@@ -117,7 +118,7 @@ class Call(Step):
 
     Args:
         func: The ``OpOverload``.
-        given: Its arguments and keyword arguments, slots in place of tensors.
+        given: Its arguments and keyword arguments, slots in place of tensors; lent numbers.
         found: What it returned besides tensors, which Python has read.
         shapes: The shapes of what it returned, where they depend on values.
     """
@@ -127,9 +128,16 @@ class Call(Step):
     found: tuple[Any, ...] = field(kw_only=True, default=())
     shapes: tuple[torch.Size, ...] | None = field(kw_only=True, default=None)
 
+    @property
+    def has_numbers(self) -> bool:
+        """Whether a number of Python's may be another one in each run."""
+        return any(map(stands_for, leaves(self.given)))
+
     def redo(self, run: Run) -> None:
         """Call it again."""
-        args, kwargs = map_nested(lambda v: run.env[v] if isinstance(v, Slot) else v, self.given)
+        args, kwargs = map_nested(
+            lambda v: run.env[v] if isinstance(v, Slot) else as_now(v), self.given
+        )
         outputs = list(leaves(self.func(*args, **kwargs)))
         tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
         run.env.update(zip(self.gives, tensors, strict=True))

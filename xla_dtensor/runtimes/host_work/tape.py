@@ -39,6 +39,7 @@ from xla_dtensor.runtimes.host_work.steps import (
 from xla_dtensor.runtimes.host_work.work import HostWork, Written, drawn_from, needed
 from xla_dtensor.runtimes.nested import leaves, map_nested
 from xla_dtensor.runtimes.same_program import user_frame
+from xla_dtensor.runtimes.scalars import as_now, stands_for
 
 __all__ = ["DRAWS", "HostTape", "is_host", "memory_key"]
 
@@ -103,12 +104,13 @@ class HostTape:
         if func is _efficient_zeros:  # Whatever is multiplied with them is zero, infinity too.
             return func(*args, **kwargs)
         args, kwargs = map_nested(self._with_memory, (tuple(args), dict(kwargs)))
+        arguments, (args, kwargs) = (args, kwargs), map_nested(as_now, (args, kwargs))
         tensors = [v for v in leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         if not isinstance(func, torch._ops.OpOverload) or not all(map(is_host, tensors)):
             return func(*args, **kwargs)
         if func is _lift:
             return self._lies(self._lifted(func(*args, **kwargs)))
-        arguments = map_nested(self._as_slot, (args, kwargs))
+        arguments = map_nested(self._as_slot, arguments)
         needs = tuple(v for v in leaves(arguments) if isinstance(v, Slot))
         targets = [self._memory_of[slot] for slot in self._targets(func, arguments)]
         for memory in targets:
@@ -155,6 +157,7 @@ class HostTape:
         if not all(map(is_host, tensors)):
             return output
         varies = bool(drawn) or any(self._memory_of[slot].varies for slot in needs)
+        varies |= any(map(stands_for, leaves(arguments)))
         gives = tuple(self._given_slot(tensor, varies) for tensor in tensors)
         for memory in targets:
             memory.writes += 1

@@ -70,7 +70,8 @@ class HostWork:
 
     def __post_init__(self) -> None:
         delivers = any(isinstance(step, Deliver) for step in self.steps)
-        self._always = bool(self.written or self.generators or delivers)
+        numbers = any(isinstance(step, Call) and step.has_numbers for step in self.steps)
+        self._always = bool(self.written or self.generators or delivers or numbers)
         # Where nothing that is read can come out otherwise, there is nothing to be taken back.
         self._may_fail = any(_may_fail(step) for step in self.steps)
         if not self._always:

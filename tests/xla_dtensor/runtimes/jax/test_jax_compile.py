@@ -372,16 +372,16 @@ def test_a_keyword_may_have_the_name_of_an_argument_that_is_not_read(mesh: Devic
 
 
 def test_programs_that_no_call_fits_are_let_go(tmp_path: Path, mesh: DeviceMesh) -> None:
-    """A number in a closure that changes on every call; what is kept can be saved and loaded."""
+    """A text in a closure that changes on every call; what is kept can be saved and loaded."""
     x = distribute_tensor(torch.ones(8), mesh, ("dp",))
-    setting = {"factor": 0.0}
+    setting = {"factor": "0"}
 
     def step(x: Any) -> Any:
-        return x * setting["factor"]
+        return x * float(setting["factor"])
 
     compiled: Any = xla_compile(step)
     for number in range(12):
-        setting["factor"] = float(number)
+        setting["factor"] = str(number)
         assert compiled(x).full_tensor().cpu()[0].item() == number
     assert compiled.stats()["traces"] == 12
     assert len(compiled._executables._compiled) <= 8

@@ -70,6 +70,7 @@ class Storage:
         "_array",
         "aliases",
         "constraint",
+        "is_part",
         "manual",
         "row",
         "shape",
@@ -89,6 +90,7 @@ class Storage:
         self.row: tuple[Stack, int] | None = None
         self._array: Any = array
         self.manual = manual
+        self.is_part = False  # of an argument's, which a step is given without the rest
         # Of a gradient that a program fills anew: the tensors that were made over it meanwhile.
         self.aliases: list[weakref.ref[Any]] | None = None
         self.shape = tuple(array.shape) if shape is None else shape

@@ -98,7 +98,7 @@ class Run:
 # The attributes that tensors of this library and Parameters have themselves.
 _OWN = frozenset(
     (
-        *("_cached", "_is_param", "_steps", "_storage"),
+        *("_cached", "_host_copy", "_is_param", "_steps", "_storage"),
         *("_memory", "_outer_cuts", "_own_payload", "_payload", "_region", "_uneven", "_varying"),
     )
 )

@@ -67,11 +67,11 @@ class MovingTensor:
             state: Those that it writes to as well.
             work: What is done on the host.
         """
-        payload = inner(self.moving.tensor)
+        payload = inner(self.moving.there)
         if payload is not None:
             (state if self.is_written else read)[self.place] = payload._storage
         elif work is not None:
-            work.rebind(self.slot, self.moving.tensor)
+            work.rebind(self.slot, self.moving.there)
 
     def forget(self) -> None:
         """Keep the tensors of the trace alive no longer, once the program is made."""

@@ -39,6 +39,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from xla_dtensor.core.errors import CompileError
+from xla_dtensor.runtimes import scalars
 from xla_dtensor.runtimes.guards.values import ABSENT, Moving
 from xla_dtensor.runtimes.host_work.mode import HostOps
 from xla_dtensor.runtimes.host_work.tape import HostTape
@@ -54,6 +55,7 @@ __all__ = [
     "RATE",
     "NumbersMeetTensors",
     "OptimizerInputs",
+    "input_of",
     "knows_number",
     "lent",
     "lent_tensor",
@@ -86,11 +88,20 @@ def lent(
         number: What it is now.
         current: Returns what it is at the time.
     """
+    return sym_number(input_of(numbers, number, current).value(), current)
+
+
+def input_of(
+    numbers: list[tuple[Storage, Callable[[], float]]],
+    number: float,
+    current: Callable[[], float],
+) -> JaxTensor:
+    """Return the tensor of one number that is an input of the program; see `lent`."""
     with jax.ensure_compile_time_eval():
         array = jnp.asarray(number, jnp.int64 if isinstance(number, int) else jnp.float64)
     tensor = _outside_trace(array)
     numbers.append((tensor._storage, current))
-    return sym_number(tensor.value(), current)
+    return tensor
 
 
 def lent_tensor(
@@ -796,6 +807,8 @@ class NumbersMeetTensors(HostOps):
     """Send ops of ordinary tensors and traced numbers to the program; others are the host's."""
 
     def on_host(self, tape: HostTape, func: Any, args: Any, kwargs: Any) -> Any:
+        if scalars.in_use:
+            args, kwargs = scalars.settled(func, args, kwargs)
         if not any(map(_is_of_program, (*args, *kwargs.values()))):
             return tape.call(func, args, kwargs)
         from xla_dtensor.runtimes.jax.eager.ops import run_op
@@ -810,6 +823,4 @@ class NumbersMeetTensors(HostOps):
 
 
 def _is_of_program(argument: Any) -> bool:
-    return isinstance(argument, torch.SymFloat | torch.SymInt) and isinstance(
-        argument.node, ScalarNode
-    )
+    return _is_traced_number(argument) and not scalars.stands_for(argument)

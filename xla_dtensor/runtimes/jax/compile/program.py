@@ -431,7 +431,7 @@ class Program:
             moving_tensor.bind(self.read, self.state, work)
         for entry in self.data:
             entry.bind(self.read, self.state)
-        self._found = [entry.moving.tensor for entry in self.moving]
+        self._found = [entry.moving.there for entry in self.moving]
         if self.moving or self.data:
             self._known = {*self.state, *self.read}
             if len(self._known) < len(self.state) + len(self.read):
@@ -452,9 +452,9 @@ class Program:
         """
         write_settings = self.watch.inputs.after_run()
         for storage, current in self.numbers:
-            number = current()
-            if number != float(storage.array):
-                storage.array = _replicated_like(np.asarray(number), storage.array)
+            number = np.asarray(current(), storage.array.dtype)
+            if number.tobytes() != np.asarray(storage.array).tobytes():  # 0.0 equals -0.0
+                storage.array = _everywhere(number, storage.array.sharding)
         self.gradients.release(self.lasting)
         state = [_taken(slot, self.state) for slot in self.slots.state]
         read = [_taken(slot, self.read) for slot in self.slots.read]
@@ -511,8 +511,8 @@ class Program:
         run = self.effects.do(given, is_first=not self._has_run)
         for moving_tensor in self.moving:
             if moving_tensor.number is not None and moving_tensor.is_alike:
-                moving_tensor.moving.tensor = run.made.get(
-                    moving_tensor.key, moving_tensor.moving.tensor
+                moving_tensor.moving.there = run.made.get(
+                    moving_tensor.key, moving_tensor.moving.there
                 )
         self._found = []
         self._has_run = True
@@ -569,8 +569,11 @@ def _give(array: jax.Array, storages: Sequence[Storage | None]) -> None:
         storages[0].array = array
 
 
-def _replicated_like(number: np.ndarray[Any, Any], array: jax.Array) -> jax.Array:
-    return jax.device_put(np.asarray(number, array.dtype), array.sharding)
+def _everywhere(number: np.ndarray[Any, Any], sharding: Any) -> jax.Array:
+    if sharding.is_fully_addressable:
+        return jax.device_put(number, sharding)
+    # device_put would ask the other processes for theirs on each call (see ``lone_traces``).
+    return jax.make_array_from_callback((), sharding, number.__getitem__)
 
 
 # --------------------------------------------------------------------------------------------- Kept
@@ -600,6 +603,15 @@ class KeptPrograms:
     def under(self, key: Key) -> Sequence[Program]:
         """Return the programs that may fit a call."""
         return self._programs.get((key, self._leaves.having()), ())
+
+    def is_full(self, key: Key) -> bool:
+        """Tell whether one more program under a key would take the place of another one."""
+        return len(self.under(key)) == _PROGRAMS_PER_KEY
+
+    def changed_numbers(self, call: Call, key: Key) -> set[int]:
+        """Return the places of the arguments that alone keep a call from a program that is kept."""
+        keys = (program_key for program_key, _ in self._programs)
+        return set().union(*(call.changed_numbers(key, other) for other in keys))
 
     def why_none(self, call: Call, key: Key) -> str:
         """Return why there is no program under a key."""

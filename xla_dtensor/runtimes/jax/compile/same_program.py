@@ -94,10 +94,10 @@ def note_run(name: str, number: int, program: Program) -> None:
     """Note that a call is run by a program that was there.
 
     Raises:
-        ProgramMismatchError: Another process traces that call anew.
+        ProgramMismatchError: Another process traces that call anew, or was given other numbers.
     """
     if _lone_traces is not None and len(_processes_of_program(program)) > 1:
-        _lone_traces.note_run(name, number)
+        _lone_traces.note_run(name, number, [current() for _, current in program.numbers])
 
 
 def compare_program(

@@ -45,6 +45,7 @@ from xla_dtensor.core.errors import CompileError
 from xla_dtensor.report.attribution import AskedFor
 from xla_dtensor.report.report import Evidence
 from xla_dtensor.runtimes.base import CompiledStep, Verification
+from xla_dtensor.runtimes.guards.lent import ARGUMENTS
 from xla_dtensor.runtimes.jax.arrays.sharding import place
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import (
@@ -123,7 +124,9 @@ class JaxCompiledStep(CompiledStep):
         self._executables = Executables()
         self._unread = unread_arguments(step)
         self._views: frozenset[int] = frozenset()  # see Call.bind
-        self._names: set[Any] = set()  # that were seen to be given other tensors
+        self._names: set[Any] = set()  # that were seen to be given other tensors, or numbers
+        self._unlent: set[Any] = set()  # those of numbers that its Python cannot be lent
+        self._settle_names()
         self._put: dict[tuple[str, int], Any] = {}  # see HostTape
         self._clock = StepClock()
         self._tokens: int | None = None
@@ -144,7 +147,7 @@ class JaxCompiledStep(CompiledStep):
         if any(map(is_without_values, call.leaves)) and not self._runtime.is_abstract:
             return self._step(*args, **kwargs)
         with x64():
-            call.bind(self._views)
+            call.bind(self._views, self._lent_places)
             if self._verify_every and self._calls % self._verify_every == 0:
                 verdict = self._verification(call)
                 refuse_differences(name_of_step(self._step), self._calls, verdict)
@@ -164,7 +167,7 @@ class JaxCompiledStep(CompiledStep):
             call = Call.of(args, kwargs, self._unread)
             if any(map(is_without_values, call.leaves)) and not self._runtime.is_abstract:
                 return Verification(True, note="nothing to verify: its devices are all elsewhere")
-            call.bind(self._views)
+            call.bind(self._views, self._lent_places)
             return self._verification(call)
 
     def _verification(self, call: Call) -> Verification:
@@ -280,6 +283,7 @@ class JaxCompiledStep(CompiledStep):
         key = call.key()
         why, arguments = "", call.storages()
         for program in self._kept.under(key):
+            program.watch.lending.give(call.leaves)
             change = program.stale() or program.prepare(arguments)
             if change is None:
                 note_run(self._name_in_job, self._calls, program)
@@ -293,11 +297,28 @@ class JaxCompiledStep(CompiledStep):
                 self._names.update((change.name, *program.watch.replaced()))
         if not why:
             why = self._kept.why_none(call, key)
-        program = self._compiled(why, call, key)
+        program = self._compiled(why, call, self._with_numbers_lent(call, key))
         program.last_call = self._calls
         self._kept.let_go(program)
         self._executables.keep(self._kept.executables())
         return program
+
+    def _settle_names(self) -> None:
+        self._lendable = frozenset(self._names - self._unlent)
+        self._lent_places = frozenset(name[1] for name in self._lendable if name[0] == ARGUMENTS)
+
+    def _with_numbers_lent(self, call: Call, key: Key) -> Key:
+        """Return a call's key where numbers among its arguments that change are lent, or no more.
+
+        Those that select among many programs are none to lend.
+        """
+        if self._kept.is_full(key):
+            self._unlent.update((ARGUMENTS, place) for place in self._lent_places)
+        changed = self._kept.changed_numbers(call, key)
+        self._names.update((ARGUMENTS, place) for place in changed)
+        self._settle_names()
+        call.bind(self._views, self._lent_places)
+        return call.key()
 
     def _note(self, reason: str) -> None:
         self._traces += 1
@@ -341,7 +362,7 @@ class JaxCompiledStep(CompiledStep):
         self._refuse_another_trace(reason)
         note_trace(self._name_in_job, self._calls, reason, self._last)
         began = time.perf_counter()
-        snapshot = Before.of(self._step, call, self._names)
+        snapshot = Before.of(self._step, call, self._lendable)
         again = False
         try:
             trace_args = self._lent_names, self._kept.made, self._names, self._put
@@ -349,21 +370,13 @@ class JaxCompiledStep(CompiledStep):
             self._spent.compiling.append({"trace": time.perf_counter() - began})
             program = self._finish(outcome)
             self._check(program, call.leaves)
-        except ViewsWritten as found_views:
+        except BaseException as error:
             snapshot.restore()
-            self._views |= found_views.places
-            again = True
-        except WriteToHostError as found_write:
-            snapshot.restore()
-            if found_write.line is None or found_write.line in self._put:
+            again = self._knows_better(error, snapshot)
+            if not again:
                 raise
-            self._put[found_write.line] = found_write.put
-            again = True
-        except BaseException:
-            snapshot.restore()
-            raise
-        if again:  # with these arguments as views of their bases, or these tensors on the mesh
-            call.bind(self._views)
+        if again:
+            call.bind(self._views, self._lent_places)
             return self._compiled(reason, call, call.key())
         self._note(reason)
         place = self._kept.place(key, program, snapshot.python.gradients)
@@ -375,6 +388,24 @@ class JaxCompiledStep(CompiledStep):
         self._kept.add(place, program, named)
         program.digest = self._digest
         return program
+
+    def _knows_better(self, error: BaseException, snapshot: Before) -> bool:
+        """Take in what a failed trace has told; return whether the next one will be another one.
+
+        With other arguments as views of their bases, with what other lines make on the mesh, or
+        without the numbers that it was lent.
+        """
+        if isinstance(error, ViewsWritten):
+            self._views |= error.places
+            return True
+        if isinstance(error, WriteToHostError) and error.line not in (None, *self._put):
+            self._put[error.line] = error.put  # pyright: ignore[reportArgumentType]
+            return True
+        if not isinstance(error, Exception) or not snapshot.lending:
+            return False
+        self._unlent |= snapshot.lending.names
+        self._settle_names()
+        return True
 
     def _finish(self, outcome: TracedStep) -> Program:
         trace = outcome.trace

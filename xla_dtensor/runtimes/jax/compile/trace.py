@@ -7,9 +7,10 @@ of the host and random generators. Storages are given their arrays back by the t
 
 from __future__ import annotations
 
+import contextlib
 import dis
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType
@@ -30,11 +31,13 @@ from torch.utils._pytree import (
 from xla_dtensor.core.errors import ArgumentTypeError
 from xla_dtensor.runtimes.bounds import are_checked
 from xla_dtensor.runtimes.guards import Recording
+from xla_dtensor.runtimes.guards.lent import Arithmetic, Lending, is_number
 from xla_dtensor.runtimes.guards.owners import Effect
 from xla_dtensor.runtimes.guards.values import Sighting
 from xla_dtensor.runtimes.host_work import HostTape
 from xla_dtensor.runtimes.host_work.iterators import Iterators
 from xla_dtensor.runtimes.host_work.python_random import PythonRandom, is_python_random
+from xla_dtensor.runtimes.host_work.tape import is_host, memory_key
 from xla_dtensor.runtimes.jax.arrays.constants import TracedProgram, traced_program
 from xla_dtensor.runtimes.jax.arrays.private import around_listeners
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
@@ -54,7 +57,13 @@ from xla_dtensor.runtimes.jax.compile.moving import (
     moving_data,
     moving_tensors,
 )
-from xla_dtensor.runtimes.jax.compile.optimizer import OptimizerInputs, lent, lent_tensor, lifted
+from xla_dtensor.runtimes.jax.compile.optimizer import (
+    OptimizerInputs,
+    input_of,
+    lent,
+    lent_tensor,
+    lifted,
+)
 from xla_dtensor.runtimes.jax.compile.trace_values import (
     Same,
     bound,
@@ -66,11 +75,11 @@ from xla_dtensor.runtimes.jax.compile.trace_values import (
     written_arguments,
 )
 from xla_dtensor.runtimes.jax.eager.checks import with_flags
-from xla_dtensor.runtimes.jax.eager.scalar import store_items
+from xla_dtensor.runtimes.jax.eager.scalar import LentNode, note_answer, store_items
 from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
+from xla_dtensor.runtimes.live_objects import live_objects
 from xla_dtensor.runtimes.nested import Containers, Writes
 from xla_dtensor.runtimes.opened import close_all, open_all
-from xla_dtensor.runtimes.python_state import PythonState
 from xla_dtensor.runtimes.state import naming_modules, trace_settings
 
 __all__ = [
@@ -91,10 +100,10 @@ __all__ = [
 # program, and so is which of the tensors are one and the same. Anything else is a Python value, and
 # part of the program as it is. An argument that the step's code never names is nobody's.
 #
-# A float that became an input of the program by itself would be no float any more: ``isinstance``
-# and texts of it would differ. A number that is to change is passed as a tensor.
+# A number that was seen to change is lent (``guards.lent``): only its type tells programs apart.
 
 _ADVICE = " (a tensor would be an input of one program)"
+_ANY_NUMBER = "any number of its type"
 
 
 class Key(NamedTuple):
@@ -132,6 +141,7 @@ class Call:
         self.leaves, self.tree = tree_flatten(open_all((args, kwargs)))
         self.tensors: list[JaxTensor | None] = []
         self.views: Container[int] = ()
+        self.lent: Container[int] = ()
 
     @classmethod
     def of(
@@ -149,14 +159,15 @@ class Call:
         arguments = tuple(None if i in unread else argument for i, argument in enumerate(args))
         return cls(arguments, {name: None if name in unread else v for name, v in kwargs.items()})
 
-    def bind(self, views: Container[int] = ()) -> None:
+    def bind(self, views: Container[int] = (), lent: Container[int] = ()) -> None:
         """Find the payloads; plain tensors are put on the devices.
 
         Args:
             views: The places of arguments that stay views of their base, which the program takes
                 in their stead. Other views are cut out first, so that a program fits any row.
+            lent: The places of numbers that are lent.
         """
-        self.views = views
+        self.views, self.lent = views, lent
         self.tensors = [_payload(leaf, i in views) for i, leaf in enumerate(self.leaves)]
 
     def storages(self) -> list[Storage]:
@@ -181,13 +192,23 @@ class Call:
         path: Any = tree_flatten_with_path(open_all(self.given))[0][place][0]
         return f"{('args', 'kwargs')[path[0].idx]}{keystr(path[1:])}"
 
+    def changed_numbers(self, key: Key, other: Key) -> set[int]:
+        """Return the places of the arguments that are other numbers than in a key, if only they."""
+        pairs = enumerate(zip(key.leaves, other.leaves, strict=False))
+        changed = {place for place, (mine, theirs) in pairs if mine != theirs}
+        are_alike = key._replace(leaves=()) == other._replace(leaves=())
+        numbers = all(is_number(self.leaves[n]) for n in changed)
+        types = all(key.leaves[n][0] is other.leaves[n][0] for n in changed)
+        return changed if are_alike and numbers and types else set()
+
     def difference(self, key: Key, other: Key) -> str:
         """Return what a program that was made for `other` does not fit this call for."""
         if key.tree != other.tree:
             return "arguments that nest in another way"
         for place, (mine, theirs) in enumerate(zip(key.leaves, other.leaves, strict=True)):
             if mine != theirs:
-                advice = "" if self.tensors[place] is not None else _ADVICE
+                is_plain = self.tensors[place] is None and not is_number(self.leaves[place])
+                advice = _ADVICE if is_plain else ""
                 return f"{self.name(place)} changed from {_text(theirs)} to {_text(mine)}{advice}"
         if key.same != other.same:
             return "other ones of the arguments are the same tensor"
@@ -218,6 +239,8 @@ class Call:
                 f"shape={leaf.shape}. Its elements would be part of the program, which is made "
                 "for one call's. Pass torch.from_numpy(array)."
             )
+        if place in self.lent and is_number(leaf):
+            return type(leaf), _ANY_NUMBER
         # 0.0 and -0.0 are equal, and so are 1, 1.0 and True.
         value = repr(leaf) if isinstance(leaf, float | complex) else leaf
         return type(leaf), value if _has_hash(value) else Same(value)
@@ -292,6 +315,7 @@ def _payload(leaf: Any, stays_view: bool) -> JaxTensor | None:
     if tensor is not None:
         if tensor._steps and not (stays_view and tensor._storage.manual is None):
             storage = Storage(tensor.raw(), manual=tensor._storage.manual)
+            storage.is_part = True
             return JaxTensor(storage, shape=tuple(tensor.shape), stride=tensor.stride())
         return tensor
     if isinstance(leaf, torch.Tensor):
@@ -334,6 +358,80 @@ def _text(described: Sequence[Any]) -> str:
 
 
 @dataclass(frozen=True)
+class PythonState:
+    """Gradients and optimizer state as they were. Holds them alive.
+
+    A step closes over these without listing them, and no Python of its own may be seen to change
+    them, so they are found among the objects that Python's garbage collector knows.
+
+    Args:
+        gradients: Leaves that require a gradient, with the one that they had.
+        tables: Dicts, with what they held.
+        host_memories: The memories of plain CPU tensors, as ``memory_key`` tells them apart.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> before = PythonState.now()
+        >>> weight.sum().backward()
+        >>> before.restore()
+        >>> weight.grad is None
+        True
+    """
+
+    gradients: list[tuple[torch.Tensor, torch.Tensor | None]]
+    tables: list[tuple[dict[Any, Any], dict[Any, Any]]]
+    host_memories: set[int] = field(default_factory=set)
+
+    @classmethod
+    def now(cls) -> PythonState:
+        """Take down what holds at present."""
+        state = cls([], [])
+        readers: dict[type, Callable[[Any], None] | None] = {}
+        for instance in live_objects(torch.Tensor, torch.optim.Optimizer):
+            kind = type(instance)
+            if kind not in readers:
+                readers[kind] = state._reader(kind)
+            reader = readers[kind]
+            if reader is not None:
+                reader(instance)
+        return state
+
+    def _reader(self, kind: type) -> Callable[[Any], None] | None:
+        if issubclass(kind, torch.Tensor):
+            return self._read_tensor
+        return self._read_optimizer if issubclass(kind, torch.optim.Optimizer) else None
+
+    def _read_tensor(self, tensor: torch.Tensor) -> None:
+        # A view whose base was written where autograd could not follow raises, and so does what
+        # torch.func has wrapped: a failed transform leaves that in its traceback.
+        with contextlib.suppress(RuntimeError):
+            if is_host(tensor):
+                self.host_memories.add(memory_key(tensor))
+            if tensor.requires_grad and tensor.is_leaf:
+                self.gradients.append((tensor, tensor.grad))
+
+    def _read_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        tables: list[Any] = [optimizer.state, *optimizer.param_groups]
+        seen: set[int] = set()
+        while tables:
+            table = tables.pop()
+            if isinstance(table, dict) and id(table) not in seen:
+                seen.add(id(table))
+                self.tables.append((table, dict(table)))
+                tables += table.values()
+
+    def restore(self) -> None:
+        """Make it so again."""
+        for tensor, grad in self.gradients:
+            if tensor.grad is not grad:
+                tensor.grad = grad
+        for table, entries in self.tables:
+            if len(table) != len(entries) or any(table[k] is not v for k, v in entries.items()):
+                table.clear()
+                table.update(entries)
+
+
+@dataclass(frozen=True)
 class Before:
     """What there was before a trace.
 
@@ -344,6 +442,8 @@ class Before:
         random: Generators that a step must not use.
         iterators: Those that a step must not take from.
         readers: Are told of an optimizer whose settings or state the step's own code reads.
+        numbers: Python's numbers that are inputs, and where to read them.
+        lending: The numbers that the trace is lent.
         data: The payloads of tensors whose .data the trace assigned.
     """
 
@@ -352,17 +452,19 @@ class Before:
     tape: HostTape
     random: PythonRandom
     iterators: Iterators
-    readers: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
+    readers: list[Callable[[torch.optim.Optimizer], None]]
+    numbers: list[tuple[Storage, Callable[[], float]]]
+    lending: Lending
     data: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, step: Callable[..., Any], call: Call, names: Container[Any] = ()) -> Before:
+    def of(cls, step: Callable[..., Any], call: Call, names: Set[Any] = frozenset()) -> Before:
         """Take down what there is before `step` is traced for a call.
 
         Args:
             step: The step.
             call: The call.
-            names: Those that were seen to be given other values.
+            names: Those that were seen to be given other values, numbers among them.
         """
         python = PythonState.now()
         tape, random, iterators = HostTape(python.host_memories), PythonRandom(), Iterators()
@@ -377,8 +479,11 @@ class Before:
             else:
                 (random if is_python_random(value) else iterators).note(value)
 
-        recording = Recording(step, call.leaves, note)
-        return cls(python, recording, tape, random, iterators, readers)
+        numbers: list[tuple[Storage, Callable[[], float]]] = []
+        node = partial(LentNode, input_of=partial(input_of, numbers))
+        lending = Lending(names, Arithmetic(node, note_answer))
+        recording = Recording(step, call.leaves, note, lending)
+        return cls(python, recording, tape, random, iterators, readers, numbers, lending)
 
     def restore(self) -> None:
         """Make it so again."""
@@ -474,14 +579,13 @@ def traced_step(
     Returns:
         What was found. The tensors of the step have their values of before.
     """
-    tensors = call.tensors
-    numbers: list[tuple[Storage, Callable[[], float]]] = []
+    tensors, numbers = call.tensors, before.numbers
     lend = partial(lent, numbers), partial(lent_tensor, numbers)
     inputs = OptimizerInputs(lifted, *lend, lent_names, gather, before.python.tables)
     before.readers.append(inputs.read)
     tape, recording = before.tape, before.recording
     tape.put = put or {}
-    trace, watch = Trace(Rows(), HostInputs(tape)), Watch(inputs, recording)
+    trace, watch = Trace(Rows(), HostInputs(tape)), Watch(inputs, recording, before.lending)
     trace.assertions, trace.new_data = [], before.data
     outcome = TracedStep(trace, watch, numbers, call.storages())
     rows = all_rows()
@@ -492,6 +596,7 @@ def traced_step(
         trace.give_rows(rows, of_rows)
         with bound(tensors, arrays, trace), watching(watch, tape), naming_modules(jax.named_scope):
             leaves = list(replaced(call.leaves, tensors))
+            leaves = [before.lending.argument(*pair) for pair in enumerate(leaves)]
             args, kwargs = close_all(tree_unflatten(leaves, call.tree))
             containers = Containers.of((args, kwargs), call.given)
             # Who counts what JAX compiles is no part of the step.

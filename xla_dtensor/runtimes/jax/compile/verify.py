@@ -18,7 +18,7 @@ Invariant: after it everything is what it was, by what a failed trace is taken b
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -95,7 +95,7 @@ def verification(
     else:
         why = why or kept.why_none(call, key)
         return Verification(False, note=f"the call would trace anew: {why}")
-    with _left_as_it_is(step, call) as snapshot:
+    with _left_as_it_is(step, call, program.watch.lending.names) as snapshot:
         try:
             differences = _differences(program, traced_step(step, call, snapshot, *known))
         except ViewsWritten:
@@ -126,9 +126,9 @@ def refuse_differences(name: str, number: int, found: Verification) -> None:
 
 
 @contextmanager
-def _left_as_it_is(step: Callable[..., Any], call: Call) -> Iterator[Before]:
+def _left_as_it_is(step: Callable[..., Any], call: Call, names: Set[Any]) -> Iterator[Before]:
     """Let a step be traced inside, and make everything what it was."""
-    snapshot = Before.of(step, call)
+    snapshot = Before.of(step, call, names)
     owned = [entry for _, table in snapshot.python.tables for entry in table.values()]
     leaves = [leaf for leaf, _ in snapshot.python.gradients]
     tensors = {id(t): t for t in (*leaves, *owned, *call.leaves) if _is_leaf(t)}

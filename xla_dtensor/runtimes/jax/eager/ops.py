@@ -28,6 +28,7 @@ from mesh_utils import Axis, Mesh
 from xla_dtensor.core import Layout
 from xla_dtensor.core.errors import CompileError, DistributeError, UnsupportedOpError, WriteError
 from xla_dtensor.runtimes import functional as functional_ops
+from xla_dtensor.runtimes import scalars
 from xla_dtensor.runtimes.bounds import (
     BOUNDS,
     Bound,
@@ -307,6 +308,8 @@ def run_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     trace = active_trace()
     if trace is None:
         return _run(func, args, kwargs)
+    if scalars.in_use:
+        args, kwargs = scalars.settled(func, args, kwargs)
     host = trace.host
     call = (args, kwargs) if host is None else host.admitted(func, args, kwargs)
     with trace.sources.of_op():

@@ -32,8 +32,10 @@ from xla_dtensor.runtimes.jax.eager.checks import truth
 from xla_dtensor.runtimes.jax.eager.inline import inlined
 
 __all__ = [
+    "LentNode",
     "ScalarNode",
     "node_of",
+    "note_answer",
     "store_items",
     "sym_number",
     "sym_of_node",
@@ -263,6 +265,38 @@ class _Constant(ScalarNode):
 
     def _kind(self) -> str:
         return self._dtype.kind
+
+
+class LentNode(ScalarNode):
+    """A number that Python computes for each call (``guards.lent``), an input where it is used.
+
+    Args:
+        now: Returns what it is in this call.
+        input_of: Makes a tensor that is an input, given the number and what returns it.
+    """
+
+    is_lent = True
+
+    def __init__(self, now: Callable[[], Any], input_of: Callable[..., Any]) -> None:
+        self.current = self._now = now
+        self._input_of, self._input = input_of, None
+
+    @property
+    def value(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self._input is None:
+            self._input = self._input_of(self._now(), self._now)
+        return self._input.value()
+
+    def _kind(self) -> str:
+        return "i" if type(self._now()) is int else "f"
+
+
+def note_answer(question: Callable[[], Any], answer: Any) -> None:
+    """Note what the trace at hand takes for granted; outside of one a lent number has no value."""
+    trace = active_trace()
+    if trace is None:
+        refuse_read("turned into a Python number or truth value")
+    trace.answers.append((question, answer))
 
 
 def sym_number(number: jax.Array, current: Callable[[], Any] | None = None) -> Any:

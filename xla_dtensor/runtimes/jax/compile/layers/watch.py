@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from xla_dtensor.runtimes.guards import Guards, Recording
+from xla_dtensor.runtimes.guards.lent import Lending
 from xla_dtensor.runtimes.guards.owners import DATA
 from xla_dtensor.runtimes.guards.values import Change
 from xla_dtensor.runtimes.host_work import HostTape
@@ -37,6 +38,7 @@ class Watch:
 
     inputs: OptimizerInputs
     recording: Recording | None
+    lending: Lending
     answers: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
     guards: Guards = field(init=False)
 
@@ -58,8 +60,12 @@ class Watch:
         changed = self.inputs.changed()
         if changed:
             return Change(f"an optimizer's {', '.join(changed)} changed", for_good=True)
-        if any(ask() != answer for ask, answer in self.answers):
-            return Change("a number that the step branches on changed")
+        try:
+            self.lending.arithmetic.compute()
+            if any(ask() != answer for ask, answer in self.answers):
+                return Change("a number that the step branches on changed")
+        except Exception as error:  # of Python's own arithmetic, which a trace raises again
+            return Change(f"what the step computes of a number changed ({error})")
         return None
 
     def replaced(self) -> Iterator[Any]:
@@ -104,6 +110,7 @@ class Watch:
         self.guards.settle(reads, instead, fits)
         self.recording = None  # It holds what the step has dropped.
         self.answers = trace.answers
+        self.lending.settle()
 
 
 @contextlib.contextmanager
