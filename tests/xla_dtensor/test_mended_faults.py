@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -2866,3 +2867,86 @@ def traces_of_data_that_are_replaced_between_calls(on: On) -> Any:
         for only in (True, False)
     ]
     return found, [True] * 6
+
+
+@values("jax")
+def gradients_divided_by_how_often_an_index_comes(on: On) -> Any:
+    """An uneven shard of indices counted its padding as the first one."""
+    indices = torch.tensor([[0, 1, 3], [2, 1, 0], [3, 3, 1], [0, 2, 2], [1, 1, 1]])
+    found = []
+    for placements in ([R, Shard(1)], [Shard(0), Shard(1)], [Shard(0), Shard(0)], [R, R]):
+        weight, put = on.leaf(numbers(6, 3)), on.put(indices, *placements)
+
+        def step(weight: Any, put: Any) -> Any:
+            rows = F.embedding(put, weight, scale_grad_by_freq=True)
+            return torch.autograd.grad(rows.square().sum(), weight)[0]
+
+        found += [whole(step(weight, put)), whole(on.compile(step)(weight, put))]
+    return found
+
+
+@values("jax")
+def greatest_divisors_of_the_smallest_number(on: On) -> Any:
+    """It has no opposite: the loop for them never ended."""
+    found = []
+    for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+        least = torch.iinfo(dtype).min
+        a = on.put(
+            torch.tensor([least, least, least, 6, 0, -6, least, 12], dtype=dtype), Shard(0), R
+        )
+        b = on.put(torch.tensor([3, least, 0, 4, 0, 9, 12, -8], dtype=dtype), Shard(0), R)
+        found += [whole(torch.gcd(a, b)), whole(torch.lcm(a, b)), whole(torch.gcd(b, a))]
+    return found
+
+
+@values("jax")
+def memory_of_a_whole_tensor(on: On) -> Any:
+    """full_tensor() had none to read: np.from_dlpack gave what lay at address 0."""
+    whole_one = on.put(numbers(5, 3), Shard(0), Shard(1))
+    whole_one = whole_one if on.mesh is None else whole_one.full_tensor()
+    copies = [torch.from_numpy(np.from_dlpack(whole_one)), torch.from_dlpack(whole_one)]
+    saved = safetensors.torch.load(safetensors.torch.save({"w": whole_one}))["w"]
+    made = [whole_one.new_tensor([1, 2]), whole_one.new([0.5]), whole_one.new(2, 3) * 0]
+    text = f"{whole_one.sum():.4f}"
+    return [*copies, saved, *made, torch.tensor(float(text))]
+
+
+@layouts("jax")
+def counting_an_uneven_view(on: On) -> Any:
+    """The first device's number was everybody's: a mean by it was wrong."""
+    view = on.put(numbers(5, 2), Shard(0), R).to_local()
+    even = on.put(numbers(4, 2), Shard(0), R).to_local()
+    refusals = [error_of(view.numel), error_of(lambda: len(view))]
+    counted = torch.ones_like(view).sum()
+    total = xd.DTensor.from_local(counted, on.mesh, [Partial(), R]).full_tensor().item()
+    said = "{} was called on an uneven local view, whose sizes by dim are"
+    expected = [said.format(what)[:60] for what in ("numel()", "len()")]
+    return [refusals, total, even.numel(), len(even)], [expected, 10, 4, 2]
+
+
+@layouts("jax")
+def as_strided_of_an_argument_that_is_a_view(on: On) -> Any:
+    """A compiled step is given the part alone, and read from its beginning."""
+    part = on.put(numbers(8), Shard(0), R)[3:6]
+    steps = (
+        lambda view: torch.as_strided(view, (2,), (1,), 0),
+        lambda view: torch.as_strided_copy(view, (2,), (1,), storage_offset=0),
+    )
+    refusals = [error_of(partial(on.compile(step), part)) for step in steps]
+    refusals += [error_of(partial(step, part)) for step in steps]
+    return refusals, ["as_strided was called with size=(2,), stride=(1,), storage_o"] * 4
+
+
+@values("jax")
+def ldexp_by_a_complex_number(on: On) -> Any:
+    exponent = on.put(torch.tensor([5 + 1j, -2 + 0j, 8 - 2j, 0j]))
+    return torch.ldexp(on.put(numbers(4)), exponent), torch.ldexp(on.put(numbers(4)), exponent.real)
+
+
+@layouts("jax")
+def poison_in_the_largest_of_a_bag(on: On) -> Any:
+    """An index out of range gave a plausible number, where the indices are cut among devices."""
+    weight, offsets = on.put(numbers(10, 5)), on.put(torch.tensor([0, 0, 3]))
+    bags = on.compile(lambda indices: F.embedding_bag(indices, weight, offsets, mode="max"))
+    found = whole(bags(on.put(torch.tensor([5, 2, 5, 5, 97]), R, Shard(0))))
+    return found.isnan().any(1).tolist(), [False, False, True]

@@ -61,6 +61,7 @@ from xla_dtensor.runtimes.base import AddressableShard
 from xla_dtensor.runtimes.nested import runs_as_it_is
 from xla_dtensor.runtimes.op_meta import output_meta
 from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.torch_own import ReadOnHost
 
 __all__ = [
     "DTensor",
@@ -84,7 +85,7 @@ check_dispatch()
 
 
 @runs_as_it_is
-class DTensor(TorchDTensor):
+class DTensor(ReadOnHost, TorchDTensor):
     """A tensor distributed over a mesh. Made by :func:`xla_dtensor.distribute_tensor`."""
 
     _local_tensor: torch.Tensor
@@ -233,11 +234,6 @@ class DTensor(TorchDTensor):
             f"DTensor(shape={tuple(self.shape)}, dtype={dtype}, placements=({placements}), "
             f"mesh={mesh_text(self._spec.mesh.value)}, local_shape={self._local_shape()}{grad})"
         )
-
-    def __format__(self, format_spec: str) -> str:
-        # torch formats a number only when the type is exactly Tensor.
-        number = format_spec and self.ndim == 0 and not self.is_meta
-        return format(self.item(), format_spec) if number else super().__format__(format_spec)
 
     def _local_shape(self) -> tuple[int, ...]:
         mesh, shape = self._spec.mesh, tuple(self.shape)
@@ -390,58 +386,11 @@ class DTensor(TorchDTensor):
             return self.full_tensor().to(*args, **kwargs)
         return super().to(*args, **kwargs)
 
-    def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:
-        """Return a plain CPU tensor of `data`, of this tensor's dtype where none is given."""
-        options = {"dtype": self.dtype, **{k: v for k, v in options.items() if v is not None}}
-        return torch.tensor(data, **options)
-
-    def new(self, *args: Any, **options: Any) -> torch.Tensor:
-        """Return what PyTorch's oldest constructor gives: of a size, or of data.
-
-        ``torch.distributions`` calls it with a ``torch.Size``: a new tensor on this one's mesh.
-        """
-        first = args[0] if args else 0
-        if isinstance(first, torch.Size | int):
-            return self.new_empty(first if isinstance(first, torch.Size) else args or (0,))
-        return first if isinstance(first, torch.Tensor) else self.new_tensor(first)
-
     def data_ptr(self) -> int:
-        """Return the address of the whole value on the host: a copy, kept while the tensor lives.
-
-        For what reads memory, such as safetensors. What is written there is lost.
-        """
+        """Return the address of the whole value on the host; see `ReadOnHost`."""
         if not get_runtime().is_payload(self._local_tensor):  # a fake tensor of torch.compile's
-            return super().data_ptr()
-        return self._on_host().data_ptr()
-
-    def storage(self) -> Any:
-        """Return the memory that :meth:`data_ptr` points to."""
-        return self._on_host().untyped_storage()
-
-    def share_memory_(self) -> NoReturn:
-        """Refuse: other processes cannot reach the devices' memory.
-
-        Raises:
-            DistributeError: Always.
-        """
-        raise DistributeError(
-            f"share_memory_() was called on {self!r}. Its parts lie in the memory of devices, "
-            "which no other process can open. Give processes full_tensor().cpu(), or a checkpoint."
-        )
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._on_host().__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self._on_host().__dlpack_device__()
-
-    def _on_host(self) -> torch.Tensor:
-        # Read anew each time: a compiled step writes without a trace in the tensor's version. The
-        # copy is the same one while its bytes are, so that no address is freed under a reader.
-        copy, last_copy = self.cpu().contiguous(), getattr(self, "_host_copy", None)
-        if last_copy is None or not torch.equal(_bytes(last_copy), _bytes(copy)):
-            self._host_copy = last_copy = copy
-        return last_copy
+            return torch.Tensor.data_ptr(self)
+        return super().data_ptr()
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the whole value as a NumPy array."""
@@ -556,10 +505,6 @@ class DTensor(TorchDTensor):
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return dcp.get_tensor_shard(self, index)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 # ------------------------------------------------------------------------ Tensors made on the mesh

@@ -50,7 +50,7 @@ from xla_dtensor.runtimes.functional import (
 )
 from xla_dtensor.runtimes.nested import leaves, map_nested
 from xla_dtensor.runtimes.registry import get_runtime
-from xla_dtensor.runtimes.torch_own import make_wrapper
+from xla_dtensor.runtimes.torch_own import ReadOnHost, make_wrapper
 from xla_dtensor.runtimes.whole_ops import LinearResult, refuse_second
 from xla_dtensor.runtimes.written import written_values
 
@@ -257,6 +257,13 @@ def _parts(run: Any, payload: torch.Tensor, count: int, op: str) -> torch.Tensor
 Table = tuple[int, ...]
 
 
+_PADDING = (
+    "Their arrays are padded to one shape, and padding could get into the result. Pad the global "
+    "tensor so that the mesh divides it, or use pointwise ops, sum and views that keep the dim."
+)
+_COUNTING = "Python runs once for all of them. Count with tensors: torch.ones_like(view).sum()."
+
+
 @dataclass(frozen=True)
 class Uneven:
     """How much of each device's array is real.
@@ -278,14 +285,12 @@ class Uneven:
         """Return dim -> real sizes by coordinate of the region."""
         return {dim: np.array(table).reshape(region.sizes) for dim, table in self.sizes}
 
-    def refuse(self, what: str) -> NoReturn:
-        """Raise the error for an op that could mix padding with values."""
+    def refuse(self, what: str, why: str = _PADDING) -> NoReturn:
+        """Raise the error for what could mix padding with values, or is one number for all."""
         dims = {dim: f"{max(table)} to {min(table)}" for dim, table in self.sizes}
         raise LocalViewError(
             f"{what} was called on an uneven local view, whose sizes by dim are {dims} on the "
-            "devices. Their arrays are padded to one shape, and padding could get into the result. "
-            "Pad the global tensor so that the mesh divides it, or use pointwise ops, sum and "
-            "views that keep the dim."
+            f"devices. {why}"
         )
 
 
@@ -539,6 +544,19 @@ class PerDeviceTensor(torch.Tensor):
     if TYPE_CHECKING:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    new = ReadOnHost.new  # pyright: ignore[reportAssignmentType]
+    new_tensor = ReadOnHost.new_tensor  # pyright: ignore[reportAssignmentType]
+
+    def numel(self) -> int:  # noqa: D102
+        if (uneven := getattr(self, "_uneven", None)) is not None:
+            uneven.refuse("numel()", _COUNTING)
+        return super().numel()
+
+    def __len__(self) -> int:
+        if (uneven := getattr(self, "_uneven", None)) is not None and 0 in dict(uneven.sizes):
+            uneven.refuse("len()", _COUNTING)
+        return super().__len__()
 
     @property
     def region(self) -> ManualRegion:

@@ -86,7 +86,8 @@ def _view_copy(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
 
 @_composed(aten.ldexp.Tensor)
 def _ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    if not _LDEXP_IS_EXACT or not x.is_floating_point() or exponent.is_floating_point():
+    is_whole = not (exponent.is_floating_point() or exponent.is_complex())
+    if not (_LDEXP_IS_EXACT and x.is_floating_point() and is_whole):
         return x * torch.pow(2.0, exponent)  # torch's decomposition takes the 2.0 for a float32
     wide = x if x.dtype == torch.float64 else x.float()
     # By steps that are no infinities themselves; what is beyond the limit ends at one, or at zero.

@@ -928,7 +928,8 @@ def _strided_positions(
     if 0 in size:
         return torch.empty(tuple(size), dtype=torch.int64)
     positions = None
-    if start >= 0 and last < memory.size:
+    is_known = storage_offset is None or not x._storage.is_part
+    if is_known and start >= 0 and last < memory.size:
         positions = torch.from_numpy(memory).as_strided(tuple(size), tuple(stride), start)
     if positions is None or bool((positions < 0).any()):
         raise UnsupportedOpError(

@@ -39,7 +39,7 @@ from xla_dtensor.runtimes.jax.arrays.trace import (
 )
 from xla_dtensor.runtimes.jax.arrays.values import torch_dtype, torch_from_numpy, x64
 from xla_dtensor.runtimes.nested import runs_as_it_is
-from xla_dtensor.runtimes.torch_own import make_wrapper
+from xla_dtensor.runtimes.torch_own import ReadOnHost, make_wrapper
 
 if TYPE_CHECKING:
     pass
@@ -102,7 +102,7 @@ def write_through(steps: Sequence[ViewStep], base: jax.Array, array: jax.Array) 
 
 
 @runs_as_it_is
-class JaxTensor(torch.Tensor):
+class JaxTensor(ReadOnHost, torch.Tensor):
     """A torch tensor over one global jax.Array. Made by the JAX runtime, not by users."""
 
     # No slots: a CPU tensor can then become one of these in place (torch.utils.swap_tensors).

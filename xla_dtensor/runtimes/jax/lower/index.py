@@ -341,7 +341,7 @@ def _maximum(weight: Any, indices: Any, inside: Any) -> Any:
     """The largest element per bag and column, and the index of the row that has it."""
     values = jnp.where(inside[..., None], _rows(weight, indices), -jnp.inf)
     place = jnp.argmax(values, axis=1)
-    maxima = jnp.where(jnp.any(inside, 1)[:, None], jnp.max(values, axis=1), 0)
+    maxima = jnp.where(jnp.any(inside, 1)[:, None], largest(values, axis=1), 0)
     return maxima, jnp.where(jnp.any(inside, 1)[:, None], indices[place], 0)
 
 
@@ -493,8 +493,9 @@ def _embedding_backward(
     grad: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Any:
     if scale_grad_by_freq:
-        counts = jnp.zeros(num_weights, grad.dtype).at[indices].add(1)
-        grad = grad / counts[indices][..., None]
+        ones, none = jnp.ones(indices.shape, jnp.int32), jnp.zeros(num_weights, jnp.int32)
+        counts = put_points(none, [indices], ones, accumulate=True, from_the_end=False)
+        grad = grad / counts[indices][..., None].astype(grad.dtype)
     if padding_idx >= 0:
         grad = jnp.where((indices == padding_idx)[..., None], 0, grad)
     rows = jnp.zeros((num_weights, grad.shape[-1]), jnp.promote_types(grad.dtype, jnp.float32))

@@ -238,8 +238,8 @@ _register(
         "bitwise_left_shift.Scalar_Tensor __lshift__.Tensor __lshift__.Scalar": jnp.left_shift,
         "bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar "
         "bitwise_right_shift.Scalar_Tensor __rshift__.Tensor __rshift__.Scalar": jnp.right_shift,
-        "gcd": jnp.gcd,
-        "lcm": jnp.lcm,
+        "gcd": lambda x, y: _gcd(x, y),
+        "lcm": lambda x, y: jnp.abs(_quotient(x, _gcd(x, y)) * y),
         "sigmoid_backward": lambda g, y: g * jnp.conj(y * (1 - y)),
         "tanh_backward": lambda g, y: g * jnp.conj(1 - y * y),
         "silu_backward": lambda g, x: _silu_backward(g, x),
@@ -301,6 +301,19 @@ def _sign(x: Any) -> Any:
 
 def _digamma(x: Any) -> Any:
     return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), special.digamma(x))
+
+
+def _gcd(x: Any, y: Any) -> Any:
+    """Euclid's algorithm; without signs, for the smallest number of a dtype has no opposite."""
+    dtype = x.dtype
+    if jnp.issubdtype(dtype, jnp.unsignedinteger):
+        return jnp.gcd(x, y)
+    unsigned = jnp.dtype(f"u{dtype.name}")
+    return jnp.gcd(jnp.abs(x).astype(unsigned), jnp.abs(y).astype(unsigned)).astype(dtype)
+
+
+def _quotient(x: Any, divisor: Any) -> Any:
+    return jnp.where(divisor == 0, 0, jax.lax.div(x, jnp.where(divisor == 0, 1, divisor)))
 
 
 def _silu_backward(grad: Any, x: Any) -> Any:
