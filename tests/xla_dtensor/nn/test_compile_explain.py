@@ -55,7 +55,7 @@ def test_what_a_program_is_made_of(mesh: xd.DeviceMesh) -> None:
     # The weight and the bias, their two moments and counters, and the generator's state.
     assert inputs["read and written, donated"][0] in ("8 tensors", "9 tensors")
     assert inputs["arguments"] == ["1 tensors", "128 B"]
-    assert inputs["of these, Python's numbers"] == ["1"]  # the learning rate
+    assert inputs["of these, Python's numbers"] == ["2"]  # the learning rate, scale
     of_guards = rows(text, "Guards, by what holds them")[1:]
     guards = {(row[0], row[1]): row[2] for row in of_guards if len(row) == 3}  # or folded
     assert set(guards["Trainer", "object"].split(", ")) >= {"scale", "model", "optimizer"}

@@ -297,7 +297,7 @@ def test_a_setting_that_changes_once_costs_one_trace(mesh: xd.DeviceMesh) -> Non
     reasons = compiled.stats()["reasons"]
     assert reasons[1] == "an optimizer's weight_decay changed"
     # `if weight_decay != 0` is answered anew at 0.0; at 0.5 the program of before serves again.
-    assert reasons[2:] == ("a number that the step branches on changed",)
+    assert reasons[2:] == ("what the step asks of a number changed",)
 
 
 @pytest.mark.only_on("jax")

@@ -102,7 +102,6 @@ __all__ = [
 #
 # A number that was seen to change is lent (``guards.lent``): only its type tells programs apart.
 
-_ADVICE = " (a tensor would be an input of one program)"
 _ANY_NUMBER = "any number of its type"
 
 
@@ -207,9 +206,7 @@ class Call:
             return "arguments that nest in another way"
         for place, (mine, theirs) in enumerate(zip(key.leaves, other.leaves, strict=True)):
             if mine != theirs:
-                is_plain = self.tensors[place] is None and not is_number(self.leaves[place])
-                advice = _ADVICE if is_plain else ""
-                return f"{self.name(place)} changed from {_text(theirs)} to {_text(mine)}{advice}"
+                return f"{self.name(place)} changed from {_text(theirs)} to {_text(mine)}"
         if key.same != other.same:
             return "other ones of the arguments are the same tensor"
         old_settings = dict(other.settings)

@@ -63,7 +63,7 @@ class Watch:
         try:
             self.lending.arithmetic.compute()
             if any(ask() != answer for ask, answer in self.answers):
-                return Change("a number that the step branches on changed")
+                return Change("what the step asks of a number changed")
         except Exception as error:  # of Python's own arithmetic, which a trace raises again
             return Change(f"what the step computes of a number changed ({error})")
         return None
