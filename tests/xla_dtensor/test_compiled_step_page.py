@@ -402,7 +402,7 @@ ON_EACH_RUNTIME: dict[str, tuple[tuple[str, Check], tuple[str, Check]]] = {
     ),
     "a counter that the step reads and adds to": (
         ("an input, after one more trace", a_counter(traces=2)),
-        ("a program for each value", a_counter(traces=6)),
+        ("an input, but for 0 and 1", a_counter(traces=2)),
     ),
     "`random.random()`": (
         ("refused", pythons_draws_are_refused),

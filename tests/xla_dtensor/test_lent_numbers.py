@@ -43,10 +43,10 @@ class Meter:
         self.average = self.sum / self.count
 
 
-CASES: dict[str, tuple[Make, int]] = {}
+CASES: dict[str, tuple[Make, int | None]] = {}
 
 
-def case(traces: int) -> Callable[[Make], Make]:
+def case(traces: int | None) -> Callable[[Make], Make]:
     def register(make: Make) -> Make:
         CASES[make.__name__] = make, traces
         return make
@@ -149,7 +149,18 @@ def in_a_backward_pass(thing: Any) -> Any:
     def step(x: torch.Tensor) -> Any:
         thing.n += 1
         x = x.detach().requires_grad_()
-        ((x * thing.n) ** 2 / thing.n + x.abs() ** (1 / thing.n)).sum().backward()
+        ((x * thing.n) ** 2 / thing.n).sum().backward()
+        return x.grad
+
+    return step
+
+
+@case(None)  # PyTorch's C++ asks what the power is; before 2.13 for more than whether it is 0
+def a_power_in_a_backward_pass(thing: Any) -> Any:
+    def step(x: torch.Tensor) -> Any:
+        thing.n += 1
+        x = x.detach().requires_grad_()
+        (x.abs() ** (1 / thing.n)).sum().backward()
         return x.grad
 
     return step
@@ -262,7 +273,7 @@ def test_as_pytorch(mesh: xd.DeviceMesh, name: str) -> None:
     expected, _ = outcomes(make, lambda x: x, lambda step: step)
     found, step = outcomes(make, partial(on, mesh), xd.compile)
     assert found == expected
-    assert step.stats()["traces"] == traces, step.stats()["reasons"]
+    assert traces in (None, step.stats()["traces"]), step.stats()["reasons"]
 
 
 # ------------------------------------------------------------------ arguments

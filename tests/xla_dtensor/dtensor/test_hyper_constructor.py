@@ -228,4 +228,6 @@ def test_sizes_are_those_of_the_whole(mesh: DeviceMesh) -> None:
     x = distribute_tensor(TEN, mesh, ("dp", "tp"))
     assert (x.size(), x.size(0), x.size(-1), x.numel()) == (torch.Size([10, 3]), 10, 3, 30)
     assert x.size(dim=1) == 3
-    assert (x.to_local().size(0), x.to_local().numel()) == (5, 5)
+    assert x.to_local().size(0) == 5
+    even = distribute_tensor(TEN, mesh, ("dp", "None"))
+    assert (even.to_local().size(0), even.to_local().numel()) == (5, 15)
