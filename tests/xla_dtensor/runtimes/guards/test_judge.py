@@ -169,9 +169,9 @@ def test_a_tensor_that_is_read_by_name_moves() -> None:
     a, b, c = torch.ones(2), torch.zeros(2), torch.ones(3)
     judge, moving = Judge(), Moving(a, lambda now: now.shape == (2,))
     assert judge.accepts(moving, b)
-    assert moving.tensor is b
+    assert moving.there is b
     assert not judge.accepts(moving, c)
-    assert moving.tensor is b
+    assert moving.there is b
     assert judge.now_expected(moving, b) is moving
 
 

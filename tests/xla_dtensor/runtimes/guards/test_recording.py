@@ -397,7 +397,7 @@ def test_what_is_read_by_name() -> None:
     assert why(guards) is None
     net.cache = before
     assert why(guards) is None
-    assert moving.tensor is before
+    assert moving.there is before
     net.cache = torch.ones(4)
     assert "Net.cache changed" in str(why(guards))
 
