@@ -52,7 +52,7 @@ def outcome(function: Callable[..., Any], *operands: Any) -> str:
     return f"{type(result).__name__} {result!r}"
 
 
-@pytest.mark.parametrize("function", [*BINARY, *UNARY], ids=str)
+@pytest.mark.parametrize("function", [*BINARY, *UNARY], ids=lambda function: function.__name__)
 def test_it_computes_as_the_number_does(function: Callable[..., Any]) -> None:
     pairs = [(a, b) for a in NUMBERS for b in NUMBERS] if function in BINARY else NUMBERS
     for operands in pairs:
@@ -109,7 +109,7 @@ def test_what_python_asks_is_told() -> None:
 @pytest.mark.parametrize(
     ("start", "then", "message"),
     [
-        (3, 0, "integer division or modulo by zero|integer division by zero|division by zero"),
+        (3, 0, "by zero"),
         (2, 2**62, "a int that a program has no place for"),
     ],
 )
