@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 
 import xla_dtensor as xd
 from xla_dtensor.core.errors import CompileError
+from xla_dtensor.runtimes.guards import reads
 
 pytestmark = pytest.mark.only_on("jax")
 
@@ -412,3 +413,25 @@ def test_drawn(mesh: xd.DeviceMesh, seed: int) -> None:
 @pytest.mark.parametrize("part", range(10))
 def test_many_drawn(mesh: xd.DeviceMesh, part: int) -> None:
     assert [seed for seed in range(100 + part * 20, 120 + part * 20) if differs(seed, mesh)] == []
+
+
+def test_what_fails_before_the_step_runs_leaves_the_numbers(
+    mesh: xd.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, calls = on(mesh, torch.ones(4)), 0
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return x * calls
+
+    step, cosine = xd.compile(count), math.cos
+    for _ in range(2):
+        step(x)
+    monkeypatch.setattr(reads, "_MOST_OWNERS", 1)  # the variable is lent by then
+    with pytest.raises(CompileError, match="reads more than 1 objects"):
+        step(x[:3])
+    assert (calls, type(calls)) == (2, int)
+    assert math.cos is cosine
+    monkeypatch.undo()
+    assert step(x[:3]).full_tensor()[0].item() == 3

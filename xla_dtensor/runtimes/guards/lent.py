@@ -387,15 +387,19 @@ class Lending:
 
         Args:
             is_new: Tells whether an owner came to be while the step ran, at an older one's address.
-
-        Raises:
-            CompileError: The step may have seen that they are lent.
         """
         scalars.in_use = False
         _set_math(_OF_MATH)
         for owner, key, lent in self._entries:
             if owner.look_up(key) is lent and not is_new(owner):
                 owner.put(key, self._moving[id(lent)].there)
+
+    def check(self) -> None:
+        """Raise where the step may have seen that numbers are lent.
+
+        Raises:
+            CompileError: It may.
+        """
         if self and (self.is_doubted or self.arithmetic.is_doubted):
             raise CompileError("What the step does may tell a lent number from others.")
 

@@ -146,10 +146,15 @@ class Recording(Watches):
             self.begin()
         self._watch(torch.nn.Module)
         self._start()
-        for root in self._roots:
-            self._meet(root, "an argument")
-        self._drain()
         _running.append(self)
+        try:
+            for root in self._roots:
+                self._meet(root, "an argument")
+            self._drain()
+        except BaseException:
+            self._queue.clear()
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -164,6 +169,7 @@ class Recording(Watches):
             self._aside.__exit__(None, None, None)
             self._unwatch()
             self._lending.take_back(self._is_new)
+        self._lending.check()
 
     def pause(self) -> None:
         """Note nothing of what follows in this thread: it is not the step's."""
