@@ -14,7 +14,6 @@ from torch.distributed.tensor import Shard
 
 import xla_dtensor as xd
 from xla_dtensor.core.errors import CompileError
-from xla_dtensor.runtimes.guards import reads
 
 pytestmark = pytest.mark.only_on("jax")
 
@@ -428,7 +427,9 @@ def test_what_fails_before_the_step_runs_leaves_the_numbers(
     step, cosine = xd.compile(count), math.cos
     for _ in range(2):
         step(x)
-    monkeypatch.setattr(reads, "_MOST_OWNERS", 1)  # the variable is lent by then
+    monkeypatch.setattr(
+        "xla_dtensor.runtimes.guards.reads._MOST_OWNERS", 1
+    )  # the variable is lent by then
     with pytest.raises(CompileError, match="reads more than 1 objects"):
         step(x[:3])
     assert (calls, type(calls)) == (2, int)
