@@ -651,9 +651,7 @@ def _describe_argument(argument: Any, plain: list[Any]) -> Any:
         plain.append(argument)
         return (argument.shape, argument.stride(), argument.dtype)
     # A number that a compiled step computes: placements do not depend on it.
-    return (
-        None if isinstance(argument, torch.SymFloat) or scalars.stands_for(argument) else argument
-    )
+    return scalars.stand_in(argument)
 
 
 def _run_without_values(func: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:

@@ -548,7 +548,8 @@ class PerDeviceTensor(torch.Tensor):
     new = ReadOnHost.new  # pyright: ignore[reportAssignmentType]
     new_tensor = ReadOnHost.new_tensor  # pyright: ignore[reportAssignmentType]
 
-    def numel(self) -> int:  # noqa: D102
+    def numel(self) -> int:
+        """Return the number of elements of one device's tensor, where all have as many."""
         if (uneven := getattr(self, "_uneven", None)) is not None:
             uneven.refuse("numel()", _COUNTING)
         return super().numel()

@@ -97,7 +97,7 @@ class Arithmetic:
         ask: Is told what the trace takes for granted: a question, and the answer.
 
     Attributes:
-        is_doubted: Whether the step has met what it would not of a number itself.
+        is_doubted: Whether the step may have seen that a number is lent.
 
     Example:
         >>> numbers = Arithmetic()
@@ -121,7 +121,9 @@ class Arithmetic:
 
     def lend(self, moving: Moving) -> Any:
         """Return a number that stands for the one that is read by name."""
-        return self._number(lambda: moving.there)
+        lent = self._number(lambda: moving.there)
+        lent.moving = moving
+        return lent
 
     def now(self, number: Any) -> Any:
         """Return what a number, lent or not, is in this call."""
@@ -191,6 +193,7 @@ class _Lent:
     node: Any
     arithmetic: Arithmetic
     place: int
+    moving: Moving | None = None  # of one that is lent, and not computed of others
 
     def __init__(self, node: Any, arithmetic: Arithmetic, place: int) -> None:
         self.node, self.arithmetic, self.place = node, arithmetic, place
@@ -324,24 +327,19 @@ class Lending:
     Args:
         names: The names that were seen to change.
         arithmetic: Computes what becomes of them.
-
-    Attributes:
-        is_doubted: Whether the step may see that a number is lent.
     """
 
     def __init__(self, names: Set[Any] = frozenset(), arithmetic: Arithmetic | None = None) -> None:
         self.names = frozenset(names)
         self.arithmetic = Arithmetic() if arithmetic is None else arithmetic
         self._keys = {name[1] for name in names if isinstance(name, tuple) and len(name) == 2}
-        self.is_doubted = False
-        self._moving: dict[int, Moving] = {}  # by the id of the lent number, which
-        self._all: list[Any] = []  # is kept for it
+        self._is_used = False
         self._entries: list[tuple[Owner, Any, Any]] = []
         self._arguments: list[tuple[int, Moving]] = []
 
     def __bool__(self) -> bool:
-        """Whether any is lent."""
-        return bool(self._moving)
+        """Whether any was lent."""
+        return self._is_used
 
     def meet(self, owner: Owner) -> None:
         """Lend what an owner holds, which was copied just now."""
@@ -349,7 +347,7 @@ class Lending:
             value = owner.snapshot[key]
             if owner.name(key) not in self.names or not isinstance(owner, _WRITABLE):
                 continue
-            if id(value) in self._moving:  # by another owner of the same
+            if is_lent(value) and value.moving is not None:  # by another owner of the same
                 self._take(owner, key, value)
             elif is_number(value):
                 lent = self._lent(value)
@@ -366,7 +364,7 @@ class Lending:
         if not is_number(value) or (ARGUMENTS, place) not in self.names:
             return value
         lent = self._lent(value)
-        self._arguments.append((place, self._moving[id(lent)]))
+        self._arguments.append((place, lent.moving))
         return lent
 
     def give(self, arguments: Sequence[Any]) -> None:
@@ -392,7 +390,7 @@ class Lending:
         _set_math(_OF_MATH)
         for owner, key, lent in self._entries:
             if owner.look_up(key) is lent and not is_new(owner):
-                owner.put(key, self._moving[id(lent)].there)
+                owner.put(key, lent.moving.there)
 
     def check(self) -> None:
         """Raise where the step may have seen that numbers are lent.
@@ -400,30 +398,27 @@ class Lending:
         Raises:
             CompileError: It may.
         """
-        if self and (self.is_doubted or self.arithmetic.is_doubted):
+        if self and self.arithmetic.is_doubted:
             raise CompileError("What the step does may tell a lent number from others.")
 
     def let_move(self) -> None:
         """Let other numbers be where these were."""
         for owner, key, lent in self._entries:
-            owner.snapshot = {**owner.snapshot, key: self._moving[id(lent)]}
+            owner.snapshot = {**owner.snapshot, key: lent.moving}
 
     def settle(self) -> None:
         """End the trace."""
-        self._entries, self._all = [], []
+        self._entries = []
         self.arithmetic.settle()
 
     def _lent(self, number: Any) -> Any:
         moving = Moving(number, functools.partial(_is_of, type(number)))
-        lent = self.arithmetic.lend(moving)
-        self._moving[id(lent)] = moving
-        self._all.append(lent)
-        scalars.in_use = True
+        self._is_used = scalars.in_use = True
         _set_math(_OF_LENT)
-        return lent
+        return self.arithmetic.lend(moving)
 
     def _take(self, owner: Owner, key: Any, lent: Any) -> None:
-        owner.snapshot[key] = self._moving[id(lent)].there
+        owner.snapshot[key] = lent.moving.there
         self._entries.append((owner, key, lent))
 
 

@@ -337,7 +337,7 @@ class Recording(Watches):
         if "globals" in code.co_names:
             self._read_whole(owner)
             owner.writes = None
-        self._lending.is_doubted |= loads.asks_for_type
+        self._lending.arithmetic.is_doubted |= loads.asks_for_type
         # ``super()`` loads the class around, too.
         if loads.is_of_class or any(use is not None for use in loads.cells.get("__class__", ())):
             self._take_classes()

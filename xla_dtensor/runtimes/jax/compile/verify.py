@@ -88,6 +88,7 @@ def verification(
     """
     key, why = call.key(), ""
     for program in kept.under(key):
+        program.watch.lending.give(call.leaves)
         change = program.stale() or program.unfit(call.storages())
         if change is None:
             break
