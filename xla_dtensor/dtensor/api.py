@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Replicate
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from xla_dtensor.core import Layout, layout_of_op_sharding, local_shape
@@ -35,7 +37,9 @@ __all__ = [
     "compute_local_shape_and_global_offset",
     "distribute_module",
     "distribute_tensor",
+    "follow_parameters",
     "map_parts",
+    "parameter_in_place_of",
     "parts_of",
 ]
 
@@ -239,10 +243,15 @@ def distribute_module(
         )
     pre_hook = _hook(input_fn, "input_fn", "inputs", mesh)
     post_hook = _hook(output_fn, "output_fn", "outputs", mesh)
+    slots = [(m._parameters, *slot) for m in module.modules() for slot in m._parameters.items()]
     for name, submodule in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, submodule, mesh)
     _distribute_tensors(module, mesh)
+    for parameters, name, old in slots:
+        new = parameters.get(name)
+        if old is not None and new is not None and new is not old:
+            _note_in_place_of(old, new)
     if pre_hook is not None:
         module.register_forward_pre_hook(lambda m, inputs: pre_hook(m, inputs))
     if post_hook is not None:
@@ -318,6 +327,106 @@ def _hook(
         f"with three: the module, the {what} and the mesh. Pass a function (module, {what}, "
         "device_mesh)."
     )
+
+
+# ------------------------------------------------------------------- Parameters in place of others
+#
+# A module's parameter on a mesh is another object than the one that it had. An optimizer that was
+# made before holds the old one, which gets no gradient: its step would leave the model as it is,
+# without a word. Trainers let it follow; elsewhere its step is an error.
+
+# What modules have in the place of a parameter, by its id, while it lives.
+_in_place_of: dict[int, tuple[weakref.ref[Any], nn.Parameter]] = {}
+
+
+def parameter_in_place_of(old: nn.Parameter, tensor: torch.Tensor) -> nn.Parameter:
+    """Return a parameter of `tensor`, which a module is to have in the place of another.
+
+    Args:
+        old: The one that it has.
+        tensor: What that one is on the mesh.
+    """
+    new = nn.Parameter(tensor, old.requires_grad)
+    _note_in_place_of(old, new)
+    return new
+
+
+def _note_in_place_of(old: nn.Parameter, new: nn.Parameter) -> None:
+    key = id(old)
+    _in_place_of[key] = weakref.ref(old, lambda _: _in_place_of.pop(key, None)), new
+
+
+def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer the parameters that modules have now, with the state that it has of each.
+
+    Args:
+        optimizer: Made before the modules were put on a mesh, or after; or after some of them.
+
+    Raises:
+        DistributeError: Its state of a parameter is not of the parameter's shape, so nothing says
+            how it is to lie.
+
+    Example:
+        >>> import torch, xla_dtensor as xd
+        >>> model = torch.nn.Linear(8, 8)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> mesh = xd.init_device_mesh("xla", (8,))
+        >>> _ = xd.distribute_module(model, mesh)
+        >>> follow_parameters(optimizer)
+        >>> optimizer.param_groups[0]["params"][0] is model.weight
+        True
+    """
+    for group in optimizer.param_groups:
+        for place, old in enumerate(group["params"]):
+            new = _now_in_place_of(old)
+            if new is old:
+                continue
+            if old in optimizer.state:
+                state = optimizer.state[old]
+                moved = {name: _as_parameter(optimizer, part, new) for name, part in state.items()}
+                del optimizer.state[old]
+                optimizer.state[new] = moved
+            group["params"][place] = new
+
+
+def _now_in_place_of(parameter: Any) -> Any:
+    while id(parameter) in _in_place_of:
+        parameter = _in_place_of[id(parameter)][1]
+    return parameter
+
+
+def _as_parameter(optimizer: torch.optim.Optimizer, part: Any, parameter: Any) -> Any:
+    """Return a part of an optimizer's state of a parameter, lying as the parameter does."""
+    if not isinstance(part, torch.Tensor) or part.ndim == 0:
+        return part
+    if part.shape != parameter.shape:
+        raise DistributeError(
+            f"A model was put on a mesh, and its {type(optimizer).__name__} has made steps: it "
+            f"keeps a tensor of shape={tuple(part.shape)} for a parameter of "
+            f"shape={tuple(parameter.shape)}, and nothing says how that is to lie. Make the "
+            "optimizer when the model is on the mesh."
+        )
+    if isinstance(part, DTensor):
+        return part.redistribute(parameter.device_mesh, parameter.placements)
+    return distribute_tensor(part.detach(), parameter.device_mesh, parameter.placements)
+
+
+def _refuse_left_behind(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise where an optimizer's step would leave out a gradient, as of a parameter's successor."""
+    for group in optimizer.param_groups if _in_place_of else ():
+        for old in group["params"]:
+            new = _now_in_place_of(old)
+            if new is not old and old.grad is None and new.grad is not None:
+                raise DistributeError(
+                    f"The {type(optimizer).__name__} was made before its model was put on a mesh. "
+                    f"The model has another parameter now, of shape={tuple(new.shape)}: it has a "
+                    "gradient, and the one that the optimizer holds has none, so that its step "
+                    "would not train it. Make the optimizer after shard_module, "
+                    "distribute_module or fully_shard."
+                )
+
+
+register_optimizer_step_pre_hook(_refuse_left_behind)
 
 
 # ----------------------------------------------------------- compute_local_shape_and_global_offset

@@ -48,6 +48,7 @@ from torch.utils import _pytree as pytree
 
 from xla_dtensor import checkpoint
 from xla_dtensor.core.errors import ArgumentTypeError
+from xla_dtensor.dtensor.api import follow_parameters
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
 from xla_dtensor.hosts.data.rows import MeshLoader, put_batch, row_group
@@ -114,16 +115,6 @@ class XDAccelerator(accelerate.Accelerator):
 
     # ------------------------------------------------------------------------------------- prepare
 
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Put models on the mesh, with their optimizers, and prepare all as Accelerate does."""
-        optimizers = [
-            optimizer for optimizer in args if isinstance(optimizer, torch.optim.Optimizer)
-        ]
-        for argument in args:
-            if isinstance(argument, nn.Module):
-                put_model(argument, self.mesh, self.plan, optimizers=optimizers)
-        return super().prepare(*args, device_placement=device_placement)
-
     def prepare_model(
         self,
         model: nn.Module,
@@ -131,14 +122,15 @@ class XDAccelerator(accelerate.Accelerator):
         evaluation_mode: bool = False,
     ) -> nn.Module:
         """Put a model on the mesh, with Accelerate's mixed precision around its forward."""
-        put_model(model, self.mesh, self.plan)
+        put_model(model, self.mesh, self.plan, optimizers=self._optimizers)
         # In evaluation mode nothing is wrapped in DDP.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
-        """Prepare an optimizer; its state is made on the mesh."""
+        """Prepare an optimizer; its state is made on the mesh, where its model's parameters lie."""
+        follow_parameters(optimizer)
         if not isinstance(optimizer, AcceleratedOptimizer):
             optimizer = MeshOptimizer(optimizer, device_placement=False, scaler=self.scaler)
         if optimizer not in self._optimizers:

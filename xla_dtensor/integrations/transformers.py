@@ -168,8 +168,7 @@ class XDTrainer(Trainer):
         self.gather_function = self.accelerator.gather_for_metrics
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        optimizers = [] if getattr(self, "optimizer", None) is None else [self.optimizer]
-        put_model(model, self.mesh, self.plan, optimizers=optimizers)
+        put_model(model, self.mesh, self.plan)  # An optimizer follows when it is prepared.
 
     @property
     def programs(self) -> tuple[CompiledStep, CompiledStep, CompiledStep]:

@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from xla_dtensor.core import Layout
 from xla_dtensor.core.errors import DistributeError
 from xla_dtensor.core.spanning import joint_mesh, layout_on_span, region_of
-from xla_dtensor.dtensor.api import distribute_tensor
+from xla_dtensor.dtensor.api import distribute_tensor, parameter_in_place_of
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.groups import as_view, grouped
 from xla_dtensor.dtensor.labels import OuterCuts
@@ -426,7 +426,7 @@ def shard_parameter(
     own_placements.append(Replicate() if cut is None else Shard(cut))
     if not isinstance(parameter.data, DTensor):
         sharded = distribute_tensor(parameter.detach(), mesh, own_placements)
-        return nn.Parameter(sharded, parameter.requires_grad), None
+        return parameter_in_place_of(parameter, sharded), None
     tensor: Any = parameter
     state = tensor._spec
     joint_value = joint_mesh(mesh.value, state.mesh.value)
@@ -445,7 +445,7 @@ def shard_parameter(
     by_axis |= dict(zip(mesh.value.axis_names, own_placements, strict=True))
     placements = _joined_placements(by_axis, joint, mesh.value.axis_names[-1], cut)
     sharded = tensor.detach().redistribute(joint, placements)
-    return nn.Parameter(sharded, parameter.requires_grad), state.mesh
+    return parameter_in_place_of(parameter, sharded), state.mesh
 
 
 def _joined_placements(

@@ -25,9 +25,13 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from mesh_utils import Mesh
-from xla_dtensor.core.errors import DistributeError, RulesError
+from xla_dtensor.core.errors import RulesError
 from xla_dtensor.core.rules import Entry, ShardingRule, ShardingRules
-from xla_dtensor.dtensor.api import distribute_tensor
+from xla_dtensor.dtensor.api import (
+    distribute_tensor,
+    follow_parameters,
+    parameter_in_place_of,
+)
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
 from xla_dtensor.nn.shard_module import shard_module
@@ -95,33 +99,24 @@ def put_model(
         model: The model.
         mesh: The mesh.
         plan: Rules, as :func:`xla_dtensor.shard_module` takes them. None: :func:`model_plan`.
-        optimizers: Optimizers of the model's parameters, which are other objects on the mesh. They
-            must not have made a step.
+        optimizers: Optimizers of the model's parameters, which are other objects on the mesh; see
+            :func:`~xla_dtensor.dtensor.api.follow_parameters`.
 
     Returns:
         The same model.
 
     Raises:
-        DistributeError: An optimizer has made a step.
+        DistributeError: An optimizer's state cannot lie as its parameter does.
         RulesError: Rules that do not fit, see :func:`xla_dtensor.shard_module`, :func:`model_plan`.
     """
-    old_parameters = dict(model.named_parameters(remove_duplicate=False))
-    if any(isinstance(parameter, DTensor) for parameter in old_parameters.values()):
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         _put_rest(model, as_device_mesh(mesh))
     elif plan is None:
         shard_module(model, mesh, model_plan(model, mesh), unmatched="replicate")
     else:
         shard_module(model, mesh, plan)
-    new_of = {id(old): model.get_parameter(name) for name, old in old_parameters.items()}
     for optimizer in optimizers:
-        if optimizer.state:
-            raise DistributeError(
-                f"A {type(model).__name__} was put on a mesh with a {type(optimizer).__name__} "
-                "that has made steps. Its state lies where the parameters lay before. Make the "
-                "optimizer's steps after the model is on the mesh."
-            )
-        for group in optimizer.param_groups:
-            group["params"] = [new_of.get(id(old), old) for old in group["params"]]
+        follow_parameters(optimizer)
     return model
 
 
@@ -134,7 +129,7 @@ def _put_rest(model: nn.Module, mesh: DeviceMesh) -> None:
         if id(plain) not in on_mesh:
             entries = _entries(path, plain, [], sizes, "", "fsdp")
             dtensor = distribute_tensor(plain.detach(), mesh, entries)
-            on_mesh[id(plain)] = nn.Parameter(dtensor, plain.requires_grad)
+            on_mesh[id(plain)] = parameter_in_place_of(plain, dtensor)
         owner, _, name = path.rpartition(".")
         setattr(model.get_submodule(owner), name, on_mesh[id(plain)])
 

@@ -29,7 +29,7 @@ from xla_dtensor.core import Layout
 from xla_dtensor.core.argument_types import argument_types
 from xla_dtensor.core.errors import ArgumentTypeError, DistributeError, RulesError
 from xla_dtensor.core.rules import ShardingPlan, ShardingRules, TensorFacts, read_rules
-from xla_dtensor.dtensor.api import distribute_tensor, parts_of
+from xla_dtensor.dtensor.api import distribute_tensor, parameter_in_place_of, parts_of
 from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
 from xla_dtensor.dtensor.redistribute import torch_placements
@@ -223,7 +223,7 @@ def _replace_tensors(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> 
 def _distributed(tensor: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
     distributed = distribute_tensor(tensor.detach(), mesh, torch_placements(layout))
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(distributed, tensor.requires_grad)
+        return parameter_in_place_of(tensor, distributed)
     return distributed
 
 
