@@ -160,6 +160,11 @@ def flat(tensors: Iterable[Any]) -> torch.Tensor:
     return torch.cat([t.detach().cpu().reshape(-1).clone() for t in whole])
 
 
+def flat_gradients(model: nn.Module) -> torch.Tensor:
+    """All gradients; zeros for a parameter that has none."""
+    return flat([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+
+
 def flat_state(optimizer: Any) -> torch.Tensor:
     """All tensors that an optimizer keeps, by parameter and name; its counts of steps too."""
     rows = [optimizer.state.get(p, {}) for g in optimizer.param_groups for p in g["params"]]
@@ -225,6 +230,7 @@ TRAINING_WORDS: dict[str, Any] = {
     "net": net,
     "step_of": step_of,
     "flat": flat,
+    "flat_gradients": flat_gradients,
     "flat_state": flat_state,
     "saved": saved,
     "loaded": loaded,
@@ -287,12 +293,12 @@ def generate_training(seed: int) -> Program:
         if any(line.startswith("scheduler =") for line in lines):
             lines.append("scheduler.step()")
     lines += ["p = flat(model.parameters())", "b = flat(model.buffers())"]
-    lines += ["s = flat_state(optimizer)"]
+    lines += ["g = flat_gradients(model)", "s = flat_state(optimizer)"]
     compiled_ = chance.random() < 0.75
     if not compiled_:
         lines[4] = "step = step_of(model, optimizer, settings)"
     return Program(
-        mesh, _leaves(seed, sizes, rows, loss), tuple(lines), (*results, "p", "b", "s"), False
+        mesh, _leaves(seed, sizes, rows, loss), tuple(lines), (*results, "p", "b", "g", "s"), False
     )
 
 
@@ -338,7 +344,7 @@ def _changes(chance: random.Random, how: str, lines: list[str]) -> list[str]:
         choices += [
             ["model.layers[0].slope = 0.5"],
             ["model.skips.append(0)"],
-            ["model.layers[0].up.weight.requires_grad_(False)"],
+            ["w = model.layers[0].up.weight", "w.requires_grad_(not w.requires_grad)"],
             ["model.checkpoints = not model.checkpoints"],
         ]
     if any(line == "kept = saved(model, optimizer)" for line in lines):

@@ -211,6 +211,10 @@ REFUSED: dict[str, list[Callable[..., Any]]] = {
     "a plain CPU tensor from before the call is given values of the mesh": [
         lambda x: OF_HOST.add_(x)
     ],
+    "a plain CPU tensor among the arguments is written in place": [
+        lambda x, host: host.add_(x.sum()),
+        lambda x, host: host[:2].zero_(),
+    ],
     "the shape of a tensor from before the call is changed in place: `x.t_()`": [
         lambda x: x.unsqueeze_(0)
     ],
@@ -263,6 +267,7 @@ def test_what_is_refused(mesh: xd.DeviceMesh, row: str, number: int) -> None:
     others = (np.ones(4),) if "NumPy array" in row else ()
     error = ArgumentTypeError if others else CompileError
     others = (noting_layers(mesh),) if "scan_layers" in row else others
+    others = (torch.ones(4),) if "among the arguments is written" in row else others
     torch.manual_seed(3)
     drawn, before = around.drawn(x), around.now()
     torch.manual_seed(3)

@@ -106,6 +106,7 @@ from xla_dtensor.runtimes.functional import (
 )
 from xla_dtensor.runtimes.nested import leaves, map_nested
 from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.torch_own import byte_for
 from xla_dtensor.runtimes.whole_ops import LinearResult, OneResult, has_tangent
 from xla_dtensor.runtimes.written import makes_results, written_targets, written_values
 
@@ -241,6 +242,11 @@ class LocalView(PerDeviceTensor):
     @property
     def _varying(self) -> frozenset[Axis]:
         return self._memory.varying
+
+    def storage(self) -> torch.UntypedStorage:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return a byte whose address is the same for all views of one tensor, and no other's."""
+        link = self._memory.link
+        return byte_for(self._own_payload if link is None else link.source._local_tensor)
 
     # ------------------------------------------------------------------ dispatch
 

@@ -679,14 +679,14 @@ class Link:
         joined: Callable[[torch.Tensor], torch.Tensor],
         replicated: frozenset[Axis],
     ) -> None:
-        self._source, self._cut, self._joined = source, cut, joined
+        self.source, self._cut, self._joined = source, cut, joined
         self._replicated = replicated
         self.memory = cut()
         self._version = _version(source)
 
     def pull(self) -> None:
         """Write what the DTensor became since the last look to the view's memory."""
-        count, token = _version(self._source)
+        count, token = _version(self.source)
         if count != self._version[0] or token is not self._version[1] or count < 0:
             self._version = count, token
             _write(self.memory, self._cut(), local=True)
@@ -703,11 +703,11 @@ class Link:
 
     def push(self) -> None:
         """Write the view's memory to the DTensor."""
-        payload: Any = self._source
+        payload: Any = self.source
         _write(payload._local_tensor, self._joined(self.memory), local=False)
         if not payload.is_inference():
             torch.autograd.graph.increment_version(payload)  # for other views of the same tensor
-        self._version = _version(self._source)
+        self._version = _version(self.source)
 
 
 def _write(target: torch.Tensor, source: torch.Tensor, local: bool) -> None:

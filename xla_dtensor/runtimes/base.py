@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import update_wrapper
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
@@ -39,6 +39,7 @@ __all__ = [
     "Layers",
     "Runtime",
     "Verification",
+    "refuse_lost_write",
 ]
 
 
@@ -295,6 +296,19 @@ class CompiledStep(ABC):
             f"A compiled step was asked to load programs from path={os.fspath(path)!r}. "
             f"{type(self).__name__} cannot read them. Use the runtime's compile cache instead."
         )
+
+
+def refuse_lost_write(argument: torch.Tensor) -> NoReturn:
+    """Refuse a write to an argument that is on the host.
+
+    Raises:
+        CompileError: Always.
+    """
+    raise CompileError(
+        f"A compiled step wrote in place to an argument of shape={tuple(argument.shape)} that is a "
+        "plain CPU tensor. The program works on a copy of it, and the write would be lost. Pass a "
+        "DTensor, or write to argument.clone()."
+    )
 
 
 def _compiled_again(step: Callable[..., Any]) -> Any:

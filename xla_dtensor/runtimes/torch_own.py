@@ -31,11 +31,13 @@ import torch
 from torch import nn
 from torch.nn.modules import rnn
 from torch.nn.utils import clip_grad
+from torch.utils.weak import WeakIdKeyDictionary
 
 from xla_dtensor.core.errors import DistributeError
 
-__all__ = ["ReadOnHost", "make_wrapper", "past_functions", "put_back"]
+__all__ = ["ReadOnHost", "byte_for", "make_wrapper", "past_functions", "put_back"]
 
+_byte_of = WeakIdKeyDictionary()
 _make: Any = torch.Tensor._make_wrapper_subclass
 
 
@@ -135,6 +137,15 @@ class ReadOnHost:
         if last_copy is None or not torch.equal(_bytes(last_copy), _bytes(copy)):
             self._host_copy = last_copy = copy
         return last_copy
+
+
+def byte_for(payload: Any) -> torch.UntypedStorage:
+    """Return a byte of the host that stands for memory on devices: its address tells it from other.
+
+    For what asks which tensors share memory, as savers do. It lives as long as that memory.
+    """
+    memory = getattr(payload, "_storage", payload)
+    return _byte_of.setdefault(memory, torch.UntypedStorage(1))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

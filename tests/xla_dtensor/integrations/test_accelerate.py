@@ -122,15 +122,45 @@ def test_products_are_in_bfloat16(mesh: xd.DeviceMesh) -> None:
     assert sum("dot(" in line and "= bf16" in line for line in hlo.splitlines()) > 20
 
 
-def test_an_optimizer_that_has_stepped_is_refused(mesh: xd.DeviceMesh) -> None:
+@pytest.mark.parametrize("order", ["model, optimizer", "optimizer, model"])
+def test_an_optimizer_that_was_prepared_apart(mesh: xd.DeviceMesh, order: str) -> None:
+    from xla_dtensor.integrations.accelerate import XDAccelerator
+
+    plain = plain_loop()
+    batches = [next(iter(plain.loader))] * 3
+    accelerator = XDAccelerator(mesh=mesh)
+    ours = Loop.__new__(Loop)
+    ours.accelerator, ours.model = accelerator, llama()
+    ours.optimizer = torch.optim.AdamW(ours.model.parameters(), lr=1e-3)
+    torch.optim.lr_scheduler.LinearLR(ours.optimizer, total_iters=4)
+    for name in order.split(", "):
+        setattr(ours, name, accelerator.prepare(getattr(ours, name)))
+    for batch in batches:
+        plain.body(batch)
+        ours.body(accelerator.put_batch(batch))
+    assert difference(ours.model, plain.model) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad", "SGD"])
+def test_an_optimizer_that_has_stepped_follows_with_its_state(
+    mesh: xd.DeviceMesh, kind: str
+) -> None:
     from xla_dtensor.nn.model_plan import put_model
 
-    model = llama()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(input_ids=torch.arange(8)[None]).logits.sum().backward()
-    optimizer.step()
-    with pytest.raises(xd.errors.DistributeError, match="AdamW that has made steps"):
-        put_model(model, mesh, optimizers=[optimizer])
+    def trained(put: Any) -> Any:
+        model = llama()
+        options = {"momentum": 0.9} if kind == "SGD" else {}
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3, **options)
+        for call in range(3):
+            if call == 2:
+                put(model, optimizer)
+            model(input_ids=torch.arange(8)[None]).logits.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    ours = trained(lambda model, optimizer: put_model(model, mesh, optimizers=[optimizer]))
+    assert difference(ours, trained(lambda model, optimizer: None)) < 1e-5
 
 
 def test_another_device_is_refused(mesh: xd.DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,3 +91,16 @@ def test_after_install_a_mesh_that_transformers_does_not_read_is_refused(
     finally:
         xd.uninstall()
     assert "install" not in type(plain).from_pretrained.__func__.__code__.co_filename
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_on_a_mesh_is_saved_by_its_own_method(
+    tmp_path: Path, mesh: xd.DeviceMesh, tied: bool
+) -> None:
+    from xla_dtensor.nn.model_plan import put_model
+
+    plain = llama(tie_word_embeddings=tied)
+    put_model(llama(tie_word_embeddings=tied), mesh).save_pretrained(
+        tmp_path, max_shard_size="40KB"
+    )
+    assert difference(type(plain).from_pretrained(tmp_path), plain) == 0.0

@@ -74,6 +74,28 @@ def test_losses_and_parameters_are_the_plain_trainers(
     assert [step.stats()["traces"] for step in ours.programs] == [1, 2, 2]
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad"])
+def test_an_optimizer_of_the_users(tmp_path: Path, mesh: xd.DeviceMesh, kind: str) -> None:
+    """It is made before the model is put on the mesh; and training goes on in a second call."""
+    import transformers
+
+    from xla_dtensor.integrations.transformers import XDTrainer
+
+    ended: list[Any] = []
+    for cls, given in ((transformers.Trainer, {}), (XDTrainer, {"mesh": mesh})):
+        model = llama()
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3)
+        folder = arguments(tmp_path, 8 if cls is transformers.Trainer else 2, max_steps=2)
+        trainer: Any = cls(
+            model, folder, train_dataset=rows(44), optimizers=(optimizer, None), **given
+        )
+        for _ in range(2):
+            trainer.train()
+        ended.append(trainer.model)
+    assert difference(*ended[::-1]) < 1e-5
+    assert difference(ended[1], llama()) > 1e-3
+
+
 def test_rows_that_the_mesh_does_not_divide(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
     options = {"num_train_epochs": 2, "eval_strategy": "epoch"}
     # The last batch has 5 rows, and 3 of an evaluation, over 4 devices.

@@ -25,7 +25,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from xla_dtensor.core.errors import CompileError
-from xla_dtensor.runtimes.base import CompiledStep, Verification
+from xla_dtensor.runtimes.base import CompiledStep, Verification, refuse_lost_write
 from xla_dtensor.runtimes.guards import Guards, Recording
 from xla_dtensor.runtimes.nested import Containers
 from xla_dtensor.runtimes.state import StepClock, num_tokens, trace_settings
@@ -363,6 +363,7 @@ class TorchXlaStep(CompiledStep):
         with _graph_name(self._graph_name):
             with recording or nullcontext():
                 output = self._traced(args, kwargs)
+            _refuse_lost_writes(pytree.tree_leaves(arguments), leaves)
             writes, contents = containers.written()
             if digest is None:
                 assert recording is not None
@@ -489,6 +490,13 @@ def _on_devices(leaf: Any) -> Any:
     """Copy a host tensor to the devices: an argument is an input of the program."""
     is_host = isinstance(leaf, torch.Tensor) and type(leaf) is torch.Tensor
     return leaf.to(DEVICE) if is_host and leaf.device.type == "cpu" else leaf
+
+
+def _refuse_lost_writes(given: Sequence[Any], leaves: Sequence[Any]) -> None:
+    """Raise where a step has written to the copy of a host tensor."""
+    for argument, leaf in zip(given, leaves, strict=True):
+        if leaf is not argument and leaf._version:
+            refuse_lost_write(argument)
 
 
 def _is_plain(leaf: Any) -> bool:

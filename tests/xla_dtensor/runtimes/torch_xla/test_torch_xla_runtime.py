@@ -599,6 +599,14 @@ def check_collectives(hlo: str) -> None:
 # ---------------------------------------------------------------------- one program
 
 
+def test_a_write_to_an_argument_on_the_host_is_refused(runtime: Runtime) -> None:
+    host = torch.ones(2, 4)
+    for write in (lambda x: x.add_(1), lambda x: x[1].zero_(), lambda x: x.t().mul_(2)):
+        with pytest.raises(CompileError, match=r"shape=\(2, 4\).*the write would be lost"):
+            runtime.compile(write)(host)
+    assert torch.equal(host, torch.ones(2, 4))
+
+
 def test_compile_counts_and_explains(runtime: Runtime) -> None:
     step = runtime.compile(lambda x, scale=1.0: x * scale + 1)
     results = [

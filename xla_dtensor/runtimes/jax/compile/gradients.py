@@ -21,7 +21,8 @@ Where others make the gradients that a step reads, an optimizer's alone, say, ea
 ones. When that was seen once, the program reads them by name (``moving``).
 
 Where the first thing that a step does to a gradient is to drop it (``zero_grad()`` at its start),
-it does not matter whether one is there, and one program serves both kinds of calls.
+it does not matter whether one is there, and one program serves both kinds of calls. A parameter
+that is frozen may have a gradient too, of the time before.
 """
 
 from __future__ import annotations

@@ -362,7 +362,7 @@ class PythonState:
     them, so they are found among the objects that Python's garbage collector knows.
 
     Args:
-        gradients: Leaves that require a gradient, with the one that they had.
+        gradients: Leaves that may have a gradient, with the one that they had.
         tables: Dicts, with what they held.
         host_memories: The memories of plain CPU tensors, as ``memory_key`` tells them apart.
 
@@ -404,7 +404,9 @@ class PythonState:
         with contextlib.suppress(RuntimeError):
             if is_host(tensor):
                 self.host_memories.add(memory_key(tensor))
-            if tensor.requires_grad and tensor.is_leaf:
+            # One that is frozen may have a gradient of the time before, or another time after.
+            may_have_one = tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)
+            if tensor.is_leaf and (may_have_one or tensor.grad is not None):
                 self.gradients.append((tensor, tensor.grad))
 
     def _read_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

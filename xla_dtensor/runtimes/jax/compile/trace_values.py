@@ -13,6 +13,7 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.core.errors import CompileError
+from xla_dtensor.runtimes.base import refuse_lost_write
 from xla_dtensor.runtimes.jax.arrays.sharding import host_value, place
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import Trace, active_trace, is_tracer
@@ -162,11 +163,7 @@ def written_arguments(
         if storage not in written:
             continue
         if inner(leaf) is not tensor:
-            raise CompileError(
-                f"A compiled step wrote in place to an argument of shape={tuple(leaf.shape)} that "
-                "is a plain CPU tensor. The program works on a copy of it, and the write would be "
-                "lost. Pass a DTensor, or write to argument.clone()."
-            )
+            refuse_lost_write(leaf)
         written.discard(storage)
         positions.append(position)
         values.append(place(storage.read(), storage.sharding))
