@@ -2950,3 +2950,14 @@ def poison_in_the_largest_of_a_bag(on: On) -> Any:
     bags = on.compile(lambda indices: F.embedding_bag(indices, weight, offsets, mode="max"))
     found = whole(bags(on.put(torch.tensor([5, 2, 5, 5, 97]), R, Shard(0))))
     return found.isnan().any(1).tolist(), [False, False, True]
+
+
+@values("jax")
+def gradient_of_a_loss_of_no_rows(on: On) -> Any:
+    losses: list[Any] = []
+    for loss in (F.mse_loss, F.huber_loss, F.smooth_l1_loss):
+        x = on.leaf(numbers(0, 4))
+        losses.append(loss(x, on.put(numbers(0, 4))))
+        losses[-1].backward()
+        losses.append(x.grad)
+    return losses

@@ -64,6 +64,17 @@ def _binary_cross_entropy(
     return decomposition_table[aten.binary_cross_entropy.default](x, target, weight, reduction)
 
 
+def _of_nothing(func: Any, grad: torch.Tensor, x: torch.Tensor, *others: Any) -> torch.Tensor:
+    """Compute a gradient of a mean, which torch's decomposition divides by the number of rows."""
+    from torch._decomp import decomposition_table
+
+    return decomposition_table[func](grad, x, *others) if x.numel() else torch.zeros_like(x)
+
+
+for _func in (aten.mse_loss_backward.default, aten.huber_loss_backward.default):
+    COMPOSED[_func] = partial(_of_nothing, _func)
+
+
 def _copy_of(view: Any, *args: Any, **kwargs: Any) -> Any:
     contiguous = partial(torch.clone, memory_format=torch.contiguous_format)
     return tree_map(contiguous, view(*args, **kwargs))
