@@ -53,6 +53,7 @@ from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.mesh import DeviceMesh, as_device_mesh
 from xla_dtensor.hosts.data.rows import MeshLoader, put_batch, row_group
 from xla_dtensor.nn.model_plan import put_model
+from xla_dtensor.runtimes.registry import get_runtime
 
 __all__ = ["MeshOptimizer", "XDAccelerator"]
 
@@ -180,12 +181,15 @@ class XDAccelerator(accelerate.Accelerator):
     # ---------------------------------------------------------------------------- values and states
 
     def gather(self, tensor: Any) -> Any:
-        """Return the whole of each DTensor, on the host; plain tensors of all processes."""
+        """Return the whole of each DTensor, on the host; plain tensors of all processes.
+
+        In a compiled step, where tensors have no values, a DTensor is whole as it is.
+        """
         return pytree.tree_map(self._gathered, tensor)
 
     def _gathered(self, leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
-            return leaf.full_tensor().detach().cpu()
+            return leaf.detach() if get_runtime().is_tracing else leaf.full_tensor().detach().cpu()
         return super().gather(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

@@ -36,6 +36,7 @@ is an error that says so.
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import time
 import warnings
@@ -150,7 +151,11 @@ class XDTrainer(Trainer):
         self._clip = xd.compile(self._clipped)
         self._predict = xd.compile(super().prediction_step)
         self._preemption: xd.Preemption | None = None
-        super().__init__(model, _arguments_on_mesh(args, self._rows.devices), *rest, **kwargs)
+        # By name: TRL's trainers have others before `args`.
+        names = list(inspect.signature(super().__init__).parameters)
+        kwargs |= zip(names[names.index("args") + 1 :], rest, strict=False)
+        args_on_mesh = _arguments_on_mesh(args, self._rows.devices)
+        super().__init__(model=model, args=args_on_mesh, **kwargs)
         self.args.enable_jit_checkpoint = args.enable_jit_checkpoint
 
     # --------------------------------------------------------------------------- what it is made of

@@ -385,6 +385,11 @@ class Runtime(ABC):
     wraps_plain_tensors: bool = False
 
     @property
+    def is_tracing(self) -> bool:
+        """Whether a step is traced at present, so that tensors have no values."""
+        return False
+
+    @property
     def tells_factors(self) -> bool:
         """Whether factors of a product are told to agree by their labels (``products``)."""
         return self.pins_products

@@ -47,14 +47,14 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
 import torch
 
 from xla_dtensor.runtimes.guards.comparing import Guards
-from xla_dtensor.runtimes.guards.lent import Lending
+from xla_dtensor.runtimes.guards.lent import Lending, is_lent
 from xla_dtensor.runtimes.guards.libraries import is_library_file
 from xla_dtensor.runtimes.guards.objects import (
     WATCHING,
@@ -133,6 +133,7 @@ class Recording(Watches):
         self._aside = old_objects_aside()
         self._new: set[int] = set()
         self._inner: set[types.CodeType] = set()
+        self._asking: list[types.CodeType] = []  # whose calls are looked at
         self._pauses: list[bool] = []  # whether it was busy before each of them
         self._monitoring: Any = getattr(sys, "monitoring", None)
 
@@ -278,10 +279,27 @@ class Recording(Watches):
         if self._monitoring is None:
             sys.setprofile(self._profile)
             return
+        events = self._monitoring.events
         self._monitoring.set_events(self._tool, 0)
-        event = self._monitoring.events.PY_START
-        self._monitoring.register_callback(self._tool, event, None)  # which would keep us alive
+        for code in self._asking:
+            self._monitoring.set_local_events(self._tool, code, 0)
+        for event in (events.PY_START, events.CALL):
+            self._monitoring.register_callback(self._tool, event, None)  # which would keep us alive
         self._monitoring.free_tool_id(self._tool)
+
+    def _watch_type(self, code: types.CodeType, ways: Set[str]) -> None:
+        """Look whether code calls ``type(...)`` of a number that is lent."""
+        if "taken" in ways or self._monitoring is None:  # nothing tells of what
+            self._lending.arithmetic.is_doubted = True
+            return
+        event = self._monitoring.events.CALL
+        self._monitoring.register_callback(self._tool, event, self._on_call)
+        self._monitoring.set_local_events(self._tool, code, event)
+        self._asking.append(code)
+
+    def _on_call(self, code: types.CodeType, offset: int, function: Any, argument: Any) -> None:
+        if function is type and is_lent(argument):
+            self._lending.arithmetic.is_doubted = True
 
     def _on_event(self, frame: types.FrameType, event: str, argument: Any) -> None:
         if event == "call":
@@ -337,7 +355,8 @@ class Recording(Watches):
         if "globals" in code.co_names:
             self._read_whole(owner)
             owner.writes = None
-        self._lending.arithmetic.is_doubted |= loads.asks_for_type
+        if loads.asks_for_type and self._lending.names:
+            self._watch_type(code, loads.asks_for_type)
         # ``super()`` loads the class around, too.
         if loads.is_of_class or any(use is not None for use in loads.cells.get("__class__", ())):
             self._take_classes()

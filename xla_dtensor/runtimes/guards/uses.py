@@ -39,6 +39,7 @@ _COMPARES = ("IS_OP", "COMPARE_OP", "CONTAINS_OP")
 _OF_CLASSES = ("__name__", "__qualname__", "__module__", "__doc__")
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
+_IS_CALLED = 1  # a bit of LOAD_GLOBAL's argument
 _STORES = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME", "STORE_DEREF")
 _DELETES = ("DELETE_GLOBAL", "DELETE_NAME")
 _CELLS = ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "DELETE_DEREF")
@@ -70,7 +71,8 @@ class Loads(NamedTuple):
         stores: Globals and variables of the functions around that it assigns to or deletes.
         imports: Modules that it imports, with the levels of relative ones.
         is_of_class: Whether it takes an object's class, and may read or assign attributes of it.
-        asks_for_type: Whether what it does next may depend on ``type(...)`` of a number.
+        asks_for_type: Whether what it does next may depend on ``type(...)`` of a number: "called"
+            where it calls that itself, "taken" where it hands it on, as ``map(type, numbers)``.
     """
 
     names: Mapping[str, Sequence[Use | None]]
@@ -79,7 +81,7 @@ class Loads(NamedTuple):
     stores: Set[str]
     imports: Sequence[tuple[str, int]]
     is_of_class: bool
-    asks_for_type: bool
+    asks_for_type: frozenset[str]
 
 
 @lru_cache(maxsize=20_000)
@@ -92,7 +94,8 @@ def loads_of(code: CodeType) -> Loads:
     imports: list[tuple[str, int]] = []
     listed, _ = instructions_of(code)
     is_of_class = any(_is_of_class(listed, place) for place in range(len(listed)))
-    asks_for_type = any(_asks_for_type(listed, place) for place in range(len(listed)))
+    asks = (_asks_for_type(listed, place) for place in range(len(listed)))
+    asks_for_type = frozenset(way for way in asks if way is not None)
     for place, instruction in enumerate(listed):
         if instruction.opname in _GLOBALS:
             names[instruction.argval].append(_use(listed, place))
@@ -244,15 +247,20 @@ def _is_of_class(listed: Sequence[dis.Instruction], place: int) -> bool:
     return not any(o.opname in _ATTRIBUTES and o.argval in _OF_CLASSES for o in following[:1])
 
 
-def _asks_for_type(listed: Sequence[dis.Instruction], place: int) -> bool:
-    """Tell whether an instruction takes a class, and not for its name or to call it."""
+def _asks_for_type(listed: Sequence[dis.Instruction], place: int) -> str | None:
+    """Tell how an instruction asks for a class, and not for its name only; None: not at all.
+
+    Returns:
+        As `Loads.asks_for_type`.
+    """
     instruction = listed[place]
     if instruction.opname not in _GLOBALS or instruction.argval != "type":
-        return False
-    following = listed[_call_of(listed, place) + 1 :]
-    if following and following[0].opname in _ATTRIBUTES:
-        return following[0].argval not in _OF_CLASSES
-    return not following or following[0].opname not in ("PUSH_NULL", "CALL")
+        return None
+    if instruction.opname != "LOAD_GLOBAL" or not (instruction.arg or 0) & _IS_CALLED:
+        return "taken"
+    following = listed[_call_of(listed, place) + 1 :][:1]
+    is_named = any(o.opname in _ATTRIBUTES and o.argval in _OF_CLASSES for o in following)
+    return None if is_named else "called"
 
 
 def _call_of(listed: Sequence[dis.Instruction], place: int) -> int:

@@ -397,8 +397,12 @@ class JaxRuntime(Runtime):
     # ------------------------------------------------------------------ programs
 
     @property
+    def is_tracing(self) -> bool:
+        return active_trace() is not None
+
+    @property
     def tells_factors(self) -> bool:
-        return active_trace() is None  # a step is looked at as a whole
+        return not self.is_tracing  # a step is looked at as a whole
 
     def note_write_to_host(
         self, target: torch.Tensor, put: Callable[[torch.Tensor], torch.Tensor]
