@@ -139,6 +139,9 @@ _DEVICES = "_get_capturable_supported_devices"
 # Whose default form branches on the number of steps done, or indexes with a mask, which for a
 # parameter of one number is a branch; the capturable one computes both ways.
 _BRANCH_ON_VALUES = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
+# Whose capturable form computes a small difference of its counters, which default forms do in
+# Python's numbers.
+_COUNT_EXACTLY = (torch.optim.RAdam,)
 # Which make a tensor of the rate at their first step, on the host, beside their counters.
 _KEEP_THE_RATE = (torch.optim.ASGD,)
 
@@ -411,6 +414,14 @@ class OptimizerInputs:
                     self._seen.setdefault((id(group), name), (group, group[name]))
                     self._lend(group, name, self._number(group, name))
             self._choose_form(optimizer, group)
+        if isinstance(optimizer, _COUNT_EXACTLY):
+            self._widen_counters(optimizer)
+
+    def _widen_counters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lend an optimizer counters of Python's precision; `_after` gives theirs their values."""
+        for _, state in _states_of(optimizer):
+            if isinstance(state.get("step"), torch.Tensor):
+                self._lend(state, "step", state["step"].double())
 
     def _choose_form(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         states = [optimizer.state.get(p, {}) for p in group["params"]]
@@ -492,6 +503,9 @@ class OptimizerInputs:
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         while self._running:
             entry = self._running.pop()
+            for _, name, counter, wide in entry.lent:
+                if name == "step" and isinstance(wide, torch.Tensor):
+                    counter.copy_(wide)
             self._give_back(entry)
             if entry.optimizer is optimizer:
                 return
