@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -420,6 +421,64 @@ def test_drawn(mesh: xd.DeviceMesh, seed: int) -> None:
 @pytest.mark.parametrize("part", range(10))
 def test_many_drawn(mesh: xd.DeviceMesh, part: int) -> None:
     assert [seed for seed in range(100 + part * 20, 120 + part * 20) if differs(seed, mesh)] == []
+
+
+# Each beside a tensor whose dtype has no place for some of the numbers.
+LIMITED: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "clamp": lambda x, n: x.clamp(-n, n),
+    "at most": lambda x, n: x.clamp(max=n),
+    "fill": lambda x, n: x.clone().fill_(n),
+    "masked": lambda x, n: x.masked_fill(x > 2, n),
+    "power": lambda x, n: x**n,
+    "sum": lambda x, n: x + n,
+    "tensor": lambda x, n: x * torch.tensor(n),
+    "tensor of a list": lambda x, n: x + torch.tensor([n, 1]).sum(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("name", LIMITED)
+def test_numbers_that_a_dtype_has_no_place_for(
+    mesh: xd.DeviceMesh, name: str, dtype: torch.dtype
+) -> None:
+    x, op = torch.arange(8).to(dtype), LIMITED[name]
+    step: Any = xd.compile(op)
+    for number in (2, 3, 5, -3, 300, 2**31 + 1, 4):
+        try:
+            expected = op(x, number)
+        except RuntimeError:
+            with pytest.raises(RuntimeError):
+                step(on(mesh, x), number)
+        else:
+            assert torch.equal(step(on(mesh, x), number).cpu(), expected), number
+
+
+# As every layer of Transformers asks for its own class.
+ASKS_FOR_CLASSES: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
+    "of another": (lambda thing, n: type(thing) is Thing, True),
+    "by name": (lambda thing, n: type(n).__name__, True),
+    "of the number": (lambda thing, n: type(n) is int, False),
+    "in a loop": (lambda thing, n: [type(each) for each in (n,)], False),
+    "by another function": (lambda thing, n: list(map(type, [n])), False),
+}
+
+
+@pytest.mark.parametrize("name", ASKS_FOR_CLASSES)
+def test_what_asks_for_a_class(mesh: xd.DeviceMesh, name: str) -> None:
+    (ask, is_lent), thing, seen = ASKS_FOR_CLASSES[name], Thing(), list[Any]()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        thing.n += 1
+        seen.append(ask(thing, thing.n))
+        return x * thing.n
+
+    compiled: Any = xd.compile(step)
+    for number in range(1, 6):
+        assert compiled(on(mesh, torch.ones(4))).cpu().tolist() == [number] * 4
+        assert seen[-1] == ask(Thing(), number)
+    # Before 3.12 nothing tells which value type() is called with.
+    is_told = sys.version_info >= (3, 12) or name == "by name"
+    assert compiled.stats()["traces"] == (2 if is_lent and is_told else 5)
 
 
 def test_what_fails_before_the_step_runs_leaves_the_numbers(

@@ -44,6 +44,10 @@ __all__ = [
 ]
 
 
+for _method in (DTensor.__torch_dispatch__, LocalView.__torch_dispatch__):
+    dynamo.never_read(_method)
+
+
 # --------------------------------------------------------- distribute_tensor and distribute_module
 
 _MARK = "_distribute_module_applied"

@@ -11,6 +11,10 @@ gives what the eager one gives::
 
     graph:  %c = xla_dtensor.constrain(%payload, "(dp, -) on (dp=2, tp=4) #0");  aten.relu(%c)
 
+Inductor, torch.compile's default backend, and others write kernels that read a tensor's memory, of
+which a payload has none here. A function that meets a DTensor is not theirs: it runs op by op, in a
+step of ``xla_dtensor.compile`` as a part of the program.
+
 Gradients: a compiled backward expects of each incoming gradient the placements that its output had.
 A gradient is a whole value, so one with other placements is only labelled anew; no data moves.
 """
@@ -19,6 +23,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -41,9 +47,14 @@ __all__ = [
     "coerced_tangent",
     "distribute_in_graph",
     "flatten",
+    "leave_to_python",
+    "never_read",
     "one_call",
     "unflatten",
 ]
+
+logger = logging.getLogger("xla_dtensor")
+_told: set[str] = set()  # of which backends a user has been warned
 
 
 # ----------------------------------------------- Functions of one tensor that Dynamo records whole
@@ -196,8 +207,52 @@ class _Parts(tuple[Any, ...]):
         return (_Parts, (tuple(self), self.outer_cuts))
 
 
+_frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+_SKIPPED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+_READS_MEMORY = ("inductor", "cudagraphs")
+
+
+def leave_to_python() -> None:
+    """Let Dynamo leave code alone that meets a tensor on a mesh, and would go to Inductor.
+
+    Raises:
+        Exception: Of Dynamo's, which runs the code then, and does not look at what that calls.
+            With ``fullgraph=True`` it is an error.
+    """
+    tracers: Any = sys.modules.get("torch._dynamo.symbolic_convert")
+    try:
+        tracer = tracers.InstructionTranslator.current_tx()
+        backend = getattr(tracer.output.compiler_fn, "__name__", "")
+    except AttributeError:  # Dynamo is not here, or reads nothing at present.
+        return
+    if backend not in _READS_MEMORY:
+        return
+    text = (
+        f"torch.compile with backend={backend!r} met a tensor on a mesh. It would write kernels "
+        "that read the tensor's memory, which lies on the mesh's devices."
+    )
+    if backend not in _told and not tracer.one_graph:
+        _told.add(backend)
+        logger.warning("%s Such code runs op by op. xla_dtensor.compile(step) compiles.", text)
+    from torch._dynamo.exc import Unsupported
+
+    error: Any = Unsupported(
+        f"{text} Leave fullgraph=True out, and call xla_dtensor.compile on the whole step, or pass "
+        "backend='aot_eager'."
+    )
+    if not tracer.one_graph:
+        error.frame_exec_strategy = _SKIPPED  # which torch 2.9 does not ask
+    raise error
+
+
+def never_read(function: Any) -> None:
+    """Let Dynamo skip a function, and what it calls, where that runs beside a graph."""
+    _frames.set_code_exec_strategy(function.__code__, _SKIPPED)
+
+
 def flatten(tensor: DTensor) -> tuple[list[str], Any]:
     """Return the names of the inner tensors, and what else is needed to put them together."""
+    leave_to_python()
     spec = tensor._spec
     if _MESH_IS_OPAQUE:
         order = getattr(spec, "shard_order", None)

@@ -60,7 +60,7 @@ from xla_dtensor.core.errors import (
 from xla_dtensor.core.spanning import layout_on_span, region_of, spanning_mesh
 from xla_dtensor.dtensor.collectives import all_gather, axis_index, pmax, pmin, psum
 from xla_dtensor.dtensor.dispatch import new_dtensor, state_of, tell_outer_cuts
-from xla_dtensor.dtensor.dynamo import called_in_graph, one_call
+from xla_dtensor.dtensor.dynamo import called_in_graph, leave_to_python, one_call
 from xla_dtensor.dtensor.labels import (
     OuterCuts,
     outer_cuts_of_layout,
@@ -399,6 +399,7 @@ class LocalView(PerDeviceTensor):
         return memo[id(self)]
 
     def __tensor_flatten__(self) -> Any:
+        leave_to_python()
         return ["_payload"], ViewState(self)
 
     @staticmethod

@@ -11,6 +11,7 @@ torch.distributed.tensor                distribute_tensor, distribute_module, on
 torch.distributed.tensor.DTensor        from_local
 torch.distributed.tensor._random        manual_seed, is_rng_supported_mesh
 torch.distributed.tensor.parallel       loss_parallel
+torch.nn.attention.flex_attention       flex_attention
 torch.distributed.fsdp                  fully_shard, register_fsdp_forward_method
 torch.distributed._state_dict_utils     what StateDictOptions(full_state_dict=True) asks for
                                         (see :mod:`xla_dtensor.nn.install`)
@@ -49,6 +50,7 @@ import torch.distributed.tensor as torch_tensor
 import torch.distributed.tensor._api as torch_api
 import torch.distributed.tensor._random as torch_random
 import torch.distributed.tensor.parallel as torch_parallel
+import torch.nn.attention.flex_attention as torch_flex
 
 from mesh_utils import Mesh
 from xla_dtensor.core.errors import DistributeError
@@ -57,6 +59,7 @@ from xla_dtensor.dtensor.dtensor import DTensor
 from xla_dtensor.dtensor.local import LocalView
 from xla_dtensor.dtensor.mesh import AxisGroup, allow_groups, init_device_mesh
 from xla_dtensor.dtensor.modes import loss_parallel
+from xla_dtensor.nn.flex_attention import flex_attention
 from xla_dtensor.nn.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from xla_dtensor.runtimes.registry import ENVIRONMENT_VARIABLE, current_runtime, get_runtime
 
@@ -206,6 +209,12 @@ def install(start: Callable[[], object] = get_runtime) -> None:
     for name, replacement in mesh.BY_NAME.items():
         original = getattr(dist, name)
         put(original, _routed_by_first(AxisGroup, original, replacement))
+    put(
+        torch_flex.flex_attention,
+        _routed_by_first(
+            (DTensor, LocalView), torch_flex.flex_attention, torch.compiler.disable(flex_attention)
+        ),
+    )
     allow_groups(True)
     logger.info("torch.distributed.tensor works on 'xla' meshes through xla_dtensor now.")
 
@@ -356,7 +365,7 @@ def _routed(original: Callable[..., Any], replacement: Callable[..., Any]) -> Ca
 
 
 def _routed_by_first(
-    kind: type, original: Callable[..., Any], replacement: Callable[..., Any]
+    kind: type | tuple[type, ...], original: Callable[..., Any], replacement: Callable[..., Any]
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def route(*args: Any, **kwargs: Any) -> Any:

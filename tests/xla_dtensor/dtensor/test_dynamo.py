@@ -387,3 +387,49 @@ def test_a_plain_tensor_of_jax_is_no_input_of_a_full_graph(mesh: xd.DeviceMesh) 
 def test_a_graph_of_another_process() -> None:
     with pytest.raises(CompileError, match=r"names the layout 'x #9'\. This process"):
         Names("layout").value("x #9")
+
+
+# ---------------------------------------------------------------------- Inductor
+
+
+@pytest.mark.parametrize("backend_", ["inductor", None])
+def test_inductor_leaves_code_alone(mesh: xd.DeviceMesh, backend_: str | None) -> None:
+    """Its kernels read memory that there is none of: the process ended."""
+    scale = put(mesh, torch.full((4,), 3.0), R, R)
+    options: Any = {} if backend_ is None else {"backend": backend_}
+    function = torch.compile(lambda x: (x * scale + 1).sin(), **options)
+    x, host = torch.randn(8, 4), torch.randn(4)
+    expected = (x * 3 + 1).sin()
+    for run in (function, xd.compile(function)):
+        torch.testing.assert_close(run(put(mesh, x, S0, R)).cpu(), expected)
+    scale = scale.to_local()
+    local = function(put(mesh, x, R, R).to_local())
+    torch.testing.assert_close(xd.DTensor.from_local(local, mesh, [R, R]).cpu(), expected)
+    scale = torch.full((4,), 3.0)
+    torch.testing.assert_close(function(host).cpu(), (host * 3 + 1).sin())
+
+
+def test_inductor_and_a_full_graph(mesh: xd.DeviceMesh) -> None:
+    function = torch.compile(lambda x: x * 2, fullgraph=True)
+    with pytest.raises(Unsupported, match=r"met a tensor on a mesh.*xla_dtensor\.compile on the"):
+        function(put(mesh, torch.ones(8, 4), S0, R))
+
+
+# torch 2.9 looks at what runs below code that it leaves alone.
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
+def test_a_module_that_torch_compiled_trains(mesh: xd.DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    inner: Any = xd.distribute_module(copy.deepcopy(plain), mesh)
+    model = torch.compile(inner)
+
+    def step(x: torch.Tensor) -> None:
+        model(x).square().sum().backward()
+
+    x = torch.randn(8, 4)
+    plain(x).square().sum().backward()
+    for run in (step, xd.compile(step)):
+        model.zero_grad()
+        run(put(mesh, x, S0, R))
+        torch.testing.assert_close(inner[0].weight.grad.cpu(), plain[0].weight.grad)

@@ -267,6 +267,10 @@ class _Constant(ScalarNode):
         return self._dtype.kind
 
 
+_MAKES_TENSORS = "tensor_new.cpp"
+_INT32 = -(2**31), 2**31 - 1
+
+
 class LentNode(ScalarNode):
     """A number that Python computes for each call (``guards.lent``), an input where it is used.
 
@@ -280,6 +284,7 @@ class LentNode(ScalarNode):
     def __init__(self, now: Callable[[], Any], input_of: Callable[..., Any]) -> None:
         self.current = self._now = now
         self._input_of, self._input = input_of, None
+        self._lies: dict[tuple[int, int], bool] = {}
 
     @property
     def value(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -289,6 +294,20 @@ class LentNode(ScalarNode):
 
     def _kind(self) -> str:
         return "i" if type(self._now()) is int else "f"
+
+    def lies_within(self, low: int, high: int) -> bool:
+        """Tell whether the number is in a range now, which the trace takes for granted."""
+        if (low, high) not in self._lies:
+            answer = self._lies[low, high] = low <= self._now() <= high
+            note_answer(lambda: low <= self._now() <= high, answer)
+        return self._lies[low, high]
+
+    def guard_int(self, file: str = "", *_: Any) -> int:
+        if file.endswith(_MAKES_TENSORS) and not self.lies_within(*_INT32):
+            raise TypeError("torch.tensor() cuts a number that is lent to 32 bits")
+        return super().guard_int()
+
+    int_ = guard_int
 
 
 def note_answer(question: Callable[[], Any], answer: Any) -> None:
