@@ -110,7 +110,7 @@ def test_many_drawn(mesh: xd.DeviceMesh, part: int) -> None:
 @pytest.mark.parametrize("first", ["thawed", "frozen"])
 def test_layers_that_take_turns(mesh: xd.DeviceMesh, first: str) -> None:
     """A frozen layer's gradient is gone after each call, whichever program ran."""
-    model = xd.distribute_module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh)
+    model: Any = xd.distribute_module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     x = xd.distribute_tensor(torch.ones(8, 4), mesh)
 

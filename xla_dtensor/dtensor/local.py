@@ -246,7 +246,8 @@ class LocalView(PerDeviceTensor):
     def storage(self) -> torch.UntypedStorage:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return a byte whose address is the same for all views of one tensor, and no other's."""
         link = self._memory.link
-        return byte_for(self._own_payload if link is None else link.source._local_tensor)
+        source: Any = None if link is None else link.source
+        return byte_for(self._own_payload if source is None else source._local_tensor)
 
     # ------------------------------------------------------------------ dispatch
 

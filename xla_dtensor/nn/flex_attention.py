@@ -8,15 +8,16 @@
     mask = create_block_mask(causal, None, None, 1024, 1024, device="cpu")
     out = flex_attention(q, k, v, score_mod=alibi, block_mask=mask)      q, k, v: DTensors
 
-torch's kernel is Triton's, for CUDA. Here ``install()`` puts :func:`flex_attention` in its place for
-tensors on a mesh: the functions are mapped (``torch.vmap``) over all places of the scores, which lie
-as queries and keys do, rows and heads cut::
+torch's kernel is Triton's, for CUDA. Here ``install()`` puts :func:`flex_attention` in its place,
+for tensors on a mesh: the functions are mapped (``torch.vmap``) over all places of the scores,
+which lie as queries and keys do, rows and heads cut::
 
     mask only           scaled_dot_product_attention with a mask of bools
     score_mod, or sums  scores = q @ k.T * scale; score_mod; mask; softmax; @ v
 
-What is made of indices alone is a part of the program, so a mask costs no memory before XLA asks for
-it; scores are held whole, as by torch's own form without ``torch.compile``. No block is skipped.
+What is made of indices alone is a part of the program, so a mask costs no memory before XLA asks
+for it; scores are held whole, as by torch's own form without ``torch.compile``. No block is
+skipped.
 
 Invariants:
 
@@ -101,7 +102,7 @@ def flex_attention(
         scores = _mapped(score_mod, scores, *places)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    weights = torch._safe_softmax(scores, -1)
+    weights = torch._safe_softmax(scores, -1)  # pyright: ignore[reportPrivateImportUsage]
     out = weights.to(query.dtype) @ value.to(query.dtype)
     sums = scores.logsumexp(-1) if asked[0] else None
     if return_aux is None:
@@ -132,7 +133,7 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_g
 
 
 def _places(like: torch.Tensor, count: int) -> torch.Tensor:
-    """Return 0, 1, ... as a tensor of the mesh: a part of the program, where a host's were given."""
+    """Return 0, 1, ... as a tensor of the mesh: a part of the program, where a host's is given."""
     return like.new_ones(count, dtype=torch.int64).cumsum(0) - 1
 
 

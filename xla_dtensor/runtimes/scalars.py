@@ -3,7 +3,8 @@
 A lent number stays one where an op takes a scalar: there it is an input of the program. Where an op
 takes a size, a dim or an index, the op is given what the number is now, which the trace takes for
 granted. So it is with a scalar that a tensor's dtype has no place for (300 beside uint8): torch
-raises, or does otherwise than with others. That one has a place is taken for granted, too. An op on plain CPU tensors is done anew for each call, with what the number is then.
+raises, or does otherwise than with others. That one has a place is taken for granted, too. An op on
+plain CPU tensors is done anew for each call, with what the number is then.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from xla_dtensor.core.errors import DistributeError
 
 __all__ = ["ReadOnHost", "byte_for", "make_wrapper", "past_functions", "put_back"]
 
-_byte_of = WeakIdKeyDictionary()
+_byte_of: Any = WeakIdKeyDictionary()
 _make: Any = torch.Tensor._make_wrapper_subclass
 
 

@@ -100,7 +100,6 @@ def test_a_model_on_a_mesh_is_saved_by_its_own_method(
     from xla_dtensor.nn.model_plan import put_model
 
     plain = llama(tie_word_embeddings=tied)
-    put_model(llama(tie_word_embeddings=tied), mesh).save_pretrained(
-        tmp_path, max_shard_size="40KB"
-    )
+    model: Any = put_model(llama(tie_word_embeddings=tied), mesh)
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
     assert difference(type(plain).from_pretrained(tmp_path), plain) == 0.0

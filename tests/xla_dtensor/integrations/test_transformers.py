@@ -82,13 +82,13 @@ def test_an_optimizer_of_the_users(tmp_path: Path, mesh: xd.DeviceMesh, kind: st
     from xla_dtensor.integrations.transformers import XDTrainer
 
     ended: list[Any] = []
-    for cls, given in ((transformers.Trainer, {}), (XDTrainer, {"mesh": mesh})):
+    kinds: Any = ((transformers.Trainer, {}), (XDTrainer, {"mesh": mesh}))
+    for cls, given in kinds:
         model = llama()
         optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3)
         folder = arguments(tmp_path, 8 if cls is transformers.Trainer else 2, max_steps=2)
-        trainer: Any = cls(
-            model, folder, train_dataset=rows(44), optimizers=(optimizer, None), **given
-        )
+        given = {"train_dataset": rows(44), "optimizers": (optimizer, None), **given}
+        trainer: Any = cls(model, folder, **given)
         for _ in range(2):
             trainer.train()
         ended.append(trainer.model)

@@ -1,4 +1,4 @@
-"""flex_attention of tensors on a mesh beside torch's own, and its gradients beside the formula's."""
+"""flex_attention of tensors on a mesh beside torch's own, and beside the formula."""
 
 from __future__ import annotations
 
@@ -41,19 +41,34 @@ def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return q >= kv
 
 
+def slopes(put: Any) -> Any:
+    slopes = put(SLOPES)
+    return lambda s, b, h, q, kv: s + slopes[h] * (kv - q)
+
+
+def bias(put: Any) -> Any:
+    bias = put(BIAS)
+    return lambda s, b, h, q, kv: s + bias[h, q, kv]
+
+
+def documents(put: Any) -> Any:
+    documents = put(DOCUMENTS)
+    return lambda b, h, q, kv: (documents[q] == documents[kv]) & (q >= kv)
+
+
 # Each is given what puts a tensor where queries are.
 SCORES: dict[str, Any] = {
     "none": lambda put: None,
     "distance": lambda put: lambda s, b, h, q, kv: s + (q - kv) * 0.1,
     "soft cap": lambda put: lambda s, b, h, q, kv: 5 * torch.tanh(s / 5),
-    "slopes": lambda put: lambda s, b, h, q, kv, t=put(SLOPES): s + t[h] * (kv - q),
-    "bias": lambda put: lambda s, b, h, q, kv, t=put(BIAS): s + t[h, q, kv],
+    "slopes": slopes,
+    "bias": bias,
     "window": lambda put: lambda s, b, h, q, kv: torch.where(q - kv < 3, s, -float("inf")),
 }
 MASKS: dict[str, Any] = {
     "none": lambda put: None,
     "causal": lambda put: causal,
-    "documents": lambda put: lambda b, h, q, kv, t=put(DOCUMENTS): (t[q] == t[kv]) & (q >= kv),
+    "documents": documents,
     "rows that see nothing": lambda put: lambda b, h, q, kv: (q >= kv) & (q > 3),
     "heads": lambda put: lambda b, h, q, kv: kv <= q - h,
 }
@@ -77,9 +92,7 @@ def on_host(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor().detach().cpu()
 
 
-def by_hand(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score_mod: Any = None, mask_mod: Any = None
-) -> torch.Tensor:
+def by_hand(q: Any, k: Any, v: Any, score_mod: Any = None, mask_mod: Any = None) -> Any:
     """Compute the formula, with all places at once."""
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
     places = [
@@ -121,8 +134,8 @@ def test_values_and_gradients(
     given = [xd.distribute_tensor(tensor, mesh, PLACEMENTS) for tensor in tensors]
     found = (xd.compile(step) if is_compiled else step)(given)
     assert found[0].placements == PLACEMENTS
-    mods = SCORES[score](torch.clone), MASKS[mask](torch.clone)
-    expected = gradients(lambda *leaves: by_hand(*leaves, *mods), tensors)
+    mods = {"score_mod": plain["score_mod"], "mask_mod": MASKS[mask](torch.clone)}
+    expected = gradients(partial(by_hand, **mods), tensors)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(on_host(mine), theirs, rtol=0, atol=1e-12)
     torch.testing.assert_close(flex(*tensors, **plain), expected[0], rtol=0, atol=1e-12)
@@ -158,9 +171,9 @@ def test_a_mask_of_documents_is_made_in_the_step(mesh: xd.DeviceMesh, flex: Any)
 
     tensors = drawn()
     given = [xd.distribute_tensor(tensor, mesh, PLACEMENTS) for tensor in tensors]
-    expected = by_hand(*tensors, None, MASKS["documents"](torch.clone))
+    expected = by_hand(*tensors, mask_mod=documents(torch.clone))
     for run in (step, xd.compile(step)):
-        found = on_host(run(*given, whole(mesh, DOCUMENTS)))
+        found = on_host(run(*given, documents=whole(mesh, DOCUMENTS)))
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
@@ -203,7 +216,7 @@ def test_sums(mesh: xd.DeviceMesh, flex: Any) -> None:
 
 
 def test_forms(mesh: xd.DeviceMesh, flex: Any) -> None:
-    """Grouped heads, one batch of keys, uneven parts, a cut length, bfloat16, each device's view."""
+    """Grouped heads, one batch of keys, uneven parts, a cut length, bfloat16, local views."""
     near, mask = SCORES["distance"](None), block_mask("causal", None)
 
     def check(tensors: Any, placements: Any, atol: float = 1e-12, **options: Any) -> None:
@@ -236,7 +249,7 @@ def test_under_torch_compile(mesh: xd.DeviceMesh, flex: Any) -> None:
     compiled, mask = torch.compile(flex), block_mask("causal", None)
     given = [xd.distribute_tensor(tensor, mesh, PLACEMENTS) for tensor in drawn()]
     attention = partial(compiled, score_mod=SCORES["soft cap"](None), block_mask=mask)
-    expected = by_hand(*drawn(), SCORES["soft cap"](None), causal)
+    expected = by_hand(*drawn(), score_mod=SCORES["soft cap"](None), mask_mod=causal)
     for run in (attention, xd.compile(attention)):
         torch.testing.assert_close(on_host(run(*given)), expected, rtol=0, atol=1e-12)
 
