@@ -81,6 +81,8 @@ _REFUSED = {
     "torch_compile": "the step is compiled by XLA as a whole",
     "fp16": "there is no loss scaling here, use bf16=True",
     "use_liger_kernel": "its kernels are Triton's, for GPUs under PyTorch",
+    "predict_with_generate": "an evaluation is one program, in which generate() reads no tokens; "
+    "call generate() after it",
     "auto_find_batch_size": "memory is known before the first step, see `xla_dtensor preflight`",
 }
 # What they are trained for is said by the config, or by the first labels.

@@ -147,6 +147,16 @@ REFUSED = [
 ]
 
 
+def test_generation_in_an_evaluation_is_refused(tmp_path: Path, mesh: xd.DeviceMesh) -> None:
+    import transformers
+
+    from xla_dtensor.integrations.transformers import XDTrainer
+
+    args = transformers.Seq2SeqTrainingArguments(str(tmp_path), predict_with_generate=True)
+    with pytest.raises(ArgumentTypeError, match=r"generate=True.* call generate\(\) after it"):
+        XDTrainer(llama(), args, mesh=mesh)
+
+
 @pytest.mark.parametrize(("options", "words"), REFUSED)
 def test_refused_by_name(
     tmp_path: Path, mesh: xd.DeviceMesh, options: dict[str, Any], words: str

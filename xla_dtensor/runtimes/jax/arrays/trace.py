@@ -508,10 +508,17 @@ def note_write(storage: Storage) -> None:
 
 def refuse_read(what: str) -> NoReturn:
     """Raise the error for Python that needs a value which exists only when the program runs."""
+    instead = (
+        "Return the tensor from the step and read it outside, or use torch.where instead of `if`."
+    )
+    if "mask" in what:
+        instead = (
+            "Write torch.where(mask, x, 0).sum() / mask.sum() for x[mask].mean(), and "
+            "x = torch.where(mask, x + 1, x) for x[mask] += 1."
+        )
     raise CompileError(
         f"A tensor's value was {what} while a step was traced. The step becomes one program, so "
-        "its tensors have no values yet, and Python cannot branch on them. Return the tensor from "
-        "the step and read it outside, or use torch.where instead of `if`." + _user_line()
+        f"its tensors have no values yet, and Python cannot branch on them. {instead}{_user_line()}"
     )
 
 
