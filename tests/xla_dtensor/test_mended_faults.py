@@ -2906,7 +2906,7 @@ def memory_of_a_whole_tensor(on: On) -> Any:
     whole_one = whole_one if on.mesh is None else whole_one.full_tensor()
     copies = [torch.from_numpy(np.from_dlpack(whole_one)), torch.from_dlpack(whole_one)]
     saved = safetensors.torch.load(safetensors.torch.save({"w": whole_one}))["w"]
-    made = [whole_one.new_tensor([1, 2]), whole_one.new([0.5]), whole_one.new(2, 3) * 0]
+    made = [whole_one.new_tensor([1, 2]), whole_one.new([0.5]), whole_one.new(2, 3).zero_()]
     text = f"{whole_one.sum():.4f}"
     return [*copies, saved, *made, torch.tensor(float(text))]
 
