@@ -441,6 +441,8 @@ LIMITED: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 def test_numbers_that_a_dtype_has_no_place_for(
     mesh: xd.DeviceMesh, name: str, dtype: torch.dtype
 ) -> None:
+    if name in ("clamp", "at most") and torch.tensor(7, dtype=torch.uint8).clamp(min=-2) != 7:
+        pytest.skip("the limits of this torch's own clamp wrap")
     x, op = torch.arange(8).to(dtype), LIMITED[name]
     step: Any = xd.compile(op)
     for number in (2, 3, 5, -3, 300, 2**31 + 1, 4):
