@@ -392,6 +392,8 @@ def test_a_graph_of_another_process() -> None:
 # ---------------------------------------------------------------------- Inductor
 
 
+# torch 2.13 warns where it imports Inductor.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("backend_", ["inductor", None])
 def test_inductor_leaves_code_alone(mesh: xd.DeviceMesh, backend_: str | None) -> None:
     """Its kernels read memory that there is none of: the process ended."""
@@ -409,12 +411,14 @@ def test_inductor_leaves_code_alone(mesh: xd.DeviceMesh, backend_: str | None) -
     torch.testing.assert_close(function(host).cpu(), (host * 3 + 1).sin())
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_inductor_and_a_full_graph(mesh: xd.DeviceMesh) -> None:
     function = torch.compile(lambda x: x * 2, fullgraph=True)
     with pytest.raises(Unsupported, match=r"met a tensor on a mesh.*xla_dtensor\.compile on the"):
         function(put(mesh, torch.ones(8, 4), S0, R))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 # torch 2.9 looks at what runs below code that it leaves alone.
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")

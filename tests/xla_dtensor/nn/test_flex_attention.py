@@ -244,6 +244,7 @@ def test_forms(mesh: xd.DeviceMesh, flex: Any) -> None:
     torch.testing.assert_close(on_host(found), flex(q, k, v, near), rtol=0, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_under_torch_compile(mesh: xd.DeviceMesh, flex: Any) -> None:
     """As everybody calls it: Inductor, which it is compiled by, leaves it alone."""
     compiled, mask = torch.compile(flex), block_mask("causal", None)
