@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 
+# What runs eagerly beside a graph is no code of the user's.
 for _method in (DTensor.__torch_dispatch__, LocalView.__torch_dispatch__):
     dynamo.never_read(_method)
 

@@ -88,7 +88,10 @@ def flex_attention(
     key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
     places = [_places(query, n) for n in (*query.shape[:3], key.shape[2])]
     mask = None if block_mask is None else _mask(block_mask, places)
-    asked = (return_lse or getattr(return_aux, "lse", False), _asks_for_largest(return_aux))
+    asked = (
+        return_lse or getattr(return_aux, "lse", False),
+        getattr(return_aux, "max_scores", False),
+    )
     if score_mod is None and not any(asked):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
@@ -108,10 +111,6 @@ def flex_attention(
     if return_aux is None:
         return (out, sums) if return_lse else out
     return out, torchs.AuxOutput(lse=sums, max_scores=scores.amax(-1) if asked[1] else None)
-
-
-def _asks_for_largest(return_aux: Any) -> bool:
-    return getattr(return_aux, "max_scores", False)
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> None:

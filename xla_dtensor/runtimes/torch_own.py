@@ -140,7 +140,7 @@ class ReadOnHost:
 
 
 def byte_for(payload: Any) -> torch.UntypedStorage:
-    """Return a byte of the host that stands for memory on devices: its address tells it from other.
+    """Return a byte of the host that stands for memory on devices: its address is its own.
 
     For what asks which tensors share memory, as savers do. It lives as long as that memory.
     """

@@ -382,3 +382,34 @@ def test_a_program_does_not_keep_what_other_optimizers_have(mesh: xd.DeviceMesh)
     del other, of_other
     gc.collect()
     assert moments() is None
+
+
+class CountingInAGroup(optim.Optimizer):
+    """Keeps a count that its owner fills, a tensor on the host, as a setting of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "step": torch.tensor(1.0)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= parameter.grad * (group["lr"] / group["step"])
+
+
+@pytest.mark.only_on("jax")
+def test_a_setting_that_is_called_step(mesh: xd.DeviceMesh) -> None:
+    weight = nn.Parameter(xd.distribute_tensor(torch.ones(4), mesh))
+    optimizer, expected = CountingInAGroup([weight]), 1.0
+
+    @xd.compile
+    def step() -> None:
+        optimizer.zero_grad()
+        weight.square().sum().backward()
+        optimizer.step()
+
+    for count in range(1, 4):
+        optimizer.param_groups[0]["step"].fill_(float(count))
+        step()
+        expected -= 2 * expected * 0.1 / count
+        assert weight.detach().cpu().tolist() == pytest.approx([expected] * 4)

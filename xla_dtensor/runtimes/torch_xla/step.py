@@ -495,7 +495,8 @@ def _on_devices(leaf: Any) -> Any:
 def _refuse_lost_writes(given: Sequence[Any], leaves: Sequence[Any]) -> None:
     """Raise where a step has written to the copy of a host tensor."""
     for argument, leaf in zip(given, leaves, strict=True):
-        if leaf is not argument and leaf._version:
+        # What is made in inference mode counts no writes.
+        if leaf is not argument and not leaf.is_inference() and leaf._version:
             refuse_lost_write(argument)
 
 

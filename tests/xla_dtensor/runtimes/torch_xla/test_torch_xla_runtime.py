@@ -605,6 +605,8 @@ def test_a_write_to_an_argument_on_the_host_is_refused(runtime: Runtime) -> None
         with pytest.raises(CompileError, match=r"shape=\(2, 4\).*the write would be lost"):
             runtime.compile(write)(host)
     assert torch.equal(host, torch.ones(2, 4))
+    with torch.inference_mode():
+        assert runtime.compile(lambda x: x + 1)(host).cpu().tolist() == [[2] * 4] * 2
 
 
 def test_compile_counts_and_explains(runtime: Runtime) -> None:

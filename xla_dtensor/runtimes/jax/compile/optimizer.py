@@ -420,8 +420,10 @@ class OptimizerInputs:
     def _widen_counters(self, optimizer: torch.optim.Optimizer) -> None:
         """Lend an optimizer counters of Python's precision; `_after` gives theirs their values."""
         for _, state in _states_of(optimizer):
-            if isinstance(state.get("step"), torch.Tensor):
-                self._lend(state, "step", state["step"].double())
+            counter = state.get("step")
+            if isinstance(counter, torch.Tensor):
+                self._lend(state, "step", counter.double())
+                self._running[-1].counters.append((counter, state["step"]))
 
     def _choose_form(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         states = [optimizer.state.get(p, {}) for p in group["params"]]
@@ -503,9 +505,8 @@ class OptimizerInputs:
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         while self._running:
             entry = self._running.pop()
-            for _, name, counter, wide in entry.lent:
-                if name == "step" and isinstance(wide, torch.Tensor):
-                    counter.copy_(wide)
+            for counter, wide in entry.counters:
+                counter.copy_(wide)
             self._give_back(entry)
             if entry.optimizer is optimizer:
                 return
@@ -525,11 +526,15 @@ class OptimizerInputs:
 
 @dataclass
 class _Running:
-    """A call of an optimizer's step, with what it was lent: where, by which name, for what."""
+    """A call of an optimizer's step, with what it was lent: where, by which name, for what.
+
+    `counters` are its own, each with the wider one that counts in its place meanwhile.
+    """
 
     optimizer: torch.optim.Optimizer
     lent: list[tuple[dict[str, Any], str, Any, Any]] = field(default_factory=list)
     replaced: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    counters: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
 # -------------------------------------------------------------------------- Plain values of a table
