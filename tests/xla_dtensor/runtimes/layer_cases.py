@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.xla_dtensor.runtimes.lowering_cases import f, index, pos
+from tests.xla_dtensor.runtimes.lowering_cases import draw_anew, f, index, pos
 
 aten = torch.ops.aten
 
@@ -37,6 +37,7 @@ def both(name: str, suffix: str = "_backward") -> str:
     return f"{name} {name}{suffix}"
 
 
+draw_anew()
 LINE, IMAGE, VOLUME = f(4, 8, 11), f(4, 8, 9, 10), f(3, 4, 5, 6, 7)
 CONVOLUTION = "convolution convolution_backward"
 CONVOLUTIONS = {

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 
 from tests.xla_dtensor.runtimes import layer_cases
 from tests.xla_dtensor.runtimes.layer_cases import DIRECT, IMAGE, LINE, VOLUME, Layer, both, layer
-from tests.xla_dtensor.runtimes.lowering_cases import f
+from tests.xla_dtensor.runtimes.lowering_cases import draw_anew, f
+
+draw_anew()
 
 
 def resizing(name: str, x: torch.Tensor, **options: Any) -> Layer:

@@ -7,8 +7,18 @@ from typing import Any
 
 import torch
 
-from tests.xla_dtensor.runtimes.lowering_cases import PLACES, Case, f, flags, index, ints, named
+from tests.xla_dtensor.runtimes.lowering_cases import (
+    PLACES,
+    Case,
+    draw_anew,
+    f,
+    flags,
+    index,
+    ints,
+    named,
+)
 
+draw_anew()
 A, S = f(5, 6), f(5, 6, 3)
 GAPS = torch.where(f(5, 6) > 1, math.nan, f(5, 6))
 EVEN = torch.tensor([[1.0, 2.0, 2.0, 1.0], [4.0, 5.0, 6.0, 7.0]])

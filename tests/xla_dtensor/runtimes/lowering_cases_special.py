@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from tests.xla_dtensor.runtimes.lowering_cases import Case, f, flags, ints, named, pos
+from tests.xla_dtensor.runtimes.lowering_cases import Case, draw_anew, f, flags, ints, named, pos
 
+draw_anew()
 _ends = torch.tensor([0.0, 2.0, 5.0, -1.0, 1.0, 0.5, math.inf, -math.inf, math.nan, 110.0])
 LINE = torch.cat([torch.linspace(-12, 12, 97), _ends, torch.linspace(8, 13, 23)])
 RIGHT = LINE[~(LINE <= 0)]
