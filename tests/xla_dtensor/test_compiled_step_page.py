@@ -180,12 +180,22 @@ def noting_layers(mesh: xd.DeviceMesh) -> nn.Module:
     return xd.distribute_module(xd.scan_layers([Noting(4, 4), Noting(4, 4)]), mesh)
 
 
+class Signed(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.bias[0] > 0 else -x
+
+
+def signed_layers(mesh: xd.DeviceMesh) -> nn.Module:
+    layers = [Signed(4, 4), Signed(4, 4)]
+    with torch.no_grad():
+        for sign, layer in zip((1.0, -1.0), layers, strict=True):
+            layer.bias.fill_(sign)
+    return xd.distribute_module(xd.scan_layers(layers), mesh)
+
+
 REFUSED: dict[str, list[Callable[..., Any]]] = {
-    "Python needs the value of a tensor of the mesh: `float(loss)`, `tolist`, an `if loss > 1` "
-    "that is no check": [
+    "Python needs the value of a tensor of the mesh: `float(loss)`, `tolist`, a format": [
         lambda x: x * float(x.sum()),
-        lambda x: x * 2 if x.sum().item() > 1 else x,
-        lambda x: x * 2 if x.sum() > 1 else x,
         lambda x: x.tolist(),
         lambda x: f"{x.sum().item():.3f}",
     ],
@@ -193,6 +203,9 @@ REFUSED: dict[str, list[Callable[..., Any]]] = {
     "`dict.values()`, a generator": [
         lambda x: {"x": x * 2}.values(),
         lambda x: (each * 2 for each in (x + 1, x)),
+    ],
+    "branches go both ways in layers of one `scan_layers`, or 16 programs the wrong way": [
+        lambda x, layers: layers(x[None])
     ],
     "a number of a part that runs several times is stored: `.item()` in a layer of `scan_layers`": [
         lambda x, layers: layers(x[None])
@@ -266,7 +279,8 @@ def test_what_is_refused(mesh: xd.DeviceMesh, row: str, number: int) -> None:
 
     others = (np.ones(4),) if "NumPy array" in row else ()
     error = ArgumentTypeError if others else CompileError
-    others = (noting_layers(mesh),) if "scan_layers" in row else others
+    layers = signed_layers if "branches" in row else noting_layers
+    others = (layers(mesh),) if "scan_layers" in row else others
     others = (torch.ones(4),) if "among the arguments is written" in row else others
     torch.manual_seed(3)
     drawn, before = around.drawn(x), around.now()

@@ -64,6 +64,12 @@ def test_a_compiled_step_trains_as_one_process_does(answers: list[dict[str, Any]
         torch.testing.assert_close(torch.tensor(answer["weight"]), weight, atol=1e-5, rtol=1e-5)
 
 
+def test_branches_go_one_way_in_all_processes(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        assert answer["tops"] == pytest.approx([7 / 8, 0.7, 35 / 64, 7 / 8])
+        assert answer["count"] == [4.0] * 8
+
+
 def test_communication_crosses_the_processes(answers: list[dict[str, Any]]) -> None:
     assert all("('dp',)" in a["axes"] for a in answers)
 

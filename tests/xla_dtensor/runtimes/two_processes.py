@@ -18,6 +18,8 @@ from mesh_utils import Mesh
 from xla_dtensor.dtensor.mesh import as_device_mesh
 from xla_dtensor.report import collectives
 
+TOPS = [torch.arange(8.0) * scale for scale in (1, 0.1, 5, 1)]
+
 
 def main(port: int, num_processes: int, process: int) -> None:
     """Distribute, train for some steps, gather, and print what this process saw."""
@@ -47,6 +49,16 @@ def main(port: int, num_processes: int, process: int) -> None:
     for i in range(4):
         batch = xla_dtensor.distribute_tensor(torch.full((16, 6), 1.0 + i), mesh, ("dp", None))
         losses.append(step(batch).item())
+    count = xla_dtensor.distribute_tensor(torch.zeros(8), mesh, ("dp",))
+
+    @xla_dtensor.compile
+    def halved(x: Any) -> Any:
+        count.add_(1)
+        while x.max() > 1:
+            x = x / 2
+        return x
+
+    tops = [halved(xla_dtensor.distribute_tensor(x, mesh, ("dp",))).max().item() for x in TOPS]
     first = [device.id for device in jax.devices() if device.process_index == 0]
     near = as_device_mesh(Mesh(first, (4,), ("near",)))
     doubled: Any = xla_dtensor.distribute_tensor(host, near, ("near", None)) * 2
@@ -65,6 +77,8 @@ def main(port: int, num_processes: int, process: int) -> None:
                 "near_shards": len(doubled.addressable_shards()),
                 "near_value": doubled.cpu().tolist(),
                 "losses": losses,
+                "tops": tops,
+                "count": count.cpu().tolist(),
                 "weight": weight.cpu().tolist(),
                 "axes": sorted({str(c.axes) for c in collectives(step.hlo(), mesh.value)}),
             }

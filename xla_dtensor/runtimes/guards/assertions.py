@@ -1,7 +1,7 @@
 """The truth value that a check takes for granted: with the other one, Python only raises.
 
-A step that is traced has no values, so Python cannot branch on them. A check is no branch, for one
-of its sides does nothing but raise::
+A step that is traced has no values, so Python is told which way to go. A check is no branch, for
+one of its sides does nothing but raise::
 
     assert (x > 0).all(), "x is to be positive"              goes on where it is True
     if torch.isnan(loss): raise ValueError("NaN")            goes on where it is False
@@ -9,7 +9,7 @@ of its sides does nothing but raise::
 
 So the trace goes on where Python would, and the program tells afterwards whether it was right. What
 decides is the code behind the instruction that asked: a jump, and on one of its sides no way but to
-``raise``. Where both sides go on, or a jump is elsewhere (``ok = bool(x)``), there is no answer.
+``raise``. Where both sides go on, or a jump is elsewhere (``ok = bool(x)``), it is a branch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from xla_dtensor.runtimes.guards.uses import instructions_of
 from xla_dtensor.versions import PACKAGE_FOLDER
 
-__all__ = ["Assertion", "assertion_here"]
+__all__ = ["Question", "question_here"]
 
 _TORCH = Path(torch.__file__).parent
 # Between the code that asks for a truth value and ours, there is some of torch's Python.
@@ -54,22 +54,24 @@ _BEFORE_JUMP = (
 _WAYS_OUT = ("RETURN", "YIELD", "FOR_ITER", "SEND", "RERAISE", "STORE_")
 
 
-class Assertion(NamedTuple):
-    """A check of values that Python makes.
+class Question(NamedTuple):
+    """Python asks for a truth value.
 
     Attributes:
-        expected: The truth value with which Python goes on.
+        expected: That with which a check goes on; None for a branch.
         line: The line of source that asks for it.
         place: Where it stands: the file and the number of the line.
+        frame: The id of the frame that runs: a loop asks from one again and again.
     """
 
-    expected: bool
+    expected: bool | None
     line: str
     place: str
+    frame: int
 
 
-def assertion_here() -> Assertion | None:
-    """Return the check for which the code that runs asks for a truth value; None if it is none."""
+def question_here() -> Question | None:
+    """Return for what the code that runs asks for a truth value; None where no user's does."""
     frame: FrameType | None = sys._getframe(1)
     expected: bool | None = None
     while frame is not None:
@@ -85,7 +87,7 @@ def assertion_here() -> Assertion | None:
         expected = _expected(frame.f_code, frame.f_lasti)
     file, number = frame.f_code.co_filename, frame.f_lineno
     line = linecache.getline(file, number).strip()
-    return None if expected is None else Assertion(expected, line, f"{file}:{number}")
+    return Question(expected, line, f"{file}:{number}", id(frame))
 
 
 def _expected(code: CodeType, offset: int) -> bool | None:

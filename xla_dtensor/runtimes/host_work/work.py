@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,6 +59,9 @@ class HostWork:
         constants: Other tensors that the steps only read, and that are always the same.
         written: Of these, those whose memory the steps write to.
         generators: Those that the steps draw from, or set.
+
+    Attributes:
+        may_be_taken_back: Whether `take_back` may be asked for; what it needs is kept then.
     """
 
     steps: Sequence[Step]
@@ -67,6 +70,8 @@ class HostWork:
     written: Sequence[torch.Tensor]
     generators: Sequence[torch.Generator]
     _seen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    may_be_taken_back: bool = False
+    _put_back: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         delivers = any(isinstance(step, Deliver) for step in self.steps)
@@ -106,12 +111,18 @@ class HostWork:
         Raises:
             OtherwiseError: What the step has read came out otherwise. Nothing has been done then.
         """
+        self._put_back = None
         if not self._always and self._is_as_seen():
             return None
         run = self._run(is_for_good=True)
         if not self._always:
             self._remember()
         return run
+
+    def take_back(self) -> None:
+        """Make memory and generators what they were before the last `redo`."""
+        if self._put_back is not None:
+            self._put_back()
 
     def otherwise(self) -> str | None:
         """Return what would come out otherwise if it were done again now; nothing is done."""
@@ -126,8 +137,15 @@ class HostWork:
     def _run(self, is_for_good: bool) -> Run:
         run = Run({**self.older, **self.constants})
         written, states = Written(), [generator.get_state() for generator in self.generators]
-        for tensor in self.written if self._may_fail or not is_for_good else ():
+        is_noted = self._may_fail or self.may_be_taken_back or not is_for_good
+        for tensor in self.written if is_noted else ():
             written.note(tensor)
+
+        def put_back() -> None:
+            written.put_back()
+            for generator, state in zip(self.generators, states, strict=True):
+                generator.set_state(state)
+
         for generator in self.generators:
             run.states.note(Place.beginning(generator), generator)
         stays = False
@@ -139,9 +157,8 @@ class HostWork:
             stays = is_for_good
         finally:
             if not stays:
-                written.put_back()
-                for generator, state in zip(self.generators, states, strict=True):
-                    generator.set_state(state)
+                put_back()
+        self._put_back = put_back if self.may_be_taken_back else None
         return run
 
 

@@ -36,7 +36,6 @@ from xla_dtensor.runtimes.same_program import user_frame
 if TYPE_CHECKING:
     import jax
 
-    from xla_dtensor.runtimes.guards.assertions import Assertion
     from xla_dtensor.runtimes.host_work import HostTape
     from xla_dtensor.runtimes.jax.arrays.storage import KeptStack, Storage
 
@@ -70,6 +69,8 @@ __all__ = [
 #
 # The barrier's outputs are other values to XLA, so the recomputation stays; and they depend on the
 # gradient, so it is not scheduled before the backward pass comes to it.
+#
+# Where Python branches on a tensor in a region, it goes the same way the second time.
 
 
 class Recomputation:
@@ -102,21 +103,45 @@ class Recomputation:
         return self._late[id(array)][1]
 
 
+class _Scoped:
+    """A context manager of torch's inside of one of ours."""
+
+    _scope: contextlib.AbstractContextManager[None]
+
+    def __enter__(self) -> None:
+        self._scope.__enter__()
+        super().__enter__()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # pyright: ignore[reportAttributeAccessIssue]
+        self._scope.__exit__(None, None, None)
+
+
 _hooks_installed = False
 
 
 @contextlib.contextmanager
-def _recomputing() -> Iterator[None]:
-
+def _recomputing(region: Any) -> Iterator[None]:
+    """Compute a region again: what torch has made for it, as in `_computing`."""
     trace = active_trace()
     if trace is None:
         yield
         return
     outer, trace.recomputation = trace.recomputation, Recomputation(trace.latest)
     try:
-        yield
+        with contextlib.nullcontext() if trace.truths is None else trace.truths.again(region):
+            yield
     finally:
         trace.recomputation = outer
+
+
+@contextlib.contextmanager
+def _computing(region: Any) -> Iterator[None]:
+    """Compute a region for the first time."""
+    trace = active_trace()
+    truths = None if trace is None else trace.truths
+    with contextlib.nullcontext() if truths is None else truths.first(region):
+        yield
 
 
 @contextlib.contextmanager
@@ -126,24 +151,29 @@ def honouring_checkpoints() -> Iterator[None]:
     if _hooks_installed:  # a trace in a trace
         yield
         return
-    hooks, function = torch_checkpoint._recomputation_hook, torch_checkpoint.CheckpointFunction
-    backward = function.backward
+    first, hooks = torch_checkpoint._checkpoint_hook, torch_checkpoint._recomputation_hook
+    function = torch_checkpoint.CheckpointFunction
+    forward, backward = function.forward, function.backward
 
-    class Hooks(hooks):
-        def __enter__(self) -> None:
-            self._scope = _recomputing()
-            self._scope.__enter__()
-            super().__enter__()
+    class First(_Scoped, first):
+        def __init__(self, frame: Any) -> None:
+            super().__init__(frame)
+            self._scope = _computing(frame)
 
-        def __exit__(self, *error: Any) -> None:
-            super().__exit__(*error)
-            self._scope.__exit__(None, None, None)
+    class Hooks(_Scoped, hooks):
+        def __init__(self, frame: Any, gid: Any) -> None:
+            super().__init__(frame, gid)
+            self._scope = _recomputing(frame())
+
+    def reentrant_forward(ctx: Any, *args: Any) -> Any:
+        with _computing(ctx):
+            return forward(ctx, *args)
 
     def reentrant(ctx: Any, *grads: Any) -> Any:
         run = ctx.run_function
 
         def recomputed(*args: Any) -> Any:
-            with _recomputing():
+            with _recomputing(ctx):
                 return run(*args)
 
         ctx.run_function = recomputed
@@ -152,14 +182,16 @@ def honouring_checkpoints() -> Iterator[None]:
         finally:
             ctx.run_function = run
 
-    torch_checkpoint._recomputation_hook = Hooks
+    torch_checkpoint._checkpoint_hook, torch_checkpoint._recomputation_hook = First, Hooks
+    function.forward = staticmethod(reentrant_forward)  # pyright: ignore
     function.backward = staticmethod(reentrant)
     _hooks_installed = True
     try:
         yield
     finally:
         _hooks_installed = False
-        torch_checkpoint._recomputation_hook = hooks
+        torch_checkpoint._checkpoint_hook, torch_checkpoint._recomputation_hook = first, hooks
+        function.forward = staticmethod(forward)
         function.backward = staticmethod(backward)
 
 
@@ -260,6 +292,25 @@ class Rows(Protocol):
         ...
 
 
+class Truths(Protocol):
+    """The truth values that a trace takes for granted: what ops ask ``eager.checks``."""
+
+    checks: list[Any]
+    branches: list[Any]
+
+    def answer(self, question: Any) -> bool:
+        """Answer a branch of Python's."""
+        ...
+
+    def first(self, region: Any) -> contextlib.AbstractContextManager[None]:
+        """Note what is answered inside, where a region of torch's checkpoint is computed."""
+        ...
+
+    def again(self, region: Any) -> contextlib.AbstractContextManager[None]:
+        """Answer the same inside, where it is computed again."""
+        ...
+
+
 class Trace:
     """The storages that one traced step touched.
 
@@ -297,8 +348,8 @@ class Trace:
         self.latest: Any = None
         self.recomputation: Recomputation | None = None
         self.sources = Sources()
-        # The checks of values that the step's Python makes; None where nobody looks at their flags.
-        self.assertions: list[Assertion] | None = None
+        # What is answered where Python asks for a truth value; None where nobody looks at flags.
+        self.truths: Truths | None = None
 
     def give_rows(
         self, rows: Sequence[tuple[Storage, KeptStack, int]], stand_ins: Sequence[Any]
@@ -330,7 +381,7 @@ class Trace:
     def given_to(self, inner: Trace) -> None:
         """Let a trace inside of this one know what this one was given."""
         inner._row_values, inner.host = self._row_values, self.host
-        inner.assertions = self.assertions
+        inner.truths = self.truths
 
     def array_before(self, storage: Storage) -> jax.Array | None:
         """Return the array of a storage that is older and was not written to; None for others."""
@@ -518,7 +569,7 @@ def refuse_read(what: str) -> NoReturn:
         )
     raise CompileError(
         f"A tensor's value was {what} while a step was traced. The step becomes one program, so "
-        f"its tensors have no values yet, and Python cannot branch on them. {instead}{_user_line()}"
+        f"its tensors have no values yet. {instead}{_user_line()}"
     )
 
 

@@ -76,6 +76,7 @@ def explanation(
     sections = [
         _table("Inputs of the program", ("", "number", "size"), _inputs(program)),
         _table("Guards, by what holds them", ("", "kind", "read of it"), _guards(program)),
+        _table("Branches on tensors", ("", "of line"), _branches(program)),
         _table("Done after each run", ("",), [(text,) for text in program.effects.names]),
         _table("Traces", ("call", "because"), [(str(at), why) for at, why in traces]),
         _table("Seconds", ("", "trace", "lower", "compile"), _compiling(spent)),
@@ -123,6 +124,10 @@ def _guards(program: Program) -> list[tuple[str, str, str]]:
         shown = list(keys)[:_MOST_KEYS]
         rows.append((label, kind, ", ".join(shown) + (" ..." if len(keys) > len(shown) else "")))
     return rows
+
+
+def _branches(program: Program) -> list[tuple[str, str]]:
+    return [(f"taken as {branch.answer}", str(branch)) for branch in program.branches]
 
 
 def _compiling(spent: Spent) -> list[tuple[str, ...]]:

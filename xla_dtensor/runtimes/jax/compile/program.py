@@ -7,6 +7,7 @@ import gc
 import signal
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +41,7 @@ from xla_dtensor.runtimes.jax.compile.layers.watch import Watch
 from xla_dtensor.runtimes.jax.compile.moving import Aliases, MovingData, MovingTensor
 from xla_dtensor.runtimes.jax.compile.trace import Call, Key
 from xla_dtensor.runtimes.jax.compile.trace_values import Delivered, inner
-from xla_dtensor.runtimes.jax.eager.checks import raise_flagged
+from xla_dtensor.runtimes.jax.eager.checks import Branch, OtherWayError, raise_flagged
 from xla_dtensor.runtimes.nested import Writes
 from xla_dtensor.runtimes.opened import close_all
 
@@ -335,6 +336,7 @@ class Program:
         aliases: The arguments that the step also finds by name.
         writes: The containers among the arguments that it writes to.
         flags: What the first results say of the step's checks; None without checks.
+        branches: Which way it goes where the step's Python has two.
         last_call: The number of the last call that it has served.
     """
 
@@ -363,6 +365,7 @@ class Program:
     aliases: Aliases = field(default_factory=Aliases)
     writes: Writes = field(default_factory=Writes)
     flags: Any = None
+    branches: Sequence[Branch] = ()
     last_call: int = 0
     _has_run: bool = False
     _given: dict[int, bytes] = field(default_factory=dict)  # the numbers of the last run
@@ -370,6 +373,13 @@ class Program:
 
     def __post_init__(self) -> None:
         self._known = {*self.state, *self.read}
+        if self.host is not None:
+            self.host.work.may_be_taken_back = bool(self.branches)
+
+    @property
+    def way(self) -> tuple[bool, ...]:
+        """The answers to its branches."""
+        return tuple(branch.answer for branch in self.branches)
 
     def peak_flops(self) -> float | None:
         """Return the peak of all its devices together, in bf16; None where nobody knows it."""
@@ -469,11 +479,19 @@ class Program:
             for slot, array in zip(self.slots.state, state, strict=True):
                 _give(array, [self.state[place] for place in slot])
             if self.flags is not None:
-                raise_flagged(self.flags, results)
+                self._raise_flagged(results)
             made = self._leave(lasting, arguments, leaves)
             self.gradients.repeat()
             write_settings()
         return self._outputs(iter(results[self.num_flags :]), made)
+
+    def _raise_flagged(self, results: Sequence[jax.Array]) -> None:
+        try:
+            raise_flagged(self.flags, results)
+        except OtherWayError:
+            if self.host is not None:
+                self.host.work.take_back()  # It is done once more for the program that is run.
+            raise
 
     def _executed(self, *inputs: Any) -> Any:
         try:
@@ -583,9 +601,10 @@ def _everywhere(number: np.ndarray[Any, Any], sharding: Any) -> jax.Array:
 # The programs that a compiled step keeps, and whether the next call finds what the last one left.
 #
 # Programs are kept under what a call is given, and under which leaves have gradients. Under one key
-# there may be several, such as one for training and one for evaluation; the newest comes first.
+# there may be several, such as one for training and one for evaluation; the newest comes first, and
+# of those whose Python branches on tensors the one that was right the last time.
 
-_PROGRAMS_PER_KEY = 4
+_PROGRAMS_PER_KEY, _PROGRAMS_PER_WAY = 16, 4
 _MOST_KEYS = 1024
 
 
@@ -608,7 +627,7 @@ class KeptPrograms:
 
     def is_full(self, key: Key) -> bool:
         """Tell whether one more program under a key would take the place of another one."""
-        return len(self.under(key)) == _PROGRAMS_PER_KEY
+        return len(self.under(key)) >= _PROGRAMS_PER_WAY
 
     def changed_numbers(self, call: Call, key: Key) -> set[int]:
         """Return the places of the arguments that alone keep a call from a program that is kept."""
@@ -658,6 +677,13 @@ class KeptPrograms:
         self._made.update(storages)
         programs.insert(0, program)
 
+    def prefer(self, program: Program) -> None:
+        """Let a program with branches come first."""
+        for programs in self._programs.values():
+            if program.branches and program in programs[1:]:
+                programs.remove(program)
+                programs.insert(0, program)
+
     def drop(self, program: Program) -> None:
         """Keep a program no longer."""
         for programs in self._programs.values():
@@ -672,8 +698,14 @@ class KeptPrograms:
             fitting = [
                 program for program, change in changes if change is None or not change.for_good
             ]
-            in_use = sorted(program.last_call for program in fitting)[-_PROGRAMS_PER_KEY:]
-            programs[:] = [program for program in fitting if program.last_call in in_use]
+            fitting.sort(key=lambda program: program.last_call, reverse=True)
+            of_way = Counter[tuple[bool, ...]]()
+            in_use: set[Program] = set()
+            for program in fitting:
+                of_way[program.way] += 1
+                if of_way[program.way] <= _PROGRAMS_PER_WAY and len(in_use) < _PROGRAMS_PER_KEY:
+                    in_use.add(program)
+            programs[:] = [program for program in programs if program in in_use]
         used = {
             key: max(p.last_call for p in group) for key, group in self._programs.items() if group
         }

@@ -91,6 +91,7 @@ from xla_dtensor.runtimes.jax.compile.verify import (
     refuse_differences,
     verification,
 )
+from xla_dtensor.runtimes.jax.eager.checks import Branch, OtherWayError, Truths
 from xla_dtensor.runtimes.state import ProgramToCheck, StepClock, check, num_tokens
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ __all__ = ["JaxCompiledStep"]
 logger = logging.getLogger("xla_dtensor")
 _RETRACES_BEFORE_WARNING = 3
 _MOST_REASONS = 100
+_MOST_WAYS, _MOST_TURNS = 16, 2
 MOST_TRACES = "XLA_DTENSOR_MOST_TRACES"
 # Traces, and the storages that programs write to, are one process's; threads wait for each other.
 _one_at_a_time = threading.RLock()
@@ -131,6 +133,8 @@ class JaxCompiledStep(CompiledStep):
         self._clock = StepClock()
         self._tokens: int | None = None
         self._digest = ""  # of the program that was compiled last
+        self._guesses: dict[str, bool] = {}  # how branches went last, by their places
+        self._branches: set[str] = set()  # the places of those that were spoken of
         self._unrun: Before | None = None  # what there was before the trace of one that has not run
         self._verify_every = number_asked(VARIABLE, "that every so many-th call is verified")
 
@@ -151,10 +155,8 @@ class JaxCompiledStep(CompiledStep):
             if self._verify_every and self._calls % self._verify_every == 0:
                 verdict = self._verification(call)
                 refuse_differences(name_of_step(self._step), self._calls, verdict)
-            program = self._last = self._program_of(call)
-            compare_run(self._step, program)
             self._tokens = num_tokens(call.leaves)
-            outputs = self._outputs_of(program, call)
+            program, outputs = self._run(call)
         if not program.writes.paths:
             return outputs
         output, contents = outputs
@@ -277,12 +279,46 @@ class JaxCompiledStep(CompiledStep):
 
     # ------------------------------------------------------------------ calling
 
-    def _program_of(self, call: Call) -> Program:
-        """Return a program that fits a call, and what the host does for its run done."""
+    def _run(self, call: Call) -> tuple[Program, Any]:
+        """Run the program that goes the way which its branches on tensors take; what it returns."""
+        way, why, turns = (), "", 0
+        for _ in range(_MOST_WAYS):
+            program = self._last = self._program_of(call, way, why)
+            compare_run(self._step, program)
+            try:
+                outputs = self._outputs_of(program, call)
+            except OtherWayError as other:
+                branch = program.branches[other.number]
+                turns += other.number < len(way)  # One that a run has told, a layer before, say.
+                if turns > _MOST_TURNS:
+                    break
+                way = (*program.way[: other.number], not branch.answer)
+                why = f"{branch} came out {not branch.answer}"
+                self._guesses[branch.place] = not branch.answer
+            else:
+                self._kept.prefer(program)
+                return program, outputs
+        raise CompileError(
+            f"Call {self._calls} of {name_of_step(self._step)} branches on what the mesh computes, "
+            "and no program went the way of its values, the last one at "
+            f"{branch}. Each way is a program of its own, {_MOST_WAYS} are tried, and a part that "
+            "runs several times, a layer of scan_layers, goes one way. Write torch.where instead "
+            "of `if`, or take such Python out of the step."
+        )
+
+    def _program_of(self, call: Call, way: tuple[bool, ...] = (), why: str = "") -> Program:
+        """Return a program that fits a call, and what the host does for its run done.
+
+        Args:
+            call: The call.
+            way: The answers to its first branches, as far as runs have told them.
+            why: Why there may be no program that goes this way.
+        """
         began = time.perf_counter()
-        key = call.key()
-        why, arguments = "", call.storages()
+        key, arguments = call.key(), call.storages()
         for program in self._kept.under(key):
+            if program.way[: len(way)] != way:
+                continue
             program.watch.lending.give(call.leaves)
             change = program.stale() or program.prepare(arguments)
             if change is None:
@@ -297,7 +333,7 @@ class JaxCompiledStep(CompiledStep):
                 self._names.update((change.name, *program.watch.replaced()))
         if not why:
             why = self._kept.why_none(call, key)
-        program = self._compiled(why, call, self._with_numbers_lent(call, key))
+        program = self._compiled(why, call, self._with_numbers_lent(call, key), way)
         program.last_call = self._calls
         self._kept.let_go(program)
         self._executables.keep(self._kept.executables())
@@ -326,6 +362,18 @@ class JaxCompiledStep(CompiledStep):
         level = logging.WARNING if self._traces > _RETRACES_BEFORE_WARNING else logging.INFO
         text = "%s is traced for the %dth time, in call %d: %s."
         logger.log(level, text, name_of_step(self._step), self._traces, self._calls, reason)
+
+    def _note_branches(self, branches: Sequence[Branch]) -> None:
+        """Say once of each line that branches on a tensor what comes of it."""
+        for branch in branches:
+            if branch.place not in self._branches:
+                self._branches.add(branch.place)
+                text = (
+                    "%s branches on a tensor, %s. It has a program for each way, and each call "
+                    "waits to see whether its values go the way of its program. torch.where is "
+                    "one program, and waits for nothing."
+                )
+                logger.warning(text, name_of_step(self._step), branch)
 
     def _outputs_of(self, program: Program, call: Call) -> Any:
         """Run a program; where its first run fails, its trace is taken back."""
@@ -356,7 +404,7 @@ class JaxCompiledStep(CompiledStep):
 
     # ------------------------------------------------------------------ tracing
 
-    def _compiled(self, reason: str, call: Call, key: Key) -> Program:
+    def _compiled(self, reason: str, call: Call, key: Key, way: tuple[bool, ...]) -> Program:
         """Trace and compile; on an error leave everything as it was."""
         self._clock.interrupt()
         self._refuse_another_trace(reason)
@@ -366,7 +414,8 @@ class JaxCompiledStep(CompiledStep):
         again = False
         try:
             trace_args = self._lent_names, self._kept.made, self._names, self._put
-            outcome = traced_step(self._step, call, snapshot, *trace_args)
+            truths = Truths(way, self._guesses)
+            outcome = traced_step(self._step, call, snapshot, *trace_args, truths)
             self._spent.compiling.append({"trace": time.perf_counter() - began})
             program = self._finish(outcome)
             self._check(program, call.leaves)
@@ -377,8 +426,9 @@ class JaxCompiledStep(CompiledStep):
                 raise
         if again:
             call.bind(self._views, self._lent_places)
-            return self._compiled(reason, call, call.key())
+            return self._compiled(reason, call, call.key(), way)
         self._note(reason)
+        self._note_branches(truths.branches)
         place = self._kept.place(key, program, snapshot.python.gradients)
         named = {id(outcome.lasting[number]) for number in outcome.effects.forms}
         self._unrun = snapshot
@@ -472,6 +522,7 @@ class JaxCompiledStep(CompiledStep):
             aliases=outcome.aliases,
             writes=outcome.writes,
             flags=outcome.flags,
+            branches=outcome.truths.branches,
         )
 
     def _pinned_lasting(

@@ -74,7 +74,7 @@ from xla_dtensor.runtimes.jax.compile.trace_values import (
     write_new_data,
     written_arguments,
 )
-from xla_dtensor.runtimes.jax.eager.checks import with_flags
+from xla_dtensor.runtimes.jax.eager.checks import Truths, with_flags
 from xla_dtensor.runtimes.jax.eager.scalar import LentNode, note_answer, store_items
 from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 from xla_dtensor.runtimes.live_objects import live_objects
@@ -503,6 +503,7 @@ class TracedStep:
         watch: What it took for granted.
         numbers: Python's numbers that are inputs, and where to read them.
         arguments: The storages of the call's tensors.
+        truths: The truth values that it takes for granted.
         program: The jaxpr, with the owners of its constants.
         host: What the host does for each run; None for nothing.
         moving: The tensors that are read by name.
@@ -523,6 +524,7 @@ class TracedStep:
     watch: Watch
     numbers: list[tuple[Storage, Callable[[], float]]]
     arguments: list[Storage]
+    truths: Truths
     program: TracedProgram = field(init=False)
     host: HostPart | None = field(init=False)
     moving: list[MovingTensor] = field(init=False)
@@ -563,6 +565,7 @@ def traced_step(
     made: Container[Storage] = (),
     names: Collection[Any] = (),
     put: Mapping[tuple[str, int], Callable[[torch.Tensor], torch.Tensor]] | None = None,
+    truths: Truths | None = None,
 ) -> TracedStep:
     """Trace a step.
 
@@ -574,6 +577,7 @@ def traced_step(
         made: The storages that earlier programs of the step made.
         names: The names that were seen to be given other tensors.
         put: What puts on the mesh the plain tensors that lines of the program make.
+        truths: What its branches are answered.
 
     Returns:
         What was found. The tensors of the step have their values of before.
@@ -585,8 +589,8 @@ def traced_step(
     tape, recording = before.tape, before.recording
     tape.put = put or {}
     trace, watch = Trace(Rows(), HostInputs(tape)), Watch(inputs, recording, before.lending)
-    trace.assertions, trace.new_data = [], before.data
-    outcome = TracedStep(trace, watch, numbers, call.storages())
+    trace.truths, trace.new_data = truths or Truths(), before.data
+    outcome = TracedStep(trace, watch, numbers, call.storages(), trace.truths)
     rows = all_rows()
     assigned: list[Effect] = []
     as_given: list[Any] = []
@@ -632,7 +636,7 @@ def traced_step(
     trace.undo()
     _settle(outcome, call, before, assigned, as_given, dropped, made, names)
     outcome.program = traced_program(closed, [storage for storage, _, _ in rows], trace)
-    if are_checked() or trace.assertions:
+    if are_checked() or outcome.truths.checks or outcome.truths.branches:
         outcome.program, outcome.flags = with_flags(outcome.program)
         outcome.pinned = [*[None] * outcome.flags.num_leaves, *outcome.pinned]
     work, delivered = tape.finish()

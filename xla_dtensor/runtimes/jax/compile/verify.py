@@ -47,6 +47,7 @@ from xla_dtensor.runtimes.jax.compile.host_inputs import HostPart
 from xla_dtensor.runtimes.jax.compile.program import KeptPrograms, Program
 from xla_dtensor.runtimes.jax.compile.trace import Before, Call, TracedStep, traced_step
 from xla_dtensor.runtimes.jax.compile.trace_values import Static, ViewsWritten
+from xla_dtensor.runtimes.jax.eager.checks import Truths
 
 __all__ = ["VARIABLE", "number_asked", "refuse_differences", "verification"]
 
@@ -98,7 +99,9 @@ def verification(
         return Verification(False, note=f"the call would trace anew: {why}")
     with _left_as_it_is(step, call, program.watch.lending.names) as snapshot:
         try:
-            differences = _differences(program, traced_step(step, call, snapshot, *known))
+            differences = _differences(
+                program, traced_step(step, call, snapshot, *known, truths=Truths(program.way))
+            )
         except ViewsWritten:
             write = "a write to an argument that is a view"
             differences = (Difference("output", "nothing", write),)

@@ -6,6 +6,13 @@ of all checks is its first results; ``raise_flagged`` reads them after a run::
 
     traced     (rows, i) -> (rows[i],)
     with_flags (rows, i) -> (failed, code, 8, rows[i])        8: the index, for the message
+
+A branch, ``if loss > 3``, is a check as well: its trace goes one way and takes for granted that
+Python would. A run that finds it otherwise changes nothing, and tells which of the branches was the
+first: the step is run again by a program that goes the other way there::
+
+    if a > 0:    way (True,)          the run finds a = -1: OtherWayError(0)
+    if b > 0:    way (False, True)    the next trace is told the first answer, and guesses the rest
 """
 
 from __future__ import annotations
@@ -14,9 +21,11 @@ import contextlib
 import functools
 import re
 import traceback
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -27,18 +36,28 @@ from jax.tree_util import tree_flatten, tree_unflatten
 
 from xla_dtensor.core.errors import CheckFailedError, IndexRangeError
 from xla_dtensor.runtimes.bounds import Bound, are_left_out
-from xla_dtensor.runtimes.guards.assertions import assertion_here
+from xla_dtensor.runtimes.guards.assertions import Question, question_here
 from xla_dtensor.runtimes.jax.arrays.constants import TracedProgram
 from xla_dtensor.runtimes.jax.arrays.private import constants_of, inputs_only
 from xla_dtensor.runtimes.jax.arrays.sharding import host_value
 from xla_dtensor.runtimes.jax.arrays.trace import active_trace, refuse_read
 from xla_dtensor.versions import PACKAGE_FOLDER
 
-__all__ = ["flag", "is_flagged", "raise_flagged", "truth", "with_flags"]
+__all__ = [
+    "Branch",
+    "OtherWayError",
+    "Truths",
+    "flag",
+    "is_flagged",
+    "raise_flagged",
+    "truth",
+    "with_flags",
+]
 
 # What checkify writes around a message: with local tensors one line per device, and always an end.
 _ON_DEVICE, _FAILED = re.compile(r"^at mapped index [\d, ]+: "), " (`check` failed)"
-_OF_PYTHON = "A compiled step's check failed: "
+_OF_PYTHON, _OF_BRANCH = "A compiled step's check failed: ", "branch "
+_MOST_BRANCHES = 256  # of one trace
 _NOT_OF_USERS = (
     *(f"{Path(module.__file__ or '').parent}/" for module in (torch, jax)),
     *(f"{PACKAGE_FOLDER}/", contextlib.__file__, "<"),
@@ -63,24 +82,119 @@ def flag(bound: Bound, name: str, extremes: Any) -> None:
     checkify.check(is_right, f"{text} The op is that of {_line_of_user()}.", wrong=wrong)
 
 
+class Branch(NamedTuple):
+    """One way that a trace has gone where its Python has two.
+
+    Attributes:
+        line: The line of source.
+        place: Where it stands.
+        answer: The truth value that it was given.
+    """
+
+    line: str
+    place: str
+    answer: bool
+
+    def __str__(self) -> str:
+        return f"`{self.line}` at {self.place}"
+
+
+@dataclass
+class Truths:
+    """The truth values that a trace takes for granted.
+
+    Args:
+        way: The answers to the first branches, as runs have told them.
+        guesses: What later ones are answered, by their places; others are taken to be true.
+
+    Attributes:
+        checks: Those that Python has made.
+        branches: Those that Python has come to.
+    """
+
+    way: Sequence[bool] = ()
+    guesses: Mapping[str, bool] = field(default_factory=dict)
+    _asked: Counter[tuple[str, int]] = field(default_factory=Counter)
+    _told: Counter[tuple[str, int]] = field(default_factory=Counter)
+    _ways: list[tuple[Any, list[bool]]] = field(default_factory=list)
+    _again: list[bool] = field(default_factory=list)
+    checks: list[Question] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def first(self, region: Any) -> Iterator[None]:
+        """Note what is answered inside, where a region of torch's checkpoint is computed."""
+        begin = len(self.branches)
+        try:
+            yield
+        finally:
+            self._ways.append((region, [branch.answer for branch in self.branches[begin:]]))
+
+    @contextlib.contextmanager
+    def again(self, region: Any) -> Iterator[None]:
+        """Answer the same inside, where it is computed again."""
+        outer = self._again
+        ways = [way for other, way in self._ways if other is region]
+        self._again = list(reversed(ways[-1])) if ways else []
+        try:
+            yield
+        finally:
+            self._again = outer
+
+    def answer(self, question: Question) -> bool:
+        """Answer a branch."""
+        number = len(self.branches)
+        if number == _MOST_BRANCHES:
+            refuse_read(f"turned into a Python bool {number} times")
+        loop = question.place, question.frame
+        if self._again:
+            answer = self._again.pop()
+        elif number < len(self.way):
+            answer = self.way[number]
+            self._told[loop] += 1
+        else:
+            # A loop that waits for a value ends after twice as many times as a run has told.
+            goes_on = self._asked[loop] < max(1, 2 * self._told[loop])
+            answer = goes_on and self.guesses.get(question.place, True)
+        self._asked[loop] += 1
+        self.branches.append(Branch(question.line, question.place, answer))
+        return answer
+
+
+class OtherWayError(Exception):
+    """A run has found a branch otherwise than its program takes it; it has changed nothing.
+
+    Args:
+        number: Of the first such branch.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"branch {number} goes the other way")
+        self.number = number
+
+
 def truth(is_true: Any) -> bool:
-    """Return the truth value that a check of the step's Python expects, and note the check.
+    """Return the truth value that the step's Python goes on with; the program checks it.
 
     Args:
         is_true: The truth value in the program, 0-dim.
 
     Raises:
-        CompileError: It is no check: what Python does next depends on the value.
+        CompileError: Nobody looks at the flags of the trace, or there are too many branches.
     """
-    trace, assertion = active_trace(), assertion_here()
-    if trace is None or trace.assertions is None or assertion is None:
+    trace, question = active_trace(), question_here()
+    if trace is None or trace.truths is None or question is None:
         refuse_read("turned into a Python bool")
+    if question.expected is None:
+        answer = trace.truths.answer(question)
+        checkify.check(is_true == answer, f"{_OF_BRANCH}{len(trace.truths.branches) - 1}")
+        return answer
     if not are_left_out():
-        trace.assertions.append(assertion)
-        where = f"`{assertion.line}` at {assertion.place}{trace.sources.of_backward()}"
+        trace.truths.checks.append(question)
+        where = f"`{question.line}` at {question.place}{trace.sources.of_backward()}"
         text = f"{_OF_PYTHON}{where}.".replace("{", "{{").replace("}", "}}")
-        checkify.check(is_true == assertion.expected, text)
-    return assertion.expected
+        checkify.check(is_true == question.expected, text)
+    return question.expected
 
 
 def with_flags(program: TracedProgram) -> tuple[TracedProgram, Any]:
@@ -113,7 +227,8 @@ def raise_flagged(flags: Any, results: Sequence[jax.Array]) -> None:
         results: The program's results, flags first.
 
     Raises:
-        IndexRangeError: The first one that failed is an op's.
+        OtherWayError: The first one that failed is a branch.
+        IndexRangeError: It is an op's.
         CheckFailedError: It is one that the step's Python makes.
     """
     error = tree_unflatten(flags, [host_value(array) for array in results[: flags.num_leaves]])
@@ -121,6 +236,8 @@ def raise_flagged(flags: Any, results: Sequence[jax.Array]) -> None:
     if text is None:
         return
     text = _ON_DEVICE.sub("", text.splitlines()[0]).removesuffix(_FAILED)
+    if text.startswith(_OF_BRANCH):
+        raise OtherWayError(int(text.removeprefix(_OF_BRANCH)))
     if not text.startswith(_OF_PYTHON):
         raise IndexRangeError(text)
     raise CheckFailedError(
