@@ -220,6 +220,21 @@ def test_layers_of_a_scan_go_one_way(mesh: xd.DeviceMesh) -> None:
         step(xd.distribute_tensor(torch.full((8, 4), 0.01).double(), mesh, ("dp", None)))
 
 
+@pytest.mark.parametrize("rows", [8, 7])
+def test_a_local_view_tells_the_first_device_s_value(mesh: xd.DeviceMesh, rows: int) -> None:
+    def step(x: Any) -> Any:
+        view = x.to_local()
+        scaled = view * 2 if view.sum() > 0 else view * 3
+        return xd.DTensor.from_local(scaled, mesh, x.placements, shape=x.shape, stride=x.stride())
+
+    compiled: Any = xd.compile(step)
+    for sign in (1.0, -1.0, 1.0):
+        plain = torch.cat([torch.full((4,), sign), torch.full((rows - 4,), -sign)])
+        x = xd.distribute_tensor(plain, mesh, ("dp",))
+        assert torch.equal(compiled(x).cpu(), step(x).cpu())
+    assert compiled.stats()["traces"] == 2
+
+
 def test_draws_on_the_mesh_are_those_of_one_run(mesh: xd.DeviceMesh) -> None:
     def step(x: Any) -> Any:
         noise = torch.rand_like(x)

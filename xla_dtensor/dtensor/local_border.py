@@ -733,19 +733,8 @@ def _version(source: Any) -> tuple[int, Any]:
 #
 # The first reachable device's tensor, or all of them.
 
-_ASKING = frozenset(
-    {
-        torch.Tensor.item,
-        torch.Tensor.__bool__,
-        torch.Tensor.__int__,
-        torch.Tensor.__float__,
-        torch.Tensor.__complex__,
-        torch.Tensor.__index__,
-        torch.Tensor.__contains__,
-        torch.Tensor.is_nonzero,
-        torch.is_nonzero,
-    }
-)
+_METHODS = "item __bool__ __int__ __float__ __complex__ __index__ __contains__ is_nonzero"
+_ASKING = frozenset({torch.is_nonzero, *(getattr(torch.Tensor, n) for n in _METHODS.split())})
 _asked: ContextVar[bool] = ContextVar("_asked", default=False)
 _READS = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default})
 
@@ -790,12 +779,18 @@ def read_op(func: Any, args: Sequence[Any], kwargs: Any) -> Callable[[], Any] | 
 
     def read() -> Any:
         host_args, host_kwargs = map_nested(
-            lambda v: first_shard(v, str(func)) if hasattr(v, "_varying") else v,
+            lambda v: _first(v, str(func)) if hasattr(v, "_varying") else v,
             (tuple(args), kwargs),
         )
         return func(*host_args, **host_kwargs)
 
     return read
+
+
+def _first(view: LocalView, what: str) -> torch.Tensor:
+    if get_runtime().is_tracing and view._uneven is None:
+        return _stacked(view)[(0,) * len(view._region.axes)]  # a value of the program
+    return first_shard(view, what)
 
 
 def first_shard(view: LocalView, what: str) -> torch.Tensor:
@@ -821,14 +816,19 @@ def first_shard(view: LocalView, what: str) -> torch.Tensor:
 
 def shards_of(view: LocalView) -> tuple[AddressableShard, ...]:
     """Return the local tensors of this process's devices, ordered by device id."""
-    runtime, region = get_runtime(), view._region
-    stacked = view._payload
+    region = view._region
+    shards = get_runtime().addressable_shards(_stacked(view))
+    sizes = None if view._uneven is None else view._uneven.sizes_on(region)
+    return tuple(_unstacked(shard, region, sizes) for shard in shards)
+
+
+def _stacked(view: LocalView) -> torch.Tensor:
+    """Return all local tensors as one global one, with a dim for each axis of the region first."""
+    runtime, region, stacked = get_runtime(), view._region, view._payload
     for _ in region.axes:
         stacked = runtime.run_local_op(aten.unsqueeze.default, (stacked, 0), {})
     layout = Layout(region.mesh, (*((axis,) for axis in region.axes), *((),) * view.ndim))
-    shards = runtime.addressable_shards(runtime.leave_local(stacked, layout, region))
-    sizes = None if view._uneven is None else view._uneven.sizes_on(region)
-    return tuple(_unstacked(shard, region, sizes) for shard in shards)
+    return runtime.leave_local(stacked, layout, region)
 
 
 def _unstacked(shard: AddressableShard, region: ManualRegion, sizes: Any) -> AddressableShard:

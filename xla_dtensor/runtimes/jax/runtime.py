@@ -43,7 +43,13 @@ from xla_dtensor.runtimes.jax.arrays.sharding import (
     read_op_sharding,
 )
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
-from xla_dtensor.runtimes.jax.arrays.trace import active_trace, array_before, host_input, is_tracer
+from xla_dtensor.runtimes.jax.arrays.trace import (
+    active_trace,
+    array_before,
+    host_input,
+    is_tracer,
+    refuse_read,
+)
 from xla_dtensor.runtimes.jax.arrays.values import (
     jax_dtype,
     numpy_from_torch,
@@ -313,6 +319,8 @@ class JaxRuntime(Runtime):
         assert isinstance(payload, JaxTensor)
         with x64():
             array = payload.placed()
+            if is_tracer(array):
+                refuse_read("read on the host")
             shards = sorted(array.addressable_shards, key=lambda s: s.device.id)
             selected = [s for s in shards if devices is None or s.device.id in devices]
             return tuple(_trimmed(shard, tuple(payload.shape)) for shard in selected)
