@@ -392,6 +392,25 @@ class DTensor(ReadOnHost, TorchDTensor):
             return torch.Tensor.data_ptr(self)
         return super().data_ptr()
 
+    def __getitem__(self, index: Any) -> Any:
+        """Return elements; in a compiled step those under a mask are computed with as all."""
+        selection = self._selection(index)
+        return super().__getitem__(index) if selection is None else selection
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write elements."""
+        selection = self._selection(index)
+        if selection is None or not hasattr(value, "mask"):
+            super().__setitem__(index, value)
+        else:
+            self.copy_(selection.replaced(value))
+
+    def _selection(self, index: Any) -> Any:
+        if not isinstance(index, DTensor) or index.dtype != torch.bool or not index.ndim:
+            return None
+        is_of_first_dims = index.shape == self.shape[: index.ndim]
+        return get_runtime().selection(self, index) if is_of_first_dims else None
+
     def numpy(self, *, force: bool = False) -> Any:
         """Return the whole value as a NumPy array."""
         return self.cpu().numpy(force=force)

@@ -564,8 +564,8 @@ def refuse_read(what: str) -> NoReturn:
     )
     if "mask" in what:
         instead = (
-            "Write torch.where(mask, x, 0).sum() / mask.sum() for x[mask].mean(), and "
-            "x = torch.where(mask, x + 1, x) for x[mask] += 1."
+            "Sums, means and losses of x[mask], and what is computed with each element, need no "
+            "such number. Else write torch.where(mask, x, 0), or return x[mask] from the step."
         )
     raise CompileError(
         f"A tensor's value was {what} while a step was traced. The step becomes one program, so "

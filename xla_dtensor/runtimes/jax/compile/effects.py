@@ -44,6 +44,7 @@ from xla_dtensor.runtimes.jax.compile.gradients import GradientEffects, LeftGrad
 from xla_dtensor.runtimes.jax.compile.optimizer import number_now
 from xla_dtensor.runtimes.jax.compile.trace_values import Static, inner, maker_of
 from xla_dtensor.runtimes.jax.eager.scalar import ScalarNode, node_of
+from xla_dtensor.runtimes.jax.eager.selection import Selection
 from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor, ViewStep
 
 __all__ = ["Given", "Made", "Plan", "Run", "RunEffects"]
@@ -351,6 +352,7 @@ class Plan:
         if isinstance(reduced, str):
             self._refuse_tensors_of(original)
             return lambda run: original
+        self._is_replaced |= type(original) is Selection  # It is a tensor again.
         function, args, state, elements, items = cast(Any, (*reduced, None, None, None)[:5])
         arguments, of_state = self._contents(args), self._contents(state)
         added = [self.part(element) for element in elements or ()]
@@ -508,6 +510,7 @@ def _is_plain_object(value: Any) -> bool:
     kind = type(value)
     is_known = isinstance(value, torch.nn.Module | torch.optim.Optimizer)
     is_bag = kind is SimpleNamespace
+    is_known |= kind is Selection
     return is_bag or (is_watched(kind) and not is_known and kind.__new__ is object.__new__)
 
 

@@ -47,6 +47,7 @@ __all__ = [
     "Branch",
     "OtherWayError",
     "Truths",
+    "expect",
     "flag",
     "is_flagged",
     "raise_flagged",
@@ -118,7 +119,7 @@ class Truths:
     _told: Counter[tuple[str, int]] = field(default_factory=Counter)
     _ways: list[tuple[Any, list[bool]]] = field(default_factory=list)
     _again: list[bool] = field(default_factory=list)
-    checks: list[Question] = field(default_factory=list)
+    checks: list[Any] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -195,6 +196,20 @@ def truth(is_true: Any) -> bool:
         text = f"{_OF_PYTHON}{where}.".replace("{", "{{").replace("}", "}}")
         checkify.check(is_true == question.expected, text)
     return question.expected
+
+
+def expect(is_true: Any, what: str) -> None:
+    """Note a check that the program makes of itself.
+
+    Args:
+        is_true: The truth value in the program, 0-dim.
+        what: Is expected.
+    """
+    trace = active_trace()
+    if trace is None or trace.truths is None:
+        refuse_read("turned into a Python bool")
+    trace.truths.checks.append(what)
+    checkify.check(is_true, f"{_OF_PYTHON}{what}, at {_line_of_user()}.")
 
 
 def with_flags(program: TracedProgram) -> tuple[TracedProgram, Any]:

@@ -1,0 +1,344 @@
+"""What ``x[mask]`` is in a compiled step: elements of which only the program knows how many.
+
+A program's shapes are fixed. So the elements stay where they are, and what is left out is left out
+where they are reduced::
+
+    x = [3, -1, 4]          mask = [True, False, True]
+    x[mask]                 Selection([3,  3, 4], mask)
+    x[mask].log()           Selection([1.1, 1.1, 1.4], mask)
+    x[mask].log().mean()    sum(where(mask, [1.1, 1.1, 1.4], 0)) / sum(mask)
+
+Invariants:
+
+* What is left out holds a copy of the first element that is selected: a function that is not
+  defined everywhere, and its gradient, is finite there if it is where PyTorch computes it.
+* The first dim of a selection is all dims of the mask; the others are those of its values.
+* Selections that meet have one mask. Where these are two tensors, the program checks it.
+* What PyTorch would compute of the elements in another way is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import torch
+
+from xla_dtensor.runtimes.jax.arrays.trace import refuse_read
+from xla_dtensor.runtimes.jax.eager.checks import expect
+
+__all__ = ["Selection"]
+
+# What is computed with each element for itself, beside what PyTorch calls pointwise.
+_CASTS = frozenset(
+    [
+        "to",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "int",
+        "long",
+        "bool",
+        "type_as",
+        "clone",
+        "contiguous",
+    ]
+)
+_CASTS |= {"detach"}
+# The last dim is one of the values', and stays.
+_OF_ROWS = frozenset(("linear", "matmul", "layer_norm", "rms_norm", "dropout"))
+_ALONG = frozenset(("softmax", "log_softmax"))
+_LOSSES = frozenset(
+    [
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+    ]
+)
+_OF_CLASSES = frozenset(("cross_entropy", "nll_loss"))
+_FLOATS_OF_16 = (torch.bfloat16, torch.float16)
+
+
+class Selection:
+    """The elements of a tensor under a mask. See the module docstring.
+
+    Args:
+        values: All elements; those that are left out may have any value.
+        mask: Its dims are the first ones of `values`.
+        is_safe: Whether what is left out has the value of a selected element.
+    """
+
+    def __init__(self, values: Any, mask: Any, is_safe: bool = False) -> None:
+        self._all, self.mask, self._is_safe = values, mask, is_safe
+
+    @property
+    def values(self) -> Any:
+        """All elements; those that are left out have the value of the first one that is not."""
+        if not self._is_safe:
+            x, mask = self._all.detach(), self.mask.reshape(-1)
+            place = mask.to(torch.int8).argmax().reshape(1)
+            row = x.reshape(mask.shape[0], *x.shape[self.mask.ndim :])[place][0]
+            row = torch.where(mask.any(), row, 0.5 if x.is_floating_point() else 0).to(x.dtype)
+            self._all, self._is_safe = torch.where(self._wide(), self._all, row), True
+        return self._all
+
+    def _wide(self) -> Any:
+        return self.mask.reshape(*self.mask.shape, *[1] * (self._all.ndim - self.mask.ndim))
+
+    def replaced(self, values: Selection) -> Any:
+        """Return all elements, those of `values` where they are selected."""
+        _expect_one_mask(self.mask, values.mask)
+        return torch.where(self._wide(), values._all, self._all)
+
+    # ------------------------------------------------------------------ what it tells
+
+    dtype = property(lambda self: self._all.dtype)
+    device = property(lambda self: self._all.device)
+    requires_grad = property(lambda self: self._all.requires_grad)
+    ndim = property(lambda self: self._all.ndim - self.mask.ndim + 1)
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The first one is a number that only the program knows."""
+        return (self.mask.sum().item(), *self._all.shape[self.mask.ndim :])
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or one number of it."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> Any:
+        """Return how many elements there are, as a number of the program."""
+        size, *others = self.shape
+        return size * torch.Size(others).numel()
+
+    # ------------------------------------------------------------------ what is computed with it
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.removeprefix("__").removesuffix("__")
+        return _computed(name, func, *args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(torch.Tensor, name, None)
+        if name.startswith("__") or not callable(method):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: _computed(name, method, self, *args, **kwargs)
+
+    def sum(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+        """Return the sum of all elements, or over some dims."""
+        elements = self if dtype is None else self.to(dtype)
+        return elements._reduced("sum", 0, dim, keepdim)
+
+    def mean(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+        """Return the mean of all elements, or over some dims."""
+        elements = self if dtype is None else self.to(dtype)
+        if not elements.dtype.is_floating_point:
+            _refuse("the mean of a dtype without fractions")
+        dims = self._dims(dim)
+        if dims[0]:
+            return elements._reduced("mean", 0, dim, keepdim)
+        wide = torch.float32 if elements.dtype in _FLOATS_OF_16 else elements.dtype
+        others = torch.Size(self._all.shape[dim] for dim in dims[self.mask.ndim :]).numel()
+        total = elements.sum(dim, keepdim, dtype=wide)
+        return (total / (self.mask.sum() * others)).to(elements.dtype)
+
+    def var(self, dim: Any = None, unbiased: bool = True, *, correction: Any = None) -> Any:
+        """Return the variance of all elements, or over the first dim."""
+        less = int(unbiased) if correction is None else correction
+        squares = (self - self.mean(dim)).square().sum(dim)
+        return squares / ((self.numel() if dim is None else self.shape[0]) - less)
+
+    def std(self, dim: Any = None, unbiased: bool = True, *, correction: Any = None) -> Any:
+        """Return the standard deviation of all elements, or over the first dim."""
+        return self.var(dim, unbiased, correction=correction).sqrt()
+
+    def amax(self, dim: Any = None, keepdim: bool = False) -> Any:
+        """Return the largest element, or those over some dims."""
+        is_float = self.dtype.is_floating_point
+        least = -math.inf if is_float else torch.iinfo(self.dtype).min
+        return self._extreme("amax", least, dim, keepdim)
+
+    def amin(self, dim: Any = None, keepdim: bool = False) -> Any:
+        """Return the smallest element, or those over some dims."""
+        is_float = self.dtype.is_floating_point
+        most = math.inf if is_float else torch.iinfo(self.dtype).max
+        return self._extreme("amin", most, dim, keepdim)
+
+    def max(self, *args: Any) -> Any:
+        """Return the largest element, or the larger ones of two."""
+        return _elementwise(torch.max, self, *args) if args else self.amax()
+
+    def min(self, *args: Any) -> Any:
+        """Return the smallest element, or the smaller ones of two."""
+        return _elementwise(torch.min, self, *args) if args else self.amin()
+
+    def any(self, dim: Any = None, keepdim: bool = False) -> Any:
+        """Tell whether one of the elements is true."""
+        return self._reduced("any", False, dim, keepdim)
+
+    def all(self, dim: Any = None, keepdim: bool = False) -> Any:
+        """Tell whether all of the elements are true."""
+        return self._reduced("all", True, dim, keepdim)
+
+    def _extreme(self, name: str, left_out: Any, dim: Any, keepdim: bool) -> Any:
+        _expect(self.mask.any(), f"the {name} of a tensor under a mask that selects some")
+        return self._reduced(name, left_out, dim, keepdim)
+
+    def _reduced(self, name: str, left_out: Any, dim: Any, keepdim: bool) -> Any:
+        """Reduce.
+
+        Args:
+            name: How.
+            left_out: The value of what is left out that changes nothing.
+            dim: Over what, as PyTorch takes it.
+            keepdim: Whether the dims stay, which the first one does not.
+        """
+        dims = self._dims(dim)
+        if dims[0]:
+            return _elementwise(lambda values: getattr(values, name)(dims, keepdim), self)
+        if keepdim:
+            _refuse(f"{name} with keepdim")
+        return getattr(torch.where(self._wide(), self._all, left_out), name)(dims)
+
+    def _dims(self, dim: Any) -> list[int]:
+        """Return the dims of the values for some of the selection's."""
+        wanted = range(self.ndim) if dim in (None, (), []) else dim
+        listed = [wanted] if isinstance(wanted, int) else wanted
+        more = self.mask.ndim - 1
+        dims = sorted(d % self.ndim + more if d % self.ndim else 0 for d in listed)
+        return dims if dims[0] else [*range(more + 1), *dims[1:]]
+
+    def __bool__(self) -> bool:
+        _refuse("bool")
+
+    def __len__(self) -> int:
+        _refuse("len")
+
+    def __iter__(self) -> Any:
+        _refuse("iter")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What a step returns or stores is a tensor again: after a run its size is known."""
+        return operator.getitem, (self._all, self.mask)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the same of each element: `x[mask][:, 0]`."""
+        if not isinstance(index, tuple) or index[0] != slice(None):
+            _refuse("an index of its first dim")
+        dims = [slice(None)] * (self.mask.ndim - 1)
+        return _elementwise(lambda values: values[(*dims, *index)], self)
+
+
+def _method(op: Callable[..., Any], is_turned: bool = False) -> Callable[..., Any]:
+    """Return the method of an operator; turned, of one whose second operand is the selection."""
+
+    def method(self: Selection, *other: Any) -> Any:
+        if op is operator.matmul:
+            return _computed("matmul", op, self, *other)
+        function = (lambda mine, theirs: op(theirs, mine)) if is_turned else op
+        return _elementwise(function, self, *other)
+
+    return method
+
+
+_COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
+_TURNED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor")
+for _name in (*_COMPARED, *_TURNED, "matmul", "neg", "abs", "invert"):
+    _operator, _word = getattr(operator, _name), _name.removesuffix("_")
+    setattr(Selection, f"__{_word}__", _method(_operator))
+    if _name in _TURNED:
+        setattr(Selection, f"__r{_word}__", _method(_operator, is_turned=True))
+
+
+def _refuse(name: str) -> NoReturn:
+    refuse_read(f"used as a mask that decides how many elements there are, for {name},")
+
+
+def _computed(name: str, func: Any, *args: Any, **kwargs: Any) -> Any:
+    first, others = (args[0], args[1:]) if args else (None, ())
+    own = getattr(Selection, name, None)
+    if own is not None and _is_one(first):
+        return own(*args, **kwargs)
+    if name in _LOSSES:
+        return _loss(func, *args, **kwargs)
+    if name in _OF_CLASSES:
+        return _loss_of_classes(func, *args, **kwargs)
+    if name in _ALONG and kwargs.get("dim", others[0] if others else None) == -1:
+        return _elementwise(func, *args, **kwargs)
+    if name in _OF_ROWS and isinstance(first, Selection) and first.ndim > 1:
+        if any(map(_is_one, (*others, *kwargs.values()))):
+            _refuse(f"{name} of two such tensors")
+        return Selection(func(first.values, *others, **kwargs), first.mask, is_safe=True)
+    if name in _CASTS or _is_pointwise(name):
+        return _elementwise(func, *args, **kwargs)
+    _refuse(name)
+
+
+def _is_one(value: Any) -> bool:
+    return isinstance(value, Selection)
+
+
+@lru_cache(maxsize=1024)
+def _is_pointwise(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = () if packet is None or name.endswith("_") else packet.overloads()
+    return any(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)
+
+
+def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Selection:
+    """Run a function that computes each element, or each row, of its own."""
+    first, *others = (value for value in (*args, *kwargs.values()) if isinstance(value, Selection))
+    for other in others:
+        _expect_one_mask(first.mask, other.mask)
+    rest = first._all.ndim - first.mask.ndim
+
+    def values(value: Any) -> Any:
+        if isinstance(value, Selection):
+            return value.values
+        is_row = not isinstance(value, torch.Tensor) or value.ndim <= rest
+        return value if is_row else _refuse("a tensor beside it that is no row of it")
+
+    output = func(*map(values, args), **{name: values(value) for name, value in kwargs.items()})
+    dims = first.mask.ndim
+    if not isinstance(output, torch.Tensor) or output.shape[:dims] != first.mask.shape:
+        _refuse(getattr(func, "__name__", "an op"))  # It has made one of all elements.
+    return Selection(output, first.mask, is_safe=True)
+
+
+def _expect_one_mask(one: Any, other: Any) -> None:
+    if one is other:
+        return
+    if one.shape != other.shape:
+        _refuse("elements of tensors whose masks differ in shape")
+    _expect((one == other).all(), "elements that two masks select meet: the masks are equal")
+
+
+def _expect(is_true: Any, what: str) -> None:
+    expect(is_true.full_tensor().value(), what)
+
+
+def _loss(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    reduction = kwargs.pop("reduction", "mean")
+    each = _elementwise(func, input, target, *args, reduction="none", **kwargs)
+    return each if reduction == "none" else getattr(each, reduction)()
+
+
+def _loss_of_classes(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    reduction, ignored = kwargs.pop("reduction", "mean"), kwargs.get("ignore_index", -100)
+    if args or kwargs.get("weight") is not None or not (_is_one(input) and _is_one(target)):
+        _refuse(f"{func.__name__} with weights, or of one tensor that is not masked")
+    _expect_one_mask(input.mask, target.mask)
+    of_rows = input.ndim == 2 and target.ndim == 1
+    scores = input.values.movedim(-1, 1) if of_rows else _refuse("classes of more than one dim")
+    each = Selection(func(scores, target.values, reduction="none", **kwargs), input.mask)
+    if reduction != "mean":
+        return each if reduction == "none" else each.sum()
+    counted = Selection(target.values != ignored, input.mask)
+    return (each.sum() / counted.sum()).to(each.dtype)
