@@ -214,7 +214,7 @@ def _(put: Put) -> Run:
     return Run(lambda x, share: x * share, args=lambda x, call: (x, call / 4))
 
 
-@case("Inputs", ROW, ONCE_MORE)
+@case("Inputs", ROW)  # One that the step itself changes is lent from the first trace on.
 def _(put: Put) -> Run:
     counts = {"calls": 0}
 
@@ -767,7 +767,7 @@ def _(put: Put) -> Run:
     return Run(step, lambda call: seen.append(owner.batch) if call else None, state=state)
 
 
-@effect(ROW, (1, 2, 2))  # What it reads and writes, it is lent.
+@effect(ROW)  # What it reads and writes, it is lent.
 def _(put: Put) -> Run:
     meter: Any = SimpleNamespace(total=0.0, count=0)
 

@@ -353,9 +353,9 @@ def a_counter(traces: int) -> Callable[..., None]:
 NUMBERS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], int]] = {
     "arithmetic, `round`, `abs`, `math.cos`; `isinstance`": (
         lambda n, x: x * round(math.cos(n), 3) + abs(n - 4) + isinstance(n, int),
-        2,
+        1,
     ),
-    "`if calls % 100 == 0`, `min`, `max`": (lambda n, x: x * n if n % 3 else x * min(n, 4), 4),
+    "`if calls % 100 == 0`, `min`, `max`": (lambda n, x: x * n if n % 3 else x * min(n, 4), 3),
     '`range(calls)`, `x[calls]`, `torch.zeros(calls)`, `f"{calls}"`': (
         lambda n, x: x[n - 1] + sum(range(n)) + torch.zeros(n).sum() + float(f"{n}"),
         6,
@@ -420,7 +420,7 @@ ON_EACH_RUNTIME: dict[str, tuple[tuple[str, Check], tuple[str, Check]]] = {
         ("done by Python", effects_are_done),
     ),
     "a counter that the step reads and adds to": (
-        ("an input, after one more trace", a_counter(traces=2)),
+        ("an input", a_counter(traces=1)),
         ("an input, but for 0 and 1", a_counter(traces=2)),
     ),
     "`random.random()`": (

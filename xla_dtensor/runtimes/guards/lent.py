@@ -30,7 +30,7 @@ import functools
 import math
 import operator
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -319,6 +319,15 @@ def _set_math(functions: Mapping[str, Callable[..., Any]]) -> None:
 
 
 _WRITABLE = (Names, Object, ClassNames, Cell)
+
+
+def counters_of(owner: Owner) -> Iterator[Any]:
+    """Yield the names of the numbers that a step has read of an owner, and changed."""
+    for key in owner.reads if isinstance(owner, _WRITABLE) else ():
+        before, now = owner.snapshot.get(key), owner.look_up(key)
+        is_other = is_number(now) and (type(now) is not type(before) or now != before)
+        if is_number(before) and (is_other or isinstance(now, torch.SymInt | torch.SymFloat)):
+            yield owner.name(key)
 
 
 class Lending:

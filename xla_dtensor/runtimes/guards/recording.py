@@ -54,7 +54,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.runtimes.guards.comparing import Guards
-from xla_dtensor.runtimes.guards.lent import Lending, is_lent
+from xla_dtensor.runtimes.guards.lent import Lending, counters_of, is_lent
 from xla_dtensor.runtimes.guards.libraries import is_library_file
 from xla_dtensor.runtimes.guards.objects import (
     WATCHING,
@@ -200,6 +200,10 @@ class Recording(Watches):
                 all_effects += effects
         self._stored += [effect.value for effect in all_effects]
         return all_effects
+
+    def counters(self) -> set[Any]:
+        """Return the names of the numbers that the step reads and changes; after the block."""
+        return {name for owner in self._old() for name in counters_of(owner)}
 
     def rewind(self) -> None:
         """Make everything what it was before the step; after the block."""

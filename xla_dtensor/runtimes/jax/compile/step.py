@@ -109,6 +109,10 @@ MOST_TRACES = "XLA_DTENSOR_MOST_TRACES"
 _one_at_a_time = threading.RLock()
 
 
+class _CountersError(Exception):
+    """A trace has changed numbers that it was not lent."""
+
+
 class JaxCompiledStep(CompiledStep):
     """See the module docstring. Made by :func:`xla_dtensor.compile`."""
 
@@ -416,6 +420,10 @@ class JaxCompiledStep(CompiledStep):
             trace_args = self._lent_names, self._kept.made, self._names, self._put
             truths = Truths(way, self._guesses)
             outcome = traced_step(self._step, call, snapshot, *trace_args, truths)
+            counters = snapshot.recording.counters() - self._names
+            if counters:  # The next call will find others there: they are lent at once.
+                self._names |= counters
+                raise _CountersError
             self._spent.compiling.append({"trace": time.perf_counter() - began})
             program = self._finish(outcome)
             self._check(program, call.leaves)
@@ -445,6 +453,9 @@ class JaxCompiledStep(CompiledStep):
         With other arguments as views of their bases, with what other lines make on the mesh, or
         without the numbers that it was lent.
         """
+        if isinstance(error, _CountersError):
+            self._settle_names()
+            return True
         if isinstance(error, ViewsWritten):
             self._views |= error.places
             return True
