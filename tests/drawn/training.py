@@ -5,7 +5,7 @@ DTensors, and its losses, parameters and optimizer state are compared::
 
     model = net(weights, width=8, hidden=12, layers=2, norm='rms', gated=True)
     model, put = sharded(model, 'fully_shard', checkpoint=True, seed=17)
-    settings = {'loss': 'mse', 'scale': 1.0, 'accumulate': 2, 'clip': 0.5, 'autocast': False}
+    settings = {'loss': 'mse', 'scale': 1.0, 'accumulate': 2, 'clip': 0.5, 'most': 1.0}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     step = compiled(step_of(model, optimizer, settings))
     l0 = step(put(x0), put(y0))
@@ -145,8 +145,13 @@ def step_of(model: Net, optimizer: Any, settings: dict[str, Any]) -> Callable[..
                 loss = LOSSES[settings["loss"]](model(part), target) * (settings["scale"] / number)
             loss.backward()
             total = total + loss.detach()
+        norm = 0.0
         if settings["clip"] is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip"])
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip"])
+        if norm > settings["most"]:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
         optimizer.step()
         optimizer.zero_grad(set_to_none=settings["to_none"])
         return total
@@ -269,6 +274,8 @@ def generate_training(seed: int) -> Program:
         "accumulate": chance.choice((1, 1, 2)),
         "clip": chance.choice((None, None, 1.0, 0.1)),
         "to_none": chance.random() < 0.8,
+        # The largest norm of gradients with which a whole step is taken: a branch on a tensor.
+        "most": random.Random(seed).choice((1e9, 1e9, 1.0, 0.3)),
     }
     context = "narrow" if chance.random() < 0.2 else "nothing"
     optimizer = chance.choice(OPTIMIZERS)
@@ -336,6 +343,7 @@ def _changes(chance: random.Random, how: str, lines: list[str]) -> list[str]:
         [f"settings['clip'] = {chance.choice((None, 0.2))}"],
         ["settings['to_none'] = not settings['to_none']"],
         [f"settings['accumulate'] = {chance.choice((1, 2))}"],
+        [f"settings['most'] = {chance.choice((0.3, 1e9))}"],
         ["scaled(model, 0.9)"],
         ["step = compiled(step_of(model, optimizer, settings))"],
         ["model.eval()"],
