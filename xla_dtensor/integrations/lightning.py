@@ -72,6 +72,7 @@ from xla_dtensor.integrations.lightning_checkpoint import (
 from xla_dtensor.integrations.lightning_processes import ProcessOfJob
 from xla_dtensor.integrations.lightning_steps import MeshClosure, Steps, let_run_programs
 from xla_dtensor.nn.model_plan import put_model
+from xla_dtensor.runtimes.registry import get_runtime
 
 __all__ = ["XDFabricStrategy", "XDStrategy", "read_checkpoint"]
 
@@ -363,11 +364,8 @@ def _on_cpu(tree: Any) -> Any:
 
 
 def _is_known_nonfinite(norm: torch.Tensor) -> bool:
-    """Whether a norm is NaN or infinite; of one that is being traced nothing is known."""
-    try:
-        return not bool(torch.isfinite(norm))
-    except CompileError:
-        return False
+    """Whether a norm is NaN or infinite; a program does not wait to know."""
+    return not get_runtime().is_tracing and not bool(torch.isfinite(norm))
 
 
 def _check_precision(plugin: Any, plugin_types: tuple[type, ...]) -> None:

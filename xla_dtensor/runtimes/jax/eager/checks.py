@@ -117,7 +117,6 @@ class Truths:
     guesses: Mapping[str, bool] = field(default_factory=dict)
     _asked: Counter[tuple[str, int]] = field(default_factory=Counter)
     _told: Counter[tuple[str, int]] = field(default_factory=Counter)
-    _ways: list[tuple[Any, list[bool]]] = field(default_factory=list)
     _again: list[bool] = field(default_factory=list)
     checks: list[Any] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
@@ -129,14 +128,14 @@ class Truths:
         try:
             yield
         finally:
-            self._ways.append((region, [branch.answer for branch in self.branches[begin:]]))
+            # With the region, which holds tensors: nobody else is to keep it.
+            region.xla_dtensor_way = [branch.answer for branch in self.branches[begin:]]
 
     @contextlib.contextmanager
     def again(self, region: Any) -> Iterator[None]:
         """Answer the same inside, where it is computed again."""
         outer = self._again
-        ways = [way for other, way in self._ways if other is region]
-        self._again = list(reversed(ways[-1])) if ways else []
+        self._again = list(reversed(getattr(region, "xla_dtensor_way", ())))
         try:
             yield
         finally:
