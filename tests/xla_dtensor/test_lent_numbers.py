@@ -55,7 +55,7 @@ def case(traces: int | None) -> Callable[[Make], Make]:
     return register
 
 
-@case(2)
+@case(1)
 def counter(thing: Any) -> Any:
     def step(x: torch.Tensor) -> Any:
         thing.n += 1
@@ -64,7 +64,7 @@ def counter(thing: Any) -> Any:
     return step
 
 
-@case(2)
+@case(1)
 def sum_of_losses(thing: Any) -> Any:
     def step(x: torch.Tensor) -> Any:
         loss = x.square().sum()
@@ -74,7 +74,7 @@ def sum_of_losses(thing: Any) -> Any:
     return step
 
 
-@case(2)
+@case(1)
 def meter(thing: Any) -> Any:
     thing.meter = Meter()
 
@@ -86,7 +86,7 @@ def meter(thing: Any) -> Any:
     return step
 
 
-@case(2)
+@case(1)
 def items_and_variables(thing: Any) -> Any:
     stats, calls = {"kl": 0.0, "steps": 0}, 0
     thing.stats = stats
@@ -104,7 +104,7 @@ def items_and_variables(thing: Any) -> Any:
     return step
 
 
-@case(3)
+@case(2)
 def warm_up(thing: Any) -> Any:
     def step(x: torch.Tensor) -> Any:
         thing.n += 1
@@ -113,7 +113,7 @@ def warm_up(thing: Any) -> Any:
     return step
 
 
-@case(2)
+@case(1)
 def cosine(thing: Any) -> Any:
     def step(x: torch.Tensor) -> Any:
         thing.n += 1
@@ -122,7 +122,7 @@ def cosine(thing: Any) -> Any:
     return step
 
 
-@case(3)
+@case(2)
 def every_third_call(thing: Any) -> Any:
     def step(x: torch.Tensor) -> Any:
         thing.n += 1
@@ -133,7 +133,7 @@ def every_third_call(thing: Any) -> Any:
     return step
 
 
-@case(2)
+@case(1)
 def as_scalars_of_ops(thing: Any) -> Any:
     def step(x: torch.Tensor) -> Any:
         thing.n += 1
@@ -145,7 +145,7 @@ def as_scalars_of_ops(thing: Any) -> Any:
     return step
 
 
-@case(2)
+@case(1)
 def in_a_backward_pass(thing: Any) -> Any:
     def step(x: torch.Tensor) -> Any:
         thing.n += 1
@@ -167,7 +167,7 @@ def a_power_in_a_backward_pass(thing: Any) -> Any:
     return step
 
 
-@case(2)
+@case(1)
 def of_plain_tensors(thing: Any) -> Any:
     def step(x: torch.Tensor) -> Any:
         thing.n += 1
@@ -178,7 +178,7 @@ def of_plain_tensors(thing: Any) -> Any:
     return step
 
 
-@case(2)
+@case(1)
 def told_by_its_class(thing: Any) -> Any:
     def step(x: torch.Tensor) -> Any:
         thing.n += 1
@@ -480,7 +480,7 @@ def test_what_asks_for_a_class(mesh: xd.DeviceMesh, name: str) -> None:
         assert seen[-1] == ask(Thing(), number)
     # Before 3.12 nothing tells which value type() is called with.
     is_told = sys.version_info >= (3, 12) or name == "by name"
-    assert compiled.stats()["traces"] == (2 if is_lent and is_told else 5)
+    assert compiled.stats()["traces"] == (1 if is_lent and is_told else 5)
 
 
 def test_what_fails_before_the_step_runs_leaves_the_numbers(

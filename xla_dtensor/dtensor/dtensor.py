@@ -61,6 +61,7 @@ from xla_dtensor.runtimes.base import AddressableShard
 from xla_dtensor.runtimes.nested import runs_as_it_is
 from xla_dtensor.runtimes.op_meta import output_meta
 from xla_dtensor.runtimes.registry import get_runtime
+from xla_dtensor.runtimes.state import ON_MESH
 from xla_dtensor.runtimes.torch_own import ReadOnHost
 
 __all__ = [
@@ -391,25 +392,6 @@ class DTensor(ReadOnHost, TorchDTensor):
         if not get_runtime().is_payload(self._local_tensor):  # a fake tensor of torch.compile's
             return torch.Tensor.data_ptr(self)
         return super().data_ptr()
-
-    def __getitem__(self, index: Any) -> Any:
-        """Return elements; in a compiled step those under a mask are computed with as all."""
-        selection = self._selection(index)
-        return super().__getitem__(index) if selection is None else selection
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        """Write elements."""
-        selection = self._selection(index)
-        if selection is None or not hasattr(value, "mask"):
-            super().__setitem__(index, value)
-        else:
-            self.copy_(selection.replaced(value))
-
-    def _selection(self, index: Any) -> Any:
-        if not isinstance(index, DTensor) or index.dtype != torch.bool or not index.ndim:
-            return None
-        is_of_first_dims = index.shape == self.shape[: index.ndim]
-        return get_runtime().selection(self, index) if is_of_first_dims else None
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the whole value as a NumPy array."""
@@ -841,3 +823,6 @@ def warn_if_communication_is_counted() -> None:
                 UserWarning,
                 stacklevel=3,
             )
+
+
+ON_MESH.append(DTensor)

@@ -389,15 +389,6 @@ class Runtime(ABC):
         """Whether a step is traced at present, so that tensors have no values."""
         return False
 
-    def selection(self, values: torch.Tensor, mask: torch.Tensor) -> Any:
-        """Return what `values[mask]` is where only a program knows its shape; None elsewhere.
-
-        Args:
-            values: A DTensor.
-            mask: One of bools.
-        """
-        return None
-
     @property
     def tells_factors(self) -> bool:
         """Whether factors of a product are told to agree by their labels (``products``)."""

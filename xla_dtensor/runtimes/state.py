@@ -34,6 +34,7 @@ from xla_dtensor.report.attribution import AskedFor
 from xla_dtensor.runtimes.torch_own import past_functions
 
 __all__ = [
+    "ON_MESH",
     "ProgramToCheck",
     "StepClock",
     "check",
@@ -48,6 +49,9 @@ __all__ = [
     "trace_settings",
     "unpack_state",
 ]
+
+# The classes of tensors that lie on a mesh: runtimes, which are below them, are told.
+ON_MESH: list[type[torch.Tensor]] = []
 
 
 # ----------------------------------------------------------------------------------- Before running

@@ -64,7 +64,6 @@ from xla_dtensor.runtimes.jax.eager import manual as jax_manual_collectives
 from xla_dtensor.runtimes.jax.eager import ops
 from xla_dtensor.runtimes.jax.eager import tensor as jax_annotate
 from xla_dtensor.runtimes.jax.eager.ops import JaxProgram
-from xla_dtensor.runtimes.jax.eager.selection import Selection
 from xla_dtensor.runtimes.jax.eager.tensor import EXTRA_KEYS, JaxTensor
 from xla_dtensor.runtimes.jax.lower import random
 from xla_dtensor.runtimes.jax.lower import random as jax_generator
@@ -408,13 +407,6 @@ class JaxRuntime(Runtime):
     @property
     def is_tracing(self) -> bool:
         return active_trace() is not None
-
-    def selection(self, values: Any, mask: Any) -> Selection | None:
-        trace, payload = active_trace(), mask._local_tensor
-        if trace is None or not isinstance(payload, JaxTensor):
-            return None
-        is_known = not is_tracer(payload.value()) and trace.owns(payload._storage)
-        return None if is_known else Selection(values, mask)
 
     @property
     def tells_factors(self) -> bool:

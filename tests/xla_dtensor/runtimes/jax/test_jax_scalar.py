@@ -105,13 +105,15 @@ def test_functions_of_one_number(mesh: DeviceMesh, number: float) -> None:
 
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_a_comparison_is_a_traced_truth_value(mesh: DeviceMesh, name: str) -> None:
-    def step(x: torch.Tensor) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
         result = COMPARISONS[name](x.item(), 1.0)
         assert isinstance(result, torch.SymBool)
-        bool(result)
+        return x * 2 if result else x * 3
 
-    with pytest.raises(CompileError, match=r"while a step was traced"):
-        xla_compile(step)(distribute_tensor(torch.tensor(2.0), mesh))
+    compiled = xla_compile(step)
+    for number in (2.0, 1.0, 0.0):
+        found = compiled(distribute_tensor(torch.tensor(number), mesh))
+        assert found.item() == number * (2 if COMPARISONS[name](number, 1.0) else 3)
 
 
 def test_integers_stay_exact(mesh: DeviceMesh) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from xla_dtensor.runtimes.jax.arrays.storage import KeptStack, Storage
 
 __all__ = [
+    "MaskError",
     "Trace",
     "WriteToHostError",
     "active_trace",
@@ -557,6 +558,10 @@ def note_write(storage: Storage) -> None:
             trace.state[storage] = None
 
 
+class MaskError(CompileError):
+    """A step that is traced asks how many elements a mask selects."""
+
+
 def refuse_read(what: str) -> NoReturn:
     """Raise the error for Python that needs a value which exists only when the program runs."""
     instead = (
@@ -567,7 +572,7 @@ def refuse_read(what: str) -> NoReturn:
             "Sums, means and losses of x[mask], and what is computed with each element, need no "
             "such number. Else write torch.where(mask, x, 0), or return x[mask] from the step."
         )
-    raise CompileError(
+    raise (MaskError if "mask" in what else CompileError)(
         f"A tensor's value was {what} while a step was traced. The step becomes one program, so "
         f"its tensors have no values yet. {instead}{_user_line()}"
     )

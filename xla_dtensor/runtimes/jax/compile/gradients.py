@@ -292,14 +292,16 @@ class DroppedGradients:
                 self._drop(leaf)
             else:
                 self._ask(leaf)
-            return _grad.__get__(leaf)
+            with torch._C.DisableTorchFunctionSubclass():  # which would ask for this property
+                return _grad.__get__(leaf)
 
         def write(leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
             if grad is None:
                 self._drop(leaf)
             self._asked.add(id(leaf))
             self._written.add(id(leaf))
-            _grad.__set__(leaf, grad)
+            with torch._C.DisableTorchFunctionSubclass():
+                _grad.__set__(leaf, grad)
 
         torch.Tensor.grad = property(read, write, _grad.__delete__)  # pyright: ignore
         try:
@@ -318,7 +320,8 @@ class DroppedGradients:
             self.absent.add(key)
 
     def _drop(self, leaf: torch.Tensor) -> None:
-        grad = _grad.__get__(leaf)
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = _grad.__get__(leaf)
         if id(leaf) in self._asked or grad is not self._before.get(id(leaf)):
             self._see_absent(leaf)
             return

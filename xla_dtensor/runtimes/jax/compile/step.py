@@ -32,6 +32,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ from xla_dtensor.runtimes.guards.lent import ARGUMENTS
 from xla_dtensor.runtimes.jax.arrays.sharding import place
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import (
+    MaskError,
     WriteToHostError,
     refuse_nesting,
     refuse_transforms,
@@ -92,6 +94,7 @@ from xla_dtensor.runtimes.jax.compile.verify import (
     verification,
 )
 from xla_dtensor.runtimes.jax.eager.checks import Branch, OtherWayError, Truths
+from xla_dtensor.runtimes.jax.eager.selection import selecting
 from xla_dtensor.runtimes.state import ProgramToCheck, StepClock, check, num_tokens
 
 if TYPE_CHECKING:
@@ -138,6 +141,7 @@ class JaxCompiledStep(CompiledStep):
         self._tokens: int | None = None
         self._digest = ""  # of the program that was compiled last
         self._guesses: dict[str, bool] = {}  # how branches went last, by their places
+        self._selects = False  # whether what masks select are selections, which few steps need
         self._branches: set[str] = set()  # the places of those that were spoken of
         self._unrun: Before | None = None  # what there was before the trace of one that has not run
         self._verify_every = number_asked(VARIABLE, "that every so many-th call is verified")
@@ -179,7 +183,8 @@ class JaxCompiledStep(CompiledStep):
     def _verification(self, call: Call) -> Verification:
         self._clock.interrupt()
         trace_args = self._lent_names, self._kept.made, self._names, self._put
-        return verification(self._step, call, self._kept, trace_args)
+        with selecting() if self._selects else nullcontext():
+            return verification(self._step, call, self._kept, trace_args)
 
     def _check(self, program: Program, leaves: Sequence[Any]) -> None:
         def requests() -> tuple[AskedFor, ...]:
@@ -419,7 +424,8 @@ class JaxCompiledStep(CompiledStep):
         try:
             trace_args = self._lent_names, self._kept.made, self._names, self._put
             truths = Truths(way, self._guesses)
-            outcome = traced_step(self._step, call, snapshot, *trace_args, truths)
+            with selecting() if self._selects else nullcontext():
+                outcome = traced_step(self._step, call, snapshot, *trace_args, truths)
             counters = snapshot.recording.counters() - self._names
             if counters:  # The next call will find others there: they are lent at once.
                 self._names |= counters
@@ -461,6 +467,9 @@ class JaxCompiledStep(CompiledStep):
             return True
         if isinstance(error, WriteToHostError) and error.line not in (None, *self._put):
             self._put[error.line] = error.put  # pyright: ignore[reportArgumentType]
+            return True
+        if isinstance(error, MaskError) and not self._selects:
+            self._selects = True
             return True
         if not isinstance(error, Exception) or not snapshot.lending:
             return False

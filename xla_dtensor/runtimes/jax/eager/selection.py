@@ -19,18 +19,20 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
 
-from xla_dtensor.runtimes.jax.arrays.trace import refuse_read
+from xla_dtensor.runtimes.jax.arrays.trace import active_trace, is_tracer, refuse_read
 from xla_dtensor.runtimes.jax.eager.checks import expect
+from xla_dtensor.runtimes.state import ON_MESH
 
-__all__ = ["Selection"]
+__all__ = ["Selection", "selecting"]
 
 # What is computed with each element for itself, beside what PyTorch calls pointwise.
 _CASTS = frozenset(
@@ -262,6 +264,8 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _computed(name: str, func: Any, *args: Any, **kwargs: Any) -> Any:
+    if func is torch.Tensor.__setitem__:
+        return _set(*args)
     first, others = (args[0], args[1:]) if args else (None, ())
     own = getattr(Selection, name, None)
     if own is not None and _is_one(first):
@@ -279,6 +283,13 @@ def _computed(name: str, func: Any, *args: Any, **kwargs: Any) -> Any:
     if name in _CASTS or _is_pointwise(name):
         return _elementwise(func, *args, **kwargs)
     _refuse(name)
+
+
+def _set(x: Any, mask: Any, values: Any) -> None:
+    selection = _selection(x, mask)
+    if selection is None or not isinstance(values, Selection):
+        _refuse("a write of them elsewhere")
+    x.copy_(selection.replaced(values))
 
 
 def _is_one(value: Any) -> bool:
@@ -342,3 +353,50 @@ def _loss_of_classes(func: Any, input: Any, target: Any, *args: Any, **kwargs: A
         return each if reduction == "none" else each.sum()
     counted = Selection(target.values != ignored, input.mask)
     return (each.sum() / counted.sum()).to(each.dtype)
+
+
+# ---------------------------------------------------------------------------- While it is traced
+
+
+@contextlib.contextmanager
+def selecting() -> Iterator[None]:
+    """Let what a mask on the mesh selects be selections, while a step is traced.
+
+    Not by a method for ``[]``: to Python, and to ``torch.tensor``, that would make it a sequence.
+    """
+    usual = [(kind, vars(kind)["__torch_function__"]) for kind in ON_MESH]
+    for kind, _ in usual:
+        kind.__torch_function__ = classmethod(_function)
+    try:
+        yield
+    finally:
+        for kind, function in usual:
+            kind.__torch_function__ = function
+
+
+def _function(kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if not all(issubclass(each, kind) or _has_none(each) for each in types):
+        return NotImplemented  # a selection's, or a LocalView's
+    if func is torch.Tensor.__getitem__:
+        selection = _selection(*args)
+        if selection is not None:
+            return selection
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
+def _has_none(kind: type) -> bool:
+    """Tell whether a class leaves functions of torch as they are."""
+    usual = torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl
+    own = getattr(kind, "__torch_function__", None)
+    return getattr(own, "__func__", own) in usual
+
+
+def _selection(x: Any, mask: Any) -> Selection | None:
+    """Return what a mask of the program selects; None for other indices."""
+    if not isinstance(mask, tuple(ON_MESH)) or mask.dtype != torch.bool or not mask.ndim:
+        return None
+    trace, payload = active_trace(), mask._local_tensor
+    is_known = trace is None or (not is_tracer(payload.value()) and trace.owns(payload._storage))
+    is_of_first_dims = mask.shape == x.shape[: mask.ndim]
+    return None if is_known or not is_of_first_dims else Selection(x, mask)
