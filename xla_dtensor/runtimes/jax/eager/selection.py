@@ -24,7 +24,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -364,7 +364,8 @@ def selecting() -> Iterator[None]:
 
     Not by a method for ``[]``: to Python, and to ``torch.tensor``, that would make it a sequence.
     """
-    usual = [(kind, vars(kind)["__torch_function__"]) for kind in ON_MESH]
+    kinds: list[Any] = [*ON_MESH]
+    usual = [(kind, vars(kind)["__torch_function__"]) for kind in kinds]
     for kind, _ in usual:
         kind.__torch_function__ = classmethod(_function)
     try:
@@ -396,7 +397,7 @@ def _selection(x: Any, mask: Any) -> Selection | None:
     """Return what a mask of the program selects; None for other indices."""
     if not isinstance(mask, tuple(ON_MESH)) or mask.dtype != torch.bool or not mask.ndim:
         return None
-    trace, payload = active_trace(), mask._local_tensor
+    trace, payload = active_trace(), cast(Any, mask)._local_tensor
     is_known = trace is None or (not is_tracer(payload.value()) and trace.owns(payload._storage))
     is_of_first_dims = mask.shape == x.shape[: mask.ndim]
     return None if is_known or not is_of_first_dims else Selection(x, mask)
