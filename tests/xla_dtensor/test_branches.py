@@ -208,7 +208,8 @@ def test_trainings_with_branches(mesh: xd.DeviceMesh, seed: int, how: str) -> No
 def test_layers_of_a_scan_go_one_way(mesh: xd.DeviceMesh) -> None:
     torch.manual_seed(0)
     plain: Any = nn.Sequential(*(Block() for _ in range(3)))
-    layers: Any = xd.scan_layers(xd.distribute_module(copy.deepcopy(plain), mesh))
+    placed: Any = xd.distribute_module(copy.deepcopy(plain), mesh)
+    layers: Any = xd.scan_layers(placed)
     step: Any = xd.compile(lambda x: layers(x))
     for size in (0.01, 100.0, 0.01):
         x = torch.full((8, 4), size, dtype=torch.float64)

@@ -176,7 +176,7 @@ def test_preference_tuning_is_trls(tmp_path: Path, mesh: xd.DeviceMesh, loss: st
         "chosen": [f" {text(5 * i, 4)}" for i in numbers],
         "rejected": [f" {text(11 * i, 4 + i % 3)}" for i in numbers],
     }
-    config = partial(DPOConfig, loss_type=loss)
+    config = partial(DPOConfig, loss_type=[loss])
     adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
     made = partial(supervised, data=data, config=config, peft_config=adapters)
     torch.manual_seed(0)
