@@ -91,6 +91,18 @@ def test_too_many_ways(mesh: xd.DeviceMesh) -> None:
     assert weight.detach().cpu().tolist() == [1.0] * 8
 
 
+def test_an_error_of_a_way_that_no_run_goes(mesh: xd.DeviceMesh) -> None:
+    def fail(x: Any) -> Any:
+        raise ValueError("on purpose")
+
+    step: Any = xd.compile(lambda x: fail(x) if x.isnan().any() else x * 2)
+    for _ in range(2):
+        assert step(lies([1.0] * 8, mesh)).cpu().tolist() == [2.0] * 8
+    with pytest.raises(ValueError, match="on purpose"):
+        step(lies([float("nan")] * 8, mesh))
+    assert step(lies([1.0] * 8, mesh)).cpu().tolist() == [2.0] * 8
+
+
 def test_a_check_behind_a_branch(mesh: xd.DeviceMesh) -> None:
     @xd.compile
     def step(x: Any) -> Any:

@@ -141,6 +141,7 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "cat": lambda x, m: torch.cat([x[m], x[m]]),
     "tolist": lambda x, m: x[m].tolist(),
     "softmax": lambda x, m: x[m].softmax(0),
+    "log_softmax": lambda x, m: x[m].log_softmax(-1),
     "an index of its first dim": lambda x, m: x[m][0],
     "a tensor beside it": lambda x, m: x[m] + x.reshape(-1),
     "exp_": lambda x, m: x[m].exp_(),

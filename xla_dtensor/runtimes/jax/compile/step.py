@@ -420,10 +420,9 @@ class JaxCompiledStep(CompiledStep):
         note_trace(self._name_in_job, self._calls, reason, self._last)
         began = time.perf_counter()
         snapshot = Before.of(self._step, call, self._lendable)
-        again = False
+        again, truths = False, Truths(way, self._guesses)
         try:
             trace_args = self._lent_names, self._kept.made, self._names, self._put
-            truths = Truths(way, self._guesses)
             with selecting() if self._selects else nullcontext():
                 outcome = traced_step(self._step, call, snapshot, *trace_args, truths)
             counters = snapshot.recording.counters() - self._names
@@ -435,7 +434,7 @@ class JaxCompiledStep(CompiledStep):
             self._check(program, call.leaves)
         except BaseException as error:
             snapshot.restore()
-            again = self._knows_better(error, snapshot)
+            again = self._knows_better(error, snapshot) or self._guesses_other(error, truths)
             if not again:
                 raise
         if again:
@@ -475,6 +474,14 @@ class JaxCompiledStep(CompiledStep):
             return False
         self._unlent |= snapshot.lending.names
         self._settle_names()
+        return True
+
+    def _guesses_other(self, error: BaseException, truths: Truths) -> bool:
+        """Where a branch was guessed to be true, its error may be one that no run comes to."""
+        guessed = [b for b in truths.branches[len(truths.way) :] if b.answer]
+        if not guessed or not isinstance(error, Exception):
+            return False
+        self._guesses[guessed[-1].place] = False
         return True
 
     def _finish(self, outcome: TracedStep) -> Program:

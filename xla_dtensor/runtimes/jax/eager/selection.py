@@ -213,6 +213,8 @@ class Selection:
         """Return the dims of the values for some of the selection's."""
         wanted = range(self.ndim) if dim in (None, (), []) else dim
         listed = [wanted] if isinstance(wanted, int) else wanted
+        if any(not -self.ndim <= d < self.ndim for d in listed):
+            raise IndexError(f"Dimension out of range: {dim} of {self.ndim}")
         more = self.mask.ndim - 1
         dims = sorted(d % self.ndim + more if d % self.ndim else 0 for d in listed)
         return dims if dims[0] else [*range(more + 1), *dims[1:]]
@@ -274,11 +276,13 @@ def _computed(name: str, func: Any, *args: Any, **kwargs: Any) -> Any:
         return _loss(func, *args, **kwargs)
     if name in _OF_CLASSES:
         return _loss_of_classes(func, *args, **kwargs)
-    if name in _ALONG and kwargs.get("dim", others[0] if others else None) == -1:
+    dim = kwargs.get("dim", others[0] if others else None)
+    if name in _ALONG and dim == -1 and isinstance(first, Selection) and first.ndim > 1:
         return _elementwise(func, *args, **kwargs)
     if name in _OF_ROWS and isinstance(first, Selection) and first.ndim > 1:
-        if any(map(_is_one, (*others, *kwargs.values()))):
-            _refuse(f"{name} of two such tensors")
+        operands = (*others, *kwargs.values())
+        if any(map(_is_one, operands)) or any(getattr(v, "ndim", 0) > 2 for v in operands):
+            _refuse(f"{name} of two such tensors, or by more than a matrix")
         return Selection(func(first.values, *others, **kwargs), first.mask, is_safe=True)
     if name in _CASTS or _is_pointwise(name):
         return _elementwise(func, *args, **kwargs)
