@@ -37,7 +37,7 @@ from tests.drawn import ops
 from tests.drawn.draw import Draw, tuple_text
 from tests.drawn.programs import PLAIN_WORDS, Leaf, Mesh, Program, run
 
-__all__ = ["generate", "generate_call", "generate_refused"]
+__all__ = ["generate", "generate_call", "generate_refused", "generate_selected"]
 
 SHAPES = ((8,), (2, 4), (4, 2), (2, 2, 2), (8, 1), (2, 2, 2, 1), (1,), (2, 3), (3,))
 SHAPE_WEIGHTS = (4, 8, 3, 4, 2, 2, 1, 2, 1)
@@ -585,6 +585,79 @@ def generate_refused(name: str, number: int, seed: int = 0) -> Program | None:
         return None
     compiled = chance.random() < 0.5
     return Program(draw.mesh, tuple(draw.leaves), tuple(draw.lines), tuple(draw.results), compiled)
+
+
+@_quietly
+def generate_selected(name: str, dtype: torch.dtype, seed: int) -> Program | None:
+    """Draw a compiled step that calls an op with what a mask selects: with ``x0[m]``.
+
+    Args:
+        name: Of the op in op_db.
+        dtype: Of its first argument.
+        seed: Decides the sample, the mask, the mesh, what is done with the result.
+
+    Returns:
+        A program; None where op_db has no sample with rows, or plain torch refuses it.
+    """
+    chance = random.Random(f"selected {name} {dtype} {seed}")
+    calls = [c for c in ops.calls_of(name, dtype, seed) if c.tensors and c.tensors[0].dim()]
+    for call in chance.sample(calls, min(5, len(calls))):
+        draw = Draw(chance, _mesh(chance))
+        rows = call.tensors[0].shape[0]
+        size = rows + chance.randint(1, 4)
+        mask = torch.zeros(size, dtype=torch.bool)
+        mask[chance.sample(range(size), rows)] = True
+        shape = (2, size // 2) if size % 2 == 0 and chance.random() < 0.4 else (size,)
+        draw.leaves.append(Leaf("m", mask.reshape(shape), draw.placements(shape)))
+        draw.scope["m"] = mask.reshape(shape).clone()
+        draw.results.append("m")
+        names = {}
+        for number, tensor in enumerate(call.tensors):
+            has_rows = tensor.shape[:1] == (rows,) and (number == 0 or chance.random() < 0.7)
+            names[id(tensor)] = (_selected if has_rows else Draw.leaf)(draw, tensor)
+        differentiates = any(leaf.requires_grad for leaf in draw.leaves)
+        written = [x.name for x in draw.leaves if not x.requires_grad and x.placements]
+        written = [name for name in written if name != "m" or not differentiates]  # it is saved
+        if written and chance.random() < 0.3:
+            draw.propose(f"{chance.choice(written)}.zero_()", is_statement=True)
+        if not draw.propose(call.text(lambda t, names=names: names[id(t)])) or draw.ended:
+            continue
+        for _ in range(chance.randrange(3)):
+            if not draw.ended:
+                chance.choice([_reduction, _reduction, _mixed, _cast])(draw)
+        if not draw.ended:
+            _differentiate_squares(draw)
+        lines, results = tuple(draw.lines), tuple(draw.results)
+        return Program(draw.mesh, tuple(draw.leaves), lines, results, compiled=True)
+    return None
+
+
+def _selected(draw: Draw, value: torch.Tensor) -> str:
+    """Add a leaf of which the mask ``m`` selects a value; return the name of what it selects."""
+    mask, leaf = draw.value("m"), f"x{len(draw.leaves)}"
+    shape = mask.shape + value.shape[1:]
+    others = torch.randn(shape, generator=_torch_random(draw.chance)) * 9
+    rows = _cast_to(others, value.dtype)
+    rows[mask] = value.detach()
+    differentiable = value.is_floating_point() or value.is_complex()
+    requires_grad = differentiable and draw.chance.random() < 0.6
+    draw.leaves.append(Leaf(leaf, rows, draw.placements(shape), requires_grad))
+    draw.scope[leaf] = rows.clone().requires_grad_(requires_grad)
+    draw.propose(f"{leaf}[m]")
+    return draw.results[-1]
+
+
+def _differentiate_squares(draw: Draw) -> None:
+    """Add lines for the gradients of the last result's square: it may be a selection."""
+    value = draw.scope[draw.results[-1]]
+    leaves = [leaf.name for leaf in draw.leaves if leaf.requires_grad]
+    if not leaves or not isinstance(value, torch.Tensor) or not _has_graph(value):
+        return
+    names = [f"g{i}" for i in range(len(leaves))]
+    lines = [f"loss = ({draw.results[-1]} ** 2).sum()"]
+    lines += [f"{', '.join(names)}, = gradients(loss, [{', '.join(leaves)}])"]
+    if not value.is_complex() and all(draw.propose(x, is_statement=True) for x in lines):
+        draw.results += names
 
 
 def _has_graph(value: torch.Tensor) -> bool:

@@ -73,7 +73,7 @@ _LENGTH = 200
 _TOO_NOISY = 0.2
 _OUT_OF_RANGE = re.compile(
     "out of (bounds|range)|invalid max index|must be non-negative|between 0 and 1|ZeroDivision"
-    "|allocated size does not match|lengths along axis to sum"
+    "|but found idx to be|allocated size does not match|lengths along axis to sum"
 )
 # XLA has values, and no memory: they are read before one is written, whatever lies where. Whether
 # a factor of a singular matrix has a zero or a tiny number is a matter of rounding.
@@ -326,9 +326,10 @@ def difference(
     errors += [(other - theirs).abs() for other in alike]
     if torch.finfo(plain.dtype).eps == _DOUBLE_UNIT and len(single) == 2:
         short, exact = single
-        if isinstance(short, torch.Tensor) and isinstance(exact, torch.Tensor):
+        are_tensors = isinstance(short, torch.Tensor) and isinstance(exact, torch.Tensor)
+        if are_tensors and short.shape == plain.shape == exact.shape:
             units = (_wide(short) - _wide(exact)).abs() / torch.finfo(torch.float32).eps
-            errors += [units * _DOUBLE_UNIT] if short.shape == plain.shape == exact.shape else []
+            errors += [units * _DOUBLE_UNIT]
     allowed = _allowed(theirs, errors, max(2 * torch.finfo(plain.dtype).eps, floor))
     right = _near(mine, theirs, allowed)
     for other in (*seen, *alike):

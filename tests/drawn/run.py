@@ -5,11 +5,13 @@
     python -m tests.drawn.run --runtime torch_xla --calls all
     python -m tests.drawn.run --runtime jax --calls all --table docs/op_table_jax.md
     python -m tests.drawn.run --runtime jax --calls all --dtypes float32 int64     not in pairs
+    python -m tests.drawn.run --selected all --seed 3     in compiled steps, on x[mask]
     python -m tests.drawn.run --source ../old --programs 0:100     another tree's library
     python -m tests.drawn.run --platform cuda --calls all --dtypes float32     on the GPUs here
 
 A job is the name of a program: ``program/17``, ``training/17``, ``call/add/float32/int64/0``, or
-``refused/add/3``, one of the calls that op_db says PyTorch refuses. Each is noted in build/drawn/,
+``refused/add/3``, one of the calls that op_db says PyTorch refuses, or ``selected/add/float32/0``.
+Each is noted in build/drawn/,
 in a file named after the commit of the library that is judged, the runtime, and what draws and
 judges. A run takes up where the last one ended. A job that ends its process, or does not come back,
 is noted by the parent: "abort", "hang".
@@ -46,7 +48,7 @@ def program_of(job: str) -> Any:
     """The program that a job names; None where op_db has no such call."""
     import torch
 
-    from tests.drawn.generate import generate, generate_call, generate_refused
+    from tests.drawn.generate import generate, generate_call, generate_refused, generate_selected
     from tests.drawn.training import generate_training
 
     kind, *rest = job.split("/")
@@ -56,6 +58,8 @@ def program_of(job: str) -> Any:
         return generate_training(int(rest[0]))
     if kind == "refused":
         return generate_refused(rest[0], int(rest[1]))
+    if kind == "selected":
+        return generate_selected(rest[0], getattr(torch, rest[1]), int(rest[2]))
     name, first, second, seed = rest
     other = getattr(torch, second) if second != "-" else None
     return generate_call(name, getattr(torch, first), int(seed), other)
@@ -86,6 +90,14 @@ def refused_jobs() -> Iterator[str]:
 
     for name in ops.drawn_ops():
         yield from (f"refused/{name}/{i}" for i in range(len(ops.refused_calls_of(name))))
+
+
+def selected_jobs(seed: int, dtypes: Sequence[str]) -> Iterator[str]:
+    """Each op in some dtypes, with rows that a mask selects."""
+    from tests.drawn import ops
+
+    for name in ops.drawn_ops():
+        yield from (f"selected/{name}/{dtype}/{seed}" for dtype in dtypes)
 
 
 def _short(dtype: Any) -> str:
@@ -273,6 +285,9 @@ def main() -> int:
             jobs = [job for job in jobs if (*job.split("/")[2:4],) in alone]
     if asked.refused:
         jobs += [job for job in refused_jobs() if asked.refused in ("all", job.split("/")[1])]
+    if asked.selected:
+        every = selected_jobs(asked.seed, asked.dtypes or ("float32", "int64", "bfloat16"))
+        jobs += [job for job in every if asked.selected in ("all", job.split("/")[1])]
     if asked.part:
         part, parts = map(int, asked.part.split("/"))
         jobs = jobs[part - 1 :: parts]
@@ -337,6 +352,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--calls", help="all, the name of an op of op_db, or a dtype")
     parser.add_argument("--dtypes", nargs="+", help="of calls: each alone; else all, and in pairs")
     parser.add_argument("--refused", help="all, or the name of an op of op_db")
+    parser.add_argument("--selected", help="all, or an op of op_db: its calls on x[mask]")
     parser.add_argument("--seed", type=int, default=0, help="of calls")
     parser.add_argument("--part", help="3/8: every eighth job, beginning with the third")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")

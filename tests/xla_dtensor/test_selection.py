@@ -16,6 +16,17 @@ pytestmark = pytest.mark.only_on("jax")
 Step = Callable[[Any, Any, Any, Any], Any]
 
 
+def a_copy(x: Any, m: Any) -> Any:
+    y, mask = x * 1, m.clone()
+    rows, others = y[m], x.detach()[mask]
+    y.zero_()
+    mask.logical_not_()
+    rows *= 3
+    same = others.detach()
+    others += 1
+    return (rows.mul_(2) * same).sum()
+
+
 def doubled_in_place(x: Any, m: Any) -> Any:
     y = x * 1
     y[m] += 1
@@ -36,7 +47,9 @@ STEPS: dict[str, Step] = {
     "extremes": lambda x, m, r, c: x[m].max() + 2 * x[m].min() + r[m].amax(0).sum(),
     "extremes that are equal": lambda x, m, r, c: (x * 0)[m].max(),
     "integers": lambda x, m, r, c: x.sum() * c[m].max() + x.sum() * c[m].sum(),
-    "truth": lambda x, m, r, c: (x[m] > 0).any() * x.sum() + (x[m] > -9).all() * r.sum(),
+    "truth": lambda x, m, r, c: (
+        (x[m] > 0).any() * x.sum() + (x[m] > -9).all() * r.sum() + (x[m] > 0).all(()).sum()
+    ),
     "a function that is not defined everywhere": lambda x, m, r, c: (
         x[x > 0].log().mean() + (x[x > 0].sqrt() + 1).pow(2).sum() + (2 / x[x != 0]).sum()
     ),
@@ -73,6 +86,11 @@ STEPS: dict[str, Step] = {
     "a branch": lambda x, m, r, c: x[m].sum() if x[m].numel() > 9 else x.sum() * 0,
     "nothing": lambda x, m, r, c: x[x > 99].sum() + x[x > 99].exp().sum() + x.sum(),
     "writes": lambda x, m, r, c: doubled_in_place(x, m),
+    "a copy": lambda x, m, r, c: a_copy(x, m),
+    "more deviations": lambda x, m, r, c: (
+        x[m].std(False) + r[m].std((0, 1)) + r[m].var(0, correction=3).sum() + x[m].var()
+    ),
+    "of the whole": lambda x, m, r, c: (r[m] - r[m].sum((0, 1)).reshape(1, 1)).square().sum(),
     "half": lambda x, m, r, c: x.bfloat16()[m].mean().double() + x.half()[m].sum().double(),
 }
 
@@ -144,7 +162,13 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "log_softmax": lambda x, m: x[m].log_softmax(-1),
     "an index of its first dim": lambda x, m: x[m][0],
     "a tensor beside it": lambda x, m: x[m] + x.reshape(-1),
-    "exp_": lambda x, m: x[m].exp_(),
+    "a write to some": lambda x, m: x[m].__setitem__(0, 1),
+    "resize_": lambda x, m: x[m].resize_(3),
+    "its placements": lambda x, m: x[m].placements,
+    "a tensor under a mask that has": lambda x, m: x[m[:, 0]] + x[m[:, 0]][:, 0],
+    "a variance": lambda x, m: x[m[:, 0]].var(1),
+    "layer_norm": lambda x, m: F.layer_norm(x[m], (6,)),
+    "mse_loss with other": lambda x, m: F.mse_loss(x[m], x[m], weight=x[m]),
     "the mean of a dtype": lambda x, m: x[m].long().mean(),
 }
 

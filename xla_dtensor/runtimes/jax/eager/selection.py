@@ -10,9 +10,11 @@ where they are reduced::
 
 Invariants:
 
+* A selection is a copy, as in PyTorch: later writes to the tensor or to the mask change nothing.
 * What is left out holds a copy of the first element that is selected: a function that is not
   defined everywhere, and its gradient, is finite there if it is where PyTorch computes it.
-* The first dim of a selection is all dims of the mask; the others are those of its values.
+* The first dim of a selection is all dims of the mask; the others are those of its values. So what
+  meets another selection has as many dims, and what is none is broadcast over the first one.
 * Selections that meet have one mask. Where these are two tensors, the program checks it.
 * What PyTorch would compute of the elements in another way is refused by name.
 """
@@ -50,20 +52,23 @@ _CASTS = frozenset(
         "contiguous",
     ]
 )
-_CASTS |= {"detach"}
+_CASTS |= {"detach", "dropout"}
+_OF_KIND = frozenset(("is_floating_point", "is_complex", "is_signed", "element_size"))
 # The last dim is one of the values', and stays.
-_OF_ROWS = frozenset(("linear", "matmul", "layer_norm", "rms_norm", "dropout"))
+_BY_MATRIX, _NORMS = frozenset(("linear", "matmul")), frozenset(("layer_norm", "rms_norm"))
 _ALONG = frozenset(("softmax", "log_softmax"))
-_LOSSES = frozenset(
-    [
-        "mse_loss",
-        "l1_loss",
-        "smooth_l1_loss",
-        "huber_loss",
-        "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
-    ]
-)
+# Losses of each element, and the arguments that are none of how they are reduced.
+_OF_BITS = frozenset(("weight", "pos_weight"))
+_LOSSES: dict[str, frozenset[str]] = {
+    "mse_loss": frozenset(),
+    "l1_loss": frozenset(),
+    "smooth_l1_loss": frozenset(("beta",)),
+    "huber_loss": frozenset(("delta",)),
+    "binary_cross_entropy": _OF_BITS,
+    "binary_cross_entropy_with_logits": _OF_BITS,
+    "cross_entropy": frozenset(("ignore_index", "label_smoothing")),
+    "nll_loss": frozenset(("ignore_index",)),
+}
 _OF_CLASSES = frozenset(("cross_entropy", "nll_loss"))
 _FLOATS_OF_16 = (torch.bfloat16, torch.float16)
 
@@ -75,10 +80,16 @@ class Selection:
         values: All elements; those that are left out may have any value.
         mask: Its dims are the first ones of `values`.
         is_safe: Whether what is left out has the value of a selected element.
+
+    Attributes:
+        key: Which mask of the program it is: the same for masks whose elements are the same.
     """
 
-    def __init__(self, values: Any, mask: Any, is_safe: bool = False) -> None:
-        self._all, self.mask, self._is_safe = values, mask, is_safe
+    def __init__(self, values: Any, mask: Any, key: Any, is_safe: bool = False) -> None:
+        self._all, self.mask, self.key, self._is_safe = values, mask, key, is_safe
+
+    def _with(self, values: Any, is_safe: bool = True) -> Selection:
+        return Selection(values, self.mask, self.key, is_safe)
 
     @property
     def values(self) -> Any:
@@ -96,7 +107,9 @@ class Selection:
 
     def replaced(self, values: Selection) -> Any:
         """Return all elements, those of `values` where they are selected."""
-        _expect_one_mask(self.mask, values.mask)
+        _expect_to_meet(self, values)
+        if self.dtype != values.dtype:
+            _refuse("a write of another dtype")
         return torch.where(self._wide(), values._all, self._all)
 
     # ------------------------------------------------------------------ what it tells
@@ -128,10 +141,16 @@ class Selection:
         return _computed(name, func, *args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(ON_MESH[0], name):
+            raise AttributeError(f"A tensor has no attribute {name!r}.")
         method = getattr(torch.Tensor, name, None)
-        if name.startswith("__") or not callable(method):
-            raise AttributeError(name)
+        if not callable(method):
+            _refuse(f"its {name}")
         return lambda *args, **kwargs: _computed(name, method, self, *args, **kwargs)
+
+    def dim(self) -> int:
+        """Return the number of dims."""
+        return self.ndim
 
     def sum(self, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
         """Return the sum of all elements, or over some dims."""
@@ -147,31 +166,42 @@ class Selection:
         if dims[0]:
             return elements._reduced("mean", 0, dim, keepdim)
         wide = torch.float32 if elements.dtype in _FLOATS_OF_16 else elements.dtype
-        others = torch.Size(self._all.shape[dim] for dim in dims[self.mask.ndim :]).numel()
         total = elements.sum(dim, keepdim, dtype=wide)
-        return (total / (self.mask.sum() * others)).to(elements.dtype)
+        return (total / self._number(dims)).to(elements.dtype)
 
-    def var(self, dim: Any = None, unbiased: bool = True, *, correction: Any = None) -> Any:
-        """Return the variance of all elements, or over the first dim."""
-        less = int(unbiased) if correction is None else correction
-        squares = (self - self.mean(dim)).square().sum(dim)
-        return squares / ((self.numel() if dim is None else self.shape[0]) - less)
+    def var(
+        self, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = 1
+    ) -> Any:
+        """Return the variance of all elements, or over some dims."""
+        if isinstance(dim, bool):
+            dim, unbiased = None, dim
+        less, dims = correction if unbiased else 0, self._dims(dim)
+        if not self.dtype.is_floating_point or dims[0] or keepdim:
+            _refuse("a variance of other dtypes, of each row or with keepdim")
+        wide = torch.float32 if self.dtype in _FLOATS_OF_16 else self.dtype
+        number, elements = self._number(dims), self.to(wide)
+        others = range(self.mask.ndim, self._all.ndim)
+        shape = [1 if d in dims else self._all.shape[d] for d in others]
+        squares = (elements - elements.mean(dim).reshape(shape)).square()
+        return (squares.sum(dim) / (number - less).clamp(min=0)).to(self.dtype)
 
-    def std(self, dim: Any = None, unbiased: bool = True, *, correction: Any = None) -> Any:
-        """Return the standard deviation of all elements, or over the first dim."""
-        return self.var(dim, unbiased, correction=correction).sqrt()
+    def std(
+        self, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = 1
+    ) -> Any:
+        """Return the standard deviation of all elements, or over some dims."""
+        return self.var(dim, unbiased, keepdim, correction=correction).sqrt()
+
+    def _number(self, dims: list[int]) -> Any:
+        """Return how many elements a reduction over dims of the values takes together."""
+        return self.mask.sum() * math.prod(self._all.shape[d] for d in dims[self.mask.ndim :])
 
     def amax(self, dim: Any = None, keepdim: bool = False) -> Any:
         """Return the largest element, or those over some dims."""
-        is_float = self.dtype.is_floating_point
-        least = -math.inf if is_float else torch.iinfo(self.dtype).min
-        return self._extreme("amax", least, dim, keepdim)
+        return self._extreme("amax", _limits(self.dtype)[0], dim, keepdim)
 
     def amin(self, dim: Any = None, keepdim: bool = False) -> Any:
         """Return the smallest element, or those over some dims."""
-        is_float = self.dtype.is_floating_point
-        most = math.inf if is_float else torch.iinfo(self.dtype).max
-        return self._extreme("amin", most, dim, keepdim)
+        return self._extreme("amin", _limits(self.dtype)[1], dim, keepdim)
 
     def max(self, *args: Any) -> Any:
         """Return the largest element, or the larger ones of two."""
@@ -183,11 +213,16 @@ class Selection:
 
     def any(self, dim: Any = None, keepdim: bool = False) -> Any:
         """Tell whether one of the elements is true."""
-        return self._reduced("any", False, dim, keepdim)
+        return self._truth("any", False, dim, keepdim)
 
     def all(self, dim: Any = None, keepdim: bool = False) -> Any:
         """Tell whether all of the elements are true."""
-        return self._reduced("all", True, dim, keepdim)
+        return self._truth("all", True, dim, keepdim)
+
+    def _truth(self, name: str, left_out: bool, dim: Any, keepdim: bool) -> Any:
+        if dim in ((), []):  # over none, where sums are over all
+            return _elementwise(lambda values: getattr(values, name)(()), self)
+        return self._reduced(name, left_out, dim, keepdim)
 
     def _extreme(self, name: str, left_out: Any, dim: Any, keepdim: bool) -> Any:
         _expect(self.mask.any(), f"the {name} of a tensor under a mask that selects some")
@@ -215,6 +250,8 @@ class Selection:
         listed = [wanted] if isinstance(wanted, int) else wanted
         if any(not -self.ndim <= d < self.ndim for d in listed):
             raise IndexError(f"Dimension out of range: {dim} of {self.ndim}")
+        if len({d % self.ndim for d in listed}) < len(listed):
+            raise RuntimeError(f"A dim appears multiple times in the list of dims {dim}")
         more = self.mask.ndim - 1
         dims = sorted(d % self.ndim + more if d % self.ndim else 0 for d in listed)
         return dims if dims[0] else [*range(more + 1), *dims[1:]]
@@ -233,11 +270,21 @@ class Selection:
         return operator.getitem, (self._all, self.mask)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the same of each element: `x[mask][:, 0]`."""
-        if not isinstance(index, tuple) or index[0] != slice(None):
+        """Return the same of each element, `x[mask][:, 0]`, or some, `x[mask][y[mask] > 0]`."""
+        whole = slice(None)
+        if isinstance(index, Selection) and index.dtype == torch.bool and index.ndim == 1:
+            _expect_one_mask(self, index)
+            mask = self.mask & index._all
+            return Selection(self._all, mask, mask)
+        if not isinstance(index, tuple) or not isinstance(index[0], slice) or index[0] != whole:
             _refuse("an index of its first dim")
-        dims = [slice(None)] * (self.mask.ndim - 1)
+        if any(isinstance(each, torch.Tensor | Selection | list) for each in index):
+            _refuse("an index by other tensors")
+        dims = [whole] * (self.mask.ndim - 1)
         return _elementwise(lambda values: values[(*dims, *index)], self)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _refuse("a write to some of them")
 
 
 def _method(op: Callable[..., Any], is_turned: bool = False) -> Callable[..., Any]:
@@ -259,6 +306,7 @@ for _name in (*_COMPARED, *_TURNED, "matmul", "neg", "abs", "invert"):
     setattr(Selection, f"__{_word}__", _method(_operator))
     if _name in _TURNED:
         setattr(Selection, f"__r{_word}__", _method(_operator, is_turned=True))
+        setattr(Selection, f"__i{_word}__", _method(getattr(operator, f"i{_word}")))
 
 
 def _refuse(name: str) -> NoReturn:
@@ -273,17 +321,21 @@ def _computed(name: str, func: Any, *args: Any, **kwargs: Any) -> Any:
     if own is not None and _is_one(first):
         return own(*args, **kwargs)
     if name in _LOSSES:
-        return _loss(func, *args, **kwargs)
-    if name in _OF_CLASSES:
-        return _loss_of_classes(func, *args, **kwargs)
+        return _loss(name, func, *args, **kwargs)
+    if name in _OF_KIND and isinstance(first, Selection):
+        return func(first._all)
+    is_of_rows = isinstance(first, Selection) and first.ndim > 1
     dim = kwargs.get("dim", others[0] if others else None)
-    if name in _ALONG and dim == -1 and isinstance(first, Selection) and first.ndim > 1:
+    if name in _ALONG and dim == -1 and is_of_rows:
         return _elementwise(func, *args, **kwargs)
-    if name in _OF_ROWS and isinstance(first, Selection) and first.ndim > 1:
+    size = kwargs.get("normalized_shape", others[0] if others else ())
+    if name in _NORMS and is_of_rows and len(size) < first.ndim:
+        return _elementwise(func, *args, **kwargs)
+    if name in _BY_MATRIX and is_of_rows:
         operands = (*others, *kwargs.values())
         if any(map(_is_one, operands)) or any(getattr(v, "ndim", 0) > 2 for v in operands):
             _refuse(f"{name} of two such tensors, or by more than a matrix")
-        return Selection(func(first.values, *others, **kwargs), first.mask, is_safe=True)
+        return first._with(func(first.values, *others, **kwargs))
     if name in _CASTS or _is_pointwise(name):
         return _elementwise(func, *args, **kwargs)
     _refuse(name)
@@ -303,60 +355,80 @@ def _is_one(value: Any) -> bool:
 @lru_cache(maxsize=1024)
 def _is_pointwise(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
-    overloads = () if packet is None or name.endswith("_") else packet.overloads()
+    overloads = () if packet is None else packet.overloads()
     return any(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)
 
 
 def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Selection:
-    """Run a function that computes each element, or each row, of its own."""
+    """Run a function that computes each element, or each row, of its own; it may write to it."""
     first, *others = (value for value in (*args, *kwargs.values()) if isinstance(value, Selection))
     for other in others:
-        _expect_one_mask(first.mask, other.mask)
-    rest = first._all.ndim - first.mask.ndim
+        _expect_to_meet(first, other)
 
     def values(value: Any) -> Any:
         if isinstance(value, Selection):
             return value.values
-        is_row = not isinstance(value, torch.Tensor) or value.ndim <= rest
-        return value if is_row else _refuse("a tensor beside it that is no row of it")
+        has_rows = isinstance(value, torch.Tensor) and value.ndim >= first.ndim
+        if has_rows and not (value.ndim == first.ndim and value.shape[0] == 1):
+            _refuse("a tensor beside it that is no row of it")
+        return value
 
     output = func(*map(values, args), **{name: values(value) for name, value in kwargs.items()})
     dims = first.mask.ndim
     if not isinstance(output, torch.Tensor) or output.shape[:dims] != first.mask.shape:
         _refuse(getattr(func, "__name__", "an op"))  # It has made one of all elements.
-    return Selection(output, first.mask, is_safe=True)
+    return first._with(output)
 
 
-def _expect_one_mask(one: Any, other: Any) -> None:
-    if one is other:
-        return
-    if one.shape != other.shape:
+def _expect_to_meet(one: Selection, other: Selection) -> None:
+    if one.ndim != other.ndim:
+        _refuse("a tensor under a mask that has another number of dims")
+    _expect_one_mask(one, other)
+
+
+def _expect_one_mask(one: Selection, other: Selection) -> None:
+    if one.mask.shape != other.mask.shape:
         _refuse("elements of tensors whose masks differ in shape")
-    _expect((one == other).all(), "elements that two masks select meet: the masks are equal")
+    if one.key is not other.key:
+        are_equal = (one.mask == other.mask).all()
+        _expect(are_equal, "elements that two masks select meet: the masks are equal")
 
 
 def _expect(is_true: Any, what: str) -> None:
     expect(is_true.full_tensor().value(), what)
 
 
-def _loss(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+def _limits(dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return the smallest and the largest number of a dtype."""
+    if dtype == torch.bool:
+        return False, True
+    info = None if dtype.is_floating_point else torch.iinfo(dtype)
+    return (-math.inf, math.inf) if info is None else (info.min, info.max)
+
+
+def _loss(name: str, func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
     reduction = kwargs.pop("reduction", "mean")
-    each = _elementwise(func, input, target, *args, reduction="none", **kwargs)
-    return each if reduction == "none" else getattr(each, reduction)()
+    asked = {key for key, value in kwargs.items() if value is not None}
+    if args or asked - _LOSSES[name] or reduction not in ("none", "mean", "sum"):
+        _refuse(f"{name} with other arguments than {sorted(_LOSSES[name])} and a reduction,")
+    if name in _OF_CLASSES:
+        each = _loss_of_classes(func, input, target, **kwargs)
+    else:
+        each = _elementwise(func, input, target, reduction="none", **kwargs)
+    if reduction == "none":
+        return each
+    if name in _OF_CLASSES and reduction == "mean":
+        counted = target._with(target.values != kwargs.get("ignore_index", -100))
+        return (each.sum() / counted.sum()).to(each.dtype)
+    return getattr(each, reduction)()
 
 
-def _loss_of_classes(func: Any, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-    reduction, ignored = kwargs.pop("reduction", "mean"), kwargs.get("ignore_index", -100)
-    if args or kwargs.get("weight") is not None or not (_is_one(input) and _is_one(target)):
-        _refuse(f"{func.__name__} with weights, or of one tensor that is not masked")
-    _expect_one_mask(input.mask, target.mask)
-    of_rows = input.ndim == 2 and target.ndim == 1
-    scores = input.values.movedim(-1, 1) if of_rows else _refuse("classes of more than one dim")
-    each = Selection(func(scores, target.values, reduction="none", **kwargs), input.mask)
-    if reduction != "mean":
-        return each if reduction == "none" else each.sum()
-    counted = Selection(target.values != ignored, input.mask)
-    return (each.sum() / counted.sum()).to(each.dtype)
+def _loss_of_classes(func: Any, input: Any, target: Any, **kwargs: Any) -> Selection:
+    if not (_is_one(input) and _is_one(target) and input.ndim == 2 and target.ndim == 1):
+        _refuse("classes of more than one dim, or of one tensor that is not masked")
+    _expect_one_mask(input, target)
+    scores = input.values.movedim(-1, 1)
+    return input._with(func(scores, target.values, reduction="none", **kwargs))
 
 
 # ---------------------------------------------------------------------------- While it is traced
@@ -379,11 +451,14 @@ def selecting() -> Iterator[None]:
             kind.__torch_function__ = function
 
 
+_SELECTS = (torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select)
+
+
 def _function(kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if not all(issubclass(each, kind) or _has_none(each) for each in types):
         return NotImplemented  # a selection's, or a LocalView's
-    if func is torch.Tensor.__getitem__:
-        selection = _selection(*args)
+    if func in _SELECTS and len(args) == 2:
+        selection = _selection(*args, is_whole=func is not torch.Tensor.__getitem__)
         if selection is not None:
             return selection
     with torch._C.DisableTorchFunctionSubclass():
@@ -397,11 +472,13 @@ def _has_none(kind: type) -> bool:
     return getattr(own, "__func__", own) in usual
 
 
-def _selection(x: Any, mask: Any) -> Selection | None:
-    """Return what a mask of the program selects; None for other indices."""
+def _selection(x: Any, mask: Any, is_whole: bool = False) -> Selection | None:
+    """Return what a mask of the program selects, of whole tensors only if so; None for others."""
     if not isinstance(mask, tuple(ON_MESH)) or mask.dtype != torch.bool or not mask.ndim:
         return None
     trace, payload = active_trace(), cast(Any, mask)._local_tensor
     is_known = trace is None or (not is_tracer(payload.value()) and trace.owns(payload._storage))
-    is_of_first_dims = mask.shape == x.shape[: mask.ndim]
-    return None if is_known or not is_of_first_dims else Selection(x, mask)
+    is_of_first_dims = mask.shape == (x.shape if is_whole else x.shape[: mask.ndim])
+    if is_known or not is_of_first_dims:
+        return None
+    return Selection(x.clone(), mask.clone(), payload.value())
