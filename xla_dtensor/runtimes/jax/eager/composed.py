@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
-from xla_dtensor.core.errors import UnsupportedOpError
 from xla_dtensor.runtimes.functional import FACTORED, smooth_l1_backward
 from xla_dtensor.runtimes.jax.eager.tensor import JaxTensor
 from xla_dtensor.runtimes.jax.lower.linalg import raise_if_failed
@@ -114,16 +113,14 @@ def _ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
 def _as_strided_scatter(
     x: torch.Tensor, source: torch.Tensor, size: Any, stride: Any, storage_offset: Any = None
 ) -> torch.Tensor:
-    if storage_offset is not None and x.storage_offset():
-        raise UnsupportedOpError(
-            f"as_strided_scatter was called with storage_offset={storage_offset} on a part of a "
-            f"tensor, which begins at {x.storage_offset()} of it. PyTorch counts from the "
-            "beginning of the whole, so that little of what is written is in the part. Leave "
-            "storage_offset out, or call it on the whole."
-        )
-    output = x.clone()
-    aten.as_strided.default(output, size, stride, storage_offset).copy_(source)
-    return output
+    # PyTorch counts in the whole memory of which `x` may be a part, such as every second element.
+    own = x.shape, x.stride(), x.storage_offset()
+    last = sum((n - 1) * step for n, step in zip(*own[:2], strict=True)) if x.numel() else -1
+    memory = x.new_zeros(own[2] + last + 1)
+    aten.as_strided.default(memory, *own).copy_(x)
+    where = own[2] if storage_offset is None else storage_offset
+    aten.as_strided.default(memory, size, stride, where).copy_(source)
+    return aten.as_strided.default(memory, *own).clone()
 
 
 # ------------------------------------------------------------------ eval's fast path
