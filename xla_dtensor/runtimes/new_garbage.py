@@ -35,6 +35,7 @@ __all__ = [
     "objects_late_in_block",
     "old_objects_aside",
     "show_all_objects",
+    "tracked_ids",
     "tracked_objects",
 ]
 
@@ -117,5 +118,16 @@ def tracked_objects(before: KnownObjects | None = None) -> list[Any]:
     Args:
         before: Others to leave out.
     """
-    old = _brought_back.ids | (before.ids if before else set())
-    return [candidate for candidate in gc.get_objects() if id(candidate) not in old]
+    objects = gc.get_objects()
+    new = _new_ids(objects, before)
+    return list(compress(objects, map(new.__contains__, map(id, objects))))
+
+
+def tracked_ids(before: KnownObjects | None = None) -> set[int]:
+    """Return the ids of `tracked_objects`."""
+    return _new_ids(gc.get_objects(), before)
+
+
+def _new_ids(objects: list[Any], before: KnownObjects | None) -> set[int]:
+    # In C: with half a million objects a loop would take longer than a small trace.
+    return set(map(id, objects)).difference(_brought_back.ids, before.ids if before else ())

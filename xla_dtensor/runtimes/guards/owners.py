@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import array
 import functools
+import itertools
 import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -47,6 +48,7 @@ __all__ = [
     "Elements",
     "Environment",
     "Globals",
+    "Hooks",
     "Items",
     "Memory",
     "Names",
@@ -311,6 +313,35 @@ class Items(Names):
     def _base(self) -> Any:
         """Return the class of C whose methods write, past those of a class of the user's."""
         return OrderedDict if isinstance(self.holder, OrderedDict) else dict
+
+
+class Hooks(Items):
+    """The hooks of a module, in order. Their numbers say only how often some were added before."""
+
+    def __init__(self, holder: Any, label: str) -> None:
+        super().__init__(holder, label)
+        self._contents = dict(holder)
+
+    def entries(self) -> Iterable[tuple[Any, Any]]:
+        return enumerate(self.holder.values())
+
+    def keys_now(self) -> Iterable[Any]:
+        return range(len(self.holder))
+
+    def look_up(self, key: Any) -> Any:
+        return next(itertools.islice(self.holder.values(), key, None), ABSENT)
+
+    def effects(self) -> list[Effect]:
+        pairs = zip(self.holder.items(), self._contents.items(), strict=False)
+        is_same = all(k == old and hook is before for (k, hook), (old, before) in pairs)
+        if is_same and len(self.holder) == len(self._contents):
+            return []
+        self.take_whole()
+        return [Effect(self._fill, dict(self.holder), self.label, is_contents=True)]
+
+    def rewind(self) -> None:
+        if self.effects():
+            self._fill(self._contents)
 
 
 class Memo(Items):

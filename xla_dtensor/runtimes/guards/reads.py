@@ -38,6 +38,7 @@ from xla_dtensor.runtimes.guards.owners import (
     ContextValue,
     Elements,
     Globals,
+    Hooks,
     Items,
     Memo,
     Memory,
@@ -50,11 +51,12 @@ from xla_dtensor.runtimes.guards.values import ABSENT, is_plain
 from xla_dtensor.runtimes.host_work.python_random import is_python_random
 from xla_dtensor.runtimes.new_garbage import (
     KnownObjects,
-    tracked_objects,
+    tracked_ids,
 )
 
 _MOST_OWNERS = 200_000
 _DICTS = (dict, OrderedDict, defaultdict, types.MappingProxyType)
+_HOOKS = tuple(f"._{when}_hooks" for when in ("forward", "forward_pre", "backward", "backward_pre"))
 _LISTS = (list, tuple, deque, set, frozenset)
 _BY_ITEMS = (dict, OrderedDict, defaultdict, list, tuple, deque, set)
 _WALKERS = (
@@ -223,7 +225,8 @@ class Reads:
         if isinstance(value, torch.Tensor):
             self._tensor(value, label, of)
         elif kind in _DICTS:
-            self._read_whole(self._owner(value, Items, label, of=of))
+            make = Hooks if label.endswith(_HOOKS) else Items
+            self._read_whole(self._owner(value, make, label, of=of))
         elif kind in _LISTS:
             self._read_whole(self._owner(value, Elements, label, of=of))
         elif kind is types.FunctionType:
@@ -346,7 +349,7 @@ class Reads:
 
     def _recent(self) -> set[int]:
         """Return the ids of what came to be since the step began."""
-        return set(map(id, tracked_objects(self._before)))
+        return tracked_ids(self._before)
 
 
 def _is_compared_alone(value: Any) -> bool:
