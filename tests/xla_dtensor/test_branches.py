@@ -42,6 +42,41 @@ def test_each_way_is_a_program(mesh: xd.DeviceMesh, form: Callable[[Any], Any]) 
     assert step.stats()["traces"] == traces
 
 
+def test_one_run_tells_of_all_branches(mesh: xd.DeviceMesh) -> None:
+    @xd.compile
+    def step(x: Any) -> Any:
+        a = x * 2 if x[0] > 0 else x - 1
+        b = a * 3 if x[1] > 0 else a - 2
+        return b * 5 if x[2] > 0 else b - 3
+
+    assert step(lies(-torch.ones(8), mesh)).cpu().tolist() == [-7.0] * 8
+    assert step.stats()["traces"] == 2
+
+
+@pytest.mark.parametrize("name", ["cov", "svd"])
+def test_torch_asks_for_several_truth_values_in_one_call(mesh: xd.DeviceMesh, name: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 4, generator=draw, dtype=torch.complex128)
+    weights = torch.linspace(1, 2, 4, dtype=torch.float64)
+
+    def covariance(x: Any, weights: Any) -> Any:
+        return torch.cov(x.real, aweights=weights, fweights=weights.round().long())
+
+    def gradient(x: Any, weights: Any) -> Any:
+        leaf = x.detach().requires_grad_()
+        factor, sizes, _ = torch.linalg.svd(leaf, full_matrices=False)
+        loss = (factor.abs().square() * weights).sum() + sizes.sum()
+        return torch.autograd.grad(loss, leaf)[0]
+
+    on_mesh = xd.distribute_tensor(x, mesh, ("dp", None))
+    form: Any = {"cov": covariance, "svd": gradient}[name]
+    found = xd.compile(form)(on_mesh, xd.distribute_tensor(weights, mesh))
+    torch.testing.assert_close(found.cpu(), form(x, weights), rtol=1e-9, atol=1e-9)
+    if name == "cov":
+        with pytest.raises(RuntimeError, match="weights cannot be negative"):
+            xd.compile(form)(on_mesh, xd.distribute_tensor(-weights, mesh))
+
+
 def test_a_loop_that_waits_for_a_value(mesh: xd.DeviceMesh) -> None:
     def root(x: Any) -> tuple[Any, int]:
         y, rounds = x, 0

@@ -241,8 +241,11 @@ def run_writing_to_both(cls: Any, func: Any, args: Any, kwargs: Any, mesh: Devic
     runtime = get_runtime()
     written = [t for t in leaves(written_values(func, args, kwargs)) if t is not None]
     host = [t for t in written if not runtime.is_payload(t)]
-    for tensor in host:
-        runtime.note_write_to_host(tensor, lambda plain: _replicated(cls, plain, mesh))
+    put = partial(_replicated, cls, mesh=mesh)
+    missed = [tensor for tensor in host if runtime.note_write_to_host(tensor, put)]
+    if missed:
+        returned = written[: len(func._schema.returns)]
+        return returned[0] if len(returned) == 1 else tuple(returned) or None
     if not host or len(host) == len(written):
         return runtime.run_op(func, args, kwargs)
 

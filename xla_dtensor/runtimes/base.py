@@ -712,15 +712,19 @@ class Runtime(ABC):
 
     # ------------------------------------------------------------------ programs
 
-    def note_write_to_host(  # noqa: B027
+    def note_write_to_host(
         self, target: torch.Tensor, put: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
+    ) -> bool:
         """Be told that an op is about to write what the mesh holds to a plain tensor.
 
         Args:
             target: The tensor.
             put: What returns such a tensor on the mesh, whole on each device.
+
+        Returns:
+            Whether the op is to be left out: it will come again, with such a tensor.
         """
+        return False
 
     @abstractmethod
     def run_op(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

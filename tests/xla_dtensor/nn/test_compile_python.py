@@ -242,6 +242,43 @@ def test_what_a_step_makes_on_the_host_takes_values_of_the_mesh(
 
 
 @pytest.mark.only_on("jax")
+def test_lines_that_make_what_lies_on_the_mesh_are_found_at_once(mesh: xd.DeviceMesh) -> None:
+    traced: list[int] = []
+    kept = torch.zeros(())
+
+    def step(x: Any, limit: float) -> Any:
+        first, second, count = torch.zeros(8), torch.zeros(8), torch.zeros(())
+        traced.append(len(traced))
+        first[:4] = x[:4]
+        second += first * 2
+        third = torch.empty_like(second)
+        third.copy_(x + second)
+        while count < limit:  # with a number of the host it would wait for ever
+            count += x.max()
+        kept.add_(1)
+        return third + count
+
+    compiled, x = xd.compile(step), torch.linspace(1, 2, 8)
+    found = compiled(xd.distribute_tensor(x, mesh), 3.0).cpu()
+    assert len(traced) <= 4  # of them one for the loop, which turns once more
+    assert kept.item() == 1
+    torch.testing.assert_close(found, step(x, 3.0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.only_on("jax")
+def test_a_hook_that_is_added_again_is_the_same(mesh: xd.DeviceMesh) -> None:
+    layer = xd.distribute_module(torch.nn.Linear(8, 8), mesh)
+    step = xd.compile(lambda x: layer(x))
+    x = xd.distribute_tensor(torch.ones(8, 8), mesh)
+    plain = step(x).cpu()
+    for times in (2, 2, 3):
+        handle = layer.register_forward_hook(lambda module, args, output, k=times: output * k)
+        torch.testing.assert_close(step(x).cpu(), plain * times)
+        handle.remove()
+    assert step.stats()["traces"] == 3
+
+
+@pytest.mark.only_on("jax")
 def test_a_view_of_what_is_older_takes_no_values_of_the_mesh(mesh: xd.DeviceMesh) -> None:
     """Though its line makes a tensor of the step's own in the first call."""
     older = torch.zeros(4)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -40,6 +41,7 @@ _OF_TORCH = {
     "_all_true_or_runtime_assert": True,
     "_engine_run_backward": False,  # Is a gradient NaN? Under torch.autograd.detect_anomaly().
 }
+_looks_for_nan: Callable[[], bool] = torch.is_anomaly_enabled
 _BEFORE_JUMP = (
     "COMPARE_OP",
     "CALL",
@@ -61,13 +63,15 @@ class Question(NamedTuple):
         expected: That with which a check goes on; None for a branch.
         line: The line of source that asks for it.
         place: Where it stands: the file and the number of the line.
-        frame: The id of the frame that runs: a loop asks from one again and again.
+        frame: The id of the frame that runs.
+        is_in_loop: Whether it may ask again; else C++ asks for several things there.
     """
 
     expected: bool | None
     line: str
     place: str
     frame: int
+    is_in_loop: bool = False
 
 
 def question_here() -> Question | None:
@@ -77,7 +81,8 @@ def question_here() -> Question | None:
     while frame is not None:
         code = frame.f_code
         if code.co_name in _OF_TORCH and code.co_filename.startswith(str(_TORCH)):
-            expected = _OF_TORCH[code.co_name]
+            is_backward = code.co_name == "_engine_run_backward"  # which asks other things, too
+            expected = None if is_backward and not _looks_for_nan() else _OF_TORCH[code.co_name]
         elif not code.co_filename.startswith(_PASSED):
             break
         frame = frame.f_back
@@ -87,7 +92,14 @@ def question_here() -> Question | None:
         expected = _expected(frame.f_code, frame.f_lasti)
     file, number = frame.f_code.co_filename, frame.f_lineno
     line = linecache.getline(file, number).strip()
-    return Question(expected, line, f"{file}:{number}", id(frame))
+    is_in_loop = _is_in_loop(frame.f_code, frame.f_lasti)
+    return Question(expected, line, f"{file}:{number}", id(frame), is_in_loop)
+
+
+def _is_in_loop(code: CodeType, offset: int) -> bool:
+    """Tell whether code jumps back over an instruction."""
+    jumps = (each for each in instructions_of(code)[0] if "JUMP" in each.opname)
+    return any(jump.argval <= offset <= jump.offset for jump in jumps)
 
 
 def _expected(code: CodeType, offset: int) -> bool | None:

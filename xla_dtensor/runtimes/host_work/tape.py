@@ -41,14 +41,19 @@ from xla_dtensor.runtimes.nested import leaves, map_nested
 from xla_dtensor.runtimes.same_program import user_frame
 from xla_dtensor.runtimes.scalars import as_now, stands_for
 
-__all__ = ["DRAWS", "HostTape", "is_host", "memory_key"]
+__all__ = ["DRAWS", "HostTape", "TraceAgainError", "is_host", "memory_key"]
 
 DRAWS = torch.Tag.nondeterministic_seeded
 _OPEN_SHAPES = torch.Tag.dynamic_output_shape
 _lift = torch.ops.aten.lift_fresh.default
 _efficient_zeros = torch.ops.aten._efficientzerotensor.default
 _zeros = torch.ops.aten.zeros.default
+_as_number = torch.ops.aten._local_scalar_dense.default
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class TraceAgainError(Exception):
+    """What a trace has found calls for another one, which knows it from the start."""
 
 
 def is_host(value: Any) -> bool:
@@ -69,11 +74,14 @@ class HostTape:
 
     Attributes:
         put: What puts on the mesh what a line of the program (its file and number) makes.
+        missed: The same for lines that turned out meanwhile to make what is to lie there.
     """
 
     def __init__(self, older: Container[int] = ()) -> None:
         self._older = older
         self.put: Mapping[tuple[str, int], Callable[[torch.Tensor], torch.Tensor]] = {}
+        self.missed: dict[tuple[str, int], Callable[[torch.Tensor], torch.Tensor]] = {}
+        self._stale: set[int] = set()  # memories with values that this trace does not compute
         self._lines: dict[int, tuple[str, int]] = {}  # that made memories, by `memory_key`
         self.made_generators: set[int] = set()  # the addresses of those that the step makes
         self._places = Places(self.made_generators)
@@ -108,6 +116,9 @@ class HostTape:
         tensors = [v for v in leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         if not isinstance(func, torch._ops.OpOverload) or not all(map(is_host, tensors)):
             return func(*args, **kwargs)
+        is_stale = self._stale and not self._stale.isdisjoint(map(memory_key, tensors))
+        if is_stale and func is _as_number:  # A loop that waits for it would never end.
+            raise TraceAgainError("reads a number that it writes on the mesh")
         if func is _lift:
             return self._lies(self._lifted(func(*args, **kwargs)))
         arguments = map_nested(self._as_slot, arguments)
@@ -120,6 +131,8 @@ class HostTape:
             output = self._draw(func, args, kwargs, (arguments, needs, targets))
         else:
             output = self._noted(func, func(*args, **kwargs), (arguments, needs, targets))
+        if is_stale:
+            self._stale.update(map(memory_key, filter(is_host, leaves(output))))
         return output if targets or not isinstance(output, torch.Tensor) else self._lies(output)
 
     def _lies(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -133,9 +146,20 @@ class HostTape:
         line = self._lines[memory_key(tensor)] = frame.f_code.co_filename, frame.f_lineno
         return self.put[line](tensor) if line in self.put else tensor
 
-    def line_of(self, tensor: torch.Tensor) -> tuple[str, int] | None:
-        """Return the line of the program that has made a plain tensor's memory in this trace."""
-        return self._lines.get(memory_key(tensor)) if is_host(tensor) else None
+    def note(self, tensor: torch.Tensor, put: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Note that a plain tensor is to lie on the mesh; tell whether a line here has made it.
+
+        Args:
+            tensor: The tensor.
+            put: What puts it there.
+        """
+        key = memory_key(tensor) if is_host(tensor) else None
+        line = None if key is None else self._lines.get(key)
+        if key is None or line is None or line in self.put:
+            return False
+        self.missed[line] = put
+        self._stale.add(key)
+        return True
 
     def _draw(self, func: Any, args: Any, kwargs: Any, accesses: Any) -> Any:
         generator = generator_of(kwargs, args)

@@ -414,8 +414,8 @@ class JaxRuntime(Runtime):
 
     def note_write_to_host(
         self, target: torch.Tensor, put: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
-        jax_trace.note_write_to_host(target, put)
+    ) -> bool:
+        return jax_trace.note_write_to_host(target, put)
 
     def note_new_data(self, tensor: Any) -> None:
         trace = active_trace()

@@ -56,6 +56,7 @@ __all__ = [
     "open_jaxpr",
     "partial_evaluation",
     "present_cluster",
+    "raised_shapes",
     "through_hlo",
     "trace_of",
     "with_constants",
@@ -188,6 +189,16 @@ def through_hlo(module: Any) -> str:
 
 
 # -------------------------------------------------------------------- Frames and names of equations
+
+
+def raised_shapes(error: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of what failed checks tell with their messages, of those with one array.
+
+    Args:
+        error: Of ``checkify``, with its values.
+    """
+    told = [effect.shape_dtypes for effect, failed in error._pred.items() if failed.any()]
+    return [tuple(arrays[0].shape) for arrays in told if len(arrays) == 1]
 
 
 def frames_here() -> Any:

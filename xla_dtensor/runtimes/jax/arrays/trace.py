@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = [
     "MaskError",
     "Trace",
-    "WriteToHostError",
     "active_trace",
     "array_before",
     "array_read",
@@ -343,8 +342,8 @@ class Trace:
         self.answers: list[tuple[Callable[[], Any], Any]] = []
         # What Python's own numbers have come to, by what it was computed of (``scalar``).
         self.numbers: dict[Hashable, tuple[Any, Sequence[Any]]] = {}
-        # The nodes of the numbers that only the program knows: what item() gives.
-        self.items: weakref.WeakSet[Any] = weakref.WeakSet()
+        # The nodes of the numbers that only the program knows, what item() gives, in their order.
+        self.items: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         # The value computed last, and the region that torch's checkpoint is computing again.
         self.latest: Any = None
         self.recomputation: Recomputation | None = None
@@ -598,44 +597,26 @@ def refusing_reads() -> Iterator[None]:
         raise
 
 
-class WriteToHostError(CompileError):
-    """A step that is traced writes what it computes to a plain CPU tensor of its own.
-
-    Args:
-        target: The tensor.
-        line: Where the step has made it: the file and the line.
-        put: What puts such a tensor on the mesh.
-    """
-
-    def __init__(
-        self,
-        target: torch.Tensor,
-        line: tuple[str, int] | None = None,
-        put: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
-        super().__init__(
+def refuse_write_to_host(target: Any) -> None:
+    """Raise where a step that is traced writes what it computes to a plain CPU tensor."""
+    if active_trace() is not None:
+        raise CompileError(
             "A compiled step wrote what it computes on the mesh to a plain CPU tensor of "
             f"shape={tuple(target.shape)}, a parameter or a buffer of a module that was not "
             "distributed for instance. The values exist only when the program runs, after Python "
             "has gone on. Put it on the mesh before the step: distribute_module(model, mesh), or "
             "distribute_tensor." + _user_line()
         )
-        self.line = line
-        self.put = put
 
 
-def refuse_write_to_host(target: Any) -> None:
-    """Raise where a step that is traced writes what it computes to a plain CPU tensor."""
-    if active_trace() is not None:
-        raise WriteToHostError(target)
+def note_write_to_host(target: torch.Tensor, put: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Note the line of the step that makes a plain tensor which is to lie on the mesh.
 
-
-def note_write_to_host(target: torch.Tensor, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Raise likewise where the step has made the tensor: then it can make it on the mesh."""
+    Returns:
+        Whether there is one. The trace goes on, to find others, and is made once more.
+    """
     trace = active_trace()
-    line = None if trace is None or trace.host is None else trace.host.tape.line_of(target)
-    if line is not None:
-        raise WriteToHostError(target, line, put)
+    return trace is not None and trace.host is not None and trace.host.tape.note(target, put)
 
 
 def _user_line() -> str:

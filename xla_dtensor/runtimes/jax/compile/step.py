@@ -30,7 +30,7 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -47,11 +47,11 @@ from xla_dtensor.report.attribution import AskedFor
 from xla_dtensor.report.report import Evidence
 from xla_dtensor.runtimes.base import CompiledStep, Verification
 from xla_dtensor.runtimes.guards.lent import ARGUMENTS
+from xla_dtensor.runtimes.host_work.tape import TraceAgainError
 from xla_dtensor.runtimes.jax.arrays.sharding import place
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import (
     MaskError,
-    WriteToHostError,
     refuse_nesting,
     refuse_transforms,
 )
@@ -86,7 +86,7 @@ from xla_dtensor.runtimes.jax.compile.trace import (
     traced_step,
     unread_arguments,
 )
-from xla_dtensor.runtimes.jax.compile.trace_values import ViewsWritten, is_without_values
+from xla_dtensor.runtimes.jax.compile.trace_values import is_without_values
 from xla_dtensor.runtimes.jax.compile.verify import (
     VARIABLE,
     number_asked,
@@ -110,10 +110,6 @@ _MOST_WAYS, _MOST_TURNS = 16, 2
 MOST_TRACES = "XLA_DTENSOR_MOST_TRACES"
 # Traces, and the storages that programs write to, are one process's; threads wait for each other.
 _one_at_a_time = threading.RLock()
-
-
-class _CountersError(Exception):
-    """A trace has changed numbers that it was not lent."""
 
 
 class JaxCompiledStep(CompiledStep):
@@ -140,7 +136,8 @@ class JaxCompiledStep(CompiledStep):
         self._clock = StepClock()
         self._tokens: int | None = None
         self._digest = ""  # of the program that was compiled last
-        self._guesses: dict[str, bool] = {}  # how branches went last, by their places
+        self._guesses: dict[Any, bool] = {}  # how branches went last: see Truths
+        self._reversed: set[Any] = set()  # those that were guessed otherwise after an error
         self._selects = False  # whether what masks select are selections, which few steps need
         self._branches: set[str] = set()  # the places of those that were spoken of
         self._unrun: Before | None = None  # what there was before the trace of one that has not run
@@ -291,6 +288,7 @@ class JaxCompiledStep(CompiledStep):
     def _run(self, call: Call) -> tuple[Program, Any]:
         """Run the program that goes the way which its branches on tensors take; what it returns."""
         way, why, turns = (), "", 0
+        self._reversed.clear()
         for _ in range(_MOST_WAYS):
             program = self._last = self._program_of(call, way, why)
             compare_run(self._step, program)
@@ -303,7 +301,7 @@ class JaxCompiledStep(CompiledStep):
                     break
                 way = (*program.way[: other.number], not branch.answer)
                 why = f"{branch} came out {not branch.answer}"
-                self._guesses[branch.place] = not branch.answer
+                self._take_guesses(program.branches, other)
             else:
                 self._kept.prefer(program)
                 return program, outputs
@@ -314,6 +312,14 @@ class JaxCompiledStep(CompiledStep):
             "runs several times, a layer of scan_layers, goes one way. Write torch.where instead "
             "of `if`, or take such Python out of the step."
         )
+
+    def _take_guesses(self, branches: Sequence[Branch], other: OtherWayError) -> None:
+        """Guess that branches go as a run has found them, the later ones on the wrong way too."""
+        times = Counter(branch.place for branch in branches)
+        for number, branch in enumerate(branches[other.number :], other.number):
+            if number == other.number or times[branch.place] == 1:  # not those of later rounds
+                answer = branch.answer != (number in other.numbers)
+                self._guesses[branch.place] = self._guesses[branch.place, branch.times] = answer
 
     def _program_of(self, call: Call, way: tuple[bool, ...] = (), why: str = "") -> Program:
         """Return a program that fits a call, and what the host does for its run done.
@@ -428,7 +434,7 @@ class JaxCompiledStep(CompiledStep):
             counters = snapshot.recording.counters() - self._names
             if counters:  # The next call will find others there: they are lent at once.
                 self._names |= counters
-                raise _CountersError
+                raise TraceAgainError("counts")
             self._spent.compiling.append({"trace": time.perf_counter() - began})
             program = self._finish(outcome)
             self._check(program, call.leaves)
@@ -458,14 +464,11 @@ class JaxCompiledStep(CompiledStep):
         With other arguments as views of their bases, with what other lines make on the mesh, or
         without the numbers that it was lent.
         """
-        if isinstance(error, _CountersError):
+        missed = snapshot.tape.missed
+        if isinstance(error, TraceAgainError) or (missed and isinstance(error, Exception)):
+            self._put |= missed
+            self._views |= getattr(error, "places", frozenset())
             self._settle_names()
-            return True
-        if isinstance(error, ViewsWritten):
-            self._views |= error.places
-            return True
-        if isinstance(error, WriteToHostError) and error.line not in (None, *self._put):
-            self._put[error.line] = error.put  # pyright: ignore[reportArgumentType]
             return True
         if isinstance(error, MaskError) and not self._selects:
             self._selects = True
@@ -477,12 +480,14 @@ class JaxCompiledStep(CompiledStep):
         return True
 
     def _guesses_other(self, error: BaseException, truths: Truths) -> bool:
-        """Where a branch was guessed to be true, its error may be one that no run comes to."""
-        guessed = [b for b in truths.branches[len(truths.way) :] if b.answer]
-        if not guessed or not isinstance(error, Exception):
-            return False
-        self._guesses[guessed[-1].place] = False
-        return True
+        """Where a branch was guessed, its error may be one that no run comes to."""
+        for branch in reversed(truths.branches[len(truths.way) :]):
+            name = branch.place, branch.times
+            if isinstance(error, Exception) and name not in self._reversed:
+                self._guesses[name] = not branch.answer
+                self._reversed.add(name)
+                return len(self._reversed) < _MOST_WAYS
+        return False
 
     def _finish(self, outcome: TracedStep) -> Program:
         trace = outcome.trace

@@ -37,7 +37,7 @@ from xla_dtensor.runtimes.guards.values import Sighting
 from xla_dtensor.runtimes.host_work import HostTape
 from xla_dtensor.runtimes.host_work.iterators import Iterators
 from xla_dtensor.runtimes.host_work.python_random import PythonRandom, is_python_random
-from xla_dtensor.runtimes.host_work.tape import is_host, memory_key
+from xla_dtensor.runtimes.host_work.tape import TraceAgainError, is_host, memory_key
 from xla_dtensor.runtimes.jax.arrays.constants import TracedProgram, traced_program
 from xla_dtensor.runtimes.jax.arrays.private import around_listeners
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
@@ -634,6 +634,8 @@ def traced_step(
         types = [row_type(stack.array) for _, stack, _ in rows]
         closed = jax.make_jaxpr(traced)(arrays, types)
     trace.undo()
+    if tape.missed:
+        raise TraceAgainError("writes to plain tensors that it makes itself")
     _settle(outcome, call, before, assigned, as_given, dropped, made, names)
     outcome.program = traced_program(closed, [storage for storage, _, _ in rows], trace)
     if are_checked() or outcome.truths.checks or outcome.truths.branches:

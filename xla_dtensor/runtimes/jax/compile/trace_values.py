@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.core.errors import CompileError
 from xla_dtensor.runtimes.base import refuse_lost_write
+from xla_dtensor.runtimes.host_work.tape import TraceAgainError
 from xla_dtensor.runtimes.jax.arrays.sharding import host_value, place
 from xla_dtensor.runtimes.jax.arrays.storage import Storage
 from xla_dtensor.runtimes.jax.arrays.trace import Trace, active_trace, is_tracer
@@ -119,7 +120,7 @@ def replaced(leaves: Sequence[Any], tensors: Sequence[JaxTensor | None]) -> Iter
             yield tensor
 
 
-class ViewsWritten(Exception):
+class ViewsWritten(TraceAgainError):
     """A step wrote to an argument that is a view, or to the base of one.
 
     Args:
@@ -127,7 +128,7 @@ class ViewsWritten(Exception):
     """
 
     def __init__(self, places: Sequence[int]) -> None:
-        super().__init__(places)
+        super().__init__("writes to an argument that is a view")
         self.places = frozenset(places)
 
 
@@ -293,8 +294,9 @@ def maker_of(
     # Not a method of the leaf: that would keep the traced output alive.
     rewrapper = getattr(leaf, "rewrapper", None)
     rewrap = None if rewrapper is None else rewrapper()
-    is_parameter = isinstance(leaf, torch.nn.Parameter)
-    requires_grad = leaf.is_leaf and leaf.requires_grad
+    is_parameter, requires_grad = isinstance(leaf, torch.nn.Parameter), False
+    with contextlib.suppress(RuntimeError):  # One of several views, whose base was written to.
+        requires_grad = leaf.is_leaf and leaf.requires_grad
 
     def make(storage: Storage, steps: tuple[ViewStep, ...]) -> torch.Tensor:
         payload = JaxTensor(storage, (*steps, *own), **form)

@@ -35,6 +35,7 @@ from jax.extend.core import Literal, Var
 from xla_dtensor.core.errors import CompileError
 from xla_dtensor.runtimes.base import Difference, Verification
 from xla_dtensor.runtimes.host_work.steps import same_bytes
+from xla_dtensor.runtimes.host_work.tape import TraceAgainError
 from xla_dtensor.runtimes.jax.arrays.private import (
     constants_of,
     is_jaxpr,
@@ -46,7 +47,7 @@ from xla_dtensor.runtimes.jax.compile.effects import Made
 from xla_dtensor.runtimes.jax.compile.host_inputs import HostPart
 from xla_dtensor.runtimes.jax.compile.program import KeptPrograms, Program
 from xla_dtensor.runtimes.jax.compile.trace import Before, Call, TracedStep, traced_step
-from xla_dtensor.runtimes.jax.compile.trace_values import Static, ViewsWritten
+from xla_dtensor.runtimes.jax.compile.trace_values import Static
 from xla_dtensor.runtimes.jax.eager.checks import Truths
 
 __all__ = ["VARIABLE", "number_asked", "refuse_differences", "verification"]
@@ -102,9 +103,8 @@ def verification(
             differences = _differences(
                 program, traced_step(step, call, snapshot, *known, truths=Truths(program.way))
             )
-        except ViewsWritten:
-            write = "a write to an argument that is a view"
-            differences = (Difference("output", "nothing", write),)
+        except TraceAgainError as error:
+            differences = (Difference("output", "nothing", f"one that {error}"),)
     return Verification(not differences, differences)
 
 

@@ -22,7 +22,7 @@ import functools
 import re
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from xla_dtensor.core.errors import CheckFailedError, IndexRangeError
 from xla_dtensor.runtimes.bounds import Bound, are_left_out
 from xla_dtensor.runtimes.guards.assertions import Question, question_here
 from xla_dtensor.runtimes.jax.arrays.constants import TracedProgram
-from xla_dtensor.runtimes.jax.arrays.private import constants_of, inputs_only
+from xla_dtensor.runtimes.jax.arrays.private import constants_of, inputs_only, raised_shapes
 from xla_dtensor.runtimes.jax.arrays.sharding import host_value
 from xla_dtensor.runtimes.jax.arrays.trace import active_trace, refuse_read
 from xla_dtensor.versions import PACKAGE_FOLDER
@@ -90,11 +90,13 @@ class Branch(NamedTuple):
         line: The line of source.
         place: Where it stands.
         answer: The truth value that it was given.
+        times: How often Python has asked there before: a loop, or C++ that asks several things.
     """
 
     line: str
     place: str
     answer: bool
+    times: int
 
     def __str__(self) -> str:
         return f"`{self.line}` at {self.place}"
@@ -106,7 +108,8 @@ class Truths:
 
     Args:
         way: The answers to the first branches, as runs have told them.
-        guesses: What later ones are answered, by their places; others are taken to be true.
+        guesses: What later ones are answered, by their places, or by these and how often they were
+            asked before; others are taken to be true.
 
     Attributes:
         checks: Those that Python has made.
@@ -114,7 +117,7 @@ class Truths:
     """
 
     way: Sequence[bool] = ()
-    guesses: Mapping[str, bool] = field(default_factory=dict)
+    guesses: Mapping[Any, bool] = field(default_factory=dict)
     _asked: Counter[tuple[str, int]] = field(default_factory=Counter)
     _told: Counter[tuple[str, int]] = field(default_factory=Counter)
     _again: list[bool] = field(default_factory=list)
@@ -154,23 +157,25 @@ class Truths:
             self._told[loop] += 1
         else:
             # A loop that waits for a value ends after twice as many times as a run has told.
-            goes_on = self._asked[loop] < max(1, 2 * self._told[loop])
-            answer = goes_on and self.guesses.get(question.place, True)
+            is_over = question.is_in_loop and self._asked[loop] >= max(1, 2 * self._told[loop])
+            guess = not is_over and self.guesses.get(question.place, True)
+            answer = self.guesses.get((question.place, self._asked[loop]), guess)
+        self.branches.append(Branch(question.line, question.place, answer, self._asked[loop]))
         self._asked[loop] += 1
-        self.branches.append(Branch(question.line, question.place, answer))
         return answer
 
 
 class OtherWayError(Exception):
-    """A run has found a branch otherwise than its program takes it; it has changed nothing.
+    """A run has found branches otherwise than its program takes them; it has changed nothing.
 
     Args:
-        number: Of the first such branch.
+        number: Of the first one.
+        numbers: Of all of them: what the others found may hold on the other way, too.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, numbers: Collection[int]) -> None:
         super().__init__(f"branch {number} goes the other way")
-        self.number = number
+        self.number, self.numbers = number, numbers
 
 
 def truth(is_true: Any) -> bool:
@@ -186,8 +191,10 @@ def truth(is_true: Any) -> bool:
     if trace is None or trace.truths is None or question is None:
         refuse_read("turned into a Python bool")
     if question.expected is None:
-        answer = trace.truths.answer(question)
-        checkify.check(is_true == answer, f"{_OF_BRANCH}{len(trace.truths.branches) - 1}")
+        answer, number = trace.truths.answer(question), len(trace.truths.branches) - 1
+        # By the shape of what it tells, each has a flag of its own.
+        mark = jnp.zeros(number, jnp.int8)
+        checkify.check(is_true == answer, f"{_OF_BRANCH}{number}", mark=mark)
         return answer
     if not are_left_out():
         trace.truths.checks.append(question)
@@ -251,7 +258,8 @@ def raise_flagged(flags: Any, results: Sequence[jax.Array]) -> None:
         return
     text = _ON_DEVICE.sub("", text.splitlines()[0]).removesuffix(_FAILED)
     if text.startswith(_OF_BRANCH):
-        raise OtherWayError(int(text.removeprefix(_OF_BRANCH)))
+        number = int(text.removeprefix(_OF_BRANCH))
+        raise OtherWayError(number, {shape[0] for shape in raised_shapes(error) if shape})
     if not text.startswith(_OF_PYTHON):
         raise IndexRangeError(text)
     raise CheckFailedError(

@@ -125,7 +125,7 @@ class ScalarNode:
         self.storage: Storage | None = None
         trace = active_trace() if current is None else None
         if trace is not None:
-            trace.items.add(self)
+            trace.items[self] = None
 
     def __getattr__(self, name: str) -> Any:
         if name in _BINARY:
@@ -210,6 +210,9 @@ class ScalarNode:
         if ndigits is None:
             return self._apply(lambda a: _integral(jnp.round, a), self)
         return self._apply(lambda a: jnp.round(a, ndigits), self)
+
+    def sym_ite(self, then: ScalarNode, other: ScalarNode) -> ScalarNode:
+        return self._apply(jnp.where, self, then, other)
 
     def guard_bool(self, *_: Any) -> bool:
         if active_trace() is not None and self.current is None:

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Stack", "all_rows", "give_stack", "stack_of"]
 
-_stacks: weakref.WeakSet[Stack] = weakref.WeakSet()
+# In the order in which they were made: programs must come out alike in every process.
+_stacks: weakref.WeakKeyDictionary[Stack, None] = weakref.WeakKeyDictionary()
 
 
 class Stack:
@@ -64,7 +65,7 @@ class Stack:
         for lane, storage in enumerate(storages):
             if storage is not None:
                 storage.become_row(self, lane)
-        _stacks.add(self)
+        _stacks[self] = None
 
     def __len__(self) -> int:
         return len(self._rows)
