@@ -19,6 +19,7 @@ __all__ = [
     "torch_group",
     "train_adapters",
     "train_by_accelerate",
+    "train_by_rewards",
     "train_by_transformers",
     "train_by_trl",
     "train_until_told",
@@ -103,6 +104,26 @@ def train_by_trl(folder: str) -> tuple[list[float], Values]:
     trainer = supervised(XDSFTTrainer, folder, 2, mesh=mesh)
     trainer.train()
     return losses(trainer), _values(trainer.model)
+
+
+def train_by_rewards(
+    folder: str, draws: bool
+) -> tuple[dict[str, list[float]], list[float], Values]:
+    """Train by XDGRPOTrainer, on completions that it draws or on others."""
+    from tests.xla_dtensor.integrations.test_adapters import (
+        NUMBERS_OF_REWARDS,
+        logged,
+        rewarded,
+        rollout,
+    )
+    from xla_dtensor.integrations.trl import XDGRPOTrainer
+
+    mesh = xd.init_device_mesh("xla", (4, 2), mesh_dim_names=("fsdp", "tp"))
+    given: dict[str, Any] = {"top_k": 1} if draws else {"rollout_func": rollout}
+    trainer = rewarded(XDGRPOTrainer, folder, 4, max_steps=2, num_iterations=2, mesh=mesh, **given)
+    trainer.train()
+    numbers = {name: logged(trainer, name) for name in NUMBERS_OF_REWARDS}
+    return numbers, losses(trainer), _values(trainer.model)
 
 
 def train_until_told(

@@ -114,6 +114,11 @@ class XDAccelerator(accelerate.Accelerator):
         self._accumulation_steps = gradient_accumulation_steps
         self.gradient_state.plugin_kwargs.update({"num_steps": gradient_accumulation_steps})
 
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are; 1 in a compiled step, whose tensors are those of all."""
+        return 1 if get_runtime().is_tracing else super().num_processes
+
     # ------------------------------------------------------------------------------------- prepare
 
     def prepare_model(
@@ -210,7 +215,7 @@ class XDAccelerator(accelerate.Accelerator):
         return pytree.tree_map(
             lambda leaf: (
                 leaf
-                if isinstance(leaf, DTensor)
+                if isinstance(leaf, DTensor) or not isinstance(leaf, torch.Tensor)
                 else accelerate.Accelerator.pad_across_processes(
                     self, leaf, dim, pad_index, pad_first
                 )

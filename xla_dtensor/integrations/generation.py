@@ -46,6 +46,7 @@ from transformers.cache_utils import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 import xla_dtensor as xd
 from xla_dtensor.core.errors import ArgumentTypeError
@@ -105,6 +106,7 @@ def compile_generate(model: Any, *, tp_axis: str = "tp") -> CompiledStep:
     if model.config.is_encoder_decoder:
         encoder = model.get_encoder()
         encoder.forward = _Encoder(encoder, meshes[0], tp_axis)
+    maybe_install_capturing_hooks(model)  # as its first training step would, between two programs
     model.forward = decoder = _Decoder(model, meshes[0], tp_axis)
     if not hasattr(model, "_reorder_cache"):
         model._reorder_cache = decoder.reorder_cache

@@ -223,11 +223,11 @@ class XDTrainer(Trainer):
         Returns:
             The micro-batch's loss, a DTensor of shape ().
         """
-        inputs = self.put_batch(dict(inputs))
-        _settle(model, inputs.get("labels"))
-        self._speed.add(inputs.get(getattr(model, "main_input_name", "input_ids")))
         model.train()
         self.optimizer.train()
+        inputs = self._prepare_inputs(inputs)
+        _settle(model, inputs.get("labels"))
+        self._speed.add(inputs.get(getattr(model, "main_input_name", "input_ids")))
         steps = 1.0 + self.state.global_step - self._globalstep_last_logged
         arguments = (model, inputs, num_items_in_batch, self._tr_loss, torch.tensor(steps))
         is_update = self.accelerator.sync_gradients
@@ -236,6 +236,15 @@ class XDTrainer(Trainer):
             self.optimizer.has_stepped = True
             return loss
         return self._backward(*arguments)
+
+    def _prepare_inputs(self, inputs: Any) -> dict[str, Any]:
+        # On the host, where trainers also generate and score; what a program gets is prepared.
+        if xd.get_runtime().is_tracing:
+            return inputs
+        return self.put_batch(dict(super()._prepare_inputs(inputs)))
+
+    def _prepare_input(self, data: Any) -> Any:
+        return data if isinstance(data, DTensor) else super()._prepare_input(data)
 
     def _is_watched(self) -> bool:
         """Whether a callback looks at gradients between backward and the update, or after it."""
@@ -249,11 +258,14 @@ class XDTrainer(Trainer):
     def _backward_step(
         self, model: nn.Module, inputs: Any, num_items: Any, logged: torch.Tensor, steps: Any
     ) -> torch.Tensor:
-        loss = super().training_step(model, inputs, num_items)
+        loss = self._forward_and_backward(model, inputs, num_items)
         if not self._is_loss_filtered:
             return loss
         # As the Trainer: instead of NaN the mean of what was added up since the last log.
         return torch.where(torch.isfinite(loss), loss, logged / steps)
+
+    def _forward_and_backward(self, model: nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
+        return super().training_step(model, inputs, num_items)
 
     def _backward_and_update(self, model: nn.Module, *arguments: Any) -> tuple[Any, Any]:
         loss = self._backward_step(model, *arguments)
@@ -319,7 +331,7 @@ class XDTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
         """Run the forward of one batch, as one program."""
-        inputs = self.put_batch(dict(inputs))
+        inputs = self._prepare_inputs(inputs)
         _settle(model, inputs.get("labels"))
         loss, logits, labels = self._predict(model, inputs, prediction_loss_only, ignore_keys)
         # It is repeated for each row of this process, and is that of the rows of all.

@@ -191,6 +191,74 @@ def test_preference_tuning_is_trls(tmp_path: Path, mesh: xd.DeviceMesh, loss: st
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+
+
+def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Completions that nobody draws: each of a prompt's is another one."""
+    words = [[int(word[1:]) + 2 for word in prompt.split()] for prompt in prompts]
+    completions = [
+        [2 + (5 * number + 3 * ids[0] + place) % 62 for place in range(1 + number)]
+        for number, ids in ((number % 4, ids) for number, ids in enumerate(words))
+    ]
+    return {"prompt_ids": words, "completion_ids": completions, "logprobs": None}
+
+
+def rewarded(kind: Any, folder: Any, batch_size: int, *, change: Any = None, **given: Any) -> Any:
+    """A GRPOTrainer of TRL's, or ours, and what is given to its config."""
+    from trl.trainer.grpo_config import GRPOConfig
+
+    options = {key: given.pop(key) for key in tuple(given) if hasattr(GRPOConfig, key)}
+    options = {"num_generations": 4, "max_completion_length": 6, "adam_epsilon": 1e-5} | options
+
+    def config(folder: str, max_length: int, **others: Any) -> Any:
+        return GRPOConfig(folder, **{**others, **options})
+
+    return supervised(
+        kind,
+        folder,
+        batch_size,
+        change=change or (lambda model: model.double()),
+        data={"prompt": [text(7 * i, 3) for i in range(32)]},
+        config=config,
+        reward_funcs=reward,
+        **given,
+    )
+
+
+NUMBERS_OF_REWARDS = ("loss", "reward", "reward_std", "entropy", "completions/mean_length")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("adapts", [False, True], ids=["whole", "adapters against the base"])
+def test_tuning_by_rewards_is_trls(tmp_path: Path, mesh: xd.DeviceMesh, adapts: bool) -> None:
+    import peft
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    from xla_dtensor.integrations.trl import XDGRPOTrainer
+
+    def trained(kind: Any, batch_size: int, **given: Any) -> Any:
+        torch.manual_seed(0)
+        if adapts:
+            lora = peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False)
+            given |= {"peft_config": lora, "beta": 0.1, "gradient_checkpointing": True}
+        trainer = rewarded(kind, tmp_path, batch_size, max_steps=3, **given)
+        torch.manual_seed(1)
+        trainer.train()
+        return trainer
+
+    plain, ours = trained(GRPOTrainer, 16), trained(XDGRPOTrainer, 4, mesh=mesh)
+    assert difference(ours.model, plain.model) < 1e-6
+    assert ours.programs[1].stats()["traces"] == 2  # its first guess at a branch is wrong
+    for name in (*NUMBERS_OF_REWARDS, *(["kl"] if adapts else ["clip_ratio/region_mean"])):
+        found, expected = logged(ours, name), logged(plain, name)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert len(found) == 3
+    with pytest.raises(ArgumentTypeError, match="use_vllm=True"):
+        rewarded(XDGRPOTrainer, tmp_path, 4, mesh=mesh, use_vllm=True)
+
+
 def small_program(model: Any) -> tuple[list[float], Any]:
     """Losses of 4 steps that train what requires a gradient, and the step."""
     ids = torch.arange(64).reshape(8, 8)

@@ -12,7 +12,13 @@ import torch
 
 from tests.hosts import Hosts
 from tests.xla_dtensor.integrations.test_accelerate import plain_loop
-from tests.xla_dtensor.integrations.test_adapters import adapted, supervised
+from tests.xla_dtensor.integrations.test_adapters import (
+    adapted,
+    rewarded,
+    rollout,
+    supervised,
+)
+from tests.xla_dtensor.integrations.test_adapters import logged as numbers_of
 from tests.xla_dtensor.integrations.tiny import arguments, llama, losses, rows
 from tests.xla_dtensor.integrations.titan import write_text
 
@@ -101,6 +107,21 @@ def test_supervised_tuning(hosts: Callable[..., Hosts], tmp_path: Path) -> None:
         torch.testing.assert_close(logged, losses(plain), rtol=0, atol=1e-4)
         # Adam divides by gradients near 0: in one element plain float32 is 5e-6 from float64, too.
         assert differs(values, dict(plain.model.named_parameters())) < 3e-5
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
+@pytest.mark.parametrize("draws", [False, True], ids=["given", "drawn"])
+def test_tuning_by_rewards(hosts: Callable[..., Hosts], tmp_path: Path, draws: bool) -> None:
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    given: dict[str, Any] = {"top_k": 1} if draws else {"rollout_func": rollout}
+    plain = rewarded(GRPOTrainer, tmp_path, 16, max_steps=2, num_iterations=2, **given)
+    plain.train()
+    task = f"{TASKS}:train_by_rewards"
+    for numbers, _, values in hosts(2, 4).run(task, folder=str(tmp_path), draws=draws):
+        expected = {name: numbers_of(plain, name) for name in numbers}
+        torch.testing.assert_close(numbers, expected, rtol=1e-5, atol=1e-5)
+        assert differs(values, dict(plain.model.named_parameters())) < 1e-6
 
 
 @pytest.mark.parametrize("processes", [1, 2])
