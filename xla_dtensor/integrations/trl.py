@@ -9,8 +9,11 @@ token accuracy) in each step, so each step waits for the devices.
 XDGRPOTrainer generates by :mod:`xla_dtensor.integrations.generation`: a program for the prompts,
 and one for each next token. TRL scores completions on the host, and the step takes them::
 
-    host   prompts        completions        rewards, advantages
-    mesh           generate          log probs                   loss, backward, update
+    prompts                      of the host
+    completions                  programs of generate()
+    rewards, advantages          on the host, by TRL and the user's functions
+    probabilities before         a program, where the loss asks for them
+    loss, gradients, update      the step, one program
 """
 
 from __future__ import annotations

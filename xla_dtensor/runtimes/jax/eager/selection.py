@@ -324,18 +324,18 @@ def _computed(name: str, func: Any, *args: Any, **kwargs: Any) -> Any:
         return _loss(name, func, *args, **kwargs)
     if name in _OF_KIND and isinstance(first, Selection):
         return func(first._all)
-    is_of_rows = isinstance(first, Selection) and first.ndim > 1
+    rows = first if isinstance(first, Selection) and first.ndim > 1 else None
     dim = kwargs.get("dim", others[0] if others else None)
-    if name in _ALONG and dim == -1 and is_of_rows:
+    if name in _ALONG and dim == -1 and rows is not None:
         return _elementwise(func, *args, **kwargs)
     size = kwargs.get("normalized_shape", others[0] if others else ())
-    if name in _NORMS and is_of_rows and len(size) < first.ndim:
+    if name in _NORMS and rows is not None and len(size) < rows.ndim:
         return _elementwise(func, *args, **kwargs)
-    if name in _BY_MATRIX and is_of_rows:
+    if name in _BY_MATRIX and rows is not None:
         operands = (*others, *kwargs.values())
         if any(map(_is_one, operands)) or any(getattr(v, "ndim", 0) > 2 for v in operands):
             _refuse(f"{name} of two such tensors, or by more than a matrix")
-        return first._with(func(first.values, *others, **kwargs))
+        return rows._with(func(rows.values, *others, **kwargs))
     if name in _CASTS or _is_pointwise(name):
         return _elementwise(func, *args, **kwargs)
     _refuse(name)
