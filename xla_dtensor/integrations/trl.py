@@ -92,6 +92,12 @@ class XDGRPOTrainer(XDTrainer, GRPOTrainer):
         self._score = xd.compile(self._scored)
         with _adapters(model, kwargs.get("peft_config")):
             super().__init__(model, args, *rest, reward_funcs=reward_funcs, mesh=mesh, **kwargs)
+        if self._rows.count != self.accelerator.num_processes:
+            raise ArgumentTypeError(
+                f"An XDGRPOTrainer was made on {self.accelerator.num_processes} processes, which "
+                f"have {self._rows.count} different parts of the rows. TRL takes the rewards of "
+                "each process for other rows. Make the mesh so that its axis tp lies in a process."
+            )
         self._base = getattr(self.model, "get_base_model", lambda: self.model)()
         compile_generate(self._base)
 
