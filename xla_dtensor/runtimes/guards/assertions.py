@@ -63,15 +63,13 @@ class Question(NamedTuple):
         expected: That with which a check goes on; None for a branch.
         line: The line of source that asks for it.
         place: Where it stands: the file and the number of the line.
-        frame: The id of the frame that runs.
-        is_in_loop: Whether it may ask again; else C++ asks for several things there.
+        frame: The id of the frame that runs: a loop asks from one again and again.
     """
 
     expected: bool | None
     line: str
     place: str
     frame: int
-    is_in_loop: bool = False
 
 
 def question_here() -> Question | None:
@@ -92,14 +90,7 @@ def question_here() -> Question | None:
         expected = _expected(frame.f_code, frame.f_lasti)
     file, number = frame.f_code.co_filename, frame.f_lineno
     line = linecache.getline(file, number).strip()
-    is_in_loop = _is_in_loop(frame.f_code, frame.f_lasti)
-    return Question(expected, line, f"{file}:{number}", id(frame), is_in_loop)
-
-
-def _is_in_loop(code: CodeType, offset: int) -> bool:
-    """Tell whether code jumps back over an instruction."""
-    jumps = (each for each in instructions_of(code)[0] if "JUMP" in each.opname)
-    return any(jump.argval <= offset <= jump.offset for jump in jumps)
+    return Question(expected, line, f"{file}:{number}", id(frame))
 
 
 def _expected(code: CodeType, offset: int) -> bool | None:

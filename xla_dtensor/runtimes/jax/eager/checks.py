@@ -157,7 +157,7 @@ class Truths:
             self._told[loop] += 1
         else:
             # A loop that waits for a value ends after twice as many times as a run has told.
-            is_over = question.is_in_loop and self._asked[loop] >= max(1, 2 * self._told[loop])
+            is_over = self._asked[loop] >= max(1, 2 * self._told[loop])
             guess = not is_over and self.guesses.get(question.place, True)
             answer = self.guesses.get((question.place, self._asked[loop]), guess)
         self.branches.append(Branch(question.line, question.place, answer, self._asked[loop]))
