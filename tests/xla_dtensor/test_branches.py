@@ -77,6 +77,20 @@ def test_torch_asks_for_several_truth_values_in_one_call(mesh: xd.DeviceMesh, na
             xd.compile(form)(on_mesh, xd.distribute_tensor(-weights, mesh))
 
 
+def test_an_error_tells_those_of_other_ways(mesh: xd.DeviceMesh) -> None:
+    def step(x: Any) -> Any:
+        if x.sum() > 0:
+            x = x + 1
+            raise KeyError("high")
+        x = x - 1
+        raise KeyError("low")
+
+    with pytest.raises(KeyError, match="low") as caught:
+        xd.compile(step)(lies(torch.ones(8), mesh))
+    assert "if x.sum() > 0:" in "".join(caught.value.__notes__)
+    assert "KeyError: 'high'" in "".join(caught.value.__notes__)
+
+
 def test_a_loop_that_waits_for_a_value(mesh: xd.DeviceMesh) -> None:
     def root(x: Any) -> tuple[Any, int]:
         y, rounds = x, 0

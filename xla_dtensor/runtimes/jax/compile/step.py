@@ -137,7 +137,7 @@ class JaxCompiledStep(CompiledStep):
         self._tokens: int | None = None
         self._digest = ""  # of the program that was compiled last
         self._guesses: dict[Any, bool] = {}  # how branches went last: see Truths
-        self._reversed: set[Any] = set()  # those that were guessed otherwise after an error
+        self._reversed: dict[Any, str] = {}  # after which error those were guessed otherwise
         self._selects = False  # whether what masks select are selections, which few steps need
         self._branches: set[str] = set()  # the places of those that were spoken of
         self._unrun: Before | None = None  # what there was before the trace of one that has not run
@@ -483,10 +483,14 @@ class JaxCompiledStep(CompiledStep):
         """Where a branch was guessed, its error may be one that no run comes to."""
         for branch in reversed(truths.branches[len(truths.way) :]):
             name = branch.place, branch.times
-            if isinstance(error, Exception) and name not in self._reversed:
+            if not isinstance(error, Exception) or len(self._reversed) == _MOST_WAYS:
+                break
+            if name not in self._reversed:
                 self._guesses[name] = not branch.answer
-                self._reversed.add(name)
-                return len(self._reversed) < _MOST_WAYS
+                self._reversed[name] = f"{branch} raised {type(error).__name__}: {error}"
+                return True
+        for text in self._reversed.values():
+            error.add_note(f"On another way, which no run has told to be wrong, {text}")
         return False
 
     def _finish(self, outcome: TracedStep) -> Program:
