@@ -1,4 +1,4 @@
-"""XDSFTTrainer and XDGRPOTrainer: TRL's trainers, whose step is one program on a mesh.
+"""XDSFTTrainer, XDGRPOTrainer, XDRLOOTrainer: TRL's trainers, whose step is one program on a mesh.
 
     trainer = XDSFTTrainer(model, args, train_dataset=data, processing_class=tokenizer, mesh=mesh)
 
@@ -6,8 +6,8 @@ Data sets, chat templates, packing, collators, losses and metrics are TRL's; the
 :class:`xla_dtensor.integrations.transformers.XDTrainer`. TRL reads its metrics per batch (entropy,
 token accuracy) in each step, so each step waits for the devices.
 
-XDGRPOTrainer generates by :mod:`xla_dtensor.integrations.generation`: a program for the prompts,
-and one for each next token. TRL scores completions on the host, and the step takes them::
+The last two generate by :mod:`xla_dtensor.integrations.generation`: a program for the prompts, and
+one for each next token. TRL scores completions on the host, and the step takes them::
 
     prompts                      of the host
     completions                  programs of generate()
@@ -23,12 +23,15 @@ import inspect
 import itertools
 import time
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.rloo_config import RLOOConfig
+from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 
 import xla_dtensor as xd
@@ -38,7 +41,7 @@ from xla_dtensor.hosts.data.rows import row_group
 from xla_dtensor.integrations.generation import compile_generate
 from xla_dtensor.integrations.transformers import XDTrainer
 
-__all__ = ["XDGRPOTrainer", "XDSFTTrainer"]
+__all__ = ["XDGRPOTrainer", "XDRLOOTrainer", "XDSFTTrainer"]
 
 
 class XDSFTTrainer(XDTrainer, SFTTrainer):
@@ -59,30 +62,29 @@ class XDSFTTrainer(XDTrainer, SFTTrainer):
             super().__init__(model, args, *rest, **kwargs)
 
 
-class XDGRPOTrainer(XDTrainer, GRPOTrainer):
-    """TRL's GRPOTrainer on a mesh; arguments as for it and for XDTrainer.
+class _TrainerByRewards(XDTrainer):
+    """What the trainers that generate have in common.
 
-    ``num_generations`` has to divide ``per_device_train_batch_size * steps_per_generation``, as for
-    one device.
-
-    Raises:
-        ArgumentTypeError: ``use_vllm``, ``use_transformers_continuous_batching``, or adapters that
-            :mod:`xla_dtensor.integrations.peft` refuses.
+    Attributes:
+        theirs: TRL's trainer.
+        config: Its arguments.
     """
 
-    # Without TRL's clock around them, which would run while they are traced.
-    compute_loss = inspect.unwrap(GRPOTrainer.compute_loss)
-    _scored = inspect.unwrap(GRPOTrainer._get_per_token_logps_and_entropies)
+    theirs: Any
+    config: Any
+    _scored: Any
+    _step: int
+    _metrics: dict[str, Any]
 
     def __init__(
         self, model: Any, reward_funcs: Any, args: Any = None, *rest: Any, mesh: Any, **kwargs: Any
     ) -> None:
-        args = GRPOConfig("tmp_trainer") if args is None else copy.copy(args)
+        args = self.config("tmp_trainer") if args is None else copy.copy(args)
         for name in ("use_vllm", "use_transformers_continuous_batching"):
             if getattr(args, name, False):
                 raise ArgumentTypeError(
-                    f"An XDGRPOTrainer was made with {name}=True. It generates on the mesh, where "
-                    "the model lies, by generate() with a static cache. Leave it out."
+                    f"An {type(self).__name__} was made with {name}=True. It generates on the "
+                    "mesh, where the model lies, by generate() with a static cache. Leave it out."
                 )
         args.generation_batch_size *= row_group(as_device_mesh(mesh)).devices
         args.cache_implementation = args.cache_implementation or "static"
@@ -94,9 +96,9 @@ class XDGRPOTrainer(XDTrainer, GRPOTrainer):
             super().__init__(model, args, *rest, reward_funcs=reward_funcs, mesh=mesh, **kwargs)
         if self._rows.count != self.accelerator.num_processes:
             raise ArgumentTypeError(
-                f"An XDGRPOTrainer was made on {self.accelerator.num_processes} processes, which "
-                f"have {self._rows.count} different parts of the rows. TRL takes the rewards of "
-                "each process for other rows. Make the mesh so that its axis tp lies in a process."
+                f"An {type(self).__name__} was made on {self.accelerator.num_processes} processes, "
+                f"which have {self._rows.count} different parts of the rows. TRL takes the rewards "
+                "of each for other rows. Make the mesh so that its axis tp lies in a process."
             )
         self._base = getattr(self.model, "get_base_model", lambda: self.model)()
         compile_generate(self._base)
@@ -115,6 +117,8 @@ class XDGRPOTrainer(XDTrainer, GRPOTrainer):
         return loss
 
     def _prepare_inputs(self, inputs: Any) -> dict[str, Any]:
+        if xd.get_runtime().is_tracing:
+            return inputs
         hooks = self._base.get_input_embeddings()._forward_hooks
         before = dict(hooks)
         try:
@@ -124,30 +128,32 @@ class XDGRPOTrainer(XDTrainer, GRPOTrainer):
             hooks.update(before)
 
     def _forward_and_backward(self, model: Any, inputs: Any, num_items: Any) -> torch.Tensor:
-        return super(GRPOTrainer, self).training_step(model, inputs, num_items)
+        return super(self.theirs, self).training_step(model, inputs, num_items)
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, *rest: Any
-    ) -> tuple[Any, Any]:
-        generate = super()._generate_single_turn
+    ) -> Any:
+        generate = partial(self.theirs._generate_single_turn, self)
         if self._rows.count == 1:
             return generate(prompt_ids, images, multimodal_fields, *rest)
         if images is not None:
             raise ArgumentTypeError(
-                f"An XDGRPOTrainer was given prompts with images, on {self._rows.count} processes. "
-                "Each runs the program that generates for the prompts of all, and has its own "
-                "images only. Take one process."
+                f"An {type(self).__name__} was given prompts with images, on {self._rows.count} "
+                "processes. Each runs the program that generates for the prompts of all, and has "
+                "its own images only. Take one process."
             )
         # One program of all processes: each generates for all prompts, and draws alike.
         parts = dict(gather_object([(self._rows.index, prompt_ids)]))
         prompts = [ids for index in sorted(parts) for ids in parts[index]]
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(next(self._seeds))
-            completions, logprobs = generate(prompts, None, {}, *rest)
+            made = generate(prompts, None, {}, *rest)
+        completions = made[0] if isinstance(made, tuple) else made
         longest = max(map(len, (*prompts, *completions)))
         self.pad_to_multiple_of = -(-longest // self._multiple) * self._multiple
         start = self._rows.index * len(prompt_ids)
-        return completions[start : start + len(prompt_ids)], logprobs
+        own = completions[start : start + len(prompt_ids)]
+        return (own, *made[1:]) if isinstance(made, tuple) else own
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any
@@ -163,6 +169,31 @@ class XDGRPOTrainer(XDTrainer, GRPOTrainer):
             part[start : start + count] if isinstance(part, torch.Tensor) and part.ndim else part
             for part in self.accelerator.gather(found)
         )
+
+
+class XDGRPOTrainer(_TrainerByRewards, GRPOTrainer):
+    """TRL's GRPOTrainer on a mesh; arguments as for it and for XDTrainer.
+
+    ``num_generations`` has to divide ``per_device_train_batch_size * steps_per_generation``, as for
+    one device.
+
+    Raises:
+        ArgumentTypeError: ``use_vllm``, ``use_transformers_continuous_batching``, or adapters that
+            :mod:`xla_dtensor.integrations.peft` refuses.
+    """
+
+    theirs, config = GRPOTrainer, GRPOConfig
+    # Without TRL's clock around them, which would run while they are traced.
+    compute_loss = inspect.unwrap(GRPOTrainer.compute_loss)
+    _scored = inspect.unwrap(GRPOTrainer._get_per_token_logps_and_entropies)
+
+
+class XDRLOOTrainer(_TrainerByRewards, RLOOTrainer):
+    """TRL's RLOOTrainer on a mesh; all else as XDGRPOTrainer."""
+
+    theirs, config = RLOOTrainer, RLOOConfig
+    compute_loss = inspect.unwrap(RLOOTrainer.compute_loss)
+    _scored = inspect.unwrap(RLOOTrainer._get_per_token_logps_and_entropies)
 
 
 def _adapters(model: Any, peft_config: Any) -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -206,14 +207,16 @@ def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 
 def rewarded(kind: Any, folder: Any, batch_size: int, *, change: Any = None, **given: Any) -> Any:
-    """A GRPOTrainer of TRL's, or ours, and what is given to its config."""
+    """A trainer of TRL's that generates, or ours, and what is given to its config."""
     from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.rloo_config import RLOOConfig
 
-    options = {key: given.pop(key) for key in tuple(given) if hasattr(GRPOConfig, key)}
+    made: Any = GRPOConfig if "GRPO" in kind.__name__ else RLOOConfig
+    options = {key: given.pop(key) for key in tuple(given) if hasattr(made, key)}
     options = {"num_generations": 4, "max_completion_length": 6, "adam_epsilon": 1e-5} | options
 
     def config(folder: str, max_length: int, **others: Any) -> Any:
-        return GRPOConfig(folder, **{**others, **options})
+        return made(folder, **{**others, **options})
 
     return supervised(
         kind,
@@ -231,32 +234,40 @@ NUMBERS_OF_REWARDS = ("loss", "reward", "reward_std", "entropy", "completions/me
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("adapts", [False, True], ids=["whole", "adapters against the base"])
-def test_tuning_by_rewards_is_trls(tmp_path: Path, mesh: xd.DeviceMesh, adapts: bool) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "adapts", "numbers"),
+    [("GRPO", False, ["clip_ratio/region_mean"]), ("GRPO", True, ["kl"]), ("RLOO", False, [])],
+)
+def test_tuning_by_rewards_is_trls(
+    tmp_path: Path, mesh: xd.DeviceMesh, algorithm: str, adapts: bool, numbers: list[str]
+) -> None:
     import peft
-    from trl.trainer.grpo_trainer import GRPOTrainer
 
-    from xla_dtensor.integrations.trl import XDGRPOTrainer
+    theirs = importlib.import_module(f"trl.trainer.{algorithm.lower()}_trainer")
+    mine = importlib.import_module("xla_dtensor.integrations.trl")
+    their_kind = getattr(theirs, f"{algorithm}Trainer")
+    my_kind = getattr(mine, f"XD{algorithm}Trainer")
 
     def trained(kind: Any, batch_size: int, **given: Any) -> Any:
         torch.manual_seed(0)
         if adapts:
             lora = peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False)
             given |= {"peft_config": lora, "beta": 0.1, "gradient_checkpointing": True}
+        given |= {"beta": 0.0} if algorithm == "RLOO" else {}  # a tiny model has no name
         trainer = rewarded(kind, tmp_path, batch_size, max_steps=3, **given)
         torch.manual_seed(1)
         trainer.train()
         return trainer
 
-    plain, ours = trained(GRPOTrainer, 16), trained(XDGRPOTrainer, 4, mesh=mesh)
+    plain, ours = trained(their_kind, 16), trained(my_kind, 4, mesh=mesh)
     assert difference(ours.model, plain.model) < 1e-6
     assert ours.programs[1].stats()["traces"] == 2  # its first guess at a branch is wrong
-    for name in (*NUMBERS_OF_REWARDS, *(["kl"] if adapts else ["clip_ratio/region_mean"])):
+    for name in (*NUMBERS_OF_REWARDS, *numbers):
         found, expected = logged(ours, name), logged(plain, name)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         assert len(found) == 3
     with pytest.raises(ArgumentTypeError, match="use_vllm=True"):
-        rewarded(XDGRPOTrainer, tmp_path, 4, mesh=mesh, use_vllm=True)
+        rewarded(my_kind, tmp_path, 4, mesh=mesh, use_vllm=True)
 
 
 def small_program(model: Any) -> tuple[list[float], Any]:
