@@ -55,6 +55,21 @@ def case(traces: int | None) -> Callable[[Make], Make]:
     return register
 
 
+@case(None)
+def becomes_a_float(thing: Any) -> Any:
+    """What is returned, and no more, was an int when the same program was compiled."""
+    total, more = 1, 2
+
+    def step(x: torch.Tensor) -> Any:
+        nonlocal total, more
+        x = x + total
+        total += more
+        more += 0.0
+        return x, total
+
+    return step
+
+
 @case(1)
 def counter(thing: Any) -> Any:
     def step(x: torch.Tensor) -> Any:

@@ -161,9 +161,10 @@ def _serialized(executable: Any) -> bytes:
 
 def _digest(lowered: Any) -> str:
     # The text has no argument that the program does not use, so that two programs that use
-    # different ones of theirs may have one text.
+    # different ones of theirs may have one text, or that are given other types for the rest.
     used = lowered_inputs(lowered)
-    bound = f"{lowered.in_tree} {used} {lowered.out_tree}"
+    types = [f"{info.dtype}{info.shape}" for info in jax.tree.leaves(lowered.args_info)]
+    bound = f"{lowered.in_tree} {types} {used} {lowered.out_tree}"
     text = json.dumps(_machine()) + bound + lowered.as_text()
     return hashlib.sha256(text.encode()).hexdigest()
 
