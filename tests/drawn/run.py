@@ -10,11 +10,10 @@
     python -m tests.drawn.run --platform cuda --calls all --dtypes float32     on the GPUs here
 
 A job is the name of a program: ``program/17``, ``training/17``, ``call/add/float32/int64/0``, or
-``refused/add/3``, one of the calls that op_db says PyTorch refuses, or ``selected/add/float32/0``.
-Each is noted in build/drawn/,
-in a file named after the commit of the library that is judged, the runtime, and what draws and
-judges. A run takes up where the last one ended. A job that ends its process, or does not come back,
-is noted by the parent: "abort", "hang".
+``refused/add/3``, one of the calls that op_db says PyTorch refuses, or ``selected/add/float32/0``,
+one on ``x[mask]``. Each is noted in build/drawn/, in a file named after the commit of the library
+that is judged, the runtime, and what draws and judges. A run takes up where the last one ended. A
+job that ends its process, or does not come back, is noted by the parent: "abort", "hang".
 """
 
 from __future__ import annotations

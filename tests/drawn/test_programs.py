@@ -31,3 +31,23 @@ def test_drawn_programs(runtime: Runtime, batch: int) -> None:
         if verdict.kind not in FINE:
             bad.append(f"program/{seed} on {runtime.name}: {verdict.kind}: {verdict.note}")
     assert not bad
+
+
+# What reduces, and what is computed with each element or row; see run.py, ``--selected``.
+ON_ROWS = ("std", "var", "add", "where", "any", "amax", "softmax", "masked_select", "clone")
+
+
+@pytest.mark.only_on("jax")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("mesh")
+@pytest.mark.parametrize("batch", range(3))
+def test_drawn_selections(runtime: Runtime, batch: int) -> None:
+    if not torch.__version__.startswith(TORCH[runtime.name]):
+        pytest.skip(f"on {runtime.name} these are programs of torch {TORCH[runtime.name]}*")
+    bad = []
+    for name in ON_ROWS[batch::3]:
+        program = program_of(f"selected/{name}/float32/5")
+        verdict = verdict_of(program, expected_of(program))
+        if verdict.kind not in FINE:
+            bad.append(f"selected/{name}/float32/5: {verdict.kind}: {verdict.note}")
+    assert not bad

@@ -1523,6 +1523,19 @@ def a_part_is_scattered_into_at_a_place_of_the_whole(on: On) -> Any:
     return [*scattered, torch.as_strided_scatter(second, new, (2, 2), (1, 4), 1)]
 
 
+@values("jax")
+def a_part_is_returned_whose_whole_was_written_to(on: On) -> Any:
+    """Autograd's error for such parts, which PyTorch raises where they are used, not returned."""
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        whole = x.square()
+        parts = whole.chunk(2)
+        whole[...] = whole * 2
+        return parts
+
+    return [part.detach() for part in on.compile(step)(on.leaf(numbers(8), Shard(0), R))]
+
+
 @values()
 def parts_of_complex_numbers(on: On) -> Any:
     """On torch_xla what was written to them was lost, and compiled steps were refused."""

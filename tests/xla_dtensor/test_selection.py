@@ -24,7 +24,9 @@ def a_copy(x: Any, m: Any) -> Any:
     rows *= 3
     same = others.detach()
     others += 1
-    return (rows.mul_(2) * same).sum()
+    some = rows[rows > 0]
+    rows.mul_(2)
+    return (rows * same).sum() + some.square().sum()
 
 
 def doubled_in_place(x: Any, m: Any) -> Any:

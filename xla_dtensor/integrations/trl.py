@@ -120,12 +120,12 @@ class _TrainerByRewards(XDTrainer):
         if xd.get_runtime().is_tracing:
             return inputs
         hooks = self._base.get_input_embeddings()._forward_hooks
-        before = dict(hooks)
+        kept = dict(hooks)
         try:
             return super()._prepare_inputs(inputs)
         finally:  # TRL turns checkpoints off and on, for which Transformers adds a hook each time.
             hooks.clear()
-            hooks.update(before)
+            hooks.update(kept)
 
     def _forward_and_backward(self, model: Any, inputs: Any, num_items: Any) -> torch.Tensor:
         return super(self.theirs, self).training_step(model, inputs, num_items)
@@ -147,13 +147,13 @@ class _TrainerByRewards(XDTrainer):
         prompts = [ids for index in sorted(parts) for ids in parts[index]]
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(next(self._seeds))
-            made = generate(prompts, None, {}, *rest)
-        completions = made[0] if isinstance(made, tuple) else made
+            generated = generate(prompts, None, {}, *rest)
+        completions = generated[0] if isinstance(generated, tuple) else generated
         longest = max(map(len, (*prompts, *completions)))
         self.pad_to_multiple_of = -(-longest // self._multiple) * self._multiple
         start = self._rows.index * len(prompt_ids)
         own = completions[start : start + len(prompt_ids)]
-        return (own, *made[1:]) if isinstance(made, tuple) else own
+        return (own, *generated[1:]) if isinstance(generated, tuple) else own
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any
@@ -163,11 +163,11 @@ class _TrainerByRewards(XDTrainer):
         if kwargs.get("batch_size") is not None:  # of one process
             kwargs["batch_size"] *= self._rows.count
         operands = self.put_batch((input_ids, args, kwargs))
-        found = self._score(model, operands[0], *operands[1], **operands[2])
+        scores = self._score(model, operands[0], *operands[1], **operands[2])
         start, count = self._rows.index * len(input_ids), len(input_ids)
         return tuple(
             part[start : start + count] if isinstance(part, torch.Tensor) and part.ndim else part
-            for part in self.accelerator.gather(found)
+            for part in self.accelerator.gather(scores)
         )
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -41,7 +40,6 @@ _OF_TORCH = {
     "_all_true_or_runtime_assert": True,
     "_engine_run_backward": False,  # Is a gradient NaN? Under torch.autograd.detect_anomaly().
 }
-_looks_for_nan: Callable[[], bool] = torch.is_anomaly_enabled
 _BEFORE_JUMP = (
     "COMPARE_OP",
     "CALL",
@@ -80,7 +78,8 @@ def question_here() -> Question | None:
         code = frame.f_code
         if code.co_name in _OF_TORCH and code.co_filename.startswith(str(_TORCH)):
             is_backward = code.co_name == "_engine_run_backward"  # which asks other things, too
-            expected = None if is_backward and not _looks_for_nan() else _OF_TORCH[code.co_name]
+            looks_for_nan = torch.is_anomaly_enabled()
+            expected = None if is_backward and not looks_for_nan else _OF_TORCH[code.co_name]
         elif not code.co_filename.startswith(_PASSED):
             break
         frame = frame.f_back

@@ -333,7 +333,7 @@ class Hooks(Items):
 
     def effects(self) -> list[Effect]:
         pairs = zip(self.holder.items(), self._contents.items(), strict=False)
-        is_same = all(k == old and hook is before for (k, hook), (old, before) in pairs)
+        is_same = all(key == number and hook is kept for (key, hook), (number, kept) in pairs)
         if is_same and len(self.holder) == len(self._contents):
             return []
         self.take_whole()

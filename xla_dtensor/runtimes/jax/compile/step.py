@@ -313,12 +313,12 @@ class JaxCompiledStep(CompiledStep):
             "of `if`, or take such Python out of the step."
         )
 
-    def _take_guesses(self, branches: Sequence[Branch], other: OtherWayError) -> None:
+    def _take_guesses(self, branches: Sequence[Branch], error: OtherWayError) -> None:
         """Guess that branches go as a run has found them, the later ones on the wrong way too."""
         times = Counter(branch.place for branch in branches)
-        for number, branch in enumerate(branches[other.number :], other.number):
-            if number == other.number or times[branch.place] == 1:  # not those of later rounds
-                answer = branch.answer != (number in other.numbers)
+        for number, branch in enumerate(branches[error.number :], error.number):
+            if number == error.number or times[branch.place] == 1:  # not those of later rounds
+                answer = branch.answer != (number in error.numbers)
                 self._guesses[branch.place] = self._guesses[branch.place, branch.times] = answer
 
     def _program_of(self, call: Call, way: tuple[bool, ...] = (), why: str = "") -> Program:

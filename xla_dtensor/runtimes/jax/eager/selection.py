@@ -175,13 +175,14 @@ class Selection:
         """Return the variance of all elements, or over some dims."""
         if isinstance(dim, bool):
             dim, unbiased = None, dim
-        less, dims = correction if unbiased else 0, self._dims(dim)
+        less = (1 if correction is None else correction) if unbiased else 0
+        dims = self._dims(dim)
         if not self.dtype.is_floating_point or dims[0] or keepdim:
             _refuse("a variance of other dtypes, of each row or with keepdim")
         wide = torch.float32 if self.dtype in _FLOATS_OF_16 else self.dtype
         number, elements = self._number(dims), self.to(wide)
-        others = range(self.mask.ndim, self._all.ndim)
-        shape = [1 if d in dims else self._all.shape[d] for d in others]
+        dims_of_rows = range(self.mask.ndim, self._all.ndim)
+        shape = [1 if d in dims else self._all.shape[d] for d in dims_of_rows]
         squares = (elements - elements.mean(dim).reshape(shape)).square()
         return (squares.sum(dim) / (number - less).clamp(min=0)).to(self.dtype)
 
@@ -275,7 +276,7 @@ class Selection:
         if isinstance(index, Selection) and index.dtype == torch.bool and index.ndim == 1:
             _expect_one_mask(self, index)
             mask = self.mask & index._all
-            return Selection(self._all, mask, mask)
+            return Selection(self._all.clone(), mask, mask)
         if not isinstance(index, tuple) or not isinstance(index[0], slice) or index[0] != whole:
             _refuse("an index of its first dim")
         if any(isinstance(each, torch.Tensor | Selection | list) for each in index):
@@ -380,17 +381,17 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Selection:
     return first._with(output)
 
 
-def _expect_to_meet(one: Selection, other: Selection) -> None:
-    if one.ndim != other.ndim:
+def _expect_to_meet(left: Selection, right: Selection) -> None:
+    if left.ndim != right.ndim:
         _refuse("a tensor under a mask that has another number of dims")
-    _expect_one_mask(one, other)
+    _expect_one_mask(left, right)
 
 
-def _expect_one_mask(one: Selection, other: Selection) -> None:
-    if one.mask.shape != other.mask.shape:
+def _expect_one_mask(left: Selection, right: Selection) -> None:
+    if left.mask.shape != right.mask.shape:
         _refuse("elements of tensors whose masks differ in shape")
-    if one.key is not other.key:
-        are_equal = (one.mask == other.mask).all()
+    if left.key is not right.key:
+        are_equal = (left.mask == right.mask).all()
         _expect(are_equal, "elements that two masks select meet: the masks are equal")
 
 
